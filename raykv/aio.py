@@ -1,0 +1,40 @@
+"""The async face of the client: the same calls, each in a worker thread."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from raykv.client import Client, Keys
+from raykv.local import Pins
+from raykv.types import GetResult, Match, PutResult, Scattered
+
+
+class AsyncClient:
+    """A client for async code: the same calls, each in a worker thread, so that the event loop never waits."""
+
+    def __init__(self, client: Client) -> None:
+        self.client = client
+
+    async def match(self, keys: Keys, **options: Any) -> Match:
+        """See `Client.match`."""
+        return await asyncio.to_thread(self.client.match, keys, **options)
+
+    async def get(self, keys: Keys, into: Sequence[Scattered], **options: Any) -> GetResult:
+        """See `Client.get`. Cancelling does not stop it: the buffers must live until it ends."""
+        return await asyncio.to_thread(self.client.get, keys, into, **options)
+
+    async def put(self, keys: Keys, values: Sequence[Scattered], **options: Any) -> PutResult:
+        """See `Client.put`."""
+        return await asyncio.to_thread(self.client.put, keys, values, **options)
+
+    async def pin(self, keys: Keys, **options: Any) -> Pins:
+        """See `Client.pin`."""
+        return await asyncio.to_thread(self.client.pin, keys, **options)
+
+    async def delete(self, keys: Keys, **options: Any) -> int:
+        """See `Client.delete`."""
+        return await asyncio.to_thread(self.client.delete, keys, **options)
+
+    async def stats(self, **options: Any) -> dict[str, Any]:
+        """See `Client.stats`."""
+        return await asyncio.to_thread(self.client.stats, **options)

@@ -1,0 +1,388 @@
+"""The client: put, match, get, pin, delete, stats, for batches of chunks.
+
+A client sits in an engine, a script or a notebook. On a host with a node it reads that node's memory directly and
+writes into it; what is not there it finds through the owners of the keys and reads from the holders.
+"""
+
+import time
+from collections.abc import Iterable, Sequence
+from functools import partial
+from itertools import groupby
+from types import TracebackType
+from typing import Any, Final, Self, TypeVar
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from raykv import keys as keys_
+from raykv import wire
+from raykv.errors import CapacityError, LostError, TransientError, UsageError
+from raykv.handoff import Ticket
+from raykv.local import LocalNode, Pins, Reservation
+from raykv.memory.copying import checksum_of, gather
+from raykv.namespace import Namespace
+from raykv.reach import Arrivals, Reach, expect
+from raykv.ring import View
+from raykv.transport.base import Link
+from raykv.types import GetResult, KeyArray, Match, NodeId, PutResult, Scattered
+
+T = TypeVar("T")
+
+PARALLEL_PEERS: Final = 16
+"""Nodes asked at the same time by one client."""
+Keys = KeyArray | Sequence[bytes | str]
+
+
+class Client:
+    """One namespace of the cache, as one process sees it. Thread-safe.
+
+    Every method takes a batch. `keys` are an array from `keys` or `chain`, or a list of names. Trouble with other
+    nodes is a miss, never an exception; a call that is wrong in itself raises UsageError.
+
+    Attributes:
+        namespace: What the chunks were computed under.
+    """
+
+    def __init__(self, namespace: Namespace, reach: Reach) -> None:
+        """Use `raykv.connect` or `using` instead."""
+        self.namespace = namespace
+        self._digest = namespace.digest
+        self._reach = reach
+
+    def using(self, namespace: Namespace) -> "Client":
+        """A client for another namespace over the same connections."""
+        return Client(namespace, self._reach)
+
+    # -- keys -------------------------------------------------------------------------------------------------------
+
+    def keys(self, names: Iterable[bytes | str]) -> KeyArray:
+        """Keys, shape [n, 2], of objects with names of any length (an engine's block hashes, say)."""
+        return keys_.named(self._digest, names)
+
+    def chain(self, tokens: Sequence[int] | npt.NDArray[np.integer[Any]]) -> KeyArray:
+        """Keys, shape [n, 2], of the full chunks of a prompt, `namespace.chunk_tokens` tokens each."""
+        return keys_.chain(self._digest, tokens, self.namespace.chunk_tokens)
+
+    # -- reading ----------------------------------------------------------------------------------------------------
+
+    def match(self, keys: Keys, *, ticket: Ticket | None = None, timeout_s: float | None = None) -> Match:
+        """How many leading chunks are stored, and where. Changes nothing.
+
+        Args:
+            ticket: Believe its holders, and ask nobody, for chunks that are not on this host.
+            timeout_s: Owners that take longer are taken to know nothing.
+
+        Raises:
+            NamespaceMismatch: The ticket was made under another namespace.
+        """
+        keys = self._as_keys(keys)
+        promised = ticket.match(self.namespace, len(keys)).holders if ticket else ()
+        holders: list[NodeId | None] = [*promised, *[None] * (len(keys) - len(promised))]
+        reach = self._reach
+        if reach.local is not None:
+            here = reach.local.reader.ready(keys, now_s=time.monotonic())
+            for place in np.flatnonzero(here).tolist():
+                holders[place] = reach.local.attached.node_id
+        if None in holders and ticket is None:
+            unknown = [place for place, holder in enumerate(holders) if holder is None]
+            found = reach.locate(keys[unknown], reach.deadline(timeout_s))
+            for place, holder in zip(unknown, found, strict=True):
+                holders[place] = holder
+        count = holders.index(None) if None in holders else len(holders)
+        return Match(count, tuple(holder for holder in holders[:count] if holder is not None))
+
+    def get(
+        self,
+        keys: Keys,
+        into: Sequence[Scattered],
+        *,
+        match: Match | None = None,
+        ticket: Ticket | None = None,
+        timeout_s: float | None = None,
+    ) -> GetResult:
+        """Read chunks into the caller's buffers.
+
+        Args:
+            into: For each key a writable, contiguous buffer, or several that are filled in order. Their total length
+                must be the chunk's: a chunk of another length is a miss.
+            match: From `match`: its holders are asked without another lookup.
+            ticket: The same from a hand-off ticket.
+            timeout_s: What has not arrived by then is a miss. When this returns, nobody writes to the buffers any more.
+
+        Returns:
+            Which arrived. The buffers of a miss may hold anything.
+
+        Raises:
+            UsageError: `into` has not one entry a key, or a buffer is read-only or not contiguous.
+            NamespaceMismatch: The ticket was made under another namespace.
+        """
+        keys = self._as_keys(keys)
+        if len(into) != len(keys):
+            raise UsageError(f"field 'into': {len(into)} buffers for {len(keys)} keys; give one entry a key")
+        targets = [_views(target, f"into[{place}]", writable=True) for place, target in enumerate(into)]
+        reach, arrivals = self._reach, Arrivals(keys, targets)
+        deadline_s = reach.deadline(timeout_s)
+        if reach.local is not None:
+            node_id = reach.local.attached.node_id
+            everything = np.arange(len(keys))
+            arrivals.note(everything, reach.read_shm(reach.local.reader, keys, targets), node_id, "shm")
+        if ticket is not None:
+            match = ticket.match(self.namespace, len(keys))
+        if match is not None:
+            reach.fetch(arrivals, [*match.holders, *[None] * (len(keys) - len(match.holders))], deadline_s)
+        missing = arrivals.missing()
+        if missing.size:
+            holders: list[NodeId | None] = [None] * len(keys)
+            for place, holder in zip(missing.tolist(), reach.locate(keys[missing], deadline_s), strict=True):
+                holders[place] = holder
+            reach.fetch(arrivals, holders, deadline_s)
+        return arrivals.result()
+
+    def pin(self, keys: Keys, *, timeout_s: float | None = None) -> Pins:
+        """View chunks of this host's node in place, without a copy, for as long as the returned context lasts.
+
+        Raises:
+            PeerUnavailable: There is no node on this host, or it is away.
+        """
+        return self._local().pin(self._as_keys(keys), deadline_s=self._reach.deadline(timeout_s))
+
+    # -- writing ----------------------------------------------------------------------------------------------------
+
+    def put(
+        self,
+        keys: Keys,
+        values: Sequence[Scattered],
+        *,
+        parent: KeyArray | None = None,
+        depth: int = 0,
+        chained: bool = True,
+        timeout_s: float | None = None,
+    ) -> PutResult:
+        """Store chunks, on this host's node if there is one. What is already there is not written again.
+
+        Args:
+            values: For each key a contiguous buffer, or several that are taken in order.
+            parent: Key, shape [1, 2], of the chunk that keys[0] follows; None at the start of a prompt.
+            depth: Chunks before keys[0] in its chain.
+            chained: Whether each key follows the one before it. False: independent objects.
+
+        Returns:
+            What became of them. A full arena or an absent node is a result, not an exception.
+
+        Raises:
+            UsageError: `values` has not one entry a key, or a value is empty or larger than an extent.
+        """
+        keys = self._as_keys(keys)
+        if len(values) != len(keys):
+            raise UsageError(f"field 'values': {len(values)} values for {len(keys)} keys; give one entry a key")
+        pieces = [_views(value, f"values[{place}]", writable=False) for place, value in enumerate(values)]
+        sizes = [sum(map(len, value)) for value in pieces]
+        total, start = PutResult(0, 0, 0), 0
+        for size, run in groupby(sizes):  # one reservation has one size; chunks of a prompt are one run
+            stop = start + len(list(run))
+            above = keys[start - 1 : start] if start else parent
+            part = partial(self._put_equal, keys[start:stop], pieces[start:stop], size)
+            done = part(
+                parent=above if chained else None,
+                depth=depth + start if chained else 0,
+                chained=chained,
+                deadline_s=self._reach.deadline(timeout_s),
+            )
+            total = PutResult(
+                total.stored + done.stored,
+                total.existed + done.existed,
+                total.skipped + done.skipped,
+                total.reason or done.reason,
+            )
+            start = stop
+        return total
+
+    def reserve(
+        self,
+        keys: Keys,
+        nbytes: int,
+        *,
+        parent: KeyArray | None = None,
+        depth: int = 0,
+        chained: bool = True,
+        timeout_s: float | None = None,
+    ) -> Reservation:
+        """Room in this host's arena for chunks that the caller then writes in place and commits.
+
+        Arguments as for `put`; `nbytes` is the size of each chunk.
+
+        Returns:
+            Views for those chunks that are not there yet. None of them, with a reason, when the arena is full or the
+            node is away.
+
+        Raises:
+            UsageError: The size is 0 or larger than an extent.
+        """
+        keys = self._as_keys(keys)
+        try:
+            return self._local().reserve(
+                self.namespace,
+                keys,
+                nbytes,
+                chained=chained,
+                parent=parent,
+                depth=depth,
+                deadline_s=self._reach.deadline(timeout_s),
+            )
+        except (TransientError, CapacityError, LostError) as error:
+            return Reservation.refused(len(keys), str(error))
+
+    def delete(self, keys: Keys, *, timeout_s: float | None = None) -> int:
+        """Drop chunks wherever they are known to be. Returns how many copies went; pinned ones stay."""
+        keys = self._as_keys(keys)
+        reach, deadline_s = self._reach, self._reach.deadline(timeout_s)
+        by_holder: dict[NodeId, list[int]] = {}
+        for place, holder in enumerate(reach.locate(keys, deadline_s)):
+            if holder is not None:
+                by_holder.setdefault(holder, []).append(place)
+        if reach.local is not None:
+            by_holder[reach.local.attached.node_id] = list(range(len(keys)))
+        work = {
+            holder: partial(reach.call, holder, wire.Delete(keys_.to_bytes(keys[places])), deadline_s)
+            for holder, places in by_holder.items()
+        }
+        answers = reach.in_parallel(work)
+        return sum(answer.count for answer in answers.values() if isinstance(answer, wire.Count))
+
+    def ticket(self, keys: Keys, *, match: Match | None = None) -> Ticket:
+        """A hand-off ticket for the leading chunks that are stored now (or that `match` found)."""
+        match = match or self.match(keys)
+        return Ticket.of(self.namespace, match.holders)
+
+    # -- about ------------------------------------------------------------------------------------------------------
+
+    def stats(self, *, timeout_s: float | None = None) -> dict[str, Any]:
+        """What every member says of itself, and the view: {"epoch", "nodes": {node_id: {...} or {"error": ...}}}."""
+        reach, deadline_s = self._reach, self._reach.deadline(timeout_s)
+        view = reach.view(deadline_s)
+        work = {
+            member.node_id: partial(reach.call, member.node_id, wire.GetStats(), deadline_s) for member in view.members
+        }
+        answers = reach.in_parallel(work)
+        nodes = {
+            name: msgspec.json.decode(answer.stats) if isinstance(answer, wire.Stats) else {"error": str(answer)}
+            for name, answer in answers.items()
+        }
+        return {"epoch": view.epoch, "nodes": nodes}
+
+    def view(self) -> View:
+        """The members of the reach, and its ring."""
+        return self._reach.view(self._reach.deadline(None))
+
+    def close(self) -> None:
+        """Close all connections, also of the clients made by `using`; leases end."""
+        self._reach.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # -- inside -----------------------------------------------------------------------------------------------------
+
+    def _as_keys(self, keys: Keys) -> KeyArray:
+        if not isinstance(keys, np.ndarray):
+            return self.keys(keys)
+        if keys.ndim != 2 or keys.shape[1] != 2 or keys.dtype != np.uint64:
+            raise UsageError(
+                f"field 'keys': an array of shape {list(keys.shape)} and type {keys.dtype}; "
+                "use the arrays that keys() and chain() make, of shape [n, 2] and type uint64, or a list of names"
+            )
+        return keys
+
+    def _local(self) -> LocalNode:
+        local = self._reach.local
+        if local is None:
+            raise TransientError("no node of the cluster runs on this host")
+        return local
+
+    def _put_equal(
+        self,
+        keys: KeyArray,
+        values: Sequence[Sequence[memoryview]],
+        nbytes: int,
+        *,
+        parent: KeyArray | None,
+        depth: int,
+        chained: bool,
+        deadline_s: float,
+    ) -> PutResult:
+        if self._reach.local is None:
+            return self._put_remote(
+                keys, values, nbytes, parent=parent, depth=depth, chained=chained, deadline_s=deadline_s
+            )
+        timeout_s = max(0.001, deadline_s - time.monotonic())
+        room = self.reserve(keys, nbytes, parent=parent, depth=depth, chained=chained, timeout_s=timeout_s)
+        for place, view in zip(room.index.tolist(), room.views, strict=True):
+            gather(view, values[place])
+        return room.commit(timeout_s=timeout_s)
+
+    def _put_remote(
+        self,
+        keys: KeyArray,
+        values: Sequence[Sequence[memoryview]],
+        nbytes: int,
+        *,
+        parent: KeyArray | None,
+        depth: int,
+        chained: bool,
+        deadline_s: float,
+    ) -> PutResult:
+        """Store on the owner of the first key: a chain stays together."""
+        reach = self._reach
+        checksums = np.array([checksum_of(value) for value in values], np.uint64).tobytes()
+        raw_parent = b"" if parent is None else keys_.to_bytes(parent)
+        text = self.namespace.account.model_dump_json(exclude_defaults=True).encode()
+        granted = wire.Granted(b"", b"", b"")
+
+        def pick(answer: wire.Answer) -> list[memoryview]:
+            nonlocal granted
+            granted = expect(wire.Granted, answer)
+            return [piece for place in np.frombuffer(granted.positions, "<i4").tolist() for piece in values[place]]
+
+        def push(link: Link) -> int:
+            account = expect(wire.NamespaceOpened, link.call(wire.OpenNamespace(text), deadline_s=deadline_s)).account
+            request = wire.Write(account, keys_.to_bytes(keys), nbytes, checksums, chained, raw_parent, depth)
+            return expect(wire.Count, link.push(request, pick, deadline_s=deadline_s)).count
+
+        try:
+            view = reach.view(deadline_s)
+            if not view.members:
+                return PutResult(0, 0, len(keys), "the cluster has no nodes")
+            owner = view.members[int(view.ring.owners(keys[:1])[0])]
+            stored = reach.peers.ask(owner.address, push, deadline_s=deadline_s)
+        except TransientError as error:
+            return PutResult(0, 0, len(keys), str(error))
+        existed = len(keys) - len(granted.positions) // 4 - granted.full
+        return PutResult(stored, existed, len(keys) - existed - stored, "full" if granted.full else "")
+
+
+def _views(scattered: Scattered, name: str, *, writable: bool) -> list[memoryview]:
+    """Byte views of one buffer or several.
+
+    Raises:
+        UsageError: Not a buffer, not contiguous, or read-only where we write.
+    """
+    parts = scattered if isinstance(scattered, list | tuple) else [scattered]
+    views = []
+    for part in parts:
+        try:
+            view = memoryview(part)  # type: ignore[arg-type]  # finding that out is what the `except` is for
+        except TypeError:
+            hint = "; for a CPU tensor pass tensor.view(torch.uint8).numpy()" if hasattr(part, "numpy") else ""
+            raise UsageError(f"field '{name}': {type(part).__name__} is not a buffer{hint}") from None
+        if not view.c_contiguous:
+            raise UsageError(f"field '{name}': the buffer is not contiguous; pass its pieces as a list")
+        if writable and view.readonly:
+            raise UsageError(f"field '{name}': the buffer is read-only")
+        views.append(view.cast("B") if view.nbytes else memoryview(bytearray()))
+    return views

@@ -1,0 +1,204 @@
+"""Every setting of raykv, typed, and the only place that reads the environment.
+
+Models are frozen and refuse unknown fields. Sizes end in `_nbytes` and also take text such as "4 GiB"; times end in
+`_s`. A part that is absent is `None`. Whoever starts a part logs its whole effective config once.
+"""
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError, model_validator
+
+from raykv.errors import ConfigError
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+SLOT_ALIGNMENT_NBYTES = 4096
+"""Slots start at multiples of a page, so that direct I/O and memory registration need no copy."""
+
+_UNITS = {"": 1, "b": 1, "kib": KIB, "mib": MIB, "gib": GIB, "tib": 1 << 40}
+
+
+def parse_nbytes(value: object) -> object:
+    """Turn text such as "512 MiB" into bytes; leave everything else as it is.
+
+    Raises:
+        ValueError: Text that is no size. Decimal units (GB) are refused rather than guessed at.
+    """
+    if not isinstance(value, str):
+        return value
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
+    if found is None or found[2].lower() not in _UNITS:
+        raise ValueError(f"{value!r} is not a size; write bytes as a number, or text such as '512 MiB' or '4 GiB'")
+    return int(float(found[1]) * _UNITS[found[2].lower()])
+
+
+Nbytes = Annotated[int, BeforeValidator(parse_nbytes), Field(ge=0)]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
+PolicyName = Literal["leaf_lru", "lru", "fifo"]
+
+ModelT = TypeVar("ModelT", bound="Model")
+
+
+class Model(BaseModel):
+    """What all configs share: frozen, strict about names, and errors that a person can act on."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @classmethod
+    def load(cls, fields: Mapping[str, Any]) -> Self:
+        """Check `fields` and build the config.
+
+        Raises:
+            ConfigError: Names every field that is wrong or unknown, and for an unknown one the fields there are.
+        """
+        try:
+            return cls(**fields)
+        except ValidationError as error:
+            raise ConfigError(_explain(cls, error)) from None
+
+
+def _explain(model: type[BaseModel], error: ValidationError) -> str:
+    lines = []
+    for problem in error.errors():
+        where = ".".join(str(part) for part in problem["loc"]) or model.__name__
+        if problem["type"] == "extra_forbidden":
+            lines.append(f"unknown field '{where}'; {model.__name__} has: {', '.join(sorted(model.model_fields))}")
+        else:
+            lines.append(f"field '{where}': {problem['msg']} (got {problem['input']!r})")
+    return f"{model.__name__}: " + "; ".join(lines)
+
+
+class StorageConfig(Model):
+    """One node's memory.
+
+    Attributes:
+        arena_nbytes: Shared memory for chunks, taken from /dev/shm extent by extent as it fills.
+        extent_nbytes: The arena is cut into extents; one extent serves one slot size. The largest chunk is one extent.
+        max_chunks: Rows of the chunk table. None: one for every 64 KiB of arena. A row costs 94 bytes.
+        policy: Which chunks go first when room is needed, for namespaces that do not say.
+        low_water: Eviction starts when less than this share of the arena is free.
+        high_water: Eviction stops when this share is free.
+        shm_dir: Where arena, table and socket lie: a tmpfs, or hugetlbfs. None: anonymous memory, which ends with the
+            process.
+    """
+
+    arena_nbytes: Nbytes = 1 * GIB
+    extent_nbytes: Nbytes = 32 * MIB
+    max_chunks: Annotated[int, Field(ge=16, le=1 << 30)] | None = None
+    policy: PolicyName = "leaf_lru"
+    low_water: Annotated[float, Field(ge=0.0, lt=0.5)] = 0.02
+    high_water: Annotated[float, Field(gt=0.0, lt=0.9)] = 0.05
+    shm_dir: Path | None = Path("/dev/shm")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.extent_nbytes < SLOT_ALIGNMENT_NBYTES or self.extent_nbytes % SLOT_ALIGNMENT_NBYTES:
+            raise ValueError(f"extent_nbytes must be a multiple of {SLOT_ALIGNMENT_NBYTES}")
+        if self.arena_nbytes < self.extent_nbytes:
+            raise ValueError(
+                f"arena_nbytes ({self.arena_nbytes}) must hold at least one extent; "
+                f"raise it or lower extent_nbytes ({self.extent_nbytes})"
+            )
+        if self.low_water >= self.high_water:
+            raise ValueError("low_water must be below high_water")
+        return self
+
+    @property
+    def extents(self) -> int:
+        return self.arena_nbytes // self.extent_nbytes
+
+    @property
+    def rows(self) -> int:
+        return self.max_chunks or max(1024, self.arena_nbytes // (64 * KIB))
+
+
+class NodeConfig(Model):
+    """One storage node.
+
+    Attributes:
+        cluster: Name of the cluster; part of every file and actor name.
+        node_id: This node's name, unique and stable in its cluster: a restarted node finds its memory by it.
+        bind: Address to listen on for peers, as they reach it. Port 0 takes a free one.
+        host: Identity of the host; nodes and clients with equal hosts read each other's shared memory. None: found out.
+        weight: Share of the ring relative to others. None: the arena's GiB.
+        heartbeat_s: How often the node tells the directory that it lives.
+        announce_s: How long a commit may wait to be announced to the key's owner.
+        io_timeout_s: A peer that stalls this long in the middle of a message is cut off.
+        max_connections: Connections served at once; one more is refused.
+        max_locations: Keys whose locations this node keeps as an owner; the oldest are forgotten beyond it.
+    """
+
+    cluster: Name = "default"
+    node_id: Name
+    bind: Annotated[str, Field(pattern=r"^[^:\s]+:\d{1,5}$")] = "127.0.0.1:0"
+    host: str | None = None
+    weight: Annotated[float, Field(gt=0)] | None = None
+    storage: StorageConfig = StorageConfig()
+    heartbeat_s: Annotated[float, Field(gt=0)] = 1.0
+    announce_s: Annotated[float, Field(gt=0)] = 0.01
+    io_timeout_s: Annotated[float, Field(gt=0)] = 10.0
+    max_connections: Annotated[int, Field(ge=4, le=65536)] = 1024
+    max_locations: Annotated[int, Field(ge=1024)] = 1 << 22
+
+    @property
+    def file_prefix(self) -> Path | None:
+        """All files of this node in shared memory begin with this path; None for anonymous memory."""
+        if self.storage.shm_dir is None:
+            return None
+        return self.storage.shm_dir / f"raykv-{self.cluster}-{self.node_id}"
+
+    @property
+    def local_address(self) -> str:
+        """Where processes of this host reach the node. Without files, the name lives in the kernel alone."""
+        if self.file_prefix is None:
+            return f"unix:@raykv-{self.cluster}-{self.node_id}-{os.getpid()}"
+        return f"unix:{self.file_prefix}.sock"
+
+
+class ClientConfig(Model):
+    """One client.
+
+    Attributes:
+        address: Any node: "unix:/path" for the one on this host, "host:port" for one elsewhere.
+        secret: The cluster's secret, as hexadecimal text; needed only for "host:port".
+        timeout_s: A `get` or `match` that takes longer gives the rest up as a miss.
+        breaker_s: A peer that failed is left alone this long.
+        connections_per_peer: Idle connections kept to one peer.
+        verify: Check checksums of bytes that crossed a network ("remote"), of all bytes ("always"), or of none.
+    """
+
+    address: str | None = None
+    secret: SecretStr | None = None
+    timeout_s: Annotated[float, Field(gt=0)] = 5.0
+    breaker_s: Annotated[float, Field(ge=0)] = 2.0
+    connections_per_peer: Annotated[int, Field(ge=1, le=64)] = 4
+    verify: Literal["remote", "always", "never"] = "remote"
+
+    @classmethod
+    def from_environment(cls, **explicit: Any) -> Self:
+        """Build the config from RAYKV_ADDRESS and RAYKV_SECRET where the call leaves a field open."""
+        fields = {key: value for key, value in explicit.items() if value is not None}
+        for field, variable in (("address", "RAYKV_ADDRESS"), ("secret", "RAYKV_SECRET")):
+            if field not in fields and os.environ.get(variable):
+                fields[field] = os.environ[variable]
+        return cls.load(fields)
+
+
+class ClusterConfig(Model):
+    """A whole cluster, as `raykv.cluster.start` and `raykv up` take it.
+
+    Attributes:
+        name: Name of the cluster.
+        storage: Memory of each node.
+        member_timeout_s: A node that was silent this long leaves the view.
+        separate_hosts: Treat every Ray node as a host of its own, even if several run on one machine: no shared memory
+            between them. For tests and demonstrations of what crosses a network.
+    """
+
+    name: Name = "default"
+    storage: StorageConfig = StorageConfig()
+    member_timeout_s: Annotated[float, Field(gt=0)] = 5.0
+    separate_hosts: bool = False

@@ -1,0 +1,169 @@
+"""A whole cluster in one process, without Ray: for notebooks, tests, and trying things out."""
+
+import secrets
+import time
+from types import TracebackType
+from typing import Any, Self
+
+from raykv.client import Client
+from raykv.config import ClientConfig, NodeConfig, StorageConfig
+from raykv.directory import Directory, Pulse
+from raykv.namespace import Namespace
+from raykv.node import Node
+from raykv.reach import Reach
+from raykv.ring import Member, View
+from raykv.transport.memory import Network
+from raykv.transport.tcp import SocketLink
+from raykv.types import NodeId
+
+
+class InProcessDirectory:
+    """The directory as a plain object: what `raykv.cluster` does by an actor."""
+
+    def __init__(self, *, member_timeout_s: float) -> None:
+        self.logic = Directory(member_timeout_s=member_timeout_s)
+
+    def beat(self, member: Member, epoch: int, view: View | None = None) -> Pulse:
+        """See DirectoryPort."""
+        now_s = time.monotonic()
+        self.logic.expire(now_s=now_s)
+        return self.logic.beat(member, epoch, view, now_s=now_s)
+
+    def leave(self, node_id: NodeId) -> None:
+        """See DirectoryPort."""
+        self.logic.leave(node_id)
+
+
+class EmbeddedCluster:
+    """Nodes and a directory in this process; real sockets unless a `network` is given.
+
+    Attributes:
+        nodes: By number; a killed one stays in the list.
+        secret: For clients that come by "host:port", as hexadecimal text.
+    """
+
+    def __init__(
+        self,
+        nodes: int,
+        *,
+        name: str,
+        storage: StorageConfig,
+        separate_hosts: bool,
+        network: Network | None,
+        heartbeat_s: float,
+        member_timeout_s: float,
+    ) -> None:
+        """Use `raykv.embedded` instead."""
+        self._secret = secrets.token_bytes(32)
+        self.secret = self._secret.hex()
+        self._network, self._storage, self._name = network, storage, name
+        self._separate_hosts, self._heartbeat_s = separate_hosts, heartbeat_s
+        self._clients: list[Client] = []
+        self.directory = InProcessDirectory(member_timeout_s=member_timeout_s)
+        self.nodes: list[Node] = []
+        for _ in range(nodes):
+            self.add()
+
+    def add(self) -> int:
+        """Start one more node. Returns its number."""
+        number = len(self.nodes)
+        config = NodeConfig.load(
+            {
+                "cluster": self._name,
+                "node_id": f"node-{number}",
+                "host": f"host-{number}" if self._separate_hosts else None,
+                "storage": self._storage,
+                "heartbeat_s": self._heartbeat_s,
+            }
+        )
+        node = Node(config, secret=self._secret, directory=self.directory, network=self._network)
+        node.start()
+        self.nodes.append(node)
+        return number
+
+    def client(self, namespace: Namespace, *, node: int = 0, **config: Any) -> Client:
+        """A client on the host of that node. Fields of ClientConfig go by name."""
+        member = self.nodes[node].member
+        connect = self._network.connect if self._network else SocketLink.connect
+        made = Client(
+            namespace, Reach(ClientConfig.load({"address": member.local_address, **config}), connect, local=True)
+        )
+        self._clients.append(made)
+        return made
+
+    def address(self, node: int = 0) -> str:
+        """Where processes of this host (and user) reach that node."""
+        return self.nodes[node].member.local_address
+
+    def kill(self, node: int) -> None:
+        """End a node without a word to anybody. Its memory goes with it."""
+        victim = self.nodes[node]
+        if self._network is not None:
+            self._network.dead.add(victim.config.node_id)
+        victim.stop(leave=False)
+
+    def settle(self, *, timeout_s: float = 10.0) -> None:
+        """Wait until all living nodes have the directory's view and every chunk is known to its owner.
+
+        Raises:
+            TimeoutError: They do not come to rest.
+        """
+        until_s = time.monotonic() + timeout_s
+        while time.monotonic() < until_s:
+            living = [node for node in self.nodes if not node.stopped]
+            view = self.directory.logic.view
+            names = {node.config.node_id for node in living}
+            if {member.node_id for member in view.members} == names and all(
+                node.view.epoch == view.epoch and node.announced for node in living
+            ):
+                return
+            time.sleep(0.01)
+        raise TimeoutError(f"the cluster did not come to rest within {timeout_s} s")
+
+    def close(self) -> None:
+        """Stop everything; all memory is freed."""
+        for client in self._clients:
+            client.close()
+        for node in self.nodes:
+            if not node.stopped:
+                node.stop(unlink=True, leave=False)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def embedded(
+    nodes: int = 1,
+    *,
+    arena_nbytes: int | str = "256 MiB",
+    name: str = "embedded",
+    separate_hosts: bool = True,
+    network: Network | None = None,
+    heartbeat_s: float = 0.1,
+    member_timeout_s: float = 1.0,
+    **storage: Any,
+) -> EmbeddedCluster:
+    """Start a cluster in this process; close it, or use it as a context.
+
+    Args:
+        nodes: How many.
+        arena_nbytes: Memory of each, in bytes or as text such as "256 MiB".
+        separate_hosts: Treat the nodes as hosts of their own, so that bytes between them cross a socket.
+        network: An in-memory network in place of sockets, for tests that lose messages on purpose.
+        storage: Other fields of StorageConfig.
+    """
+    fields = {"arena_nbytes": arena_nbytes, "shm_dir": None, **storage}
+    return EmbeddedCluster(
+        nodes,
+        name=name,
+        storage=StorageConfig.load(fields),
+        separate_hosts=separate_hosts,
+        network=network,
+        heartbeat_s=heartbeat_s,
+        member_timeout_s=member_timeout_s,
+    )

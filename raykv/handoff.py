@@ -1,0 +1,83 @@
+"""The hand-off ticket: what a prefill worker gives a decode worker so that it can read at once, without a lookup.
+
+A ticket names holders by node name only. It travels through HTTP requests that users may forge, so it carries no
+address: a forged ticket can name nothing but members of the cluster, and at worst costs a miss.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Annotated, Any, Self
+
+from pydantic import Field
+
+from raykv.config import Model
+from raykv.errors import NamespaceMismatch
+from raykv.namespace import Namespace
+from raykv.types import Match, NodeId
+
+MAX_RUNS = 256
+
+
+class Run(Model):
+    """Consecutive chunks that one node holds."""
+
+    node_id: Annotated[str, Field(min_length=1, max_length=64)]
+    chunks: Annotated[int, Field(ge=1, le=1 << 24)]
+
+
+class _Fields(Model):
+    account: Namespace
+    digest: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+    runs: Annotated[tuple[Run, ...], Field(max_length=MAX_RUNS)]
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """Who holds the first chunks of one prompt.
+
+    Attributes:
+        account: The namespace without salt and adapter, so that a mismatch can be explained.
+        digest: Digest of the whole namespace, as hexadecimal text.
+        runs: Holders from the first chunk on.
+    """
+
+    account: Namespace
+    digest: str
+    runs: tuple[Run, ...]
+
+    @classmethod
+    def of(cls, namespace: Namespace, holders: Sequence[NodeId]) -> Self:
+        """A ticket for chunks held by these nodes, one entry a chunk."""
+        runs = tuple(Run(node_id=name, chunks=len(list(group))) for name, group in groupby(holders))
+        return cls(namespace.account, namespace.digest.hex(), runs[:MAX_RUNS])
+
+    def match(self, namespace: Namespace, wanted: int) -> Match:
+        """The leading chunks, of `wanted`, that the ticket promises.
+
+        Raises:
+            NamespaceMismatch: It was made under another namespace; names the fields.
+        """
+        if self.digest != namespace.digest.hex():
+            namespace.account.require_equal(self.account, what="the hand-off ticket")
+            raise NamespaceMismatch(
+                "the hand-off ticket belongs to another namespace; field that differs: salt or lora"
+            )
+        holders = [run.node_id for run in self.runs for _ in range(min(run.chunks, wanted))][:wanted]
+        return Match(len(holders), tuple(holders))
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values for a JSON message."""
+        return _Fields(account=self.account, digest=self.digest, runs=self.runs).model_dump(
+            mode="json", exclude_defaults=True
+        )
+
+    @classmethod
+    def from_json(cls, fields: Any) -> Self:
+        """Read what `to_json` wrote.
+
+        Raises:
+            ConfigError: It is no ticket; names the field.
+        """
+        read = _Fields.load(fields if isinstance(fields, dict) else {"ticket": fields})
+        return cls(read.account, read.digest, read.runs)

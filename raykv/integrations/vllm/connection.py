@@ -1,0 +1,86 @@
+"""A client that may not be there yet: an engine starts, and serves, whether or not its raykv node does."""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from vllm.logger import init_logger
+
+from raykv.errors import RayKVError, UsageError
+from raykv.integrations.vllm.metadata import Scope
+from raykv.namespace import Namespace
+
+if TYPE_CHECKING:
+    from raykv import Client
+
+# Below vLLM's own logger, so that its handlers and level apply.
+logger = init_logger("vllm.raykv.connection")
+
+FIRST_RETRY_S = 0.5
+LAST_RETRY_S = 30.0
+MAX_SCOPED_CLIENTS = 1024
+"""Salts come from users, so what is kept for each is bounded."""
+
+
+class Connection:
+    """Opens a client, in the background if need be, and hands out its views by scope."""
+
+    def __init__(self, open_client: Callable[[], "Client"]) -> None:
+        """Open the client, or start trying.
+
+        Args:
+            open_client: Called until it does not raise.
+
+        Raises:
+            UsageError: The configuration is wrong; trying again would not help.
+        """
+        self._open_client = open_client
+        self._client: Client | None = None
+        self._scoped: OrderedDict[tuple[bytes, Scope], Client] = OrderedDict()
+        self._closed = threading.Event()
+        self._retrying: threading.Thread | None = None
+        try:
+            self._client = open_client()
+        except UsageError:
+            raise
+        except RayKVError as error:
+            logger.warning("raykv is not there yet (%s); serving without it and trying on", error)
+            self._retrying = threading.Thread(target=self._retry, name="raykv-connect", daemon=True)
+            self._retrying.start()
+
+    def client(self, namespace: Namespace, scope: Scope) -> "Client | None":
+        """Give the client whose keys are those of `scope` within `namespace`; None while there is no node."""
+        if self._client is None:
+            return None
+        key = (namespace.digest, scope)
+        found = self._scoped.get(key)
+        if found is None:
+            found = self._client.using(namespace.with_fields(lora=scope.lora, salt=scope.salt))
+            self._scoped[key] = found
+            if len(self._scoped) > MAX_SCOPED_CLIENTS:
+                self._scoped.popitem(last=False)
+        return found
+
+    def close(self) -> None:
+        """Stop trying and close the client. No call may be in flight, and none may follow."""
+        self._closed.set()
+        if self._retrying is not None:
+            self._retrying.join()
+        if self._client is not None:
+            self._client.close()
+
+    def _retry(self) -> None:
+        delay_s = FIRST_RETRY_S
+        while not self._closed.wait(delay_s):
+            try:
+                self._client = self._open_client()
+            except UsageError:
+                logger.exception("raykv refuses this engine; it serves without a cache until it is restarted")
+                return
+            except RayKVError as error:
+                delay_s = min(2 * delay_s, LAST_RETRY_S)
+                logger.warning("raykv is still not there (%s); next try in %.0f s", error, delay_s)
+            else:
+                logger.info("raykv is there")
+                return

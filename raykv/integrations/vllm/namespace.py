@@ -1,0 +1,147 @@
+"""From vLLM's configuration to a raykv namespace: all that must be equal before one engine may use another's KV."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import vllm
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
+
+from raykv.errors import ConfigError
+from raykv.integrations.vllm.config import ConnectorConfig
+from raykv.integrations.vllm.metadata import Rank, Scope
+from raykv.integrations.vllm.revision import content_digest, signature
+from raykv.namespace import Namespace
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.request import Request
+
+_VOLATILE_FIELDS = ("_name_or_path", "transformers_version", "_commit_hash", "torch_dtype", "dtype")
+"""Fields of a model's own configuration that differ between hosts or are told elsewhere."""
+
+
+def namespace_of(
+    vllm_config: "VllmConfig", config: ConnectorConfig, *, rank: Rank, block_tokens: int, layout: str, attention: str
+) -> Namespace:
+    """Build the namespace of one worker's chunks.
+
+    Args:
+        vllm_config: The engine's.
+        config: The connector's.
+        rank: Of this worker.
+        block_tokens: Tokens in a block.
+        layout: How a block's bytes lie, by `Layout.description`.
+        attention: Kernel and instruction set, by `attention_of`.
+
+    Raises:
+        ConfigError: The weights' revision, or a reproducible hash, cannot be known.
+    """
+    model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
+    path = Path(model.model)
+    return Namespace(
+        # The revision tells the content, so a model may lie elsewhere on every host.
+        model=path.resolve().name if path.exists() else model.model,
+        revision=revision_of(vllm_config, config),
+        dtype=f"{str(model.dtype).removeprefix('torch.')}/{cache.cache_dtype}",
+        layout=layout,
+        chunk_tokens=block_tokens * config.chunk_blocks,
+        pp_rank=rank[0],
+        pp_size=parallel.pipeline_parallel_size,
+        tp_rank=rank[1],
+        tp_size=parallel.tensor_parallel_size,
+        attention_backend=attention,
+        hash_algorithm=hash_algorithm(cache.prefix_caching_hash_algo),
+        extra={
+            "engine": f"vllm {vllm.__version__}",
+            "block_tokens": str(block_tokens),
+            "quantization": str(model.quantization),
+            "architecture": config_digest(model.hf_config),
+        },
+    )
+
+
+def revision_of(vllm_config: "VllmConfig", config: ConnectorConfig) -> str:
+    """Say which weights an engine has loaded.
+
+    Raises:
+        ConfigError: They are neither files here nor a commit of the hub; the remedy is `revision`.
+    """
+    model, load = vllm_config.model_config, vllm_config.load_config
+    prefix = "dummy:" if str(load.load_format) == "dummy" else ""
+    if config.revision is not None:
+        return f"{prefix}stated:{config.revision}"
+    path = Path(model.model)
+    if path.exists():
+        return f"{prefix}content:{content_digest(path)}"
+    commit = getattr(model.hf_config, "_commit_hash", None)
+    if commit:
+        return f"{prefix}commit:{commit}"
+    raise ConfigError(
+        f"cannot tell which weights {model.model!r} are: they are no local files and have no commit; "
+        "state it in kv_connector_extra_config as 'revision' (any text that changes whenever the weights do)"
+    )
+
+
+def config_digest(hf_config: Any) -> str:
+    """Digest a model's own configuration as loaded: overrides, such as another rope scaling, change its KV."""
+    fields = {key: value for key, value in hf_config.to_dict().items() if key not in _VOLATILE_FIELDS}
+    text = json.dumps(fields, sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def hash_algorithm(name: str) -> str:
+    """Name the engine's hash of token blocks together with the seed it starts from.
+
+    Raises:
+        ConfigError: The seed is drawn anew in every process, so no two engines, and no restarted one, could share.
+    """
+    function = get_hash_fn_by_name(name)
+    seed = resolve_none_hash_seed(function)
+    if seed != resolve_none_hash_seed(function):
+        raise ConfigError(
+            f"prefix_caching_hash_algo={name!r} starts from a random seed in every process, so engines could share "
+            "nothing; use 'sha256' (vLLM's default), or set PYTHONHASHSEED to the same number for all engines"
+        )
+    return f"{name}:{hashlib.blake2b(seed.encode(), digest_size=8).hexdigest()}"
+
+
+def attention_of(vllm_config: "VllmConfig", layer_names: list[str]) -> str:
+    """Name the attention kernels of these layers; on CPU also the instruction set, by which they pack a block."""
+    layers = vllm_config.compilation_config.static_forward_context
+    names = {
+        f"{layers[name].get_attn_backend().get_name()}/{getattr(layers[name], 'isa', '')}"
+        for name in layer_names
+        if name in layers
+    }
+    return ",".join(sorted(names))
+
+
+class Scopes:
+    """The scope of each request: its salt, and its adapter by name and content.
+
+    An adapter's digest is kept until its files change, as they do when it is trained further and loaded in place.
+    """
+
+    MAX_ADAPTERS = 1024
+
+    def __init__(self) -> None:
+        self._digests: dict[Any, str] = {}
+
+    def of(self, request: "Request") -> Scope:
+        """Say under which keys a request's chunks lie."""
+        adapter = request.lora_request
+        return Scope(lora="" if adapter is None else self._adapter(adapter), salt=request.cache_salt or "")
+
+    def _adapter(self, adapter: Any) -> str:
+        path = Path(adapter.lora_path)
+        if not path.exists():
+            return f"{adapter.lora_name}:{adapter.lora_path}"
+        known = (adapter.lora_name, adapter.lora_path, signature(path))
+        if known not in self._digests:
+            if len(self._digests) >= self.MAX_ADAPTERS:
+                self._digests.pop(next(iter(self._digests)))
+            self._digests[known] = f"{adapter.lora_name}:{content_digest(path)}"
+        return self._digests[known]

@@ -1,0 +1,293 @@
+"""The scheduler's side: decides what to load and what to save, and moves no bytes.
+
+It looks at requests only through what vLLM tells of them, keeps one `_Tracked` for each, and writes `StepOrders`.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.request import RequestStatus
+
+from raykv.handoff import Ticket
+from raykv.integrations.vllm.config import ConnectorConfig
+from raykv.integrations.vllm.connection import Connection
+from raykv.integrations.vllm.metadata import Load, Rank, Save, Scope, StepOrders
+from raykv.integrations.vllm.namespace import Scopes
+from raykv.integrations.vllm.stats import RayKVStats
+from raykv.namespace import Namespace
+from raykv.types import Match
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+    from raykv import Client
+
+LOOKUP_AGE_S = 1.0
+"""A request that waits for room is asked about in every step; what was found stays good this long."""
+
+_COMPLETED = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
+
+
+@dataclass(slots=True)
+class _Lookup:
+    """What was found beyond the engine's own hit of `computed` tokens: chunks from `first` on, by rank."""
+
+    computed: int
+    first: int
+    count: int
+    matches: dict[Rank, Match]
+    at_s: float
+
+
+@dataclass(slots=True)
+class _Tracked:
+    """What is known of a request since it was last admitted.
+
+    Attributes:
+        request: The engine's.
+        scope: Under which keys its chunks lie.
+        admission: How often it had been preempted by then; a new admission starts anew.
+        lookup: What was found last.
+        ordered: A load was ordered. Not a second time: one that brought nothing would be repeated for ever.
+        loaded: Chunks that the load brings; cut short once it is seen where the engine goes on computing.
+        offered: Leading chunks that were loaded or handed to the worker to be stored.
+    """
+
+    request: "Request"
+    scope: Scope
+    admission: int = 0
+    lookup: _Lookup | None = None
+    ordered: bool = False
+    loaded: range = field(default_factory=lambda: range(0))
+    offered: int = 0
+
+
+class SchedulerSide:
+    """One engine's decisions."""
+
+    def __init__(
+        self,
+        config: ConnectorConfig,
+        stats: RayKVStats,
+        *,
+        block_tokens: int,
+        hash_tokens: int,
+        loads: bool,
+        stores: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Start with no node; `connect` brings one.
+
+        Args:
+            config: The connector's.
+            stats: Counts lookups.
+            block_tokens: Tokens in a block.
+            hash_tokens: Tokens that each of a request's `block_hashes` stands for.
+            loads: Whether this engine consumes.
+            stores: Whether it produces.
+            clock: Monotonic seconds.
+        """
+        self._config, self._stats, self._clock = config, stats, clock
+        self._chunk_blocks = config.chunk_blocks
+        self._chunk_tokens = block_tokens * config.chunk_blocks
+        self._block_tokens = block_tokens
+        self._hashes_per_chunk = self._chunk_tokens // hash_tokens
+        self._may_load, self._may_store = loads, stores
+        self._scopes = Scopes()
+        self._tracked: dict[str, _Tracked] = {}
+        self._ordered_loads: list[Load] = []
+        self._connection: Connection | None = None
+        self._namespaces: dict[Rank, Namespace] = {}
+
+    def connect(self, connection: Connection, namespaces: Mapping[Rank, Namespace]) -> None:
+        """Look up from now on, in the namespaces that the workers introduced themselves with."""
+        self._connection = connection
+        self._namespaces = dict(sorted(namespaces.items()))
+
+    # -- a request's life, in vLLM's order ------------------------------------------------------------------------
+
+    def add(self, request: "Request") -> None:
+        """Track a request. Called once, before anything else about it."""
+        self._tracked[request.request_id] = _Tracked(request, self._scopes.of(request))
+
+    def match(self, request: "Request", computed: int) -> int:
+        """Find how many tokens beyond `computed` can be loaded. Changes nothing, may be asked again.
+
+        The last token is always left to compute: the engine needs its output to sample the next one.
+        """
+        tracked = self._current(request)
+        first, last = computed // self._chunk_tokens, (request.num_tokens - 1) // self._chunk_tokens
+        if not self._may_load or tracked.ordered or request.skip_reading_prefix_cache or last <= first:
+            return 0
+        lookup = tracked.lookup
+        if lookup is None or lookup.computed != computed or self._clock() - lookup.at_s > LOOKUP_AGE_S:
+            lookup = tracked.lookup = self._look_up(tracked, computed, first, last)
+        return (first + lookup.count) * self._chunk_tokens - computed if lookup.count else 0
+
+    def order_load(self, request: "Request", blocks: "KVCacheBlocks", tokens: int) -> None:
+        """Take up that `tokens` are to be loaded into `blocks`, which begin with those the engine has already."""
+        tracked = self._current(request)
+        if not tokens:
+            return
+        lookup = tracked.lookup
+        assert lookup is not None and lookup.count, "the engine loads only what a lookup found"
+        (ids,) = blocks.get_block_ids()
+        present = lookup.computed // self._block_tokens
+        end = (lookup.computed + tokens) // self._block_tokens
+        chunks = range(lookup.first, -(-end // self._chunk_blocks))
+        self._ordered_loads.append(
+            Load(
+                request_id=request.request_id,
+                scope=tracked.scope,
+                names=self._names(request, chunks),
+                blocks=[
+                    [ids[block] if present <= block < end else None for block in self._blocks_of(chunk)]
+                    for chunk in chunks
+                ],
+                matches={rank: _leading(match, len(chunks)) for rank, match in lookup.matches.items()},
+            )
+        )
+        tracked.ordered, tracked.loaded = True, chunks
+
+    def orders(self, step: "SchedulerOutput") -> StepOrders:
+        """Give the orders for a step that has been scheduled."""
+        loads, self._ordered_loads = self._ordered_loads, []
+        saves = []
+        if self._may_store and step.kv_connector_block_state is not None:
+            for request_id, tokens in step.num_scheduled_tokens.items():
+                block_ids = step.kv_connector_block_state.get_block_ids(request_id)
+                tracked = self._tracked.get(request_id)
+                if tracked is not None and block_ids is not None:
+                    saves += self._saves(tracked, tokens, block_ids[0])
+        return StepOrders(loads, saves, computes=step.total_num_scheduled_tokens > 0)
+
+    def finish(self, request: "Request") -> dict[str, Any] | None:
+        """Forget a request.
+
+        Returns:
+            What vLLM passes on to the decode engine, when this one was the prefill engine: a ticket for each rank.
+        """
+        tracked = self._tracked.pop(request.request_id, None)
+        wants_ticket = (request.kv_transfer_params or {}).get("do_remote_decode")
+        if tracked is None or not wants_ticket or request.status not in _COMPLETED:
+            return None
+        handed: dict[str, Any] = {"do_remote_prefill": True}
+        if self._may_store:
+            handed["raykv"] = self._tickets(tracked)
+        return handed
+
+    # -- lookups --------------------------------------------------------------------------------------------------
+
+    def _current(self, request: "Request") -> _Tracked:
+        tracked = self._tracked[request.request_id]
+        if tracked.admission != request.num_preemptions:
+            tracked = _Tracked(request, tracked.scope, admission=request.num_preemptions)
+            self._tracked[request.request_id] = tracked
+        return tracked
+
+    def _clients(self, scope: Scope) -> dict[Rank, "Client"]:
+        """A client for each rank; none at all while there is no node."""
+        if self._connection is None:
+            return {}
+        found = {rank: self._connection.client(namespace, scope) for rank, namespace in self._namespaces.items()}
+        return {rank: client for rank, client in found.items() if client is not None}
+
+    def _look_up(self, tracked: _Tracked, computed: int, first: int, last: int) -> _Lookup:
+        request = tracked.request
+        clients = self._clients(tracked.scope)
+        # A preempted request has decoded since, and its ticket has aged: ask anew.
+        tickets = None if tracked.admission else (request.kv_transfer_params or {}).get("raykv")
+        if tickets:
+            matches = self._redeem(clients, tickets, self._names(request, range(last)), first)
+        else:
+            matches = self._ask(clients, self._names(request, range(first, last)))
+        count = min((match.count for match in matches.values()), default=0)
+        self._stats.count("lookups", 1, ("ticket" if tickets else "hit") if count else "miss")
+        self._stats.count("matched_tokens", max(0, (first + count) * self._chunk_tokens - computed) if count else 0)
+        matches = {rank: _leading(match, count) for rank, match in matches.items()}
+        return _Lookup(computed, first, count, matches, self._clock())
+
+    def _ask(self, clients: Mapping[Rank, "Client"], names: list[bytes]) -> dict[Rank, Match]:
+        """Ask who holds these chunks, of every rank: a prefix counts only as far as all ranks can have it."""
+        matches: dict[Rank, Match] = {}
+        deadline_s = self._clock() + self._config.lookup_timeout_s
+        for rank, client in clients.items():
+            left_s = deadline_s - self._clock()
+            if not names or left_s <= 0:
+                return {}
+            matches[rank] = client.match(client.keys(names), timeout_s=left_s)
+            names = names[: matches[rank].count]
+        return matches
+
+    def _redeem(
+        self, clients: Mapping[Rank, "Client"], tickets: Any, names: list[bytes], first: int
+    ) -> dict[Rank, Match]:
+        """Read from the prefill engine's tickets, one a rank, who holds the chunks from `first` on: no lookup.
+
+        Args:
+            names: From the start of the prompt, as a ticket counts.
+        """
+        if not isinstance(tickets, list) or len(tickets) != len(clients):
+            return {}
+        matches = {}
+        for (rank, client), fields in zip(clients.items(), tickets, strict=True):
+            found = client.match(client.keys(names), ticket=Ticket.from_json(fields))
+            matches[rank] = Match(max(0, found.count - first), found.holders[first:])
+        return matches
+
+    def _tickets(self, tracked: _Tracked) -> list[dict[str, Any]]:
+        """Tickets for all full chunks of the prompt, wherever they lie: stored just now, or loaded from elsewhere."""
+        names = self._names(tracked.request, range(tracked.request.num_prompt_tokens // self._chunk_tokens))
+        clients = self._clients(tracked.scope)
+        tickets = []
+        for client in clients.values():
+            keys = client.keys(names)
+            match = client.match(keys, timeout_s=self._config.lookup_timeout_s)
+            tickets.append(client.ticket(keys, match=match).to_json())
+        return tickets
+
+    # -- chunks ---------------------------------------------------------------------------------------------------
+
+    def _names(self, request: "Request", chunks: range) -> list[bytes]:
+        """Names of chunks: the engine's hash of everything up to the last token of each."""
+        return [bytes(request.block_hashes[(chunk + 1) * self._hashes_per_chunk - 1]) for chunk in chunks]
+
+    def _blocks_of(self, chunk: int) -> range:
+        return range(chunk * self._chunk_blocks, (chunk + 1) * self._chunk_blocks)
+
+    def _saves(self, tracked: _Tracked, tokens: int, block_ids: Sequence[int]) -> list[Save]:
+        """Order the chunks that will be full when this step's `tokens` are computed and were not offered before.
+
+        Only tokens that are known count: of those that an asynchronous scheduler has scheduled ahead, or a drafter has
+        guessed, neither content nor hash is known yet, so their chunk is stored in the step after they are.
+        What was loaded is not stored again; what the engine found in its own cache is offered once more, because it may
+        have been computed while no node was there, or have been evicted since.
+        """
+        request = tracked.request
+        loaded = range(
+            tracked.loaded.start, min(tracked.loaded.stop, request.num_computed_tokens // self._chunk_tokens)
+        )
+        tracked.loaded = loaded
+        known = request.num_tokens if self._config.store_decode else request.num_prompt_tokens
+        known = min(request.num_computed_tokens + tokens, known, request.num_tokens)
+        full = min(known // self._chunk_tokens, len(request.block_hashes) // self._hashes_per_chunk)
+        if full <= tracked.offered:
+            return []
+        before = range(tracked.offered, min(full, loaded.start)) if loaded else range(tracked.offered, full)
+        after = range(max(tracked.offered, loaded.stop), full) if loaded else range(0)
+        tracked.offered = full
+        return [self._save(tracked, chunks, block_ids) for chunks in (before, after) if chunks]
+
+    def _save(self, tracked: _Tracked, chunks: range, block_ids: Sequence[int]) -> Save:
+        names = self._names(tracked.request, range(max(0, chunks.start - 1), chunks.stop))
+        parent = names.pop(0) if chunks.start else None
+        blocks = [[block_ids[block] for block in self._blocks_of(chunk)] for chunk in chunks]
+        return Save(tracked.scope, names, blocks, parent, chunks.start)
+
+
+def _leading(match: Match, count: int) -> Match:
+    return Match(min(match.count, count), match.holders[:count])

@@ -1,0 +1,87 @@
+"""What the connector did, as counters that travel from the workers and the scheduler to vLLM's loggers.
+
+Every metric is a counter, so adding up is the only way to combine them: over ranks, steps, and log intervals.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+
+METRICS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "lookups": ("Requests looked up, by what was found: hit, miss or ticket.", ("outcome",)),
+    "matched_tokens": ("Prompt tokens that lookups found stored beyond the engine's own cache.", ()),
+    "loads": ("Loads by how they ended: whole, partial or lost.", ("outcome",)),
+    "reused_tokens": ("Prompt tokens loaded instead of computed.", ()),
+    "lost_tokens": ("Prompt tokens found stored that did not arrive and were recomputed.", ()),
+    "loaded_tokens": ("Tokens that arrived, by the node that held them and the path they took.", ("holder", "path")),
+    "loaded_bytes": ("Bytes that arrived, by the path they took.", ("path",)),
+    "load_seconds": ("Time loads took, from order to end; requests wait for it.", ()),
+    "stored_chunks": ("Chunks offered for storing, by what became of them: stored, existed or skipped.", ("outcome",)),
+    "stored_bytes": ("Bytes copied into the node's memory.", ()),
+    "hook_seconds": ("Time the engine spent inside the connector.", ("hook",)),
+    "errors": ("Errors that became misses, by where and what.", ("hook", "error")),
+}
+"""Name -> (meaning, labels)."""
+
+_SEPARATOR = "|"
+
+
+@dataclass
+class RayKVStats(KVConnectorStats):
+    """Counters since the last time they were taken.
+
+    `data` maps a metric's name to its values by label, joined to one text: this form survives every serialiser on the way.
+    """
+
+    def count(self, metric: str, amount: float = 1, *labels: str) -> None:
+        """Add to a counter of `METRICS`."""
+        values = self.data.setdefault(metric, {})
+        label = _SEPARATOR.join(labels)
+        values[label] = values.get(label, 0) + amount
+
+    def take(self) -> "RayKVStats | None":
+        """Hand out what was counted and start anew; None when that is nothing."""
+        if self.is_empty():
+            return None
+        taken = RayKVStats(self.data)
+        self.reset()
+        return taken
+
+    def reset(self) -> None:
+        self.data = {}
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        for metric, values in other.data.items():
+            mine = self.data.setdefault(metric, {})
+            for label, amount in values.items():
+                mine[label] = mine.get(label, 0) + amount
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """One line for the log of an interval."""
+        return {
+            f"{metric}[{label}]" if label else metric: round(amount, 4) if isinstance(amount, float) else amount
+            for metric, values in sorted(self.data.items())
+            for label, amount in sorted(values.items())
+        }
+
+
+class RayKVPromMetrics(KVConnectorPromMetrics):
+    """The same counters for Prometheus, or for Ray's metrics where vLLM uses those."""
+
+    def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._counters = {
+            metric: self._counter_cls(name=f"raykv:{metric}", documentation=meaning, labelnames=[*labelnames, *labels])
+            for metric, (meaning, labels) in METRICS.items()
+        }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        for metric, values in transfer_stats_data.items():
+            for label, amount in values.items():
+                labels = label.split(_SEPARATOR) if label else []
+                self._counters[metric].labels(*self.per_engine_labelvalues[engine_idx], *labels).inc(amount)

@@ -1,0 +1,97 @@
+"""From tokens or names to 128-bit keys.
+
+A key commits to its namespace and, in a chain, to every token before it. We use keyed BLAKE2b rather than xxhash:
+tokens come from users, and a hash that can be collided on purpose would let one read what another's prompt computed.
+(xxhash keeps its two jobs where nobody gains from a collision: checksums of chunks, and places on the ring.)
+"""
+
+import hashlib
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from raykv.errors import UsageError
+from raykv.types import KeyArray
+
+KEY_NBYTES = 16
+
+
+def empty() -> KeyArray:
+    """No keys."""
+    return np.empty((0, 2), np.uint64)
+
+
+def from_bytes(raw: bytes | bytearray | memoryview) -> KeyArray:
+    """Read keys as `to_bytes` wrote them.
+
+    Raises:
+        UsageError: The length is not a multiple of 16.
+    """
+    if len(raw) % KEY_NBYTES:
+        raise UsageError(f"{len(raw)} bytes are not a whole number of {KEY_NBYTES}-byte keys")
+    return np.frombuffer(raw, "<u8").reshape(-1, 2)
+
+
+def to_bytes(keys: KeyArray) -> bytes:
+    """Write keys, 16 bytes each, high half first, each half little-endian."""
+    return np.ascontiguousarray(keys, "<u8").tobytes()
+
+
+def named(digest: bytes, names: Iterable[bytes | str]) -> KeyArray:
+    """Keys of independent objects with names of any length.
+
+    Args:
+        digest: Digest of the namespace.
+        names: Text is taken as UTF-8.
+
+    Returns:
+        Shape [n, 2].
+    """
+    make = hashlib.blake2b
+    raw = [
+        make(
+            name.encode() if isinstance(name, str) else name, digest_size=KEY_NBYTES, key=digest, person=b"raykv-name"
+        ).digest()
+        for name in names
+    ]
+    return from_bytes(b"".join(raw))
+
+
+def chain(
+    digest: bytes,
+    tokens: Sequence[int] | npt.NDArray[np.integer],
+    chunk_tokens: int,
+    *,
+    parent: bytes = b"",
+) -> KeyArray:
+    """Keys of the full chunks of a prompt, each committing to all tokens before it.
+
+    Args:
+        digest: Digest of the namespace.
+        tokens: Token ids from the first one on, each in 0 .. 2**32 - 1.
+        chunk_tokens: Tokens in a chunk; a last part that does not fill a chunk has no key.
+        parent: Key of the chunk before the first one, as `to_bytes` writes it; empty at the start of a prompt.
+
+    Returns:
+        Shape [len(tokens) // chunk_tokens, 2].
+
+    Raises:
+        UsageError: A token id is out of range, or chunk_tokens is below 1.
+    """
+    if chunk_tokens < 1:
+        raise UsageError(f"chunk_tokens must be at least 1, not {chunk_tokens}")
+    wide = np.asarray(tokens, np.int64)
+    if wide.ndim != 1:
+        raise UsageError(f"tokens must be a flat list of ids, not of shape {list(wide.shape)}")
+    if wide.size and (wide.min() < 0 or wide.max() >= 1 << 32):
+        raise UsageError("token ids must lie in 0 .. 2**32 - 1")
+    raw = memoryview(wide.astype("<u4").tobytes())
+    step = 4 * chunk_tokens
+    keys = []
+    for start in range(0, len(raw) - step + 1, step):
+        chunk = hashlib.blake2b(raw[start : start + step], digest_size=KEY_NBYTES, key=digest, person=b"raykv-chain")
+        chunk.update(parent)
+        parent = chunk.digest()
+        keys.append(parent)
+    return from_bytes(b"".join(keys))

@@ -1,0 +1,274 @@
+"""A client's own node, on the same host: its memory mapped, and one connection on which the leases hang.
+
+Reads need the mapping alone and go on while the node is dead. Writes need the connection; while it is away they are
+refused with a reason, and every so often the next writer tries to connect again.
+"""
+
+import threading
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+
+from raykv import wire
+from raykv.errors import PeerUnavailable, RayKVError, TransientError
+from raykv.keys import to_bytes
+from raykv.memory.copying import checksum_of
+from raykv.namespace import Namespace
+from raykv.transport.base import Link
+from raykv.transport.peers import Connect
+from raykv.transport.shm import ShmReader
+from raykv.types import KeyArray, PutResult
+
+
+class LocalNode:
+    """The node of this host. Thread-safe.
+
+    Attributes:
+        attached: What the node said of itself last.
+        reader: Its memory.
+        epoch: The greatest epoch it told of.
+    """
+
+    def __init__(self, connect: Connect, address: str, *, deadline_s: float, retry_s: float) -> None:
+        """Connect and map.
+
+        Raises:
+            TransientError: It does not answer.
+            LostError: Its memory is gone.
+        """
+        self._connect, self._address, self._retry_s = connect, address, retry_s
+        self._lock = threading.Lock()
+        self._link: Link | None = None
+        self._retry_at_s = 0.0
+        self._life = 0
+        self.attached = wire.Attached("", "", 0, "", "")
+        self.reader: ShmReader
+        self._accounts: dict[bytes, int] = {}
+        self._retired: list[ShmReader] = []
+        self.epoch = 0
+        self._reconnect(deadline_s)
+
+    def _reconnect(self, deadline_s: float) -> Link:
+        link = self._connect(self._address, b"", deadline_s=deadline_s)
+        attached = link.call(wire.Attach(), deadline_s=deadline_s)
+        assert isinstance(attached, wire.Attached)
+        if self._life == 0 or (attached.table, attached.arena) != (self.attached.table, self.attached.arena):
+            replaced = True
+        else:
+            replaced = not self.reader.is_current()
+        if replaced:
+            if self._life:
+                self._retired.append(self.reader)  # somebody may be reading from it at this moment
+            self.reader = ShmReader(attached.table, attached.arena, writable=True)
+        self.attached, self._link = attached, link
+        self._accounts = {}
+        self._life += 1
+        return link
+
+    def call(self, request: wire.Message, *, deadline_s: float, life: int | None = None) -> wire.Answer:
+        """Ask the node.
+
+        Args:
+            life: Only on the connection of that number (leases of another one are gone).
+
+        Raises:
+            PeerUnavailable: It is away.
+            RayKVError: It refused.
+        """
+        with self._lock:
+            return self._call(request, deadline_s, life)
+
+    def _call(self, request: wire.Message, deadline_s: float, life: int | None = None) -> wire.Answer:
+        if life is not None and life != self._life:
+            raise PeerUnavailable("the connection that held the lease is gone")
+        link = self._link
+        if link is None:
+            if time.monotonic() < self._retry_at_s:
+                raise PeerUnavailable("the local node is away")
+            try:
+                link = self._reconnect(deadline_s)
+            except RayKVError as error:
+                self._retry_at_s = time.monotonic() + self._retry_s
+                raise PeerUnavailable(f"the local node is away: {error}") from error
+        try:
+            answer = link.call(request, deadline_s=deadline_s)
+        except TransientError:
+            link.close()
+            self._link = None
+            raise
+        self.epoch = max(self.epoch, link.epoch)
+        return answer
+
+    def account(self, namespace: Namespace, *, deadline_s: float) -> int:
+        """Number of the namespace's account on this node."""
+        with self._lock:
+            return self._account(namespace, deadline_s)
+
+    def _account(self, namespace: Namespace, deadline_s: float) -> int:
+        if self._link is None:
+            self._accounts = {}
+        number = self._accounts.get(namespace.digest)
+        if number is None:
+            text = namespace.account.model_dump_json(exclude_defaults=True).encode()
+            answer = self._call(wire.OpenNamespace(text), deadline_s)
+            assert isinstance(answer, wire.NamespaceOpened)
+            number = self._accounts[namespace.digest] = answer.account
+        return number
+
+    def reserve(
+        self,
+        namespace: Namespace,
+        keys: KeyArray,
+        nbytes: int,
+        *,
+        chained: bool,
+        parent: KeyArray | None,
+        depth: int,
+        deadline_s: float,
+    ) -> "Reservation":
+        """Room in the arena for those keys that the node does not hold.
+
+        Raises:
+            PeerUnavailable: The node is away.
+            UsageError: The size does not fit an extent.
+        """
+        raw_parent = b"" if parent is None else to_bytes(parent)
+        with self._lock:
+            account = self._account(namespace, deadline_s)
+            request = wire.Reserve(account, to_bytes(keys), nbytes, chained, raw_parent, depth)
+            answer = self._call(request, deadline_s)
+            life, reader = self._life, self.reader
+        assert isinstance(answer, wire.Granted)
+        return Reservation(self, life, reader, len(keys), nbytes, answer)
+
+    def pin(self, keys: KeyArray, *, deadline_s: float) -> "Pins":
+        """Hold chunks that lie here, and view them in place."""
+        with self._lock:
+            answer = self._call(wire.Pin(to_bytes(keys)), deadline_s)
+            life, reader = self._life, self.reader
+        assert isinstance(answer, wire.Held)
+        return Pins(self, life, reader, answer)
+
+    def close(self) -> None:
+        """Let go; leases end."""
+        with self._lock:
+            if self._link is not None:
+                self._link.close()
+                self._link = None
+            self._retry_at_s = float("inf")
+        for reader in (*self._retired, self.reader):
+            reader.close()
+
+
+class Reservation:
+    """Slots of the arena to write chunks into, invisible to others until `commit`. Dies with the connection.
+
+    Attributes:
+        index: Places, in the keys asked for, of the chunks to write, in order.
+        views: For each of them the bytes to write.
+        reason: Why there is no room for the others that are missing; empty when none is.
+    """
+
+    def __init__(
+        self,
+        node: LocalNode | None,
+        life: int,
+        reader: ShmReader | None,
+        asked: int,
+        nbytes: int,
+        granted: wire.Granted,
+    ) -> None:
+        self._node, self._life, self._asked, self._full = node, life, asked, granted.full
+        self._rows = granted.rows
+        self.index = np.frombuffer(granted.positions, "<i4")
+        starts = np.frombuffer(granted.offsets, "<u8").tolist()
+        self.views: list[memoryview] = []
+        if reader is not None:
+            self.views = [reader.arena.view[start : start + nbytes] for start in starts]
+        self.reason = "full" if granted.full else ""
+        self._open = bool(starts)
+
+    @classmethod
+    def refused(cls, asked: int, reason: str) -> Self:
+        """A reservation of nothing, because the node is away."""
+        made = cls(None, 0, None, asked, 0, wire.Granted(b"", b"", b"", asked))
+        made.reason = reason
+        return made
+
+    def commit(self, *, timeout_s: float = 5.0) -> PutResult:
+        """Make the chunks visible. All views must be written by now, and are not to be touched afterwards.
+
+        Args:
+            timeout_s: Seconds to wait for the node.
+        """
+        stored, reason = len(self.views), self.reason
+        existed = self._asked - stored - self._full
+        if self._open:
+            checksums = np.array([checksum_of([view]) for view in self.views], np.uint64)
+            try:
+                self._call(wire.Commit(self._rows, checksums.tobytes()), timeout_s)
+            except TransientError as error:
+                stored, reason = 0, str(error)
+        self._open = False
+        return PutResult(stored, existed, self._asked - existed - stored, reason)
+
+    def abort(self, *, timeout_s: float = 5.0) -> None:
+        """Give the slots back unwritten."""
+        if self._open:
+            self._open = False
+            try:
+                self._call(wire.Abort(self._rows), timeout_s)
+            except TransientError:
+                pass  # the node gave them back when the connection went
+
+    def _call(self, request: wire.Message, timeout_s: float) -> None:
+        assert self._node is not None
+        self._node.call(request, deadline_s=time.monotonic() + timeout_s, life=self._life)
+
+
+class Pins:
+    """Chunks viewed in place, held as long as this context lasts and its connection lives.
+
+    Attributes:
+        views: One entry a key: the chunk's bytes, read-only; None where it is not here.
+    """
+
+    def __init__(self, node: LocalNode, life: int, reader: ShmReader, held: wire.Held) -> None:
+        self._node, self._life, self._reader = node, life, reader
+        self._rows = np.frombuffer(held.rows, "<i4")
+        self._generations = reader.table.columns.generation[self._rows]
+        starts = np.frombuffer(held.offsets, "<u8").tolist()
+        lengths = np.frombuffer(held.nbytes, "<u4").tolist()
+        self.views: Sequence[memoryview | None] = [
+            reader.arena.view[start : start + length].toreadonly() if row >= 0 else None
+            for row, start, length in zip(self._rows.tolist(), starts, lengths, strict=True)
+        ]
+
+    def valid(self) -> bool:
+        """Whether the views still show what was pinned: false once the node was restarted and reused the room.
+
+        A pin lives as long as its connection. Who cannot bear a restart in the middle asks this after use.
+        """
+        held = self._rows >= 0
+        columns = self._reader.table.columns
+        return bool((columns.generation[self._rows[held]] == self._generations[held]).all())
+
+    def release(self) -> None:
+        """Let go. The views must not be used any more."""
+        rows, self._rows = self._rows, self._rows[:0]
+        if (rows >= 0).any():
+            try:
+                self._node.call(wire.Unpin(rows.tobytes()), deadline_s=time.monotonic() + 5.0, life=self._life)
+            except TransientError:
+                pass  # the pins went with the connection
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.release()

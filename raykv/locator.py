@@ -1,0 +1,70 @@
+"""What an owner knows: who holds which key. Soft state; a wrong entry costs a miss, and is corrected by it."""
+
+import threading
+from collections.abc import Callable
+
+import numpy as np
+
+from raykv import keys as keys_
+from raykv.keys import KEY_NBYTES
+from raykv.types import Bits, KeyArray, NodeId
+
+
+class Locator:
+    """Locations of the keys that one node owns. Thread-safe."""
+
+    def __init__(self, max_keys: int) -> None:
+        """Keep at most `max_keys`; beyond that, those announced first are forgotten."""
+        self._max_keys = max_keys
+        self._holders: dict[bytes, tuple[NodeId, ...]] = {}
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._holders)
+
+    def add(self, node_id: NodeId, keys: KeyArray) -> None:
+        """`node_id` holds these."""
+        alone = (node_id,)
+        with self._lock:
+            for key in _split(keys):
+                holders = self._holders.get(key)
+                if holders is None:
+                    self._holders[key] = alone
+                elif node_id not in holders:
+                    self._holders[key] = (*holders, node_id)
+            for _ in range(len(self._holders) - self._max_keys):
+                del self._holders[next(iter(self._holders))]
+
+    def remove(self, node_id: NodeId, keys: KeyArray) -> None:
+        """`node_id` no longer holds these."""
+        with self._lock:
+            for key in _split(keys):
+                holders = self._holders.get(key, ())
+                if holders == (node_id,):
+                    del self._holders[key]
+                elif node_id in holders:
+                    self._holders[key] = tuple(holder for holder in holders if holder != node_id)
+
+    def locate(self, keys: KeyArray) -> list[tuple[NodeId, ...]]:
+        """Holders of each key; none where nobody told."""
+        holders = self._holders
+        return [holders.get(key, ()) for key in _split(keys)]
+
+    def keep(self, *, nodes: frozenset[NodeId], owned: Callable[[KeyArray], Bits]) -> None:
+        """After a change of view: forget holders that left, and keys that others own now."""
+        with self._lock:
+            if not self._holders:
+                return
+            raw = list(self._holders)
+            stays = owned(keys_.from_bytes(b"".join(raw)))
+            kept = {}
+            for place in np.flatnonzero(stays).tolist():
+                holders = tuple(holder for holder in self._holders[raw[place]] if holder in nodes)
+                if holders:
+                    kept[raw[place]] = holders
+            self._holders = kept
+
+
+def _split(keys: KeyArray) -> list[bytes]:
+    raw = keys_.to_bytes(keys)
+    return [raw[start : start + KEY_NBYTES] for start in range(0, len(raw), KEY_NBYTES)]

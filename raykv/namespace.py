@@ -1,0 +1,83 @@
+"""The namespace: everything that must be equal before bytes may be reused."""
+
+import hashlib
+import json
+from typing import Annotated, Self
+
+from pydantic import Field
+
+from raykv.config import Model
+from raykv.errors import NamespaceMismatch
+
+DIGEST_NBYTES = 16
+
+
+class Namespace(Model):
+    """The conditions under which chunks were computed.
+
+    Keys are derived from the digest of all fields, so chunks of two namespaces can never meet: no comparison has to
+    succeed for that, and none can be forgotten. `salt` and `lora` vary by request; all tenants and adapters of one
+    model share one account (`account`), which is what has a capacity and a policy on a node.
+
+    Attributes:
+        model: Name or path of the weights.
+        revision: Which weights exactly: a commit, or a digest of the files.
+        dtype: Element type of the stored KV.
+        layout: Shape and order of a chunk's bytes, as the engine lays them out.
+        chunk_tokens: Tokens in a chunk.
+        tp_rank, tp_size, pp_rank, pp_size: Whose share of the model's KV a chunk is.
+        attention_backend: Kernel family (and its instruction set, where that packs the bytes differently).
+        hash_algorithm: How the engine hashes tokens; its seed is part of it.
+        lora: Adapter, by name and path; empty for none.
+        salt: The tenant's salt; empty for none.
+        extra: Anything else that must match.
+    """
+
+    model: Annotated[str, Field(min_length=1)]
+    revision: str = ""
+    dtype: str = ""
+    layout: str = ""
+    chunk_tokens: Annotated[int, Field(ge=1)] = 1
+    tp_rank: Annotated[int, Field(ge=0)] = 0
+    tp_size: Annotated[int, Field(ge=1)] = 1
+    pp_rank: Annotated[int, Field(ge=0)] = 0
+    pp_size: Annotated[int, Field(ge=1)] = 1
+    attention_backend: str = ""
+    hash_algorithm: str = ""
+    lora: str = ""
+    salt: str = ""
+    extra: dict[str, str] = Field(default_factory=dict)
+
+    @property
+    def digest(self) -> bytes:
+        """16 bytes over all fields."""
+        text = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+        return hashlib.blake2b(text.encode(), digest_size=DIGEST_NBYTES, person=b"raykv-namespace").digest()
+
+    @property
+    def account(self) -> "Namespace":
+        """The namespace that this one's chunks are counted under: the same without `salt` and `lora`."""
+        return self.with_fields(salt="", lora="")
+
+    def with_fields(self, **fields: object) -> Self:
+        """The same namespace with some fields changed."""
+        return self.load({**self.model_dump(), **fields})
+
+    def differences(self, other: "Namespace") -> list[str]:
+        """Names of the fields in which the two differ."""
+        mine, theirs = self.model_dump(), other.model_dump()
+        return [field for field in mine if mine[field] != theirs[field]]
+
+    def require_equal(self, other: "Namespace", *, what: str) -> None:
+        """Refuse `what`, which was made under `other`.
+
+        Raises:
+            NamespaceMismatch: Names each differing field with both values. A salt's values are not shown.
+        """
+        mine, theirs = self.model_dump(), other.model_dump()
+        texts = [
+            f"{field} (differs)" if field == "salt" else f"{field} ({theirs[field]!r} there, {mine[field]!r} here)"
+            for field in self.differences(other)
+        ]
+        if texts:
+            raise NamespaceMismatch(f"{what} belongs to another namespace; fields that differ: {', '.join(texts)}")

@@ -1,0 +1,99 @@
+"""Which node owns which key: weighted rendezvous hashing over a fixed number of slots.
+
+Every node and client computes the same ring from the same members; only the list of members ever travels. When a node
+joins or leaves, only the slots that it wins or held move.
+
+Source: Thaler and Ravishankar, "A Name-Based Mapping Scheme for Rendezvous" (1996); weights after Schindelhauer and
+Schomaker (2005).
+"""
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Final
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from raykv.types import KeyArray, NodeId
+
+SLOT_BITS: Final = 12
+SLOTS: Final = 1 << SLOT_BITS
+
+
+class Member(msgspec.Struct, frozen=True):
+    """A node as others see it.
+
+    Attributes:
+        node_id: Its name.
+        host: Identity of its host; equal hosts share memory.
+        address: "host:port" for peers.
+        local_address: "unix:..." for processes of its host.
+        weight: Share of the ring.
+        incarnation: Grows with every start; another one means that what the node kept as an owner is gone.
+    """
+
+    node_id: NodeId
+    host: str
+    address: str
+    local_address: str
+    weight: float
+    incarnation: int
+
+
+class View(msgspec.Struct, frozen=True, dict=True):
+    """The members of the cluster at one epoch. A greater epoch is later."""
+
+    epoch: int = 0
+    members: tuple[Member, ...] = ()
+
+    @cached_property
+    def ring(self) -> "Ring":
+        """Owners by this view."""
+        return Ring([(member.node_id, member.weight) for member in self.members])
+
+    def member(self, node_id: NodeId) -> Member | None:
+        """The member of that name."""
+        return self._by_id.get(node_id)
+
+    @cached_property
+    def _by_id(self) -> dict[NodeId, Member]:
+        return {member.node_id: member for member in self.members}
+
+
+class Ring:
+    """A table of slots with the nodes ranked for each.
+
+    Attributes:
+        nodes: Names, sorted; ranks refer to places in it.
+        ranks: Shape [SLOTS, nodes]: for each slot all nodes, the owner first, then where replicas go.
+    """
+
+    def __init__(self, weights: Sequence[tuple[NodeId, float]]) -> None:
+        ordered = sorted(weights)
+        self.nodes = tuple(name for name, _ in ordered)
+        share = np.array([weight for _, weight in ordered], np.float64)
+        seeds = np.array([xxhash.xxh3_64_intdigest(name.encode()) for name, _ in ordered], np.uint64)
+        # Uniform in (0, 1): 53 bits, never 0 nor 1.
+        uniform = ((_mix(np.arange(SLOTS, dtype=np.uint64)[:, None] ^ seeds) >> np.uint64(11)) + 0.5) * 2.0**-53
+        self.ranks: npt.NDArray[np.int16] = np.argsort(share / np.log(uniform), axis=1).astype(np.int16)
+
+    def owners(self, keys: KeyArray) -> npt.NDArray[np.int16]:
+        """Place in `nodes` of each key's owner; -1 where there is no node at all."""
+        if not self.nodes:
+            return np.full(len(keys), -1, np.int16)
+        owners: npt.NDArray[np.int16] = self.ranks[self.slots(keys), 0]
+        return owners
+
+    @staticmethod
+    def slots(keys: KeyArray) -> npt.NDArray[np.int64]:
+        """Slot of each key: the top bits of its high half (the chunk table's index uses the low half)."""
+        return (keys[:, 0] >> np.uint64(64 - SLOT_BITS)).astype(np.int64)
+
+
+def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """SplitMix64's finaliser: the same on every machine."""
+    x = (x + np.uint64(0x9E3779B97F4A7C15)) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

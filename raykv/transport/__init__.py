@@ -1,0 +1,1 @@
+"""Ways to move messages and chunk bytes between two processes."""

@@ -1,0 +1,90 @@
+"""The words that every layer shares. Standard library and numpy only."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+KeyArray: TypeAlias = npt.NDArray[np.uint64]
+"""Keys of n chunks, shape [n, 2], each row the (high, low) half of a 128-bit key. See `raykv.keys`."""
+
+Bits: TypeAlias = npt.NDArray[np.bool_]
+Rows: TypeAlias = npt.NDArray[np.int32]
+"""Row numbers of the chunk table; -1 where there is none."""
+
+Buffer: TypeAlias = bytes | bytearray | memoryview | npt.NDArray[Any]
+"""Anything with the buffer protocol that is C-contiguous."""
+
+Scattered: TypeAlias = Buffer | Sequence[Buffer]
+"""One chunk's bytes in memory: one buffer, or several in order (an engine keeps a chunk in many pages)."""
+
+Path: TypeAlias = Literal["shm", "tcp", "memory"]
+"""By which path bytes came: shared memory on the same host, a TCP socket, or a call within the process."""
+
+NodeId: TypeAlias = str
+
+
+@dataclass(frozen=True, slots=True)
+class PutResult:
+    """What became of the chunks of one `put`, as counts that add up to the chunks given.
+
+    Attributes:
+        stored: Written and visible to every reader.
+        existed: Were there already; not written again.
+        skipped: Not stored, because the arena is full or the node is away. The caller goes on without.
+        reason: Why chunks were skipped; empty when none was.
+    """
+
+    stored: int
+    existed: int
+    skipped: int
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The longest stored prefix of a list of keys.
+
+    Attributes:
+        count: Leading chunks that somebody holds.
+        holders: For each of these chunks the node that will be asked for it.
+    """
+
+    count: int
+    holders: tuple[NodeId, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class GetResult:
+    """Which chunks of one `get` arrived, and how.
+
+    Attributes:
+        hits: One entry a key: True when its buffer now holds exactly the bytes that were put. Where it is False, the
+            buffer's content is undefined.
+        nbytes_by_path: Bytes that arrived, by path.
+        chunks_by_source: Chunks that arrived, by (holder, path).
+    """
+
+    hits: tuple[bool, ...]
+    nbytes_by_path: dict[Path, int] = field(default_factory=dict)
+    chunks_by_source: dict[tuple[NodeId, Path], int] = field(default_factory=dict)
+
+    @property
+    def prefix(self) -> int:
+        """Leading chunks that arrived."""
+        return self.hits.index(False) if False in self.hits else len(self.hits)
+
+
+def host_identity() -> str:
+    """Name this host so that two processes agree exactly when they can share memory.
+
+    Returns:
+        The kernel's boot identity and the identity of the /dev/shm mount: containers that share a kernel but not their
+        shared memory are different hosts.
+    """
+    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        boot = file.read().strip()
+    return f"{boot}-{os.stat('/dev/shm').st_dev:x}"

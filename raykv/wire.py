@@ -1,0 +1,316 @@
+"""Messages and their bytes.
+
+A message is a typed struct in MessagePack behind a fixed header; nothing else is ever decoded, and nothing is
+unpickled. Arrays travel as raw little-endian bytes. Some replies are followed by a payload of chunk bytes, whose
+length the reply tells.
+
+    header:  magic "RK" | version u8 | 0 u8 | epoch u32 | length u32      then `length` bytes of MessagePack
+
+`epoch` is that of the sender's view, so that every answer tells whether one's own is stale.
+"""
+
+import hashlib
+import hmac
+import struct
+from typing import Final
+
+import msgspec
+
+from raykv.errors import CapacityError, LostError, NamespaceMismatch, ProtocolError, RayKVError, UsageError
+from raykv.ring import View
+from raykv.types import NodeId
+
+VERSION: Final = 1
+MAX_MESSAGE_NBYTES: Final = 32 << 20
+MAX_KEYS: Final = 1 << 20
+HEADER: Final = struct.Struct("<2sBBII")
+MAGIC: Final = b"RK"
+
+GREETING: Final = struct.Struct("<5sH32s")
+"""First bytes of both ends: "raykv", version, nonce."""
+GREETING_MAGIC: Final = b"raykv"
+PROOF_NBYTES: Final = 32
+
+
+class Message(msgspec.Struct, tag=True, omit_defaults=True):
+    """What all messages share."""
+
+
+# -- requests ---------------------------------------------------------------------------------------------------------
+
+
+class Attach(Message):
+    """Who are you, and where is your memory? Answered by Attached."""
+
+
+class GetView(Message):
+    """Answered by ViewIs."""
+
+
+class OpenNamespace(Message):
+    """Open the account of a namespace (its fields as JSON). Answered by NamespaceOpened."""
+
+    namespace: bytes
+    capacity_nbytes: int | None = None
+
+
+class Reserve(Message):
+    """See `Shard.reserve`. Answered by Granted; the reservation dies with the connection."""
+
+    account: int
+    keys: bytes
+    nbytes: int
+    chained: bool = True
+    parent: bytes = b""
+    depth: int = 0
+
+
+class Commit(Message):
+    """Rows i32 and checksums u64 of chunks whose bytes are written. Answered by Done."""
+
+    rows: bytes
+    checksums: bytes
+
+
+class Abort(Message):
+    """Rows i32 to give up. Answered by Done."""
+
+    rows: bytes
+
+
+class Pin(Message):
+    """Answered by Held; the pins die with the connection."""
+
+    keys: bytes
+
+
+class Unpin(Message):
+    """Rows i32. Answered by Done."""
+
+    rows: bytes
+
+
+class Delete(Message):
+    """Answered by Count."""
+
+    keys: bytes
+
+
+class Suspect(Message):
+    """The bytes of these chunks did not match their checksums on arrival. Answered by Count: how many were dropped."""
+
+    keys: bytes
+
+
+class Locate(Message):
+    """Who holds these? To their owner. Answered by Located."""
+
+    keys: bytes
+
+
+class Announce(Message):
+    """`node_id` holds these, and no longer holds those. To their owner. Answered by Done."""
+
+    node_id: NodeId
+    added: bytes = b""
+    removed: bytes = b""
+
+
+class Read(Message):
+    """Send the bytes of these chunks. Answered by Reading and the payload."""
+
+    keys: bytes
+
+
+class Write(Message):
+    """Store these chunks of equal size. Answered by Granted; then the payload goes out, answered by Count."""
+
+    account: int
+    keys: bytes
+    nbytes: int
+    checksums: bytes
+    chained: bool = True
+    parent: bytes = b""
+    depth: int = 0
+
+
+class GetStats(Message):
+    """Answered by Stats."""
+
+
+# -- replies ----------------------------------------------------------------------------------------------------------
+
+
+class Done(Message):
+    """It is done."""
+
+
+class Count(Message):
+    """How many."""
+
+    count: int
+
+
+class Attached(Message):
+    """Where a node's memory lies; `secret` only goes to processes of the same user on the same host."""
+
+    node_id: NodeId
+    host: str
+    incarnation: int
+    table: str
+    arena: str
+    secret: bytes = b""
+
+
+class ViewIs(Message):
+    """The node's view."""
+
+    view: View
+
+
+class NamespaceOpened(Message):
+    """Number of the account on this node."""
+
+    account: int
+
+
+class Granted(Message):
+    """positions i32, rows i32, offsets u64: see `Reserved`; and how many keys found no room."""
+
+    positions: bytes
+    rows: bytes
+    offsets: bytes
+    full: int = 0
+
+
+class Held(Message):
+    """rows i32 (-1: not here), offsets u64, nbytes u32, checksums u64: one entry a key."""
+
+    rows: bytes
+    offsets: bytes
+    nbytes: bytes
+    checksums: bytes
+
+
+class Located(Message):
+    """Place in `holders` of each key's holder, i16; -1 for unknown."""
+
+    holders: tuple[NodeId, ...]
+    places: bytes
+
+
+class Reading(Message):
+    """nbytes u32 (0: not here) and checksums u64, one entry a key; the payload is the chunks one after another."""
+
+    nbytes: bytes
+    checksums: bytes
+
+
+class Stats(Message):
+    """JSON text."""
+
+    stats: bytes
+
+
+class Failure(Message):
+    """The request failed; `kind` names the error class."""
+
+    kind: str
+    text: str
+
+
+Request = (
+    Attach | GetView | OpenNamespace | Reserve | Commit | Abort | Pin | Unpin | Delete | Suspect
+    | Locate | Announce | Read | Write | GetStats
+)  # fmt: skip
+Answer = (
+    Done | Count | Attached | ViewIs | NamespaceOpened | Granted | Held | Located | Reading | Stats | Failure
+)  # fmt: skip
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Request | Answer] = msgspec.msgpack.Decoder(Request | Answer)
+_FAILURES: dict[str, type[RayKVError]] = {
+    kind.__name__: kind for kind in (UsageError, NamespaceMismatch, CapacityError, LostError, ProtocolError)
+}
+
+
+def encode(message: Message, epoch: int) -> bytes:
+    """Header and body of a message.
+
+    Raises:
+        UsageError: It is longer than a message may be.
+    """
+    body = _encoder.encode(message)
+    if len(body) > MAX_MESSAGE_NBYTES:
+        raise UsageError(f"message of {len(body):,} bytes; at most {MAX_MESSAGE_NBYTES:,}: ask for fewer keys at once")
+    return HEADER.pack(MAGIC, VERSION, 0, epoch & 0xFFFFFFFF, len(body)) + body
+
+
+def decode_header(header: bytes | bytearray | memoryview) -> tuple[int, int]:
+    """(epoch, length of the body).
+
+    Raises:
+        ProtocolError: Not our protocol, another version, or a length above the limit.
+    """
+    magic, version, _, epoch, length = HEADER.unpack(header)
+    if magic != MAGIC:
+        raise ProtocolError(f"not a raykv message (it begins with {bytes(magic)!r})")
+    if version != VERSION:
+        raise ProtocolError(f"the peer speaks protocol version {version}, we speak {VERSION}: upgrade the older one")
+    if length > MAX_MESSAGE_NBYTES:
+        raise ProtocolError(f"message of {length:,} bytes announced; at most {MAX_MESSAGE_NBYTES:,} are taken")
+    return epoch, length
+
+
+def decode(body: bytes | bytearray | memoryview) -> Request | Answer:
+    """The message in a body.
+
+    Raises:
+        ProtocolError: It is none of ours.
+    """
+    try:
+        return _decoder.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ProtocolError(f"a message that is none of ours: {error}") from error
+
+
+def failure(error: RayKVError) -> Failure:
+    """How an error travels."""
+    kind = type(error).__name__
+    return Failure(kind if kind in _FAILURES else UsageError.__name__, str(error))
+
+
+def raise_failure(answer: Failure) -> None:
+    """Raise at the asking end what went wrong at the other.
+
+    Raises:
+        RayKVError: Always; of the class that the failure names.
+    """
+    raise _FAILURES.get(answer.kind, ProtocolError)(answer.text)
+
+
+# -- handshake --------------------------------------------------------------------------------------------------------
+
+
+def greeting(nonce: bytes) -> bytes:
+    """First bytes of either end."""
+    return GREETING.pack(GREETING_MAGIC, VERSION, nonce)
+
+
+def read_greeting(raw: bytes | bytearray) -> bytes:
+    """The nonce of the other end.
+
+    Raises:
+        ProtocolError: The other end does not speak raykv, or another version.
+    """
+    magic, version, nonce = GREETING.unpack(raw)
+    if magic != GREETING_MAGIC:
+        raise ProtocolError(f"the peer does not speak raykv (it begins with {bytes(magic)!r})")
+    if version != VERSION:
+        raise ProtocolError(f"the peer speaks protocol version {version}, we speak {VERSION}: upgrade the older one")
+    return bytes(nonce)
+
+
+def proof(secret: bytes, role: str, client_nonce: bytes, server_nonce: bytes) -> bytes:
+    """What only a holder of the secret can say, once, in this role."""
+    return hmac.digest(secret, role.encode() + client_nonce + server_nonce, hashlib.sha256)
