@@ -350,8 +350,9 @@ class Client:
             return [piece for place in np.frombuffer(granted.positions, "<i4").tolist() for piece in values[place]]
 
         def push(link: Link) -> int:
-            account = expect(wire.NamespaceOpened, link.call(wire.OpenNamespace(text), deadline_s=deadline_s)).account
-            request = wire.Write(account, keys_.to_bytes(keys), nbytes, checksums, chained, raw_parent, depth)
+            link.call(wire.OpenNamespace(text), deadline_s=deadline_s)
+            digest = self.namespace.account.digest
+            request = wire.Write(digest, keys_.to_bytes(keys), nbytes, checksums, chained, raw_parent, depth)
             return expect(wire.Count, link.push(request, pick, deadline_s=deadline_s)).count
 
         try:

@@ -13,7 +13,7 @@ from typing import Self
 import numpy as np
 
 from raykv import wire
-from raykv.errors import PeerUnavailable, RayKVError, TransientError
+from raykv.errors import LostError, PeerUnavailable, RayKVError, TransientError
 from raykv.keys import to_bytes
 from raykv.memory.copying import checksum_of
 from raykv.namespace import Namespace
@@ -46,7 +46,7 @@ class LocalNode:
         self._life = 0
         self.attached = wire.Attached("", "", 0, "", "")
         self.reader: ShmReader
-        self._accounts: dict[bytes, int] = {}
+        self._opened: set[bytes] = set()
         self._retired: list[ShmReader] = []
         self.epoch = 0
         self._reconnect(deadline_s)
@@ -64,7 +64,7 @@ class LocalNode:
                 self._retired.append(self.reader)  # somebody may be reading from it at this moment
             self.reader = ShmReader(attached.table, attached.arena, writable=True)
         self.attached, self._link = attached, link
-        self._accounts = {}
+        self._opened = set()
         self._life += 1
         return link
 
@@ -84,15 +84,17 @@ class LocalNode:
     def _call(self, request: wire.Message, deadline_s: float, life: int | None = None) -> wire.Answer:
         if life is not None and life != self._life:
             raise PeerUnavailable("the connection that held the lease is gone")
-        link = self._link
-        if link is None:
-            if time.monotonic() < self._retry_at_s:
-                raise PeerUnavailable("the local node is away")
-            try:
-                link = self._reconnect(deadline_s)
-            except RayKVError as error:
-                self._retry_at_s = time.monotonic() + self._retry_s
-                raise PeerUnavailable(f"the local node is away: {error}") from error
+        had_link = self._link is not None
+        try:
+            return self._call_once(request, deadline_s)
+        except PeerUnavailable:
+            # The node may just have been restarted; no request does harm when it is made twice, but leases are gone.
+            if not had_link or life is not None:
+                raise
+            return self._call_once(request, deadline_s)
+
+    def _call_once(self, request: wire.Message, deadline_s: float) -> wire.Answer:
+        link = self._link or self._try_reconnect(deadline_s)
         try:
             answer = link.call(request, deadline_s=deadline_s)
         except TransientError:
@@ -102,21 +104,21 @@ class LocalNode:
         self.epoch = max(self.epoch, link.epoch)
         return answer
 
-    def account(self, namespace: Namespace, *, deadline_s: float) -> int:
-        """Number of the namespace's account on this node."""
-        with self._lock:
-            return self._account(namespace, deadline_s)
+    def _try_reconnect(self, deadline_s: float) -> Link:
+        if time.monotonic() < self._retry_at_s:
+            raise PeerUnavailable("the local node is away")
+        try:
+            return self._reconnect(deadline_s)
+        except RayKVError as error:
+            self._retry_at_s = time.monotonic() + self._retry_s
+            raise PeerUnavailable(f"the local node is away: {error}") from error
 
-    def _account(self, namespace: Namespace, deadline_s: float) -> int:
-        if self._link is None:
-            self._accounts = {}
-        number = self._accounts.get(namespace.digest)
-        if number is None:
+    def _open(self, namespace: Namespace, deadline_s: float) -> None:
+        """Make the namespace's account known to the node, once in each of its lives."""
+        if self._link is None or namespace.digest not in self._opened:
             text = namespace.account.model_dump_json(exclude_defaults=True).encode()
-            answer = self._call(wire.OpenNamespace(text), deadline_s)
-            assert isinstance(answer, wire.NamespaceOpened)
-            number = self._accounts[namespace.digest] = answer.account
-        return number
+            self._call(wire.OpenNamespace(text), deadline_s)
+            self._opened.add(namespace.digest)
 
     def reserve(
         self,
@@ -137,9 +139,14 @@ class LocalNode:
         """
         raw_parent = b"" if parent is None else to_bytes(parent)
         with self._lock:
-            account = self._account(namespace, deadline_s)
-            request = wire.Reserve(account, to_bytes(keys), nbytes, chained, raw_parent, depth)
-            answer = self._call(request, deadline_s)
+            self._open(namespace, deadline_s)
+            request = wire.Reserve(namespace.account.digest, to_bytes(keys), nbytes, chained, raw_parent, depth)
+            try:
+                answer = self._call(request, deadline_s)
+            except LostError:  # the node began anew in between, with empty hands
+                self._opened.clear()
+                self._open(namespace, deadline_s)
+                answer = self._call(request, deadline_s)
             life, reader = self._life, self.reader
         assert isinstance(answer, wire.Granted)
         return Reservation(self, life, reader, len(keys), nbytes, answer)

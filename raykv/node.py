@@ -277,8 +277,8 @@ class Node:
         except msgspec.MsgspecError as error:
             raise UsageError(f"namespace: {error}") from error
         with self._lock:
-            account = self.shard.open_account(Namespace.load(fields), request.capacity_nbytes)
-        return Reply(wire.NamespaceOpened(account))
+            self.shard.open_account(Namespace.load(fields), request.capacity_nbytes)
+        return Reply(wire.Done())
 
     def _reserve(self, request: wire.Reserve, session: NodeSession) -> Reply:
         granted = self._reserve_rows(request, session)
@@ -290,7 +290,7 @@ class Node:
             reserved = self.shard.reserve(
                 _keys(request.keys),
                 request.nbytes,
-                request.account,
+                self.shard.account(request.account),
                 chained=request.chained,
                 parent=parent if len(parent) else None,
                 depth=request.depth,

@@ -24,6 +24,8 @@ from raykv.types import KeyArray, Rows
 
 QUARANTINE_S = 10.0
 """After a restart, slots that somebody was writing stay out of use this long: the writer may not know of it yet."""
+OWN_TIMEOUT_S = 10.0
+"""How long to wait for the process that owned the memory before, which may just be dying."""
 MAX_PINS = (1 << 16) - 1
 NO_ROWS: Rows = np.empty(0, np.int32)
 
@@ -156,12 +158,15 @@ class Shard:
             if arena_path is not None:
                 arena_path.unlink()
             raise
+        table.memory.own(timeout_s=OWN_TIMEOUT_S)
         return cls(config, table, arena, now_s=now_s)
 
     @classmethod
     def _attach(cls, config: StorageConfig, prefix: Path, *, now_s: float) -> "Shard":
         table_path, arena_path = shard_files(prefix)
-        table = Table(SharedMemory.attach(table_path, writable=True))
+        memory = SharedMemory.attach(table_path, writable=True)
+        memory.own(timeout_s=OWN_TIMEOUT_S)
+        table = Table(memory)
         arena = SharedMemory.attach(arena_path, writable=True)
         same = (
             (table.rows, table.extents, table.extent_nbytes) == (config.rows, config.extents, config.extent_nbytes)
@@ -201,6 +206,17 @@ class Shard:
             self.table.namespaces["capacity"][number] = capacity_nbytes
         return number
 
+    def account(self, digest: bytes) -> int:
+        """Number of an account that was opened.
+
+        Raises:
+            LostError: It was not, or this node began anew since. Open it (again).
+        """
+        number = self._accounts.get(digest)
+        if number is None:
+            raise LostError("this namespace is not open on this node")
+        return number
+
     # -- writing ----------------------------------------------------------------------------------------------------
 
     def reserve(
@@ -223,22 +239,20 @@ class Shard:
         Args:
             keys: Chunks, all of the same size; a repeated key gets room once.
             nbytes: Size of each chunk in bytes.
-            account: From `open_account`.
+            account: Number from `open_account` or `account`.
             chained: Whether each key follows the one before it in one prefix.
             parent: Key, shape [1, 2], of the chunk that keys[0] follows.
             depth: Place of keys[0] in its chain.
             now_s: Time by the host's monotonic clock.
 
         Raises:
-            UsageError: The size is 0 or above an extent; the account was never opened.
+            UsageError: The size is 0 or above an extent.
         """
         if not 0 < nbytes <= self.config.extent_nbytes:
             raise UsageError(
                 f"a chunk of {nbytes:,} bytes does not fit: at least 1, and at most extent_nbytes "
                 f"({self.config.extent_nbytes:,}); raise extent_nbytes or cut the value into chunks"
             )
-        if account not in self._accounts.values():
-            raise UsageError(f"account {account} is not open on this node")
         now = self.table.ticks(now_s)
         self._release_quarantine(now_s)
         existing = self._drop_expired(self.table.find(keys), now)

@@ -48,16 +48,16 @@ class GetView(Message):
 
 
 class OpenNamespace(Message):
-    """Open the account of a namespace (its fields as JSON). Answered by NamespaceOpened."""
+    """Make known the account of a namespace (its fields as JSON). Answered by Done."""
 
     namespace: bytes
     capacity_nbytes: int | None = None
 
 
 class Reserve(Message):
-    """See `Shard.reserve`. Answered by Granted; the reservation dies with the connection."""
+    """See `Shard.reserve`; `account` is a digest. Answered by Granted; the reservation dies with the connection."""
 
-    account: int
+    account: bytes
     keys: bytes
     nbytes: int
     chained: bool = True
@@ -125,7 +125,7 @@ class Read(Message):
 class Write(Message):
     """Store these chunks of equal size. Answered by Granted; then the payload goes out, answered by Count."""
 
-    account: int
+    account: bytes
     keys: bytes
     nbytes: int
     checksums: bytes
@@ -166,12 +166,6 @@ class ViewIs(Message):
     """The node's view."""
 
     view: View
-
-
-class NamespaceOpened(Message):
-    """Number of the account on this node."""
-
-    account: int
 
 
 class Granted(Message):
@@ -224,7 +218,7 @@ Request = (
     | Locate | Announce | Read | Write | GetStats
 )  # fmt: skip
 Answer = (
-    Done | Count | Attached | ViewIs | NamespaceOpened | Granted | Held | Located | Reading | Stats | Failure
+    Done | Count | Attached | ViewIs | Granted | Held | Located | Reading | Stats | Failure
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

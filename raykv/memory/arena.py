@@ -1,8 +1,10 @@
 """Shared memory that outlives its process: a file in a tmpfs (or hugetlbfs), or anonymous memory with a path."""
 
 import errno
+import fcntl
 import mmap
 import os
+import time
 from pathlib import Path
 from typing import Self
 
@@ -78,6 +80,24 @@ class SharedMemory:
                 return False
             raise
         return True
+
+    def own(self, *, timeout_s: float) -> None:
+        """Become the one process that writes here. Ends with the process, however that ends.
+
+        Raises:
+            ConfigError: Another process still owns it after `timeout_s` (a killed one may take a moment to go).
+        """
+        until_s = time.monotonic() + timeout_s
+        while True:
+            try:
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if time.monotonic() >= until_s:
+                    raise ConfigError(
+                        f"field 'node_id': another process serves {self.path}; give every node a node_id of its own"
+                    ) from None
+                time.sleep(0.02)
 
     def is_current(self) -> bool:
         """Whether `path` still leads to this file, not to one made anew."""

@@ -58,6 +58,8 @@ class Save:
         blocks: For each chunk the ids of its blocks in order.
         parent: Name of the chunk before the first one; None at the start of a prompt.
         depth: Place of the first chunk in its chain.
+        cached: The engine found these in its own cache. Most are stored somewhere, not always on this node, so it is
+            asked first; but some may have been evicted since, or computed while there was no node.
     """
 
     scope: Scope
@@ -65,6 +67,7 @@ class Save:
     blocks: list[list[int]]
     parent: bytes | None
     depth: int
+    cached: bool
 
 
 @dataclass(slots=True)

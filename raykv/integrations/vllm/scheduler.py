@@ -264,8 +264,7 @@ class SchedulerSide:
 
         Only tokens that are known count: of those that an asynchronous scheduler has scheduled ahead, or a drafter has
         guessed, neither content nor hash is known yet, so their chunk is stored in the step after they are.
-        What was loaded is not stored again; what the engine found in its own cache is offered once more, because it may
-        have been computed while no node was there, or have been evicted since.
+        What was loaded is not stored again; what the engine found in its own cache is offered once per admission.
         """
         request = tracked.request
         loaded = range(
@@ -277,16 +276,19 @@ class SchedulerSide:
         full = min(known // self._chunk_tokens, len(request.block_hashes) // self._hashes_per_chunk)
         if full <= tracked.offered:
             return []
-        before = range(tracked.offered, min(full, loaded.start)) if loaded else range(tracked.offered, full)
-        after = range(max(tracked.offered, loaded.stop), full) if loaded else range(0)
+        # Before the first step after an admission, whatever counts as computed was found: loaded, or in the cache.
+        computed = request.num_computed_tokens // self._chunk_tokens
+        found = min(full, loaded.start if loaded else computed) if tracked.offered == 0 else 0
+        new = max(tracked.offered, loaded.stop if loaded else found)
         tracked.offered = full
-        return [self._save(tracked, chunks, block_ids) for chunks in (before, after) if chunks]
+        saves = [(range(found), True), (range(new, full), False)]
+        return [self._save(tracked, chunks, block_ids, cached=cached) for chunks, cached in saves if chunks]
 
-    def _save(self, tracked: _Tracked, chunks: range, block_ids: Sequence[int]) -> Save:
+    def _save(self, tracked: _Tracked, chunks: range, block_ids: Sequence[int], *, cached: bool) -> Save:
         names = self._names(tracked.request, range(max(0, chunks.start - 1), chunks.stop))
         parent = names.pop(0) if chunks.start else None
         blocks = [[block_ids[block] for block in self._blocks_of(chunk)] for chunk in chunks]
-        return Save(tracked.scope, names, blocks, parent, chunks.start)
+        return Save(tracked.scope, names, blocks, parent, chunks.start, cached)
 
 
 def _leading(match: Match, count: int) -> Match:

@@ -168,8 +168,8 @@ class WorkerSide:
         arrived.chunks += result.prefix
         for path, nbytes in result.nbytes_by_path.items():
             arrived.nbytes[path] = arrived.nbytes.get(path, 0) + nbytes
-        for source, chunks in result.chunks_by_source.items():
-            arrived.sources[source] = arrived.sources.get(source, 0) + chunks
+        for source, count in result.chunks_by_source.items():
+            arrived.sources[source] = arrived.sources.get(source, 0) + count
         return result.prefix == len(chunks)
 
     # -- saves ----------------------------------------------------------------------------------------------------
@@ -190,14 +190,20 @@ class WorkerSide:
         if client is None:
             self._stats.count("stored_chunks", len(save.names), "skipped")
             return "the node is not there yet"
-        parent = None if save.parent is None else client.keys([save.parent])
         timeout_s = self._config.store_timeout_s
+        keys = client.keys(save.names)
+        parent = None if save.parent is None else client.keys([save.parent])
+        held = client.match(keys, timeout_s=timeout_s).count if save.cached else 0
+        if held == len(keys):
+            return ""
+        if held:
+            parent, keys = keys[held - 1 : held], keys[held:]
         reservation = client.reserve(
-            client.keys(save.names), self._layout.chunk_nbytes, parent=parent, depth=save.depth, timeout_s=timeout_s
+            keys, self._layout.chunk_nbytes, parent=parent, depth=save.depth + held, timeout_s=timeout_s
         )
         try:
             for index, view in zip(reservation.index.tolist(), reservation.views, strict=True):
-                self._layout.read(save.blocks[index], view)
+                self._layout.read(save.blocks[held + index], view)
         except BaseException:
             reservation.abort(timeout_s=timeout_s)
             raise

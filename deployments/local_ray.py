@@ -1,0 +1,122 @@
+"""Several Ray nodes on one machine, each on a loopback address of its own: for the demonstration and the tests."""
+
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+START_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = 60.0
+OBJECT_STORE_NBYTES = 100_000_000
+SETTINGS = {
+    "RAY_AUTH_MODE": "token",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
+    "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "60",
+}
+"""Ray's environment on a small, busy machine; set in this process too, since drivers read it."""
+
+
+class LocalRay:
+    """Ray nodes as child processes. Leaves no process and no file behind.
+
+    Attributes:
+        address: For `ray.init` and RAY_ADDRESS.
+        log_directory: Where the nodes' own output goes.
+    """
+
+    def __init__(self, resources: Sequence[Mapping[str, float]], *, cpus: int = 4, log_directory: Path | None = None):
+        """Start one node for each entry, the first as head; returns when all have joined.
+
+        Args:
+            resources: Custom resources of each node, by which work is placed.
+            cpus: CPUs that each claims to have; Ray's own bookkeeping, whatever the machine has.
+
+        Raises:
+            RuntimeError: A node does not start; with the end of what it said.
+        """
+        self._directory = Path(tempfile.mkdtemp(prefix="raykv-ray-", dir="/tmp"))  # sockets need a short path
+        self.log_directory = log_directory or self._directory
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._environment = {**SETTINGS, "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        port = _free_port()
+        self.address = f"127.0.0.2:{port}"
+        self._environment["RAY_ADDRESS"] = self.address
+        self._saved = {name: os.environ.get(name) for name in self._environment}
+        os.environ.update(self._environment)
+        try:
+            for number, each in enumerate(resources):
+                self._start(number, port, each, cpus)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, number: int, port: int, resources: Mapping[str, float], cpus: int) -> None:
+        ray = Path(sys.executable).with_name("ray")
+        where = ["--head", f"--port={port}", f"--temp-dir={self._directory}", "--include-dashboard=false"]
+        if number:
+            where = [f"--address={self.address}"]
+        command = [
+            *(str(ray), "start", "--block", "--disable-usage-stats"),
+            *where,
+            f"--node-ip-address=127.0.0.{2 + number}",
+            f"--num-cpus={cpus}",
+            f"--object-store-memory={OBJECT_STORE_NBYTES}",
+            "--resources=" + str(dict(resources)).replace("'", '"'),
+        ]
+        environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+        log = self.log_directory / f"ray-node-{number}.log"
+        with log.open("wb") as output:
+            process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
+        self._processes.append(process)
+        deadline_s = time.monotonic() + START_TIMEOUT_S
+        while b"Ray runtime started" not in log.read_bytes():
+            if process.poll() is not None or time.monotonic() > deadline_s:
+                raise RuntimeError(f"Ray node {number} did not start:\n{log.read_text(errors='replace')[-2000:]}")
+            time.sleep(0.1)
+
+    def stop_node(self, number: int) -> None:
+        """End one node and all that runs on it."""
+        process = self._processes[number]
+        process.terminate()
+        try:
+            process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+    def close(self) -> None:
+        """End all nodes, the head last."""
+        for number in reversed(range(len(self._processes))):
+            self.stop_node(number)
+        self._processes.clear()
+        for name, value in self._saved.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.2", 0))
+        port: int = probe.getsockname()[1]
+        return port

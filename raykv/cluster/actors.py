@@ -1,0 +1,206 @@
+"""The two kinds of actors, thin shells around `Directory` and `Node`."""
+
+import logging
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any, Final
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from raykv.config import ClusterConfig, NodeConfig
+from raykv.directory import Directory, Pulse
+from raykv.errors import PeerUnavailable
+from raykv.node import Node
+from raykv.ring import Member, View
+from raykv.shard import remove_files
+from raykv.types import NodeId
+
+log = logging.getLogger(__name__)
+
+NAMESPACE: Final = "raykv"
+"""Ray namespace of all actors here."""
+RECONCILE_S: Final = 1.0
+BEAT_TIMEOUT_S: Final = 3.0
+WATCH_S: Final = 0.5
+NODE_ID_LENGTH: Final = 16
+"""Of Ray's 56 characters; a socket's path must stay short."""
+
+
+def directory_name(cluster: str) -> str:
+    """Name of the directory actor."""
+    return f"raykv:{cluster}:directory"
+
+
+def node_name(cluster: str, ray_node_id: str) -> str:
+    """Name of the node actor on a Ray node."""
+    return f"raykv:{cluster}:node:{ray_node_id}"
+
+
+def living_ray_nodes() -> set[str]:
+    """Ids of the Ray nodes that are alive."""
+    return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+
+
+class DirectoryActor:
+    """The directory, and the loop that puts a node actor on every Ray node.
+
+    Its arguments are kept by Ray: reborn after a crash, it has the secret and the configuration again, finds the node
+    actors by their names, and learns the view from the first of them that calls.
+    """
+
+    def __init__(self, config: ClusterConfig, secret: bytes) -> None:
+        self._config, self._secret = config, secret
+        self._directory = Directory(member_timeout_s=config.member_timeout_s)
+        self._lock = threading.Lock()
+        self._nodes: dict[str, Any] = {}
+        self._stopping = threading.Event()
+        self._reconciler = threading.Thread(target=self._reconcile_forever, name="raykv-reconcile", daemon=True)
+        self._reconciler.start()
+
+    def beat(self, member: Member, epoch: int, view: View | None = None) -> Pulse:
+        """A node lives; see `Directory.beat`."""
+        with self._lock:
+            return self._directory.beat(member, epoch, view, now_s=time.monotonic())
+
+    def leave(self, node_id: NodeId) -> None:
+        """A node goes."""
+        with self._lock:
+            self._directory.leave(node_id)
+
+    def describe(self) -> dict[str, Any]:
+        """Configuration, process and view."""
+        with self._lock:
+            return {"config": self._config, "pid": os.getpid(), "view": self._directory.view}
+
+    def secret(self) -> str:
+        """The cluster's secret, for clients that come by "host:port"."""
+        return self._secret.hex()
+
+    def stop(self, timeout_s: float) -> None:
+        """Stop all nodes and forget their memory. The caller ends this actor afterwards."""
+        self._stopping.set()
+        self._reconciler.join(timeout_s)
+        for ray_node_id in living_ray_nodes():  # also those that a directory before this one has started
+            try:
+                self._nodes.setdefault(
+                    ray_node_id, ray.get_actor(node_name(self._config.name, ray_node_id), namespace=NAMESPACE)
+                )
+            except ValueError:
+                pass
+        stopped = {handle: handle.stop.remote() for handle in self._nodes.values()}
+        for handle, done in stopped.items():
+            try:
+                ray.get(done, timeout=timeout_s)
+            except ray.exceptions.RayError as error:
+                log.warning("a node did not stop by itself: %s", error)
+            ray.kill(handle, no_restart=True)
+
+    def _reconcile_forever(self) -> None:
+        while not self._stopping.is_set():
+            try:
+                self._reconcile()
+            except ray.exceptions.RayError as error:
+                log.warning("could not look after the nodes, will try again: %s", error)
+            with self._lock:
+                for node_id in self._directory.expire(now_s=time.monotonic()):
+                    log.warning("node %s is silent and leaves the view", node_id)
+            self._stopping.wait(RECONCILE_S)
+
+    def _reconcile(self) -> None:
+        alive = living_ray_nodes()
+        for ray_node_id in alive - set(self._nodes):
+            self._nodes[ray_node_id] = self._start_node(ray_node_id)
+        for ray_node_id in set(self._nodes) - alive:
+            ray.kill(self._nodes.pop(ray_node_id), no_restart=True)  # else Ray would wait for that node for ever
+
+    def _start_node(self, ray_node_id: str) -> Any:
+        actor = ray.remote(NodeActor).options(
+            name=node_name(self._config.name, ray_node_id),
+            namespace=NAMESPACE,
+            lifetime="detached",
+            get_if_exists=True,
+            num_cpus=0,
+            max_restarts=-1,
+            max_concurrency=4,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(ray_node_id, soft=False),
+        )
+        return actor.remote(self._config, self._secret)
+
+
+class RayDirectory:
+    """The directory as a node sees it through Ray."""
+
+    def __init__(self, cluster: str) -> None:
+        self._name = directory_name(cluster)
+        self._handle: Any = None
+
+    def beat(self, member: Member, epoch: int, view: View | None = None) -> Pulse:
+        """See `DirectoryPort`."""
+        pulse: Pulse = self._call("beat", member, epoch, view)
+        return pulse
+
+    def leave(self, node_id: NodeId) -> None:
+        """See `DirectoryPort`."""
+        self._call("leave", node_id)
+
+    def _call(self, method: str, *arguments: Any) -> Any:
+        try:
+            if self._handle is None:
+                self._handle = ray.get_actor(self._name, namespace=NAMESPACE)
+            return ray.get(getattr(self._handle, method).remote(*arguments), timeout=BEAT_TIMEOUT_S)
+        except (ray.exceptions.RayError, ValueError) as error:
+            self._handle = None
+            raise PeerUnavailable(f"the directory is away: {error}") from error
+
+
+class NodeActor:
+    """One node, in its own process, on one Ray node."""
+
+    def __init__(self, cluster: ClusterConfig, secret: bytes) -> None:
+        ray_node_id = ray.get_runtime_context().get_node_id()
+        config = NodeConfig(
+            cluster=cluster.name,
+            node_id=ray_node_id[:NODE_ID_LENGTH],
+            bind=f"{ray.util.get_node_ip_address()}:0",
+            host=f"ray-{ray_node_id}" if cluster.separate_hosts else None,
+            storage=cluster.storage,
+        )
+        _sweep(config)
+        self._node = Node(config, secret=secret, directory=RayDirectory(cluster.name))
+        self._node.start()
+        threading.Thread(target=self._watch, name="raykv-watch", daemon=True).start()
+
+    def describe(self) -> dict[str, Any]:
+        """Its place, its process, and its figures."""
+        return {"pid": os.getpid(), **self._node.stats()}
+
+    def stop(self) -> None:
+        """Leave the cluster and forget the memory."""
+        self._node.stop(unlink=True)
+
+    def _watch(self) -> None:
+        """End this process, visibly, when the node has died inside; Ray starts it again."""
+        while not self._node.stopped:
+            if self._node.failure is not None:
+                log.critical("the node failed (%r); ending this process", self._node.failure)
+                os._exit(1)
+            time.sleep(WATCH_S)
+
+
+def _sweep(config: NodeConfig) -> None:
+    """Remove what nodes of this cluster left here that will never come back: those of Ray nodes that are gone."""
+    directory = config.storage.shm_dir
+    if directory is None:
+        return
+    alive = {ray_node_id[:NODE_ID_LENGTH] for ray_node_id in living_ray_nodes()}
+    start = f"raykv-{config.cluster}-"
+    for table in Path(directory).glob(f"{start}{'[0-9a-f]' * NODE_ID_LENGTH}.table"):
+        node_id = table.name.removeprefix(start).removesuffix(".table")
+        if node_id not in alive:
+            log.info("removing the memory of node %s, which is gone", node_id)
+            prefix = table.with_suffix("")
+            remove_files(prefix)
+            prefix.with_name(prefix.name + ".sock").unlink(missing_ok=True)

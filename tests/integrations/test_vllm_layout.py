@@ -1,0 +1,104 @@
+"""Where a block's bytes lie: against brute force by torch's own indexing, for every layout that vLLM names."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("vllm")
+
+from vllm.v1.kv_cache_layout import KVCacheLayout  # noqa: E402
+
+from raykv.errors import ConfigError  # noqa: E402
+from raykv.integrations.vllm.layout import DeviceLayout, HostLayout, Layout, layout_of, runs_of  # noqa: E402
+
+pytestmark = pytest.mark.vllm
+
+LAYERS, BLOCKS, HEADS, TOKENS, CONTENT = 3, 7, 2, 4, 10
+BLOCK_BYTES = LAYERS * HEADS * TOKENS * CONTENT * 2
+
+
+def caches(layout: KVCacheLayout, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
+    """Layers of a KV cache, each [blocks, heads, tokens, content], in one allocation of that order; random bytes."""
+    logical = (LAYERS, BLOCKS, HEADS, TOKENS, CONTENT)
+    physical = torch.empty([logical[axis] for axis in layout.value], dtype=dtype)
+    physical.view(torch.uint8).random_(generator=torch.Generator().manual_seed(1))
+    inverse = [layout.value.index(axis) for axis in range(5)]
+    return {f"layer.{number}": view for number, view in enumerate(physical.permute(inverse))}
+
+
+def built(kind: type[Layout], layers: dict[str, torch.Tensor], chunk_blocks: int) -> Layout:
+    return kind(layers, BLOCKS, chunk_blocks)
+
+
+def bits(block: torch.Tensor) -> list[int]:
+    return block.contiguous().view(torch.int16).flatten().tolist()
+
+
+def carry(layout: Layout, source: list[int], target: list[int | None]) -> None:
+    chunk = bytearray(layout.chunk_nbytes)
+    layout.read(source, memoryview(chunk))
+    landing = layout.landing(target)
+    assert sum(map(len, landing)) == layout.chunk_nbytes
+    start = 0
+    for piece in landing:
+        piece[:] = chunk[start : start + len(piece)]
+        start += len(piece)
+    layout.landed([(target, landing)])
+
+
+@pytest.mark.parametrize("kind", [HostLayout, DeviceLayout])
+@pytest.mark.parametrize("order", list(KVCacheLayout), ids=lambda order: order.name)
+def test_a_chunk_carries_exactly_its_blocks(order: KVCacheLayout, kind: type[Layout]):
+    layers = caches(order)
+    before = {name: [bits(block) for block in layer] for name, layer in layers.items()}
+    carry(built(kind, layers, 3), [5, 1, 6], [0, None, 3])
+    for name, layer in layers.items():
+        old = before[name]
+        assert [bits(block) for block in layer] == [old[5], old[1], old[2], old[6], old[4], old[5], old[6]]
+
+
+def test_all_layers_of_a_block_are_one_run_where_blocks_are_outermost():
+    assert len(built(HostLayout, caches(KVCacheLayout.BLHNC), 1)._runs) == 1
+    assert len(built(HostLayout, caches(KVCacheLayout.LBHNC), 1)._runs) == LAYERS
+
+
+def test_layers_that_share_a_tensor_are_taken_once():
+    layers = caches(KVCacheLayout.LBNHC)
+    layers["shared"] = layers["layer.0"]
+    assert built(HostLayout, layers, 1).chunk_nbytes == BLOCK_BYTES
+
+
+def test_blocks_that_the_kernel_splits_are_carried_whole():
+    whole = torch.arange(6 * 8 * 4, dtype=torch.int32).view(6, 1, 8, 4)
+    layout = HostLayout({"layer": whole.view(12, 1, 4, 4)}, 6, 1)
+    assert layout.chunk_nbytes == 8 * 4 * 4
+    carry(layout, [4], [2])
+    assert torch.equal(whole[2], whole[4])
+
+
+def test_equal_descriptions_mean_equal_meaning_of_bytes():
+    descriptions = {
+        (order.name, dtype): built(HostLayout, caches(order, dtype), 1).description
+        for order in KVCacheLayout
+        for dtype in (torch.bfloat16, torch.float16)
+    }
+    assert descriptions["LBHNC", torch.bfloat16] == descriptions["BLHNC", torch.bfloat16]
+    assert descriptions["LBHNC", torch.bfloat16] != descriptions["LBNHC", torch.bfloat16]
+    assert descriptions["LBHNC", torch.bfloat16] != descriptions["LBHNC", torch.float16]
+
+
+@pytest.mark.parametrize(
+    ("cache", "says"),
+    [
+        (torch.zeros(5, 2, 4), "does not begin with 7 blocks"),
+        (torch.zeros(1, 4).expand(7, 4).unsqueeze(1).expand(7, 3, 4), "overlap"),
+        (torch.zeros(7, 4, 100).permute(0, 2, 1)[:, ::2], "pieces"),
+    ],
+)
+def test_an_unknown_layout_is_refused_by_name(cache: torch.Tensor, says: str):
+    with pytest.raises(ConfigError, match=rf"layer odd.*{says}"):
+        runs_of("odd", cache, 7)
+
+
+def test_a_worker_without_a_kv_cache_is_refused():
+    with pytest.raises(ConfigError, match="no device"):
+        layout_of({}, 7, 1)

@@ -1,0 +1,245 @@
+"""Wrong reuse is impossible by construction: what differs in any way that matters has other keys, or is refused."""
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("vllm")
+
+from safetensors.torch import save_file  # noqa: E402
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec  # noqa: E402
+
+import raykv  # noqa: E402
+from raykv.errors import ConfigError  # noqa: E402
+from raykv.integrations.vllm.checks import check_cache, check_engine  # noqa: E402
+from raykv.integrations.vllm.config import ConnectorConfig  # noqa: E402
+from raykv.integrations.vllm.namespace import Scopes, namespace_of  # noqa: E402
+from raykv.integrations.vllm.revision import content_digest  # noqa: E402
+from raykv.namespace import Namespace  # noqa: E402
+
+pytestmark = pytest.mark.vllm
+
+
+def write_model(folder: Path, *, seed: int = 0, tensors: int = 4, name: str = "model.safetensors") -> Path:
+    """Weights large enough that the digest does not read them whole."""
+    folder.mkdir(parents=True)
+    draw = torch.Generator().manual_seed(seed)
+    save_file({f"w.{n}": torch.randn(64, 2048, generator=draw) for n in range(tensors)}, folder / name)
+    (folder / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], "hidden_size": 64}))
+    return folder
+
+
+def engine(model: Path | str, **changes: Any) -> Any:
+    """As much of a VllmConfig as the namespace reads; `changes` name fields as "part__field"."""
+    parts = {
+        "model_config": {
+            "model": str(model),
+            "dtype": torch.bfloat16,
+            "quantization": None,
+            "runner_type": "generate",
+            "hf_config": SimpleNamespace(to_dict=lambda: {"hidden_size": 64, "_name_or_path": str(model)}),
+        },
+        "cache_config": {"cache_dtype": "auto", "prefix_caching_hash_algo": "sha256"},
+        "parallel_config": {
+            "tensor_parallel_size": 1,
+            "pipeline_parallel_size": 1,
+            "decode_context_parallel_size": 1,
+            "prefill_context_parallel_size": 1,
+        },
+        "load_config": {"load_format": "auto"},
+        "kv_transfer_config": {"kv_load_failure_policy": "recompute"},
+    }
+    for name, value in changes.items():
+        part, _, field = name.partition("__")
+        assert field in parts[part]
+        parts[part][field] = value
+    return SimpleNamespace(**{part: SimpleNamespace(**fields) for part, fields in parts.items()}, num_lookahead_tokens=0)
+
+
+def namespace(vllm_config: Any, *, config: ConnectorConfig | None = None, **changes: Any) -> Namespace:
+    told = {"rank": (0, 0), "block_tokens": 32, "layout": "2x[2, 32, 64]/123/bfloat16", "attention": "CPU_ATTN/amx"}
+    return namespace_of(vllm_config, config or ConnectorConfig(), **{**told, **changes})
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_model(tmp_path / "first" / "toy")
+
+
+def test_the_same_files_elsewhere_are_the_same_namespace(model: Path, tmp_path: Path):
+    copy = Path(shutil.copytree(model, tmp_path / "other host" / "toy"))
+    assert namespace(engine(copy)).digest == namespace(engine(model)).digest
+
+
+def test_two_models_of_equal_shape_differ(model: Path, tmp_path: Path):
+    other = write_model(tmp_path / "second" / "toy", seed=1)
+    assert namespace(engine(model)).differences(namespace(engine(other))) == ["revision"]
+
+
+def test_one_retrained_tensor_is_another_revision(model: Path):
+    before = content_digest(model)
+    path = model / "model.safetensors"
+    raw = bytearray(path.read_bytes())
+    raw[-64 * 2048 * 4] ^= 1  # first byte of the last tensor
+    path.write_bytes(raw)
+    assert content_digest(model) != before
+
+
+def test_what_is_no_weight_is_no_revision(model: Path):
+    before = content_digest(model)
+    (model / "README.md").write_text("edited")
+    assert content_digest(model) == before
+
+
+def test_a_file_of_an_unknown_format_is_sampled_throughout(tmp_path: Path):
+    path = tmp_path / "model.gguf"
+    path.write_bytes(bytes(3 << 20))
+    before = content_digest(path)
+    path.write_bytes(bytes(2 << 20) + bytes(1 << 20).replace(b"\0", b"\1"))
+    assert content_digest(path) != before
+
+
+def test_a_model_that_cannot_be_told_is_refused_until_its_revision_is_stated():
+    with pytest.raises(ConfigError, match="'revision'"):
+        namespace(engine("s3://bucket/model"))
+    stated = [namespace(engine("s3://bucket/model"), config=ConnectorConfig(revision=one)) for one in ("1", "2")]
+    assert stated[0].differences(stated[1]) == ["revision"]
+
+
+def test_a_commit_of_the_hub_is_a_revision():
+    hub = SimpleNamespace(to_dict=dict, _commit_hash="abc")
+    assert namespace(engine("org/model", model_config__hf_config=hub)).revision == "commit:abc"
+
+
+@pytest.mark.parametrize(
+    ("field", "changes"),
+    [
+        ("dtype", {"model_config__dtype": torch.float16}),
+        ("dtype", {"cache_config__cache_dtype": "fp8"}),
+        ("extra", {"model_config__quantization": "awq"}),
+        ("extra", {"model_config__hf_config": SimpleNamespace(to_dict=lambda: {"rope_theta": 1e6})}),
+        ("revision", {"load_config__load_format": "dummy"}),
+        ("tp_size", {"parallel_config__tensor_parallel_size": 2}),
+        ("pp_size", {"parallel_config__pipeline_parallel_size": 2}),
+        ("hash_algorithm", {"cache_config__prefix_caching_hash_algo": "sha256_cbor"}),
+    ],
+)
+def test_every_condition_of_the_engine_counts(model: Path, field: str, changes: dict[str, Any]):
+    assert namespace(engine(model)).differences(namespace(engine(model, **changes))) == [field]
+
+
+@pytest.mark.parametrize(
+    ("fields", "changes"),
+    [
+        (["tp_rank"], {"rank": (0, 1)}),
+        (["pp_rank"], {"rank": (1, 0)}),
+        (["layout"], {"layout": "2x[2, 32, 64]/213/bfloat16"}),
+        (["attention_backend"], {"attention": "CPU_ATTN/vec"}),
+        (["chunk_tokens", "extra"], {"block_tokens": 64}),
+        (["chunk_tokens"], {"config": ConnectorConfig(chunk_blocks=2)}),
+    ],
+)
+def test_every_condition_of_the_worker_counts(model: Path, fields: list[str], changes: dict[str, Any]):
+    assert namespace(engine(model)).differences(namespace(engine(model), **changes)) == fields
+
+
+def test_a_hash_that_starts_at_random_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch):
+    random_seed = engine(model, cache_config__prefix_caching_hash_algo="xxhash")
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    with pytest.raises(ConfigError, match="prefix_caching_hash_algo='xxhash'.*PYTHONHASHSEED"):
+        namespace(random_seed)
+    monkeypatch.setenv("PYTHONHASHSEED", "1")
+    first = namespace(random_seed)
+    monkeypatch.setenv("PYTHONHASHSEED", "2")
+    assert namespace(random_seed).differences(first) == ["hash_algorithm"]
+
+
+def request(*, salt: str | None = None, lora: tuple[str, Path | str] | None = None) -> Any:
+    adapter = None if lora is None else SimpleNamespace(lora_name=lora[0], lora_path=str(lora[1]))
+    return SimpleNamespace(cache_salt=salt, lora_request=adapter)
+
+
+def test_salts_and_adapters_share_nothing_though_they_share_an_account(model: Path, tmp_path: Path):
+    adapters = [write_model(tmp_path / name, seed=n, name="adapter_model.safetensors") for n, name in enumerate("ab")]
+    requests = [
+        request(),
+        request(salt="tenant one"),
+        request(salt="tenant two"),
+        request(lora=("x", adapters[0])),
+        request(lora=("y", adapters[0])),
+        request(lora=("x", adapters[1])),
+        request(lora=("x", "hub/adapter")),
+        request(lora=("x", adapters[0]), salt="tenant one"),
+    ]
+    scopes = Scopes()
+    base = namespace(engine(model))
+    names = [base.with_fields(lora=one.lora, salt=one.salt) for one in map(scopes.of, requests)]
+    assert len({name.digest for name in names}) == len(requests)
+    assert {name.account.digest for name in names} == {base.digest}
+    with raykv.embedded(arena_nbytes="64 MiB") as cluster:
+        clients = [cluster.client(name) for name in names]
+        for number, client in enumerate(clients):
+            assert client.put([b"a prefix"], [bytes([number]) * 4096]).stored == 1
+        for number, client in enumerate(clients):
+            into = bytearray(4096)
+            assert client.get([b"a prefix"], [into]).prefix == 1
+            assert into == bytes([number]) * 4096
+
+
+def test_an_adapter_that_was_trained_further_in_place_is_another(tmp_path: Path):
+    adapter = write_model(tmp_path / "adapter", name="adapter_model.safetensors")
+    scopes = Scopes()
+    before = scopes.of(request(lora=("x", adapter)))
+    assert scopes.of(request(lora=("x", adapter))) == before
+    shutil.rmtree(adapter)
+    write_model(tmp_path / "adapter", seed=1, name="adapter_model.safetensors")
+    assert scopes.of(request(lora=("x", adapter))) != before
+
+
+def test_a_salt_is_not_in_what_is_logged():
+    assert "secret" not in repr(Scopes().of(request(salt="secret")))
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"kv_transfer_config__kv_load_failure_policy": "fail"}, "kv_load_failure_policy.*'recompute'"),
+        ({"parallel_config__decode_context_parallel_size": 2}, "decode_context_parallel_size"),
+        ({"model_config__runner_type": "pooling"}, "pooling"),
+    ],
+)
+def test_an_engine_that_could_fail_a_request_or_be_wrong_is_refused(changes: dict[str, Any], says: str):
+    check_engine(engine("any"))
+    with pytest.raises(ConfigError, match=says):
+        check_engine(engine("any", **changes))
+
+
+def attention(kind: type = FullAttentionSpec, **fields: Any) -> Any:
+    return kind(block_size=32, num_kv_heads=2, head_size=32, dtype=torch.bfloat16, **fields)
+
+
+@pytest.mark.parametrize(
+    ("specs", "says"),
+    [
+        ([attention(SlidingWindowSpec, sliding_window=64)], "SlidingWindowSpec"),
+        ([attention(), attention()], "2 groups.*disable_hybrid_kv_cache_manager"),
+        ([attention(non_causal=True)], "later tokens"),
+    ],
+)
+def test_a_cache_whose_blocks_are_not_a_prefix_is_refused(specs: list[Any], says: str):
+    def cache(specs: list[Any]) -> Any:
+        return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in specs])
+
+    assert check_cache(cache([attention()])) == 32
+    with pytest.raises(ConfigError, match=says):
+        check_cache(cache(specs))
+
+
+def test_an_unknown_field_is_refused_by_name():
+    with pytest.raises(ConfigError, match="unknown field 'chunk_block'; ConnectorConfig has: .*chunk_blocks"):
+        ConnectorConfig.load({"chunk_block": 2})
