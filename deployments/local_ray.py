@@ -17,7 +17,6 @@ START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 60.0
 OBJECT_STORE_NBYTES = 100_000_000
 SETTINGS = {
-    "RAY_AUTH_MODE": "token",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_worker_niceness": "0",
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
@@ -44,32 +43,36 @@ class LocalRay:
         Raises:
             RuntimeError: A node does not start; with the end of what it said.
         """
+        require_token()
         self._directory = Path(tempfile.mkdtemp(prefix="raykv-ray-", dir="/tmp"))  # sockets need a short path
         self.log_directory = log_directory or self._directory
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._environment = {**SETTINGS, "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-        port = _free_port()
-        self.address = f"127.0.0.2:{port}"
+        self._cpus = cpus
+        self._environment = dict(SETTINGS)
+        self._port = _free_port()
+        self.address = f"127.0.0.2:{self._port}"
         self._environment["RAY_ADDRESS"] = self.address
         self._saved = {name: os.environ.get(name) for name in self._environment}
         os.environ.update(self._environment)
         try:
-            for number, each in enumerate(resources):
-                self._start(number, port, each, cpus)
+            for each in resources:
+                self.add_node(each)
         except BaseException:
             self.close()
             raise
 
-    def _start(self, number: int, port: int, resources: Mapping[str, float], cpus: int) -> None:
+    def add_node(self, resources: Mapping[str, float]) -> int:
+        """Start one more node and wait until it has joined. Returns its number."""
+        number = len(self._processes)
         ray = Path(sys.executable).with_name("ray")
-        where = ["--head", f"--port={port}", f"--temp-dir={self._directory}", "--include-dashboard=false"]
+        where = ["--head", f"--port={self._port}", f"--temp-dir={self._directory}", "--include-dashboard=false"]
         if number:
             where = [f"--address={self.address}"]
         command = [
             *(str(ray), "start", "--block", "--disable-usage-stats"),
             *where,
             f"--node-ip-address=127.0.0.{2 + number}",
-            f"--num-cpus={cpus}",
+            f"--num-cpus={self._cpus}",
             f"--object-store-memory={OBJECT_STORE_NBYTES}",
             "--resources=" + str(dict(resources)).replace("'", '"'),
         ]
@@ -83,6 +86,7 @@ class LocalRay:
             if process.poll() is not None or time.monotonic() > deadline_s:
                 raise RuntimeError(f"Ray node {number} did not start:\n{log.read_text(errors='replace')[-2000:]}")
             time.sleep(0.1)
+        return number
 
     def stop_node(self, number: int) -> None:
         """End one node and all that runs on it."""
@@ -113,6 +117,19 @@ class LocalRay:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def require_token() -> None:
+    """Have Ray ask for a token, so that other users of this machine cannot join. To be called before `import ray`.
+
+    Raises:
+        RuntimeError: It is too late; a process reads this setting once, when it imports Ray.
+    """
+    if os.environ.get("RAY_AUTH_MODE") != "token":
+        if "ray" in sys.modules:
+            raise RuntimeError("set RAY_AUTH_MODE=token, or call require_token(), before importing Ray")
+        os.environ["RAY_AUTH_MODE"] = "token"
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
 
 def _free_port() -> int:

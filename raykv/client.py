@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import groupby
 from types import TracebackType
-from typing import Any, Final, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import msgspec
 import numpy as np
@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from raykv import keys as keys_
 from raykv import wire
-from raykv.errors import CapacityError, LostError, TransientError, UsageError
+from raykv.errors import CapacityError, LostError, PeerUnavailable, TransientError, UsageError
 from raykv.handoff import Ticket
 from raykv.local import LocalNode, Pins, Reservation
 from raykv.memory.copying import checksum_of, gather
@@ -29,8 +29,6 @@ from raykv.types import GetResult, KeyArray, Match, NodeId, PutResult, Scattered
 
 T = TypeVar("T")
 
-PARALLEL_PEERS: Final = 16
-"""Nodes asked at the same time by one client."""
 Keys = KeyArray | Sequence[bytes | str]
 
 
@@ -272,8 +270,8 @@ class Client:
         return {"epoch": view.epoch, "nodes": nodes}
 
     def view(self) -> View:
-        """The members of the reach, and its ring."""
-        return self._reach.view(self._reach.deadline(None))
+        """The members of the cluster, and its ring, as the nearest node knows them now."""
+        return self._reach.refresh(self._reach.deadline(None))
 
     def close(self) -> None:
         """Close all connections, also of the clients made by `using`; leases end."""
@@ -302,7 +300,7 @@ class Client:
     def _local(self) -> LocalNode:
         local = self._reach.local
         if local is None:
-            raise TransientError("no node of the cluster runs on this host")
+            raise PeerUnavailable("no node of the cluster runs on this host")
         return local
 
     def _put_equal(
@@ -359,7 +357,8 @@ class Client:
             view = reach.view(deadline_s)
             if not view.members:
                 return PutResult(0, 0, len(keys), "the cluster has no nodes")
-            owner = view.members[int(view.ring.owners(keys[:1])[0])]
+            owner = view.member(view.ring.nodes[int(view.ring.owners(keys[:1])[0])])
+            assert owner is not None
             stored = reach.peers.ask(owner.address, push, deadline_s=deadline_s)
         except TransientError as error:
             return PutResult(0, 0, len(keys), str(error))
@@ -378,7 +377,7 @@ def _views(scattered: Scattered, name: str, *, writable: bool) -> list[memoryvie
     for part in parts:
         try:
             view = memoryview(part)  # type: ignore[arg-type]  # finding that out is what the `except` is for
-        except TypeError:
+        except (TypeError, ValueError):
             hint = "; for a CPU tensor pass tensor.view(torch.uint8).numpy()" if hasattr(part, "numpy") else ""
             raise UsageError(f"field '{name}': {type(part).__name__} is not a buffer{hint}") from None
         if not view.c_contiguous:

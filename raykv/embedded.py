@@ -1,6 +1,7 @@
 """A whole cluster in one process, without Ray: for notebooks, tests, and trying things out."""
 
 import secrets
+import threading
 import time
 from types import TracebackType
 from typing import Any, Self
@@ -22,16 +23,19 @@ class InProcessDirectory:
 
     def __init__(self, *, member_timeout_s: float) -> None:
         self.logic = Directory(member_timeout_s=member_timeout_s)
+        self._lock = threading.Lock()
 
     def beat(self, member: Member, epoch: int, view: View | None = None) -> Pulse:
         """See DirectoryPort."""
-        now_s = time.monotonic()
-        self.logic.expire(now_s=now_s)
-        return self.logic.beat(member, epoch, view, now_s=now_s)
+        with self._lock:
+            now_s = time.monotonic()
+            self.logic.expire(now_s=now_s)
+            return self.logic.beat(member, epoch, view, now_s=now_s)
 
     def leave(self, node_id: NodeId) -> None:
         """See DirectoryPort."""
-        self.logic.leave(node_id)
+        with self._lock:
+            self.logic.leave(node_id)
 
 
 class EmbeddedCluster:
@@ -61,8 +65,13 @@ class EmbeddedCluster:
         self._clients: list[Client] = []
         self.directory = InProcessDirectory(member_timeout_s=member_timeout_s)
         self.nodes: list[Node] = []
-        for _ in range(nodes):
-            self.add()
+        try:
+            for _ in range(nodes):
+                self.add()
+            self.settle()
+        except BaseException:
+            self.close()
+            raise
 
     def add(self) -> int:
         """Start one more node. Returns its number."""
@@ -77,8 +86,8 @@ class EmbeddedCluster:
             }
         )
         node = Node(config, secret=self._secret, directory=self.directory, network=self._network)
-        node.start()
         self.nodes.append(node)
+        node.start()
         return number
 
     def client(self, namespace: Namespace, *, node: int = 0, **config: Any) -> Client:

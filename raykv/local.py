@@ -17,7 +17,7 @@ from raykv.errors import LostError, PeerUnavailable, RayKVError, TransientError
 from raykv.keys import to_bytes
 from raykv.memory.copying import checksum_of
 from raykv.namespace import Namespace
-from raykv.transport.base import Link
+from raykv.transport.base import Link, remaining
 from raykv.transport.peers import Connect
 from raykv.transport.shm import ShmReader
 from raykv.types import KeyArray, PutResult
@@ -47,22 +47,21 @@ class LocalNode:
         self.attached = wire.Attached("", "", 0, "", "")
         self.reader: ShmReader
         self._opened: set[bytes] = set()
-        self._retired: list[ShmReader] = []
         self.epoch = 0
         self._reconnect(deadline_s)
 
     def _reconnect(self, deadline_s: float) -> Link:
         link = self._connect(self._address, b"", deadline_s=deadline_s)
-        attached = link.call(wire.Attach(), deadline_s=deadline_s)
-        assert isinstance(attached, wire.Attached)
-        if self._life == 0 or (attached.table, attached.arena) != (self.attached.table, self.attached.arena):
-            replaced = True
-        else:
-            replaced = not self.reader.is_current()
-        if replaced:
-            if self._life:
-                self._retired.append(self.reader)  # somebody may be reading from it at this moment
-            self.reader = ShmReader(attached.table, attached.arena, writable=True)
+        try:
+            attached = link.call(wire.Attach(), deadline_s=deadline_s)
+            assert isinstance(attached, wire.Attached)
+            files = (attached.table, attached.arena)
+            if self._life == 0 or files != (self.attached.table, self.attached.arena) or not self.reader.is_current():
+                # The old one is not closed: somebody may be reading from it. It goes with its last user.
+                self.reader = ShmReader(attached.table, attached.arena, writable=True)
+        except BaseException:
+            link.close()
+            raise
         self.attached, self._link = attached, link
         self._opened = set()
         self._life += 1
@@ -82,9 +81,10 @@ class LocalNode:
             return self._call(request, deadline_s, life)
 
     def _call(self, request: wire.Message, deadline_s: float, life: int | None = None) -> wire.Answer:
-        if life is not None and life != self._life:
-            raise PeerUnavailable("the connection that held the lease is gone")
+        remaining(deadline_s)  # a late caller must not cost the others their connection, and its leases
         had_link = self._link is not None
+        if life is not None and (life != self._life or not had_link):
+            raise PeerUnavailable("the connection that held the lease is gone")
         try:
             return self._call_once(request, deadline_s)
         except PeerUnavailable:
@@ -105,6 +105,7 @@ class LocalNode:
         return answer
 
     def _try_reconnect(self, deadline_s: float) -> Link:
+        remaining(deadline_s)
         if time.monotonic() < self._retry_at_s:
             raise PeerUnavailable("the local node is away")
         try:
@@ -166,8 +167,7 @@ class LocalNode:
                 self._link.close()
                 self._link = None
             self._retry_at_s = float("inf")
-        for reader in (*self._retired, self.reader):
-            reader.close()
+        self.reader.close()
 
 
 class Reservation:

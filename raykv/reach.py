@@ -15,7 +15,7 @@ import numpy.typing as npt
 from raykv import keys as keys_
 from raykv import wire
 from raykv.config import ClientConfig
-from raykv.errors import ConfigError, LostError, ProtocolError, RayKVError, TransientError
+from raykv.errors import ConfigError, LostError, PeerUnavailable, ProtocolError, RayKVError, TransientError
 from raykv.local import LocalNode
 from raykv.memory.copying import checksum_of
 from raykv.ring import Member, View
@@ -98,7 +98,11 @@ class Reach:
             self.local = LocalNode(connect, address, deadline_s=deadline_s, retry_s=config.breaker_s)
             self.host, secret = self.local.attached.host, self.local.attached.secret
         self.peers = Peers(connect, secret, breaker_s=config.breaker_s, max_idle=config.connections_per_peer)
-        self._refresh(deadline_s)
+        try:
+            self.refresh(deadline_s)
+        except BaseException:
+            self.close()
+            raise
         if self.local is None:
             self._find_local(connect, deadline_s)
 
@@ -122,23 +126,32 @@ class Reach:
         heard = max(self.peers.epoch, self.local.epoch if self.local else 0)
         if heard > self._view.epoch:
             try:
-                self._refresh(deadline_s)
+                self.refresh(deadline_s)
             except TransientError:
                 pass  # the old one serves; what is stale in it costs misses
         return self._view
 
-    def _refresh(self, deadline_s: float) -> None:
+    def refresh(self, deadline_s: float) -> View:
+        """Ask for the view.
+
+        Raises:
+            TransientError: Nobody answers.
+        """
         request = wire.GetView()
-        if self.local is not None:
+        try:
+            if self.local is None:
+                raise PeerUnavailable("there is no node on this host")
             answer = self.local.call(request, deadline_s=deadline_s)
-        else:
+        except TransientError:
             answer = self._ask_any(request, deadline_s)
         view = expect(wire.ViewIs, answer).view
         if view.epoch > self._view.epoch:
             self._view = view
+        return self._view
 
     def _ask_any(self, request: wire.Message, deadline_s: float) -> wire.Answer:
-        addresses = dict.fromkeys([self._address, *(member.address for member in self._view.members)])
+        first = [] if self._address.startswith("unix:") else [self._address]
+        addresses = dict.fromkeys([*first, *(member.address for member in self._view.members)])
         problem: TransientError = TransientError("no address to ask")
         for address in addresses:
             try:
@@ -165,7 +178,7 @@ class Reach:
     def _member(self, node_id: NodeId, deadline_s: float) -> Member:
         member = self.view(deadline_s).member(node_id)
         if member is None:
-            self._refresh(deadline_s)
+            self.refresh(deadline_s)
             member = self._view.member(node_id)
         if member is None:
             raise TransientError(f"{node_id!r} is no member of the cluster")
@@ -217,19 +230,21 @@ class Reach:
         for holder, done in self.in_parallel(work).items():
             if isinstance(done, RayKVError):
                 continue
-            places, (hits, path) = np.array(by_holder[holder]), done
+            places, (hits, gone, path) = np.array(by_holder[holder]), done
             arrivals.note(places, hits, holder, path)
-            if not hits.all():
-                self._report_stale(holder, arrivals.keys[places[~hits]], deadline_s)
+            if gone.any():
+                self._report_stale(holder, arrivals.keys[places[gone]], deadline_s)
 
     def _fetch_from(
         self, arrivals: Arrivals, holder: NodeId, places: npt.NDArray[np.int64], deadline_s: float
-    ) -> tuple[Bits, Path]:
+    ) -> tuple[Bits, Bits, Path]:
+        """Which chunks arrived, which the holder does not have (any more), and by which path they came."""
         keys, targets = arrivals.keys[places], [arrivals.targets[place] for place in places.tolist()]
         member = self._member(holder, deadline_s)
         neighbour = self._neighbour(member, deadline_s)
         if neighbour is not None:
-            return self.read_shm(neighbour, keys, targets), "shm"
+            hits = self.read_shm(neighbour, keys, targets)
+            return hits, ~hits & ~neighbour.ready(keys, now_s=time.monotonic()), "shm"
         request = wire.Read(keys_.to_bytes(keys))
 
         def place(answer: wire.Answer) -> list[memoryview]:
@@ -242,13 +257,14 @@ class Reach:
                 buffers.extend(target if fits else [memoryview(bytearray(length))])
             return buffers
 
-        def read(link: Link) -> tuple[Bits, Path]:
+        def read(link: Link) -> tuple[Bits, Bits, Path]:
             answer = expect(wire.Reading, link.fetch(request, place, deadline_s=deadline_s))
             hits = self._arrived(answer, targets)
-            spoilt = (np.frombuffer(answer.nbytes, "<u4") > 0) & ~hits
+            lengths = np.frombuffer(answer.nbytes, "<u4")
+            spoilt = (lengths == [sum(map(len, target)) for target in targets]) & (lengths > 0) & ~hits
             if spoilt.any():
                 link.call(wire.Suspect(keys_.to_bytes(keys[spoilt])), deadline_s=deadline_s)
-            return hits, link.path
+            return hits, lengths == 0, link.path
 
         return self.peers.ask(member.address, read, deadline_s=deadline_s)
 
@@ -282,9 +298,14 @@ class Reach:
                     deadline_s=deadline_s,
                 )
                 attached = expect(wire.Attached, answer)
-                self._neighbours[life] = ShmReader(attached.table, attached.arena, writable=False)
-            except (TransientError, LostError):
-                self._neighbours[life] = None
+                reader = ShmReader(attached.table, attached.arena, writable=False)
+            except TransientError:
+                return None  # for now
+            except LostError:
+                reader = None  # its files are not to be had in this container
+            # Readers of its earlier lives are not closed: somebody may be in them. They go with their last user.
+            self._neighbours = {known: old for known, old in self._neighbours.items() if known[0] != life[0]}
+            self._neighbours[life] = reader
         return self._neighbours[life]
 
     def _report_stale(self, holder: NodeId, keys: KeyArray, deadline_s: float) -> None:

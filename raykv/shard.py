@@ -4,12 +4,14 @@ Plain and synchronous: no thread, no socket, no clock. The node (`raykv.node`) c
 time; readers use the table and the arena directly (`raykv.transport.shm`) and need none of this.
 """
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
+from pydantic import ValidationError
 
 from raykv import keys as keys_
 from raykv.config import SLOT_ALIGNMENT_NBYTES, StorageConfig
@@ -17,16 +19,20 @@ from raykv.errors import CapacityError, ConfigError, LostError, UsageError
 from raykv.eviction import policy
 from raykv.eviction.base import victims
 from raykv.memory.arena import SharedMemory, require_room
+from raykv.memory.recovery import index_is_whole, require_sound
 from raykv.memory.slots import Slots, slot_nbytes
 from raykv.memory.table import MAX_NAMESPACES, NAMESPACE_TEXT_NBYTES, Table, table_nbytes
 from raykv.namespace import Namespace
 from raykv.types import KeyArray, Rows
 
+log = logging.getLogger(__name__)
+
 QUARANTINE_S = 10.0
-"""After a restart, slots that somebody was writing stay out of use this long: the writer may not know of it yet."""
+"""Slots whose writer was cut off stay out of use this long: it may not know of it yet, and still be writing."""
 OWN_TIMEOUT_S = 10.0
 """How long to wait for the process that owned the memory before, which may just be dying."""
 MAX_PINS = (1 << 16) - 1
+MAX_DEPTH = 1 << 31
 NO_ROWS: Rows = np.empty(0, np.int32)
 
 
@@ -95,7 +101,7 @@ class Shard:
         self._removed: list[KeyArray] = []
         columns = table.columns
 
-        torn = table.dirty
+        torn = table.dirty or not index_is_whole(table, table.ready_rows())
         with table.changing():
             ready = table.ready_rows()
             unfinished = np.flatnonzero((columns.generation & 1 == 1) & (columns.nbytes > 0)).astype(np.int32)
@@ -121,15 +127,11 @@ class Shard:
         busy = is_ready
         busy[unfinished] = True
         self._free_rows: list[int] = np.flatnonzero(~busy)[::-1].tolist()
-        self._quarantine, self._quarantine_until_s = unfinished, now_s + QUARANTINE_S
+        self._quarantine = [(now_s + QUARANTINE_S, unfinished)]
         self._used_nbytes = np.bincount(
             columns.namespace[ready], weights=self._slot_sizes(ready), minlength=MAX_NAMESPACES
         ).astype(np.int64)
-        self._accounts = {
-            Namespace.model_validate_json(text).digest: number
-            for number, text in enumerate(table.namespaces["text"].tolist())
-            if text
-        }
+        self._accounts = _accounts(table)
 
     @classmethod
     def open(cls, config: StorageConfig, prefix: Path | None, *, now_s: float) -> "Shard":
@@ -141,11 +143,13 @@ class Shard:
         Raises:
             ConfigError: No room for the arena or the table, or the place for them is no directory.
         """
+        require_room(config.shm_dir, 0, field="shm_dir")
         if prefix is not None:
             try:
                 return cls._attach(config, prefix, now_s=now_s)
-            except LostError:
-                remove_files(prefix)  # none there, or of another size or version: start empty
+            except LostError as error:
+                log.info("starting empty: %s", error)  # none there, of another size or version, or damaged
+                remove_files(prefix)
         size = config.extents * config.extent_nbytes
         table_path, arena_path = (None, None) if prefix is None else shard_files(prefix)
         require_room(config.shm_dir, size + table_nbytes(config.rows, config.extents), field="arena_nbytes")
@@ -155,8 +159,8 @@ class Shard:
                 table_path, rows=config.rows, extents=config.extents, extent_nbytes=config.extent_nbytes, now_s=now_s
             )
         except ConfigError:
-            if arena_path is not None:
-                arena_path.unlink()
+            if prefix is not None:
+                remove_files(prefix)
             raise
         table.memory.own(timeout_s=OWN_TIMEOUT_S)
         return cls(config, table, arena, now_s=now_s)
@@ -175,6 +179,8 @@ class Shard:
         )
         if not same:
             raise LostError(f"{table_path} was made with another configuration")
+        require_sound(table)
+        _accounts(table)
         return cls(config, table, arena, now_s=now_s)
 
     # -- accounts ---------------------------------------------------------------------------------------------------
@@ -242,21 +248,25 @@ class Shard:
             account: Number from `open_account` or `account`.
             chained: Whether each key follows the one before it in one prefix.
             parent: Key, shape [1, 2], of the chunk that keys[0] follows.
-            depth: Place of keys[0] in its chain.
+            depth: Place of keys[0] in its chain, in case its parent is not here to tell.
             now_s: Time by the host's monotonic clock.
 
         Raises:
-            UsageError: The size is 0 or above an extent.
+            UsageError: The size is 0 or above an extent, or the depth is no such number.
         """
         if not 0 < nbytes <= self.config.extent_nbytes:
             raise UsageError(
                 f"a chunk of {nbytes:,} bytes does not fit: at least 1, and at most extent_nbytes "
                 f"({self.config.extent_nbytes:,}); raise extent_nbytes or cut the value into chunks"
             )
+        if not 0 <= depth < MAX_DEPTH:
+            raise UsageError(f"depth {depth} is not in 0 .. {MAX_DEPTH - 1}")
         now = self.table.ticks(now_s)
         self._release_quarantine(now_s)
         existing = self._drop_expired(self.table.find(keys), now)
-        anchor = self.table.find(parent) if parent is not None else NO_ROWS
+        anchor = self.table.find(parent[:1]) if parent is not None else NO_ROWS
+        if anchor.size and anchor[0] >= 0:
+            depth = int(self.table.columns.depth[anchor[0]]) + 1
         positions = np.flatnonzero(existing < 0)
         first = np.unique(keys[positions], axis=0, return_index=True)[1]
         positions = positions[np.sort(first)]
@@ -264,11 +274,15 @@ class Shard:
         size = slot_nbytes(nbytes)
         protected = np.concatenate([existing[existing >= 0], anchor[anchor >= 0]])
         room = self._make_room(len(positions), size, account, protected, now)
+        pages = self._slots.take(room, size)
+        if len(pages) < room:  # the file system was full: some extents are of no use, and others must be emptied
+            more = self._make_room(room - len(pages), size, account, protected, now)
+            pages = np.concatenate([pages, self._slots.take(more, size)])
+            room = len(pages)
         full, positions = len(positions) - room, positions[:room]
         self.counters.refused_full += full
 
         rows = np.array([self._free_rows.pop() for _ in range(room)], np.int32)
-        pages = self._slots.take(room, size)
         with self.table.changing():
             self._fill(rows, pages, keys[positions], nbytes, account)
             self.table.columns.depth[rows] = depth + positions if chained else 0
@@ -291,9 +305,16 @@ class Shard:
         self._added.append(self._keys(rows))
 
     def abort(self, rows: Rows) -> None:
-        """Give reserved rows up: their writer died or changed its mind."""
+        """Give reserved rows up: their writer changed its mind."""
         self.counters.aborted += len(rows)
         self._free(rows)
+
+    def abandon(self, rows: Rows, *, now_s: float) -> None:
+        """Take reserved rows from a writer that was cut off. Their slots come back after QUARANTINE_S."""
+        if rows.size:
+            self.counters.aborted += len(rows)
+            self._unlink(rows)
+            self._quarantine.append((now_s + QUARANTINE_S, rows))
 
     def delete(self, keys: KeyArray) -> int:
         """Drop chunks. Pinned ones stay. Returns how many went."""
@@ -310,7 +331,8 @@ class Shard:
         """Hold those keys that are ready: neither eviction nor deletion takes them until `unpin`."""
         columns, now = self.table.columns, self.table.ticks(now_s)
         rows, _ = self.table.find_ready(keys, now)
-        rows = np.where((rows >= 0) & (columns.pins[rows] < MAX_PINS), rows, np.int32(-1))
+        wanted = np.bincount(rows[rows >= 0], minlength=1)  # a key may be asked for more than once
+        rows = np.where((rows >= 0) & (columns.pins[rows] + wanted[rows] <= MAX_PINS), rows, np.int32(-1))
         held = rows[rows >= 0]
         np.add.at(columns.pins, held, 1)
         if held.size:
@@ -490,8 +512,12 @@ class Shard:
             self._free(rows)
 
     def _free(self, rows: Rows) -> None:
-        if not rows.size:
-            return
+        if rows.size:
+            self._unlink(rows)
+            self._give_back(rows)
+
+    def _unlink(self, rows: Rows) -> None:
+        """Take rows out of index, chains and accounts. They and their slots stay taken."""
         columns = self.table.columns
         with self.table.changing():
             columns.generation[rows] += columns.generation[rows] & 1 ^ 1  # even becomes odd: readers turn away first
@@ -501,19 +527,17 @@ class Shard:
             parents = columns.parent[rows]
             np.subtract.at(columns.children, parents[parents >= 0], 1)
             np.subtract.at(self._used_nbytes, columns.namespace[rows], self._slot_sizes(rows))
-            columns.nbytes[rows] = 0
             columns.parent[rows] = -1
             columns.children[rows] = 0
-            self._slots.give(columns.page[rows])
-            self._free_rows.extend(rows.tolist())
+
+    def _give_back(self, rows: Rows) -> None:
+        self.table.columns.nbytes[rows] = 0
+        self._slots.give(self.table.columns.page[rows])
+        self._free_rows.extend(rows.tolist())
 
     def _release_quarantine(self, now_s: float) -> None:
-        rows = self._quarantine
-        if rows.size and now_s >= self._quarantine_until_s:
-            self._quarantine = NO_ROWS
-            self.table.columns.nbytes[rows] = 0
-            self._slots.give(self.table.columns.page[rows])
-            self._free_rows.extend(rows.tolist())
+        while self._quarantine and now_s >= self._quarantine[0][0]:
+            self._give_back(self._quarantine.pop(0)[1])
 
     def _count_children(self, ready: Rows) -> None:
         columns = self.table.columns
@@ -533,6 +557,22 @@ class Shard:
         start = int(columns.page[row]) * SLOT_ALIGNMENT_NBYTES
         chunk = self.arena.view[start : start + int(columns.nbytes[row])]
         return xxhash.xxh3_64_intdigest(chunk) == int(columns.checksum[row])
+
+
+def _accounts(table: Table) -> dict[bytes, int]:
+    """Numbers of the accounts in the table's list, by digest.
+
+    Raises:
+        LostError: The list is damaged.
+    """
+    try:
+        return {
+            Namespace.model_validate_json(text).digest: number
+            for number, text in enumerate(table.namespaces["text"].tolist())
+            if text
+        }
+    except ValidationError as error:
+        raise LostError(f"{table.memory.path} is damaged: a namespace that is none") from error
 
 
 def shard_files(prefix: Path) -> tuple[Path, Path]:

@@ -264,7 +264,7 @@ def decode(body: bytes | bytearray | memoryview) -> Request | Answer:
     """
     try:
         return _decoder.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"a message that is none of ours: {error}") from error
 
 

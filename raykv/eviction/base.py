@@ -67,19 +67,23 @@ def _lowest(columns: Columns, candidates: Rows, scores: Scores, count: int) -> R
 def _closed(columns: Columns, chosen: Rows) -> Rows:
     """`chosen` without those that would leave a child behind.
 
-    Usually that is all of them, since reading a chunk reads its ancestors too.
+    Usually that is all of them, since reading a chunk reads its ancestors too. Where one must stay, so must all above
+    it: they are found in steps of 1, 2, 4, ... generations, since chains may be very long.
     """
-    inside = np.zeros(len(columns.parent), np.int32)
-    while True:
-        parents = columns.parent[chosen]
-        parents = parents[parents >= 0]
-        inside[parents] = 0
-        np.add.at(inside, parents, 1)
-        closed = columns.children[chosen] <= inside[chosen]
-        if closed.all():
+    nobody = len(chosen)
+    place = np.full(len(columns.parent), nobody, np.int64)
+    place[chosen] = np.arange(nobody)
+    parents = columns.parent[chosen]
+    above = np.append(np.where(parents >= 0, place[parents], nobody), nobody)
+    stays = np.append(columns.children[chosen] > np.bincount(above, minlength=nobody + 1)[:nobody], False)
+    for _ in range(nobody.bit_length()):
+        if not stays.any():
             return chosen
-        inside[parents] = 0
-        chosen = chosen[closed]
+        stays[above[stays]] = True
+        stays[nobody] = False
+        above = above[above]
+    closed: Rows = chosen[~stays[:nobody]]
+    return closed
 
 
 def _first(columns: Columns, chosen: Rows, count: int) -> Rows:
@@ -89,6 +93,10 @@ def _first(columns: Columns, chosen: Rows, count: int) -> Rows:
     # A chunk cannot go before its children: its place is the last of theirs, and depth settles the rest.
     place = np.full(len(columns.parent), -1, np.int64)
     place[chosen] = np.arange(len(chosen))
+    parents = columns.parent[chosen]
+    above = np.where(parents >= 0, place[parents], -1)
+    if not ((0 <= above) & (above < place[chosen])).any():
+        return chosen[:count]
     for row in chosen[np.argsort(-columns.depth[chosen].astype(np.int64), kind="stable")].tolist():
         parent = int(columns.parent[row])
         if parent >= 0 and 0 <= place[parent] < place[row]:

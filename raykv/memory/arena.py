@@ -5,6 +5,7 @@ import fcntl
 import mmap
 import os
 import time
+import weakref
 from pathlib import Path
 from typing import Self
 
@@ -14,7 +15,7 @@ NO_SPACE = (errno.ENOSPC, errno.ENOMEM)
 
 
 class SharedMemory:
-    """One mapped file, readable by its owner's user alone.
+    """One mapped file, readable by its owner's user alone. Ends with `close`, or with the last reference to it.
 
     Attributes:
         path: By which other processes of the same user open it.
@@ -26,6 +27,7 @@ class SharedMemory:
         self.path = path
         self.nbytes = nbytes
         self._fd = fd
+        self._close_fd = weakref.finalize(self, os.close, fd)
         self._map = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, access)
         self.view = memoryview(self._map)
 
@@ -107,10 +109,10 @@ class SharedMemory:
             return False
 
     def close(self) -> None:
-        """Let go of the mapping. Views that are still in use keep it alive until they go."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        """Let go of the mapping, and of its ownership. Views that are still in use keep it alive until they go."""
+        if self._close_fd.alive:
+            fcntl.flock(self._fd, fcntl.LOCK_UN)  # or it would last as long as those views: they share the open file
+            self._close_fd()
         try:
             self.view.release()
             self._map.close()

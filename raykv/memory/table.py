@@ -7,6 +7,7 @@ Odd means empty or being written; 0 means never used.
 Source: seqlocks (Lameter, 2005; as in the Linux kernel), one per row.
 """
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -153,7 +154,9 @@ class Table:
         self.rows, self.extents = int(header["rows"]), int(header["extents"])
         self.extent_nbytes = int(header["extent_nbytes"])
         layout = _Layout(self.rows, self.extents)
-        if memory.nbytes != layout.nbytes or header["index_size"] != layout.index_size:
+        self._made_at_s = float(header["made_at_s"])
+        whole = memory.nbytes == layout.nbytes and header["index_size"] == layout.index_size
+        if not (whole and header["active_index"] < len(layout.indexes) and math.isfinite(self._made_at_s)):
             raise LostError(f"{memory.path} is cut short or damaged")
         view = memory.view
         self.namespaces = np.frombuffer(view, NAMESPACE, MAX_NAMESPACES, layout.namespaces)
@@ -164,7 +167,6 @@ class Table:
         self._indexes = [np.frombuffer(view, "<i4", layout.index_size, start) for start in layout.indexes]
         self._mask = np.uint64(layout.index_size - 1)
         self._tombstones = int(np.count_nonzero(self._indexes[int(header["active_index"])] == _TOMBSTONE))
-        self._made_at_s = float(header["made_at_s"])
 
     @classmethod
     def create(cls, path: Path | None, *, rows: int, extents: int, extent_nbytes: int, now_s: float) -> "Table":
@@ -176,6 +178,7 @@ class Table:
         layout = _Layout(rows, extents)
         memory = SharedMemory.create(path, layout.nbytes)
         if not memory.back(0, layout.nbytes):
+            memory.path.unlink()
             raise ConfigError(f"field 'max_chunks': no room for a table of {layout.nbytes:,} bytes; lower max_chunks")
         header = np.frombuffer(memory.view, _HEADER, 1)[0]
         header["rows"], header["index_size"] = rows, layout.index_size
@@ -281,8 +284,13 @@ class Table:
         index[position[found == rows]] = _TOMBSTONE
         self._tombstones += len(rows)
         if self._tombstones > len(index) // 4:
-            used = index[index >= _FIRST] - _FIRST
-            self.rebuild_index(used)
+            self.rebuild_index(self.index_entries())
+
+    def index_entries(self) -> Rows:
+        """The rows that the index names, in no order."""
+        index = self._indexes[int(self._header["active_index"])]
+        entries: Rows = index[(index != _EMPTY) & (index != _TOMBSTONE)] - _FIRST
+        return entries
 
     def rebuild_index(self, rows: Rows) -> None:
         """Make a fresh index of `rows` beside the one in use, then switch: readers find all of them throughout."""

@@ -61,6 +61,9 @@ class Peers:
                 return self._run(address, link, request)
             except PeerUnavailable:
                 self.forget(address)
+                if time.monotonic() >= deadline_s:  # it hangs, rather than being gone
+                    self._shut_until_s[address] = time.monotonic() + self._breaker_s
+                    raise
         remaining(deadline_s)  # our own lateness is no fault of the peer
         try:
             return self._run(address, self._connect(address, self.secret, deadline_s=deadline_s), request)

@@ -75,7 +75,7 @@ class SocketLink(Link):
                 _require_same_user(connection)
                 secret = b""
             else:
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                _tune(connection)
             _shake_hands_asking(connection, secret, deadline_s)
         except (OSError, RayKVError) as error:
             connection.close()
@@ -154,7 +154,7 @@ class SocketServer:
         except OSError as error:
             self._listener.close()
             raise ConfigError(f"field 'bind': cannot listen on {address}: {error.strerror}") from error
-        self._connections: set[socket.socket] = set()
+        self._connections: dict[socket.socket, threading.Thread] = {}
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self.refused = 0
@@ -162,17 +162,18 @@ class SocketServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop listening and cut all connections."""
+        """Stop listening and cut all connections. After it nobody is being served any more."""
         self._closed.set()
         with self._lock:
-            connections = list(self._connections)
+            connections = dict(self._connections)
         for each in (self._listener, *connections):
             try:
                 each.shutdown(socket.SHUT_RDWR)
             except OSError:
                 pass
         self._listener.close()
-        self._thread.join(HANDSHAKE_TIMEOUT_S)
+        for thread in (self._thread, *connections.values()):
+            thread.join(HANDSHAKE_TIMEOUT_S)
 
     def _accept(self) -> None:
         while not self._closed.is_set():
@@ -183,15 +184,22 @@ class SocketServer:
                     return
                 time.sleep(0.05)  # out of descriptors, most likely; they come back as connections end
                 continue
-            with self._lock:
-                crowded = self._closed.is_set() or len(self._connections) >= self._max_connections
-                if not crowded:
-                    self._connections.add(connection)
-            if crowded:
+            if not self._start_serving(connection):
                 self.refused += 1
                 connection.close()
-                continue
-            threading.Thread(target=self._serve, args=(connection,), name="raykv-serve", daemon=True).start()
+
+    def _start_serving(self, connection: socket.socket) -> bool:
+        """False when there are too many connections already."""
+        thread = threading.Thread(target=self._serve, args=(connection,), name="raykv-serve", daemon=True)
+        with self._lock:
+            if self._closed.is_set() or len(self._connections) >= self._max_connections:
+                return False
+            try:
+                thread.start()
+            except RuntimeError:
+                return False  # the process may have no more threads
+            self._connections[connection] = thread
+        return True
 
     def _serve(self, connection: socket.socket) -> None:
         session: Session | None = None
@@ -200,7 +208,7 @@ class SocketServer:
             if local:
                 _require_same_user(connection)
             else:
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                _tune(connection)
             _shake_hands_answering(connection, self._secret, time.monotonic() + HANDSHAKE_TIMEOUT_S)
             session = self._service.session(local=local)
             while self._serve_one(connection, session):
@@ -213,7 +221,7 @@ class SocketServer:
             if session is not None:
                 session.close()
             with self._lock:
-                self._connections.discard(connection)
+                self._connections.pop(connection, None)
             connection.close()
 
     def _serve_one(self, connection: socket.socket, session: Session) -> bool:
@@ -337,6 +345,14 @@ def _shake_hands_answering(connection: socket.socket, secret: bytes, deadline_s:
     if not secrets.compare_digest(said, proof(secret, "asking", theirs, mine)):
         raise ProtocolError("the peer does not know this cluster's secret")
     send_all(connection, [memoryview(_ACCEPTED)], deadline_s)
+
+
+def _tune(connection: socket.socket) -> None:
+    """Send at once; and notice within a minute when the other host is gone, since leases hang on the connection."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3)):
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def _require_same_user(connection: socket.socket) -> None:

@@ -1,0 +1,127 @@
+"""Prefill and decode workers behind Ray Serve's OpenAI server, sharing KV through raykv.
+
+    serve run deployments/pd.yaml
+
+Every replica talks to the raykv node of its own Ray node. A prompt is prefilled by one kind of worker, which stores its
+KV; the other kind reads it by the ticket it is handed, and decodes.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+from ray.serve import Application
+
+from raykv.config import Model, Name, Nbytes
+
+CPU_ENVIRONMENT = {
+    # One thread an engine, wherever the kernel puts it: by itself, vLLM would bind all engines of a host to one core.
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "RAYLLM_VLLM_ENGINE_CLS": "raykv.integrations.serve.OneProcessEngine",
+}
+HEALTH_CHECK_PERIOD_S = 2
+HEALTH_CHECK_TIMEOUT_S = 60
+"""A worker that computes a long prompt on a busy CPU answers late, not never."""
+
+
+class PDArgs(Model):
+    """What the app takes as `args`.
+
+    Attributes:
+        model: Folder with the model, the same on every Ray node, or its name on the hub.
+        model_id: What clients call it. None: the last part of `model`.
+        device: What the engines run on.
+        dtype: Of weights and KV: "auto", "bfloat16", "float32".
+        prefill_replicas, decode_replicas: How many workers of each kind.
+        prefill_resources, decode_resources: Custom Ray resources that each worker takes, to say where it may run.
+        max_model_len: Longest prompt and answer together, in tokens.
+        block_tokens: Tokens of an engine's block, and of a chunk in the pool.
+        kv_cache_nbytes: Memory for the KV of running requests, in each engine.
+        engine_prefix_caching: Whether each engine also keeps a prefix cache of its own, before the pool.
+        pool: Name of the raykv cluster.
+        pool_nbytes: Memory of the pool on each Ray node, to start the cluster with. None: it runs already (`raykv up`).
+        engine: Further arguments of vLLM, such as tensor_parallel_size.
+    """
+
+    model: Annotated[str, Field(min_length=1)]
+    model_id: str | None = None
+    device: Literal["cpu", "gpu"] = "gpu"
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    prefill_replicas: Annotated[int, Field(ge=1)] = 1
+    decode_replicas: Annotated[int, Field(ge=1)] = 1
+    prefill_resources: dict[str, float] = Field(default_factory=dict)
+    decode_resources: dict[str, float] = Field(default_factory=dict)
+    max_model_len: Annotated[int, Field(ge=1)] | None = None
+    block_tokens: Annotated[int, Field(ge=16)] = 64
+    kv_cache_nbytes: Nbytes | None = None
+    engine_prefix_caching: bool = True
+    pool: Name = "default"
+    pool_nbytes: Nbytes | None = None
+    engine: dict[str, Any] = Field(default_factory=dict)
+
+
+def build(args: PDArgs) -> Application:
+    """Build the app, in a process that has joined Ray.
+
+    Raises:
+        ConfigError: The pool runs already, with another size.
+    """
+    from ray.serve.llm import build_pd_openai_app  # imports vLLM, which takes seconds
+
+    from raykv import cluster
+    from raykv.integrations import serve
+
+    if args.pool_nbytes is not None:
+        cluster.start(name=args.pool, storage={"arena_nbytes": args.pool_nbytes})
+    serve.register()
+    return build_pd_openai_app(
+        {
+            "prefill_config": llm_config(args, args.prefill_replicas, args.prefill_resources),
+            "decode_config": llm_config(args, args.decode_replicas, args.decode_resources),
+            "ingress_cls_config": {"ingress_cls": "raykv.integrations.ingress:ResumingIngress"},
+            "ingress_deployment_config": {"num_replicas": 1, "ray_actor_options": {"num_cpus": 0}},
+        }
+    )
+
+
+def llm_config(args: PDArgs, replicas: int, resources: dict[str, float]) -> dict[str, Any]:
+    """One kind of worker, as an LLMConfig of Ray Serve."""
+    local = Path(args.model).is_dir()
+    model = str(Path(args.model).resolve()) if local else args.model
+    environment = {"HF_HUB_OFFLINE": "1"} if local else {}
+    if args.device == "cpu":
+        environment |= CPU_ENVIRONMENT
+    engine = {
+        "dtype": args.dtype,
+        "max_model_len": args.max_model_len,
+        "block_size": args.block_tokens,
+        "kv_cache_memory_bytes": args.kv_cache_nbytes,
+        "enable_prefix_caching": args.engine_prefix_caching,
+        **({"enforce_eager": True} if args.device == "cpu" else {}),
+        **args.engine,
+    }
+    return {
+        "model_loading_config": {"model_id": args.model_id or Path(args.model).name, "model_source": model},
+        "accelerator_config": {"kind": args.device},
+        "placement_group_config": {"bundle_per_worker": {args.device.upper(): 1, **resources}},
+        "deployment_config": {
+            "num_replicas": replicas,
+            "ray_actor_options": {"num_cpus": 0},
+            "health_check_period_s": HEALTH_CHECK_PERIOD_S,
+            "health_check_timeout_s": HEALTH_CHECK_TIMEOUT_S,
+        },
+        "runtime_env": {"env_vars": environment},
+        "callback_config": {"callback_class": "raykv.integrations.serve.LocalModel"} if local else {},
+        "experimental_configs": {"stream_batching_interval_ms": 0},  # a token goes out when it is there
+        "engine_kwargs": {
+            **{name: value for name, value in engine.items() if value is not None},
+            "kv_transfer_config": {
+                "kv_connector": "RayKVConnector",
+                "kv_connector_module_path": "raykv.integrations.vllm",
+                "kv_role": "kv_both",
+                "kv_load_failure_policy": "recompute",
+                "kv_connector_extra_config": {"cluster": args.pool},
+            },
+        },
+    }

@@ -1,0 +1,83 @@
+"""Ray Serve's OpenAI server, by which a lost worker costs time and not the answer.
+
+When a worker dies, Ray Serve fails the requests it had: before the first token with status 500, and in the middle of a
+stream by ending it without a word. The prompt's KV is in the pool, so asking again costs little: this ingress does, and
+a stream goes on where it broke off, provided that the request determines its answer (temperature 0, or a seed).
+"""
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import AsyncGenerator
+from typing import Any, Final
+
+from ray.exceptions import RayActorError
+from ray.serve.llm.ingress import OpenAiIngress
+from starlette.requests import Request
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from raykv.integrations.resume import PREFIX, AnswerDiffers, Resumption
+
+log = logging.getLogger("ray.serve")
+
+GIVE_UP_S: Final = 120.0
+"""After the first loss. A request that waits for a new worker in Ray Serve's queue may take longer."""
+PAUSE_S: Final = 0.5
+ENGINE_DEAD: Final = str(EngineDeadError())
+"""How vLLM tells of a dead engine in a stream that has begun."""
+
+
+class ResumingIngress(OpenAiIngress):
+    """Asks again when a worker is lost."""
+
+    async def _get_response(
+        self, *, body: Any, call_method: str, raw_request: Request | None = None
+    ) -> AsyncGenerator[Any, None]:
+        sent: list[str] = []
+        give_up_s = None
+        while True:
+            answer = super()._get_response(body=body, call_method=call_method, raw_request=raw_request)
+            try:
+                resumption = Resumption(sent) if sent else None
+                async for response in answer:
+                    if not isinstance(response, list):  # not a stream: one whole answer
+                        yield response
+                        continue
+                    for event in response:
+                        _look_for_death(event)
+                        new = resumption.rest(event) if resumption else event
+                        if new is not None:
+                            sent.append(new)
+                            yield [new]
+                return
+            except (RayActorError, EngineDeadError) as error:
+                log.warning("a worker was lost while it answered (%s)", type(error).__name__)
+                if sent and not _repeatable(body):
+                    yield [_failure("the worker died; the rest of a sampled answer cannot be made again")]
+                    return
+                give_up_s = give_up_s or time.monotonic() + GIVE_UP_S
+                if time.monotonic() > give_up_s:
+                    if not sent:
+                        raise
+                    yield [_failure("the workers keep dying")]
+                    return
+            except AnswerDiffers:
+                yield [_failure("the worker died, and its answer came out differently the second time")]
+                return
+            await asyncio.sleep(PAUSE_S)
+
+
+def _look_for_death(event: Any) -> None:
+    """Raise when an event tells that the engine has died."""
+    if isinstance(event, str) and event.startswith(f'{PREFIX}{{"error"') and ENGINE_DEAD in event:
+        raise EngineDeadError
+
+
+def _repeatable(body: Any) -> bool:
+    return getattr(body, "temperature", None) == 0 or getattr(body, "seed", None) is not None
+
+
+def _failure(message: str) -> str:
+    """An event that OpenAI's client raises as an APIError; a stream that just ends would pass for a short answer."""
+    return f"{PREFIX}{json.dumps({'error': {'message': message, 'type': 'WorkerLost', 'code': 503}})}\n\n"

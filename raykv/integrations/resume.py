@@ -1,0 +1,79 @@
+"""A streamed answer that breaks off, made again, and joined to what the client has already: plain text, no I/O."""
+
+import json
+from collections.abc import Iterable
+from typing import Any, Final
+
+PREFIX: Final = "data: "
+DONE: Final = "[DONE]"
+
+
+class AnswerDiffers(Exception):
+    """The answer made again does not begin as the client's does, so the two cannot be joined."""
+
+
+class Resumption:
+    """Turns the events of an answer made again into the rest of the first one."""
+
+    def __init__(self, sent: Iterable[str]) -> None:
+        """Args: sent: The events that the client has, as they went out."""
+        self._left: dict[int, str] = {}
+        self._identity: dict[str, Any] = {}
+        for event in sent:
+            fields = _fields(event)
+            self._identity = self._identity or {name: fields[name] for name in ("id", "created") if name in fields}
+            for choice in fields.get("choices", ()):
+                self._left[choice["index"]] = self._left.get(choice["index"], "") + _text(choice)
+
+    def rest(self, event: str) -> str | None:
+        """Cut from an event what the client has; None when nothing is left of it.
+
+        Raises:
+            AnswerDiffers: It is another answer.
+        """
+        fields = _fields(event)
+        if not fields:
+            return event
+        fields |= self._identity
+        choices = fields.get("choices", [])
+        fields["choices"] = [choice for choice in choices if self._cut(choice)]
+        if choices and not fields["choices"]:
+            return None
+        return f"{PREFIX}{json.dumps(fields)}\n\n"
+
+    def _cut(self, choice: dict[str, Any]) -> bool:
+        """Take away what the client has of one choice. False when that is all of it."""
+        left = self._left.get(choice["index"])
+        if left is None:
+            return True
+        text = _text(choice)
+        common = min(len(left), len(text))
+        if left[:common] != text[:common] or (choice.get("finish_reason") and len(text) < len(left)):
+            raise AnswerDiffers
+        self._left[choice["index"]] = left[common:]
+        if "delta" in choice:
+            choice["delta"] = {"content": text[common:]}
+        else:
+            choice["text"] = text[common:]
+        return len(text) > common or choice.get("finish_reason") is not None
+
+
+def _fields(event: str) -> dict[str, Any]:
+    body = event.strip().removeprefix(PREFIX)
+    fields: dict[str, Any] = {} if body == DONE else json.loads(body)
+    return fields
+
+
+def _text(choice: dict[str, Any]) -> str:
+    """The text that one event adds to a choice.
+
+    Raises:
+        AnswerDiffers: It adds something else (a tool call, reasoning), which is not joined.
+    """
+    if "delta" not in choice:
+        return choice.get("text") or ""
+    delta = {name: value for name, value in choice["delta"].items() if value and name != "role"}
+    text: str = delta.pop("content", "")
+    if delta:
+        raise AnswerDiffers
+    return text

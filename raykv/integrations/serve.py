@@ -1,0 +1,83 @@
+"""Ray Serve: each replica of `ray.serve.llm` finds the raykv node of its own Ray node before its engine starts.
+
+Ray Serve asks its registry for a connector's backend, by the connector's name, in the replica's process, where Ray is
+at hand. The engine runs in processes below, where it is not: the address goes down in the connector's configuration.
+"""
+
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+from ray.llm._internal.common.callbacks.base import CallbackBase
+from ray.llm._internal.serve.engines.vllm.kv_transfer.base import BaseConnectorBackend, DefaultPDProtocolMixin
+from ray.llm._internal.serve.engines.vllm.kv_transfer.factory import KVConnectorBackendFactory
+from ray.llm._internal.serve.engines.vllm.vllm_engine import VLLMEngine
+
+from raykv.cluster import find_address
+from raykv.errors import PeerUnavailable
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+CONNECTOR: Final = "RayKVConnector"
+FIND_NODE_S: Final = 60.0
+"""A Ray node that has just joined gets its raykv node within seconds."""
+POLL_S: Final = 0.5
+
+
+def register() -> None:
+    """Make the backend known to all replicas of this Ray cluster; calling it again does nothing."""
+    if not KVConnectorBackendFactory.is_registered(CONNECTOR):
+        KVConnectorBackendFactory.register_backend(CONNECTOR, f"{__name__}:{RayKVBackend.__name__}")
+
+
+class RayKVBackend(DefaultPDProtocolMixin, BaseConnectorBackend):
+    """What Ray Serve does for `RayKVConnector`, in a replica.
+
+    The hand-off is Ray Serve's own: the prefill engine's ticket becomes the decode engine's `kv_transfer_params`.
+    """
+
+    def setup(self) -> None:
+        """Fill in the connector's address, unless it has one, by the name of the raykv cluster.
+
+        Raises:
+            PeerUnavailable: No raykv node runs on this Ray node; start one with `raykv up`.
+        """
+        extra = self.kv_transfer_config.setdefault("kv_connector_extra_config", {})
+        cluster = extra.pop("cluster", "default")
+        if extra.get("address") is None:
+            extra["address"] = _wait_for_address(cluster)
+
+
+class LocalModel(CallbackBase):
+    """For a model that lies in a folder on every node: there is nothing to download, so no worker starts to do it."""
+
+    async def on_before_node_init(self) -> None:
+        """Skip the download."""
+        self.ctx.run_init_node = False
+
+
+class OneProcessEngine(VLLMEngine):
+    """An engine whose only worker runs in the engine's own process, for engines on CPU.
+
+    Ray Serve wants vLLM's multi-process executor on CPU. That is one more process an engine, which imports everything
+    anew, and queues in /dev/shm that stay there when Ray ends the replica.
+    """
+
+    def _start_async_llm_engine(
+        self, vllm_engine_args: Any, vllm_engine_config: "VllmConfig", placement_group: Any
+    ) -> Any:
+        parallel = vllm_engine_config.parallel_config
+        if parallel.world_size == 1:
+            parallel.distributed_executor_backend = "uni"
+        return super()._start_async_llm_engine(vllm_engine_args, vllm_engine_config, placement_group)
+
+
+def _wait_for_address(cluster: str) -> str:
+    until_s = time.monotonic() + FIND_NODE_S
+    while True:
+        try:
+            return find_address(cluster)["address"]
+        except PeerUnavailable:
+            if time.monotonic() > until_s:
+                raise
+        time.sleep(POLL_S)

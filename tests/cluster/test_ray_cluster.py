@@ -1,0 +1,175 @@
+"""The cluster on real Ray: two Ray nodes on this machine, treated as two hosts; actors killed with signal 9."""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ray = pytest.importorskip("ray")
+
+import raykv  # noqa: E402
+import raykv.cluster  # noqa: E402
+from deployments.local_ray import LocalRay  # noqa: E402
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
+
+STORAGE = {"arena_nbytes": "64 MiB", "extent_nbytes": "8 MiB"}
+NAMESPACE = raykv.Namespace(model="test")
+
+
+def memory_files() -> set[str]:
+    """Files of ours in shared memory."""
+    return {path.name for path in Path("/dev/shm").glob("raykv-test-*")}
+
+
+def wait_for(what: str, condition: Callable[[], Any], timeout_s: float = 60.0) -> Any:
+    until_s = time.monotonic() + timeout_s
+    problem: Exception | None = None
+    while time.monotonic() < until_s:
+        try:
+            if found := condition():
+                return found
+        except (raykv.RayKVError, ray.exceptions.RayError) as error:
+            problem = error
+        time.sleep(0.05)
+    raise AssertionError(f"{what}: not within {timeout_s} s ({problem})")
+
+
+@pytest.fixture(scope="module")
+def local_ray() -> Iterator[LocalRay]:
+    with LocalRay([{}, {}]) as nodes:
+        ray.init(address=nodes.address, log_to_driver=False)
+        yield nodes
+        ray.shutdown()
+
+
+@pytest.fixture
+def cluster(local_ray: LocalRay) -> Iterator[dict[str, Any]]:
+    started = raykv.cluster.start(name="test", storage=STORAGE, separate_hosts=True)
+    yield started
+    raykv.cluster.stop("test")
+    assert memory_files() == set()
+
+
+def clients(cluster: dict[str, Any]) -> tuple[str, list[raykv.Client]]:
+    """This process's Ray node, and a client at each node, our own first."""
+    mine = ray.get_runtime_context().get_node_id()
+    order = sorted(cluster["nodes"], key=lambda ray_node_id: ray_node_id != mine)
+    addresses = [cluster["nodes"][each]["local_address"] for each in order]
+    return mine, [raykv.connect(NAMESPACE, address=address) for address in addresses]
+
+
+def test_a_value_crosses_from_one_node_to_the_other(cluster):
+    _, (here, there) = clients(cluster)
+    with here, there:
+        assert here.put(["a", "b"], [b"x" * 5000, b"y" * 5000]).stored == 2
+        into = [bytearray(5000), bytearray(5000)]
+        wait_for("the owner hears of it", lambda: there.match(["a", "b"]).count == 2)
+        got = there.get(["a", "b"], into)
+    assert got.hits == (True, True)
+    assert got.nbytes_by_path == {"tcp": 10000}
+    assert into == [b"x" * 5000, b"y" * 5000]
+
+
+def test_connect_finds_the_node_of_its_own_ray_node(cluster, monkeypatch):
+    monkeypatch.delenv("RAYKV_ADDRESS", raising=False)
+    mine = ray.get_runtime_context().get_node_id()
+    found = raykv.cluster.find_address("test")
+    assert found == {"address": cluster["nodes"][mine]["local_address"]}
+
+
+def test_start_is_idempotent_and_refuses_another_configuration(cluster):
+    again = raykv.cluster.start(name="test", storage=STORAGE, separate_hosts=True)
+    assert {node["pid"] for node in again["nodes"].values()} == {node["pid"] for node in cluster["nodes"].values()}
+    assert again["epoch"] == cluster["epoch"]
+    with pytest.raises(raykv.ConfigError, match="storage"):
+        raykv.cluster.start(name="test", storage={"arena_nbytes": "32 MiB", "extent_nbytes": "8 MiB"})
+
+
+def test_two_clusters_of_different_names_are_strangers(cluster):
+    other = raykv.cluster.start(name="test-other", storage=STORAGE, separate_hosts=True)
+    try:
+        member = next(iter(cluster["nodes"].values()))
+        secret = raykv.cluster.control.secret("test-other")
+        with pytest.raises(raykv.PeerUnavailable, match="secret"):
+            raykv.connect(NAMESPACE, address=member["address"], secret=secret)
+        assert not {node["pid"] for node in other["nodes"].values()} & {n["pid"] for n in cluster["nodes"].values()}
+    finally:
+        assert raykv.cluster.stop("test-other")
+
+
+def test_a_killed_node_actor_comes_back_with_what_was_committed(cluster):
+    mine, (here, there) = clients(cluster)
+    with here, there:
+        assert here.put(["a"], [b"x" * 5000]).stored == 1
+        os.kill(cluster["nodes"][mine]["pid"], signal.SIGKILL)
+        into = bytearray(5000)
+        assert here.get(["a"], [into]).hits == (True,), "local reads need no node process"
+        back = wait_for(
+            "the actor comes back",
+            lambda: (node := raykv.cluster.status("test")["nodes"][mine]).get("member") and node["recovered"] and node,
+        )
+        assert back["pid"] != cluster["nodes"][mine]["pid"]
+        assert back["recovered"] == 1
+        wait_for("writes go on", lambda: here.put(["b"], [b"z" * 5000]).stored == 1)
+        wait_for("the other node finds it again", lambda: there.get(["a"], [into]).hits == (True,))
+        assert into == b"x" * 5000
+
+
+def test_a_killed_directory_comes_back_and_learns_the_view(cluster):
+    _, (here, there) = clients(cluster)
+    with here, there:
+        assert here.put(["a"], [b"x" * 5000]).stored == 1
+        os.kill(cluster["directory"]["pid"], signal.SIGKILL)
+        assert here.put(["b"], [b"y" * 5000]).stored == 1, "writes need no directory"
+        into = bytearray(5000)
+        wait_for("reads need no directory", lambda: there.get(["b"], [into]).hits == (True,), timeout_s=5.0)
+        back = wait_for(
+            "the directory comes back",
+            lambda: (
+                (found := raykv.cluster.status("test"))["directory"]["pid"] != cluster["directory"]["pid"]
+                and all(node.get("member") for node in found["nodes"].values())
+                and found
+            ),
+        )
+        assert back["epoch"] >= cluster["epoch"]
+        assert {n: x["pid"] for n, x in back["nodes"].items()} == {n: x["pid"] for n, x in cluster["nodes"].items()}
+
+
+def test_stop_leaves_nothing_and_says_so_when_there_is_nothing(local_ray):
+    raykv.cluster.start(name="test", storage=STORAGE, separate_hosts=True)
+    pids = [node["pid"] for node in raykv.cluster.status("test")["nodes"].values()]
+    assert len(memory_files()) == 6  # table, arena and socket of two nodes
+    assert raykv.cluster.stop("test")
+    assert memory_files() == set()
+    wait_for("the processes end", lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
+    assert not raykv.cluster.stop("test")
+    with pytest.raises(raykv.PeerUnavailable, match="raykv up"):
+        raykv.cluster.status("test")
+
+
+def test_a_ray_node_that_joins_later_gets_a_node_and_one_that_dies_leaves_the_view(cluster, local_ray):
+    number = local_ray.add_node({})
+    try:
+        joined = wait_for(
+            "the new Ray node gets its raykv node",
+            lambda: (
+                len(nodes := raykv.cluster.status("test")["nodes"]) == 3
+                and all(node.get("member") for node in nodes.values())
+                and nodes
+            ),
+        )
+        (new,) = set(joined) - set(cluster["nodes"])
+    finally:
+        local_ray.stop_node(number)
+    prefix = f"raykv-test-{joined[new]['node_id']}"
+    view_of = {node["local_address"]: node for node in cluster["nodes"].values()}
+    with raykv.connect(NAMESPACE, address=next(iter(view_of))) as client:
+        wait_for("it leaves the view", lambda: client.stats() and len(client.view().members) == 2)
+    # A dead host takes its memory with it; here the host lives on, so the next node to start here clears it away.
+    for path in Path("/dev/shm").glob(f"{prefix}.*"):
+        path.unlink()

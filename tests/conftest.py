@@ -1,0 +1,54 @@
+"""What all tests share: printed seeds, short-lived directories in shared memory, and nothing left behind."""
+
+import os
+import random
+import shutil
+import tempfile
+import threading
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from deployments.local_ray import require_token
+
+require_token()  # Ray reads its authentication mode once, when the first test module imports it
+
+
+@pytest.fixture
+def seed(request: pytest.FixtureRequest) -> int:
+    """RAYKV_TEST_SEED, or a number that depends on the test's name alone; shown when the test fails."""
+    chosen = int(os.environ.get("RAYKV_TEST_SEED", zlib.crc32(request.node.nodeid.encode())))
+    print(f"seed: RAYKV_TEST_SEED={chosen}")
+    return chosen
+
+
+@pytest.fixture
+def rng(seed: int) -> random.Random:
+    return random.Random(seed)
+
+
+@pytest.fixture
+def np_rng(seed: int) -> np.random.Generator:
+    return np.random.default_rng(seed)
+
+
+@pytest.fixture
+def shm_dir() -> Iterator[Path]:
+    """A directory of its own in /dev/shm, with a path short enough for sockets."""
+    path = Path(tempfile.mkdtemp(prefix="raykv-test-", dir="/dev/shm"))
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture(autouse=True)
+def no_thread_stays() -> Iterator[None]:
+    """Every test stops what it started: threads of nodes and clients end with them."""
+    before = set(threading.enumerate())
+    yield
+    ours = [thread for thread in threading.enumerate() if thread not in before and thread.name.startswith("raykv")]
+    for thread in ours:
+        thread.join(timeout=5.0)
+    assert not [thread.name for thread in ours if thread.is_alive()]

@@ -1,0 +1,315 @@
+"""vLLM's own scheduler, both kinds, over a model that is one line long: every slot must hold what its prefix says.
+
+The slot of a token holds a hash of all tokens up to it, in the key cache of each layer. Before a step computes anything,
+all slots that it attends to are compared with the hashes that they must hold, so a block that was loaded wrongly, too
+late, into the wrong place, or saved before it was full, is seen at once, and by whom. Chance decides what comes, how the
+loads end and when, who is aborted; blocks are so few that requests are preempted all the time.
+"""
+
+import json
+import random
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("vllm")
+
+from vllm import SamplingParams  # noqa: E402
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole  # noqa: E402
+from vllm.engine.arg_utils import EngineArgs  # noqa: E402
+from vllm.utils.hashing import get_hash_fn_by_name  # noqa: E402
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash  # noqa: E402
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler  # noqa: E402
+from vllm.v1.core.sched.scheduler import Scheduler  # noqa: E402
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor  # noqa: E402
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput  # noqa: E402
+from vllm.v1.request import Request, RequestStatus  # noqa: E402
+from vllm.v1.structured_output import StructuredOutputManager  # noqa: E402
+
+import raykv  # noqa: E402
+from raykv.integrations.vllm import connector as connector_module  # noqa: E402
+from raykv.integrations.vllm.connector import RayKVConnector  # noqa: E402
+
+pytestmark = pytest.mark.vllm
+
+BLOCK_TOKENS, BLOCKS, LAYERS = 4, 40, 2
+VOCABULARY = 100
+SPECIES = 12  # prompts begin with one of this many prefixes
+
+
+def slot_values(tokens: list[int], seed: int) -> list[int]:
+    """For each position the hash of everything up to it: what the model would compute."""
+    values, value = [], seed
+    for token in tokens:
+        value = (value * 6364136223846793005 + token * 1442695040888963407 + 1) % (1 << 62)
+        values.append(value)
+    return values
+
+
+def next_token(tokens: list[int]) -> int:
+    return slot_values(tokens, 7)[-1] % VOCABULARY
+
+
+@dataclass
+class Running:
+    """A request as the model runner keeps it."""
+
+    tokens: list[int]
+    salt: str
+    block_ids: list[int] = field(default_factory=list)
+
+
+class Slow:
+    """An executor whose tasks run when chance says so, all on one thread: an order of events can be repeated."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self._waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+
+    def submit(self, call: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        self._waiting.append((future, lambda: call(*arguments)))
+        return future
+
+    def run_some(self) -> None:
+        while self._waiting and self._rng.random() < 0.4:
+            self._waiting.rotate(self._rng.randrange(len(self._waiting)))
+            future, task = self._waiting.popleft()
+            future.set_result(task())
+
+    def shutdown(self, **_: Any) -> None:
+        while self._waiting:
+            future, task = self._waiting.popleft()
+            future.set_result(task())
+
+
+class Engine:
+    """Scheduler and connector as in vLLM; only the model is ours."""
+
+    def __init__(self, model: Path, address: str, rng: random.Random, *, overlap: bool, chunk_blocks: int) -> None:
+        config = EngineArgs(
+            model=str(model),
+            skip_tokenizer_init=True,
+            dtype="float32",
+            block_size=BLOCK_TOKENS,
+            max_model_len=128,
+            max_num_batched_tokens=24,
+            max_num_seqs=8,
+            distributed_executor_backend="uni",
+            load_format="dummy",
+            kv_transfer_config={
+                "kv_connector": "RayKVConnector",
+                "kv_connector_module_path": "raykv.integrations.vllm",
+                "kv_role": "kv_both",
+                "kv_load_failure_policy": "recompute",
+                "kv_connector_extra_config": {"address": address, "chunk_blocks": chunk_blocks},
+            },
+        ).create_engine_config()
+        config.scheduler_config.async_scheduling = overlap
+        config.cache_config.num_gpu_blocks = BLOCKS
+        spec = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=1, dtype=torch.int64)
+        page = BLOCK_TOKENS * 2 * 8
+        names = [f"layer.{number}" for number in range(LAYERS)]
+        cache = KVCacheConfig(
+            num_blocks=BLOCKS,
+            kv_cache_tensors=[KVCacheTensor(LAYERS * BLOCKS * page, names, layer_stride=BLOCKS * page, block_stride=page)],
+            kv_cache_groups=[KVCacheGroupSpec(names, spec)],
+            hash_block_size=BLOCK_TOKENS,
+        )
+        self.scheduler = (AsyncScheduler if overlap else Scheduler)(
+            vllm_config=config,
+            kv_cache_config=cache,
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=BLOCK_TOKENS,
+            hash_block_size=BLOCK_TOKENS,
+            log_stats=True,
+        )
+        self.worker = RayKVConnector(config, KVConnectorRole.WORKER, cache)
+        self.slots = torch.full((LAYERS, BLOCKS, 1, BLOCK_TOKENS, 2), -1, dtype=torch.int64)
+        self.worker.register_kv_caches(dict(zip(names, self.slots, strict=True)))
+        self.worker._worker._threads = self.loads = Slow(rng)
+        self.scheduler.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): self.worker.get_handshake_metadata()})
+        self.hasher = get_request_block_hasher(BLOCK_TOKENS, get_hash_fn_by_name("sha256"))
+        self.rng, self.overlap = rng, overlap
+        self.running: dict[str, Running] = {}
+        self.in_flight: deque[tuple[Any, ModelRunnerOutput]] = deque()
+        self.outputs: dict[str, list[int]] = {}
+        self.loaded_tokens = 0
+
+    def add(self, name: str, prompt: list[int], *, max_tokens: int, salt: str, params: dict[str, Any] | None = None) -> None:
+        request = Request(
+            request_id=name,
+            prompt_token_ids=prompt,
+            sampling_params=SamplingParams(
+                max_tokens=max_tokens, ignore_eos=True, extra_args={"kv_transfer_params": params} if params else None
+            ),
+            pooling_params=None,
+            cache_salt=salt or None,
+            block_hasher=self.hasher,
+        )
+        self.outputs[name] = []
+        self.scheduler.add_request(request)
+
+    def abort(self, name: str) -> None:
+        self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+        del self.outputs[name]
+
+    def step(self) -> list[Any]:
+        """One turn of the engine's loop; with overlap, results are taken a step late."""
+        step = self.scheduler.schedule()
+        self.in_flight.append((step, self.execute(step)))
+        done = []
+        while len(self.in_flight) > (1 if self.overlap and step.total_num_scheduled_tokens else 0):
+            for outputs in self.scheduler.update_from_output(*self.in_flight.popleft()).values():
+                done += [output for output in outputs.outputs if output.finish_reason is not None]
+                for output in outputs.outputs:
+                    if output.request_id in self.outputs:
+                        self.outputs[output.request_id] += output.new_token_ids
+        return done
+
+    def execute(self, step: Any) -> ModelRunnerOutput:
+        """The worker's part of a step, hooks in the order in which vLLM calls them."""
+        orders = step.kv_connector_metadata
+        self.worker.handle_preemptions(orders)
+        self.update(step)
+        self.worker.bind_connector_metadata(orders)
+        sampled = [self.compute(name, count) for name, count in step.num_scheduled_tokens.items()]
+        self.worker.start_load_kv(None)
+        self.worker.wait_for_save()
+        self.loads.run_some()
+        output = KVConnectorOutput()
+        output.finished_recving = self.worker.get_transfer_results(step.finished_req_ids).finished_recving
+        output.invalid_block_ids = self.worker.get_block_ids_with_load_errors()
+        output.kv_connector_stats = self.worker.get_kv_connector_stats()
+        if output.kv_connector_stats is not None:
+            self.loaded_tokens += output.kv_connector_stats.data.get("reused_tokens", {}).get("", 0)
+        self.worker.clear_connector_metadata()
+        names = list(step.num_scheduled_tokens)
+        return ModelRunnerOutput(
+            req_ids=names,
+            req_id_to_index={name: place for place, name in enumerate(names)},
+            sampled_token_ids=sampled,
+            kv_connector_output=output,
+        )
+
+    def update(self, step: Any) -> None:
+        for name in step.finished_req_ids:
+            self.running.pop(name, None)
+        for new in step.scheduled_new_reqs:
+            request = self.scheduler.requests[new.req_id]
+            self.running[new.req_id] = Running(list(new.prompt_token_ids), request.cache_salt or "", list(new.block_ids[0]))
+        cached = step.scheduled_cached_reqs
+        for name, new_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            known = self.running[name]
+            if name in cached.resumed_req_ids:
+                known.block_ids = list(new_ids[0])
+            elif new_ids is not None:
+                known.block_ids += new_ids[0]
+
+    def compute(self, name: str, count: int) -> list[int]:
+        """Check what is read, write what is computed, sample when all known tokens are."""
+        known, request = self.running[name], self.scheduler.requests[name]
+        # The scheduler has advanced its counter by now.
+        start = request.num_computed_tokens - count
+        stop = start + count
+        assert stop <= len(known.tokens)
+        values = slot_values(known.tokens[:stop], len(known.salt))
+        for layer in range(LAYERS):
+            slots = self.slots[layer, :, 0, :, 0]
+            held = [int(slots[known.block_ids[p // BLOCK_TOKENS], p % BLOCK_TOKENS]) for p in range(start)]
+            assert held == [value + layer for value in values[:start]], f"{name}: a slot does not hold its prefix"
+            for p in range(start, stop):
+                slots[known.block_ids[p // BLOCK_TOKENS], p % BLOCK_TOKENS] = values[p] + layer
+        if stop < len(known.tokens):
+            return []
+        known.tokens.append(next_token(known.tokens))
+        return known.tokens[-1:]
+
+    def close(self) -> None:
+        self.worker.shutdown()
+        self.scheduler.connector.shutdown()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 64}
+    more = {"num_hidden_layers": 2, "num_attention_heads": 1, "vocab_size": VOCABULARY, "max_position_embeddings": 512}
+    (folder / "config.json").write_text(json.dumps(config | more))
+    return folder
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[raykv.EmbeddedCluster]:
+    alone = SimpleNamespace(rank_in_group=0)
+    monkeypatch.setattr(connector_module, "get_tp_group", lambda: alone)
+    monkeypatch.setattr(connector_module, "get_pp_group", lambda: alone)
+    init_none_hash(get_hash_fn_by_name("sha256"))
+    with raykv.embedded(nodes=2, arena_nbytes="32 MiB", extent_nbytes="1 MiB") as made:
+        yield made
+
+
+def draw_prompt(rng: random.Random) -> list[int]:
+    """Prompts that share prefixes of any length, and end anywhere in a block."""
+    base = random.Random(rng.randrange(SPECIES))
+    prompt = [base.randrange(VOCABULARY) for _ in range(60)][: rng.randint(1, 60)]
+    return prompt + [rng.randrange(VOCABULARY) for _ in range(rng.randint(0, 8))]
+
+
+def expected(prompt: list[int], count: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]
+
+
+@pytest.mark.parametrize("chunk_blocks", [1, 3])
+@pytest.mark.parametrize("overlap", [False, True], ids=["in step", "overlapped"])
+@pytest.mark.parametrize("seed", range(3))
+def test_every_slot_holds_its_prefix(
+    model: Path, cluster: raykv.EmbeddedCluster, seed: int, overlap: bool, chunk_blocks: int
+):
+    rng = random.Random(f"{seed} {overlap} {chunk_blocks}")
+    engines = [
+        Engine(model, cluster.address(node), rng, overlap=overlap, chunk_blocks=chunk_blocks) for node in range(2)
+    ]
+    prompts: dict[str, tuple[list[int], int]] = {}
+    vandal = cluster.client(engines[0].worker.get_handshake_metadata().namespace)
+    aborted = 0
+    for turn in range(600):
+        for engine in engines:
+            if turn < 500 and rng.random() < 0.25:
+                name, prompt, count = f"r{len(prompts)}", draw_prompt(rng), rng.randint(1, 20)
+                prompts[name] = (prompt, count)
+                engine.add(name, prompt, max_tokens=count, salt=rng.choice(["", "", "s"]))
+            waiting = [one for one in engine.outputs if one in engine.scheduler.requests]
+            if waiting and rng.random() < 0.03:
+                aborted += 1
+                engine.abort(rng.choice(waiting))
+            if rng.random() < 0.1:  # something that was found is gone when it is asked for
+                for request in list(engine.scheduler.requests.values()):
+                    if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
+                        vandal.delete(vandal.keys(rng.sample(request.block_hashes, k=1)))
+            engine.step()
+    turns = 0
+    while any(engine.scheduler.requests or engine.in_flight for engine in engines):
+        turns += 1
+        assert turns < 2000, "a request never ends"
+        for engine in engines:
+            engine.step()
+    for engine in engines:
+        assert engine.loaded_tokens > 0
+        for name, tokens in engine.outputs.items():
+            assert tokens == expected(*prompts[name]), name
+        assert engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == BLOCKS - 1
+        assert not engine.scheduler.connector._scheduler._tracked
+        assert not engine.worker._worker._loading
+        engine.close()
+    assert aborted

@@ -1,0 +1,504 @@
+"""A whole cluster in one process: over real sockets, and over a network that loses messages on purpose."""
+
+import asyncio
+import hashlib
+import random
+import time
+
+import numpy as np
+import pytest
+
+import raykv
+from raykv import wire
+from raykv.config import ClientConfig
+from raykv.embedded import EmbeddedCluster
+from raykv.errors import ConfigError, NamespaceMismatch, PeerUnavailable, UsageError
+from raykv.reach import Reach
+from raykv.transport.memory import Network
+from raykv.transport.tcp import SocketLink
+
+SPACE = raykv.Namespace(model="m")
+NBYTES = 10_000
+
+
+def content(name: str, nbytes: int = NBYTES) -> bytes:
+    return hashlib.shake_128(name.encode()).digest(nbytes)
+
+
+def names(count: int, prefix: str = "chunk") -> list[str]:
+    return [f"{prefix}-{number}" for number in range(count)]
+
+
+def put(client: raykv.Client, keys: list[str], nbytes: int = NBYTES, **options) -> raykv.PutResult:
+    return client.put(keys, [content(key, nbytes) for key in keys], **options)
+
+
+def get(client: raykv.Client, keys: list[str], nbytes: int = NBYTES, **options) -> raykv.GetResult:
+    """Read, and check every byte of what is said to have arrived."""
+    into = [bytearray(nbytes) for _ in keys]
+    result = client.get(keys, into, **options)
+    for key, buffer, hit in zip(keys, into, result.hits, strict=True):
+        assert not hit or bytes(buffer) == content(key, nbytes), f"wrong bytes for {key}"
+    return result
+
+
+def cluster(nodes: int, **options) -> EmbeddedCluster:
+    return raykv.embedded(nodes, **{"arena_nbytes": "16 MiB", "extent_nbytes": "1 MiB", **options})
+
+
+def stats_of(running: EmbeddedCluster, node: int) -> dict:
+    return running.nodes[node].stats()
+
+
+# -- put, match, get --------------------------------------------------------------------------------------------------
+
+
+def test_chunks_are_found_from_every_node_and_the_path_is_told():
+    with cluster(3) as running:
+        assert put(running.client(SPACE, node=0), names(20)) == raykv.PutResult(stored=20, existed=0, skipped=0)
+        running.settle()
+        here, there = running.client(SPACE, node=0), running.client(SPACE, node=2)
+        assert here.match(names(20)) == there.match(names(20)) == raykv.Match(20, ("node-0",) * 20)
+        assert get(here, names(20)) == raykv.GetResult(
+            (True,) * 20, {"shm": 20 * NBYTES}, {("node-0", "shm"): 20}
+        )
+        assert get(there, names(20)) == raykv.GetResult(
+            (True,) * 20, {"tcp": 20 * NBYTES}, {("node-0", "tcp"): 20}
+        )
+
+
+def test_on_one_host_another_nodes_memory_is_read_directly():
+    with cluster(2, separate_hosts=False) as running:
+        put(running.client(SPACE, node=0), names(5))
+        running.settle()
+        assert get(running.client(SPACE, node=1), names(5)).chunks_by_source == {("node-0", "shm"): 5}
+
+
+def test_one_get_gathers_from_many_holders():
+    with cluster(4) as running:
+        for node in range(4):
+            put(running.client(SPACE, node=node), names(8, f"of-{node}"))
+        running.settle()
+        wanted = [name for node in range(4) for name in names(8, f"of-{node}")]
+        random.Random(3).shuffle(wanted)
+        result = get(running.client(SPACE, node=1), wanted)
+        assert result.prefix == 32
+        assert result.chunks_by_source == {(f"node-{n}", "shm" if n == 1 else "tcp"): 8 for n in range(4)}
+
+
+def test_a_match_is_a_prefix_and_a_get_is_not():
+    with cluster(2) as running:
+        client = running.client(SPACE, node=1)
+        put(running.client(SPACE, node=0), ["a", "b", "d"])
+        running.settle()
+        assert client.match(["a", "b", "c", "d"]).count == 2
+        assert get(client, ["a", "b", "c", "d"]).hits == (True, True, False, True)
+        assert get(client, ["a", "b", "c", "d"]).prefix == 2
+
+
+def test_nothing_is_written_twice():
+    with cluster(1) as running:
+        client = running.client(SPACE)
+        put(client, ["a", "b"])
+        assert put(client, ["a", "c", "b", "c"]) == raykv.PutResult(stored=1, existed=3, skipped=0)
+
+
+def test_chunks_in_pieces_of_any_shape():
+    with cluster(2) as running:
+        value = np.frombuffer(content("x", 4096), np.uint16).reshape(4, 512)
+        running.client(SPACE, node=0).put(["x"], [list(value)])
+        running.settle()
+        for node in range(2):
+            into = np.zeros((2, 1024), np.uint16)
+            assert running.client(SPACE, node=node).get(["x"], [[into[0], into[1, :1000], into[1, 1000:]]]).hits == (True,)
+            assert into.tobytes() == value.tobytes()
+
+
+def test_chunks_of_many_sizes_in_one_call():
+    with cluster(2) as running:
+        sizes = [1, 4096, 4096, 4097, 100_000, 1 << 20]
+        keys = names(len(sizes))
+        values = [content(key, size) for key, size in zip(keys, sizes, strict=True)]
+        assert running.client(SPACE, node=0).put(keys, values).stored == len(sizes)
+        running.settle()
+        into = [bytearray(size) for size in sizes]
+        assert running.client(SPACE, node=1).get(keys, into).prefix == len(sizes)
+        assert into == values
+
+
+def test_no_keys_at_all():
+    with cluster(2) as running:
+        client = running.client(SPACE)
+        assert client.put([], []) == raykv.PutResult(0, 0, 0)
+        assert client.get([], []).hits == ()
+        assert client.match([]) == raykv.Match(0)
+        assert client.delete([]) == 0
+
+
+def test_two_namespaces_share_nothing():
+    with cluster(2) as running:
+        put(running.client(SPACE), ["a"])
+        running.settle()
+        for other in (SPACE.with_fields(salt="s"), SPACE.with_fields(lora="l"), raykv.Namespace(model="n")):
+            for node in range(2):
+                assert get(running.client(SPACE, node=node).using(other), ["a"]).hits == (False,)
+
+
+def test_delete_takes_chunks_from_other_nodes_too():
+    with cluster(3) as running:
+        put(running.client(SPACE, node=0), names(6))
+        running.settle()
+        assert running.client(SPACE, node=2).delete(names(3)) == 3
+        running.settle()
+        assert get(running.client(SPACE, node=1), names(6)).hits == (False,) * 3 + (True,) * 3
+
+
+def test_a_ticket_spares_the_lookup():
+    with cluster(2) as running:
+        producer, consumer = running.client(SPACE, node=0), running.client(SPACE, node=1)
+        put(producer, names(4))
+        ticket = raykv.Ticket.from_json(producer.ticket(names(4)).to_json())
+        before = [stats_of(running, node)["requests"].get("Locate", 0) for node in range(2)]
+        assert consumer.match(names(4), ticket=ticket) == raykv.Match(4, ("node-0",) * 4)
+        assert get(consumer, names(4), ticket=ticket).prefix == 4
+        assert [stats_of(running, node)["requests"].get("Locate", 0) for node in range(2)] == before
+        with pytest.raises(NamespaceMismatch, match="model"):
+            consumer.using(raykv.Namespace(model="n")).match(names(4), ticket=ticket)
+
+
+def test_the_async_face():
+    with cluster(2) as running:
+
+        async def use() -> list[bool]:
+            client = raykv.AsyncClient(running.client(SPACE))
+            assert (await client.put(["a"], [content("a")])).stored == 1
+            assert (await client.match(["a"])).count == 1
+            into = [[bytearray(NBYTES)] for _ in range(8)]
+            results = await asyncio.gather(*(client.get(["a"], one) for one in into))
+            with await client.pin(["a"]) as pins:
+                assert bytes(pins.views[0] or b"") == content("a")
+            assert len((await client.stats())["nodes"]) == 2
+            assert await client.delete(["a"]) == 1
+            return [result.hits[0] and bytes(one[0]) == content("a") for result, one in zip(results, into, strict=True)]
+
+        assert asyncio.run(use()) == [True] * 8
+
+
+# -- clients from elsewhere -------------------------------------------------------------------------------------------
+
+
+def remote(running: EmbeddedCluster, node: int = 0, **config) -> raykv.Client:
+    fields = {"address": running.nodes[node].member.address, "secret": running.secret, **config}
+    return raykv.Client(SPACE, Reach(ClientConfig.load(fields)))
+
+
+def test_a_client_without_a_node_on_its_host_stores_on_the_owner():
+    with cluster(3) as running, remote(running) as client:
+        assert put(client, names(10)) == raykv.PutResult(10, 0, 0)
+        assert put(client, names(12)) == raykv.PutResult(2, 10, 0)
+        owner = client.view().ring.nodes[client.view().ring.owners(client.keys(names(1)))[0]]
+        running.settle()
+        assert client.match(names(12)).holders == (owner,) * 12
+        assert get(client, names(12)).chunks_by_source == {(owner, "tcp"): 12}
+        with pytest.raises(PeerUnavailable, match="no node"):
+            client.pin(names(1))
+        assert client.reserve(names(1), 10).reason
+
+
+def test_a_wrong_secret_is_refused_with_words():
+    with cluster(1) as running:
+        with pytest.raises(raykv.TransientError, match="secret"):
+            remote(running, secret="00" * 32)
+        with pytest.raises(ConfigError, match="hexadecimal"):
+            remote(running, secret="not hex")
+        with pytest.raises(ConfigError, match="secret"):
+            remote(running, secret=None)
+
+
+# -- bad input --------------------------------------------------------------------------------------------------------
+
+
+def test_a_chunk_larger_than_an_extent_names_the_field():
+    with cluster(1) as running, remote(running) as distant:
+        for client in (running.client(SPACE), distant):
+            with pytest.raises(UsageError, match="extent_nbytes"):
+                client.put(["big"], [bytes((1 << 20) + 1)])
+            with pytest.raises(UsageError, match="at least 1"):
+                client.put(["empty"], [b""])
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda c: c.put(["a", "b"], [b"x"]), "1 values for 2 keys"),
+        (lambda c: c.get(["a"], []), "0 buffers for 1 keys"),
+        (lambda c: c.get(["a"], [b"read-only"]), "read-only"),
+        (lambda c: c.put(["a"], [np.zeros((4, 4))[:, 1]]), "not contiguous"),
+        (lambda c: c.put(["a"], ["text"]), "str is not a buffer"),
+        (lambda c: c.put(["a"], [np.zeros(2, "M8[s]")]), "not a buffer"),
+        (lambda c: c.match(np.zeros((2, 3), np.uint64)), r"shape \[2, 3\]"),
+        (lambda c: c.match(np.zeros((2, 2), np.int64)), "int64"),
+        (lambda c: c.put(["a"], [b"x"], depth=-1), "depth"),
+        (lambda c: c.put(["a"], [b"x"], depth=1 << 63), "depth"),
+        (lambda c: c.chain([-1]), "token ids"),
+    ],
+)
+def test_wrong_calls_say_what_is_wrong(call, words):
+    with cluster(1) as running:
+        client = running.client(SPACE)
+        with pytest.raises(UsageError, match=words):
+            call(client)
+        assert put(client, ["a"]).stored == 1  # and nothing is broken by them
+        assert not stats_of(running, 0)["errors"].get("bug")
+
+
+def test_a_buffer_of_another_length_is_a_miss_and_does_no_harm_to_others():
+    with cluster(3) as running:
+        put(running.client(SPACE, node=0), ["a"])
+        running.settle()
+        for node in range(3):
+            for nbytes in (0, 1, NBYTES - 1, NBYTES + 1):
+                assert running.client(SPACE, node=node).get(["a"], [bytearray(nbytes)]).hits == (False,)
+        assert get(running.client(SPACE, node=1), ["a"]).hits == (True,)
+        assert get(running.client(SPACE, node=2), ["a"]).hits == (True,)
+        assert stats_of(running, 0)["corrupt"] == 0
+
+
+# -- full -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_full_arena_is_a_result():
+    with cluster(1, arena_nbytes="1 MiB", extent_nbytes="64 KiB") as running:
+        client = running.client(SPACE)
+        held = client.reserve(names(16, "held"), 64 << 10)
+        assert len(held.views) == 16
+        result = put(client, names(3))
+        assert (result.stored, result.skipped, result.reason) == (0, 3, "full")
+        held.abort()
+        assert put(client, names(3)).stored == 3
+
+
+def test_pinned_chunks_outlast_any_pressure():
+    with cluster(1, arena_nbytes="1 MiB", extent_nbytes="64 KiB") as running:
+        client = running.client(SPACE)
+        put(client, names(4, "kept"))
+        with client.pin(names(5, "kept")) as pins:
+            for number in range(50):
+                put(client, names(16, f"flood-{number}"))
+            assert [None if view is None else bytes(view) for view in pins.views] == [
+                *(content(name) for name in names(4, "kept")),
+                None,
+            ]
+            assert all(view.readonly for view in pins.views if view is not None)
+            assert client.delete(names(4, "kept")) == 0
+            assert pins.valid()
+        assert stats_of(running, 0)["evicted"] > 500
+        assert client.delete(names(4, "kept")) == 4
+
+
+def test_pins_end_with_their_connection():
+    with cluster(1) as running:
+        holder, other = running.client(SPACE), running.client(SPACE)
+        put(holder, ["a"])
+        holder.pin(["a"])
+        assert other.delete(["a"]) == 0
+        holder.close()
+        wait_until(lambda: other.delete(["a"]) == 1)
+
+
+def test_a_reservation_dies_with_its_connection():
+    with cluster(1) as running:
+        writer, other = running.client(SPACE), running.client(SPACE)
+        room = writer.reserve(["a"], NBYTES)
+        assert put(other, ["a"]).existed == 1  # somebody is writing it
+        assert get(other, ["a"]).hits == (False,)
+        writer.close()
+        wait_until(lambda: stats_of(running, 0)["aborted"] == 1)
+        room.views[0][:] = bytes(NBYTES)  # a late write by one who does not know yet harms nobody
+        assert put(other, ["a"]).stored == 1
+        room.views[0][:] = bytes(NBYTES)
+        assert get(other, ["a"]).hits == (True,)
+        assert room.commit().stored == 0
+
+
+def test_a_late_call_does_not_cost_the_leases_of_others():
+    with cluster(2) as running:
+        client = running.client(SPACE)
+        room = client.reserve(["a"], NBYTES)
+        assert client.match(["x", "y"], timeout_s=0.0).count == 0
+        assert get(client, ["x"], timeout_s=0.0).hits == (False,)
+        assert put(client, ["b"], timeout_s=0.0).skipped == 1
+        room.views[0][:] = content("a")
+        assert room.commit().stored == 1
+
+
+def test_a_lease_is_not_taken_to_another_connection():
+    network = Network()
+    with cluster(1, network=network) as running:
+        client = running.client(SPACE, breaker_s=0.0)
+        put(client, ["p"])
+        room, pins = client.reserve(["a"], NBYTES), client.pin(["p"])
+        network.loss = 1.0
+        assert put(client, ["b"]).skipped == 1  # the connection is given up, and the leases with it
+        network.loss = 0.0
+        assert room.commit().skipped == 1
+        pins.release()
+        assert put(client, ["b"]).stored == 1
+
+
+# -- change and death -------------------------------------------------------------------------------------------------
+
+
+def wait_until(condition, timeout_s: float = 10.0) -> None:
+    until_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < until_s, "it never came true"
+        time.sleep(0.01)
+
+
+def test_a_new_node_learns_what_it_owns():
+    with cluster(2) as running:
+        put(running.client(SPACE, node=0), names(200))
+        running.settle()
+        stale = running.client(SPACE, node=1)
+        assert stale.view().members[-1].node_id == "node-1"
+        running.add()
+        running.settle()
+        assert stats_of(running, 2)["located"] > 30  # a third of the keys, more or less
+        assert sum(stats_of(running, node)["located"] for node in range(3)) == 200
+        assert get(stale, names(200)).prefix == 200
+        assert get(running.client(SPACE, node=2), names(200)).prefix == 200
+        assert stale.view().epoch == running.directory.logic.view.epoch
+
+
+def test_a_dead_node_costs_its_own_chunks_and_no_more():
+    with cluster(3) as running:
+        for node in range(3):
+            put(running.client(SPACE, node=node), names(30, f"of-{node}"))
+        running.settle()
+        reader = running.client(SPACE, node=2)
+        wanted = [name for node in range(3) for name in names(30, f"of-{node}")]
+        assert get(reader, wanted).prefix == 90
+        running.kill(0)
+        began_s = time.monotonic()
+        hits = get(reader, wanted, timeout_s=2.0).hits
+        assert time.monotonic() - began_s < 2.5
+        assert not any(hits[:30])
+        assert all(hits[60:])
+        running.settle()  # the others took over what it owned
+        assert get(reader, wanted).hits == (False,) * 30 + (True,) * 60
+        assert reader.match(names(30, "of-0")).count == 0
+
+
+def test_when_the_local_node_is_dead_reads_go_on_and_writes_are_skipped():
+    with cluster(3) as running:
+        client = running.client(SPACE, node=0, breaker_s=0.05)
+        put(client, names(5))
+        put(running.client(SPACE, node=1), names(5, "other"))
+        running.settle()
+        running.kill(0)
+        assert get(client, names(5)).chunks_by_source == {("node-0", "shm"): 5}
+        result = put(client, names(3, "new"))
+        assert (result.skipped, result.stored) == (3, 0)
+        assert "away" in result.reason or "lost" in result.reason
+        assert client.reserve(["x"], 10).views == []
+        running.settle()
+        running.add()
+        running.settle()
+        wait_until(lambda: get(client, names(5, "other")).prefix == 5)
+        assert client.view().epoch == running.directory.logic.view.epoch
+
+
+def test_a_reborn_directory_learns_the_cluster_from_its_nodes():
+    with cluster(3) as running:
+        put(running.client(SPACE), names(5))
+        running.settle()
+        epoch = running.directory.logic.view.epoch
+        with running.directory._lock:
+            running.directory.logic.__init__(member_timeout_s=1.0)
+        wait_until(lambda: len(running.directory.logic.view.members) == 3)
+        assert running.directory.logic.view.epoch >= epoch
+        assert get(running.client(SPACE, node=2), names(5)).prefix == 5
+
+
+# -- damage -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_damaged_chunk_is_a_miss_and_is_dropped():
+    with cluster(2) as running:
+        put(running.client(SPACE, node=0), names(3))
+        running.settle()
+        shard = running.nodes[0].shard
+        keys = running.client(SPACE).keys(names(3))
+        row = int(shard.table.find(keys)[1])
+        shard.arena.view[int(shard.table.columns.page[row]) * 4096 + 77] ^= 1
+        reader = running.client(SPACE, node=1)
+        assert get(reader, names(3)).hits == (True, False, True)
+        assert stats_of(running, 0)["corrupt"] == 1
+        assert stats_of(running, 0)["chunks"] == 2
+        running.settle()
+        assert reader.match(names(3)).count == 1
+        assert put(running.client(SPACE, node=0), names(3)).stored == 1
+        assert get(running.client(SPACE, node=0), names(3)).prefix == 3
+
+
+def test_whoever_asks_for_it_sees_damage_in_shared_memory_too():
+    with cluster(1) as running:
+        client = running.client(SPACE, verify="always")
+        put(client, ["a"])
+        shard = running.nodes[0].shard
+        shard.arena.view[int(shard.table.columns.page[int(shard.table.find(client.keys(["a"]))[0])]) * 4096] ^= 1
+        assert get(client, ["a"]).hits == (False,)
+
+
+# -- chance -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loss", [0.05, 0.3])
+def test_on_a_bad_network_every_get_is_right_or_a_miss(loss, rng):
+    network = Network(rng)
+    with cluster(4, network=network, arena_nbytes="2 MiB", extent_nbytes="256 KiB") as running:
+        clients = [running.client(SPACE, node=node, breaker_s=0.01) for node in range(4)]
+        network.loss, network.delay_s = loss, 0.0005
+        hits = asked = 0
+        for step in range(150):
+            chain = [f"{rng.randrange(12)}/{place}" for place in range(rng.randrange(1, 8))]
+            client = rng.choice(clients)
+            if rng.random() < 0.4:
+                done = put(client, chain)
+                assert done.stored + done.existed + done.skipped == len(chain)
+            else:
+                result = get(client, chain, timeout_s=1.0)
+                hits, asked = hits + sum(result.hits), asked + len(chain)
+            if step == 100:
+                running.kill(3)
+                clients.pop()
+        print(f"{hits} of {asked} chunks arrived")
+        assert 0 < hits < asked
+        network.loss = 0.0
+        running.settle()
+        for node in running.nodes[:3]:
+            assert node.failure is None
+            assert not {kind for kind in node.stats()["errors"] if kind not in ("announce", "beat", "Commit", "Reserve", "Pin")}
+
+
+def test_a_slow_network_costs_the_deadline_and_no_more():
+    network = Network()
+    with cluster(3, network=network) as running:
+        put(running.client(SPACE, node=0), names(5))
+        running.settle()
+        reader = running.client(SPACE, node=1)
+        network.delay_s = 5.0
+        began_s = time.monotonic()
+        assert get(reader, names(5), timeout_s=0.2).hits == (False,) * 5
+        assert time.monotonic() - began_s < 1.5
+        network.delay_s = 0.0
+        wait_until(lambda: get(reader, names(5)).prefix == 5)
+
+
+def test_links_are_closed_with_the_cluster():
+    with cluster(2) as running:
+        link = SocketLink.connect(running.address(1), b"", deadline_s=time.monotonic() + 5)
+        assert isinstance(link.call(wire.GetView(), deadline_s=time.monotonic() + 5), wire.ViewIs)
+    with pytest.raises(PeerUnavailable):
+        link.call(wire.GetView(), deadline_s=time.monotonic() + 5)
