@@ -2,9 +2,9 @@
 
     python -m benchmarks.data_path [--rounds N] [--json FILE]
 
-Limits: one thread copying the same objects (`memcpy`), a dict of arrays in this process (`dict`), and a bare pair of TCP
-sockets that sends from one buffer and receives into another (`sockets`). A ratio is the limit's time over ours: 1.0 is
-as fast as the limit.
+Limits: one thread copying the same objects (`memcpy`), a dict of arrays in this process (`dict`), and a bare pair of
+TCP sockets that sends from one buffer and receives into another (`sockets`). A ratio is the limit's time over ours:
+1.0 is as fast as the limit.
 """
 
 import argparse
@@ -123,9 +123,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     records = []
-    print(
-        f"{'object':>8} {'GB/s memcpy':>12} {'get':>6} {'put':>6} {'single get':>11} {'remote':>7}   (ratio to the limit)"
-    )
+    titles = f"{'object':>9} {'memcpy GB/s':>12} {'get':>6} {'put':>6} {'single get':>11} {'remote':>7}"
+    print(titles + "   (ratios to the limit)")
     with raykv.embedded(nodes=2, arena_nbytes="512 MiB") as cluster:
         for nbytes in (16 * KIB, 64 * KIB, MIB, 4 * MIB):
             workload = Workload(cluster, nbytes)

@@ -1,8 +1,10 @@
 """Several Ray nodes on one machine, each on a loopback address of its own: for the demonstration and the tests."""
 
+import ctypes
 import os
 import secrets
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -16,9 +18,11 @@ from typing import Self
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 60.0
 OBJECT_STORE_NBYTES = 100_000_000
+PR_SET_PDEATHSIG = 1
 SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_worker_niceness": "0",
+    "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",  # whoever ends a node here has ended what ran on it
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
     "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "60",
 }
@@ -77,9 +81,17 @@ class LocalRay:
             "--resources=" + str(dict(resources)).replace("'", '"'),
         ]
         environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+        environment["TMPDIR"] = str(self._directory)  # engines leave sockets and files in it
         log = self.log_directory / f"ray-node-{number}.log"
         with log.open("wb") as output:
-            process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
+            process = subprocess.Popen(
+                command,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,  # Ctrl-C is for us alone: we end the nodes, in order
+                preexec_fn=_end_with_parent,
+            )
         self._processes.append(process)
         deadline_s = time.monotonic() + START_TIMEOUT_S
         while b"Ray runtime started" not in log.read_bytes():
@@ -117,6 +129,11 @@ class LocalRay:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _end_with_parent() -> None:
+    """Have the kernel end this process when the one that started it dies, however it does."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def require_token() -> None:

@@ -77,7 +77,7 @@ class StorageConfig(Model):
     Attributes:
         arena_nbytes: Shared memory for chunks, taken from /dev/shm extent by extent as it fills.
         extent_nbytes: The arena is cut into extents; one extent serves one slot size. The largest chunk is one extent.
-        max_chunks: Rows of the chunk table. None: one for every 64 KiB of arena. A row costs 94 bytes.
+        max_chunks: Rows of the chunk table. None: one for every 64 KiB of arena. A row costs 84 to 100 bytes.
         policy: Which chunks go first when room is needed, for namespaces that do not say.
         low_water: Eviction starts when less than this share of the arena is free.
         high_water: Eviction stops when this share is free.

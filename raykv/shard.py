@@ -193,8 +193,10 @@ class Shard:
 
         Raises:
             CapacityError: All MAX_NAMESPACES numbers are taken.
-            UsageError: The namespace's fields are too long to be kept.
+            UsageError: The namespace's fields are too long to be kept, or the capacity is no size.
         """
+        if capacity_nbytes is not None and not 0 <= capacity_nbytes < 1 << 64:
+            raise UsageError(f"capacity_nbytes {capacity_nbytes} is no size; 0 means no bound but the arena")
         account = namespace.account
         number = self._accounts.get(account.digest)
         if number is None:

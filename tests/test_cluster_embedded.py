@@ -59,12 +59,8 @@ def test_chunks_are_found_from_every_node_and_the_path_is_told():
         running.settle()
         here, there = running.client(SPACE, node=0), running.client(SPACE, node=2)
         assert here.match(names(20)) == there.match(names(20)) == raykv.Match(20, ("node-0",) * 20)
-        assert get(here, names(20)) == raykv.GetResult(
-            (True,) * 20, {"shm": 20 * NBYTES}, {("node-0", "shm"): 20}
-        )
-        assert get(there, names(20)) == raykv.GetResult(
-            (True,) * 20, {"tcp": 20 * NBYTES}, {("node-0", "tcp"): 20}
-        )
+        assert get(here, names(20)) == raykv.GetResult((True,) * 20, {"shm": 20 * NBYTES}, {("node-0", "shm"): 20})
+        assert get(there, names(20)) == raykv.GetResult((True,) * 20, {"tcp": 20 * NBYTES}, {("node-0", "tcp"): 20})
 
 
 def test_on_one_host_another_nodes_memory_is_read_directly():
@@ -110,7 +106,9 @@ def test_chunks_in_pieces_of_any_shape():
         running.settle()
         for node in range(2):
             into = np.zeros((2, 1024), np.uint16)
-            assert running.client(SPACE, node=node).get(["x"], [[into[0], into[1, :1000], into[1, 1000:]]]).hits == (True,)
+            assert running.client(SPACE, node=node).get(["x"], [[into[0], into[1, :1000], into[1, 1000:]]]).hits == (
+                True,
+            )
             assert into.tobytes() == value.tobytes()
 
 
@@ -479,7 +477,9 @@ def test_on_a_bad_network_every_get_is_right_or_a_miss(loss, rng):
         running.settle()
         for node in running.nodes[:3]:
             assert node.failure is None
-            assert not {kind for kind in node.stats()["errors"] if kind not in ("announce", "beat", "Commit", "Reserve", "Pin")}
+            assert not {
+                kind for kind in node.stats()["errors"] if kind not in ("announce", "beat", "Commit", "Reserve", "Pin")
+            }
 
 
 def test_a_slow_network_costs_the_deadline_and_no_more():

@@ -12,7 +12,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raykv.config import ClusterConfig, NodeConfig
 from raykv.directory import Directory, Pulse
-from raykv.errors import PeerUnavailable
+from raykv.errors import ConfigError, PeerUnavailable
 from raykv.node import Node
 from raykv.ring import Member, View
 from raykv.shard import remove_files
@@ -157,7 +157,11 @@ class RayDirectory:
 
 
 class NodeActor:
-    """One node, in its own process, on one Ray node."""
+    """One node, in its own process, on one Ray node.
+
+    When the configuration cannot be served here (too little memory, say), the actor stays up without a node, so that
+    `describe` can tell why.
+    """
 
     def __init__(self, cluster: ClusterConfig, secret: bytes) -> None:
         ray_node_id = ray.get_runtime_context().get_node_id()
@@ -168,24 +172,36 @@ class NodeActor:
             host=f"ray-{ray_node_id}" if cluster.separate_hosts else None,
             storage=cluster.storage,
         )
+        self._node: Node | None = None
+        self._problem = ""
         _sweep(config)
-        self._node = Node(config, secret=secret, directory=RayDirectory(cluster.name))
-        self._node.start()
+        try:
+            self._node = Node(config, secret=secret, directory=RayDirectory(cluster.name))
+            self._node.start()
+        except ConfigError as error:
+            log.error("no node here: %s", error)
+            self._problem = str(error)
+            return
         threading.Thread(target=self._watch, name="raykv-watch", daemon=True).start()
 
     def describe(self) -> dict[str, Any]:
         """Its place, its process, and its figures."""
+        if self._node is None:
+            return {"pid": os.getpid(), "error": self._problem}
         return {"pid": os.getpid(), **self._node.stats()}
 
     def stop(self) -> None:
         """Leave the cluster and forget the memory."""
-        self._node.stop(unlink=True)
+        if self._node is not None:
+            self._node.stop(unlink=True)
 
     def _watch(self) -> None:
         """End this process, visibly, when the node has died inside; Ray starts it again."""
-        while not self._node.stopped:
-            if self._node.failure is not None:
-                log.critical("the node failed (%r); ending this process", self._node.failure)
+        node = self._node
+        assert node is not None
+        while not node.stopped:
+            if node.failure is not None:
+                log.critical("the node failed (%r); ending this process", node.failure)
                 os._exit(1)
             time.sleep(WATCH_S)
 

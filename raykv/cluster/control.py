@@ -27,7 +27,8 @@ def start(config: ClusterConfig | None = None, *, timeout_s: float = 60.0, **fie
         As `status`.
 
     Raises:
-        ConfigError: A cluster of this name runs with another configuration (names the fields); or a field is wrong.
+        ConfigError: A cluster of this name runs with another configuration (names the fields); a field is wrong; or a
+            node cannot serve it, for want of memory say: then `stop` it, and start with another.
         PeerUnavailable: The nodes did not come up in time; says which, and why if Ray knows.
     """
     wanted = ClusterConfig.load({**(config.model_dump(exclude_unset=True) if config else {}), **fields})
@@ -54,12 +55,14 @@ def start(config: ClusterConfig | None = None, *, timeout_s: float = 60.0, **fie
     until_s = time.monotonic() + timeout_s
     while time.monotonic() < until_s:
         found = status(wanted.name)
-        if found["nodes"] and not any("error" in node or not node["member"] for node in found["nodes"].values()):
+        nodes = found["nodes"].values()
+        refused = [node["error"] for node in nodes if "pid" in node and "error" in node]
+        if refused:
+            raise ConfigError(f"a node cannot serve this configuration: {refused[0]}")
+        if nodes and all(node.get("member") for node in nodes):
             return found
         time.sleep(POLL_S)
-    problems = {
-        node_id: node.get("error", "not a member yet") for node_id, node in status(wanted.name)["nodes"].items()
-    }
+    problems = {name: node.get("error", "not a member yet") for name, node in status(wanted.name)["nodes"].items()}
     raise PeerUnavailable(f"nodes not up within {timeout_s} s: {problems}")
 
 
@@ -85,7 +88,7 @@ def status(name: str = "default", *, timeout_s: float = CALL_TIMEOUT_S) -> dict[
     for ray_node_id, answer in asked.items():
         try:
             figures = ray.get(answer, timeout=timeout_s)
-            nodes[ray_node_id] = {"member": figures["node_id"] in members, **figures}
+            nodes[ray_node_id] = {"member": figures.get("node_id") in members, **figures}
         except ray.exceptions.RayError as error:
             nodes[ray_node_id] = {"error": str(error)}
     return {

@@ -95,7 +95,7 @@ def _first(columns: Columns, chosen: Rows, count: int) -> Rows:
     place[chosen] = np.arange(len(chosen))
     parents = columns.parent[chosen]
     above = np.where(parents >= 0, place[parents], -1)
-    if not ((0 <= above) & (above < place[chosen])).any():
+    if not ((above >= 0) & (above < place[chosen])).any():
         return chosen[:count]
     for row in chosen[np.argsort(-columns.depth[chosen].astype(np.int64), kind="stable")].tolist():
         parent = int(columns.parent[row])

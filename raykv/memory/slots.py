@@ -106,9 +106,7 @@ class Slots:
         return int(np.count_nonzero((self._extent_slots != 0) & (self._extent_slots != size) & (self._used == 0)))
 
     def _claim_extent(self, size: int, free: list[int]) -> bool:
-        if not self._free_extents:
-            self._reclaim_idle(size)
-        while self._free_extents:
+        while self._free_extents or self._reclaim_idle(size):
             extent = self._free_extents.pop()
             if not self._backed[extent] and not self._back(extent):
                 self.extents_unbacked += 1
@@ -119,14 +117,15 @@ class Slots:
             return True
         return False
 
-    def _reclaim_idle(self, size: int) -> None:
-        """Take one extent back from another slot size that has no use for it now."""
+    def _reclaim_idle(self, size: int) -> bool:
+        """Take one extent back from another slot size that has no use for it now. False when there is none."""
         idle = np.flatnonzero((self._extent_slots != 0) & (self._extent_slots != size) & (self._used == 0))
         if not idle.size:
-            return
+            return False
         extent = int(idle[0])
         old = int(self._extent_slots[extent])
         pages = set(self._pages(extent, old))
         self._free[old] = [page for page in self._free[old] if page not in pages]
         self._extent_slots[extent] = 0
         self._free_extents.append(extent)
+        return True

@@ -1,7 +1,10 @@
 """The cluster on real Ray: two Ray nodes on this machine, treated as two hosts; actors killed with signal 9."""
 
+import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -173,3 +176,36 @@ def test_a_ray_node_that_joins_later_gets_a_node_and_one_that_dies_leaves_the_vi
     # A dead host takes its memory with it; here the host lives on, so the next node to start here clears it away.
     for path in Path("/dev/shm").glob(f"{prefix}.*"):
         path.unlink()
+
+
+def raykv_command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "raykv.cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def test_the_command_line_starts_shows_and_ends_a_cluster(local_ray):
+    up = raykv_command("up", "--name", "test", "--arena", "64 MiB", "--separate-hosts")
+    assert up.returncode == 0, up.stderr
+    assert up.stdout.count("member") == 2
+    status = json.loads(raykv_command("status", "--name", "test", "--json").stdout)
+    assert [node["arena_nbytes"] for node in status["nodes"].values()] == [64 << 20] * 2
+    secret = raykv_command("status", "--name", "test", "--secret").stdout.strip()
+    member = next(iter(status["nodes"].values()))
+    with raykv.connect(NAMESPACE, address=member["address"], secret=secret) as client:
+        assert len(client.view().members) == 2
+    down = raykv_command("down", "--name", "test")
+    assert (down.returncode, down.stdout) == (0, "cluster 'test' is down\n")
+    assert memory_files() == set()
+    again = raykv_command("status", "--name", "test")
+    assert again.returncode == 1
+    assert "raykv up" in again.stderr
+
+
+def test_the_command_line_names_what_is_wrong(local_ray):
+    assert "field 'storage.policy'" in raykv_command("up", "--policy", "mru").stderr
+    assert "field 'storage.arena_nbytes'" in raykv_command("up", "--arena", "4 GB").stderr
+    too_large = raykv_command("up", "--name", "test", "--arena", "900 TiB")
+    try:
+        assert "field 'arena_nbytes'" in too_large.stderr, too_large.stderr
+    finally:
+        raykv.cluster.stop("test")

@@ -58,7 +58,9 @@ def engine(model: Path | str, **changes: Any) -> Any:
         part, _, field = name.partition("__")
         assert field in parts[part]
         parts[part][field] = value
-    return SimpleNamespace(**{part: SimpleNamespace(**fields) for part, fields in parts.items()}, num_lookahead_tokens=0)
+    return SimpleNamespace(
+        **{part: SimpleNamespace(**fields) for part, fields in parts.items()}, num_lookahead_tokens=0
+    )
 
 
 def namespace(vllm_config: Any, *, config: ConnectorConfig | None = None, **changes: Any) -> Namespace:

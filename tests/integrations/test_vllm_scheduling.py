@@ -119,7 +119,9 @@ class Engine:
         names = [f"layer.{number}" for number in range(LAYERS)]
         cache = KVCacheConfig(
             num_blocks=BLOCKS,
-            kv_cache_tensors=[KVCacheTensor(LAYERS * BLOCKS * page, names, layer_stride=BLOCKS * page, block_stride=page)],
+            kv_cache_tensors=[
+                KVCacheTensor(LAYERS * BLOCKS * page, names, layer_stride=BLOCKS * page, block_stride=page)
+            ],
             kv_cache_groups=[KVCacheGroupSpec(names, spec)],
             hash_block_size=BLOCK_TOKENS,
         )
@@ -143,7 +145,9 @@ class Engine:
         self.outputs: dict[str, list[int]] = {}
         self.loaded_tokens = 0
 
-    def add(self, name: str, prompt: list[int], *, max_tokens: int, salt: str, params: dict[str, Any] | None = None) -> None:
+    def add(
+        self, name: str, prompt: list[int], *, max_tokens: int, salt: str, params: dict[str, Any] | None = None
+    ) -> None:
         request = Request(
             request_id=name,
             prompt_token_ids=prompt,
@@ -204,7 +208,9 @@ class Engine:
             self.running.pop(name, None)
         for new in step.scheduled_new_reqs:
             request = self.scheduler.requests[new.req_id]
-            self.running[new.req_id] = Running(list(new.prompt_token_ids), request.cache_salt or "", list(new.block_ids[0]))
+            self.running[new.req_id] = Running(
+                list(new.prompt_token_ids), request.cache_salt or "", list(new.block_ids[0])
+            )
         cached = step.scheduled_cached_reqs
         for name, new_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
             known = self.running[name]

@@ -76,7 +76,9 @@ class RayKVPromMetrics(KVConnectorPromMetrics):
     def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._counters = {
-            metric: self._counter_cls(name=f"vllm:raykv_{metric}", documentation=meaning, labelnames=[*labelnames, *labels])
+            metric: self._counter_cls(
+                name=f"vllm:raykv_{metric}", documentation=meaning, labelnames=[*labelnames, *labels]
+            )
             for metric, (meaning, labels) in METRICS.items()
         }
 

@@ -1,0 +1,123 @@
+"""The command line: `raykv up`, `raykv status`, `raykv down`, on the Ray cluster that runs here."""
+
+import argparse
+import json
+import logging
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from raykv.config import GIB, ClusterConfig
+from raykv.errors import RayKVError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Returns:
+        0 when it did what it says; 1 when it could not, with the reason on stderr; 2 for a wrong command line.
+    """
+    options = _parser().parse_args(arguments)
+    try:
+        import ray
+    except ModuleNotFoundError:
+        print("raykv: Ray is not installed; pip install 'raykv[ray]'", file=sys.stderr)
+        return 1
+    try:
+        ray.init(address=options.address, log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, RuntimeError) as error:
+        print(f"raykv: no Ray cluster at {options.address!r} ({error}); start one with 'ray start'", file=sys.stderr)
+        return 1
+    try:
+        text = options.run(options)
+    except RayKVError as error:
+        print(f"raykv: {error}", file=sys.stderr)
+        return 1
+    finally:
+        ray.shutdown()
+    print(text)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="raykv", description="A distributed KV cache for LLM inference, on Ray.")
+    parser.add_argument("--address", default="auto", help="the Ray cluster, as for ray.init (default: the one here)")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    up = commands.add_parser("up", help="put a node on every Ray node, now and whenever one joins")
+    up.add_argument("--arena", metavar="SIZE", help="shared memory of each node, such as '64 GiB'")
+    up.add_argument("--policy", help="eviction policy: leaf_lru (default), lru, fifo")
+    up.add_argument("--config", metavar="FILE", help="JSON file with the fields of ClusterConfig")
+    up.add_argument("--separate-hosts", action="store_true", help="no shared memory between Ray nodes of one machine")
+    up.set_defaults(run=_up)
+
+    status = commands.add_parser("status", help="what runs, and what it holds")
+    status.add_argument("--json", action="store_true", help="everything, for programs")
+    status.add_argument("--secret", action="store_true", help="only the secret, for clients that come by host:port")
+    status.set_defaults(run=_status)
+
+    down = commands.add_parser("down", help="end all nodes and free their memory")
+    down.set_defaults(run=_down)
+    for command in (up, status, down):
+        command.add_argument("--name", default="default", help="name of the raykv cluster")
+    return parser
+
+
+def _up(options: argparse.Namespace) -> str:
+    from raykv.cluster import start
+
+    fields: dict[str, Any] = {}
+    if options.config:
+        try:
+            with open(options.config, encoding="utf-8") as file:
+                fields = json.load(file)
+        except (OSError, ValueError) as error:
+            raise RayKVError(f"--config {options.config}: {error}") from error
+    fields.setdefault("name", options.name)
+    storage = dict(fields.get("storage", {}))
+    if options.arena:
+        storage["arena_nbytes"] = options.arena
+    if options.policy:
+        storage["policy"] = options.policy
+    if storage:
+        fields["storage"] = storage
+    if options.separate_hosts:
+        fields["separate_hosts"] = True
+    return _table(start(ClusterConfig.load(fields)))
+
+
+def _status(options: argparse.Namespace) -> str:
+    from raykv.cluster import control
+
+    if options.secret:
+        return control.secret(options.name)
+    found = control.status(options.name)
+    return json.dumps(found, indent=2) if options.json else _table(found)
+
+
+def _down(options: argparse.Namespace) -> str:
+    from raykv.cluster import stop
+
+    stopped = stop(options.name)
+    return f"cluster {options.name!r} is down" if stopped else f"no cluster {options.name!r} was running"
+
+
+def _table(found: dict[str, Any]) -> str:
+    """`cluster.status` for people."""
+    lines = [f"cluster {found['name']!r}, epoch {found['epoch']}, directory pid {found['directory']['pid']}"]
+    for ray_node_id, node in found["nodes"].items():
+        name = ray_node_id[:16]
+        if "error" in node:
+            lines.append(f"  {name}  DOWN: {node['error'].splitlines()[0]}")
+            continue
+        used, total = node["used_nbytes"] / GIB, node["arena_nbytes"] / GIB
+        state = "member" if node["member"] else "joining"
+        lines.append(
+            f"  {name}  {state:<7}  {node['address']:<21}  {used:.2f} of {total:.2f} GiB in {node['chunks']:,} chunks, "
+            f"{node['evicted']:,} evicted"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

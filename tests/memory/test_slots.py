@@ -1,0 +1,106 @@
+"""Slots against a model that remembers who owns which page."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raykv.config import SLOT_ALIGNMENT_NBYTES as PAGE
+from raykv.memory.slots import Slots, slot_nbytes
+
+EXTENTS, EXTENT_PAGES = 5, 12
+EXTENT_NBYTES = EXTENT_PAGES * PAGE
+SIZES = [PAGE * pages for pages in (1, 2, 3, 5, 12)]
+NO_PAGES = np.empty(0, np.uint32)
+
+
+class Model:
+    """Who owns which page of the arena, told page by page."""
+
+    def __init__(self, broken: frozenset[int] = frozenset()) -> None:
+        self.column = np.zeros(EXTENTS, np.uint32)
+        self.broken = broken
+        self.owner: dict[int, int] = {}  # page -> first page of the slot it belongs to
+        self.size: dict[int, int] = {}  # first page -> slot size
+        self.slots = Slots(self.column, EXTENT_NBYTES, lambda extent: extent not in broken, NO_PAGES)
+
+    def take(self, count: int, size: int) -> None:
+        promised = self.slots.free(size)
+        pages = self.slots.take(count, size).tolist()
+        if not self.broken:
+            assert len(pages) == min(count, promised) == min(count, self.brute_free(size, taken=len(pages)))
+        for first in pages:
+            assert 0 <= first < EXTENTS * EXTENT_PAGES
+            assert first // EXTENT_PAGES == (first + size // PAGE - 1) // EXTENT_PAGES, "across the border of an extent"
+            assert first // EXTENT_PAGES not in self.broken
+            for page in range(first, first + size // PAGE):
+                assert page not in self.owner, "two owners"
+                self.owner[page] = first
+            self.size[first] = size
+
+    def brute_free(self, size: int, taken: int) -> int:
+        """Slots of `size` that fit, by looking at who owns what before the take."""
+        total = 0
+        for extent in range(EXTENTS):
+            users = [s for first, s in self.size.items() if first // EXTENT_PAGES == extent]
+            if all(user == size for user in users):
+                total += EXTENT_NBYTES // size - len(users)
+        return total
+
+    def give(self, firsts: list[int]) -> None:
+        for first in firsts:
+            for page in range(first, first + self.size.pop(first) // PAGE):
+                del self.owner[page]
+        self.slots.give(np.array(firsts, np.uint32))
+
+
+steps = st.lists(
+    st.one_of(
+        st.tuples(st.just("take"), st.integers(0, 20), st.sampled_from(SIZES)),
+        st.tuples(st.just("give"), st.integers(0, 1000), st.integers(1, 15)),
+    ),
+    max_size=40,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(steps, st.frozensets(st.integers(0, EXTENTS - 1), max_size=2))
+def test_no_page_ever_has_two_owners(todo, broken):
+    model = Model(broken)
+    for what, a, b in todo:
+        if what == "take":
+            model.take(a, b)
+        else:
+            firsts = sorted(model.size)
+            model.give([firsts[(a + i) % len(firsts)] for i in range(min(b, len(firsts)))])
+        used = np.bincount([first // EXTENT_PAGES for first in model.size], minlength=EXTENTS)
+        assert model.slots.used(np.arange(EXTENTS)).tolist() == used.tolist()
+    model.give(sorted(model.size))
+    for size in SIZES:  # all extents came back, for any size
+        possible = (EXTENTS - len(broken)) * (EXTENT_NBYTES // size)
+        assert len(model.slots.take(1000, size)) == possible
+        model.slots = Slots(np.zeros(EXTENTS, np.uint32), EXTENT_NBYTES, lambda e: e not in broken, NO_PAGES)
+
+
+@settings(max_examples=50, deadline=None)
+@given(steps)
+def test_everything_can_be_derived_again_from_the_column_and_the_pages_in_use(todo):
+    model = Model()
+    for what, a, b in todo:
+        if what == "take":
+            model.take(a, b)
+        elif model.size:
+            model.give(sorted(model.size)[: 1 + a % 7])
+    again = Slots(model.column.copy(), EXTENT_NBYTES, lambda extent: True, np.array(sorted(model.size), np.uint32))
+    assert again.free_nbytes == model.slots.free_nbytes
+    assert [again.free(size) for size in SIZES] == [model.slots.free(size) for size in SIZES]
+    model.slots = again
+    for size in SIZES:
+        model.take(3, size)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "slot"), [(1, PAGE), (PAGE, PAGE), (PAGE + 1, 2 * PAGE), (10 * PAGE, 10 * PAGE), (0, PAGE)]
+)
+def test_slots_are_whole_pages(nbytes, slot):
+    assert slot_nbytes(nbytes) == slot

@@ -1,0 +1,146 @@
+"""The table's index against a dict."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raykv.config import StorageConfig
+from raykv.errors import LostError
+from raykv.memory.arena import SharedMemory
+from raykv.memory.table import _HEADER, ROW_NBYTES, TICKS_PER_S, Table
+
+ROWS = 16  # the smallest index: 32 entries
+
+
+def table(rows: int = ROWS) -> Table:
+    return Table.create(None, rows=rows, extents=2, extent_nbytes=1 << 20, now_s=100.0)
+
+
+def keys_of(numbers) -> np.ndarray:
+    """Keys that crowd the index: few low halves, so that they collide, and the last entry, so that probing wraps."""
+    return np.array([(n, (1 << 40) - 1 - n % 3) for n in numbers], np.uint64).reshape(-1, 2)
+
+
+class Model:
+    def __init__(self) -> None:
+        self.table = table()
+        self.rows: dict[int, int] = {}
+
+    def insert(self, numbers: list[int]) -> None:
+        free = sorted(set(range(ROWS)) - set(self.rows.values()))
+        new = [n for n in dict.fromkeys(numbers) if n not in self.rows][: len(free)]
+        rows = np.array(free[: len(new)], np.int32)
+        self.table.columns.generation[rows] |= 1
+        self.table.insert(keys_of(new), rows)
+        self.table.columns.generation[rows] += 1
+        self.rows.update(zip(new, rows.tolist(), strict=True))
+
+    def remove(self, numbers: list[int]) -> None:
+        rows = np.array([self.rows.pop(n) for n in dict.fromkeys(numbers) if n in self.rows], np.int32)
+        self.table.columns.generation[rows] += 1
+        self.table.remove(rows)
+
+    def rebuild(self, _: list[int]) -> None:
+        self.table.rebuild_index(np.array(sorted(self.rows.values()), np.int32))
+
+    def check(self) -> None:
+        everything = list(range(40))
+        expected = [self.rows.get(n, -1) for n in everything]
+        assert self.table.find(keys_of(everything)).tolist() == expected
+        found, generations = self.table.find_ready(keys_of(everything), 1)
+        assert found.tolist() == expected
+        assert self.table.unchanged(found, generations).tolist() == [row >= 0 for row in expected]
+        assert sorted(self.table.index_entries().tolist()) == sorted(self.rows.values())
+        assert self.table.ready_rows().tolist() == sorted(self.rows.values())
+
+
+numbers = st.lists(st.integers(0, 39), max_size=20)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(["insert", "remove", "rebuild"]), numbers), max_size=25))
+def test_the_index_is_a_dict(steps):
+    model = Model()
+    for what, which in steps:
+        getattr(model, what)(which)
+        model.check()
+
+
+def test_thousands_of_random_keys(np_rng):
+    made = table(rows=5000)
+    keys = np_rng.integers(0, 1 << 63, (5000, 2)).astype(np.uint64)
+    made.insert(keys, np.arange(5000, dtype=np.int32))
+    order = np_rng.permutation(5000)
+    assert (made.find(keys[order]) == order).all()
+    assert (made.find(np_rng.integers(0, 1 << 63, (5000, 2)).astype(np.uint64)) == -1).all()
+    made.remove(np.arange(0, 5000, 2, dtype=np.int32))
+    assert made.find(keys).tolist() == [row if row % 2 else -1 for row in range(5000)]
+
+
+def test_a_repeated_key_is_found_each_time():
+    made = table()
+    made.insert(keys_of([5]), np.array([3], np.int32))
+    assert made.find(keys_of([5, 6, 5])).tolist() == [3, -1, 3]
+
+
+def test_what_is_being_written_or_has_expired_is_not_ready():
+    made = table()
+    made.insert(keys_of([1, 2, 3, 4]), np.arange(4, dtype=np.int32))
+    made.columns.generation[:4] = [1, 2, 2, 0]
+    made.columns.expires[:4] = [0, 0, 50, 0]
+    assert made.find_ready(keys_of([1, 2, 3, 4]), 49)[0].tolist() == [-1, 1, 2, -1]
+    assert made.find_ready(keys_of([1, 2, 3, 4]), 50)[0].tolist() == [-1, 1, -1, -1]
+
+
+def test_a_row_that_got_another_owner_is_seen_as_changed():
+    made = table()
+    made.insert(keys_of([1]), np.array([0], np.int32))
+    made.columns.generation[0] = 2
+    rows, generations = made.find_ready(keys_of([1]), 1)
+    made.columns.generation[0] += 1  # evicted
+    assert not made.unchanged(rows, generations)[0]
+    made.columns.generation[0] += 1  # and written anew
+    assert not made.unchanged(rows, generations)[0]
+
+
+def test_readers_find_all_keys_while_the_index_is_rebuilt():
+    model = Model()
+    model.insert(list(range(10)))
+    reader = Table(SharedMemory.attach(model.table.memory.path, writable=True))
+    for _ in range(3):
+        model.rebuild([])
+        assert (reader.find(keys_of(range(10))) >= 0).all()
+
+
+def test_ticks_begin_at_one_and_do_not_run_backwards():
+    made = table()
+    assert made.ticks(100.0) == made.ticks(-5.0) == 1
+    assert made.ticks(110.0) == 10 * TICKS_PER_S
+
+
+def test_a_change_that_does_not_finish_leaves_its_mark():
+    made = table()
+    with made.changing():
+        assert made.dirty
+    assert not made.dirty
+    with pytest.raises(KeyError), made.changing():
+        raise KeyError
+    assert made.dirty
+
+
+def test_a_row_costs_what_the_config_says():
+    """Two indexes of 4-byte entries, two to four entries a row."""
+    assert f"A row costs {ROW_NBYTES + 2 * 2 * 4} to {ROW_NBYTES + 2 * 4 * 4} bytes" in str(StorageConfig.__doc__)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("magic", 0), ("layout_version", 2), ("rows", 17), ("rows", 1 << 60), ("index_size", 3), ("active_index", 2)]
+    + [("extents", 1 << 50), ("made_at_s", np.nan), ("made_at_s", np.inf)],
+)
+def test_a_damaged_header_is_refused(field, value):
+    made = table()
+    np.frombuffer(made.memory.view, _HEADER, 1)[0][field] = value
+    with pytest.raises(LostError):
+        Table(SharedMemory.attach(made.memory.path, writable=True))

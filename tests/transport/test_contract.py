@@ -1,0 +1,268 @@
+"""What every transport must do: one suite, subclassed in a few lines by each."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from raykv import wire
+from raykv.errors import CapacityError, PeerUnavailable, ProtocolError, UsageError
+from raykv.transport.base import Link, Reply
+from raykv.transport.memory import Network
+from raykv.transport.tcp import SocketLink, SocketServer
+
+SECRET = b"s" * 32
+
+
+def soon(seconds: float = 10.0) -> float:
+    return time.monotonic() + seconds
+
+
+class Warehouse:
+    """A service with one run of bytes, that remembers what was done to it."""
+
+    epoch = 7
+
+    def __init__(self, stock: bytes) -> None:
+        self.stock = stock
+        self.received = bytearray(len(stock))
+        self.finished: list[bool] = []
+        self.sessions: list[WarehouseSession] = []
+        self.hold = threading.Event()
+        self.hold.set()
+
+    def session(self, *, local: bool) -> "WarehouseSession":
+        self.sessions.append(WarehouseSession(local))
+        return self.sessions[-1]
+
+    def answer(self, request: wire.Message, session: object) -> Reply:
+        self.hold.wait(10.0)
+        match request:
+            case wire.Read():
+                view = memoryview(self.stock)
+                pieces = [view[:1], view[1:1], view[1:]]
+                return Reply(
+                    wire.Reading(b"n", b"c"), outgoing=pieces, finish=lambda whole: self.finished.append(whole)
+                )
+            case wire.Write():
+                return Reply(wire.Granted(b"", b"", b""), incoming=self._shelves(), finish=self._stored)
+            case wire.Delete():
+                return Reply(wire.failure(UsageError("not for deletion")))
+            case wire.Commit():
+                return Reply(wire.failure(CapacityError("full")))
+        return Reply(wire.Stats(type(request).__name__.encode()))
+
+    def _shelves(self) -> list[memoryview]:
+        view = memoryview(self.received)
+        half = len(view) // 3
+        return [view[:half], view[half:]]
+
+    def _stored(self, whole: bool) -> wire.Answer | None:
+        self.finished.append(whole)
+        return wire.Count(len(self.received)) if whole else None
+
+
+class WarehouseSession:
+    def __init__(self, local: bool) -> None:
+        self.local = local
+        self.closed = threading.Event()
+
+    def close(self) -> None:
+        assert not self.closed.is_set()
+        self.closed.set()
+
+
+class LinkContract:
+    """Subclasses give `serve`, which starts a service and returns how to connect to it and how to stop it."""
+
+    local: bool
+    stock = bytes(range(256)) * 9001  # 2.3 MB: more than any socket buffer
+
+    def serve(self, service: Warehouse, tmp: str) -> tuple[Callable[[], Link], Callable[[], None]]:
+        raise NotImplementedError
+
+    @pytest.fixture
+    def service(self):
+        return Warehouse(self.stock)
+
+    @pytest.fixture
+    def connect(self, service, shm_dir):
+        connect, stop = self.serve(service, str(shm_dir))
+        links: list[Link] = []
+
+        def connect_and_remember() -> Link:
+            links.append(connect())
+            return links[-1]
+
+        yield connect_and_remember
+        for link in links:
+            link.close()
+        stop()
+        assert all(session.closed.wait(5.0) for session in service.sessions)
+
+    def test_calls_in_a_row(self, connect, service):
+        link = connect()
+        for _ in range(3):
+            assert link.call(wire.GetStats(), deadline_s=soon()) == wire.Stats(b"GetStats")
+            assert link.call(wire.Attach(), deadline_s=soon()) == wire.Stats(b"Attach")
+        assert len(service.sessions) == 1
+        assert service.sessions[0].local is self.local
+
+    def test_answers_tell_the_epoch(self, connect):
+        link = connect()
+        link.call(wire.GetStats(), deadline_s=soon())
+        assert link.epoch == 7
+
+    def test_a_failure_is_raised_and_the_link_lives_on(self, connect):
+        link = connect()
+        with pytest.raises(UsageError, match="not for deletion"):
+            link.call(wire.Delete(b""), deadline_s=soon())
+        with pytest.raises(CapacityError, match="full"):
+            link.call(wire.Commit(b"", b""), deadline_s=soon())
+        assert link.call(wire.GetStats(), deadline_s=soon()) == wire.Stats(b"GetStats")
+
+    @pytest.mark.parametrize("cuts", [[], [1], [5, 5, 100_000], [1_000_000, 2_000_000]])
+    def test_fetched_bytes_land_in_the_callers_buffers(self, connect, service, cuts):
+        buffer = bytearray(len(self.stock))
+        edges = [0, *cuts, len(buffer)]
+        pieces = [memoryview(buffer)[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+        seen: list[wire.Answer] = []
+
+        def place(answer: wire.Answer) -> Sequence[memoryview]:
+            seen.append(answer)
+            return pieces
+
+        link = connect()
+        for _ in range(2):
+            answer = link.fetch(wire.Read(b""), place, deadline_s=soon())
+            assert buffer == self.stock
+            assert answer == seen.pop() == wire.Reading(b"n", b"c")
+            buffer[:] = bytes(len(buffer))
+        link.call(wire.GetStats(), deadline_s=soon())
+        assert service.finished == [True, True]
+
+    @pytest.mark.parametrize("cuts", [[], [1], [5, 5, 100_000]])
+    def test_pushed_bytes_arrive(self, connect, service, cuts):
+        edges = [0, *cuts, len(self.stock)]
+        pieces = [memoryview(self.stock)[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+        link = connect()
+        answer = link.push(wire.Write(b"", b"", 1, b""), lambda granted: pieces, deadline_s=soon())
+        assert answer == wire.Count(len(self.stock))
+        assert service.received == self.stock
+        assert service.finished == [True]
+
+    def test_a_failure_instead_of_bytes(self, connect):
+        link = connect()
+        with pytest.raises(UsageError):
+            link.fetch(wire.Delete(b""), lambda answer: pytest.fail("asked for buffers"), deadline_s=soon())
+        with pytest.raises(UsageError):
+            link.push(wire.Delete(b""), lambda answer: pytest.fail("asked for bytes"), deadline_s=soon())
+        link.call(wire.GetStats(), deadline_s=soon())
+
+    def test_an_error_of_the_caller_ends_the_link_and_the_lease(self, connect, service):
+        link = connect()
+
+        def refuse(answer: wire.Answer) -> Sequence[memoryview]:
+            raise ProtocolError("not what I wanted")
+
+        with pytest.raises(ProtocolError):
+            link.fetch(wire.Read(b""), refuse, deadline_s=soon())
+        assert service.sessions[0].closed.wait(5.0)
+        assert len(service.finished) == 1  # False, unless all was on its way already
+        with pytest.raises(PeerUnavailable):
+            link.call(wire.GetStats(), deadline_s=soon())
+
+    def test_a_deadline_that_has_passed(self, connect):
+        with pytest.raises(PeerUnavailable, match="deadline"):
+            connect().call(wire.GetStats(), deadline_s=time.monotonic() - 1.0)
+
+    def test_closing_ends_the_session(self, connect, service):
+        link = connect()
+        link.call(wire.GetStats(), deadline_s=soon())
+        link.close()
+        link.close()
+        assert service.sessions[0].closed.wait(5.0)
+
+    def test_many_links_at_once(self, connect, service):
+        failures: list[BaseException] = []
+
+        def use(link: Link) -> None:
+            try:
+                for _ in range(5):
+                    buffer = bytearray(len(self.stock))
+                    link.fetch(wire.Read(b""), lambda answer: [memoryview(buffer)], deadline_s=soon())
+                    assert buffer == self.stock
+            except BaseException as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=use, args=(connect(),)) for _ in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert failures == []
+        assert len(service.sessions) == 6
+
+    def test_nobody_there(self, connect, shm_dir):
+        other, stop = self.serve(Warehouse(b"x"), str(shm_dir / "other"))
+        stop()
+        with pytest.raises(PeerUnavailable):
+            other()
+
+
+class SocketContract(LinkContract):
+    """What only sockets can show: they wait."""
+
+    def address(self, tmp: str) -> str:
+        raise NotImplementedError
+
+    def serve(self, service, tmp):
+        server = SocketServer(service, self.address(tmp), SECRET, io_timeout_s=5.0, max_connections=64)
+        return lambda: SocketLink.connect(server.address, SECRET, deadline_s=soon()), server.close
+
+    def test_an_answer_that_comes_too_late(self, connect, service):
+        link = connect()
+        service.hold.clear()
+        began_s = time.monotonic()
+        with pytest.raises(PeerUnavailable):
+            link.call(wire.GetStats(), deadline_s=soon(0.1))
+        assert time.monotonic() - began_s < 2.0
+        service.hold.set()
+        assert service.sessions[0].closed.wait(5.0)
+
+
+class TestTcp(SocketContract):
+    local = False
+
+    def address(self, tmp: str) -> str:
+        return "127.0.0.1:0"
+
+
+class TestUnix(SocketContract):
+    local = True
+
+    def address(self, tmp: str) -> str:
+        return f"unix:{tmp}.sock"
+
+    @pytest.fixture(autouse=True)
+    def remove_sockets(self, shm_dir):
+        yield
+        for path in shm_dir.parent.glob(shm_dir.name + "*.sock"):
+            path.unlink()
+
+
+class TestUnixWithoutFile(SocketContract):
+    local = True
+
+    def address(self, tmp: str) -> str:
+        return f"unix:@{tmp}"
+
+
+class TestMemory(LinkContract):
+    local = True
+
+    def serve(self, service, tmp):
+        network = Network()
+        network.services[tmp] = service
+        return lambda: network.connect(tmp, b"", deadline_s=soon()), lambda: network.dead.add(tmp)

@@ -1,0 +1,329 @@
+"""Strangers, liars and sleepers on a node's socket: they are turned away, and everybody else is served."""
+
+import errno
+import random
+import socket
+import struct
+import time
+
+import pytest
+
+import raykv
+from raykv import wire
+from raykv.config import NodeConfig
+from raykv.embedded import InProcessDirectory
+from raykv.errors import ConfigError, PeerUnavailable, ProtocolError, TransientError
+from raykv.node import Node
+from raykv.transport import tcp
+from raykv.transport.peers import Peers
+from raykv.transport.tcp import SocketLink, SocketServer, parse_address
+
+SECRET = b"k" * 32
+
+
+def soon(seconds: float = 5.0) -> float:
+    return time.monotonic() + seconds
+
+
+@pytest.fixture
+def node(request):
+    fields = {
+        "node_id": "n",
+        "cluster": f"sockets-{time.monotonic_ns()}",
+        "storage": {"arena_nbytes": "1 MiB", "extent_nbytes": "64 KiB", "shm_dir": None},
+        "heartbeat_s": 0.05,
+        "io_timeout_s": 0.3,
+        "max_connections": 8,
+    }
+    made = Node(NodeConfig.load(fields), secret=SECRET, directory=InProcessDirectory(member_timeout_s=5.0))
+    made.start()
+    yield made
+    made.stop()
+    assert made.failure is None
+
+
+def raw(node: Node) -> socket.socket:
+    family, where = parse_address(node.member.address)
+    stream = socket.socket(family, socket.SOCK_STREAM)
+    stream.settimeout(5.0)
+    stream.connect(where)
+    return stream
+
+
+def serves(node: Node) -> bool:
+    link = SocketLink.connect(node.member.address, SECRET, deadline_s=soon())
+    try:
+        return isinstance(link.call(wire.GetView(), deadline_s=soon()), wire.ViewIs)
+    finally:
+        link.close()
+
+
+def shaken(node: Node, secret: bytes = SECRET) -> socket.socket:
+    """A socket past the handshake, to say over it what one likes."""
+    stream = raw(node)
+    tcp._shake_hands_asking(stream, secret, soon())
+    return stream
+
+
+def ended(stream: socket.socket, after: bytes | None = None) -> bool:
+    """Whether the other end closes, whatever it says before; `after` is all that we say."""
+    try:
+        if after is not None:
+            stream.sendall(after)
+            stream.shutdown(socket.SHUT_WR)
+        while stream.recv(1 << 16):
+            pass
+    except OSError as error:
+        return error.errno in (errno.ECONNRESET, errno.EPIPE, errno.ENOTCONN)
+    return True
+
+
+def test_garbage_before_the_handshake(node, rng):
+    for length in (0, 1, 10, 39, 40, 71, 200, 100_000):
+        with raw(node) as stream:
+            assert ended(stream, after=rng.randbytes(length))
+        assert serves(node)
+    assert node.stats()["refused_connections"] == 8
+
+
+def test_garbage_after_the_handshake(node, rng):
+    for body in (
+        b"GET / HTTP/1.1\r\n\r\n",
+        wire.HEADER.pack(b"RK", wire.VERSION, 0, 0, 5) + b"\xff" * 5,
+        wire.HEADER.pack(b"RK", wire.VERSION, 0, 0, 1 << 31),
+        wire.HEADER.pack(b"RK", wire.VERSION + 1, 0, 0, 0),
+        wire.HEADER.pack(b"RK", wire.VERSION, 0, 0, 100_000) + b"\x91" * 100_000,
+        *(rng.randbytes(1000) for _ in range(20)),
+    ):
+        with shaken(node) as stream:
+            assert ended(stream, after=body)
+    assert serves(node)
+
+
+def test_what_was_wrong_is_told(node):
+    with shaken(node) as stream:
+        stream.sendall(wire.HEADER.pack(b"RK", wire.VERSION + 1, 0, 0, 0))
+        answer, _ = tcp.receive_message(stream, soon())
+        assert isinstance(answer, wire.Failure)
+        assert f"version {wire.VERSION + 1}" in answer.text
+
+
+def test_requests_with_impossible_fields_are_refused_one_by_one(node, rng):
+    huge = (1 << 64) - 1
+    link = SocketLink.connect(node.member.local_address, b"", deadline_s=soon())
+    digest = raykv.Namespace(model="m").account.digest
+    link.call(wire.OpenNamespace(b'{"model": "m"}'), deadline_s=soon())
+    free = node.stats()["used_nbytes"]
+    for request in (
+        wire.Reserve(digest, b"x" * 15, 4096),
+        wire.Reserve(digest, b"x" * 16, huge),
+        wire.Reserve(digest, b"x" * 16, -1),
+        wire.Reserve(digest, b"x" * 16, 4096, depth=huge),
+        wire.Reserve(digest, b"x" * 16, 4096, depth=-1),
+        wire.Reserve(digest, b"x" * 16, 4096, parent=b"y"),
+        wire.Reserve(b"?", b"x" * 16, 4096),
+        wire.Commit(struct.pack("<i", 0), b""),
+        wire.Commit(struct.pack("<i", 1 << 20), bytes(8)),
+        wire.Commit(struct.pack("<i", -1), bytes(8)),
+        wire.Abort(struct.pack("<2i", 3, 3)),
+        wire.Unpin(struct.pack("<i", 0)),
+        wire.Unpin(b"abc"),
+        wire.Write(digest, b"x" * 16, 4096, b""),
+        wire.OpenNamespace(b"[]"),
+        wire.OpenNamespace(b'{"model": "m", "color": 1}'),
+        wire.OpenNamespace(b'{"model": "m"}', capacity_nbytes=-1),
+        wire.OpenNamespace(b'{"model": "' + b"m" * 3000 + b'"}'),
+        wire.Announce("n", b"odd"),
+        wire.Read(b"odd"),
+        wire.Locate(b"odd"),
+        wire.Done(),
+    ):
+        with pytest.raises(raykv.RayKVError) as caught:
+            link.call(request, deadline_s=soon())
+        assert "internal error" not in str(caught.value), request
+    assert node.stats()["used_nbytes"] == free
+    assert isinstance(link.call(wire.GetView(), deadline_s=soon()), wire.ViewIs)
+    link.close()
+
+
+def test_a_wrong_secret(node):
+    with pytest.raises(PeerUnavailable, match="another cluster"):
+        SocketLink.connect(node.member.address, b"wrong", deadline_s=soon())
+    with raw(node) as stream:  # one who does not care what the node proves
+        stream.sendall(wire.greeting(b"n" * 32))
+        theirs = wire.read_greeting(tcp.receive_exactly(stream, wire.GREETING.size, soon()))
+        tcp.receive_exactly(stream, wire.PROOF_NBYTES, soon())
+        stream.sendall(wire.proof(b"wrong", "asking", b"n" * 32, theirs))
+        assert stream.recv(1) == b""
+    with raw(node) as stream:  # one who plays the node's own proof back to it
+        stream.sendall(wire.greeting(b"n" * 32))
+        tcp.receive_exactly(stream, wire.GREETING.size, soon())
+        stream.sendall(tcp.receive_exactly(stream, wire.PROOF_NBYTES, soon()))
+        assert stream.recv(1) == b""
+    assert serves(node)
+
+
+def test_a_node_of_another_version_says_so(node, monkeypatch):
+    monkeypatch.setattr(wire, "VERSION", 99)
+    with raw(node) as stream, pytest.raises(ProtocolError, match="version 99, we speak 1"):
+        monkeypatch.undo()
+        stream.sendall(wire.GREETING.pack(wire.GREETING_MAGIC, 1, b"n" * 32))
+        hello = bytearray(tcp.receive_exactly(stream, wire.GREETING.size, soon()))
+        hello[5:7] = struct.pack("<H", 99)
+        wire.read_greeting(hello)
+
+
+def test_a_client_of_another_version_learns_ours(node):
+    with raw(node) as stream:
+        stream.sendall(wire.GREETING.pack(wire.GREETING_MAGIC, 99, b"n" * 32))
+        magic, version, _ = wire.GREETING.unpack(tcp.receive_exactly(stream, wire.GREETING.size, soon()))
+        assert (magic, version) == (wire.GREETING_MAGIC, wire.VERSION)
+        assert stream.recv(1) == b""
+
+
+def test_something_else_behind_the_port():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        waiting = socket.create_connection(listener.getsockname())
+        stream, _ = listener.accept()
+        stream.sendall(b"220 mail.example.org ESMTP\r\n" + b" " * 60)
+        with waiting, stream, pytest.raises(ProtocolError, match="does not speak raykv"):
+            tcp._shake_hands_asking(waiting, SECRET, soon())
+        with pytest.raises(PeerUnavailable):
+            SocketLink.connect(address, SECRET, deadline_s=soon(0.2))  # it listens, and says nothing
+
+
+def test_one_who_stops_in_the_middle_is_cut_off_and_others_are_served(node):
+    with shaken(node) as stalled:
+        stalled.sendall(wire.HEADER.pack(b"RK", wire.VERSION, 0, 0, 100) + b"half")
+        assert serves(node)
+        assert ended(stalled)  # by io_timeout_s
+
+
+def test_a_reader_that_does_not_read_is_cut_off_and_its_pins_end(node):
+    client = raykv.Client(
+        raykv.Namespace(model="m"), raykv.reach.Reach(raykv.ClientConfig(address=node.member.local_address))
+    )
+    keys = client.keys(["big"])
+    assert client.put(keys, [bytes(64 << 10)]).stored == 1
+    with raw(node) as sleeper:
+        sleeper.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        tcp._shake_hands_asking(sleeper, SECRET, soon())
+        sleeper.sendall(wire.encode(wire.Read(keys.tobytes() * 400), 0))  # 25 MiB that nobody takes
+        until_s = soon()
+        while not node.shard.table.columns.pins.any() and time.monotonic() < until_s:
+            time.sleep(0.01)
+        assert client.delete(keys) == 0
+        while client.delete(keys) == 0:
+            assert time.monotonic() < until_s
+            time.sleep(0.01)
+    client.close()
+    assert serves(node)
+
+
+def test_more_connections_than_allowed(node):
+    links = [SocketLink.connect(node.member.address, SECRET, deadline_s=soon()) for _ in range(8)]
+    with pytest.raises(TransientError):
+        SocketLink.connect(node.member.address, SECRET, deadline_s=soon())
+    for link in links:
+        assert isinstance(link.call(wire.GetView(), deadline_s=soon()), wire.ViewIs)
+    links.pop().close()
+    until_s = soon()
+    while True:
+        try:
+            assert serves(node)
+            break
+        except TransientError:
+            assert time.monotonic() < until_s
+            time.sleep(0.01)
+    for link in links:
+        link.close()
+
+
+def test_a_vanished_host_is_noticed(node):
+    with SocketLink.connect(node.member.address, SECRET, deadline_s=soon())._socket as stream:
+        assert stream.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert stream.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) <= 60
+
+
+def test_addresses_that_are_none():
+    for address in ("", "host", "host:", ":1", "host:port", "http://host:1x"):
+        with pytest.raises(ConfigError, match="address"):
+            parse_address(address)
+
+
+def test_an_address_that_is_taken(node):
+    with pytest.raises(ConfigError, match="bind"):
+        SocketServer(node, node.member.address, SECRET, io_timeout_s=1.0, max_connections=4)
+
+
+# -- peers ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_node_that_hangs_is_left_alone_for_a_while(node):
+    """Stopped, not gone: its kernel still accepts connections."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        peers = Peers(SocketLink.connect, SECRET, breaker_s=60.0, max_idle=1)
+        with pytest.raises(PeerUnavailable):
+            peers.ask(address, lambda link: None, deadline_s=soon(0.1))
+        began_s = time.monotonic()
+        with pytest.raises(PeerUnavailable, match="a moment ago"):
+            peers.ask(address, lambda link: None, deadline_s=soon(5.0))
+        assert time.monotonic() - began_s < 0.1
+        assert peers.available(node.member.address)
+
+
+def test_an_idle_link_that_hangs_shuts_the_breaker_too(node):
+    peers = Peers(SocketLink.connect, SECRET, breaker_s=60.0, max_idle=1)
+    ask = lambda link: link.call(wire.GetStats(), deadline_s=soon(0.2))  # noqa: E731
+    peers.ask(node.member.address, ask, deadline_s=soon())
+    with node._lock:  # from now on nobody is answered
+        with pytest.raises(PeerUnavailable):
+            peers.ask(node.member.address, ask, deadline_s=soon(0.2))
+        assert not peers.available(node.member.address)
+    peers.close()
+
+
+def test_a_restarted_peer_is_reached_at_once_over_a_fresh_link():
+    directory = InProcessDirectory(member_timeout_s=5.0)
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        bind = f"127.0.0.1:{probe.getsockname()[1]}"
+    fields = {"node_id": "n", "cluster": "again", "bind": bind, "storage": {"arena_nbytes": "32 MiB", "shm_dir": None}}
+    peers = Peers(SocketLink.connect, SECRET, breaker_s=60.0, max_idle=2)
+    for _ in range(3):
+        node = Node(NodeConfig.load(fields), secret=SECRET, directory=directory)
+        node.start()
+        answer = peers.ask(bind, lambda link: link.call(wire.GetView(), deadline_s=soon()), deadline_s=soon())
+        assert isinstance(answer, wire.ViewIs)
+        node.stop()
+    peers.close()
+
+
+def test_random_requests_never_stop_a_node(node, rng: random.Random):
+    link = SocketLink.connect(node.member.address, SECRET, deadline_s=soon())
+    for _ in range(300):
+        body = bytearray(wire.encode(wire.Reserve(b"d" * 16, rng.randbytes(32), 4096, parent=rng.randbytes(16)), 0))
+        for _ in range(rng.randrange(1, 4)):
+            body[rng.randrange(wire.HEADER.size, len(body))] = rng.randrange(256)
+        with pytest.raises((raykv.RayKVError, OSError)):
+            tcp.send_all(link._socket, [memoryview(body)], soon())
+            answer, _ = tcp.receive_message(link._socket, soon())
+            assert isinstance(answer, wire.Failure)
+            assert "internal error" not in answer.text
+            wire.raise_failure(answer)
+        if _readable(link._socket):
+            link.close()
+            link = SocketLink.connect(node.member.address, SECRET, deadline_s=soon())
+    link.close()
+    assert serves(node)
+
+
+def _readable(stream: socket.socket) -> bool:
+    """Whether the other end said something, or left."""
+    try:
+        stream.setblocking(False)
+        stream.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
+    return True
