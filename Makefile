@@ -3,7 +3,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-core model demo serve test quick lint format typecheck notebooks lock clean
+.PHONY: help setup setup-core model demo serve test quick bench lint format typecheck notebooks lock clean
 
 PYTHON ?= python3.11
 ARGS ?=
@@ -43,6 +43,9 @@ test: lint typecheck ## All that CI runs
 
 quick: setup-core ## The tests that need only the core: under a minute
 	@$(core)/bin/python -m pytest tests -q -m "not slow and not ray and not vllm and not e2e" $(ARGS)
+
+bench: setup ## Measure the data path beside the machine's own limits
+	@$(venv)/bin/python -m benchmarks.data_path $(ARGS)
 
 lint: setup ## Check style
 	@$(venv)/bin/ruff check

@@ -375,7 +375,9 @@ def test_a_hand_off_needs_no_lookup(
     with Engine(model, cluster.address(1)) as decode:
         match = raykv.Client.match
 
-        def only_tickets(client: raykv.Client, keys: Any, *, ticket: raykv.Ticket | None = None) -> raykv.Match:
+        def only_tickets(
+            client: raykv.Client, keys: Any, *, ticket: raykv.Ticket | None = None, **_: Any
+        ) -> raykv.Match:
             assert ticket is not None
             return match(client, keys, ticket=ticket)
 
@@ -397,7 +399,7 @@ def test_a_forged_ticket_is_a_miss(model: Path, cluster: raykv.EmbeddedCluster, 
 
 
 def test_loads_that_could_fail_a_request_are_refused_at_start(model: Path, cluster: raykv.EmbeddedCluster):
-    with pytest.raises(raykv.ConfigError, match="kv_load_failure_policy is 'fail'.*set it to 'recompute'"):
+    with pytest.raises(raykv.ConfigError, match=r"kv_load_failure_policy is 'fail'.*set it to 'recompute'"):
         Engine(model, cluster.address(0), transfer={"kv_load_failure_policy": "fail"})
 
 

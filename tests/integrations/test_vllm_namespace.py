@@ -153,7 +153,7 @@ def test_every_condition_of_the_worker_counts(model: Path, fields: list[str], ch
 def test_a_hash_that_starts_at_random_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch):
     random_seed = engine(model, cache_config__prefix_caching_hash_algo="xxhash")
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-    with pytest.raises(ConfigError, match="prefix_caching_hash_algo='xxhash'.*PYTHONHASHSEED"):
+    with pytest.raises(ConfigError, match=r"prefix_caching_hash_algo='xxhash'.*PYTHONHASHSEED"):
         namespace(random_seed)
     monkeypatch.setenv("PYTHONHASHSEED", "1")
     first = namespace(random_seed)
@@ -243,5 +243,5 @@ def test_a_cache_whose_blocks_are_not_a_prefix_is_refused(specs: list[Any], says
 
 
 def test_an_unknown_field_is_refused_by_name():
-    with pytest.raises(ConfigError, match="unknown field 'chunk_block'; ConnectorConfig has: .*chunk_blocks"):
+    with pytest.raises(ConfigError, match=r"unknown field 'chunk_block'; ConnectorConfig has: .*chunk_blocks"):
         ConnectorConfig.load({"chunk_block": 2})

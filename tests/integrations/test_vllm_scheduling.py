@@ -1,9 +1,9 @@
 """vLLM's own scheduler, both kinds, over a model that is one line long: every slot must hold what its prefix says.
 
-The slot of a token holds a hash of all tokens up to it, in the key cache of each layer. Before a step computes anything,
-all slots that it attends to are compared with the hashes that they must hold, so a block that was loaded wrongly, too
-late, into the wrong place, or saved before it was full, is seen at once, and by whom. Chance decides what comes, how the
-loads end and when, who is aborted; blocks are so few that requests are preempted all the time.
+The slot of a token holds a hash of all tokens up to it, in the key cache of each layer. Before a step computes
+anything, all slots that it attends to are compared with the hashes that they must hold, so a block that was loaded
+wrongly, too late, into the wrong place, or saved before it was full, is seen at once, and by whom. Chance decides what
+comes, how the loads end and when, who is aborted; blocks are so few that requests are preempted all the time.
 """
 
 import json

@@ -52,7 +52,15 @@ ResultT = TypeVar("ResultT")
 
 
 class RayKVConnector(KVConnectorBase_V1):
-    """Stores what this engine computes in raykv, and loads what any engine has stored there."""
+    """Stores what this engine computes in raykv, and loads what any engine has stored there.
+
+    vLLM makes one for its scheduler and one for each worker, and calls each by its role only; the other role's side
+    does not exist there.
+    """
+
+    _scheduler: SchedulerSide
+    _worker: WorkerSide
+    _introduction: Introduction | None = None
 
     def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
         """Check that this engine can be served.
@@ -66,10 +74,7 @@ class RayKVConnector(KVConnectorBase_V1):
         self._config = ConnectorConfig.load(self._kv_transfer_config.kv_connector_extra_config)
         self._stats = RayKVStats()
         self._logged_s: dict[str, float] = {}
-        self._worker: WorkerSide | None = None
-        self._introduction: Introduction | None = None
-        self._connection: Connection | None = None
-        self._scheduler: SchedulerSide | None = None
+        self._close: Callable[[], None] = lambda: None
         if role == KVConnectorRole.SCHEDULER:
             logger.info("raykv connector: %r", self._config)
             self._scheduler = SchedulerSide(
@@ -92,8 +97,9 @@ class RayKVConnector(KVConnectorBase_V1):
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
         namespaces = {rank: one.namespace for rank, one in metadata.items() if isinstance(one, Introduction)}
-        self._connection = self._connect(next(iter(namespaces.values())))
-        self._scheduler.connect(self._connection, namespaces)
+        connection = self._connect(next(iter(namespaces.values())))
+        self._scheduler.connect(connection, namespaces)
+        self._close = connection.close
 
     def on_new_request(self, request: "Request") -> None:
         self._scheduler.add(request)
@@ -130,10 +136,11 @@ class RayKVConnector(KVConnectorBase_V1):
         )
         logger.info("raykv namespace: %r", namespace)
         self._introduction = Introduction(namespace)
-        self._connection = self._connect(namespace)
+        connection = self._connect(namespace)
         self._worker = WorkerSide(
-            self._config, self._stats, layout=layout, namespace=namespace, rank=rank, connection=self._connection
+            self._config, self._stats, layout=layout, namespace=namespace, rank=rank, connection=connection
         )
+        self._close = self._worker.close
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return self._introduction
@@ -162,11 +169,10 @@ class RayKVConnector(KVConnectorBase_V1):
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         orders = self._get_connector_metadata()
         assert isinstance(orders, StepOrders)
-        idle = not orders.computes
-        # Waiting for a load when there is nothing else to do is no time taken from the engine.
-        if idle:
-            return None, self._worker.take_finished(idle=True)
-        return None, self._run("finished", set(), lambda: self._worker.take_finished(idle=False))
+        if not orders.computes:
+            self._worker.await_load()  # not timed: the engine has nothing else to do
+        nothing: set[str] = set()
+        return None, self._run("finished", nothing, self._worker.take_finished)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._worker.take_failed_blocks()
@@ -174,10 +180,7 @@ class RayKVConnector(KVConnectorBase_V1):
     # -- both -----------------------------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
-        if self._worker is not None:
-            self._worker.close()
-        elif self._connection is not None:
-            self._connection.close()
+        self._close()
 
     def get_kv_connector_stats(self) -> RayKVStats | None:
         return self._stats.take()

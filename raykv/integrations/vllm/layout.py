@@ -1,9 +1,9 @@
 """Where a block's bytes lie in the engine's KV cache, and how they get out of it and back in.
 
-vLLM hands a worker one view `[blocks, heads, tokens, content]` per layer into shared allocations. In memory the four axes
-may come in many orders (vLLM names them LBHNC, BLNHC and so on), and a kernel may read its blocks packed by instruction
-set. We do not interpret any of that: a chunk is the bytes of its blocks, and a block is a list of dense runs of bytes,
-which strides alone tell. Whatever makes the same bytes mean something else is part of the namespace.
+vLLM hands a worker one view `[blocks, heads, tokens, content]` per layer into shared allocations. In memory the four
+axes may come in many orders (vLLM names them LBHNC, BLNHC and so on), and a kernel may read its blocks packed by
+instruction set. We do not interpret any of that: a chunk is the bytes of its blocks, and a block is a list of dense
+runs of bytes, which strides alone tell. Whatever makes the same bytes mean something else is part of the namespace.
 """
 
 import itertools
@@ -165,7 +165,7 @@ class Layout(ABC):
 
     @abstractmethod
     def landed(self, arrived: Sequence[tuple[Sequence[int | None], list[memoryview]]]) -> None:
-        """Bring chunks whose bytes have arrived in their `landing` into the KV cache; they are there when this returns."""
+        """Bring chunks whose bytes are in their `landing` into the KV cache; they are there when this returns."""
 
 
 class HostLayout(Layout):

@@ -1,7 +1,7 @@
 """What the scheduler's side orders and the worker's side carries out, one `StepOrders` a step.
 
-Chunks travel as names (the engine's hash of the last block of each), not as keys: a key holds the namespace of one rank,
-and every worker derives the keys of its own.
+Chunks travel as names (the engine's hash of the last block of each), not as keys: a key holds the namespace of one
+rank, and every worker derives the keys of its own.
 """
 
 from dataclasses import dataclass, field

@@ -134,7 +134,7 @@ class SchedulerSide:
         if not tokens:
             return
         lookup = tracked.lookup
-        assert lookup is not None and lookup.count, "the engine loads only what a lookup found"
+        assert lookup is not None, "the engine loads only what a lookup found"
         (ids,) = blocks.get_block_ids()
         present = lookup.computed // self._block_tokens
         end = (lookup.computed + tokens) // self._block_tokens

@@ -31,7 +31,8 @@ _SEPARATOR = "|"
 class RayKVStats(KVConnectorStats):
     """Counters since the last time they were taken.
 
-    `data` maps a metric's name to its values by label, joined to one text: this form survives every serialiser on the way.
+    `data` maps a metric's name to its values by label, joined to one text: a form that survives every serialiser on the
+    way.
     """
 
     def count(self, metric: str, amount: float = 1, *labels: str) -> None:
@@ -49,7 +50,7 @@ class RayKVStats(KVConnectorStats):
         return taken
 
     def reset(self) -> None:
-        self.data = {}
+        self.data: dict[str, dict[str, float]] = {}
 
     def is_empty(self) -> bool:
         return not self.data
@@ -64,7 +65,7 @@ class RayKVStats(KVConnectorStats):
     def reduce(self) -> dict[str, int | float]:
         """One line for the log of an interval."""
         return {
-            f"{metric}[{label}]" if label else metric: round(amount, 4) if isinstance(amount, float) else amount
+            f"{metric}[{label}]" if label else metric: round(amount, 4)
             for metric, values in sorted(self.data.items())
             for label, amount in sorted(values.items())
         }

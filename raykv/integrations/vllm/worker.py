@@ -1,8 +1,8 @@
 """The worker's side: carries out the orders, copying between the KV cache and raykv.
 
-Saves happen on the engine's thread when a step's forward pass is over, because the blocks may be another request's in the
-next step. Loads happen on threads of their own: the engine leaves a loading request's blocks alone, even if it is aborted
-meanwhile, until the load is reported finished, so every load is reported exactly once, whatever becomes of it.
+Saves happen on the engine's thread when a step's forward pass is over, because the blocks may be another request's in
+the next step. Loads happen on threads of their own: the engine leaves a loading request's blocks alone, even if it is
+aborted meanwhile, until the load is reported finished, so every load is reported exactly once, whatever becomes of it.
 """
 
 import time
@@ -93,14 +93,13 @@ class WorkerSide:
             self._loading[load.request_id] = (load, future)
         orders.loads = []
 
-    def take_finished(self, *, idle: bool) -> set[str]:
-        """Say whose loads have ended, well or not; the blocks that did not arrive are in `take_failed_blocks` by then.
-
-        Args:
-            idle: Nothing else is to be done in this step: wait a moment for the next load.
-        """
-        if idle and self._loading:
+    def await_load(self) -> None:
+        """Wait a moment for the next load to end, if any is in flight."""
+        if self._loading:
             wait([future for _, future in self._loading.values()], IDLE_WAIT_S, FIRST_COMPLETED)
+
+    def take_finished(self) -> set[str]:
+        """Say whose loads have ended, well or not; blocks that did not arrive are in `take_failed_blocks` by then."""
         finished = {request_id for request_id, (_, future) in self._loading.items() if future.done()}
         for request_id in finished:
             load, future = self._loading.pop(request_id)
