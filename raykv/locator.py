@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from itertools import islice
 
 import numpy as np
 
@@ -32,8 +33,10 @@ class Locator:
                     self._holders[key] = alone
                 elif node_id not in holders:
                     self._holders[key] = (*holders, node_id)
-            for _ in range(len(self._holders) - self._max_keys):
-                del self._holders[next(iter(self._holders))]
+            excess = len(self._holders) - self._max_keys
+            if excess > 0:  # some more at once: finding the first entry of a dict means passing all that were deleted
+                for key in list(islice(self._holders, excess + self._max_keys // 16)):
+                    del self._holders[key]
 
     def remove(self, node_id: NodeId, keys: KeyArray) -> None:
         """`node_id` no longer holds these."""

@@ -121,7 +121,9 @@ def test_one_pinned_leaf_holds_a_long_chain_and_costs_no_time():
     forest.columns.children[: length - 1] = 1
     forest.columns.depth[:length] = np.arange(length)
     assert choose("leaf_lru", forest, set(range(length - 1)), 5) == []
-    assert set(choose("leaf_lru", forest, set(range(length + 10)) - {length - 1}, 50)) == set(range(length, length + 10))
+    assert set(choose("leaf_lru", forest, set(range(length + 10)) - {length - 1}, 50)) == set(
+        range(length, length + 10)
+    )
 
 
 def test_a_chain_read_backwards_is_still_taken_from_its_end():
@@ -134,5 +136,5 @@ def test_every_policy_has_a_name_in_the_config():
     names = StorageConfig.model_fields["policy"].annotation.__args__
     assert set(names) == set(POLICIES)
     assert {policy(name).leaf_first for name in POLICIES} == {True, False}
-    with pytest.raises(ConfigError, match="'sieve'.*fifo, leaf_lru, lru"):
+    with pytest.raises(ConfigError, match=r"'sieve'.*fifo, leaf_lru, lru"):
         policy("sieve")

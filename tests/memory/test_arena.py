@@ -113,13 +113,13 @@ def test_ownership_ends_with_a_killed_process(shm_dir):
 
 
 def test_sizes_that_cannot_be_served_are_refused_before_anything_is_made(shm_dir):
-    with pytest.raises(ConfigError, match="'arena_nbytes'.*lower arena_nbytes.*remount"):
+    with pytest.raises(ConfigError, match=r"'arena_nbytes'.*lower arena_nbytes.*remount"):
         require_room(shm_dir, free_nbytes(shm_dir) + MIB * 1024, field="arena_nbytes")
-    with pytest.raises(ConfigError, match="'arena_nbytes'.*the host has only"):
+    with pytest.raises(ConfigError, match=r"'arena_nbytes'.*the host has only"):
         require_room(None, 1 << 50, field="arena_nbytes")
     for path in (shm_dir / "missing", shm_dir / "file"):
         (shm_dir / "file").touch()
-        with pytest.raises(ConfigError, match="'shm_dir'.*is not a directory"):
+        with pytest.raises(ConfigError, match=r"'shm_dir'.*is not a directory"):
             require_room(path, 0, field="arena_nbytes")
         with pytest.raises(ConfigError, match="'shm_dir'"):
             Shard.open(StorageConfig(shm_dir=path), path / "raykv-x", now_s=0.0)

@@ -1,5 +1,7 @@
 """Bytes in pieces."""
 
+from itertools import pairwise
+
 import pytest
 import xxhash
 from hypothesis import given
@@ -10,7 +12,7 @@ from raykv.memory.copying import checksum_of, copy, gather, scatter
 
 def cut(raw: bytes | bytearray, places: list[int]) -> list[memoryview]:
     edges = [0, *sorted(place % (len(raw) + 1) for place in places), len(raw)]
-    return [memoryview(raw)[start:stop] for start, stop in zip(edges, edges[1:], strict=False)]
+    return [memoryview(raw)[start:stop] for start, stop in pairwise(edges)]
 
 
 @given(st.binary(max_size=300), st.lists(st.integers(0, 300), max_size=5), st.lists(st.integers(0, 300), max_size=5))

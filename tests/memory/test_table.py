@@ -136,8 +136,17 @@ def test_a_row_costs_what_the_config_says():
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("magic", 0), ("layout_version", 2), ("rows", 17), ("rows", 1 << 60), ("index_size", 3), ("active_index", 2)]
-    + [("extents", 1 << 50), ("made_at_s", np.nan), ("made_at_s", np.inf)],
+    [
+        ("magic", 0),
+        ("layout_version", 2),
+        ("rows", 17),
+        ("rows", 1 << 60),
+        ("index_size", 3),
+        ("active_index", 2),
+        ("extents", 1 << 50),
+        ("made_at_s", np.nan),
+        ("made_at_s", np.inf),
+    ],
 )
 def test_a_damaged_header_is_refused(field, value):
     made = table()

@@ -3,6 +3,8 @@
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 
 import pytest
 
@@ -126,7 +128,7 @@ class LinkContract:
     def test_fetched_bytes_land_in_the_callers_buffers(self, connect, service, cuts):
         buffer = bytearray(len(self.stock))
         edges = [0, *cuts, len(buffer)]
-        pieces = [memoryview(buffer)[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+        pieces = [memoryview(buffer)[a:b] for a, b in pairwise(edges)]
         seen: list[wire.Answer] = []
 
         def place(answer: wire.Answer) -> Sequence[memoryview]:
@@ -145,7 +147,7 @@ class LinkContract:
     @pytest.mark.parametrize("cuts", [[], [1], [5, 5, 100_000]])
     def test_pushed_bytes_arrive(self, connect, service, cuts):
         edges = [0, *cuts, len(self.stock)]
-        pieces = [memoryview(self.stock)[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+        pieces = [memoryview(self.stock)[a:b] for a, b in pairwise(edges)]
         link = connect()
         answer = link.push(wire.Write(b"", b"", 1, b""), lambda granted: pieces, deadline_s=soon())
         assert answer == wire.Count(len(self.stock))
@@ -185,23 +187,15 @@ class LinkContract:
         assert service.sessions[0].closed.wait(5.0)
 
     def test_many_links_at_once(self, connect, service):
-        failures: list[BaseException] = []
+        def use(link: Link) -> list[bytes]:
+            buffers = [bytearray(len(self.stock)) for _ in range(5)]
+            for buffer in buffers:
+                link.fetch(wire.Read(b""), lambda answer, into=buffer: [memoryview(into)], deadline_s=soon())
+            return buffers
 
-        def use(link: Link) -> None:
-            try:
-                for _ in range(5):
-                    buffer = bytearray(len(self.stock))
-                    link.fetch(wire.Read(b""), lambda answer: [memoryview(buffer)], deadline_s=soon())
-                    assert buffer == self.stock
-            except BaseException as error:
-                failures.append(error)
-
-        threads = [threading.Thread(target=use, args=(connect(),)) for _ in range(6)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert failures == []
+        with ThreadPoolExecutor(6) as pool:
+            for buffers in pool.map(use, [connect() for _ in range(6)]):
+                assert buffers == [self.stock] * 5
         assert len(service.sessions) == 6
 
     def test_nobody_there(self, connect, shm_dir):

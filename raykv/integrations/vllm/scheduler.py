@@ -5,7 +5,7 @@ It looks at requests only through what vLLM tells of them, keeps one `_Tracked` 
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
@@ -53,8 +53,10 @@ class _Tracked:
         admission: How often it had been preempted by then; a new admission starts anew.
         lookup: What was found last.
         ordered: A load was ordered. Not a second time: one that brought nothing would be repeated for ever.
-        loaded: Chunks that the load brings; cut short once it is seen where the engine goes on computing.
-        offered: Leading chunks that were loaded or handed to the worker to be stored.
+        started: It was scheduled, so what follows is known.
+        cached: Leading chunks that the engine found in its own cache.
+        loaded: Chunks that the load brought, after those.
+        offered: Leading chunks that need no more thought: loaded, or handed to the worker to be stored.
     """
 
     request: "Request"
@@ -62,8 +64,16 @@ class _Tracked:
     admission: int = 0
     lookup: _Lookup | None = None
     ordered: bool = False
-    loaded: range = field(default_factory=lambda: range(0))
+    started: bool = False
+    cached: int = 0
+    loaded: range = range(0)
     offered: int = 0
+
+    def start(self, computed: int) -> None:
+        """Take up how many chunks the engine has when it begins to compute: fewer than ordered, if the load failed."""
+        self.started = True
+        self.loaded = range(self.loaded.start, max(self.loaded.start, min(self.loaded.stop, computed)))
+        self.cached = self.loaded.start if self.loaded else computed
 
 
 class SchedulerSide:
@@ -157,12 +167,10 @@ class SchedulerSide:
         """Give the orders for a step that has been scheduled."""
         loads, self._ordered_loads = self._ordered_loads, []
         saves = []
-        if self._may_store and step.kv_connector_block_state is not None:
+        if self._may_store:
+            resolve = step.kv_connector_block_state.resolve_block_ids
             for request_id, tokens in step.num_scheduled_tokens.items():
-                block_ids = step.kv_connector_block_state.get_block_ids(request_id)
-                tracked = self._tracked.get(request_id)
-                if tracked is not None and block_ids is not None:
-                    saves += self._saves(tracked, tokens, block_ids[0])
+                saves += self._saves(self._tracked[request_id], tokens, lambda name=request_id: resolve(name)[0])
         return StepOrders(loads, saves, computes=step.total_num_scheduled_tokens > 0)
 
     def finish(self, request: "Request") -> dict[str, Any] | None:
@@ -259,30 +267,29 @@ class SchedulerSide:
     def _blocks_of(self, chunk: int) -> range:
         return range(chunk * self._chunk_blocks, (chunk + 1) * self._chunk_blocks)
 
-    def _saves(self, tracked: _Tracked, tokens: int, block_ids: Sequence[int]) -> list[Save]:
+    def _saves(self, tracked: _Tracked, tokens: int, block_ids: Callable[[], Sequence[int]]) -> list[Save]:
         """Order the chunks that will be full when this step's `tokens` are computed and were not offered before.
 
         Only tokens that are known count: of those that an asynchronous scheduler has scheduled ahead, or a drafter has
         guessed, neither content nor hash is known yet, so their chunk is stored in the step after they are.
-        What was loaded is not stored again; what the engine found in its own cache is offered once per admission.
+
+        Args:
+            block_ids: Gives the ids of the request's blocks; not called in the many steps that fill no chunk.
         """
         request = tracked.request
-        loaded = range(
-            tracked.loaded.start, min(tracked.loaded.stop, request.num_computed_tokens // self._chunk_tokens)
-        )
-        tracked.loaded = loaded
-        known = request.num_tokens if self._config.store_decode else request.num_prompt_tokens
-        known = min(request.num_computed_tokens + tokens, known, request.num_tokens)
+        if not tracked.started:
+            tracked.start(request.num_computed_tokens // self._chunk_tokens)
+        known = min(request.num_computed_tokens + tokens, request.num_tokens)
+        if not self._config.store_decode:
+            known = min(known, request.num_prompt_tokens)
         full = min(known // self._chunk_tokens, len(request.block_hashes) // self._hashes_per_chunk)
         if full <= tracked.offered:
             return []
-        # Before the first step after an admission, whatever counts as computed was found: loaded, or in the cache.
-        computed = request.num_computed_tokens // self._chunk_tokens
-        found = min(full, loaded.start if loaded else computed) if tracked.offered == 0 else 0
-        new = max(tracked.offered, loaded.stop if loaded else found)
+        cached = range(tracked.offered, min(full, tracked.cached))
+        computed = range(max(tracked.offered, tracked.cached, tracked.loaded.stop), full)
         tracked.offered = full
-        saves = [(range(found), True), (range(new, full), False)]
-        return [self._save(tracked, chunks, block_ids, cached=cached) for chunks, cached in saves if chunks]
+        ids = block_ids() if cached or computed else ()
+        return [self._save(tracked, chunks, ids, cached=chunks is cached) for chunks in (cached, computed) if chunks]
 
     def _save(self, tracked: _Tracked, chunks: range, block_ids: Sequence[int], *, cached: bool) -> Save:
         names = self._names(tracked.request, range(max(0, chunks.start - 1), chunks.stop))

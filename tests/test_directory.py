@@ -1,0 +1,126 @@
+"""Membership: nodes come, go, fall silent and return; the directory forgets everything and learns it again."""
+
+import random
+
+from raykv.directory import Directory, Pulse
+from raykv.ring import Member, View
+
+
+def member(name: str, life: int = 1) -> Member:
+    return Member(name, f"host-{name}", f"{name}:1", f"unix:/{name}", 1.0, life)
+
+
+class Beating:
+    """A node as the directory sees it."""
+
+    def __init__(self, name: str, life: int = 1) -> None:
+        self.member, self.view = member(name, life), View()
+
+    def beat(self, directory: Directory, now_s: float) -> None:
+        pulse = directory.beat(self.member, self.view.epoch, None, now_s=now_s)
+        if pulse.tell_view:
+            pulse = directory.beat(self.member, self.view.epoch, self.view, now_s=now_s)
+            assert not pulse.tell_view
+        if pulse.view is not None:
+            assert pulse.view.epoch > self.view.epoch
+            self.view = pulse.view
+
+
+def names(view: View) -> list[str]:
+    return [known.node_id for known in view.members]
+
+
+def test_joining_staying_and_leaving():
+    directory, a, b = Directory(member_timeout_s=5.0), Beating("a"), Beating("b")
+    a.beat(directory, 0.0)
+    assert (names(a.view), a.view.epoch) == (["a"], 1)
+    b.beat(directory, 0.0)
+    assert names(b.view) == ["a", "b"]
+    assert directory.beat(b.member, 2, None, now_s=1.0) == Pulse()
+    a.beat(directory, 1.0)
+    assert a.view == b.view == directory.view
+    directory.leave("a")
+    directory.leave("a")
+    directory.leave("nobody")
+    assert (names(directory.view), directory.view.epoch) == (["b"], 3)
+
+
+def test_silence_ends_membership_and_a_word_restores_it():
+    directory, a, b = Directory(member_timeout_s=5.0), Beating("a"), Beating("b")
+    a.beat(directory, 0.0)
+    b.beat(directory, 0.0)
+    a.beat(directory, 4.0)
+    assert directory.expire(now_s=5.0) == []
+    assert directory.expire(now_s=5.1) == ["b"]
+    assert directory.expire(now_s=5.1) == []
+    assert names(directory.view) == ["a"]
+    b.beat(directory, 6.0)
+    assert names(b.view) == ["a", "b"]
+
+
+def test_another_life_or_address_makes_a_new_view():
+    directory, a = Directory(member_timeout_s=5.0), Beating("a")
+    a.beat(directory, 0.0)
+    again = Beating("a", life=2)
+    again.beat(directory, 1.0)
+    assert again.view.epoch == 2
+    assert again.view.members == (member("a", 2),)
+
+
+def test_reborn_it_learns_the_view_from_its_nodes():
+    directory, nodes = Directory(member_timeout_s=5.0), [Beating(name) for name in "abc"]
+    for now_s in (0.0, 1.0):
+        for node in nodes:
+            node.beat(directory, now_s)
+    before = directory.view
+    directory = Directory(member_timeout_s=5.0)
+    nodes[1].beat(directory, 2.0)
+    assert directory.view == before
+    assert directory.expire(now_s=6.9) == []  # the others have a full time-out to speak up
+    nodes[1].beat(directory, 6.0)
+    assert sorted(directory.expire(now_s=7.1)) == ["a", "c"]
+
+
+def test_reborn_and_a_newcomer_speaks_first():
+    directory, nodes = Directory(member_timeout_s=5.0), [Beating(name) for name in "abc"]
+    for now_s in (0.0, 1.0):
+        for node in nodes:
+            node.beat(directory, now_s)
+    directory, new = Directory(member_timeout_s=5.0), Beating("new")
+    for node in (new, *nodes, new, *nodes):
+        node.beat(directory, 2.0)
+    assert names(directory.view) == ["a", "b", "c", "new"]
+    assert {node.view for node in (new, *nodes)} == {directory.view}
+
+
+def test_whatever_happens_epochs_grow_and_all_come_to_agree(rng: random.Random):
+    for _ in range(30):
+        directory, nodes = Directory(member_timeout_s=2.5), {name: Beating(name) for name in "abcdef"}
+        alive, now_s, lives = set("abc"), 0.0, 1
+        for _ in range(80):
+            now_s += rng.random()
+            epoch = directory.view.epoch
+            match rng.choice(["beat"] * 6 + ["die", "live", "restart", "leave", "forget"]):
+                case "beat":
+                    for name in rng.sample(sorted(alive), rng.randint(0, len(alive))):
+                        nodes[name].beat(directory, now_s)
+                case "die" if len(alive) > 1:
+                    alive.discard(rng.choice(sorted(alive)))
+                case "live":
+                    alive.add(rng.choice("abcdef"))
+                case "restart":
+                    name, lives = rng.choice(sorted(alive)), lives + 1
+                    nodes[name] = Beating(name, lives)
+                case "leave":
+                    directory.leave(rng.choice("abcdef"))
+                case "forget":
+                    directory, epoch = Directory(member_timeout_s=2.5), 0
+            directory.expire(now_s=now_s)
+            assert directory.view.epoch >= epoch
+        for step in range(9):
+            for name in sorted(alive):
+                nodes[name].beat(directory, now_s + step)
+            directory.expire(now_s=now_s + step)
+        assert names(directory.view) == sorted(alive)
+        assert all(nodes[name].view == directory.view for name in alive)
+        assert all(directory.view.member(name) == nodes[name].member for name in alive)

@@ -1,0 +1,103 @@
+"""The ring: even by weight, the same everywhere, and no key moves without need."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import xxhash
+
+from raykv.ring import SLOTS, Member, Ring, View
+
+
+def nodes(count: int, weight: float = 1.0) -> list[tuple[str, float]]:
+    return [(f"node-{number}", weight) for number in range(count)]
+
+
+def owners(ring: Ring) -> np.ndarray:
+    """Name of the owner of each slot."""
+    return np.array(ring.nodes)[ring.ranks[:, 0]]
+
+
+def test_the_definition_slot_by_slot():
+    """Weighted rendezvous hashing in plain Python."""
+    mask = (1 << 64) - 1
+
+    def mix(x: int) -> int:
+        x = (x + 0x9E3779B97F4A7C15) * 0xBF58476D1CE4E5B9 & mask
+        x = (x ^ x >> 27) * 0x94D049BB133111EB & mask
+        return x ^ x >> 31
+
+    weights = [("a", 1.0), ("b", 2.5), ("c", 0.25)]
+    ring = Ring(weights)
+    for slot in range(0, SLOTS, 37):
+        score = {}
+        for name, weight in weights:
+            uniform = ((mix(slot ^ xxhash.xxh3_64_intdigest(name.encode())) >> 11) + 0.5) / (1 << 53)
+            score[name] = -weight / np.log(uniform)
+        ranked = [ring.nodes[place] for place in ring.ranks[slot].tolist()]
+        assert ranked == sorted(score, key=score.__getitem__, reverse=True)
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 16])
+def test_a_leaver_moves_only_its_own_and_a_joiner_only_what_it_wins(count):
+    before, after = owners(Ring(nodes(count))), owners(Ring(nodes(count + 1)))
+    moved = before != after
+    assert set(after[moved]) == {f"node-{count}"}
+    assert moved.mean() == pytest.approx(1 / (count + 1), rel=0.2)
+
+
+def test_a_change_of_weight_moves_keys_to_or_from_that_node_alone():
+    before = owners(Ring(nodes(8)))
+    heavier = owners(Ring([*nodes(7), ("node-7", 3.0)]))
+    assert set(heavier[before != heavier]) == {"node-7"}
+
+
+@pytest.mark.parametrize("count", [2, 16, 64])
+def test_equal_weights_get_equal_shares(count):
+    shares = np.bincount(Ring(nodes(count)).ranks[:, 0], minlength=count)
+    assert shares.max() / shares.mean() < 1.0 + 4.0 / np.sqrt(SLOTS / count)
+
+
+def test_shares_follow_the_weights():
+    weights = [("a", 1.0), ("b", 2.0), ("c", 4.0), ("d", 1.0)]
+    ring = Ring(weights)
+    shares = np.bincount(ring.ranks[:, 0], minlength=4) / SLOTS
+    assert shares.tolist() == pytest.approx([1 / 8, 2 / 8, 4 / 8, 1 / 8], rel=0.12)
+
+
+def test_ranks_are_all_nodes_and_losing_the_first_promotes_the_second():
+    ring = Ring(nodes(6))
+    assert (np.sort(ring.ranks, axis=1) == np.arange(6)).all()
+    second = np.array(ring.nodes)[ring.ranks[:, 1]]
+    without = owners(Ring(nodes(6)[1:]))
+    lost = owners(ring) == "node-0"
+    assert (without[lost] == second[lost]).all()
+
+
+def test_the_order_of_members_does_not_matter_nor_does_the_process():
+    weights = [(name, 1.0 + place % 3) for place, (name, _) in enumerate(nodes(9))]
+    ring = Ring(weights)
+    assert (Ring(weights[::-1]).ranks == ring.ranks).all()
+    program = f"import zlib; from raykv.ring import Ring; print(zlib.crc32(Ring({weights!r}).ranks.tobytes()))"
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    import zlib
+
+    assert int(said) == zlib.crc32(ring.ranks.tobytes())
+
+
+def test_owners_of_keys(np_rng):
+    keys = np_rng.integers(0, 1 << 64, (1000, 2), np.uint64)
+    ring = Ring(nodes(5))
+    expected = [int(ring.ranks[int(high) * SLOTS >> 64, 0]) for high in keys[:, 0].tolist()]
+    assert ring.owners(keys).tolist() == expected
+    assert (Ring([]).owners(keys) == -1).all()
+
+
+def test_a_view_knows_its_members():
+    member = Member("a", "h", "x:1", "unix:/x", 1.0, 1)
+    view = View(3, (member,))
+    assert view.member("a") is member
+    assert view.member("b") is None
+    assert view.ring.nodes == ("a",)
+    assert View().ring.nodes == ()
