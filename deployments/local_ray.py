@@ -34,6 +34,7 @@ class LocalRay:
 
     Attributes:
         address: For `ray.init` and RAY_ADDRESS.
+        directory: Ray's own, with logs; removed at the end.
         log_directory: Where the nodes' own output goes.
     """
 
@@ -48,8 +49,8 @@ class LocalRay:
             RuntimeError: A node does not start; with the end of what it said.
         """
         require_token()
-        self._directory = Path(tempfile.mkdtemp(prefix="raykv-ray-", dir="/tmp"))  # sockets need a short path
-        self.log_directory = log_directory or self._directory
+        self.directory = Path(tempfile.mkdtemp(prefix="raykv-ray-", dir="/tmp"))  # sockets need a short path
+        self.log_directory = log_directory or self.directory
         self._processes: list[subprocess.Popen[bytes]] = []
         self._cpus = cpus
         self._environment = dict(SETTINGS)
@@ -69,7 +70,7 @@ class LocalRay:
         """Start one more node and wait until it has joined. Returns its number."""
         number = len(self._processes)
         ray = Path(sys.executable).with_name("ray")
-        where = ["--head", f"--port={self._port}", f"--temp-dir={self._directory}", "--include-dashboard=false"]
+        where = ["--head", f"--port={self._port}", f"--temp-dir={self.directory}", "--include-dashboard=false"]
         if number:
             where = [f"--address={self.address}"]
         command = [
@@ -81,7 +82,7 @@ class LocalRay:
             "--resources=" + str(dict(resources)).replace("'", '"'),
         ]
         environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-        environment["TMPDIR"] = str(self._directory)  # engines leave sockets and files in it
+        environment["TMPDIR"] = str(self.directory)  # engines leave sockets and files in it
         log = self.log_directory / f"ray-node-{number}.log"
         with log.open("wb") as output:
             process = subprocess.Popen(
@@ -120,7 +121,7 @@ class LocalRay:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-        shutil.rmtree(self._directory, ignore_errors=True)
+        shutil.rmtree(self.directory, ignore_errors=True)
 
     def __enter__(self) -> Self:
         return self

@@ -232,20 +232,13 @@ class Client:
             return Reservation.refused(len(keys), str(error))
 
     def delete(self, keys: Keys, *, timeout_s: float | None = None) -> int:
-        """Drop chunks wherever they are known to be. Returns how many copies went; pinned ones stay."""
-        keys = self._as_keys(keys)
+        """Drop chunks on every node. Returns how many copies went; pinned ones, and those of absent nodes, stay."""
+        request = wire.Delete(keys_.to_bytes(self._as_keys(keys)))
         reach, deadline_s = self._reach, self._reach.deadline(timeout_s)
-        by_holder: dict[NodeId, list[int]] = {}
-        for place, holder in enumerate(reach.locate(keys, deadline_s)):
-            if holder is not None:
-                by_holder.setdefault(holder, []).append(place)
+        nodes = {member.node_id for member in reach.view(deadline_s).members}
         if reach.local is not None:
-            by_holder[reach.local.attached.node_id] = list(range(len(keys)))
-        work = {
-            holder: partial(reach.call, holder, wire.Delete(keys_.to_bytes(keys[places])), deadline_s)
-            for holder, places in by_holder.items()
-        }
-        answers = reach.in_parallel(work)
+            nodes.add(reach.local.attached.node_id)
+        answers = reach.in_parallel({name: partial(reach.call, name, request, deadline_s) for name in nodes})
         return sum(answer.count for answer in answers.values() if isinstance(answer, wire.Count))
 
     def ticket(self, keys: Keys, *, match: Match | None = None) -> Ticket:

@@ -348,8 +348,10 @@ class Node:
         return Reply(wire.Count(count))
 
     def _suspect(self, request: wire.Suspect, session: NodeSession) -> Reply:
+        keys = _keys(request.keys)
         with self._lock:
-            count = self.shard.verify(_keys(request.keys), now_s=time.monotonic())
+            count = self.shard.verify(keys, now_s=time.monotonic())
+            self._to_announce.append(keys)
         self._changed.set()
         return Reply(wire.Count(count))
 

@@ -309,12 +309,11 @@ class Reach:
         return self._neighbours[life]
 
     def _report_stale(self, holder: NodeId, keys: KeyArray, deadline_s: float) -> None:
-        """Tell the owners that a holder no longer has these. Nobody waits for it."""
-        view = self._view
-        owners = view.ring.owners(keys)
-        for owner in np.unique(owners[owners >= 0]).tolist():
-            message = wire.Announce(holder, removed=keys_.to_bytes(keys[owners == owner]))
-            self._submit(partial(self.call, view.ring.nodes[owner], message, deadline_s))
+        """Let the holder tell the owners that it has not got these: it alone knows if that is still so by then.
+
+        Nobody waits for it.
+        """
+        self._submit(partial(self.call, holder, wire.Suspect(keys_.to_bytes(keys)), deadline_s))
 
     def in_parallel(self, work: Mapping[NodeId, Callable[[], T]]) -> dict[NodeId, T | RayKVError]:
         """Run each, and wait for all; each keeps its own deadline. A RayKVError is a result."""

@@ -97,7 +97,10 @@ class Delete(Message):
 
 
 class Suspect(Message):
-    """The bytes of these chunks did not match their checksums on arrival. Answered by Count: how many were dropped."""
+    """These were not to be had from you, or their bytes were wrong: check them, and tell their owners what is true.
+
+    Answered by Count: how many were dropped.
+    """
 
     keys: bytes
 

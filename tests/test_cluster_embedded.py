@@ -13,6 +13,7 @@ from raykv import wire
 from raykv.config import ClientConfig
 from raykv.embedded import EmbeddedCluster
 from raykv.errors import ConfigError, NamespaceMismatch, PeerUnavailable, UsageError
+from raykv.memory.copying import checksum_of
 from raykv.reach import Reach
 from raykv.transport.memory import Network
 from raykv.transport.tcp import SocketLink
@@ -43,7 +44,7 @@ def get(client: raykv.Client, keys: list[str], nbytes: int = NBYTES, **options) 
 
 
 def cluster(nodes: int, **options) -> EmbeddedCluster:
-    return raykv.embedded(nodes, **{"arena_nbytes": "16 MiB", "extent_nbytes": "1 MiB", **options})
+    return raykv.embedded(nodes, **{"arena_nbytes": "16 MiB", "extent_nbytes": "1 MiB", "heartbeat_s": 0.03, **options})
 
 
 def stats_of(running: EmbeddedCluster, node: int) -> dict:
@@ -149,6 +150,45 @@ def test_delete_takes_chunks_from_other_nodes_too():
         assert running.client(SPACE, node=2).delete(names(3)) == 3
         running.settle()
         assert get(running.client(SPACE, node=1), names(6)).hits == (False,) * 3 + (True,) * 3
+
+
+def test_delete_takes_every_copy():
+    with cluster(3) as running:
+        for node in range(3):
+            assert put(running.client(SPACE, node=node), names(4)).stored == 4
+        assert running.client(SPACE, node=1).delete(names(4)) == 12
+        running.settle()
+        assert running.client(SPACE, node=2).match(names(4)).count == 0
+
+
+def test_a_stale_location_is_corrected_by_the_miss():
+    with cluster(3) as running:
+        put(running.client(SPACE, node=0), names(50))
+        running.settle()
+        reader = running.client(SPACE, node=1)
+        node = running.nodes[0]
+        with node._lock:  # chunks vanish, and nobody is told
+            node.shard.delete(reader.keys(names(50)))
+            node.shard.take_changes()
+        assert reader.match(names(50)).count == 50
+        assert not any(get(reader, names(50)).hits)
+        wait_until(lambda: reader.match(names(50)).count == 0)
+        put(running.client(SPACE, node=2), names(50))
+        wait_until(lambda: get(reader, names(50)).prefix == 50)
+
+
+def test_bytes_that_are_not_what_was_announced_are_not_stored():
+    with cluster(1) as running:
+        link = SocketLink.connect(running.address(), b"", deadline_s=time.monotonic() + 5)
+        link.call(wire.OpenNamespace(b'{"model": "m"}'), deadline_s=time.monotonic() + 5)
+        client = running.client(SPACE)
+        sums = np.array([checksum_of([memoryview(content("a"))]), 12345], np.uint64).tobytes()
+        request = wire.Write(SPACE.account.digest, client.keys(["a", "b"]).tobytes(), NBYTES, sums)
+        pieces = [memoryview(content("a")), memoryview(content("b"))]
+        assert link.push(request, lambda granted: pieces, deadline_s=time.monotonic() + 5) == wire.Count(1)
+        assert get(client, ["a", "b"]).hits == (True, False)
+        assert stats_of(running, 0)["used_nbytes"] == 12288
+        link.close()
 
 
 def test_a_ticket_spares_the_lookup():

@@ -170,7 +170,7 @@ class SchedulerSide:
         if self._may_store:
             resolve = step.kv_connector_block_state.resolve_block_ids
             for request_id, tokens in step.num_scheduled_tokens.items():
-                saves += self._saves(self._tracked[request_id], tokens, lambda name=request_id: resolve(name)[0])
+                saves += self._saves(self._tracked[request_id], tokens, resolve)
         return StepOrders(loads, saves, computes=step.total_num_scheduled_tokens > 0)
 
     def finish(self, request: "Request") -> dict[str, Any] | None:
@@ -208,7 +208,7 @@ class SchedulerSide:
         request = tracked.request
         clients = self._clients(tracked.scope)
         # A preempted request has decoded since, and its ticket has aged: ask anew.
-        tickets = None if tracked.admission else (request.kv_transfer_params or {}).get("raykv")
+        tickets = None if tracked.admission else _tickets_of(request)
         if tickets:
             matches = self._redeem(clients, tickets, self._names(request, range(last)), first)
         else:
@@ -267,14 +267,15 @@ class SchedulerSide:
     def _blocks_of(self, chunk: int) -> range:
         return range(chunk * self._chunk_blocks, (chunk + 1) * self._chunk_blocks)
 
-    def _saves(self, tracked: _Tracked, tokens: int, block_ids: Callable[[], Sequence[int]]) -> list[Save]:
+    def _saves(self, tracked: _Tracked, tokens: int, resolve: Callable[[str], Sequence[Sequence[int]]]) -> list[Save]:
         """Order the chunks that will be full when this step's `tokens` are computed and were not offered before.
 
         Only tokens that are known count: of those that an asynchronous scheduler has scheduled ahead, or a drafter has
         guessed, neither content nor hash is known yet, so their chunk is stored in the step after they are.
 
         Args:
-            block_ids: Gives the ids of the request's blocks; not called in the many steps that fill no chunk.
+            resolve: Gives the ids of a request's blocks, by group; costly, so not called in the many steps that fill no
+                chunk.
         """
         request = tracked.request
         if not tracked.started:
@@ -285,10 +286,11 @@ class SchedulerSide:
         full = min(known // self._chunk_tokens, len(request.block_hashes) // self._hashes_per_chunk)
         if full <= tracked.offered:
             return []
-        cached = range(tracked.offered, min(full, tracked.cached))
+        # What the prefill engine handed over is stored: it has just looked.
+        cached = range(tracked.offered, 0 if _tickets_of(request) else min(full, tracked.cached))
         computed = range(max(tracked.offered, tracked.cached, tracked.loaded.stop), full)
         tracked.offered = full
-        ids = block_ids() if cached or computed else ()
+        ids = resolve(request.request_id)[0] if cached or computed else ()
         return [self._save(tracked, chunks, ids, cached=chunks is cached) for chunks in (cached, computed) if chunks]
 
     def _save(self, tracked: _Tracked, chunks: range, block_ids: Sequence[int], *, cached: bool) -> Save:
@@ -296,6 +298,11 @@ class SchedulerSide:
         parent = names.pop(0) if chunks.start else None
         blocks = [[block_ids[block] for block in self._blocks_of(chunk)] for chunk in chunks]
         return Save(tracked.scope, names, blocks, parent, chunks.start, cached)
+
+
+def _tickets_of(request: "Request") -> Any:
+    """What the prefill engine handed over; it came through an HTTP request, so it may be anything."""
+    return (request.kv_transfer_params or {}).get("raykv")
 
 
 def _leading(match: Match, count: int) -> Match:

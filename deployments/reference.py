@@ -1,0 +1,77 @@
+"""The same requests by a plain vLLM engine, without pool and without a prefix cache: what the demo compares with.
+
+    python -m deployments.reference --model FOLDER --answer-tokens 40
+
+Reads requests from stdin, one JSON list of messages a line, and writes an `Answer` a line to stdout; first of all a line
+that says it is ready. It keeps to one thread, one process and the demo's number format.
+"""
+
+import argparse
+import os
+import sys
+from typing import Any
+
+from pydantic import BaseModel, TypeAdapter
+
+READY = "ready"
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+MESSAGES: TypeAdapter[list[dict[str, str]]] = TypeAdapter(list[dict[str, str]])
+
+
+class Answer(BaseModel):
+    """One answered request.
+
+    Attributes:
+        prompt: The prompt's tokens, with the chat template around the messages.
+        tokens: The answer's.
+        text: The answer.
+        ttft_s: Time to the first token.
+    """
+
+    prompt: list[int]
+    tokens: list[int]
+    text: str
+    ttft_s: float
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m deployments.reference")
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--answer-tokens", type=int, required=True)
+    options = parser.parse_args()
+    os.environ.update(ENVIRONMENT)
+    from vllm import LLM, SamplingParams
+
+    engine = LLM(
+        options.model,
+        dtype="float32",
+        enforce_eager=True,
+        enable_prefix_caching=False,
+        max_model_len=8192,
+        kv_cache_memory_bytes=512 << 20,
+        distributed_executor_backend="uni",
+        disable_log_stats=False,
+    )
+    sampling = SamplingParams(temperature=0, max_tokens=options.answer_tokens)
+    print(READY, flush=True)
+    for line in sys.stdin:
+        messages: Any = MESSAGES.validate_json(line)
+        (output,) = engine.chat(messages, sampling, use_tqdm=False)
+        answer = Answer(
+            prompt=output.prompt_token_ids,
+            tokens=list(output.outputs[0].token_ids),
+            text=output.outputs[0].text,
+            ttft_s=output.metrics.first_token_latency,
+        )
+        print(answer.model_dump_json(), flush=True)
+
+
+if __name__ == "__main__":
+    main()

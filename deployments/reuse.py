@@ -1,0 +1,78 @@
+"""What the engines of a deployment reused, read from the metrics that Ray exports on every Ray node."""
+
+import re
+import time
+import urllib.request
+from collections import Counter
+from dataclasses import dataclass, field
+
+import ray
+
+from raykv.cluster import status
+
+POLL_S = 0.2
+READ_TIMEOUT_S = 10.0
+_SAMPLE = re.compile(r"^ray_vllm_(?P<name>\w+)\{(?P<labels>.*)\} (?P<value>\S+)$", re.MULTILINE)
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+
+
+@dataclass
+class Reuse:
+    """What was loaded from the pool instead of computed.
+
+    Attributes:
+        tokens: By (address of the Ray node whose engine loaded, of the one that held, path).
+        nbytes: By path.
+        answers: Requests that engines finished.
+    """
+
+    tokens: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+    nbytes: Counter[str] = field(default_factory=Counter)
+    answers: int = 0
+
+    def __sub__(self, earlier: "Reuse") -> "Reuse":
+        return Reuse(self.tokens - earlier.tokens, self.nbytes - earlier.nbytes, self.answers - earlier.answers)
+
+
+class ReuseMeter:
+    """Reads totals and gives differences."""
+
+    def __init__(self, pool: str) -> None:
+        """Args: pool: Name of the raykv cluster."""
+        self._endpoints = [f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}" for node in ray.nodes()]
+        nodes = status(pool)["nodes"].values()
+        self._address_of = {node["node_id"]: node["address"].rpartition(":")[0] for node in nodes}
+        self._last = self._read()
+
+    def next(self, *, answers: int, timeout_s: float = 30.0) -> Reuse:
+        """What was reused since the last call, once this many more requests have been finished by engines.
+
+        Raises:
+            TimeoutError: Fewer were finished, or their figures do not come.
+        """
+        until_s = time.monotonic() + timeout_s
+        while time.monotonic() < until_s:
+            now = self._read()
+            since = now - self._last
+            if since.answers >= answers:
+                self._last = now
+                return since
+            time.sleep(POLL_S)
+        raise TimeoutError(f"the engines' figures are not there after {timeout_s} s: {since}")
+
+    def _read(self) -> Reuse:
+        total = Reuse()
+        for endpoint in self._endpoints:
+            with urllib.request.urlopen(f"{endpoint}/metrics", timeout=READ_TIMEOUT_S) as response:
+                text = response.read().decode()
+            for sample in _SAMPLE.finditer(text):
+                labels, value = dict(_LABEL.findall(sample["labels"])), int(float(sample["value"]))
+                match sample["name"]:
+                    case "raykv_loaded_tokens_total":
+                        holder = self._address_of.get(labels["holder"], labels["holder"])
+                        total.tokens[labels["NodeAddress"], holder, labels["path"]] += value
+                    case "raykv_loaded_bytes_total":
+                        total.nbytes[labels["path"]] += value
+                    case "request_success_total":
+                        total.answers += value
+        return total

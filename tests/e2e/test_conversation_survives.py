@@ -1,0 +1,189 @@
+"""Prefill and decode workers on two Ray nodes, and one process killed with signal 9 in the middle of each conversation.
+
+Every request must be answered, with the very tokens that a plain engine computes in full (float32, greedy).
+"""
+
+import os
+import random
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ray")
+pytest.importorskip("vllm")
+psutil = pytest.importorskip("psutil")
+openai = pytest.importorskip("openai")
+
+from deployments import demo  # noqa: E402
+from raykv import cluster  # noqa: E402
+
+pytestmark = [pytest.mark.e2e, pytest.mark.vllm, pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
+
+WORDS = [
+    "pump",
+    "valve",
+    "river",
+    "gate",
+    "level",
+    "alarm",
+    "night",
+    "shift",
+    "water",
+    "report",
+    "engine",
+    "flood",
+    "north",
+    "south",
+    "crew",
+    "spare",
+]
+QUESTIONS = ("Say in one sentence what this is.", "Which word came first?", "And which came last?")
+BACK_WITHIN_S = 120.0
+
+
+@dataclass
+class Conversation:
+    """What was asked, what came back, and who came back."""
+
+    messages: list[demo.Messages] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    tokens: list[list[int]] = field(default_factory=list)
+    killed: int = 0
+    revived: int = 0
+
+
+def node_actor(address: str) -> Callable[[], int]:
+    def pid() -> int:
+        nodes = cluster.status(demo.POOL)["nodes"].values()
+        return next(node["pid"] for node in nodes if node.get("member") and node["address"].startswith(address))
+
+    return pid
+
+
+def directory_actor() -> int:
+    pid: int = cluster.status(demo.POOL)["directory"]["pid"]
+    return pid
+
+
+def decode_replica() -> int:
+    """The replica's process, among those that this process has started."""
+    children = psutil.Process().children(recursive=True)
+    return next(child.pid for child in children if "ServeReplica:pd:Decode" in " ".join(child.cmdline()))
+
+
+VICTIMS: dict[str, tuple[Callable[[], int], int]] = {
+    # who, and after how many tokens of the second answer; 0: while it is being prefilled
+    "prefill's node actor": (node_actor("127.0.0.2"), 0),
+    "decode's node actor": (node_actor("127.0.0.3"), 0),
+    "directory actor": (directory_actor, 3),
+    "decode replica": (decode_replica, 5),
+}
+
+
+def document(seed: int) -> str:
+    rng = random.Random(seed)
+    return " ".join(
+        f"{number}. The {rng.choice(WORDS)} {rng.choice(WORDS)} {rng.choice(WORDS)}." for number in range(60)
+    )
+
+
+def ask(client: Any, messages: demo.Messages, on_token: Callable[[int], None]) -> tuple[str, list[int], str]:
+    """Text, tokens and finish reason of one streamed answer."""
+    text, tokens, finish = "", [], ""
+    on_token(0)
+    for event in client.chat.completions.create(
+        model=demo.MODEL_ID,
+        messages=messages,
+        temperature=0,
+        max_tokens=demo.ANSWER_TOKENS,
+        stream=True,
+        extra_body={"return_token_ids": True},
+    ):
+        for choice in event.choices:
+            tokens += (choice.model_extra or {}).get("token_ids") or []
+            text += choice.delta.content or ""
+            finish = choice.finish_reason or finish
+            on_token(len(tokens))
+    return text, tokens, finish
+
+
+def converse(client: Any, seed: int, victim: Callable[[], int], after_tokens: int) -> Conversation:
+    talk = Conversation()
+    messages: demo.Messages = []
+    for number, question in enumerate(QUESTIONS):
+        messages = [*messages, {"role": "user", "content": f"{document(seed)}\n{question}" if not number else question}]
+        doomed = victim() if number == 1 else 0
+
+        def kill(count: int, doomed: int = doomed) -> None:
+            if doomed and not talk.killed and count >= after_tokens:
+                talk.killed = doomed
+                when_s = 0.1 if after_tokens == 0 else 0.0
+                threading.Timer(when_s, os.kill, (doomed, signal.SIGKILL)).start()
+
+        text, tokens, finish = ask(client, messages, kill)
+        assert finish, "the stream ended without saying why"
+        talk.messages.append(messages)
+        talk.texts.append(text)
+        talk.tokens.append(tokens)
+        messages = [*messages, {"role": "assistant", "content": text}]
+    talk.revived = wait_for_another(victim, talk.killed)
+    return talk
+
+
+def wait_for_another(victim: Callable[[], int], old: int) -> int:
+    until_s = time.monotonic() + BACK_WITHIN_S
+    while time.monotonic() < until_s:
+        try:
+            pid = victim()
+        except Exception:  # noqa: BLE001 - whatever it is, it is that the victim is not back yet
+            pid = 0
+        if pid not in (0, old):
+            return pid
+        time.sleep(0.1)
+    raise AssertionError(f"not back within {BACK_WITHIN_S} s")
+
+
+@pytest.fixture(scope="module")
+def outcome() -> dict[str, tuple[Conversation, list[demo.Answer]]]:
+    """All conversations, and what a plain engine answers to the same messages."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    demo.ensure_model()
+    with demo.deployment(port) as start_reference:
+        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=300)
+        talks = {
+            name: converse(client, seed, pid, after_tokens)
+            for seed, (name, (pid, after_tokens)) in enumerate(VICTIMS.items())
+        }
+        process = start_reference()
+    requests = [messages for talk in talks.values() for messages in talk.messages]
+    plain = iter(demo.answer_without_pool(process, requests))
+    return {name: (talk, [next(plain) for _ in talk.messages]) for name, talk in talks.items()}
+
+
+@pytest.mark.parametrize("victim", VICTIMS)
+def test_every_request_is_answered_as_by_a_plain_engine(outcome, victim: str) -> None:
+    talk, plain = outcome[victim]
+    assert talk.killed
+    assert talk.texts == [answer.text for answer in plain]
+    assert [tokens for number, tokens in enumerate(talk.tokens) if number != 1] == [
+        answer.tokens for number, answer in enumerate(plain) if number != 1
+    ]
+
+
+@pytest.mark.parametrize("victim", VICTIMS)
+def test_who_was_killed_comes_back_by_itself(outcome, victim: str) -> None:
+    talk, _ = outcome[victim]
+    assert talk.revived not in (0, talk.killed)
+
+
+def test_nothing_stays_behind(outcome) -> None:
+    assert [path.name for path in Path("/dev/shm").glob(f"raykv-{demo.POOL}-*")] == []
