@@ -1,4 +1,4 @@
-"""The demo: two Ray nodes on this machine, prefill on one, decode on the other, and a conversation over a long document.
+"""The demo: two Ray nodes on this machine, one for prefill, one for decode, and a conversation over a long document.
 
     make demo     shows what the pool saves, and checks it
     make serve    leaves the same deployment running for requests of your own
@@ -8,15 +8,17 @@ The two nodes count as two hosts: nothing passes between them through shared mem
 
 import argparse
 import importlib
+import io
 import logging
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from typing import Any
 from deployments.local_ray import SETTINGS, LocalRay, require_token
 from deployments.model import MODEL_PATH, ensure_model
 from deployments.reference import MESSAGES, READY, Answer
+from deployments.reuse import Reuse, ReuseMeter
 
 DOCUMENT = Path(__file__).with_name("demo_document.txt")
 QUESTIONS = (
@@ -31,6 +34,7 @@ QUESTIONS = (
     "At which water level does the second pump start?",
     "Both feeds have failed at night. What does the operator do first?",
 )
+NODES = {"127.0.0.2": "A", "127.0.0.3": "B"}
 POOL = "demo"
 MODEL_ID = "smollm2"
 ANSWER_TOKENS = 40
@@ -42,6 +46,14 @@ DRIVER_SETTINGS = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
 }
+HEAD = ("turn", "prompt", "reused by prefill (A)", "reused by decode (B)", "moved", "TTFT", "without", "", "tokens")
+LEGEND = """
+prompt   its tokens, with the chat template
+reused   tokens whose KV was not computed: out of whose memory (A or B), by shared memory (shm) or by TCP
+moved    the bytes of that
+TTFT     time to the first token, by the OpenAI API; without: by a plain vLLM engine, alone on this machine, no HTTP
+tokens   prompt and answer, against that engine, which computes every prompt in full; float32, greedy
+The engines' own prefix caches are off, so all reuse is the pool's."""
 
 Messages = list[dict[str, str]]
 
@@ -53,7 +65,7 @@ class Turn:
     title: str
     messages: Messages
     answer: Answer
-    reuse: Any
+    reuse: Reuse
 
 
 def main() -> int:
@@ -62,134 +74,123 @@ def main() -> int:
     Returns:
         0 when everything that it promises was so.
     """
-    parser = argparse.ArgumentParser(
-        prog="python -m deployments.demo", description="Show what a shared KV cache saves."
-    )
+    parser = argparse.ArgumentParser(prog="python -m deployments.demo", description="What a shared KV cache saves.")
     parser.add_argument("--serve", action="store_true", help="leave the deployment running until Ctrl-C")
     parser.add_argument("--port", type=int, default=8000, help="of the OpenAI server (default 8000)")
     options = parser.parse_args()
     started_s = time.monotonic()
-    # Without bytecode, each of the processes to come would compile vLLM anew.
-    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    logging.disable(logging.WARNING)
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each of the processes to come compiles vLLM anew
     os.environ.update(DRIVER_SETTINGS)
     ensure_model()
-    if options.serve:
-        with deployment(options.port):
+    with deployment(options.port):
+        if options.serve:
             wait_for_ctrl_c(options.port)
-        return 0
-    with deployment(options.port) as reference:
+            return 0
         turns = converse(options.port)
-        process = reference()
-    answers = answer_without_pool(process, [turn.messages for turn in turns])
-    print_table(turns, answers)
-    good = check(turns, answers)
+        process = reference_process()
+    without = answer_without_pool(process, [turn.messages for turn in turns])
+    print_table(turns, without)
+    good = check(turns, without)
     print(f"\nAll of it took {time.monotonic() - started_s:.0f} s.")
     return 0 if good else 1
 
 
-# -- starting and stopping ------------------------------------------------------------------------------------------------
+# -- starting and stopping --------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def step(what: str) -> Iterator[None]:
     """Show what is going on, and for how long it has been."""
     start_s = time.monotonic()
+    out = sys.stdout
     done = threading.Event()
-    live = sys.stdout.isatty()
 
     def tick() -> None:
         while not done.wait(0.5):
-            print(f"\r  {what} ... {time.monotonic() - start_s:.0f} s", end="", flush=True)
+            print(f"\r  {what} ... {time.monotonic() - start_s:.0f} s", end="", file=out, flush=True)
 
-    print(f"  {what} ...", end="", flush=True)
+    print(f"  {what} ...", end="", file=out, flush=True)
     ticker = threading.Thread(target=tick, daemon=True)
-    if live:
+    if out.isatty():
         ticker.start()
     try:
         yield
     finally:
         done.set()
-        if live:
+        if out.isatty():
             ticker.join()
-            print(f"\r  {what} ...", end="")
-        print(f" {time.monotonic() - start_s:.1f} s", flush=True)
+            print(f"\r  {what} ...", end="", file=out)
+        print(f" {time.monotonic() - start_s:.1f} s", file=out, flush=True)
 
 
 @contextmanager
-def deployment(port: int) -> Iterator[Any]:
-    """Run the deployment for the time of the context. Gives a function that starts the reference engine's process."""
+def deployment(port: int) -> Iterator[None]:
+    """Run the deployment for the time of the context. However it ends, nothing of it stays."""
     os.environ.update(SETTINGS)
     require_token()
-    # Importing vLLM takes as long as starting Ray; one waits for the other mostly.
+    # Importing vLLM takes as long as starting Ray, which mostly waits.
     importing = threading.Thread(target=importlib.import_module, args=("ray.serve.llm",), daemon=True)
     importing.start()
-    references: list[subprocess.Popen[str]] = []
+    with ExitStack() as running:
+        print("Starting")
+        with step("Ray: two nodes, A (127.0.0.2) for prefill and B (127.0.0.3) for decode"):
+            nodes = LocalRay([{"prefill": 1}, {"decode": 1}])
+            running.callback(nodes.close)
+        try:
+            start(port, running, address=nodes.address, importing=importing)
+            yield
+        except Exception:
+            keep_logs(nodes)
+            raise
+        finally:
+            print()
+            with step("Stopping"), redirect_stdout(io.StringIO()):  # Ray prints a false alarm about its own end
+                running.close()
 
-    def start_reference() -> subprocess.Popen[str]:
-        references.append(reference_process())
-        return references[-1]
 
-    print("Starting")
-    with step("Ray, two nodes: 127.0.0.2 (A, for prefill) and 127.0.0.3 (B, for decode)"):
-        nodes = LocalRay([{"prefill": 1}, {"decode": 1}])
-    try:
+def start(port: int, running: ExitStack, *, address: str, importing: threading.Thread) -> None:
+    """Start the pool and the app on the Ray nodes there, and note in `running` how to end them."""
+    with step("raykv: on each of them, 1 GiB of memory for the pool"):
         import ray
+
+        from raykv import cluster
+
+        ray.init(address=address, log_to_driver=False)
+        running.callback(ray.shutdown)
+        running.callback(cluster.stop, POOL)
+        cluster.start(name=POOL, separate_hosts=True, storage={"arena_nbytes": "1 GiB"})
+    with step("Ray Serve: the OpenAI server"):
+        importing.join()
         from ray import serve
 
         from deployments import pd
-        from raykv import cluster
 
-        logging.getLogger("ray").setLevel(logging.ERROR)
-        with step("raykv, a node with 1 GiB of memory on each"):
-            ray.init(address=nodes.address, log_to_driver=False, logging_level=logging.ERROR)
-            cluster.start(name=POOL, separate_hosts=True, storage={"arena_nbytes": "1 GiB"})
-        with step("Ray Serve"):
-            serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
-            importing.join()
-        with step("vLLM, one prefill and one decode worker (the longest part, most of a minute)"):
-            serve.run(pd.build(app_args()), name="pd")
-
-        print("\nStopping")
-        with step("Ray Serve and its workers"):
-            serve.shutdown()
-        with step("raykv and Ray"):
-            cluster.stop(POOL)
-            ray.shutdown()
-            nodes.close()
-    except BaseException:
-        keep_logs(nodes)
-        for process in references:
-            process.kill()
-        raise
-    finally:
-        nodes.close()
-
-
-def app_args() -> Any:
-    """What is served: see deployments/pd.py. Only the pool keeps prefixes, so all reuse in the table is the pool's."""
-    from deployments import pd
-
-    return pd.PDArgs(
-        model=str(MODEL_PATH),
-        model_id=MODEL_ID,
-        device="cpu",
-        dtype="float32",
-        prefill_resources={"prefill": 0.001},
-        decode_resources={"decode": 0.001},
-        max_model_len=8192,
-        kv_cache_nbytes="512 MiB",
-        engine_prefix_caching=False,
-        pool=POOL,
-    )
+        running.callback(serve.shutdown)
+        serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
+    with step("vLLM: a prefill and a decode worker (this takes longest, most of a minute)"):
+        args = pd.PDArgs(
+            model=str(MODEL_PATH),
+            model_id=MODEL_ID,
+            device="cpu",
+            dtype="float32",
+            prefill_resources={"prefill": 0.001},
+            decode_resources={"decode": 0.001},
+            max_model_len=8192,
+            kv_cache_nbytes=512 << 20,
+            engine_prefix_caching=False,
+            pool=POOL,
+        )
+        serve.run(pd.build(args), name="pd")
 
 
 def keep_logs(nodes: LocalRay) -> None:
     """Save the logs of a run that failed."""
-    kept = MODEL_PATH.parents[1] / "demo-logs"
-    shutil.rmtree(kept, ignore_errors=True)
-    logs = next(nodes.directory.glob("session_*/logs"), None)
+    logs = next(nodes.directory.glob("session_2*/logs"), None)
     if logs is not None:
-        shutil.copytree(logs, kept, ignore_dangling_symlinks=True, dirs_exist_ok=True)
+        kept = MODEL_PATH.parents[1] / "demo-logs"
+        shutil.rmtree(kept, ignore_errors=True)
+        shutil.copytree(logs, kept, ignore_dangling_symlinks=True)
         print(f"\nThe logs are in {kept}", file=sys.stderr)
 
 
@@ -204,45 +205,47 @@ Ready; Ctrl-C ends it. Try, in another terminal:
 """,
         flush=True,
     )
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         threading.Event().wait()
     except KeyboardInterrupt:
-        print()
+        pass
 
 
-# -- the conversation -----------------------------------------------------------------------------------------------------
+# -- the conversation -------------------------------------------------------------------------------------------------
 
 
 def converse(port: int) -> list[Turn]:
     """Ask about the document, turn by turn, and at last the first question once more."""
     from openai import OpenAI
 
-    from deployments.reuse import ReuseMeter
-
     client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none")
     meter = ReuseMeter(POOL)
-    document = DOCUMENT.read_text()
-    print(f"\nA conversation over {DOCUMENT.name} ({len(document.split())} words)")
-    messages: Messages = []
     turns: list[Turn] = []
-    for number, question in enumerate(QUESTIONS, start=1):
-        messages = [*messages, {"role": "user", "content": f"{document}\n{question}" if number == 1 else question}]
-        print(f"\n  {number}. {question}")
+
+    def turn(title: str, messages: Messages) -> str:
+        print(f"\n  {title}: {messages[-1]['content'].rpartition(chr(10))[2]}")
         answer = ask(client, messages)
-        turns.append(Turn(str(number), messages, answer, meter.next(answers=2)))
-        messages = [*messages, {"role": "assistant", "content": answer.text}]
-    print(f"\n  1 again, as another user. {QUESTIONS[0]}")
-    answer = ask(client, turns[0].messages)
-    turns.append(Turn("1 again", turns[0].messages, answer, meter.next(answers=2)))
+        turns.append(Turn(title, messages, answer, meter.next(answers=2)))
+        return answer.text
+
+    document = DOCUMENT.read_text()
+    print(f"\nA conversation over {DOCUMENT.name}, {len(document.split())} words")
+    messages: Messages = []
+    for number, question in enumerate(QUESTIONS, start=1):
+        content = f"{document}\n{question}" if number == 1 else question
+        messages = [*messages, {"role": "user", "content": content}]
+        messages = [*messages, {"role": "assistant", "content": turn(str(number), messages)}]
+    turn("1 again", messages[:1])
     return turns
 
 
 def ask(client: Any, messages: Messages) -> Answer:
     """Send one request and show the answer as it comes."""
-    start_s = time.perf_counter()
     prompt: list[int] = []
     tokens: list[int] = []
     text, ttft_s = "", 0.0
+    start_s = time.perf_counter()
     stream = client.chat.completions.create(
         model=MODEL_ID,
         messages=messages,
@@ -253,9 +256,9 @@ def ask(client: Any, messages: Messages) -> Answer:
     )
     print("     ", end="")
     for event in stream:
-        prompt = (event.model_extra or {}).get("prompt_token_ids") or prompt
+        prompt = event.model_extra.get("prompt_token_ids") or prompt
         for choice in event.choices:
-            tokens += (choice.model_extra or {}).get("token_ids") or []
+            tokens += choice.model_extra.get("token_ids") or []
             ttft_s = ttft_s or (time.perf_counter() - start_s if tokens else 0.0)
             text += choice.delta.content or ""
             print((choice.delta.content or "").replace("\n", " "), end="", flush=True)
@@ -279,13 +282,13 @@ def answer_without_pool(process: subprocess.Popen[str], requests: Sequence[Messa
     """Have the plain engine answer the same requests, alone on this machine."""
     assert process.stdin is not None
     assert process.stdout is not None
-    print("\nThe same without the pool")
     answers = []
+    print("\nThe same without the pool")
     with process:
-        with step("a plain vLLM engine"):
+        with step("A plain vLLM engine"):
             if process.stdout.readline().strip() != READY:
-                raise RuntimeError("the reference engine did not start: python -m deployments.reference says why")
-        with step(f"its answers to the {len(requests)} requests"):
+                raise RuntimeError(f"the plain engine did not start; to see why: {' '.join(map(str, process.args))}")
+        with step(f"Its answers to the {len(requests)} requests"):
             for messages in requests:
                 process.stdin.write(MESSAGES.dump_json(messages).decode() + "\n")
                 process.stdin.flush()
@@ -294,29 +297,19 @@ def answer_without_pool(process: subprocess.Popen[str], requests: Sequence[Messa
     return answers
 
 
-# -- what came of it ------------------------------------------------------------------------------------------------------
+# -- what came of it --------------------------------------------------------------------------------------------------
 
 
 def print_table(turns: Sequence[Turn], without: Sequence[Answer]) -> None:
     """Say per turn what was reused, from where, and what that saved."""
-    head = (
-        "turn",
-        "prompt",
-        "reused by prefill on A",
-        "reused by decode on B",
-        "moved",
-        "TTFT",
-        "without",
-        "",
-        "tokens",
-    )
+    prefill, decode = NODES
     rows = [
         (
             turn.title,
-            f"{len(turn.answer.prompt)}",
-            sources(turn.reuse, "127.0.0.2"),
-            sources(turn.reuse, "127.0.0.3"),
-            " + ".join(f"{nbytes / 1e6:.0f} MB {path}" for path, nbytes in sorted(turn.reuse.nbytes.items())),
+            str(len(turn.answer.prompt)),
+            sources(turn.reuse, prefill),
+            sources(turn.reuse, decode),
+            ", ".join(f"{nbytes / 1e6:.0f} MB {path}" for path, nbytes in sorted(turn.reuse.nbytes.items())),
             f"{turn.answer.ttft_s:.2f} s",
             f"{plain.ttft_s:.2f} s",
             f"{plain.ttft_s / turn.answer.ttft_s:.1f}x",
@@ -324,23 +317,17 @@ def print_table(turns: Sequence[Turn], without: Sequence[Answer]) -> None:
         )
         for turn, plain in zip(turns, without, strict=True)
     ]
-    widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
+    widths = [max(len(row[column]) for row in [HEAD, *rows]) for column in range(len(HEAD))]
     print()
-    for row in [head, tuple("-" * width for width in widths), *rows]:
+    for row in [HEAD, tuple("-" * width for width in widths), *rows]:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-    print(
-        "\nprompt: its tokens. reused: tokens whose KV came from the pool, from the node A or B, through shared memory (shm)"
-        "\nor TCP. moved: the bytes of that. TTFT: time to the first token, through the OpenAI API. without: the same of a"
-        "\nplain vLLM engine alone on this machine, without HTTP. tokens: against that engine, which computes every prompt in"
-        "\nfull; float32, greedy. The engines' own prefix caches are off: all reuse is the pool's."
-    )
+    print(LEGEND)
 
 
-def sources(reuse: Any, reader: str) -> str:
+def sources(reuse: Reuse, reader: str) -> str:
     """Where one node's tokens came from, in words."""
-    name = {"127.0.0.2": "A", "127.0.0.3": "B"}
     parts = [
-        f"{tokens} from {name.get(holder, holder)} ({path})"
+        f"{tokens} {NODES.get(holder, holder)} {path}"
         for (loader, holder, path), tokens in sorted(reuse.tokens.items())
         if loader == reader
     ]
@@ -359,9 +346,10 @@ def check(turns: Sequence[Turn], without: Sequence[Answer]) -> bool:
     promises = {
         "every turn's tokens are identical": all(map(same, (turn.answer for turn in turns), without)),
         "from turn 2 on, KV came from the other node": all(crossed[1:]),
-        f"the repeated prompt's first token came {speedup:.0f} times sooner (at least {WANTED_SPEEDUP:.0f})": speedup
-        >= WANTED_SPEEDUP,
-        "nothing stayed in /dev/shm" if not left else f"left in /dev/shm: {left}": not left,
+        f"the repeated prompt's first token came {speedup:.0f} times sooner (at least {WANTED_SPEEDUP:.0f} wanted)": (
+            speedup >= WANTED_SPEEDUP
+        ),
+        f"nothing stayed in /dev/shm{': ' if left else ''}{', '.join(left)}": not left,
     }
     print()
     for promise, kept in promises.items():

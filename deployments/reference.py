@@ -2,8 +2,8 @@
 
     python -m deployments.reference --model FOLDER --answer-tokens 40
 
-Reads requests from stdin, one JSON list of messages a line, and writes an `Answer` a line to stdout; first of all a line
-that says it is ready. It keeps to one thread, one process and the demo's number format.
+Reads requests from stdin, one JSON list of messages a line, and writes an `Answer` a line to stdout; first of all a
+line that says it is ready. It keeps to one thread, one process and the demo's number format.
 """
 
 import argparse

@@ -6,10 +6,6 @@ import urllib.request
 from collections import Counter
 from dataclasses import dataclass, field
 
-import ray
-
-from raykv.cluster import status
-
 POLL_S = 0.2
 READ_TIMEOUT_S = 10.0
 _SAMPLE = re.compile(r"^ray_vllm_(?P<name>\w+)\{(?P<labels>.*)\} (?P<value>\S+)$", re.MULTILINE)
@@ -39,6 +35,10 @@ class ReuseMeter:
 
     def __init__(self, pool: str) -> None:
         """Args: pool: Name of the raykv cluster."""
+        import ray
+
+        from raykv.cluster import status
+
         self._endpoints = [f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}" for node in ray.nodes()]
         nodes = status(pool)["nodes"].values()
         self._address_of = {node["node_id"]: node["address"].rpartition(":")[0] for node in nodes}
@@ -51,14 +51,15 @@ class ReuseMeter:
             TimeoutError: Fewer were finished, or their figures do not come.
         """
         until_s = time.monotonic() + timeout_s
-        while time.monotonic() < until_s:
+        while True:
             now = self._read()
             since = now - self._last
             if since.answers >= answers:
                 self._last = now
                 return since
+            if time.monotonic() > until_s:
+                raise TimeoutError(f"the engines' figures are not there after {timeout_s} s: {since}")
             time.sleep(POLL_S)
-        raise TimeoutError(f"the engines' figures are not there after {timeout_s} s: {since}")
 
     def _read(self) -> Reuse:
         total = Reuse()
@@ -66,7 +67,8 @@ class ReuseMeter:
             with urllib.request.urlopen(f"{endpoint}/metrics", timeout=READ_TIMEOUT_S) as response:
                 text = response.read().decode()
             for sample in _SAMPLE.finditer(text):
-                labels, value = dict(_LABEL.findall(sample["labels"])), int(float(sample["value"]))
+                labels: dict[str, str] = dict(_LABEL.findall(sample["labels"]))
+                value = int(float(sample["value"]))
                 match sample["name"]:
                     case "raykv_loaded_tokens_total":
                         holder = self._address_of.get(labels["holder"], labels["holder"])

@@ -17,11 +17,10 @@ from typing import Any, Self
 import pytest
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("vllm")
-
-# One process, one thread (more wait for each other where others run), no model hub. vLLM reads these when it is imported.
+# One process, one thread (several spin for each other where cores are busy), and no model hub.
 os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_OMP_THREADS_BIND="nobind", HF_HUB_OFFLINE="1")
 torch.set_num_threads(1)
+pytest.importorskip("vllm")
 
 from safetensors.torch import save_file  # noqa: E402
 from vllm import LLM, SamplingParams  # noqa: E402

@@ -24,12 +24,14 @@ def register() -> None:
 
     vLLM looks a connector up by name, without its module path, in two places: inside `MultiConnector`, and when the
     statistics of such a child are logged, where an unknown name stops the engine. Importing the connector registers it
-    in that process; the entry point `vllm.general_plugins` calls this in every process of the engine.
+    in that process; an entry point in vLLM's group `vllm.general_plugins` would in every process of an engine.
     """
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    if "RayKVConnector" not in KVConnectorFactory._registry:
+    try:
         KVConnectorFactory.register_connector("RayKVConnector", "raykv.integrations.vllm.connector", "RayKVConnector")
+    except ValueError:
+        pass  # it is known already
 
 
 def __getattr__(name: str) -> Any:
