@@ -287,7 +287,7 @@ def answer_without_pool(process: subprocess.Popen[str], requests: Sequence[Messa
     with process:
         with step("A plain vLLM engine"):
             if process.stdout.readline().strip() != READY:
-                raise RuntimeError(f"the plain engine did not start; to see why: {' '.join(map(str, process.args))}")
+                raise RuntimeError("the plain engine did not start; run python -m deployments.reference to see why")
         with step(f"Its answers to the {len(requests)} requests"):
             for messages in requests:
                 process.stdin.write(MESSAGES.dump_json(messages).decode() + "\n")

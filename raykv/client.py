@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from raykv import keys as keys_
 from raykv import wire
-from raykv.errors import CapacityError, LostError, PeerUnavailable, TransientError, UsageError
+from raykv.errors import CapacityError, LostError, PeerUnavailable, ProtocolError, TransientError, UsageError
 from raykv.handoff import Ticket
 from raykv.local import LocalNode, Pins, Reservation
 from raykv.memory.copying import checksum_of, gather
@@ -338,7 +338,10 @@ class Client:
         def pick(answer: wire.Answer) -> list[memoryview]:
             nonlocal granted
             granted = expect(wire.Granted, answer)
-            return [piece for place in np.frombuffer(granted.positions, "<i4").tolist() for piece in values[place]]
+            places = wire.array(granted.positions, "<i4", len(granted.positions) // 4).tolist()
+            if not all(0 <= place < len(values) for place in places):
+                raise ProtocolError("a place that is none of the keys'")
+            return [piece for place in places for piece in values[place]]
 
         def push(link: Link) -> int:
             link.call(wire.OpenNamespace(text), deadline_s=deadline_s)

@@ -27,6 +27,7 @@ from raykv.types import Bits, GetResult, KeyArray, NodeId, Path, host_identity
 
 T = TypeVar("T")
 
+SCRAP_NBYTES: Final = 1 << 20
 PARALLEL_PEERS: Final = 16
 """Nodes asked at the same time by one client."""
 
@@ -202,19 +203,20 @@ class Reach:
             view.ring.nodes[owner]: np.flatnonzero(owners == owner) for owner in np.unique(owners[owners >= 0]).tolist()
         }
         answers = self.in_parallel(
-            {
-                name: partial(self.call, name, wire.Locate(keys_.to_bytes(keys[places])), deadline_s)
-                for name, places in places_of.items()
-            }
+            {name: partial(self._ask_owner, name, keys[places], deadline_s) for name, places in places_of.items()}
         )
         holders: list[NodeId | None] = [None] * len(keys)
         for name, answer in answers.items():
-            if isinstance(answer, wire.Located):
-                numbers = np.frombuffer(answer.places, "<i2").tolist()
-                for place, number in zip(places_of[name].tolist(), numbers, strict=False):
-                    if 0 <= number < len(answer.holders):
-                        holders[place] = answer.holders[number]
+            if isinstance(answer, RayKVError):
+                continue
+            for place, holder in zip(places_of[name].tolist(), answer, strict=True):
+                holders[place] = holder
         return holders
+
+    def _ask_owner(self, owner: NodeId, keys: KeyArray, deadline_s: float) -> list[NodeId | None]:
+        answer = expect(wire.Located, self.call(owner, wire.Locate(keys_.to_bytes(keys)), deadline_s))
+        numbers = wire.array(answer.places, "<i2", len(keys)).tolist()
+        return [answer.holders[number] if 0 <= number < len(answer.holders) else None for number in numbers]
 
     def fetch(self, arrivals: Arrivals, holders: Sequence[NodeId | None], deadline_s: float) -> None:
         """Read what is missing from its holders, all of them in parallel."""
@@ -248,13 +250,12 @@ class Reach:
         request = wire.Read(keys_.to_bytes(keys))
 
         def place(answer: wire.Answer) -> list[memoryview]:
-            lengths = np.frombuffer(expect(wire.Reading, answer).nbytes, "<u4")
-            if len(lengths) != len(keys):
-                raise ProtocolError(f"{len(lengths)} lengths for {len(keys)} keys")
+            reading = expect(wire.Reading, answer)
+            lengths = wire.array(reading.nbytes, "<u4", len(keys)).tolist()
+            wire.array(reading.checksums, "<u8", len(keys))
             buffers: list[memoryview] = []
-            for target, length in zip(targets, lengths.tolist(), strict=True):
-                fits = sum(map(len, target)) == length
-                buffers.extend(target if fits else [memoryview(bytearray(length))])
+            for target, length in zip(targets, lengths, strict=True):
+                buffers.extend(target if sum(map(len, target)) == length else _drain(length))
             return buffers
 
         def read(link: Link) -> tuple[Bits, Bits, Path]:
@@ -345,6 +346,13 @@ def _caught(task: Callable[[], T]) -> T | RayKVError:
         return task()
     except RayKVError as error:
         return error
+
+
+def _drain(nbytes: int) -> list[memoryview]:
+    """Views to receive bytes into that nobody wants: the same memory again and again."""
+    scrap = memoryview(bytearray(min(nbytes, SCRAP_NBYTES)))
+    whole, rest = divmod(nbytes, SCRAP_NBYTES)
+    return [scrap] * whole + [scrap[:rest]]
 
 
 def expect(kind: type[T], answer: wire.Answer) -> T:

@@ -12,9 +12,11 @@ length the reply tells.
 import hashlib
 import hmac
 import struct
-from typing import Final
+from typing import Any, Final
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from raykv.errors import CapacityError, LostError, NamespaceMismatch, ProtocolError, RayKVError, UsageError
 from raykv.ring import View
@@ -269,6 +271,17 @@ def decode(body: bytes | bytearray | memoryview) -> Request | Answer:
         return _decoder.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"a message that is none of ours: {error}") from error
+
+
+def array(raw: bytes, kind: str, count: int) -> npt.NDArray[Any]:
+    """The array in a field of an answer.
+
+    Raises:
+        ProtocolError: It has not `count` entries.
+    """
+    if len(raw) != count * np.dtype(kind).itemsize:
+        raise ProtocolError(f"{len(raw)} bytes where {count} entries of {kind} were due")
+    return np.frombuffer(raw, kind)
 
 
 def failure(error: RayKVError) -> Failure:

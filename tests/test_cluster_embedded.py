@@ -15,6 +15,7 @@ from raykv.embedded import EmbeddedCluster
 from raykv.errors import ConfigError, NamespaceMismatch, PeerUnavailable, UsageError
 from raykv.memory.copying import checksum_of
 from raykv.reach import Reach
+from raykv.transport.base import Reply
 from raykv.transport.memory import Network
 from raykv.transport.tcp import SocketLink
 
@@ -542,3 +543,25 @@ def test_links_are_closed_with_the_cluster():
         assert isinstance(link.call(wire.GetView(), deadline_s=time.monotonic() + 5), wire.ViewIs)
     with pytest.raises(PeerUnavailable):
         link.call(wire.GetView(), deadline_s=time.monotonic() + 5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "answer"),
+    [
+        (wire.Locate, wire.Located(("node-0",), b"123")),
+        (wire.Locate, wire.Located(("node-0", "node-9"), np.array([7, 1, -5], "<i2").tobytes())),
+        (wire.Read, wire.Reading(b"1", b"")),
+        (wire.Read, wire.Reading(np.array([NBYTES] * 3, "<u4").tobytes(), b"")),
+        (wire.Read, wire.Done()),
+    ],
+)
+def test_a_member_that_answers_nonsense_costs_a_miss(kind, answer):
+    """A peer that knows the secret may still be broken, or of another build."""
+    with cluster(2) as running:
+        put(running.client(SPACE, node=0), names(3))
+        running.settle()
+        for node in running.nodes:
+            node._handlers[kind] = lambda request, session: Reply(answer)
+        reader = running.client(SPACE, node=1, timeout_s=0.5)
+        assert get(reader, names(3)).prefix == 0
+        assert put(reader, names(1, "other")).stored == 1
