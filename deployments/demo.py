@@ -200,7 +200,7 @@ def wait_for_ctrl_c(port: int) -> None:
 Ready; Ctrl-C ends it. Try, in another terminal:
 
   curl http://127.0.0.1:{port}/v1/chat/completions -H 'Content-Type: application/json' -d '{{
-    "model": "{MODEL_ID}", "stream": true, "max_tokens": 40,
+    "model": "{MODEL_ID}", "stream": true, "temperature": 0, "max_tokens": 40,
     "messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}'
 """,
         flush=True,

@@ -60,14 +60,23 @@ class LocalRay:
         self._saved = {name: os.environ.get(name) for name in self._environment}
         os.environ.update(self._environment)
         try:
-            for each in resources:
-                self.add_node(each)
+            for number, each in enumerate(resources):
+                if number == 1:
+                    self._wait_for_head()  # a node that comes before it would be long in trying again
+                self._launch(each)
+            for number in range(len(resources)):
+                self._wait_for_node(number)
         except BaseException:
             self.close()
             raise
 
     def add_node(self, resources: Mapping[str, float]) -> int:
         """Start one more node and wait until it has joined. Returns its number."""
+        number = self._launch(resources)
+        self._wait_for_node(number)
+        return number
+
+    def _launch(self, resources: Mapping[str, float]) -> int:
         number = len(self._processes)
         ray = Path(sys.executable).with_name("ray")
         where = ["--head", f"--port={self._port}", f"--temp-dir={self.directory}", "--include-dashboard=false"]
@@ -83,8 +92,7 @@ class LocalRay:
         ]
         environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
         environment["TMPDIR"] = str(self.directory)  # engines leave sockets and files in it
-        log = self.log_directory / f"ray-node-{number}.log"
-        with log.open("wb") as output:
+        with self._log(number).open("wb") as output:
             process = subprocess.Popen(
                 command,
                 stdout=output,
@@ -94,12 +102,31 @@ class LocalRay:
                 preexec_fn=_end_with_parent,
             )
         self._processes.append(process)
-        deadline_s = time.monotonic() + START_TIMEOUT_S
-        while b"Ray runtime started" not in log.read_bytes():
-            if process.poll() is not None or time.monotonic() > deadline_s:
-                raise RuntimeError(f"Ray node {number} did not start:\n{log.read_text(errors='replace')[-2000:]}")
-            time.sleep(0.1)
         return number
+
+    def _wait_for_head(self) -> None:
+        """Wait until the first node's control store listens."""
+        deadline_s = time.monotonic() + START_TIMEOUT_S
+        while True:
+            self._check(0, deadline_s)
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.2", self._port)) == 0:
+                    return
+            time.sleep(0.1)
+
+    def _wait_for_node(self, number: int) -> None:
+        deadline_s = time.monotonic() + START_TIMEOUT_S
+        while b"Ray runtime started" not in self._log(number).read_bytes():
+            self._check(number, deadline_s)
+            time.sleep(0.1)
+
+    def _check(self, number: int, deadline_s: float) -> None:
+        if self._processes[number].poll() is not None or time.monotonic() > deadline_s:
+            said = self._log(number).read_text(errors="replace")[-2000:]
+            raise RuntimeError(f"Ray node {number} did not start:\n{said}")
+
+    def _log(self, number: int) -> Path:
+        return self.log_directory / f"ray-node-{number}.log"
 
     def stop_node(self, number: int) -> None:
         """End one node and all that runs on it."""

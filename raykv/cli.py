@@ -17,7 +17,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         0 when it did what it says; 1 when it could not, with the reason on stderr; 2 for a wrong command line.
     """
-    options = _parser().parse_args(arguments)
+    options = parser().parse_args(arguments)
     try:
         import ray
     except ModuleNotFoundError:
@@ -39,10 +39,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="raykv", description="A distributed KV cache for LLM inference, on Ray.")
-    parser.add_argument("--address", default="auto", help="the Ray cluster, as for ray.init (default: the one here)")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+def parser() -> argparse.ArgumentParser:
+    """What the command line may say."""
+    whole = argparse.ArgumentParser(prog="raykv", description="A distributed KV cache for LLM inference, on Ray.")
+    whole.add_argument("--address", default="auto", help="the Ray cluster, as for ray.init (default: the one here)")
+    commands = whole.add_subparsers(required=True, metavar="COMMAND")
 
     up = commands.add_parser("up", help="put a node on every Ray node, now and whenever one joins")
     up.add_argument("--arena", metavar="SIZE", help="shared memory of each node, such as '64 GiB'")
@@ -60,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     down.set_defaults(run=_down)
     for command in (up, status, down):
         command.add_argument("--name", default="default", help="name of the raykv cluster")
-    return parser
+    return whole
 
 
 def _up(options: argparse.Namespace) -> str:

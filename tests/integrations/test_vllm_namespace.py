@@ -203,6 +203,27 @@ def test_an_adapter_that_was_trained_further_in_place_is_another(tmp_path: Path)
     assert scopes.of(request(lora=("x", adapter))) != before
 
 
+def test_an_adapter_that_cannot_be_read_shares_with_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def unreadable(_: Path) -> str:
+        raise PermissionError
+
+    adapter = write_model(tmp_path / "adapter", name="adapter_model.safetensors")
+    monkeypatch.setattr("raykv.integrations.vllm.namespace.content_digest", unreadable)
+    scopes = Scopes()
+    assert scopes.of(request(lora=("x", adapter))) != scopes.of(request(lora=("x", adapter)))
+
+
+@pytest.mark.parametrize(
+    "header", [b"\xff" * 8, (9).to_bytes(8, "little") + b"{not json", (2).to_bytes(8, "little") + b"[]"]
+)
+def test_a_broken_safetensors_file_is_sampled_like_any_other(tmp_path: Path, header: bytes):
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(header + bytes(3 << 20))
+    before = content_digest(path)
+    path.write_bytes(header + bytes(2 << 20) + b"\1" * (1 << 20))
+    assert content_digest(path) != before
+
+
 def test_a_salt_is_not_in_what_is_logged():
     assert "secret" not in repr(Scopes().of(request(salt="secret")))
 

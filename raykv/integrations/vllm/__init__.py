@@ -6,9 +6,9 @@
                            "kv_load_failure_policy": "recompute",
                            "kv_connector_extra_config": {"address": "unix:/dev/shm/raykv-default-node0.sock"}}'
 
-Files, in the order of a request's life: `connector` (vLLM's hooks, by role), `scheduler` (what to load and to save),
-`metadata` (those orders), `worker` (carries them out), `layout` (where a block's bytes lie); `config`, `namespace`,
-`revision`, `checks` and `connection` at start; `stats` all along.
+Files, in the order of a request's life: `connector` (vLLM's hooks, by role), `scheduler` (what to load and to save;
+`tracked` is what it knows of a request), `metadata` (those orders), `worker` (carries them out), `layout` (where a
+block's bytes lie); `config`, `checks`, `namespace`, `revision` and `connection` at start; `stats` all along.
 """
 
 from typing import TYPE_CHECKING, Any

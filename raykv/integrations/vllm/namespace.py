@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -139,9 +140,13 @@ class Scopes:
         path = Path(adapter.lora_path)
         if not path.exists():
             return f"{adapter.lora_name}:{adapter.lora_path}"
-        known = (adapter.lora_name, adapter.lora_path, signature(path))
-        if known not in self._digests:
-            if len(self._digests) >= self.MAX_ADAPTERS:
-                self._digests.pop(next(iter(self._digests)))
-            self._digests[known] = f"{adapter.lora_name}:{content_digest(path)}"
-        return self._digests[known]
+        try:
+            known = (adapter.lora_name, adapter.lora_path, signature(path))
+            if known not in self._digests:
+                if len(self._digests) >= self.MAX_ADAPTERS:
+                    self._digests.pop(next(iter(self._digests)))
+                self._digests[known] = f"{adapter.lora_name}:{content_digest(path)}"
+            return self._digests[known]
+        except OSError:
+            # We cannot tell which adapter this is, so its request shares with nobody.
+            return f"{adapter.lora_name}:{secrets.token_hex(16)}"

@@ -61,14 +61,20 @@ def _windows(descriptor: int, suffix: str, nbytes: int) -> Iterator[tuple[int, i
         yield 0, nbytes
         return
     if suffix == ".safetensors":
-        header_nbytes = int.from_bytes(os.pread(descriptor, 8, 0), "little")
-        if header_nbytes <= min(MAX_HEADER_NBYTES, nbytes - 8):
-            yield 0, 8 + header_nbytes
-            header = json.loads(os.pread(descriptor, header_nbytes, 8))
-            for name, tensor in sorted(header.items()):
-                if name != "__metadata__":
-                    start, stop = tensor["data_offsets"]
-                    yield 8 + header_nbytes + start, min(stop - start, WINDOW_NBYTES)
-            return
+        yield from _tensor_windows(descriptor)
     for window in range(WINDOWS_PER_FILE):
         yield window * (nbytes - WINDOW_NBYTES) // (WINDOWS_PER_FILE - 1), WINDOW_NBYTES
+
+
+def _tensor_windows(descriptor: int) -> list[tuple[int, int]]:
+    """The header of a safetensors file and the beginning of each tensor; nothing if it is not one after all."""
+    header_nbytes = int.from_bytes(os.pread(descriptor, 8, 0), "little")
+    if header_nbytes > MAX_HEADER_NBYTES:
+        return []
+    try:
+        header = json.loads(os.pread(descriptor, header_nbytes, 8))
+        spans = sorted(tensor["data_offsets"] for name, tensor in header.items() if name != "__metadata__")
+        data = 8 + header_nbytes
+        return [(0, data), *((data + start, min(stop - start, WINDOW_NBYTES)) for start, stop in spans)]
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return []

@@ -1,11 +1,10 @@
 """The scheduler's side: decides what to load and what to save, and moves no bytes.
 
-It looks at requests only through what vLLM tells of them, keeps one `_Tracked` for each, and writes `StepOrders`.
+It looks at requests only through what vLLM tells of them, keeps one `Tracked` for each, and writes `StepOrders`.
 """
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
@@ -16,6 +15,7 @@ from raykv.integrations.vllm.connection import Connection
 from raykv.integrations.vllm.metadata import Load, Rank, Save, Scope, StepOrders
 from raykv.integrations.vllm.namespace import Scopes
 from raykv.integrations.vllm.stats import RayKVStats
+from raykv.integrations.vllm.tracked import Lookup, Tracked
 from raykv.namespace import Namespace
 from raykv.types import Match
 
@@ -30,50 +30,6 @@ LOOKUP_AGE_S = 1.0
 """A request that waits for room is asked about in every step; what was found stays good this long."""
 
 _COMPLETED = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
-
-
-@dataclass(slots=True)
-class _Lookup:
-    """What was found beyond the engine's own hit of `computed` tokens: chunks from `first` on, by rank."""
-
-    computed: int
-    first: int
-    count: int
-    matches: dict[Rank, Match]
-    at_s: float
-
-
-@dataclass(slots=True)
-class _Tracked:
-    """What is known of a request since it was last admitted.
-
-    Attributes:
-        request: The engine's.
-        scope: Under which keys its chunks lie.
-        admission: How often it had been preempted by then; a new admission starts anew.
-        lookup: What was found last.
-        ordered: A load was ordered. Not a second time: one that brought nothing would be repeated for ever.
-        started: It was scheduled, so what follows is known.
-        cached: Leading chunks that the engine found in its own cache.
-        loaded: Chunks that the load brought, after those.
-        offered: Leading chunks that need no more thought: loaded, or handed to the worker to be stored.
-    """
-
-    request: "Request"
-    scope: Scope
-    admission: int = 0
-    lookup: _Lookup | None = None
-    ordered: bool = False
-    started: bool = False
-    cached: int = 0
-    loaded: range = range(0)
-    offered: int = 0
-
-    def start(self, computed: int) -> None:
-        """Take up how many chunks the engine has when it begins to compute: fewer than ordered, if the load failed."""
-        self.started = True
-        self.loaded = range(self.loaded.start, max(self.loaded.start, min(self.loaded.stop, computed)))
-        self.cached = self.loaded.start if self.loaded else computed
 
 
 class SchedulerSide:
@@ -108,7 +64,7 @@ class SchedulerSide:
         self._hashes_per_chunk = self._chunk_tokens // hash_tokens
         self._may_load, self._may_store = loads, stores
         self._scopes = Scopes()
-        self._tracked: dict[str, _Tracked] = {}
+        self._tracked: dict[str, Tracked] = {}
         self._ordered_loads: list[Load] = []
         self._connection: Connection | None = None
         self._namespaces: dict[Rank, Namespace] = {}
@@ -122,7 +78,7 @@ class SchedulerSide:
 
     def add(self, request: "Request") -> None:
         """Track a request. Called once, before anything else about it."""
-        self._tracked[request.request_id] = _Tracked(request, self._scopes.of(request))
+        self._tracked[request.request_id] = Tracked(request, self._scopes.of(request))
 
     def match(self, request: "Request", computed: int) -> int:
         """Find how many tokens beyond `computed` can be loaded. Changes nothing, may be asked again.
@@ -190,10 +146,10 @@ class SchedulerSide:
 
     # -- lookups --------------------------------------------------------------------------------------------------
 
-    def _current(self, request: "Request") -> _Tracked:
+    def _current(self, request: "Request") -> Tracked:
         tracked = self._tracked[request.request_id]
         if tracked.admission != request.num_preemptions:
-            tracked = _Tracked(request, tracked.scope, admission=request.num_preemptions)
+            tracked = Tracked(request, tracked.scope, admission=request.num_preemptions)
             self._tracked[request.request_id] = tracked
         return tracked
 
@@ -204,7 +160,7 @@ class SchedulerSide:
         found = {rank: self._connection.client(namespace, scope) for rank, namespace in self._namespaces.items()}
         return {rank: client for rank, client in found.items() if client is not None}
 
-    def _look_up(self, tracked: _Tracked, computed: int, first: int, last: int) -> _Lookup:
+    def _look_up(self, tracked: Tracked, computed: int, first: int, last: int) -> Lookup:
         request = tracked.request
         clients = self._clients(tracked.scope)
         # A preempted request has decoded since, and its ticket has aged: ask anew.
@@ -217,7 +173,7 @@ class SchedulerSide:
         self._stats.count("lookups", 1, ("ticket" if tickets else "hit") if count else "miss")
         self._stats.count("matched_tokens", max(0, (first + count) * self._chunk_tokens - computed) if count else 0)
         matches = {rank: _leading(match, count) for rank, match in matches.items()}
-        return _Lookup(computed, first, count, matches, self._clock())
+        return Lookup(computed, first, count, matches, self._clock())
 
     def _ask(self, clients: Mapping[Rank, "Client"], names: list[bytes]) -> dict[Rank, Match]:
         """Ask who holds these chunks, of every rank: a prefix counts only as far as all ranks can have it."""
@@ -247,7 +203,7 @@ class SchedulerSide:
             matches[rank] = Match(max(0, found.count - first), found.holders[first:])
         return matches
 
-    def _tickets(self, tracked: _Tracked) -> list[dict[str, Any]]:
+    def _tickets(self, tracked: Tracked) -> list[dict[str, Any]]:
         """Tickets for all full chunks of the prompt, wherever they lie: stored just now, or loaded from elsewhere."""
         names = self._names(tracked.request, range(tracked.request.num_prompt_tokens // self._chunk_tokens))
         clients = self._clients(tracked.scope)
@@ -267,7 +223,7 @@ class SchedulerSide:
     def _blocks_of(self, chunk: int) -> range:
         return range(chunk * self._chunk_blocks, (chunk + 1) * self._chunk_blocks)
 
-    def _saves(self, tracked: _Tracked, tokens: int, resolve: Callable[[str], Sequence[Sequence[int]]]) -> list[Save]:
+    def _saves(self, tracked: Tracked, tokens: int, resolve: Callable[[str], Sequence[Sequence[int]]]) -> list[Save]:
         """Order the chunks that will be full when this step's `tokens` are computed and were not offered before.
 
         Only tokens that are known count: of those that an asynchronous scheduler has scheduled ahead, or a drafter has
@@ -293,7 +249,7 @@ class SchedulerSide:
         ids = resolve(request.request_id)[0] if cached or computed else ()
         return [self._save(tracked, chunks, ids, cached=chunks is cached) for chunks in (cached, computed) if chunks]
 
-    def _save(self, tracked: _Tracked, chunks: range, block_ids: Sequence[int], *, cached: bool) -> Save:
+    def _save(self, tracked: Tracked, chunks: range, block_ids: Sequence[int], *, cached: bool) -> Save:
         names = self._names(tracked.request, range(max(0, chunks.start - 1), chunks.stop))
         parent = names.pop(0) if chunks.start else None
         blocks = [[block_ids[block] for block in self._blocks_of(chunk)] for chunk in chunks]

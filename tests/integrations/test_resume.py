@@ -1,0 +1,85 @@
+"""Streams that break off anywhere, joined to the same answer made again: the client sees one answer, whole."""
+
+import json
+from typing import Any
+
+import pytest
+
+from raykv.integrations.resume import AnswerDiffers, Resumption
+
+WORDS = ["The ", "second ", "pump ", "starts ", "at ", "180 ", "cm."]
+
+
+def event(**fields: Any) -> str:
+    return f"data: {json.dumps(fields)}\n\n"
+
+
+def chat(words: list[str], name: str = "first", *, index: int = 0) -> list[str]:
+    """A stream of chat events, one word each."""
+    choices: list[dict[str, Any]] = [{"index": index, "delta": {"role": "assistant", "content": ""}}]
+    choices += [{"index": index, "delta": {"content": word}} for word in words]
+    choices[-1]["finish_reason"] = "stop"
+    events = [event(id=name, created=len(name), choices=[{"finish_reason": None, **choice}]) for choice in choices]
+    return [*events, event(id=name, created=len(name), choices=[], usage={"total_tokens": 9}), "data: [DONE]\n\n"]
+
+
+def rest(sent: list[str], again: list[str]) -> list[str]:
+    resumption = Resumption(sent)
+    return [new for new in map(resumption.rest, again) if new is not None]
+
+
+def parsed(events: list[str]) -> list[dict[str, Any]]:
+    return [json.loads(one.removeprefix("data: ")) for one in events if "[DONE]" not in one]
+
+
+def text(events: list[str], index: int = 0) -> str:
+    choices = [choice for one in parsed(events) for choice in one["choices"] if choice["index"] == index]
+    return "".join(choice.get("text") or choice.get("delta", {}).get("content") or "" for choice in choices)
+
+
+@pytest.mark.parametrize("cut", range(len(WORDS) + 3))
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_cut_anywhere_and_made_again_in_other_pieces_it_is_whole(cut: int, size: int):
+    whole = chat(WORDS)
+    joined = "".join(WORDS)
+    again = chat([joined[start : start + size] for start in range(0, len(joined), size)], name="another")
+    seen = [*whole[:cut], *rest(whole[:cut], again)]
+    assert text(seen) == joined
+    assert [one["usage"] for one in parsed(seen) if "usage" in one][-1] == {"total_tokens": 9}
+    assert seen[-1] == "data: [DONE]\n\n"
+    reasons = [choice["finish_reason"] for one in parsed(seen) for choice in one["choices"]]
+    assert [reason for reason in reasons if reason][-1:] == ["stop"]
+    if cut:
+        assert {one["id"] for one in parsed(seen)} == {"first"}
+
+
+def test_cut_twice_it_is_whole():
+    whole = chat(WORDS)
+    first = whole[:3]
+    second = [*first, *rest(first, chat(WORDS)[:6])]
+    assert text([*second, *rest(second, chat(WORDS))]) == "".join(WORDS)
+
+
+def test_choices_are_joined_each():
+    sent = chat(WORDS)[:4] + chat(WORDS[::-1], index=1)[:2]
+    seen = sent + rest(sent, chat(WORDS)[:-2] + chat(WORDS[::-1], index=1)[:-2])
+    assert (text(seen), text(seen, 1)) == ("".join(WORDS), "".join(WORDS[::-1]))
+
+
+def test_completions_are_joined_too():
+    events = [event(id="one", choices=[{"index": 0, "text": word, "finish_reason": None}]) for word in WORDS]
+    assert text([*events[:3], *rest(events[:3], events)]) == "".join(WORDS)
+
+
+@pytest.mark.parametrize("again", [["The ", "third "], ["The "]])
+def test_another_answer_is_refused(again: list[str]):
+    with pytest.raises(AnswerDiffers):
+        rest(chat(WORDS)[:4], chat(again))
+
+
+def test_what_is_no_text_is_refused():
+    call = event(id="one", choices=[{"index": 0, "delta": {"tool_calls": [{"index": 0}]}}])
+    with pytest.raises(AnswerDiffers):
+        Resumption([call])
+    with pytest.raises(AnswerDiffers):
+        Resumption(chat(WORDS)[:2]).rest(call)

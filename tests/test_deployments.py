@@ -1,0 +1,94 @@
+"""What lies in deployments/ is what Ray, Ray Serve and our own command line accept."""
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+pytest.importorskip("ray")
+
+from deployments.pd import PDArgs, llm_config
+from deployments.reuse import Reuse
+from raykv.cli import parser
+
+pytestmark = pytest.mark.ray
+DEPLOYMENTS = Path(__file__).parents[1] / "deployments"
+
+
+def read(name: str) -> dict[str, Any]:
+    return yaml.safe_load((DEPLOYMENTS / name).read_text())
+
+
+def pd_args() -> dict[str, Any]:
+    (application,) = read("pd.yaml")["applications"]
+    return application["args"]
+
+
+def test_ray_accepts_the_cluster():
+    from ray.autoscaler._private.util import prepare_config, validate_config
+
+    validate_config(prepare_config(read("cluster.yaml")))
+
+
+def test_the_cluster_starts_raykv_by_a_command_that_exists():
+    commands = read("cluster.yaml")["head_start_ray_commands"]
+    (up,) = [command for command in commands if "raykv" in command]
+    words = shlex.split(up)
+    assert parser().parse_args(words[words.index("raykv") + 1 :]).arena == "48 GiB"
+
+
+def test_serve_accepts_the_app():
+    from ray._common.utils import import_attr
+    from ray.serve.schema import ServeDeploySchema
+
+    (application,) = ServeDeploySchema.model_validate(read("pd.yaml")).applications
+    assert import_attr(application.import_path).__annotations__["args"] is PDArgs
+    assert PDArgs.model_validate(application.args).pool_nbytes == 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("prefil_replicas", 2), ("prefill_replicas", 0), ("device", "tpu"), ("kv_cache_nbytes", "2 GB"), ("pool", "a b")],
+)
+def test_a_wrong_field_is_refused_by_name(field: str, value: Any):
+    with pytest.raises(ValidationError, match=field):
+        PDArgs.model_validate({**pd_args(), field: value})
+
+
+def test_a_field_reaches_its_worker():
+    args = PDArgs(
+        model="some/model", dtype="bfloat16", block_tokens=128, engine={"tensor_parallel_size": 4}, pool="other"
+    )
+    config = llm_config(args, 3, {"prefill": 1.0})
+    engine = config["engine_kwargs"]
+    assert config["model_loading_config"] == {"model_id": "model", "model_source": "some/model"}
+    assert config["deployment_config"]["num_replicas"] == 3
+    assert config["placement_group_config"] == {"bundle_per_worker": {"GPU": 1, "prefill": 1.0}}
+    assert (engine["dtype"], engine["block_size"], engine["tensor_parallel_size"]) == ("bfloat16", 128, 4)
+    assert engine["kv_transfer_config"]["kv_load_failure_policy"] == "recompute"
+    assert engine["kv_transfer_config"]["kv_connector_extra_config"] == {"cluster": "other"}
+    assert "max_model_len" not in engine
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_ray_serve_accepts_the_workers(device: str, tmp_path: Path):
+    llm = pytest.importorskip("ray.serve.llm")
+    args = PDArgs.model_validate({**pd_args(), "model": str(tmp_path), "device": device})
+    config = llm.LLMConfig.model_validate(llm_config(args, 2, {"prefill": 1.0}))
+    wanted = {"prefill": 1.0, device.upper(): 1}
+    assert config.get_engine_config().placement_bundles == [wanted]
+
+
+def test_differences_of_figures_are_what_came_since():
+    earlier, later = Reuse(answers=1), Reuse(answers=3)
+    earlier.tokens["here", "there", "tcp"] = 64
+    later.tokens.update({("here", "there", "tcp"): 128, ("here", "here", "shm"): 64})
+    later.nbytes["tcp"] = 5
+    since = later - earlier
+    assert dict(since.tokens) == {("here", "there", "tcp"): 64, ("here", "here", "shm"): 64}
+    assert (since.nbytes["tcp"], since.answers) == (5, 2)
