@@ -246,6 +246,29 @@ class Client:
         match = match or self.match(keys)
         return Ticket.of(self.namespace, match.holders)
 
+    def limit(self, capacity_nbytes: int, *, timeout_s: float | None = None) -> int:
+        """Bound what this namespace, with all its salts and adapters, may take on each node.
+
+        Args:
+            capacity_nbytes: Bytes of slots on one node; 0 for no bound but the arena. What is above it goes with the
+                next chunks that are stored.
+
+        Returns:
+            How many nodes have taken note; those that join later do not know of it.
+        """
+        reach, deadline_s = self._reach, self._reach.deadline(timeout_s)
+        text = self.namespace.account.model_dump_json(exclude_defaults=True).encode()
+        request = wire.OpenNamespace(text, capacity_nbytes)
+        work = {
+            member.node_id: partial(reach.call, member.node_id, request, deadline_s)
+            for member in reach.refresh(deadline_s).members
+        }
+        answers = reach.in_parallel(work).values()
+        for answer in answers:
+            if isinstance(answer, UsageError):
+                raise answer
+        return sum(isinstance(answer, wire.Done) for answer in answers)
+
     # -- about ------------------------------------------------------------------------------------------------------
 
     def stats(self, *, timeout_s: float | None = None) -> dict[str, Any]:

@@ -565,3 +565,21 @@ def test_a_member_that_answers_nonsense_costs_a_miss(kind, answer):
         reader = running.client(SPACE, node=1, timeout_s=0.5)
         assert get(reader, names(3)).prefix == 0
         assert put(reader, names(1, "other")).stored == 1
+
+
+def test_a_namespace_keeps_to_its_capacity_on_every_node_and_leaves_the_others_alone():
+    with cluster(2) as running:
+        bounded = [running.client(SPACE, node=node) for node in range(2)]
+        other = running.client(SPACE.with_fields(model="other"), node=0)
+        assert put(other, names(10)).stored == 10
+        assert bounded[0].limit(5 * 12288) == 2  # a chunk of 10 000 bytes takes a slot of three pages
+        for client in bounded:
+            put(client, names(20), chained=False)
+            assert sum(get(client, names(20), timeout_s=0.5).hits) >= 5
+        for node, client in enumerate(bounded):
+            assert int(client._reach.local.reader.ready(client.keys(names(20)), now_s=time.monotonic()).sum()) == 5, (
+                node
+            )
+        assert get(other, names(10)).prefix == 10
+        with pytest.raises(UsageError, match="capacity_nbytes"):
+            bounded[0].limit(-1)
