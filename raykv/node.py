@@ -481,6 +481,7 @@ class Node:
         while not self._stopping.wait(self.config.heartbeat_s):
             self._beat()
             with self._lock:
+                self.shard.table.memory.touch()
                 self.shard.tend(now_s=time.monotonic())
 
     def _beat(self) -> None:

@@ -31,6 +31,7 @@ LAYERS = [
     "eviction.leaf_lru",
     "tier",
     "shard",
+    "sweep",
     "transport",
     "transport.base",
     "transport.shm",

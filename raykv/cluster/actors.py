@@ -4,7 +4,6 @@ import logging
 import os
 import threading
 import time
-from pathlib import Path
 from typing import Any, Final
 
 import ray
@@ -15,7 +14,7 @@ from raykv.directory import Directory, Pulse
 from raykv.errors import ConfigError, PeerUnavailable
 from raykv.node import Node
 from raykv.ring import Member, View
-from raykv.shard import remove_files
+from raykv.sweep import sweep
 from raykv.types import NodeId
 
 log = logging.getLogger(__name__)
@@ -174,7 +173,7 @@ class NodeActor:
         )
         self._node: Node | None = None
         self._problem = ""
-        _sweep(config)
+        sweep(config, {name[:NODE_ID_LENGTH] for name in living_ray_nodes()}, now_s=time.time())
         try:
             self._node = Node(config, secret=secret, directory=RayDirectory(cluster.name))
             self._node.start()
@@ -204,19 +203,3 @@ class NodeActor:
                 log.critical("the node failed (%r); ending this process", node.failure)
                 os._exit(1)
             time.sleep(WATCH_S)
-
-
-def _sweep(config: NodeConfig) -> None:
-    """Remove what nodes of this cluster left here that will never come back: those of Ray nodes that are gone."""
-    directory = config.storage.shm_dir
-    if directory is None:
-        return
-    alive = {ray_node_id[:NODE_ID_LENGTH] for ray_node_id in living_ray_nodes()}
-    start = f"raykv-{config.cluster}-"
-    for table in Path(directory).glob(f"{start}{'[0-9a-f]' * NODE_ID_LENGTH}.table"):
-        node_id = table.name.removeprefix(start).removesuffix(".table")
-        if node_id not in alive:
-            log.info("removing the memory of node %s, which is gone", node_id)
-            prefix = table.with_suffix("")
-            remove_files(prefix)
-            prefix.with_name(prefix.name + ".sock").unlink(missing_ok=True)

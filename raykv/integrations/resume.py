@@ -18,12 +18,15 @@ class Resumption:
     def __init__(self, sent: Iterable[str]) -> None:
         """Args: sent: The events that the client has, as they went out."""
         self._left: dict[int, str] = {}
+        self._tokens_left: dict[int, int] = {}
         self._identity: dict[str, Any] = {}
         for event in sent:
             fields = _fields(event)
             self._identity = self._identity or {name: fields[name] for name in ("id", "created") if name in fields}
             for choice in fields.get("choices", ()):
-                self._left[choice["index"]] = self._left.get(choice["index"], "") + _text(choice)
+                index = choice["index"]
+                self._left[index] = self._left.get(index, "") + _text(choice)
+                self._tokens_left[index] = self._tokens_left.get(index, 0) + len(choice.get("token_ids") or ())
 
     def rest(self, event: str) -> str | None:
         """Cut from an event what the client has; None when nothing is left of it.
@@ -43,19 +46,23 @@ class Resumption:
 
     def _cut(self, choice: dict[str, Any]) -> bool:
         """Take away what the client has of one choice. False when that is all of it."""
-        left = self._left.get(choice["index"])
+        index = choice["index"]
+        left = self._left.get(index)
         if left is None:
             return True
-        text = _text(choice)
+        text, tokens = _text(choice), choice.get("token_ids") or []
         common = min(len(left), len(text))
         if left[:common] != text[:common] or (choice.get("finish_reason") and len(text) < len(left)):
             raise AnswerDiffers
-        self._left[choice["index"]] = left[common:]
+        self._left[index] = left[common:]
+        if tokens:  # where they were asked for; one may add no text yet, as half of a character
+            choice["token_ids"] = tokens[self._tokens_left[index] :]
+            self._tokens_left[index] = max(0, self._tokens_left[index] - len(tokens))
         if "delta" in choice:
             choice["delta"] = {"content": text[common:]}
         else:
             choice["text"] = text[common:]
-        return len(text) > common or choice.get("finish_reason") is not None
+        return bool(len(text) > common or choice.get("token_ids") or choice.get("finish_reason"))
 
 
 def _fields(event: str) -> dict[str, Any]:

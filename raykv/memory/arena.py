@@ -101,6 +101,11 @@ class SharedMemory:
                     ) from None
                 time.sleep(0.02)
 
+    def touch(self) -> None:
+        """Mark the file as in use, by its time."""
+        if self._close_fd.alive:
+            os.utime(self._fd)
+
     def is_current(self) -> bool:
         """Whether `path` still leads to this file, not to one made anew."""
         try:

@@ -53,6 +53,21 @@ def test_cut_anywhere_and_made_again_in_other_pieces_it_is_whole(cut: int, size:
         assert {one["id"] for one in parsed(seen)} == {"first"}
 
 
+@pytest.mark.parametrize("cut", range(7))
+def test_tokens_are_joined_also_where_they_add_no_text(cut: int):
+    pieces = [("Caf", [1]), ("", [2]), ("\u00e9", [3]), (" ", [4, 5]), ("", [6]), ("now", [7])]
+
+    def events(name: str) -> list[str]:
+        return [
+            event(id=name, choices=[{"index": 0, "delta": {"content": piece}, "token_ids": ids, "finish_reason": None}])
+            for piece, ids in pieces
+        ]
+
+    seen = [*events("first")[:cut], *rest(events("first")[:cut], events("again"))]
+    tokens = [token for one in parsed(seen) for choice in one["choices"] for token in choice["token_ids"]]
+    assert (text(seen), tokens) == ("Caf\u00e9 now", [1, 2, 3, 4, 5, 6, 7])
+
+
 def test_cut_twice_it_is_whole():
     whole = chat(WORDS)
     first = whole[:3]

@@ -1,0 +1,56 @@
+"""Memory that nobody will come back for is removed, and no other."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from raykv.config import NodeConfig, StorageConfig
+from raykv.shard import Shard, shard_files
+from raykv.sweep import ABANDONED_S, sweep
+
+
+def config(directory: Path, node_id: str, cluster: str = "c") -> NodeConfig:
+    storage = StorageConfig(arena_nbytes="1 MiB", extent_nbytes="1 MiB", shm_dir=directory)
+    return NodeConfig(cluster=cluster, node_id=node_id, storage=storage)
+
+
+def leave(directory: Path, node_id: str, *, age_s: float, cluster: str = "c") -> Shard:
+    """Memory of a node, last used some time ago."""
+    made = config(directory, node_id, cluster)
+    shard = Shard.open(made.storage, made.file_prefix, now_s=0.0)
+    os.utime(shard.table.memory.path, (time.time() - age_s,) * 2)
+    return shard
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> NodeConfig:
+    return config(tmp_path, "me")
+
+
+def test_old_memory_of_nodes_that_are_gone_is_removed(here, tmp_path):
+    shard = leave(tmp_path, "gone", age_s=2 * ABANDONED_S)
+    files = shard_files(config(tmp_path, "gone").file_prefix)
+    shard.close()
+    assert sweep(here, {"me"}, now_s=time.time()) == ["gone"]
+    assert not any(path.exists() for path in files)
+
+
+def test_memory_that_another_process_owns_stays(here, tmp_path):
+    """It may be of another Ray cluster, with a raykv cluster of the same name."""
+    shard = leave(tmp_path, "stranger", age_s=2 * ABANDONED_S)
+    assert sweep(here, {"me"}, now_s=time.time()) == []
+    shard.close()
+
+
+def test_memory_that_was_used_lately_stays(here, tmp_path):
+    """Its node may have been killed a moment ago, and be on its way back."""
+    leave(tmp_path, "killed", age_s=5.0).close()
+    assert sweep(here, {"me"}, now_s=time.time()) == []
+
+
+def test_memory_of_living_nodes_and_of_other_clusters_stays(here, tmp_path):
+    leave(tmp_path, "alive", age_s=2 * ABANDONED_S).close()
+    leave(tmp_path, "gone", age_s=2 * ABANDONED_S, cluster="other").close()
+    assert sweep(here, {"me", "alive"}, now_s=time.time()) == []
