@@ -30,14 +30,14 @@ from deployments.reuse import Reuse, ReuseMeter
 
 DOCUMENT = Path(__file__).with_name("demo_document.txt")
 QUESTIONS = (
-    "In one sentence, what does this handbook describe?",
-    "At which water level does the second pump start?",
-    "Both feeds have failed at night. What does the operator do first?",
+    "What is the purpose of the station?",
+    "What is the name of the station cat?",
+    "Summarise this handbook.",
 )
 NODES = {"127.0.0.2": "A", "127.0.0.3": "B"}
 POOL = "demo"
-MODEL_ID = "smollm2"
-ANSWER_TOKENS = 40
+MODEL_ID = MODEL_PATH.name
+ANSWER_TOKENS = 64
 WANTED_SPEEDUP = 5.0
 DRIVER_SETTINGS = {
     "RAY_SERVE_LOG_TO_STDERR": "0",
