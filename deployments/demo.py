@@ -358,4 +358,7 @@ def check(turns: Sequence[Turn], without: Sequence[Answer]) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)
