@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from raykv import keys as keys_
 from raykv import wire
@@ -30,7 +31,7 @@ from raykv.transport.base import Link, Reply, Session
 from raykv.transport.memory import Network
 from raykv.transport.peers import Peers
 from raykv.transport.tcp import SocketLink, SocketServer
-from raykv.types import KeyArray, Rows, host_identity
+from raykv.types import Bits, KeyArray, Rows, host_identity
 
 log = logging.getLogger(__name__)
 
@@ -459,7 +460,7 @@ class Node:
                 else:
                     self._announce_to(owner, part, here)
 
-    def _announce_to(self, owner: Member, keys: KeyArray, here: np.ndarray[Any, np.dtype[np.bool_]]) -> None:
+    def _announce_to(self, owner: Member, keys: KeyArray, here: Bits) -> None:
         message = wire.Announce(self.config.node_id, keys_.to_bytes(keys[here]), keys_.to_bytes(keys[~here]))
         deadline_s = time.monotonic() + ANNOUNCE_DEADLINE_S
 
@@ -504,19 +505,19 @@ class Node:
                 self.failure = error
 
 
-def _owner_changed(old: View, new: View, keys: KeyArray) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    """Which keys have another owner in the new view, or the same node in another life."""
-    if not old.members:
-        return np.ones(len(keys), np.bool_)
-    lives = [
-        np.array([view.member(name).incarnation for name in view.ring.nodes], np.int64)[view.ring.owners(keys)]  # type: ignore[union-attr]
-        for view in (old, new)
-        if view.members
-    ]
-    changed: np.ndarray[Any, np.dtype[np.bool_]] = (
-        lives[0] != lives[1] if len(lives) == 2 else np.zeros(len(keys), np.bool_)
-    )
+def _owner_changed(old: View, new: View, keys: KeyArray) -> Bits:
+    """Which keys have another owner in the new view, or the same node in another life: it knows nothing of them."""
+    if not old.members or not new.members:
+        return np.full(len(keys), bool(new.members))
+    before, after = (_owner_lives(view, keys) for view in (old, new))
+    changed: Bits = before != after
     return changed
+
+
+def _owner_lives(view: View, keys: KeyArray) -> npt.NDArray[np.int64]:
+    """Incarnation of each key's owner. No two nodes have the same: it is the time of their start in nanoseconds."""
+    lives = {member.node_id: member.incarnation for member in view.members}
+    return np.array([lives[name] for name in view.ring.nodes], np.int64)[view.ring.owners(keys)]
 
 
 def _keys(raw: bytes) -> KeyArray:
@@ -525,7 +526,7 @@ def _keys(raw: bytes) -> KeyArray:
     return keys_.from_bytes(raw)
 
 
-def _array(raw: bytes, kind: str) -> np.ndarray[Any, np.dtype[Any]]:
+def _array(raw: bytes, kind: str) -> npt.NDArray[Any]:
     if len(raw) % np.dtype(kind).itemsize:
         raise UsageError(f"{len(raw)} bytes are not a whole number of {kind}")
     return np.frombuffer(raw, kind)

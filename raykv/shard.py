@@ -147,8 +147,8 @@ class Shard:
         if prefix is not None:
             try:
                 return cls._attach(config, prefix, now_s=now_s)
-            except LostError as error:
-                log.info("starting empty: %s", error)  # none there, of another size or version, or damaged
+            except LostError as error:  # none there, of another size or version, or damaged
+                log.info("starting empty: %s", str(error))  # as text: whoever keeps the record must not keep the memory
                 remove_files(prefix)
         size = config.extents * config.extent_nbytes
         table_path, arena_path = (None, None) if prefix is None else shard_files(prefix)

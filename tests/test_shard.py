@@ -1,6 +1,7 @@
 """One node's storage: reserve, commit, pin, evict, recover."""
 
 import hashlib
+import logging
 import os
 import random
 from pathlib import Path
@@ -513,7 +514,8 @@ def test_damaged_columns_one_by_one(shm_dir, on_files, np_rng):
     assert Shard.open(config_for(shm_dir), prefix, now_s=on_files.now_s).recovered == 0
 
 
-def test_nothing_is_left_open_when_a_file_is_refused(shm_dir, on_files):
+def test_nothing_is_left_open_when_a_file_is_refused(shm_dir, on_files, caplog):
+    caplog.set_level(logging.INFO)  # pytest keeps the records, as many a log handler does
     on_files.put("abc")
     before = len(os.listdir("/proc/self/fd"))
     for number in range(5):

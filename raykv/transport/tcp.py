@@ -216,7 +216,7 @@ class SocketServer:
         except (OSError, RayKVError) as error:
             if not self._closed.is_set():
                 self.refused += session is None
-                log.debug("connection ended: %s", error)
+                log.debug("connection ended: %s", str(error))
         finally:
             if session is not None:
                 session.close()
