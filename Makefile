@@ -38,7 +38,7 @@ demo: setup model ## Run prefill and decode with a shared KV cache, and show wha
 serve: setup model ## The demo's deployment, left running for your own requests
 	@$(venv)/bin/python -m deployments.demo --serve $(ARGS)
 
-test: lint typecheck ## All that CI runs
+test: lint typecheck quick ## All that CI runs, the core also with its own few packages alone
 	@$(venv)/bin/python -m pytest tests $(ARGS)
 
 quick: setup-core ## The tests that need only the core: under a minute

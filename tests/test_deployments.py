@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from pydantic import ValidationError
 
 pytest.importorskip("ray")
+yaml = pytest.importorskip("yaml")
 
 from deployments.pd import PDArgs, llm_config
 from deployments.reuse import Reuse
