@@ -8,7 +8,6 @@ import pytest
 from pydantic import ValidationError
 
 pytest.importorskip("ray")
-yaml = pytest.importorskip("yaml")
 
 from deployments.pd import PDArgs, llm_config
 from deployments.reuse import Reuse
@@ -19,6 +18,8 @@ DEPLOYMENTS = Path(__file__).parents[1] / "deployments"
 
 
 def read(name: str) -> dict[str, Any]:
+    import yaml  # comes with Ray
+
     return yaml.safe_load((DEPLOYMENTS / name).read_text())
 
 
