@@ -3,7 +3,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-core model demo serve test quick bench lint format typecheck notebooks lock clean
+.PHONY: help setup setup-core model demo serve test quick bench bench-quick lint format typecheck notebooks lock clean
 
 PYTHON ?= python3.11
 ARGS ?=
@@ -44,8 +44,11 @@ test: lint typecheck quick ## All that CI runs, the core also with its own few p
 quick: setup-core ## The tests that need only the core: under a minute
 	@$(core)/bin/python -m pytest tests -q -m "not slow and not ray and not vllm and not e2e" $(ARGS)
 
-bench: setup ## Measure the data path beside the machine's own limits
-	@$(venv)/bin/python -m benchmarks.data_path $(ARGS)
+bench: setup ## Measure raykv and other stores side by side, and the machine's own limits: 20 minutes
+	@RAYKV_TORCH_SOURCE="$(torch_source)" $(venv)/bin/python -m benchmarks.compare $(ARGS)
+
+bench-quick: setup ## The same with fewer rounds, stores and sizes: 5 minutes
+	@RAYKV_TORCH_SOURCE="$(torch_source)" $(venv)/bin/python -m benchmarks.compare --quick $(ARGS)
 
 lint: setup ## Check style
 	@$(venv)/bin/ruff check

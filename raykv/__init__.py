@@ -8,9 +8,8 @@
 """
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from raykv.aio import AsyncClient
 from raykv.client import Client
 from raykv.config import ClientConfig, ClusterConfig, NodeConfig, StorageConfig
 from raykv.embedded import EmbeddedCluster, embedded
@@ -30,6 +29,9 @@ from raykv.local import Pins, Reservation
 from raykv.namespace import Namespace
 from raykv.reach import Reach
 from raykv.types import GetResult, Match, PutResult
+
+if TYPE_CHECKING:
+    from raykv.aio import AsyncClient
 
 __version__ = "0.1.0"
 
@@ -89,3 +91,12 @@ def connect(namespace: Namespace, *, address: str | None = None, secret: str | N
 
         settings = ClientConfig.load({**settings.model_dump(exclude_none=True), **find_address()})
     return Client(namespace, Reach(settings))
+
+
+def __getattr__(name: str) -> Any:
+    """Import `AsyncClient` on its first use: asyncio alone takes as long as half of raykv, and nodes start without."""
+    if name == "AsyncClient":
+        from raykv.aio import AsyncClient
+
+        return AsyncClient
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

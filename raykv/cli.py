@@ -1,4 +1,4 @@
-"""The command line: `raykv up`, `raykv status`, `raykv down`, on the Ray cluster that runs here."""
+"""The command line: `raykv up`, `raykv status`, `raykv down`, on the Ray cluster that runs here; and `raykv doctor`."""
 
 import argparse
 import json
@@ -8,16 +8,19 @@ from collections.abc import Sequence
 from typing import Any
 
 from raykv.config import GIB, ClusterConfig
-from raykv.errors import RayKVError
+from raykv.errors import ConfigError, RayKVError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Returns:
-        0 when it did what it says; 1 when it could not, with the reason on stderr; 2 for a wrong command line.
+        0 when it did what it says; 1 when it could not, with the reason on stderr, or when `doctor` finds something
+        wrong; 2 for a wrong command line.
     """
     options = parser().parse_args(arguments)
+    if options.run is None:
+        return _doctor(options)
     try:
         import ray
     except ModuleNotFoundError:
@@ -46,7 +49,7 @@ def parser() -> argparse.ArgumentParser:
     commands = whole.add_subparsers(required=True, metavar="COMMAND")
 
     up = commands.add_parser("up", help="put a node on every Ray node, now and whenever one joins")
-    up.add_argument("--arena", metavar="SIZE", help="shared memory of each node, such as '64 GiB'")
+    up.add_argument("--arena", metavar="SIZE", help="shared memory of each node: '64 GiB', or '80%%' of its /dev/shm")
     up.add_argument("--policy", help="eviction policy: leaf_lru (default), lru, fifo")
     up.add_argument("--config", metavar="FILE", help="JSON file with the fields of ClusterConfig")
     up.add_argument("--separate-hosts", action="store_true", help="no shared memory between Ray nodes of one machine")
@@ -59,6 +62,10 @@ def parser() -> argparse.ArgumentParser:
 
     down = commands.add_parser("down", help="end all nodes and free their memory")
     down.set_defaults(run=_down)
+
+    doctor = commands.add_parser("doctor", help="what this host grants raykv, and how to get more; needs no Ray")
+    doctor.add_argument("--json", action="store_true", help="for programs")
+    doctor.set_defaults(run=None)
     for command in (up, status, down):
         command.add_argument("--name", default="default", help="name of the raykv cluster")
     return whole
@@ -77,7 +84,12 @@ def _up(options: argparse.Namespace) -> str:
     fields.setdefault("name", options.name)
     storage = dict(fields.get("storage", {}))
     if options.arena:
-        storage["arena_nbytes"] = options.arena
+        storage.pop("arena_nbytes", None)
+        fields.pop("arena_share", None)
+        if options.arena.endswith("%"):
+            fields["arena_share"] = _share(options.arena)
+        else:
+            storage["arena_nbytes"] = options.arena
     if options.policy:
         storage["policy"] = options.policy
     if storage:
@@ -85,6 +97,13 @@ def _up(options: argparse.Namespace) -> str:
     if options.separate_hosts:
         fields["separate_hosts"] = True
     return _table(start(ClusterConfig.load(fields)))
+
+
+def _share(text: str) -> float:
+    try:
+        return float(text.removesuffix("%")) / 100
+    except ValueError:
+        raise ConfigError(f"--arena {text!r} is no share; write '80%' or a size such as '64 GiB'") from None
 
 
 def _status(options: argparse.Namespace) -> str:
@@ -101,6 +120,14 @@ def _down(options: argparse.Namespace) -> str:
 
     stopped = stop(options.name)
     return f"cluster {options.name!r} is down" if stopped else f"no cluster {options.name!r} was running"
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from raykv import doctor
+
+    found = doctor.examine()
+    print(json.dumps(doctor.as_json(found), indent=2) if options.json else doctor.report(found))
+    return int(any(finding.grade == "wrong" for finding in found))
 
 
 def _table(found: dict[str, Any]) -> str:

@@ -6,10 +6,10 @@ writes into it; what is not there it finds through the owners of the keys and re
 
 import time
 from collections.abc import Iterable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from itertools import groupby
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Final, Self, TypeVar
 
 import msgspec
 import numpy as np
@@ -19,15 +19,19 @@ from raykv import keys as keys_
 from raykv import wire
 from raykv.errors import CapacityError, LostError, PeerUnavailable, ProtocolError, TransientError, UsageError
 from raykv.handoff import Ticket
+from raykv.load import Arrivals, with_checksums
+from raykv.loan import Account
 from raykv.local import LocalNode, Pins, Reservation
-from raykv.memory.copying import checksum_of, gather
+from raykv.memory.copying import byte_views
 from raykv.namespace import Namespace
-from raykv.reach import Arrivals, Reach, expect
+from raykv.reach import Reach
 from raykv.ring import View
-from raykv.transport.base import Link
-from raykv.types import GetResult, KeyArray, Match, NodeId, PutResult, Scattered
+from raykv.transport.base import Link, Runs
+from raykv.types import Bits, GetResult, KeyArray, Match, NodeId, PutResult, Scattered
 
 T = TypeVar("T")
+
+_ONE_HIT: Final = np.ones(1, np.bool_)
 
 Keys = KeyArray | Sequence[bytes | str]
 
@@ -47,6 +51,7 @@ class Client:
         self.namespace = namespace
         self._digest = namespace.digest
         self._reach = reach
+        self._always_verify = reach.config.verify == "always"
 
     def using(self, namespace: Namespace) -> "Client":
         """A client for another namespace over the same connections."""
@@ -75,11 +80,13 @@ class Client:
             NamespaceMismatch: The ticket was made under another namespace.
         """
         keys = self._as_keys(keys)
+        reach = self._reach
+        here = self._here(keys, reach.deadline(timeout_s))
+        if reach.local is not None and here.all():
+            return Match(len(keys), (reach.local.attached.node_id,) * len(keys))
         promised = ticket.match(self.namespace, len(keys)).holders if ticket else ()
         holders: list[NodeId | None] = [*promised, *[None] * (len(keys) - len(promised))]
-        reach = self._reach
         if reach.local is not None:
-            here = reach.local.reader.ready(keys, now_s=time.monotonic())
             for place in np.flatnonzero(here).tolist():
                 holders[place] = reach.local.attached.node_id
         if None in holders and ticket is None:
@@ -89,6 +96,20 @@ class Client:
                 holders[place] = holder
         count = holders.index(None) if None in holders else len(holders)
         return Match(count, tuple(holder for holder in holders[:count] if holder is not None))
+
+    def exists(self, keys: Keys, *, timeout_s: float | None = None) -> Bits:
+        """Which chunks somebody holds, shape [n]. Changes nothing.
+
+        Args:
+            timeout_s: Owners that take longer are taken to know nothing.
+        """
+        keys = self._as_keys(keys)
+        deadline_s = self._reach.deadline(timeout_s)
+        here = self._here(keys, deadline_s)
+        if not here.all():
+            unknown = np.flatnonzero(~here)
+            here[unknown] = [holder is not None for holder in self._reach.locate(keys[unknown], deadline_s)]
+        return here
 
     def get(
         self,
@@ -118,23 +139,20 @@ class Client:
         keys = self._as_keys(keys)
         if len(into) != len(keys):
             raise UsageError(f"field 'into': {len(into)} buffers for {len(keys)} keys; give one entry a key")
-        targets = [_views(target, f"into[{place}]", writable=True) for place, target in enumerate(into)]
-        reach, arrivals = self._reach, Arrivals(keys, targets)
+        reach = self._reach
         deadline_s = reach.deadline(timeout_s)
+        hits, nbytes = self._read_here(keys, into, deadline_s)
+        if len(keys) and hits.all() and reach.local is not None:
+            return GetResult((True,) * len(keys), {"shm": nbytes}, {(reach.local.attached.node_id, "shm"): len(keys)})
+        targets = [byte_views(target, f"into[{place}]", writable=True) for place, target in enumerate(into)]
+        arrivals = Arrivals(keys, targets)
         if reach.local is not None:
-            node_id = reach.local.attached.node_id
-            everything = np.arange(len(keys))
-            arrivals.note(everything, reach.read_shm(reach.local.reader, keys, targets), node_id, "shm")
+            arrivals.note(np.arange(len(keys)), hits, reach.local.attached.node_id, "shm")
         if ticket is not None:
             match = ticket.match(self.namespace, len(keys))
         if match is not None:
             reach.fetch(arrivals, [*match.holders, *[None] * (len(keys) - len(match.holders))], deadline_s)
-        missing = arrivals.missing()
-        if missing.size:
-            holders: list[NodeId | None] = [None] * len(keys)
-            for place, holder in zip(missing.tolist(), reach.locate(keys[missing], deadline_s), strict=True):
-                holders[place] = holder
-            reach.fetch(arrivals, holders, deadline_s)
+        reach.find(arrivals, deadline_s)
         return arrivals.result()
 
     def pin(self, keys: Keys, *, timeout_s: float | None = None) -> Pins:
@@ -144,6 +162,53 @@ class Client:
             PeerUnavailable: There is no node on this host, or it is away.
         """
         return self._local().pin(self._as_keys(keys), deadline_s=self._reach.deadline(timeout_s))
+
+    # -- one chunk -------------------------------------------------------------------------------------------------
+
+    def key(self, name: bytes | str) -> bytes:
+        """The key of one object: 16 bytes, a row of what `keys` gives."""
+        return keys_.to_bytes(self.keys([name]))
+
+    def exists_one(self, key: bytes, *, timeout_s: float | None = None) -> bool:
+        """Whether somebody holds the chunk of one 16-byte key. A microsecond when this host does."""
+        local = self._reach.local
+        try:
+            if local is not None and local.reader.ready_one(key):
+                return True
+        except ValueError:
+            raise _no_key(key) from None
+        return bool(self.exists(keys_.from_bytes(key), timeout_s=timeout_s)[0])
+
+    def get_one(
+        self, key: bytes, into: Scattered, *, holder: NodeId | None = None, timeout_s: float | None = None
+    ) -> bool:
+        """Read the chunk of one 16-byte key: `get` without what a batch costs.
+
+        Args:
+            into: As an entry of `get`'s. A memoryview of bytes is quickest.
+            holder: The node to ask if it is not on this host; None: whoever its owner names.
+
+        Returns:
+            Whether the buffer now holds the chunk; if not, it may hold anything.
+
+        Raises:
+            UsageError: The key has not 16 bytes, or `into` is no such buffer.
+        """
+        reach = self._reach
+        local = reach.local
+        if local is not None and not self._always_verify:
+            try:
+                if local.reader.read_one(key, into):
+                    return True
+            except (BufferError, TypeError, ValueError):
+                pass  # several buffers; or the wrong ones, and `get` says which
+        if len(key) != keys_.KEY_NBYTES:
+            raise _no_key(key)
+        if holder is not None and (local is None or not local.posted):
+            target = byte_views(into, "into", writable=True)
+            if len(target) == 1 and reach.fetch_one(holder, key, target[0], reach.deadline(timeout_s)):
+                return True
+        return self.get(keys_.from_bytes(key), [into], timeout_s=timeout_s).hits[0]
 
     # -- writing ----------------------------------------------------------------------------------------------------
 
@@ -155,6 +220,7 @@ class Client:
         parent: KeyArray | None = None,
         depth: int = 0,
         chained: bool = True,
+        wait: bool = True,
         timeout_s: float | None = None,
     ) -> PutResult:
         """Store chunks, on this host's node if there is one. What is already there is not written again.
@@ -164,6 +230,9 @@ class Client:
             parent: Key, shape [1, 2], of the chunk that keys[0] follows; None at the start of a prompt.
             depth: Chunks before keys[0] in its chain.
             chained: Whether each key follows the one before it. False: independent objects.
+            wait: Until every reader sees the chunks. False: only until their bytes are in the arena; this client's own
+                reads see them all the same, and `flush` tells what became of them. At most MAX_POSTED such puts are
+                under way: one more waits for the oldest. Without a node on this host every put waits.
 
         Returns:
             What became of them. A full arena or an absent node is a result, not an exception.
@@ -174,13 +243,13 @@ class Client:
         keys = self._as_keys(keys)
         if len(values) != len(keys):
             raise UsageError(f"field 'values': {len(values)} values for {len(keys)} keys; give one entry a key")
-        pieces = [_views(value, f"values[{place}]", writable=False) for place, value in enumerate(values)]
+        pieces = [byte_views(value, f"values[{place}]", writable=False) for place, value in enumerate(values)]
         sizes = [sum(map(len, value)) for value in pieces]
         total, start = PutResult(0, 0, 0), 0
         for size, run in groupby(sizes):  # one reservation has one size; chunks of a prompt are one run
             stop = start + len(list(run))
             above = keys[start - 1 : start] if start else parent
-            part = partial(self._put_equal, keys[start:stop], pieces[start:stop], size)
+            part = partial(self._put_equal, keys[start:stop], pieces[start:stop], size, wait=wait)
             done = part(
                 parent=above if chained else None,
                 depth=depth + start if chained else 0,
@@ -192,9 +261,46 @@ class Client:
                 total.existed + done.existed,
                 total.skipped + done.skipped,
                 total.reason or done.reason,
+                total.posted + done.posted,
             )
             start = stop
         return total
+
+    def put_one(self, key: bytes, value: Scattered, *, wait: bool = True, timeout_s: float | None = None) -> bool:
+        """Store one chunk that is part of no chain: what `put` does, in a fraction of the time.
+
+        Args:
+            key: 16 bytes, as `keys.to_bytes` writes one key.
+            value: A contiguous buffer, or several that are taken in order.
+            wait: As for `put`.
+
+        Returns:
+            Whether the chunk is there now, or with `wait=False` on its way. False: there is no room, or no node.
+
+        Raises:
+            UsageError: The key is not of 16 bytes, or the value is empty or larger than an extent.
+        """
+        if len(key) != keys_.KEY_NBYTES:
+            raise _no_key(key)
+        pieces = byte_views(value, "value", writable=False)
+        local, deadline_s = self._reach.local, self._reach.deadline(timeout_s)
+        try:
+            if local is not None:
+                return local.put_one(self._account, key, pieces, wait=wait, deadline_s=deadline_s)
+            nbytes, one = sum(map(len, pieces)), keys_.from_bytes(key)
+            done = self._put_remote(one, [pieces], nbytes, parent=None, depth=0, chained=False, deadline_s=deadline_s)
+            return not done.skipped
+        except (TransientError, CapacityError, LostError):
+            return False
+
+    def flush(self, *, timeout_s: float | None = None) -> PutResult:
+        """Wait for the puts of this client (and those made by `using`) that were made with `wait=False`.
+
+        Returns:
+            What became of their chunks since the last call. `posted`: chunks of which nothing is known by the deadline.
+        """
+        local = self._reach.local
+        return PutResult(0, 0, 0) if local is None else local.flush(self._reach.deadline(timeout_s))
 
     def reserve(
         self,
@@ -220,7 +326,7 @@ class Client:
         keys = self._as_keys(keys)
         try:
             return self._local().reserve(
-                self.namespace,
+                self._account,
                 keys,
                 nbytes,
                 chained=chained,
@@ -257,8 +363,7 @@ class Client:
             How many nodes have taken note; those that join later do not know of it.
         """
         reach, deadline_s = self._reach, self._reach.deadline(timeout_s)
-        text = self.namespace.account.model_dump_json(exclude_defaults=True).encode()
-        request = wire.OpenNamespace(text, capacity_nbytes)
+        request = wire.OpenNamespace(self._account.text, capacity_nbytes)
         work = {
             member.node_id: partial(reach.call, member.node_id, request, deadline_s)
             for member in reach.refresh(deadline_s).members
@@ -313,11 +418,41 @@ class Client:
             )
         return keys
 
+    @cached_property
+    def _account(self) -> Account:
+        return Account.of(self.namespace)
+
     def _local(self) -> LocalNode:
         local = self._reach.local
         if local is None:
             raise PeerUnavailable("no node of the cluster runs on this host")
         return local
+
+    def _here(self, keys: KeyArray, deadline_s: float) -> Bits:
+        """Which chunks this host's node holds."""
+        local = self._reach.local
+        if local is None:
+            return np.zeros(len(keys), np.bool_)
+        here = local.reader.ready(keys, now_s=time.monotonic())
+        if local.posted and not here.all() and local.settle(deadline_s):
+            here = local.reader.ready(keys, now_s=time.monotonic())
+        return here
+
+    def _read_here(self, keys: KeyArray, into: Sequence[Scattered], deadline_s: float) -> tuple[Bits, int]:
+        """Which chunks came from this host's node, and their bytes in all."""
+        reach = self._reach
+        if reach.local is None:
+            return np.zeros(len(keys), np.bool_), 0
+        if len(keys) == 1 and isinstance(into[0], np.ndarray | memoryview) and not self._always_verify:
+            try:
+                if reach.local.reader.read_one(keys.tobytes(), into[0]):
+                    return _ONE_HIT, into[0].nbytes
+            except (BufferError, TypeError, ValueError):
+                pass  # below it is told what is wrong with it
+        hits, nbytes = reach.read_local(reach.local.reader, keys, into)
+        if reach.local.posted and not hits.all() and reach.local.settle(deadline_s):
+            hits, nbytes = reach.read_local(reach.local.reader, keys, into)
+        return hits, nbytes
 
     def _put_equal(
         self,
@@ -328,17 +463,29 @@ class Client:
         parent: KeyArray | None,
         depth: int,
         chained: bool,
+        wait: bool,
         deadline_s: float,
     ) -> PutResult:
-        if self._reach.local is None:
+        local = self._reach.local
+        if local is None:
             return self._put_remote(
                 keys, values, nbytes, parent=parent, depth=depth, chained=chained, deadline_s=deadline_s
             )
-        left_s = deadline_s - time.monotonic()
-        room = self.reserve(keys, nbytes, parent=parent, depth=depth, chained=chained, timeout_s=left_s)
-        for place, view in zip(room.index.tolist(), room.views, strict=True):
-            gather(view, values[place])
-        return room.commit(timeout_s=deadline_s - time.monotonic())
+        try:
+            return local.put(
+                self._account,
+                keys,
+                values,
+                nbytes,
+                chained=chained,
+                parent=parent,
+                depth=depth,
+                wait=wait,
+                deadline_s=deadline_s,
+                fill=self._reach.copy_threads.fill,
+            )
+        except (TransientError, CapacityError, LostError) as error:
+            return PutResult(0, 0, len(keys), str(error))
 
     def _put_remote(
         self,
@@ -352,25 +499,26 @@ class Client:
         deadline_s: float,
     ) -> PutResult:
         """Store on the owner of the first key: a chain stays together."""
-        reach = self._reach
-        checksums = np.array([checksum_of(value) for value in values], np.uint64).tobytes()
+        reach, account = self._reach, self._account
         raw_parent = b"" if parent is None else keys_.to_bytes(parent)
-        text = self.namespace.account.model_dump_json(exclude_defaults=True).encode()
+        request = wire.Write(account.digest, keys_.to_bytes(keys), nbytes, chained, raw_parent, depth)
         granted = wire.Granted(b"", b"", b"")
 
-        def pick(answer: wire.Answer) -> list[memoryview]:
+        def pick(answer: wire.Answer) -> Runs:
             nonlocal granted
-            granted = expect(wire.Granted, answer)
+            granted = wire.expect(wire.Granted, answer)
             places = wire.array(granted.positions, "<i4", len(granted.positions) // 4).tolist()
             if not all(0 <= place < len(values) for place in places):
                 raise ProtocolError("a place that is none of the keys'")
-            return [piece for place in places for piece in values[place]]
+            return with_checksums(values, places)
 
         def push(link: Link) -> int:
-            link.call(wire.OpenNamespace(text), deadline_s=deadline_s)
-            digest = self.namespace.account.digest
-            request = wire.Write(digest, keys_.to_bytes(keys), nbytes, checksums, chained, raw_parent, depth)
-            return expect(wire.Count, link.push(request, pick, deadline_s=deadline_s)).count
+            try:
+                answer = link.push(request, pick, deadline_s=deadline_s)
+            except LostError:  # the owner does not know this namespace (any more)
+                link.call(wire.OpenNamespace(account.text), deadline_s=deadline_s)
+                answer = link.push(request, pick, deadline_s=deadline_s)
+            return wire.expect(wire.Count, answer).count
 
         try:
             view = reach.view(deadline_s)
@@ -385,23 +533,5 @@ class Client:
         return PutResult(stored, existed, len(keys) - existed - stored, "full" if granted.full else "")
 
 
-def _views(scattered: Scattered, name: str, *, writable: bool) -> list[memoryview]:
-    """Byte views of one buffer or several.
-
-    Raises:
-        UsageError: Not a buffer, not contiguous, or read-only where we write.
-    """
-    parts = scattered if isinstance(scattered, list | tuple) else [scattered]
-    views = []
-    for part in parts:
-        try:
-            view = memoryview(part)  # type: ignore[arg-type]  # finding that out is what the `except` is for
-        except (TypeError, ValueError):
-            hint = "; for a CPU tensor pass tensor.view(torch.uint8).numpy()" if hasattr(part, "numpy") else ""
-            raise UsageError(f"field '{name}': {type(part).__name__} is not a buffer{hint}") from None
-        if not view.c_contiguous:
-            raise UsageError(f"field '{name}': the buffer is not contiguous; pass its pieces as a list")
-        if writable and view.readonly:
-            raise UsageError(f"field '{name}': the buffer is read-only")
-        views.append(view.cast("B") if view.nbytes else memoryview(bytearray()))
-    return views
+def _no_key(key: bytes) -> UsageError:
+    return UsageError(f"field 'key': {len(key)} bytes; a key has {keys_.KEY_NBYTES}: use what key() gives")

@@ -38,6 +38,7 @@ def parse_nbytes(value: object) -> object:
 Nbytes = Annotated[int, BeforeValidator(parse_nbytes), Field(ge=0)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
 PolicyName = Literal["leaf_lru", "lru", "fifo"]
+HugePages = Literal["try", "require", "never"]
 
 ModelT = TypeVar("ModelT", bound="Model")
 
@@ -77,12 +78,15 @@ class StorageConfig(Model):
     Attributes:
         arena_nbytes: Shared memory for chunks, taken from /dev/shm extent by extent as it fills.
         extent_nbytes: The arena is cut into extents; one extent serves one slot size. The largest chunk is one extent.
-        max_chunks: Rows of the chunk table. None: one for every 64 KiB of arena. A row costs 84 to 100 bytes.
+        max_chunks: Rows of the chunk table. None: one for every 64 KiB of arena. A row costs 84 bytes.
         policy: Which chunks go first when room is needed, for namespaces that do not say.
         low_water: Eviction starts when less than this share of the arena is free.
         high_water: Eviction stops when this share is free.
         shm_dir: Where arena, table and socket lie: a tmpfs, or hugetlbfs. None: anonymous memory, which ends with the
             process.
+        huge_pages: Whether memory is taken in pages of 2 MiB: where they are to be had ("try"), or nowhere ("never").
+            With "require", a node does not start without, and an extent that finds none is out of use.
+        numa: On hosts with several memory nodes, "auto" gives each an equal part of the arena.
     """
 
     arena_nbytes: Nbytes = 1 * GIB
@@ -92,6 +96,8 @@ class StorageConfig(Model):
     low_water: Annotated[float, Field(ge=0.0, lt=0.5)] = 0.02
     high_water: Annotated[float, Field(gt=0.0, lt=0.9)] = 0.05
     shm_dir: Path | None = Path("/dev/shm")
+    huge_pages: HugePages = "try"
+    numa: Literal["auto", "off"] = "auto"
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -167,6 +173,8 @@ class ClientConfig(Model):
         timeout_s: A `get` or `match` that takes longer gives the rest up as a miss.
         breaker_s: A peer that failed is left alone this long.
         connections_per_peer: Idle connections kept to one peer.
+        streams_per_peer: Connections that a large read from one peer is shared among. None: by the number of cores.
+        copy_threads: Threads that copy a large batch from or into this host's memory. None: half the cores, at most 4.
         verify: Check checksums of bytes that crossed a network ("remote"), of all bytes ("always"), or of none.
     """
 
@@ -175,6 +183,8 @@ class ClientConfig(Model):
     timeout_s: Annotated[float, Field(gt=0)] = 5.0
     breaker_s: Annotated[float, Field(ge=0)] = 2.0
     connections_per_peer: Annotated[int, Field(ge=1, le=64)] = 4
+    streams_per_peer: Annotated[int, Field(ge=1, le=16)] | None = None
+    copy_threads: Annotated[int, Field(ge=1, le=64)] | None = None
     verify: Literal["remote", "always", "never"] = "remote"
 
     @classmethod
@@ -187,12 +197,19 @@ class ClientConfig(Model):
         return cls.load(fields)
 
 
+def native_wanted() -> bool:
+    """Whether compiled loops may be used: yes, unless RAYKV_NATIVE is 0."""
+    return os.environ.get("RAYKV_NATIVE", "1") != "0"
+
+
 class ClusterConfig(Model):
     """A whole cluster, as `raykv.cluster.start` and `raykv up` take it.
 
     Attributes:
         name: Name of the cluster.
         storage: Memory of each node.
+        arena_share: In place of storage.arena_nbytes: the arena of each node is this share of the size of its shm_dir,
+            so that large hosts give more than small ones.
         member_timeout_s: A node that was silent this long leaves the view.
         separate_hosts: Treat every Ray node as a host of its own, even if several run on one machine: no shared memory
             between them. For tests and demonstrations of what crosses a network.
@@ -200,5 +217,6 @@ class ClusterConfig(Model):
 
     name: Name = "default"
     storage: StorageConfig = StorageConfig()
+    arena_share: Annotated[float, Field(gt=0.0, le=0.95)] | None = None
     member_timeout_s: Annotated[float, Field(gt=0)] = 5.0
     separate_hosts: bool = False

@@ -6,6 +6,7 @@ tokens come from users, and a hash that can be collided on purpose would let one
 """
 
 import hashlib
+import struct
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -15,6 +16,7 @@ from raykv.errors import UsageError
 from raykv.types import KeyArray
 
 KEY_NBYTES = 16
+_HALVES = struct.Struct("<QQ")
 
 
 def empty() -> KeyArray:
@@ -36,6 +38,18 @@ def from_bytes(raw: bytes | bytearray | memoryview) -> KeyArray:
 def to_bytes(keys: KeyArray) -> bytes:
     """Write keys, 16 bytes each, high half first, each half little-endian."""
     return np.ascontiguousarray(keys, "<u8").tobytes()
+
+
+def halves(key: bytes) -> tuple[int, int]:
+    """(high, low) half of one key.
+
+    Raises:
+        ValueError: It has not 16 bytes.
+    """
+    if len(key) != KEY_NBYTES:
+        raise ValueError(f"key: {len(key)} bytes; {KEY_NBYTES} are due")
+    hi, lo = _HALVES.unpack(key)
+    return hi, lo
 
 
 def named(digest: bytes, names: Iterable[bytes | str]) -> KeyArray:

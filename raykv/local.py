@@ -2,25 +2,46 @@
 
 Reads need the mapping alone and go on while the node is dead. Writes need the connection; while it is away they are
 refused with a reason, and every so often the next writer tries to connect again.
+
+A put takes slots that were lent ahead of need (`raykv.loan`), writes to them, and tells the node in one message, whose
+answer brings the next slots. Whoever does not wait for that answer leaves it to the next call that uses the connection.
 """
 
+import struct
 import threading
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Self
+from typing import Final, Self
 
 import numpy as np
+import numpy.typing as npt
 
 from raykv import wire
-from raykv.errors import LostError, PeerUnavailable, RayKVError, TransientError
+from raykv.errors import LostError, PeerUnavailable, RayKVError, TransientError, UsageError
 from raykv.keys import to_bytes
-from raykv.memory.copying import checksum_of
-from raykv.namespace import Namespace
-from raykv.transport.base import Link, remaining
+from raykv.loan import MAX_POSTED_KEYS, POOL_IDLE_S, TRUST_S, Account, Borrowed, Outcome, Pool, Posted
+from raykv.memory.copying import STREAM_NBYTES, checksum_of, store
+from raykv.memory.slots import slot_nbytes
+from raykv.transport.base import MAX_POSTED, Link, remaining
 from raykv.transport.peers import Connect
 from raykv.transport.shm import ShmReader
 from raykv.types import KeyArray, PutResult
+
+LOOK_S: Final = 1.0
+"""How often a writer that finds everything there makes sure that it looks at the node's memory of today."""
+CLOSE_S: Final = 0.2
+"""How long a client that goes waits to give its slots back in order. (Else they rest for a while.)"""
+_COLLECT_EVERY: Final = 16
+"""Posted stores after which answers that have arrived are taken in."""
+_halves: Final = struct.Struct("<QQ").unpack
+_STORED: Final = PutResult(1, 0, 0)
+_EXISTED: Final = PutResult(0, 1, 0)
+_FULL: Final = PutResult(0, 0, 1, "full")
+_POSTED: Final = PutResult(0, 0, 0, "", 1)
+_SPINS: Final = 200
+_NAP_S: Final = 0.0001
 
 
 class LocalNode:
@@ -30,6 +51,7 @@ class LocalNode:
         attached: What the node said of itself last.
         reader: Its memory.
         epoch: The greatest epoch it told of.
+        posted: Stores that were not answered yet.
     """
 
     def __init__(self, connect: Connect, address: str, *, deadline_s: float, retry_s: float) -> None:
@@ -47,6 +69,12 @@ class LocalNode:
         self.attached = wire.Attached("", "", 0, "", "")
         self.reader: ShmReader
         self._opened: set[bytes] = set()
+        self._pools: dict[tuple[bytes, int], Pool] = {}
+        self._trusted_until_s = self._look_at_s = 0.0
+        self._posted: deque[Posted] = deque()
+        self._posted_keys = 0
+        self._outcome = Outcome()
+        self.posted = 0
         self.epoch = 0
         self._reconnect(deadline_s)
 
@@ -63,7 +91,7 @@ class LocalNode:
             link.close()
             raise
         self.attached, self._link = attached, link
-        self._opened = set()
+        self._opened, self._pools = set(), {}
         self._life += 1
         return link
 
@@ -96,13 +124,30 @@ class LocalNode:
     def _call_once(self, request: wire.Message, deadline_s: float) -> wire.Answer:
         link = self._link or self._try_reconnect(deadline_s)
         try:
+            while self._posted:
+                self._collect(link, deadline_s)
+            asked_at_s = time.monotonic()
             answer = link.call(request, deadline_s=deadline_s)
-        except TransientError:
-            link.close()
-            self._link = None
+        except TransientError as error:
+            self._drop_link(str(error))
             raise
-        self.epoch = max(self.epoch, link.epoch)
+        self._heard(link, asked_at_s)
         return answer
+
+    def _heard(self, link: Link, asked_at_s: float) -> None:
+        """There is an answer to what was asked then, so our leases were alive then."""
+        self._trusted_until_s = asked_at_s + TRUST_S
+        if link.epoch > self.epoch:
+            self.epoch = link.epoch
+
+    def _drop_link(self, reason: str) -> None:
+        """The connection is of no more use. What was posted on it may or may not have been stored."""
+        if self._link is not None:
+            self._link.close()
+            self._link = None
+        self._outcome.note(skipped=sum(len(each.borrowed.rows) for each in self._posted), reason=reason)
+        self._posted.clear()
+        self._posted_keys = self.posted = 0
 
     def _try_reconnect(self, deadline_s: float) -> Link:
         remaining(deadline_s)
@@ -114,16 +159,345 @@ class LocalNode:
             self._retry_at_s = time.monotonic() + self._retry_s
             raise PeerUnavailable(f"the local node is away: {error}") from error
 
-    def _open(self, namespace: Namespace, deadline_s: float) -> None:
-        """Make the namespace's account known to the node, once in each of its lives."""
-        if self._link is None or namespace.digest not in self._opened:
-            text = namespace.account.model_dump_json(exclude_defaults=True).encode()
-            self._call(wire.OpenNamespace(text), deadline_s)
-            self._opened.add(namespace.digest)
+    def _open(self, account: Account, deadline_s: float) -> None:
+        """Make the account known to the node, once in each of its lives."""
+        if self._link is None or account.digest not in self._opened:
+            self._call(wire.OpenNamespace(account.text), deadline_s)
+            self._opened.add(account.digest)
+
+    def _call_about(self, account: Account, request: wire.Message, deadline_s: float) -> wire.Answer:
+        """Ask something about an account that is open."""
+        self._open(account, deadline_s)
+        try:
+            return self._call(request, deadline_s)
+        except LostError:  # the node began anew in between, with empty hands
+            self._opened.clear()
+            self._open(account, deadline_s)
+            return self._call(request, deadline_s)
+
+    # -- writing ----------------------------------------------------------------------------------------------------
+
+    def put(
+        self,
+        account: Account,
+        keys: KeyArray,
+        values: Sequence[Sequence[memoryview]],
+        nbytes: int,
+        *,
+        chained: bool,
+        parent: KeyArray | None,
+        depth: int,
+        wait: bool,
+        deadline_s: float,
+        fill: "Fill",
+    ) -> PutResult:
+        """Store a run of chunks of one size.
+
+        Args:
+            values: For each key the views that together are its `nbytes` bytes.
+            wait: Until every reader sees them. Otherwise see `flush`.
+            fill: What copies them into their slots.
+
+        Raises:
+            TransientError: The node is away. Nothing was stored.
+            UsageError: The size does not fit an extent.
+        """
+        self._require_size(nbytes)
+        if len(keys) == 1:
+            above = _raw(parent) if chained else b""
+            return self._put_one(account, to_bytes(keys), values[0], nbytes, chained, above, depth, wait, deadline_s)
+        places = self._missing(keys)
+        if not places:
+            return PutResult(0, len(keys), 0)
+        with self._lock:
+            borrowed = self._borrow(account, keys, len(places), nbytes, _raw(parent), deadline_s)
+        written = places[: len(borrowed.rows)]
+        full = len(places) - len(written)
+        existed = len(keys) - len(places)
+        if not written:
+            return PutResult(0, existed, full, "full")
+        with self._ours(borrowed):
+            views = [borrowed.view[start : start + nbytes] for start in borrowed.starts]
+            checksums = fill(views, [values[place] for place in written])
+            request = wire.Store(
+                account.digest,
+                to_bytes(keys),
+                nbytes,
+                np.array(borrowed.rows, np.int32).tobytes(),
+                checksums.tobytes(),
+                b"" if len(written) == len(keys) else np.array(written, np.int32).tobytes(),
+                chained,
+                _raw(parent),
+                depth,
+            )
+            others = self._store(request, borrowed, len(keys), wait=wait, deadline_s=deadline_s)
+        reason = "full" if full else ""
+        if not wait:
+            return PutResult(0, existed, full, reason, len(written))
+        return PutResult(len(written) - others, existed + others, full, reason)
+
+    def put_one(
+        self, account: Account, key: bytes, pieces: Sequence[memoryview], *, wait: bool, deadline_s: float
+    ) -> bool:
+        """Store one chunk that is part of no chain; `key` as `keys.to_bytes` writes it.
+
+        Returns:
+            Whether it is there, or was posted. False: no room.
+
+        Raises:
+            As `put`.
+        """
+        nbytes = len(pieces[0]) if len(pieces) == 1 else sum(map(len, pieces))
+        self._require_size(nbytes)
+        return not self._put_one(account, key, pieces, nbytes, False, b"", 0, wait, deadline_s).skipped
+
+    def _put_one(
+        self,
+        account: Account,
+        key: bytes,
+        pieces: Sequence[memoryview],
+        nbytes: int,
+        chained: bool,
+        parent: bytes,
+        depth: int,
+        wait: bool,
+        deadline_s: float,
+    ) -> PutResult:
+        """A put of one chunk is all call and no work: no array is made for it."""
+        if self._is_known(key) and self._looks_at_today():
+            return _EXISTED
+        with self._lock:
+            borrowed = self._borrow(account, key, 1, nbytes, parent, deadline_s)
+        if not borrowed.rows:
+            return _FULL
+        with self._ours(borrowed):
+            start, stream = borrowed.starts[0], nbytes >= STREAM_NBYTES
+            checksum = store(borrowed.view[start : start + nbytes], pieces, stream=stream).to_bytes(8, "little")
+            row = borrowed.rows[0].to_bytes(4, "little")
+            request = wire.Store(account.digest, key, nbytes, row, checksum, b"", chained, parent, depth)
+            others = self._store(request, borrowed, 1, wait=wait, deadline_s=deadline_s)
+        return _EXISTED if others else _STORED if wait else _POSTED
+
+    def _require_size(self, nbytes: int) -> None:
+        most = self.reader.table.extent_nbytes
+        if not 0 < nbytes <= most:
+            raise UsageError(
+                f"a chunk of {nbytes:,} bytes does not fit: at least 1, and at most extent_nbytes ({most:,}); "
+                "raise extent_nbytes or cut the value into chunks"
+            )
+
+    def _missing(self, keys: KeyArray) -> list[int]:
+        """Places of the keys that are not here, and that nobody is writing either; each key once."""
+        table = self.reader.table
+        rows = table.find(keys)
+        expires = table.columns.expires[np.maximum(rows, 0)]
+        missing = np.flatnonzero(rows < 0)
+        if expires.any():
+            missing = np.flatnonzero((rows < 0) | (expires > 0) & (expires <= table.ticks(time.monotonic())))
+        if not missing.size:
+            if self._looks_at_today():
+                return []
+            missing = np.arange(len(keys))
+        if len(missing) > 1 and len(np.unique(keys[missing, 1])) < len(missing):
+            missing = missing[np.sort(np.unique(keys[missing], axis=0, return_index=True)[1])]
+        places: list[int] = missing.tolist()
+        return places
+
+    def _is_known(self, key: bytes) -> bool:
+        """The same for one key: whether it is here, or being written."""
+        table = self.reader.table
+        row = table.find_one(*_halves(key))
+        if row < 0:
+            return False
+        expires = table.cells.expires[row]
+        return not expires or expires > table.ticks(time.monotonic())
+
+    def _looks_at_today(self) -> bool:
+        """Whether our mapping is the node's, as far as was to be seen of late. If not, the next call maps it anew."""
+        now_s = time.monotonic()
+        if now_s >= self._look_at_s:
+            self._look_at_s = now_s + LOOK_S
+            with self._lock:
+                if not self.reader.is_current():
+                    self._drop_link("the node's memory was made anew")
+                    self._look_at_s = 0.0
+                    return False
+        return True
+
+    def _borrow(
+        self,
+        account: Account,
+        keys: KeyArray | bytes,
+        count: int,
+        nbytes: int,
+        parent: bytes,
+        deadline_s: float,
+    ) -> Borrowed:
+        """Up to `count` slots to write now: from the pool, and what it lacks from the node. Fewer: it is full."""
+        size, now_s = slot_nbytes(nbytes), time.monotonic()
+        pool = self._pools.get((account.digest, size))
+        if pool is not None and len(pool) < count and self.posted and self._link is not None:
+            while self._posted and self._link.ready():  # the answers bring slots
+                self._collect_or_drop(self._link, deadline_s)
+        # (The pools go when the connection does.)
+        pool = self._pools.get((account.digest, size))
+        if pool is None or self._link is None or len(pool) < count or now_s >= self._trusted_until_s:
+            pool = self._borrow_more(account, keys, count, nbytes, parent, deadline_s)
+            now_s = time.monotonic()
+        rows, starts = pool.take(count, now_s)
+        return Borrowed(pool, self._life, self.reader.arena.view, rows, starts)
+
+    def _borrow_more(
+        self,
+        account: Account,
+        keys: KeyArray | bytes,
+        count: int,
+        nbytes: int,
+        parent: bytes,
+        deadline_s: float,
+    ) -> Pool:
+        """The pool, with `count` slots in it if the node has them, and the node's word that they are ours."""
+        self._open(account, deadline_s)
+        self._give_back_idle(deadline_s)
+        where = (account.digest, slot_nbytes(nbytes))
+        raw = keys if isinstance(keys, bytes) else to_bytes(keys)
+        while True:
+            life, have = self._life, len(self._pools.get(where, ()))
+            needed = max(0, count - have)
+            request = wire.Lend(account.digest, nbytes, needed, keys=raw, parent=parent)
+            lent = wire.expect(wire.Lent, self._call_about(account, request, deadline_s))
+            pool = self._pools.setdefault(where, Pool(where[1], self.reader.arena.nbytes))
+            _add(pool, lent.rows, lent.offsets)
+            if needed:
+                pool.ran_short(count)
+            if life == self._life:  # else what we had went with the connection, and is lacking
+                return pool
+
+    def _give_back_idle(self, deadline_s: float) -> None:
+        """Give back slots of pools that were not used of late."""
+        idle = time.monotonic() - POOL_IDLE_S
+        for where, pool in [*self._pools.items()]:
+            if pool.used_at_s < idle and where in self._pools:
+                del self._pools[where]
+                rows, _ = pool.take(len(pool), 0.0)
+                if rows:
+                    self._call(wire.Abort(np.array(rows, np.int32).tobytes()), deadline_s, self._life)
+
+    def _store(self, request: wire.Store, borrowed: Borrowed, keys: int, *, wait: bool, deadline_s: float) -> int:
+        """Send a store, and see to its answer now or later. Returns how many of its chunks others had stored."""
+        with self._lock:
+            request.ahead = max(0, borrowed.pool.lacking(time.monotonic()))
+            if wait:
+                answer = self._call(request, deadline_s, life=borrowed.life)
+                return self._stored(answer, borrowed)
+            remaining(deadline_s)
+            link = self._link
+            if link is None or borrowed.life != self._life:
+                raise PeerUnavailable("the connection that held the lease is gone")
+            while len(self._posted) >= MAX_POSTED or (self._posted and self._posted_keys + keys > MAX_POSTED_KEYS):
+                self._collect_or_drop(link, deadline_s, raising=True)
+            try:
+                link.post(request, deadline_s=deadline_s)
+            except TransientError as error:
+                self._drop_link(str(error))
+                raise
+            self._posted.append(Posted(borrowed, keys, time.monotonic()))
+            self._posted_keys += keys
+            self.posted = len(self._posted)
+            if self.posted % _COLLECT_EVERY == 0:
+                while self._posted and link.ready():
+                    self._collect_or_drop(link, deadline_s)
+            return 0
+
+    def _stored(self, answer: wire.Answer, borrowed: Borrowed) -> int:
+        """Put unused slots back, and those lent anew to them. Returns how many were not used."""
+        stored = wire.expect(wire.Stored, answer)
+        unused: list[int] = []
+        if stored.unused:
+            unused = np.frombuffer(stored.unused, "<i4").tolist()
+            borrowed.pool.add([borrowed.rows[place] for place in unused], [borrowed.starts[place] for place in unused])
+        if stored.rows:
+            _add(borrowed.pool, stored.rows, stored.offsets)
+        return len(unused)
+
+    def _collect(self, link: Link, deadline_s: float) -> None:
+        """Take in the answer to the oldest posted store.
+
+        Raises:
+            TransientError: The connection is of no more use.
+        """
+        oldest = self._posted[0]
+        count, others, reason = len(oldest.borrowed.rows), 0, ""
+        try:
+            others = self._stored(link.collect(deadline_s=deadline_s), oldest.borrowed)
+        except TransientError:
+            raise
+        except RayKVError as error:  # it was refused as a whole
+            reason = str(error)
+            oldest.borrowed.pool.add(oldest.borrowed.rows, oldest.borrowed.starts)
+        self._posted.popleft()
+        self._posted_keys -= oldest.keys
+        self.posted = len(self._posted)
+        self._heard(link, oldest.asked_at_s)
+        if reason:
+            self._outcome.note(skipped=count, reason=reason)
+        else:
+            self._outcome.note(stored=count - others, existed=others)
+
+    def _collect_or_drop(self, link: Link, deadline_s: float, *, raising: bool = False) -> None:
+        try:
+            self._collect(link, deadline_s)
+        except TransientError as error:
+            self._drop_link(str(error))
+            if raising:
+                raise
+
+    def settle(self, deadline_s: float) -> bool:
+        """Wait until nothing is posted any more, as far as that happens by the deadline.
+
+        Returns:
+            True if something was posted, and now is not: who looks again may see more.
+        """
+        if not self.posted:
+            return False
+        spins = 0
+        while self.posted:
+            with self._lock:
+                link = self._link
+                while link is not None and self._posted and link.ready():
+                    self._collect_or_drop(link, deadline_s)
+            if not self.posted:
+                break
+            if time.monotonic() >= deadline_s:
+                return False
+            spins += 1
+            time.sleep(0.0 if spins < _SPINS else _NAP_S)
+        return True
+
+    def flush(self, deadline_s: float) -> PutResult:
+        """Wait for all that was posted, and tell what became of it since the last time. Never raises.
+
+        Returns:
+            Chunks that were posted: stored, existed by then, or skipped; `posted` are those that are not answered yet.
+        """
+        self.settle(deadline_s)
+        with self._lock:
+            done = self._outcome.take()
+            waiting = sum(len(each.borrowed.rows) for each in self._posted)
+        return PutResult(done.stored, done.existed, done.skipped, done.reason, waiting)
+
+    def _ours(self, borrowed: Borrowed) -> "_Ours":
+        return _Ours(self._return, borrowed)
+
+    def _return(self, borrowed: Borrowed) -> None:
+        """Put slots back that were not used after all, if they are still ours."""
+        with self._lock:
+            if borrowed.life == self._life and self._link is not None:
+                borrowed.pool.add(borrowed.rows, borrowed.starts)
 
     def reserve(
         self,
-        namespace: Namespace,
+        account: Account,
         keys: KeyArray,
         nbytes: int,
         *,
@@ -138,16 +512,9 @@ class LocalNode:
             PeerUnavailable: The node is away.
             UsageError: The size does not fit an extent.
         """
-        raw_parent = b"" if parent is None else to_bytes(parent)
+        request = wire.Reserve(account.digest, to_bytes(keys), nbytes, chained, _raw(parent), depth)
         with self._lock:
-            self._open(namespace, deadline_s)
-            request = wire.Reserve(namespace.account.digest, to_bytes(keys), nbytes, chained, raw_parent, depth)
-            try:
-                answer = self._call(request, deadline_s)
-            except LostError:  # the node began anew in between, with empty hands
-                self._opened.clear()
-                self._open(namespace, deadline_s)
-                answer = self._call(request, deadline_s)
+            answer = self._call_about(account, request, deadline_s)
             life, reader = self._life, self.reader
         assert isinstance(answer, wire.Granted)
         return Reservation(self, life, reader, len(keys), nbytes, answer)
@@ -163,11 +530,49 @@ class LocalNode:
     def close(self) -> None:
         """Let go; leases end."""
         with self._lock:
-            if self._link is not None:
-                self._link.close()
-                self._link = None
+            if self._link is not None and (self._posted or self._pools):
+                self._give_back_all(time.monotonic() + CLOSE_S)
+            self._drop_link("the client was closed")
             self._retry_at_s = float("inf")
         self.reader.close()
+
+    def _give_back_all(self, deadline_s: float) -> None:
+        rows = [row for pool in self._pools.values() for row in pool.take(len(pool), 0.0)[0]]
+        try:
+            if rows or self._posted:
+                self._call(wire.Abort(np.array(rows, np.int32).tobytes()), deadline_s, self._life)
+        except RayKVError:
+            pass  # they rest for a while, then
+
+
+Fill = Callable[[Sequence[memoryview], Sequence[Sequence[memoryview]]], npt.NDArray[np.uint64]]
+"""Copies chunks, each from several views, into slots. Returns their checksums."""
+
+
+class _Ours:
+    """Gives borrowed slots back if what is done with them fails."""
+
+    __slots__ = ("_borrowed", "_give_back")
+
+    def __init__(self, give_back: Callable[[Borrowed], None], borrowed: Borrowed) -> None:
+        self._give_back, self._borrowed = give_back, borrowed
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self._give_back(self._borrowed)
+
+
+def _raw(parent: KeyArray | None) -> bytes:
+    return b"" if parent is None else to_bytes(parent)
+
+
+def _add(pool: Pool, rows: bytes, offsets: bytes) -> None:
+    pool.add(np.frombuffer(rows, "<i4").tolist(), np.frombuffer(offsets, "<u8").tolist())
 
 
 class Reservation:

@@ -1,15 +1,17 @@
 """A node: one shard, its sockets, its part of the cluster's index, and its pulse.
 
-All changes of the shard happen under one lock, whichever connection asks; chunk bytes never move under it. Two
-background threads: the announcer tells owners what came and went, the pulse tells the directory that we live. If
-either dies of a bug, `failure` is set and the actor around the node ends, visibly.
+All changes of the shard happen under one lock, whichever connection asks; chunk bytes never move under it. Three
+background threads: the announcer tells owners what came and went, the pulse tells the directory that we live, the
+forerunner evicts and takes memory ahead of need. If one dies of a bug, `failure` is set and the actor around the node
+ends, visibly.
 """
 
 import logging
+import struct
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any, Final
 
@@ -27,29 +29,36 @@ from raykv.memory.copying import checksum_of
 from raykv.namespace import Namespace
 from raykv.ring import Member, View
 from raykv.shard import Shard, remove_files
-from raykv.transport.base import Link, Reply, Session
+from raykv.transport.base import RUN_NBYTES, Link, Reply, Runs, Session
 from raykv.transport.memory import Network
 from raykv.transport.peers import Peers
 from raykv.transport.tcp import SocketLink, SocketServer
-from raykv.types import Bits, KeyArray, Rows, host_identity
+from raykv.types import Bits, KeyArray, NodeId, Rows, host_identity
 
 log = logging.getLogger(__name__)
 
 ANNOUNCE_KEYS: Final = 1 << 16
 """Keys in one announcement."""
+LOCKED_KEYS: Final = 4096
+"""Keys looked up at once under the lock."""
 MAX_UNANNOUNCED_KEYS: Final = 1 << 20
 """Keys kept for owners that do not answer; beyond it the oldest are forgotten (they cost a miss, no more)."""
 ANNOUNCE_DEADLINE_S: Final = 5.0
 UNIX_PATH_MAX: Final = 107
+_PAIR: Final = struct.Struct("<QQ")
+_ROW: Final = struct.Struct("<i")
+_CHECKSUM: Final = struct.Struct("<Q")
+_LENGTH: Final = struct.Struct("<I")
 
 
 class NodeSession:
-    """The leases of one connection: rows it is writing, and pins it holds."""
+    """The leases of one connection: rows it is writing, rows lent to it that have no key yet, and pins it holds."""
 
     def __init__(self, node: "Node", *, local: bool) -> None:
         self._node = node
         self.local = local
         self.reserved: set[int] = set()
+        self.lent: set[int] = set()
         self.pins: Counter[int] = Counter()
 
     def close(self) -> None:
@@ -98,6 +107,7 @@ class Node:
         self._announcing = False
         self._stopping = threading.Event()
         self._changed = threading.Event()
+        self._wanted = threading.Event()
         connect = network.connect if network is not None else SocketLink.connect
         self._peers = Peers(connect, secret, breaker_s=config.heartbeat_s, max_idle=2)
         self._servers: list[SocketServer] = []
@@ -107,6 +117,8 @@ class Node:
             wire.GetView: lambda request, session: Reply(wire.ViewIs(self.view)),
             wire.OpenNamespace: self._open_namespace,
             wire.Reserve: self._reserve,
+            wire.Lend: self._lend,
+            wire.Store: self._store,
             wire.Commit: self._commit,
             wire.Abort: self._abort,
             wire.Pin: self._pin,
@@ -153,7 +165,8 @@ class Node:
             incarnation=time.time_ns(),
         )
         self._beat()
-        for task in (self._pulse, self._announcer):
+        self._wanted.set()  # take memory before the first writer comes
+        for task in (self._pulse, self._announcer, self._forerunner):
             thread = threading.Thread(target=self._guard, args=(task,), name=f"raykv{task.__name__}", daemon=True)
             thread.start()
             self._threads.append(thread)
@@ -167,6 +180,7 @@ class Node:
         """
         self._stopping.set()
         self._changed.set()
+        self._wanted.set()
         if leave:
             try:
                 self._directory.leave(self.config.node_id)
@@ -197,7 +211,10 @@ class Node:
                 "incarnation": self.member.incarnation,
                 "epoch": self.view.epoch,
                 "arena_nbytes": shard.arena.nbytes,
+                "huge_nbytes": shard.arena.huge_nbytes,
+                "memory_nodes": list(shard.memory_nodes),
                 "used_nbytes": shard.used_nbytes,
+                "lent_nbytes": shard.lent_nbytes,
                 "chunks": shard.chunks,
                 "recovered": shard.recovered,
                 "extents_unbacked": shard.extents_unbacked,
@@ -252,9 +269,11 @@ class Node:
         if self._stopping.is_set():
             return
         with self._lock:
-            self.shard.abandon(np.array(sorted(session.reserved), np.int32), now_s=time.monotonic())
+            leased = np.array(sorted(session.reserved | session.lent), np.int32)
+            self.shard.abandon(leased, now_s=time.monotonic())
             self.shard.unpin(np.array(list(session.pins.elements()), np.int32))
             session.reserved.clear()
+            session.lent.clear()
             session.pins.clear()
 
     # -- requests ---------------------------------------------------------------------------------------------------
@@ -302,8 +321,88 @@ class Node:
             reserved.positions.tobytes(), reserved.rows.tobytes(), reserved.offsets.tobytes(), reserved.full
         )
 
+    def _lend(self, request: wire.Lend, session: NodeSession) -> Reply:
+        if not (0 <= request.count <= wire.MAX_KEYS and 0 <= request.ahead <= wire.MAX_KEYS):
+            raise UsageError(f"{request.count} and {request.ahead} slots in one request; at most {wire.MAX_KEYS:,}")
+        keys, parent = _keys(request.keys), _keys(request.parent)
+        with self._lock:
+            loan = self.shard.lend(
+                request.count,
+                request.nbytes,
+                self.shard.account(request.account),
+                ahead=request.ahead,
+                keys=keys if len(keys) else None,
+                parent=parent if len(parent) else None,
+                now_s=time.monotonic(),
+            )
+            session.lent.update(loan.rows.tolist())
+        self._stay_ahead()
+        return Reply(wire.Lent(loan.rows.tobytes(), loan.offsets.tobytes()))
+
+    def _store(self, request: wire.Store, session: NodeSession) -> Reply:
+        now_s = time.monotonic()
+        if len(request.keys) == keys_.KEY_NBYTES and len(request.rows) == _ROW.size:
+            unused = self._store_one(request, session, now_s)
+        else:
+            unused = self._store_run(request, session, now_s)
+        answer = wire.Stored(unused)
+        if request.ahead:
+            if not 0 < request.ahead <= wire.MAX_KEYS:
+                raise UsageError(f"{request.ahead} slots ahead; at most {wire.MAX_KEYS:,}")
+            with self._lock:
+                account = self.shard.account(request.account)
+                loan = self.shard.lend(0, request.nbytes, account, ahead=request.ahead, now_s=now_s)
+                session.lent.update(loan.rows.tolist())
+            answer.rows, answer.offsets = loan.rows.tobytes(), loan.offsets.tobytes()
+        self._stay_ahead()
+        if not self._changed.is_set():
+            self._changed.set()
+        return Reply(answer)
+
+    def _store_one(self, request: wire.Store, session: NodeSession, now_s: float) -> bytes:
+        """A put of one chunk is all call and no work: no array is made for it."""
+        row, shard = _ROW.unpack(request.rows)[0], self.shard
+        if row not in session.lent or len(request.checksums) != _CHECKSUM.size or request.positions.strip(b"\0"):
+            raise UsageError("a slot that is not lent to this connection, or not one checksum for it")
+        with self._lock:
+            used = shard.store_one(
+                _PAIR.unpack(request.keys),
+                row,
+                _CHECKSUM.unpack(request.checksums)[0],
+                request.nbytes,
+                shard.account(request.account),
+                parent=_PAIR.unpack(request.parent) if len(request.parent) == _PAIR.size and request.chained else None,
+                depth=request.depth if request.chained else 0,
+                now_s=now_s,
+            )
+            if used:
+                session.lent.discard(row)
+        return b"" if used else bytes(_ROW.size)
+
+    def _store_run(self, request: wire.Store, session: NodeSession, now_s: float) -> bytes:
+        keys, rows, parent = _keys(request.keys), _array(request.rows, "<i4"), _keys(request.parent)
+        if not session.lent.issuperset(rows.tolist()):
+            raise UsageError("slots that are not lent to this connection (a loan ends with its connection)")
+        positions = _array(request.positions, "<i4") if request.positions else np.arange(len(keys), dtype=np.int32)
+        checksums = _array(request.checksums, "<u8")
+        with self._lock:
+            used = self.shard.store(
+                keys,
+                positions,
+                rows,
+                checksums,
+                request.nbytes,
+                self.shard.account(request.account),
+                chained=request.chained,
+                parent=parent if len(parent) else None,
+                depth=request.depth,
+                now_s=now_s,
+            )
+            session.lent.difference_update(rows[used].tolist())
+        return b"" if used.all() else np.flatnonzero(~used).astype(np.int32).tobytes()
+
     def _commit(self, request: wire.Commit, session: NodeSession) -> Reply:
-        rows = _leased(request.rows, session)
+        rows = _leased(request.rows, session.reserved)
         checksums = _array(request.checksums, "<u8")
         if len(rows) != len(checksums):
             raise UsageError(f"{len(rows)} rows but {len(checksums)} checksums")
@@ -311,15 +410,16 @@ class Node:
         with self._lock:
             self.shard.commit(rows, checksums, now_s=now_s)
             session.reserved.difference_update(rows.tolist())
-            self.shard.tend(now_s=now_s)
+        self._stay_ahead()
         self._changed.set()
         return Reply(wire.Done())
 
     def _abort(self, request: wire.Abort, session: NodeSession) -> Reply:
-        rows = _leased(request.rows, session)
+        rows = _leased(request.rows, session.reserved | session.lent)
         with self._lock:
             self.shard.abort(rows)
             session.reserved.difference_update(rows.tolist())
+            session.lent.difference_update(rows.tolist())
         return Reply(wire.Done())
 
     def _pin(self, request: wire.Pin, session: NodeSession) -> Reply:
@@ -351,7 +451,11 @@ class Node:
     def _suspect(self, request: wire.Suspect, session: NodeSession) -> Reply:
         keys = _keys(request.keys)
         with self._lock:
-            count = self.shard.verify(keys, now_s=time.monotonic())
+            pinned = self.shard.pin(keys, now_s=time.monotonic())
+        wrong = self.shard.spoilt(pinned)  # takes its time; the pins keep the bytes where they are meanwhile
+        with self._lock:
+            self.shard.unpin(pinned.rows)
+            count = self.shard.drop_spoilt(wrong)
             self._to_announce.append(keys)
         self._changed.set()
         return Reply(wire.Count(count))
@@ -359,10 +463,11 @@ class Node:
     def _locate(self, request: wire.Locate, session: NodeSession) -> Reply:
         keys = _keys(request.keys)
         found = self._locator.locate(keys)
-        names = tuple({holders[0]: None for holders in found if holders})
-        number = {name: place for place, name in enumerate(names)}
-        places = np.array([number[holders[0]] if holders else -1 for holders in found], np.int16)
-        return Reply(wire.Located(names, places.tobytes()))
+        choices: dict[tuple[NodeId, ...], int] = {}
+        places = [
+            choices.setdefault(holders[-wire.MAX_HOLDERS :], len(choices)) if holders else -1 for holders in found
+        ]
+        return Reply(wire.Located(tuple(choices), np.array(places, np.int32).tobytes()))
 
     def _announce(self, request: wire.Announce, session: NodeSession) -> Reply:
         self._locator.remove(request.node_id, _keys(request.removed))
@@ -370,48 +475,54 @@ class Node:
         return Reply(wire.Done())
 
     def _read(self, request: wire.Read, session: NodeSession) -> Reply:
+        if len(request.keys) == keys_.KEY_NBYTES:
+            return self._read_one(request.keys)
         keys = _keys(request.keys)
         with self._lock:
             pinned = self.shard.pin(keys, now_s=time.monotonic())
-        rows = pinned.rows[pinned.rows >= 0]
-        here = pinned.rows >= 0
-        nbytes = np.where(here, pinned.nbytes, 0).astype(np.uint32)
-        view = self.shard.arena.view
-        pieces = [
-            view[start : start + length]
-            for start, length in zip(pinned.offsets[here].tolist(), pinned.nbytes[here].tolist(), strict=True)
-        ]
 
         def finish(complete: bool) -> None:
             with self._lock:
-                self.shard.unpin(rows)
+                self.shard.unpin(pinned.rows)
 
-        return Reply(wire.Reading(nbytes.tobytes(), pinned.checksums.tobytes()), outgoing=pieces, finish=finish)
+        pieces = _runs(self.shard.arena.view, pinned.offsets.tolist(), pinned.nbytes.tolist())
+        answer = wire.Reading(pinned.nbytes.tobytes(), pinned.checksums.tobytes())
+        return Reply(answer, outgoing=pieces, finish=finish)
+
+    def _read_one(self, key: bytes) -> Reply:
+        """The same for one key, in a fraction of the time."""
+        shard = self.shard
+        hi, lo = _PAIR.unpack(key)
+        with self._lock:
+            row, start, nbytes, checksum = shard.pin_one(hi, lo, now_s=time.monotonic())
+        answer = wire.Reading(_LENGTH.pack(nbytes), _CHECKSUM.pack(checksum))
+        if row < 0:
+            return Reply(answer)
+
+        def finish(complete: bool) -> None:
+            with self._lock:
+                shard.unpin_one(row)
+
+        return Reply(answer, outgoing=(shard.arena.view[start : start + nbytes],), finish=finish)
 
     def _write(self, request: wire.Write, session: NodeSession) -> Reply:
-        checksums = _array(request.checksums, "<u8")
-        if len(checksums) != len(_keys(request.keys)):
-            raise UsageError(f"{len(_keys(request.keys))} keys but {len(checksums)} checksums")
         granted = self._reserve_rows(request, session)
         rows = _array(granted.rows, "<i4")
-        wanted = checksums[_array(granted.positions, "<i4")]
-        view = self.shard.arena.view
-        pieces = [view[start : start + request.nbytes] for start in _array(granted.offsets, "<u8").tolist()]
+        arrivals = _Writing(self.shard.arena.view, _array(granted.offsets, "<u8").tolist(), request.nbytes)
 
         def finish(complete: bool) -> wire.Answer | None:
-            # What did not arrive in full fails its checksum; nobody but this connection was writing to these slots.
-            intact = np.array([checksum_of([piece]) for piece in pieces], np.uint64) == wanted
+            checksums, intact = arrivals.checked()
             intact &= complete
             now_s = time.monotonic()
             with self._lock:
-                self.shard.commit(rows[intact], wanted[intact], now_s=now_s)
+                self.shard.commit(rows[intact], checksums[intact], now_s=now_s)
                 self.shard.abort(rows[~intact])
                 session.reserved.difference_update(rows.tolist())
-                self.shard.tend(now_s=now_s)
+            self._stay_ahead()
             self._changed.set()
             return wire.Count(int(intact.sum()))
 
-        return Reply(granted, incoming=pieces, finish=finish)
+        return Reply(granted, incoming=arrivals.runs(), finish=finish)
 
     # -- the cluster's index ------------------------------------------------------------------------------------------
 
@@ -422,10 +533,11 @@ class Node:
             mine = view.ring.nodes.index(me)
             nodes = frozenset(view.ring.nodes)
             self._locator.keep(nodes=nodes, owned=lambda keys: view.ring.owners(keys) == mine)
+        old, self.view = self.view, view
+        keys = self.shard.ready_keys()  # what comes after this is announced by the new view anyway
+        keys = keys[_owner_changed(old, view, keys)]
         with self._lock:
-            old, self.view = self.view, view
-            keys = self.shard.ready_keys()
-            self._to_announce.append(keys[_owner_changed(old, view, keys)])
+            self._to_announce.append(keys)
         self._changed.set()
 
     def _announcer(self) -> None:
@@ -452,13 +564,21 @@ class Node:
             theirs = keys[owners == place]
             for start in range(0, len(theirs), ANNOUNCE_KEYS):
                 part = theirs[start : start + ANNOUNCE_KEYS]
-                with self._lock:
-                    here = self.shard.table.find_ready(part, self.shard.table.ticks(time.monotonic()))[0] >= 0
+                here = self._which_are_here(part)
                 if owner.node_id == me:
                     self._locator.remove(me, part[~here])
                     self._locator.add(me, part[here])
                 else:
                     self._announce_to(owner, part, here)
+
+    def _which_are_here(self, keys: KeyArray) -> Bits:
+        """Under the lock, since a reader without it may miss a key; some at a time, since writers wait for it."""
+        parts = [np.empty(0, np.bool_)]
+        for start in range(0, len(keys), LOCKED_KEYS):
+            with self._lock:
+                now = self.shard.table.ticks(time.monotonic())
+                parts.append(self.shard.table.find_ready(keys[start : start + LOCKED_KEYS], now)[0] >= 0)
+        return np.concatenate(parts)
 
     def _announce_to(self, owner: Member, keys: KeyArray, here: Bits) -> None:
         message = wire.Announce(self.config.node_id, keys_.to_bytes(keys[here]), keys_.to_bytes(keys[~here]))
@@ -483,7 +603,40 @@ class Node:
             self._beat()
             with self._lock:
                 self.shard.table.memory.touch()
-                self.shard.tend(now_s=time.monotonic())
+            self._wanted.set()
+
+    # -- ahead of need ------------------------------------------------------------------------------------------------
+
+    def _stay_ahead(self) -> None:
+        """Wake the forerunner if there is something to do for it. Cheap: asked after every write."""
+        shard = self.shard
+        if (shard.short or shard.bare_extent() >= 0) and not self._wanted.is_set():
+            self._wanted.set()
+
+    def _forerunner(self) -> None:
+        """Do what writers would else have to wait for: evict, and take real memory. The long parts without the lock."""
+        while not self._stopping.is_set():
+            self._wanted.wait()
+            self._wanted.clear()
+            busy = True
+            while busy and not self._stopping.is_set():
+                with self._lock:
+                    busy = self.shard.tend(now_s=time.monotonic())
+                busy = self._back_ahead() or busy
+
+    def _back_ahead(self) -> bool:
+        """Take real memory for one more extent, and for more rows, if few are left that have it. Whether there was."""
+        shard = self.shard
+        with self._lock:
+            extent, rows = shard.bare_extent(), shard.bare_rows()
+        backed = extent >= 0 and shard.back_extent(extent)
+        more_rows = rows > 0 and shard.table.back_rows(rows)
+        with self._lock:
+            if backed:
+                shard.note_backed(extent)
+            if more_rows:
+                shard.note_rows_backed()
+        return backed or more_rows  # if the file system is full, the next pulse tries again
 
     def _beat(self) -> None:
         try:
@@ -526,15 +679,61 @@ def _keys(raw: bytes) -> KeyArray:
     return keys_.from_bytes(raw)
 
 
+class _Writing:
+    """Chunks of one size that arrive in slots of the arena, with their checksums behind them.
+
+    Each is hashed when it is there. What did not arrive in full fails its checksum; nobody but this connection writes
+    to these slots.
+    """
+
+    def __init__(self, view: memoryview, starts: list[int], nbytes: int) -> None:
+        self._view, self._starts, self._nbytes = view, starts, nbytes
+        self._told = bytearray(8 * len(starts))
+        self._found: list[int] = []
+
+    def runs(self) -> Runs:
+        """Where the bytes go."""
+        several = max(1, RUN_NBYTES // self._nbytes)
+        for first in range(0, len(self._starts), several):
+            starts = self._starts[first : first + several]
+            yield _runs(self._view, starts, [self._nbytes] * len(starts))
+            self._found += [checksum_of((self._view[start : start + self._nbytes],)) for start in starts]
+        yield [memoryview(self._told)]
+
+    def checked(self) -> tuple[npt.NDArray[np.uint64], Bits]:
+        """Checksums of the chunks, and which of them are what was sent."""
+        told = np.frombuffer(self._told, "<u8")
+        found = np.array(self._found + [0] * (len(told) - len(self._found)), np.uint64)
+        intact = found == told
+        intact[len(self._found) :] = False
+        return found, intact
+
+
+def _runs(view: memoryview, starts: Sequence[int], lengths: Sequence[int]) -> list[memoryview]:
+    """The chunks of the arena that begin and are so long, in order; neighbours become one run."""
+    runs: list[memoryview] = []
+    first = end = -1
+    for start, length in zip(starts, lengths, strict=True):
+        if length:
+            if start != end:
+                if end > first:
+                    runs.append(view[first:end])
+                first = start
+            end = start + length
+    if end > first:
+        runs.append(view[first:end])
+    return runs
+
+
 def _array(raw: bytes, kind: str) -> npt.NDArray[Any]:
     if len(raw) % np.dtype(kind).itemsize:
         raise UsageError(f"{len(raw)} bytes are not a whole number of {kind}")
     return np.frombuffer(raw, kind)
 
 
-def _leased(raw: bytes, session: NodeSession) -> Rows:
+def _leased(raw: bytes, leases: set[int]) -> Rows:
     rows = _array(raw, "<i4")
     values = set(rows.tolist())
-    if len(values) != len(rows) or not values <= session.reserved:
+    if len(values) != len(rows) or not values <= leases:
         raise UsageError("rows are not reserved by this connection (a reservation ends with its connection)")
     return rows

@@ -3,58 +3,39 @@
 Whatever goes wrong with another node here ends as a miss in `Client`.
 """
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Final, TypeVar
+from typing import Final, TypeAlias, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from raykv import keys as keys_
 from raykv import wire
 from raykv.config import ClientConfig
-from raykv.errors import ConfigError, LostError, PeerUnavailable, ProtocolError, RayKVError, TransientError
+from raykv.errors import ConfigError, LostError, PeerUnavailable, RayKVError, TransientError
+from raykv.load import Arrivals, Load, load_one
 from raykv.local import LocalNode
-from raykv.memory.copying import checksum_of
+from raykv.memory.copying import CopyThreads, default_copy_threads
 from raykv.ring import Member, View
-from raykv.transport.base import Link
 from raykv.transport.peers import Connect, Peers
 from raykv.transport.shm import ShmReader
 from raykv.transport.tcp import SocketLink
-from raykv.types import Bits, GetResult, KeyArray, NodeId, Path, host_identity
+from raykv.types import Bits, KeyArray, NodeId, Path, Scattered, host_identity
 
+K = TypeVar("K")
 T = TypeVar("T")
 
-SCRAP_NBYTES: Final = 1 << 20
+Holders: TypeAlias = tuple[NodeId, ...]
+"""Of one key, the one to ask first in front."""
+
+STREAM_NBYTES: Final = 8 << 20
+"""Bytes from one holder for which one more connection is worth while."""
+MAX_STREAMS: Final = 4
 PARALLEL_PEERS: Final = 16
 """Nodes asked at the same time by one client."""
-
-
-class Arrivals:
-    """Which chunks of one `get` have arrived so far."""
-
-    def __init__(self, keys: KeyArray, targets: Sequence[Sequence[memoryview]]) -> None:
-        self.keys, self.targets = keys, targets
-        self.hits: Bits = np.zeros(len(keys), np.bool_)
-        self._sizes = [sum(map(len, target)) for target in targets]
-        self._nbytes: dict[Path, int] = {}
-        self._chunks: dict[tuple[NodeId, Path], int] = {}
-
-    def missing(self) -> npt.NDArray[np.int64]:
-        return np.flatnonzero(~self.hits)
-
-    def note(self, places: npt.NDArray[np.int64], hits: Bits, node_id: NodeId, path: Path) -> None:
-        """Of the chunks at `places`, those in `hits` came from that node by that path."""
-        came = places[hits]
-        self.hits[came] = True
-        if came.size:
-            self._nbytes[path] = self._nbytes.get(path, 0) + sum(self._sizes[place] for place in came.tolist())
-            self._chunks[node_id, path] = self._chunks.get((node_id, path), 0) + len(came)
-
-    def result(self) -> GetResult:
-        return GetResult(tuple(self.hits.tolist()), self._nbytes, self._chunks)
 
 
 class Reach:
@@ -64,6 +45,7 @@ class Reach:
         config: As given.
         local: The node of this host; None if there is none.
         peers: Connections.
+        copy_threads: Share the copies of large batches.
     """
 
     def __init__(
@@ -88,6 +70,9 @@ class Reach:
             raise ConfigError("field 'secret': needed for an address of the form host:port, or set RAYKV_SECRET")
         self.config = config
         self._address = address
+        self.copy_threads = CopyThreads(config.copy_threads or default_copy_threads())
+        self._verify = config.verify != "never"
+        self._streams_per_peer = config.streams_per_peer or default_streams()
         self._neighbours: dict[tuple[NodeId, int], ShmReader | None] = {}
         self._pool: ThreadPoolExecutor | None = None
         self._view = View()
@@ -145,7 +130,7 @@ class Reach:
             answer = self.local.call(request, deadline_s=deadline_s)
         except TransientError:
             answer = self._ask_any(request, deadline_s)
-        view = expect(wire.ViewIs, answer).view
+        view = wire.expect(wire.ViewIs, answer).view
         if view.epoch > self._view.epoch:
             self._view = view
         return self._view
@@ -161,7 +146,10 @@ class Reach:
                 )
             except TransientError as error:
                 problem = error
-        raise problem
+        try:
+            raise problem
+        finally:
+            del problem  # an error that its own frame names keeps that frame, and the caller's buffers, for a while
 
     def call(self, node_id: NodeId, request: wire.Message, deadline_s: float) -> wire.Answer:
         """Ask a member.
@@ -186,18 +174,37 @@ class Reach:
         return member
 
     def locate(self, keys: KeyArray, deadline_s: float) -> list[NodeId | None]:
-        """Ask owners who holds each key. Owners that do not answer know nothing."""
-        holders: list[NodeId | None] = [None] * len(keys)
+        """Ask owners who holds each key: of several holders the nearest. Owners that do not answer know nothing."""
+        return [holders[0] if holders else None for holders in self._holders(keys, deadline_s)]
+
+    def find(self, arrivals: Arrivals, deadline_s: float) -> None:
+        """Read what is missing from whoever the owners say holds it; where that turns out wrong, from the next one."""
+        places = arrivals.missing()
+        if not places:
+            return
+        found = dict(zip(places, self._holders(arrivals.keys[places], deadline_s), strict=True))
+        for choice in range(wire.MAX_HOLDERS):
+            holders: list[NodeId | None] = [None] * len(arrivals.keys)
+            for place in arrivals.missing():
+                if choice < len(found[place]):
+                    holders[place] = found[place][choice]
+            if not any(holders):
+                return
+            self.fetch(arrivals, holders, deadline_s)
+
+    def _holders(self, keys: KeyArray, deadline_s: float) -> list[Holders]:
+        """Holders of each key, the nearest first."""
+        holders: list[Holders] = [()] * len(keys)
         unknown, view = np.arange(len(keys)), View()
         # The answers tell whether the view was stale: then those who own the rest now are asked, once.
         while unknown.size and self.view(deadline_s).epoch > view.epoch:
             view = self._view
-            for place, holder in zip(unknown.tolist(), self._locate(keys[unknown], view, deadline_s), strict=True):
-                holders[place] = holder
-            unknown = np.flatnonzero([holder is None for holder in holders])
+            for place, some in zip(unknown.tolist(), self._locate(keys[unknown], view, deadline_s), strict=True):
+                holders[place] = some
+            unknown = np.flatnonzero([not some for some in holders])
         return holders
 
-    def _locate(self, keys: KeyArray, view: View, deadline_s: float) -> list[NodeId | None]:
+    def _locate(self, keys: KeyArray, view: View, deadline_s: float) -> list[Holders]:
         owners = view.ring.owners(keys)
         places_of = {
             view.ring.nodes[owner]: np.flatnonzero(owners == owner) for owner in np.unique(owners[owners >= 0]).tolist()
@@ -205,86 +212,111 @@ class Reach:
         answers = self.in_parallel(
             {name: partial(self._ask_owner, name, keys[places], deadline_s) for name, places in places_of.items()}
         )
-        holders: list[NodeId | None] = [None] * len(keys)
+        holders: list[Holders] = [()] * len(keys)
         for name, answer in answers.items():
             if isinstance(answer, RayKVError):
                 continue
-            for place, holder in zip(places_of[name].tolist(), answer, strict=True):
-                holders[place] = holder
+            for place, some in zip(places_of[name].tolist(), answer, strict=True):
+                holders[place] = some
         return holders
 
-    def _ask_owner(self, owner: NodeId, keys: KeyArray, deadline_s: float) -> list[NodeId | None]:
-        answer = expect(wire.Located, self.call(owner, wire.Locate(keys_.to_bytes(keys)), deadline_s))
-        numbers = wire.array(answer.places, "<i2", len(keys)).tolist()
-        return [answer.holders[number] if 0 <= number < len(answer.holders) else None for number in numbers]
+    def _ask_owner(self, owner: NodeId, keys: KeyArray, deadline_s: float) -> list[Holders]:
+        answer = wire.expect(wire.Located, self.call(owner, wire.Locate(keys_.to_bytes(keys)), deadline_s))
+        near = {member.node_id for member in self._view.members if member.host == self.host}
+        choices = [tuple(sorted(names, key=lambda name: name not in near)) for names in answer.choices]
+        numbers = wire.array(answer.places, "<i4", len(keys)).tolist()
+        return [choices[number] if 0 <= number < len(choices) else () for number in numbers]
 
     def fetch(self, arrivals: Arrivals, holders: Sequence[NodeId | None], deadline_s: float) -> None:
         """Read what is missing from its holders, all of them in parallel."""
+        missing = arrivals.missing()
+        if len(missing) == 1 and len(arrivals.targets[missing[0]]) == 1:
+            self._fetch_single(arrivals, missing[0], holders[missing[0]], deadline_s)
+            return
         by_holder: dict[NodeId, list[int]] = {}
-        for place in arrivals.missing().tolist():
+        for place in missing:
             holder = holders[place]
             if holder is not None:
                 by_holder.setdefault(holder, []).append(place)
-        work = {
-            holder: partial(self._fetch_from, arrivals, holder, np.array(places), deadline_s)
-            for holder, places in by_holder.items()
+        loads = {
+            (holder, number): Load(arrivals, places, verify=self._verify)
+            for holder, all_places in by_holder.items()
+            for number, places in enumerate(self._streams(arrivals, all_places))
         }
-        for holder, done in self.in_parallel(work).items():
-            if isinstance(done, RayKVError):
-                continue
-            places, (hits, gone, path) = np.array(by_holder[holder]), done
-            arrivals.note(places, hits, holder, path)
-            if gone.any():
-                self._report_stale(holder, arrivals.keys[places[gone]], deadline_s)
+        self.in_parallel(
+            {name: partial(self._fetch_from, name[0], arrivals, load, deadline_s) for name, load in loads.items()}
+        )
+        for (holder, _), load in loads.items():  # also of those that were broken off
+            arrivals.came(load.arrived, holder, load.path)
+            if load.gone:
+                self._report_stale(holder, arrivals.keys[load.gone], deadline_s)
 
-    def _fetch_from(
-        self, arrivals: Arrivals, holder: NodeId, places: npt.NDArray[np.int64], deadline_s: float
-    ) -> tuple[Bits, Bits, Path]:
-        """Which chunks arrived, which the holder does not have (any more), and by which path they came."""
-        keys, targets = arrivals.keys[places], [arrivals.targets[place] for place in places.tolist()]
+    def _streams(self, arrivals: Arrivals, places: list[int]) -> list[list[int]]:
+        """What one holder is asked for, cut for several connections if it is much."""
+        nbytes = sum([arrivals.sizes[place] for place in places])
+        count = max(1, min(self._streams_per_peer, nbytes // STREAM_NBYTES, len(places)))
+        return [places[len(places) * n // count : len(places) * (n + 1) // count] for n in range(count)]
+
+    def _fetch_from(self, holder: NodeId, arrivals: Arrivals, load: Load, deadline_s: float) -> None:
         member = self._member(holder, deadline_s)
         neighbour = self._neighbour(member, deadline_s)
-        if neighbour is not None:
-            hits = self.read_shm(neighbour, keys, targets)
-            return hits, ~hits & ~neighbour.ready(keys, now_s=time.monotonic()), "shm"
-        request = wire.Read(keys_.to_bytes(keys))
+        if neighbour is None:
+            self.peers.ask(member.address, lambda link: load.run(link, deadline_s), deadline_s=deadline_s)
+            return
+        places = np.array(load.places)
+        keys = arrivals.keys[places]
+        hits, _ = self.read_local(neighbour, keys, [arrivals.targets[place] for place in load.places])
+        load.path = "shm"
+        load.arrived = places[hits].tolist()
+        load.gone = places[~hits & ~neighbour.ready(keys, now_s=time.monotonic())].tolist()
 
-        def place(answer: wire.Answer) -> list[memoryview]:
-            reading = expect(wire.Reading, answer)
-            lengths = wire.array(reading.nbytes, "<u4", len(keys)).tolist()
-            wire.array(reading.checksums, "<u8", len(keys))
-            buffers: list[memoryview] = []
-            for target, length in zip(targets, lengths, strict=True):
-                buffers.extend(target if sum(map(len, target)) == length else _drain(length))
-            return buffers
+    def _fetch_single(self, arrivals: Arrivals, place: int, holder: NodeId | None, deadline_s: float) -> None:
+        """The same for one chunk with one buffer, in a fraction of the time."""
+        if holder is not None:
+            key = keys_.to_bytes(arrivals.keys[place])
+            path = self._fetch_one(holder, key, arrivals.targets[place][0], deadline_s)
+            if path is not None:
+                arrivals.came([place], holder, path)
 
-        def read(link: Link) -> tuple[Bits, Bits, Path]:
-            answer = expect(wire.Reading, link.fetch(request, place, deadline_s=deadline_s))
-            hits = self._arrived(answer, targets)
-            lengths = np.frombuffer(answer.nbytes, "<u4")
-            spoilt = (lengths == [sum(map(len, target)) for target in targets]) & (lengths > 0) & ~hits
-            if spoilt.any():
-                link.call(wire.Suspect(keys_.to_bytes(keys[spoilt])), deadline_s=deadline_s)
-            return hits, lengths == 0, link.path
+    def fetch_one(self, node_id: NodeId, key: bytes, target: memoryview, deadline_s: float) -> bool:
+        """Read one chunk from a member.
 
-        return self.peers.ask(member.address, read, deadline_s=deadline_s)
+        Args:
+            key: 16 bytes, as `keys.to_bytes` gives them.
+            target: Bytes, writable, of the chunk's length.
 
-    def _arrived(self, answer: wire.Reading, targets: Sequence[Sequence[memoryview]]) -> Bits:
-        """Which targets hold what the holder said it sent."""
-        lengths = np.frombuffer(answer.nbytes, "<u4").tolist()
-        checksums = np.frombuffer(answer.checksums, "<u8").tolist()
-        verify = self.config.verify != "never"
-        return np.array(
-            [
-                length > 0 and length == sum(map(len, target)) and (not verify or checksum_of(target) == checksum)
-                for target, length, checksum in zip(targets, lengths, checksums, strict=True)
-            ],
-            np.bool_,
+        Returns:
+            Whether it arrived. Trouble with the member is a miss.
+        """
+        return self._fetch_one(node_id, key, target, deadline_s) is not None
+
+    def _fetch_one(self, node_id: NodeId, key: bytes, target: memoryview, deadline_s: float) -> Path | None:
+        """By which path it came; None when it did not."""
+        try:
+            member = self._view.member(node_id) or self._member(node_id, deadline_s)
+            if member.host == self.host:
+                neighbour = self._neighbour(member, deadline_s)
+                if neighbour is not None:
+                    arrived = neighbour.read_one(key, target)
+                    if not arrived and not neighbour.ready_one(key):
+                        self._report_stale(node_id, keys_.from_bytes(key), deadline_s)
+                    return "shm" if arrived else None
+            path, gone = self.peers.ask(
+                member.address,
+                lambda link: load_one(link, key, target, self._verify, deadline_s),
+                deadline_s=deadline_s,
+            )
+        except RayKVError:
+            return None
+        if gone:
+            self._report_stale(node_id, keys_.from_bytes(key), deadline_s)
+        return path
+
+    def read_local(self, reader: ShmReader, keys: KeyArray, into: Sequence[Scattered]) -> tuple[Bits, int]:
+        """Copy chunks of a node on this host: see `ShmReader.read`."""
+        return reader.read(
+            keys, into, verify=self.config.verify == "always", now_s=time.monotonic(), threads=self.copy_threads
         )
-
-    def read_shm(self, reader: ShmReader, keys: KeyArray, targets: Sequence[Sequence[memoryview]]) -> Bits:
-        """Copy chunks of a node on this host."""
-        return reader.read(keys, targets, verify=self.config.verify == "always", now_s=time.monotonic())
 
     def _neighbour(self, member: Member, deadline_s: float) -> ShmReader | None:
         """The memory of another node on this host; None when it must be read over a socket."""
@@ -298,7 +330,7 @@ class Reach:
                     lambda link: link.call(wire.Attach(), deadline_s=deadline_s),
                     deadline_s=deadline_s,
                 )
-                attached = expect(wire.Attached, answer)
+                attached = wire.expect(wire.Attached, answer)
                 reader = ShmReader(attached.table, attached.arena, writable=False)
             except TransientError:
                 return None  # for now
@@ -316,7 +348,7 @@ class Reach:
         """
         self._submit(partial(self.call, holder, wire.Suspect(keys_.to_bytes(keys)), deadline_s))
 
-    def in_parallel(self, work: Mapping[NodeId, Callable[[], T]]) -> dict[NodeId, T | RayKVError]:
+    def in_parallel(self, work: Mapping[K, Callable[[], T]]) -> dict[K, T | RayKVError]:
         """Run each, and wait for all; each keeps its own deadline. A RayKVError is a result."""
         if len(work) == 1:
             ((name, only),) = work.items()
@@ -333,6 +365,7 @@ class Reach:
         """Close everything."""
         if self._pool is not None:
             self._pool.shutdown()
+        self.copy_threads.close()
         self.peers.close()
         if self.local is not None:
             self.local.close()
@@ -345,20 +378,13 @@ def _caught(task: Callable[[], T]) -> T | RayKVError:
     try:
         return task()
     except RayKVError as error:
-        return error
+        error.__cause__ = error.__context__ = None
+        return error.with_traceback(None)  # a value from here on: its stack would keep the caller's buffers in use
 
 
-def _drain(nbytes: int) -> list[memoryview]:
-    """Views to receive bytes into that nobody wants: the same memory again and again."""
-    scrap = memoryview(bytearray(min(nbytes, SCRAP_NBYTES)))
-    whole, rest = divmod(nbytes, SCRAP_NBYTES)
-    return [scrap] * whole + [scrap[:rest]]
-
-
-def expect(kind: type[T], answer: wire.Answer) -> T:
-    if not isinstance(answer, kind):
-        raise ProtocolError(f"{type(answer).__name__} where {kind.__name__} was due")
-    return answer
+def default_streams() -> int:
+    """Connections that one large read from one holder is worth: each keeps a core busy here, and one there."""
+    return max(1, min(MAX_STREAMS, len(os.sched_getaffinity(0)) // 4))
 
 
 def _secret(config: ClientConfig) -> bytes:

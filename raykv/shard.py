@@ -5,8 +5,11 @@ time; readers use the table and the arena directly (`raykv.transport.shm`) and n
 """
 
 import logging
+import struct
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -16,24 +19,27 @@ from pydantic import ValidationError
 from raykv import keys as keys_
 from raykv.config import SLOT_ALIGNMENT_NBYTES, StorageConfig
 from raykv.errors import CapacityError, ConfigError, LostError, UsageError
-from raykv.eviction import policy
-from raykv.eviction.base import victims
-from raykv.memory.arena import SharedMemory, require_room
+from raykv.memory.arena import SharedMemory, require_pages, require_room
+from raykv.memory.numa import in_turns, spread, usable_nodes
 from raykv.memory.recovery import index_is_whole, require_sound
-from raykv.memory.slots import Slots, slot_nbytes
+from raykv.memory.rows import LENT
+from raykv.memory.slots import FEW, Slots, slot_nbytes
 from raykv.memory.table import MAX_NAMESPACES, NAMESPACE_TEXT_NBYTES, Table, table_nbytes
 from raykv.namespace import Namespace
-from raykv.types import KeyArray, Rows
+from raykv.room import MAX_PINS, NO_ROWS, Room
+from raykv.types import Bits, KeyArray, Rows
 
 log = logging.getLogger(__name__)
 
-QUARANTINE_S = 10.0
-"""Slots whose writer was cut off stay out of use this long: it may not know of it yet, and still be writing."""
 OWN_TIMEOUT_S = 10.0
 """How long to wait for the process that owned the memory before, which may just be dying."""
-MAX_PINS = (1 << 16) - 1
-MAX_DEPTH = 1 << 31
-NO_ROWS: Rows = np.empty(0, np.int32)
+MAX_DEPTH: Final = 1 << 31
+BACKED_AHEAD_NBYTES: Final = 256 << 20
+BACKED_AHEAD_SHARE: Final = 8
+"""Free extents that are given real memory ahead of need: so many bytes, or this part of the arena if that is less."""
+ROWS_AHEAD: Final = 1 << 18
+"""Free rows that are given real memory ahead of need."""
+_PAIR: Final = struct.Struct("<QQ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,16 +73,31 @@ class Pinned:
     checksums: npt.NDArray[np.uint64]
 
 
-@dataclass(slots=True)
-class Counters:
-    """What happened since this process took over, in chunks."""
+@dataclass(frozen=True, slots=True)
+class Loan:
+    """Slots without keys, for a writer to fill and then to `store`.
 
-    committed: int = 0
-    evicted: int = 0
-    deleted: int = 0
-    aborted: int = 0
-    refused_full: int = 0
-    corrupt: int = 0
+    Attributes:
+        rows, offsets: Of each slot its row, and where in the arena it begins.
+    """
+
+    rows: Rows
+    offsets: npt.NDArray[np.uint64]
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a run of keys stands among what is here.
+
+    Attributes:
+        existing: Row of each key, -1 where there is none.
+        anchor: Row of the chunk before keys[0], -1 if there is none or it is not here.
+        depth: Of keys[0] in its chain.
+    """
+
+    existing: Rows
+    anchor: int
+    depth: int
 
 
 class Shard:
@@ -86,6 +107,7 @@ class Shard:
         table, arena: Shared with readers.
         counters: See `Counters`.
         recovered: Chunks found at the start.
+        memory_nodes: Memory node of each part of the arena (`numa.part_of`); () if nothing was asked of the kernel.
     """
 
     def __init__(self, config: StorageConfig, table: Table, arena: SharedMemory, *, now_s: float) -> None:
@@ -95,42 +117,41 @@ class Shard:
         columns here, so it cannot disagree with them.
         """
         self.config, self.table, self.arena = config, table, arena
-        self.counters = Counters()
-        self._policy = policy(config.policy)
-        self._added: list[KeyArray] = []
-        self._removed: list[KeyArray] = []
+        wanted_nodes = usable_nodes() if config.numa == "auto" else ()
+        self.memory_nodes = spread(arena, config.extents, config.extent_nbytes, wanted_nodes)
+        self._added: list[bytes] = []
         columns = table.columns
 
         torn = table.dirty or not index_is_whole(table, table.ready_rows())
         with table.changing():
             ready = table.ready_rows()
-            unfinished = np.flatnonzero((columns.generation & 1 == 1) & (columns.nbytes > 0)).astype(np.int32)
+            everywhere = slice(0, table.rows_backed)
+            odd = columns.generation[everywhere] & 1 == 1
+            unfinished = np.flatnonzero(odd & (columns.nbytes[everywhere] > 0)).astype(np.int32)
             if torn:
                 table.rebuild_index(ready)
             else:
                 table.remove(unfinished)
-            columns.pins[:] = 0  # a pin lives as long as its connection, and those are gone
+            columns.pins[everywhere] = 0  # a pin lives as long as its connection, and those are gone
+            columns.parent[unfinished] = -1
             parents = columns.parent[ready]
             is_ready = np.zeros(table.rows, np.bool_)
             is_ready[ready] = True
-            columns.parent[ready] = np.where((parents >= 0) & is_ready[parents], parents, -1)
-            self._count_children(ready)
+            parents = np.where((parents >= 0) & is_ready[parents], parents, np.int32(-1))
+            columns.parent[ready] = parents
+            columns.children[everywhere] = np.bincount(parents[parents >= 0], minlength=table.rows_backed)
             table.incarnation += 1
 
         self.recovered = len(ready)
-        self._slots = Slots(
+        slots = Slots(
             table.extent_slots,
             config.extent_nbytes,
-            lambda extent: arena.back(extent * config.extent_nbytes, config.extent_nbytes),
+            partial(_back, arena, config.extent_nbytes),
             columns.page[np.concatenate([ready, unfinished])],
+            in_turns(config.extents, len(self.memory_nodes)) if self.memory_nodes else None,
         )
-        busy = is_ready
-        busy[unfinished] = True
-        self._free_rows: list[int] = np.flatnonzero(~busy)[::-1].tolist()
-        self._quarantine = [(now_s + QUARANTINE_S, unfinished)]
-        self._used_nbytes = np.bincount(
-            columns.namespace[ready], weights=self._slot_sizes(ready), minlength=MAX_NAMESPACES
-        ).astype(np.int64)
+        self.room = Room(config, table, slots, ready=ready, unfinished=unfinished, now_s=now_s)
+        self.counters = self.room.counters
         self._accounts = _accounts(table)
 
     @classmethod
@@ -141,7 +162,8 @@ class Shard:
             prefix: Path that the files' names begin with. None: anonymous memory, gone with the process.
 
         Raises:
-            ConfigError: No room for the arena or the table, or the place for them is no directory.
+            ConfigError: No room for the arena or the table, the place for them is no directory, or its pages are not
+                those that the configuration asks for.
         """
         require_room(config.shm_dir, 0, field="shm_dir")
         if prefix is not None:
@@ -153,8 +175,9 @@ class Shard:
         size = config.extents * config.extent_nbytes
         table_path, arena_path = (None, None) if prefix is None else shard_files(prefix)
         require_room(config.shm_dir, size + table_nbytes(config.rows, config.extents), field="arena_nbytes")
-        arena = SharedMemory.create(arena_path, size)
+        arena = SharedMemory.create(arena_path, size, huge_pages=config.huge_pages)
         try:
+            require_pages(arena, config.extent_nbytes)
             table = Table.create(
                 table_path, rows=config.rows, extents=config.extents, extent_nbytes=config.extent_nbytes, now_s=now_s
             )
@@ -171,7 +194,7 @@ class Shard:
         memory = SharedMemory.attach(table_path, writable=True)
         memory.own(timeout_s=OWN_TIMEOUT_S)
         table = Table(memory)
-        arena = SharedMemory.attach(arena_path, writable=True)
+        arena = SharedMemory.attach(arena_path, writable=True, huge_pages=config.huge_pages)
         same = (
             (table.rows, table.extents, table.extent_nbytes) == (config.rows, config.extents, config.extent_nbytes)
             and arena.nbytes == config.extents * config.extent_nbytes
@@ -179,6 +202,7 @@ class Shard:
         )
         if not same:
             raise LostError(f"{table_path} was made with another configuration")
+        require_pages(arena, config.extent_nbytes)
         require_sound(table)
         _accounts(table)
         return cls(config, table, arena, now_s=now_s)
@@ -256,43 +280,191 @@ class Shard:
         Raises:
             UsageError: The size is 0 or above an extent, or the depth is no such number.
         """
-        if not 0 < nbytes <= self.config.extent_nbytes:
-            raise UsageError(
-                f"a chunk of {nbytes:,} bytes does not fit: at least 1, and at most extent_nbytes "
-                f"({self.config.extent_nbytes:,}); raise extent_nbytes or cut the value into chunks"
-            )
-        if not 0 <= depth < MAX_DEPTH:
-            raise UsageError(f"depth {depth} is not in 0 .. {MAX_DEPTH - 1}")
+        self._require_size(nbytes, depth)
         now = self.table.ticks(now_s)
-        self._release_quarantine(now_s)
-        existing = self._drop_expired(self.table.find(keys), now)
-        anchor = self.table.find(parent[:1]) if parent is not None else NO_ROWS
-        if anchor.size and anchor[0] >= 0:
-            depth = int(self.table.columns.depth[anchor[0]]) + 1
-        positions = np.flatnonzero(existing < 0)
-        first = np.unique(keys[positions], axis=0, return_index=True)[1]
-        positions = positions[np.sort(first)]
-
-        size = slot_nbytes(nbytes)
-        protected = np.concatenate([existing[existing >= 0], anchor[anchor >= 0]])
-        room = self._make_room(len(positions), size, account, protected, now)
-        pages = self._slots.take(room, size)
-        if len(pages) < room:  # the file system was full: some extents are of no use, and others must be emptied
-            more = self._make_room(room - len(pages), size, account, protected, now)
-            pages = np.concatenate([pages, self._slots.take(more, size)])
-            room = len(pages)
-        full, positions = len(positions) - room, positions[:room]
+        self.room.wake(now_s=now_s)
+        place = self._find_place(keys, parent, depth, now)
+        positions = _first_of_each(keys, np.flatnonzero(place.existing < 0))
+        protected = np.append(place.existing, np.int32(place.anchor))
+        rows, pages = self.room.take(len(positions), slot_nbytes(nbytes), account, protected, now)
+        full, positions = len(positions) - len(rows), positions[: len(rows)]
         self.counters.refused_full += full
+        self._enter(keys, positions, rows, nbytes, place, chained=chained)
+        return Reserved(positions.astype(np.int32), rows, _offsets(pages), full)
 
-        rows = np.array([self._free_rows.pop() for _ in range(room)], np.int32)
-        with self.table.changing():
-            self._fill(rows, pages, keys[positions], nbytes, account)
-            self.table.columns.depth[rows] = depth + positions if chained else 0
-            if chained:
-                self._link(existing, anchor, positions, rows)
-            self._used_nbytes[account] += room * size
-        offsets = pages.astype(np.uint64) * SLOT_ALIGNMENT_NBYTES
-        return Reserved(positions.astype(np.int32), rows, offsets, full)
+    def lend(
+        self,
+        count: int,
+        nbytes: int,
+        account: int,
+        *,
+        ahead: int = 0,
+        keys: KeyArray | None = None,
+        parent: KeyArray | None = None,
+        now_s: float,
+    ) -> Loan:
+        """Lend slots to a writer, which knows best which keys it will write to them.
+
+        A lent slot counts as used. It is invisible, also to `reserve`, until `store`; `abort` and `abandon` give it
+        back.
+
+        Args:
+            count: Slots that are needed now. Others are evicted for them if need be.
+            nbytes: Size of the chunks that they are for, or less than that by less than a page.
+            account: Number from `open_account` or `account`.
+            ahead: Slots to have beside, as far as there is plenty: nothing is evicted for them.
+            keys, parent: What is about to be written, and the chunk before it: what is here of that is not evicted.
+
+        Returns:
+            Fewer than `count` if there is no more room.
+
+        Raises:
+            UsageError: The size is 0 or above an extent.
+        """
+        self._require_size(nbytes)
+        now, size = self.table.ticks(now_s), slot_nbytes(nbytes)
+        self.room.wake(now_s=now_s)
+        rows, pages = NO_ROWS, np.empty(0, np.uint32)
+        if count:
+            spared = (self.table.find(each) for each in (keys, parent) if each is not None)
+            protected = np.concatenate([NO_ROWS, *spared])
+            rows, pages = self.room.take(count, size, account, protected, now)
+            self.counters.refused_full += count - len(rows)
+        if ahead > 0 and len(rows) == count:
+            more_rows, more_pages = self.room.take_ahead(ahead, size, account)
+            rows, pages = np.concatenate([rows, more_rows]), np.concatenate([pages, more_pages])
+        return Loan(rows, _offsets(pages))
+
+    def store(
+        self,
+        keys: KeyArray,
+        positions: npt.NDArray[np.int32],
+        rows: Rows,
+        checksums: npt.NDArray[np.uint64],
+        nbytes: int,
+        account: int,
+        *,
+        chained: bool,
+        parent: KeyArray | None,
+        depth: int,
+        now_s: float,
+    ) -> Bits:
+        """Give keys to lent slots, whose bytes are written, and make them visible to every reader.
+
+        Args:
+            keys: A run of chunks, of which some were written.
+            positions, rows, checksums: Which of them, and for each its slot and the checksum of its bytes.
+            nbytes, account, chained, parent, depth, now_s: As for `reserve`.
+
+        Returns:
+            Which of the slots were used. The others stay lent: somebody else stores, or is writing, their keys by now.
+
+        Raises:
+            UsageError: A slot is not lent, or not to that account, or is for chunks of another size; a position is
+                none of the keys'. Nothing was stored then.
+        """
+        self._require_size(nbytes, depth)
+        if len(positions) != len(rows) or len(checksums) != len(rows):
+            raise UsageError(f"{len(positions)} positions and {len(checksums)} checksums for {len(rows)} rows")
+        if positions.size and not (positions.min() >= 0 and positions.max() < len(keys)):
+            raise UsageError(f"a position beyond the {len(keys)} keys")
+        if len(rows) <= FEW:
+            return self._store_few(keys, positions, rows, checksums, nbytes, account, chained, parent, depth, now_s)
+        self._require_lent(rows, nbytes, account)
+        place = self._find_place(keys, parent, depth, self.table.ticks(now_s))
+        used = place.existing[positions] < 0
+        first = _first_of_each(keys, positions[used])
+        if len(first) < int(used.sum()):
+            used &= np.isin(positions, first)
+        rows, positions = rows[used], positions[used]
+        self._enter(keys, positions, rows, nbytes, place, chained=chained)
+        self.commit(rows, checksums[used], now_s=now_s)
+        return used
+
+    def _store_few(
+        self,
+        keys: KeyArray,
+        positions: npt.NDArray[np.int32],
+        rows: Rows,
+        checksums: npt.NDArray[np.uint64],
+        nbytes: int,
+        account: int,
+        chained: bool,
+        parent: KeyArray | None,
+        depth: int,
+        now_s: float,
+    ) -> Bits:
+        numbers = rows.tolist()
+        if len(set(numbers)) < len(numbers) or not all(self._is_lent(row, nbytes, account) for row in numbers):
+            self._require_lent(rows, nbytes, account)  # says what is wrong
+        now = self.table.ticks(now_s)
+        place = self._find_place(keys, parent, depth, now)
+        before = [place.anchor, *place.existing.tolist()]
+        used = []
+        for position, row, checksum in zip(positions.tolist(), numbers, checksums.tolist(), strict=True):
+            key = int(keys[position, 0]), int(keys[position, 1])
+            anchor, deep = (before[position], place.depth + position) if chained else (-1, 0)
+            used.append(self._is_free(key, now))
+            if used[-1]:
+                self._store_at(key, row, checksum, nbytes, anchor, deep, now)
+                before[position + 1] = row
+        return np.array(used, np.bool_)
+
+    def store_one(
+        self,
+        key: tuple[int, int],
+        row: int,
+        checksum: int,
+        nbytes: int,
+        account: int,
+        *,
+        parent: tuple[int, int] | None,
+        depth: int,
+        now_s: float,
+    ) -> bool:
+        """The same for one chunk, in a fraction of the time.
+
+        Args:
+            key, parent: Their halves, high and low.
+
+        Returns:
+            Whether the slot was used.
+        """
+        self._require_size(nbytes, depth)
+        if not self._is_lent(row, nbytes, account):
+            self._require_lent(np.array([row], np.int32), nbytes, account)  # says what is wrong
+        now = self.table.ticks(now_s)
+        if not self._is_free(key, now):
+            return False
+        anchor = -1 if parent is None else self.table.find_one(*parent)
+        if anchor >= 0:
+            depth = self.table.cells.depth[anchor] + 1
+        self._store_at(key, row, checksum, nbytes, anchor, depth, now)
+        return True
+
+    def _is_free(self, key: tuple[int, int], now: int) -> bool:
+        existing = self.table.find_one(*key)
+        return existing < 0 or self._make_way(existing, now)
+
+    def _store_at(
+        self, key: tuple[int, int], row: int, checksum: int, nbytes: int, anchor: int, depth: int, now: int
+    ) -> None:
+        cells, table = self.table.cells, self.table
+        with table.changing():
+            self.room.lent_nbytes -= cells.nbytes[row]
+            cells.nbytes[row] = nbytes
+            cells.depth[row] = depth
+            cells.parent[row] = anchor
+            if anchor >= 0:
+                cells.children[anchor] += 1
+            table.insert_one(*key, row)
+        cells.checksum[row] = checksum
+        cells.inserted[row] = cells.accessed[row] = now
+        cells.frequency[row] = cells.expires[row] = 0
+        cells.generation[row] = (cells.generation[row] + 1 & 0xFFFFFFFF) or 2
+        self.counters.committed += 1
+        self.room.chunks += 1
+        self._added.append(_PAIR.pack(*key))
 
     def commit(self, rows: Rows, checksums: npt.NDArray[np.uint64], *, now_s: float) -> None:
         """Make reserved chunks, whose bytes are written, visible to every reader."""
@@ -304,27 +476,26 @@ class Shard:
         even = columns.generation[rows] + np.uint32(1)
         columns.generation[rows] = np.where(even == 0, 2, even)  # 0 would mean never used
         self.counters.committed += len(rows)
-        self._added.append(self._keys(rows))
+        self.room.chunks += len(rows)
+        self._added.append(self._keys(rows).tobytes())
 
     def abort(self, rows: Rows) -> None:
-        """Give reserved rows up: their writer changed its mind."""
-        self.counters.aborted += len(rows)
-        self._free(rows)
+        """Give reserved or lent rows up: their writer changed its mind."""
+        self.counters.aborted += int(np.count_nonzero(self.table.columns.parent[rows] != LENT))
+        self.room.free(rows)
 
     def abandon(self, rows: Rows, *, now_s: float) -> None:
-        """Take reserved rows from a writer that was cut off. Their slots come back after QUARANTINE_S."""
-        if rows.size:
-            self.counters.aborted += len(rows)
-            self._unlink(rows)
-            self._quarantine.append((now_s + QUARANTINE_S, rows))
+        """Take reserved or lent rows from a writer that was cut off. Their slots come back after QUARANTINE_S."""
+        self.counters.aborted += int(np.count_nonzero(self.table.columns.parent[rows] != LENT))
+        self.room.rest(rows, now_s=now_s)
 
     def delete(self, keys: KeyArray) -> int:
         """Drop chunks. Pinned ones stay. Returns how many went."""
         rows = self.table.find(keys)
         rows = np.unique(rows[rows >= 0])
-        rows = rows[self._evictable(rows)]
+        rows = rows[self.room.evictable(rows)]
         self.counters.deleted += len(rows)
-        self._drop(rows)
+        self.room.drop(rows)
         return len(rows)
 
     # -- reading with a hold -----------------------------------------------------------------------------------------
@@ -333,76 +504,138 @@ class Shard:
         """Hold those keys that are ready: neither eviction nor deletion takes them until `unpin`."""
         columns, now = self.table.columns, self.table.ticks(now_s)
         rows, _ = self.table.find_ready(keys, now)
-        wanted = np.bincount(rows[rows >= 0], minlength=1)  # a key may be asked for more than once
-        rows = np.where((rows >= 0) & (columns.pins[rows] + wanted[rows] <= MAX_PINS), rows, np.int32(-1))
         held = rows[rows >= 0]
-        np.add.at(columns.pins, held, 1)
+        if held.size and int(columns.pins[held].max()) + len(held) > MAX_PINS:
+            wanted = np.bincount(held, minlength=self.table.rows)  # a key may be asked for more than once
+            rows[(rows >= 0) & (columns.pins[rows] + wanted[rows] > MAX_PINS)] = -1
+            held = rows[rows >= 0]
         if held.size:
+            np.add.at(columns.pins, held, np.uint16(1))
             self.table.touch(held, now)
+        here = rows >= 0
+        safe = rows * here  # row 0 for those that are not here: it always has memory
         return Pinned(
             rows,
-            columns.page[rows].astype(np.uint64) * SLOT_ALIGNMENT_NBYTES,
-            columns.nbytes[rows],
-            columns.checksum[rows],
+            columns.page[safe].astype(np.uint64) * SLOT_ALIGNMENT_NBYTES,
+            columns.nbytes[safe] * here,
+            columns.checksum[safe],
         )
+
+    def pin_one(self, hi: int, lo: int, *, now_s: float) -> tuple[int, int, int, int]:
+        """The same for one key.
+
+        Returns:
+            Row, offset, nbytes and checksum; row -1 and zeros when it is not ready.
+        """
+        table = self.table
+        now = table.ticks(now_s)
+        found = table.find_ready_one(hi, lo, now)
+        if found is None:
+            return -1, 0, 0, 0
+        row, _, page, nbytes = found
+        cells = table.cells
+        pins = cells.pins[row]
+        if pins == MAX_PINS:
+            return -1, 0, 0, 0
+        cells.pins[row] = pins + 1
+        table.touch_one(row, now)
+        return row, page * SLOT_ALIGNMENT_NBYTES, nbytes, cells.checksum[row]
 
     def unpin(self, rows: Rows) -> None:
         """End holds that `pin` gave; entries of -1 are passed over."""
-        np.subtract.at(self.table.columns.pins, rows[rows >= 0], 1)
+        np.subtract.at(self.table.columns.pins, rows[rows >= 0], np.uint16(1))
 
-    def verify(self, keys: KeyArray, *, now_s: float) -> int:
-        """Check the bytes of chunks that somebody found wrong, and drop those that are. Returns how many went."""
-        rows, _ = self.table.find_ready(keys, self.table.ticks(now_s))
-        rows = np.unique(rows[rows >= 0])
-        wrong = rows[[not self._intact(row) for row in rows.tolist()]] if rows.size else rows
-        wrong = wrong[self._evictable(wrong)]
+    def unpin_one(self, row: int) -> None:
+        """End a hold that `pin_one` gave."""
+        self.table.cells.pins[row] -= 1
+
+    def spoilt(self, pinned: Pinned) -> Rows:
+        """Those of the pinned chunks whose bytes are not what was put. Looks at every byte; needs no lock."""
+        rows = np.unique(pinned.rows[pinned.rows >= 0])
+        return rows[[not self._intact(row) for row in rows.tolist()]] if rows.size else rows
+
+    def drop_spoilt(self, rows: Rows) -> int:
+        """Drop what `spoilt` found, unpinned by now. Returns how many went; what others have pinned stays."""
+        wrong = rows[self.room.evictable(rows)]
         self.counters.corrupt += len(wrong)
-        self._drop(wrong)
+        self.room.drop(wrong)
         return len(wrong)
 
     # -- ahead of need -----------------------------------------------------------------------------------------------
 
-    def tend(self, *, now_s: float) -> None:
-        """Evict ahead of need: when little is free, free some more. To be called after writes."""
-        self._release_quarantine(now_s)
-        total = self.arena.nbytes
-        if self._slots.free_nbytes >= self.config.low_water * total:
-            return
-        wanted_nbytes = self.config.high_water * total - self._slots.free_nbytes
-        rows = self._candidates(NO_ROWS)
-        if rows.size:
-            mean = float(self._slot_sizes(rows).mean())
-            self._evict(rows, int(wanted_nbytes / mean) + 1, self.table.ticks(now_s))
+    def tend(self, *, now_s: float) -> bool:
+        """Evict ahead of need: when little is free, free some more. To be called after writes while `short`.
+
+        Returns:
+            Whether there is more to do: a large shard is tended in steps.
+        """
+        self.room.wake(now_s=now_s)
+        return self.room.tend(self.table.ticks(now_s))
+
+    @property
+    def short(self) -> bool:
+        """Whether `tend` would evict."""
+        return self.room.short
+
+    def bare_extent(self) -> int:
+        """The extent to call `back_extent` for now, without a lock, and then `note_backed`; -1 if there is none."""
+        ahead_nbytes = min(BACKED_AHEAD_NBYTES, self.arena.nbytes // BACKED_AHEAD_SHARE)
+        return self.room.slots.bare_extent(ahead_nbytes)
+
+    def back_extent(self, extent: int) -> bool:
+        """Take real memory for an extent; takes its time. False when the file system has none left."""
+        return _back(self.arena, self.config.extent_nbytes, extent)
+
+    def note_backed(self, extent: int) -> None:
+        """An extent has real memory by now."""
+        self.room.slots.note_backed(extent)
+
+    def bare_rows(self) -> int:
+        """Up to where to call `table.back_rows` now, without a lock, and then `note_rows_backed`; 0 if enough are."""
+        backed = self.table.rows_backed
+        wanted = backed < self.table.rows and len(self.room.free_rows) < ROWS_AHEAD
+        return min(self.table.rows, backed + ROWS_AHEAD) if wanted else 0
+
+    def note_rows_backed(self) -> None:
+        """More rows may be used now."""
+        self.room.free_rows.limit = self.table.rows_backed
+
+    # -- what it holds -----------------------------------------------------------------------------------------------
 
     def take_changes(self) -> tuple[KeyArray, KeyArray]:
         """Keys that came and that went since the last call."""
-        added, removed = self._added, self._removed
-        self._added, self._removed = [], []
-        return np.concatenate([keys_.empty(), *added]), np.concatenate([keys_.empty(), *removed])
+        added, removed = b"".join(self._added), b"".join(self.room.removed)
+        self._added, self.room.removed = [], []
+        return keys_.from_bytes(added), keys_.from_bytes(removed)
 
     @property
     def has_changes(self) -> bool:
         """Whether `take_changes` would give any."""
-        return bool(self._added or self._removed)
+        return bool(self._added or self.room.removed)
 
     def ready_keys(self) -> KeyArray:
-        """All keys that can be read here."""
+        """All keys that can be read here. Looks at every row; needs no lock, and then may miss what comes meanwhile."""
         return self._keys(self.table.ready_rows())
 
     @property
     def used_nbytes(self) -> int:
-        """Bytes in slots that hold a chunk or are reserved."""
-        return int(self._used_nbytes.sum())
+        """Bytes in slots that hold a chunk, are reserved, or lent."""
+        return self.room.total_nbytes
+
+    @property
+    def lent_nbytes(self) -> int:
+        """Bytes in slots that are lent."""
+        return self.room.lent_nbytes
 
     @property
     def chunks(self) -> int:
         """Chunks that can be read."""
-        return len(self.table.ready_rows())
+        return self.room.chunks
 
     @property
     def extents_unbacked(self) -> int:
         """Extents that could not be used because the file system was full."""
-        return self._slots.extents_unbacked
+        return self.room.slots.extents_unbacked
 
     def close(self) -> None:
         """Let go of the memory; the files stay."""
@@ -411,145 +644,85 @@ class Shard:
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _make_room(self, count: int, size: int, account: int, protected: Rows, now: int) -> int:
-        """Evict until `count` slots of `size` are free for the account. Returns for how many there is room."""
-        capacity = int(self.table.namespaces["capacity"][account])
-        if capacity:
-            allowed = max(0, capacity - int(self._used_nbytes[account])) // size
-            if allowed < count:
-                rows = self._candidates(protected)
-                rows = rows[self.table.columns.namespace[rows] == account]
-                self._evict(rows, count - allowed, now)
-                allowed = max(0, capacity - int(self._used_nbytes[account])) // size
-            count = min(count, allowed)
-        missing = count - len(self._free_rows)
-        if missing > 0:
-            self._evict(self._candidates(protected), missing, now)
-            count = min(count, len(self._free_rows))
-        while (missing := count - self._slots.free(size)) > 0:
-            if not self._evict_for_slots(missing, size, protected, now):
-                return self._slots.free(size)
-        return count
+    def _require_size(self, nbytes: int, depth: int = 0) -> None:
+        if not 0 < nbytes <= self.config.extent_nbytes:
+            raise UsageError(
+                f"a chunk of {nbytes:,} bytes does not fit: at least 1, and at most extent_nbytes "
+                f"({self.config.extent_nbytes:,}); raise extent_nbytes or cut the value into chunks"
+            )
+        if not 0 <= depth < MAX_DEPTH:
+            raise UsageError(f"depth {depth} is not in 0 .. {MAX_DEPTH - 1}")
 
-    def _evict_for_slots(self, missing: int, size: int, protected: Rows, now: int) -> bool:
-        """Free slots of one size: the coldest chunks of that size, or a whole extent of another that is colder yet."""
-        accessed = self.table.columns.accessed
-        rows = self._candidates(protected)
-        own = rows[self._slot_sizes(rows) == size]
-        mine = victims(self._policy, self.table.columns, own, missing, now)
-        foreign, last_access = self._coldest_foreign_extent(size, rows)
-        if foreign.size and (not mine.size or last_access < int(accessed[mine].min())):
-            mine = foreign
-        self.counters.evicted += len(mine)
-        self._drop(mine)
-        return bool(mine.size)
+    def _is_lent(self, row: int, nbytes: int, account: int) -> bool:
+        cells = self.table.cells
+        return (
+            0 <= row < self.table.rows_backed
+            and cells.parent[row] == LENT
+            and cells.namespace[row] == account
+            and cells.nbytes[row] == slot_nbytes(nbytes)
+        )
 
-    def _coldest_foreign_extent(self, size: int, candidates: Rows) -> tuple[Rows, int]:
-        """Rows of the extent, among those serving other sizes and wholly evictable, whose last read is longest ago."""
-        extents = self._slots.extents_serving_others(size)
-        if not extents.size:
-            return NO_ROWS, 0
+    def _require_lent(self, rows: Rows, nbytes: int, account: int) -> None:
         columns = self.table.columns
-        home = self._slots.extent_of(columns.page[candidates])
-        evictable = np.bincount(home, minlength=self.table.extents)
-        last = np.zeros(self.table.extents, np.int64)
-        np.maximum.at(last, home, columns.accessed[candidates].astype(np.int64))
-        extents = extents[evictable[extents] == self._slots.used(extents)]
-        if not extents.size:
-            return NO_ROWS, 0
-        coldest = extents[np.argmin(last[extents])]
-        return candidates[home == coldest], int(last[coldest])
+        if rows.size and not (rows.min() >= 0 and rows.max() < self.table.rows_backed):
+            raise UsageError("rows that are none")
+        if not (columns.parent[rows] == LENT).all() or len(np.unique(rows)) != len(rows):
+            raise UsageError("rows that are not lent, or named twice")
+        if not (columns.namespace[rows] == account).all():
+            raise UsageError("rows that are lent for another namespace")
+        if not (columns.nbytes[rows] == slot_nbytes(nbytes)).all():
+            raise UsageError(f"rows whose slots are not for chunks of {nbytes:,} bytes")
 
-    def _candidates(self, protected: Rows) -> Rows:
-        rows = self.table.ready_rows()
-        mask = self._evictable(rows)
-        if protected.size:
-            mask &= ~np.isin(rows, protected)
-        return rows[mask]
-
-    def _evictable(self, rows: Rows) -> npt.NDArray[np.bool_]:
-        columns = self.table.columns
-        mask: npt.NDArray[np.bool_] = (columns.generation[rows] & 1 == 0) & (columns.pins[rows] == 0)
-        return mask
-
-    def _evict(self, candidates: Rows, count: int, now: int) -> None:
-        rows = victims(self._policy, self.table.columns, candidates, count, now)
-        self.counters.evicted += len(rows)
-        self._drop(rows)
+    def _find_place(self, keys: KeyArray, parent: KeyArray | None, depth: int, now: int) -> _Place:
+        existing = self._drop_expired(self.table.find(keys), now)
+        anchor = self.table.find_one(int(parent[0, 0]), int(parent[0, 1])) if parent is not None else -1
+        return _Place(existing, anchor, self.table.cells.depth[anchor] + 1 if anchor >= 0 else depth)
 
     def _drop_expired(self, rows: Rows, now: int) -> Rows:
         """`rows` with -1 for those that had expired; they are gone then."""
+        expires = self.table.columns.expires[rows[rows >= 0]]
+        if not expires.any():
+            return rows
+        return np.array([-1 if row >= 0 and self._make_way(row, now) else row for row in rows.tolist()], np.int32)
+
+    def _make_way(self, row: int, now: int) -> bool:
+        """Drop a chunk if it has expired. Whether its key is free now."""
+        cells = self.table.cells
+        if not 0 < cells.expires[row] <= now or self.table.find_one(cells.key_hi[row], cells.key_lo[row]) != row:
+            return False
+        rows = np.array([row], np.int32)
+        if not self.room.evictable(rows).all():
+            return False
+        self.room.drop(rows)
+        return True
+
+    def _enter(
+        self,
+        keys: KeyArray,
+        positions: npt.NDArray[np.integer],
+        rows: Rows,
+        nbytes: int,
+        place: _Place,
+        *,
+        chained: bool,
+    ) -> None:
+        """Give lent rows the keys at `positions`, enter them into the index, and hang them below those before them."""
+        if not rows.size:
+            return
         columns = self.table.columns
-        expires = columns.expires[rows]
-        expired = (rows >= 0) & (expires > 0) & (expires <= now)
-        expired[expired] = self._evictable(rows[expired])
-        self._drop(np.unique(rows[expired]))
-        return np.where(expired, np.int32(-1), rows)
-
-    def _fill(self, rows: Rows, pages: npt.NDArray[np.uint32], keys: KeyArray, nbytes: int, account: int) -> None:
-        columns = self.table.columns
-        columns.generation[rows] |= 1
-        columns.page[rows] = pages
-        columns.nbytes[rows] = nbytes
-        columns.namespace[rows] = account
-        columns.pins[rows] = 0
-        columns.parent[rows] = -1
-        columns.children[rows] = 0
-        self.table.insert(keys, rows)
-
-    def _link(self, existing: Rows, anchor: Rows, positions: npt.NDArray[np.int64], rows: Rows) -> None:
-        """Hang new rows of a chain below the rows before them."""
-        columns = self.table.columns
-        chain = existing.copy()
-        chain[positions] = rows
-        before = np.concatenate([anchor[:1] if anchor.size else np.array([-1], np.int32), chain[:-1]])
-        parents = before[positions]
-        columns.parent[rows] = parents
-        np.add.at(columns.children, parents[parents >= 0], 1)
-
-    def _drop(self, rows: Rows) -> None:
-        """Take ready rows away from readers, then free them."""
-        if rows.size:
-            self._removed.append(self._keys(rows))
-            self._free(rows)
-
-    def _free(self, rows: Rows) -> None:
-        if rows.size:
-            self._unlink(rows)
-            self._give_back(rows)
-
-    def _unlink(self, rows: Rows) -> None:
-        """Take rows out of index, chains and accounts. They and their slots stay taken."""
-        columns = self.table.columns
+        size = slot_nbytes(nbytes)
         with self.table.changing():
-            columns.generation[rows] += columns.generation[rows] & 1 ^ 1  # even becomes odd: readers turn away first
-            self.table.remove(rows)
-            if columns.children[rows].any():
-                columns.parent[np.isin(columns.parent, rows)] = -1
-            parents = columns.parent[rows]
-            np.subtract.at(columns.children, parents[parents >= 0], 1)
-            np.subtract.at(self._used_nbytes, columns.namespace[rows], self._slot_sizes(rows))
+            self.room.lent_nbytes -= len(rows) * size
+            columns.nbytes[rows] = nbytes
+            columns.depth[rows] = place.depth + positions if chained else 0
             columns.parent[rows] = -1
-            columns.children[rows] = 0
-
-    def _give_back(self, rows: Rows) -> None:
-        self.table.columns.nbytes[rows] = 0
-        self._slots.give(self.table.columns.page[rows])
-        self._free_rows.extend(rows.tolist())
-
-    def _release_quarantine(self, now_s: float) -> None:
-        while self._quarantine and now_s >= self._quarantine[0][0]:
-            self._give_back(self._quarantine.pop(0)[1])
-
-    def _count_children(self, ready: Rows) -> None:
-        columns = self.table.columns
-        parents = columns.parent[ready]
-        columns.children[:] = np.bincount(parents[parents >= 0], minlength=self.table.rows)
-
-    def _slot_sizes(self, rows: Rows) -> npt.NDArray[np.int64]:
-        pages = -(-self.table.columns.nbytes[rows].astype(np.int64) // SLOT_ALIGNMENT_NBYTES)
-        sizes: npt.NDArray[np.int64] = pages * SLOT_ALIGNMENT_NBYTES
-        return sizes
+            if chained:
+                chain = np.append(np.int32(place.anchor), place.existing)
+                chain[1 + positions] = rows
+                parents = chain[positions]
+                np.add.at(columns.children, parents[parents >= 0], 1)
+                columns.parent[rows] = parents
+            self.table.insert(keys[positions], rows)
 
     def _keys(self, rows: Rows) -> KeyArray:
         return np.stack([self.table.columns.key_hi[rows], self.table.columns.key_lo[rows]], axis=1)
@@ -559,6 +732,22 @@ class Shard:
         start = int(columns.page[row]) * SLOT_ALIGNMENT_NBYTES
         chunk = self.arena.view[start : start + int(columns.nbytes[row])]
         return xxhash.xxh3_64_intdigest(chunk) == int(columns.checksum[row])
+
+
+def _first_of_each(keys: KeyArray, positions: npt.NDArray[np.integer]) -> npt.NDArray[np.integer]:
+    """`positions` without those whose key stands at an earlier one too."""
+    if len(np.unique(keys[positions, 1])) == len(positions):
+        return positions
+    first = np.unique(keys[positions], axis=0, return_index=True)[1]
+    return positions[np.sort(first)]
+
+
+def _back(arena: SharedMemory, extent_nbytes: int, extent: int) -> bool:
+    return arena.back(extent * extent_nbytes, extent_nbytes)
+
+
+def _offsets(pages: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint64]:
+    return pages.astype(np.uint64) * SLOT_ALIGNMENT_NBYTES
 
 
 def _accounts(table: Table) -> dict[bytes, int]:

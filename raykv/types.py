@@ -36,12 +36,14 @@ class PutResult:
         existed: Were there already; not written again.
         skipped: Not stored, because the arena is full or the node is away. The caller goes on without.
         reason: Why chunks were skipped; empty when none was.
+        posted: Written, and on their way to be visible; `Client.flush` tells what became of them.
     """
 
     stored: int
     existed: int
     skipped: int
     reason: str = ""
+    posted: int = 0
 
 
 @dataclass(frozen=True, slots=True)

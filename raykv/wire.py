@@ -12,7 +12,7 @@ length the reply tells.
 import hashlib
 import hmac
 import struct
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 import numpy as np
@@ -22,9 +22,13 @@ from raykv.errors import CapacityError, LostError, NamespaceMismatch, ProtocolEr
 from raykv.ring import View
 from raykv.types import NodeId
 
-VERSION: Final = 1
+T = TypeVar("T")
+
+VERSION: Final = 2
 MAX_MESSAGE_NBYTES: Final = 32 << 20
 MAX_KEYS: Final = 1 << 20
+MAX_HOLDERS: Final = 3
+"""Holders of one key that an owner tells of."""
 HEADER: Final = struct.Struct("<2sBBII")
 MAGIC: Final = b"RK"
 
@@ -67,6 +71,39 @@ class Reserve(Message):
     depth: int = 0
 
 
+class Lend(Message):
+    """Slots to write chunks of `nbytes` into, before anybody says which: see `Shard.lend`. Answered by Lent.
+
+    What is lent dies with the connection; Abort gives it back.
+    """
+
+    account: bytes
+    nbytes: int
+    count: int
+    ahead: int = 0
+    keys: bytes = b""
+    parent: bytes = b""
+
+
+class Store(Message):
+    """Give keys to lent slots and make them visible: see `Shard.store`. Answered by Stored.
+
+    `rows` i32 and `checksums` u64 of the slots, `positions` i32 of their keys among `keys`: empty when they are all of
+    them. `ahead`: how many slots the writer would like to have for what comes next.
+    """
+
+    account: bytes
+    keys: bytes
+    nbytes: int
+    rows: bytes
+    checksums: bytes
+    positions: bytes = b""
+    chained: bool = True
+    parent: bytes = b""
+    depth: int = 0
+    ahead: int = 0
+
+
 class Commit(Message):
     """Rows i32 and checksums u64 of chunks whose bytes are written. Answered by Done."""
 
@@ -75,7 +112,7 @@ class Commit(Message):
 
 
 class Abort(Message):
-    """Rows i32 to give up. Answered by Done."""
+    """Rows i32, reserved or lent, to give up. Answered by Done."""
 
     rows: bytes
 
@@ -128,12 +165,14 @@ class Read(Message):
 
 
 class Write(Message):
-    """Store these chunks of equal size. Answered by Granted; then the payload goes out, answered by Count."""
+    """Store these chunks of equal size. Answered by Granted; then the payload goes out, answered by Count.
+
+    The payload: the chunks that were granted, and behind them their checksums, u64 each.
+    """
 
     account: bytes
     keys: bytes
     nbytes: int
-    checksums: bytes
     chained: bool = True
     parent: bytes = b""
     depth: int = 0
@@ -182,6 +221,21 @@ class Granted(Message):
     full: int = 0
 
 
+class Lent(Message):
+    """rows i32, offsets u64 of slots: those that were needed first, then those ahead."""
+
+    rows: bytes = b""
+    offsets: bytes = b""
+
+
+class Stored(Message):
+    """Places, i32, of the slots that were not used, since others had stored their keys; and the slots lent ahead."""
+
+    unused: bytes = b""
+    rows: bytes = b""
+    offsets: bytes = b""
+
+
 class Held(Message):
     """rows i32 (-1: not here), offsets u64, nbytes u32, checksums u64: one entry a key."""
 
@@ -192,9 +246,9 @@ class Held(Message):
 
 
 class Located(Message):
-    """Place in `holders` of each key's holder, i16; -1 for unknown."""
+    """Place in `choices` of each key's holders (at most MAX_HOLDERS of them), i32; -1 for unknown."""
 
-    holders: tuple[NodeId, ...]
+    choices: tuple[tuple[NodeId, ...], ...]
     places: bytes
 
 
@@ -219,11 +273,11 @@ class Failure(Message):
 
 
 Request = (
-    Attach | GetView | OpenNamespace | Reserve | Commit | Abort | Pin | Unpin | Delete | Suspect
+    Attach | GetView | OpenNamespace | Reserve | Lend | Store | Commit | Abort | Pin | Unpin | Delete | Suspect
     | Locate | Announce | Read | Write | GetStats
 )  # fmt: skip
 Answer = (
-    Done | Count | Attached | ViewIs | Granted | Held | Located | Reading | Stats | Failure
+    Done | Count | Attached | ViewIs | Granted | Lent | Stored | Held | Located | Reading | Stats | Failure
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()
@@ -282,6 +336,17 @@ def array(raw: bytes, kind: str, count: int) -> npt.NDArray[Any]:
     if len(raw) != count * np.dtype(kind).itemsize:
         raise ProtocolError(f"{len(raw)} bytes where {count} entries of {kind} were due")
     return np.frombuffer(raw, kind)
+
+
+def expect(kind: type[T], answer: Answer) -> T:
+    """The answer, which must be of this kind.
+
+    Raises:
+        ProtocolError: It is not.
+    """
+    if not isinstance(answer, kind):
+        raise ProtocolError(f"{type(answer).__name__} where {kind.__name__} was due")
+    return answer
 
 
 def failure(error: RayKVError) -> Failure:

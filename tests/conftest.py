@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from deployments.local_ray import require_token
+from raykv.memory import native
 
 require_token()  # Ray reads its authentication mode once, when the first test module imports it
 
@@ -52,3 +53,14 @@ def no_thread_stays() -> Iterator[None]:
     for thread in ours:
         thread.join(timeout=5.0)
     assert not [thread.name for thread in ours if thread.is_alive()]
+
+
+@pytest.fixture(params=["compiled", "plain"])
+def loops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Run a test with the compiled loops and without: both must do the same."""
+    if request.param == "plain":
+        for name in ("find", "enter", "read", "copy", "Reader"):
+            monkeypatch.setattr(native, name, None)
+    elif not native.available:
+        pytest.skip("the compiled loops were not built, or RAYKV_NATIVE is 0")
+    return str(request.param)

@@ -184,9 +184,9 @@ def test_bytes_that_are_not_what_was_announced_are_not_stored():
         link.call(wire.OpenNamespace(b'{"model": "m"}'), deadline_s=time.monotonic() + 5)
         client = running.client(SPACE)
         sums = np.array([checksum_of([memoryview(content("a"))]), 12345], np.uint64).tobytes()
-        request = wire.Write(SPACE.account.digest, client.keys(["a", "b"]).tobytes(), NBYTES, sums)
-        pieces = [memoryview(content("a")), memoryview(content("b"))]
-        assert link.push(request, lambda granted: pieces, deadline_s=time.monotonic() + 5) == wire.Count(1)
+        request = wire.Write(SPACE.account.digest, client.keys(["a", "b"]).tobytes(), NBYTES)
+        pieces = [memoryview(content("a")), memoryview(content("b")), memoryview(sums)]
+        assert link.push(request, lambda granted: [pieces], deadline_s=time.monotonic() + 5) == wire.Count(1)
         assert get(client, ["a", "b"]).hits == (True, False)
         assert stats_of(running, 0)["used_nbytes"] == 12288
         link.close()
@@ -548,8 +548,8 @@ def test_links_are_closed_with_the_cluster():
 @pytest.mark.parametrize(
     ("kind", "answer"),
     [
-        (wire.Locate, wire.Located(("node-0",), b"123")),
-        (wire.Locate, wire.Located(("node-0", "node-9"), np.array([7, 1, -5], "<i2").tobytes())),
+        (wire.Locate, wire.Located((("node-0",),), b"123")),
+        (wire.Locate, wire.Located((("node-0",), ("node-9", "node-7")), np.array([7, 1, -5], "<i4").tobytes())),
         (wire.Read, wire.Reading(b"1", b"")),
         (wire.Read, wire.Reading(np.array([NBYTES] * 3, "<u4").tobytes(), b"")),
         (wire.Read, wire.Done()),

@@ -4,20 +4,25 @@ import hashlib
 import logging
 import os
 import random
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from raykv import keys as keys_
 from raykv.config import SLOT_ALIGNMENT_NBYTES as PAGE
 from raykv.config import StorageConfig
 from raykv.errors import CapacityError, LostError, UsageError
 from raykv.memory.copying import checksum_of
+from raykv.memory.rows import LENT, QUARANTINE_S
 from raykv.memory.slots import slot_nbytes
 from raykv.memory.table import _HEADER, MAX_NAMESPACES
 from raykv.namespace import Namespace
-from raykv.shard import MAX_PINS, QUARANTINE_S, Reserved, Shard, remove_files, shard_files
+from raykv.room import MAX_PINS
+from raykv.shard import Loan, Reserved, Shard, remove_files, shard_files
 
 SPACE = Namespace(model="m")
 KIB = 1 << 10
@@ -31,6 +36,11 @@ def config_for(path: Path | None = None, **fields) -> StorageConfig:
 
 def names_to_keys(names) -> np.ndarray:
     return keys_.named(SPACE.digest, names)
+
+
+def pair(name: str) -> tuple[int, int]:
+    hi, lo = names_to_keys([name])[0].tolist()
+    return hi, lo
 
 
 def content(name: str, nbytes: int) -> bytes:
@@ -65,6 +75,51 @@ class Bench:
         self.write(names, room, nbytes)
         return len(room.rows)
 
+    def lend(self, count: int, nbytes: int = PAGE, *, ahead: int = 0, **chain) -> Loan:
+        """`keys` and `parent`, by name, are to be spared."""
+        spared = {field: names_to_keys(names) for field, names in chain.items() if names is not None}
+        self.now_s += 1.0
+        return self.shard.lend(count, nbytes, self.account, ahead=ahead, now_s=self.now_s, **spared)
+
+    def fill(self, loan: Loan, names, nbytes: int = PAGE) -> list[int]:
+        """Write the chunks of these names into the slots, in order. Returns their checksums."""
+        checksums = []
+        for start, name in zip(loan.offsets.tolist(), names, strict=False):
+            piece = self.shard.arena.view[start : start + nbytes]
+            piece[:] = content(name, nbytes)
+            checksums.append(checksum_of([piece]))
+        return checksums
+
+    def store(self, names, loan: Loan, written=None, nbytes: int = PAGE, *, parent=None, depth=0, chained=True):
+        """Store a run of chunks of which those at the places `written` are in the slots, in order."""
+        written = list(range(len(names))) if written is None else written
+        checksums = self.fill(loan, [names[place] for place in written], nbytes)
+        return self.shard.store(
+            names_to_keys(names),
+            np.array(written, np.int32),
+            loan.rows[: len(written)],
+            np.array(checksums, np.uint64),
+            nbytes,
+            self.account,
+            chained=chained,
+            parent=None if parent is None else names_to_keys([parent]),
+            depth=depth,
+            now_s=self.now_s,
+        ).tolist()
+
+    def lend_and_store(self, names, nbytes: int = PAGE, *, parent=None, **chain) -> int:
+        missing = [place for place, name in enumerate(names) if not self.here([name])]
+        loan = self.lend(len(missing), nbytes, keys=names, parent=None if parent is None else [parent])
+        return sum(self.store(names, loan, missing[: len(loan.rows)], nbytes, parent=parent, **chain))
+
+    def store_one(self, name: str, nbytes: int = PAGE, *, loan: Loan | None = None, parent=None, depth=0) -> bool:
+        loan = loan or self.lend(1, nbytes, keys=[name], parent=None if parent is None else [parent])
+        checksum = self.fill(loan, [name], nbytes)[0]
+        return self.shard.store_one(
+            pair(name), int(loan.rows[0]), checksum, nbytes, self.account,
+            parent=None if parent is None else pair(parent), depth=depth, now_s=self.now_s,
+        )  # fmt: skip
+
     def here(self, names: str | list[str]) -> str:
         """Those names that can be read, checked byte by byte."""
         rows, _ = self.shard.table.find_ready(names_to_keys(names), self.shard.table.ticks(self.now_s))
@@ -78,6 +133,13 @@ class Bench:
 
     def row(self, name: str) -> int:
         return int(self.shard.table.find(names_to_keys([name]))[0])
+
+    def verify(self, keys: np.ndarray) -> int:
+        """Look for damage as the node does when somebody suspects it."""
+        pinned = self.shard.pin(keys, now_s=self.now_s)
+        wrong = self.shard.spoilt(pinned)
+        self.shard.unpin(pinned.rows)
+        return self.shard.drop_spoilt(wrong)
 
 
 @pytest.fixture
@@ -93,8 +155,11 @@ def check_invariants(shard: Shard) -> None:
     columns, table = shard.table.columns, shard.table
     assert not table.dirty
     taken = np.flatnonzero(columns.nbytes > 0)
-    quarantined = {row for _, rows in shard._quarantine for row in rows.tolist()}
-    live = [row for row in taken.tolist() if row not in quarantined]
+    room = shard.room
+    quarantined = set(room.resting.tolist())
+    lent = {row for row in taken.tolist() if columns.parent[row] == LENT}
+    counted = [row for row in taken.tolist() if row not in quarantined]
+    live = [row for row in counted if row not in lent]
     owner: dict[int, int] = {}
     for row in taken.tolist():
         size = slot_nbytes(int(columns.nbytes[row]))
@@ -103,19 +168,31 @@ def check_invariants(shard: Shard) -> None:
         for page in range(first, first + size // PAGE):
             assert owner.setdefault(page, row) == row, "two chunks in one place"
     assert max(owner, default=0) < shard.arena.nbytes // PAGE
-    assert sorted(shard._free_rows) == [row for row in range(table.rows) if row not in set(taken.tolist())]
+    free = [row for row in range(table.rows) if row not in set(taken.tolist()) and not columns.children[row]]
+    assert sorted(room.free_rows) == free
     assert sorted(table.index_entries().tolist()) == live
     used = np.zeros(MAX_NAMESPACES, np.int64)
-    for row in live:
+    for row in counted:
         used[columns.namespace[row]] += slot_nbytes(int(columns.nbytes[row]))
-    assert shard._used_nbytes.tolist() == used.tolist()
+    assert room.used_nbytes.tolist() == used.tolist()
     assert shard.used_nbytes == used.sum()
+    assert shard.lent_nbytes == sum(int(columns.nbytes[row]) for row in lent)
+    assert shard.chunks == len(table.ready_rows())
     per_extent = np.bincount(columns.page[taken] * PAGE // table.extent_nbytes, minlength=table.extents)
-    assert shard._slots.used(np.arange(table.extents)).tolist() == per_extent.tolist()
+    assert room.slots.used(np.arange(table.extents)).tolist() == per_extent.tolist()
+    for extent in range(table.extents):
+        home = columns.page[taken] * PAGE // table.extent_nbytes
+        assert sorted(room.slots.rows_in(extent).tolist()) == taken[home == extent].tolist()
+    serving = table.extent_slots > 0
+    in_use = sum(slot_nbytes(int(columns.nbytes[row])) for row in taken.tolist())
+    tails = sum(table.extent_nbytes % int(size) for size in table.extent_slots[serving])
+    unbacked = shard.extents_unbacked * table.extent_nbytes
+    assert room.slots.free_nbytes == table.extents * table.extent_nbytes - in_use - tails - unbacked
     children = np.zeros(table.rows, np.int64)
     for row in live:
         parent = int(columns.parent[row])
-        assert parent == -1 or parent in live
+        gone = parent in quarantined or columns.nbytes[parent] == 0
+        assert parent == -1 or parent in live or gone, "a parent that is somebody else by now"
         if parent >= 0:
             children[parent] += 1
     assert columns.children.tolist() == children.tolist()
@@ -261,6 +338,136 @@ def test_eviction_runs_ahead_of_need(bench):
     assert bench.shard.chunks == 15
 
 
+# -- slots lent ahead of their keys ----------------------------------------------------------------------------------
+
+
+def test_a_lent_slot_is_used_room_and_nothing_else(bench):
+    loan = bench.lend(3, 64 * KIB, ahead=2)
+    assert (len(loan.rows), len(set(loan.offsets.tolist()))) == (3, 3)  # a sixteenth of the rest is less than a slot
+    assert (bench.shard.used_nbytes, bench.shard.lent_nbytes) == (3 * 64 * KIB, 3 * 64 * KIB)
+    assert bench.shard.chunks == 0
+    check_invariants(bench.shard)
+    assert bench.store("abc", loan, nbytes=64 * KIB - 7) == [True] * 3
+    assert bench.here("abc") == "abc"
+    assert bench.shard.lent_nbytes == 0
+    again = bench.lend(1, 64 * KIB)
+    bench.shard.abort(again.rows)
+    assert (bench.shard.used_nbytes, bench.shard.counters.aborted) == (3 * 64 * KIB, 0)
+
+
+def test_store_leaves_out_what_came_meanwhile_and_links_the_chain(bench):
+    bench.put("ac")
+    writing = bench.reserve("e")
+    loan = bench.lend(4)
+    assert bench.store("abcdef", loan, [0, 1, 4, 5]) == [False, True, False, True]
+    bench.shard.abort(loan.rows[[0, 2]])
+    bench.put("b")
+    bench.write("e", writing)
+    assert bench.here("abcdef") == "abcef"
+    columns = bench.shard.table.columns
+    assert int(columns.parent[bench.row("b")]) == bench.row("a")
+    assert int(columns.parent[bench.row("f")]) == bench.row("e")
+    assert [int(columns.depth[bench.row(name)]) for name in "bf"] == [1, 5]
+
+
+@pytest.mark.parametrize("count", [1, 3, 9])
+def test_few_and_many_are_stored_alike(bench, count):
+    """Few chunks take a path without arrays, and one has a message of its own."""
+    bench.put("z")
+    names = [f"n{place}" for place in range(count)]
+    if count == 1:
+        assert bench.store_one("n0", parent="z")
+    else:
+        assert all(bench.store([*names, "n0"], bench.lend(count), list(range(count)), parent="z", depth=77))
+    columns = bench.shard.table.columns
+    rows = [bench.row(name) for name in ["z", *names]]
+    assert [int(columns.parent[row]) for row in rows] == [-1, *rows[:-1]]
+    assert [int(columns.depth[row]) for row in rows] == list(range(count + 1))
+    assert [int(columns.children[row]) for row in rows] == [1] * count + [0]
+    assert "".join(bench.here(names)) == "".join(names)
+    assert sorted(bench.shard.take_changes()[0].tolist()) == sorted(names_to_keys(["z", *names]).tolist())
+
+
+@pytest.mark.parametrize("count", [2, 6])
+def test_a_key_named_twice_is_stored_once(bench, count):
+    loan = bench.lend(count)
+    assert bench.store(["a"] * count, loan) == [True] + [False] * (count - 1)
+    bench.shard.abort(loan.rows[1:])
+
+
+def test_what_is_wrong_with_a_store_is_said_and_nothing_happens(bench):
+    loan, reserved = bench.lend(6), bench.reserve("r")
+    other = bench.shard.open_account(Namespace(model="other"))
+    for count in (1, 6):
+        names, rows = "abcdef"[:count], loan.rows[:count]
+        good = {"keys": names_to_keys(names), "positions": np.arange(count, dtype=np.int32), "rows": rows,
+                "checksums": np.zeros(count, np.uint64), "nbytes": PAGE, "account": bench.account, "chained": False,
+                "parent": None, "depth": 0, "now_s": 9.0}  # fmt: skip
+        bad_rows = [np.append(rows[1:], np.int32(row)) for row in (-1, 64, 1 << 30, 63, int(reserved.rows[0]))]
+        for wrong in (
+            {"nbytes": 0}, {"nbytes": PAGE + 1}, {"account": other}, {"depth": -1},
+            {"positions": good["positions"] + 1}, {"positions": good["positions"] - 1},
+            {"positions": good["positions"][1:]}, {"checksums": good["checksums"][1:]},
+            *({"rows": bad} for bad in bad_rows),
+            *([{"rows": np.repeat(rows[:1], count)}] if count > 1 else []),
+        ):  # fmt: skip
+            with pytest.raises(UsageError):
+                bench.shard.store(**(good | wrong))
+            check_invariants(bench.shard)
+        assert bench.here(names) == ""
+    with pytest.raises(UsageError):
+        bench.shard.store_one(pair("a"), int(reserved.rows[0]), 0, PAGE, bench.account, parent=None, depth=0, now_s=9.0)
+    bench.shard.abort(np.append(loan.rows, reserved.rows))
+
+
+def test_lending_ahead_evicts_nothing_and_leaves_most_of_the_room(bench):
+    assert len(bench.lend(0, PAGE, ahead=1000).rows) == 0  # nothing has real memory yet
+    for extent in range(16):
+        assert bench.shard.back_extent(extent)
+        bench.shard.note_backed(extent)
+    assert bench.shard.bare_extent() == -1
+    assert len(bench.lend(0, PAGE, ahead=1000).rows) == 4  # a sixteenth of the rows
+    bench.put([f"n{place}" for place in range(14)], 64 * KIB)
+    assert len(bench.lend(0, PAGE, ahead=1000).rows) == 1  # of the room above the low-water mark
+    bench.put([f"m{place}" for place in range(2)], 60 * KIB)
+    assert len(bench.lend(0, PAGE, ahead=1000).rows) == 0
+    assert bench.shard.counters.evicted == 1
+    assert len(bench.lend(1, 64 * KIB).rows) == 1
+    assert bench.shard.counters.evicted == 2
+    bench.shard.abandon(np.flatnonzero(bench.shard.table.columns.parent == LENT).astype(np.int32), now_s=bench.now_s)
+
+
+def test_lent_slots_count_against_the_capacity(bench):
+    small = bench.shard.open_account(Namespace(model="small"), 3 * 64 * KIB)
+    bench.account, before = small, bench.account
+    loan = bench.lend(2, 64 * KIB)
+    assert len(bench.lend(5, 64 * KIB).rows) == 1
+    assert bench.shard.counters.refused_full == 4
+    assert bench.put("a", 64 * KIB, account=small) == 0
+    assert bench.store("xy", loan, nbytes=64 * KIB) == [True, True]
+    assert bench.put("a", 64 * KIB, account=small) == 1  # one of them goes
+    assert len(bench.here("axy")) == 2
+    bench.account = before
+    assert bench.put("b", 64 * KIB) == 1
+
+
+def test_what_is_being_written_is_spared(bench):
+    bench.put("abcdefghijklmnop", 64 * KIB)
+    loan = bench.lend(3, 64 * KIB, keys="aXbY", parent=["p"])
+    assert len(bench.here("abp")) == 3
+    bench.shard.abort(loan.rows)
+
+
+def test_loans_of_a_writer_that_was_cut_off_rest(bench):
+    loan = bench.lend(16, 64 * KIB)
+    bench.shard.abandon(loan.rows, now_s=bench.now_s)
+    check_invariants(bench.shard)
+    assert (bench.shard.used_nbytes, bench.shard.lent_nbytes, bench.shard.counters.aborted) == (0, 0, 0)
+    assert bench.put("q", 64 * KIB) == 0
+    bench.now_s += QUARANTINE_S
+    assert bench.put("abc", 64 * KIB) == 3
+
+
 # -- leases -----------------------------------------------------------------------------------------------------------
 
 
@@ -323,7 +530,7 @@ def test_damage_is_found_and_dropped(bench):
     bench.put("abc")
     bench.shard.take_changes()
     bench.shard.arena.view[int(bench.shard.table.columns.page[bench.row("b")]) * PAGE] ^= 1
-    assert bench.shard.verify(names_to_keys("abcz"), now_s=bench.now_s) == 1
+    assert bench.verify(names_to_keys("abcz")) == 1
     assert bench.here("ac") == "ac"
     assert bench.row("b") == -1
     assert bench.shard.counters.corrupt == 1
@@ -401,24 +608,68 @@ def test_slots_that_somebody_was_writing_at_the_crash_rest_for_a_while(on_files,
     again.shard.close()
 
 
-def test_a_crash_at_any_store_of_a_change(shm_dir, rng):
-    """Kill the writer after each single store of a reservation and of an eviction; recovery finds a sound table."""
+def test_lent_slots_rest_after_a_crash(on_files, shm_dir):
+    on_files.put("ab")
+    on_files.shard.delete(names_to_keys("b"))
+    loan = on_files.lend(15, 64 * KIB)  # one of these rows had a key before
+    again = reopen(crashed(on_files.shard, shm_dir, "again"), on_files.now_s)
+    assert again.here("ab") == "a"
+    assert again.shard.lent_nbytes == 0
+    assert again.put("12", 64 * KIB) == 1
+    assert int(again.shard.table.columns.page[again.row("1")]) * PAGE not in set(loan.offsets.tolist())
+    again.now_s += QUARANTINE_S
+    assert again.put("345", 64 * KIB) == 3
+    check_invariants(again.shard)
+    again.shard.close()
+
+
+class WatchedCells:
+    """A memoryview that calls `before` each store."""
+
+    def __init__(self, cells: memoryview, before) -> None:
+        self._cells, self._before = cells, before
+
+    def __getitem__(self, index):
+        return self._cells[index]
+
+    def __setitem__(self, index, value):
+        self._before()
+        self._cells[index] = value
+
+
+@pytest.mark.parametrize("how", ["reserve", "lend and store", "one by one"])
+def test_a_crash_at_any_store_of_a_change(shm_dir, how, monkeypatch):
+    """Kill the writer after each single store of a write and of an eviction; recovery finds a sound table."""
+    monkeypatch.setattr("raykv.memory.native.enter", None)
     prefix = shm_dir / "n"
     bench = Bench(Shard.open(config_for(shm_dir), prefix, now_s=0.0))
     bench.put("abcdefghijklmn", 64 * KIB)
     moments: list[Path] = []
 
+    def take_moment() -> None:
+        moments.append(crashed(bench.shard, shm_dir, f"moment-{len(moments)}"))
+
     class Watched(np.ndarray):
         def __setitem__(self, index, value):
-            moments.append(crashed(bench.shard, shm_dir, f"moment-{len(moments)}"))
+            take_moment()
             super().__setitem__(index, value)
 
-    columns = bench.shard.table.columns
+    table = bench.shard.table
     for name in ("generation", "page", "nbytes", "namespace", "key_hi", "key_lo", "parent", "children", "checksum"):
-        setattr(columns, name, getattr(columns, name).view(Watched))
-    bench.shard.table._indexes = [index.view(Watched) for index in bench.shard.table._indexes]
-    bench.shard._slots._extent_slots = bench.shard.table.extent_slots.view(Watched)
-    bench.put("vwxyz", 32 * KIB, parent="n")
+        setattr(table.columns, name, getattr(table.columns, name).view(Watched))
+        setattr(table.cells, name, WatchedCells(getattr(table.cells, name), take_moment))
+    table._indexes = [index.view(Watched) for index in table._indexes]
+    table._index_cells = [WatchedCells(cells, take_moment) for cells in table._index_cells]
+    bench.shard.room.slots._extent_slots = table.extent_slots.view(Watched)
+    match how:
+        case "reserve":
+            bench.put("vwxyz", 32 * KIB, parent="n")
+        case "lend and store":
+            bench.lend_and_store("vwxyz", 32 * KIB, parent="n")
+        case "one by one":
+            for name, parent in zip("vwxyz", "nvwxy", strict=True):
+                bench.store_one(name, 32 * KIB, parent=parent)
+    check_invariants(bench.shard)
     assert len(moments) > 20
     for moment in moments:
         again = reopen(moment, bench.now_s)
@@ -487,7 +738,7 @@ def test_damaged_files_begin_anew_or_lose_chunks_and_never_crash(shm_dir, on_fil
             again.put(names, rng.choice([PAGE, 3 * PAGE]))
             held = again.shard.pin(names_to_keys(names), now_s=again.now_s)
             again.shard.unpin(held.rows)
-            again.shard.verify(names_to_keys([*names, *"abcdefghxyz"]), now_s=again.now_s)
+            again.verify(names_to_keys([*names, *"abcdefghxyz"]))
             again.shard.delete(names_to_keys(names[:20]))
             again.shard.tend(now_s=again.now_s)
         assert again.here(names[20:])
@@ -528,9 +779,19 @@ def test_nothing_is_left_open_when_a_file_is_refused(shm_dir, on_files, caplog):
 # -- everything at once -----------------------------------------------------------------------------------------------
 
 
+def store_some(bench: Bench, rng: random.Random, first: str, loan: Loan, nbytes: int, parent: str | None) -> None:
+    """Write some chunks of a run to lent slots, as many as there are; what is not used goes back."""
+    names = [f"{first}{place}" for place in rng.sample(range(9), rng.randrange(1, 10))]
+    written = sorted(rng.sample(range(len(names)), min(len(names), len(loan.rows))))
+    used = bench.store(names, loan, written, nbytes, parent=parent, chained=rng.random() < 0.8)
+    assert all(bench.row(names[place]) >= 0 for place in written)
+    used += [False] * (len(loan.rows) - len(used))
+    bench.shard.abort(loan.rows[~np.array(used, np.bool_)])
+
+
 @pytest.mark.parametrize("policy", ["leaf_lru", "lru", "fifo"])
 @pytest.mark.parametrize("round_", range(2))
-def test_random_operations(policy, round_, rng):
+def test_random_operations(policy, round_, rng):  # noqa: C901 - a case for each operation
     """Whatever is done in whatever order, the columns agree with each other and every byte is right."""
     bench = Bench(Shard.open(config_for(policy=policy, arena_nbytes=512 * KIB), None, now_s=0.0))
     shard = bench.shard
@@ -538,18 +799,35 @@ def test_random_operations(policy, round_, rng):
     alphabet = [f"{a}{b}" for a in "abcdefghijkl" for b in range(9)]
     sizes = {letter: rng.choice([PAGE, 2 * PAGE, 5 * PAGE, 16 * PAGE]) for letter in "abcdefghijkl"}
     open_rooms: list[tuple[list[str], Reserved, int]] = []
+    loans: list[tuple[str, Loan]] = []
     pins: list[np.ndarray] = []
     for _ in range(400):
         first = rng.choice("abcdefghijkl")
         names = [f"{first}{place}" for place in range(rng.randrange(1, 9))]
         nbytes = sizes[first]
-        match rng.choice(["put"] * 8 + ["reserve", "commit", "abort", "abandon", "pin", "unpin", "delete", "time"]):
+        match rng.choice(
+            ["put"] * 8
+            + ["lend"] * 3
+            + ["store"] * 3
+            + ["give back", "reserve", "commit", "abort", "abandon", "pin", "unpin", "delete", "time"]
+        ):
             case "put":
                 chained = rng.random() < 0.8
                 parent = rng.choice(alphabet) if chained and rng.random() < 0.3 else None
                 bench.put(names, nbytes, account=accounts[ord(first) % 2], chained=chained, parent=parent)
             case "reserve":
                 open_rooms.append((names, bench.reserve(names, nbytes), nbytes))
+            case "lend":
+                bench.account = accounts[ord(first) % 2]
+                spared = {"keys": names, "parent": [rng.choice(alphabet)]} if rng.random() < 0.5 else {}
+                count, ahead = rng.randrange(4), rng.choice([0, 0, 5])
+                loans.append((first, bench.lend(count, nbytes, ahead=ahead, **spared)))
+            case "store" if loans:
+                first, loan = loans.pop(rng.randrange(len(loans)))
+                bench.account = accounts[ord(first) % 2]
+                store_some(bench, rng, first, loan, sizes[first], rng.choice([None, *alphabet]))
+            case "give back" if loans:
+                shard.abandon(loans.pop()[1].rows, now_s=bench.now_s)
             case "commit" if open_rooms:
                 bench.write(*open_rooms.pop(rng.randrange(len(open_rooms))))
             case "abort" if open_rooms:
@@ -573,4 +851,126 @@ def test_random_operations(policy, round_, rng):
         assert shard.table.columns.pins.tolist() == held.tolist()
     print(f"{shard.counters}")
     assert shard.counters.evicted > 0
+    shard.close()
+
+
+write_steps = st.lists(
+    st.one_of(
+        st.tuples(
+            st.just("store"), st.text("abcdef", min_size=1, max_size=6), st.integers(0, 63), st.sampled_from("-acz")
+        ),
+        st.tuples(st.just("reserve"), st.text("abcdef", min_size=1, max_size=4), st.just(0), st.just("-")),
+        st.tuples(st.just("delete"), st.text("abcdef", min_size=1, max_size=2), st.just(0), st.just("-")),
+    ),
+    max_size=25,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(write_steps)
+def test_lend_and_store_do_what_a_dict_does(steps):
+    """A model without slots or rows: which keys are there, which are being written, and what hangs on what."""
+    bench = Bench(Shard.open(config_for(), None, now_s=0.0))
+    ready: dict[str, tuple[str, int]] = {}  # name -> its parent at the time, its depth
+    writing: dict[str, tuple[str, int]] = {}
+    for what, names, choice, parent in steps:
+        known = ready | writing
+        base = known[parent][1] + 1 if parent in known else 5
+        if what == "delete":
+            bench.shard.delete(names_to_keys(names))
+            ready = {name: about for name, about in ready.items() if name not in names}
+        elif what == "reserve":
+            room = bench.reserve(names)
+            for place in room.positions.tolist():
+                before = names[place - 1] if place else "-"
+                writing[names[place]] = (before, place)
+        else:
+            written = [place for place in range(len(names)) if choice >> place & 1]
+            loan = bench.lend(len(written))
+            used = bench.store(names, loan, written, parent=None if parent == "-" else parent, depth=5)
+            for place, was_used in zip(written, used, strict=True):
+                assert was_used == (names[place] not in known), "stored twice, or not at all"
+                before = names[place - 1] if place else parent
+                if was_used:
+                    known[names[place]] = ready[names[place]] = (before, base + place)
+            unused = [row for row, was_used in zip(loan.rows.tolist(), used, strict=True) if not was_used]
+            bench.shard.abort(np.array(unused, np.int32))
+        assert set(bench.here("abcdef")) == set(ready)
+        assert {name for name in "abcdef" if bench.row(name) >= 0} == set(ready | writing)
+        depths = {name: int(bench.shard.table.columns.depth[bench.row(name)]) for name in ready}
+        assert depths == {name: depth for name, (_, depth) in ready.items()}
+        check_invariants(bench.shard)
+    bench.shard.close()
+
+
+# -- ten million rows -------------------------------------------------------------------------------------------------
+
+
+def private_nbytes() -> int:
+    """Memory of this process that it shares with nobody."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(fields["RssAnon"].split()[0]) << 10
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("rows", [pytest.param(10_000_000, id="10M")])
+def test_a_large_table_costs_what_its_rows_cost(rows, monkeypatch, np_rng):
+    """No list of all rows or slots, at the start or later; no step that takes long because the table is large."""
+    monkeypatch.setattr("raykv.shard.require_room", lambda *args, **options: None)
+    monkeypatch.setattr("raykv.shard._back", lambda arena, extent_nbytes, extent: True)  # nobody writes to it here
+    config = config_for(arena_nbytes=rows * PAGE, extent_nbytes=32 << 20, max_chunks=rows)
+    batch, now_s, before, start_s = 8192, 1.0, private_nbytes(), time.monotonic()
+    shard = Shard.open(config, None, now_s=0.0)
+    account = shard.open_account(SPACE)
+    assert time.monotonic() - start_s < 2.0
+    assert private_nbytes() - before < 64 << 20
+    took_s = []
+
+    def write(count: int) -> int:
+        keys = np.frombuffer(np_rng.bytes(16 * count), "<u8").reshape(-1, 2)
+        start_s = time.monotonic()
+        loan = shard.lend(count, PAGE, account, now_s=now_s)
+        stored = 0
+        for first in range(0, len(loan.rows), 512):
+            run = slice(first, first + 512)
+            positions = np.arange(len(loan.rows[run]), dtype=np.int32)
+            options = {"chained": True, "parent": None, "depth": 0, "now_s": now_s}
+            checksums = positions.astype(np.uint64)
+            used = shard.store(keys[run], positions, loan.rows[run], checksums, PAGE, account, **options)
+            stored += int(used.sum())
+        took_s.append(time.monotonic() - start_s)
+        return stored
+
+    while shard.chunks < rows * 0.97:
+        while upto := shard.bare_rows():
+            assert shard.table.back_rows(upto)
+            shard.note_rows_backed()
+        now_s += 0.01
+        assert write(batch) == batch
+        shard.take_changes()
+    print(f"{shard.chunks:,} chunks, {(private_nbytes() - before) / rows:.1f} private bytes a row")
+    assert private_nbytes() - before < 10 * rows
+    took_s.clear()
+    for _ in range(200):  # beyond what is free: others go for it, in samples
+        now_s += 0.01
+        assert write(2048) == 2048
+    assert shard.counters.evicted > 0
+    print(f"2048 chunks at most {max(took_s) * 1e3:.0f} ms, usually {sorted(took_s)[100] * 1e3:.0f} ms")
+    assert sorted(took_s)[100] < 0.2
+    steps = 0
+    while shard.short:
+        shard.tend(now_s=now_s)
+        steps += 1
+    assert steps > 10
+    assert shard.chunks == len(shard.table.ready_rows()) > rows * 0.9
+    inserted = shard.table.columns.inserted
+    ready = shard.table.ready_rows()
+    assert int(inserted[ready].max()) == shard.table.ticks(now_s), "the newest stay"
+    start_s = time.monotonic()
+    again = Shard(config, shard.table, shard.arena, now_s=now_s)
+    print(f"taken over in {time.monotonic() - start_s:.1f} s")
+    assert (again.chunks, again.used_nbytes) == (shard.chunks, shard.used_nbytes)
+    assert again.room.slots.free_nbytes == shard.room.slots.free_nbytes
+    assert len(again.room.free_rows) == len(shard.room.free_rows) + shard.room._left_behind
     shard.close()

@@ -12,6 +12,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from raykv.config import ClusterConfig, NodeConfig
 from raykv.directory import Directory, Pulse
 from raykv.errors import ConfigError, PeerUnavailable
+from raykv.memory.arena import sized_by_share
 from raykv.node import Node
 from raykv.ring import Member, View
 from raykv.sweep import sweep
@@ -175,6 +176,9 @@ class NodeActor:
         self._problem = ""
         sweep(config, {name[:NODE_ID_LENGTH] for name in living_ray_nodes()}, now_s=time.time())
         try:
+            if cluster.arena_share is not None:
+                storage = sized_by_share(cluster.storage, cluster.arena_share)
+                config = config.model_copy(update={"storage": storage})
             self._node = Node(config, secret=secret, directory=RayDirectory(cluster.name))
             self._node.start()
         except ConfigError as error:

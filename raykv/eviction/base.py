@@ -3,7 +3,9 @@
 A policy is one array expression: scores of rows from their columns, lowest leaves first.
 """
 
-from typing import Protocol
+import heapq
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -50,12 +52,48 @@ def victims(policy: Policy, columns: Columns, candidates: Rows, count: int, now:
         window *= 2  # reads raced, so that some low scores have children with higher ones: look further
 
 
+def victims_upward(
+    policy: Policy, columns: Columns, candidates: Rows, count: int, now: int, may_go: Callable[[int], bool]
+) -> Rows:
+    """Choose up to `count` rows to evict, leaves first, when the candidates are a mere sample.
+
+    A sample seldom has a chunk and all that follow it. So it is taken for its leaves alone, and what they hang on comes
+    next in turn as soon as it has nothing left below it, in the sample or not.
+
+    Args:
+        may_go: Whether a row that is no candidate may be evicted too.
+
+    Returns:
+        Rows in the order of eviction.
+    """
+    leaves = candidates[columns.children[candidates] == 0]
+    leaves = _lowest(columns, leaves, policy.score(columns, leaves, now), min(count, len(leaves)))
+
+    def turns(rows: Rows) -> list[tuple[Any, int, int]]:
+        scores, depths = policy.score(columns, rows, now).tolist(), columns.depth[rows].tolist()
+        return [(score, -depth, row) for score, depth, row in zip(scores, depths, rows.tolist(), strict=True)]
+
+    heap = turns(leaves)
+    heapq.heapify(heap)
+    below: dict[int, int] = {}  # of rows above those that were chosen: children that stay
+    chosen: list[int] = []
+    while heap and len(chosen) < count:
+        row = heapq.heappop(heap)[2]
+        chosen.append(row)
+        parent = int(columns.parent[row])
+        if parent >= 0:
+            below[parent] = below.get(parent, int(columns.children[parent])) - 1
+            if not below[parent] and may_go(parent):
+                heapq.heappush(heap, turns(np.array([parent], np.int32))[0])
+    return np.array(chosen, np.int32)
+
+
 def _lowest(columns: Columns, candidates: Rows, scores: Scores, count: int) -> Rows:
     """The `count` candidates with the lowest scores, in order.
 
     Equal scores are common (a batch of reads shares a tick): among them the deepest comes first.
     """
-    if count < len(candidates):
+    if 0 < count < len(candidates):
         worst = np.partition(scores, count - 1)[count - 1]
         low = np.flatnonzero(scores <= worst)
         candidates, scores = candidates[low], scores[low]
@@ -71,10 +109,7 @@ def _closed(columns: Columns, chosen: Rows) -> Rows:
     it: they are found in steps of 1, 2, 4, ... generations, since chains may be very long.
     """
     nobody = len(chosen)
-    place = np.full(len(columns.parent), nobody, np.int64)
-    place[chosen] = np.arange(nobody)
-    parents = columns.parent[chosen]
-    above = np.append(np.where(parents >= 0, place[parents], nobody), nobody)
+    above = np.append(_places(chosen, columns.parent[chosen], nobody), nobody)
     stays = np.append(columns.children[chosen] > np.bincount(above, minlength=nobody + 1)[:nobody], False)
     for _ in range(nobody.bit_length()):
         if not stays.any():
@@ -91,16 +126,23 @@ def _first(columns: Columns, chosen: Rows, count: int) -> Rows:
     if len(chosen) <= count:
         return chosen
     # A chunk cannot go before its children: its place is the last of theirs, and depth settles the rest.
-    place = np.full(len(columns.parent), -1, np.int64)
-    place[chosen] = np.arange(len(chosen))
-    parents = columns.parent[chosen]
-    above = np.where(parents >= 0, place[parents], -1)
-    if not ((above >= 0) & (above < place[chosen])).any():
+    above = _places(chosen, columns.parent[chosen], -1)
+    if not ((above >= 0) & (above < np.arange(len(chosen)))).any():
         return chosen[:count]
-    for row in chosen[np.argsort(-columns.depth[chosen].astype(np.int64), kind="stable")].tolist():
-        parent = int(columns.parent[row])
-        if parent >= 0 and 0 <= place[parent] < place[row]:
-            place[parent] = place[row]
     depth = columns.depth[chosen].astype(np.int64)
-    first: Rows = chosen[np.lexsort((-depth, place[chosen]))][:count]
+    turn, parents = list(range(len(chosen))), above.tolist()
+    for place in np.argsort(-depth, kind="stable").tolist():
+        parent = parents[place]
+        if parent >= 0 and turn[parent] < turn[place]:
+            turn[parent] = turn[place]
+    first: Rows = chosen[np.lexsort((-depth, np.array(turn)))][:count]
     return first
+
+
+def _places(chosen: Rows, rows: Rows, missing: int) -> npt.NDArray[np.int64]:
+    """Where in `chosen` each of `rows` stands; `missing` for those that do not."""
+    if not chosen.size:
+        return np.full(len(rows), missing, np.int64)
+    order = np.argsort(chosen)
+    place = order[np.minimum(np.searchsorted(chosen, rows, sorter=order), len(chosen) - 1)]
+    return np.where(chosen[place] == rows, place, missing)

@@ -1,9 +1,37 @@
 """Copying chunk bytes between memory that is in one piece and memory that is in several."""
 
-from collections.abc import Sequence
+import os
+import threading
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
+
+from raykv.errors import UsageError
+from raykv.memory import native
+from raykv.types import Scattered
+
+STREAM_NBYTES: Final = 512 << 10
+"""Copies of this many bytes at once go past the cache, where the compiled loops are there: what is so large leaves it
+again before anybody uses it, and the target's old bytes need not be fetched."""
+HASH_NBYTES: Final = 256 << 10
+"""Bytes are copied and hashed in turns of this size, so that the second pass finds them in the cache."""
+_WITHOUT_GIL_NBYTES: Final = 64 << 10
+_SHARE_NBYTES: Final = 1 << 20
+"""No thread is woken for less."""
+
+
+def copy(target: memoryview, source: memoryview, *, stream: bool = False) -> None:
+    """Copy bytes. Large copies let other threads run meanwhile; for small ones that would cost more than it gives."""
+    if len(source) < _WITHOUT_GIL_NBYTES:
+        target[:] = source
+    elif native.copy is not None:
+        native.copy(target, source, stream)
+    else:
+        np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 
 def scatter(source: memoryview, into: Sequence[memoryview]) -> bool:
@@ -30,15 +58,26 @@ def gather(target: memoryview, pieces: Sequence[memoryview]) -> None:
         start += len(piece)
 
 
-_WITHOUT_GIL_NBYTES = 64 << 10
+def store(target: memoryview, pieces: Sequence[memoryview], *, stream: bool = False) -> int:
+    """Copy several views into one run of bytes, in order, and hash them on the way. The lengths must agree.
 
+    Args:
+        stream: Past the cache; for copies of STREAM_NBYTES and more in all.
 
-def copy(target: memoryview, source: memoryview) -> None:
-    """Copy bytes. Large copies let other threads run meanwhile; for small ones that would cost more than it gives."""
-    if len(source) < _WITHOUT_GIL_NBYTES:
-        target[:] = source
-    else:
-        np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
+    Returns:
+        The checksum, as `checksum_of` gives it.
+    """
+    if len(pieces) == 1 and len(target) <= HASH_NBYTES:
+        copy(target, pieces[0], stream=stream)
+        return xxhash.xxh3_64_intdigest(pieces[0])
+    state, start = xxhash.xxh3_64(), 0
+    for piece in pieces:
+        for first in range(0, len(piece), HASH_NBYTES):
+            part = piece[first : first + HASH_NBYTES]
+            copy(target[start : start + len(part)], part, stream=stream)
+            state.update(part)
+            start += len(part)
+    return state.intdigest()
 
 
 def checksum_of(pieces: Sequence[memoryview]) -> int:
@@ -49,3 +88,111 @@ def checksum_of(pieces: Sequence[memoryview]) -> int:
     for piece in pieces:
         state.update(piece)
     return state.intdigest()
+
+
+def byte_views(scattered: Scattered, name: str, *, writable: bool) -> list[memoryview]:
+    """Byte views of one buffer or several.
+
+    Raises:
+        UsageError: Not a buffer, not contiguous, or read-only where we write. Calls it by `name`.
+    """
+    parts = scattered if isinstance(scattered, list | tuple) else [scattered]
+    views = []
+    for part in parts:
+        try:
+            view = memoryview(part)  # type: ignore[arg-type]  # finding that out is what the `except` is for
+        except (TypeError, ValueError):
+            hint = "; for a CPU tensor pass tensor.view(torch.uint8).numpy()" if hasattr(part, "numpy") else ""
+            raise UsageError(f"field '{name}': {type(part).__name__} is not a buffer{hint}") from None
+        if not view.c_contiguous:
+            raise UsageError(f"field '{name}': the buffer is not contiguous; pass its pieces as a list")
+        if writable and view.readonly:
+            raise UsageError(f"field '{name}': the buffer is read-only")
+        views.append(view.cast("B") if view.nbytes else memoryview(bytearray()))
+    return views
+
+
+def default_copy_threads() -> int:
+    """Half of the cores that this process may use, at most 4: the engine needs the rest."""
+    return max(1, min(4, len(os.sched_getaffinity(0)) // 2))
+
+
+class CopyThreads:
+    """Threads that share the copies of one large batch with the caller. Thread-safe; batches queue.
+
+    Attributes:
+        count: Threads that copy at the same time, the caller included.
+    """
+
+    def __init__(self, count: int) -> None:
+        """Threads are started at the first use."""
+        self.count = count
+        self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._started = 0
+        self._lock = threading.Lock()
+
+    def share(self, parts: int, nbytes: int) -> int:
+        """Into how many shares a batch of `parts` chunks and `nbytes` bytes in all is best cut."""
+        return max(1, min(self.count, parts, nbytes // _SHARE_NBYTES))
+
+    def run(self, task: Callable[[int, int], None], parts: int, shares: int) -> None:
+        """Call task(first, end) for `shares` equal ranges of 0 .. parts, all at the same time; wait for all.
+
+        Raises:
+            Whatever one of them raised.
+        """
+        if shares <= 1:
+            task(0, parts)
+            return
+        self._start(shares - 1)
+        bounds = [parts * share // shares for share in range(shares + 1)]
+        done: SimpleQueue[BaseException | None] = SimpleQueue()
+
+        def share_of(first: int, end: int) -> None:
+            problem: BaseException | None = None
+            try:
+                task(first, end)
+            except BaseException as error:  # noqa: BLE001  # raised below, in the caller's thread
+                problem = error
+            done.put(problem)
+
+        for share in range(1, shares):
+            first, end = bounds[share], bounds[share + 1]
+            self._tasks.put(lambda first=first, end=end: share_of(first, end))  # type: ignore[misc]
+        share_of(bounds[0], bounds[1])
+        problems = [done.get() for _ in range(shares)]  # all of them: nobody may be copying when this returns
+        for problem in problems:
+            if problem is not None:
+                raise problem
+
+    def fill(self, slots: Sequence[memoryview], values: Sequence[Sequence[memoryview]]) -> npt.NDArray[np.uint64]:
+        """Copy chunks, each from several views, into slots of the same length. Returns their checksums."""
+        nbytes = sum(map(len, slots))
+        stream = nbytes >= STREAM_NBYTES
+        checksums = np.empty(len(slots), np.uint64)
+
+        def part(first: int, end: int) -> None:
+            for place in range(first, end):
+                checksums[place] = store(slots[place], values[place], stream=stream)
+
+        self.run(part, len(slots), self.share(len(slots), nbytes))
+        return checksums
+
+    def close(self) -> None:
+        """End the threads."""
+        with self._lock:
+            for _ in range(self._started):
+                self._tasks.put(None)
+            self._started = 0
+
+    def _start(self, wanted: int) -> None:
+        while self._started < wanted:
+            with self._lock:
+                if self._started < wanted:
+                    threading.Thread(target=self._work, name="raykv-copy", daemon=True).start()
+                    self._started += 1
+
+    def _work(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            task()
+            del task

@@ -8,6 +8,7 @@ import numpy as np
 
 from raykv.config import SLOT_ALIGNMENT_NBYTES
 from raykv.errors import LostError
+from raykv.memory.rows import LENT
 from raykv.memory.table import MAX_NAMESPACES, Table
 from raykv.types import Rows
 
@@ -19,7 +20,9 @@ def require_sound(table: Table) -> None:
         LostError: Says what is wrong.
     """
     columns = table.columns
-    rows = np.flatnonzero((columns.generation != 0) & (columns.nbytes != 0))
+    if table.rows_backed > table.rows:
+        raise LostError(f"{table.memory.path} is damaged: more rows with memory than rows")
+    rows = np.flatnonzero((columns.generation[: table.rows_backed] != 0) & (columns.nbytes[: table.rows_backed] != 0))
     sizes = table.extent_slots.astype(np.int64)
     pages = columns.page[rows].astype(np.int64)
     extent_pages = table.extent_nbytes // SLOT_ALIGNMENT_NBYTES
@@ -33,7 +36,7 @@ def require_sound(table: Table) -> None:
         ("chunks off their slots", (within % np.maximum(slots, 1) != 0) | (within + slots > table.extent_nbytes)),
         ("chunks larger than their slots", columns.nbytes[rows] > slots),
         ("two chunks in one slot", len(np.unique(pages)) != len(pages)),
-        ("parents that are no rows", (parents < -1) | (parents >= table.rows)),
+        ("parents that are no rows", (parents < LENT) | (parents >= table.rows)),
         ("chunks of unknown namespaces", (columns.namespace[rows] >= MAX_NAMESPACES) | ~used),
     ):
         if np.any(wrong):

@@ -8,21 +8,26 @@ Source: seqlocks (Lameter, 2005; as in the Linux kernel), one per row.
 """
 
 import math
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from raykv.config import SLOT_ALIGNMENT_NBYTES
 from raykv.errors import ConfigError, LostError
+from raykv.memory import native
 from raykv.memory.arena import SharedMemory
 from raykv.types import KeyArray, Rows
 
+if TYPE_CHECKING:
+    from raykv.memory._native import Reader
+
 MAGIC: Final = 0x0031_564B_5941_52  # "RAYKV1"
-LAYOUT_VERSION: Final = 1
+LAYOUT_VERSION: Final = 2
 MAX_NAMESPACES: Final = 1024
 NAMESPACE_TEXT_NBYTES: Final = 2000
 TICKS_PER_S: Final = 64
@@ -37,22 +42,28 @@ _HEADER: Final = np.dtype(
         ("rows", "<u8"),
         ("index_size", "<u8"),
         ("active_index", "<u8"),
+        ("rows_backed", "<u8"),
         ("extents", "<u8"),
         ("extent_nbytes", "<u8"),
         ("made_at_s", "<f8"),
     ]
 )
 NAMESPACE: Final = np.dtype([("capacity", "<u8"), ("text", f"S{NAMESPACE_TEXT_NBYTES}")])
+RECORD: Final = np.dtype(
+    [
+        ("generation", "<u4"),
+        ("expires", "<u4"),
+        ("page", "<u4"),
+        ("nbytes", "<u4"),
+        ("key_hi", "<u8"),
+        ("key_lo", "<u8"),
+    ]
+)
+"""What a lookup and a read need of a row, side by side: two rows share a cache line, and one miss fetches all of it."""
 COLUMNS: Final[dict[str, str]] = {
-    "key_hi": "<u8",
-    "key_lo": "<u8",
     "checksum": "<u8",
-    "generation": "<u4",
-    "page": "<u4",
-    "nbytes": "<u4",
     "inserted": "<u4",
     "accessed": "<u4",
-    "expires": "<u4",
     "frequency": "<u4",
     "depth": "<u4",
     "parent": "<i4",
@@ -60,14 +71,26 @@ COLUMNS: Final[dict[str, str]] = {
     "namespace": "<u2",
     "pins": "<u2",
 }
-ROW_NBYTES: Final = sum(np.dtype(kind).itemsize for kind in COLUMNS.values())
+INDEX_ENTRIES_PER_ROW: Final = 2
+ROW_NBYTES: Final = (
+    RECORD.itemsize
+    + sum(np.dtype(kind).itemsize for kind in COLUMNS.values())
+    + 2 * INDEX_ENTRIES_PER_ROW * np.dtype(np.int32).itemsize
+)
+"""Memory of one row, both copies of the index included."""
+ROWS_AT_START: Final = 1 << 16
+"""Rows that have real memory when a table is made; the others get it as `back_rows` is called."""
 
+_MIX: Final = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio: multiplication by it spreads what lies close
+_LOW_64: Final = (1 << 64) - 1
+_STRIDE: Final = RECORD.itemsize
+_unpack: Final = struct.Struct("IIIIQQ").unpack_from  # native order and alignment: each field is read at once, in order
 _EMPTY, _TOMBSTONE, _FIRST = 0, 1, 2
 """Index entries: free, was used (probing goes on), or row + 2. Fresh pages are zero: an empty index is free."""
 
 
 class Columns:
-    """The columns as numpy arrays over shared memory, one entry a row.
+    """The columns as numpy arrays over shared memory, one entry a row. Those of RECORD are strided views.
 
     Attributes:
         key_hi, key_lo: The key.
@@ -105,23 +128,54 @@ class Columns:
         self.__dict__.update(arrays)
 
 
+class Cells:
+    """The same columns as memoryviews: one entry is read or written in 40 ns, where numpy takes a microsecond."""
+
+    generation: "memoryview[int]"
+    expires: "memoryview[int]"
+    page: "memoryview[int]"
+    nbytes: "memoryview[int]"
+    key_hi: "memoryview[int]"
+    key_lo: "memoryview[int]"
+    checksum: "memoryview[int]"
+    inserted: "memoryview[int]"
+    accessed: "memoryview[int]"
+    frequency: "memoryview[int]"
+    depth: "memoryview[int]"
+    parent: "memoryview[int]"
+    children: "memoryview[int]"
+    namespace: "memoryview[int]"
+    pins: "memoryview[int]"
+
+    def __init__(self, columns: Columns) -> None:
+        for name, array in vars(columns).items():
+            setattr(self, name, memoryview(array))
+
+
 class _Layout:
-    """Where each part lies in the file; a function of three numbers alone."""
+    """Where each part lies in the file; a function of two numbers alone."""
 
     def __init__(self, rows: int, extents: int) -> None:
-        self.index_size = 1 << max(4, (2 * rows - 1).bit_length())
+        self.index_size = INDEX_ENTRIES_PER_ROW * rows
         self._end = 0
         self.header = self._take(_HEADER.itemsize)
         self.namespaces = self._take(MAX_NAMESPACES * NAMESPACE.itemsize)
         self.extent_slots = self._take(4 * extents)
-        self.columns = {name: self._take(rows * np.dtype(kind).itemsize) for name, kind in COLUMNS.items()}
         self.indexes = [self._take(4 * self.index_size) for _ in range(2)]
+        self.records = self._take(rows * RECORD.itemsize)
+        self.columns = {name: self._take(rows * np.dtype(kind).itemsize) for name, kind in COLUMNS.items()}
         self.nbytes = self._take(0)
 
     def _take(self, nbytes: int) -> int:
         start = self._end
         self._end = -(-(start + nbytes) // SLOT_ALIGNMENT_NBYTES) * SLOT_ALIGNMENT_NBYTES
         return start
+
+    def parts_of_rows(self, first: int, end: int) -> list[tuple[int, int]]:
+        """(offset, nbytes) of everything that belongs to rows first .. end - 1."""
+        widths = [(self.records, RECORD.itemsize)]
+        widths += [(start, np.dtype(COLUMNS[name]).itemsize) for name, start in self.columns.items()]
+        return [(start + first * width, (end - first) * width) for start, width in widths]
 
 
 def table_nbytes(rows: int, extents: int) -> int:
@@ -134,6 +188,8 @@ class Table:
 
     Attributes:
         columns: See `Columns`.
+        cells: The same, for one entry at a time.
+        records: The bytes of the columns of RECORD.
         namespaces: Array of NAMESPACE; an entry with empty text is free. The text is the account's JSON.
         extent_slots: Per extent of the arena the slot size it serves, in bytes; 0 when free.
     """
@@ -155,29 +211,38 @@ class Table:
         self.extent_nbytes = int(header["extent_nbytes"])
         layout = _Layout(self.rows, self.extents)
         self._made_at_s = float(header["made_at_s"])
-        whole = memory.nbytes == layout.nbytes and header["index_size"] == layout.index_size
-        if not (whole and header["active_index"] < len(layout.indexes) and math.isfinite(self._made_at_s)):
+        whole = 0 <= memory.nbytes - layout.nbytes < memory.page_nbytes and header["index_size"] == layout.index_size
+        whole = whole and header["active_index"] < len(layout.indexes) and header["rows_backed"] <= self.rows
+        if not (whole and math.isfinite(self._made_at_s)):
             raise LostError(f"{memory.path} is cut short or damaged")
         view = memory.view
+        self._layout = layout
         self.namespaces = np.frombuffer(view, NAMESPACE, MAX_NAMESPACES, layout.namespaces)
         self.extent_slots = np.frombuffer(view, "<u4", self.extents, layout.extent_slots)
-        self.columns = Columns(
-            {name: np.frombuffer(view, kind, self.rows, layout.columns[name]) for name, kind in COLUMNS.items()}
-        )
+        records = np.frombuffer(view, RECORD, self.rows, layout.records)
+        arrays = {name: records[name] for name in RECORD.names or ()}
+        arrays |= {name: np.frombuffer(view, kind, self.rows, layout.columns[name]) for name, kind in COLUMNS.items()}
+        self.columns = Columns(arrays)
+        self.cells = Cells(self.columns)
         self._indexes = [np.frombuffer(view, "<i4", layout.index_size, start) for start in layout.indexes]
-        self._mask = np.uint64(layout.index_size - 1)
-        self._tombstones = int(np.count_nonzero(self._indexes[int(header["active_index"])] == _TOMBSTONE))
+        self._size = layout.index_size
+        # What the lookups use, found once: attributes of a header's fields cost more than a probe.
+        self.records = view[layout.records : layout.records + self.rows * RECORD.itemsize]
+        self._index_cells = [view[start : start + 4 * self._size].cast("i") for start in layout.indexes]
+        self._active = _cell(view, "active_index")
+        self._rows_backed = _cell(view, "rows_backed")
+        self._tombstones = int(np.count_nonzero(self._indexes[self._active[0]] == _TOMBSTONE))
 
     @classmethod
     def create(cls, path: Path | None, *, rows: int, extents: int, extent_nbytes: int, now_s: float) -> "Table":
-        """Make an empty table.
+        """Make an empty table. Its first ROWS_AT_START rows have real memory; see `back_rows`.
 
         Raises:
             ConfigError: The file cannot be made, or there is no room for it.
         """
         layout = _Layout(rows, extents)
         memory = SharedMemory.create(path, layout.nbytes)
-        if not memory.back(0, layout.nbytes):
+        if not memory.back(0, layout.indexes[1]):
             memory.path.unlink()
             raise ConfigError(f"field 'max_chunks': no room for a table of {layout.nbytes:,} bytes; lower max_chunks")
         header = np.frombuffer(memory.view, _HEADER, 1)[0]
@@ -185,7 +250,35 @@ class Table:
         header["extents"], header["extent_nbytes"] = extents, extent_nbytes
         header["made_at_s"], header["layout_version"] = now_s, LAYOUT_VERSION
         header["magic"] = MAGIC  # last: a table without it is no table
-        return cls(memory)
+        table = cls(memory)
+        if not table.back_rows(ROWS_AT_START):
+            memory.path.unlink()
+            raise ConfigError(f"field 'max_chunks': no room for a table of {layout.nbytes:,} bytes; lower max_chunks")
+        return table
+
+    # -- real memory ------------------------------------------------------------------------------------------------
+
+    @property
+    def rows_backed(self) -> int:
+        """Rows that may be used: the first so many have real memory. Touching one beyond may kill the process."""
+        return self._rows_backed[0]
+
+    def back_rows(self, upto: int) -> bool:
+        """Take real memory for the rows before `upto`, as far as they have none. Safe beside readers and the writer.
+
+        Returns:
+            False when the file system has no room; `rows_backed` is what it was then.
+        """
+        first, end = self.rows_backed, min(upto, self.rows)
+        if end <= first:
+            return True
+        parts = self._layout.parts_of_rows(first, end)
+        if end == self.rows:
+            parts.append((self._layout.indexes[1], 4 * self._size))
+        if not all(self.memory.back(offset, nbytes) for offset, nbytes in parts):
+            return False
+        self._rows_backed[0] = end
+        return True
 
     # -- clock and header ------------------------------------------------------------------------------------------
 
@@ -222,7 +315,7 @@ class Table:
         A key that moves in the index meanwhile may be missed: to a reader that is a miss. A row that is found may
         change at once: compare `generation` around its use.
         """
-        return self._probe(keys)[0]
+        return self._lookup(keys, None)[0]
 
     def find_ready(self, keys: KeyArray, now: int) -> tuple[Rows, npt.NDArray[np.uint32]]:
         """Rows of those keys that are ready and not expired at tick `now`, -1 for others.
@@ -230,15 +323,58 @@ class Table:
         Returns:
             The rows, and their generations to compare after use (`unchanged`).
         """
-        rows = self._probe(keys)[0]
+        return self._lookup(keys, now)
+
+    def find_one(self, hi: int, lo: int) -> int:
+        """Row of one key, ready or not, or -1."""
+        cells, index, size = self.cells, self._index_cells[self._active[0]], self._size
+        position = (((hi ^ lo) * _MIX & _LOW_64) >> 32) * size >> 32
+        for _ in range(size):  # bounded even if the index is being rewritten under us
+            entry = index[position]
+            if entry >= _FIRST:
+                row = entry - _FIRST
+                if cells.key_lo[row] == lo and cells.key_hi[row] == hi:
+                    return row
+            elif entry == _EMPTY:
+                return -1
+            position += 1
+            if position == size:
+                position = 0
+        return -1
+
+    def find_ready_one(self, hi: int, lo: int, now: int) -> tuple[int, int, int, int] | None:
+        """(row, generation, page, nbytes) of one key if it is ready and not expired at tick `now`.
+
+        Compare the row's generation after use.
+        """
+        records, index, size = self.records, self._index_cells[self._active[0]], self._size
+        position = (((hi ^ lo) * _MIX & _LOW_64) >> 32) * size >> 32
+        for _ in range(size):
+            entry = index[position]
+            if entry >= _FIRST:
+                # The generation is read first: whatever it says holds for the rest as long as it stays.
+                generation, expires, page, nbytes, key_hi, key_lo = _unpack(records, (entry - _FIRST) * _STRIDE)
+                if key_lo == lo and key_hi == hi:
+                    if generation & 1 or not generation or 0 < expires <= now:
+                        return None
+                    return entry - _FIRST, generation, page, nbytes
+            elif entry == _EMPTY:
+                return None
+            position += 1
+            if position == size:
+                position = 0
+        return None
+
+    def reader(self, arena: memoryview) -> "Reader | None":
+        """The compiled way to look up and read one chunk, if there is one."""
+        if native.Reader is None:
+            return None
         columns = self.columns
-        generations = columns.generation[rows]  # rows of -1 read the last row; masked below
-        ready = (rows >= 0) & ((generations & 1) == 0) & (generations != 0)
-        # The key again, after the generation: the row may have got another owner since the probe.
-        ready &= (columns.key_hi[rows] == keys[:, 0]) & (columns.key_lo[rows] == keys[:, 1])
-        expires = columns.expires[rows]
-        ready &= (expires == 0) | (expires > now)
-        return np.where(ready, rows, np.int32(-1)), generations
+        made: Reader = native.Reader(
+            self.records, *self._indexes, self._active, arena, columns.accessed, columns.frequency, self._made_at_s,
+            TICKS_PER_S,
+        )  # fmt: skip
+        return made
 
     def unchanged(self, rows: Rows, generations: npt.NDArray[np.uint32]) -> npt.NDArray[np.bool_]:
         """Whether each row still is what it was when `find_ready` gave its generation."""
@@ -250,23 +386,55 @@ class Table:
         self.columns.accessed[rows] = tick
         self.columns.frequency[rows] += 1
 
+    def touch_one(self, row: int, tick: int) -> None:
+        """Note a read of one row."""
+        cells = self.cells
+        cells.accessed[row] = tick
+        cells.frequency[row] = cells.frequency[row] + 1 & 0xFFFFFFFF
+
+    def _lookup(self, keys: KeyArray, now: int | None) -> tuple[Rows, npt.NDArray[np.uint32]]:
+        """Rows and generations; with `now` only of ready rows."""
+        if native.find is not None:
+            rows, generations = np.empty(len(keys), np.int32), np.empty(len(keys), np.uint32)
+            raw = np.ascontiguousarray(keys)
+            index = self._indexes[self._active[0]]
+            native.find(self.records, index, raw, rows, generations, -1 if now is None else now)
+            return rows, generations
+        rows, _ = self._probe(keys)
+        columns, safe = self.columns, np.maximum(rows, 0)
+        generations = columns.generation[safe]
+        if now is None:
+            return rows, generations
+        ready = (rows >= 0) & ((generations & 1) == 0) & (generations != 0)
+        # The key again, after the generation: the row may have got another owner since the probe.
+        ready &= (columns.key_hi[safe] == keys[:, 0]) & (columns.key_lo[safe] == keys[:, 1])
+        expires = columns.expires[safe]
+        ready &= (expires == 0) | (expires > now)
+        return np.where(ready, rows, np.int32(-1)), generations
+
+    def _home(self, hi: npt.NDArray[np.uint64], lo: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
+        """Where the search for keys begins: their halves mixed, since callers may bring keys that are no hashes."""
+        mixed = (hi ^ lo) * np.uint64(_MIX) >> np.uint64(32)
+        return (mixed * np.uint64(self._size) >> np.uint64(32)).astype(np.int64)
+
     def _probe(self, keys: KeyArray) -> tuple[Rows, npt.NDArray[np.int64]]:
         """Row and index position of each key; -1 and the position of the empty entry that ended the search."""
         hi, lo = keys[:, 0], keys[:, 1]
-        index = self._indexes[int(self._header["active_index"])]
+        index = self._indexes[self._active[0]]
         key_hi, key_lo = self.columns.key_hi, self.columns.key_lo
-        position = (lo & self._mask).astype(np.int64)
+        position = self._home(hi, lo)
         rows = np.full(len(keys), -1, np.int32)
         pending = np.arange(len(keys))
         for _ in range(len(index)):  # bounded even if the index is being rewritten under us
             entry = index[position[pending]]
-            row = entry - _FIRST
-            found = (entry >= _FIRST) & (key_hi[row] == hi[pending]) & (key_lo[row] == lo[pending])
+            row = np.maximum(entry - _FIRST, 0)  # row 0 always has memory; one beyond `rows_backed` may not
+            found = (entry >= _FIRST) & (key_lo[row] == lo[pending]) & (key_hi[row] == hi[pending])
             rows[pending[found]] = row[found]
             pending = pending[~found & (entry != _EMPTY)]
             if not pending.size:
                 break
-            position[pending] = (position[pending] + 1) & int(self._mask)
+            position[pending] += 1
+            position[position == self._size] = 0
         return rows, position
 
     # -- writing: the one writer ------------------------------------------------------------------------------------
@@ -274,48 +442,98 @@ class Table:
     def insert(self, keys: KeyArray, rows: Rows) -> None:
         """Enter rows under keys that are not in the index; the keys are also written to their columns first."""
         self.columns.key_hi[rows], self.columns.key_lo[rows] = keys[:, 0], keys[:, 1]
-        _insert(self._indexes[int(self._header["active_index"])], keys[:, 1], rows, int(self._mask))
+        self._enter(self._indexes[self._active[0]], rows)
+
+    def insert_one(self, hi: int, lo: int, row: int) -> None:
+        """Enter one row under a key that is not in the index."""
+        cells, index = self.cells, self._index_cells[self._active[0]]
+        cells.key_hi[row], cells.key_lo[row] = hi, lo
+        position = (((hi ^ lo) * _MIX & _LOW_64) >> 32) * self._size >> 32
+        while (entry := index[position]) >= _FIRST:
+            position = position + 1 if position + 1 < self._size else 0
+        index[position] = row + _FIRST
+        self._tombstones -= entry == _TOMBSTONE
 
     def remove(self, rows: Rows) -> None:
-        """Take rows out of the index. Their generations must be odd by now."""
-        columns = self.columns
-        found, position = self._probe(np.stack([columns.key_hi[rows], columns.key_lo[rows]], axis=1))
-        index = self._indexes[int(self._header["active_index"])]
-        index[position[found == rows]] = _TOMBSTONE
-        self._tombstones += len(rows)
-        if self._tombstones > len(index) // 4:
-            self.rebuild_index(self.index_entries())
+        """Take rows out of the index, as far as they are in it. Their generations must be odd by now."""
+        for row in rows.tolist():
+            self.remove_one(row)
+
+    def remove_one(self, row: int) -> None:
+        """Take one row out of the index, if it is in it. Its generation must be odd by now."""
+        cells, index, size = self.cells, self._index_cells[self._active[0]], self._size
+        hi, lo, wanted = cells.key_hi[row], cells.key_lo[row], row + _FIRST
+        position = (((hi ^ lo) * _MIX & _LOW_64) >> 32) * size >> 32
+        for _ in range(size):
+            entry = index[position]
+            if entry == wanted:
+                break
+            if entry == _EMPTY:
+                return
+            position = position + 1 if position + 1 < size else 0
+        else:
+            return
+        if index[position + 1 if position + 1 < size else 0] != _EMPTY:
+            index[position] = _TOMBSTONE
+            self._tombstones += 1
+            if self._tombstones > size // 4:
+                self.rebuild_index(self.index_entries())
+            return
+        # Nothing lies behind it, so no search needs to go on here, nor at removed entries just before.
+        index[position] = _EMPTY
+        position = position - 1 if position else size - 1
+        while index[position] == _TOMBSTONE:
+            index[position] = _EMPTY
+            self._tombstones -= 1
+            position = position - 1 if position else size - 1
 
     def index_entries(self) -> Rows:
         """The rows that the index names, in no order."""
-        index = self._indexes[int(self._header["active_index"])]
+        index = self._indexes[self._active[0]]
         entries: Rows = index[(index != _EMPTY) & (index != _TOMBSTONE)] - _FIRST
         return entries
 
     def rebuild_index(self, rows: Rows) -> None:
         """Make a fresh index of `rows` beside the one in use, then switch: readers find all of them throughout."""
-        fresh_number = 1 - int(self._header["active_index"])
+        fresh_number = 1 - self._active[0]
         fresh = self._indexes[fresh_number]
-        fresh[:] = _EMPTY
-        _insert(fresh, self.columns.key_lo[rows], rows, int(self._mask))
-        self._header["active_index"] = fresh_number
+        if self.memory.back(self._layout.indexes[fresh_number], 4 * self._size):
+            fresh[:] = _EMPTY
+            self._enter(fresh, rows)
+            self._active[0] = fresh_number
+        else:  # no room for a second one: readers miss what is not entered yet
+            fresh = self._indexes[self._active[0]]
+            fresh[:] = _EMPTY
+            self._enter(fresh, rows)
         self._tombstones = 0
 
+    def _enter(self, index: npt.NDArray[np.int32], rows: Rows) -> None:
+        """Put rows at the first free entries from their keys' homes on."""
+        if native.enter is not None:
+            self._tombstones -= native.enter(self.records, index, np.ascontiguousarray(rows))
+            return
+        position = self._home(self.columns.key_hi[rows], self.columns.key_lo[rows])
+        pending = np.arange(len(rows))
+        while pending.size:
+            free = pending[index[position[pending]] < _FIRST]
+            _, first = np.unique(position[free], return_index=True)  # of several that want one place, one gets it
+            placed = free[first]
+            self._tombstones -= int(np.count_nonzero(index[position[placed]] == _TOMBSTONE))
+            index[position[placed]] = rows[placed] + _FIRST
+            waiting = np.ones(len(rows), np.bool_)
+            waiting[placed] = False
+            pending = pending[waiting[pending]]
+            position[pending] += 1
+            position[position == self._size] = 0
+
     def ready_rows(self) -> Rows:
-        """All rows that hold a committed chunk."""
-        generation = self.columns.generation
+        """All rows that hold a committed chunk. Reads every row: for starts and views, not for each request."""
+        generation = self.columns.generation[: self.rows_backed]
         return np.flatnonzero((generation & 1 == 0) & (generation != 0)).astype(np.int32)
 
 
-def _insert(index: npt.NDArray[np.int32], lo: npt.NDArray[np.uint64], rows: Rows, mask: int) -> None:
-    position = (lo & np.uint64(mask)).astype(np.int64)
-    pending = np.arange(len(rows))
-    while pending.size:
-        free = pending[index[position[pending]] < _FIRST]
-        _, first = np.unique(position[free], return_index=True)  # of several that want one place, one gets it
-        placed = free[first]
-        index[position[placed]] = rows[placed] + _FIRST
-        waiting = np.ones(len(rows), np.bool_)
-        waiting[placed] = False
-        pending = pending[waiting[pending]]
-        position[pending] = (position[pending] + 1) & mask
+def _cell(view: memoryview, field: str) -> "memoryview[int]":
+    fields = _HEADER.fields
+    assert fields is not None
+    start = fields[field][1]
+    return view[start : start + 8].cast("Q")

@@ -3,16 +3,28 @@
 A transport moves a request one way and an answer back. A request may read: then chunk bytes follow the answer, from
 the answering side's arena to buffers of the asking side. Or it may write: then chunk bytes follow the answer the
 other way. Bytes are never gathered in between.
+
+Requests may be sent ahead: `post` sends one and does not wait, `collect` takes the answers, in the order of the
+requests. So a big read is asked for in parts: the holder prepares the next part while this one is on its way.
 """
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final, Protocol, TypeAlias
 
 from raykv.errors import PeerUnavailable
 from raykv.types import Path
 from raykv.wire import Answer, Message
+
+MAX_POSTED: Final = 64
+"""Requests on one link whose answers were not collected yet. A peer answers into the sockets' buffers until then."""
+
+RUN_NBYTES: Final = 128 << 10
+"""Small chunks are moved together, about so many bytes in a system call, and checked before they leave the cache."""
+
+Runs: TypeAlias = Iterable[Sequence[memoryview]]
+"""Bytes in order, as runs of views. Whoever moves them asks for the next run only when the one before has moved: a
+generator sees each run when it is full (or gone), and can check it while it is in the processor's cache."""
 
 
 def nothing_more(complete: bool) -> Answer | None:
@@ -20,7 +32,6 @@ def nothing_more(complete: bool) -> Answer | None:
     return None
 
 
-@dataclass(frozen=True, slots=True)
 class Reply:
     """An answer and the chunk bytes that go with it.
 
@@ -32,10 +43,17 @@ class Reply:
             as a second answer.
     """
 
-    answer: Answer
-    outgoing: Sequence[memoryview] = ()
-    incoming: Sequence[memoryview] = ()
-    finish: Callable[[bool], Answer | None] = nothing_more
+    __slots__ = ("answer", "finish", "incoming", "outgoing")
+
+    def __init__(
+        self,
+        answer: Answer,
+        *,
+        outgoing: Sequence[memoryview] = (),
+        incoming: Runs = (),
+        finish: Callable[[bool], Answer | None] = nothing_more,
+    ) -> None:
+        self.answer, self.outgoing, self.incoming, self.finish = answer, outgoing, incoming, finish
 
 
 class Session(Protocol):
@@ -64,7 +82,9 @@ class Service(Protocol):
 
 
 class Link(Protocol):
-    """The asking end: one connection. One request at a time; not thread-safe.
+    """The asking end: one connection. Not thread-safe.
+
+    `call`, `fetch` and `push` need all posted requests to be collected before.
 
     Attributes:
         path: What `GetResult` calls bytes that come this way.
@@ -87,17 +107,51 @@ class Link(Protocol):
         """
         ...
 
-    def fetch(self, request: Message, place: Callable[[Answer], Sequence[memoryview]], *, deadline_s: float) -> Answer:
-        """Ask for bytes. `place` sees the answer and gives the buffers that the payload fills exactly, in order."""
+    def fetch(self, request: Message, place: Callable[[Answer], Runs], *, deadline_s: float) -> Answer:
+        """Ask for bytes. `place` sees the answer and gives the buffers that the payload fills exactly, in order.
+
+        What it yielded and was not asked to follow up may still be half filled when this raises; nobody writes to it
+        afterwards.
+        """
         ...
 
-    def push(self, request: Message, pick: Callable[[Answer], Sequence[memoryview]], *, deadline_s: float) -> Answer:
+    def push(self, request: Message, pick: Callable[[Answer], Runs], *, deadline_s: float) -> Answer:
         """Offer bytes. `pick` sees the first answer and gives what to send; returns the second answer."""
+        ...
+
+    def post(self, request: Message, *, deadline_s: float) -> None:
+        """Send a request that is neither a read nor a write of chunks, or a read; its answer is for `collect`.
+
+        At most MAX_POSTED may be under way.
+
+        Raises:
+            PeerUnavailable: The connection broke, or takes nothing more by the deadline. The link is of no more use.
+        """
+        ...
+
+    def collect(self, place: Callable[[Answer], Runs] | None = None, *, deadline_s: float) -> Answer:
+        """The answer to the oldest posted request that was not collected yet.
+
+        Args:
+            place: As for `fetch`, if that request was a read.
+
+        Raises:
+            RayKVError: As for `call`.
+        """
+        ...
+
+    def ready(self) -> bool:
+        """Whether `collect` would not have to wait. False when nothing was posted."""
         ...
 
     def close(self) -> None:
         """Let go; leases of this connection end at the other side."""
         ...
+
+
+def no_payload(answer: Answer) -> Runs:
+    """For answers that no chunk bytes follow."""
+    return ()
 
 
 def remaining(deadline_s: float) -> float:

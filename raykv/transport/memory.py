@@ -5,11 +5,12 @@ Chance and death are parameters, so that a test can replay what it saw.
 
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable
 
-from raykv.errors import PeerUnavailable
+from raykv.errors import PeerUnavailable, ProtocolError
 from raykv.memory.copying import copy
-from raykv.transport.base import Link, Reply, Service, remaining
+from raykv.transport.base import MAX_POSTED, Link, Reply, Runs, Service, no_payload, remaining
 from raykv.types import Path
 from raykv.wire import HEADER, Answer, Failure, Message, decode, decode_header, encode, raise_failure
 
@@ -54,43 +55,71 @@ class Network:
 
 
 class MemoryLink(Link):
-    """The asking end. Messages are encoded and decoded all the same, so that their limits hold."""
+    """The asking end. Messages are encoded and decoded all the same, so that their limits hold.
+
+    A posted request is answered at once; its answer, its bytes and what befell them wait for `collect`.
+    """
 
     path: Path = "memory"
 
     def __init__(self, network: Network, address: str, service: Service) -> None:
         self._network, self._address, self._service = network, address, service
         self._session = service.session(local=True)
+        self._posted: deque[Reply] = deque()
         self._closed = False
         self.epoch = 0
 
     def call(self, request: Message, *, deadline_s: float) -> Answer:
-        return self._exchange(request, deadline_s, lambda reply: None)
+        return self.fetch(request, no_payload, deadline_s=deadline_s)
 
-    def fetch(self, request: Message, place: Callable[[Answer], Sequence[memoryview]], *, deadline_s: float) -> Answer:
-        return self._exchange(request, deadline_s, lambda reply: _move(reply.outgoing, place(reply.answer)))
+    def fetch(self, request: Message, place: Callable[[Answer], Runs], *, deadline_s: float) -> Answer:
+        assert not self._posted
+        self.post(request, deadline_s=deadline_s)
+        return self.collect(place, deadline_s=deadline_s)
 
-    def push(self, request: Message, pick: Callable[[Answer], Sequence[memoryview]], *, deadline_s: float) -> Answer:
-        return self._exchange(request, deadline_s, lambda reply: _move(pick(reply.answer), reply.incoming))
+    def push(self, request: Message, pick: Callable[[Answer], Runs], *, deadline_s: float) -> Answer:
+        assert not self._posted
+        self.post(request, deadline_s=deadline_s)
+        return self._finish(lambda reply: _move(pick(reply.answer), reply.incoming), deadline_s)
 
-    def close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            self._session.close()
-
-    def _exchange(self, request: Message, deadline_s: float, then: Callable[[Reply], None]) -> Answer:
+    def post(self, request: Message, *, deadline_s: float) -> None:
+        assert len(self._posted) < MAX_POSTED
         if self._closed:
             raise PeerUnavailable("the connection is closed")
         try:
             self._network.trouble(self._address, deadline_s)
             raw = encode(request, self.epoch)
             decode_header(raw[: HEADER.size])
-            reply = self._service.answer(decode(raw[HEADER.size :]), self._session)
+            self._posted.append(self._service.answer(decode(raw[HEADER.size :]), self._session))
+        except BaseException:
+            self.close()
+            raise
+
+    def collect(self, place: Callable[[Answer], Runs] | None = None, *, deadline_s: float) -> Answer:
+        placed = place or no_payload
+        return self._finish(lambda reply: _move([reply.outgoing], placed(reply.answer)), deadline_s)
+
+    def ready(self) -> bool:
+        return bool(self._posted)
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            while self._posted:
+                self._posted.popleft().finish(False)
+            self._session.close()
+
+    def _finish(self, move: Callable[[Reply], None], deadline_s: float) -> Answer:
+        if self._closed:
+            raise PeerUnavailable("the connection is closed")
+        assert self._posted
+        reply = self._posted.popleft()
+        try:
             complete = False
             try:
                 self._network.trouble(self._address, deadline_s)
                 if not isinstance(reply.answer, Failure):
-                    then(reply)
+                    move(reply)
                 complete = True
             finally:
                 second = reply.finish(complete)
@@ -104,14 +133,20 @@ class MemoryLink(Link):
         return answer
 
 
-def _move(sources: Sequence[memoryview], targets: Sequence[memoryview]) -> None:
-    """Copy a stream of pieces into another; both are as long as each other."""
-    rest = [piece for piece in targets if len(piece)]
-    for source in sources:
-        while len(source):
-            step = min(len(source), len(rest[0]))
-            copy(rest[0][:step], source[:step])
-            source = source[step:]
-            rest[0] = rest[0][step:]
-            if not len(rest[0]):
-                rest.pop(0)
+def _move(sources: Runs, targets: Runs) -> None:
+    """Copy a stream of runs into another; both are as long as each other, and each is asked for as the other needs."""
+    pieces = (piece for run in targets for piece in run if len(piece))
+    target = next(pieces, None)
+    for run in sources:
+        for source in run:
+            rest = source
+            while len(rest):
+                if target is None:
+                    raise ProtocolError("the peer sent more bytes than it said")
+                step = min(len(rest), len(target))
+                copy(target[:step], rest[:step])
+                rest, target = rest[step:], target[step:]
+                if not len(target):
+                    target = next(pieces, None)
+    if target is not None:
+        raise ProtocolError("the peer sent fewer bytes than it said")

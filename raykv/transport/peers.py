@@ -51,7 +51,7 @@ class Peers:
             PeerUnavailable: The node does not answer, or did not a moment ago.
             RayKVError: What `request` raised.
         """
-        if not self.available(address):
+        if self._shut_until_s and not self.available(address):
             raise PeerUnavailable(f"{address} did not answer a moment ago; left alone for {self._breaker_s} s")
         remaining(deadline_s)  # our own lateness is no fault of the peer
         with self._lock:
@@ -95,7 +95,8 @@ class Peers:
             keep = True  # the other end refused this request; the connection itself is fine
             raise
         finally:
-            self.epoch = max(self.epoch, link.epoch)
+            if link.epoch > self.epoch:
+                self.epoch = link.epoch
             with self._lock:
                 idle = self._idle.setdefault(address, [])
                 keep = keep and len(idle) < self._max_idle

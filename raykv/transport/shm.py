@@ -1,15 +1,22 @@
 """Reading a node's chunks through shared memory: no call, no lock, one copy."""
 
+import time
 from collections.abc import Sequence
 from pathlib import Path as FilePath
+from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
 from raykv.config import SLOT_ALIGNMENT_NBYTES
+from raykv.keys import halves
+from raykv.memory import native
 from raykv.memory.arena import SharedMemory
-from raykv.memory.copying import checksum_of, scatter
+from raykv.memory.copying import STREAM_NBYTES, CopyThreads, byte_views, checksum_of, scatter
 from raykv.memory.table import Table
-from raykv.types import Bits, KeyArray, Rows
+from raykv.types import Bits, KeyArray, Rows, Scattered
+
+ONE_THREAD: Final = CopyThreads(1)
 
 
 class ShmReader:
@@ -27,43 +34,130 @@ class ShmReader:
         """
         self.table = Table(SharedMemory.attach(FilePath(table), writable=True))
         self.arena = SharedMemory.attach(FilePath(arena), writable=writable)
+        self._one = self.table.reader(self.arena.view)
 
     def ready(self, keys: KeyArray, *, now_s: float) -> Bits:
         """Which keys could be read here now."""
         rows, _ = self.table.find_ready(keys, self.table.ticks(now_s))
         return rows >= 0
 
-    def read(self, keys: KeyArray, into: Sequence[Sequence[memoryview]], *, verify: bool, now_s: float) -> Bits:
+    def ready_one(self, key: bytes) -> bool:
+        """Whether the chunk of a 16-byte key could be read here now.
+
+        Raises:
+            ValueError: The key has not 16 bytes.
+        """
+        if self._one is not None:
+            return self._one.ready(key)
+        hi, lo = halves(key)
+        return self.table.find_ready_one(hi, lo, self.table.ticks(time.monotonic())) is not None
+
+    def read(
+        self,
+        keys: KeyArray,
+        into: Sequence[Scattered],
+        *,
+        verify: bool,
+        now_s: float,
+        threads: CopyThreads = ONE_THREAD,
+    ) -> tuple[Bits, int]:
         """Copy chunks into the caller's buffers.
 
         Args:
             keys: Shape [n, 2].
-            into: For each key writable byte views that together are as long as the chunk.
+            into: For each key a writable, contiguous buffer, or several, that together are as long as the chunk.
             verify: Also compare checksums.
+            threads: Share a large batch.
 
         Returns:
-            True where the buffers now hold the chunk's bytes; where False, they may hold anything.
+            True where the buffers now hold the chunk's bytes; where False, they may hold anything. And how many bytes
+            arrived.
+
+        Raises:
+            UsageError: An entry of `into` is no such buffer.
         """
-        now = self.table.ticks(now_s)
-        rows, generations = self.table.find_ready(keys, now)
-        columns = self.table.columns
-        starts = columns.page[rows].astype(np.int64) * SLOT_ALIGNMENT_NBYTES
-        lengths = columns.nbytes[rows]
-        checksums = columns.checksum[rows]
-        copied = np.zeros(len(keys), np.bool_)
-        for place, (row, start, length) in enumerate(
-            zip(rows.tolist(), starts.tolist(), lengths.tolist(), strict=True)
-        ):
-            if row >= 0:
-                copied[place] = scatter(self.arena.view[start : start + length], into[place])
-        hits: Bits = copied & self.table.unchanged(rows, generations)
-        if verify:
+        table = self.table
+        now = table.ticks(now_s)
+        rows, generations = table.find_ready(keys, now)
+        found = rows >= 0
+        lengths = table.columns.nbytes[rows * found].astype(np.int64) * found
+        total = int(lengths.sum())
+        hits = np.zeros(len(keys), np.bool_)
+        checksums = table.columns.checksum[rows * found] if verify else None
+        stream = total >= STREAM_NBYTES
+
+        def copy(first: int, end: int) -> None:
+            if native.read is not None:
+                columns = table.columns
+                native.read(
+                    table.records, self.arena.view, rows, generations, into, first, end,
+                    hits, columns.accessed, columns.frequency, now, stream,
+                )  # fmt: skip
+            else:
+                self._read(rows, generations, into, first, end, hits, now)
+
+        try:
+            threads.run(copy, len(keys), threads.share(len(keys), total))
+        except (BufferError, TypeError, ValueError):
+            for place, target in enumerate(into):
+                byte_views(target, f"into[{place}]", writable=True)  # says which one it is
+            raise
+        if checksums is not None:
             for place in np.flatnonzero(hits).tolist():
-                hits[place] = checksum_of(into[place]) == int(checksums[place])
-        touched: Rows = rows[hits]
-        if touched.size:
-            self.table.touch(touched, now)
-        return hits
+                views = byte_views(into[place], f"into[{place}]", writable=True)
+                hits[place] = checksum_of(views) == int(checksums[place])
+        return hits, total if hits.all() else int(lengths[hits].sum())
+
+    def _read(
+        self,
+        rows: Rows,
+        generations: npt.NDArray[np.uint32],
+        into: Sequence[Scattered],
+        first: int,
+        end: int,
+        hits: Bits,
+        now: int,
+    ) -> None:
+        """What `_native.c: read` does."""
+        cells, view = self.table.cells, self.arena.view
+        for place, row in enumerate(rows[first:end].tolist(), first):
+            target = byte_views(into[place], f"into[{place}]", writable=True)
+            if row < 0:
+                continue
+            start, length = cells.page[row] * SLOT_ALIGNMENT_NBYTES, cells.nbytes[row]
+            copied = scatter(view[start : start + length], target)
+            if copied and cells.generation[row] == generations[place]:
+                hits[place] = True
+                self.table.touch_one(row, now)
+
+    def read_one(self, key: bytes, into: Scattered) -> bool:
+        """Copy the chunk of one 16-byte key into a writable, contiguous buffer of its length.
+
+        Returns:
+            Whether the buffer now holds the chunk; if not, it may hold anything.
+
+        Raises:
+            ValueError: The key has not 16 bytes.
+            BufferError, TypeError, ValueError, UsageError: `into` is no such buffer; TypeError if it is several.
+        """
+        if self._one is not None:
+            return self._one.read(key, into, STREAM_NBYTES)
+        table = self.table
+        now = table.ticks(time.monotonic())
+        hi, lo = halves(key)
+        found = table.find_ready_one(hi, lo, now)
+        if found is None:
+            return False
+        row, generation, page, nbytes = found
+        if isinstance(into, list | tuple):
+            raise TypeError("into: several buffers")
+        start = page * SLOT_ALIGNMENT_NBYTES
+        if not scatter(self.arena.view[start : start + nbytes], byte_views(into, "into", writable=True)):
+            return False
+        if table.cells.generation[row] != generation:
+            return False
+        table.touch_one(row, now)
+        return True
 
     def is_current(self) -> bool:
         """Whether the files that are mapped here are the ones that the names lead to now."""

@@ -8,7 +8,7 @@ import pytest
 from raykv.config import StorageConfig
 from raykv.errors import ConfigError
 from raykv.eviction import POLICIES, policy
-from raykv.eviction.base import victims
+from raykv.eviction.base import victims, victims_upward
 from raykv.memory.table import COLUMNS, Columns
 
 
@@ -138,3 +138,23 @@ def test_every_policy_has_a_name_in_the_config():
     assert {policy(name).leaf_first for name in POLICIES} == {True, False}
     with pytest.raises(ConfigError, match=r"'sieve'.*fifo, leaf_lru, lru"):
         policy("sieve")
+
+
+def test_from_a_sample_the_leaves_go_and_what_they_hang_on_in_turn(rng):
+    for _ in range(500):
+        forest = random_forest(rng, orderly=True)
+        everybody, count = set(range(len(forest.parents))), rng.randrange(1, 70)
+        held = {row for row in everybody if rng.random() < 0.1}
+        sample = {row for row in everybody - held if rng.random() < rng.choice([0.3, 1.0])}
+        rows = np.array(sorted(sample), np.int32)
+        chosen = victims_upward(
+            policy("leaf_lru"), forest.columns, rows, count, 0, lambda row, held=held: row not in held
+        ).tolist()
+        assert len(chosen) == len(set(chosen)) <= count
+        assert not set(chosen) & held
+        gone: set[int] = set()
+        for row in chosen:  # in this order, nobody is ever left behind
+            assert row in forest.evictable_leaves(everybody - held, gone)
+            gone.add(row)
+        if sample == everybody - held:
+            assert sorted(int(forest.columns.accessed[row]) for row in chosen) == forest.greedy(sample, count)

@@ -4,10 +4,12 @@ from itertools import pairwise
 
 import pytest
 import xxhash
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from raykv.memory.copying import checksum_of, copy, gather, scatter
+from raykv.memory.copying import STREAM_NBYTES, CopyThreads, checksum_of, copy, gather, scatter, store
+
+pytestmark = pytest.mark.usefixtures("loops")
 
 
 def cut(raw: bytes | bytearray, places: list[int]) -> list[memoryview]:
@@ -15,6 +17,7 @@ def cut(raw: bytes | bytearray, places: list[int]) -> list[memoryview]:
     return [memoryview(raw)[start:stop] for start, stop in pairwise(edges)]
 
 
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.binary(max_size=300), st.lists(st.integers(0, 300), max_size=5), st.lists(st.integers(0, 300), max_size=5))
 def test_gather_and_scatter_are_each_others_inverse(raw, from_, to):
     whole, back = bytearray(len(raw)), bytearray(len(raw))
@@ -37,3 +40,46 @@ def test_large_and_small_copies(nbytes, rng):
     source, target = rng.randbytes(nbytes), bytearray(nbytes)
     copy(memoryview(target), memoryview(source))
     assert target == source
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_store_copies_and_hashes(rng, stream):
+    """Any alignment and length, and nothing around the target is touched."""
+    for _ in range(30):
+        nbytes = rng.choice([0, 1, 63, 4095, 4096, 4097, 70_000, (256 << 10) + 1, STREAM_NBYTES + 333])
+        source = bytearray(rng.randbytes(nbytes + 64))
+        before, behind = rng.randrange(64), rng.randrange(64)
+        pieces = cut(memoryview(source)[before : before + nbytes].tobytes(), [rng.randrange(nbytes + 1)] * 2)
+        room = bytearray(b"\xaa" * (before + nbytes + behind))
+        target = memoryview(room)[before : before + nbytes]
+        assert store(target, pieces, stream=stream) == xxhash.xxh3_64_intdigest(b"".join(pieces))
+        assert target == b"".join(pieces)
+        assert room[:before] + room[before + nbytes :] == b"\xaa" * (before + behind)
+
+
+def test_shares_cover_everything_once():
+    threads = CopyThreads(4)
+    seen: list[int] = []
+    for parts, shares in [(1, 1), (4, 4), (7, 4), (100, 3)]:
+        seen.clear()
+        threads.run(lambda first, end: seen.extend(range(first, end)), parts, shares)
+        assert sorted(seen) == list(range(parts))
+    assert threads.share(100, 1 << 30) == 4
+    assert threads.share(2, 1 << 30) == 2
+    assert threads.share(100, 1000) == 1
+    threads.close()
+
+
+def test_a_share_that_fails_is_told_when_all_have_ended():
+    threads = CopyThreads(3)
+    ended = []
+
+    def task(first: int, end: int) -> None:
+        if first == 1:
+            raise KeyError(first)
+        ended.append(first)
+
+    with pytest.raises(KeyError):
+        threads.run(task, 3, 3)
+    assert sorted(ended) == [0, 2]
+    threads.close()

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
@@ -10,7 +10,7 @@ import pytest
 
 from raykv import wire
 from raykv.errors import CapacityError, PeerUnavailable, ProtocolError, UsageError
-from raykv.transport.base import Link, Reply
+from raykv.transport.base import MAX_POSTED, Link, Reply, Runs
 from raykv.transport.memory import Network
 from raykv.transport.tcp import SocketLink, SocketServer
 
@@ -48,7 +48,7 @@ class Warehouse:
                     wire.Reading(b"n", b"c"), outgoing=pieces, finish=lambda whole: self.finished.append(whole)
                 )
             case wire.Write():
-                return Reply(wire.Granted(b"", b"", b""), incoming=self._shelves(), finish=self._stored)
+                return Reply(wire.Granted(b"", b"", b""), incoming=[self._shelves()], finish=self._stored)
             case wire.Delete():
                 return Reply(wire.failure(UsageError("not for deletion")))
             case wire.Commit():
@@ -131,9 +131,9 @@ class LinkContract:
         pieces = [memoryview(buffer)[a:b] for a, b in pairwise(edges)]
         seen: list[wire.Answer] = []
 
-        def place(answer: wire.Answer) -> Sequence[memoryview]:
+        def place(answer: wire.Answer) -> Runs:
             seen.append(answer)
-            return pieces
+            return [pieces]
 
         link = connect()
         for _ in range(2):
@@ -149,10 +149,95 @@ class LinkContract:
         edges = [0, *cuts, len(self.stock)]
         pieces = [memoryview(self.stock)[a:b] for a, b in pairwise(edges)]
         link = connect()
-        answer = link.push(wire.Write(b"", b"", 1, b""), lambda granted: pieces, deadline_s=soon())
+        answer = link.push(wire.Write(b"", b"", 1), lambda granted: [pieces], deadline_s=soon())
         assert answer == wire.Count(len(self.stock))
         assert service.received == self.stock
         assert service.finished == [True]
+
+    def test_what_arrived_is_seen_before_the_next_is_asked_for(self, connect, service):
+        buffer = bytearray(len(self.stock))
+        edges = [0, 1, 4000, 70_000, 70_000, len(buffer)]
+        checked = []
+
+        def place(answer: wire.Answer) -> Iterator[list[memoryview]]:
+            for first, end in pairwise(edges):
+                yield [memoryview(buffer)[first:end]]
+                checked.append(buffer[first:end] == self.stock[first:end])
+
+        connect().fetch(wire.Read(b""), place, deadline_s=soon())
+        assert checked == [True] * 5
+
+    def test_what_goes_out_is_made_as_it_goes(self, connect, service):
+        made = []
+
+        def pick(answer: wire.Answer) -> Iterator[list[memoryview]]:
+            for start in range(0, len(self.stock), 100_000):
+                made.append(start)
+                yield [memoryview(self.stock)[start : start + 100_000]]
+
+        assert connect().push(wire.Write(b"", b"", 1), pick, deadline_s=soon()) == wire.Count(len(self.stock))
+        assert service.received == self.stock
+        assert len(made) == 24
+
+    def test_posted_requests_are_answered_in_order(self, connect, service):
+        link = connect()
+        assert not link.ready()
+        for request in (wire.GetStats(), wire.Attach(), wire.Delete(b""), wire.GetView()):
+            link.post(request, deadline_s=soon())
+        assert link.collect(deadline_s=soon()) == wire.Stats(b"GetStats")
+        assert link.collect(deadline_s=soon()) == wire.Stats(b"Attach")
+        with pytest.raises(UsageError, match="not for deletion"):
+            link.collect(deadline_s=soon())
+        while not link.ready():
+            time.sleep(0.001)
+        assert link.collect(deadline_s=soon()) == wire.Stats(b"GetView")
+        assert not link.ready()
+        assert link.call(wire.GetStats(), deadline_s=soon()) == wire.Stats(b"GetStats")
+
+    def test_as_many_as_may_be_posted(self, connect):
+        link = connect()
+        for _ in range(MAX_POSTED):
+            link.post(wire.GetStats(), deadline_s=soon())
+        for _ in range(MAX_POSTED):
+            assert link.collect(deadline_s=soon()) == wire.Stats(b"GetStats")
+
+    def test_while_something_is_posted_nothing_else_is_asked(self, connect):
+        link = connect()
+        link.post(wire.GetStats(), deadline_s=soon())
+        with pytest.raises(AssertionError):
+            link.call(wire.GetStats(), deadline_s=soon())
+        with pytest.raises(AssertionError):
+            link.fetch(wire.Read(b""), lambda answer: [], deadline_s=soon())
+        assert link.collect(deadline_s=soon()) == wire.Stats(b"GetStats")
+        with pytest.raises(AssertionError):
+            link.collect(deadline_s=soon())
+
+    def test_reads_that_are_asked_for_ahead(self, connect, service):
+        link = connect()
+        buffers = [bytearray(len(self.stock)) for _ in range(5)]
+        for _ in buffers[:2]:
+            link.post(wire.Read(b""), deadline_s=soon())
+        for number, buffer in enumerate(buffers):
+            if number + 2 < len(buffers):
+                link.post(wire.Read(b""), deadline_s=soon())
+            link.collect(lambda answer, into=buffer: [[memoryview(into)]], deadline_s=soon())
+        link.post(wire.GetStats(), deadline_s=soon())
+        assert link.collect(deadline_s=soon()) == wire.Stats(b"GetStats")
+        assert buffers == [self.stock] * 5
+        assert service.finished == [True] * 5
+
+    def test_what_was_posted_is_lost_with_the_link(self, connect, service):
+        link = connect()
+        link.call(wire.GetStats(), deadline_s=soon())
+        link.post(wire.Read(b""), deadline_s=soon())
+        link.post(wire.GetStats(), deadline_s=soon())
+        link.close()
+        with pytest.raises(PeerUnavailable):
+            link.collect(lambda answer: [], deadline_s=soon())
+        with pytest.raises(PeerUnavailable):
+            link.post(wire.GetStats(), deadline_s=soon())
+        assert service.sessions[0].closed.wait(5.0)
+        assert len(service.finished) <= 1
 
     def test_a_failure_instead_of_bytes(self, connect):
         link = connect()
@@ -165,7 +250,7 @@ class LinkContract:
     def test_an_error_of_the_caller_ends_the_link_and_the_lease(self, connect, service):
         link = connect()
 
-        def refuse(answer: wire.Answer) -> Sequence[memoryview]:
+        def refuse(answer: wire.Answer) -> Runs:
             raise ProtocolError("not what I wanted")
 
         with pytest.raises(ProtocolError):
@@ -190,7 +275,7 @@ class LinkContract:
         def use(link: Link) -> list[bytes]:
             buffers = [bytearray(len(self.stock)) for _ in range(5)]
             for buffer in buffers:
-                link.fetch(wire.Read(b""), lambda answer, into=buffer: [memoryview(into)], deadline_s=soon())
+                link.fetch(wire.Read(b""), lambda answer, into=buffer: [[memoryview(into)]], deadline_s=soon())
             return buffers
 
         with ThreadPoolExecutor(6) as pool:

@@ -16,6 +16,7 @@ from raykv.errors import ConfigError, PeerUnavailable, ProtocolError, TransientE
 from raykv.node import Node
 from raykv.transport import tcp
 from raykv.transport.peers import Peers
+from raykv.transport.stream import Stream
 from raykv.transport.tcp import SocketLink, SocketServer, parse_address
 
 SECRET = b"k" * 32
@@ -50,6 +51,10 @@ def raw(node: Node) -> socket.socket:
     return stream
 
 
+def on(connection: socket.socket) -> Stream:
+    return Stream(connection, tick_s=5.0)
+
+
 def serves(node: Node) -> bool:
     link = SocketLink.connect(node.member.address, SECRET, deadline_s=soon())
     try:
@@ -61,7 +66,7 @@ def serves(node: Node) -> bool:
 def shaken(node: Node, secret: bytes = SECRET) -> socket.socket:
     """A socket past the handshake, to say over it what one likes."""
     stream = raw(node)
-    tcp._shake_hands_asking(stream, secret, soon())
+    tcp._shake_hands_asking(on(stream), secret, soon())
     return stream
 
 
@@ -103,7 +108,7 @@ def test_garbage_after_the_handshake(node, rng):
 def test_what_was_wrong_is_told(node):
     with shaken(node) as stream:
         stream.sendall(wire.HEADER.pack(b"RK", wire.VERSION + 1, 0, 0, 0))
-        answer, _ = tcp.receive_message(stream, soon())
+        answer, _ = on(stream).message(soon())
         assert isinstance(answer, wire.Failure)
         assert f"version {wire.VERSION + 1}" in answer.text
 
@@ -128,7 +133,7 @@ def test_requests_with_impossible_fields_are_refused_one_by_one(node, rng):
         wire.Abort(struct.pack("<2i", 3, 3)),
         wire.Unpin(struct.pack("<i", 0)),
         wire.Unpin(b"abc"),
-        wire.Write(digest, b"x" * 16, 4096, b""),
+        wire.Write(digest, b"x" * 15, 4096),
         wire.OpenNamespace(b"[]"),
         wire.OpenNamespace(b'{"model": "m", "color": 1}'),
         wire.OpenNamespace(b'{"model": "m"}', capacity_nbytes=-1),
@@ -151,14 +156,14 @@ def test_a_wrong_secret(node):
         SocketLink.connect(node.member.address, b"wrong", deadline_s=soon())
     with raw(node) as stream:  # one who does not care what the node proves
         stream.sendall(wire.greeting(b"n" * 32))
-        theirs = wire.read_greeting(tcp.receive_exactly(stream, wire.GREETING.size, soon()))
-        tcp.receive_exactly(stream, wire.PROOF_NBYTES, soon())
+        theirs = wire.read_greeting(on(stream).exactly(wire.GREETING.size, soon()))
+        on(stream).exactly(wire.PROOF_NBYTES, soon())
         stream.sendall(wire.proof(b"wrong", "asking", b"n" * 32, theirs))
         assert stream.recv(1) == b""
     with raw(node) as stream:  # one who plays the node's own proof back to it
         stream.sendall(wire.greeting(b"n" * 32))
-        tcp.receive_exactly(stream, wire.GREETING.size, soon())
-        stream.sendall(tcp.receive_exactly(stream, wire.PROOF_NBYTES, soon()))
+        on(stream).exactly(wire.GREETING.size, soon())
+        stream.sendall(on(stream).exactly(wire.PROOF_NBYTES, soon()))
         assert stream.recv(1) == b""
     assert serves(node)
 
@@ -168,13 +173,13 @@ def test_a_node_of_another_version_says_so():
     with asking, answering:
         answering.sendall(wire.GREETING.pack(wire.GREETING_MAGIC, 99, b"n" * 32))
         with pytest.raises(ProtocolError, match=f"version 99, we speak {wire.VERSION}: upgrade"):
-            tcp._shake_hands_asking(asking, SECRET, soon())
+            tcp._shake_hands_asking(on(asking), SECRET, soon())
 
 
 def test_a_client_of_another_version_learns_ours(node):
     with raw(node) as stream:
         stream.sendall(wire.GREETING.pack(wire.GREETING_MAGIC, 99, b"n" * 32))
-        magic, version, _ = wire.GREETING.unpack(tcp.receive_exactly(stream, wire.GREETING.size, soon()))
+        magic, version, _ = wire.GREETING.unpack(on(stream).exactly(wire.GREETING.size, soon()))
         assert (magic, version) == (wire.GREETING_MAGIC, wire.VERSION)
         assert stream.recv(1) == b""
 
@@ -186,7 +191,7 @@ def test_something_else_behind_the_port():
         stream, _ = listener.accept()
         stream.sendall(b"220 mail.example.org ESMTP\r\n" + b" " * 60)
         with waiting, stream, pytest.raises(ProtocolError, match="does not speak raykv"):
-            tcp._shake_hands_asking(waiting, SECRET, soon())
+            tcp._shake_hands_asking(on(waiting), SECRET, soon())
         with pytest.raises(PeerUnavailable):
             SocketLink.connect(address, SECRET, deadline_s=soon(0.2))  # it listens, and says nothing
 
@@ -206,7 +211,7 @@ def test_a_reader_that_does_not_read_is_cut_off_and_its_pins_end(node):
     assert client.put(keys, [bytes(64 << 10)]).stored == 1
     with raw(node) as sleeper:
         sleeper.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        tcp._shake_hands_asking(sleeper, SECRET, soon())
+        tcp._shake_hands_asking(on(sleeper), SECRET, soon())
         sleeper.sendall(wire.encode(wire.Read(keys.tobytes() * 400), 0))  # 25 MiB that nobody takes
         until_s = soon()
         while not node.shard.table.columns.pins.any() and time.monotonic() < until_s:
@@ -238,8 +243,45 @@ def test_more_connections_than_allowed(node):
         link.close()
 
 
+def test_strangers_that_dawdle_do_not_take_the_places_of_members(node):
+    strangers = [raw(node) for _ in range(20)]  # of 8 connections that the node allows
+    links = [SocketLink.connect(node.member.address, SECRET, deadline_s=soon()) for _ in range(8)]
+    for link in links:
+        assert isinstance(link.call(wire.GetView(), deadline_s=soon()), wire.ViewIs)
+        link.close()
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_of_too_many_that_shake_hands_the_oldest_goes(node, monkeypatch):
+    monkeypatch.setattr(tcp, "MAX_HANDSHAKES", 4)
+    strangers = [raw(node) for _ in range(4)]
+    assert serves(node)
+    assert ended(strangers[0])
+    strangers[3].settimeout(0.05)
+    with pytest.raises(TimeoutError):
+        strangers[3].recv(1)
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_requests_that_were_sent_ahead_die_with_the_node(node):
+    link = SocketLink.connect(node.member.address, SECRET, deadline_s=soon())
+    link.call(wire.GetView(), deadline_s=soon())
+    with node._lock:
+        for _ in range(3):
+            link.post(wire.GetStats(), deadline_s=soon())
+        assert not link.ready()
+        for server in node._servers:
+            for connection in server._connections:
+                tcp._cut(connection)
+        with pytest.raises(PeerUnavailable):
+            link.collect(deadline_s=soon())
+    assert not link.ready() or link._outstanding
+
+
 def test_a_vanished_host_is_noticed(node):
-    with SocketLink.connect(node.member.address, SECRET, deadline_s=soon())._socket as stream:
+    with SocketLink.connect(node.member.address, SECRET, deadline_s=soon())._stream.socket as stream:
         assert stream.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
         assert stream.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) <= 60
 
@@ -304,8 +346,8 @@ def test_random_requests_never_stop_a_node(node, rng: random.Random):
         body = bytearray(wire.encode(wire.Reserve(b"d" * 16, rng.randbytes(32), 4096, parent=rng.randbytes(16)), 0))
         for _ in range(rng.randrange(1, 4)):
             body[rng.randrange(wire.HEADER.size, len(body))] = rng.randrange(256)
-        tcp.send_all(link._socket, [memoryview(body)], soon())
-        answer, _ = tcp.receive_message(link._socket, soon())
+        link._stream.send(bytes(body), soon())
+        answer, _ = link._stream.message(soon())
         assert isinstance(answer, wire.Failure)
         assert "internal error" not in answer.text
         if answer.kind == "ProtocolError":  # it was no message at all, and the node hung up

@@ -1,0 +1,179 @@
+"""What raykv is held to, and whether this run shows it."""
+
+import statistics
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.figures import Figures, is_rate
+from benchmarks.lineup import (
+    DICT,
+    LOCAL,
+    MAPPED,
+    MAPPED_DICT,
+    MEMCPY,
+    RAYKV,
+    RAYKV_2,
+    RAYKV_GENERAL,
+    RAYKV_MATCHED,
+    REMOTE,
+    SOCKETS,
+    PhaseName,
+)
+from benchmarks.workloads import BATCH, KIB, LOOKUP_BATCH, MIB, SIZES, Workload, exists, get, put, size_text
+
+REMOTE_RAYKV = [RAYKV_MATCHED, RAYKV, RAYKV_GENERAL]
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """One line.
+
+    Attributes:
+        value: What came out; None when it could not be measured.
+        at_least: Whether `bar` is a lower bound, else an upper one.
+        unit: Behind the figures: "x" for ratios.
+        note: Against which peer; what is missing.
+    """
+
+    name: str
+    value: float | None
+    bar: float
+    at_least: bool = True
+    unit: str = "x"
+    note: str = ""
+
+    @property
+    def met(self) -> bool | None:
+        """None when it could not be measured."""
+        if self.value is None:
+            return None
+        return self.value >= self.bar if self.at_least else self.value <= self.bar
+
+
+class Bars:
+    """All of them, from one run."""
+
+    def __init__(self, results: dict[str, Any]) -> None:
+        self._results, self._figures = results, Figures(results)
+        self.made: list[Bar] = []
+
+    def _to_limit(
+        self, name: str, phase: PhaseName, rows: list[str], limit: str, workload: Workload, bar: float
+    ) -> None:
+        """Ratio of the best of our lines to a limit."""
+        best = self._figures.best(phase, rows, workload)
+        value = self._figures.ratio(phase, best[0], limit, workload) if best else None
+        notes = [best[0]] if best and best[0] != RAYKV else []
+        mapped = {DICT: MAPPED_DICT, MEMCPY: MAPPED}.get(limit)
+        if best and mapped and (other := self._figures.ratio(phase, best[0], mapped, workload)):
+            notes.append(f"to {mapped}: {other:.2f}x")
+        note = "; ".join(notes)
+        self.made.append(Bar(name, value, bar, at_least=is_rate(workload), note=note))
+
+    def _to_peers(
+        self, name: str, phase: PhaseName, rows: list[str], workload: Workload, bar: float, *, crossing: bool = False
+    ) -> None:
+        """Ratio of the best of our lines to the best peer."""
+        ours = self._figures.best(phase, rows, workload)
+        theirs = self._figures.best(phase, self._peers(phase, crossing=crossing), workload)
+        value = ours[1] / theirs[1] if ours and theirs else None
+        note = self._against(theirs) if ours else ""
+        self.made.append(Bar(name, value, bar, at_least=is_rate(workload), note=note))
+
+    def _peers(self, phase: PhaseName, *, crossing: bool = False) -> list[str]:
+        rows = LOCAL.rows if phase == "local" else REMOTE.rows
+        return [row.label for row in rows if row.kind == "peer" and (row.crosses or not crossing)]
+
+    def _against(self, best: tuple[str, float] | None) -> str:
+        """Whom the figure is compared to, and who should have been there as well."""
+        missing = "".join(f"; peer missing: {name}" for name in self._results["missing"])
+        return (f"to {best[0]}" if best else "peer missing") + missing
+
+    def local(self) -> None:
+        for make in (get, put):
+            for nbytes in (MIB, 4 * MIB):
+                workload = make(nbytes, BATCH)
+                what = f"local batch {workload.operation}, {size_text(nbytes)}"
+                self._to_limit(f"{what}: one copy thread / memcpy", "local", [RAYKV], MEMCPY, workload, 0.95)
+                self._to_limit(f"{what}: two copy threads / memcpy", "local", [RAYKV_2], MEMCPY, workload, 1.6)
+                self._to_peers(f"{what}: / best peer", "local", [RAYKV, RAYKV_2], workload, 1.0)
+        for nbytes, bar in ((16 * KIB, 1.6), (64 * KIB, 1.25)):
+            what = f"local single get, {size_text(nbytes)}, p50"
+            self._to_limit(f"{what}: / dict and memmove", "local", [RAYKV], DICT, get(nbytes), bar)
+            self._to_peers(f"{what}: / best peer", "local", [RAYKV], get(nbytes), 1.0)
+        for nbytes in SIZES:
+            what = f"local single put, {size_text(nbytes)}, p50"
+            self._to_peers(
+                f"{what}: / best peer that crosses a process", "local", [RAYKV], put(nbytes), 1.0, crossing=True
+            )
+
+    def lookups(self) -> None:
+        tables = {each["rows"]: each for each in self._results.get("lookups", ())}
+        small, large = tables.get(1_000_000), tables.get(10_000_000)
+        rate = small["keys_per_s"] if small else None
+        self.made.append(
+            Bar(f"lookups, batches of {LOOKUP_BATCH}, 1 M rows", rate / 1e6 if rate else None, 5.0, unit=" M keys/s")
+        )
+        best = self._figures.best("local", self._peers("local"), exists(LOOKUP_BATCH))
+        self.made.append(
+            Bar(
+                "lookups, 1 M rows: / best peer",
+                rate / best[1] if rate and best else None,
+                10.0,
+                note=self._against(best),
+            )
+        )
+        self.made.append(
+            Bar(
+                "lookups, 10 M rows: time / 1 M rows",
+                rate / large["keys_per_s"] if rate and large else None,
+                2.0,
+                at_least=False,
+            )
+        )
+        single = small["single_p50_s"] * 1e6 if small else None
+        self.made.append(Bar("single exists, 1 M rows, p50", single, 2.0, at_least=False, unit=" us"))
+
+    def remote(self) -> None:
+        for nbytes in (MIB, 4 * MIB):
+            what = f"remote batch get, {size_text(nbytes)}"
+            workload = get(nbytes, BATCH)
+            self._to_limit(f"{what}: / bare sockets", "remote", REMOTE_RAYKV, SOCKETS, workload, 0.9)
+            self._to_peers(f"{what}: / best peer", "remote", REMOTE_RAYKV, workload, 1.3)
+        what = "remote single get, 64 KiB, p50: / bare round trip"
+        self._to_limit(what, "remote", REMOTE_RAYKV, SOCKETS, get(64 * KIB), 1.5)
+        self._to_peers("remote batch get, 16 KiB: / best peer", "remote", REMOTE_RAYKV, get(16 * KIB, BATCH), 1.0)
+
+    def mixed(self) -> None:
+        for rate, what in mixed_rates(self._results).items():
+            cells = [cell for cell in self._results["mixed"] if cell["row"] == RAYKV and cell.get("rate") == rate]
+            ratios = [cell["read"]["p99_s"] / cell["alone"]["p99_s"] for cell in cells if cell["read"]["p99_s"]]
+            name = f"mixed run, {what}: p99 of reads / of the same copies alone"
+            self.made.append(Bar(name, statistics.median(ratios) if ratios else None, 2.0, at_least=False))
+        frozen = self._results.get("frozen")
+        hits = frozen["calls"] / (frozen["calls"] + frozen["misses"]) if frozen else None
+        note = f"{frozen['calls']} reads, p99 {frozen['p99_s'] * 1e6:.0f} us" if frozen and frozen["calls"] else ""
+        self.made.append(Bar("node stopped (SIGSTOP): share of reads that hit", hits, 1.0, unit="", note=note))
+
+    def startup(self) -> None:
+        times = self._results.get("startup", ())
+        for field, what in (("first_line_s", "from its first line"), ("without_imports_s", "without imports")):
+            value = statistics.median(each[field] for each in times) * 1e3 if times else None
+            self.made.append(Bar(f"16 GiB node answers, {what}", value, 300.0, at_least=False, unit=" ms"))
+
+
+def mixed_rates(results: dict[str, Any]) -> dict[int, str]:
+    """The writer's rates, in objects a second, and what to call them."""
+    rates = sorted({cell["rate"] for cell in results["mixed"] if "rate" in cell})
+    return {rate: f"{rate * 64 * KIB / 1e6:.0f} MB/s of writes" if rate else "writes at full speed" for rate in rates}
+
+
+def compute(results: dict[str, Any]) -> list[Bar]:
+    """Every bar, in the order of the tables."""
+    bars = Bars(results)
+    bars.local()
+    bars.lookups()
+    bars.remote()
+    bars.mixed()
+    bars.startup()
+    return bars.made

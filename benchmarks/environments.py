@@ -1,0 +1,128 @@
+"""Each peer in an environment of its own, under .cache/bench; made once, and again when its requirements change."""
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+ROOT: Final = Path(__file__).parents[1]
+CACHE: Final = ROOT / ".cache" / "bench"
+PROGRAMS: Final = CACHE / "debian"
+REQUIREMENTS: Final = Path(__file__).parent / "requirements"
+TIMEOUT_S: Final = 600
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """Where a system runs.
+
+    Attributes:
+        python: Its interpreter.
+        problem: Why it cannot run; empty when it can.
+    """
+
+    python: Path
+    problem: str = ""
+
+
+def prepare(names: set[str]) -> dict[str, Environment]:
+    """Make what is missing of the environments named; "" is the one of this process.
+
+    A peer that cannot be installed has a `problem`, and the others go on.
+    """
+    made = {"": Environment(Path(sys.executable))}
+    problem = ""
+    if "debian" in names or "mooncake" in names:
+        problem = _guarded(_unpack)
+        there = all(shutil.which(name) for name in ("redis-server", "memcached"))
+        made["debian"] = Environment(Path(sys.executable), "" if there else problem)
+    for name in sorted(names - {"", "debian"}):
+        python = CACHE / name / "bin" / "python"
+        made[name] = Environment(python, _guarded(partial(_install, name)))
+    if "mooncake" in made and problem and not made["mooncake"].problem and not _works(made["mooncake"].python):
+        made["mooncake"] = Environment(made["mooncake"].python, problem)
+    return made
+
+
+def _guarded(task: Callable[[], None]) -> str:
+    try:
+        task()
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+        return str(error)
+    return ""
+
+
+def _works(python: Path) -> bool:
+    return subprocess.run([python, "-c", "import mooncake.store"], capture_output=True, check=False).returncode == 0
+
+
+def _install(name: str) -> None:
+    """A virtual environment with what requirements/NAME.txt pins."""
+    requirements, folder = REQUIREMENTS / f"{name}.txt", CACHE / name
+    if _is_current(folder, requirements):
+        return
+    print(f"== {folder.relative_to(ROOT)}: from {requirements.relative_to(ROOT)}", flush=True)
+    uv = Path(sys.executable).with_name("uv")
+    shutil.rmtree(folder, ignore_errors=True)
+    _run([str(uv), "venv", "--quiet", "--python", sys.executable, str(folder)])
+    command = [str(uv), "pip", "install", "--quiet", "--compile-bytecode", "--python", str(folder / "bin" / "python")]
+    _run([*command, *_torch_source(), "-r", str(requirements)])
+    _note(folder, requirements)
+
+
+def _torch_source() -> list[str]:
+    """The Makefile's answer to where PyTorch's CPU wheel comes from."""
+    given = os.environ.get("RAYKV_TORCH_SOURCE", "").split()
+    return given or ["--torch-backend", "cpu"]
+
+
+def _unpack() -> None:
+    """Fetch Debian's packages with apt and unpack them. Nothing is installed, so nobody needs to be root."""
+    requirements = REQUIREMENTS / "debian.txt"
+    if _is_current(PROGRAMS, requirements):
+        return
+    print(f"== {PROGRAMS.relative_to(ROOT)}: from {requirements.relative_to(ROOT)}", flush=True)
+    packages = [line for line in requirements.read_text().split("\n") if line and not line.startswith("#")]
+    shutil.rmtree(PROGRAMS, ignore_errors=True)
+    PROGRAMS.mkdir(parents=True)
+    with tempfile.TemporaryDirectory() as folder:
+        command = ["apt-get", "download", "-q", *packages]
+        try:
+            _run(command, cwd=folder)
+        except RuntimeError:
+            if os.getuid():
+                raise
+            _run(["apt-get", "update", "-q"])  # a new machine may not have the lists yet
+            _run(command, cwd=folder)
+        for package in sorted(Path(folder).glob("*.deb")):
+            _run(["dpkg-deb", "-x", str(package), str(PROGRAMS)])
+    _note(PROGRAMS, requirements)
+
+
+def _run(command: list[str], cwd: str | None = None) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, cwd=cwd)
+    except FileNotFoundError:
+        raise RuntimeError(f"{command[0]} is not on this machine") from None
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command[:4])} ...: {(done.stderr or done.stdout).strip()[-300:]}")
+
+
+def _digest(requirements: Path) -> str:
+    return hashlib.sha256(requirements.read_bytes()).hexdigest()
+
+
+def _is_current(folder: Path, requirements: Path) -> bool:
+    note = folder / ".installed"
+    return note.exists() and note.read_text() == _digest(requirements)
+
+
+def _note(folder: Path, requirements: Path) -> None:
+    (folder / ".installed").write_text(_digest(requirements))

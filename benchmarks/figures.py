@@ -1,0 +1,61 @@
+"""Medians and ratios of what a run measured."""
+
+import statistics
+from typing import Any
+
+from benchmarks.workloads import Workload
+
+
+class Figures:
+    """The cells of a run by phase, line and workload."""
+
+    def __init__(self, results: dict[str, Any]) -> None:
+        self._rounds: dict[tuple[str, str, str], dict[int, dict[str, Any]]] = {}
+        self._errors: dict[tuple[str, str, str], str] = {}
+        for cell in results["cells"]:
+            key = (cell["phase"], cell["row"], cell["workload"])
+            if "error" in cell:
+                self._errors[key] = cell["error"]
+            else:
+                self._rounds.setdefault(key, {})[cell["round"]] = cell
+
+    def rows(self, phase: str) -> set[str]:
+        """Lines that have any figure."""
+        return {row for known, row, _ in self._rounds if known == phase}
+
+    def failed(self, phase: str, row: str, workload: Workload) -> bool:
+        """Whether a measurement broke off."""
+        return (phase, row, workload.name) in self._errors
+
+    def value(self, phase: str, row: str, workload: Workload, unit: str | None = None) -> float | None:
+        """Median over the rounds, in the workload's own unit: see `unit_of`."""
+        rounds = self._rounds.get((phase, row, workload.name))
+        unit = unit or unit_of(workload)
+        return statistics.median(cell[unit] for cell in rounds.values()) if rounds else None
+
+    def ratio(self, phase: str, row: str, to: str, workload: Workload) -> float | None:
+        """Median over the rounds of one line's figure over another's in the same round."""
+        ours = self._rounds.get((phase, row, workload.name), {})
+        theirs = self._rounds.get((phase, to, workload.name), {})
+        unit = unit_of(workload)
+        ratios = [ours[number][unit] / theirs[number][unit] for number in ours.keys() & theirs.keys()]
+        return statistics.median(ratios) if ratios else None
+
+    def best(self, phase: str, rows: list[str], workload: Workload) -> tuple[str, float] | None:
+        """The best of these lines, and its figure."""
+        found = [(row, value) for row in rows if (value := self.value(phase, row, workload)) is not None]
+        if not found:
+            return None
+        return (max if is_rate(workload) else min)(found, key=lambda each: each[1])
+
+
+def is_rate(workload: Workload) -> bool:
+    """Whether more is better."""
+    return workload.batch > 1
+
+
+def unit_of(workload: Workload) -> str:
+    """Batches: GB/s, or lookups a second. Single calls: seconds, the median call."""
+    if workload.batch == 1:
+        return "p50_s"
+    return "gb_per_s" if workload.nbytes else "objects_per_s"

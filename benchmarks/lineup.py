@@ -1,0 +1,131 @@
+"""Who is measured: the workers to start, and the lines of the tables that they fill."""
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from benchmarks.processes import Spec
+from benchmarks.workloads import ALL, KIB, MIB, QUICK, Workload
+
+Kind = Literal["limit", "raykv", "peer"]
+PhaseName = Literal["local", "remote"]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A line of a table.
+
+    Attributes:
+        worker: Name of the worker that measures it.
+        face: Which of the worker's ways to call its store.
+        crosses: Whether its puts involve another process.
+    """
+
+    label: str
+    worker: str
+    face: str
+    kind: Kind
+    crosses: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """Workers that live at the same time, and are measured in turn."""
+
+    name: PhaseName
+    specs: tuple[Spec, ...]
+    rows: tuple[Row, ...]
+
+    def only(self, peers: set[str]) -> "Phase":
+        """The same with these peers alone (and raykv and the limits)."""
+        kept = tuple(spec for spec in self.specs if peer_of(spec) in {"", *peers})
+        names = {spec.name for spec in kept}
+        return Phase(self.name, kept, tuple(row for row in self.rows if row.worker in names))
+
+
+def peer_of(spec: Spec) -> str:
+    """What `--peers` calls it; "" for raykv and the limits."""
+    return "" if spec.module in ("limits", "raykv_store") else spec.name.partition(" ")[0]
+
+
+MEMCPY: Final = "memcpy"
+MEMCPY_2: Final = "memcpy, two threads"
+MAPPED: Final = "memcpy, mapped memory"
+DICT: Final = "dict + memmove"
+MAPPED_DICT: Final = "dict, mapped memory"
+SOCKETS: Final = "bare sockets"
+RAYKV: Final = "raykv"
+RAYKV_2: Final = "raykv, two copy threads"
+RAYKV_GENERAL: Final = "raykv, get()/put() of one"
+RAYKV_POSTED: Final = "raykv, put posted"
+RAYKV_MATCHED: Final = "raykv, matched before"
+
+LOCAL: Final = Phase(
+    "local",
+    (
+        Spec("limits", "limits"),
+        Spec("raykv", "raykv_store"),
+        Spec("mooncake embedded", "mooncake", "mooncake", {"mode": "embedded"}),
+        Spec("mooncake process", "mooncake", "mooncake", {"mode": "process"}),
+        Spec("lmcache", "lmcache", "lmcache"),
+        Spec("redis", "redis", "debian"),
+        Spec("memcached", "memcached", "debian"),
+        Spec("ray", "ray_objects"),
+    ),
+    (
+        Row(MEMCPY, "limits", "memcpy", "limit"),
+        Row(MEMCPY_2, "limits", "memcpy 2", "limit"),
+        Row(MAPPED, "limits", "mapped memcpy", "limit"),
+        Row(DICT, "limits", "dict", "limit"),
+        Row(MAPPED_DICT, "limits", "mapped dict", "limit"),
+        Row(RAYKV, "raykv", "", "raykv"),
+        Row(RAYKV_2, "raykv", "two", "raykv"),
+        Row(RAYKV_GENERAL, "raykv", "general", "raykv"),
+        Row(RAYKV_POSTED, "raykv", "posted", "raykv"),
+        Row("Mooncake, embedded", "mooncake embedded", "", "peer"),
+        Row("Mooncake, own process", "mooncake process", "", "peer"),
+        Row("LMCache L1, in process", "lmcache", "", "peer", crosses=False),
+        Row("Redis, Unix socket", "redis", "", "peer"),
+        Row("memcached, Unix socket", "memcached", "", "peer"),
+        Row("Ray object store", "ray", "", "peer"),
+    ),
+)
+REMOTE: Final = Phase(
+    "remote",
+    (
+        Spec("limits", "limits", "", {"remote": True}),
+        Spec("raykv", "raykv_store", "", {"remote": True}),
+        Spec("mooncake tcp", "mooncake", "mooncake", {"mode": "tcp"}),
+        Spec("mooncake tcp pooled", "mooncake", "mooncake", {"mode": "tcp", "pool": True}),
+        Spec("redis", "redis", "debian", {"tcp": True}),
+        Spec("memcached", "memcached", "debian", {"tcp": True}),
+    ),
+    (
+        Row(SOCKETS, "limits", "sockets", "limit"),
+        Row(RAYKV_MATCHED, "raykv", "matched", "raykv"),
+        Row(RAYKV, "raykv", "", "raykv"),
+        Row(RAYKV_GENERAL, "raykv", "general", "raykv"),
+        Row("Mooncake, TCP", "mooncake tcp", "", "peer"),
+        Row("Mooncake, TCP, pooled", "mooncake tcp pooled", "", "peer"),
+        Row("Redis, TCP", "redis", "", "peer"),
+        Row("memcached, TCP", "memcached", "", "peer"),
+    ),
+)
+MIXED: Final = (
+    ("raykv", Spec("raykv", "raykv_store")),
+    ("Mooncake, own process", Spec("mooncake process", "mooncake", "mooncake", {"mode": "process"})),
+    ("LMCache L1, in process", Spec("lmcache", "lmcache", "lmcache")),
+    ("Redis, Unix socket", Spec("redis", "redis", "debian")),
+    ("memcached, Unix socket", Spec("memcached", "memcached", "debian")),
+)
+PEERS: Final = ("mooncake", "lmcache", "redis", "memcached", "ray")
+QUICK_PEERS: Final = ("mooncake", "lmcache", "redis", "memcached")
+
+
+def workloads(phase: PhaseName, *, quick: bool) -> tuple[Workload, ...]:
+    """What a phase asks."""
+    if not quick:
+        return ALL
+    if phase == "local":
+        return QUICK
+    wanted = {(64 * KIB, 1), (16 * KIB, 32), (MIB, 32), (4 * MIB, 32)}
+    return tuple(each for each in QUICK if each.operation == "get" and (each.nbytes, each.batch) in wanted)

@@ -1,0 +1,160 @@
+"""The driver's end of a worker: start it, ask it, end it whatever happens."""
+
+import json
+import os
+import select
+import signal
+import subprocess
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.environments import PROGRAMS, ROOT, Environment
+
+ANSWER_S = 180.0
+END_S = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """A worker to start.
+
+    Attributes:
+        name: For logs and errors.
+        module: In benchmarks.systems.
+        environment: Whose interpreter runs it; "" for this one's.
+    """
+
+    name: str
+    module: str
+    environment: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+class WorkerError(Exception):
+    """A worker could not do it. The message says why."""
+
+
+class Worker:
+    """A process that measures one store."""
+
+    def __init__(
+        self,
+        spec: Spec,
+        environment: Environment,
+        *,
+        scratch: Path,
+        shm: Path,
+        store_nbytes: int,
+        shared: dict[str, Any] | None = None,
+        tag: str = "",
+    ) -> None:
+        """Start it; it comes up while others do.
+
+        Args:
+            scratch, shm: Its directories are made in them.
+            shared: What the worker that has the servers said, for one that only connects.
+        """
+        self.spec = spec
+        name = f"{spec.name}{tag}".replace(" ", "-")
+        folder, memory = scratch / name, shm / name
+        for each in (folder, memory):
+            each.mkdir()
+        self._log = folder / "worker.log"
+        fields = {
+            "module": spec.module,
+            "options": spec.options,
+            "store_nbytes": store_nbytes,
+            "scratch": str(folder),
+            "shm": str(memory),
+            "programs": str(PROGRAMS),
+            "shared": shared,
+        }
+        libraries = os.pathsep.join(str(PROGRAMS / part / "x86_64-linux-gnu") for part in ("usr/lib", "lib"))
+        known = {**os.environ, "PYTHONUNBUFFERED": "1"}
+        if spec.environment == "mooncake":
+            known["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, [libraries, os.environ.get("LD_LIBRARY_PATH")]))
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [str(environment.python), "-m", "benchmarks.worker", json.dumps(fields)],
+                cwd=ROOT,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=known,
+                start_new_session=True,
+            )
+        self._answers = b""
+        self.failure = ""
+
+    def ask(self, do: str, **fields: Any) -> dict[str, Any]:
+        """One request and its answer.
+
+        Raises:
+            WorkerError: It failed, or ended, or takes too long; it is of no use in the last two cases.
+        """
+        self.tell(do, **fields)
+        return self.answer()
+
+    def tell(self, do: str, **fields: Any) -> None:
+        """A request, whose answer is fetched later."""
+        if self.failure:
+            raise WorkerError(self.failure)
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps({"do": do, **fields}).encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            self._fail("ended")
+
+    def answer(self, timeout_s: float = ANSWER_S) -> dict[str, Any]:
+        """The answer to the oldest request that has none yet.
+
+        Raises:
+            WorkerError: As for `ask`.
+        """
+        assert self._process.stdout is not None
+        until_s = time.monotonic() + timeout_s
+        while b"\n" not in self._answers:
+            left_s = until_s - time.monotonic()
+            if left_s <= 0 or not select.select([self._process.stdout], [], [], left_s)[0]:
+                self._fail(f"no answer within {timeout_s:.0f} s")
+            part = os.read(self._process.stdout.fileno(), 1 << 16)
+            if not part:
+                self._fail("ended")
+            self._answers += part
+        line, _, self._answers = self._answers.partition(b"\n")
+        said: dict[str, Any] = json.loads(line)
+        if "error" in said:
+            raise WorkerError(said["error"])
+        return said
+
+    def _fail(self, what: str) -> None:
+        lines = [line for line in self._log.read_text(errors="replace").strip().splitlines() if line.strip()]
+        self.failure = f"{what}: {lines[-1][:300] if lines else 'it said nothing'}"
+        self.stop()
+        raise WorkerError(self.failure)
+
+    def stop(self) -> None:
+        """Ask it to end its servers and itself; make sure that its whole group is gone."""
+        if self._process.poll() is None:
+            try:
+                assert self._process.stdin is not None
+                self._process.stdin.write(b'{"do": "stop"}\n')
+                self._process.stdin.close()
+            except OSError:
+                pass
+            try:
+                self._process.wait(0.1 if self.failure else END_S)
+            except subprocess.TimeoutExpired:
+                self._process.terminate()
+                try:
+                    self._process.wait(END_S)
+                except subprocess.TimeoutExpired:
+                    pass
+        try:
+            os.killpg(self._process.pid, signal.SIGKILL)  # the group is ours alone: it began with the worker
+        except ProcessLookupError:
+            pass
+        self._process.wait()

@@ -1,0 +1,29 @@
+"""A raykv node without Ray, as a process. Says when it began, when its imports were done, and when it was ready."""
+
+import time
+
+FIRST_S = time.monotonic()
+
+import json  # noqa: E402  (the clock comes first)
+import sys  # noqa: E402
+
+from raykv.config import NodeConfig  # noqa: E402
+from raykv.embedded import InProcessDirectory  # noqa: E402
+from raykv.node import Node  # noqa: E402
+
+IMPORTED_S = time.monotonic()
+
+
+def main() -> None:
+    """Serve until the end of the input."""
+    config = NodeConfig.load(json.loads(sys.argv[1]))
+    node = Node(config, secret=bytes.fromhex(sys.argv[2]), directory=InProcessDirectory(member_timeout_s=60.0))
+    node.start()
+    times = {"first_s": FIRST_S, "imported_s": IMPORTED_S, "ready_s": time.monotonic()}
+    print(json.dumps({"address": node.member.address, "table": str(node.shard.table.memory.path), **times}), flush=True)
+    sys.stdin.read()
+    node.stop(unlink=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,301 @@
+"""raykv: a node in a process of its own, read and written through shared memory, or over TCP as from another host."""
+
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import raykv
+import raykv.keys
+from benchmarks.system import Face, MissingError, Server, System
+from benchmarks.workloads import GIB, LOOKUP_BATCH, MIB, Workload
+from raykv.memory import native
+from raykv.memory.arena import SharedMemory
+from raykv.memory.table import Table
+
+NAMESPACE = raykv.Namespace(model="benchmark")
+NODE = Path(__file__).with_name("raykv_node.py")
+SETTLE_S = 10.0
+
+
+class Raykv(Face):
+    """One client: batch calls, and the one-key calls for single objects."""
+
+    def __init__(self, client: raykv.Client) -> None:
+        self._client = client
+
+    def key(self, name: str) -> Any:
+        return self._client.key(name)
+
+    def keys(self, names: Sequence[str]) -> Any:
+        return self._client.keys(names)
+
+    def get_one(self, key: Any, into: memoryview) -> None:
+        if not self._client.get_one(key, into):
+            raise MissingError
+
+    def try_get_one(self, key: Any, into: memoryview) -> bool:
+        return self._client.get_one(key, into)
+
+    def get(self, keys: Any, into: Sequence[memoryview]) -> None:
+        if self._client.get(keys, into).prefix != len(into):
+            raise MissingError
+
+    def put_one(self, key: Any, value: memoryview) -> None:
+        if not self._client.put_one(key, value):
+            raise MissingError("not stored")
+
+    def put(self, keys: Any, values: Sequence[memoryview]) -> None:
+        done = self._client.put(keys, values, chained=False)
+        if done.skipped:
+            raise MissingError(done.reason)
+
+    def exists_one(self, key: Any) -> None:
+        if not self._client.exists_one(key):
+            raise MissingError
+
+    def exists(self, keys: Any) -> None:
+        if not self._client.exists(keys).all():
+            raise MissingError
+
+    def delete(self, names: Sequence[str]) -> None:
+        self._client.delete(self._client.keys(names))
+
+    def settle(self) -> None:
+        self._client.flush()
+        until_s = time.monotonic() + SETTLE_S
+        while any(node.get("unannounced") for node in self._client.stats()["nodes"].values()):
+            if time.monotonic() > until_s:
+                raise TimeoutError("the node does not come to rest")
+            time.sleep(0.01)
+        time.sleep(0.03)  # what was committed last may still be on its way to its owner
+
+
+class Large(Raykv):
+    """A line for large batches alone."""
+
+    def supports(self, workload: Workload) -> bool:
+        return workload.nbytes >= MIB and workload.batch > 1
+
+
+class General(Raykv):
+    """Batch calls with one key, where the one-key calls would do."""
+
+    def supports(self, workload: Workload) -> bool:
+        return workload.batch == 1
+
+    def key(self, name: str) -> Any:
+        return self._client.keys([name])
+
+    def get_one(self, key: Any, into: memoryview) -> None:
+        self.get(key, [into])
+
+    def put_one(self, key: Any, value: memoryview) -> None:
+        self.put(key, [value])
+
+    def exists_one(self, key: Any) -> None:
+        self.exists(key)
+
+
+class Posted(Raykv):
+    """Puts that return when the bytes are in the arena and the commit is on its way."""
+
+    def supports(self, workload: Workload) -> bool:
+        return workload.operation == "put"
+
+    def put_one(self, key: Any, value: memoryview) -> None:
+        if not self._client.put_one(key, value, wait=False):
+            raise MissingError("not stored")
+
+    def put(self, keys: Any, values: Sequence[memoryview]) -> None:
+        done = self._client.put(keys, values, chained=False, wait=False)
+        if done.skipped:
+            raise MissingError(done.reason)
+
+
+class Matched(Raykv):
+    """Gets that are told the holders, which were looked up outside the clock."""
+
+    def supports(self, workload: Workload) -> bool:
+        return workload.operation == "get"
+
+    def key(self, name: str) -> Any:
+        keys = self._client.keys([name])
+        return raykv.keys.to_bytes(keys), self._client.match(keys).holders[0]
+
+    def keys(self, names: Sequence[str]) -> Any:
+        keys = self._client.keys(names)
+        return keys, self._client.match(keys)
+
+    def get_one(self, key: Any, into: memoryview) -> None:
+        if not self._client.get_one(key[0], into, holder=key[1]):
+            raise MissingError
+
+    def get(self, keys: Any, into: Sequence[memoryview]) -> None:
+        if self._client.get(keys[0], into, match=keys[1]).prefix != len(into):
+            raise MissingError
+
+
+class NodeProcess:
+    """A node, and how to reach it."""
+
+    def __init__(self, store: System, name: str, storage: dict[str, Any], *, host: str | None = None) -> None:
+        setting = store.setting
+        storage = {"shm_dir": str(setting.shm), **storage}
+        fields = {"node_id": name, "cluster": "bench", "storage": storage, **({"host": host} if host else {})}
+        self.secret = secrets.token_hex(32)
+        command = [sys.executable, "-P", str(NODE), json.dumps(fields), self.secret]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self._server: Server = store.server(f"raykv-{name}", command, **pipes)
+        self.process = self._server.process
+        self.local_address = f"unix:{setting.shm}/raykv-bench-{name}.sock"
+
+    def wait(self) -> dict[str, Any]:
+        """What it says when it is ready."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError("the node did not start")
+        said: dict[str, Any] = json.loads(line)
+        return said
+
+    def stop(self) -> None:
+        """The end of its input is its sign."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGCONT)
+            assert self.process.stdin is not None
+            self.process.stdin.close()
+            try:
+                self.process.wait(10.0)
+            except subprocess.TimeoutExpired:
+                self._server.stop()
+
+
+class Store(System):
+    """`options["remote"]`: the node counts as another host's, so its memory is not mapped."""
+
+    def start(self) -> None:
+        self._nodes: list[NodeProcess] = []
+        self._clients: list[raykv.Client] = []
+        remote = bool(self.setting.options.get("remote"))
+        if self.setting.options.get("idle"):  # only for `special`
+            self._faces: dict[str, Face] = {}
+            return
+        if self.setting.shared is None:
+            storage = {"arena_nbytes": self.setting.store_nbytes}
+            node = NodeProcess(self, "n", storage, host="elsewhere" if remote else None)
+            self._nodes.append(node)
+            address = node.wait()["address"]
+            self.shared = {
+                "address": address if remote else node.local_address,
+                "secret": node.secret,
+                "pid": node.process.pid,
+            }
+        else:
+            self.shared = self.setting.shared
+        one = self._client(copy_threads=1)
+        self._faces = {"": Raykv(one), "general": General(one)}
+        if remote:
+            self._faces["matched"] = Matched(one)
+        else:
+            self._faces["posted"] = Posted(one)
+            self._faces["two"] = Large(self._client(copy_threads=2))
+
+    def _client(self, *, copy_threads: int) -> raykv.Client:
+        address, secret = self.shared["address"], self.shared["secret"]
+        made = raykv.connect(NAMESPACE, address=address, secret=secret, copy_threads=copy_threads)
+        self._clients.append(made)
+        return made
+
+    def faces(self) -> dict[str, Face]:
+        return self._faces
+
+    def about(self) -> dict[str, Any]:
+        return {"raykv": raykv.__version__, "raykv compiled part": native.find is not None}
+
+    # -- what only raykv is asked -----------------------------------------------------------------------------------
+
+    def special(self, name: str, fields: dict[str, Any]) -> dict[str, Any]:
+        if name == "startup":
+            return self._startup(int(fields["arena_nbytes"]))
+        if name == "lookups":
+            return self._lookups(int(fields["rows"]), int(fields["rounds"]))
+        assert name in ("freeze", "thaw")
+        os.kill(self.shared["pid"], signal.SIGSTOP if name == "freeze" else signal.SIGCONT)
+        return {}
+
+    def _startup(self, arena_nbytes: int) -> dict[str, Any]:
+        """Seconds from the node's first line of code to the answer to its first request.
+
+        A fresh client is made over and over until it gets its answer, as an engine that comes up beside the node would.
+        """
+        node = NodeProcess(self, "start", {"arena_nbytes": arena_nbytes})
+        path = Path(node.local_address.removeprefix("unix:"))
+        until_s = time.monotonic() + 30.0
+        while True:
+            try:
+                if path.exists():
+                    with raykv.connect(NAMESPACE, address=node.local_address) as client:
+                        client.stats()
+                        answered_s = time.monotonic()
+                        break
+            except raykv.RayKVError:
+                pass
+            if time.monotonic() > until_s:
+                raise TimeoutError("the node does not answer")
+            time.sleep(0.0005)
+        said = node.wait()
+        node.stop()
+        return {
+            "arena_gib": arena_nbytes / GIB,
+            "first_line_s": answered_s - said["first_s"],
+            "without_imports_s": answered_s - said["imported_s"],
+        }
+
+    def _lookups(self, rows: int, rounds: int) -> dict[str, Any]:
+        """Seconds of lookups in a table of so many rows, filled here beside the node: none of them has bytes."""
+        node = NodeProcess(self, f"rows{rows}", {"arena_nbytes": GIB, "max_chunks": rows})
+        table = Table(SharedMemory.attach(Path(node.wait()["table"]), writable=True))
+        rng = np.random.default_rng(rows)
+        keys = rng.integers(1, 1 << 64, (rows, 2), np.uint64)
+        if not table.back_rows(rows):
+            raise MemoryError("no room for the table")
+        columns = table.columns
+        columns.key_hi[:], columns.key_lo[:] = keys[:, 0], keys[:, 1]
+        columns.nbytes[:] = 1
+        columns.expires[:] = 0
+        columns.generation[:] = 2
+        table.rebuild_index(np.arange(rows, dtype=np.int32))
+        with raykv.connect(NAMESPACE, address=node.local_address) as client:
+            face = Raykv(client)
+            batches = [keys[rng.integers(0, rows, LOOKUP_BATCH)] for _ in range(30 * rounds)]
+            batch_s = []
+            for batch in batches:
+                start_s = time.perf_counter()
+                face.exists(batch)
+                batch_s.append(time.perf_counter() - start_s)
+            single_s = []
+            chosen = [keys[place : place + 1] for place in rng.integers(0, rows, 1000 * rounds).tolist()]
+            singles = [raykv.keys.to_bytes(key) for key in chosen]
+            for single in singles:
+                start_s = time.perf_counter()
+                face.exists_one(single)
+                single_s.append(time.perf_counter() - start_s)
+        node.stop()
+        batch_p50_s, single_p50_s = float(np.median(batch_s)), float(np.median(single_s))
+        return {"rows": rows, "keys_per_s": LOOKUP_BATCH / batch_p50_s, "single_p50_s": single_p50_s}
+
+    def stop(self) -> None:
+        for client in getattr(self, "_clients", []):
+            client.close()
+        for node in getattr(self, "_nodes", []):
+            node.stop()
+        super().stop()

@@ -1,0 +1,282 @@
+"""A process that measures one store, told what to do line by line.
+
+    python -m benchmarks.worker '{"module": ..., "class": ..., ...}'
+
+Reads one JSON object a line from standard input and answers each with one on standard output: `prepare`, `measure`,
+`mixed`, `load`, `special`, `stop`. It runs in the store's own environment, so it imports the standard library, numpy
+and that store's module alone.
+"""
+
+import gc
+import importlib
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+
+from benchmarks import workloads
+from benchmarks.system import Face, MissingError, Setting, System
+from benchmarks.workloads import BATCH, INTO_NBYTES, KIB, OBJECTS, POOL_NBYTES, Workload, cut, object_name
+
+CELL_S = 1.0
+"""A measurement stops after this long, if it has made a few calls."""
+MIXED_NBYTES = 64 * KIB
+MIXED_OBJECTS = 1024
+"""What the reader of the mixed run reads; the writer writes others of the same size."""
+
+REFUSED_S = 0.001
+"""A store that has no room gets this long to find some."""
+
+
+class WrongBytesError(Exception):
+    """A store gave other bytes than it was given."""
+
+
+class Worker:
+    """The store, and the memory that objects come from and go to."""
+
+    def __init__(self, system: System) -> None:
+        self._system = system
+        self._faces = system.faces()
+        self._pool = system.allocate(POOL_NBYTES)
+        workloads.fill(self._pool)
+        self._into = system.allocate(INTO_NBYTES)
+        self._written = 0
+
+    # -- requests ---------------------------------------------------------------------------------------------------
+
+    def prepare(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Store the objects of the given sizes, and say what this is."""
+        face = next(iter(self._faces.values()))
+        for nbytes in request["sizes"]:
+            for start in range(0, OBJECTS[nbytes], BATCH):
+                numbers = range(start, start + BATCH)
+                names = face.keys([object_name(nbytes, number) for number in numbers])
+                face.put(names, face.buffers([cut(self._pool, nbytes, number) for number in numbers]))
+        face.settle()
+        return {"about": self._system.about(), "shared": self._system.shared, "faces": list(self._faces)}
+
+    def measure(self, request: dict[str, Any]) -> dict[str, Any]:
+        """One workload on one line. Seconds a call; None where the store has no such call."""
+        face, workload = self._faces.get(request["face"]), Workload.parse(request["workload"])
+        if face is None or not face.supports(workload):
+            return {"unsupported": True}
+        measured = {"get": self._get, "put": self._put, "exists": self._exists}[workload.operation]
+        return summary(measured(face, workload, request["round"]), workload)
+
+    # -- measurements -----------------------------------------------------------------------------------------------
+
+    def _get(self, face: Face, workload: Workload, number: int) -> list[float]:
+        nbytes, batch = workload.nbytes, workload.batch
+        orders = list(workloads.orders(workload, number))
+        calls = []
+        for call, order in enumerate(orders):
+            into = [cut(self._into, nbytes, call * batch + place) for place in range(batch)]
+            calls.append(self._pack(face, [object_name(nbytes, each) for each in order], into))
+        self._into[:: 4 * KIB] ^= 0xFF  # what is checked below cannot be left from another call
+        times = timed(face.get_one if batch == 1 else face.get, calls)
+        last = len(times) - 1
+        for place in {0, batch // 2, batch - 1}:
+            expected = cut(self._pool, nbytes, orders[last][place])
+            if not np.array_equal(cut(self._into, nbytes, last * batch + place), expected):
+                raise WrongBytesError(f"{workload.name}: wrong bytes")
+        return times
+
+    def _put(self, face: Face, workload: Workload, number: int) -> list[float]:
+        nbytes, batch = workload.nbytes, workload.batch
+        names, calls = [], []
+        for call, order in enumerate(workloads.orders(workload, number)):
+            names.append([f"p{nbytes}-{call * batch + place}" for place in range(batch)])
+            calls.append(self._pack(face, names[-1], [cut(self._pool, nbytes, each) for each in order]))
+        times = timed(face.put_one if batch == 1 else face.put, calls)
+        face.settle()
+        used = names[: len(times)]
+        if face.supports(workloads.get(nbytes)):
+            into = cut(self._into, nbytes, 0)
+            into[:] = 0
+            face.get_one(face.key(used[-1][-1]), face.buffer(into))
+            expected = cut(self._pool, nbytes, list(workloads.orders(workload, number))[len(times) - 1][-1])
+            if not np.array_equal(into, expected):
+                raise WrongBytesError(f"{workload.name}: wrong bytes")
+        calls.clear()
+        face.delete([name for group in used for name in group])
+        return times
+
+    def _exists(self, face: Face, workload: Workload, number: int) -> list[float]:
+        nbytes = 16 * KIB
+        calls = []
+        for order in workloads.orders(workload, number):
+            names = [object_name(nbytes, each) for each in order]
+            calls.append((face.key(names[0]),) if workload.batch == 1 else (face.keys(names),))
+        return timed(face.exists_one if workload.batch == 1 else face.exists, calls)
+
+    @staticmethod
+    def _pack(face: Face, names: list[str], arrays: list[workloads.Bytes]) -> tuple[Any, ...]:
+        if len(names) == 1:
+            return face.key(names[0]), face.buffer(arrays[0])
+        return face.keys(names), face.buffers(arrays)
+
+    # -- the mixed run ----------------------------------------------------------------------------------------------
+
+    def store_mixed(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Store what `mixed` reads."""
+        face = self._faces[request["face"]]
+        for number in range(MIXED_OBJECTS):
+            put_back(face, face.key(f"m-{number}"), face.buffer(cut(self._pool, MIXED_NBYTES, number)))
+        face.settle()
+        return {"shared": self._system.shared, "about": self._system.about()}
+
+    def mixed(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Read single objects for `seconds`, after `warm_s` that do not count.
+
+        What was evicted is put back outside the clock.
+        """
+        face = self._faces[request["face"]]
+        keys = [face.key(f"m-{number}") for number in range(MIXED_OBJECTS)]
+        into = [face.buffer(cut(self._into, MIXED_NBYTES, place)) for place in range(INTO_NBYTES // MIXED_NBYTES)]
+        order = np.random.default_rng(request["round"]).integers(0, MIXED_OBJECTS, 1 << 16).tolist()
+        read, times, misses, call = face.try_get_one, [], 0, 0
+        clock = time.perf_counter
+        from_s = clock() + request.get("warm_s", 0.0)
+        until_s = from_s + request["seconds"]
+        while True:
+            number, target = order[call % len(order)], into[call % len(into)]
+            start_s = clock()
+            hit = read(keys[number], target)
+            end_s = clock()
+            call += 1
+            if hit:
+                if start_s >= from_s:
+                    times.append(end_s - start_s)
+            else:
+                misses += start_s >= from_s
+                if request.get("put_back", True):
+                    put_back(face, keys[number], face.buffer(cut(self._pool, MIXED_NBYTES, number)))
+            if end_s > until_s:
+                break
+        if hit:
+            expected = cut(self._pool, MIXED_NBYTES, number)
+            if not np.array_equal(cut(self._into, MIXED_NBYTES, (call - 1) % len(into)), expected):
+                raise WrongBytesError("mixed run: wrong bytes")
+        made = quantiles(times)
+        return {**made, "misses": misses, "reads_per_s": len(times) / request["seconds"]}
+
+    def load(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Write batches of new objects for `seconds`, `rate` objects a second or, if 0, as fast as it goes."""
+        face = self._faces[request["face"]]
+        start_s = time.perf_counter()
+        until_s, written, refused = start_s + request["seconds"], 0, 0
+        while (now_s := time.perf_counter()) < until_s:
+            early_s = written / request["rate"] - (now_s - start_s) if request["rate"] else 0.0
+            if early_s > 0:
+                time.sleep(early_s)
+            numbers = range(self._written, self._written + BATCH)
+            names = [f"w{os.getpid()}-{number}" for number in numbers]
+            try:
+                face.put(face.keys(names), face.buffers([cut(self._pool, MIXED_NBYTES, number) for number in numbers]))
+                written += BATCH
+            except MissingError:
+                refused += BATCH
+                time.sleep(REFUSED_S)
+            self._written += BATCH
+        per_s = written / request["seconds"]
+        return {"objects_per_s": per_s, "gb_per_s": per_s * MIXED_NBYTES / 1e9, "refused": refused}
+
+
+def put_back(face: Face, key: Any, value: Any) -> None:
+    """Store again what was evicted, if there is room."""
+    try:
+        face.put_one(key, value)
+    except MissingError:
+        time.sleep(REFUSED_S)
+
+
+def timed(function: Callable[..., None], calls: list[tuple[Any, ...]]) -> list[float]:
+    """Seconds of each call."""
+    times: list[float] = []
+    clock, until_s = time.perf_counter, time.perf_counter() + CELL_S
+    gc.collect()
+    gc.disable()
+    try:
+        for arguments in calls:
+            start_s = clock()
+            function(*arguments)
+            end_s = clock()
+            times.append(end_s - start_s)
+            if end_s > until_s and len(times) > 1:
+                break
+    finally:
+        gc.enable()
+    return times
+
+
+def quantiles(times: list[float]) -> dict[str, Any]:
+    """Seconds: median and tail."""
+    if not times:
+        return {"calls": 0, "p50_s": None, "p99_s": None, "p999_s": None, "mean_s": None}
+    p50, p99, p999 = np.quantile(times, (0.5, 0.99, 0.999)).tolist()
+    return {"calls": len(times), "p50_s": p50, "p99_s": p99, "p999_s": p999, "mean_s": float(np.mean(times))}
+
+
+def summary(times: list[float], workload: Workload) -> dict[str, Any]:
+    """Quantiles, and the rate that the median call comes to."""
+    made = quantiles(times)
+    per_s = workload.batch / made["p50_s"]
+    return {**made, "objects_per_s": per_s, "gb_per_s": per_s * workload.nbytes / 1e9}
+
+
+def serve(system: System, requests: TextIO, answers: TextIO) -> None:
+    """Answer until `stop` or the end of the input."""
+    system.start()
+    worker: Worker | None = None
+    handlers = ("prepare", "measure", "mixed", "store_mixed", "load", "special")
+    for line in requests:
+        request = json.loads(line)
+        if request["do"] == "stop":
+            return
+        assert request["do"] in handlers
+        try:
+            if request["do"] == "special":
+                answer = system.special(request["name"], request)
+            else:
+                worker = worker or Worker(system)
+                answer = getattr(worker, request["do"])(request)
+        except Exception as error:  # noqa: BLE001  a store that fails is a line in the table, not the end of the run
+            traceback.print_exc()
+            answer = {"error": f"{type(error).__name__}: {error}", "wrong_bytes": isinstance(error, WrongBytesError)}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+def main() -> int:
+    """Take the setting from the command line, and serve."""
+    fields = json.loads(sys.argv[1])
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever a client library prints is not an answer
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))
+    setting = Setting(
+        options=fields["options"],
+        store_nbytes=fields["store_nbytes"],
+        scratch=Path(fields["scratch"]),
+        shm=Path(fields["shm"]),
+        programs=Path(fields["programs"]),
+        shared=fields.get("shared"),
+    )
+    module = importlib.import_module(f"benchmarks.systems.{fields['module']}")
+    system: System = module.Store(setting)
+    try:
+        serve(system, sys.stdin, answers)
+    finally:
+        system.stop()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

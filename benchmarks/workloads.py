@@ -1,0 +1,128 @@
+"""What is asked of every store: the objects, the sizes, the batches. Standard library and numpy only."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+
+Bytes = npt.NDArray[np.uint8]
+Operation = Literal["get", "put", "exists"]
+
+SIZES: Final = (16 * KIB, 64 * KIB, MIB, 4 * MIB)
+BATCH: Final = 32
+LOOKUP_BATCH: Final = 1000
+POOL_NBYTES: Final = 256 * MIB
+"""Random bytes from which objects are cut: more than a last-level cache, so that nobody is measured from one."""
+INTO_NBYTES: Final = 128 * MIB
+"""Memory that a get writes into; successive calls write to successive parts."""
+STORE_NBYTES: Final = 2 * GIB
+"""Memory each store may use: nothing is evicted outside the mixed run."""
+OBJECTS: Final = {16 * KIB: 4096, 64 * KIB: 2048, MIB: 256, 4 * MIB: 64}
+"""Distinct objects of each size."""
+CALLS: Final = {
+    1: {16 * KIB: 400, 64 * KIB: 400, MIB: 100, 4 * MIB: 40},
+    BATCH: {16 * KIB: 24, 64 * KIB: 16, MIB: 8, 4 * MIB: 3},
+}
+"""Calls of one measurement, by batch and size."""
+LOOKUP_CALLS: Final = {1: 1000, LOOKUP_BATCH: 20}
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """One kind of call.
+
+    Attributes:
+        nbytes: Size of an object; 0 for lookups.
+        batch: Objects in one call.
+    """
+
+    operation: Operation
+    nbytes: int
+    batch: int
+
+    @property
+    def name(self) -> str:
+        size = f" {size_text(self.nbytes)}" if self.nbytes else ""
+        return f"{self.operation}{size} x{self.batch}"
+
+    @property
+    def calls(self) -> int:
+        return CALLS[self.batch][self.nbytes] if self.nbytes else LOOKUP_CALLS[self.batch]
+
+    @classmethod
+    def parse(cls, fields: dict[str, Any]) -> "Workload":
+        return cls(fields["operation"], fields["nbytes"], fields["batch"])
+
+
+def size_text(nbytes: int) -> str:
+    """16 KiB, 4 MiB."""
+    return f"{nbytes // MIB} MiB" if nbytes >= MIB else f"{nbytes // KIB} KiB"
+
+
+def get(nbytes: int, batch: int = 1) -> Workload:
+    return Workload("get", nbytes, batch)
+
+
+def put(nbytes: int, batch: int = 1) -> Workload:
+    return Workload("put", nbytes, batch)
+
+
+def exists(batch: int = 1) -> Workload:
+    return Workload("exists", 0, batch)
+
+
+ALL: Final = (
+    *(get(nbytes, batch) for batch in (1, BATCH) for nbytes in SIZES),
+    *(put(nbytes, batch) for batch in (1, BATCH) for nbytes in SIZES),
+    exists(),
+    exists(LOOKUP_BATCH),
+)
+QUICK: Final = (
+    get(16 * KIB),
+    get(64 * KIB),
+    get(16 * KIB, BATCH),
+    get(MIB, BATCH),
+    get(4 * MIB, BATCH),
+    put(16 * KIB),
+    put(16 * KIB, BATCH),
+    put(MIB, BATCH),
+    put(4 * MIB, BATCH),
+    exists(),
+    exists(LOOKUP_BATCH),
+)
+
+
+def fill(pool: Bytes) -> None:
+    """The random bytes, the same in every process."""
+    rng = np.random.default_rng(20_25)
+    words = pool.view(np.uint64)
+    for start in range(0, len(words), MIB):
+        part = words[start : start + MIB]
+        part[:] = rng.integers(0, 1 << 64, len(part), np.uint64)
+
+
+def cut(memory: Bytes, nbytes: int, place: int) -> Bytes:
+    """Part number `place` of that size, counted round and round."""
+    start = place % (len(memory) // nbytes) * nbytes
+    return memory[start : start + nbytes]
+
+
+def object_name(nbytes: int, number: int) -> str:
+    """Name of an object that is there throughout."""
+    return f"g{nbytes}-{number}"
+
+
+def orders(workload: Workload, round_number: int) -> Iterator[list[int]]:
+    """Numbers of the objects of one call after the other: shuffled, the same for every store, another each round."""
+    nbytes = workload.nbytes or 16 * KIB
+    rng = np.random.default_rng([round_number, nbytes, workload.batch])
+    numbers: list[int] = []
+    for _ in range(workload.calls):
+        while len(numbers) < workload.batch:
+            numbers += rng.permutation(OBJECTS[nbytes]).tolist()
+        yield numbers[: workload.batch]
+        del numbers[: workload.batch]

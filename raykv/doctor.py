@@ -1,0 +1,362 @@
+"""What this host grants a node or a client, and how to get more: `raykv doctor`.
+
+Functions that look take the root of the file system, so that tests can show them another host's; `report` prints.
+"""
+
+import importlib.util
+import os
+import platform
+import resource
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from raykv.config import GIB, KIB, MIB
+from raykv.memory import native, numa, pages
+
+Grade = Literal["ok", "better", "wrong"]
+
+MIN_SHM_NBYTES: Final = GIB
+MIN_FILES: Final = 4096
+UNLIMITED: Final = 1 << 60
+KERNEL_WANTED: Final = (6, 1)
+CPU_FLAGS: Final = ("avx2", "avx512f", "asimd")
+PACKAGES: Final = {
+    "ray": "pip install 'raykv[ray]'",
+    "torch": "pip install 'raykv[vllm]'",
+    "vllm": "pip install 'raykv[vllm]'",
+    "cupy": "pip install 'raykv[gpu]'",
+    "pyverbs": "apt-get install python3-pyverbs",
+}
+_IO_URING_SETUP: Final = 425  # the same on all processors
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at.
+
+    Attributes:
+        name: Of the thing.
+        grade: "ok"; "better" when it works, and something could be better; "wrong" when raykv cannot work well so.
+        says: What was found.
+        remedy: A command line or a step that would mend or better it; empty when nothing need be done.
+    """
+
+    name: str
+    grade: Grade
+    says: str
+    remedy: str = ""
+
+
+def examine(root: Path = Path("/")) -> list[Finding]:
+    """Look at everything. Changes nothing; takes some 20 ms and, for a moment, a few MiB of memory."""
+    looks: tuple[Callable[[Path], Finding | list[Finding]], ...] = (
+        shared_memory,
+        memory_limit,
+        huge_pages,
+        hugetlb_pools,
+        memory_nodes,
+        cores,
+        locked_memory,
+        open_files,
+        kernel,
+        compiled_loops,
+        packages,
+        rdma_devices,
+        io_uring,
+        clock,
+    )
+    found: list[Finding] = []
+    for look in looks:
+        one = look(root)
+        found += one if isinstance(one, list) else [one]
+    return found
+
+
+def as_json(findings: Iterable[Finding]) -> list[dict[str, Any]]:
+    """For programs."""
+    return [asdict(finding) for finding in findings]
+
+
+def report(findings: Iterable[Finding]) -> str:
+    """For people: one line a finding, and the remedy below it."""
+    words = {"ok": "ok", "better": "could be better", "wrong": "WRONG"}
+    lines = []
+    for finding in findings:
+        lines.append(f"{finding.name:<18} {words[finding.grade]:<16} {finding.says}")
+        if finding.remedy:
+            lines.append(f"{'':<18} {'':<16} -> {finding.remedy}")
+    return "\n".join(lines)
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def shared_memory(root: Path) -> Finding:
+    """Size and room of /dev/shm, where arenas lie."""
+    name, place = "shared memory", root / "dev/shm"
+    remount = (
+        "mount -o remount,size=80% /dev/shm (containers: docker run --shm-size=64g, or an emptyDir of medium Memory)"
+    )
+    if not place.is_dir():
+        return Finding(name, "wrong", "there is no /dev/shm", "mount -t tmpfs -o size=80% tmpfs /dev/shm")
+    if not os.access(place, os.W_OK):
+        return Finding(name, "wrong", "/dev/shm is not ours to write to", "chmod 1777 /dev/shm")
+    stat, total = os.statvfs(place), _memory(root).get("MemTotal", 0)
+    size, free = stat.f_blocks * stat.f_frsize, stat.f_bavail * stat.f_frsize
+    says = f"/dev/shm has {_size(size)}, {_size(free)} free"
+    if free < MIN_SHM_NBYTES:
+        return Finding(name, "wrong", says, remount)
+    if size < total // 2:
+        return Finding(name, "better", f"{says}; the host has {_size(total)}", remount)
+    return Finding(name, "ok", says)
+
+
+def memory_limit(root: Path) -> Finding:
+    """The container's limit, which counts shared memory too."""
+    name, (limit, used) = "memory limit", _cgroup_memory(root)
+    if limit is None:
+        return Finding(name, "ok", "no limit of a container")
+    stat = os.statvfs(root / "dev/shm") if (root / "dev/shm").is_dir() else None
+    size = stat.f_blocks * stat.f_frsize if stat else 0
+    says = f"this container may use {_size(limit)}, shared memory included, and uses {_size(used)}"
+    if size > limit:
+        return Finding(name, "better", f"{says}; /dev/shm promises {_size(size)}", _LIMIT_REMEDY)
+    return Finding(name, "ok", says)
+
+
+_LIMIT_REMEDY: Final = (
+    "keep arena_nbytes well below the limit, or raise it (docker run --memory, resources.limits.memory)"
+)
+
+
+def huge_pages(root: Path) -> Finding:
+    """Whether shared memory comes in huge pages; tried on one."""
+    name, setting = "huge pages", _chosen(root / "sys/kernel/mm/transparent_hugepage/shmem_enabled")
+    size = _size(pages.huge_nbytes())
+    if pages.try_collapse():
+        return Finding(name, "ok", f"shared memory comes in pages of {size} on request (shmem_enabled: {setting})")
+    remedy = "mount -o remount,huge=advise /dev/shm, or update the kernel to 6.1 or later"
+    if setting in ("always", "force", "advise", "within_size"):
+        return Finding(name, "better", f"this kernel gives pages of {size} by the mount's setting alone", remedy)
+    return Finding(name, "better", f"no pages of {size} for shared memory (shmem_enabled: {setting})", remedy)
+
+
+def hugetlb_pools(root: Path) -> list[Finding]:
+    """Pools of pages set aside, and where they are mounted. Nobody needs them where `huge_pages` is ok."""
+    found = []
+    mounts = [line.split() for line in _lines(root / "proc/mounts")]
+    places = [fields[1] for fields in mounts if len(fields) > 2 and fields[2] == "hugetlbfs"]
+    for pool in sorted((root / "sys/kernel/mm/hugepages").glob("hugepages-*kB")):
+        page = int(pool.name.removeprefix("hugepages-").removesuffix("kB")) * KIB
+        count = _number(pool / "nr_hugepages") or 0
+        free = pages.hugetlb_free_nbytes(page, sys=root / "sys")
+        if not count:
+            found.append(Finding("hugetlb pool", "ok", f"none of {_size(page)} pages, and none is needed"))
+            continue
+        says = f"{_size(count * page)} in {_size(page)} pages, {_size(free)} free"
+        if places:
+            found.append(Finding("hugetlb pool", "ok", f"{says}, mounted at {', '.join(places)}: may serve as shm_dir"))
+        else:
+            remedy = f"mount -t hugetlbfs -o pagesize={page // KIB}K,mode=1777 none /dev/hugepages"
+            found.append(Finding("hugetlb pool", "better", f"{says}, but mounted nowhere", remedy))
+    return found
+
+
+def memory_nodes(root: Path) -> Finding:
+    """NUMA: nodes with memory that we may use."""
+    nodes = numa.usable_nodes(root)
+    sizes = []
+    for node in nodes:
+        lines = _lines(root / f"sys/devices/system/node/node{node}/meminfo")
+        totals = [int(line.split()[3]) * KIB for line in lines if "MemTotal:" in line]
+        sizes.append(f"{node} ({_size(totals[0])})" if totals else str(node))
+    says = f"{len(nodes)}: {', '.join(sizes)}"
+    if len(nodes) > 1 and root == Path("/") and not numa.may_prefer():
+        return Finding(
+            "memory nodes", "better", f"{says}; placing memory is forbidden", "docker run --cap-add SYS_NICE"
+        )
+    return Finding("memory nodes", "ok", says)
+
+
+def cores(root: Path) -> Finding:
+    """Cores that we may use."""
+    allowed, total = len(os.sched_getaffinity(0)), os.cpu_count() or 1
+    quota = _cgroup_file(root, "cpu.max").split()
+    says = f"{allowed} of {total}"
+    if quota and quota[0].isdigit():
+        share = int(quota[0]) / int(quota[1])
+        says += f", for {share:.1f} cores' time"
+        allowed = min(allowed, round(share))
+    if allowed < 2:
+        return Finding("cores", "better", says, "give the node 2 cores or more (docker run --cpus, taskset, num_cpus)")
+    return Finding("cores", "ok", says)
+
+
+def locked_memory(root: Path) -> Finding:
+    """How much memory may be registered with an RDMA device."""
+    name, nbytes = "locked memory", _limit(resource.RLIMIT_MEMLOCK)[0]
+    if nbytes >= UNLIMITED:
+        return Finding(name, "ok", "no limit")
+    grade: Grade = "better" if _devices(root) else "ok"
+    remedy = "ulimit -l unlimited (or LimitMEMLOCK=infinity; docker run --ulimit memlock=-1)" if grade != "ok" else ""
+    return Finding(name, grade, f"{_size(nbytes)}; matters for RDMA alone", remedy)
+
+
+def open_files(root: Path) -> Finding:
+    """How many connections a node can hold."""
+    count, most = _limit(resource.RLIMIT_NOFILE)
+    if count < MIN_FILES:
+        remedy = f"ulimit -n {min(65536, most)} (or LimitNOFILE=65536; docker run --ulimit nofile=65536)"
+        return Finding("open files", "better", f"{count:,} at most; each connection is one", remedy)
+    return Finding("open files", "ok", f"{count:,} at most")
+
+
+# -- machine and software ----------------------------------------------------------------------------------------------
+
+
+def kernel(root: Path) -> Finding:
+    """Kernel, C library, and what the processor can do."""
+    release = "".join(_lines(root / "proc/sys/kernel/osrelease")) or os.uname().release
+    flags = {
+        word
+        for line in _lines(root / "proc/cpuinfo")
+        if line.startswith(("flags", "Features"))
+        for word in line.split()
+    }
+    has = [flag for flag in CPU_FLAGS if flag in flags]
+    says = (
+        f"Linux {release}, {' '.join(platform.libc_ver())}, {os.uname().machine} with {', '.join(has) or 'no vectors'}"
+    )
+    version = tuple(int(part) for part in release.split("-")[0].split(".")[:2] if part.isdigit())
+    if version < KERNEL_WANTED:
+        return Finding("kernel", "better", says, "Linux 6.1 or later gives huge pages without privilege")
+    return Finding("kernel", "ok", says)
+
+
+def compiled_loops(root: Path) -> Finding:
+    """Whether the compiled part was built."""
+    if native.available:
+        return Finding("compiled loops", "ok", "built")
+    remedy = "install a C compiler and Python's headers, then: pip install --force-reinstall --no-deps raykv"
+    return Finding("compiled loops", "better", "not built, or turned off by RAYKV_NATIVE=0: lookups are slower", remedy)
+
+
+def packages(root: Path) -> list[Finding]:
+    """Optional packages. None is needed for the core."""
+    found = []
+    for package, remedy in PACKAGES.items():
+        if importlib.util.find_spec(package) is not None:
+            found.append(Finding(package, "ok", "installed"))
+        else:
+            found.append(Finding(package, "ok", "not installed; optional", remedy))
+    return found
+
+
+def rdma_devices(root: Path) -> Finding:
+    """RDMA devices, and whether they may be opened."""
+    devices = _devices(root)
+    if not devices:
+        return Finding("RDMA", "ok", "no device; bytes go over TCP")
+    closed = [path for path in (root / "dev/infiniband").glob("uverbs*") if not os.access(path, os.R_OK | os.W_OK)]
+    if closed or not (root / "dev/infiniband").is_dir():
+        remedy = "docker run --device /dev/infiniband --cap-add IPC_LOCK"
+        return Finding("RDMA", "better", f"{', '.join(devices)}, but /dev/infiniband is not open to us", remedy)
+    return Finding("RDMA", "ok", ", ".join(devices))
+
+
+def io_uring(root: Path) -> Finding:
+    """Whether io_uring is allowed (for tiers on SSD)."""
+    disabled = _number(root / "proc/sys/kernel/io_uring_disabled")
+    if root == Path("/") and not _io_uring_answers():
+        remedy = "sysctl kernel.io_uring_disabled=0" if disabled else "docker run --security-opt seccomp=unconfined"
+        return Finding("io_uring", "ok", "forbidden here; nothing needs it yet", remedy)
+    return Finding("io_uring", "ok", "forbidden here; nothing needs it yet" if disabled else "allowed")
+
+
+def clock(root: Path) -> Finding:
+    """Where the time comes from: every call reads it."""
+    source = "".join(_lines(root / "sys/devices/system/clocksource/clocksource0/current_clocksource")) or "unknown"
+    began_s = time.perf_counter()
+    for _ in range(1000):
+        time.monotonic()
+    cost_ns = (time.perf_counter() - began_s) * 1e6
+    if source in ("hpet", "acpi_pm", "refined-jiffies") or cost_ns > 1000:
+        remedy = "boot with clocksource=tsc if the machine's is sound"
+        return Finding("clock", "better", f"{source}, {cost_ns:.0f} ns a reading", remedy)
+    return Finding("clock", "ok", f"{source}, {cost_ns:.0f} ns a reading")
+
+
+# -- inside ------------------------------------------------------------------------------------------------------------
+
+
+def _io_uring_answers() -> bool:
+    # Without parameters an allowed call says EFAULT; a forbidden one EPERM or ENOSYS.
+    return pages.syscall_error(_IO_URING_SETUP, 1, 0) not in (1, 38)
+
+
+def _devices(root: Path) -> list[str]:
+    return sorted(path.name for path in (root / "sys/class/infiniband").glob("*"))
+
+
+def _limit(which: int) -> tuple[int, int]:
+    soft, hard = (UNLIMITED if value == resource.RLIM_INFINITY else value for value in resource.getrlimit(which))
+    return soft, hard
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(errors="replace").splitlines()
+    except OSError:
+        return []
+
+
+def _number(path: Path) -> int | None:
+    text = "".join(_lines(path)).strip()
+    return int(text) if text.isdigit() else None
+
+
+def _chosen(path: Path) -> str:
+    text = "".join(_lines(path))
+    return text[text.index("[") + 1 : text.index("]")] if "[" in text and "]" in text else "unknown"
+
+
+def _memory(root: Path) -> dict[str, int]:
+    """Fields of /proc/meminfo in bytes."""
+    fields = (line.partition(":") for line in _lines(root / "proc/meminfo"))
+    return {name: int(rest.split()[0]) * KIB for name, _, rest in fields if rest.split()}
+
+
+def _cgroup_memory(root: Path) -> tuple[int | None, int]:
+    """The tightest limit above this process, and what is used there. None: no limit."""
+    for limit_name, used_name in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+        limit = _cgroup_file(root, limit_name).strip()
+        if limit.isdigit() and int(limit) < UNLIMITED:
+            return int(limit), int(_cgroup_file(root, used_name).strip() or 0)
+    return None, 0
+
+
+def _cgroup_file(root: Path, name: str) -> str:
+    """A file of this process's cgroup, or of the nearest above that has it with a limit; empty if there is none."""
+    groups = root / "sys/fs/cgroup"
+    own = [line.split(":", 2) for line in _lines(root / "proc/self/cgroup")]
+    for _, controllers, path in (fields for fields in own if len(fields) == 3):
+        if controllers and name.split(".")[0] not in controllers.split(","):
+            continue
+        base = groups / controllers if controllers else groups
+        place = base / path.lstrip("/")
+        for each in (place, *place.parents):
+            text = "\n".join(_lines(each / name))
+            if text and not text.startswith("max"):
+                return text
+            if each == base:
+                break
+    return "\n".join(_lines(groups / name))
+
+
+def _size(nbytes: int) -> str:
+    if nbytes >= GIB:
+        return f"{nbytes / GIB:.1f} GiB"
+    return f"{nbytes / MIB:.0f} MiB" if nbytes >= MIB else f"{nbytes // KIB} KiB"

@@ -1,0 +1,231 @@
+"""Chunks on their way over a connection: those of a `get` that have arrived, those of a `put` that go out."""
+
+import struct
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import islice
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from raykv import keys as keys_
+from raykv import wire
+from raykv.errors import ProtocolError
+from raykv.memory.copying import HASH_NBYTES, checksum_of
+from raykv.transport.base import RUN_NBYTES, Link, Runs
+from raykv.types import Bits, GetResult, KeyArray, NodeId, Path
+
+PART_NBYTES: Final = 4 << 20
+PART_KEYS: Final = 256
+"""A holder is asked for this much at once, so that it pins no more while it sends."""
+PARTS_AHEAD: Final = 2
+"""Requests under way on one connection: the holder looks up the next part while this one travels."""
+SCRAP_NBYTES: Final = 1 << 20
+
+
+class Arrivals:
+    """Which chunks of one `get` have arrived so far."""
+
+    def __init__(self, keys: KeyArray, targets: Sequence[Sequence[memoryview]]) -> None:
+        self.keys, self.targets = keys, targets
+        self.hits = [False] * len(keys)
+        self.sizes = [len(target[0]) if len(target) == 1 else sum(map(len, target)) for target in targets]
+        self._nbytes: dict[Path, int] = {}
+        self._chunks: dict[tuple[NodeId, Path], int] = {}
+
+    def missing(self) -> list[int]:
+        """Places of what has not."""
+        return [place for place, hit in enumerate(self.hits) if not hit]
+
+    def note(self, places: npt.NDArray[np.int64], hits: Bits, node_id: NodeId, path: Path) -> None:
+        """Of the chunks at `places`, those in `hits` came from that node by that path."""
+        self.came(places[hits].tolist(), node_id, path)
+
+    def came(self, places: Sequence[int], node_id: NodeId, path: Path) -> None:
+        """The chunks at `places` came from that node by that path."""
+        if places:
+            nbytes = 0
+            for place in places:
+                self.hits[place] = True
+                nbytes += self.sizes[place]
+            self._nbytes[path] = self._nbytes.get(path, 0) + nbytes
+            self._chunks[node_id, path] = self._chunks.get((node_id, path), 0) + len(places)
+
+    def result(self) -> GetResult:
+        return GetResult(tuple(self.hits), self._nbytes, self._chunks)
+
+
+class Load:
+    """Those chunks of one `get` that one holder is asked for, over one connection.
+
+    Attributes:
+        places: Of the chunks, in the `get`.
+        arrived: Places whose buffers are right by now, also when `run` was broken off.
+        gone: Places that the holder does not have.
+        spoilt: Places whose bytes are not what the holder said.
+        path: By which they came.
+    """
+
+    def __init__(self, arrivals: Arrivals, places: list[int], *, verify: bool) -> None:
+        self._arrivals, self._verify = arrivals, verify
+        self.places = places
+        self.arrived: list[int] = []
+        self.gone: list[int] = []
+        self.spoilt: list[int] = []
+        self.path: Path = "tcp"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes to come."""
+        return sum([self._arrivals.sizes[place] for place in self.places])
+
+    def run(self, link: Link, deadline_s: float) -> None:
+        """Read over `link` what has not arrived. May be called again, with another link, after it raised.
+
+        Raises:
+            RayKVError: As `Link.collect` does; the link is closed.
+        """
+        self.path = link.path
+        self.gone, self.spoilt = [], []
+        parts = self._parts()
+        requests = iter([wire.Read(keys_.to_bytes(self._arrivals.keys[part])) for part in parts])
+        try:
+            for request in islice(requests, PARTS_AHEAD):
+                link.post(request, deadline_s=deadline_s)
+            for part in parts:
+                link.collect(partial(self._place, part), deadline_s=deadline_s)
+                for request in islice(requests, 1):
+                    link.post(request, deadline_s=deadline_s)
+        except BaseException:
+            link.close()  # more answers may be on their way
+            raise
+        if self.spoilt:  # it looks for itself, and drops what is wrong before anybody asks again
+            link.call(wire.Suspect(keys_.to_bytes(self._arrivals.keys[self.spoilt])), deadline_s=deadline_s)
+
+    def _parts(self) -> list[list[int]]:
+        """Places of what has not arrived, in the shares of single requests."""
+        done = set(self.arrived)
+        parts: list[list[int]] = []
+        room = 0
+        for place in self.places:
+            if place not in done:
+                size = self._arrivals.sizes[place]
+                if room < size or len(parts[-1]) == PART_KEYS:
+                    parts.append([])
+                    room = PART_NBYTES
+                parts[-1].append(place)
+                room -= size
+        return parts
+
+    def _place(self, part: list[int], answer: wire.Answer) -> Iterator[Sequence[memoryview]]:
+        """The buffers for the payload; each chunk is checked as soon as it is there."""
+        reading = wire.expect(wire.Reading, answer)
+        lengths, checksums = readings(reading, len(part))
+        targets, sizes = self._arrivals.targets, self._arrivals.sizes
+        run: list[memoryview] = []
+        due: list[tuple[int, int]] = []
+        nbytes = 0
+        for place, length, checksum in zip(part, lengths, checksums, strict=True):
+            if not length:
+                self.gone.append(place)
+                continue
+            if length == sizes[place]:
+                if length > HASH_NBYTES and self._verify:
+                    yield run
+                    self._check(due)
+                    run, due, nbytes = [], [], 0
+                    yield from self._place_large(place, checksum)
+                    continue
+                run += targets[place]
+                due.append((place, checksum))
+            else:
+                run += drain(length)
+            nbytes += length
+            if nbytes >= RUN_NBYTES:
+                yield run
+                self._check(due)
+                run, due, nbytes = [], [], 0
+        if run:
+            yield run
+            self._check(due)
+
+    def _place_large(self, place: int, checksum: int) -> Runs:
+        """The same for a chunk that would not stay in the cache until it is all there: it is hashed in steps."""
+        state = xxhash.xxh3_64()
+        for piece in self._arrivals.targets[place]:
+            for first in range(0, len(piece), HASH_NBYTES):
+                part = piece[first : first + HASH_NBYTES]
+                yield (part,)
+                state.update(part)
+        (self.arrived if state.intdigest() == checksum else self.spoilt).append(place)
+
+    def _check(self, due: list[tuple[int, int]]) -> None:
+        """Compare the checksums of chunks that are here by now."""
+        targets = self._arrivals.targets
+        for place, checksum in due:
+            if self._verify and checksum_of(targets[place]) != checksum:
+                self.spoilt.append(place)
+            else:
+                self.arrived.append(place)
+
+
+def load_one(link: Link, key: bytes, target: memoryview, verify: bool, deadline_s: float) -> tuple[Path | None, bool]:
+    """Read the chunk of one 16-byte key into a byte view of its length.
+
+    Returns:
+        By which path it arrived, if it did; and whether the holder does not have it.
+    """
+    announced: list[int] = []
+
+    def place(answer: wire.Answer) -> Sequence[Sequence[memoryview]]:
+        (length,), (checksum,) = readings(wire.expect(wire.Reading, answer), 1)
+        announced[:] = length, checksum
+        return ((target,),) if length == len(target) else (drain(length),)
+
+    link.fetch(wire.Read(key), place, deadline_s=deadline_s)
+    length, checksum = announced
+    if length != len(target) or not length:
+        return None, not length
+    if verify and checksum_of((target,)) != checksum:
+        link.call(wire.Suspect(key), deadline_s=deadline_s)
+        return None, False
+    return link.path, False
+
+
+def with_checksums(values: Sequence[Sequence[memoryview]], places: Sequence[int]) -> Runs:
+    """What is sent of the values at `places`: their bytes, and behind all of them their checksums, u64 each.
+
+    A chunk is hashed just before it is sent: its bytes are fetched from memory once.
+    """
+    checksums: list[int] = []
+    run: list[memoryview] = []
+    nbytes = 0
+    for place in places:
+        value = values[place]
+        checksums.append(checksum_of(value))
+        run += value
+        nbytes += sum(map(len, value))
+        if nbytes >= RUN_NBYTES:
+            yield run
+            run, nbytes = [], 0
+    yield [*run, memoryview(struct.pack(f"<{len(checksums)}Q", *checksums))]
+
+
+def readings(reading: wire.Reading, count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Lengths and checksums that a holder announces for `count` keys.
+
+    Raises:
+        ProtocolError: There are more or fewer.
+    """
+    if len(reading.nbytes) != 4 * count or len(reading.checksums) != 8 * count:
+        raise ProtocolError(f"{len(reading.nbytes)} and {len(reading.checksums)} bytes where {count} entries were due")
+    return struct.unpack(f"<{count}I", reading.nbytes), struct.unpack(f"<{count}Q", reading.checksums)
+
+
+def drain(nbytes: int) -> list[memoryview]:
+    """Views to receive bytes into that nobody wants: the same memory again and again."""
+    scrap = memoryview(bytearray(min(nbytes, SCRAP_NBYTES)))
+    whole, rest = divmod(nbytes, SCRAP_NBYTES)
+    return [scrap] * whole + [scrap[:rest]]

@@ -1,0 +1,26 @@
+"""The compiled loops (`_native.c`), or None where they were not built: then numpy and the standard library do the same.
+
+They are built with the package when a C compiler is there. RAYKV_NATIVE=0 leaves them unused. Both ways pass the same
+tests.
+"""
+
+from typing import Final
+
+from raykv.config import native_wanted
+
+try:
+    from raykv.memory import _native
+except ImportError:
+    _built = None
+else:
+    _built = _native
+
+available: Final = _built is not None and native_wanted()
+"""Whether the compiled loops are in use."""
+
+_used = _built if available else None
+find: Final = _used.find if _used else None
+enter: Final = _used.enter if _used else None
+read: Final = _used.read if _used else None
+copy: Final = _used.copy if _used else None
+Reader: Final = _used.Reader if _used else None

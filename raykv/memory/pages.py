@@ -1,0 +1,190 @@
+"""Mapping files so that huge pages fit, and asking the kernel for them.
+
+Touching 2 MiB for the first time costs every process one fault with them, and 512 without. How to get them for shared
+memory, as measured on Linux 6.18:
+
+* MADV_COLLAPSE (6.1 and later) makes one of a block of which any page is there. It needs no privilege, and no setting
+  of the tmpfs. With the first page alone taken before, nothing is copied: 2 ms for 32 MiB, against 8 ms by small pages.
+* Before 6.1: by fault, after MADV_HUGEPAGE, if the tmpfs is mounted with huge=advise, within_size or always.
+* On hugetlbfs all pages are huge, from a pool that the administrator has filled.
+
+A process sees a huge page as one only where the mapping is aligned to it, so we choose the addresses.
+"""
+
+import ctypes
+import errno
+import functools
+import mmap
+import os
+import re
+import weakref
+from pathlib import Path
+from typing import Final
+
+MADV_POPULATE_READ: Final = 22
+MADV_POPULATE_WRITE: Final = 23
+MADV_COLLAPSE: Final = 25
+_PROT_NONE: Final = 0
+_MAP_FIXED: Final = 0x10
+_MAP_NORESERVE: Final = 0x4000
+_HUGETLBFS_MAGIC: Final = 0x958458F6
+_THP: Final = Path("/sys/kernel/mm/transparent_hugepage")
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+@functools.cache
+def huge_nbytes() -> int:
+    """Size of a transparent huge page on this host: 2 MiB, or more where small pages are larger than 4 KiB."""
+    try:
+        return int((_THP / "hpage_pmd_size").read_text())
+    except (OSError, ValueError):
+        return 2 << 20
+
+
+class Mapping:
+    """A file in this process's memory. It stays until this object and the last view of it are gone.
+
+    Attributes:
+        address: Where it begins; a multiple of the huge page if it is as large as one.
+        view: All of its bytes.
+    """
+
+    def __init__(self, fd: int, nbytes: int, *, writable: bool, alignment: int) -> None:
+        """Map a whole file.
+
+        Args:
+            alignment: Of the address, in bytes; a power of two. On hugetlbfs the kernel aligns by itself.
+
+        Raises:
+            OSError: ENOMEM, for one: hugetlbfs has fewer free pages than that.
+        """
+        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        self.address = _map(fd, nbytes, protection, alignment)
+        self._array = (ctypes.c_ubyte * nbytes).from_address(self.address)  # every view holds it too
+        # Not at exit: threads may still be reading then.
+        weakref.finalize(self._array, _libc.munmap, self.address, nbytes).atexit = False
+        view = memoryview(self._array).cast("B")
+        self.view = view if writable else view.toreadonly()
+
+    def advise(self, offset: int, nbytes: int, advice: int) -> int:
+        """Call madvise for a part, without the interpreter lock. Returns 0, or the error's number."""
+        return ctypes.get_errno() if _libc.madvise(self.address + offset, nbytes, advice) else 0
+
+
+def _map(fd: int, nbytes: int, protection: int, alignment: int) -> int:
+    if alignment <= mmap.PAGESIZE:
+        return _mmap(None, nbytes, protection, mmap.MAP_SHARED, fd)
+    # Of a reservation that is larger by one alignment, the part from the first multiple on is put to use.
+    start = _mmap(None, nbytes + alignment, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, -1)
+    address = -(-start // alignment) * alignment
+    reserved_end, end = start + nbytes + alignment, -(-(address + nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+    try:
+        _mmap(address, nbytes, protection, mmap.MAP_SHARED | _MAP_FIXED, fd)
+    except OSError:
+        _libc.munmap(start, nbytes + alignment)
+        raise
+    if address > start:
+        _libc.munmap(start, address - start)
+    if reserved_end > end:
+        _libc.munmap(end, reserved_end - end)
+    return address
+
+
+def _mmap(address: int | None, nbytes: int, protection: int, flags: int, fd: int) -> int:
+    found: int = _libc.mmap(address, nbytes, protection, flags, fd, 0)
+    if found == ctypes.c_void_p(-1).value:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return found
+
+
+@functools.cache
+def collapse_works() -> bool:
+    """Whether the kernel makes huge pages of shared memory on request: since 6.1. An older one is tried."""
+    version = re.match(r"(\d+)\.(\d+)", os.uname().release)
+    return (version is not None and (int(version[1]), int(version[2])) >= (6, 1)) or try_collapse()
+
+
+def try_collapse() -> bool:
+    """Make one huge page of shared memory on request, and say whether that went well. Takes 5 ms."""
+    nbytes = huge_nbytes()
+    if nbytes > 32 << 20:
+        return False  # larger than extents are
+    fd = os.memfd_create("raykv-trial", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(fd, nbytes)
+        return collapse(Mapping(fd, nbytes, writable=True, alignment=nbytes), fd, 0)
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+
+
+def collapse(mapping: Mapping, fd: int, offset: int) -> bool:
+    """Make the block at `offset` one huge page, whatever of it is there. False when there is none to be had.
+
+    Raises:
+        OSError: ENOSPC: no room for the block's first page. ENOMEM likewise.
+    """
+    os.posix_fallocate(fd, offset, 1)
+    return mapping.advise(offset, huge_nbytes(), MADV_COLLAPSE) == 0
+
+
+def fault(mapping: Mapping, offset: int) -> bool:
+    """Touch the block at `offset` so that the kernel may take a huge page for it. False when it has no room at all."""
+    nbytes = huge_nbytes()
+    mapping.advise(offset, nbytes, mmap.MADV_HUGEPAGE)
+    return mapping.advise(offset, nbytes, MADV_POPULATE_WRITE) == 0  # EFAULT in place of SIGBUS
+
+
+def grant_of(fd: int, *, proc: Path = Path("/proc"), thp: Path = _THP) -> str:
+    """What the tmpfs of a file says about huge pages: "never", "advise", "within_size", "always", "deny" or "force"."""
+    try:
+        overall = (thp / "shmem_enabled").read_text()
+        overall = overall[overall.index("[") + 1 : overall.index("]")]
+        mounts = (proc / "self/mountinfo").read_text().splitlines()
+    except (OSError, ValueError):
+        return "never"
+    if overall in ("deny", "force"):
+        return overall
+    device = os.fstat(fd).st_dev
+    name = f"{os.major(device)}:{os.minor(device)}"
+    for line in mounts:
+        fields, _, options = line.partition(" - ")
+        if fields.split()[2] == name:
+            words = [word for word in options.split()[-1].split(",") if word.startswith("huge=")]
+            return words[-1].removeprefix("huge=") if words else "never"
+    return overall  # a memfd: of a mount that nobody sees
+
+
+def hugetlb_page_nbytes(fd: int) -> int:
+    """Size of the pages of the hugetlbfs that a file or directory lies in; 0 when it is another file system."""
+    result = (ctypes.c_long * 32)()  # struct statfs: type and block size come first
+    if _libc.fstatfs(fd, result) or result[0] != _HUGETLBFS_MAGIC:
+        return 0
+    return int(result[1])
+
+
+def hugetlb_free_nbytes(page_nbytes: int, *, sys: Path = Path("/sys")) -> int:
+    """Bytes of the hugetlb pool of that page size that nobody has or is promised."""
+    pool = sys / f"kernel/mm/hugepages/hugepages-{page_nbytes >> 10}kB"
+    try:
+        free, promised = (int((pool / name).read_text()) for name in ("free_hugepages", "resv_hugepages"))
+    except (OSError, ValueError):
+        return 0
+    return max(0, free - promised) * page_nbytes
+
+
+def syscall_error(number: int, *arguments: int) -> int:
+    """Make a system call. Returns 0, or the error's number."""
+    return ctypes.get_errno() if _libc.syscall(number, *map(ctypes.c_long, arguments)) < 0 else 0
+
+
+def is_full(error: OSError) -> bool:
+    """Whether an error says that there is no room."""
+    return error.errno in (errno.ENOSPC, errno.ENOMEM)

@@ -1,0 +1,88 @@
+"""Rows of the chunk table that are free. Pure bookkeeping, derived anew by every process."""
+
+import mmap
+from collections.abc import Iterator
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from raykv.types import Bits, Rows
+
+LENT: Final = -2
+"""In the column `parent`: the row is lent to a writer, has no key yet, and is not in the index."""
+
+QUARANTINE_S: Final = 10.0
+"""Slots whose writer was cut off stay out of use this long: it may not know of it yet, and still be writing."""
+
+
+class FreeRows:
+    """Which rows are free: those on a stack, and all from `fresh` up to `limit`, which were never used.
+
+    Four bytes a row that was used and is free again, none for others.
+
+    Attributes:
+        fresh: Rows before this one are, or were, in use.
+        limit: Rows from here on must not be used: they have no real memory yet.
+    """
+
+    def __init__(self, busy: Bits, *, rows: int, limit: int) -> None:
+        """Start from which rows are busy.
+
+        Args:
+            busy: One entry for each row below `limit`.
+            rows: Rows of the table.
+        """
+        used = np.flatnonzero(busy)
+        self.fresh, self.limit = (int(used[-1]) + 1 if used.size else 0), limit
+        self._stack: npt.NDArray[np.int32] = lazy_zeros(rows, np.int32)
+        self._cells = self._stack.data
+        holes = np.flatnonzero(~busy[: self.fresh])[::-1]
+        self._stack[: len(holes)] = holes
+        self._stacked = len(holes)
+
+    def __len__(self) -> int:
+        return self._stacked + self.limit - self.fresh
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self._stack[: self._stacked].tolist()
+        yield from range(self.fresh, self.limit)
+
+    def take(self, count: int) -> Rows:
+        """Take up to `count` rows; fewer when there are no more."""
+        reused, first = min(count, self._stacked), self.fresh
+        self._stacked -= reused
+        self.fresh = min(first + count - reused, self.limit)
+        top = self._stack[self._stacked : self._stacked + reused][::-1]
+        return np.concatenate([top, np.arange(first, self.fresh, dtype=np.int32)])
+
+    def take_one(self) -> int:
+        """Take a row; -1 when there is none."""
+        if self._stacked:
+            self._stacked -= 1
+            return self._cells[self._stacked]
+        if self.fresh < self.limit:
+            self.fresh += 1
+            return self.fresh - 1
+        return -1
+
+    def give(self, rows: Rows) -> None:
+        """Give rows back."""
+        self._stack[self._stacked : self._stacked + len(rows)] = rows
+        self._stacked += len(rows)
+
+    def give_one(self, row: int) -> None:
+        """Give one row back."""
+        self._cells[self._stacked] = row
+        self._stacked += 1
+
+
+def lazy_zeros(count: int, kind: type[np.generic]) -> npt.NDArray[Any]:
+    """An array of zeros that takes real memory page by page, as it is written to."""
+    memory = mmap.mmap(-1, max(1, count * np.dtype(kind).itemsize), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        try:
+            memory.madvise(mmap.MADV_NOHUGEPAGE)
+        except OSError:
+            pass  # a kernel without huge pages
+    return np.frombuffer(memory, kind, count)

@@ -1,0 +1,400 @@
+"""Who has which rows and slots, and making room: the part of a shard that gives, takes back and evicts.
+
+Plain and synchronous, like the shard that owns it. Nothing here looks at all rows of a large table: victims are
+sought in a sample, and what is counted is counted as it changes.
+"""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from raykv.config import SLOT_ALIGNMENT_NBYTES, StorageConfig
+from raykv.eviction import policy
+from raykv.eviction.base import victims, victims_upward
+from raykv.memory.rows import LENT, QUARANTINE_S, FreeRows
+from raykv.memory.slots import Pages, Slots
+from raykv.memory.table import MAX_NAMESPACES, Table
+from raykv.types import Bits, Rows
+
+log = logging.getLogger(__name__)
+
+SAMPLE_ROWS: Final = 1 << 16
+"""Victims are sought among so many rows at once: all of a small table, runs from anywhere in a large one."""
+SAMPLE_SHARE: Final = 128
+"""A sample costs milliseconds, so this part of what it found evictable goes (one in so many): no less, and in one step
+ahead of need no more, since others wait for the lock meanwhile."""
+SCAN_SHARE: Final = 8
+"""Where all rows had to be looked at for those of a small account, this part of them goes (one in so many)."""
+FOREIGN_EXTENTS: Final = 64
+"""Extents of other slot sizes that are looked at, coldest first, for one that can be emptied."""
+AHEAD_SHARE: Final = 16
+"""Slots are lent ahead of need from what is free above the low-water mark: one in so many at a time."""
+AHEAD_TOTAL_SHARE: Final = 8
+"""And all slots that are lent take at most this part of the arena (one in so many) before none go ahead of need."""
+MAX_PINS: Final = (1 << 16) - 1
+NO_ROWS: Rows = np.empty(0, np.int32)
+
+
+@dataclass(slots=True)
+class Counters:
+    """What happened since this process took over, in chunks."""
+
+    committed: int = 0
+    evicted: int = 0
+    deleted: int = 0
+    aborted: int = 0
+    refused_full: int = 0
+    corrupt: int = 0
+
+
+class Room:
+    """Rows and slots of one node: free, lent, in use, or resting.
+
+    Attributes:
+        slots, free_rows: What is free.
+        counters: See `Counters`.
+        used_nbytes: Bytes of slots that hold a chunk, are reserved or lent, by account.
+        total_nbytes: Their sum.
+        lent_nbytes: Bytes of those that are lent.
+        chunks: Chunks that can be read.
+        removed: Keys of chunks that went, as `keys.to_bytes` writes them, since somebody took note.
+    """
+
+    def __init__(
+        self, config: StorageConfig, table: Table, slots: Slots, *, ready: Rows, unfinished: Rows, now_s: float
+    ) -> None:
+        """Start from what the columns say.
+
+        Args:
+            ready: Rows of chunks.
+            unfinished: Rows, in no index, whose slots somebody may still be writing to: they rest.
+        """
+        self._config, self._table, self.slots = config, table, slots
+        self._arena_nbytes = config.extents * config.extent_nbytes
+        self._policy = policy(config.policy)
+        self._rng = np.random.default_rng(table.incarnation)
+        self.counters = Counters()
+        self.removed: list[bytes] = []
+        columns = table.columns
+        busy = np.zeros(table.rows_backed, np.bool_)
+        busy[ready] = busy[unfinished] = True
+        self.free_rows = FreeRows(busy, rows=table.rows, limit=table.rows_backed)
+        for rows in (ready, unfinished):
+            slots.note_rows(columns.page[rows], rows)
+        self.used_nbytes = np.bincount(
+            columns.namespace[ready], weights=self.slot_sizes(ready), minlength=MAX_NAMESPACES
+        ).astype(np.int64)
+        self._used_cells = self.used_nbytes.data
+        self.total_nbytes = int(self.used_nbytes.sum())
+        self.lent_nbytes = 0
+        self.chunks = len(ready)
+        self._in_use = len(ready)  # rows that `total_nbytes` counts
+        self._left_behind = 0  # rows whose chunk went before those that follow it; see `give_back`
+        self._resting: list[tuple[float, Rows]] = [(now_s + QUARANTINE_S, unfinished)]
+        self._tending = False
+
+    # -- giving ------------------------------------------------------------------------------------------------------
+
+    def take(self, count: int, size: int, account: int, protected: Rows, now: int) -> tuple[Rows, Pages]:
+        """Rows with slots of `size` for the account; others are evicted for them if need be.
+
+        The rows are lent: they have no key yet, and are in no index.
+
+        Args:
+            protected: Rows that must not go for it; entries of -1 are passed over.
+
+        Returns:
+            As many rows as there is room for, and the first page of each one's slot.
+        """
+        room = self._make(count, size, account, protected, now)
+        pages = self.slots.take(room, size)
+        if len(pages) < room:  # the file system was full: some extents are of no use, and others must be emptied
+            more = self._make(room - len(pages), size, account, protected, now)
+            pages = np.concatenate([pages, self.slots.take(more, size)])
+        rows = self.free_rows.take(len(pages))
+        self._lend(rows, pages, size, account)
+        return rows, pages
+
+    def take_ahead(self, count: int, size: int, account: int) -> tuple[Rows, Pages]:
+        """The same ahead of need: nothing is evicted for it, and only a part of what is free is given."""
+        spare_nbytes = min(
+            (self.slots.free_nbytes - int(self._config.low_water * self._arena_nbytes)) // AHEAD_SHARE,
+            self._arena_nbytes // AHEAD_TOTAL_SHARE - self.lent_nbytes,
+        )
+        capacity = int(self._table.namespaces["capacity"][account])
+        if capacity:
+            spare_nbytes = min(spare_nbytes, (capacity - self._used_cells[account]) // AHEAD_SHARE)
+        spare = min(spare_nbytes // size, self.slots.free_backed(size), len(self.free_rows) // AHEAD_SHARE)
+        pages = self.slots.take(max(0, min(count, spare)), size)
+        rows = self.free_rows.take(len(pages))
+        self._lend(rows, pages, size, account)
+        return rows, pages
+
+    def _lend(self, rows: Rows, pages: Pages, size: int, account: int) -> None:
+        if not rows.size:
+            return
+        columns = self._table.columns
+        columns.generation[rows] |= 1
+        columns.parent[rows] = LENT
+        columns.page[rows] = pages
+        columns.namespace[rows] = account
+        columns.nbytes[rows] = size  # last: from now on the row has a slot
+        columns.pins[rows] = 0
+        self.slots.note_rows(pages, rows)
+        self._count(account, len(rows), size)
+        self.lent_nbytes += len(rows) * size
+
+    def _count(self, account: int, rows: int, size: int) -> None:
+        self._used_cells[account] += rows * size
+        self.total_nbytes += rows * size
+        self._in_use += rows
+
+    # -- taking back -------------------------------------------------------------------------------------------------
+
+    def drop(self, rows: Rows) -> None:
+        """Take ready rows away from readers, then free them."""
+        if rows.size:
+            self.chunks -= len(rows)
+            columns = self._table.columns
+            self.removed.append(np.stack([columns.key_hi[rows], columns.key_lo[rows]], axis=1).tobytes())
+            self.free(rows)
+
+    def free(self, rows: Rows) -> None:
+        """Free rows, whatever they hold."""
+        if rows.size:
+            self._unlink(rows)
+            self._give_back(rows)
+
+    def rest(self, rows: Rows, *, now_s: float) -> None:
+        """Free unfinished rows of a writer that was cut off. Their slots come back after QUARANTINE_S."""
+        if rows.size:
+            self._unlink(rows)
+            self._resting.append((now_s + QUARANTINE_S, rows))
+
+    def wake(self, *, now_s: float) -> None:
+        """Give back what has rested long enough."""
+        while self._resting and now_s >= self._resting[0][0]:
+            self._give_back(self._resting.pop(0)[1])
+
+    @property
+    def resting(self) -> Rows:
+        """Rows whose slots rest."""
+        return np.concatenate([NO_ROWS, *(rows for _, rows in self._resting)])
+
+    def _unlink(self, rows: Rows) -> None:
+        """Take rows out of index, chains and accounts. They and their slots stay taken."""
+        table, columns = self._table, self._table.columns
+        sizes = self.slot_sizes(rows)
+        with table.changing():
+            columns.generation[rows] |= 1  # even becomes odd: readers turn away first
+            lent = columns.parent[rows] == LENT
+            self.lent_nbytes -= int(sizes[lent].sum())
+            table.remove(rows[~lent] if lent.any() else rows)
+            self._let_go(rows)
+            np.subtract.at(self.used_nbytes, columns.namespace[rows], sizes)
+            self.total_nbytes -= int(sizes.sum())
+            self._in_use -= len(rows)
+
+    def _let_go(self, rows: Rows) -> None:
+        """End what these rows say of their parents. Parents that were only kept for it are free."""
+        columns = self._table.columns
+        parents = columns.parent[rows]
+        columns.parent[rows] = -1
+        parents = parents[parents >= 0]
+        if not parents.size:
+            return
+        np.subtract.at(columns.children, parents, 1)
+        if self._left_behind:
+            parents = np.unique(parents)
+            free = parents[(columns.children[parents] == 0) & (columns.nbytes[parents] == 0)]
+            self._left_behind -= len(free)
+            self.free_rows.give(free)
+
+    def _give_back(self, rows: Rows) -> None:
+        """Free the slots, and those of the rows that no other row names as its parent.
+
+        To find a row's children would mean to look at all rows. So a row stays out of use until they have gone too, or
+        until `_end_parenthood` has come by.
+        """
+        columns = self._table.columns
+        columns.nbytes[rows] = 0
+        self.slots.give(columns.page[rows])
+        childless = columns.children[rows] == 0
+        if not childless.all():
+            self._left_behind += len(rows) - int(childless.sum())
+            rows = rows[childless]
+        self.free_rows.give(rows)
+
+    def _end_parenthood(self, count: int) -> None:
+        """Make rows free that only their children keep, until `count` rows are free. May look at all rows."""
+        columns = self._table.columns
+        for first in range(0, self.free_rows.fresh, SAMPLE_ROWS):
+            if not self._left_behind or len(self.free_rows) >= count:
+                return
+            parents = columns.parent[first : min(first + SAMPLE_ROWS, self.free_rows.fresh)]
+            rows = np.flatnonzero(parents >= 0)
+            rows = rows[columns.nbytes[parents[rows]] == 0] + first
+            self._let_go(rows.astype(np.int32))
+
+    # -- ahead of need -----------------------------------------------------------------------------------------------
+
+    @property
+    def short(self) -> bool:
+        """Whether `tend` has something to do."""
+        return self._tending or self.slots.free_nbytes < self._config.low_water * self._arena_nbytes
+
+    def tend(self, now: int) -> bool:
+        """Evict ahead of need: when little is free, free some more, in steps. Returns whether there is more to do."""
+        wanted_nbytes = self._config.high_water * self._arena_nbytes - self.slots.free_nbytes
+        if not self.short or wanted_nbytes < 0 or not self._in_use:
+            self._tending = False
+            return False
+        count = int(wanted_nbytes / (self.total_nbytes / self._in_use)) + 1
+        rows = self._candidates()
+        gone = self._evict(rows, min(count, self._at_once(len(rows))), now)
+        self._tending = 0 < gone < count
+        return self._tending
+
+    # -- making room -------------------------------------------------------------------------------------------------
+
+    def _make(self, count: int, size: int, account: int, protected: Rows, now: int) -> int:
+        """Evict until `count` slots of `size` are free for the account. Returns for how many there is room."""
+        capacity = int(self._table.namespaces["capacity"][account])
+        if self._allowed(capacity, account, size, count) == count and self._free(size) >= count:
+            return count
+        with self._shielded(protected):
+            missing = count - self._allowed(capacity, account, size, count)
+            if missing:
+                rows = self._candidates(account=account, wanted=missing)
+                scanned = not self._is_small() and len(rows) < SAMPLE_ROWS // SAMPLE_SHARE
+                self._evict(rows, max(missing, len(rows) // SCAN_SHARE) if scanned else missing, now)
+                count = self._allowed(capacity, account, size, count)
+            if count > len(self.free_rows):
+                self._end_parenthood(count)
+                self._evict(self._candidates(), count - len(self.free_rows), now)
+                self._end_parenthood(count)
+                count = min(count, len(self.free_rows))
+            while (missing := count - self.slots.free(size)) > 0:
+                if not self._evict_for_slots(missing, size, now):
+                    return self.slots.free(size)
+        return count
+
+    def _free(self, size: int) -> int:
+        return min(self.slots.free(size), len(self.free_rows))
+
+    def _allowed(self, capacity: int, account: int, size: int, count: int) -> int:
+        """How many of `count` slots the account may have."""
+        if not capacity:
+            return count
+        return min(count, max(0, capacity - self._used_cells[account]) // size)
+
+    def _evict_for_slots(self, missing: int, size: int, now: int) -> bool:
+        """Free slots of one size: the coldest chunks of that size, or a whole extent of another that is colder yet."""
+        columns = self._table.columns
+        rows = self._candidates()
+        if self._is_small():
+            own = rows[self.slot_sizes(rows) == size]
+        else:
+            own = self._candidates(size=size)
+            missing = max(missing, len(own) // SAMPLE_SHARE)
+        mine = self._victims(own, missing, now)
+        foreign, last_access = self._coldest_foreign_extent(size, rows)
+        if foreign.size and (not mine.size or last_access < int(columns.accessed[mine].min())):
+            mine = foreign
+        self.counters.evicted += len(mine)
+        self.drop(mine)
+        return bool(mine.size)
+
+    def _coldest_foreign_extent(self, size: int, candidates: Rows) -> tuple[Rows, int]:
+        """Rows of the extent, among those serving other sizes and wholly evictable, whose last read is longest ago.
+
+        Which extents are cold is told by the candidates, a sample perhaps. The one that is chosen is looked at whole.
+        """
+        columns = self._table.columns
+        last = np.full(self._table.extents, np.iinfo(np.int64).max)
+        home = self.slots.extent_of(columns.page[candidates])
+        last[home] = -1
+        np.maximum.at(last, home, columns.accessed[candidates].astype(np.int64))
+        extents = self.slots.extents_serving_others(size)
+        for extent in extents[np.argsort(last[extents], kind="stable")][:FOREIGN_EXTENTS].tolist():
+            rows = self.slots.rows_in(extent)
+            if rows.size and self.evictable(rows).all():
+                return rows, int(columns.accessed[rows].max())
+        return NO_ROWS, 0
+
+    def _candidates(self, *, account: int | None = None, size: int | None = None, wanted: int = 0) -> Rows:
+        """Rows that may go: all of a small table, a sample of a large one.
+
+        Args:
+            account: Only those of this account. If that is a small part of a large table, all rows' account numbers are
+                looked at (two bytes each), since a sample would have few of them.
+            size: Only those in slots of this size.
+        """
+        columns = self._table.columns
+        if account is None or self._is_small() or self._used_cells[account] * SAMPLE_SHARE > self.total_nbytes:
+            rows = self._table.ready_rows() if self._is_small() else self.slots.sample(SAMPLE_ROWS, self._rng, size)
+            rows = rows[self.evictable(rows)]
+            if account is None:
+                return rows
+            mine: Rows = rows[columns.namespace[rows] == account]
+            if self._is_small() or len(mine) >= max(wanted, SAMPLE_SHARE):
+                return mine
+        mine = np.flatnonzero(columns.namespace[: self.free_rows.fresh] == account).astype(np.int32)
+        if len(mine) > SAMPLE_ROWS:
+            start = int(self._rng.integers(0, len(mine) - SAMPLE_ROWS))
+            mine = mine[start : start + SAMPLE_ROWS]
+        return mine[self.evictable(mine)]
+
+    def _is_small(self) -> bool:
+        """Whether looking at all rows costs no more than a sample."""
+        return self.free_rows.fresh <= SAMPLE_ROWS
+
+    def _at_once(self, candidates: int) -> int:
+        return candidates if self._is_small() else max(1, candidates // SAMPLE_SHARE)
+
+    def _evict(self, candidates: Rows, count: int, now: int) -> int:
+        if not self._is_small() and count > 0:
+            count = max(count, len(candidates) // SAMPLE_SHARE)
+        rows = self._victims(candidates, count, now)
+        self.counters.evicted += len(rows)
+        self.drop(rows)
+        return len(rows)
+
+    def _victims(self, candidates: Rows, count: int, now: int) -> Rows:
+        columns = self._table.columns
+        if self._is_small() or not self._policy.leaf_first:
+            return victims(self._policy, columns, candidates, count, now)
+        return victims_upward(self._policy, columns, candidates, count, now, self._may_go)
+
+    def _may_go(self, row: int) -> bool:
+        """What `evictable` says of one row."""
+        generation = self._table.cells.generation[row]
+        return generation & 1 == 0 and generation != 0 and self._table.cells.pins[row] == 0
+
+    @contextmanager
+    def _shielded(self, rows: Rows) -> Iterator[None]:
+        """Keep rows from eviction by a pin. A process that dies within leaves no trace: pins do not outlive it."""
+        pins = self._table.columns.pins
+        rows = np.unique(rows[rows >= 0])
+        rows = rows[pins[rows] < MAX_PINS]
+        pins[rows] += 1
+        yield
+        pins[rows] -= 1
+
+    def evictable(self, rows: Rows) -> Bits:
+        """Which rows hold a chunk that nobody has pinned."""
+        columns = self._table.columns
+        generation = columns.generation[rows]
+        mask: Bits = (generation & 1 == 0) & (generation != 0) & (columns.pins[rows] == 0)
+        return mask
+
+    def slot_sizes(self, rows: Rows) -> npt.NDArray[np.int64]:
+        """Bytes of each row's slot."""
+        pages = -(-self._table.columns.nbytes[rows].astype(np.int64) // SLOT_ALIGNMENT_NBYTES)
+        sizes: npt.NDArray[np.int64] = pages * SLOT_ALIGNMENT_NBYTES
+        return sizes

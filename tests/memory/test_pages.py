@@ -1,0 +1,242 @@
+"""Huge pages: had where the kernel gives them, done without where not, and never a reason to die."""
+
+import mmap
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from raykv.config import StorageConfig
+from raykv.errors import ConfigError
+from raykv.memory import pages
+from raykv.memory.arena import SharedMemory, free_nbytes, require_pages
+from raykv.shard import Shard
+
+MIB = 1 << 20
+HUGE = pages.huge_nbytes()
+
+needs_collapse = pytest.mark.skipif(not pages.try_collapse(), reason="this kernel makes no huge pages on request")
+
+
+@pytest.fixture
+def mount(shm_dir):
+    """Mounts file systems for a test."""
+    mounted = []
+
+    def mount(kind: str, options: str) -> Path:
+        place = shm_dir / f"mount-{len(mounted)}"
+        place.mkdir()
+        done = subprocess.run(["mount", "-t", kind, "-o", options, kind, place], capture_output=True, text=True)
+        if done.returncode:
+            pytest.skip(f"cannot mount a {kind} here: {done.stderr.strip()}")
+        mounted.append(place)
+        return place
+
+    yield mount
+    for place in mounted:
+        subprocess.run(["umount", "-l", place], check=True)
+
+
+def mapped_huge(memory: SharedMemory) -> int:
+    """Bytes that this process sees in huge pages, by the kernel's own count."""
+    found, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, _, rest = line.partition(" ")
+        if not first.endswith(":"):
+            inside = int(first.partition("-")[0], 16) == memory.address
+        elif inside and first in ("ShmemPmdMapped:", "Shared_Hugetlb:", "Private_Hugetlb:"):
+            found += int(rest.split()[0]) << 10
+    return found
+
+
+def blocks(memory: SharedMemory) -> int:
+    """Bytes of the file that have memory."""
+    return os.stat(memory.path).st_blocks * 512
+
+
+@pytest.mark.parametrize("nbytes", [1, 5000, HUGE - 4096, HUGE, 3 * HUGE + 4096])
+@pytest.mark.parametrize("writable", [True, False])
+def test_files_of_any_size_are_mapped_where_huge_pages_fit(shm_dir, nbytes, writable):
+    (shm_dir / "file").write_bytes(b"a" * nbytes)
+    memory = SharedMemory.attach(shm_dir / "file", writable=writable)
+    assert len(memory.view) == memory.nbytes == nbytes
+    assert memory.view[nbytes - 1] == ord("a")
+    assert memory.view.readonly != writable
+    assert memory.address % (HUGE if nbytes >= HUGE else mmap.PAGESIZE) == 0
+    memory.close()
+
+
+def test_a_mapping_goes_with_the_last_that_needs_it(shm_dir):
+    def mappings() -> int:
+        return Path("/proc/self/maps").read_text().count(str(shm_dir / "file"))
+
+    memory = SharedMemory.create(shm_dir / "file", 2 * HUGE)
+    memory.back(0, HUGE)
+    part = memory.view[:10]
+    assert mappings() == 1
+    memory.close()
+    part[0] = 1
+    assert mappings() == 1
+    del part
+    assert mappings() == 0
+    assert not memory.back(0, HUGE)
+    memory.map_ahead(0, HUGE)
+    assert memory.huge_nbytes <= HUGE
+
+
+@needs_collapse
+@pytest.mark.parametrize("named", [True, False])
+def test_memory_comes_in_huge_pages_without_any_setting(shm_dir, named):
+    made = SharedMemory.create(shm_dir / "file" if named else None, 4 * HUGE)
+    assert made.back(HUGE // 2, 3 * HUGE)  # a half, two whole ones, a half
+    assert blocks(made) in range(3 * HUGE, 3 * HUGE + 8192)
+    assert made.huge_nbytes == mapped_huge(made) == 2 * HUGE
+    made.view[HUGE // 2 : 3 * HUGE] = b"x" * (HUGE * 5 // 2)
+    seen = SharedMemory.attach(made.path, writable=False)
+    seen.map_ahead(HUGE // 2, 3 * HUGE)
+    assert mapped_huge(seen) == 2 * HUGE
+    assert seen.view[HUGE // 2 : 3 * HUGE] == b"x" * (HUGE * 5 // 2)
+    seen.close()
+    made.close()
+
+
+@needs_collapse
+def test_small_pages_become_huge_ones_under_the_chunks_there(shm_dir, np_rng):
+    content = np_rng.bytes(2 * HUGE)
+    made = SharedMemory.create(shm_dir / "file", 2 * HUGE, huge_pages="never")
+    assert made.back(0, 2 * HUGE)
+    made.view[:] = content
+    assert made.huge_nbytes == mapped_huge(made) == 0
+    again = SharedMemory.attach(made.path, writable=True, huge_pages="try")
+    assert again.back(0, 2 * HUGE)
+    assert again.huge_nbytes == mapped_huge(again) == 2 * HUGE
+    assert again.view == content == made.view
+    again.close()
+    made.close()
+
+
+@pytest.mark.parametrize("collapses", [True, False])
+@pytest.mark.parametrize("huge", ["never", "advise"])
+def test_a_full_tmpfs_is_an_answer_and_costs_nothing(mount, huge, collapses, monkeypatch):
+    monkeypatch.setattr(pages, "collapse_works", lambda: collapses)
+    place = mount("tmpfs", f"size={5 * HUGE},huge={huge}")
+    made = SharedMemory.create(place / "file", 16 * HUGE)
+    assert made.back(0, 2 * HUGE)
+    assert not made.back(2 * HUGE, 4 * HUGE)
+    assert blocks(made) == 2 * HUGE
+    assert made.back(2 * HUGE, 3 * HUGE)
+    for offset in (0, 5 * HUGE, 14 * HUGE):
+        assert made.back(offset, 2 * HUGE) == (offset == 0)
+    assert free_nbytes(place) == 0
+    made.map_ahead(0, 16 * HUGE)
+    made.view[: 5 * HUGE] = b"x" * (5 * HUGE)
+    if collapses or huge == "advise":
+        assert made.huge_nbytes in (4 * HUGE, 5 * HUGE)
+    made.close()
+
+
+def test_a_kernel_that_collapses_nothing_gives_huge_pages_by_fault_if_the_mount_says_so(mount, monkeypatch):
+    monkeypatch.setattr(pages, "collapse_works", lambda: False)
+    made = SharedMemory.create(mount("tmpfs", "size=64m,huge=advise") / "file", 4 * HUGE)
+    assert made.back(0, 4 * HUGE)
+    assert made.huge_nbytes == mapped_huge(made) == 4 * HUGE
+    plain = SharedMemory.create(mount("tmpfs", "size=64m,huge=never") / "file", 4 * HUGE)
+    assert plain.back(0, 4 * HUGE)
+    assert blocks(plain) == 4 * HUGE
+    assert plain.huge_nbytes == mapped_huge(plain) == 0
+    plain.close()
+    made.close()
+
+
+def test_what_a_mount_says_about_huge_pages(mount, tmp_path):
+    def grant(directory: Path | None, overall: str = "advise") -> str:
+        (tmp_path / "shmem_enabled").write_text(f"always [{overall}] never\n")
+        fd = os.memfd_create("x") if directory is None else os.open(directory, os.O_RDONLY)
+        try:
+            return pages.grant_of(fd, thp=tmp_path)
+        finally:
+            os.close(fd)
+
+    assert grant(None) == "advise"
+    for huge in ("advise", "within_size", "always", "never"):
+        assert grant(mount("tmpfs", f"size=1m,huge={huge}")) == huge
+    assert grant(mount("tmpfs", "size=1m"), "deny") == "deny"
+    assert pages.grant_of(0, thp=tmp_path / "missing") == "never"
+
+
+def test_required_huge_pages_that_are_not_to_be_had_are_refused(shm_dir, monkeypatch):
+    config = StorageConfig(
+        arena_nbytes=4 * HUGE, extent_nbytes=HUGE, max_chunks=64, shm_dir=shm_dir, huge_pages="require"
+    )
+    with pytest.raises(ConfigError, match=r"'extent_nbytes'.*multiple"):
+        Shard.open(config.model_copy(update={"extent_nbytes": HUGE // 2}), shm_dir / "n", now_s=0.0)
+    monkeypatch.setattr(pages, "collapse", lambda *_: False)
+    monkeypatch.setattr(pages, "collapse_works", lambda: True)
+    with pytest.raises(ConfigError, match=r"'huge_pages'.*raykv doctor"):
+        Shard.open(config, shm_dir / "n", now_s=0.0)
+    assert not list(shm_dir.iterdir())
+    Shard.open(config.model_copy(update={"huge_pages": "try"}), shm_dir / "n", now_s=0.0).close()
+    with pytest.raises(ConfigError, match=r"'huge_pages'.*raykv doctor"):
+        Shard.open(config, shm_dir / "n", now_s=0.0)
+
+
+@needs_collapse
+def test_an_extent_without_huge_pages_is_out_of_use_where_they_are_required(shm_dir, monkeypatch):
+    memory = SharedMemory.create(shm_dir / "file", 4 * HUGE, huge_pages="require")
+    require_pages(memory, HUGE)
+    assert memory.back(0, 2 * HUGE)
+    monkeypatch.setattr(pages, "collapse", lambda *_: False)
+    assert memory.back(0, 2 * HUGE)  # has them
+    assert not memory.back(2 * HUGE, HUGE)
+    memory.close()
+
+
+def test_a_hugetlbfs_without_pages_is_refused_with_words(mount):
+    place = mount("hugetlbfs", "size=64m")
+    if free_nbytes(place):
+        pytest.skip("this host has a pool of huge pages")
+    with pytest.raises(ConfigError, match=r"'arena_nbytes'.*0 free"):
+        Shard.open(StorageConfig(arena_nbytes="32 MiB", shm_dir=place), place / "n", now_s=0.0)
+    with pytest.raises(ConfigError, match="no room"):
+        SharedMemory.create(place / "file", 1)
+    assert not list(place.iterdir())
+
+
+def test_a_hugetlbfs_with_pages_holds_arena_and_table(mount):
+    place = mount("hugetlbfs", "size=16m")
+    if free_nbytes(place) < 16 * MIB:
+        pytest.skip("this host has no pool of huge pages")
+    config = StorageConfig(
+        arena_nbytes="8 MiB", extent_nbytes="4 MiB", max_chunks=64, shm_dir=place, huge_pages="require"
+    )
+    with pytest.raises(ConfigError, match="multiple"):
+        Shard.open(config.model_copy(update={"extent_nbytes": MIB}), place / "n", now_s=0.0)
+    for incarnation in (1, 2):
+        shard = Shard.open(config, place / "n", now_s=0.0)
+        assert shard.table.incarnation == incarnation
+        assert shard.arena.back(4 * MIB, 4 * MIB)
+        shard.arena.view[4 * MIB :] = b"x" * (4 * MIB)
+        assert shard.arena.huge_nbytes >= 4 * MIB
+        shard.close()
+
+
+def test_the_pool_as_the_kernel_tells_it(tmp_path):
+    pool = tmp_path / "kernel/mm/hugepages/hugepages-2048kB"
+    assert pages.hugetlb_free_nbytes(2 * MIB, sys=tmp_path) == 0
+    pool.mkdir(parents=True)
+    (pool / "free_hugepages").write_text("10\n")
+    (pool / "resv_hugepages").write_text("4\n")
+    assert pages.hugetlb_free_nbytes(2 * MIB, sys=tmp_path) == 12 * MIB
+
+
+def test_a_thread_may_read_while_the_process_ends(shm_dir):
+    program = (
+        "import sys, threading, time; from pathlib import Path; from raykv.memory.arena import SharedMemory\n"
+        "memory = SharedMemory.create(Path(sys.argv[1]), 8 << 20); memory.back(0, 8 << 20)\n"
+        "def read():\n    while True: bytes(memory.view)\n"
+        "threading.Thread(target=read, daemon=True).start(); time.sleep(0.05)"
+    )
+    done = subprocess.run([sys.executable, "-c", program, shm_dir / "file"], check=False)
+    assert done.returncode == 0

@@ -1,0 +1,225 @@
+"""What `raykv doctor` says of hosts, this one and made-up ones."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from raykv import doctor
+from raykv.memory import native, pages
+
+GIB = 1 << 30
+
+
+class Host:
+    """A made-up /proc and /sys."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        (root / "dev/shm").mkdir(parents=True)
+
+    def write(self, path: str, text: str) -> None:
+        place = self.root / path
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(text + "\n")
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Host:
+    return Host(tmp_path)
+
+
+@pytest.fixture
+def shm_size(monkeypatch):
+    """Says how large /dev/shm is."""
+
+    def set_size(nbytes: int, free: int) -> None:
+        stat = os.statvfs_result((4096, 4096, nbytes // 4096, free // 4096, free // 4096, 0, 0, 0, 0, 255))
+        monkeypatch.setattr(doctor.os, "statvfs", lambda _: stat)
+
+    return set_size
+
+
+def test_this_host_is_looked_at_and_every_finding_is_whole():
+    found = doctor.examine()
+    assert len({finding.name for finding in found}) >= 12
+    for finding in found:
+        assert finding.grade in ("ok", "better", "wrong")
+        assert finding.name
+        assert finding.says
+        assert finding.remedy or finding.grade == "ok"
+    text = doctor.report(found)
+    assert all(finding.name in text and finding.says in text for finding in found)
+
+
+def test_a_host_that_says_nothing_is_looked_at_too(tmp_path):
+    found = {finding.name: finding for finding in doctor.examine(tmp_path)}
+    assert found["shared memory"].grade == "wrong"
+    assert "mount -t tmpfs" in found["shared memory"].remedy
+
+
+@pytest.mark.parametrize(
+    ("size", "free", "grade"),
+    [
+        (64 << 20, 64 << 20, "wrong"),
+        (64 * GIB, GIB // 2, "wrong"),
+        (8 * GIB, 8 * GIB, "better"),
+        (64 * GIB, 60 * GIB, "ok"),
+    ],
+)
+def test_shared_memory(host, shm_size, size, free, grade):
+    host.write("proc/meminfo", f"MemTotal: {100 * GIB >> 10} kB")
+    shm_size(size, free)
+    finding = doctor.shared_memory(host.root)
+    assert finding.grade == grade
+    assert ("remount,size" in finding.remedy) == (grade != "ok")
+
+
+@pytest.mark.parametrize(
+    ("files", "grade", "says"),
+    [
+        ({}, "ok", "no limit"),
+        ({"proc/self/cgroup": "0::/", "sys/fs/cgroup/memory.max": "max"}, "ok", "no limit"),
+        (
+            {
+                "proc/self/cgroup": "0::/pod/box",
+                "sys/fs/cgroup/pod/box/memory.max": "max",
+                "sys/fs/cgroup/pod/memory.max": str(8 * GIB),
+                "sys/fs/cgroup/pod/memory.current": str(GIB),
+            },
+            "better",
+            "8.0 GiB",
+        ),
+        (
+            {
+                "proc/self/cgroup": "5:memory:/box\n0::/",
+                "sys/fs/cgroup/memory/box/memory.limit_in_bytes": str(80 * GIB),
+                "sys/fs/cgroup/memory/box/memory.usage_in_bytes": str(GIB),
+            },
+            "ok",
+            "80.0 GiB",
+        ),
+        (
+            {"proc/self/cgroup": "5:memory:/", "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712"},
+            "ok",
+            "no limit",
+        ),
+    ],
+)
+def test_the_limit_of_a_container_counts_shared_memory(host, shm_size, files, grade, says):
+    shm_size(32 * GIB, 32 * GIB)
+    for path, text in files.items():
+        host.write(path, text)
+    finding = doctor.memory_limit(host.root)
+    assert (finding.grade, says in finding.says) == (grade, True)
+
+
+@pytest.mark.parametrize(
+    ("works", "setting", "grade"), [(True, "never", "ok"), (False, "advise", "better"), (False, "never", "better")]
+)
+def test_huge_pages(host, monkeypatch, works, setting, grade):
+    monkeypatch.setattr(pages, "try_collapse", lambda: works)
+    host.write("sys/kernel/mm/transparent_hugepage/shmem_enabled", f"always [{setting}] deny")
+    finding = doctor.huge_pages(host.root)
+    assert finding.grade == grade
+    assert setting in finding.says or grade == "better"
+
+
+def test_pools_of_huge_pages(host):
+    pool = "sys/kernel/mm/hugepages/hugepages-2048kB"
+    for name, count in (("nr", 1024), ("free", 1000), ("resv", 488)):
+        host.write(f"{pool}/{name}_hugepages", str(count))
+    host.write("sys/kernel/mm/hugepages/hugepages-1048576kB/nr_hugepages", "0")
+    gigabyte, pool_finding = doctor.hugetlb_pools(host.root)
+    assert gigabyte.grade == "ok"
+    assert pool_finding.grade == "better"
+    assert "2.0 GiB in 2 MiB pages, 1.0 GiB free" in pool_finding.says
+    host.write("proc/mounts", "none /mnt/huge hugetlbfs rw,pagesize=2M 0 0")
+    assert [finding.grade for finding in doctor.hugetlb_pools(host.root)] == ["ok", "ok"]
+    assert "/mnt/huge" in doctor.hugetlb_pools(host.root)[1].says
+
+
+def test_memory_nodes(host):
+    host.write("sys/devices/system/node/has_memory", "0-1")
+    host.write("proc/self/status", "Mems_allowed_list:\t0-1")
+    host.write("sys/devices/system/node/node1/meminfo", f"Node 1 MemTotal:       {3 * GIB >> 10} kB")
+    assert doctor.memory_nodes(host.root).says == "2: 0, 1 (3.0 GiB)"
+
+
+def test_cores_by_time(host):
+    host.write("proc/self/cgroup", "0::/box")
+    host.write("sys/fs/cgroup/box/cpu.max", "50000 100000")
+    finding = doctor.cores(host.root)
+    assert finding.grade == "better"
+    assert "0.5 cores" in finding.says
+
+
+@pytest.mark.parametrize(("limit", "devices", "grade"), [(8 << 20, 0, "ok"), (8 << 20, 1, "better"), (-1, 1, "ok")])
+def test_locked_memory_matters_for_rdma(host, monkeypatch, limit, devices, grade):
+    monkeypatch.setattr(doctor.resource, "getrlimit", lambda _: (limit, limit))
+    if devices:
+        (host.root / "sys/class/infiniband/mlx5_0").mkdir(parents=True)
+    assert doctor.locked_memory(host.root).grade == grade
+
+
+def test_rdma_devices_must_be_open_to_us(host):
+    assert doctor.rdma_devices(host.root).grade == "ok"
+    (host.root / "sys/class/infiniband/mlx5_0").mkdir(parents=True)
+    assert doctor.rdma_devices(host.root).grade == "better"
+    host.write("dev/infiniband/uverbs0", "")
+    assert doctor.rdma_devices(host.root) == doctor.Finding("RDMA", "ok", "mlx5_0")
+
+
+@pytest.mark.parametrize(("limit", "grade"), [(1024, "better"), (65536, "ok")])
+def test_open_files(host, monkeypatch, limit, grade):
+    monkeypatch.setattr(doctor.resource, "getrlimit", lambda _: (limit, limit))
+    assert doctor.open_files(host.root).grade == grade
+
+
+@pytest.mark.parametrize(("release", "grade"), [("5.15.0-91-generic", "better"), ("6.1.0", "ok"), ("6.18.44+", "ok")])
+def test_kernel(host, release, grade):
+    host.write("proc/sys/kernel/osrelease", release)
+    host.write("proc/cpuinfo", "flags\t\t: fpu avx2 sse")
+    finding = doctor.kernel(host.root)
+    assert finding.grade == grade
+    assert release in finding.says
+    assert "with avx2" in finding.says
+
+
+@pytest.mark.parametrize("built", [True, False])
+def test_compiled_loops(host, monkeypatch, built):
+    monkeypatch.setattr(native, "available", built)
+    assert doctor.compiled_loops(host.root).grade == ("ok" if built else "better")
+
+
+@pytest.mark.parametrize(("source", "grade"), [("tsc", "ok"), ("hpet", "better")])
+def test_clock(host, source, grade):
+    host.write("sys/devices/system/clocksource/clocksource0/current_clocksource", source)
+    assert doctor.clock(host.root).grade in (grade, "better")
+
+
+@pytest.mark.parametrize("wrong", [True, False])
+def test_the_command_needs_no_ray_and_its_status_tells(wrong):
+    program = f"""
+import sys
+sys.modules["ray"] = None
+from raykv import cli, doctor
+doctor.examine = lambda: [doctor.Finding("a thing", {"wrong" if wrong else "better"!r}, "so it is", "mend it")]
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([sys.executable, "-c", program, "doctor", *arguments], capture_output=True, text=True)
+
+    assert run().returncode == wrong
+    assert "-> mend it" in run().stdout
+    (found,) = json.loads(run("--json").stdout)
+    assert found == {
+        "name": "a thing",
+        "grade": "wrong" if wrong else "better",
+        "says": "so it is",
+        "remedy": "mend it",
+    }

@@ -1,0 +1,269 @@
+"""Reads from other nodes: in parts, from several holders, over connections that break, and from holders that err."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import raykv
+from raykv import load, wire
+from raykv.config import ClientConfig
+from raykv.embedded import EmbeddedCluster
+from raykv.load import Load
+from raykv.reach import Reach
+from raykv.transport import tcp
+from raykv.transport.base import Reply
+from raykv.transport.stream import Stream
+from raykv.transport.tcp import SocketLink
+
+SPACE = raykv.Namespace(model="m")
+NBYTES = 5000
+
+
+def content(number: int, nbytes: int = NBYTES) -> bytes:
+    return np.random.default_rng(number).bytes(nbytes)
+
+
+@pytest.fixture
+def running():
+    with raykv.embedded(3, arena_nbytes="16 MiB", extent_nbytes="1 MiB", heartbeat_s=0.03) as made:
+        yield made
+
+
+@pytest.fixture
+def small_parts(monkeypatch):
+    """Many requests for few chunks."""
+    monkeypatch.setattr(load, "PART_KEYS", 3)
+    monkeypatch.setattr(load, "RUN_NBYTES", 2 * NBYTES)
+
+
+def names(count: int) -> list[str]:
+    return [str(number) for number in range(count)]
+
+
+def stored(running: EmbeddedCluster, count: int, *nodes: int) -> raykv.Client:
+    """Put chunks on some nodes, and give a client of another."""
+    for node in nodes:
+        client = running.client(SPACE, node=node)
+        assert client.put(names(count), [content(n) for n in range(count)]).stored == count
+    running.settle()
+    return running.client(SPACE, node=2)
+
+
+def wrong(into: list[bytearray], hits: tuple[bool, ...]) -> list[int]:
+    return [n for n, hit in enumerate(hits) if hit and bytes(into[n]) != content(n, len(into[n]))]
+
+
+def buffers(count: int, nbytes: int = NBYTES) -> list[bytearray]:
+    return [bytearray(nbytes) for _ in range(count)]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 7, 50])
+def test_parts_and_partial_hits(running, small_parts, count):
+    reader = stored(running, count, 0)
+    reader.delete([str(n) for n in range(0, count, 3)])
+    into = buffers(count)
+    result = reader.get(names(count), into, match=raykv.Match(count, ("node-0",) * count))
+    assert result.hits == tuple(n % 3 > 0 for n in range(count))
+    assert not wrong(into, result.hits)
+
+
+def test_buffers_of_other_lengths_among_right_ones(running, small_parts):
+    reader = stored(running, 20, 0)
+    into = [bytearray(NBYTES + (n % 4 == 1) - (n % 4 == 3) * n) for n in range(20)]
+    into[9] = bytearray()
+    result = reader.get(names(20), into)
+    assert result.hits == tuple(n % 4 in (0, 2) for n in range(20))
+    assert not wrong(into, result.hits)
+    assert reader.get(names(20), buffers(20)).prefix == 20
+
+
+@pytest.mark.parametrize("streams", [1, 3])
+def test_a_large_read_over_several_connections(running, monkeypatch, streams):
+    monkeypatch.setattr("raykv.reach.STREAM_NBYTES", 10 * NBYTES)
+    stored(running, 100, 0)
+    reader = running.client(SPACE, node=2, streams_per_peer=streams)
+    before = running.nodes[0].stats()["requests"].get("Read", 0)
+    into = buffers(100)
+    assert reader.get(names(100), into).chunks_by_source == {("node-0", "tcp"): 100}
+    assert not wrong(into, (True,) * 100)
+    assert running.nodes[0].stats()["requests"]["Read"] - before == streams
+
+
+def test_chunks_that_go_between_two_requests_are_misses(running, small_parts, monkeypatch):
+    reader = stored(running, 60, 0)
+    node, check = running.nodes[0], Load._check
+
+    def check_and_lose_some(self, due):
+        check(self, due)
+        with node._lock:
+            node.shard.delete(reader.keys([str(n) for n in range(1, 60, 2)]))
+
+    monkeypatch.setattr(Load, "_check", check_and_lose_some)
+    into = buffers(60)
+    hits = reader.get(names(60), into).hits
+    assert all(hits[::2])
+    assert not all(hits)
+    assert not wrong(into, hits)
+
+
+def test_a_second_holder_is_asked_in_the_same_get(running):
+    reader = stored(running, 30, 0, 1)
+    for node, gone in ((0, range(0, 30, 2)), (1, range(1, 30, 2))):
+        with running.nodes[node]._lock:  # chunks vanish, and nobody is told
+            running.nodes[node].shard.delete(reader.keys([str(n) for n in gone]))
+            running.nodes[node].shard.take_changes()
+    into = buffers(30)
+    result = reader.get(names(30), into)
+    assert result.chunks_by_source == {("node-0", "tcp"): 15, ("node-1", "tcp"): 15}
+    assert not wrong(into, result.hits)
+
+
+def test_one_chunk(running):
+    reader = stored(running, 2, 0)
+    reach, key = reader._reach, reader.keys(["1"]).tobytes()
+    into = bytearray(NBYTES)
+    until_s = time.monotonic() + 5.0
+    assert reach.fetch_one("node-0", key, memoryview(into), until_s)
+    assert into == content(1)
+    assert not reach.fetch_one("node-0", key, memoryview(bytearray(NBYTES + 1)), until_s)
+    assert not reach.fetch_one("node-0", key, memoryview(bytearray()), until_s)
+    assert not reach.fetch_one("node-0", b"?" * 16, memoryview(into), until_s)
+    assert not reach.fetch_one("nobody", key, memoryview(into), until_s)
+    assert not reach.fetch_one("node-0", key, memoryview(into), time.monotonic() - 1.0)
+    shard = running.nodes[0].shard
+    row = int(shard.table.find(reader.keys(["1"]))[0])
+    shard.arena.view[int(shard.table.columns.page[row]) * 4096 + 9] ^= 1
+    assert not reach.fetch_one("node-0", key, memoryview(into), until_s)
+    assert shard.counters.corrupt == 1
+    assert not shard.table.columns.pins.any()
+
+
+def test_a_holder_that_stalls_costs_the_rest_and_not_what_has_arrived(running, monkeypatch):
+    monkeypatch.setattr(load, "RUN_NBYTES", 1)
+    reader = stored(running, 4, 0)
+    pieces = [memoryview(content(0)), memoryview(content(1)[:1000])]
+    sums = [load.checksum_of([memoryview(content(n))]) for n in range(4)]
+    answer = wire.Reading(np.full(4, NBYTES, "<u4").tobytes(), np.array(sums, "<u8").tobytes())
+    running.nodes[0]._handlers[wire.Read] = lambda request, session: Reply(answer, outgoing=pieces)
+    into = buffers(4)
+    began_s = time.monotonic()
+    result = reader.get(names(4), into, match=raykv.Match(4, ("node-0",) * 4), timeout_s=0.3)
+    assert 0.25 < time.monotonic() - began_s < 0.6
+    assert result.hits == (True, False, False, False)
+    assert into[0] == content(0)
+    for buffer in into:  # nobody holds on to them
+        buffer.append(1)
+
+
+def test_a_holder_that_goes_on_too_slowly_is_left_at_the_deadline(running):
+    """Bytes trickle in all the time: no single wait is long."""
+    reader = stored(running, 1, 0)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        stop = threading.Event()
+        secret = bytes.fromhex(running.secret)
+
+        def trickle() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                stream = Stream(connection, tick_s=5.0)
+                tcp._shake_hands_answering(stream, secret, lambda: None, time.monotonic() + 5)
+                stream.message(time.monotonic() + 5)
+                answer = wire.Reading(np.array([NBYTES], "<u4").tobytes(), bytes(8))
+                stream.send(wire.encode(answer, 0), time.monotonic() + 5)
+                while not stop.wait(0.002):
+                    try:
+                        connection.send(b"x")
+                    except OSError:
+                        return
+
+        thread = threading.Thread(target=trickle)
+        thread.start()
+        address = "{}:{}".format(*listener.getsockname())
+        link = SocketLink.connect(address, secret, deadline_s=time.monotonic() + 5)
+        into = memoryview(bytearray(NBYTES))
+        began_s = time.monotonic()
+        with pytest.raises(raykv.PeerUnavailable):
+            load.load_one(link, b"k" * 16, into, True, time.monotonic() + 0.2)
+        assert time.monotonic() - began_s < 0.5
+        stop.set()
+        thread.join()
+    reader.close()
+
+
+NODE = """
+import sys
+from raykv.config import NodeConfig
+from raykv.embedded import InProcessDirectory
+from raykv.node import Node
+
+fields = {"node_id": "n", "cluster": "load", "host": "elsewhere", "storage": {
+    "arena_nbytes": "64 MiB", "extent_nbytes": "4 MiB", "shm_dir": sys.argv[1]}}
+node = Node(NodeConfig.load(fields), secret=b"s" * 32, directory=InProcessDirectory(member_timeout_s=60.0))
+node.start()
+print(node.member.address, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_node_that_is_killed_in_the_middle(shm_dir, monkeypatch):
+    monkeypatch.setattr(load, "PART_NBYTES", 1 << 20)
+    with subprocess.Popen(
+        [sys.executable, "-c", NODE, str(shm_dir)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        address = process.stdout.readline().strip()
+        config = ClientConfig.load({"address": address, "secret": (b"s" * 32).hex(), "timeout_s": 20.0})
+        with raykv.Client(SPACE, Reach(config)) as client:
+            big, count = 1 << 20, 40
+            assert client.put(names(count), [content(n, big) for n in range(count)], chained=False).stored == count
+            checked, check = [], Load._check
+
+            def check_and_kill(self, due):
+                check(self, due)
+                checked.extend(due)
+                if len(checked) == 5:
+                    process.send_signal(signal.SIGKILL)
+                    process.wait()
+
+            monkeypatch.setattr(Load, "_check", check_and_kill)
+            into = buffers(count, big)
+            began_s = time.monotonic()
+            hits = client.get(names(count), into, match=raykv.Match(count, ("n",) * count)).hits
+            assert time.monotonic() - began_s < 10.0
+            assert all(hits[:5])
+            assert not all(hits)
+            assert not wrong(into, hits)
+            for buffer in into:
+                buffer.append(1)
+    for left in shm_dir.iterdir():
+        os.unlink(left)
+
+
+def test_small_calls_do_not_wait_for_large_reads(running):
+    reader = stored(running, 100, 0)
+    node, release = running.nodes[0], threading.Event()
+    read = node._handlers[wire.Read]
+
+    def read_slowly(request: wire.Read, session: object) -> Reply:
+        release.wait(10.0)
+        return read(request, session)
+
+    node._handlers[wire.Read] = read_slowly
+    into = buffers(100)
+    bulk = threading.Thread(target=lambda: reader.get(names(100), into))
+    bulk.start()
+    began_s = time.monotonic()
+    for _ in range(20):
+        assert reader.match(names(100)).count == 100
+    assert time.monotonic() - began_s < 5.0
+    assert bulk.is_alive()
+    release.set()
+    bulk.join()
+    assert not wrong(into, (True,) * 100)

@@ -1,0 +1,339 @@
+"""Puts through slots lent ahead of need, waited for or posted; nodes and clients that die or hang in between."""
+
+import signal
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from raykv.loan import GROW_S, MAX_POOL_NBYTES, MAX_POOL_SLOTS, POOL_IDLE_S, Outcome, Pool
+from raykv.transport.base import MAX_POSTED
+from raykv.types import PutResult
+from tests.test_node_process import NBYTES, NodeProcess, content, get, kill, names, node, put, run, wait_until
+
+__all__ = ["node"]  # the fixture
+
+HOLDER = """
+import sys
+import raykv
+
+client = raykv.connect(raykv.Namespace(model="m"), address=sys.argv[1])
+for number in range(40):
+    client.put_one(client.key(f"held-{number}"), bytes(50_000))
+client.put([f"posted-{number}" for number in range(9)], [bytes(50_000)] * 9, wait=False)
+print("holding", flush=True)
+sys.stdin.read()
+"""
+
+
+def lent_nbytes(node: NodeProcess) -> int:
+    return node.stats()["lent_nbytes"]
+
+
+def pool_starts(client) -> list[int]:
+    """Where in the arena the slots begin that a client has on loan."""
+    return [start for pool in client._reach.local._pools.values() for start in pool._starts]
+
+
+# -- the pool alone ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [4096, 1 << 20, 64 << 20])
+@pytest.mark.parametrize("arena_nbytes", [1 << 20, 32 << 20, 1 << 40])
+def test_a_pool_is_bounded(size, arena_nbytes):
+    pool = Pool(size, arena_nbytes)
+    for number in range(100):
+        pool.ran_short(1 << number % 20)
+        wanted = len(pool) + pool.lacking(number * GROW_S / 2)
+        assert wanted <= MAX_POOL_SLOTS
+        assert wanted * size <= min(MAX_POOL_NBYTES, arena_nbytes // 16)
+
+
+def test_a_pool_grows_with_use_and_is_filled_when_half_empty():
+    pool = Pool(4096, 1 << 30)
+    pool.ran_short(1)
+    assert pool.lacking(0.0) == 2
+    pool.add([1, 2], [10, 20])
+    assert pool.lacking(0.1) == 0
+    assert pool.take(1, 0.2) == ([2], [20])
+    assert pool.lacking(0.2) == 0
+    assert pool.take(5, 0.3) == ([1], [10])
+    assert pool.lacking(0.3) == 4  # again, so soon
+    assert pool.lacking(9.0) == 4  # not so soon
+
+
+def test_an_outcome_is_told_once():
+    outcome = Outcome()
+    outcome.note(stored=3, existed=1)
+    outcome.note(skipped=2, reason="gone")
+    outcome.note(skipped=1, reason="later")
+    assert outcome.take() == PutResult(3, 1, 3, "gone")
+    assert outcome.take() == PutResult(0, 0, 0)
+
+
+# -- waited for -------------------------------------------------------------------------------------------------------
+
+
+def test_in_steady_state_a_put_is_one_call(node):
+    with node.client() as client:
+        for number in range(60):
+            assert client.put_one(client.key(f"chunk-{number}"), content(f"chunk-{number}"))
+        requests = node.stats()["requests"]
+        assert requests["Store"] == 60
+        assert requests["Lend"] <= 3
+        assert all(get(client, names(60)))
+        assert client.put_one(client.key("chunk-7"), b"other bytes")
+        assert put(client, names(62)) == PutResult(2, 60, 0)
+        assert node.stats()["requests"]["Store"] == 61
+        assert put(client, names(62)).existed == 62
+        assert node.stats()["requests"]["Store"] == 61  # what is there costs no call
+        assert 0 < lent_nbytes(node) <= (32 << 20) // 16
+
+
+def test_a_client_that_goes_gives_its_slots_back(node):
+    with node.client() as client:
+        assert put(client, names(100)).stored == 100
+        assert lent_nbytes(node) > 0
+    wait_until(lambda: lent_nbytes(node) == 0)
+    with node.client() as client:
+        assert client.put(names(15, "big"), [bytes(1 << 20)] * 15).stored == 15  # none of them rests
+    assert node.stats()["aborted"] == 0
+
+
+def test_slots_that_nobody_uses_go_back(node, monkeypatch):
+    with node.client() as client:
+        put(client, names(40))
+        assert lent_nbytes(node) > 0
+        before = time.monotonic
+        monkeypatch.setattr("raykv.local.time.monotonic", lambda: before() + POOL_IDLE_S)
+        client.put(["of another size"], [bytes(100)])
+        sizes = {size for _, size in client._reach.local._pools}
+        assert sizes == {4096}
+        monkeypatch.undo()
+        assert lent_nbytes(node) <= 4096 * MAX_POOL_SLOTS
+
+
+def test_a_full_arena_takes_what_fits_and_says_so(node):
+    with node.client() as client, node.client() as other:
+        room = other.reserve(names(28, "held"), 1 << 20)
+        assert len(room.views) == 28
+        result = client.put(names(6), [bytes(1 << 20)] * 6)
+        assert (result.stored, result.skipped, result.reason) == (4, 2, "full")
+        assert not client.put_one(client.key("one"), bytes(1 << 19)) or node.stats()["evicted"]
+        room.abort()
+        assert client.put(names(6), [bytes(1 << 20)] * 6).skipped == 0
+
+
+def test_writers_of_the_same_keys_store_each_once(node):
+    """Whoever comes second finds it there, before or after it has copied; nobody sees a wrong byte."""
+    clients = [node.client() for _ in range(3)]
+    told: list[PutResult] = []
+
+    def write(client, wait: bool) -> None:
+        for first in range(0, 240, 8):
+            some = names(240)[first : first + 8]
+            told.append(client.put(some, [content(name) for name in some], wait=wait))
+        told.append(client.flush())
+
+    threads = [
+        threading.Thread(target=write, args=(client, wait))
+        for client, wait in zip(clients, (True, True, False), strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sum(each.stored for each in told) == 240 == node.stats()["committed"]
+    assert sum(each.stored + each.existed for each in told) == 3 * 240
+    assert all(get(clients[0], names(240)))
+    for client in clients:
+        client.close()
+
+
+def test_threads_of_one_client_share_its_connection(node):
+    with node.client() as client:
+
+        def write(writer: int) -> None:
+            for number in range(40):
+                name = f"w{writer}-{number}"
+                if number % 2:
+                    assert client.put_one(client.key(name), content(name), wait=writer % 2 == 0)
+                else:
+                    assert client.put([name], [content(name)], wait=writer % 2 == 1).skipped == 0
+
+        threads = [threading.Thread(target=write, args=(writer,)) for writer in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert client.flush().stored == 80
+        assert all(get(client, [f"w{writer}-{number}" for writer in range(4) for number in range(40)]))
+
+
+# -- posted -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_client_reads_what_it_posted(node):
+    with node.client() as client, node.client() as other:
+        for number in range(150):
+            name = f"chunk-{number}"
+            if number % 3:
+                assert client.put_one(client.key(name), content(name), wait=False)
+            else:
+                result = client.put([name, f"{name}-more"], [content(name), content(f"{name}-more")], wait=False)
+                assert (result.stored, result.posted) == (0, 2)
+            if number % 5 == 0:
+                assert get(client, [name]) == (True,)
+            elif number % 5 == 1:
+                assert client.match([name]).count == 1
+            elif number % 5 == 2:
+                into = bytearray(NBYTES)
+                assert client.get_one(client.key(name), into)
+                assert into == content(name)
+        done = client.flush()
+        assert (done.stored, done.existed, done.skipped, done.posted) == (200, 0, 0, 0)
+        assert client.flush() == PutResult(0, 0, 0)
+        assert all(get(other, names(150)))
+
+
+def test_what_others_stored_first_is_told_by_flush(node):
+    with node.client() as client, node.client() as other:
+        put(client, ["first"])  # it has slots now
+        room = other.reserve(names(3), NBYTES)
+        for name, view in zip(names(3), room.views, strict=True):
+            view[:] = content(name)
+        # They are being written: this put leaves them out without a call.
+        assert put(client, names(3)) == PutResult(0, 3, 0)
+        room.abort()
+        assert client.put(names(3), [content(name) for name in names(3)], wait=False).posted == 3
+        assert client.flush() == PutResult(3, 0, 0)
+
+
+def test_a_node_that_hangs_costs_no_more_than_the_deadline(node):
+    with node.client() as client:
+        put(client, names(30))
+        node.process.send_signal(signal.SIGSTOP)
+        posted = skipped = 0
+        reasons = set()
+        for number in range(MAX_POSTED + 10):
+            start_s = time.monotonic()
+            result = client.put([f"late-{number}"], [content(f"late-{number}")], wait=False, timeout_s=0.2)
+            assert time.monotonic() - start_s < 1.0
+            posted, skipped = posted + result.posted, skipped + result.skipped
+            reasons.add(result.reason)
+        assert posted + skipped == MAX_POSTED + 10
+        assert posted > 0
+        assert skipped > 0
+        assert all(get(client, names(30), timeout_s=0.2))
+        start_s = time.monotonic()
+        done = client.flush(timeout_s=0.2)
+        assert time.monotonic() - start_s < 1.0
+        assert done.stored + done.existed + done.skipped + done.posted == posted
+        node.process.send_signal(signal.SIGCONT)
+        wait_until(lambda: put(client, ["again"]).skipped == 0)
+        late = [f"late-{number}" for number in range(MAX_POSTED + 10)]
+        assert sum(get(client, late)) <= posted
+
+
+def test_posted_puts_that_got_lost_are_told_and_nothing_raises(node):
+    with node.client() as client:
+        put(client, names(30))
+        posted = 0
+        for number in range(20):
+            posted += client.put([f"late-{number}"], [content(f"late-{number}")], wait=False).posted
+        node.kill()
+        for number in range(20, 40):
+            result = client.put([f"late-{number}"], [content(f"late-{number}")], wait=False, timeout_s=0.5)
+            posted += result.posted
+            assert result.posted or result.reason
+            assert client.put_one(client.key("x"), b"x", wait=False, timeout_s=0.5) in (True, False)
+        posted_ones = client.flush(timeout_s=1.0)
+        assert posted_ones.posted == 0
+        assert posted_ones.stored + posted_ones.skipped >= posted
+        assert posted_ones.skipped > 0 or posted_ones.stored >= posted
+        node.start()
+        wait_until(lambda: put(client, ["again"]).skipped == 0)
+        get(client, [f"late-{number}" for number in range(40)])
+
+
+# -- death ------------------------------------------------------------------------------------------------------------
+
+
+def test_slots_of_a_killed_client_come_back_after_a_rest(node):
+    holder = run(HOLDER, node.local_address)
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "holding\n"
+    assert lent_nbytes(node) > 0
+    kill(holder)
+    wait_until(lambda: lent_nbytes(node) == 0)
+    stats = node.stats()
+    assert stats["committed"] == 49
+    assert stats["used_nbytes"] == 49 * 53_248
+    with node.client() as client:
+        assert put(client, names(40)).stored == 40
+        assert all(get(client, names(40)))
+
+
+def test_slots_lent_by_a_node_that_died_are_not_written_to_later(node):
+    """They rest for a while after its death. A client that was idle longer must not trust them."""
+    with node.client() as idle, node.client() as busy:
+        put(idle, names(40))
+        old = pool_starts(idle)
+        assert old
+        node.kill()
+        node.start()
+        view = idle._reach.local.reader.arena.view
+        before = {start: bytes(view[start : start + NBYTES]) for start in old}
+        idle._reach.local._trusted_until_s = 0.0  # so much time has passed
+        idle._reach.local._retry_at_s = 0.0
+        assert put(idle, ["new"]).skipped == 0
+        assert {start: bytes(view[start : start + NBYTES]) for start in old} == before
+        assert put(busy, names(60)).skipped == 0
+        assert all(get(busy, [*names(60), "new"]))
+
+
+def test_a_slot_whose_node_just_died_is_given_to_nobody_else(node):
+    with node.client() as client, node.client() as other:
+        put(client, names(40))
+        old = set(pool_starts(client))
+        assert old
+        node.kill()
+        node.start()
+        assert put(client, ["lost"]).skipped == 1  # it is written to a slot of old, which rests
+        big = names(20, "big")
+        assert other.put(big, [bytes([n]) * (1 << 20) for n in range(20)]).stored == 20
+        columns = other._reach.local.reader.table.columns
+        ready = (columns.generation & 1 == 0) & (columns.generation > 0)
+        assert not old & set((columns.page[ready].astype(np.int64) * 4096).tolist())
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_no_wrong_byte_however_often_the_node_dies(node, wait):
+    stopping = threading.Event()
+    written: list[str] = []
+
+    def write(client, writer: int) -> None:
+        number = 0
+        while not stopping.is_set():
+            run_of = [f"w{writer}-{number}-{place}" for place in range(1 + number % 7)]
+            client.put(run_of, [content(name) for name in run_of], wait=wait, timeout_s=1.0)
+            written.extend(run_of)
+            number += 1
+
+    clients = [node.client() for _ in range(3)]
+    threads = [threading.Thread(target=write, args=(client, n)) for n, client in enumerate(clients)]
+    for thread in threads:
+        thread.start()
+    for _ in range(3):
+        time.sleep(0.4)
+        node.kill()
+        node.start()
+    time.sleep(0.3)
+    stopping.set()
+    for thread in threads:
+        thread.join()
+    assert sum(get(clients[0], written)) > 0  # `get` compares every byte
+    for client in clients:
+        client.flush(timeout_s=1.0)
+        client.close()

@@ -1,0 +1,74 @@
+"""A node answers at once, however large it is: what it takes and reads before is small."""
+
+import os
+
+import pytest
+
+import raykv
+from raykv.config import ClientConfig, ClusterConfig, NodeConfig, StorageConfig
+from raykv.embedded import InProcessDirectory
+from raykv.errors import ConfigError
+from raykv.memory import arena
+from raykv.memory.arena import sized_by_share
+from raykv.node import Node
+from raykv.reach import Reach
+
+MIB, GIB = 1 << 20, 1 << 30
+FIRST_ANSWER_NBYTES = 160 * MIB
+"""Of a table of 10 million rows (840 MiB) the index in use, 80 MiB, must be there at once; of the arena, nothing."""
+
+
+@pytest.mark.parametrize(("rows", "most_nbytes"), [(16 * GIB >> 16, 32 * MIB), (10_000_000, FIRST_ANSWER_NBYTES)])
+def test_little_memory_is_taken_before_the_first_answer(shm_dir, monkeypatch, rows, most_nbytes):
+    monkeypatch.setattr(arena, "free_nbytes", lambda _: 1 << 50)  # whatever this machine has
+    storage = StorageConfig(arena_nbytes=16 * GIB, max_chunks=rows, shm_dir=shm_dir)
+    config = NodeConfig(node_id="n", storage=storage)
+    node = Node(config, secret=b"s" * 32, directory=InProcessDirectory(member_timeout_s=5.0))
+    taken = sum(os.stat(path).st_blocks for path in shm_dir.iterdir()) * 512
+    assert taken <= most_nbytes
+    node.start()
+    try:
+        reach = Reach(ClientConfig(address=node.member.local_address))
+        with raykv.Client(raykv.Namespace(model="m"), reach) as client:
+            assert client.get(["k"], [bytearray(1)]).hits == (False,)
+    finally:
+        node.stop(unlink=True)
+
+
+def test_the_memory_of_a_start_does_not_depend_on_the_arena(shm_dir):
+    taken = []
+    for size in ("64 MiB", "4 GiB"):
+        storage = StorageConfig.load({"arena_nbytes": size, "max_chunks": 1024, "shm_dir": shm_dir})
+        node = Node(
+            NodeConfig(node_id="n", storage=storage), secret=b"", directory=InProcessDirectory(member_timeout_s=5.0)
+        )
+        taken.append(sum(os.stat(path).st_blocks for path in shm_dir.iterdir()))
+        node.start()
+        node.stop(unlink=True)
+    assert taken[0] == taken[1]
+
+
+def test_a_node_tells_what_pages_it_has(shm_dir):
+    storage = StorageConfig(arena_nbytes=64 * MIB, shm_dir=shm_dir)
+    node = Node(
+        NodeConfig(node_id="n", storage=storage), secret=b"", directory=InProcessDirectory(member_timeout_s=5.0)
+    )
+    node.start()
+    try:
+        assert 0 <= node.stats()["huge_nbytes"] <= 64 * MIB
+        assert isinstance(node.stats()["memory_nodes"], list)
+    finally:
+        node.stop(unlink=True)
+
+
+def test_an_arena_may_be_a_share_of_its_directory(shm_dir, tmp_path):
+    stat = os.statvfs(shm_dir)
+    config = StorageConfig(arena_nbytes="1 MiB", extent_nbytes="1 MiB", shm_dir=shm_dir, policy="fifo")
+    found = sized_by_share(config, 0.5)
+    assert 0 <= stat.f_blocks * stat.f_frsize // 2 - found.arena_nbytes < MIB
+    assert (found.policy, found.extents) == ("fifo", found.arena_nbytes // MIB)
+    for changes, share in (({"shm_dir": None}, 0.5), ({"shm_dir": tmp_path / "missing"}, 0.5), ({}, 1e-12)):
+        with pytest.raises(ConfigError, match="arena_share"):
+            sized_by_share(config.model_copy(update=changes), share)
+    with pytest.raises(ConfigError, match="arena_share"):
+        ClusterConfig.load({"arena_share": 1.5})

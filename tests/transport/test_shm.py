@@ -1,0 +1,275 @@
+"""Reads that race with the writer, step by step: whatever it did in between, the reader has right bytes or a miss."""
+
+import hashlib
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from raykv import keys as keys_
+from raykv.config import SLOT_ALIGNMENT_NBYTES
+from raykv.errors import UsageError
+from raykv.memory.arena import SharedMemory
+from raykv.memory.copying import CopyThreads
+from raykv.memory.table import Table
+from raykv.transport import shm
+from raykv.transport.shm import ShmReader
+
+pytestmark = pytest.mark.usefixtures("loops")
+
+ROWS, PAGE = 16, SLOT_ALIGNMENT_NBYTES
+SIZES = (1, 100, PAGE, 5000)
+KEYS = keys_.from_bytes(hashlib.shake_128(b"keys").digest(16 * 40))
+
+
+def content(number: int, version: int) -> bytes:
+    return hashlib.shake_128(f"{number} {version}".encode()).digest(SIZES[number % 4])
+
+
+class Writer:
+    """A node's table and arena, changed in steps that a reader may see half done."""
+
+    def __init__(self) -> None:
+        self.table = Table.create(None, rows=ROWS, extents=1, extent_nbytes=ROWS * 2 * PAGE, now_s=0.0)
+        self.arena = SharedMemory.create(None, ROWS * 2 * PAGE)
+        self.arena.back(0, self.arena.nbytes)
+        self.reader = ShmReader(str(self.table.memory.path), str(self.arena.path), writable=False)
+        self.versions = dict.fromkeys(range(40), 0)
+        self.holds: dict[int, int] = {}  # row -> number of the key that is ready there
+
+    def steps(self, row: int, number: int):
+        """Put key `number` into `row`, in place of what is there: after each yield, readers may look."""
+        cells = self.table.cells
+        if number in self.holds.values() and self.holds.get(row) != number:
+            return
+        if row in self.holds:
+            del self.holds[row]
+            cells.generation[row] += 1
+            yield
+            self.table.remove_one(row)
+            yield
+        cells.generation[row] |= 1
+        self.versions[number] += 1
+        value = content(number, self.versions[number])
+        cells.page[row], cells.nbytes[row] = 2 * row, len(value)
+        yield
+        start = 2 * row * PAGE
+        self.arena.view[start : start + len(value) // 2] = value[: len(value) // 2]
+        yield
+        self.arena.view[start + len(value) // 2 : start + len(value)] = value[len(value) // 2 :]
+        hi, lo = KEYS[number].tolist()
+        self.table.insert_one(hi, lo, row)
+        yield
+        cells.generation[row] = cells.generation[row] + 1 & 0xFFFFFFFF or 2
+        self.holds[row] = number
+
+    def put(self, row: int, number: int) -> None:
+        for _ in self.steps(row, number):
+            pass
+
+
+@pytest.fixture
+def writer():
+    made = Writer()
+    yield made
+    made.reader.close()
+
+
+def right(writer: Writer, number: int, target: bytes) -> bool:
+    """Whether these bytes were ever the chunk's, whole."""
+    return any(target == content(number, version) for version in range(1, writer.versions[number] + 1))
+
+
+changes = st.lists(st.tuples(st.integers(0, ROWS - 1), st.integers(0, 39), st.integers(1, 6)), min_size=1, max_size=8)
+HYPOTHESIS = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@HYPOTHESIS
+@given(before=changes, between=changes, asked=st.lists(st.integers(0, 39), min_size=1, max_size=20))
+def test_a_change_between_lookup_and_copy_is_a_miss_or_right(monkeypatch, before, between, asked):
+    writer = Writer()
+    for row, number, _ in before:
+        writer.put(row, number)
+    find_ready = Table.find_ready
+
+    def found_then_changed(table, keys, now):
+        answer = find_ready(table, keys, now)
+        for row, number, steps in between:
+            for _ in zip(range(steps), writer.steps(row, number), strict=False):
+                pass
+        return answer
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Table, "find_ready", found_then_changed)
+        into = [bytearray(SIZES[number % 4]) for number in asked]
+        hits, nbytes = writer.reader.read(KEYS[asked], into, verify=False, now_s=1.0)
+    for number, target, hit in zip(asked, into, hits.tolist(), strict=True):
+        assert not hit or right(writer, number, bytes(target))
+    assert nbytes == sum(len(target) for target, hit in zip(into, hits.tolist(), strict=True) if hit)
+    writer.reader.close()
+
+
+@HYPOTHESIS
+@given(before=changes, unfinished=changes, asked=st.integers(0, 39))
+def test_a_half_done_change_is_a_miss_or_right(before, unfinished, asked):
+    """Also for reads of one chunk; and when nothing changes meanwhile, what is ready is a hit."""
+    writer = Writer()
+    for row, number, _ in before:
+        writer.put(row, number)
+    for row, number, steps in unfinished:
+        for _ in zip(range(steps), writer.steps(row, number), strict=False):
+            pass
+    key, target = KEYS[asked].tobytes(), bytearray(SIZES[asked % 4])
+    hit = writer.reader.read_one(key, target)
+    assert hit == writer.reader.ready_one(key)
+    assert not hit or right(writer, asked, bytes(target))
+    if asked in writer.holds.values():
+        assert hit
+        assert bytes(target) == content(asked, writer.versions[asked])
+    writer.reader.close()
+
+
+@pytest.mark.parametrize("loops", ["plain"], indirect=True)
+@pytest.mark.parametrize("torn_at", range(8))
+def test_a_change_in_the_middle_of_the_copy_is_a_miss(writer, monkeypatch, torn_at):
+    """The plain loop can be stopped in the middle of a chunk; the compiled one is left to tests/test_stress.py."""
+    writer.put(3, 7)
+    change = writer.steps(3, 11)
+    copied = shm.scatter
+
+    def half_then_change(source, into):
+        middle = len(source) // 2
+        into[0][:middle] = source[:middle]
+        for _ in zip(range(torn_at), change, strict=False):
+            pass
+        into[0][middle:] = source[middle:]
+        return True
+
+    monkeypatch.setattr(shm, "scatter", half_then_change if torn_at else copied)
+    target = bytearray(SIZES[7 % 4])
+    hits, _ = writer.reader.read(KEYS[7:8], [target], verify=False, now_s=1.0)
+    assert hits[0] == (torn_at == 0)
+    assert writer.reader.read_one(KEYS[7].tobytes(), target) == (torn_at == 0)
+
+
+@pytest.mark.parametrize("last", [0xFFFFFFFC, 0xFFFFFFFE])
+def test_generations_wrap(writer, last):
+    writer.put(0, 1)
+    writer.table.cells.generation[0] = last
+    target = bytearray(SIZES[1])
+    for version in range(2, 6):
+        assert writer.reader.read(KEYS[1:2], [target], verify=False, now_s=1.0)[0][0]
+        assert bytes(target) == content(1, version - 1)
+        rows, generations = writer.table.find_ready(KEYS[1:2], 1)
+        writer.put(0, 1)
+        assert writer.table.cells.generation[0] not in (0, int(generations[0]))
+        assert not writer.table.unchanged(rows, generations)[0]
+
+
+def test_chunks_lie_in_many_pieces(writer, np_rng):
+    for row in range(ROWS):
+        writer.put(row, row)
+    into, joined = [], []
+    for number in range(ROWS):
+        cuts = sorted(np_rng.integers(0, SIZES[number % 4] + 1, 3).tolist())
+        whole = bytearray(SIZES[number % 4])
+        view = memoryview(whole)
+        pieces = [view[first:end] for first, end in zip([0, *cuts], [*cuts, len(whole)], strict=True)]
+        into.append(tuple(pieces) if number % 2 else pieces)
+        joined.append(whole)
+    hits, nbytes = writer.reader.read(KEYS[:ROWS], into, verify=True, now_s=1.0, threads=CopyThreads(1))
+    assert not hits.any()  # verify compares checksums, and this writer writes none
+    hits, nbytes = writer.reader.read(KEYS[:ROWS], into, verify=False, now_s=1.0)
+    assert hits.all()
+    assert nbytes == sum(map(len, joined))
+    assert joined == [bytearray(content(number, 1)) for number in range(ROWS)]
+
+
+def test_reads_are_noted(writer):
+    writer.put(5, 9)
+    for _ in range(3):
+        writer.reader.read(KEYS[9:10], [bytearray(SIZES[1])], verify=False, now_s=10.0)
+    assert writer.table.columns.frequency[5] == 3
+    assert writer.table.columns.accessed[5] == writer.table.ticks(10.0)
+    writer.table.columns.frequency[5] = 0xFFFFFFFF
+    assert writer.reader.read_one(KEYS[9].tobytes(), bytearray(SIZES[1]))
+    assert writer.table.columns.frequency[5] == 0
+
+
+def test_an_expired_chunk_is_a_miss(writer):
+    writer.put(5, 9)
+    writer.table.columns.expires[5] = 1
+    assert not writer.reader.ready_one(KEYS[9].tobytes())
+    assert not writer.reader.read_one(KEYS[9].tobytes(), bytearray(SIZES[1]))
+    assert not writer.reader.read(KEYS[9:10], [bytearray(SIZES[1])], verify=False, now_s=10.0)[0].any()
+
+
+def test_another_length_is_a_miss_and_nothing_is_written(writer):
+    writer.put(5, 9)
+    for length in (0, SIZES[1] - 1, SIZES[1] + 1, 3 * PAGE):
+        target = bytearray(length)
+        assert not writer.reader.read(KEYS[9:10], [target], verify=False, now_s=1.0)[0][0]
+        assert not writer.reader.read(KEYS[9:10], [[target]], verify=False, now_s=1.0)[0][0]
+        assert not writer.reader.read_one(KEYS[9].tobytes(), target)
+        assert not any(target)
+
+
+@pytest.mark.parametrize(
+    "wrong", [b"read-only", "text", 5, None, np.zeros((40, 40), np.uint8)[:, ::2], [bytearray(4), b"read-only"]]
+)
+def test_what_is_no_buffer_is_named(writer, wrong):
+    writer.put(5, 9)
+    good = bytearray(SIZES[1])
+    with pytest.raises(UsageError, match=r"into\[1\]"):
+        writer.reader.read(KEYS[[9, 9, 9]], [good, wrong, good], verify=False, now_s=1.0)
+
+
+@pytest.mark.parametrize("key", [b"", b"15 bytes of key", b"17 bytes of a key"])
+def test_a_key_has_sixteen_bytes(writer, key):
+    with pytest.raises(ValueError, match="16"):
+        writer.reader.ready_one(key)
+    with pytest.raises(ValueError, match="16"):
+        writer.reader.read_one(key, bytearray(8))
+
+
+def test_a_damaged_table_does_not_lead_outside(writer, np_rng):
+    """Random rows, places and index entries: misses, or bytes of the arena; the process lives."""
+    for row in range(ROWS):
+        writer.put(row, row)
+    for _ in range(50):
+        writer.table.columns.page[:] = np_rng.integers(0, 1 << 32, ROWS, np.uint64).astype(np.uint32)
+        hits, _ = writer.reader.read(
+            KEYS[:ROWS], [bytearray(SIZES[n % 4]) for n in range(ROWS)], verify=False, now_s=1.0
+        )
+        inside = writer.table.columns.page.astype(np.int64) * PAGE + writer.table.columns.nbytes <= writer.arena.nbytes
+        assert not (hits & ~inside).any()
+        for number in range(ROWS):
+            writer.reader.read_one(KEYS[number].tobytes(), bytearray(SIZES[number % 4]))
+
+
+def test_large_batches_are_shared_between_threads(np_rng):
+    chunk, count = 1 << 20, 6
+    table = Table.create(None, rows=ROWS, extents=1, extent_nbytes=count * chunk, now_s=0.0)
+    arena = SharedMemory.create(None, count * chunk)
+    arena.back(0, arena.nbytes)
+    values = np_rng.integers(0, 256, (count, chunk), np.uint8)
+    np.frombuffer(arena.view, np.uint8)[:] = values.ravel()
+    rows = np.arange(count, dtype=np.int32)
+    table.insert(KEYS[:count], rows)
+    table.columns.page[:count] = rows * (chunk // PAGE)
+    table.columns.nbytes[:count] = chunk
+    table.columns.generation[:count] = 2
+    reader = ShmReader(str(table.memory.path), str(arena.path), writable=False)
+    threads = CopyThreads(3)
+    assert threads.share(count, count * chunk) == 3
+    for _ in range(20):
+        into = [np.zeros(chunk + 5, np.uint8)[n % 5 :][:chunk] for n in range(count)]  # not aligned
+        hits, nbytes = reader.read(KEYS[:count], into, verify=False, now_s=1.0, threads=threads)
+        assert hits.all()
+        assert nbytes == count * chunk
+        assert all((target == value).all() for target, value in zip(into, values, strict=True))
+    with pytest.raises(UsageError, match=r"into\[5\]"):
+        reader.read(KEYS[:count], [*into[:5], b"read-only"], verify=False, now_s=1.0, threads=threads)
+    threads.close()
+    reader.close()
