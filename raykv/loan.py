@@ -19,6 +19,9 @@ GROW_S: Final = 1.0
 TRUST_S: Final = QUARANTINE_S / 4
 """So long after the node's last answer a lent slot is surely ours still: had the node cut us off, or died, right after
 it, the slot would still rest. Later, nothing is written to it before the node has answered again."""
+PARTS: Final = 4
+PART_NBYTES: Final = 4 << 20
+"""A put is sent in up to so many parts of at least so many bytes."""
 MAX_POSTED_KEYS: Final = 4096
 """Keys in stores that nobody has answered yet. The answers to them must fit into the socket's buffers."""
 
@@ -105,14 +108,6 @@ class Borrowed:
     starts: list[int]
 
 
-class Posted(NamedTuple):
-    """A store that was sent and not answered yet."""
-
-    borrowed: Borrowed
-    keys: int
-    asked_at_s: float
-
-
 class Outcome:
     """What became of posted chunks, until somebody asks."""
 
@@ -132,3 +127,12 @@ class Outcome:
         result = PutResult(self._stored, self._existed, self._skipped, self._reason)
         self.__init__()  # type: ignore[misc]
         return result
+
+
+class Posted(NamedTuple):
+    """A store that was sent and not answered yet."""
+
+    borrowed: Borrowed
+    keys: int
+    asked_at_s: float
+    outcome: Outcome

@@ -12,8 +12,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
 from types import TracebackType
-from typing import Final, Self
+from typing import Final, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +23,18 @@ import numpy.typing as npt
 from raykv import wire
 from raykv.errors import LostError, PeerUnavailable, RayKVError, TransientError, UsageError
 from raykv.keys import to_bytes
-from raykv.loan import MAX_POSTED_KEYS, POOL_IDLE_S, TRUST_S, Account, Borrowed, Outcome, Pool, Posted
+from raykv.loan import (
+    MAX_POSTED_KEYS,
+    PART_NBYTES,
+    PARTS,
+    POOL_IDLE_S,
+    TRUST_S,
+    Account,
+    Borrowed,
+    Outcome,
+    Pool,
+    Posted,
+)
 from raykv.memory.copying import STREAM_NBYTES, checksum_of, store
 from raykv.memory.slots import slot_nbytes
 from raykv.transport.base import MAX_POSTED, Link, remaining
@@ -75,6 +88,7 @@ class LocalNode:
         self._posted_keys = 0
         self._outcome = Outcome()
         self.posted = 0
+        self._idle_looked_at_s = 0.0
         self.epoch = 0
         self._reconnect(deadline_s)
 
@@ -145,7 +159,8 @@ class LocalNode:
         if self._link is not None:
             self._link.close()
             self._link = None
-        self._outcome.note(skipped=sum(len(each.borrowed.rows) for each in self._posted), reason=reason)
+        for each in self._posted:
+            each.outcome.note(skipped=len(each.borrowed.rows), reason=reason)
         self._posted.clear()
         self._posted_keys = self.posted = 0
 
@@ -216,25 +231,43 @@ class LocalNode:
         existed = len(keys) - len(places)
         if not written:
             return PutResult(0, existed, full, "full")
-        with self._ours(borrowed):
-            views = [borrowed.view[start : start + nbytes] for start in borrowed.starts]
-            checksums = fill(views, [values[place] for place in written])
-            request = wire.Store(
-                account.digest,
-                to_bytes(keys),
-                nbytes,
-                np.array(borrowed.rows, np.int32).tobytes(),
-                checksums.tobytes(),
-                b"" if len(written) == len(keys) else np.array(written, np.int32).tobytes(),
-                chained,
-                _raw(parent),
-                depth,
-            )
-            others = self._store(request, borrowed, len(keys), wait=wait, deadline_s=deadline_s)
-        reason = "full" if full else ""
+        parts = _cut(borrowed, written, len(keys), nbytes)
+        outcome = Outcome()  # of the parts that are under way while later ones are copied
+        others, reason = 0, "full" if full else ""
+        for number, part in enumerate(parts):
+            last = number == len(parts) - 1
+            try:
+                with self._ours(part.borrowed):
+                    views = [borrowed.view[start : start + nbytes] for start in part.borrowed.starts]
+                    checksums = fill(views, [values[place] for place in part.written])
+                    request = wire.Store(
+                        account.digest,
+                        to_bytes(keys[part.first : part.end]),
+                        nbytes,
+                        np.array(part.borrowed.rows, np.int32).tobytes(),
+                        checksums.tobytes(),
+                        part.places(),
+                        chained,
+                        to_bytes(keys[part.first - 1 : part.first]) if chained and part.first else _raw(parent),
+                        depth + part.first,
+                    )
+                    others += self._store(
+                        request, part.borrowed, part.end - part.first, wait=wait and last, deadline_s=deadline_s,
+                        outcome=outcome if wait else None,
+                    )  # fmt: skip
+            except BaseException as error:
+                for rest in parts[number + 1 :]:
+                    self._return(rest.borrowed)
+                if number == 0 or not wait or not isinstance(error, TransientError):
+                    raise
+                skipped, reason = sum(len(rest.written) for rest in parts[number:]), str(error)
+                outcome.note(skipped=skipped, reason=reason)
+                break
         if not wait:
             return PutResult(0, existed, full, reason, len(written))
-        return PutResult(len(written) - others, existed + others, full, reason)
+        early = outcome.take()
+        stored = len(written) - others - early.existed - early.skipped
+        return PutResult(stored, existed + others + early.existed, full + early.skipped, reason or early.reason)
 
     def put_one(
         self, account: Account, key: bytes, pieces: Sequence[memoryview], *, wait: bool, deadline_s: float
@@ -335,6 +368,10 @@ class LocalNode:
     ) -> Borrowed:
         """Up to `count` slots to write now: from the pool, and what it lacks from the node. Fewer: it is full."""
         size, now_s = slot_nbytes(nbytes), time.monotonic()
+        if now_s >= self._idle_looked_at_s + POOL_IDLE_S:
+            self._idle_looked_at_s = now_s
+            if self._link is not None:
+                self._give_back_idle(deadline_s)
         pool = self._pools.get((account.digest, size))
         if pool is not None and len(pool) < count and self.posted and self._link is not None:
             while self._posted and self._link.ready():  # the answers bring slots
@@ -358,7 +395,6 @@ class LocalNode:
     ) -> Pool:
         """The pool, with `count` slots in it if the node has them, and the node's word that they are ours."""
         self._open(account, deadline_s)
-        self._give_back_idle(deadline_s)
         where = (account.digest, slot_nbytes(nbytes))
         raw = keys if isinstance(keys, bytes) else to_bytes(keys)
         while True:
@@ -383,8 +419,21 @@ class LocalNode:
                 if rows:
                     self._call(wire.Abort(np.array(rows, np.int32).tobytes()), deadline_s, self._life)
 
-    def _store(self, request: wire.Store, borrowed: Borrowed, keys: int, *, wait: bool, deadline_s: float) -> int:
-        """Send a store, and see to its answer now or later. Returns how many of its chunks others had stored."""
+    def _store(
+        self,
+        request: wire.Store,
+        borrowed: Borrowed,
+        keys: int,
+        *,
+        wait: bool,
+        deadline_s: float,
+        outcome: Outcome | None = None,
+    ) -> int:
+        """Send a store, and see to its answer now or later. Returns how many of its chunks others had stored.
+
+        Args:
+            outcome: What will become of it, if it is not waited for; None: for `flush` to tell.
+        """
         with self._lock:
             request.ahead = max(0, borrowed.pool.lacking(time.monotonic()))
             if wait:
@@ -401,7 +450,7 @@ class LocalNode:
             except TransientError as error:
                 self._drop_link(str(error))
                 raise
-            self._posted.append(Posted(borrowed, keys, time.monotonic()))
+            self._posted.append(Posted(borrowed, keys, time.monotonic(), outcome or self._outcome))
             self._posted_keys += keys
             self.posted = len(self._posted)
             if self.posted % _COLLECT_EVERY == 0:
@@ -440,9 +489,9 @@ class LocalNode:
         self.posted = len(self._posted)
         self._heard(link, oldest.asked_at_s)
         if reason:
-            self._outcome.note(skipped=count, reason=reason)
+            oldest.outcome.note(skipped=count, reason=reason)
         else:
-            self._outcome.note(stored=count - others, existed=others)
+            oldest.outcome.note(stored=count - others, existed=others)
 
     def _collect_or_drop(self, link: Link, deadline_s: float, *, raising: bool = False) -> None:
         try:
@@ -547,6 +596,34 @@ class LocalNode:
 
 Fill = Callable[[Sequence[memoryview], Sequence[Sequence[memoryview]]], npt.NDArray[np.uint64]]
 """Copies chunks, each from several views, into slots. Returns their checksums."""
+
+
+class _Part(NamedTuple):
+    """Some keys of one put, in order, and the slots for those of them that are to be written."""
+
+    first: int
+    end: int
+    written: list[int]
+    borrowed: Borrowed
+
+    def places(self) -> bytes:
+        """See `wire.Store`."""
+        if len(self.written) == self.end - self.first:
+            return b""
+        return (np.array(self.written, np.int32) - self.first).tobytes()
+
+
+def _cut(borrowed: Borrowed, written: list[int], keys: int, nbytes: int) -> list[_Part]:
+    """Cut a large put: while one part is copied, the node works on the one before."""
+    count = max(1, min(PARTS, len(written), len(written) * nbytes // PART_NBYTES))
+    bounds = [len(written) * number // count for number in range(count + 1)]
+    parts: list[_Part] = []
+    for start, stop in pairwise(bounds):
+        first = 0 if start == 0 else parts[-1].end
+        end = keys if stop == len(written) else written[stop]
+        slots = replace(borrowed, rows=borrowed.rows[start:stop], starts=borrowed.starts[start:stop])
+        parts.append(_Part(first, end, written[start:stop], slots))
+    return parts
 
 
 class _Ours:

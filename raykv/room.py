@@ -5,6 +5,7 @@ sought in a sample, and what is counted is counted as it changes.
 """
 
 import logging
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -246,19 +247,26 @@ class Room:
     @property
     def short(self) -> bool:
         """Whether `tend` has something to do."""
-        return self._tending or self.slots.free_nbytes < self._config.low_water * self._arena_nbytes
+        return self._tending or self._lacking(self._config.low_water) > 0
 
     def tend(self, now: int) -> bool:
         """Evict ahead of need: when little is free, free some more, in steps. Returns whether there is more to do."""
-        wanted_nbytes = self._config.high_water * self._arena_nbytes - self.slots.free_nbytes
-        if not self.short or wanted_nbytes < 0 or not self._in_use:
+        count = self._lacking(self._config.high_water)
+        if not self.short or count <= 0 or not self._in_use:
             self._tending = False
             return False
-        count = int(wanted_nbytes / (self.total_nbytes / self._in_use)) + 1
         rows = self._candidates()
         gone = self._evict(rows, min(count, self._at_once(len(rows))), now)
         self._tending = 0 < gone < count
         return self._tending
+
+    def _lacking(self, share: float) -> int:
+        """Chunks that must go for this share of the arena, and of the rows, to be free."""
+        free_rows = len(self.free_rows) + self._table.rows - self._table.rows_backed
+        by_rows = math.ceil(share * self._table.rows) - free_rows
+        nbytes = share * self._arena_nbytes - self.slots.free_nbytes
+        by_nbytes = int(nbytes * self._in_use / self.total_nbytes) + 1 if nbytes > 0 and self._in_use else 0
+        return max(by_rows, by_nbytes)
 
     # -- making room -------------------------------------------------------------------------------------------------
 

@@ -96,6 +96,23 @@ def test_a_large_read_over_several_connections(running, monkeypatch, streams):
     assert running.nodes[0].stats()["requests"]["Read"] - before == streams
 
 
+@pytest.mark.parametrize("verify", ["remote", "never"])
+def test_large_chunks_among_small_ones(running, verify):
+    sizes = [NBYTES, 1 << 20, NBYTES, 300_001, 1 << 20, 1]
+    values = [content(n, size) for n, size in enumerate(sizes)]
+    assert running.client(SPACE).put(names(6), values, chained=False).stored == 6
+    running.settle()
+    shard, reader = running.nodes[0].shard, running.client(SPACE, node=2, verify=verify)
+    row = int(shard.table.find(reader.keys(["4"]))[0])
+    shard.arena.view[(int(shard.table.columns.page[row]) << 12) + 700_000] ^= 1
+    into = [bytearray(size) for size in sizes]
+    cut = [[memoryview(each)[: len(each) // 3], memoryview(each)[len(each) // 3 :]] for each in into]
+    hits = reader.get(names(6), cut).hits
+    assert hits == (True, True, True, True, verify == "never", True)
+    assert [n for n in range(6) if into[n] != values[n]] == [4]
+    assert shard.counters.corrupt == (verify == "remote")
+
+
 def test_chunks_that_go_between_two_requests_are_misses(running, small_parts, monkeypatch):
     reader = stored(running, 60, 0)
     node, check = running.nodes[0], Load._check
@@ -221,7 +238,7 @@ def test_a_node_that_is_killed_in_the_middle(shm_dir, monkeypatch):
         address = process.stdout.readline().strip()
         config = ClientConfig.load({"address": address, "secret": (b"s" * 32).hex(), "timeout_s": 20.0})
         with raykv.Client(SPACE, Reach(config)) as client:
-            big, count = 1 << 20, 40
+            big, count = 200 << 10, 150
             assert client.put(names(count), [content(n, big) for n in range(count)], chained=False).stored == count
             checked, check = [], Load._check
 

@@ -573,6 +573,24 @@ def reopen(prefix: Path, now_s: float, **fields) -> Bench:
     return again
 
 
+def test_rows_that_run_short_are_freed_ahead_of_need():
+    """Small chunks use up the rows long before the bytes."""
+    bench = Bench(Shard.open(config_for(arena_nbytes=16 << 20, extent_nbytes=1 << 20, max_chunks=64), None, now_s=0.0))
+    names = [f"{number}" for number in range(70)]
+    for name in names[:64]:
+        assert bench.put([name]) == 1
+    assert bench.shard.short
+    while bench.shard.tend(now_s=bench.now_s):
+        pass
+    assert not bench.shard.short
+    assert bench.shard.chunks < 64
+    evicted = bench.shard.counters.evicted
+    assert bench.put(names[64:66]) == 2
+    assert bench.shard.counters.evicted == evicted  # there was room
+    assert bench.here(names[62:66]) == "".join(names[62:66])  # the last ones in are the last ones out
+    check_invariants(bench.shard)
+
+
 @pytest.mark.parametrize("dirty", [False, True])
 def test_a_killed_process_loses_only_what_was_not_committed(on_files, shm_dir, dirty):
     on_files.put("abc")

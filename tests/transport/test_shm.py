@@ -37,17 +37,19 @@ class Writer:
         self.reader = ShmReader(str(self.table.memory.path), str(self.arena.path), writable=False)
         self.versions = dict.fromkeys(range(40), 0)
         self.holds: dict[int, int] = {}  # row -> number of the key that is ready there
+        self.indexed: dict[int, int] = {}  # row -> number of the key that it has in the index
 
     def steps(self, row: int, number: int):
         """Put key `number` into `row`, in place of what is there: after each yield, readers may look."""
         cells = self.table.cells
-        if number in self.holds.values() and self.holds.get(row) != number:
-            return
-        if row in self.holds:
-            del self.holds[row]
-            cells.generation[row] += 1
+        if number in self.indexed.values() and self.indexed.get(row) != number:
+            return  # a writer enters a key only once
+        if row in self.indexed:
+            self.holds.pop(row, None)
+            cells.generation[row] |= 1
             yield
             self.table.remove_one(row)
+            del self.indexed[row]
             yield
         cells.generation[row] |= 1
         self.versions[number] += 1
@@ -60,6 +62,7 @@ class Writer:
         self.arena.view[start + len(value) // 2 : start + len(value)] = value[len(value) // 2 :]
         hi, lo = KEYS[number].tolist()
         self.table.insert_one(hi, lo, row)
+        self.indexed[row] = number
         yield
         cells.generation[row] = cells.generation[row] + 1 & 0xFFFFFFFF or 2
         self.holds[row] = number
@@ -82,7 +85,7 @@ def right(writer: Writer, number: int, target: bytes) -> bool:
 
 
 changes = st.lists(st.tuples(st.integers(0, ROWS - 1), st.integers(0, 39), st.integers(1, 6)), min_size=1, max_size=8)
-HYPOTHESIS = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+HYPOTHESIS = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @HYPOTHESIS
