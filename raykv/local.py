@@ -323,10 +323,11 @@ class LocalNode:
         """Places of the keys that are not here, and that nobody is writing either; each key once."""
         table = self.reader.table
         rows = table.find(keys)
-        expires = table.columns.expires[np.maximum(rows, 0)]
         missing = np.flatnonzero(rows < 0)
-        if expires.any():
-            missing = np.flatnonzero((rows < 0) | (expires > 0) & (expires <= table.ticks(time.monotonic())))
+        if missing.size < len(keys):
+            expires = table.columns.expires[np.maximum(rows, 0)]
+            if expires.any():
+                missing = np.flatnonzero((rows < 0) | (expires > 0) & (expires <= table.ticks(time.monotonic())))
         if not missing.size:
             if self._looks_at_today():
                 return []
@@ -594,7 +595,7 @@ class LocalNode:
             pass  # they rest for a while, then
 
 
-Fill = Callable[[Sequence[memoryview], Sequence[Sequence[memoryview]]], npt.NDArray[np.uint64]]
+Fill = Callable[[list[memoryview], list[Sequence[memoryview]]], npt.NDArray[np.uint64]]
 """Copies chunks, each from several views, into slots. Returns their checksums."""
 
 

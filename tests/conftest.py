@@ -59,7 +59,7 @@ def no_thread_stays() -> Iterator[None]:
 def loops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Run a test with the compiled loops and without: both must do the same."""
     if request.param == "plain":
-        for name in ("find", "enter", "read", "copy", "Reader"):
+        for name in ("find", "enter", "read", "fill", "copy", "Reader"):
             monkeypatch.setattr(native, name, None)
     elif not native.available:
         pytest.skip("the compiled loops were not built, or RAYKV_NATIVE is 0")

@@ -17,9 +17,13 @@ from raykv.types import Scattered
 STREAM_NBYTES: Final = 512 << 10
 """Copies of this many bytes at once go past the cache, where the compiled loops are there: what is so large leaves it
 again before anybody uses it, and the target's old bytes need not be fetched."""
+STREAM_ONE_NBYTES: Final = 64 << 10
+"""The same for a single chunk: from here on it was measured to pay."""
 HASH_NBYTES: Final = 256 << 10
 """Bytes are copied and hashed in turns of this size, so that the second pass finds them in the cache."""
 _WITHOUT_GIL_NBYTES: Final = 64 << 10
+_TINY_NBYTES: Final = 240
+"""Up to here the checksum is another algorithm, which the compiled loops leave to xxhash."""
 _SHARE_NBYTES: Final = 1 << 20
 """No thread is woken for less."""
 
@@ -67,6 +71,10 @@ def store(target: memoryview, pieces: Sequence[memoryview], *, stream: bool = Fa
     Returns:
         The checksum, as `checksum_of` gives it.
     """
+    if native.fill is not None and len(target) > _TINY_NBYTES:
+        checksum = np.empty(1, np.uint64)
+        native.fill([target], [pieces], 0, 1, checksum, stream)
+        return int(checksum[0])
     if len(pieces) == 1 and len(target) <= HASH_NBYTES:
         copy(target, pieces[0], stream=stream)
         return xxhash.xxh3_64_intdigest(pieces[0])
@@ -165,13 +173,16 @@ class CopyThreads:
             if problem is not None:
                 raise problem
 
-    def fill(self, slots: Sequence[memoryview], values: Sequence[Sequence[memoryview]]) -> npt.NDArray[np.uint64]:
+    def fill(self, slots: list[memoryview], values: list[Sequence[memoryview]]) -> npt.NDArray[np.uint64]:
         """Copy chunks, each from several views, into slots of the same length. Returns their checksums."""
         nbytes = sum(map(len, slots))
         stream = nbytes >= STREAM_NBYTES
         checksums = np.empty(len(slots), np.uint64)
 
         def part(first: int, end: int) -> None:
+            if native.fill is not None and slots and len(slots[0]) > _TINY_NBYTES:
+                native.fill(slots, values, first, end, checksums, stream)
+                return
             for place in range(first, end):
                 checksums[place] = store(slots[place], values[place], stream=stream)
 

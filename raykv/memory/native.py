@@ -22,5 +22,6 @@ _used = _built if available else None
 find: Final = _used.find if _used else None
 enter: Final = _used.enter if _used else None
 read: Final = _used.read if _used else None
+fill: Final = _used.fill if _used else None
 copy: Final = _used.copy if _used else None
 Reader: Final = _used.Reader if _used else None

@@ -12,7 +12,7 @@ from raykv.config import SLOT_ALIGNMENT_NBYTES
 from raykv.keys import halves
 from raykv.memory import native
 from raykv.memory.arena import SharedMemory
-from raykv.memory.copying import STREAM_NBYTES, CopyThreads, byte_views, checksum_of, scatter
+from raykv.memory.copying import STREAM_NBYTES, STREAM_ONE_NBYTES, CopyThreads, byte_views, checksum_of, scatter
 from raykv.memory.table import Table
 from raykv.types import Bits, KeyArray, Rows, Scattered
 
@@ -141,7 +141,7 @@ class ShmReader:
             BufferError, TypeError, ValueError, UsageError: `into` is no such buffer; TypeError if it is several.
         """
         if self._one is not None:
-            return self._one.read(key, into, STREAM_NBYTES)
+            return self._one.read(key, into, STREAM_ONE_NBYTES)
         table = self.table
         now = table.ticks(time.monotonic())
         hi, lo = halves(key)
