@@ -39,7 +39,8 @@ serve: setup model ## The demo's deployment, left running for your own requests
 	@$(venv)/bin/python -m deployments.demo --serve $(ARGS)
 
 test: lint typecheck quick ## All that CI runs, the core also with its own few packages alone
-	@$(venv)/bin/python -m pytest tests $(ARGS)
+	@.ci/sanitize $(core)/bin/python
+	$(venv)/bin/python -m pytest tests $(ARGS)
 
 quick: setup-core ## The tests that need only the core: under a minute
 	@$(core)/bin/python -m pytest tests -q -m "not slow and not ray and not vllm and not e2e" $(ARGS)

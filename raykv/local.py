@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from raykv import wire
 from raykv.errors import LostError, PeerUnavailable, RayKVError, TransientError, UsageError
-from raykv.keys import to_bytes
+from raykv.keys import KEY_NBYTES, to_bytes
 from raykv.loan import (
     MAX_POSTED_KEYS,
     PART_NBYTES,
@@ -323,18 +323,21 @@ class LocalNode:
         """Places of the keys that are not here, and that nobody is writing either; each key once."""
         table = self.reader.table
         rows = table.find(keys)
-        missing = np.flatnonzero(rows < 0)
-        if missing.size < len(keys):
-            expires = table.columns.expires[np.maximum(rows, 0)]
-            if expires.any():
-                missing = np.flatnonzero((rows < 0) | (expires > 0) & (expires <= table.ticks(time.monotonic())))
-        if not missing.size:
+        # Plain lists from here on: numpy's sorts and lookups by number let go of the interpreter's lock for an instant,
+        # and who waits for it wakes in vain, again and again.
+        expires, now = table.cells.expires, table.ticks(time.monotonic())
+        places = [place for place, row in enumerate(rows.tolist()) if row < 0 or 0 < expires[row] <= now]
+        if not places:
             if self._looks_at_today():
                 return []
-            missing = np.arange(len(keys))
-        if len(missing) > 1 and len(np.unique(keys[missing, 1])) < len(missing):
-            missing = missing[np.sort(np.unique(keys[missing], axis=0, return_index=True)[1])]
-        places: list[int] = missing.tolist()
+            places = list(range(len(keys)))
+        lows = keys[:, 1].tolist()
+        if len({lows[place] for place in places}) < len(places):
+            raw = to_bytes(keys)
+            first: dict[bytes, int] = {}
+            for place in places:
+                first.setdefault(raw[KEY_NBYTES * place : KEY_NBYTES * (place + 1)], place)
+            places = list(first.values())
         return places
 
     def _is_known(self, key: bytes) -> bool:
