@@ -308,6 +308,7 @@ def test_a_slot_whose_node_just_died_is_given_to_nobody_else(node):
         assert not old & set((columns.page[ready].astype(np.int64) * 4096).tolist())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wait", [True, False])
 def test_no_wrong_byte_however_often_the_node_dies(node, wait):
     stopping = threading.Event()

@@ -85,7 +85,7 @@ def right(writer: Writer, number: int, target: bytes) -> bool:
 
 
 changes = st.lists(st.tuples(st.integers(0, ROWS - 1), st.integers(0, 39), st.integers(1, 6)), min_size=1, max_size=8)
-HYPOTHESIS = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+HYPOTHESIS = settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @HYPOTHESIS
