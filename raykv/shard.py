@@ -146,7 +146,7 @@ class Shard:
         slots = Slots(
             table.extent_slots,
             config.extent_nbytes,
-            partial(_back, arena, config.extent_nbytes),
+            partial(_back, arena, config.extent_nbytes, hurry=True),
             columns.page[np.concatenate([ready, unfinished])],
             in_turns(config.extents, len(self.memory_nodes)) if self.memory_nodes else None,
         )
@@ -742,8 +742,8 @@ def _first_of_each(keys: KeyArray, positions: npt.NDArray[np.integer]) -> npt.ND
     return positions[np.sort(first)]
 
 
-def _back(arena: SharedMemory, extent_nbytes: int, extent: int) -> bool:
-    return arena.back(extent * extent_nbytes, extent_nbytes)
+def _back(arena: SharedMemory, extent_nbytes: int, extent: int, *, hurry: bool = False) -> bool:
+    return arena.back(extent * extent_nbytes, extent_nbytes, hurry=hurry)
 
 
 def _offsets(pages: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint64]:

@@ -92,12 +92,15 @@ class SharedMemory:
         except OSError as error:  # a directory, say
             raise LostError(f"shared memory {path} cannot be mapped: {error.strerror}") from error
 
-    def back(self, offset: int, nbytes: int) -> bool:
+    def back(self, offset: int, nbytes: int, *, hurry: bool = False) -> bool:
         """Take real memory for a part of the file, so that touching it later cannot kill us with SIGBUS.
 
         Huge pages are used where whole ones fit, if they are wanted and to be had. 32 MiB take 2 ms, or 100 ms where a
         hypervisor must find the memory first; other threads run meanwhile. Doing it again costs little, and makes huge
         pages of small ones where that has become possible; chunks there may be in use.
+
+        Args:
+            hurry: Somebody waits: take small pages (8 ms for 32 MiB), unless huge ones are required.
 
         Returns:
             False when the file system has no room for it (or, where huge pages are required, no huge ones). Nothing
@@ -107,7 +110,9 @@ class SharedMemory:
         if mapping is None:
             return False
         try:
-            huge = self.page_nbytes > mmap.PAGESIZE or self._take_huge_pages(mapping, offset, nbytes)
+            huge = self.page_nbytes > mmap.PAGESIZE
+            if not huge and not (hurry and self.huge_pages != "require"):
+                huge = self._take_huge_pages(mapping, offset, nbytes)
             os.posix_fallocate(self._fd, offset, nbytes)
         except OSError as error:
             if pages.is_full(error):

@@ -242,7 +242,7 @@ class Table:
         """
         layout = _Layout(rows, extents)
         memory = SharedMemory.create(path, layout.nbytes)
-        if not memory.back(0, layout.indexes[1]):
+        if not memory.back(0, layout.indexes[1], hurry=True):
             memory.path.unlink()
             raise ConfigError(f"field 'max_chunks': no room for a table of {layout.nbytes:,} bytes; lower max_chunks")
         header = np.frombuffer(memory.view, _HEADER, 1)[0]

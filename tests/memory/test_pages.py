@@ -103,6 +103,19 @@ def test_memory_comes_in_huge_pages_without_any_setting(shm_dir, named):
 
 
 @needs_collapse
+def test_who_is_in_a_hurry_gets_small_pages_that_may_become_huge_later(shm_dir):
+    memory = SharedMemory.create(shm_dir / "file", 4 * HUGE, huge_pages="try")
+    assert memory.back(0, 4 * HUGE, hurry=True)
+    assert blocks(memory) == 4 * HUGE
+    assert memory.huge_nbytes == 0
+    memory.view[5] = 7
+    assert memory.back(0, 4 * HUGE)
+    assert memory.huge_nbytes == 4 * HUGE
+    assert memory.view[5] == 7
+    memory.close()
+
+
+@needs_collapse
 def test_small_pages_become_huge_ones_under_the_chunks_there(shm_dir, np_rng):
     content = np_rng.bytes(2 * HUGE)
     made = SharedMemory.create(shm_dir / "file", 2 * HUGE, huge_pages="never")
