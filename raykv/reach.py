@@ -3,6 +3,7 @@
 Whatever goes wrong with another node here ends as a miss in `Client`.
 """
 
+import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -76,6 +77,7 @@ class Reach:
         self._neighbours: dict[tuple[NodeId, int], ShmReader | None] = {}
         self._pool: ThreadPoolExecutor | None = None
         self._view = View()
+        self._failures, self._doubt_s = 0, -math.inf
         self.local: LocalNode | None = None
         secret = _secret(config)
         self.host = host_identity()
@@ -108,14 +110,21 @@ class Reach:
         return time.monotonic() + (self.config.timeout_s if timeout_s is None else timeout_s)
 
     def view(self, deadline_s: float) -> View:
-        """The newest view, fetched again if any answer told of a newer one."""
+        """The newest view, fetched again if an answer told of a newer one, or somebody did not answer."""
         heard = max(self.peers.epoch, self.local.epoch if self.local else 0)
-        if heard > self._view.epoch:
+        if heard > self._view.epoch or self._in_doubt():
             try:
                 self.refresh(deadline_s)
             except TransientError:
                 pass  # the old one serves; what is stale in it costs misses
         return self._view
+
+    def _in_doubt(self) -> bool:
+        """Whether a member failed since the view was fetched for such a reason; that is done once in a while."""
+        if self.peers.failures == self._failures or time.monotonic() < self._doubt_s:
+            return False
+        self._failures, self._doubt_s = self.peers.failures, time.monotonic() + self.config.breaker_s
+        return True
 
     def refresh(self, deadline_s: float) -> View:
         """Ask for the view.

@@ -429,6 +429,18 @@ def test_a_dead_node_costs_its_own_chunks_and_no_more():
         assert reader.match(names(30, "of-0")).count == 0
 
 
+def test_a_client_that_only_meets_a_dead_owner_asks_for_the_new_view():
+    with cluster(2) as running:
+        stale = running.client(SPACE, node=0)
+        ring = stale.view().ring
+        theirs = [name for name in names(100) if ring.nodes[ring.owners(stale.keys([name]))[0]] == "node-1"]
+        running.kill(1)
+        running.add()
+        put(running.client(SPACE, node=2), theirs)
+        running.settle()
+        assert get(stale, theirs).prefix == len(theirs)
+
+
 def test_when_the_local_node_is_dead_reads_go_on_and_writes_are_skipped():
     with cluster(3) as running:
         client = running.client(SPACE, node=0, breaker_s=0.05)

@@ -22,6 +22,7 @@ class Peers:
 
     Attributes:
         epoch: The greatest epoch that any answer told of.
+        failures: How often somebody did not answer, or was left alone because of it.
     """
 
     def __init__(self, connect: Connect, secret: bytes, *, breaker_s: float, max_idle: int) -> None:
@@ -37,6 +38,7 @@ class Peers:
         self._shut_until_s: dict[str, float] = {}
         self._lock = threading.Lock()
         self.epoch = 0
+        self.failures = 0
 
     def available(self, address: str) -> bool:
         """Whether the address may be asked now."""
@@ -52,6 +54,7 @@ class Peers:
             RayKVError: What `request` raised.
         """
         if self._shut_until_s and not self.available(address):
+            self.failures += 1
             raise PeerUnavailable(f"{address} did not answer a moment ago; left alone for {self._breaker_s} s")
         remaining(deadline_s)  # our own lateness is no fault of the peer
         with self._lock:
@@ -63,13 +66,17 @@ class Peers:
             except PeerUnavailable:
                 self.forget(address)
                 if time.monotonic() >= deadline_s:  # it hangs, rather than being gone
-                    self._shut_until_s[address] = time.monotonic() + self._breaker_s
+                    self._give_up(address)
                     raise
         try:
             return self._run(address, self._connect(address, self.secret, deadline_s=deadline_s), request)
         except TransientError:
-            self._shut_until_s[address] = time.monotonic() + self._breaker_s
+            self._give_up(address)
             raise
+
+    def _give_up(self, address: str) -> None:
+        self.failures += 1
+        self._shut_until_s[address] = time.monotonic() + self._breaker_s
 
     def forget(self, address: str) -> None:
         """Close what is idle to this address."""
