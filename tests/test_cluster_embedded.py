@@ -508,8 +508,11 @@ def test_whoever_asks_for_it_sees_damage_in_shared_memory_too():
 @pytest.mark.parametrize("loss", [0.05, 0.3])
 def test_on_a_bad_network_every_get_is_right_or_a_miss(loss, rng):
     network = Network(rng)
-    with cluster(4, network=network, arena_nbytes="2 MiB", extent_nbytes="256 KiB") as running:
+    with cluster(4, network=network, extent_nbytes="256 KiB") as running:
         clients = [running.client(SPACE, node=node, breaker_s=0.01) for node in range(4)]
+        for number in range(0, 12, 2):  # something to be found, however few puts get through later
+            put(rng.choice(clients), [f"{number}/{place}" for place in range(7)])
+        running.settle()
         network.loss, network.delay_s = loss, 0.0005
         hits = asked = 0
         for step in range(150):
@@ -527,7 +530,7 @@ def test_on_a_bad_network_every_get_is_right_or_a_miss(loss, rng):
         print(f"{hits} of {asked} chunks arrived")
         assert 0 < hits < asked
         network.loss = 0.0
-        running.settle()
+        running.settle(timeout_s=30.0)  # an announcement that was lost just now is given up after ANNOUNCE_DEADLINE_S
         for node in running.nodes[:3]:
             assert node.failure is None
             assert not {

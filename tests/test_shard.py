@@ -936,7 +936,7 @@ def private_nbytes() -> int:
 def test_a_large_table_costs_what_its_rows_cost(rows, monkeypatch, np_rng):
     """No list of all rows or slots, at the start or later; no step that takes long because the table is large."""
     monkeypatch.setattr("raykv.shard.require_room", lambda *args, **options: None)
-    monkeypatch.setattr("raykv.shard._back", lambda arena, extent_nbytes, extent: True)  # nobody writes to it here
+    monkeypatch.setattr("raykv.shard._back", lambda arena, extent_nbytes, extent, **options: True)  # nobody writes to it here
     config = config_for(arena_nbytes=rows * PAGE, extent_nbytes=32 << 20, max_chunks=rows)
     batch, now_s, before, start_s = 8192, 1.0, private_nbytes(), time.monotonic()
     shard = Shard.open(config, None, now_s=0.0)
