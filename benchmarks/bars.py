@@ -4,7 +4,7 @@ import statistics
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.figures import Figures, is_rate
+from benchmarks.figures import Figures, Lookups, is_rate
 from benchmarks.lineup import (
     DICT,
     LOCAL,
@@ -19,7 +19,7 @@ from benchmarks.lineup import (
     SOCKETS,
     PhaseName,
 )
-from benchmarks.workloads import BATCH, KIB, LOOKUP_BATCH, MIB, SIZES, Workload, exists, get, put, size_text
+from benchmarks.workloads import BATCH, KIB, LOOKUP_BATCH, MIB, SIZES, Workload, get, put, size_text
 
 REMOTE_RAYKV = [RAYKV_MATCHED, RAYKV, RAYKV_GENERAL]
 
@@ -108,31 +108,34 @@ class Bars:
             )
 
     def lookups(self) -> None:
-        tables = {each["rows"]: each for each in self._results.get("lookups", ())}
-        small, large = tables.get(1_000_000), tables.get(10_000_000)
-        rate = small["keys_per_s"] if small else None
+        lookups = Lookups(self._results)
+        rate, large = (lookups.value(RAYKV, rows, "keys_per_s") for rows in (1_000_000, 10_000_000))
         self.made.append(
             Bar(f"lookups, batches of {LOOKUP_BATCH}, 1 M rows", rate / 1e6 if rate else None, 5.0, unit=" M keys/s")
         )
-        best = self._figures.best("local", self._peers("local"), exists(LOOKUP_BATCH))
+        best = lookups.best_peer(1_000_000)
+        against = self._against((f"{best[0]}, with 1,000,000 keys", best[1]) if best else None)
+        fewer = [f"{row} has {held:,} only" for row, held in lookups.lines() if held < 1_000_000]
         self.made.append(
             Bar(
-                "lookups, 1 M rows: / best peer",
+                "lookups, 1 M rows: / best peer that holds as many",
                 rate / best[1] if rate and best else None,
                 10.0,
-                note=self._against(best),
+                note="; ".join([against, *fewer]),
             )
         )
         self.made.append(
             Bar(
                 "lookups, 10 M rows: time / 1 M rows",
-                rate / large["keys_per_s"] if rate and large else None,
+                rate / large if rate and large else None,
                 2.0,
                 at_least=False,
             )
         )
-        single = small["single_p50_s"] * 1e6 if small else None
-        self.made.append(Bar("single exists, 1 M rows, p50", single, 2.0, at_least=False, unit=" us"))
+        single = lookups.value(RAYKV, 1_000_000, "single_p50_s")
+        self.made.append(
+            Bar("single exists, 1 M rows, p50", single * 1e6 if single else None, 2.0, at_least=False, unit=" us")
+        )
 
     def remote(self) -> None:
         for nbytes in (MIB, 4 * MIB):

@@ -18,7 +18,19 @@ from typing import Any, Final
 
 from benchmarks import bars, environments, machine, report
 from benchmarks.environments import ROOT, Environment
-from benchmarks.lineup import LOCAL, MIXED, PEERS, QUICK_PEERS, REMOTE, Phase, Row, peer_of, workloads
+from benchmarks.lineup import (
+    LOCAL,
+    LOOKUPS,
+    MIXED,
+    PEERS,
+    QUICK_PEERS,
+    RAYKV,
+    REMOTE,
+    Phase,
+    Row,
+    peer_of,
+    workloads,
+)
 from benchmarks.processes import Spec, Worker, WorkerError
 from benchmarks.workloads import GIB, KIB, MIB, STORE_NBYTES
 
@@ -27,7 +39,12 @@ MIXED_FILL_S: Final = 2.0
 MIXED_MARGIN_S: Final = 0.3
 """The writer begins this much before the reads that count, and ends this much after them."""
 STARTUP_ARENA_NBYTES: Final = 16 * GIB
-LOOKUP_ROWS: Final = (1_000_000, 10_000_000)
+LOOKUP_ROWS: Final = 1_000_000
+LOOKUP_MANY_ROWS: Final = 10_000_000
+LOOKUP_FILL_S: Final = 20.0
+"""What a store has not stored by then, it is not asked for."""
+QUICK_LOOKUP_PEERS: Final = {"redis", "memcached"}
+"""They store a million objects in two seconds."""
 LAST: Final = ROOT / ".cache" / "bench" / "last.json"
 
 
@@ -54,6 +71,7 @@ class Run:
             "about": self._about,
             "wrong": self._wrong,
             "cells": [],
+            "lookups": [],
             "mixed": [],
         }
 
@@ -69,7 +87,8 @@ class Run:
         try:
             self._phase(LOCAL.only(self._peers))
             self._phase(REMOTE.only(self._peers))
-            self._specials()
+            self._startup()
+            self._lookups()
             self._mixed()
         finally:
             self._stop_all()
@@ -153,11 +172,11 @@ class Run:
             cell = {"phase": phase.name, "row": row.label, "workload": workload.name, "round": number}
             self.results["cells"].append({**cell, **measured})
 
-    # -- what only raykv is asked -----------------------------------------------------------------------------------
+    # -- start-up ---------------------------------------------------------------------------------------------------
 
-    def _specials(self) -> None:
-        spec = Spec("raykv", "raykv_store", "", {"idle": True})
-        worker = self._start(spec, store_nbytes=0, tag=" special")
+    def _startup(self) -> None:
+        """How long a node takes: raykv alone."""
+        worker = self._start(Spec("raykv", "raykv_store", "", {"idle": True}), store_nbytes=0, tag=" special")
         assert worker is not None
         try:
             times = [
@@ -166,13 +185,52 @@ class Run:
             ]
             self.results["startup"] = times[1:]
             self._say("start-up: done")
-            self.results["lookups"] = [
-                worker.ask("special", name="lookups", rows=rows, rounds=self._rounds) for rows in LOOKUP_ROWS
-            ]
-            self._say("lookups in large tables: done")
         except WorkerError as error:
-            self._say(f"start-up and large tables: FAILED: {error}")
+            self._say(f"start-up: FAILED: {error}")
         self._stop_all()
+
+    # -- lookups among very many keys -------------------------------------------------------------------------------
+
+    def _lookups(self) -> None:
+        """All stores with as many keys, in turn; then raykv alone with more."""
+        peers = self._peers & QUICK_LOOKUP_PEERS if self._quick else self._peers
+        workers: dict[str, Worker] = {}
+        for label, spec in LOOKUPS:
+            if peer_of(spec) in {"", *peers} and spec.name not in self._missing:
+                worker = self._start(spec, store_nbytes=STORE_NBYTES, tag=" lookups")
+                if worker is not None and self._filled(label, worker, LOOKUP_ROWS):
+                    workers[label] = worker
+        labels = list(workers)
+        for number in range(self._rounds + 1):  # the first one warms up and is not counted
+            shift = number % max(1, len(labels))
+            for label in labels[shift:] + labels[:shift]:
+                self._look_up(label, workers[label], number)
+        ours = workers.get(RAYKV)
+        self._stop_all(but=ours)
+        if ours is not None and self._filled(RAYKV, ours, LOOKUP_MANY_ROWS):
+            for number in range(self._rounds + 1):
+                self._look_up(RAYKV, ours, number)
+        self._stop_all()
+        self._say("lookups among very many keys: done")
+
+    def _filled(self, label: str, worker: Worker, rows: int) -> bool:
+        try:
+            filled = worker.ask("fill", rows=rows, seconds=LOOKUP_FILL_S)["rows"]
+        except WorkerError as error:
+            self._say(f"lookups, {label}: FAILED: {error}")
+            self.results["lookups"].append({"row": label, "error": str(error)})
+            return False
+        self._say(f"lookups, {label}: {filled:,} keys")
+        return True
+
+    def _look_up(self, label: str, worker: Worker, number: int) -> None:
+        try:
+            measured = worker.ask("look_up", round=number)
+        except WorkerError as error:
+            self._say(f"lookups, {label}: FAILED: {error}")
+            measured = {"error": str(error)}
+        if number:
+            self.results["lookups"].append({"row": label, "round": number, **measured})
 
     # -- the mixed run ----------------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 import statistics
 from typing import Any
 
+from benchmarks.lineup import LOOKUPS, RAYKV
 from benchmarks.workloads import Workload
 
 
@@ -47,6 +48,35 @@ class Figures:
         if not found:
             return None
         return (max if is_rate(workload) else min)(found, key=lambda each: each[1])
+
+
+class Lookups:
+    """What was measured among very many keys: medians over the rounds, by line and number of keys."""
+
+    def __init__(self, results: dict[str, Any]) -> None:
+        self._cells: dict[tuple[str, int], list[dict[str, Any]]] = {}
+        for cell in results.get("lookups", ()):
+            if "error" not in cell:
+                self._cells.setdefault((cell.get("row", RAYKV), cell["rows"]), []).append(cell)
+
+    def lines(self) -> list[tuple[str, int]]:
+        """(line, keys that it holds), in the order of the line-up."""
+        order = [label for label, _ in LOOKUPS]
+        return sorted(self._cells, key=lambda line: (order.index(line[0]), line[1]))
+
+    def value(self, row: str, rows: int, field: str) -> float | None:
+        """`keys_per_s` in batches, or `single_p50_s`."""
+        cells = self._cells.get((row, rows))
+        return statistics.median(cell[field] for cell in cells) if cells else None
+
+    def best_peer(self, rows: int) -> tuple[str, float] | None:
+        """The peer that answers most keys a second among so many, and its figure."""
+        rates = [
+            (row, rate)
+            for row, held in self._cells
+            if held == rows and row != RAYKV and (rate := self.value(row, rows, "keys_per_s")) is not None
+        ]
+        return max(rates, key=lambda each: each[1], default=None)
 
 
 def is_rate(workload: Workload) -> bool:

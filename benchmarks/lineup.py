@@ -117,6 +117,15 @@ MIXED: Final = (
     ("Redis, Unix socket", Spec("redis", "redis", "debian")),
     ("memcached, Unix socket", Spec("memcached", "memcached", "debian")),
 )
+LOOKUPS: Final = (
+    (RAYKV, Spec("raykv", "raykv_store", "", {"idle": True})),
+    ("Mooncake, embedded", Spec("mooncake embedded", "mooncake", "mooncake", {"mode": "embedded"})),
+    ("Mooncake, own process", Spec("mooncake process", "mooncake", "mooncake", {"mode": "process"})),
+    ("LMCache L1, in process", Spec("lmcache", "lmcache", "lmcache", {"small": True})),
+    ("Redis, Unix socket", Spec("redis", "redis", "debian", {"small": True})),
+    ("memcached, Unix socket", Spec("memcached", "memcached", "debian", {"small": True})),
+)
+"""Who is asked for keys among a million of them."""
 PEERS: Final = ("mooncake", "lmcache", "redis", "memcached", "ray")
 QUICK_PEERS: Final = ("mooncake", "lmcache", "redis", "memcached")
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.bars import Bar, mixed_rates
-from benchmarks.figures import Figures
+from benchmarks.figures import Figures, Lookups
 from benchmarks.lineup import DICT, LOCAL, MEMCPY, PEERS, REMOTE, SOCKETS, Phase, workloads
 from benchmarks.workloads import Workload
 
@@ -25,6 +25,7 @@ def text(results: dict[str, Any], bars: Sequence[Bar]) -> str:
     parts = [_machine(results)]
     for phase in (LOCAL, REMOTE):
         parts += _phase(phase, figures, results)
+    parts.append(_lookups(results))
     parts.append(_mixed(results))
     parts.append(bars_text(bars))
     missing = [f"PEER MISSING: {name}: {why}" for name, why in results["missing"].items()]
@@ -71,6 +72,17 @@ def _cell(phase: str, figures: Figures, row: str, limit: str, workload: Workload
     else:
         shown = f"{value:.2f}" if workload.nbytes else f"{value / 1e6:.3g}"
     return f"{shown} {ratio:6.2f}x" if ratio is not None else f"{shown}        "
+
+
+def _lookups(results: dict[str, Any]) -> str:
+    lookups = Lookups(results)
+    lines = []
+    for row, rows in lookups.lines():
+        rate, single = lookups.value(row, rows, "keys_per_s"), lookups.value(row, rows, "single_p50_s")
+        lines.append([row, f"{rows:,}", f"{(rate or 0.0) / 1e6:.3g}", f"{(single or 0.0) * 1e6:.3g}"])
+    lines += [[cell["row"], "FAILED"] for cell in results.get("lookups", ()) if "error" in cell]
+    heads = ["local: exists among very many keys", "keys", "batches of 1000, M keys/s", "single, p50 us"]
+    return aligned(heads, lines) if lines else ""
 
 
 def _mixed(results: dict[str, Any]) -> str:

@@ -1,6 +1,8 @@
 """What a store looks like to the measurements. Standard library and numpy only: this runs beside any client."""
 
+import base64
 import ctypes
+import gc
 import os
 import signal
 import socket
@@ -13,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.workloads import Bytes, Workload
+from benchmarks.workloads import LOOKUP_BATCH, LOOKUP_NBYTES, Bytes, Keys, Workload
 
 PR_SET_PDEATHSIG = 1
 STOP_S = 10.0
@@ -71,6 +73,14 @@ class Face:
     def keys(self, names: Sequence[str]) -> Any:
         """Names as the batch calls want them."""
         return [self.key(name) for name in names]
+
+    def key_of(self, raw: bytes) -> Any:
+        """A key of 16 bytes as `exists_one` wants it: as text of 22 characters, if it must be text."""
+        return self.key(base64.urlsafe_b64encode(raw)[:22].decode())
+
+    def keys_of(self, keys: Keys) -> Any:
+        """Such keys as `put` and `exists` want them."""
+        return [self.key_of(key.tobytes()) for key in keys]
 
     def buffer(self, array: Bytes) -> Any:
         """An object's bytes as `get_one` and `put_one` want them."""
@@ -149,6 +159,24 @@ class System:
         memory = np.empty(nbytes, np.uint8)
         memory[:] = 0
         return memory
+
+    def fill(self, keys: Keys, seconds: float) -> tuple[Face, int]:
+        """Store small objects under these keys, or under the first ones, as many as `seconds` allow for.
+
+        Returns:
+            The line to ask, and how many there are.
+        """
+        face, until_s = next(iter(self.faces().values())), time.monotonic() + seconds
+        memory = self.allocate(LOOKUP_BATCH * LOOKUP_NBYTES)
+        values = face.buffers(np.split(memory, LOOKUP_BATCH))
+        filled = 0
+        gc.disable()  # it would look at every object of a store in this process again and again
+        while filled < len(keys) and time.monotonic() < until_s:
+            face.put(face.keys_of(keys[filled : filled + LOOKUP_BATCH]), values)
+            filled += LOOKUP_BATCH
+        gc.enable()
+        face.settle()
+        return face, filled
 
     def about(self) -> dict[str, Any]:
         """Versions."""

@@ -3,8 +3,8 @@
     python -m benchmarks.worker '{"module": ..., "class": ..., ...}'
 
 Reads one JSON object a line from standard input and answers each with one on standard output: `prepare`, `measure`,
-`mixed`, `load`, `special`, `stop`. It runs in the store's own environment, so it imports the standard library, numpy
-and that store's module alone.
+`mixed`, `load`, `fill`, `look_up`, `special`, `stop`. It runs in the store's own environment, so it imports the
+standard library, numpy and that store's module alone.
 """
 
 import gc
@@ -23,7 +23,18 @@ import numpy as np
 
 from benchmarks import workloads
 from benchmarks.system import Face, MissingError, Setting, System
-from benchmarks.workloads import BATCH, INTO_NBYTES, KIB, OBJECTS, POOL_NBYTES, Workload, cut, object_name
+from benchmarks.workloads import (
+    BATCH,
+    INTO_NBYTES,
+    KIB,
+    LOOKUP_BATCH,
+    LOOKUP_CALLS,
+    OBJECTS,
+    POOL_NBYTES,
+    Workload,
+    cut,
+    object_name,
+)
 
 CELL_S = 1.0
 """A measurement stops after this long, if it has made a few calls."""
@@ -190,6 +201,29 @@ class Worker:
         return {"objects_per_s": per_s, "gb_per_s": per_s * MIXED_NBYTES / 1e9, "refused": refused}
 
 
+class Lookups:
+    """A store with very many objects, of which nothing is asked but whether they are there."""
+
+    def __init__(self, system: System) -> None:
+        self._system = system
+
+    def fill(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Store `rows` objects, or as many as `seconds` allow for."""
+        self._keys = workloads.lookup_keys(request["rows"])
+        self._face, self._rows = self._system.fill(self._keys, request["seconds"])
+        return {"rows": self._rows, "about": self._system.about()}
+
+    def look_up(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Ask for batches of random keys, and for single ones. All of them are there."""
+        face, rng = self._face, np.random.default_rng(request["round"])
+        batches = [self._keys[rng.integers(0, self._rows, LOOKUP_BATCH)] for _ in range(LOOKUP_CALLS[LOOKUP_BATCH])]
+        batch_s = timed(face.exists, [(face.keys_of(keys),) for keys in batches])
+        singles = self._keys[rng.integers(0, self._rows, LOOKUP_CALLS[1])]
+        single_s = timed(face.exists_one, [(face.key_of(key.tobytes()),) for key in singles])
+        keys_per_s, single_p50_s = LOOKUP_BATCH / float(np.median(batch_s)), float(np.median(single_s))
+        return {"rows": self._rows, "keys_per_s": keys_per_s, "single_p50_s": single_p50_s}
+
+
 def put_back(face: Face, key: Any, value: Any) -> None:
     """Store again what was evicted, if there is room."""
     try:
@@ -236,7 +270,8 @@ def serve(system: System, requests: TextIO, answers: TextIO) -> None:
     """Answer until `stop` or the end of the input."""
     system.start()
     worker: Worker | None = None
-    handlers = ("prepare", "measure", "mixed", "store_mixed", "load", "special")
+    lookups = Lookups(system)
+    handlers = ("prepare", "measure", "mixed", "store_mixed", "load", "fill", "look_up", "special")
     for line in requests:
         request = json.loads(line)
         if request["do"] == "stop":
@@ -245,6 +280,8 @@ def serve(system: System, requests: TextIO, answers: TextIO) -> None:
         try:
             if request["do"] == "special":
                 answer = system.special(request["name"], request)
+            elif request["do"] in ("fill", "look_up"):
+                answer = getattr(lookups, request["do"])(request)
             else:
                 worker = worker or Worker(system)
                 answer = getattr(worker, request["do"])(request)

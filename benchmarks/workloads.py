@@ -10,6 +10,8 @@ import numpy.typing as npt
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
 Bytes = npt.NDArray[np.uint8]
+Keys = npt.NDArray[np.uint64]
+"""Keys of 128 bits, shape [n, 2]."""
 Operation = Literal["get", "put", "exists"]
 
 SIZES: Final = (16 * KIB, 64 * KIB, MIB, 4 * MIB)
@@ -29,6 +31,8 @@ CALLS: Final = {
 }
 """Calls of one measurement, by batch and size."""
 LOOKUP_CALLS: Final = {1: 1000, LOOKUP_BATCH: 20}
+LOOKUP_NBYTES: Final = 16
+"""Size of the objects of the lookups among a million of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +118,11 @@ def cut(memory: Bytes, nbytes: int, place: int) -> Bytes:
 def object_name(nbytes: int, number: int) -> str:
     """Name of an object that is there throughout."""
     return f"g{nbytes}-{number}"
+
+
+def lookup_keys(rows: int) -> Keys:
+    """Keys that are no two the same, in no order; for so many rows always the same ones."""
+    return np.random.default_rng(rows).integers(1, 1 << 64, (rows, 2), np.uint64)
 
 
 def orders(workload: Workload, round_number: int) -> Iterator[list[int]]:

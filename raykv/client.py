@@ -22,7 +22,7 @@ from raykv.handoff import Ticket
 from raykv.load import Arrivals, with_checksums
 from raykv.loan import Account
 from raykv.local import LocalNode, Pins, Reservation
-from raykv.memory.copying import byte_views
+from raykv.memory.copying import all_byte_views, byte_views
 from raykv.namespace import Namespace
 from raykv.reach import Reach
 from raykv.ring import View
@@ -108,7 +108,8 @@ class Client:
         here = self._here(keys, deadline_s)
         if not here.all():
             unknown = np.flatnonzero(~here)
-            here[unknown] = [holder is not None for holder in self._reach.locate(keys[unknown], deadline_s)]
+            some = keys if len(unknown) == len(keys) else keys[unknown]
+            here[unknown] = self._reach.held(some, deadline_s)
         return here
 
     def get(
@@ -141,12 +142,14 @@ class Client:
             raise UsageError(f"field 'into': {len(into)} buffers for {len(keys)} keys; give one entry a key")
         reach = self._reach
         deadline_s = reach.deadline(timeout_s)
-        hits, nbytes = self._read_here(keys, into, deadline_s)
-        if len(keys) and hits.all() and reach.local is not None:
-            return GetResult((True,) * len(keys), {"shm": nbytes}, {(reach.local.attached.node_id, "shm"): len(keys)})
-        targets = [byte_views(target, f"into[{place}]", writable=True) for place, target in enumerate(into)]
-        arrivals = Arrivals(keys, targets)
+        hits = None
         if reach.local is not None:
+            hits, nbytes = self._read_here(reach.local, keys, into, deadline_s)
+            if len(keys) and hits.all():
+                node_id = reach.local.attached.node_id
+                return GetResult((True,) * len(keys), {"shm": nbytes}, {(node_id, "shm"): len(keys)})
+        arrivals = Arrivals(keys, all_byte_views(into, "into", writable=True))
+        if reach.local is not None and hits is not None:
             arrivals.note(np.arange(len(keys)), hits, reach.local.attached.node_id, "shm")
         if ticket is not None:
             match = ticket.match(self.namespace, len(keys))
@@ -177,7 +180,11 @@ class Client:
                 return True
         except ValueError:
             raise _no_key(key) from None
-        return bool(self.exists(keys_.from_bytes(key), timeout_s=timeout_s)[0])
+        if local is not None and local.posted:
+            return bool(self.exists(keys_.from_bytes(key), timeout_s=timeout_s)[0])
+        if len(key) != keys_.KEY_NBYTES:
+            raise _no_key(key)
+        return self._reach.held_one(key, self._reach.deadline(timeout_s))
 
     def get_one(
         self, key: bytes, into: Scattered, *, holder: NodeId | None = None, timeout_s: float | None = None
@@ -204,10 +211,13 @@ class Client:
                 pass  # several buffers; or the wrong ones, and `get` says which
         if len(key) != keys_.KEY_NBYTES:
             raise _no_key(key)
-        if holder is not None and (local is None or not local.posted):
+        if local is None or not (local.posted or self._always_verify):
             target = byte_views(into, "into", writable=True)
-            if len(target) == 1 and reach.fetch_one(holder, key, target[0], reach.deadline(timeout_s)):
-                return True
+            if len(target) == 1:
+                deadline_s = reach.deadline(timeout_s)
+                if holder is not None and reach.fetch_one(holder, key, target[0], deadline_s):
+                    return True
+                return reach.find_one(key, target[0], deadline_s) is not None
         return self.get(keys_.from_bytes(key), [into], timeout_s=timeout_s).hits[0]
 
     # -- writing ----------------------------------------------------------------------------------------------------
@@ -230,9 +240,10 @@ class Client:
             parent: Key, shape [1, 2], of the chunk that keys[0] follows; None at the start of a prompt.
             depth: Chunks before keys[0] in its chain.
             chained: Whether each key follows the one before it. False: independent objects.
-            wait: Until every reader sees the chunks. False: only until their bytes are in the arena; this client's own
-                reads see them all the same, and `flush` tells what became of them. At most MAX_POSTED such puts are
-                under way: one more waits for the oldest. Without a node on this host every put waits.
+            wait: Until every reader on this host sees the chunks; the others find them when their owners have heard of
+                them. False: only until their bytes are in the arena; this client's own reads see them all the same, and
+                `flush` tells what became of them. Without a node on this host every put waits for one that takes them.
+                At most MAX_POSTED puts, of whichever kind, are under way to the node: one more waits for the oldest.
 
         Returns:
             What became of them. A full arena or an absent node is a result, not an exception.
@@ -243,7 +254,7 @@ class Client:
         keys = self._as_keys(keys)
         if len(values) != len(keys):
             raise UsageError(f"field 'values': {len(values)} values for {len(keys)} keys; give one entry a key")
-        pieces = [byte_views(value, f"values[{place}]", writable=False) for place, value in enumerate(values)]
+        pieces = all_byte_views(values, "values", writable=False)
         sizes = [sum(map(len, value)) for value in pieces]
         total, start = PutResult(0, 0, 0), 0
         for size, run in groupby(sizes):  # one reservation has one size; chunks of a prompt are one run
@@ -438,20 +449,20 @@ class Client:
             here = local.reader.ready(keys, now_s=time.monotonic())
         return here
 
-    def _read_here(self, keys: KeyArray, into: Sequence[Scattered], deadline_s: float) -> tuple[Bits, int]:
+    def _read_here(
+        self, local: LocalNode, keys: KeyArray, into: Sequence[Scattered], deadline_s: float
+    ) -> tuple[Bits, int]:
         """Which chunks came from this host's node, and their bytes in all."""
         reach = self._reach
-        if reach.local is None:
-            return np.zeros(len(keys), np.bool_), 0
         if len(keys) == 1 and isinstance(into[0], np.ndarray | memoryview) and not self._always_verify:
             try:
-                if reach.local.reader.read_one(keys.tobytes(), into[0]):
+                if local.reader.read_one(keys.tobytes(), into[0]):
                     return _ONE_HIT, into[0].nbytes
             except (BufferError, TypeError, ValueError):
                 pass  # below it is told what is wrong with it
-        hits, nbytes = reach.read_local(reach.local.reader, keys, into)
-        if reach.local.posted and not hits.all() and reach.local.settle(deadline_s):
-            hits, nbytes = reach.read_local(reach.local.reader, keys, into)
+        hits, nbytes = reach.read_local(local.reader, keys, into)
+        if local.posted and not hits.all() and local.settle(deadline_s):
+            hits, nbytes = reach.read_local(local.reader, keys, into)
         return hits, nbytes
 
     def _put_equal(

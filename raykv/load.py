@@ -1,10 +1,10 @@
 """Chunks on their way over a connection: those of a `get` that have arrived, those of a `put` that go out."""
 
 import struct
+from collections import deque
 from collections.abc import Iterator, Sequence
-from functools import partial
-from itertools import islice
-from typing import Final
+from functools import cached_property, partial
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -13,11 +13,12 @@ import xxhash
 from raykv import keys as keys_
 from raykv import wire
 from raykv.errors import ProtocolError
+from raykv.keys import KEY_NBYTES
 from raykv.memory.copying import HASH_NBYTES, checksum_of
 from raykv.transport.base import RUN_NBYTES, Link, Runs
 from raykv.types import Bits, GetResult, KeyArray, NodeId, Path
 
-PART_NBYTES: Final = 4 << 20
+PART_NBYTES: Final = 8 << 20
 PART_KEYS: Final = 256
 """A holder is asked for this much at once, so that it pins no more while it sends."""
 PARTS_AHEAD: Final = 2
@@ -34,6 +35,20 @@ class Arrivals:
         self.sizes = [len(target[0]) if len(target) == 1 else sum(map(len, target)) for target in targets]
         self._nbytes: dict[Path, int] = {}
         self._chunks: dict[tuple[NodeId, Path], int] = {}
+
+    def raw_key(self, place: int) -> bytes:
+        """One of the keys, as 16 bytes."""
+        return self._raw[KEY_NBYTES * place : KEY_NBYTES * (place + 1)]
+
+    def raw_keys(self, places: Sequence[int]) -> bytes:
+        """Those at rising places, 16 bytes each."""
+        if places[-1] - places[0] + 1 == len(places):
+            return self._raw[KEY_NBYTES * places[0] : KEY_NBYTES * (places[-1] + 1)]
+        return b"".join(map(self.raw_key, places))
+
+    @cached_property
+    def _raw(self) -> bytes:
+        return keys_.to_bytes(self.keys)
 
     def missing(self) -> list[int]:
         """Places of what has not."""
@@ -60,21 +75,29 @@ class Arrivals:
 class Load:
     """Those chunks of one `get` that one holder is asked for, over one connection.
 
+    Or their owner, which may hold them: it names the holders of what it has not got, and once it has named one, it is
+    asked for no more.
+
     Attributes:
         places: Of the chunks, in the `get`.
         arrived: Places whose buffers are right by now, also when `run` was broken off.
         gone: Places that the holder does not have.
         spoilt: Places whose bytes are not what the holder said.
+        told: By place, holders that the owner named, as it named them.
+        asked: Places that the holder has answered for.
         path: By which they came.
     """
 
-    def __init__(self, arrivals: Arrivals, places: list[int], *, verify: bool) -> None:
-        self._arrivals, self._verify = arrivals, verify
+    def __init__(self, arrivals: Arrivals, places: list[int], *, verify: bool, owner: bool = False) -> None:
+        self._arrivals, self._verify, self._owner = arrivals, verify, owner
         self.places = places
         self.arrived: list[int] = []
         self.gone: list[int] = []
         self.spoilt: list[int] = []
+        self.told: dict[int, tuple[NodeId, ...]] = {}
+        self.asked: list[int] = []
         self.path: Path = "tcp"
+        self._elsewhere = False
 
     @property
     def nbytes(self) -> int:
@@ -88,16 +111,18 @@ class Load:
             RayKVError: As `Link.collect` does; the link is closed.
         """
         self.path = link.path
-        self.gone, self.spoilt = [], []
-        parts = self._parts()
-        requests = iter([wire.Read(keys_.to_bytes(self._arrivals.keys[part])) for part in parts])
+        self.gone, self.spoilt, self._elsewhere = [], [], False
+        waiting = deque(self._parts())
+        under_way: deque[list[int]] = deque()
         try:
-            for request in islice(requests, PARTS_AHEAD):
-                link.post(request, deadline_s=deadline_s)
-            for part in parts:
-                link.collect(partial(self._place, part), deadline_s=deadline_s)
-                for request in islice(requests, 1):
-                    link.post(request, deadline_s=deadline_s)
+            while True:
+                while waiting and len(under_way) < PARTS_AHEAD and not self._elsewhere:
+                    part = waiting.popleft()
+                    link.post(wire.Read(self._arrivals.raw_keys(part), self._owner), deadline_s=deadline_s)
+                    under_way.append(part)
+                if not under_way:
+                    break
+                link.collect(partial(self._place, under_way.popleft()), deadline_s=deadline_s)
         except BaseException:
             link.close()  # more answers may be on their way
             raise
@@ -123,19 +148,28 @@ class Load:
         """The buffers for the payload; each chunk is checked as soon as it is there."""
         reading = wire.expect(wire.Reading, answer)
         lengths, checksums = readings(reading, len(part))
+        if self._owner:
+            self.asked += part
+            if 0 in lengths:
+                lacking = [place for place, length in zip(part, lengths, strict=True) if not length]
+                named = located(reading, len(lacking))
+                self.told.update(zip(lacking, named, strict=True))
+                self._elsewhere |= any(named)
         targets, sizes = self._arrivals.targets, self._arrivals.sizes
         run: list[memoryview] = []
         due: list[tuple[int, int]] = []
         nbytes = 0
         for place, length, checksum in zip(part, lengths, checksums, strict=True):
             if not length:
-                self.gone.append(place)
+                if not self._owner:
+                    self.gone.append(place)
                 continue
             if length == sizes[place]:
                 if length > HASH_NBYTES and self._verify:
-                    yield run
-                    self._check(due)
-                    run, due, nbytes = [], [], 0
+                    if run:
+                        yield run
+                        self._check(due)
+                        run, due, nbytes = [], [], 0
                     yield from self._place_large(place, checksum)
                     continue
                 run += targets[place]
@@ -171,12 +205,24 @@ class Load:
                 self.arrived.append(place)
 
 
-def load_one(link: Link, key: bytes, target: memoryview, verify: bool, deadline_s: float) -> tuple[Path | None, bool]:
-    """Read the chunk of one 16-byte key into a byte view of its length.
+class One(NamedTuple):
+    """What became of one chunk that one holder was asked for.
 
-    Returns:
-        By which path it arrived, if it did; and whether the holder does not have it.
+    Attributes:
+        path: By which it arrived, if it did.
+        gone: Whether the holder does not have it.
+        told: Holders that it named.
     """
+
+    path: Path | None
+    gone: bool
+    told: tuple[NodeId, ...] = ()
+
+
+def load_one(
+    link: Link, key: bytes, target: memoryview, verify: bool, deadline_s: float, *, owner: bool = False
+) -> One:
+    """Read the chunk of one 16-byte key into a byte view of its length, from a holder or from its owner."""
     announced: list[int] = []
 
     def place(answer: wire.Answer) -> Sequence[Sequence[memoryview]]:
@@ -184,14 +230,16 @@ def load_one(link: Link, key: bytes, target: memoryview, verify: bool, deadline_
         announced[:] = length, checksum
         return ((target,),) if length == len(target) else (drain(length),)
 
-    link.fetch(wire.Read(key), place, deadline_s=deadline_s)
+    reading = link.fetch(wire.Read(key, owner), place, deadline_s=deadline_s)
     length, checksum = announced
-    if length != len(target) or not length:
-        return None, not length
+    if not length:
+        return One(None, True, located(wire.expect(wire.Reading, reading), 1)[0] if owner else ())
+    if length != len(target):
+        return One(None, False)
     if verify and checksum_of((target,)) != checksum:
         link.call(wire.Suspect(key), deadline_s=deadline_s)
-        return None, False
-    return link.path, False
+        return One(None, False)
+    return One(link.path, False)
 
 
 def with_checksums(values: Sequence[Sequence[memoryview]], places: Sequence[int]) -> Runs:
@@ -222,6 +270,17 @@ def readings(reading: wire.Reading, count: int) -> tuple[tuple[int, ...], tuple[
     if len(reading.nbytes) != 4 * count or len(reading.checksums) != 8 * count:
         raise ProtocolError(f"{len(reading.nbytes)} and {len(reading.checksums)} bytes where {count} entries were due")
     return struct.unpack(f"<{count}I", reading.nbytes), struct.unpack(f"<{count}Q", reading.checksums)
+
+
+def located(answer: wire.Located | wire.Reading, count: int) -> list[tuple[NodeId, ...]]:
+    """Holders of `count` keys, as an owner names them.
+
+    Raises:
+        ProtocolError: It names those of more keys, or of fewer.
+    """
+    choices = answer.choices
+    numbers = wire.array(answer.places, "<i4", count).tolist()
+    return [choices[number] if 0 <= number < len(choices) else () for number in numbers]
 
 
 def drain(nbytes: int) -> list[memoryview]:

@@ -5,6 +5,7 @@ from typing import Final, NamedTuple, Self
 
 from raykv.memory.rows import QUARANTINE_S
 from raykv.namespace import Namespace
+from raykv.transport.shm import ShmReader
 from raykv.types import PutResult
 
 MAX_POOL_SLOTS: Final = 512
@@ -51,44 +52,48 @@ class Pool:
         most: Slots that it may hold.
         wanted: Slots that it would hold if there were enough; grows with use.
         used_at_s: When something was taken last.
+        coming: Slots that were asked for ahead of need, in stores that nobody has answered yet.
     """
 
     def __init__(self, size: int, arena_nbytes: int) -> None:
         self.most = min(MAX_POOL_SLOTS, MAX_POOL_NBYTES // size, arena_nbytes // MAX_POOL_SHARE // size)
-        self.wanted = 0
+        self.wanted = self.coming = 0
         self.used_at_s = 0.0
         self._asked_at_s = -GROW_S
         self._rows: list[int] = []
         self._starts: list[int] = []
+        self._generations: list[int] = []
 
     def __len__(self) -> int:
         return len(self._rows)
 
-    def add(self, rows: list[int], starts: list[int]) -> None:
+    def add(self, rows: list[int], starts: list[int], generations: list[int]) -> None:
         """These are lent to us (again)."""
         self._rows += rows
         self._starts += starts
+        self._generations += generations
 
-    def take(self, count: int, now_s: float) -> tuple[list[int], list[int]]:
-        """Up to `count` slots: their rows, and where in the arena they begin."""
+    def take(self, count: int, now_s: float) -> tuple[list[int], list[int], list[int]]:
+        """Up to `count` slots: their rows, where in the arena they begin, and the rows' generations."""
         self.used_at_s = now_s
         keep = max(0, len(self._rows) - count)
-        rows, starts = self._rows[keep:], self._starts[keep:]
-        del self._rows[keep:], self._starts[keep:]
-        return rows, starts
+        taken = self._rows[keep:], self._starts[keep:], self._generations[keep:]
+        del self._rows[keep:], self._starts[keep:], self._generations[keep:]
+        return taken
 
     def ran_short(self, count: int) -> None:
         """`count` slots were needed, and there were fewer: have more next time."""
-        self.wanted = min(self.most, max(2 * self.wanted, 2 * count))
+        self.wanted = min(self.most, max(4 * self.wanted, 2 * count))
 
     def lacking(self, now_s: float) -> int:
         """Slots to ask for ahead of need now; none while it is at least half full."""
-        if 2 * len(self._rows) >= self.wanted:
+        have = len(self._rows) + self.coming
+        if 2 * have >= self.wanted:
             return 0
         if now_s < self._asked_at_s + GROW_S:
             self.wanted = min(self.most, 2 * self.wanted)
         self._asked_at_s = now_s
-        return self.wanted - len(self._rows)
+        return self.wanted - have
 
 
 @dataclass(slots=True)
@@ -97,15 +102,16 @@ class Borrowed:
 
     Attributes:
         life: Number of the connection that they hang on.
-        view: The arena that they lie in.
-        rows, starts: One entry a slot.
+        reader: The memory that they lie in.
+        rows, starts, generations: One entry a slot.
     """
 
     pool: Pool
     life: int
-    view: memoryview
+    reader: ShmReader
     rows: list[int]
     starts: list[int]
+    generations: list[int]
 
 
 class Outcome:
@@ -130,9 +136,16 @@ class Outcome:
 
 
 class Posted(NamedTuple):
-    """A store that was sent and not answered yet."""
+    """A store that was sent and not answered yet.
+
+    Attributes:
+        ahead: Slots that it asks for.
+        published: Its chunks are visible already.
+    """
 
     borrowed: Borrowed
     keys: int
     asked_at_s: float
+    ahead: int
     outcome: Outcome
+    published: bool

@@ -37,6 +37,7 @@ from raykv.loan import (
 )
 from raykv.memory.copying import STREAM_NBYTES, checksum_of, store
 from raykv.memory.slots import slot_nbytes
+from raykv.memory.table import MAX_DEPTH
 from raykv.transport.base import MAX_POSTED, Link, remaining
 from raykv.transport.peers import Connect
 from raykv.transport.shm import ShmReader
@@ -160,7 +161,11 @@ class LocalNode:
             self._link.close()
             self._link = None
         for each in self._posted:
-            each.outcome.note(skipped=len(each.borrowed.rows), reason=reason)
+            count = len(each.borrowed.rows)
+            if each.published and each.borrowed.reader.is_current():
+                each.outcome.note(stored=count)
+            else:
+                each.outcome.note(skipped=count, reason=reason)
         self._posted.clear()
         self._posted_keys = self.posted = 0
 
@@ -218,6 +223,8 @@ class LocalNode:
             UsageError: The size does not fit an extent.
         """
         self._require_size(nbytes)
+        if not 0 <= depth < MAX_DEPTH:
+            raise UsageError(f"depth {depth} is not in 0 .. {MAX_DEPTH - 1}")
         if len(keys) == 1:
             above = _raw(parent) if chained else b""
             return self._put_one(account, to_bytes(keys), values[0], nbytes, chained, above, depth, wait, deadline_s)
@@ -238,8 +245,10 @@ class LocalNode:
             last = number == len(parts) - 1
             try:
                 with self._ours(part.borrowed):
-                    views = [borrowed.view[start : start + nbytes] for start in part.borrowed.starts]
+                    arena = borrowed.reader.arena.view
+                    views = [arena[start : start + nbytes] for start in part.borrowed.starts]
                     checksums = fill(views, [values[place] for place in part.written])
+                    written_keys = to_bytes(keys if len(part.written) == len(keys) else keys[part.written])
                     request = wire.Store(
                         account.digest,
                         to_bytes(keys[part.first : part.end]),
@@ -252,8 +261,8 @@ class LocalNode:
                         depth + part.first,
                     )
                     others += self._store(
-                        request, part.borrowed, part.end - part.first, wait=wait and last, deadline_s=deadline_s,
-                        outcome=outcome if wait else None,
+                        request, part.borrowed, part.end - part.first, written_keys, wait=wait and last,
+                        deadline_s=deadline_s, outcome=outcome if wait else None,
                     )  # fmt: skip
             except BaseException as error:
                 for rest in parts[number + 1 :]:
@@ -305,10 +314,11 @@ class LocalNode:
             return _FULL
         with self._ours(borrowed):
             start, stream = borrowed.starts[0], nbytes >= STREAM_NBYTES
-            checksum = store(borrowed.view[start : start + nbytes], pieces, stream=stream).to_bytes(8, "little")
+            slot = borrowed.reader.arena.view[start : start + nbytes]
+            checksum = store(slot, pieces, stream=stream).to_bytes(8, "little")
             row = borrowed.rows[0].to_bytes(4, "little")
             request = wire.Store(account.digest, key, nbytes, row, checksum, b"", chained, parent, depth)
-            others = self._store(request, borrowed, 1, wait=wait, deadline_s=deadline_s)
+            others = self._store(request, borrowed, 1, key, wait=wait, deadline_s=deadline_s)
         return _EXISTED if others else _STORED if wait else _POSTED
 
     def _require_size(self, nbytes: int) -> None:
@@ -322,7 +332,7 @@ class LocalNode:
     def _missing(self, keys: KeyArray) -> list[int]:
         """Places of the keys that are not here, and that nobody is writing either; each key once."""
         table = self.reader.table
-        rows = table.find(keys)
+        rows, _ = table.look(keys, None)
         # Plain lists from here on: numpy's sorts and lookups by number let go of the interpreter's lock for an instant,
         # and who waits for it wakes in vain, again and again.
         expires, now = table.cells.expires, table.ticks(time.monotonic())
@@ -342,6 +352,8 @@ class LocalNode:
 
     def _is_known(self, key: bytes) -> bool:
         """The same for one key: whether it is here, or being written."""
+        if self.reader.ready_one(key):
+            return True
         table = self.reader.table
         row = table.find_one(*_halves(key))
         if row < 0:
@@ -385,8 +397,7 @@ class LocalNode:
         if pool is None or self._link is None or len(pool) < count or now_s >= self._trusted_until_s:
             pool = self._borrow_more(account, keys, count, nbytes, parent, deadline_s)
             now_s = time.monotonic()
-        rows, starts = pool.take(count, now_s)
-        return Borrowed(pool, self._life, self.reader.arena.view, rows, starts)
+        return Borrowed(pool, self._life, self.reader, *pool.take(count, now_s))
 
     def _borrow_more(
         self,
@@ -407,7 +418,7 @@ class LocalNode:
             request = wire.Lend(account.digest, nbytes, needed, keys=raw, parent=parent)
             lent = wire.expect(wire.Lent, self._call_about(account, request, deadline_s))
             pool = self._pools.setdefault(where, Pool(where[1], self.reader.arena.nbytes))
-            _add(pool, lent.rows, lent.offsets)
+            self._add(pool, lent.rows, lent.offsets)
             if needed:
                 pool.ran_short(count)
             if life == self._life:  # else what we had went with the connection, and is lacking
@@ -419,7 +430,7 @@ class LocalNode:
         for where, pool in [*self._pools.items()]:
             if pool.used_at_s < idle and where in self._pools:
                 del self._pools[where]
-                rows, _ = pool.take(len(pool), 0.0)
+                rows = pool.take(len(pool), 0.0)[0]
                 if rows:
                     self._call(wire.Abort(np.array(rows, np.int32).tobytes()), deadline_s, self._life)
 
@@ -428,39 +439,67 @@ class LocalNode:
         request: wire.Store,
         borrowed: Borrowed,
         keys: int,
+        written: bytes,
         *,
         wait: bool,
         deadline_s: float,
         outcome: Outcome | None = None,
     ) -> int:
-        """Send a store, and see to its answer now or later. Returns how many of its chunks others had stored.
+        """Publish chunks, and tell the node. Returns how many of them others had stored.
+
+        Who waits need not wait for the node's answer when all could be published: every reader sees them.
 
         Args:
+            written: Keys of the slots that were written.
             outcome: What will become of it, if it is not waited for; None: for `flush` to tell.
         """
-        with self._lock:
-            request.ahead = max(0, borrowed.pool.lacking(time.monotonic()))
-            if wait:
-                answer = self._call(request, deadline_s, life=borrowed.life)
-                return self._stored(answer, borrowed)
-            remaining(deadline_s)
-            link = self._link
-            if link is None or borrowed.life != self._life:
-                raise PeerUnavailable("the connection that held the lease is gone")
-            while len(self._posted) >= MAX_POSTED or (self._posted and self._posted_keys + keys > MAX_POSTED_KEYS):
-                self._collect_or_drop(link, deadline_s, raising=True)
-            try:
-                link.post(request, deadline_s=deadline_s)
-            except TransientError as error:
-                self._drop_link(str(error))
+        published = borrowed.reader.publish(
+            borrowed.rows, borrowed.generations, written, request.checksums, request.nbytes
+        )
+        try:
+            with self._lock:
+                request.ahead = max(0, borrowed.pool.lacking(time.monotonic()))
+                if wait and not published:
+                    answer = self._call(request, deadline_s, life=borrowed.life)
+                    return self._stored(answer, borrowed)
+                done = Outcome() if wait else outcome or self._outcome
+                self._post(request, borrowed, keys, done, published=published, deadline_s=deadline_s)
+        except TransientError:
+            # The node finds it by itself, or the next one in its place, as long as the memory is the same.
+            if not published or not borrowed.reader.is_current():
                 raise
-            self._posted.append(Posted(borrowed, keys, time.monotonic(), outcome or self._outcome))
-            self._posted_keys += keys
-            self.posted = len(self._posted)
-            if self.posted % _COLLECT_EVERY == 0:
-                while self._posted and link.ready():
-                    self._collect_or_drop(link, deadline_s)
-            return 0
+            if not wait:
+                (outcome or self._outcome).note(stored=len(borrowed.rows))
+        return 0
+
+    def _post(
+        self,
+        request: wire.Store,
+        borrowed: Borrowed,
+        keys: int,
+        outcome: Outcome,
+        *,
+        published: bool,
+        deadline_s: float,
+    ) -> None:
+        remaining(deadline_s)
+        link = self._link
+        if link is None or borrowed.life != self._life:
+            raise PeerUnavailable("the connection that held the lease is gone")
+        while len(self._posted) >= MAX_POSTED or (self._posted and self._posted_keys + keys > MAX_POSTED_KEYS):
+            self._collect_or_drop(link, deadline_s, raising=True)
+        try:
+            link.post(request, deadline_s=deadline_s)
+        except TransientError as error:
+            self._drop_link(str(error))
+            raise
+        self._posted.append(Posted(borrowed, keys, time.monotonic(), request.ahead, outcome, published))
+        borrowed.pool.coming += request.ahead
+        self._posted_keys += keys
+        self.posted = len(self._posted)
+        if self.posted % _COLLECT_EVERY == 0:
+            while self._posted and link.ready():
+                self._collect_or_drop(link, deadline_s)
 
     def _stored(self, answer: wire.Answer, borrowed: Borrowed) -> int:
         """Put unused slots back, and those lent anew to them. Returns how many were not used."""
@@ -468,10 +507,20 @@ class LocalNode:
         unused: list[int] = []
         if stored.unused:
             unused = np.frombuffer(stored.unused, "<i4").tolist()
-            borrowed.pool.add([borrowed.rows[place] for place in unused], [borrowed.starts[place] for place in unused])
+            rows = [borrowed.rows[place] for place in unused]
+            self._lent(borrowed.pool, rows, [borrowed.starts[place] for place in unused])
         if stored.rows:
-            _add(borrowed.pool, stored.rows, stored.offsets)
+            self._add(borrowed.pool, stored.rows, stored.offsets)
         return len(unused)
+
+    def _add(self, pool: Pool, rows: bytes, offsets: bytes) -> None:
+        self._lent(pool, np.frombuffer(rows, "<i4").tolist(), np.frombuffer(offsets, "<u8").tolist())
+
+    def _lent(self, pool: Pool, rows: list[int], starts: list[int]) -> None:
+        """These are lent to us (again), but for those that we have published."""
+        generation = self.reader.table.cells.generation
+        ours = [(row, start, now) for row, start in zip(rows, starts, strict=True) if (now := generation[row]) & 1]
+        pool.add([row for row, _, _ in ours], [start for _, start, _ in ours], [now for _, _, now in ours])
 
     def _collect(self, link: Link, deadline_s: float) -> None:
         """Take in the answer to the oldest posted store.
@@ -487,8 +536,9 @@ class LocalNode:
             raise
         except RayKVError as error:  # it was refused as a whole
             reason = str(error)
-            oldest.borrowed.pool.add(oldest.borrowed.rows, oldest.borrowed.starts)
+            self._lent(oldest.borrowed.pool, oldest.borrowed.rows, oldest.borrowed.starts)
         self._posted.popleft()
+        oldest.borrowed.pool.coming -= oldest.ahead
         self._posted_keys -= oldest.keys
         self.posted = len(self._posted)
         self._heard(link, oldest.asked_at_s)
@@ -546,7 +596,7 @@ class LocalNode:
         """Put slots back that were not used after all, if they are still ours."""
         with self._lock:
             if borrowed.life == self._life and self._link is not None:
-                borrowed.pool.add(borrowed.rows, borrowed.starts)
+                self._lent(borrowed.pool, borrowed.rows, borrowed.starts)
 
     def reserve(
         self,
@@ -625,7 +675,12 @@ def _cut(borrowed: Borrowed, written: list[int], keys: int, nbytes: int) -> list
     for start, stop in pairwise(bounds):
         first = 0 if start == 0 else parts[-1].end
         end = keys if stop == len(written) else written[stop]
-        slots = replace(borrowed, rows=borrowed.rows[start:stop], starts=borrowed.starts[start:stop])
+        slots = replace(
+            borrowed,
+            rows=borrowed.rows[start:stop],
+            starts=borrowed.starts[start:stop],
+            generations=borrowed.generations[start:stop],
+        )
         parts.append(_Part(first, end, written[start:stop], slots))
     return parts
 
@@ -650,10 +705,6 @@ class _Ours:
 
 def _raw(parent: KeyArray | None) -> bytes:
     return b"" if parent is None else to_bytes(parent)
-
-
-def _add(pool: Pool, rows: bytes, offsets: bytes) -> None:
-    pool.add(np.frombuffer(rows, "<i4").tolist(), np.frombuffer(offsets, "<u8").tolist())
 
 
 class Reservation:

@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable
-from itertools import islice
+from itertools import islice, repeat
 
 import numpy as np
 
@@ -50,8 +50,7 @@ class Locator:
 
     def locate(self, keys: KeyArray) -> list[tuple[NodeId, ...]]:
         """Holders of each key; none where nobody told."""
-        holders = self._holders
-        return [holders.get(key, ()) for key in _split(keys)]
+        return list(map(self._holders.get, _split(keys), repeat(())))
 
     def keep(self, *, nodes: frozenset[NodeId], owned: Callable[[KeyArray], Bits]) -> None:
         """After a change of view: forget holders that left, and keys that others own now."""
@@ -69,5 +68,5 @@ class Locator:
 
 
 def _split(keys: KeyArray) -> list[bytes]:
-    raw = keys_.to_bytes(keys)
-    return [raw[start : start + KEY_NBYTES] for start in range(0, len(raw), KEY_NBYTES)]
+    keys_of: list[bytes] = np.frombuffer(keys_.to_bytes(keys), f"V{KEY_NBYTES}").tolist()
+    return keys_of

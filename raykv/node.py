@@ -235,7 +235,9 @@ class Node:
     def announced(self) -> bool:
         """Whether nothing waits to be told to owners."""
         with self._lock:
-            return not (self._announcing or self._to_announce or self.shard.has_changes)
+            return not (
+                self._announcing or self._to_announce or self.shard.has_changes or self.shard.table.has_published
+            )
 
     # -- Service ----------------------------------------------------------------------------------------------------
 
@@ -461,13 +463,15 @@ class Node:
         return Reply(wire.Count(count))
 
     def _locate(self, request: wire.Locate, session: NodeSession) -> Reply:
-        keys = _keys(request.keys)
+        return Reply(wire.Located(*self._located(_keys(request.keys))))
+
+    def _located(self, keys: KeyArray) -> tuple[tuple[tuple[NodeId, ...], ...], bytes]:
+        """What `wire.Located` says of keys."""
         found = self._locator.locate(keys)
-        choices: dict[tuple[NodeId, ...], int] = {}
-        places = [
-            choices.setdefault(holders[-wire.MAX_HOLDERS :], len(choices)) if holders else -1 for holders in found
-        ]
-        return Reply(wire.Located(tuple(choices), np.array(places, np.int32).tobytes()))
+        choices = tuple(holders for holders in dict.fromkeys(found) if holders)
+        numbers = {(): -1, **{holders: number for number, holders in enumerate(choices)}}
+        places = struct.pack(f"<{len(found)}i", *map(numbers.__getitem__, found))
+        return tuple([holders[-wire.MAX_HOLDERS :] for holders in choices]), places
 
     def _announce(self, request: wire.Announce, session: NodeSession) -> Reply:
         self._locator.remove(request.node_id, _keys(request.removed))
@@ -476,27 +480,37 @@ class Node:
 
     def _read(self, request: wire.Read, session: NodeSession) -> Reply:
         if len(request.keys) == keys_.KEY_NBYTES:
-            return self._read_one(request.keys)
-        keys = _keys(request.keys)
-        with self._lock:
-            pinned = self.shard.pin(keys, now_s=time.monotonic())
+            return self._read_one(request)
+        keys, shard = _keys(request.keys), self.shard
+        rows: list[int] = []
+        starts: list[int] = []
+        lengths: list[int] = []
+        checksums: list[int] = []
+        for first in range(0, len(keys), LOCKED_KEYS):
+            with self._lock:
+                held = shard.pin_each(keys[first : first + LOCKED_KEYS], now_s=time.monotonic())
+            for into, some in zip((rows, starts, lengths, checksums), held, strict=True):
+                into += some
 
         def finish(complete: bool) -> None:
             with self._lock:
-                self.shard.unpin(pinned.rows)
+                shard.unpin_each(rows)
 
-        pieces = _runs(self.shard.arena.view, pinned.offsets.tolist(), pinned.nbytes.tolist())
-        answer = wire.Reading(pinned.nbytes.tobytes(), pinned.checksums.tobytes())
-        return Reply(answer, outgoing=pieces, finish=finish)
+        answer = wire.Reading(struct.pack(f"<{len(keys)}I", *lengths), struct.pack(f"<{len(keys)}Q", *checksums))
+        if request.locate and 0 in lengths:
+            answer.choices, answer.places = self._located(keys[[not length for length in lengths]])
+        return Reply(answer, outgoing=_runs(shard.arena.view, starts, lengths), finish=finish)
 
-    def _read_one(self, key: bytes) -> Reply:
+    def _read_one(self, request: wire.Read) -> Reply:
         """The same for one key, in a fraction of the time."""
         shard = self.shard
-        hi, lo = _PAIR.unpack(key)
+        hi, lo = _PAIR.unpack(request.keys)
         with self._lock:
             row, start, nbytes, checksum = shard.pin_one(hi, lo, now_s=time.monotonic())
         answer = wire.Reading(_LENGTH.pack(nbytes), _CHECKSUM.pack(checksum))
         if row < 0:
+            if request.locate:
+                answer.choices, answer.places = self._located(_keys(request.keys))
             return Reply(answer)
 
         def finish(complete: bool) -> None:
@@ -622,7 +636,7 @@ class Node:
             while busy and not self._stopping.is_set():
                 with self._lock:
                     busy = self.shard.tend(now_s=time.monotonic())
-                busy = self._back_ahead() or busy
+                busy = self._back_ahead() or busy or self.shard.table.use_huge_pages()
 
     def _back_ahead(self) -> bool:
         """Take real memory for one more extent, and for more rows, if few are left that have it. Whether there was."""

@@ -12,12 +12,14 @@ from functools import partial
 from typing import Final, TypeAlias, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from raykv import keys as keys_
 from raykv import wire
 from raykv.config import ClientConfig
 from raykv.errors import ConfigError, LostError, PeerUnavailable, RayKVError, TransientError
-from raykv.load import Arrivals, Load, load_one
+from raykv.keys import halves
+from raykv.load import Arrivals, Load, load_one, located
 from raykv.local import LocalNode
 from raykv.memory.copying import CopyThreads, default_copy_threads
 from raykv.ring import Member, View
@@ -184,57 +186,176 @@ class Reach:
 
     def locate(self, keys: KeyArray, deadline_s: float) -> list[NodeId | None]:
         """Ask owners who holds each key: of several holders the nearest. Owners that do not answer know nothing."""
-        return [holders[0] if holders else None for holders in self._holders(keys, deadline_s)]
+        choices, numbers = self._located(keys, deadline_s)
+        first = [holders[0] if holders else None for holders in choices]
+        return [first[number] for number in numbers.tolist()]
+
+    def held(self, keys: KeyArray, deadline_s: float) -> Bits:
+        """Which keys somebody holds, as their owners know."""
+        return self._located(keys, deadline_s)[1] > 0
+
+    def held_one(self, key: bytes, deadline_s: float) -> bool:
+        """The same for one 16-byte key, in a fraction of the time."""
+        view = self.view(deadline_s)
+        owner = view.ring.owner(halves(key)[0])
+        if owner is not None:
+            try:
+                answer = wire.expect(wire.Located, self.call(owner, wire.Locate(key), deadline_s))
+                if located(answer, 1)[0]:
+                    return True
+            except RayKVError:
+                pass
+        return self.view(deadline_s).epoch > view.epoch and bool(self.held(keys_.from_bytes(key), deadline_s)[0])
 
     def find(self, arrivals: Arrivals, deadline_s: float) -> None:
-        """Read what is missing from whoever the owners say holds it; where that turns out wrong, from the next one."""
-        places = arrivals.missing()
-        if not places:
+        """Read what is missing from its owners, or from whoever they say holds it: where one has not got it, the next.
+
+        Owners are asked to read at once, which saves a lookup of what they hold themselves.
+        """
+        told: dict[int, Holders] = {}
+        view = View()
+        unknown = arrivals.missing()
+        if len(unknown) == 1 and len(arrivals.targets[unknown[0]]) == 1:
+            place = unknown[0]
+            came = self.find_one(arrivals.raw_key(place), arrivals.targets[place][0], deadline_s)
+            if came is not None:
+                arrivals.came([place], *came)
             return
-        found = dict(zip(places, self._holders(arrivals.keys[places], deadline_s), strict=True))
+        # The answers tell whether the view was stale: then those who own the rest now are asked, once.
+        while unknown and self.view(deadline_s).epoch > view.epoch:
+            view = self._view
+            told |= self._ask_owners_for(arrivals, unknown, view, deadline_s)
+            unknown = [place for place in arrivals.missing() if not told.get(place)]
         for choice in range(wire.MAX_HOLDERS):
             holders: list[NodeId | None] = [None] * len(arrivals.keys)
             for place in arrivals.missing():
-                if choice < len(found[place]):
-                    holders[place] = found[place][choice]
+                names = told.get(place, ())
+                if choice < len(names):
+                    holders[place] = names[choice]
             if not any(holders):
                 return
             self.fetch(arrivals, holders, deadline_s)
 
-    def _holders(self, keys: KeyArray, deadline_s: float) -> list[Holders]:
-        """Holders of each key, the nearest first."""
-        holders: list[Holders] = [()] * len(keys)
-        unknown, view = np.arange(len(keys)), View()
-        # The answers tell whether the view was stale: then those who own the rest now are asked, once.
-        while unknown.size and self.view(deadline_s).epoch > view.epoch:
+    def find_one(self, key: bytes, target: memoryview, deadline_s: float) -> tuple[NodeId, Path] | None:
+        """The same for one chunk with one buffer, in a fraction of the time.
+
+        Args:
+            key, target: As for `fetch_one`.
+
+        Returns:
+            The node that it came from, and the path; None if it did not come.
+        """
+        told: Holders = ()
+        view = View()
+        while not told and self.view(deadline_s).epoch > view.epoch:
             view = self._view
-            for place, some in zip(unknown.tolist(), self._locate(keys[unknown], view, deadline_s), strict=True):
-                holders[place] = some
-            unknown = np.flatnonzero([not some for some in holders])
-        return holders
-
-    def _locate(self, keys: KeyArray, view: View, deadline_s: float) -> list[Holders]:
-        owners = view.ring.owners(keys)
-        places_of = {
-            view.ring.nodes[owner]: np.flatnonzero(owners == owner) for owner in np.unique(owners[owners >= 0]).tolist()
-        }
-        answers = self.in_parallel(
-            {name: partial(self._ask_owner, name, keys[places], deadline_s) for name, places in places_of.items()}
-        )
-        holders: list[Holders] = [()] * len(keys)
-        for name, answer in answers.items():
-            if isinstance(answer, RayKVError):
+            owner = view.ring.owner(halves(key)[0])
+            if owner is None:
+                return None
+            try:
+                told, path = self._ask_owner_for_one(owner, key, target, deadline_s)
+            except RayKVError:
                 continue
-            for place, some in zip(places_of[name].tolist(), answer, strict=True):
-                holders[place] = some
-        return holders
+            if path is not None:
+                return owner, path
+        for holder in told:
+            path = self._fetch_one(holder, key, target, deadline_s)
+            if path is not None:
+                return holder, path
+        return None
 
-    def _ask_owner(self, owner: NodeId, keys: KeyArray, deadline_s: float) -> list[Holders]:
+    def _ask_owner_for_one(
+        self, owner: NodeId, key: bytes, target: memoryview, deadline_s: float
+    ) -> tuple[Holders, Path | None]:
+        """Who holds a chunk, or by which path its owner sent it."""
+        member = self._member(owner, deadline_s)
+        near = member.host == self.host
+        if not near:
+            one = self.peers.ask(
+                member.address,
+                lambda link: load_one(link, key, target, self._verify, deadline_s, owner=True),
+                deadline_s=deadline_s,
+            )
+            if one.path is not None:
+                return (), one.path
+            if one.gone:
+                if owner in one.told:
+                    self._report_stale(owner, keys_.from_bytes(key), deadline_s)
+                return self._nearest_first([name for name in one.told if name != owner]), None
+        choices, numbers = self._ask_owner(owner, keys_.from_bytes(key), deadline_s)
+        return tuple([name for name in choices[int(numbers[0])] if near or name != owner]), None
+
+    def _ask_owners_for(
+        self, arrivals: Arrivals, places: list[int], view: View, deadline_s: float
+    ) -> dict[int, Holders]:
+        """Read what owners hold themselves. Returns who holds the rest."""
+        keys = arrivals.keys if len(places) == len(arrivals.keys) else arrivals.keys[places]
+        loads = {
+            (owner, number): Load(arrivals, some, verify=self._verify, owner=True)
+            for owner, share in view.ring.shares(keys).items()
+            for number, some in enumerate(self._streams(arrivals, [places[place] for place in share]))
+        }
+        self._run(loads, self._ask_owner_for, arrivals, deadline_s)
+        return {place: holders for load in loads.values() for place, holders in load.told.items()}
+
+    def _ask_owner_for(self, owner: NodeId, arrivals: Arrivals, load: Load, deadline_s: float) -> None:
+        """Read what an owner holds, and have it tell who holds the rest."""
+        member = self._member(owner, deadline_s)
+        if member.host != self.host:  # whose memory we do not read anyway
+            self.peers.ask(member.address, lambda link: load.run(link, deadline_s), deadline_s=deadline_s)
+        if len(load.arrived) == len(load.places):
+            return
+        for place, holders in load.told.items():
+            if owner in holders:
+                load.gone.append(place)
+            load.told[place] = self._nearest_first([name for name in holders if name != owner])
+        arrived = set(load.arrived)
+        rest = [place for place in load.places if place not in arrived and place not in load.told]
+        if not rest:
+            return
+        choices, numbers = self._ask_owner(owner, arrivals.keys[rest], deadline_s)
+        asked = set(load.asked)
+        for place, number in zip(rest, numbers.tolist(), strict=True):
+            wrong = owner if place in asked else None  # what it sent was
+            load.told[place] = tuple([name for name in choices[number] if name != wrong])
+
+    def _located(self, keys: KeyArray, deadline_s: float) -> tuple[list[Holders], npt.NDArray[np.int32]]:
+        """Choices of holders, the nearest first, and the number of each key's; 0 is nobody."""
+        choices: list[Holders] = [()]
+        numbers = np.zeros(len(keys), np.int32)
+        unknown, view = list(range(len(keys))), View()
+        while unknown and self.view(deadline_s).epoch > view.epoch:  # as in `find`
+            view = self._view
+            some = keys if len(unknown) == len(keys) else keys[unknown]
+            shares = view.ring.shares(some)
+            answers = self.in_parallel(
+                {
+                    owner: partial(self._ask_owner, owner, some[share] if len(shares) > 1 else some, deadline_s)
+                    for owner, share in shares.items()
+                }
+            )
+            for owner, answer in answers.items():
+                if not isinstance(answer, RayKVError):
+                    theirs, places = answer
+                    numbers[np.array(unknown)[shares[owner]]] = np.where(places > 0, places + len(choices) - 1, 0)
+                    choices += theirs[1:]
+            unknown = np.flatnonzero(numbers == 0).tolist()
+        return choices, numbers
+
+    def _ask_owner(
+        self, owner: NodeId, keys: KeyArray, deadline_s: float
+    ) -> tuple[list[Holders], npt.NDArray[np.int32]]:
+        """What `_located` says, of keys of one owner."""
         answer = wire.expect(wire.Located, self.call(owner, wire.Locate(keys_.to_bytes(keys)), deadline_s))
+        choices = [(), *map(self._nearest_first, answer.choices)]
+        numbers = wire.array(answer.places, "<i4", len(keys)) + np.int32(1)
+        return choices, np.where((numbers > 0) & (numbers < len(choices)), numbers, np.int32(0))
+
+    def _nearest_first(self, holders: Sequence[NodeId]) -> Holders:
+        if len(holders) < 2:
+            return tuple(holders)
         near = {member.node_id for member in self._view.members if member.host == self.host}
-        choices = [tuple(sorted(names, key=lambda name: name not in near)) for names in answer.choices]
-        numbers = wire.array(answer.places, "<i4", len(keys)).tolist()
-        return [choices[number] if 0 <= number < len(choices) else () for number in numbers]
+        return tuple(sorted(holders, key=lambda name: name not in near))
 
     def fetch(self, arrivals: Arrivals, holders: Sequence[NodeId | None], deadline_s: float) -> None:
         """Read what is missing from its holders, all of them in parallel."""
@@ -252,9 +373,17 @@ class Reach:
             for holder, all_places in by_holder.items()
             for number, places in enumerate(self._streams(arrivals, all_places))
         }
-        self.in_parallel(
-            {name: partial(self._fetch_from, name[0], arrivals, load, deadline_s) for name, load in loads.items()}
-        )
+        self._run(loads, self._fetch_from, arrivals, deadline_s)
+
+    def _run(
+        self,
+        loads: Mapping[tuple[NodeId, int], Load],
+        ask: Callable[[NodeId, Arrivals, Load, float], None],
+        arrivals: Arrivals,
+        deadline_s: float,
+    ) -> None:
+        """Ask each holder for its load, all of them in parallel, and note what came."""
+        self.in_parallel({name: partial(ask, name[0], arrivals, load, deadline_s) for name, load in loads.items()})
         for (holder, _), load in loads.items():  # also of those that were broken off
             arrivals.came(load.arrived, holder, load.path)
             if load.gone:
@@ -282,8 +411,7 @@ class Reach:
     def _fetch_single(self, arrivals: Arrivals, place: int, holder: NodeId | None, deadline_s: float) -> None:
         """The same for one chunk with one buffer, in a fraction of the time."""
         if holder is not None:
-            key = keys_.to_bytes(arrivals.keys[place])
-            path = self._fetch_one(holder, key, arrivals.targets[place][0], deadline_s)
+            path = self._fetch_one(holder, arrivals.raw_key(place), arrivals.targets[place][0], deadline_s)
             if path is not None:
                 arrivals.came([place], holder, path)
 
@@ -306,20 +434,23 @@ class Reach:
             if member.host == self.host:
                 neighbour = self._neighbour(member, deadline_s)
                 if neighbour is not None:
-                    arrived = neighbour.read_one(key, target)
+                    if self.config.verify == "always":
+                        arrived = bool(self.read_local(neighbour, keys_.from_bytes(key), [target])[0][0])
+                    else:
+                        arrived = neighbour.read_one(key, target)
                     if not arrived and not neighbour.ready_one(key):
                         self._report_stale(node_id, keys_.from_bytes(key), deadline_s)
                     return "shm" if arrived else None
-            path, gone = self.peers.ask(
+            one = self.peers.ask(
                 member.address,
                 lambda link: load_one(link, key, target, self._verify, deadline_s),
                 deadline_s=deadline_s,
             )
         except RayKVError:
             return None
-        if gone:
+        if one.gone:
             self._report_stale(node_id, keys_.from_bytes(key), deadline_s)
-        return path
+        return one.path
 
     def read_local(self, reader: ShmReader, keys: KeyArray, into: Sequence[Scattered]) -> tuple[Bits, int]:
         """Copy chunks of a node on this host: see `ShmReader.read`."""

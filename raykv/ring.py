@@ -20,6 +20,8 @@ from raykv.types import KeyArray, NodeId
 
 SLOT_BITS: Final = 12
 SLOTS: Final = 1 << SLOT_BITS
+FEW_KEYS: Final = 64
+"""Up to here a loop is quicker than array passes."""
 
 
 class Member(msgspec.Struct, frozen=True):
@@ -85,6 +87,30 @@ class Ring:
             return np.full(len(keys), -1, np.int16)
         owners: npt.NDArray[np.int16] = self.ranks[self.slots(keys), 0]
         return owners
+
+    def owner(self, hi: int) -> NodeId | None:
+        """Owner of the key with that high half; None where there is no node at all."""
+        return self._first[hi >> 64 - SLOT_BITS] if self.nodes else None
+
+    @cached_property
+    def _first(self) -> list[NodeId]:
+        return [self.nodes[place] for place in self.ranks[:, 0].tolist()]
+
+    def shares(self, keys: KeyArray) -> dict[NodeId, list[int]]:
+        """Places of the keys that each node owns; of nodes that own some."""
+        if len(self.nodes) == 1:
+            return {self.nodes[0]: list(range(len(keys)))}
+        shares: dict[NodeId, list[int]] = {}
+        if not self.nodes:
+            return shares
+        if len(keys) <= FEW_KEYS:
+            for place, hi in enumerate(keys[:, 0].tolist()):
+                shares.setdefault(self._first[hi >> 64 - SLOT_BITS], []).append(place)
+            return shares
+        owners = self.owners(keys)
+        for owner in np.unique(owners).tolist():
+            shares[self.nodes[owner]] = np.flatnonzero(owners == owner).tolist()
+        return shares
 
     @staticmethod
     def slots(keys: KeyArray) -> npt.NDArray[np.int64]:

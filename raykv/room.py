@@ -6,6 +6,7 @@ sought in a sample, and what is counted is counted as it changes.
 
 import logging
 import math
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from raykv.config import SLOT_ALIGNMENT_NBYTES, StorageConfig
 from raykv.eviction import policy
 from raykv.eviction.base import victims, victims_upward
 from raykv.memory.rows import LENT, QUARANTINE_S, FreeRows
-from raykv.memory.slots import Pages, Slots
+from raykv.memory.slots import Pages, Slots, slot_nbytes
 from raykv.memory.table import MAX_NAMESPACES, Table
 from raykv.types import Bits, Rows
 
@@ -36,8 +37,13 @@ FOREIGN_EXTENTS: Final = 64
 AHEAD_SHARE: Final = 16
 """Slots are lent ahead of need from what is free above the low-water mark: one in so many at a time."""
 AHEAD_TOTAL_SHARE: Final = 8
-"""And all slots that are lent take at most this part of the arena (one in so many) before none go ahead of need."""
+"""And all slots that are lent take at most this part of the arena (one in so many) before few go ahead of need."""
+AHEAD_LITTLE_SHARE: Final = 1024
+AHEAD_MOST_SHARE: Final = 4
+"""Then so little at a time (one part in so many of the arena), so that small chunks do not suffer from large ones,
+until this part of it is lent: then none."""
 MAX_PINS: Final = (1 << 16) - 1
+_PAIR: Final = struct.Struct("<QQ")
 NO_ROWS: Rows = np.empty(0, np.int32)
 
 
@@ -97,6 +103,7 @@ class Room:
         self._in_use = len(ready)  # rows that `total_nbytes` counts
         self._left_behind = 0  # rows whose chunk went before those that follow it; see `give_back`
         self._resting: list[tuple[float, Rows]] = [(now_s + QUARANTINE_S, unfinished)]
+        self._resting_rows = set(unfinished.tolist())
         self._tending = False
 
     # -- giving ------------------------------------------------------------------------------------------------------
@@ -123,9 +130,11 @@ class Room:
 
     def take_ahead(self, count: int, size: int, account: int) -> tuple[Rows, Pages]:
         """The same ahead of need: nothing is evicted for it, and only a part of what is free is given."""
+        left_nbytes = self._arena_nbytes // AHEAD_TOTAL_SHARE - self.lent_nbytes
+        if self.lent_nbytes < self._arena_nbytes // AHEAD_MOST_SHARE:
+            left_nbytes = max(left_nbytes, self._arena_nbytes // AHEAD_LITTLE_SHARE)
         spare_nbytes = min(
-            (self.slots.free_nbytes - int(self._config.low_water * self._arena_nbytes)) // AHEAD_SHARE,
-            self._arena_nbytes // AHEAD_TOTAL_SHARE - self.lent_nbytes,
+            (self.slots.free_nbytes - int(self._config.low_water * self._arena_nbytes)) // AHEAD_SHARE, left_nbytes
         )
         capacity = int(self._table.namespaces["capacity"][account])
         if capacity:
@@ -165,6 +174,12 @@ class Room:
             self.removed.append(np.stack([columns.key_hi[rows], columns.key_lo[rows]], axis=1).tobytes())
             self.free(rows)
 
+    def note_removed(self, row: int) -> None:
+        """A chunk went, but its row stays with whom it is lent to."""
+        cells = self._table.cells
+        self.chunks -= 1
+        self.removed.append(_PAIR.pack(cells.key_hi[row], cells.key_lo[row]))
+
     def free(self, rows: Rows) -> None:
         """Free rows, whatever they hold."""
         if rows.size:
@@ -176,16 +191,41 @@ class Room:
         if rows.size:
             self._unlink(rows)
             self._resting.append((now_s + QUARANTINE_S, rows))
+            self._resting_rows.update(rows.tolist())
+
+    def may_wake(self, *, now_s: float) -> bool:
+        """Whether `wake` has something to do."""
+        return bool(self._resting) and now_s >= self._resting[0][0]
 
     def wake(self, *, now_s: float) -> None:
         """Give back what has rested long enough."""
-        while self._resting and now_s >= self._resting[0][0]:
-            self._give_back(self._resting.pop(0)[1])
+        while self.may_wake(now_s=now_s):
+            rows = self._resting.pop(0)[1]
+            rows = rows[[row in self._resting_rows for row in rows.tolist()]] if rows.size else rows
+            self._resting_rows.difference_update(rows.tolist())
+            if rows.size:
+                self._table.leave_side(rows)  # whoever was killed while it published
+                self._give_back(rows)
+
+    def keep(self, row: int, nbytes: int) -> None:
+        """A row that was lent, or rests, holds a chunk of `nbytes` now."""
+        cells = self._table.cells
+        size = slot_nbytes(nbytes)
+        if row in self._resting_rows:
+            self._resting_rows.discard(row)
+            self._count(cells.namespace[row], 1, size)
+        else:
+            self.lent_nbytes -= size
+        cells.nbytes[row] = nbytes
 
     @property
     def resting(self) -> Rows:
         """Rows whose slots rest."""
-        return np.concatenate([NO_ROWS, *(rows for _, rows in self._resting)])
+        return np.array(sorted(self._resting_rows), np.int32)
+
+    def rests(self, row: int) -> bool:
+        """Whether this row's slot rests."""
+        return row in self._resting_rows
 
     def _unlink(self, rows: Rows) -> None:
         """Take rows out of index, chains and accounts. They and their slots stay taken."""
@@ -195,8 +235,9 @@ class Room:
             columns.generation[rows] |= 1  # even becomes odd: readers turn away first
             lent = columns.parent[rows] == LENT
             self.lent_nbytes -= int(sizes[lent].sum())
-            table.remove(rows[~lent] if lent.any() else rows)
-            self._let_go(rows)
+            others = rows[~lent] if lent.any() else rows
+            table.remove(others)
+            self._let_go(others)
             np.subtract.at(self.used_nbytes, columns.namespace[rows], sizes)
             self.total_nbytes -= int(sizes.sum())
             self._in_use -= len(rows)
@@ -224,12 +265,21 @@ class Room:
         """
         columns = self._table.columns
         columns.nbytes[rows] = 0
+        columns.generation[rows] += 2  # whoever still thinks that the row is lent to it cannot publish it any more
+        columns.parent[rows] = -1
         self.slots.give(columns.page[rows])
         childless = columns.children[rows] == 0
         if not childless.all():
             self._left_behind += len(rows) - int(childless.sum())
             rows = rows[childless]
         self.free_rows.give(rows)
+
+    def orphan(self, row: int) -> None:
+        """No row names this one as its parent any more. Looks at all rows if one does."""
+        columns = self._table.columns
+        if self._table.cells.children[row]:
+            columns.parent[np.flatnonzero(columns.parent[: self.free_rows.fresh] == row)] = -1
+            columns.children[row] = 0
 
     def _end_parenthood(self, count: int) -> None:
         """Make rows free that only their children keep, until `count` rows are free. May look at all rows."""
@@ -381,8 +431,9 @@ class Room:
 
     def _may_go(self, row: int) -> bool:
         """What `evictable` says of one row."""
-        generation = self._table.cells.generation[row]
-        return generation & 1 == 0 and generation != 0 and self._table.cells.pins[row] == 0
+        cells = self._table.cells
+        generation = cells.generation[row]
+        return generation & 1 == 0 and generation != 0 and cells.pins[row] == 0 and cells.parent[row] != LENT
 
     @contextmanager
     def _shielded(self, rows: Rows) -> Iterator[None]:
@@ -395,10 +446,11 @@ class Room:
         pins[rows] -= 1
 
     def evictable(self, rows: Rows) -> Bits:
-        """Which rows hold a chunk that nobody has pinned."""
+        """Which rows hold a chunk that nobody has pinned, and that its writer has told us of."""
         columns = self._table.columns
         generation = columns.generation[rows]
         mask: Bits = (generation & 1 == 0) & (generation != 0) & (columns.pins[rows] == 0)
+        mask &= columns.parent[rows] != LENT
         return mask
 
     def slot_sizes(self, rows: Rows) -> npt.NDArray[np.int64]:

@@ -6,6 +6,7 @@ time; readers use the table and the arena directly (`raykv.transport.shm`) and n
 
 import logging
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,7 @@ from raykv.memory.numa import in_turns, spread, usable_nodes
 from raykv.memory.recovery import index_is_whole, require_sound
 from raykv.memory.rows import LENT
 from raykv.memory.slots import FEW, Slots, slot_nbytes
-from raykv.memory.table import MAX_NAMESPACES, NAMESPACE_TEXT_NBYTES, Table, table_nbytes
+from raykv.memory.table import MAX_DEPTH, MAX_NAMESPACES, NAMESPACE_TEXT_NBYTES, Table, table_nbytes
 from raykv.namespace import Namespace
 from raykv.room import MAX_PINS, NO_ROWS, Room
 from raykv.types import Bits, KeyArray, Rows
@@ -33,7 +34,6 @@ log = logging.getLogger(__name__)
 
 OWN_TIMEOUT_S = 10.0
 """How long to wait for the process that owned the memory before, which may just be dying."""
-MAX_DEPTH: Final = 1 << 31
 BACKED_AHEAD_NBYTES: Final = 256 << 20
 BACKED_AHEAD_SHARE: Final = 8
 """Free extents that are given real memory ahead of need: so many bytes, or this part of the arena if that is less."""
@@ -122,18 +122,25 @@ class Shard:
         self._added: list[bytes] = []
         columns = table.columns
 
-        torn = table.dirty or not index_is_whole(table, table.ready_rows())
+        everywhere = slice(0, table.rows_backed)
+        generation = columns.generation[everywhere].copy()  # writers may still be publishing
+        ready = np.flatnonzero((generation & 1 == 0) & (generation != 0)).astype(np.int32)
+        unfinished = np.flatnonzero((generation & 1 == 1) & (columns.nbytes[everywhere] > 0)).astype(np.int32)
+        lent = columns.parent[everywhere] == LENT
+        published, told = ready[lent[ready]], ready[~lent[ready]]
+        torn = table.dirty or not index_is_whole(table, told)
         with table.changing():
-            ready = table.ready_rows()
-            everywhere = slice(0, table.rows_backed)
-            odd = columns.generation[everywhere] & 1 == 1
-            unfinished = np.flatnonzero(odd & (columns.nbytes[everywhere] > 0)).astype(np.int32)
             if torn:
-                table.rebuild_index(ready)
+                table.rebuild_index(told)
             else:
-                table.remove(unfinished)
+                table.remove(unfinished[~lent[unfinished]])
             columns.pins[everywhere] = 0  # a pin lives as long as its connection, and those are gone
-            columns.parent[unfinished] = -1
+            columns.parent[unfinished[~lent[unfinished]]] = -1
+            repeated = [row for row in published.tolist() if not self._enter_published(row)]
+            ready = np.setdiff1d(ready, np.array(repeated, np.int32))
+            unfinished = np.append(unfinished, np.array(repeated, np.int32))
+            table.leave_side(published)
+            columns.parent[published] = -1
             parents = columns.parent[ready]
             is_ready = np.zeros(table.rows, np.bool_)
             is_ready[ready] = True
@@ -153,6 +160,9 @@ class Shard:
         self.room = Room(config, table, slots, ready=ready, unfinished=unfinished, now_s=now_s)
         self.counters = self.room.counters
         self._accounts = _accounts(table)
+        self._now = table.ticks(now_s)
+        self._spent: set[int] = set()  # lent rows whose chunk came and went before its writer told us of it
+        self.take_in(now_s=now_s)
 
     @classmethod
     def open(cls, config: StorageConfig, prefix: Path | None, *, now_s: float) -> "Shard":
@@ -191,7 +201,7 @@ class Shard:
     @classmethod
     def _attach(cls, config: StorageConfig, prefix: Path, *, now_s: float) -> "Shard":
         table_path, arena_path = shard_files(prefix)
-        memory = SharedMemory.attach(table_path, writable=True)
+        memory = SharedMemory.attach(table_path, writable=True, huge_pages="try")
         memory.own(timeout_s=OWN_TIMEOUT_S)
         table = Table(memory)
         arena = SharedMemory.attach(arena_path, writable=True, huge_pages=config.huge_pages)
@@ -282,7 +292,7 @@ class Shard:
         """
         self._require_size(nbytes, depth)
         now = self.table.ticks(now_s)
-        self.room.wake(now_s=now_s)
+        self._wake(now_s=now_s)
         place = self._find_place(keys, parent, depth, now)
         positions = _first_of_each(keys, np.flatnonzero(place.existing < 0))
         protected = np.append(place.existing, np.int32(place.anchor))
@@ -323,7 +333,7 @@ class Shard:
         """
         self._require_size(nbytes)
         now, size = self.table.ticks(now_s), slot_nbytes(nbytes)
-        self.room.wake(now_s=now_s)
+        self._wake(now_s=now_s)
         rows, pages = NO_ROWS, np.empty(0, np.uint32)
         if count:
             spared = (self.table.find(each) for each in (keys, parent) if each is not None)
@@ -351,6 +361,8 @@ class Shard:
     ) -> Bits:
         """Give keys to lent slots, whose bytes are written, and make them visible to every reader.
 
+        Their writer may have made them visible itself (`published`): then this does the rest.
+
         Args:
             keys: A run of chunks, of which some were written.
             positions, rows, checksums: Which of them, and for each its slot and the checksum of its bytes.
@@ -371,13 +383,24 @@ class Shard:
         if len(rows) <= FEW:
             return self._store_few(keys, positions, rows, checksums, nbytes, account, chained, parent, depth, now_s)
         self._require_lent(rows, nbytes, account)
+        columns = self.table.columns
+        published = columns.generation[rows] & 1 == 0
+        if not published.all():
+            self.take_in(now_s=now_s)  # somebody may have published the keys of the others
         place = self._find_place(keys, parent, depth, self.table.ticks(now_s))
+        if (place.existing[positions] == rows).any() or self._spent:
+            return self._store_each(keys, positions, rows, checksums, nbytes, place, chained, now_s)
+        self._require_keys(keys[positions[published]], rows[published])
         used = place.existing[positions] < 0
         first = _first_of_each(keys, positions[used])
         if len(first) < int(used.sum()):
             used &= np.isin(positions, first)
-        rows, positions = rows[used], positions[used]
+        for row in rows[published & ~used].tolist():
+            self._withdraw(row)
+        self.table.note_taken(int(published.sum()))
+        rows, positions, published = rows[used], positions[used], published[used]
         self._enter(keys, positions, rows, nbytes, place, chained=chained)
+        self.table.leave_side(rows[published])
         self.commit(rows, checksums[used], now_s=now_s)
         return used
 
@@ -394,19 +417,33 @@ class Shard:
         depth: int,
         now_s: float,
     ) -> Bits:
-        numbers = rows.tolist()
+        numbers, generation = rows.tolist(), self.table.cells.generation
         if len(set(numbers)) < len(numbers) or not all(self._is_lent(row, nbytes, account) for row in numbers):
             self._require_lent(rows, nbytes, account)  # says what is wrong
+        if any(generation[row] & 1 for row in numbers):
+            self.take_in(now_s=now_s)
+        place = self._find_place(keys, parent, depth, self.table.ticks(now_s))
+        return self._store_each(keys, positions, rows, checksums, nbytes, place, chained, now_s)
+
+    def _store_each(
+        self,
+        keys: KeyArray,
+        positions: npt.NDArray[np.int32],
+        rows: Rows,
+        checksums: npt.NDArray[np.uint64],
+        nbytes: int,
+        place: _Place,
+        chained: bool,
+        now_s: float,
+    ) -> Bits:
         now = self.table.ticks(now_s)
-        place = self._find_place(keys, parent, depth, now)
         before = [place.anchor, *place.existing.tolist()]
         used = []
-        for position, row, checksum in zip(positions.tolist(), numbers, checksums.tolist(), strict=True):
+        for position, row, checksum in zip(positions.tolist(), rows.tolist(), checksums.tolist(), strict=True):
             key = int(keys[position, 0]), int(keys[position, 1])
             anchor, deep = (before[position], place.depth + position) if chained else (-1, 0)
-            used.append(self._is_free(key, now))
+            used.append(self._store_at(key, row, checksum, nbytes, anchor, deep, now))
             if used[-1]:
-                self._store_at(key, row, checksum, nbytes, anchor, deep, now)
                 before[position + 1] = row
         return np.array(used, np.bool_)
 
@@ -433,38 +470,130 @@ class Shard:
         self._require_size(nbytes, depth)
         if not self._is_lent(row, nbytes, account):
             self._require_lent(np.array([row], np.int32), nbytes, account)  # says what is wrong
-        now = self.table.ticks(now_s)
-        if not self._is_free(key, now):
-            return False
+        if self.table.cells.generation[row] & 1:
+            self.take_in(now_s=now_s)  # somebody may have published this key
         anchor = -1 if parent is None else self.table.find_one(*parent)
         if anchor >= 0:
             depth = self.table.cells.depth[anchor] + 1
-        self._store_at(key, row, checksum, nbytes, anchor, depth, now)
-        return True
-
-    def _is_free(self, key: tuple[int, int], now: int) -> bool:
-        existing = self.table.find_one(*key)
-        return existing < 0 or self._make_way(existing, now)
+        return self._store_at(key, row, checksum, nbytes, anchor, depth, self.table.ticks(now_s))
 
     def _store_at(
         self, key: tuple[int, int], row: int, checksum: int, nbytes: int, anchor: int, depth: int, now: int
-    ) -> None:
+    ) -> bool:
+        """Store in one lent row. Whether it was used."""
         cells, table = self.table.cells, self.table
+        if self._spent and row in self._spent:
+            self._spent.discard(row)
+            return False
+        generation = cells.generation[row]
+        published = not generation & 1
+        if published and (cells.key_hi[row], cells.key_lo[row]) != key:
+            raise UsageError("a slot that was published under another key")
+        existing = table.find_one(*key)
+        if existing != row and existing >= 0 and not self._make_way(existing, now):
+            if published:
+                self._withdraw(row)
+                table.note_taken(1)
+            return False
         with table.changing():
-            self.room.lent_nbytes -= cells.nbytes[row]
-            cells.nbytes[row] = nbytes
+            self.room.keep(row, nbytes)
             cells.depth[row] = depth
             cells.parent[row] = anchor
             if anchor >= 0:
                 cells.children[anchor] += 1
-            table.insert_one(*key, row)
-        cells.checksum[row] = checksum
-        cells.inserted[row] = cells.accessed[row] = now
-        cells.frequency[row] = cells.expires[row] = 0
-        cells.generation[row] = (cells.generation[row] + 1 & 0xFFFFFFFF) or 2
+            if existing != row:
+                table.insert_one(*key, row)
+        if published:
+            table.leave_side_one(row)
+        else:
+            cells.checksum[row] = checksum
+            cells.inserted[row] = cells.accessed[row] = now
+            cells.frequency[row] = cells.expires[row] = 0
+            cells.generation[row] = (generation + 1 & 0xFFFFFFFF) or 2
+        if existing != row:
+            self._note_added(key)
+            table.note_taken(published)
+        return True
+
+    def _note_added(self, key: tuple[int, int]) -> None:
         self.counters.committed += 1
         self.room.chunks += 1
         self._added.append(_PAIR.pack(*key))
+
+    # -- what writers published ---------------------------------------------------------------------------------------
+
+    def take_in(self, *, now_s: float | None = None, whole: bool = False) -> None:
+        """Enter what writers published into the index; readers on this host find it without that.
+
+        Such a row stays on loan, and so in place, until its writer has told us the rest, or is gone.
+
+        Args:
+            now_s: None: as at the last call.
+            whole: Look even if all that was counted is here: a writer may have been killed before it counted.
+        """
+        table, cells = self.table, self.table.cells
+        if now_s is not None:
+            self._now = table.ticks(now_s)
+        if not (whole or table.has_published):
+            return
+        upto, now = table.published, self._now
+        for row in table.side_rows():
+            if cells.generation[row] & 1 or cells.parent[row] != LENT:
+                continue  # not done yet, or killed while it was at it
+            key = cells.key_hi[row], cells.key_lo[row]
+            existing = table.find_one(*key)
+            if existing >= 0 and not self._make_way(existing, now):
+                self._withdraw(row)
+                continue
+            with table.changing():
+                table.insert_one(*key, row)
+            table.leave_side_one(row)
+            self._note_added(key)
+            if self.room.rests(row):  # nobody will tell us more
+                self._keep_as_is(row)
+        table.note_all_taken(upto)
+
+    def _withdraw(self, row: int) -> None:
+        """Make a published row invisible again: it is lent, as before."""
+        cells = self.table.cells
+        cells.generation[row] = cells.generation[row] + 1 & 0xFFFFFFFF
+        cells.nbytes[row] = slot_nbytes(cells.nbytes[row])
+        self.table.leave_side_one(row)
+
+    def _keep_as_is(self, row: int) -> None:
+        """A row that was taken in is a chunk like any other, without a place in a chain."""
+        cells = self.table.cells
+        with self.table.changing():
+            self.room.keep(row, cells.nbytes[row])
+            cells.parent[row], cells.depth[row] = -1, 0
+
+    def _enter_published(self, row: int) -> bool:
+        """At the start: enter a published row into the index, unless another row has its key. Whether it is in it."""
+        table, cells = self.table, self.table.cells
+        key = cells.key_hi[row], cells.key_lo[row]
+        existing = table.find_one(*key)
+        if existing < 0:
+            table.insert_one(*key, row)
+        elif existing != row:
+            self._withdraw(row)
+            return False
+        return True
+
+    def _without_published(self, rows: Rows) -> Rows:
+        """Of rows whose lease ends those that hold no chunk; others are chunks like any other from now on."""
+        self._spent.difference_update(rows.tolist())
+        generation = self.table.columns.generation
+        if (generation[rows] & 1).all():
+            return rows
+        self.take_in(whole=True)
+        for row in rows[generation[rows] & 1 == 0].tolist():
+            self._keep_as_is(row)
+        left: Rows = rows[generation[rows] & 1 == 1]
+        return left
+
+    def _wake(self, *, now_s: float) -> None:
+        self.take_in(now_s=now_s, whole=self.room.may_wake(now_s=now_s))
+        self.room.wake(now_s=now_s)
 
     def commit(self, rows: Rows, checksums: npt.NDArray[np.uint64], *, now_s: float) -> None:
         """Make reserved chunks, whose bytes are written, visible to every reader."""
@@ -473,7 +602,7 @@ class Shard:
         columns.inserted[rows] = columns.accessed[rows] = now
         columns.frequency[rows] = 0
         columns.expires[rows] = 0
-        even = columns.generation[rows] + np.uint32(1)
+        even = columns.generation[rows] + (columns.generation[rows] & 1)  # what was published is even already
         columns.generation[rows] = np.where(even == 0, 2, even)  # 0 would mean never used
         self.counters.committed += len(rows)
         self.room.chunks += len(rows)
@@ -481,18 +610,42 @@ class Shard:
 
     def abort(self, rows: Rows) -> None:
         """Give reserved or lent rows up: their writer changed its mind."""
+        rows = self._without_published(rows)
         self.counters.aborted += int(np.count_nonzero(self.table.columns.parent[rows] != LENT))
         self.room.free(rows)
 
     def abandon(self, rows: Rows, *, now_s: float) -> None:
         """Take reserved or lent rows from a writer that was cut off. Their slots come back after QUARANTINE_S."""
+        rows = self._without_published(rows)
         self.counters.aborted += int(np.count_nonzero(self.table.columns.parent[rows] != LENT))
         self.room.rest(rows, now_s=now_s)
 
     def delete(self, keys: KeyArray) -> int:
         """Drop chunks. Pinned ones stay. Returns how many went."""
+        self.take_in()
         rows = self.table.find(keys)
         rows = np.unique(rows[rows >= 0])
+        lent = rows[self.table.columns.parent[rows] == LENT] if rows.size else rows
+        if lent.size:
+            return self._delete_lent(lent) + self._delete(np.setdiff1d(rows, lent))
+        return self._delete(rows)
+
+    def _delete_lent(self, rows: Rows) -> int:
+        """Drop what was taken in, but whose writer has not told us yet: it gets the slots back when it does."""
+        cells, count = self.table.cells, 0
+        for row in rows.tolist():
+            if not cells.pins[row] and not cells.generation[row] & 1:
+                with self.table.changing():
+                    self._withdraw(row)
+                    self.table.remove_one(row)
+                    self.room.orphan(row)
+                self._spent.add(row)
+                self.room.note_removed(row)
+                count += 1
+        self.counters.deleted += count
+        return count
+
+    def _delete(self, rows: Rows) -> int:
         rows = rows[self.room.evictable(rows)]
         self.counters.deleted += len(rows)
         self.room.drop(rows)
@@ -502,6 +655,7 @@ class Shard:
 
     def pin(self, keys: KeyArray, *, now_s: float) -> Pinned:
         """Hold those keys that are ready: neither eviction nor deletion takes them until `unpin`."""
+        self.take_in(now_s=now_s)
         columns, now = self.table.columns, self.table.ticks(now_s)
         rows, _ = self.table.find_ready(keys, now)
         held = rows[rows >= 0]
@@ -528,6 +682,8 @@ class Shard:
             Row, offset, nbytes and checksum; row -1 and zeros when it is not ready.
         """
         table = self.table
+        if table.has_published:
+            self.take_in(now_s=now_s)
         now = table.ticks(now_s)
         found = table.find_ready_one(hi, lo, now)
         if found is None:
@@ -541,9 +697,41 @@ class Shard:
         table.touch_one(row, now)
         return row, page * SLOT_ALIGNMENT_NBYTES, nbytes, cells.checksum[row]
 
+    def pin_each(self, keys: KeyArray, *, now_s: float) -> tuple[list[int], list[int], list[int], list[int]]:
+        """The same as lists, for a holder that sends: arrays would cost more than the chunks that one message names.
+
+        Returns:
+            Rows, offsets, lengths and checksums; row -1 and zeros for keys that are not ready.
+        """
+        self.take_in(now_s=now_s)
+        table = self.table
+        now, cells = table.ticks(now_s), table.cells
+        pins, pages, nbytes, checksum = cells.pins, cells.page, cells.nbytes, cells.checksum
+        accessed, frequency = cells.accessed, cells.frequency
+        rows: list[int] = table.find_ready(keys, now)[0].tolist()
+        starts, lengths, checksums = [0] * len(rows), [0] * len(rows), [0] * len(rows)
+        for place, row in enumerate(rows):
+            if row < 0:
+                continue
+            if (held := pins[row]) == MAX_PINS:
+                rows[place] = -1
+                continue
+            pins[row] = held + 1
+            accessed[row], frequency[row] = now, frequency[row] + 1 & 0xFFFFFFFF
+            starts[place], lengths[place] = pages[row] * SLOT_ALIGNMENT_NBYTES, nbytes[row]
+            checksums[place] = checksum[row]
+        return rows, starts, lengths, checksums
+
     def unpin(self, rows: Rows) -> None:
         """End holds that `pin` gave; entries of -1 are passed over."""
         np.subtract.at(self.table.columns.pins, rows[rows >= 0], np.uint16(1))
+
+    def unpin_each(self, rows: Sequence[int]) -> None:
+        """The same for holds that `pin_each` gave."""
+        pins = self.table.cells.pins
+        for row in rows:
+            if row >= 0:
+                pins[row] -= 1
 
     def unpin_one(self, row: int) -> None:
         """End a hold that `pin_one` gave."""
@@ -569,7 +757,7 @@ class Shard:
         Returns:
             Whether there is more to do: a large shard is tended in steps.
         """
-        self.room.wake(now_s=now_s)
+        self._wake(now_s=now_s)
         return self.room.tend(self.table.ticks(now_s))
 
     @property
@@ -659,7 +847,7 @@ class Shard:
             0 <= row < self.table.rows_backed
             and cells.parent[row] == LENT
             and cells.namespace[row] == account
-            and cells.nbytes[row] == slot_nbytes(nbytes)
+            and slot_nbytes(cells.nbytes[row]) == slot_nbytes(nbytes)
         )
 
     def _require_lent(self, rows: Rows, nbytes: int, account: int) -> None:
@@ -670,8 +858,13 @@ class Shard:
             raise UsageError("rows that are not lent, or named twice")
         if not (columns.namespace[rows] == account).all():
             raise UsageError("rows that are lent for another namespace")
-        if not (columns.nbytes[rows] == slot_nbytes(nbytes)).all():
+        if not (self.room.slot_sizes(rows) == slot_nbytes(nbytes)).all():
             raise UsageError(f"rows whose slots are not for chunks of {nbytes:,} bytes")
+
+    def _require_keys(self, keys: KeyArray, rows: Rows) -> None:
+        columns = self.table.columns
+        if not ((columns.key_hi[rows] == keys[:, 0]) & (columns.key_lo[rows] == keys[:, 1])).all():
+            raise UsageError("slots that were published under other keys")
 
     def _find_place(self, keys: KeyArray, parent: KeyArray | None, depth: int, now: int) -> _Place:
         existing = self._drop_expired(self.table.find(keys), now)

@@ -24,7 +24,7 @@ from raykv.types import NodeId
 
 T = TypeVar("T")
 
-VERSION: Final = 2
+VERSION: Final = 3
 MAX_MESSAGE_NBYTES: Final = 32 << 20
 MAX_KEYS: Final = 1 << 20
 MAX_HOLDERS: Final = 3
@@ -159,9 +159,13 @@ class Announce(Message):
 
 
 class Read(Message):
-    """Send the bytes of these chunks. Answered by Reading and the payload."""
+    """Send the bytes of these chunks. Answered by Reading and the payload.
+
+    `locate`: as their owner, say too who holds those that are not here.
+    """
 
     keys: bytes
+    locate: bool = False
 
 
 class Write(Message):
@@ -253,10 +257,15 @@ class Located(Message):
 
 
 class Reading(Message):
-    """nbytes u32 (0: not here) and checksums u64, one entry a key; the payload is the chunks one after another."""
+    """nbytes u32 (0: not here) and checksums u64, one entry a key; the payload is the chunks one after another.
+
+    `choices` and `places`, if they were asked for: as in Located, for those keys that are not here.
+    """
 
     nbytes: bytes
     checksums: bytes
+    choices: tuple[tuple[NodeId, ...], ...] = ()
+    places: bytes = b""
 
 
 class Stats(Message):

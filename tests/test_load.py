@@ -16,6 +16,7 @@ from raykv import load, wire
 from raykv.config import ClientConfig
 from raykv.embedded import EmbeddedCluster
 from raykv.load import Load
+from raykv.node import Node
 from raykv.reach import Reach
 from raykv.transport import tcp
 from raykv.transport.base import Reply
@@ -89,9 +90,10 @@ def test_a_large_read_over_several_connections(running, monkeypatch, streams):
     monkeypatch.setattr("raykv.reach.STREAM_NBYTES", 10 * NBYTES)
     stored(running, 100, 0)
     reader = running.client(SPACE, node=2, streams_per_peer=streams)
+    match = reader.match(names(100))
     before = running.nodes[0].stats()["requests"].get("Read", 0)
     into = buffers(100)
-    assert reader.get(names(100), into).chunks_by_source == {("node-0", "tcp"): 100}
+    assert reader.get(names(100), into, match=match).chunks_by_source == {("node-0", "tcp"): 100}
     assert not wrong(into, (True,) * 100)
     assert running.nodes[0].stats()["requests"]["Read"] - before == streams
 
@@ -140,6 +142,133 @@ def test_a_second_holder_is_asked_in_the_same_get(running):
     result = reader.get(names(30), into)
     assert result.chunks_by_source == {("node-0", "tcp"): 15, ("node-1", "tcp"): 15}
     assert not wrong(into, result.hits)
+
+
+def owned_by(running: EmbeddedCluster, node: int, count: int) -> list[str]:
+    """Names of chunks whose keys that node owns."""
+    client, found, number = running.client(SPACE, node=node), [], 0
+    while len(found) < count:
+        if running.nodes[0].view.ring.owner(int(client.keys([str(number)])[0, 0])) == f"node-{node}":
+            found.append(str(number))
+        number += 1
+    return found
+
+
+def put_on(running: EmbeddedCluster, node: int, some: list[str]) -> None:
+    values = [content(int(name)) for name in some]
+    assert running.client(SPACE, node=node).put(some, values, chained=False).stored == len(some)
+
+
+def requests_of(node: Node) -> tuple[int, int]:
+    requests = node.stats()["requests"]
+    return requests.get("Locate", 0), requests.get("Read", 0)
+
+
+def get_named(reader: raykv.Client, some: list[str]) -> raykv.GetResult:
+    into = buffers(len(some))
+    result = reader.get(some, into)
+    assert all(bytes(into[n]) == content(int(name)) for n, name in enumerate(some) if result.hits[n])
+    return result
+
+
+@pytest.mark.parametrize("count", [1, 2, 30])
+def test_an_owner_that_holds_the_chunks_is_asked_once(running, count):
+    some = owned_by(running, 0, count)
+    put_on(running, 0, some)
+    running.settle()
+    reader = running.client(SPACE, node=2)
+    before = requests_of(running.nodes[0])
+    assert get_named(reader, some).chunks_by_source == {("node-0", "tcp"): count}
+    after = requests_of(running.nodes[0])
+    assert (after[0] - before[0], after[1] - before[1]) == (0, 1)
+    into = bytearray(NBYTES)
+    assert reader.get_one(reader.key(some[0]), into)
+    assert into == content(int(some[0]))
+    assert requests_of(running.nodes[0]) == (after[0], after[1] + 1)
+
+
+@pytest.mark.parametrize("count", [1, 2, 30])
+def test_an_owner_names_the_holders_of_what_it_has_not_got(running, small_parts, count):
+    some = owned_by(running, 0, count)
+    put_on(running, 1, some)
+    running.settle()
+    reader = running.client(SPACE, node=2)
+    before = requests_of(running.nodes[0])
+    assert get_named(reader, some).chunks_by_source == {("node-1", "tcp"): count}
+    after = requests_of(running.nodes[0])
+    assert after[1] - before[1] <= load.PARTS_AHEAD  # the rest is located in one call
+    assert after[0] - before[0] == (count > load.PARTS_AHEAD * load.PART_KEYS)
+    into = bytearray(NBYTES)
+    assert reader.get_one(reader.key(some[0]), into)
+    assert into == content(int(some[0]))
+
+
+@pytest.mark.parametrize("count", [1, 2, 30])
+def test_of_what_nobody_holds_the_owner_is_asked_and_nobody_else(running, count):
+    some = owned_by(running, 0, count)
+    reader = running.client(SPACE, node=2)
+    assert not any(get_named(reader, some).hits)
+    assert not reader.get_one(reader.key(some[0]), bytearray(NBYTES))
+    assert not reader.exists_one(reader.key(some[0]))
+    assert requests_of(running.nodes[1])[1] == 0
+
+
+@pytest.mark.parametrize("count", [1, 20])
+def test_where_an_owner_holds_some_and_others_the_rest(running, small_parts, count):
+    some = owned_by(running, 0, 3 * count)
+    put_on(running, 0, some[::3])
+    put_on(running, 1, some[1::3])
+    running.settle()
+    result = get_named(running.client(SPACE, node=2), some)
+    assert result.hits == (True, True, False) * count
+    assert result.chunks_by_source == {("node-0", "tcp"): count, ("node-1", "tcp"): count}
+
+
+@pytest.mark.parametrize("count", [1, 8])
+def test_a_second_holder_is_asked_for_what_the_owner_sends_wrong(running, count):
+    some = owned_by(running, 0, count)
+    put_on(running, 0, some)
+    put_on(running, 1, some)
+    running.settle()
+    shard, reader = running.nodes[0].shard, running.client(SPACE, node=2)
+    for row in shard.table.find(reader.keys(some)).tolist():
+        shard.arena.view[int(shard.table.columns.page[row]) * 4096 + 9] ^= 1
+    assert get_named(reader, some).chunks_by_source == {("node-1", "tcp"): count}
+    assert shard.counters.corrupt == count
+
+
+@pytest.mark.parametrize("count", [1, 8])
+def test_an_owner_that_lost_its_own_chunks_finds_out(running, count):
+    some = owned_by(running, 0, count)
+    put_on(running, 0, some)
+    put_on(running, 1, some)
+    running.settle()
+    node, reader = running.nodes[0], running.client(SPACE, node=2)
+    with node._lock:  # chunks vanish, and nobody is told
+        node.shard.delete(reader.keys(some))
+        node.shard.take_changes()
+    assert get_named(reader, some).chunks_by_source == {("node-1", "tcp"): count}
+    until_s = time.monotonic() + 5.0
+    while any("node-0" in holders for holders in node._locator.locate(reader.keys(some))):
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_memory_of_a_neighbour_is_checked_for_whoever_wants_that(count):
+    with raykv.embedded(
+        2, arena_nbytes="16 MiB", extent_nbytes="1 MiB", heartbeat_s=0.03, separate_hosts=False
+    ) as running:
+        put_on(running, 0, names(count))
+        running.settle()
+        reader = running.client(SPACE, node=1, verify="always")
+        into = buffers(count)
+        assert reader.get(names(count), into).chunks_by_source == {("node-0", "shm"): count}
+        shard = running.nodes[0].shard
+        for row in shard.table.find(reader.keys(names(count))).tolist():
+            shard.arena.view[int(shard.table.columns.page[row]) * 4096 + 9] ^= 1
+        assert not any(reader.get(names(count), into).hits)
+        assert not reader.get_one(reader.key("0"), into[0])
 
 
 def test_one_chunk(running):

@@ -16,6 +16,7 @@ from raykv import keys as keys_
 from raykv.config import SLOT_ALIGNMENT_NBYTES as PAGE
 from raykv.config import StorageConfig
 from raykv.errors import CapacityError, LostError, UsageError
+from raykv.memory import native
 from raykv.memory.copying import checksum_of
 from raykv.memory.rows import LENT, QUARANTINE_S
 from raykv.memory.slots import slot_nbytes
@@ -107,6 +108,14 @@ class Bench:
             now_s=self.now_s,
         ).tolist()
 
+    def publish(self, names, loan: Loan, nbytes: int = PAGE) -> list[int]:
+        """Write chunks into the first slots and make them visible as their writer does. 1: visible; see Reader."""
+        checksums = np.array(self.fill(loan, names, nbytes), np.uint64)
+        rows = loan.rows[: len(names)].tolist()
+        generations = self.shard.table.columns.generation[rows].tolist()
+        reader = self.shard.table.reader(self.shard.arena.view)
+        return list(reader.publish(rows, generations, names_to_keys(names).tobytes(), checksums, nbytes))
+
     def lend_and_store(self, names, nbytes: int = PAGE, *, parent=None, **chain) -> int:
         missing = [place for place, name in enumerate(names) if not self.here([name])]
         loan = self.lend(len(missing), nbytes, keys=names, parent=None if parent is None else [parent])
@@ -122,7 +131,7 @@ class Bench:
 
     def here(self, names: str | list[str]) -> str:
         """Those names that can be read, checked byte by byte."""
-        rows, _ = self.shard.table.find_ready(names_to_keys(names), self.shard.table.ticks(self.now_s))
+        rows, _ = self.shard.table.look(names_to_keys(names), self.shard.table.ticks(self.now_s))
         columns, found = self.shard.table.columns, []
         for name, row in zip(names, rows.tolist(), strict=True):
             if row >= 0:
@@ -157,9 +166,10 @@ def check_invariants(shard: Shard) -> None:
     taken = np.flatnonzero(columns.nbytes > 0)
     room = shard.room
     quarantined = set(room.resting.tolist())
-    lent = {row for row in taken.tolist() if columns.parent[row] == LENT}
+    lent = {row for row in taken.tolist() if columns.parent[row] == LENT} - quarantined
     counted = [row for row in taken.tolist() if row not in quarantined]
-    live = [row for row in counted if row not in lent]
+    in_side = set(table.side_rows())
+    live = [row for row in counted if row not in lent or (columns.generation[row] & 1 == 0 and row not in in_side)]
     owner: dict[int, int] = {}
     for row in taken.tolist():
         size = slot_nbytes(int(columns.nbytes[row]))
@@ -176,8 +186,8 @@ def check_invariants(shard: Shard) -> None:
         used[columns.namespace[row]] += slot_nbytes(int(columns.nbytes[row]))
     assert room.used_nbytes.tolist() == used.tolist()
     assert shard.used_nbytes == used.sum()
-    assert shard.lent_nbytes == sum(int(columns.nbytes[row]) for row in lent)
-    assert shard.chunks == len(table.ready_rows())
+    assert shard.lent_nbytes == sum(slot_nbytes(int(columns.nbytes[row])) for row in lent)
+    assert shard.chunks == len(set(table.ready_rows().tolist()) - in_side)
     per_extent = np.bincount(columns.page[taken] * PAGE // table.extent_nbytes, minlength=table.extents)
     assert room.slots.used(np.arange(table.extents)).tolist() == per_extent.tolist()
     for extent in range(table.extents):
@@ -192,7 +202,7 @@ def check_invariants(shard: Shard) -> None:
     for row in live:
         parent = int(columns.parent[row])
         gone = parent in quarantined or columns.nbytes[parent] == 0
-        assert parent == -1 or parent in live or gone, "a parent that is somebody else by now"
+        assert parent == -1 or parent in live or gone or row in lent, "a parent that is somebody else by now"
         if parent >= 0:
             children[parent] += 1
     assert columns.children.tolist() == children.tolist()
@@ -508,6 +518,28 @@ def test_pins_are_counted_and_bounded(bench):
     assert bench.shard.delete(names_to_keys("a")) == 1
 
 
+def test_holds_as_lists_are_what_they_are_as_arrays(bench):
+    bench.put("abcde")
+    names = names_to_keys("axbbye")
+    by_array, by_list = (pin(names, now_s=bench.now_s) for pin in (bench.shard.pin, bench.shard.pin_each))
+    held = by_array.rows >= 0
+    assert by_list[0] == by_array.rows.tolist()
+    assert by_list[1] == (by_array.offsets * held).tolist()
+    assert by_list[2] == by_array.nbytes.tolist()
+    assert by_list[3] == (by_array.checksums * held).tolist()
+    bench.shard.unpin(by_array.rows)
+    assert bench.shard.delete(names_to_keys("abcde")) == 2
+    bench.shard.unpin_each(by_list[0])
+    assert bench.shard.delete(names_to_keys("abcde")) == 3
+    bench.put("a")
+    many = np.repeat(names_to_keys("a"), MAX_PINS + 1, axis=0)
+    rows, _, lengths, _ = bench.shard.pin_each(many, now_s=bench.now_s)
+    assert rows[-2:] == [rows[0], -1]
+    assert lengths[-2:] == [lengths[0], 0]
+    bench.shard.unpin_each(rows)
+    assert not bench.shard.table.columns.pins.any()
+
+
 def test_delete_orphans_and_nothing_breaks(bench):
     bench.put("abcd")
     assert bench.shard.delete(names_to_keys("bbz")) == 1
@@ -794,6 +826,124 @@ def test_nothing_is_left_open_when_a_file_is_refused(shm_dir, on_files, caplog):
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+# -- what writers published -------------------------------------------------------------------------------------------
+
+compiled = pytest.mark.skipif(not native.available, reason="without the compiled loops nobody publishes")
+
+
+@compiled
+def test_what_is_published_is_a_chunk_once_its_writer_tells(bench):
+    bench.put("ab")
+    loan = bench.lend(3)
+    assert bench.publish("cde", loan) == [1, 1, 1]
+    assert bench.here("abcde") == "abcde"
+    assert bench.row("c") == -1
+    assert bench.store("bcde", loan, [1, 2, 3], parent="a", depth=1) == [True] * 3
+    columns = bench.shard.table.columns
+    assert [columns.depth[bench.row(name)] for name in "abcde"] == [0, 1, 2, 3, 4]
+    assert columns.parent[bench.row("e")] == bench.row("d")
+    assert bench.shard.counters.committed == 5
+    assert bench.shard.lent_nbytes == 0
+    added, _ = bench.shard.take_changes()
+    assert len(added) == 5
+
+
+@compiled
+@pytest.mark.parametrize("first", ["pin", "delete", "reserve", "tend"])
+def test_the_node_takes_in_what_is_published_before_it_looks(bench, first):
+    loan = bench.lend(2)
+    assert bench.publish("ab", loan) == [1, 1]
+    if first == "pin":
+        pinned = bench.shard.pin(names_to_keys("ab"), now_s=bench.now_s)
+        assert (pinned.rows >= 0).all()
+        assert bench.shard.delete(names_to_keys("ab")) == 0
+        bench.shard.unpin(pinned.rows)
+    elif first == "reserve":
+        assert not len(bench.reserve("ab").rows)
+    elif first == "tend":
+        bench.shard.tend(now_s=bench.now_s)
+        assert bench.row("b") == loan.rows[1]
+    if first == "delete":
+        assert bench.shard.delete(names_to_keys("ab")) == 2
+        assert bench.here("ab") == ""
+        assert bench.store("ab", loan) == [False, False], "the slots go back, and the chunks stay deleted"
+        assert bench.here("ab") == ""
+        assert bench.store("cd", loan) == [True, True]
+    else:
+        assert bench.store("ab", loan) == [True, True]
+        assert bench.shard.table.columns.parent[bench.row("b")] == bench.row("a")
+        assert bench.shard.delete(names_to_keys("ab")) == 2
+    check_invariants(bench.shard)
+
+
+@compiled
+def test_of_two_that_publish_and_store_the_same_key_one_is_kept(bench):
+    mine, theirs = bench.lend(1), bench.lend(1)
+    assert bench.publish("a", mine) == [1]
+    assert bench.store("a", theirs) == [False], "the node looks for what was published first"
+    assert bench.store("a", mine) == [True]
+    assert bench.publish("a", theirs) == [2]
+    reserved = bench.reserve("b")
+    assert bench.publish("b", theirs) == [2], "it is being written"
+    bench.shard.abort(np.append(theirs.rows, reserved.rows))
+
+
+@compiled
+def test_what_was_published_stays_when_its_writer_goes(bench):
+    told, cut_off = bench.lend(2), bench.lend(2)
+    bench.publish("a", told)
+    bench.publish("b", cut_off)
+    bench.shard.abort(told.rows)
+    bench.shard.abandon(cut_off.rows, now_s=bench.now_s)
+    assert bench.here("ab") == "ab"
+    check_invariants(bench.shard)
+    assert bench.publish("c", Loan(cut_off.rows[1:], cut_off.offsets[1:])) == [1], (
+        "it does not know that it was cut off"
+    )
+    bench.shard.tend(now_s=bench.now_s)
+    assert bench.row("c") == cut_off.rows[1]
+    bench.now_s += QUARANTINE_S
+    bench.shard.tend(now_s=bench.now_s)
+    assert bench.here("abc") == "abc"
+    assert bench.shard.lent_nbytes == 0
+    assert bench.shard.delete(names_to_keys("abc")) == 3
+
+
+@compiled
+def test_after_its_rest_a_slot_cannot_be_published_any_more(bench):
+    loan = bench.lend(1)
+    columns = bench.shard.table.columns
+    before = columns.generation[loan.rows].tolist()
+    bench.shard.abandon(loan.rows, now_s=bench.now_s)
+    bench.now_s += QUARANTINE_S
+    bench.shard.tend(now_s=bench.now_s)
+    reader = bench.shard.table.reader(bench.shard.arena.view)
+    late = reader.publish(loan.rows.tolist(), before, names_to_keys("a").tobytes(), bytes(8), PAGE)
+    assert list(late) == [0]
+
+
+@compiled
+def test_a_new_process_takes_over_what_was_published(shm_dir, on_files):
+    on_files.put("ab")
+    loan = on_files.lend(5)
+    assert on_files.publish("cde", loan) == [1, 1, 1]
+    on_files.shard.pin(names_to_keys("e"), now_s=on_files.now_s)  # takes it in, and its writer has not told yet
+    again = Bench(Shard.open(config_for(shm_dir), crashed(on_files.shard, shm_dir, "second"), now_s=on_files.now_s))
+    assert again.shard.recovered == 5
+    assert again.here("abcde") == "abcde"
+    assert {again.row(name) for name in "cde"} == set(loan.rows[:3].tolist())
+    late = Loan(loan.rows[3:], loan.offsets[3:])
+    assert again.publish("fa", late) == [1, 2], "a writer that has not noticed yet"
+    again.shard.tend(now_s=again.now_s)
+    check_invariants(again.shard)
+    assert again.here("abcdef") == "abcdef"
+    again.now_s += QUARANTINE_S
+    again.shard.tend(now_s=again.now_s)
+    check_invariants(again.shard)
+    assert again.shard.delete(names_to_keys("abcdef")) == 6
+    again.shard.close()
+
+
 # -- everything at once -----------------------------------------------------------------------------------------------
 
 
@@ -807,8 +957,28 @@ def store_some(bench: Bench, rng: random.Random, first: str, loan: Loan, nbytes:
     bench.shard.abort(loan.rows[~np.array(used, np.bool_)])
 
 
+def store_published(bench: Bench, names: list[str], loan: Loan, nbytes: int, parent: str | None, chained: bool) -> None:
+    """Tell the shard of chunks that were published, or could not be; what is not used goes back."""
+    rows = loan.rows[: len(names)]
+    columns = bench.shard.table.columns
+    used = bench.shard.store(
+        names_to_keys(names),
+        np.arange(len(names), dtype=np.int32),
+        rows,
+        np.array([checksum_of([content(name, nbytes)]) for name in names], np.uint64),
+        nbytes,
+        bench.account,
+        chained=chained,
+        parent=None if parent is None else names_to_keys([parent]),
+        depth=0,
+        now_s=bench.now_s,
+    )
+    assert all(columns.generation[rows[~used]] & 1), "given back, and visible"
+    bench.shard.abort(np.append(rows[~used], loan.rows[len(names) :]))
+
+
 @pytest.mark.parametrize("policy", ["leaf_lru", "lru", "fifo"])
-@pytest.mark.parametrize("round_", range(2))
+@pytest.mark.parametrize("round_", range(4))
 def test_random_operations(policy, round_, rng):  # noqa: C901 - a case for each operation
     """Whatever is done in whatever order, the columns agree with each other and every byte is right."""
     bench = Bench(Shard.open(config_for(policy=policy, arena_nbytes=512 * KIB), None, now_s=0.0))
@@ -818,6 +988,7 @@ def test_random_operations(policy, round_, rng):  # noqa: C901 - a case for each
     sizes = {letter: rng.choice([PAGE, 2 * PAGE, 5 * PAGE, 16 * PAGE]) for letter in "abcdefghijkl"}
     open_rooms: list[tuple[list[str], Reserved, int]] = []
     loans: list[tuple[str, Loan]] = []
+    told: list[tuple[str, list[str], Loan]] = []
     pins: list[np.ndarray] = []
     for _ in range(400):
         first = rng.choice("abcdefghijkl")
@@ -827,7 +998,8 @@ def test_random_operations(policy, round_, rng):  # noqa: C901 - a case for each
             ["put"] * 8
             + ["lend"] * 3
             + ["store"] * 3
-            + ["give back", "reserve", "commit", "abort", "abandon", "pin", "unpin", "delete", "time"]
+            + ["publish", "tell"] * 3 * native.available
+            + ["cut off", "give back", "reserve", "commit", "abort", "abandon", "pin", "unpin", "delete", "time"]
         ):
             case "put":
                 chained = rng.random() < 0.8
@@ -844,6 +1016,20 @@ def test_random_operations(policy, round_, rng):  # noqa: C901 - a case for each
                 first, loan = loans.pop(rng.randrange(len(loans)))
                 bench.account = accounts[ord(first) % 2]
                 store_some(bench, rng, first, loan, sizes[first], rng.choice([None, *alphabet]))
+            case "publish" if loans:
+                first, loan = loans.pop(rng.randrange(len(loans)))
+                names = [f"{first}{place}" for place in rng.sample(range(9), min(9, len(loan.rows)))]
+                known = [bool(bench.here([name])) or bench.row(name) >= 0 for name in names]
+                verdicts = bench.publish(names, loan, sizes[first])
+                assert [verdict != 1 for verdict in verdicts] == known
+                assert all(bench.here([name]) for name, was_known in zip(names, known, strict=True) if not was_known)
+                told.append((first, names, loan))
+            case "tell" if told:
+                first, names, loan = told.pop(rng.randrange(len(told)))
+                bench.account = accounts[ord(first) % 2]
+                store_published(bench, names, loan, sizes[first], rng.choice([None, *alphabet]), rng.random() < 0.8)
+            case "cut off" if told:
+                shard.abandon(told.pop()[2].rows, now_s=bench.now_s)
             case "give back" if loans:
                 shard.abandon(loans.pop()[1].rows, now_s=bench.now_s)
             case "commit" if open_rooms:
@@ -936,7 +1122,9 @@ def private_nbytes() -> int:
 def test_a_large_table_costs_what_its_rows_cost(rows, monkeypatch, np_rng):
     """No list of all rows or slots, at the start or later; no step that takes long because the table is large."""
     monkeypatch.setattr("raykv.shard.require_room", lambda *args, **options: None)
-    monkeypatch.setattr("raykv.shard._back", lambda arena, extent_nbytes, extent, **options: True)  # nobody writes to it here
+    monkeypatch.setattr(
+        "raykv.shard._back", lambda arena, extent_nbytes, extent, **options: True
+    )  # nobody writes to it here
     config = config_for(arena_nbytes=rows * PAGE, extent_nbytes=32 << 20, max_chunks=rows)
     batch, now_s, before, start_s = 8192, 1.0, private_nbytes(), time.monotonic()
     shard = Shard.open(config, None, now_s=0.0)

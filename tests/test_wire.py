@@ -27,7 +27,7 @@ EXAMPLES = [
     wire.Suspect(b"keys"),
     wire.Locate(b"keys"),
     wire.Announce("a", b"added", b"removed"),
-    wire.Read(b"keys"),
+    wire.Read(b"keys", True),
     wire.Write(b"digest", b"keys", 4096, False, b"parent", 9),
     wire.GetStats(),
     wire.Done(),
@@ -39,7 +39,7 @@ EXAMPLES = [
     wire.Stored(b"u", b"r", b"o"),
     wire.Held(b"r", b"o", b"n", b"c"),
     wire.Located((("a", "b"), ("b",)), b"places"),
-    wire.Reading(b"n", b"c"),
+    wire.Reading(b"n", b"c", (("a",), ("b", "a")), b"places"),
     wire.Stats(b"{}"),
     wire.Failure("UsageError", "no"),
 ]

@@ -37,7 +37,10 @@ class L1(Face):
         self._layouts: dict[int, MemoryLayoutDesc] = {}
 
     def key(self, name: str) -> ObjectKey:
-        return ObjectKey(name.encode(), "m", 0)
+        return self.key_of(name.encode())
+
+    def key_of(self, raw: bytes) -> ObjectKey:
+        return ObjectKey(raw, "m", 0)
 
     def buffer(self, array: Bytes) -> Buffer:
         return int(array.ctypes.data), len(array), torch.from_numpy(array)
@@ -92,10 +95,14 @@ class L1(Face):
 
 
 class Store(System):
-    """One manager with a pool of DRAM that is taken at the start."""
+    """One manager with a pool of DRAM that is taken at the start.
+
+    `options["small"]`: with room for very many small objects, which take 4 KiB each otherwise.
+    """
 
     def start(self) -> None:
-        memory = L1MemoryManagerConfig(self.setting.store_nbytes, False, shm_name="")
+        aligned = {"align_bytes": 64} if self.setting.options.get("small") else {}
+        memory = L1MemoryManagerConfig(self.setting.store_nbytes, False, shm_name="", **aligned)
         self._manager = L1Manager(L1ManagerConfig(memory))
         self._face = L1(self._manager)
         self._written, self._kept = 0, deque[str]()

@@ -16,7 +16,7 @@ import numpy as np
 import raykv
 import raykv.keys
 from benchmarks.system import Face, MissingError, Server, System
-from benchmarks.workloads import GIB, LOOKUP_BATCH, MIB, Workload
+from benchmarks.workloads import GIB, MIB, Keys, Workload
 from raykv.memory import native
 from raykv.memory.arena import SharedMemory
 from raykv.memory.table import Table
@@ -37,6 +37,12 @@ class Raykv(Face):
 
     def keys(self, names: Sequence[str]) -> Any:
         return self._client.keys(names)
+
+    def key_of(self, raw: bytes) -> Any:
+        return raw
+
+    def keys_of(self, keys: Keys) -> Any:
+        return keys
 
     def get_one(self, key: Any, into: memoryview) -> None:
         if not self._client.get_one(key, into):
@@ -226,8 +232,6 @@ class Store(System):
     def special(self, name: str, fields: dict[str, Any]) -> dict[str, Any]:
         if name == "startup":
             return self._startup(int(fields["arena_nbytes"]))
-        if name == "lookups":
-            return self._lookups(int(fields["rows"]), int(fields["rounds"]))
         assert name in ("freeze", "thaw")
         os.kill(self.shared["pid"], signal.SIGSTOP if name == "freeze" else signal.SIGCONT)
         return {}
@@ -260,12 +264,13 @@ class Store(System):
             "without_imports_s": answered_s - said["imported_s"],
         }
 
-    def _lookups(self, rows: int, rounds: int) -> dict[str, Any]:
-        """Seconds of lookups in a table of so many rows, filled here beside the node: none of them has bytes."""
+    def fill(self, keys: Keys, seconds: float) -> tuple[Face, int]:
+        """A table of so many rows, filled here beside its node: no row has bytes. What was filled before goes."""
+        self._let_go()
+        rows = len(keys)
         node = NodeProcess(self, f"rows{rows}", {"arena_nbytes": GIB, "max_chunks": rows})
-        table = Table(SharedMemory.attach(Path(node.wait()["table"]), writable=True))
-        rng = np.random.default_rng(rows)
-        keys = rng.integers(1, 1 << 64, (rows, 2), np.uint64)
+        self._nodes = [node]
+        table = Table(SharedMemory.attach(Path(node.wait()["table"]), writable=True, huge_pages="try"))
         if not table.back_rows(rows):
             raise MemoryError("no room for the table")
         columns = table.columns
@@ -274,28 +279,18 @@ class Store(System):
         columns.expires[:] = 0
         columns.generation[:] = 2
         table.rebuild_index(np.arange(rows, dtype=np.int32))
-        with raykv.connect(NAMESPACE, address=node.local_address) as client:
-            face = Raykv(client)
-            batches = [keys[rng.integers(0, rows, LOOKUP_BATCH)] for _ in range(30 * rounds)]
-            batch_s = []
-            for batch in batches:
-                start_s = time.perf_counter()
-                face.exists(batch)
-                batch_s.append(time.perf_counter() - start_s)
-            single_s = []
-            chosen = [keys[place : place + 1] for place in rng.integers(0, rows, 1000 * rounds).tolist()]
-            singles = [raykv.keys.to_bytes(key) for key in chosen]
-            for single in singles:
-                start_s = time.perf_counter()
-                face.exists_one(single)
-                single_s.append(time.perf_counter() - start_s)
-        node.stop()
-        batch_p50_s, single_p50_s = float(np.median(batch_s)), float(np.median(single_s))
-        return {"rows": rows, "keys_per_s": LOOKUP_BATCH / batch_p50_s, "single_p50_s": single_p50_s}
+        while table.use_huge_pages():  # as the node does by and by
+            pass
+        client = raykv.connect(NAMESPACE, address=node.local_address)
+        self._clients = [client]
+        return Raykv(client), rows
 
     def stop(self) -> None:
+        self._let_go()
+        super().stop()
+
+    def _let_go(self) -> None:
         for client in getattr(self, "_clients", []):
             client.close()
         for node in getattr(self, "_nodes", []):
             node.stop()
-        super().stop()

@@ -21,6 +21,9 @@ class Redis(Face):
     def key(self, name: str) -> bytes:
         return name.encode()
 
+    def key_of(self, raw: bytes) -> bytes:
+        return raw
+
     def get_one(self, key: bytes, into: memoryview) -> None:
         self._connection.send(b"*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n" % (len(key), key))
         self._connection.receive_value(b"$%d\r\n" % len(into), into, b"\r\n")
@@ -50,8 +53,9 @@ class Redis(Face):
         self._connection.expect(b":1\r\n")
 
     def exists(self, keys: Sequence[bytes]) -> None:
-        self._connection.send(b"".join([b"*2\r\n$6\r\nEXISTS\r\n$%d\r\n%b\r\n" % (len(key), key) for key in keys]))
-        self._connection.expect(b":1\r\n" * len(keys))
+        # One command, which answers with their number alone: by half faster than one each.
+        self._connection.send(command([b"EXISTS", *keys]))
+        self._connection.expect(b":%d\r\n" % len(keys))
 
     def delete(self, names: Sequence[str]) -> None:
         for name in names:
@@ -70,7 +74,10 @@ def set_command(key: bytes, value: memoryview) -> list[Any]:
 
 
 class Store(System):
-    """A server that keeps nothing on disk; `options["tcp"]` chooses the transport."""
+    """A server that keeps nothing on disk; `options["tcp"]` chooses the transport.
+
+    `options["small"]`: as is best for very many small objects: huge pages.
+    """
 
     def start(self) -> None:
         program = self.setting.program("redis-server")
@@ -90,8 +97,12 @@ class Store(System):
                 "io-threads": "1",
                 "protected-mode": "no",
             }
+            environment = self.setting.libraries()
+            if self.setting.options.get("small"):
+                arguments["disable-thp"] = "no"
+                environment["MALLOC_CONF"] = "thp:always"
             words = [word for name, value in arguments.items() for word in (f"--{name}", value)]
-            server = self.server("redis", [program, *words], env=self.setting.libraries())
+            server = self.server("redis", [program, *words], env=environment)
             server.wait_for(lambda: answers(port))
             shared = {"path": path, "port": port}
         self.shared = shared

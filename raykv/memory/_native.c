@@ -1,8 +1,8 @@
 /* The loops that profiling found: probing the chunk table for many keys, and copying many chunks out of the arena.
 
    What they do, and every rule they keep, is told in table.py, copying.py and transport/shm.py, which also do the same
-   without this file. Nothing here keeps state, and nothing is trusted: rows and places that lie outside the buffers
-   are misses.
+   without this file (but for Reader.publish: without it the node makes chunks visible). Nothing here keeps state, and
+   nothing is trusted: rows and places that lie outside the buffers are misses.
 
    A reader races with the writer on purpose (see table.py: seqlocks). Loads of a generation are acquiring, and a fence
    stands between the copy and the second look, so that it holds on machines that reorder loads. */
@@ -19,9 +19,11 @@
 
 #define FIRST 2 /* index entries: 0 empty, 1 removed, row + 2 */
 #define REMOVED 1
+#define WINDOW 8 /* entries of the side index that may name the rows of one key: Table.SIDE_WINDOW */
 #define PAGE_SHIFT 12
-#define BLOCK 32                        /* keys looked up together, so that their cache misses overlap */
-#define AHEAD 4                         /* rows of one key fetched ahead: where keys collide, the first is another's */
+#define APART 8                         /* keys between the fetch of a line of memory and its use */
+#define UNDER_WAY (4 * APART)           /* keys of one call that are looked up at a time */
+#define BEHIND 3                        /* rows of one key fetched ahead where the first is another's */
 #define WITHOUT_GIL_NBYTES (32 << 10)   /* copies from this size on let other threads run */
 #define WITHOUT_GIL_ONE_NBYTES (256 << 10)
 #define WITHOUT_GIL_KEYS 4096
@@ -249,22 +251,33 @@ static inline size_t home_of(uint64_t hi, uint64_t lo, size_t size) {
     return (size_t)((((hi ^ lo) * UINT64_C(0x9E3779B97F4A7C15)) >> 32) * (uint64_t)size >> 32);
 }
 
+static inline int is_row(int32_t entry, size_t rows) { return entry >= FIRST && (size_t)(entry - FIRST) < rows; }
+
+/* Whether a record is this key's. Takes the generation first, which holds for the rest as long as it stays. */
+static inline int is_of(const record_t *record, uint64_t hi, uint64_t lo, uint32_t *generation) {
+    uint32_t seen = __atomic_load_n(&record->generation, __ATOMIC_ACQUIRE);
+    if (__atomic_load_n(&record->key_lo, __ATOMIC_RELAXED) != lo ||
+        __atomic_load_n(&record->key_hi, __ATOMIC_RELAXED) != hi)
+        return 0;
+    *generation = seen;
+    return 1;
+}
+
+/* Whether a row is ready and not expired at tick `now`. now < 0: in any state. */
+static inline int is_usable(const record_t *record, uint32_t generation, int64_t now) {
+    uint32_t expires = __atomic_load_n(&record->expires, __ATOMIC_RELAXED);
+    return now < 0 || (generation && !(generation & 1) && (!expires || (int64_t)expires > now));
+}
+
 static int32_t probe(const record_t *records, size_t rows, const int32_t *index, size_t size, uint64_t hi, uint64_t lo,
                      int64_t now, uint32_t *generation) {
     size_t position = home_of(hi, lo, size);
     for (size_t step = 0; step < size; step++) {
         int32_t entry = __atomic_load_n(&index[position], __ATOMIC_ACQUIRE);
-        if (entry >= FIRST && (size_t)(entry - FIRST) < rows) {
+        if (is_row(entry, rows)) {
             const record_t *record = &records[entry - FIRST];
-            uint32_t seen = __atomic_load_n(&record->generation, __ATOMIC_ACQUIRE);
-            if (__atomic_load_n(&record->key_lo, __ATOMIC_RELAXED) == lo &&
-                __atomic_load_n(&record->key_hi, __ATOMIC_RELAXED) == hi) {
-                uint32_t expires = __atomic_load_n(&record->expires, __ATOMIC_RELAXED);
-                *generation = seen;
-                if (now >= 0 && ((seen & 1) || !seen || (expires && (int64_t)expires <= now)))
-                    return -1;
-                return entry - FIRST;
-            }
+            if (is_of(record, hi, lo, generation))
+                return is_usable(record, *generation, now) ? entry - FIRST : -1;
         } else if (entry == 0) {
             break;
         }
@@ -275,27 +288,54 @@ static int32_t probe(const record_t *records, size_t rows, const int32_t *index,
     return -1;
 }
 
+/* Fetches each key's lines of memory ahead of their use, in stages, while those of other keys are on their way: its
+   place in the index; the record of the first row there, which is its own for two keys of three; only for the others
+   the records behind it. Lines are what it costs: fetching all of these at once is slower. */
 static void find_all(const record_t *records, size_t rows, const int32_t *index, size_t size, const uint64_t *keys,
                      size_t count, int64_t now, int32_t *found, uint32_t *generations) {
-    size_t homes[2 * BLOCK]; /* of this block of keys and of the next one, whose entries are fetched meanwhile */
-    for (size_t start = 0, next = 0; start < count; start += BLOCK) {
-        for (; next < count && next < start + 2 * BLOCK; next++) {
-            size_t home = homes[next % (2 * BLOCK)] = home_of(keys[2 * next], keys[2 * next + 1], size);
+    size_t homes[UNDER_WAY], others[UNDER_WAY], waiting = 0, probed = 0;
+    int32_t firsts[UNDER_WAY];
+    if (!rows)
+        size = 0;
+    for (size_t turn = 0; turn < count + 3 * APART; turn++) {
+        size_t at = turn;
+        if (at < count) {
+            size_t home = homes[at % UNDER_WAY] = home_of(keys[2 * at], keys[2 * at + 1], size);
             __builtin_prefetch(&index[home]);
+            if (home + BEHIND < size)
+                __builtin_prefetch(&index[home + BEHIND]); /* mostly the same line */
         }
-        size_t end = start + BLOCK < count ? start + BLOCK : count;
-        for (size_t at = start; at < end; at++) {
-            size_t home = homes[at % (2 * BLOCK)];
-            for (size_t position = home; position < home + AHEAD && position < size; position++) {
-                int32_t entry = __atomic_load_n(&index[position], __ATOMIC_RELAXED);
-                if (entry >= FIRST && (size_t)(entry - FIRST) < rows)
-                    __builtin_prefetch(&records[entry - FIRST]);
-                else if (entry == 0)
-                    break;
+        at = turn - APART;
+        if (turn >= APART && at < count) {
+            size_t home = homes[at % UNDER_WAY];
+            int32_t entry = home < size ? __atomic_load_n(&index[home], __ATOMIC_ACQUIRE) : 0;
+            firsts[at % UNDER_WAY] = entry;
+            __builtin_prefetch(&records[is_row(entry, rows) ? entry - FIRST : 0]);
+        }
+        at = turn - 2 * APART;
+        if (turn >= 2 * APART && at < count) {
+            int32_t entry = firsts[at % UNDER_WAY];
+            uint64_t hi = keys[2 * at], lo = keys[2 * at + 1];
+            found[at] = -1, generations[at] = 0;
+            if (is_row(entry, rows) && is_of(&records[entry - FIRST], hi, lo, &generations[at])) {
+                if (is_usable(&records[entry - FIRST], generations[at], now))
+                    found[at] = entry - FIRST;
+            } else if (entry) {
+                size_t position = homes[at % UNDER_WAY] + 1, end = position + BEHIND;
+                for (; position < end && position < size; position++) {
+                    entry = __atomic_load_n(&index[position], __ATOMIC_RELAXED);
+                    if (is_row(entry, rows))
+                        __builtin_prefetch(&records[entry - FIRST]);
+                    else if (!entry)
+                        break;
+                }
+                others[waiting++ % UNDER_WAY] = at;
             }
         }
-        for (size_t at = start; at < end; at++)
+        if (probed < waiting && others[probed % UNDER_WAY] + 3 * APART <= turn) {
+            at = others[probed++ % UNDER_WAY];
             found[at] = probe(records, rows, index, size, keys[2 * at], keys[2 * at + 1], now, &generations[at]);
+        }
     }
 }
 
@@ -603,48 +643,50 @@ static PyObject *copy(PyObject *module, PyObject *const *arguments, Py_ssize_t c
 /* -- one chunk --------------------------------------------------------------------------------------------------- */
 
 /* The mapped memory of one node, for lookups and reads of one chunk: they cost less than passing it as arguments. */
+enum { RECORDS, INDEX, OTHER_INDEX, ACTIVE, ARENA, ACCESSED, FREQUENCY, INSERTED, CHECKSUM, SIDE, COUNTS, BUFFERS };
+enum { PUBLISHED, TAKEN }; /* COUNTS: rows that were published, ever, and those of them that are in the index by now */
+
 typedef struct {
     PyObject_HEAD
-    Py_buffer records, index[2], active, arena, accessed, frequency;
+    Py_buffer held[BUFFERS];
     double made_at_s, ticks_per_s;
 } reader_t;
 
-static Py_buffer *reader_buffers(reader_t *reader, int at) {
-    Py_buffer *all[] = {&reader->records, &reader->index[0], &reader->index[1], &reader->active,
-                        &reader->arena,   &reader->accessed, &reader->frequency};
-    return all[at];
-}
-
 static void reader_free(reader_t *reader) {
-    for (int at = 0; at < 7; at++)
-        if (reader_buffers(reader, at)->obj)
-            PyBuffer_Release(reader_buffers(reader, at));
+    for (int at = 0; at < BUFFERS; at++)
+        if (reader->held[at].obj)
+            PyBuffer_Release(&reader->held[at]);
     PyTypeObject *type = Py_TYPE(reader);
     type->tp_free(reader);
     Py_DECREF(type);
 }
 
+static size_t reader_rows(const reader_t *reader) { return (size_t)reader->held[RECORDS].len / sizeof(record_t); }
+
 static PyObject *reader_new(PyTypeObject *type, PyObject *arguments, PyObject *names) {
     (void)names;
-    PyObject *given[7];
+    PyObject *given[BUFFERS];
     double made_at_s, ticks_per_s;
-    if (!PyArg_ParseTuple(arguments, "OOOOOOOdd", &given[0], &given[1], &given[2], &given[3], &given[4], &given[5],
-                          &given[6], &made_at_s, &ticks_per_s))
+    if (!PyArg_ParseTuple(arguments, "OOOOOOOOOOOdd", &given[RECORDS], &given[INDEX], &given[OTHER_INDEX],
+                          &given[ACTIVE], &given[ARENA], &given[ACCESSED], &given[FREQUENCY], &given[INSERTED],
+                          &given[CHECKSUM], &given[SIDE], &given[COUNTS], &made_at_s, &ticks_per_s))
         return NULL;
     reader_t *reader = (reader_t *)type->tp_alloc(type, 0);
     if (!reader)
         return NULL;
     reader->made_at_s = made_at_s, reader->ticks_per_s = ticks_per_s;
-    for (int at = 0; at < 7; at++) {
-        int flags = at >= 5 ? PyBUF_WRITABLE : PyBUF_SIMPLE;
-        if (PyObject_GetBuffer(given[at], reader_buffers(reader, at), flags) < 0) {
+    for (int at = 0; at < BUFFERS; at++) {
+        int flags = at == RECORDS || at >= ACCESSED ? PyBUF_WRITABLE : PyBUF_SIMPLE;
+        if (PyObject_GetBuffer(given[at], &reader->held[at], flags) < 0) {
             Py_DECREF(reader);
             return NULL;
         }
     }
-    Py_ssize_t rows = reader->records.len / (Py_ssize_t)sizeof(record_t);
-    if (reader->active.len != 8 || reader->index[0].len != reader->index[1].len || reader->accessed.len != 4 * rows ||
-        reader->frequency.len != 4 * rows) {
+    const Py_buffer *held = reader->held;
+    Py_ssize_t rows = (Py_ssize_t)reader_rows(reader);
+    if (held[ACTIVE].len != 8 || held[INDEX].len != held[OTHER_INDEX].len || held[ACCESSED].len != 4 * rows ||
+        held[FREQUENCY].len != 4 * rows || held[INSERTED].len != 4 * rows || held[CHECKSUM].len != 8 * rows ||
+        held[SIDE].len == 0 || held[SIDE].len % (4 * WINDOW) || held[COUNTS].len != 16) {
         PyErr_SetString(PyExc_ValueError, "columns differ in length");
         Py_DECREF(reader);
         return NULL;
@@ -659,7 +701,39 @@ static uint32_t tick_of(const reader_t *reader) {
     return ticks < 1 ? 1 : (uint32_t)ticks;
 }
 
-/* Row of a 16-byte key that is ready, or -1; -2 with an exception when it is no key. */
+static uint64_t count_of(const reader_t *reader, int which) {
+    return __atomic_load_n((const uint64_t *)reader->held[COUNTS].buf + which, __ATOMIC_ACQUIRE);
+}
+
+static int32_t probe_index(const reader_t *reader, const uint64_t *key, int64_t now, uint32_t *generation) {
+    uint64_t active = __atomic_load_n((const uint64_t *)reader->held[ACTIVE].buf, __ATOMIC_ACQUIRE) & 1;
+    const Py_buffer *index = &reader->held[active ? OTHER_INDEX : INDEX];
+    return probe(reader->held[RECORDS].buf, reader_rows(reader), index->buf, (size_t)index->len / 4, key[0], key[1],
+                 now, generation);
+}
+
+static int32_t *window_of(const reader_t *reader, const uint64_t *key) {
+    return (int32_t *)reader->held[SIDE].buf +
+           WINDOW * home_of(key[0], key[1], (size_t)reader->held[SIDE].len / (4 * WINDOW));
+}
+
+/* A row other than `own` that the side index names for this key, with its generation; -1 if there is none. */
+static int32_t probe_side(const reader_t *reader, const uint64_t *key, int32_t own, uint32_t *generation) {
+    const int32_t *window = window_of(reader, key);
+    for (int at = 0; at < WINDOW; at++) {
+        int32_t row = __atomic_load_n(&window[at], __ATOMIC_ACQUIRE) - FIRST;
+        if (row < 0 || (size_t)row >= reader_rows(reader) || row == own)
+            continue;
+        const record_t *record = (const record_t *)reader->held[RECORDS].buf + row;
+        *generation = __atomic_load_n(&record->generation, __ATOMIC_ACQUIRE);
+        if (__atomic_load_n(&record->key_lo, __ATOMIC_RELAXED) == key[1] &&
+            __atomic_load_n(&record->key_hi, __ATOMIC_RELAXED) == key[0])
+            return row;
+    }
+    return -1;
+}
+
+/* Row of a 16-byte key that is ready, or -1; -2 with an exception when it is no key. See Table.look_one. */
 static int32_t row_of(reader_t *reader, PyObject *key, uint32_t tick, uint32_t *generation) {
     uint64_t halves[2];
     if (!PyBytes_Check(key) || PyBytes_GET_SIZE(key) != sizeof halves) {
@@ -667,9 +741,18 @@ static int32_t row_of(reader_t *reader, PyObject *key, uint32_t tick, uint32_t *
         return -2;
     }
     memcpy(halves, PyBytes_AS_STRING(key), sizeof halves);
-    uint64_t active = __atomic_load_n((const uint64_t *)reader->active.buf, __ATOMIC_ACQUIRE) & 1;
-    return probe(reader->records.buf, (size_t)reader->records.len / sizeof(record_t), reader->index[active].buf,
-                 (size_t)reader->index[active].len / 4, halves[0], halves[1], tick, generation);
+    uint64_t taken = count_of(reader, TAKEN);
+    int32_t row = probe_index(reader, halves, tick, generation);
+    if (row >= 0 || count_of(reader, PUBLISHED) == taken)
+        return row;
+    row = probe_side(reader, halves, -1, generation);
+    if (row >= 0 && !(*generation & 1) && *generation) {
+        const record_t *record = (const record_t *)reader->held[RECORDS].buf + row;
+        uint32_t expires = __atomic_load_n(&record->expires, __ATOMIC_RELAXED);
+        if (!expires || expires > tick)
+            return row;
+    }
+    return probe_index(reader, halves, tick, generation); /* it may have been taken in meanwhile */
 }
 
 static PyObject *reader_ready(PyObject *self, PyObject *key) {
@@ -694,28 +777,123 @@ static PyObject *reader_read(PyObject *self, PyObject *const *arguments, Py_ssiz
         return NULL;
     int hit = 0;
     if (row >= 0) {
-        const record_t *record = (const record_t *)reader->records.buf + row;
+        const record_t *record = (const record_t *)reader->held[RECORDS].buf + row;
         uint64_t from = (uint64_t)__atomic_load_n(&record->page, __ATOMIC_RELAXED) << PAGE_SHIFT;
         uint64_t nbytes = __atomic_load_n(&record->nbytes, __ATOMIC_RELAXED);
-        if (nbytes == (uint64_t)target.len && from + nbytes <= (uint64_t)reader->arena.len) {
+        if (nbytes == (uint64_t)target.len && from + nbytes <= (uint64_t)reader->held[ARENA].len) {
             PyThreadState *state = target.len >= WITHOUT_GIL_ONE_NBYTES ? PyEval_SaveThread() : NULL;
-            copy_bytes(target.buf, (const char *)reader->arena.buf + from, (size_t)nbytes, target.len >= stream_nbytes);
+            copy_bytes(target.buf, (const char *)reader->held[ARENA].buf + from, (size_t)nbytes,
+                       target.len >= stream_nbytes);
             __atomic_thread_fence(__ATOMIC_ACQUIRE);
             hit = __atomic_load_n(&record->generation, __ATOMIC_RELAXED) == generation;
             if (state)
                 PyEval_RestoreThread(state);
         }
         if (hit)
-            note_read(&reader->accessed, &reader->frequency, row, tick);
+            note_read(&reader->held[ACCESSED], &reader->held[FREQUENCY], row, tick);
     }
     PyBuffer_Release(&target);
     return PyBool_FromLong(hit);
+}
+
+/* -- publish ----------------------------------------------------------------------------------------------------- */
+
+enum { NOT_PUBLISHED, VISIBLE, EXISTS };
+
+/* Make a row that is lent to us visible under its key.
+
+   The key is written and the entry set before anything else, then others are looked for: of two that publish the same
+   key at the same time at least one sees the other, and steps back. The generation becomes even last. Whoever is killed
+   in between leaves an entry that names a row with an odd one, which the node clears away. */
+static int publish_row(reader_t *reader, int32_t row, uint32_t generation, const uint64_t *key, uint64_t checksum,
+                       uint32_t nbytes, uint32_t tick) {
+    if (row < 0 || (size_t)row >= reader_rows(reader))
+        return NOT_PUBLISHED;
+    record_t *record = (record_t *)reader->held[RECORDS].buf + row;
+    uint32_t other;
+    if (!(generation & 1) || __atomic_load_n(&record->generation, __ATOMIC_ACQUIRE) != generation)
+        return NOT_PUBLISHED; /* the loan has ended */
+    __atomic_store_n(&record->key_hi, key[0], __ATOMIC_RELAXED);
+    __atomic_store_n(&record->key_lo, key[1], __ATOMIC_RELAXED);
+    int32_t *window = window_of(reader, key), at = 0;
+    for (int32_t empty = 0; at < WINDOW; at++, empty = 0)
+        if (__atomic_compare_exchange_n(&window[at], &empty, row + FIRST, 0, __ATOMIC_SEQ_CST, __ATOMIC_RELAXED))
+            break;
+    if (at == WINDOW)
+        return NOT_PUBLISHED;
+    __atomic_thread_fence(__ATOMIC_SEQ_CST);
+    int verdict = VISIBLE;
+    int32_t rival = probe_side(reader, key, row, &other);
+    if (rival >= 0)
+        verdict = (other & 1) || !other ? NOT_PUBLISHED : EXISTS;
+    else if ((rival = probe_index(reader, key, -1, &other)) >= 0) {
+        const record_t *theirs = (const record_t *)reader->held[RECORDS].buf + rival;
+        uint32_t expires = __atomic_load_n(&theirs->expires, __ATOMIC_RELAXED);
+        verdict = expires && expires <= tick ? NOT_PUBLISHED : EXISTS;
+    }
+    if (verdict != VISIBLE) {
+        __atomic_store_n(&window[at], 0, __ATOMIC_RELEASE);
+        return verdict;
+    }
+    __atomic_store_n(&record->expires, 0, __ATOMIC_RELAXED);
+    __atomic_store_n(&record->nbytes, nbytes, __ATOMIC_RELAXED);
+    __atomic_store_n((uint64_t *)reader->held[CHECKSUM].buf + row, checksum, __ATOMIC_RELAXED);
+    __atomic_store_n((uint32_t *)reader->held[INSERTED].buf + row, tick, __ATOMIC_RELAXED);
+    __atomic_store_n((uint32_t *)reader->held[ACCESSED].buf + row, tick, __ATOMIC_RELAXED);
+    __atomic_store_n((uint32_t *)reader->held[FREQUENCY].buf + row, 0, __ATOMIC_RELAXED);
+    __atomic_store_n(&record->generation, generation + 1 ? generation + 1 : 2, __ATOMIC_RELEASE);
+    __atomic_fetch_add((uint64_t *)reader->held[COUNTS].buf + PUBLISHED, 1, __ATOMIC_SEQ_CST);
+    return VISIBLE;
+}
+
+static PyObject *reader_publish(PyObject *self, PyObject *const *arguments, Py_ssize_t count) {
+    reader_t *reader = (reader_t *)self;
+    if (count != 5 || !PyList_Check(arguments[0]) || !PyList_Check(arguments[1]) ||
+        PyList_GET_SIZE(arguments[0]) != PyList_GET_SIZE(arguments[1])) {
+        PyErr_SetString(PyExc_TypeError, "publish(rows, generations, keys, checksums, nbytes)");
+        return NULL;
+    }
+    unsigned long nbytes = PyLong_AsUnsignedLong(arguments[4]);
+    if (nbytes == (unsigned long)-1 && PyErr_Occurred())
+        return NULL;
+    Py_buffer keys, checksums;
+    if (PyObject_GetBuffer(arguments[2], &keys, PyBUF_SIMPLE) < 0)
+        return NULL;
+    if (PyObject_GetBuffer(arguments[3], &checksums, PyBUF_SIMPLE) < 0) {
+        PyBuffer_Release(&keys);
+        return NULL;
+    }
+    Py_ssize_t rows = PyList_GET_SIZE(arguments[0]);
+    PyObject *result = NULL;
+    if (sized(&keys, 16 * rows, "keys") && sized(&checksums, 8 * rows, "checksums"))
+        result = PyBytes_FromStringAndSize(NULL, rows);
+    uint32_t tick = tick_of(reader);
+    for (Py_ssize_t at = 0; result && at < rows; at++) {
+        long row = PyLong_AsLong(PyList_GET_ITEM(arguments[0], at));
+        unsigned long generation = PyLong_AsUnsignedLong(PyList_GET_ITEM(arguments[1], at));
+        if (PyErr_Occurred()) {
+            Py_CLEAR(result);
+            break;
+        }
+        uint64_t key[2], checksum;
+        memcpy(key, (const char *)keys.buf + 16 * at, sizeof key);
+        memcpy(&checksum, (const char *)checksums.buf + 8 * at, sizeof checksum);
+        int fits = row >= 0 && row <= INT32_MAX && generation <= UINT32_MAX && nbytes && nbytes <= UINT32_MAX;
+        PyBytes_AS_STRING(result)[at] = (char)(fits ? publish_row(reader, (int32_t)row, (uint32_t)generation, key,
+                                                                  checksum, (uint32_t)nbytes, tick)
+                                                    : NOT_PUBLISHED);
+    }
+    PyBuffer_Release(&keys), PyBuffer_Release(&checksums);
+    return result;
 }
 
 static PyMethodDef reader_methods[] = {
     {"ready", reader_ready, METH_O, "ready(key) -> bool: whether the chunk of a 16-byte key could be read now."},
     {"read", (PyCFunction)(void (*)(void))reader_read, METH_FASTCALL,
      "read(key, target, stream_nbytes) -> bool: copy the chunk; targets of stream_nbytes and more past the cache."},
+    {"publish", (PyCFunction)(void (*)(void))reader_publish, METH_FASTCALL,
+     "publish(rows, generations, keys, checksums, nbytes) -> bytes: make lent rows visible whose slots are written. For\n"
+     "each 1 when it is, 2 when another row has that key, 0 when the node must do it."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -723,7 +901,8 @@ static PyType_Slot reader_slots[] = {
     {Py_tp_new, (void *)reader_new},
     {Py_tp_dealloc, (void *)reader_free},
     {Py_tp_methods, reader_methods},
-    {Py_tp_doc, "Reader(records, index, other_index, active, arena, accessed, frequency, made_at_s, ticks_per_s)"},
+    {Py_tp_doc, "Reader(records, index, other_index, active, arena, accessed, frequency, inserted, checksum, side,\n"
+                          "counts, made_at_s, ticks_per_s)"},
     {0, NULL},
 };
 

@@ -30,9 +30,14 @@ class Reader:
         arena: Any,
         accessed: Any,
         frequency: Any,
+        inserted: Any,
+        checksum: Any,
+        side: Any,
+        counts: Any,
         made_at_s: float,
         ticks_per_s: float,
         /,
     ) -> Reader: ...
     def ready(self, key: bytes, /) -> bool: ...
     def read(self, key: bytes, target: Any, stream_nbytes: int, /) -> bool: ...
+    def publish(self, rows: list[int], generations: list[int], keys: Any, checksums: Any, nbytes: int, /) -> bytes: ...

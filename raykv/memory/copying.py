@@ -120,6 +120,32 @@ def byte_views(scattered: Scattered, name: str, *, writable: bool) -> list[memor
     return views
 
 
+def all_byte_views(many: Sequence[Scattered], name: str, *, writable: bool) -> list[list[memoryview]]:
+    """The same of each of many, which are called by `name` and their place.
+
+    Raises:
+        UsageError: As `byte_views`.
+    """
+    return [
+        [each]  # type: ignore[list-item]  # `_is_plain` says that it is a memoryview
+        if _is_plain(each, writable)
+        else byte_views(each, f"{name}[{place}]", writable=writable)
+        for place, each in enumerate(many)
+    ]
+
+
+def _is_plain(part: Scattered, writable: bool) -> bool:
+    """Whether that is a byte view already."""
+    return (
+        type(part) is memoryview
+        and part.format == "B"
+        and part.ndim == 1
+        and part.contiguous
+        and part.nbytes > 0
+        and not (writable and part.readonly)
+    )
+
+
 def default_copy_threads() -> int:
     """Half of the cores that this process may use, at most 4: the engine needs the rest."""
     return max(1, min(4, len(os.sched_getaffinity(0)) // 2))

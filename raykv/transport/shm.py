@@ -38,7 +38,7 @@ class ShmReader:
 
     def ready(self, keys: KeyArray, *, now_s: float) -> Bits:
         """Which keys could be read here now."""
-        rows, _ = self.table.find_ready(keys, self.table.ticks(now_s))
+        rows, _ = self.table.look(keys, self.table.ticks(now_s))
         return rows >= 0
 
     def ready_one(self, key: bytes) -> bool:
@@ -50,7 +50,7 @@ class ShmReader:
         if self._one is not None:
             return self._one.ready(key)
         hi, lo = halves(key)
-        return self.table.find_ready_one(hi, lo, self.table.ticks(time.monotonic())) is not None
+        return self.table.look_one(hi, lo, self.table.ticks(time.monotonic())) is not None
 
     def read(
         self,
@@ -78,7 +78,7 @@ class ShmReader:
         """
         table = self.table
         now = table.ticks(now_s)
-        rows, generations = table.find_ready(keys, now)
+        rows, generations = table.look(keys, now)
         found = rows >= 0
         lengths = table.columns.nbytes[rows * found].astype(np.int64) * found
         total = int(lengths.sum())
@@ -145,7 +145,7 @@ class ShmReader:
         table = self.table
         now = table.ticks(time.monotonic())
         hi, lo = halves(key)
-        found = table.find_ready_one(hi, lo, now)
+        found = table.look_one(hi, lo, now)
         if found is None:
             return False
         row, generation, page, nbytes = found
@@ -158,6 +158,30 @@ class ShmReader:
             return False
         table.touch_one(row, now)
         return True
+
+    def publish(
+        self,
+        rows: list[int],
+        generations: list[int],
+        keys: bytes,
+        checksums: bytes | npt.NDArray[np.uint64],
+        nbytes: int,
+    ) -> bool:
+        """Make lent rows, whose slots are written, visible to every reader on this host, without the node.
+
+        Args:
+            generations: As they were when the rows were lent.
+            keys: 16 bytes a row.
+            checksums: 8 bytes a row.
+            nbytes: Length of each chunk.
+
+        Returns:
+            Whether all are. If not, the node has to say what became of them: somebody has one of the keys, the loan
+            has ended, too much is under way, or the compiled loops are not there.
+        """
+        if self._one is None:
+            return False
+        return self._one.publish(rows, generations, keys, checksums, nbytes) == b"\1" * len(rows)
 
     def is_current(self) -> bool:
         """Whether the files that are mapped here are the ones that the names lead to now."""

@@ -22,18 +22,52 @@ from raykv.wire import HEADER, Answer, Request, decode, decode_header
 READ_AHEAD_NBYTES: Final = 4096
 STEP_NBYTES: Final = 1 << 20
 """Most bytes of one `sendmsg`; a peer that takes less than this in a stall time-out is cut off."""
-WATCH_S: Final = 100e-6
-"""Where answers come quickly, a socket is watched so long before the thread goes to sleep: to be woken costs as much on
-a virtual machine. Whoever needs the processor goes first meanwhile."""
+WATCH_S: Final = 200e-6
+"""Where bytes come quickly, a socket is watched so long before the thread goes to sleep: to be woken costs a good part
+of it on a virtual machine, here and at the peer. Whoever needs the processor goes first meanwhile."""
 NAPS: Final = 16
-"""When watching was in vain, so many short waits are slept through before it is tried again."""
+"""When watching was in vain, short waits are slept through before it is tried again: one, then two, at most so many."""
 STEP_PIECES: Final = 1024
 """Most views of one `sendmsg` or `recvmsg_into`: the kernel's limit."""
+
+_seats: Final = [None] * max(1, len(os.sched_getaffinity(0)) // 2)
+"""Who watches takes one: the watchers of a process leave half of the cores, and the interpreter's lock, to others."""
 
 _HEADER_NBYTES: Final = HEADER.size
 _WAITALL: Final = socket.MSG_WAITALL
 _DONTWAIT: Final = socket.MSG_DONTWAIT
 _GONE: Final = "the peer closed the connection"
+_LATE: Final = "the deadline has passed"
+
+
+class _Watch:
+    """Whether to watch for the next bytes, or to sleep until they come: what paid goes on."""
+
+    def __init__(self) -> None:
+        self._naps = self._next = 1
+
+    def begin(self) -> bool:
+        """Whether to watch now; then `end` must follow."""
+        if self._naps:
+            return False
+        try:
+            _seats.pop()
+        except IndexError:
+            return False
+        return True
+
+    def end(self, *, paid: bool) -> None:
+        """The bytes came meanwhile, or did not."""
+        _seats.append(None)
+        if paid:
+            self._next = 1
+        else:
+            self._naps, self._next = self._next, min(2 * self._next, NAPS)
+
+    def slept(self, seconds: float) -> None:
+        """The bytes came after so long a sleep."""
+        if self._naps and seconds < 2 * WATCH_S:
+            self._naps -= 1
 
 
 class Stream:
@@ -50,7 +84,7 @@ class Stream:
         self.set_tick(tick_s)
         self._receive, self._send, self._send_pieces = connection.recv_into, connection.send, connection.sendmsg
         self._ahead = memoryview(bytearray(READ_AHEAD_NBYTES))
-        self._naps = 1  # waits to sleep through before the next one is watched
+        self._messages, self._bytes = _Watch(), _Watch()
         self._start = self._end = 0  # what was read ahead, and nobody took yet
 
     def set_tick(self, tick_s: float) -> None:
@@ -164,16 +198,22 @@ class Stream:
             run = self._take_ahead(run)
         _require_time(deadline_s)
         if len(run) == 1:
+            view, got = run[0], 0
             try:
-                got = self._receive(run[0], 0, _WAITALL)
+                got = self._receive(view, 0, _DONTWAIT)
             except BlockingIOError:
-                got = 0
+                pass
             except OSError as error:
                 raise _lost(error) from error
-            if got == len(run[0]):
-                return
-            run = [run[0][got:]]
-        self._fill_all([piece for piece in run if len(piece)], deadline_s)
+            else:
+                if got == len(view):
+                    return
+                if not got:
+                    raise PeerUnavailable(_GONE)
+            run = (view[got:],)
+        pieces = [piece for piece in run if len(piece)]
+        if pieces:
+            self._fill_all(pieces, deadline_s)
 
     def exactly(self, nbytes: int, deadline_s: float) -> bytes:
         """The next few bytes."""
@@ -182,6 +222,14 @@ class Stream:
         return bytes(raw)
 
     def _fill_all(self, pieces: list[memoryview], deadline_s: float) -> None:
+        began_s = time.monotonic()
+        if self._bytes.begin():
+            try:
+                pieces = self._watch_for(pieces, deadline_s)
+            finally:
+                self._bytes.end(paid=not pieces)
+            if not pieces:
+                return
         while pieces:
             try:
                 got = self.socket.recvmsg_into(pieces[:STEP_PIECES], 0, _WAITALL)[0]
@@ -194,20 +242,50 @@ class Stream:
             pieces = _after(pieces, got or 0)
             if pieces:
                 _require_time(deadline_s)
+        self._bytes.slept(time.monotonic() - began_s)
+
+    def _watch_for(self, pieces: list[memoryview], deadline_s: float) -> list[memoryview]:
+        """Fill views for as long as bytes keep coming. Returns what is left to fill."""
+        until_s = time.monotonic() + WATCH_S
+        while pieces:
+            try:
+                if len(pieces) == 1:
+                    got = self._receive(pieces[0], 0, _DONTWAIT)
+                else:
+                    got = self.socket.recvmsg_into(pieces[:STEP_PIECES], 0, _DONTWAIT)[0]
+            except BlockingIOError:
+                if time.monotonic() >= until_s:
+                    break
+                os.sched_yield()
+                continue
+            except OSError as error:
+                raise _lost(error) from error
+            if not got:
+                raise PeerUnavailable(_GONE)
+            pieces = _after(pieces, got)
+            if pieces:
+                _require_time(deadline_s)
+                until_s = time.monotonic() + WATCH_S
+        return pieces
 
     def _receive_soon(self, view: memoryview) -> int:
         """`recv_into`, for what may come at once: watches for a moment before it sleeps, if that may pay."""
         began_s = time.monotonic()
-        if not self._naps:
-            while time.monotonic() - began_s < WATCH_S:
-                try:
-                    return self._receive(view, 0, _DONTWAIT)
-                except BlockingIOError:
-                    os.sched_yield()
-            self._naps = NAPS  # nothing came, or somebody else needed the processor
+        if self._messages.begin():
+            paid = False
+            try:
+                while time.monotonic() - began_s < WATCH_S:
+                    try:
+                        got = self._receive(view, 0, _DONTWAIT)
+                    except BlockingIOError:
+                        os.sched_yield()
+                    else:
+                        paid = True
+                        return got
+            finally:
+                self._messages.end(paid=paid)
         got = self._receive(view)
-        if self._naps and time.monotonic() - began_s < 2 * WATCH_S:
-            self._naps -= 1
+        self._messages.slept(time.monotonic() - began_s)
         return got
 
     def _read_ahead(self, nbytes: int, deadline_s: float) -> None:
@@ -277,7 +355,7 @@ def _after(pieces: list[memoryview], moved: int) -> list[memoryview]:
 
 def _require_time(deadline_s: float) -> None:
     if time.monotonic() >= deadline_s:
-        raise PeerUnavailable("the deadline has passed")
+        raise PeerUnavailable(_LATE)
 
 
 def _lost(error: OSError) -> PeerUnavailable:

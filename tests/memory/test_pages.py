@@ -6,12 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from raykv.config import StorageConfig
 from raykv.errors import ConfigError
-from raykv.memory import pages
+from raykv.memory import pages, table
 from raykv.memory.arena import SharedMemory, free_nbytes, require_pages
+from raykv.memory.table import ROWS_AT_START, Table
 from raykv.shard import Shard
 
 MIB = 1 << 20
@@ -128,6 +130,29 @@ def test_small_pages_become_huge_ones_under_the_chunks_there(shm_dir, np_rng):
     assert again.view == content == made.view
     again.close()
     made.close()
+
+
+@needs_collapse
+def test_a_table_that_began_in_a_hurry_and_grew_in_steps_ends_in_huge_pages(shm_dir, monkeypatch, np_rng):
+    monkeypatch.setattr(table, "HUGE_STEP_NBYTES", 2 * HUGE)
+    rows = 3 * ROWS_AT_START
+    made = Table.create(shm_dir / "table", rows=rows, extents=2, extent_nbytes=MIB, now_s=0.0)
+    seen = Table(SharedMemory.attach(made.memory.path, writable=False))
+    keys = np_rng.integers(0, 1 << 64, (rows, 2), np.uint64)
+    for first in range(0, rows, ROWS_AT_START):
+        end = first + ROWS_AT_START
+        assert made.back_rows(end)
+        made.insert(keys[first:end], np.arange(first, end, dtype=np.int32))
+        taken = blocks(made.memory)
+        while made.use_huge_pages():
+            assert (seen.find(keys[:end]) == np.arange(end)).all()
+        assert blocks(made.memory) == taken  # it takes no memory that was not there
+        assert not made.use_huge_pages()
+    assert made.memory.huge_nbytes == made.memory.nbytes // HUGE * HUGE
+    assert (seen.find(keys) == np.arange(rows)).all()
+    assert mapped_huge(seen.memory) > 0
+    seen.memory.close()
+    made.memory.close()
 
 
 @pytest.mark.parametrize("collapses", [True, False])

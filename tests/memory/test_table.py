@@ -89,6 +89,31 @@ def test_thousands_of_random_keys(np_rng):
     assert made.find(keys).tolist() == [row if row % 2 else -1 for row in range(5000)]
 
 
+@pytest.mark.parametrize("ready", [True, False])
+def test_any_number_of_keys_of_a_full_table_in_one_call(np_rng, ready):
+    rows = 64
+    made = table(rows)
+    keys = np_rng.integers(1, 1 << 64, (2 * rows, 2), np.uint64)
+    made.insert(keys[:rows], np.arange(rows, dtype=np.int32))
+    generations = made.columns.generation
+    generations[:] = np_rng.choice([0, 1, 2, 7, 1 << 20], rows)
+    made.columns.expires[:] = np_rng.choice([0, 4, 5, 6], rows)
+    removed = np.arange(0, rows, 5, dtype=np.int32)
+    made.remove(removed)
+    known = {row: generation for row, generation in enumerate(generations.tolist()) if row not in removed}
+    usable = {
+        row
+        for row, generation in known.items()
+        if not ready or (generation and generation % 2 == 0 and made.cells.expires[row] not in (4, 5))
+    }
+    for count in [*range(70), 1000]:
+        which = np_rng.integers(0, 2 * rows, count)
+        found, seen = made.find_ready(keys[which], 5) if ready else made._lookup(keys[which], None)
+        assert found.tolist() == [row if row in usable else -1 for row in which.tolist()]
+        hits = found >= 0
+        assert seen[hits].tolist() == [known[row] for row in which[hits].tolist()]
+
+
 def test_a_repeated_key_is_found_each_time():
     made = table()
     made.insert(keys_of([5]), np.array([3], np.int32))

@@ -4,6 +4,7 @@ import errno
 import random
 import socket
 import struct
+import threading
 import time
 
 import pytest
@@ -14,7 +15,7 @@ from raykv.config import NodeConfig
 from raykv.embedded import InProcessDirectory
 from raykv.errors import ConfigError, PeerUnavailable, ProtocolError, TransientError
 from raykv.node import Node
-from raykv.transport import tcp
+from raykv.transport import stream, tcp
 from raykv.transport.peers import Peers
 from raykv.transport.stream import Stream
 from raykv.transport.tcp import SocketLink, SocketServer, parse_address
@@ -355,3 +356,72 @@ def test_random_requests_never_stop_a_node(node, rng: random.Random):
             link = SocketLink.connect(node.member.address, SECRET, deadline_s=soon())
     link.close()
     assert serves(node)
+
+
+# -- watching and sleeping --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=[0, 1], ids=["asleep", "watching"])
+def pair(request, monkeypatch):
+    """A stream that may watch its socket, or may not, and the other end."""
+    monkeypatch.setattr(stream, "_seats", [None] * request.param)
+    near, far = socket.socketpair()
+    with near, far:
+        made = Stream(near, tick_s=0.01)
+        made._bytes._naps = made._messages._naps = 0
+        yield made, far
+    assert len(stream._seats) == request.param
+
+
+def test_bytes_that_come_bit_by_bit_get_where_they_belong(pair, rng):
+    receiver, far = pair
+    sent = rng.randbytes(400_000)
+
+    def send() -> None:
+        start = 0
+        while start < len(sent):
+            step = rng.choice([1, 100, 5000, 60_000])
+            far.sendall(sent[start : start + step])
+            start += step
+            time.sleep(rng.choice([0, 0, 0.0005]))
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    got, dice = bytearray(len(sent)), random.Random(1)
+    start = 0
+    while start < len(sent):
+        run = []
+        for _ in range(dice.randrange(1, 5)):
+            step = min(dice.choice([0, 1, 7, 3000, 50_000]), len(sent) - start)
+            run.append(memoryview(got)[start : start + step])
+            start += step
+        receiver.fill(run, soon())
+    thread.join()
+    assert got == sent
+
+
+def test_bytes_that_do_not_come_are_given_up_on(pair):
+    receiver, far = pair
+    for _ in range(3):
+        far.sendall(b"abc")
+        began_s = time.monotonic()
+        with pytest.raises(PeerUnavailable, match="deadline"):
+            receiver.fill([memoryview(bytearray(2)), memoryview(bytearray(2))], began_s + 0.05)
+        assert 0.05 <= time.monotonic() - began_s < 1.0
+    far.sendall(b"abc")
+    far.close()
+    with pytest.raises(PeerUnavailable, match="closed"):
+        receiver.fill([memoryview(bytearray(2)), memoryview(bytearray(2))], soon())
+    with pytest.raises(PeerUnavailable, match="closed"):
+        receiver.fill([memoryview(bytearray(1))], soon())
+
+
+def test_messages_that_come_soon_or_late(pair):
+    receiver, far = pair
+    for pause_s in (0, 0, 0.002, 0, 0.02, 0, 0, 0):
+        timer = threading.Timer(pause_s, far.sendall, [wire.encode(wire.Count(7), 3)])
+        timer.start()
+        assert receiver.message(soon()) == (wire.Count(7), 3)
+        timer.join()
+    far.close()
+    assert not receiver.wait()
