@@ -493,7 +493,7 @@ class Client:
                 depth=depth,
                 wait=wait,
                 deadline_s=deadline_s,
-                fill=self._reach.copy_threads.fill,
+                threads=self._reach.copy_threads,
             )
         except (TransientError, CapacityError, LostError) as error:
             return PutResult(0, 0, len(keys), str(error))

@@ -18,7 +18,6 @@ from types import TracebackType
 from typing import Final, NamedTuple, Self
 
 import numpy as np
-import numpy.typing as npt
 
 from raykv import wire
 from raykv.errors import LostError, PeerUnavailable, RayKVError, TransientError, UsageError
@@ -26,6 +25,7 @@ from raykv.keys import KEY_NBYTES, to_bytes
 from raykv.loan import (
     MAX_POSTED_KEYS,
     PART_NBYTES,
+    PART_SHARED_NBYTES,
     PARTS,
     POOL_IDLE_S,
     TRUST_S,
@@ -35,7 +35,7 @@ from raykv.loan import (
     Pool,
     Posted,
 )
-from raykv.memory.copying import STREAM_NBYTES, checksum_of, store
+from raykv.memory.copying import STREAM_NBYTES, CopyThreads, checksum_of, store
 from raykv.memory.slots import slot_nbytes
 from raykv.memory.table import MAX_DEPTH
 from raykv.transport.base import MAX_POSTED, Link, remaining
@@ -209,14 +209,14 @@ class LocalNode:
         depth: int,
         wait: bool,
         deadline_s: float,
-        fill: "Fill",
+        threads: CopyThreads,
     ) -> PutResult:
         """Store a run of chunks of one size.
 
         Args:
             values: For each key the views that together are its `nbytes` bytes.
             wait: Until every reader sees them. Otherwise see `flush`.
-            fill: What copies them into their slots.
+            threads: Copy them into their slots.
 
         Raises:
             TransientError: The node is away. Nothing was stored.
@@ -238,7 +238,8 @@ class LocalNode:
         existed = len(keys) - len(places)
         if not written:
             return PutResult(0, existed, full, "full")
-        parts = _cut(borrowed, written, len(keys), nbytes)
+        shared = threads.count > 1 and self.reader.can_publish
+        parts = _cut(borrowed, written, len(keys), nbytes, PART_SHARED_NBYTES if shared else PART_NBYTES)
         outcome = Outcome()  # of the parts that are under way while later ones are copied
         others, reason = 0, "full" if full else ""
         for number, part in enumerate(parts):
@@ -247,7 +248,7 @@ class LocalNode:
                 with self._ours(part.borrowed):
                     arena = borrowed.reader.arena.view
                     views = [arena[start : start + nbytes] for start in part.borrowed.starts]
-                    checksums = fill(views, [values[place] for place in part.written])
+                    checksums = threads.fill(views, [values[place] for place in part.written])
                     written_keys = to_bytes(keys if len(part.written) == len(keys) else keys[part.written])
                     request = wire.Store(
                         account.digest,
@@ -415,12 +416,17 @@ class LocalNode:
         while True:
             life, have = self._life, len(self._pools.get(where, ()))
             needed = max(0, count - have)
-            request = wire.Lend(account.digest, nbytes, needed, keys=raw, parent=parent)
-            lent = wire.expect(wire.Lent, self._call_about(account, request, deadline_s))
             pool = self._pools.setdefault(where, Pool(where[1], self.reader.arena.nbytes))
-            self._add(pool, lent.rows, lent.offsets)
             if needed:
                 pool.ran_short(count)
+            wanted = pool.wanted
+            ahead = max(0, wanted - pool.coming) if needed else 0
+            request = wire.Lend(account.digest, nbytes, needed, ahead=ahead, keys=raw, parent=parent)
+            lent = wire.expect(wire.Lent, self._call_about(account, request, deadline_s))
+            # Another one, and empty, if the connection was made anew: then what the old one had is not ours any more.
+            pool = self._pools.setdefault(where, Pool(where[1], self.reader.arena.nbytes))
+            pool.wanted = max(pool.wanted, wanted)
+            self._add(pool, lent.rows, lent.offsets)
             if life == self._life:  # else what we had went with the connection, and is lacking
                 return pool
 
@@ -648,10 +654,6 @@ class LocalNode:
             pass  # they rest for a while, then
 
 
-Fill = Callable[[list[memoryview], list[Sequence[memoryview]]], npt.NDArray[np.uint64]]
-"""Copies chunks, each from several views, into slots. Returns their checksums."""
-
-
 class _Part(NamedTuple):
     """Some keys of one put, in order, and the slots for those of them that are to be written."""
 
@@ -667,9 +669,9 @@ class _Part(NamedTuple):
         return (np.array(self.written, np.int32) - self.first).tobytes()
 
 
-def _cut(borrowed: Borrowed, written: list[int], keys: int, nbytes: int) -> list[_Part]:
-    """Cut a large put: while one part is copied, the node works on the one before."""
-    count = max(1, min(PARTS, len(written), len(written) * nbytes // PART_NBYTES))
+def _cut(borrowed: Borrowed, written: list[int], keys: int, nbytes: int, part_nbytes: int) -> list[_Part]:
+    """Cut a large put into parts of at least so many bytes."""
+    count = max(1, min(PARTS, len(written), len(written) * nbytes // part_nbytes))
     bounds = [len(written) * number // count for number in range(count + 1)]
     parts: list[_Part] = []
     for start, stop in pairwise(bounds):

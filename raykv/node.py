@@ -299,7 +299,7 @@ class Node:
         except msgspec.MsgspecError as error:
             raise UsageError(f"namespace: {error}") from error
         with self._lock:
-            self.shard.open_account(Namespace.load(fields), request.capacity_nbytes)
+            self.shard.accounts.open(Namespace.load(fields), request.capacity_nbytes)
         return Reply(wire.Done())
 
     def _reserve(self, request: wire.Reserve, session: NodeSession) -> Reply:
@@ -312,7 +312,7 @@ class Node:
             reserved = self.shard.reserve(
                 _keys(request.keys),
                 request.nbytes,
-                self.shard.account(request.account),
+                self.shard.accounts.number(request.account),
                 chained=request.chained,
                 parent=parent if len(parent) else None,
                 depth=request.depth,
@@ -331,7 +331,7 @@ class Node:
             loan = self.shard.lend(
                 request.count,
                 request.nbytes,
-                self.shard.account(request.account),
+                self.shard.accounts.number(request.account),
                 ahead=request.ahead,
                 keys=keys if len(keys) else None,
                 parent=parent if len(parent) else None,
@@ -352,7 +352,7 @@ class Node:
             if not 0 < request.ahead <= wire.MAX_KEYS:
                 raise UsageError(f"{request.ahead} slots ahead; at most {wire.MAX_KEYS:,}")
             with self._lock:
-                account = self.shard.account(request.account)
+                account = self.shard.accounts.number(request.account)
                 loan = self.shard.lend(0, request.nbytes, account, ahead=request.ahead, now_s=now_s)
                 session.lent.update(loan.rows.tolist())
             answer.rows, answer.offsets = loan.rows.tobytes(), loan.offsets.tobytes()
@@ -372,7 +372,7 @@ class Node:
                 row,
                 _CHECKSUM.unpack(request.checksums)[0],
                 request.nbytes,
-                shard.account(request.account),
+                shard.accounts.number(request.account),
                 parent=_PAIR.unpack(request.parent) if len(request.parent) == _PAIR.size and request.chained else None,
                 depth=request.depth if request.chained else 0,
                 now_s=now_s,
@@ -394,7 +394,7 @@ class Node:
                 rows,
                 checksums,
                 request.nbytes,
-                self.shard.account(request.account),
+                self.shard.accounts.number(request.account),
                 chained=request.chained,
                 parent=parent if len(parent) else None,
                 depth=request.depth,

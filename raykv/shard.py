@@ -15,18 +15,17 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 import xxhash
-from pydantic import ValidationError
 
 from raykv import keys as keys_
+from raykv.accounts import Accounts
 from raykv.config import SLOT_ALIGNMENT_NBYTES, StorageConfig
-from raykv.errors import CapacityError, ConfigError, LostError, UsageError
+from raykv.errors import ConfigError, LostError, UsageError
 from raykv.memory.arena import SharedMemory, require_pages, require_room
 from raykv.memory.numa import in_turns, spread, usable_nodes
-from raykv.memory.recovery import index_is_whole, require_sound
+from raykv.memory.recovery import require_sound, take_over
 from raykv.memory.rows import LENT
 from raykv.memory.slots import FEW, Slots, slot_nbytes
-from raykv.memory.table import MAX_DEPTH, MAX_NAMESPACES, NAMESPACE_TEXT_NBYTES, Table, table_nbytes
-from raykv.namespace import Namespace
+from raykv.memory.table import MAX_DEPTH, Table, table_nbytes
 from raykv.room import MAX_PINS, NO_ROWS, Room
 from raykv.types import Bits, KeyArray, Rows
 
@@ -105,6 +104,7 @@ class Shard:
 
     Attributes:
         table, arena: Shared with readers.
+        accounts: Who may use it.
         counters: See `Counters`.
         recovered: Chunks found at the start.
         memory_nodes: Memory node of each part of the arena (`numa.part_of`); () if nothing was asked of the kernel.
@@ -120,46 +120,19 @@ class Shard:
         wanted_nodes = usable_nodes() if config.numa == "auto" else ()
         self.memory_nodes = spread(arena, config.extents, config.extent_nbytes, wanted_nodes)
         self._added: list[bytes] = []
-        columns = table.columns
-
-        everywhere = slice(0, table.rows_backed)
-        generation = columns.generation[everywhere].copy()  # writers may still be publishing
-        ready = np.flatnonzero((generation & 1 == 0) & (generation != 0)).astype(np.int32)
-        unfinished = np.flatnonzero((generation & 1 == 1) & (columns.nbytes[everywhere] > 0)).astype(np.int32)
-        lent = columns.parent[everywhere] == LENT
-        published, told = ready[lent[ready]], ready[~lent[ready]]
-        torn = table.dirty or not index_is_whole(table, told)
-        with table.changing():
-            if torn:
-                table.rebuild_index(told)
-            else:
-                table.remove(unfinished[~lent[unfinished]])
-            columns.pins[everywhere] = 0  # a pin lives as long as its connection, and those are gone
-            columns.parent[unfinished[~lent[unfinished]]] = -1
-            repeated = [row for row in published.tolist() if not self._enter_published(row)]
-            ready = np.setdiff1d(ready, np.array(repeated, np.int32))
-            unfinished = np.append(unfinished, np.array(repeated, np.int32))
-            table.leave_side(published)
-            columns.parent[published] = -1
-            parents = columns.parent[ready]
-            is_ready = np.zeros(table.rows, np.bool_)
-            is_ready[ready] = True
-            parents = np.where((parents >= 0) & is_ready[parents], parents, np.int32(-1))
-            columns.parent[ready] = parents
-            columns.children[everywhere] = np.bincount(parents[parents >= 0], minlength=table.rows_backed)
-            table.incarnation += 1
-
+        ready, unfinished = take_over(table)
         self.recovered = len(ready)
         slots = Slots(
             table.extent_slots,
             config.extent_nbytes,
             partial(_back, arena, config.extent_nbytes, hurry=True),
-            columns.page[np.concatenate([ready, unfinished])],
+            table.columns.page[np.concatenate([ready, unfinished])],
             in_turns(config.extents, len(self.memory_nodes)) if self.memory_nodes else None,
         )
         self.room = Room(config, table, slots, ready=ready, unfinished=unfinished, now_s=now_s)
         self.counters = self.room.counters
-        self._accounts = _accounts(table)
+        self.accounts = Accounts(table)
+        self._writer = table.reader(arena.view)
         self._now = table.ticks(now_s)
         self._spent: set[int] = set()  # lent rows whose chunk came and went before its writer told us of it
         self.take_in(now_s=now_s)
@@ -214,50 +187,8 @@ class Shard:
             raise LostError(f"{table_path} was made with another configuration")
         require_pages(arena, config.extent_nbytes)
         require_sound(table)
-        _accounts(table)
+        Accounts(table)
         return cls(config, table, arena, now_s=now_s)
-
-    # -- accounts ---------------------------------------------------------------------------------------------------
-
-    def open_account(self, namespace: Namespace, capacity_nbytes: int | None = None) -> int:
-        """Number of the account that this namespace's chunks count under, made if need be.
-
-        Args:
-            capacity_nbytes: The most that its slots may take here; 0 for no bound but the arena; None leaves it.
-
-        Raises:
-            CapacityError: All MAX_NAMESPACES numbers are taken.
-            UsageError: The namespace's fields are too long to be kept, or the capacity is no size.
-        """
-        if capacity_nbytes is not None and not 0 <= capacity_nbytes < 1 << 64:
-            raise UsageError(f"capacity_nbytes {capacity_nbytes} is no size; 0 means no bound but the arena")
-        account = namespace.account
-        number = self._accounts.get(account.digest)
-        if number is None:
-            text = account.model_dump_json(exclude_defaults=True).encode()
-            if len(text) > NAMESPACE_TEXT_NBYTES:
-                raise UsageError(f"namespace of {len(text)} bytes as JSON; at most {NAMESPACE_TEXT_NBYTES} can be kept")
-            free = np.flatnonzero(self.table.namespaces["text"] == b"")
-            if not free.size:
-                raise CapacityError(f"all {MAX_NAMESPACES} namespaces of this node are in use; drop one")
-            number = int(free[0])
-            self.table.namespaces["capacity"][number] = 0
-            self.table.namespaces["text"][number] = text
-            self._accounts[account.digest] = number
-        if capacity_nbytes is not None:
-            self.table.namespaces["capacity"][number] = capacity_nbytes
-        return number
-
-    def account(self, digest: bytes) -> int:
-        """Number of an account that was opened.
-
-        Raises:
-            LostError: It was not, or this node began anew since. Open it (again).
-        """
-        number = self._accounts.get(digest)
-        if number is None:
-            raise LostError("this namespace is not open on this node")
-        return number
 
     # -- writing ----------------------------------------------------------------------------------------------------
 
@@ -281,7 +212,7 @@ class Shard:
         Args:
             keys: Chunks, all of the same size; a repeated key gets room once.
             nbytes: Size of each chunk in bytes.
-            account: Number from `open_account` or `account`.
+            account: Number from `accounts`.
             chained: Whether each key follows the one before it in one prefix.
             parent: Key, shape [1, 2], of the chunk that keys[0] follows.
             depth: Place of keys[0] in its chain, in case its parent is not here to tell.
@@ -321,7 +252,7 @@ class Shard:
         Args:
             count: Slots that are needed now. Others are evicted for them if need be.
             nbytes: Size of the chunks that they are for, or less than that by less than a page.
-            account: Number from `open_account` or `account`.
+            account: Number from `accounts`.
             ahead: Slots to have beside, as far as there is plenty: nothing is evicted for them.
             keys, parent: What is about to be written, and the chunk before it: what is here of that is not evicted.
 
@@ -380,6 +311,8 @@ class Shard:
             raise UsageError(f"{len(positions)} positions and {len(checksums)} checksums for {len(rows)} rows")
         if positions.size and not (positions.min() >= 0 and positions.max() < len(keys)):
             raise UsageError(f"a position beyond the {len(keys)} keys")
+        if self._settle(keys, positions, rows, nbytes, account, chained, parent, depth):
+            return np.ones(len(rows), np.bool_)
         if len(rows) <= FEW:
             return self._store_few(keys, positions, rows, checksums, nbytes, account, chained, parent, depth, now_s)
         self._require_lent(rows, nbytes, account)
@@ -403,6 +336,38 @@ class Shard:
         self.table.leave_side(rows[published])
         self.commit(rows, checksums[used], now_s=now_s)
         return used
+
+    def _settle(
+        self,
+        keys: KeyArray,
+        positions: npt.NDArray[np.int32],
+        rows: Rows,
+        nbytes: int,
+        account: int,
+        chained: bool,
+        parent: KeyArray | None,
+        depth: int,
+    ) -> bool:
+        """`store` of a whole run that was published, as nearly every one is. False: it is not so simple."""
+        table, count = self.table, len(rows)
+        if self._writer is None or self._spent or count != len(keys) or not count:
+            return False
+        if len(set(rows.tolist())) < count or positions[0] != 0 or not (positions[1:] - positions[:-1] == 1).all():
+            return False
+        anchor = table.find_one(int(parent[0, 0]), int(parent[0, 1])) if parent is not None and chained else -1
+        if anchor >= 0:
+            depth = table.cells.depth[anchor] + 1
+        raw = np.ascontiguousarray(keys)
+        with table.changing():
+            if not table.settle(
+                self._writer, raw, rows, nbytes=nbytes, account=account, chained=chained, parent=anchor, depth=depth
+            ):
+                return False
+        self.room.lent_nbytes -= count * slot_nbytes(nbytes)
+        self.counters.committed += count
+        self.room.chunks += count
+        self._added.append(raw.tobytes())
+        return True
 
     def _store_few(
         self,
@@ -566,18 +531,6 @@ class Shard:
         with self.table.changing():
             self.room.keep(row, cells.nbytes[row])
             cells.parent[row], cells.depth[row] = -1, 0
-
-    def _enter_published(self, row: int) -> bool:
-        """At the start: enter a published row into the index, unless another row has its key. Whether it is in it."""
-        table, cells = self.table, self.table.cells
-        key = cells.key_hi[row], cells.key_lo[row]
-        existing = table.find_one(*key)
-        if existing < 0:
-            table.insert_one(*key, row)
-        elif existing != row:
-            self._withdraw(row)
-            return False
-        return True
 
     def _without_published(self, rows: Rows) -> Rows:
         """Of rows whose lease ends those that hold no chunk; others are chunks like any other from now on."""
@@ -941,22 +894,6 @@ def _back(arena: SharedMemory, extent_nbytes: int, extent: int, *, hurry: bool =
 
 def _offsets(pages: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint64]:
     return pages.astype(np.uint64) * SLOT_ALIGNMENT_NBYTES
-
-
-def _accounts(table: Table) -> dict[bytes, int]:
-    """Numbers of the accounts in the table's list, by digest.
-
-    Raises:
-        LostError: The list is damaged.
-    """
-    try:
-        return {
-            Namespace.model_validate_json(text).digest: number
-            for number, text in enumerate(table.namespaces["text"].tolist())
-            if text
-        }
-    except ValidationError as error:
-        raise LostError(f"{table.memory.path} is damaged: a namespace that is none") from error
 
 
 def shard_files(prefix: Path) -> tuple[Path, Path]:

@@ -34,6 +34,7 @@ LAYERS = [
     "eviction.lru",
     "eviction.leaf_lru",
     "tier",
+    "accounts",
     "room",
     "shard",
     "sweep",

@@ -54,7 +54,7 @@ class Bench:
     def __init__(self, shard: Shard) -> None:
         self.shard = shard
         self.now_s = 1.0
-        self.account = shard.open_account(SPACE)
+        self.account = shard.accounts.open(SPACE)
 
     def reserve(self, names: str | list[str], nbytes: int = PAGE, *, account: int | None = None, **chain) -> Reserved:
         chain = {"chained": True, "parent": None, "depth": 0, **chain}
@@ -314,30 +314,30 @@ def test_a_size_that_is_in_use_by_pins_keeps_its_extents(bench):
 
 
 def test_a_capacity_binds_its_account_alone(bench):
-    small = bench.shard.open_account(Namespace(model="small"), 3 * 64 * KIB)
+    small = bench.shard.accounts.open(Namespace(model="small"), 3 * 64 * KIB)
     assert bench.put("ABCDE", 64 * KIB) == 5
     assert bench.put("abcde", 64 * KIB, account=small) == 3
     assert bench.put("vw", 64 * KIB, account=small) == 2
     assert bench.here("ABCDEabcdevw") == "ABCDEavw"
-    assert bench.shard.open_account(Namespace(model="small"), 0) == small
+    assert bench.shard.accounts.open(Namespace(model="small"), 0) == small
     assert bench.put("1234", 64 * KIB, account=small) == 4
 
 
 def test_tenants_and_adapters_of_one_model_share_an_account(bench):
-    assert bench.shard.open_account(SPACE.with_fields(salt="s", lora="l")) == bench.account
-    assert bench.shard.open_account(SPACE.with_fields(dtype="d")) != bench.account
-    assert bench.shard.account(SPACE.account.digest) == bench.account
+    assert bench.shard.accounts.open(SPACE.with_fields(salt="s", lora="l")) == bench.account
+    assert bench.shard.accounts.open(SPACE.with_fields(dtype="d")) != bench.account
+    assert bench.shard.accounts.number(SPACE.account.digest) == bench.account
     with pytest.raises(LostError):
-        bench.shard.account(Namespace(model="nobody").digest)
+        bench.shard.accounts.number(Namespace(model="nobody").digest)
 
 
 def test_the_list_of_accounts_is_bounded(bench):
     with pytest.raises(UsageError, match="namespace of"):
-        bench.shard.open_account(Namespace(model="m" * 3000))
+        bench.shard.accounts.open(Namespace(model="m" * 3000))
     for number in range(MAX_NAMESPACES - 1):
-        bench.shard.open_account(Namespace(model=f"m{number}"))
+        bench.shard.accounts.open(Namespace(model=f"m{number}"))
     with pytest.raises(CapacityError):
-        bench.shard.open_account(Namespace(model="one too many"))
+        bench.shard.accounts.open(Namespace(model="one too many"))
 
 
 def test_eviction_runs_ahead_of_need(bench):
@@ -407,7 +407,7 @@ def test_a_key_named_twice_is_stored_once(bench, count):
 
 def test_what_is_wrong_with_a_store_is_said_and_nothing_happens(bench):
     loan, reserved = bench.lend(6), bench.reserve("r")
-    other = bench.shard.open_account(Namespace(model="other"))
+    other = bench.shard.accounts.open(Namespace(model="other"))
     for count in (1, 6):
         names, rows = "abcdef"[:count], loan.rows[:count]
         good = {"keys": names_to_keys(names), "positions": np.arange(count, dtype=np.int32), "rows": rows,
@@ -448,7 +448,7 @@ def test_lending_ahead_evicts_nothing_and_leaves_most_of_the_room(bench):
 
 
 def test_lent_slots_count_against_the_capacity(bench):
-    small = bench.shard.open_account(Namespace(model="small"), 3 * 64 * KIB)
+    small = bench.shard.accounts.open(Namespace(model="small"), 3 * 64 * KIB)
     bench.account, before = small, bench.account
     loan = bench.lend(2, 64 * KIB)
     assert len(bench.lend(5, 64 * KIB).rows) == 1
@@ -983,7 +983,7 @@ def test_random_operations(policy, round_, rng):  # noqa: C901 - a case for each
     """Whatever is done in whatever order, the columns agree with each other and every byte is right."""
     bench = Bench(Shard.open(config_for(policy=policy, arena_nbytes=512 * KIB), None, now_s=0.0))
     shard = bench.shard
-    accounts = [bench.account, shard.open_account(Namespace(model="b"), 300 * KIB)]
+    accounts = [bench.account, shard.accounts.open(Namespace(model="b"), 300 * KIB)]
     alphabet = [f"{a}{b}" for a in "abcdefghijkl" for b in range(9)]
     sizes = {letter: rng.choice([PAGE, 2 * PAGE, 5 * PAGE, 16 * PAGE]) for letter in "abcdefghijkl"}
     open_rooms: list[tuple[list[str], Reserved, int]] = []
@@ -1128,7 +1128,7 @@ def test_a_large_table_costs_what_its_rows_cost(rows, monkeypatch, np_rng):
     config = config_for(arena_nbytes=rows * PAGE, extent_nbytes=32 << 20, max_chunks=rows)
     batch, now_s, before, start_s = 8192, 1.0, private_nbytes(), time.monotonic()
     shard = Shard.open(config, None, now_s=0.0)
-    account = shard.open_account(SPACE)
+    account = shard.accounts.open(SPACE)
     assert time.monotonic() - start_s < 2.0
     assert private_nbytes() - before < 64 << 20
     took_s = []

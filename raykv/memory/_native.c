@@ -643,7 +643,10 @@ static PyObject *copy(PyObject *module, PyObject *const *arguments, Py_ssize_t c
 /* -- one chunk --------------------------------------------------------------------------------------------------- */
 
 /* The mapped memory of one node, for lookups and reads of one chunk: they cost less than passing it as arguments. */
-enum { RECORDS, INDEX, OTHER_INDEX, ACTIVE, ARENA, ACCESSED, FREQUENCY, INSERTED, CHECKSUM, SIDE, COUNTS, BUFFERS };
+enum {
+    RECORDS, INDEX, OTHER_INDEX, ACTIVE, ARENA, ACCESSED, FREQUENCY, INSERTED, CHECKSUM, DEPTH, PARENT, CHILDREN,
+    NAMESPACE, SIDE, COUNTS, BUFFERS
+};
 enum { PUBLISHED, TAKEN }; /* COUNTS: rows that were published, ever, and those of them that are in the index by now */
 
 typedef struct {
@@ -667,16 +670,17 @@ static PyObject *reader_new(PyTypeObject *type, PyObject *arguments, PyObject *n
     (void)names;
     PyObject *given[BUFFERS];
     double made_at_s, ticks_per_s;
-    if (!PyArg_ParseTuple(arguments, "OOOOOOOOOOOdd", &given[RECORDS], &given[INDEX], &given[OTHER_INDEX],
+    if (!PyArg_ParseTuple(arguments, "OOOOOOOOOOOOOOOdd", &given[RECORDS], &given[INDEX], &given[OTHER_INDEX],
                           &given[ACTIVE], &given[ARENA], &given[ACCESSED], &given[FREQUENCY], &given[INSERTED],
-                          &given[CHECKSUM], &given[SIDE], &given[COUNTS], &made_at_s, &ticks_per_s))
+                          &given[CHECKSUM], &given[DEPTH], &given[PARENT], &given[CHILDREN], &given[NAMESPACE],
+                          &given[SIDE], &given[COUNTS], &made_at_s, &ticks_per_s))
         return NULL;
     reader_t *reader = (reader_t *)type->tp_alloc(type, 0);
     if (!reader)
         return NULL;
     reader->made_at_s = made_at_s, reader->ticks_per_s = ticks_per_s;
     for (int at = 0; at < BUFFERS; at++) {
-        int flags = at == RECORDS || at >= ACCESSED ? PyBUF_WRITABLE : PyBUF_SIMPLE;
+        int flags = at <= OTHER_INDEX || at >= ACCESSED ? PyBUF_WRITABLE : PyBUF_SIMPLE;
         if (PyObject_GetBuffer(given[at], &reader->held[at], flags) < 0) {
             Py_DECREF(reader);
             return NULL;
@@ -686,6 +690,8 @@ static PyObject *reader_new(PyTypeObject *type, PyObject *arguments, PyObject *n
     Py_ssize_t rows = (Py_ssize_t)reader_rows(reader);
     if (held[ACTIVE].len != 8 || held[INDEX].len != held[OTHER_INDEX].len || held[ACCESSED].len != 4 * rows ||
         held[FREQUENCY].len != 4 * rows || held[INSERTED].len != 4 * rows || held[CHECKSUM].len != 8 * rows ||
+        held[DEPTH].len != 4 * rows || held[PARENT].len != 4 * rows || held[CHILDREN].len != 4 * rows ||
+        held[NAMESPACE].len != 2 * rows ||
         held[SIDE].len == 0 || held[SIDE].len % (4 * WINDOW) || held[COUNTS].len != 16) {
         PyErr_SetString(PyExc_ValueError, "columns differ in length");
         Py_DECREF(reader);
@@ -887,6 +893,75 @@ static PyObject *reader_publish(PyObject *self, PyObject *const *arguments, Py_s
     return result;
 }
 
+/* -- settle ------------------------------------------------------------------------------------------------------ */
+
+#define LENT (-2) /* memory/rows.py */
+
+/* Whether a row is what its writer says: lent, published under this key, and not in the index. */
+static int is_published(const reader_t *reader, int32_t row, size_t limit, const uint64_t *key, uint32_t nbytes,
+                        uint16_t account) {
+    if (row < 0 || (size_t)row >= limit || (size_t)row >= reader_rows(reader))
+        return 0;
+    const record_t *record = (const record_t *)reader->held[RECORDS].buf + row;
+    uint32_t generation = __atomic_load_n(&record->generation, __ATOMIC_ACQUIRE);
+    return generation && !(generation & 1) && record->nbytes == nbytes && record->key_hi == key[0] &&
+           record->key_lo == key[1] && ((const int32_t *)reader->held[PARENT].buf)[row] == LENT &&
+           ((const uint16_t *)reader->held[NAMESPACE].buf)[row] == account &&
+           probe_index(reader, key, -1, &generation) < 0;
+}
+
+/* Enter a published row into the index, hang it below another, and take it out of the side index. Whether it got the
+   entry of a removed row. */
+static int settle_row(reader_t *reader, int32_t row, const uint64_t *key, int32_t parent, uint32_t depth) {
+    uint64_t active = __atomic_load_n((const uint64_t *)reader->held[ACTIVE].buf, __ATOMIC_ACQUIRE) & 1;
+    int32_t *index = reader->held[active ? OTHER_INDEX : INDEX].buf;
+    size_t size = (size_t)reader->held[INDEX].len / 4, position = home_of(key[0], key[1], size);
+    ((uint32_t *)reader->held[DEPTH].buf)[row] = depth;
+    ((int32_t *)reader->held[PARENT].buf)[row] = parent;
+    if (parent >= 0)
+        ((int32_t *)reader->held[CHILDREN].buf)[parent]++;
+    while (index[position] >= FIRST) /* there are two entries a row */
+        position = position + 1 < size ? position + 1 : 0;
+    int reused = index[position] == REMOVED;
+    __atomic_store_n(&index[position], row + FIRST, __ATOMIC_RELEASE);
+    int32_t *window = window_of(reader, key);
+    for (int at = 0; at < WINDOW; at++)
+        if (__atomic_load_n(&window[at], __ATOMIC_RELAXED) == row + FIRST)
+            __atomic_store_n(&window[at], 0, __ATOMIC_RELEASE);
+    return reused;
+}
+
+static PyObject *reader_settle(PyObject *self, PyObject *arguments) {
+    reader_t *reader = (reader_t *)self;
+    Py_buffer rows, keys;
+    Py_ssize_t limit;
+    unsigned int nbytes, depth;
+    unsigned short account;
+    int chained, parent;
+    if (!PyArg_ParseTuple(arguments, "y*y*nIHpiI", &rows, &keys, &limit, &nbytes, &account, &chained, &parent, &depth))
+        return NULL;
+    Py_ssize_t count = rows.len / 4;
+    PyObject *result = NULL;
+    if (sized(&keys, 16 * count, "keys")) {
+        const int32_t *row = rows.buf;
+        const char *raw = keys.buf;
+        uint64_t key[2];
+        int ours = limit >= 0 && parent < (int64_t)reader_rows(reader), reused = 0;
+        for (Py_ssize_t at = 0; ours && at < count; at++) {
+            memcpy(key, raw + 16 * at, sizeof key);
+            ours = is_published(reader, row[at], (size_t)limit, key, nbytes, account);
+        }
+        for (Py_ssize_t at = 0; ours && at < count; at++) {
+            memcpy(key, raw + 16 * at, sizeof key);
+            int32_t above = !chained ? -1 : at ? row[at - 1] : parent;
+            reused += settle_row(reader, row[at], key, above, chained ? depth + (uint32_t)at : 0);
+        }
+        result = PyLong_FromLong(ours ? reused : -1);
+    }
+    PyBuffer_Release(&rows), PyBuffer_Release(&keys);
+    return result;
+}
+
 static PyMethodDef reader_methods[] = {
     {"ready", reader_ready, METH_O, "ready(key) -> bool: whether the chunk of a 16-byte key could be read now."},
     {"read", (PyCFunction)(void (*)(void))reader_read, METH_FASTCALL,
@@ -894,6 +969,10 @@ static PyMethodDef reader_methods[] = {
     {"publish", (PyCFunction)(void (*)(void))reader_publish, METH_FASTCALL,
      "publish(rows, generations, keys, checksums, nbytes) -> bytes: make lent rows visible whose slots are written. For\n"
      "each 1 when it is, 2 when another row has that key, 0 when the node must do it."},
+    {"settle", reader_settle, METH_VARARGS,
+     "settle(rows, keys, limit, nbytes, account, chained, parent, depth) -> int: enter published rows into the index; of\n"
+     "a chain, the first below `parent` and at `depth`. For the table's one writer. Returns how many got entries of removed\n"
+     "rows; -1, and nothing is changed, when one of them is not what it should be."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -901,8 +980,8 @@ static PyType_Slot reader_slots[] = {
     {Py_tp_new, (void *)reader_new},
     {Py_tp_dealloc, (void *)reader_free},
     {Py_tp_methods, reader_methods},
-    {Py_tp_doc, "Reader(records, index, other_index, active, arena, accessed, frequency, inserted, checksum, side,\n"
-                          "counts, made_at_s, ticks_per_s)"},
+    {Py_tp_doc, "Reader(records, index, other_index, active, arena, accessed, frequency, inserted, checksum, depth,\n"
+                          "parent, children, namespace, side, counts, made_at_s, ticks_per_s)"},
     {0, NULL},
 };
 

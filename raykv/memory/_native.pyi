@@ -32,6 +32,10 @@ class Reader:
         frequency: Any,
         inserted: Any,
         checksum: Any,
+        depth: Any,
+        parent: Any,
+        children: Any,
+        namespace: Any,
         side: Any,
         counts: Any,
         made_at_s: float,
@@ -41,3 +45,6 @@ class Reader:
     def ready(self, key: bytes, /) -> bool: ...
     def read(self, key: bytes, target: Any, stream_nbytes: int, /) -> bool: ...
     def publish(self, rows: list[int], generations: list[int], keys: Any, checksums: Any, nbytes: int, /) -> bytes: ...
+    def settle(
+        self, rows: Any, keys: Any, limit: int, nbytes: int, account: int, chained: bool, parent: int, depth: int, /
+    ) -> int: ...

@@ -1,4 +1,4 @@
-"""Whether a table that another process left behind can be taken over.
+"""Taking over a table that another process left behind, if that can be done.
 
 A process that is killed leaves it sound (see `Table.changing`). Anything else may not: a file of another program, one
 that was cut, bytes that were overwritten. Then it is better to begin anew than to serve what cannot be trusted.
@@ -49,3 +49,53 @@ def index_is_whole(table: Table, ready: Rows) -> bool:
     if entries.size and (entries.min() < 0 or entries.max() >= table.rows):
         return False
     return bool((np.bincount(entries, minlength=table.rows)[ready] == 1).all())
+
+
+def take_over(table: Table) -> tuple[Rows, Rows]:
+    """Keep what was committed or published, and whole; take everything else out of index and chains.
+
+    Writers may not have noticed yet that the node died, and still be writing, and publishing.
+
+    Returns:
+        Rows of chunks; and rows, in no index, whose slots somebody may still be writing to.
+    """
+    columns, everywhere = table.columns, slice(0, table.rows_backed)
+    generation = columns.generation[everywhere].copy()
+    ready = np.flatnonzero((generation & 1 == 0) & (generation != 0)).astype(np.int32)
+    unfinished = np.flatnonzero((generation & 1 == 1) & (columns.nbytes[everywhere] > 0)).astype(np.int32)
+    lent = columns.parent[everywhere] == LENT
+    published, told = ready[lent[ready]], ready[~lent[ready]]
+    torn = table.dirty or not index_is_whole(table, told)
+    with table.changing():
+        had_keys = unfinished[~lent[unfinished]]
+        if torn:
+            table.rebuild_index(told)
+        else:
+            table.remove(had_keys)
+        columns.parent[had_keys] = -1
+        columns.pins[everywhere] = 0  # a pin lives as long as its connection, and those are gone
+        repeated = np.array([row for row in published.tolist() if not _enter_published(table, row)], np.int32)
+        ready, unfinished = np.setdiff1d(ready, repeated), np.append(unfinished, repeated)
+        table.leave_side(published)
+        columns.parent[published] = -1
+        parents = columns.parent[ready]
+        is_ready = np.zeros(table.rows, np.bool_)
+        is_ready[ready] = True
+        parents = np.where((parents >= 0) & is_ready[parents], parents, np.int32(-1))
+        columns.parent[ready] = parents
+        columns.children[everywhere] = np.bincount(parents[parents >= 0], minlength=table.rows_backed)
+        table.incarnation += 1
+    return ready, unfinished
+
+
+def _enter_published(table: Table, row: int) -> bool:
+    """Enter a published row into the index if it is not in it. False: another row has its key, and it is odd now."""
+    cells = table.cells
+    key = cells.key_hi[row], cells.key_lo[row]
+    existing = table.find_one(*key)
+    if existing < 0:
+        table.insert_one(*key, row)
+    elif existing != row:
+        cells.generation[row] = cells.generation[row] + 1 & 0xFFFFFFFF
+        return False
+    return True

@@ -442,7 +442,8 @@ class Table:
         columns = self.columns
         made: Reader = native.Reader(
             self.records, *self._indexes, self._active, arena, columns.accessed, columns.frequency, columns.inserted,
-            columns.checksum, self._side, self._counts, self._made_at_s, TICKS_PER_S,
+            columns.checksum, columns.depth, columns.parent, columns.children, columns.namespace, self._side,
+            self._counts, self._made_at_s, TICKS_PER_S,
         )  # fmt: skip
         return made
 
@@ -539,6 +540,34 @@ class Table:
         """Enter rows under keys that are not in the index; the keys are also written to their columns first."""
         self.columns.key_hi[rows], self.columns.key_lo[rows] = keys[:, 0], keys[:, 1]
         self._enter(self._indexes[self._active[0]], rows)
+
+    def settle(
+        self,
+        writer: "Reader",
+        keys: KeyArray,
+        rows: Rows,
+        *,
+        nbytes: int,
+        account: int,
+        chained: bool,
+        parent: int,
+        depth: int,
+    ) -> bool:
+        """Enter rows that were published under these keys, and that are lent to this account, in one pass.
+
+        Args:
+            writer: From `reader`.
+            rows: All different.
+            parent, depth: Row before the first one, or -1, and the first one's place, if they are a chain.
+
+        Returns:
+            False, and nothing is changed, when one of them is not that, or another row has its key.
+        """
+        reused = writer.settle(rows, keys, self.rows_backed, nbytes, account, chained, parent, depth)
+        if reused >= 0:
+            self._tombstones -= reused
+            self._taken[0] += len(rows)
+        return reused >= 0
 
     def insert_one(self, hi: int, lo: int, row: int) -> None:
         """Enter one row under a key that is not in the index."""

@@ -24,8 +24,8 @@ STEP_NBYTES: Final = 1 << 20
 """Most bytes of one `sendmsg`; a peer that takes less than this in a stall time-out is cut off."""
 WATCH_S: Final = 200e-6
 """Where bytes come quickly, a socket is watched so long before the thread goes to sleep: to be woken costs a good part
-of it on a virtual machine, here and at the peer. The processor is offered to others meanwhile, who may not get it before
-the watch is over if their session is another one."""
+of it on a virtual machine, here and at the peer. The processor is offered to others meanwhile, who may not get it
+before the watch is over if their session is another one."""
 NAPS: Final = 16
 """When watching was in vain, short waits are slept through before it is tried again: one, then two, at most so many."""
 STEP_PIECES: Final = 1024

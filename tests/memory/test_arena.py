@@ -147,7 +147,7 @@ def test_when_the_file_system_fills_up_later_chunks_are_skipped_or_others_evicte
     """Somebody else fills /dev/shm while we run: no SIGBUS, no error, and what we have goes on being used."""
     config = StorageConfig(arena_nbytes="2 MiB", extent_nbytes="256 KiB", max_chunks=64, shm_dir=small_tmpfs)
     shard = Shard.open(config, small_tmpfs / "n", now_s=0.0)
-    account = shard.open_account(Namespace(model="m"))
+    account = shard.accounts.open(Namespace(model="m"))
 
     def store(count: int, nbytes: int, now_s: float) -> int:
         keys = np_rng.integers(1 << 63, size=(count, 2)).astype("u8")

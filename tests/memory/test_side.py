@@ -237,3 +237,35 @@ def test_a_writer_that_is_killed_leaves_whole_rows_or_odd_ones(shm_dir, rng: ran
             assert made.look(keys_of([row]), 1)[0].tolist() == [row]
     made.leave_side(np.array(made.side_rows(), np.int32))
     assert made.side_rows() == []
+
+
+def test_what_is_not_published_is_not_settled():
+    made = lent_table()
+    writer, keys = writer_of(made), keys_of(range(4))
+    made.columns.parent[:] = -2
+    assert publish(writer, keys, range(4)) == [1] * 4
+    rows = np.arange(4, dtype=np.int32)
+
+    def settle(rows=rows, nbytes=100, account=0, parent=-1) -> bool:
+        told = {"nbytes": nbytes, "account": account, "chained": True, "parent": parent, "depth": 7}
+        return made.settle(writer, keys, np.array(rows, np.int32), **told)
+
+    before = bytes(made.memory.view)
+    assert not settle(rows=[0, 1, 2, 4]), "not published"
+    assert not settle(rows=[0, 1, 3, 2]), "under other keys"
+    assert not settle(rows=[0, 1, 2, ROWS])
+    assert not settle(rows=[0, 1, 2, -1])
+    assert not settle(nbytes=101)
+    assert not settle(account=1)
+    assert not settle(parent=ROWS)
+    with pytest.raises(ValueError, match="keys"):
+        settle(rows=[0, 1, 2])
+    assert bytes(made.memory.view) == before
+    assert settle(parent=9)
+    assert made.find(keys).tolist() == [0, 1, 2, 3]
+    assert made.columns.parent[:4].tolist() == [9, 0, 1, 2]
+    assert made.columns.depth[:4].tolist() == [7, 8, 9, 10]
+    assert made.columns.children[[9, 0, 1, 2, 3]].tolist() == [1, 1, 1, 1, 0]
+    assert made.side_rows() == []
+    assert not made.has_published
+    assert not settle(), "it is in the index"

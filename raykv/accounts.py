@@ -1,0 +1,71 @@
+"""The accounts of one node: under which number each namespace's chunks count, and how much room they may take.
+
+They lie in the table, so that they outlive the process.
+"""
+
+import numpy as np
+from pydantic import ValidationError
+
+from raykv.errors import CapacityError, LostError, UsageError
+from raykv.memory.table import MAX_NAMESPACES, NAMESPACE_TEXT_NBYTES, Table
+from raykv.namespace import Namespace
+
+
+class Accounts:
+    """Numbers of the accounts in a table's list."""
+
+    def __init__(self, table: Table) -> None:
+        """Read the list.
+
+        Raises:
+            LostError: It is damaged.
+        """
+        self._namespaces = table.namespaces
+        try:
+            self._numbers = {
+                Namespace.model_validate_json(text).digest: number
+                for number, text in enumerate(table.namespaces["text"].tolist())
+                if text
+            }
+        except ValidationError as error:
+            raise LostError(f"{table.memory.path} is damaged: a namespace that is none") from error
+
+    def open(self, namespace: Namespace, capacity_nbytes: int | None = None) -> int:
+        """Number of the account that this namespace's chunks count under, made if need be.
+
+        Args:
+            capacity_nbytes: The most that its slots may take here; 0 for no bound but the arena; None leaves it.
+
+        Raises:
+            CapacityError: All MAX_NAMESPACES numbers are taken.
+            UsageError: The namespace's fields are too long to be kept, or the capacity is no size.
+        """
+        if capacity_nbytes is not None and not 0 <= capacity_nbytes < 1 << 64:
+            raise UsageError(f"capacity_nbytes {capacity_nbytes} is no size; 0 means no bound but the arena")
+        account = namespace.account
+        number = self._numbers.get(account.digest)
+        if number is None:
+            text = account.model_dump_json(exclude_defaults=True).encode()
+            if len(text) > NAMESPACE_TEXT_NBYTES:
+                raise UsageError(f"namespace of {len(text)} bytes as JSON; at most {NAMESPACE_TEXT_NBYTES} can be kept")
+            free = np.flatnonzero(self._namespaces["text"] == b"")
+            if not free.size:
+                raise CapacityError(f"all {MAX_NAMESPACES} namespaces of this node are in use; drop one")
+            number = int(free[0])
+            self._namespaces["capacity"][number] = 0
+            self._namespaces["text"][number] = text
+            self._numbers[account.digest] = number
+        if capacity_nbytes is not None:
+            self._namespaces["capacity"][number] = capacity_nbytes
+        return number
+
+    def number(self, digest: bytes) -> int:
+        """Number of an account that was opened.
+
+        Raises:
+            LostError: It was not, or this node began anew since. Open it (again).
+        """
+        number = self._numbers.get(digest)
+        if number is None:
+            raise LostError("this namespace is not open on this node")
+        return number
