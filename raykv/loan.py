@@ -22,9 +22,7 @@ TRUST_S: Final = QUARANTINE_S / 4
 it, the slot would still rest. Later, nothing is written to it before the node has answered again."""
 PARTS: Final = 4
 PART_NBYTES: Final = 16 << 20
-PART_SHARED_NBYTES: Final = 256 << 20
-"""A put is sent in up to so many parts of at least so many bytes: the node works on one while the next is copied. Where
-several threads copy, larger ones: the node would take a core from them, and nobody waits for it."""
+"""A put is sent in up to so many parts of at least so many bytes: the node works on one while the next is copied."""
 MAX_POSTED_KEYS: Final = 4096
 """Keys in stores that nobody has answered yet. The answers to them must fit into the socket's buffers."""
 

@@ -25,7 +25,6 @@ from raykv.keys import KEY_NBYTES, to_bytes
 from raykv.loan import (
     MAX_POSTED_KEYS,
     PART_NBYTES,
-    PART_SHARED_NBYTES,
     PARTS,
     POOL_IDLE_S,
     TRUST_S,
@@ -238,8 +237,7 @@ class LocalNode:
         existed = len(keys) - len(places)
         if not written:
             return PutResult(0, existed, full, "full")
-        shared = threads.count > 1 and self.reader.can_publish
-        parts = _cut(borrowed, written, len(keys), nbytes, PART_SHARED_NBYTES if shared else PART_NBYTES)
+        parts = _cut(borrowed, written, len(keys), nbytes)
         outcome = Outcome()  # of the parts that are under way while later ones are copied
         others, reason = 0, "full" if full else ""
         for number, part in enumerate(parts):
@@ -669,9 +667,9 @@ class _Part(NamedTuple):
         return (np.array(self.written, np.int32) - self.first).tobytes()
 
 
-def _cut(borrowed: Borrowed, written: list[int], keys: int, nbytes: int, part_nbytes: int) -> list[_Part]:
-    """Cut a large put into parts of at least so many bytes."""
-    count = max(1, min(PARTS, len(written), len(written) * nbytes // part_nbytes))
+def _cut(borrowed: Borrowed, written: list[int], keys: int, nbytes: int) -> list[_Part]:
+    """Cut a large put: while one part is copied, the node works on the one before."""
+    count = max(1, min(PARTS, len(written), len(written) * nbytes // PART_NBYTES))
     bounds = [len(written) * number // count for number in range(count + 1)]
     parts: list[_Part] = []
     for start, stop in pairwise(bounds):

@@ -24,6 +24,7 @@ HASH_NBYTES: Final = 256 << 10
 _WITHOUT_GIL_NBYTES: Final = 64 << 10
 _TINY_NBYTES: Final = 240
 """Up to here the checksum is another algorithm, which the compiled loops leave to xxhash."""
+_RANGES_PER_SHARE: Final = 4
 _SHARE_NBYTES: Final = 1 << 20
 """No thread is woken for less."""
 
@@ -170,7 +171,9 @@ class CopyThreads:
         return max(1, min(self.count, parts, nbytes // _SHARE_NBYTES))
 
     def run(self, task: Callable[[int, int], None], parts: int, shares: int) -> None:
-        """Call task(first, end) for `shares` equal ranges of 0 .. parts, all at the same time; wait for all.
+        """Call task(first, end) for ranges that make up 0 .. parts, `shares` of them at the same time; wait for all.
+
+        There are several ranges a share: a thread that wakes late, or has to give its core away, takes fewer.
 
         Raises:
             Whatever one of them raised.
@@ -179,25 +182,29 @@ class CopyThreads:
             task(0, parts)
             return
         self._start(shares - 1)
-        bounds = [parts * share // shares for share in range(shares + 1)]
-        done: SimpleQueue[BaseException | None] = SimpleQueue()
+        count = min(parts, shares * _RANGES_PER_SHARE)
+        bounds = [parts * number // count for number in range(count + 1)]
+        left = iter(range(count))  # taken from by several threads: `next` of it is one step of the interpreter
+        done: SimpleQueue[tuple[int, BaseException | None]] = SimpleQueue()
 
-        def share_of(first: int, end: int) -> None:
-            problem: BaseException | None = None
-            try:
-                task(first, end)
-            except BaseException as error:  # noqa: BLE001  # raised below, in the caller's thread
-                problem = error
-            done.put(problem)
+        def take_part() -> tuple[int, BaseException | None]:
+            taken, problem = 0, None
+            for number in left:
+                taken += 1
+                try:
+                    task(bounds[number], bounds[number + 1])
+                except BaseException as error:  # noqa: BLE001  # raised below, in the caller's thread
+                    problem = error
+            return taken, problem
 
-        for share in range(1, shares):
-            first, end = bounds[share], bounds[share + 1]
-            self._tasks.put(lambda first=first, end=end: share_of(first, end))  # type: ignore[misc]
-        share_of(bounds[0], bounds[1])
-        problems = [done.get() for _ in range(shares)]  # all of them: nobody may be copying when this returns
-        for problem in problems:
-            if problem is not None:
-                raise problem
+        for _ in range(shares - 1):
+            self._tasks.put(lambda: done.put(take_part()))
+        finished, problem = take_part()
+        while finished < count:  # nobody may be copying when this returns
+            taken, theirs = done.get()
+            finished, problem = finished + taken, problem or theirs
+        if problem is not None:
+            raise problem
 
     def fill(self, slots: list[memoryview], values: list[Sequence[memoryview]]) -> npt.NDArray[np.uint64]:
         """Copy chunks, each from several views, into slots of the same length. Returns their checksums."""

@@ -159,11 +159,6 @@ class ShmReader:
         table.touch_one(row, now)
         return True
 
-    @property
-    def can_publish(self) -> bool:
-        """Whether `publish` ever does."""
-        return self._one is not None
-
     def publish(
         self,
         rows: list[int],
