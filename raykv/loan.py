@@ -20,9 +20,6 @@ GROW_S: Final = 1.0
 TRUST_S: Final = QUARANTINE_S / 4
 """So long after the node's last answer a lent slot is surely ours still: had the node cut us off, or died, right after
 it, the slot would still rest. Later, nothing is written to it before the node has answered again."""
-PARTS: Final = 4
-PART_NBYTES: Final = 16 << 20
-"""A put is sent in up to so many parts of at least so many bytes: the node works on one while the next is copied."""
 MAX_POSTED_KEYS: Final = 4096
 """Keys in stores that nobody has answered yet. The answers to them must fit into the socket's buffers."""
 

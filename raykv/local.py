@@ -12,10 +12,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from itertools import pairwise
 from types import TracebackType
-from typing import Final, NamedTuple, Self
+from typing import Final, Self
 
 import numpy as np
 
@@ -24,8 +22,6 @@ from raykv.errors import LostError, PeerUnavailable, RayKVError, TransientError,
 from raykv.keys import KEY_NBYTES, to_bytes
 from raykv.loan import (
     MAX_POSTED_KEYS,
-    PART_NBYTES,
-    PARTS,
     POOL_IDLE_S,
     TRUST_S,
     Account,
@@ -237,45 +233,29 @@ class LocalNode:
         existed = len(keys) - len(places)
         if not written:
             return PutResult(0, existed, full, "full")
-        parts = _cut(borrowed, written, len(keys), nbytes)
-        outcome = Outcome()  # of the parts that are under way while later ones are copied
-        others, reason = 0, "full" if full else ""
-        for number, part in enumerate(parts):
-            last = number == len(parts) - 1
-            try:
-                with self._ours(part.borrowed):
-                    arena = borrowed.reader.arena.view
-                    views = [arena[start : start + nbytes] for start in part.borrowed.starts]
-                    checksums = threads.fill(views, [values[place] for place in part.written])
-                    written_keys = to_bytes(keys if len(part.written) == len(keys) else keys[part.written])
-                    request = wire.Store(
-                        account.digest,
-                        to_bytes(keys[part.first : part.end]),
-                        nbytes,
-                        np.array(part.borrowed.rows, np.int32).tobytes(),
-                        checksums.tobytes(),
-                        part.places(),
-                        chained,
-                        to_bytes(keys[part.first - 1 : part.first]) if chained and part.first else _raw(parent),
-                        depth + part.first,
-                    )
-                    others += self._store(
-                        request, part.borrowed, part.end - part.first, written_keys, wait=wait and last,
-                        deadline_s=deadline_s, outcome=outcome if wait else None,
-                    )  # fmt: skip
-            except BaseException as error:
-                for rest in parts[number + 1 :]:
-                    self._return(rest.borrowed)
-                if number == 0 or not wait or not isinstance(error, TransientError):
-                    raise
-                skipped, reason = sum(len(rest.written) for rest in parts[number:]), str(error)
-                outcome.note(skipped=skipped, reason=reason)
-                break
+        every = len(written) == len(keys)
+        with self._ours(borrowed):
+            arena = borrowed.reader.arena.view
+            views = [arena[start : start + nbytes] for start in borrowed.starts]
+            checksums = threads.fill(views, [values[place] for place in written])
+            raw = to_bytes(keys)
+            request = wire.Store(
+                account.digest,
+                raw,
+                nbytes,
+                np.array(borrowed.rows, np.int32).tobytes(),
+                checksums.tobytes(),
+                b"" if every else np.array(written, np.int32).tobytes(),
+                chained,
+                _raw(parent),
+                depth,
+            )
+            named = raw if every else to_bytes(keys[written])
+            others = self._store(request, borrowed, len(keys), named, wait=wait, deadline_s=deadline_s)
+        reason = "full" if full else ""
         if not wait:
             return PutResult(0, existed, full, reason, len(written))
-        early = outcome.take()
-        stored = len(written) - others - early.existed - early.skipped
-        return PutResult(stored, existed + others + early.existed, full + early.skipped, reason or early.reason)
+        return PutResult(len(written) - others, existed + others, full, reason)
 
     def put_one(
         self, account: Account, key: bytes, pieces: Sequence[memoryview], *, wait: bool, deadline_s: float
@@ -447,7 +427,6 @@ class LocalNode:
         *,
         wait: bool,
         deadline_s: float,
-        outcome: Outcome | None = None,
     ) -> int:
         """Publish chunks, and tell the node. Returns how many of them others had stored.
 
@@ -455,7 +434,6 @@ class LocalNode:
 
         Args:
             written: Keys of the slots that were written.
-            outcome: What will become of it, if it is not waited for; None: for `flush` to tell.
         """
         published = borrowed.reader.publish(
             borrowed.rows, borrowed.generations, written, request.checksums, request.nbytes
@@ -466,14 +444,14 @@ class LocalNode:
                 if wait and not published:
                     answer = self._call(request, deadline_s, life=borrowed.life)
                     return self._stored(answer, borrowed)
-                done = Outcome() if wait else outcome or self._outcome
+                done = Outcome() if wait else self._outcome
                 self._post(request, borrowed, keys, done, published=published, deadline_s=deadline_s)
         except TransientError:
             # The node finds it by itself, or the next one in its place, as long as the memory is the same.
             if not published or not borrowed.reader.is_current():
                 raise
             if not wait:
-                (outcome or self._outcome).note(stored=len(borrowed.rows))
+                self._outcome.note(stored=len(borrowed.rows))
         return 0
 
     def _post(
@@ -650,39 +628,6 @@ class LocalNode:
                 self._call(wire.Abort(np.array(rows, np.int32).tobytes()), deadline_s, self._life)
         except RayKVError:
             pass  # they rest for a while, then
-
-
-class _Part(NamedTuple):
-    """Some keys of one put, in order, and the slots for those of them that are to be written."""
-
-    first: int
-    end: int
-    written: list[int]
-    borrowed: Borrowed
-
-    def places(self) -> bytes:
-        """See `wire.Store`."""
-        if len(self.written) == self.end - self.first:
-            return b""
-        return (np.array(self.written, np.int32) - self.first).tobytes()
-
-
-def _cut(borrowed: Borrowed, written: list[int], keys: int, nbytes: int) -> list[_Part]:
-    """Cut a large put: while one part is copied, the node works on the one before."""
-    count = max(1, min(PARTS, len(written), len(written) * nbytes // PART_NBYTES))
-    bounds = [len(written) * number // count for number in range(count + 1)]
-    parts: list[_Part] = []
-    for start, stop in pairwise(bounds):
-        first = 0 if start == 0 else parts[-1].end
-        end = keys if stop == len(written) else written[stop]
-        slots = replace(
-            borrowed,
-            rows=borrowed.rows[start:stop],
-            starts=borrowed.starts[start:stop],
-            generations=borrowed.generations[start:stop],
-        )
-        parts.append(_Part(first, end, written[start:stop], slots))
-    return parts
 
 
 class _Ours:

@@ -44,12 +44,13 @@ _LATE: Final = "the deadline has passed"
 class _Watch:
     """Whether to watch for the next bytes, or to sleep until they come: what paid goes on."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, allowed: bool) -> None:
+        self._allowed = allowed
         self._naps = self._next = 1
 
     def begin(self) -> bool:
         """Whether to watch now; then `end` must follow."""
-        if self._naps:
+        if self._naps or not self._allowed:
             return False
         try:
             _seats.pop()
@@ -78,14 +79,19 @@ class Stream:
     something: it is of no more use.
     """
 
-    def __init__(self, connection: socket.socket, *, tick_s: float) -> None:
-        """Take over a connected socket. See `set_tick`."""
+    def __init__(self, connection: socket.socket, *, tick_s: float, watch: bool = True) -> None:
+        """Take over a connected socket. See `set_tick`.
+
+        Args:
+            watch: For a moment before sleeping, where that pays. Not for who serves its own host: whoever writes there
+                waits for no answer, and uses the same cores.
+        """
         self.socket = connection
         connection.settimeout(None)
         self.set_tick(tick_s)
         self._receive, self._send, self._send_pieces = connection.recv_into, connection.send, connection.sendmsg
         self._ahead = memoryview(bytearray(READ_AHEAD_NBYTES))
-        self._messages, self._bytes = _Watch(), _Watch()
+        self._messages, self._bytes = _Watch(allowed=watch), _Watch(allowed=watch)
         self._start = self._end = 0  # what was read ahead, and nobody took yet
 
     def set_tick(self, tick_s: float) -> None:

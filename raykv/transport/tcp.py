@@ -255,7 +255,7 @@ class SocketServer:
                 _require_same_user(connection)
             else:
                 _tune(connection)
-            stream = Stream(connection, tick_s=TICK_S)
+            stream = Stream(connection, tick_s=TICK_S, watch=not local)
             admit = partial(self._admit, connection)
             _shake_hands_answering(stream, self._secret, admit, time.monotonic() + HANDSHAKE_TIMEOUT_S)
             stream.set_tick(self._io_timeout_s)
