@@ -1,4 +1,4 @@
-"""The command line: `raykv up`, `raykv status`, `raykv down`, on the Ray cluster that runs here; and `raykv doctor`."""
+"""The command line: `raykv up`, `status`, `down`, on the Ray cluster that runs here; `raykv doctor` and `plan`."""
 
 import argparse
 import json
@@ -9,6 +9,8 @@ from typing import Any
 
 from raykv.config import GIB, ClusterConfig
 from raykv.errors import ConfigError, RayKVError
+from raykv.eviction import POLICIES
+from raykv.plan.command import add_arguments, plan_command
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -19,8 +21,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         wrong; 2 for a wrong command line.
     """
     options = parser().parse_args(arguments)
-    if options.run is None:
-        return _doctor(options)
+    if options.here is not None:
+        return int(options.here(options))
     try:
         import ray
     except ModuleNotFoundError:
@@ -45,12 +47,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     """What the command line may say."""
     whole = argparse.ArgumentParser(prog="raykv", description="A distributed KV cache for LLM inference, on Ray.")
+    whole.set_defaults(here=None)
     whole.add_argument("--address", default="auto", help="the Ray cluster, as for ray.init (default: the one here)")
     commands = whole.add_subparsers(required=True, metavar="COMMAND")
 
     up = commands.add_parser("up", help="put a node on every Ray node, now and whenever one joins")
     up.add_argument("--arena", metavar="SIZE", help="shared memory of each node: '64 GiB', or '80%%' of its /dev/shm")
-    up.add_argument("--policy", help="eviction policy: leaf_lru (default), lru, fifo")
+    up.add_argument(
+        "--policy", help=f"eviction policy: {', '.join(POLICIES)}, or 'module:attribute' (default: leaf_lru)"
+    )
     up.add_argument("--config", metavar="FILE", help="JSON file with the fields of ClusterConfig")
     up.add_argument("--separate-hosts", action="store_true", help="no shared memory between Ray nodes of one machine")
     up.set_defaults(run=_up)
@@ -65,7 +70,11 @@ def parser() -> argparse.ArgumentParser:
 
     doctor = commands.add_parser("doctor", help="what this host grants raykv, and how to get more; needs no Ray")
     doctor.add_argument("--json", action="store_true", help="for programs")
-    doctor.set_defaults(run=None)
+    doctor.set_defaults(here=_doctor)
+
+    plan = commands.add_parser("plan", help="what a cache of some size and policy would save on a trace; needs no Ray")
+    add_arguments(plan)
+    plan.set_defaults(here=_plan)
     for command in (up, status, down):
         command.add_argument("--name", default="default", help="name of the raykv cluster")
     return whole
@@ -128,6 +137,15 @@ def _doctor(options: argparse.Namespace) -> int:
     found = doctor.examine()
     print(json.dumps(doctor.as_json(found), indent=2) if options.json else doctor.report(found))
     return int(any(finding.grade == "wrong" for finding in found))
+
+
+def _plan(options: argparse.Namespace) -> int:
+    try:
+        print(plan_command(options))
+    except RayKVError as error:
+        print(f"raykv: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
 def _table(found: dict[str, Any]) -> str:

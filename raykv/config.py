@@ -10,7 +10,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationError,
+    model_validator,
+)
 
 from raykv.errors import ConfigError
 
@@ -35,9 +44,22 @@ def parse_nbytes(value: object) -> object:
     return int(float(found[1]) * _UNITS[found[2].lower()])
 
 
+def parse_policy(name: str) -> str:
+    """Refuse what is neither the name of a policy nor of something that could be one; it is not imported here.
+
+    Raises:
+        ValueError: Lists the names there are.
+    """
+    if name in POLICY_NAMES or re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*", name):
+        return name
+    raise ValueError(f"unknown policy; there are: {', '.join(POLICY_NAMES)}, or 'module:attribute' of your own")
+
+
 Nbytes = Annotated[int, BeforeValidator(parse_nbytes), Field(ge=0)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
-PolicyName = Literal["leaf_lru", "lru", "fifo"]
+POLICY_NAMES = ("leaf_lru", "lru", "lfu", "fifo", "ttl", "arc", "s3fifo", "density")
+PolicyName = Annotated[str, AfterValidator(parse_policy)]
+"""One of POLICY_NAMES, or "module:attribute" of a user's own."""
 HugePages = Literal["try", "require", "never"]
 
 ModelT = TypeVar("ModelT", bound="Model")

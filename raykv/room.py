@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from raykv.config import SLOT_ALIGNMENT_NBYTES, StorageConfig
 from raykv.eviction import policy
-from raykv.eviction.base import victims, victims_upward
+from raykv.eviction.base import Policy, victims, victims_upward
 from raykv.memory.rows import LENT, QUARANTINE_S, FreeRows
 from raykv.memory.slots import Pages, Slots, slot_nbytes
 from raykv.memory.table import MAX_NAMESPACES, Table
@@ -84,6 +84,7 @@ class Room:
         self._config, self._table, self.slots = config, table, slots
         self._arena_nbytes = config.extents * config.extent_nbytes
         self._policy = policy(config.policy)
+        self._remembers = type(self._policy).came is not Policy.came
         self._rng = np.random.default_rng(table.incarnation)
         self.counters = Counters()
         self.removed: list[bytes] = []
@@ -105,6 +106,9 @@ class Room:
         self._resting: list[tuple[float, Rows]] = [(now_s + QUARANTINE_S, unfinished)]
         self._resting_rows = set(unfinished.tolist())
         self._tending = False
+        if self._remembers:
+            order = np.lexsort((columns.depth[ready], columns.inserted[ready]))
+            self._policy.came(columns, ready[order], table.ticks(now_s))
 
     # -- giving ------------------------------------------------------------------------------------------------------
 
@@ -166,11 +170,23 @@ class Room:
 
     # -- taking back -------------------------------------------------------------------------------------------------
 
-    def drop(self, rows: Rows) -> None:
+    def came(self, rows: Rows, now: int) -> None:
+        """These rows hold new chunks that have their place in a chain, parents before children."""
+        if self._remembers:
+            self._policy.came(self._table.columns, rows, now)
+
+    def came_one(self, row: int, now: int) -> None:
+        """The same for one."""
+        if self._remembers:
+            self._policy.came(self._table.columns, np.array([row], np.int32), now)
+
+    def drop(self, rows: Rows, now: int, *, evicted: bool = False) -> None:
         """Take ready rows away from readers, then free them."""
         if rows.size:
-            self.chunks -= len(rows)
             columns = self._table.columns
+            if self._remembers:
+                self._policy.went(columns, rows, now, evicted=evicted)
+            self.chunks -= len(rows)
             self.removed.append(np.stack([columns.key_hi[rows], columns.key_lo[rows]], axis=1).tobytes())
             self.free(rows)
 
@@ -365,7 +381,7 @@ class Room:
         if foreign.size and (not mine.size or last_access < int(columns.accessed[mine].min())):
             mine = foreign
         self.counters.evicted += len(mine)
-        self.drop(mine)
+        self.drop(mine, now, evicted=True)
         return bool(mine.size)
 
     def _coldest_foreign_extent(self, size: int, candidates: Rows) -> tuple[Rows, int]:
@@ -420,7 +436,7 @@ class Room:
             count = max(count, len(candidates) // SAMPLE_SHARE)
         rows = self._victims(candidates, count, now)
         self.counters.evicted += len(rows)
-        self.drop(rows)
+        self.drop(rows, now, evicted=True)
         return len(rows)
 
     def _victims(self, candidates: Rows, count: int, now: int) -> Rows:

@@ -311,7 +311,8 @@ class Shard:
             raise UsageError(f"{len(positions)} positions and {len(checksums)} checksums for {len(rows)} rows")
         if positions.size and not (positions.min() >= 0 and positions.max() < len(keys)):
             raise UsageError(f"a position beyond the {len(keys)} keys")
-        if self._settle(keys, positions, rows, nbytes, account, chained, parent, depth):
+        now = self.table.ticks(now_s)
+        if self._settle(keys, positions, rows, nbytes, account, chained, parent, depth, now):
             return np.ones(len(rows), np.bool_)
         if len(rows) <= FEW:
             return self._store_few(keys, positions, rows, checksums, nbytes, account, chained, parent, depth, now_s)
@@ -320,7 +321,7 @@ class Shard:
         published = columns.generation[rows] & 1 == 0
         if not published.all():
             self.take_in(now_s=now_s)  # somebody may have published the keys of the others
-        place = self._find_place(keys, parent, depth, self.table.ticks(now_s))
+        place = self._find_place(keys, parent, depth, now)
         if (place.existing[positions] == rows).any() or self._spent:
             return self._store_each(keys, positions, rows, checksums, nbytes, place, chained, now_s)
         self._require_keys(keys[positions[published]], rows[published])
@@ -347,6 +348,7 @@ class Shard:
         chained: bool,
         parent: KeyArray | None,
         depth: int,
+        now: int,
     ) -> bool:
         """`store` of a whole run that was published, as nearly every one is. False: it is not so simple."""
         table, count = self.table, len(rows)
@@ -366,6 +368,7 @@ class Shard:
         self.room.lent_nbytes -= count * slot_nbytes(nbytes)
         self.counters.committed += count
         self.room.chunks += count
+        self.room.came(rows, now)
         self._added.append(raw.tobytes())
         return True
 
@@ -478,6 +481,7 @@ class Shard:
         if existing != row:
             self._note_added(key)
             table.note_taken(published)
+        self.room.came_one(row, now)
         return True
 
     def _note_added(self, key: tuple[int, int]) -> None:
@@ -531,6 +535,7 @@ class Shard:
         with self.table.changing():
             self.room.keep(row, cells.nbytes[row])
             cells.parent[row], cells.depth[row] = -1, 0
+        self.room.came_one(row, self._now)
 
     def _without_published(self, rows: Rows) -> Rows:
         """Of rows whose lease ends those that hold no chunk; others are chunks like any other from now on."""
@@ -559,6 +564,7 @@ class Shard:
         columns.generation[rows] = np.where(even == 0, 2, even)  # 0 would mean never used
         self.counters.committed += len(rows)
         self.room.chunks += len(rows)
+        self.room.came(rows, now)
         self._added.append(self._keys(rows).tobytes())
 
     def abort(self, rows: Rows) -> None:
@@ -601,7 +607,7 @@ class Shard:
     def _delete(self, rows: Rows) -> int:
         rows = rows[self.room.evictable(rows)]
         self.counters.deleted += len(rows)
-        self.room.drop(rows)
+        self.room.drop(rows, self._now)
         return len(rows)
 
     # -- reading with a hold -----------------------------------------------------------------------------------------
@@ -699,7 +705,7 @@ class Shard:
         """Drop what `spoilt` found, unpinned by now. Returns how many went; what others have pinned stays."""
         wrong = rows[self.room.evictable(rows)]
         self.counters.corrupt += len(wrong)
-        self.room.drop(wrong)
+        self.room.drop(wrong, self._now)
         return len(wrong)
 
     # -- ahead of need -----------------------------------------------------------------------------------------------
@@ -839,7 +845,7 @@ class Shard:
         rows = np.array([row], np.int32)
         if not self.room.evictable(rows).all():
             return False
-        self.room.drop(rows)
+        self.room.drop(rows, now)
         return True
 
     def _enter(

@@ -16,6 +16,7 @@ from raykv import keys as keys_
 from raykv.config import SLOT_ALIGNMENT_NBYTES as PAGE
 from raykv.config import StorageConfig
 from raykv.errors import CapacityError, LostError, UsageError
+from raykv.eviction import POLICIES
 from raykv.memory import native
 from raykv.memory.copying import checksum_of
 from raykv.memory.rows import LENT, QUARANTINE_S
@@ -977,7 +978,7 @@ def store_published(bench: Bench, names: list[str], loan: Loan, nbytes: int, par
     bench.shard.abort(np.append(rows[~used], loan.rows[len(names) :]))
 
 
-@pytest.mark.parametrize("policy", ["leaf_lru", "lru", "fifo"])
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("round_", range(4))
 def test_random_operations(policy, round_, rng):  # noqa: C901 - a case for each operation
     """Whatever is done in whatever order, the columns agree with each other and every byte is right."""

@@ -1,34 +1,107 @@
 """What a policy is, and how victims are chosen by it.
 
-A policy is one array expression: scores of rows from their columns, lowest leaves first.
+A policy is an array expression: scores of rows from their columns, lowest leaves first. What else it may say has
+defaults: queues, of which one has the next turn (ARC), second chances (S3-FIFO), and what it remembers of chunks that
+came and went. `victims` and `victims_upward` choose from many candidates at once, as a node does;
+`raykv.eviction.order` gives one victim after the other. Both ask the policy the same questions.
 """
 
 import heapq
-from collections.abc import Callable
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from raykv.memory.table import Columns
-from raykv.types import Rows
+from raykv.types import Bits, Rows
 
 Scores = npt.NDArray[np.generic]
+Queues = npt.NDArray[np.integer[Any]]
+
+CHANCES: Final = 16
+"""Rounds of second chances in one choice. Who uses them all up goes by the order there is then."""
 
 
-class Policy(Protocol):
+class Policy(ABC):
     """One eviction policy.
+
+    Reads are seen lazily, in the columns. What a policy remembers beside them lies in arrays by row and in bounded
+    sets by key; `came` for all rows there are, oldest first, makes it anew.
 
     Attributes:
         leaf_first: A chunk goes only after all chunks that follow it in its chains: without its parent, a chunk can
             never be matched again and only takes up room.
+        drifts: Scores change as time passes, not only when a row is read.
+        queues: How many queues there are.
+        capacity: Chunks that the cache holds when it is full, if its owner knows and says so.
     """
 
-    leaf_first: bool
+    leaf_first: bool = False
+    drifts: bool = False
+    queues: int = 1
+    capacity: int | None = None
 
+    @abstractmethod
     def score(self, columns: Columns, rows: Rows, now: int) -> Scores:
-        """One score a row, any ordered type; `now` in ticks."""
-        ...
+        """One score a row, any ordered type; `now` in ticks. Scores are compared within a queue."""
+
+    def queue(self, columns: Columns, rows: Rows) -> Queues:
+        """Number of the queue that each row stands in."""
+        return np.zeros(len(rows), np.int8)
+
+    def quota(self, sizes: Sequence[int], count: int) -> list[int]:
+        """How many of the next `count` victims each queue gives, where the queues have these sizes."""
+        return [count]
+
+    def spare(self, columns: Columns, rows: Rows, now: int) -> Bits:
+        """Which of the rows whose turn it is get another chance. Their scores or queues are others from now on."""
+        return np.zeros(len(rows), np.bool_)
+
+    def came(self, columns: Columns, rows: Rows, now: int) -> None:  # noqa: B027 - need not be overridden
+        """These rows hold new chunks, parents before children; their columns are set."""
+
+    def told(  # noqa: B027 - nor this
+        self, columns: Columns, rows: Rows, output_tokens: int, now: int
+    ) -> None:
+        """The request that read or stored these rows is done, and made so many tokens. Nobody need say so."""
+
+    def went(  # noqa: B027 - nor this
+        self, columns: Columns, rows: Rows, now: int, *, evicted: bool
+    ) -> None:
+        """These rows' chunks are about to go: evicted, or deleted. Their columns are still as they were."""
+
+
+def key_numbers(columns: Columns, rows: Rows) -> list[int]:
+    """Half of each row's key: a number by which a policy may remember it."""
+    numbers: list[int] = columns.key_lo[rows].tolist()
+    return numbers
+
+
+class Turns:
+    """Scores across queues: of the first `count` in order, each queue has its quota."""
+
+    def __init__(self, policy: Policy, columns: Columns, candidates: Rows, count: int, now: int) -> None:
+        self._policy, self._columns, self._now = policy, columns, now
+        if policy.queues == 1:
+            return
+        queue, scores = policy.queue(columns, candidates), policy.score(columns, candidates, now)
+        self._sorted = [np.sort(scores[queue == number]) for number in range(policy.queues)]
+        self._quota = policy.quota([len(members) for members in self._sorted], count)
+
+    def of(self, rows: Rows) -> Scores:
+        """A score a row, lowest first."""
+        scores = self._policy.score(self._columns, rows, self._now)
+        if self._policy.queues == 1:
+            return scores
+        queue, turns = self._policy.queue(self._columns, rows), np.zeros(len(rows), np.int64)
+        behind = sum(len(members) for members in self._sorted)
+        for number, members in enumerate(self._sorted):
+            mine = queue == number
+            places = np.searchsorted(members, scores[mine])
+            turns[mine] = np.where(places < self._quota[number], places, places + behind)
+        return turns
 
 
 def victims(policy: Policy, columns: Columns, candidates: Rows, count: int, now: int) -> Rows:
@@ -42,10 +115,18 @@ def victims(policy: Policy, columns: Columns, candidates: Rows, count: int, now:
     """
     if count <= 0 or not candidates.size:
         return candidates[:0]
-    scores = policy.score(columns, candidates, now)
+    for _ in range(CHANCES):
+        chosen = _choose(policy, columns, candidates, count, now)
+        if not policy.spare(columns, chosen, now).any():
+            return chosen
+    return _choose(policy, columns, candidates, count, now)
+
+
+def _choose(policy: Policy, columns: Columns, candidates: Rows, count: int, now: int) -> Rows:
+    scores = Turns(policy, columns, candidates, count, now).of(candidates)
     window = count
     while True:
-        order = _lowest(columns, candidates, scores, window)
+        order = lowest(columns, candidates, scores, window)
         chosen = _closed(columns, order) if policy.leaf_first else order
         if len(chosen) >= count or window >= len(candidates):
             return _first(columns, chosen, count) if policy.leaf_first else chosen[:count]
@@ -66,11 +147,22 @@ def victims_upward(
     Returns:
         Rows in the order of eviction.
     """
+    for _ in range(CHANCES):
+        chosen = _choose_upward(policy, columns, candidates, count, now, may_go)
+        if not policy.spare(columns, chosen, now).any():
+            return chosen
+    return _choose_upward(policy, columns, candidates, count, now, may_go)
+
+
+def _choose_upward(
+    policy: Policy, columns: Columns, candidates: Rows, count: int, now: int, may_go: Callable[[int], bool]
+) -> Rows:
+    order = Turns(policy, columns, candidates, count, now)
     leaves = candidates[columns.children[candidates] == 0]
-    leaves = _lowest(columns, leaves, policy.score(columns, leaves, now), min(count, len(leaves)))
+    leaves = lowest(columns, leaves, order.of(leaves), min(count, len(leaves)))
 
     def turns(rows: Rows) -> list[tuple[Any, int, int]]:
-        scores, depths = policy.score(columns, rows, now).tolist(), columns.depth[rows].tolist()
+        scores, depths = order.of(rows).tolist(), columns.depth[rows].tolist()
         return [(score, -depth, row) for score, depth, row in zip(scores, depths, rows.tolist(), strict=True)]
 
     heap = turns(leaves)
@@ -88,7 +180,7 @@ def victims_upward(
     return np.array(chosen, np.int32)
 
 
-def _lowest(columns: Columns, candidates: Rows, scores: Scores, count: int) -> Rows:
+def lowest(columns: Columns, candidates: Rows, scores: Scores, count: int) -> Rows:
     """The `count` candidates with the lowest scores, in order.
 
     Equal scores are common (a batch of reads shares a tick): among them the deepest comes first.

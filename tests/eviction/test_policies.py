@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from raykv.config import StorageConfig
+from raykv.config import POLICY_NAMES, StorageConfig
 from raykv.errors import ConfigError
 from raykv.eviction import POLICIES, policy
 from raykv.eviction.base import victims, victims_upward
@@ -133,10 +133,11 @@ def test_a_chain_read_backwards_is_still_taken_from_its_end():
 
 
 def test_every_policy_has_a_name_in_the_config():
-    names = StorageConfig.model_fields["policy"].annotation.__args__
-    assert set(names) == set(POLICIES)
+    assert list(POLICY_NAMES) == list(POLICIES)
+    for name in [*POLICIES, "package.module:Own"]:
+        assert StorageConfig.load({"policy": name}).policy == name
     assert {policy(name).leaf_first for name in POLICIES} == {True, False}
-    with pytest.raises(ConfigError, match=r"'sieve'.*fifo, leaf_lru, lru"):
+    with pytest.raises(ConfigError, match=r"'sieve'.*arc, .*fifo, leaf_lru, lfu, lru, .*ttl"):
         policy("sieve")
 
 

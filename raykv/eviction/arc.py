@@ -1,0 +1,68 @@
+"""Adaptive replacement: recency and frequency share the cache, and misses say how."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from raykv.eviction.base import Policy, Queues, key_numbers
+from raykv.eviction.memory import Ghosts, by_row
+from raykv.memory.table import Columns
+from raykv.types import Rows
+
+
+class ARC(Policy):
+    """Two LRU queues: chunks that were not read since they came (`_once`, 0), and the others (`_more`, 1).
+
+    Of each queue the keys that went last are remembered. One that comes back was evicted too early: its queue is to
+    be longer. What comes back stands in the second queue.
+
+    Source: ARC (Megiddo and Modha, FAST 2003). Reads are seen when victims are chosen, and a batch of victims uses one
+    target.
+    """
+
+    leaf_first = True
+    queues = 2
+
+    def __init__(self) -> None:
+        self._returned = np.zeros(0, np.bool_)
+        self._gone = (Ghosts(), Ghosts())
+        self._held = 0
+        self._once = 0
+        self._target = 0.0  # how long the first queue should be
+
+    def score(self, columns: Columns, rows: Rows, now: int) -> npt.NDArray[np.uint32]:
+        return columns.accessed[rows]
+
+    def queue(self, columns: Columns, rows: Rows) -> Queues:
+        self._returned = by_row(self._returned, len(columns.frequency))
+        return ((columns.frequency[rows] > 0) | self._returned[rows]).astype(np.int8)
+
+    def quota(self, sizes: Sequence[int], count: int) -> list[int]:
+        once, more = sizes
+        total = once + more
+        scale = total / self._held if self._held else 1.0  # the candidates may be a sample
+        self._once = round(once / scale) if total else 0
+        from_once = min(count, max(0, once - int(self._target * scale)))
+        from_more = min(count - from_once, more)
+        return [count - from_more, from_more]
+
+    def came(self, columns: Columns, rows: Rows, now: int) -> None:
+        self._returned = by_row(self._returned, len(columns.frequency))
+        self._held += len(rows)
+        once, more = self._gone
+        for row, key in zip(rows.tolist(), key_numbers(columns, rows), strict=True):
+            before = len(once), len(more)
+            if back := once.take(key):
+                self._target = min(float(self._held), self._target + max(1.0, before[1] / before[0]))
+            elif back := more.take(key):
+                self._target = max(0.0, self._target - max(1.0, before[0] / before[1]))
+            self._returned[row] = back
+
+    def went(self, columns: Columns, rows: Rows, now: int, *, evicted: bool) -> None:
+        if evicted:
+            queue, keys = self.queue(columns, rows), np.array(key_numbers(columns, rows), np.uint64)
+            once, more = self._gone
+            once.add(keys[queue == 0].tolist(), self._held - self._once)
+            more.add(keys[queue == 1].tolist(), self._held - len(once))
+        self._held -= len(rows)

@@ -1,0 +1,22 @@
+"""The capacity planner: replay a trace over any policy and size, beside Belady's bound.
+
+records = plan(read_trace("trace.jsonl"), sizes=["5%", "64 GiB"], policies=["leaf_lru", "belady"])
+print(as_table(records))
+"""
+
+from raykv.plan.model import ModelShape
+from raykv.plan.records import Record, as_csv, as_json, as_table, plan
+from raykv.plan.trace import Request, Trace, parse_trace, read_trace
+
+__all__ = [
+    "ModelShape",
+    "Record",
+    "Request",
+    "Trace",
+    "as_csv",
+    "as_json",
+    "as_table",
+    "parse_trace",
+    "plan",
+    "read_trace",
+]

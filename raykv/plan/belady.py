@@ -1,0 +1,50 @@
+"""Belady's bound: what a cache of a given size would save if it knew the future."""
+
+import heapq
+from typing import Final
+
+from raykv.plan.replay import Outcome
+from raykv.plan.trace import Trace
+
+_NEVER: Final = 1 << 62
+
+
+def belady(trace: Trace, capacity: int) -> Outcome:
+    """Replay with the policy that evicts what will not be read for longest, each access by itself.
+
+    No policy has more hits, whether chains are heeded or not. All hits are counted as usable.
+
+    Source: Belady, 1966.
+    """
+    accesses = [chunk for request in trace.requests for chunk in request.chunks]
+    following, last = [_NEVER] * len(accesses), [_NEVER] * trace.chunks
+    for at in range(len(accesses) - 1, -1, -1):
+        following[at], last[accesses[at]] = last[accesses[at]], at
+    outcome, at = Outcome(), 0
+    next_read = [-1] * trace.chunks  # of those that are here
+    heap: list[tuple[int, int]] = []
+    for request in trace.requests:
+        for place, (chunk, tokens) in enumerate(zip(request.chunks, trace.tokens_of(request), strict=True)):
+            if next_read[chunk] >= 0:
+                start = place * trace.chunk_tokens
+                outcome.plain_hits += 1
+                outcome.tokens_hit += tokens
+                outcome.attended += tokens * start + tokens * (tokens - 1) // 2
+            else:
+                if outcome.stored - outcome.evicted >= capacity:
+                    _evict(heap, next_read)
+                    outcome.evicted += 1
+                outcome.stored += 1
+            next_read[chunk] = following[at]
+            heapq.heappush(heap, (-following[at], chunk))
+            at += 1
+    outcome.prefix_hits = outcome.plain_hits
+    return outcome
+
+
+def _evict(heap: list[tuple[int, int]], next_read: list[int]) -> None:
+    while True:
+        at, chunk = heapq.heappop(heap)
+        if next_read[chunk] == -at:
+            next_read[chunk] = -1
+            return

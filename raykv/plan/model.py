@@ -1,0 +1,39 @@
+"""The shape of a model: what a token's keys and values weigh, and what computing them costs."""
+
+from dataclasses import dataclass
+from typing import Final
+
+DTYPE_NBYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "int8": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """A decoder's shape; the defaults are those of Llama 3.1 8B.
+
+    Attributes:
+        layers: With attention.
+        kv_heads, head_size: Of keys and values.
+        dtype: Of keys and values; one of DTYPE_NBYTES.
+        hidden: Width of attention: query heads times head size.
+        parameters: That each token passes through.
+    """
+
+    layers: int = 32
+    kv_heads: int = 8
+    head_size: int = 128
+    dtype: str = "bfloat16"
+    hidden: int = 4096
+    parameters: float = 8.03e9
+
+    @property
+    def token_nbytes(self) -> int:
+        """Keys and values of one token in all layers."""
+        return 2 * self.layers * self.kv_heads * self.head_size * DTYPE_NBYTES[self.dtype]
+
+    def prefill_flops(self, tokens: int, attended: int) -> float:
+        """Floating-point operations to compute tokens.
+
+        Args:
+            attended: Sum over them of the tokens before each, to which its attention extends.
+        """
+        return 2.0 * self.parameters * tokens + 4.0 * self.layers * self.hidden * (attended + tokens)

@@ -1,0 +1,43 @@
+"""Plans as a chart. Needs matplotlib: `pip install 'raykv[notebooks]'`."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from raykv.errors import UsageError
+from raykv.plan.records import Record
+
+
+def figure(records: Sequence[Record]) -> Any:
+    """Usable hits over the size of the cache, a line a policy, as a matplotlib figure.
+
+    Raises:
+        UsageError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        raise UsageError("a chart needs matplotlib; pip install 'raykv[notebooks]'") from None
+    chart = Figure(figsize=(8, 5), layout="constrained")
+    axes = chart.add_subplot()
+    for name in dict.fromkeys(record.policy for record in records):
+        line = sorted((record.size_share, record.prefix_hit_ratio) for record in records if record.policy == name)
+        axes.plot(
+            [100 * size for size, _ in line],
+            [100 * hits for _, hits in line],
+            marker="o",
+            markersize=3,
+            linestyle="--" if name == "belady" else "-",
+            label=name,
+        )
+    axes.set_xlabel("cache, % of the trace's different chunks")
+    axes.set_ylabel("hits, % of chunks read")
+    axes.set_title(records[0].trace if records else "")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    return chart
+
+
+def save(records: Sequence[Record], path: Path | str) -> None:
+    """Write the chart to a file; its ending says the format."""
+    figure(records).savefig(path)

@@ -1,0 +1,180 @@
+"""Plans: a record for each policy and size, and these as text."""
+
+import csv
+import io
+import json
+import math
+import re
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Final
+
+from raykv.config import GIB, parse_nbytes
+from raykv.errors import UsageError
+from raykv.eviction import POLICIES, policy
+from raykv.plan.belady import belady
+from raykv.plan.model import ModelShape
+from raykv.plan.replay import Mode, replay
+from raykv.plan.trace import Trace
+
+BELADY: Final = "belady"
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What one policy saves with one size of cache.
+
+    Attributes:
+        trace, policy, mode: What was replayed, and how (`raykv.plan.replay.replay`).
+        size_chunks, size_nbytes: Of the cache.
+        size_share: The same as a part of the trace's different chunks.
+        requests, chunks, tokens: Of the trace; chunks are accesses.
+        prefix_hits, prefix_hit_ratio: Hits that an engine can use, since all before them in the request hit too.
+        plain_hits, plain_hit_ratio: All hits.
+        tokens_hit, token_hit_ratio: Tokens of the prefix hits.
+        saved_flops, saved_gib: Prefill that they save, and what they weigh.
+        stored, evicted: Chunks.
+        took_s: Time of the replay.
+    """
+
+    trace: str
+    policy: str
+    mode: str
+    size_chunks: int
+    size_nbytes: int
+    size_share: float
+    requests: int
+    chunks: int
+    tokens: int
+    prefix_hits: int
+    prefix_hit_ratio: float
+    plain_hits: int
+    plain_hit_ratio: float
+    tokens_hit: int
+    token_hit_ratio: float
+    saved_flops: float
+    saved_gib: float
+    stored: int
+    evicted: int
+    took_s: float
+
+
+def plan(
+    trace: Trace,
+    sizes: Sequence[str | int],
+    policies: Iterable[str | Callable[..., Any]] = ("leaf_lru",),
+    *,
+    model: ModelShape | None = None,
+    mode: Mode = "prefix",
+    ttl_s: float = math.inf,
+) -> list[Record]:
+    """Replay a trace with each policy and size.
+
+    Args:
+        sizes: Such as "10%" of the trace's different chunks, "64 GiB", or a number of chunks.
+        policies: Names, "module:attribute", functions or classes as for `raykv.eviction.policy`, "belady" for the
+            bound, or "all" for all names.
+        model: Tells what a chunk weighs and costs. None: `ModelShape()`.
+        mode, ttl_s: See `replay`.
+
+    Raises:
+        UsageError: A size cannot be read.
+        ConfigError: There is no such policy.
+    """
+    model = model or ModelShape()
+    chunk_nbytes = trace.chunk_tokens * model.token_nbytes
+    capacities = [_capacity(size, trace.chunks, chunk_nbytes) for size in sizes]
+    records = []
+    for chosen in _expanded(policies):
+        for capacity in capacities:
+            began_s = time.perf_counter()
+            if chosen == BELADY:
+                outcome = belady(trace, capacity)
+            else:
+                outcome = replay(trace, policy(chosen), capacity, mode=mode, ttl_s=ttl_s)
+            took_s = time.perf_counter() - began_s
+            records.append(
+                Record(
+                    trace=trace.name,
+                    policy=chosen if isinstance(chosen, str) else getattr(chosen, "__qualname__", repr(chosen)),
+                    mode=mode,
+                    size_chunks=capacity,
+                    size_nbytes=capacity * chunk_nbytes,
+                    size_share=capacity / trace.chunks,
+                    requests=len(trace.requests),
+                    chunks=trace.accesses,
+                    tokens=trace.tokens,
+                    prefix_hits=outcome.prefix_hits,
+                    prefix_hit_ratio=outcome.prefix_hits / trace.accesses,
+                    plain_hits=outcome.plain_hits,
+                    plain_hit_ratio=outcome.plain_hits / trace.accesses,
+                    tokens_hit=outcome.tokens_hit,
+                    token_hit_ratio=outcome.tokens_hit / max(1, trace.tokens),
+                    saved_flops=model.prefill_flops(outcome.tokens_hit, outcome.attended),
+                    saved_gib=outcome.tokens_hit * model.token_nbytes / GIB,
+                    stored=outcome.stored,
+                    evicted=outcome.evicted,
+                    took_s=took_s,
+                )
+            )
+    return records
+
+
+def _expanded(policies: Iterable[str | Callable[..., Any]]) -> list[str | Callable[..., Any]]:
+    names: list[str | Callable[..., Any]] = []
+    for name in policies:
+        names += [*POLICIES, BELADY] if name == "all" else [name]
+    return list(dict.fromkeys(names))
+
+
+def _capacity(size: str | int, chunks: int, chunk_nbytes: int) -> int:
+    """A size in chunks, at least one."""
+    if isinstance(size, int):
+        found = size
+    elif share := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", size):
+        found = max(round(float(share[1]) / 100 * chunks), float(share[1]) > 0)
+    else:
+        try:
+            found = int(str(parse_nbytes(size))) // chunk_nbytes
+        except ValueError as error:
+            raise UsageError(f"size {size!r} is neither a share such as '10%' nor bytes: {error}") from None
+    if found < 1:
+        raise UsageError(f"size {size!r} is less than one chunk of {chunk_nbytes:,} bytes")
+    return found
+
+
+def as_table(records: Sequence[Record]) -> str:
+    """Records for people: usable hits by policy and size, then what each saves."""
+    if not records:
+        return ""
+    first = records[0]
+    lines = [
+        f"{first.trace}: {first.requests:,} requests, {first.chunks:,} chunks read, {first.tokens:,} tokens; "
+        f"{'as a node does it' if first.mode == 'prefix' else 'each access by itself'}",
+        "",
+        f"{'policy':<12} {'size':>7} {'GiB':>9} {'hit %':>7} {'plain %':>8} {'tokens %':>9} {'saved PFLOP':>12} "
+        f"{'saved GiB':>10} {'s':>6}",
+    ]
+    lines += [
+        f"{record.policy:<12} {record.size_share:>7.1%} {record.size_nbytes / GIB:>9.1f} "
+        f"{100 * record.prefix_hit_ratio:>7.2f} {100 * record.plain_hit_ratio:>8.2f} "
+        f"{100 * record.token_hit_ratio:>9.2f} {record.saved_flops / 1e15:>12.1f} {record.saved_gib:>10.1f} "
+        f"{record.took_s:>6.1f}"
+        for record in records
+    ]
+    return "\n".join(lines)
+
+
+def as_json(records: Sequence[Record]) -> str:
+    """Records as a JSON list."""
+    return json.dumps([asdict(record) for record in records], indent=2)
+
+
+def as_csv(records: Sequence[Record]) -> str:
+    """Records as CSV with a line of names."""
+    out = io.StringIO()
+    writer = csv.DictWriter(out, [field.name for field in fields(Record)], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(asdict(record) for record in records)
+    return out.getvalue()

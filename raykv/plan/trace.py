@@ -1,0 +1,186 @@
+"""Traces: requests, and the chunks that each of them reads from its first token on.
+
+Three forms, a JSON value a line, plain or gzipped; which one it is, the first line tells.
+
+Mooncake's: `{"timestamp": ms, "input_length": tokens, "output_length": tokens, "hash_ids": [...]}`, blocks of 512
+tokens, of which the last may be partial.
+
+Our own: `{"at_s": 12.5, "tokens": 1300, "output_tokens": 20, "chunk_tokens": 512, "keys": ["9f0c...", ...]}`, keys as
+strings or numbers; `output_tokens` and `chunk_tokens` may be left out.
+
+vLLM's KV events: see `raykv.plan.events`.
+"""
+
+import gzip
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Final
+
+import msgspec
+
+from raykv.errors import UsageError
+from raykv.plan.events import Key, Raw, Seconds, decode, requests_of
+
+MOONCAKE_TOKENS: Final = 512
+MAX_LINE_NBYTES: Final = 64 << 20
+
+_Tokens = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request.
+
+    Attributes:
+        at_s: When it came.
+        chunks: Numbers of its chunks, first to last.
+        tokens: Of its prompt.
+        output_tokens: That it made.
+    """
+
+    at_s: float
+    chunks: list[int]
+    tokens: int
+    output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Requests in order of time.
+
+    Attributes:
+        name: Where they came from.
+        requests: See `Request`.
+        chunks: How many different chunks they name; these are numbered from 0.
+        chunk_tokens: Tokens of a full chunk.
+    """
+
+    name: str
+    requests: list[Request]
+    chunks: int
+    chunk_tokens: int
+
+    @property
+    def accesses(self) -> int:
+        return sum(len(request.chunks) for request in self.requests)
+
+    @property
+    def tokens(self) -> int:
+        return sum(request.tokens for request in self.requests)
+
+    @property
+    def seconds(self) -> float:
+        return self.requests[-1].at_s - self.requests[0].at_s
+
+    def tokens_of(self, request: Request) -> list[int]:
+        """Tokens of each chunk of a request: all full, but for the last one perhaps."""
+        size = self.chunk_tokens
+        return [min(size, max(0, request.tokens - at * size)) for at in range(len(request.chunks))]
+
+
+class MooncakeLine(msgspec.Struct):
+    """A line of Mooncake's form; the timestamp is in milliseconds."""
+
+    keys_field: ClassVar[str] = "hash_ids"
+    timestamp: Annotated[float, msgspec.Meta(ge=0, le=1e15)]
+    input_length: _Tokens
+    output_length: _Tokens
+    hash_ids: list[Key]
+
+    def raw(self) -> Raw:
+        return Raw(self.timestamp / 1000, self.hash_ids, self.input_length, self.output_length, MOONCAKE_TOKENS)
+
+
+class RecordedLine(msgspec.Struct):
+    """A line of our own form."""
+
+    keys_field: ClassVar[str] = "keys"
+    at_s: Seconds
+    tokens: _Tokens
+    keys: list[Key]
+    output_tokens: _Tokens = 0
+    chunk_tokens: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = MOONCAKE_TOKENS
+
+    def raw(self) -> Raw:
+        return Raw(self.at_s, self.keys, self.tokens, self.output_tokens, self.chunk_tokens)
+
+
+def read_trace(path: Path | str) -> Trace:
+    """Read a trace from a file.
+
+    Raises:
+        UsageError: It cannot be read, has no request, or a line is wrong; names the line and the field.
+    """
+    path = Path(path)
+    try:
+        with open(path, "rb") as file:
+            packed = file.read(2) == b"\x1f\x8b"
+        with gzip.open(path) if packed else open(path, "rb") as file:
+            return parse_trace(iter(lambda: file.readline(MAX_LINE_NBYTES + 1), b""), path.name)
+    except (OSError, EOFError, zlib.error) as error:
+        raise UsageError(f"{path}: {error}") from error
+
+
+def parse_trace(lines: Iterable[bytes | str], name: str = "trace") -> Trace:
+    """The same from its lines."""
+    numbers: dict[int | str, int] = {}
+    requests: list[Request] = []
+    chunk_tokens = 0
+    for raw in _raw(lines, name):
+        if raw.chunk_tokens != (chunk_tokens := chunk_tokens or raw.chunk_tokens):
+            raise UsageError(
+                f"{name}, request {len(requests) + 1}: field 'chunk_tokens': {raw.chunk_tokens}, where it was "
+                f"{chunk_tokens} before; a trace has chunks of one size"
+            )
+        chunks = [numbers.setdefault(key, len(numbers)) for key in raw.keys]
+        requests.append(Request(raw.at_s, chunks, raw.tokens, raw.output_tokens))
+    if not numbers:
+        raise UsageError(f"{name}: no request with a chunk in it")
+    requests.sort(key=lambda request: request.at_s)
+    return Trace(name, requests, len(numbers), chunk_tokens)
+
+
+def _raw(lines: Iterable[bytes | str], name: str) -> Iterator[Raw]:
+    placed = _placed(lines, name)
+    first = next(placed, None)
+    if first is None:
+        return
+    placed = chain([first], placed)
+    form = _form(*first)
+    if form is None:
+        yield from requests_of(placed)
+        return
+    for where, line in placed:
+        raw = decode(form, where, line).raw()
+        if len(raw.keys) > -(-raw.tokens // raw.chunk_tokens):
+            raise UsageError(
+                f"{where}: field '{form.keys_field}': {len(raw.keys)} chunks of {raw.chunk_tokens} tokens are "
+                f"more than {raw.tokens} tokens have"
+            )
+        yield raw
+
+
+def _placed(lines: Iterable[bytes | str], name: str) -> Iterator[tuple[str, bytes]]:
+    for place, line in enumerate(lines, 1):
+        if len(line) > MAX_LINE_NBYTES:
+            raise UsageError(f"{name}, line {place}: longer than {MAX_LINE_NBYTES:,} bytes")
+        if line.strip():
+            yield f"{name}, line {place}", line.encode() if isinstance(line, str) else line
+
+
+def _form(where: str, line: bytes) -> type[MooncakeLine] | type[RecordedLine] | None:
+    """What form a trace has, by its first line; None for events."""
+    found = decode(Any, where, line)
+    if isinstance(found, list) or (isinstance(found, dict) and "events" in found):
+        return None
+    if isinstance(found, dict) and "hash_ids" in found:
+        return MooncakeLine
+    if isinstance(found, dict) and "keys" in found:
+        return RecordedLine
+    raise UsageError(
+        f"{where}: no known form: a request has field 'hash_ids' (Mooncake) or 'keys' (raykv), a batch of events has "
+        "field 'events' (vLLM)"
+    )

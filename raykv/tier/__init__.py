@@ -1,0 +1,1 @@
+"""Where chunks lie beside memory: tiers below it, and what goes there."""

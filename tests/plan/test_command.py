@@ -1,0 +1,131 @@
+"""Records, and `raykv plan`."""
+
+import csv
+import io
+import json
+import subprocess
+import sys
+
+import pytest
+
+from raykv.cli import main
+from raykv.config import GIB
+from raykv.errors import ConfigError, UsageError
+from raykv.eviction import POLICIES
+from raykv.plan import ModelShape, as_csv, as_json, as_table, parse_trace, plan
+
+LINES = [
+    json.dumps({"timestamp": at, "input_length": 1536, "output_length": 1, "hash_ids": [0, at % 3 + 1, at % 3 + 4]})
+    for at in range(9)
+]
+SMALL = ModelShape(layers=2, kv_heads=1, head_size=8, dtype="float16", hidden=16, parameters=1000)
+
+
+def newest(columns, rows, now):
+    return -columns.inserted[rows].astype(int)
+
+
+def test_records_say_what_is_saved():
+    trace = parse_trace(LINES, "t")
+    record = plan(trace, [7], model=SMALL)[0]
+    assert SMALL.token_nbytes == 2 * 2 * 1 * 8 * 2
+    assert (record.trace, record.policy, record.mode) == ("t", "leaf_lru", "prefix")
+    assert (record.requests, record.chunks, record.tokens) == (9, 27, 9 * 1536)
+    assert (record.size_chunks, record.size_nbytes, record.size_share) == (7, 7 * 512 * 64, 1.0)
+    assert record.prefix_hits == record.plain_hits == 20
+    assert record.prefix_hit_ratio == 20 / 27
+    assert record.tokens_hit == 20 * 512
+    assert record.saved_gib == 20 * 512 * 64 / GIB
+    each = [512, 512, *[1536] * 6]  # tokens hit by the requests that hit
+    attention = sum(4 * 2 * 16 * tokens * (tokens + 1) / 2 for tokens in each)
+    assert record.saved_flops == 2 * 1000 * 20 * 512 + attention
+
+
+def test_sizes_are_shares_bytes_or_chunks():
+    trace = parse_trace(LINES)
+    sizes = [record.size_chunks for record in plan(trace, ["50%", " 29 %", "64 KiB", "70000", 3], model=SMALL)]
+    assert sizes == [4, 2, 2, 2, 3]
+
+
+@pytest.mark.parametrize("size", ["", "-5%", "5%%", "much", "1 GB", "0%", "100 B", 0, "nan%"])
+def test_a_size_that_is_none_is_named(size):
+    with pytest.raises(UsageError, match="size"):
+        plan(parse_trace(LINES), [size], model=SMALL)
+
+
+def test_policies_are_names_functions_or_all():
+    trace = parse_trace(LINES)
+    names = [record.policy for record in plan(trace, [3], ["lru", "all", newest, "raykv.eviction.lru:LRU"])]
+    assert names == ["lru", *[name for name in POLICIES if name != "lru"], "belady", "newest", "raykv.eviction.lru:LRU"]
+    with pytest.raises(ConfigError, match="unknown policy 'best'"):
+        plan(trace, [3], ["best"])
+
+
+def test_records_as_text():
+    records = plan(parse_trace(LINES, "t"), ["50%", "100%"], ["lru", "belady"])
+    rows = list(csv.DictReader(io.StringIO(as_csv(records))))
+    assert [row["policy"] for row in rows] == ["lru", "lru", "belady", "belady"]
+    assert json.loads(as_json(records))[1]["prefix_hits"] == 20 == int(rows[1]["prefix_hits"])
+    table = as_table(records).splitlines()
+    assert table[0] == "t: 9 requests, 27 chunks read, 13,824 tokens; as a node does it"
+    assert table[-1].split()[:2] == ["belady", "100.0%"]
+    assert as_table([]) == ""
+
+
+def test_the_command(tmp_path, capsys):
+    path = tmp_path / "trace.jsonl"
+    path.write_text("\n".join(LINES))
+    assert (
+        main(["plan", str(path), "--sizes", "50%,7 MiB", "--policies", "fifo, belady", "--layers", "1", "--json"]) == 0
+    )
+    found = json.loads(capsys.readouterr().out)
+    assert [(record["policy"], record["size_chunks"]) for record in found] == [
+        ("fifo", 4),
+        ("fifo", 3),
+        ("belady", 4),
+        ("belady", 3),
+    ]
+    assert main(["plan", str(path), "--objects", "--ttl", "5", "--policies", "all"]) == 0
+    assert "each access by itself" in capsys.readouterr().out
+    assert main(["plan", str(path), "--csv"]) == 0
+    assert capsys.readouterr().out.startswith("trace,policy,mode")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--sizes", "many"], "size 'many'"),
+        (["--policies", "best"], "unknown policy 'best'"),
+        (["--layers", "0"], "above 0"),
+        (["--ttl", "-1"], "above 0"),
+    ],
+)
+def test_the_command_says_what_is_wrong(arguments, message, tmp_path, capsys):
+    path = tmp_path / "trace.jsonl"
+    path.write_text("\n".join(LINES))
+    assert main(["plan", str(path), *arguments]) == 1
+    assert message in capsys.readouterr().err
+    assert main(["plan", str(tmp_path / "nothing")]) == 1
+    assert "nothing" in capsys.readouterr().err
+
+
+def test_a_chart(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "trace.jsonl"
+    path.write_text("\n".join(LINES))
+    assert main(["plan", str(path), "--plot", str(tmp_path / "chart.svg")]) == 0
+    assert "<svg" in (tmp_path / "chart.svg").read_text()
+
+
+def test_without_matplotlib_it_says_how_to_get_it(tmp_path):
+    path = tmp_path / "trace.jsonl"
+    path.write_text("\n".join(LINES))
+    program = f"""
+import sys
+sys.modules["matplotlib"] = None
+from raykv.cli import main
+sys.exit(main(["plan", {str(path)!r}, "--plot", "chart.svg"]))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, timeout=60)
+    assert done.returncode == 1
+    assert "pip install 'raykv[notebooks]'" in done.stderr
