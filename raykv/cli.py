@@ -1,4 +1,4 @@
-"""The command line: `raykv up`, `status`, `down`, on the Ray cluster that runs here; `raykv doctor` and `plan`."""
+"""The command line: what is done to the Ray cluster that runs here (`up`, `status`, ...), and `doctor` and `plan`."""
 
 import argparse
 import json
@@ -65,6 +65,15 @@ def parser() -> argparse.ArgumentParser:
     status.add_argument("--secret", action="store_true", help="only the secret, for clients that come by host:port")
     status.set_defaults(run=_status)
 
+    upgrade = commands.add_parser("upgrade", help="replace node after node by the code installed now; memory stays")
+    upgrade.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS", help="for each node (default: 60)")
+    upgrade.set_defaults(run=_upgrade)
+
+    record = commands.add_parser("record", help="capture a trace of what requests ask for, for 'raykv plan'")
+    record.add_argument("file", metavar="FILE", help="a line a request; is not overwritten")
+    record.add_argument("--seconds", type=float, default=600.0, help="for how long (default: 600; end it by Ctrl-C)")
+    record.set_defaults(run=_record)
+
     down = commands.add_parser("down", help="end all nodes and free their memory")
     down.set_defaults(run=_down)
 
@@ -75,7 +84,7 @@ def parser() -> argparse.ArgumentParser:
     plan = commands.add_parser("plan", help="what a cache of some size and policy would save on a trace; needs no Ray")
     add_arguments(plan)
     plan.set_defaults(here=_plan)
-    for command in (up, status, down):
+    for command in (up, status, upgrade, record, down):
         command.add_argument("--name", default="default", help="name of the raykv cluster")
     return whole
 
@@ -122,6 +131,40 @@ def _status(options: argparse.Namespace) -> str:
         return control.secret(options.name)
     found = control.status(options.name)
     return json.dumps(found, indent=2) if options.json else _table(found)
+
+
+def _upgrade(options: argparse.Namespace) -> str:
+    from raykv.cluster import control
+
+    lines = []
+    for step in control.upgrade(options.name, timeout_s=options.timeout):
+        kept = f", {step['recovered']:,} of {step['chunks_before']:,} chunks kept" if "recovered" in step else ""
+        lines.append(
+            f"  {step['node'][:16]}  pid {step['pid_before']} -> {step['pid']} in {step['seconds']:.1f} s{kept}"
+        )
+    return "\n".join([f"cluster {options.name!r} is upgraded", *lines])
+
+
+def _record(options: argparse.Namespace) -> str:
+    from raykv.cluster import control
+
+    count = lost = 0
+    since_s: float | None = None
+    try:
+        with open(options.file, "x", encoding="utf-8") as file:
+            try:
+                for requests, left_out in control.record(options.name, seconds=options.seconds):
+                    lost += left_out
+                    for each in requests:
+                        since_s = each.at_s if since_s is None else since_s
+                        file.write(each.line(min(since_s, each.at_s)) + "\n")
+                        count += 1
+                    file.flush()
+            except KeyboardInterrupt:
+                pass
+    except OSError as error:
+        raise RayKVError(f"FILE {options.file}: {error.strerror}") from error
+    return f"{count:,} requests in {options.file}" + (f"; {lost:,} more found no room" if lost else "")
 
 
 def _down(options: argparse.Namespace) -> str:

@@ -25,12 +25,16 @@ from raykv.local import LocalNode, Pins, Reservation
 from raykv.memory.copying import all_byte_views, byte_views
 from raykv.namespace import Namespace
 from raykv.reach import Reach
+from raykv.record import Recorder
 from raykv.ring import View
 from raykv.transport.base import Link, Runs
 from raykv.types import Bits, GetResult, KeyArray, Match, NodeId, PutResult, Scattered
+from raykv.why import KeysUnder, Why, explain, keys_under_names, keys_under_tokens
 
 T = TypeVar("T")
 
+LATE_S: Final = 0.002
+"""A call that ends within this time of its deadline was given up: waiting ends a little early now and then."""
 _ONE_HIT: Final = np.ones(1, np.bool_)
 
 Keys = KeyArray | Sequence[bytes | str]
@@ -52,6 +56,7 @@ class Client:
         self._digest = namespace.digest
         self._reach = reach
         self._always_verify = reach.config.verify == "always"
+        self._recorder = Recorder(reach.tell_record, namespace.chunk_tokens)
 
     def using(self, namespace: Namespace) -> "Client":
         """A client for another namespace over the same connections."""
@@ -69,18 +74,23 @@ class Client:
 
     # -- reading ----------------------------------------------------------------------------------------------------
 
-    def match(self, keys: Keys, *, ticket: Ticket | None = None, timeout_s: float | None = None) -> Match:
+    def match(
+        self, keys: Keys, *, ticket: Ticket | None = None, timeout_s: float | None = None, record: bool = True
+    ) -> Match:
         """How many leading chunks are stored, and where. Changes nothing.
 
         Args:
             ticket: Believe its holders, and ask nobody, for chunks that are not on this host.
             timeout_s: Owners that take longer are taken to know nothing.
+            record: This is a request of its own, to be told of while `raykv record` runs.
 
         Raises:
             NamespaceMismatch: The ticket was made under another namespace.
         """
         keys = self._as_keys(keys)
         reach = self._reach
+        if record and reach.local is not None and reach.local.reader.table.recording and len(keys):
+            self._recorder.note(keys, today_s=time.time(), now_s=time.monotonic())
         here = self._here(keys, reach.deadline(timeout_s))
         if reach.local is not None and here.all():
             return Match(len(keys), (reach.local.attached.node_id,) * len(keys))
@@ -156,6 +166,8 @@ class Client:
         if match is not None:
             reach.fetch(arrivals, [*match.holders, *[None] * (len(keys) - len(match.holders))], deadline_s)
         reach.find(arrivals, deadline_s)
+        if len(reach.troubles) or time.monotonic() >= deadline_s - LATE_S:
+            reach.note_end(arrivals, late=time.monotonic() >= deadline_s - LATE_S)
         return arrivals.result()
 
     def pin(self, keys: Keys, *, timeout_s: float | None = None) -> Pins:
@@ -217,7 +229,11 @@ class Client:
                 deadline_s = reach.deadline(timeout_s)
                 if holder is not None and reach.fetch_one(holder, key, target[0], deadline_s):
                     return True
-                return reach.find_one(key, target[0], deadline_s) is not None
+                if reach.find_one(key, target[0], deadline_s) is not None:
+                    return True
+                if time.monotonic() >= deadline_s - LATE_S:
+                    reach.troubles.note((key,), "timed_out", None, now_s=time.monotonic())
+                return False
         return self.get(keys_.from_bytes(key), [into], timeout_s=timeout_s).hits[0]
 
     # -- writing ----------------------------------------------------------------------------------------------------
@@ -384,6 +400,36 @@ class Client:
             if isinstance(answer, UsageError):
                 raise answer
         return sum(isinstance(answer, wire.Done) for answer in answers)
+
+    # -- why --------------------------------------------------------------------------------------------------------
+
+    def why(
+        self,
+        keys: Keys | None = None,
+        *,
+        tokens: Sequence[int] | npt.NDArray[np.integer[Any]] | None = None,
+        timeout_s: float | None = None,
+    ) -> list[Why]:
+        """What became of chunks, one entry each: where they are, or why they are not here. Asks all members.
+
+        Args:
+            keys: A list of names, or an array from `keys` or `chain`. Only for names, or tokens, can it be told that
+                the chunk was stored under another namespace: an array says nothing of what it was made from.
+            tokens: In place of keys: a prompt, for its full chunks.
+            timeout_s: Members that take longer do not answer.
+
+        Raises:
+            UsageError: Neither keys nor tokens, or both.
+        """
+        if (keys is None) == (tokens is None):
+            raise UsageError("fields 'keys' and 'tokens': give one of them")
+        under: KeysUnder | None = None
+        if tokens is not None:
+            keys, under = self.chain(tokens), keys_under_tokens(self.namespace, tokens)
+        elif keys is not None and not isinstance(keys, np.ndarray):
+            under = keys_under_names(keys)
+        assert keys is not None
+        return explain(self._reach, self.namespace, self._as_keys(keys), under, self._reach.deadline(timeout_s))
 
     # -- about ------------------------------------------------------------------------------------------------------
 

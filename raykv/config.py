@@ -94,6 +94,42 @@ def _explain(model: type[BaseModel], error: ValidationError) -> str:
     return f"{model.__name__}: " + "; ".join(lines)
 
 
+class SsdConfig(Model):
+    """One node's SSDs.
+
+    Attributes:
+        paths: A directory on each drive; made if it is not there.
+        capacity_nbytes: Of each of them.
+        segment_nbytes: Space is taken and given back in segments of this size.
+        depth: Operations under way on each path.
+        write_nbytes_per_day: All that may be written in a day, to all paths together. None: no limit.
+        io_timeout_s: A drive that takes longer for one operation is given nothing more until it is done.
+        direct: Whether reads and writes go past the page cache: where the file system lets them ("try"), or nowhere
+            ("never"). With "require", a node does not start without.
+        max_chunks: Rows of the index, for all paths together. None: one for every 64 KiB. A row costs about 100 bytes.
+    """
+
+    paths: Annotated[tuple[Path, ...], Field(min_length=1, max_length=64)]
+    capacity_nbytes: Nbytes
+    segment_nbytes: Nbytes = 64 * MIB
+    depth: Annotated[int, Field(ge=1, le=256)] = 4
+    write_nbytes_per_day: Nbytes | None = None
+    io_timeout_s: Annotated[float, Field(gt=0)] = 5.0
+    direct: Literal["try", "require", "never"] = "try"
+    max_chunks: Annotated[int, Field(ge=16, le=1 << 30)] | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.segment_nbytes % SLOT_ALIGNMENT_NBYTES or self.segment_nbytes < 16 * SLOT_ALIGNMENT_NBYTES:
+            raise ValueError(f"segment_nbytes must be a multiple of {SLOT_ALIGNMENT_NBYTES}, and at least 64 KiB")
+        if self.capacity_nbytes < 4 * self.segment_nbytes:
+            raise ValueError(
+                f"capacity_nbytes ({self.capacity_nbytes}) must hold at least four segments; "
+                f"raise it or lower segment_nbytes ({self.segment_nbytes})"
+            )
+        return self
+
+
 class StorageConfig(Model):
     """One node's memory.
 
@@ -109,6 +145,7 @@ class StorageConfig(Model):
         huge_pages: Whether memory is taken in pages of 2 MiB: where they are to be had ("try"), or nowhere ("never").
             With "require", a node does not start without, and an extent that finds none is out of use.
         numa: On hosts with several memory nodes, "auto" gives each an equal part of the arena.
+        ssd: The tier below memory. None: there is none.
     """
 
     arena_nbytes: Nbytes = 1 * GIB
@@ -120,6 +157,7 @@ class StorageConfig(Model):
     shm_dir: Path | None = Path("/dev/shm")
     huge_pages: HugePages = "try"
     numa: Literal["auto", "off"] = "auto"
+    ssd: SsdConfig | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -212,11 +212,13 @@ class One(NamedTuple):
         path: By which it arrived, if it did.
         gone: Whether the holder does not have it.
         told: Holders that it named.
+        spoilt: Whether its bytes were not what the holder said.
     """
 
     path: Path | None
     gone: bool
     told: tuple[NodeId, ...] = ()
+    spoilt: bool = False
 
 
 def load_one(
@@ -238,7 +240,7 @@ def load_one(
         return One(None, False)
     if verify and checksum_of((target,)) != checksum:
         link.call(wire.Suspect(key), deadline_s=deadline_s)
-        return One(None, False)
+        return One(None, False, spoilt=True)
     return One(link.path, False)
 
 

@@ -24,11 +24,14 @@ from raykv import wire
 from raykv.config import GIB, NodeConfig
 from raykv.directory import DirectoryPort
 from raykv.errors import ConfigError, RayKVError, TransientError, UsageError
+from raykv.ledger import Place
 from raykv.locator import Locator
 from raykv.memory.copying import checksum_of
 from raykv.namespace import Namespace
+from raykv.record import Asked, Tape
 from raykv.ring import Member, View
 from raykv.shard import Shard, remove_files
+from raykv.tiers import open_tiers
 from raykv.transport.base import RUN_NBYTES, Link, Reply, Runs, Session
 from raykv.transport.memory import Network
 from raykv.transport.peers import Peers
@@ -44,6 +47,9 @@ LOCKED_KEYS: Final = 4096
 MAX_UNANNOUNCED_KEYS: Final = 1 << 20
 """Keys kept for owners that do not answer; beyond it the oldest are forgotten (they cost a miss, no more)."""
 ANNOUNCE_DEADLINE_S: Final = 5.0
+PROMOTE_TIMEOUT_S: Final = 4.0
+"""A request waits so long at most for what lies below memory."""
+PROMOTED_KEYS: Final = 64
 UNIX_PATH_MAX: Final = 107
 _PAIR: Final = struct.Struct("<QQ")
 _ROW: Final = struct.Struct("<i")
@@ -100,6 +106,8 @@ class Node:
         self.view = View()
         self.failure: BaseException | None = None
         self._lock = threading.Lock()
+        self.tiers = open_tiers(config, self.shard, self._lock, changed=self._note_change)
+        self.tape = Tape()
         self._locator = Locator(config.max_locations)
         self._requests: Counter[str] = Counter()
         self._errors: Counter[str] = Counter()
@@ -123,12 +131,16 @@ class Node:
             wire.Abort: self._abort,
             wire.Pin: self._pin,
             wire.Unpin: self._unpin,
+            wire.Promote: self._promote,
             wire.Delete: self._delete,
             wire.Suspect: self._suspect,
             wire.Locate: self._locate,
             wire.Announce: self._announce,
             wire.Read: self._read,
             wire.Write: self._write,
+            wire.Why: self._why,
+            wire.GetNamespaces: self._get_namespaces,
+            wire.Record: self._record,
             wire.GetStats: lambda request, session: Reply(wire.Stats(msgspec.json.encode(self.stats()))),
         }
 
@@ -193,6 +205,7 @@ class Node:
         for thread in self._threads:
             thread.join(timeout=5.0)
         self._peers.close()
+        self.tiers.close()
         prefix = self.config.file_prefix
         if unlink and prefix is not None:
             remove_files(prefix)
@@ -201,6 +214,7 @@ class Node:
 
     def stats(self) -> dict[str, Any]:
         """What it holds and what it did, as plain values."""
+        below = self.tiers.stats()
         with self._lock:
             shard = self.shard
             return {
@@ -224,7 +238,17 @@ class Node:
                 "requests": dict(self._requests),
                 "errors": dict(self._errors),
                 **asdict(shard.counters),
+                **below,
             }
+
+    def record(self, on: bool) -> tuple[list[Asked], int]:
+        """Have this host's clients tell of their requests, or no longer.
+
+        Returns:
+            What they told since the last call, and how many requests there was no room for.
+        """
+        self.shard.table.recording = on
+        return self.tape.take()
 
     @property
     def stopped(self) -> bool:
@@ -290,6 +314,7 @@ class Node:
                 table=str(shard.table.memory.path),
                 arena=str(shard.arena.path),
                 secret=self._secret if session.local else b"",
+                tiers=bool(self.tiers),
             )
         )
 
@@ -425,8 +450,11 @@ class Node:
         return Reply(wire.Done())
 
     def _pin(self, request: wire.Pin, session: NodeSession) -> Reply:
+        keys = _keys(request.keys)
+        if self.tiers:
+            self.tiers.promote(keys, until_s=time.monotonic() + PROMOTE_TIMEOUT_S)
         with self._lock:
-            pinned = self.shard.pin(_keys(request.keys), now_s=time.monotonic())
+            pinned = self.shard.pin(keys, now_s=time.monotonic())
             session.pins.update(pinned.rows[pinned.rows >= 0].tolist())
         return Reply(
             wire.Held(
@@ -444,9 +472,16 @@ class Node:
             session.pins -= given_back
         return Reply(wire.Done())
 
+    def _promote(self, request: wire.Promote, session: NodeSession) -> Reply:
+        until_s = time.monotonic() + min(request.timeout_s, PROMOTE_TIMEOUT_S) if request.timeout_s > 0 else 0.0
+        return Reply(wire.Count(self.tiers.promote(_keys(request.keys), until_s=until_s)))
+
     def _delete(self, request: wire.Delete, session: NodeSession) -> Reply:
+        keys = _keys(request.keys)
+        below = self.tiers.delete(keys)
         with self._lock:
-            count = self.shard.delete(_keys(request.keys))
+            count = self.shard.delete(keys, now_s=time.monotonic())
+        count = max(count, below)
         self._changed.set()
         return Reply(wire.Count(count))
 
@@ -491,6 +526,8 @@ class Node:
                 held = shard.pin_each(keys[first : first + LOCKED_KEYS], now_s=time.monotonic())
             for into, some in zip((rows, starts, lengths, checksums), held, strict=True):
                 into += some
+        if self.tiers and 0 in lengths:
+            self._pin_promoted(keys, rows, starts, lengths, checksums)
 
         def finish(complete: bool) -> None:
             with self._lock:
@@ -501,12 +538,32 @@ class Node:
             answer.choices, answer.places = self._located(keys[[not length for length in lengths]])
         return Reply(answer, outgoing=_runs(shard.arena.view, starts, lengths), finish=finish)
 
+    def _pin_promoted(
+        self, keys: KeyArray, rows: list[int], starts: list[int], lengths: list[int], checksums: list[int]
+    ) -> None:
+        """Pin those too that lie below memory. They come up in steps: what has come is pinned before the rest comes."""
+        lacking = [place for place, length in enumerate(lengths) if not length]
+        until_s = time.monotonic() + PROMOTE_TIMEOUT_S
+        for first in range(0, len(lacking), PROMOTED_KEYS):
+            places = lacking[first : first + PROMOTED_KEYS]
+            if not self.tiers.promote(keys[places], until_s=until_s):
+                continue
+            with self._lock:
+                held = self.shard.pin_each(keys[places], now_s=time.monotonic())
+            for place, row, start, length, checksum in zip(places, *held, strict=True):
+                rows[place], starts[place], lengths[place], checksums[place] = row, start, length, checksum
+
     def _read_one(self, request: wire.Read) -> Reply:
         """The same for one key, in a fraction of the time."""
         shard = self.shard
         hi, lo = _PAIR.unpack(request.keys)
         with self._lock:
             row, start, nbytes, checksum = shard.pin_one(hi, lo, now_s=time.monotonic())
+        if row < 0 and self.tiers:
+            until_s = time.monotonic() + PROMOTE_TIMEOUT_S
+            if self.tiers.promote(_keys(request.keys), until_s=until_s):
+                with self._lock:
+                    row, start, nbytes, checksum = shard.pin_one(hi, lo, now_s=time.monotonic())
         answer = wire.Reading(_LENGTH.pack(nbytes), _CHECKSUM.pack(checksum))
         if row < 0:
             if request.locate:
@@ -538,6 +595,56 @@ class Node:
 
         return Reply(granted, incoming=arrivals.runs(), finish=finish)
 
+    # -- about chunks and namespaces ---------------------------------------------------------------------------------
+
+    def _why(self, request: wire.Why, session: NodeSession) -> Reply:
+        keys, now_s = _keys(request.keys), time.monotonic()
+        parts: list[tuple[Any, ...]] = []
+        policies: list[str] = []
+        for first in range(0, len(keys), LOCKED_KEYS):
+            with self._lock:
+                here, nbytes, went = self.shard.what_of(keys[first : first + LOCKED_KEYS], now_s=now_s)
+            parts.append((np.where(here, Place.DRAM, Place.NOWHERE), nbytes, *went[:3]))
+            policies += went.policies
+        columns = [np.concatenate(column) for column in zip(*parts, strict=True)] or [np.empty(0)] * 5
+        places, sizes, reasons, tiers, when_s = columns
+        self._note_below(keys, places, sizes)
+        names = tuple(dict.fromkeys(policies))
+        since_s = self.shard.room.ledger.since_s
+        return Reply(
+            wire.Told(
+                places.astype("u1").tobytes(),
+                sizes.astype("<u4").tobytes(),
+                reasons.astype("u1").tobytes(),
+                tiers.astype("u1").tobytes(),
+                np.maximum(now_s - when_s, 0.0).astype("<f4").tobytes(),
+                bytes(names.index(name) for name in policies),
+                bytes(map(bool, self._locator.locate(keys))),
+                names,
+                None if since_s is None else now_s - since_s,
+            )
+        )
+
+    def _note_below(self, keys: KeyArray, places: npt.NDArray[Any], sizes: npt.NDArray[Any]) -> None:
+        """Of what is not in memory, note what is below."""
+        for tier in self.tiers.tiers:
+            absent = np.flatnonzero(places == Place.NOWHERE)
+            for place, found in zip(absent.tolist(), tier.find(keys[absent]), strict=True):
+                if found is not None:
+                    places[place], sizes[place] = Place[tier.name.upper()], found.nbytes
+
+    def _get_namespaces(self, request: wire.GetNamespaces, session: NodeSession) -> Reply:
+        return Reply(wire.NamespacesAre(msgspec.json.encode(self.namespaces())))
+
+    def namespaces(self) -> dict[str, dict[str, Any]]:
+        """What there is of each account, by its fields as JSON, as plain values."""
+        return {text.decode(): {} for text in self.shard.table.namespaces["text"].tolist() if text}
+
+    def _record(self, request: wire.Record, session: NodeSession) -> Reply:
+        if self.shard.table.recording:
+            self.tape.add(request.requests)
+        return Reply(wire.Done())
+
     # -- the cluster's index ------------------------------------------------------------------------------------------
 
     def _adopt(self, view: View) -> None:
@@ -548,7 +655,8 @@ class Node:
             nodes = frozenset(view.ring.nodes)
             self._locator.keep(nodes=nodes, owned=lambda keys: view.ring.owners(keys) == mine)
         old, self.view = self.view, view
-        keys = self.shard.ready_keys()  # what comes after this is announced by the new view anyway
+        # What comes after this is announced by the new view anyway.
+        keys = np.concatenate([self.shard.ready_keys(), self.tiers.keys()])
         keys = keys[_owner_changed(old, view, keys)]
         with self._lock:
             self._to_announce.append(keys)
@@ -560,9 +668,11 @@ class Node:
             if self._changed.is_set():
                 self._stopping.wait(self.config.announce_s)  # let a few more gather
             self._changed.clear()
+            below = self.tiers.take_changes()
             with self._lock:
                 again, self._to_announce = self._to_announce, []
-                keys = np.concatenate([keys_.empty(), *self.shard.take_changes(), *again])
+                changes = [*self.shard.take_changes(), *below]
+                keys = np.concatenate([keys_.empty(), *changes, *again])
                 self._announcing = True
             if len(keys) and not self._stopping.is_set():
                 self._send_announcements(np.unique(keys, axis=0))
@@ -592,7 +702,8 @@ class Node:
             with self._lock:
                 now = self.shard.table.ticks(time.monotonic())
                 parts.append(self.shard.table.find_ready(keys[start : start + LOCKED_KEYS], now)[0] >= 0)
-        return np.concatenate(parts)
+        here: Bits = np.concatenate(parts)
+        return here | self.tiers.has(keys) if self.tiers else here
 
     def _announce_to(self, owner: Member, keys: KeyArray, here: Bits) -> None:
         message = wire.Announce(self.config.node_id, keys_.to_bytes(keys[here]), keys_.to_bytes(keys[~here]))
@@ -634,6 +745,7 @@ class Node:
             self._wanted.clear()
             busy = True
             while busy and not self._stopping.is_set():
+                self.tiers.demote()
                 with self._lock:
                     busy = self.shard.tend(now_s=time.monotonic())
                 busy = self._back_ahead() or busy or self.shard.table.use_huge_pages()
@@ -662,6 +774,11 @@ class Node:
             return
         if pulse.view is not None and pulse.view.epoch > self.view.epoch:
             self._adopt(pulse.view)
+
+    def _note_change(self) -> None:
+        """A tier has something new to tell, or room for more."""
+        self._changed.set()
+        self._wanted.set()
 
     def _guard(self, task: Callable[[], None]) -> None:
         try:

@@ -6,7 +6,7 @@ Whatever goes wrong with another node here ends as a miss in `Client`.
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Final, TypeAlias, TypeVar
@@ -26,6 +26,7 @@ from raykv.ring import Member, View
 from raykv.transport.peers import Connect, Peers
 from raykv.transport.shm import ShmReader
 from raykv.transport.tcp import SocketLink
+from raykv.troubles import Kind, Troubles
 from raykv.types import Bits, KeyArray, NodeId, Path, Scattered, host_identity
 
 K = TypeVar("K")
@@ -36,6 +37,11 @@ Holders: TypeAlias = tuple[NodeId, ...]
 
 STREAM_NBYTES: Final = 8 << 20
 """Bytes from one holder for which one more connection is worth while."""
+PROMOTE_NBYTES: Final = 16 << 20
+"""A node on this host is asked to bring so much into its memory at once: one part is read while the next comes."""
+PROMOTE_SLACK_S: Final = 0.05
+"""What is left of a call's time after a promotion, to read what has come."""
+RECORD_TIMEOUT_S: Final = 0.5
 MAX_STREAMS: Final = 4
 PARALLEL_PEERS: Final = 16
 """Nodes asked at the same time by one client."""
@@ -49,6 +55,7 @@ class Reach:
         local: The node of this host; None if there is none.
         peers: Connections.
         copy_threads: Share the copies of large batches.
+        troubles: What went wrong lately.
     """
 
     def __init__(
@@ -77,9 +84,11 @@ class Reach:
         self._verify = config.verify != "never"
         self._streams_per_peer = config.streams_per_peer or default_streams()
         self._neighbours: dict[tuple[NodeId, int], ShmReader | None] = {}
+        self._tiered: set[tuple[NodeId, int]] = set()  # neighbours that have chunks below memory
         self._pool: ThreadPoolExecutor | None = None
         self._view = View()
         self._failures, self._doubt_s = 0, -math.inf
+        self.troubles = Troubles()
         self.local: LocalNode | None = None
         secret = _secret(config)
         self.host = host_identity()
@@ -174,6 +183,13 @@ class Reach:
         return self.peers.ask(
             member.address, lambda link: link.call(request, deadline_s=deadline_s), deadline_s=deadline_s
         )
+
+    def ask_all(self, request: wire.Message, deadline_s: float) -> dict[NodeId, wire.Answer | RayKVError]:
+        """Ask every member, and this host's node, in parallel."""
+        nodes = {member.node_id for member in self.view(deadline_s).members}
+        if self.local is not None:
+            nodes.add(self.local.attached.node_id)
+        return self.in_parallel({name: partial(self.call, name, request, deadline_s) for name in nodes})
 
     def _member(self, node_id: NodeId, deadline_s: float) -> Member:
         member = self.view(deadline_s).member(node_id)
@@ -278,6 +294,8 @@ class Reach:
             )
             if one.path is not None:
                 return (), one.path
+            if one.spoilt:
+                self._note_trouble((key,), "corrupt", owner)
             if one.gone:
                 if owner in one.told:
                     self._report_stale(owner, keys_.from_bytes(key), deadline_s)
@@ -351,6 +369,22 @@ class Reach:
         numbers = wire.array(answer.places, "<i4", len(keys)) + np.int32(1)
         return choices, np.where((numbers > 0) & (numbers < len(choices)), numbers, np.int32(0))
 
+    def tell_record(self, requests: bytes) -> None:
+        """Tell the node of this host what was looked up, if it answers. See `raykv.record`."""
+        if self.local is None:
+            return
+        deadline_s = time.monotonic() + RECORD_TIMEOUT_S
+        try:
+            member = self._view.member(self.local.attached.node_id)
+            if member is not None:
+                self.peers.ask(
+                    member.local_address,
+                    lambda link: link.call(wire.Record(requests), deadline_s=deadline_s),
+                    deadline_s=deadline_s,
+                )
+        except RayKVError:
+            pass  # a gap in a trace
+
     def _nearest_first(self, holders: Sequence[NodeId]) -> Holders:
         if len(holders) < 2:
             return tuple(holders)
@@ -383,9 +417,15 @@ class Reach:
         deadline_s: float,
     ) -> None:
         """Ask each holder for its load, all of them in parallel, and note what came."""
-        self.in_parallel({name: partial(ask, name[0], arrivals, load, deadline_s) for name, load in loads.items()})
-        for (holder, _), load in loads.items():  # also of those that were broken off
+        done = self.in_parallel(
+            {name: partial(ask, name[0], arrivals, load, deadline_s) for name, load in loads.items()}
+        )
+        for (holder, number), load in loads.items():  # also of those that were broken off
             arrivals.came(load.arrived, holder, load.path)
+            if load.spoilt:
+                self._note_trouble(map(arrivals.raw_key, load.spoilt), "corrupt", holder)
+            if isinstance(done[holder, number], RayKVError):
+                self._note_trouble(map(arrivals.raw_key, set(load.places) - set(load.arrived)), "no_answer", holder)
             if load.gone:
                 self._report_stale(holder, arrivals.keys[load.gone], deadline_s)
 
@@ -406,7 +446,51 @@ class Reach:
         hits, _ = self.read_local(neighbour, keys, [arrivals.targets[place] for place in load.places])
         load.path = "shm"
         load.arrived = places[hits].tolist()
-        load.gone = places[~hits & ~neighbour.ready(keys, now_s=time.monotonic())].tolist()
+        absent = ~hits & ~neighbour.ready(keys, now_s=time.monotonic())
+        if absent.any() and (member.node_id, member.incarnation) in self._tiered:
+            raised = self._promote(member, neighbour, arrivals, places[absent].tolist(), deadline_s)
+            load.arrived += raised
+            absent[np.isin(places, raised)] = False
+        load.gone = places[absent].tolist()
+
+    def _promote(
+        self, member: Member, neighbour: ShmReader, arrivals: Arrivals, places: list[int], deadline_s: float
+    ) -> list[int]:
+        """Have a node of this host bring chunks into its memory, and read them there, a part while the next comes up.
+
+        Returns:
+            Places of those that arrived.
+        """
+        parts: list[list[int]] = []
+        room = 0
+        for place in places:
+            if room < arrivals.sizes[place]:
+                parts.append([])
+                room = PROMOTE_NBYTES
+            parts[-1].append(place)
+            room -= arrivals.sizes[place]
+
+        def ask(part: list[int], timeout_s: float) -> None:
+            self._ask_to_promote(member, arrivals.raw_keys(part), timeout_s, deadline_s)
+
+        arrived: list[int] = []
+        for number, part in enumerate(parts):
+            if number + 1 < len(parts):
+                if number == 0:
+                    ask(part, 0.0)
+                ask(parts[number + 1], 0.0)
+            ask(part, max(1e-3, deadline_s - time.monotonic() - PROMOTE_SLACK_S))
+            targets = [arrivals.targets[place] for place in part]
+            hits, _ = self.read_local(neighbour, arrivals.keys[part], targets)
+            arrived += [place for place, hit in zip(part, hits.tolist(), strict=True) if hit]
+        return arrived
+
+    def _ask_to_promote(self, member: Member, keys: bytes, timeout_s: float, deadline_s: float) -> None:
+        """Over a connection of its own: puts to the node on this host must not wait for its disk."""
+        request = wire.Promote(keys, timeout_s)
+        self.peers.ask(
+            member.local_address, lambda link: link.call(request, deadline_s=deadline_s), deadline_s=deadline_s
+        )
 
     def _fetch_single(self, arrivals: Arrivals, place: int, holder: NodeId | None, deadline_s: float) -> None:
         """The same for one chunk with one buffer, in a fraction of the time."""
@@ -434,10 +518,11 @@ class Reach:
             if member.host == self.host:
                 neighbour = self._neighbour(member, deadline_s)
                 if neighbour is not None:
-                    if self.config.verify == "always":
-                        arrived = bool(self.read_local(neighbour, keys_.from_bytes(key), [target])[0][0])
-                    else:
-                        arrived = neighbour.read_one(key, target)
+                    arrived = self._read_one(neighbour, key, target)
+                    if not arrived and (member.node_id, member.incarnation) in self._tiered:
+                        left_s = deadline_s - time.monotonic() - PROMOTE_SLACK_S
+                        self._ask_to_promote(member, key, max(1e-3, left_s), deadline_s)
+                        arrived = self._read_one(neighbour, key, target)
                     if not arrived and not neighbour.ready_one(key):
                         self._report_stale(node_id, keys_.from_bytes(key), deadline_s)
                     return "shm" if arrived else None
@@ -447,10 +532,18 @@ class Reach:
                 deadline_s=deadline_s,
             )
         except RayKVError:
+            self._note_trouble((key,), "no_answer", node_id)
             return None
+        if one.spoilt:
+            self._note_trouble((key,), "corrupt", node_id)
         if one.gone:
             self._report_stale(node_id, keys_.from_bytes(key), deadline_s)
         return one.path
+
+    def _read_one(self, neighbour: ShmReader, key: bytes, target: memoryview) -> bool:
+        if self.config.verify == "always":
+            return bool(self.read_local(neighbour, keys_.from_bytes(key), [target])[0][0])
+        return neighbour.read_one(key, target)
 
     def read_local(self, reader: ShmReader, keys: KeyArray, into: Sequence[Scattered]) -> tuple[Bits, int]:
         """Copy chunks of a node on this host: see `ShmReader.read`."""
@@ -464,6 +557,7 @@ class Reach:
             return None
         life = (member.node_id, member.incarnation)
         if life not in self._neighbours:
+            tiered = False
             try:
                 answer = self.peers.ask(
                     member.local_address,
@@ -471,7 +565,7 @@ class Reach:
                     deadline_s=deadline_s,
                 )
                 attached = wire.expect(wire.Attached, answer)
-                reader = ShmReader(attached.table, attached.arena, writable=False)
+                reader, tiered = ShmReader(attached.table, attached.arena, writable=False), attached.tiers
             except TransientError:
                 return None  # for now
             except LostError:
@@ -479,7 +573,23 @@ class Reach:
             # Readers of its earlier lives are not closed: somebody may be in them. They go with their last user.
             self._neighbours = {known: old for known, old in self._neighbours.items() if known[0] != life[0]}
             self._neighbours[life] = reader
+            if tiered:
+                self._tiered = {*(known for known in self._tiered if known in self._neighbours), life}
         return self._neighbours[life]
+
+    def note_end(self, arrivals: Arrivals, *, late: bool) -> None:
+        """A `get` is over.
+
+        Args:
+            late: What did not arrive was not here by its deadline.
+        """
+        missing = arrivals.missing()
+        if late:
+            self.troubles.note(map(arrivals.raw_key, missing), "timed_out", None, now_s=time.monotonic())
+        self.troubles.forget(arrivals.raw_key(place) for place, hit in enumerate(arrivals.hits) if hit)
+
+    def _note_trouble(self, keys: Iterable[bytes], kind: Kind, node: NodeId) -> None:
+        self.troubles.note(keys, kind, node, now_s=time.monotonic())
 
     def _report_stale(self, holder: NodeId, keys: KeyArray, deadline_s: float) -> None:
         """Let the holder tell the owners that it has not got these: it alone knows if that is still so by then.

@@ -6,7 +6,6 @@ sought in a sample, and what is counted is counted as it changes.
 
 import logging
 import math
-import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +16,9 @@ import numpy.typing as npt
 
 from raykv.config import SLOT_ALIGNMENT_NBYTES, StorageConfig
 from raykv.eviction import policy
-from raykv.eviction.base import Policy, victims, victims_upward
+from raykv.eviction.base import Policy
+from raykv.eviction.policies import Policies
+from raykv.ledger import Ledger, Reason
 from raykv.memory.rows import LENT, QUARANTINE_S, FreeRows
 from raykv.memory.slots import Pages, Slots, slot_nbytes
 from raykv.memory.table import MAX_NAMESPACES, Table
@@ -43,7 +44,6 @@ AHEAD_MOST_SHARE: Final = 4
 """Then so little at a time (one part in so many of the arena), so that small chunks do not suffer from large ones,
 until this part of it is lent: then none."""
 MAX_PINS: Final = (1 << 16) - 1
-_PAIR: Final = struct.Struct("<QQ")
 NO_ROWS: Rows = np.empty(0, np.int32)
 
 
@@ -53,7 +53,9 @@ class Counters:
 
     committed: int = 0
     evicted: int = 0
+    expired: int = 0
     deleted: int = 0
+    dropped: int = 0
     aborted: int = 0
     refused_full: int = 0
     corrupt: int = 0
@@ -65,6 +67,9 @@ class Room:
     Attributes:
         slots, free_rows: What is free.
         counters: See `Counters`.
+        ledger: What went, and why.
+        departures: Chunks that went, by account and reason, since this process took over.
+        reads_of_gone: How often chunks that went had been read, by account.
         used_nbytes: Bytes of slots that hold a chunk, are reserved or lent, by account.
         total_nbytes: Their sum.
         lent_nbytes: Bytes of those that are lent.
@@ -83,10 +88,12 @@ class Room:
         """
         self._config, self._table, self.slots = config, table, slots
         self._arena_nbytes = config.extents * config.extent_nbytes
-        self._policy = policy(config.policy)
-        self._remembers = type(self._policy).came is not Policy.came
+        self.policies = Policies(policy(config.policy), table.columns)
         self._rng = np.random.default_rng(table.incarnation)
         self.counters = Counters()
+        self.ledger = Ledger()
+        self.departures = np.zeros((MAX_NAMESPACES, len(Reason)), np.int64)
+        self.reads_of_gone = np.zeros(MAX_NAMESPACES, np.int64)
         self.removed: list[bytes] = []
         columns = table.columns
         busy = np.zeros(table.rows_backed, np.bool_)
@@ -106,9 +113,7 @@ class Room:
         self._resting: list[tuple[float, Rows]] = [(now_s + QUARANTINE_S, unfinished)]
         self._resting_rows = set(unfinished.tolist())
         self._tending = False
-        if self._remembers:
-            order = np.lexsort((columns.depth[ready], columns.inserted[ready]))
-            self._policy.came(columns, ready[order], table.ticks(now_s))
+        self.policies.came(self._in_order(ready), table.ticks(now_s))
 
     # -- giving ------------------------------------------------------------------------------------------------------
 
@@ -170,31 +175,36 @@ class Room:
 
     # -- taking back -------------------------------------------------------------------------------------------------
 
-    def came(self, rows: Rows, now: int) -> None:
-        """These rows hold new chunks that have their place in a chain, parents before children."""
-        if self._remembers:
-            self._policy.came(self._table.columns, rows, now)
-
-    def came_one(self, row: int, now: int) -> None:
-        """The same for one."""
-        if self._remembers:
-            self._policy.came(self._table.columns, np.array([row], np.int32), now)
-
-    def drop(self, rows: Rows, now: int, *, evicted: bool = False) -> None:
-        """Take ready rows away from readers, then free them."""
+    def drop(self, rows: Rows, now: int, reason: Reason) -> None:
+        """Take ready rows away from readers, then free them. What is evicted but had expired counts as that."""
         if rows.size:
-            columns = self._table.columns
-            if self._remembers:
-                self._policy.went(columns, rows, now, evicted=evicted)
-            self.chunks -= len(rows)
-            self.removed.append(np.stack([columns.key_hi[rows], columns.key_lo[rows]], axis=1).tobytes())
+            evicted = reason is Reason.EVICTED
+            self.policies.went(rows, now, evicted=evicted)
+            self._note_gone(rows, now, reason, self.policies.names(rows) if evicted else "")
             self.free(rows)
 
-    def note_removed(self, row: int) -> None:
+    def note_removed(self, row: int, now: int, reason: Reason) -> None:
         """A chunk went, but its row stays with whom it is lent to."""
-        cells = self._table.cells
-        self.chunks -= 1
-        self.removed.append(_PAIR.pack(cells.key_hi[row], cells.key_lo[row]))
+        self._note_gone(np.array([row], np.int32), now, reason, "")
+
+    def _note_gone(self, rows: Rows, now: int, reason: Reason, policies: str | list[str]) -> None:
+        columns, counters = self._table.columns, self.counters
+        accounts, expires = columns.namespace[rows], columns.expires[rows]
+        keys = np.stack([columns.key_hi[rows], columns.key_lo[rows]], axis=1)
+        reasons = np.full(len(rows), reason, np.uint8)
+        if reason is Reason.EVICTED:
+            reasons[(expires > 0) & (expires <= now)] = Reason.EXPIRED
+        counts = np.bincount(reasons, minlength=len(Reason)).tolist()
+        counters.evicted += counts[Reason.EVICTED]
+        counters.expired += counts[Reason.EXPIRED]
+        counters.deleted += counts[Reason.DELETED]
+        counters.dropped += counts[Reason.DROPPED]
+        counters.corrupt += counts[Reason.CORRUPT]
+        np.add.at(self.departures, (accounts, reasons), 1)
+        np.add.at(self.reads_of_gone, accounts, columns.frequency[rows])
+        self.ledger.note(keys, reasons, policies=policies, now_s=self._table.seconds(now))
+        self.chunks -= len(rows)
+        self.removed.append(keys.tobytes())
 
     def free(self, rows: Rows) -> None:
         """Free rows, whatever they hold."""
@@ -326,6 +336,14 @@ class Room:
         self._tending = 0 < gone < count
         return self._tending
 
+    def upcoming(self, share: float, now: int) -> Rows:
+        """Those of the chunks, or of a sample, that would be evicted first, up to this share of them."""
+        if not self._in_use or self._lacking(share) <= 0:
+            return NO_ROWS
+        rows = self._candidates()
+        count = self._lacking(share) if self._is_small() else math.ceil(len(rows) * share)
+        return self.policies.upcoming(rows, count, now)
+
     def _lacking(self, share: float) -> int:
         """Chunks that must go for this share of the arena, and of the rows, to be free."""
         free_rows = len(self.free_rows) + self._table.rows - self._table.rows_backed
@@ -380,8 +398,7 @@ class Room:
         foreign, last_access = self._coldest_foreign_extent(size, rows)
         if foreign.size and (not mine.size or last_access < int(columns.accessed[mine].min())):
             mine = foreign
-        self.counters.evicted += len(mine)
-        self.drop(mine, now, evicted=True)
+        self.drop(mine, now, Reason.EVICTED)
         return bool(mine.size)
 
     def _coldest_foreign_extent(self, size: int, candidates: Rows) -> tuple[Rows, int]:
@@ -435,15 +452,23 @@ class Room:
         if not self._is_small() and count > 0:
             count = max(count, len(candidates) // SAMPLE_SHARE)
         rows = self._victims(candidates, count, now)
-        self.counters.evicted += len(rows)
-        self.drop(rows, now, evicted=True)
+        self.drop(rows, now, Reason.EVICTED)
         return len(rows)
 
-    def _victims(self, candidates: Rows, count: int, now: int) -> Rows:
+    def use_policy(self, account: int | None, chosen: Policy | None, now: int) -> None:
+        """See `Shard.use_policy`. Looks at all rows."""
+        ready = self._table.ready_rows()
+        ready = ready[self._table.columns.parent[ready] != LENT]
+        self.policies.use(account, chosen, self._in_order(ready), now)
+
+    def _in_order(self, rows: Rows) -> Rows:
+        """Oldest first, parents before children."""
         columns = self._table.columns
-        if self._is_small() or not self._policy.leaf_first:
-            return victims(self._policy, columns, candidates, count, now)
-        return victims_upward(self._policy, columns, candidates, count, now, self._may_go)
+        ordered: Rows = rows[np.lexsort((columns.depth[rows], columns.inserted[rows]))]
+        return ordered
+
+    def _victims(self, candidates: Rows, count: int, now: int) -> Rows:
+        return self.policies.victims(candidates, count, now, None if self._is_small() else self._may_go)
 
     def _may_go(self, row: int) -> bool:
         """What `evictable` says of one row."""

@@ -20,6 +20,11 @@ from raykv import keys as keys_
 from raykv.accounts import Accounts
 from raykv.config import SLOT_ALIGNMENT_NBYTES, StorageConfig
 from raykv.errors import ConfigError, LostError, UsageError
+from raykv.eviction import policy
+from raykv.eviction.base import Policy
+from raykv.eviction.supplied import Score
+from raykv.ledger import Departures, Reason
+from raykv.ledger import Place as Tier
 from raykv.memory.arena import SharedMemory, require_pages, require_room
 from raykv.memory.numa import in_turns, spread, usable_nodes
 from raykv.memory.recovery import require_sound, take_over
@@ -368,7 +373,7 @@ class Shard:
         self.room.lent_nbytes -= count * slot_nbytes(nbytes)
         self.counters.committed += count
         self.room.chunks += count
-        self.room.came(rows, now)
+        self.room.policies.came(rows, now)
         self._added.append(raw.tobytes())
         return True
 
@@ -481,7 +486,7 @@ class Shard:
         if existing != row:
             self._note_added(key)
             table.note_taken(published)
-        self.room.came_one(row, now)
+        self.room.policies.came_one(row, now)
         return True
 
     def _note_added(self, key: tuple[int, int]) -> None:
@@ -535,7 +540,7 @@ class Shard:
         with self.table.changing():
             self.room.keep(row, cells.nbytes[row])
             cells.parent[row], cells.depth[row] = -1, 0
-        self.room.came_one(row, self._now)
+        self.room.policies.came_one(row, self._now)
 
     def _without_published(self, rows: Rows) -> Rows:
         """Of rows whose lease ends those that hold no chunk; others are chunks like any other from now on."""
@@ -564,7 +569,7 @@ class Shard:
         columns.generation[rows] = np.where(even == 0, 2, even)  # 0 would mean never used
         self.counters.committed += len(rows)
         self.room.chunks += len(rows)
-        self.room.came(rows, now)
+        self.room.policies.came(rows, now)
         self._added.append(self._keys(rows).tobytes())
 
     def abort(self, rows: Rows) -> None:
@@ -579,9 +584,13 @@ class Shard:
         self.counters.aborted += int(np.count_nonzero(self.table.columns.parent[rows] != LENT))
         self.room.rest(rows, now_s=now_s)
 
-    def delete(self, keys: KeyArray) -> int:
-        """Drop chunks. Pinned ones stay. Returns how many went."""
-        self.take_in()
+    def delete(self, keys: KeyArray, *, now_s: float | None = None) -> int:
+        """Drop chunks. Pinned ones stay. Returns how many went.
+
+        Args:
+            now_s: None: as at the last call.
+        """
+        self.take_in(now_s=now_s)
         rows = self.table.find(keys)
         rows = np.unique(rows[rows >= 0])
         lent = rows[self.table.columns.parent[rows] == LENT] if rows.size else rows
@@ -599,15 +608,13 @@ class Shard:
                     self.table.remove_one(row)
                     self.room.orphan(row)
                 self._spent.add(row)
-                self.room.note_removed(row)
+                self.room.note_removed(row, self._now, Reason.DELETED)
                 count += 1
-        self.counters.deleted += count
         return count
 
     def _delete(self, rows: Rows) -> int:
         rows = rows[self.room.evictable(rows)]
-        self.counters.deleted += len(rows)
-        self.room.drop(rows, self._now)
+        self.room.drop(rows, self._now, Reason.DELETED)
         return len(rows)
 
     # -- reading with a hold -----------------------------------------------------------------------------------------
@@ -704,9 +711,46 @@ class Shard:
     def drop_spoilt(self, rows: Rows) -> int:
         """Drop what `spoilt` found, unpinned by now. Returns how many went; what others have pinned stays."""
         wrong = rows[self.room.evictable(rows)]
-        self.counters.corrupt += len(wrong)
-        self.room.drop(wrong, self._now)
+        self.room.drop(wrong, self._now, Reason.CORRUPT)
         return len(wrong)
+
+    # -- which chunks go first ---------------------------------------------------------------------------------------
+
+    def use_policy(self, account: int | None, chosen: str | type[Policy] | Score | None, *, now_s: float) -> None:
+        """Evict by another policy from now on. It goes on with the chunks that are here. Looks at all rows.
+
+        Args:
+            account: None: for all accounts that have no policy of their own.
+            chosen: A name or a user's own, as for `raykv.eviction.policy`. None: that of the config, for an account
+                the one for all.
+
+        Raises:
+            ConfigError: There is no such policy. Nothing was changed.
+        """
+        self.take_in(now_s=now_s)
+        if chosen is None and account is None:
+            chosen = self.config.policy
+        self.room.use_policy(account, None if chosen is None else policy(chosen), self.table.ticks(now_s))
+
+    # -- what became of chunks ---------------------------------------------------------------------------------------
+
+    def what_of(self, keys: KeyArray, *, now_s: float) -> tuple[Bits, npt.NDArray[np.uint32], Departures]:
+        """What is known of some keys, one entry each.
+
+        Returns:
+            Whether it is here; its length, 0 while it is being written; and its last departure.
+        """
+        self.take_in(now_s=now_s)
+        columns, now = self.table.columns, self.table.ticks(now_s)
+        rows = self.table.find(keys)
+        here, rows = rows >= 0, np.maximum(rows, 0)
+        ready = here & (columns.generation[rows] & 1 == 0)
+        went = self.room.ledger.find(keys)
+        expired = ready & (columns.expires[rows] > 0) & (columns.expires[rows] <= now)
+        for place in np.flatnonzero(expired).tolist():
+            went.reasons[place], went.tiers[place] = Reason.EXPIRED, Tier.DRAM
+            went.when_s[place] = self.table.seconds(int(columns.expires[rows[place]]))
+        return here & ~expired, np.where(ready & ~expired, columns.nbytes[rows], np.uint32(0)), went
 
     # -- ahead of need -----------------------------------------------------------------------------------------------
 
@@ -759,6 +803,14 @@ class Shard:
     def has_changes(self) -> bool:
         """Whether `take_changes` would give any."""
         return bool(self._added or self.room.removed)
+
+    def key_of(self, row: int) -> bytes:
+        """A row's key as 16 bytes."""
+        return _PAIR.pack(self.table.cells.key_hi[row], self.table.cells.key_lo[row])
+
+    def offset_of(self, row: int) -> int:
+        """Where in the arena a row's slot begins."""
+        return self.table.cells.page[row] * SLOT_ALIGNMENT_NBYTES
 
     def ready_keys(self) -> KeyArray:
         """All keys that can be read here. Looks at every row; needs no lock, and then may miss what comes meanwhile."""
@@ -845,7 +897,7 @@ class Shard:
         rows = np.array([row], np.int32)
         if not self.room.evictable(rows).all():
             return False
-        self.room.drop(rows, now)
+        self.room.drop(rows, now, Reason.EXPIRED)
         return True
 
     def _enter(

@@ -129,6 +129,16 @@ class Unpin(Message):
     rows: bytes
 
 
+class Promote(Message):
+    """Bring these into memory from the tiers below it. Answered by Count: how many are on their way, or came.
+
+    `timeout_s`: how long the answer waits for them; they come all the same.
+    """
+
+    keys: bytes
+    timeout_s: float = 0.0
+
+
 class Delete(Message):
     """Answered by Count."""
 
@@ -182,6 +192,22 @@ class Write(Message):
     depth: int = 0
 
 
+class Why(Message):
+    """What do you know of these? Answered by Told."""
+
+    keys: bytes
+
+
+class GetNamespaces(Message):
+    """Which accounts do you know? Answered by NamespacesAre."""
+
+
+class Record(Message):
+    """Requests that a client looked up, as `record.pack` writes them. Answered by Done."""
+
+    requests: bytes
+
+
 class GetStats(Message):
     """Answered by Stats."""
 
@@ -200,7 +226,10 @@ class Count(Message):
 
 
 class Attached(Message):
-    """Where a node's memory lies; `secret` only goes to processes of the same user on the same host."""
+    """Where a node's memory lies; `secret` only goes to processes of the same user on the same host.
+
+    `tiers`: whether it has any below memory, so that what is not in its memory may be promoted.
+    """
 
     node_id: NodeId
     host: str
@@ -208,6 +237,7 @@ class Attached(Message):
     table: str
     arena: str
     secret: bytes = b""
+    tiers: bool = False
 
 
 class ViewIs(Message):
@@ -268,6 +298,32 @@ class Reading(Message):
     places: bytes = b""
 
 
+class Told(Message):
+    """One entry a key.
+
+    `places` u8 (`ledger.Place`) and `nbytes` u32: where it is on this node; no bytes while it is being written.
+    `reasons` u8 (`ledger.Reason`), `tiers` u8, `ages_s` f32 and `policy` u8, a place in `policies`: its last departure
+    from this node. `announced` u8: whether this node, as its owner, knows of a holder. `remembers_s`: for how long back
+    departures are remembered, if any was forgotten.
+    """
+
+    places: bytes
+    nbytes: bytes
+    reasons: bytes
+    tiers: bytes
+    ages_s: bytes
+    policy: bytes
+    announced: bytes
+    policies: tuple[str, ...] = ()
+    remembers_s: float | None = None
+
+
+class NamespacesAre(Message):
+    """What a node says of each account, by its fields as JSON: JSON text."""
+
+    namespaces: bytes
+
+
 class Stats(Message):
     """JSON text."""
 
@@ -282,11 +338,12 @@ class Failure(Message):
 
 
 Request = (
-    Attach | GetView | OpenNamespace | Reserve | Lend | Store | Commit | Abort | Pin | Unpin | Delete | Suspect
-    | Locate | Announce | Read | Write | GetStats
+    Attach | GetView | OpenNamespace | Reserve | Lend | Store | Commit | Abort | Pin | Unpin | Promote | Delete
+    | Suspect | Locate | Announce | Read | Write | Why | GetNamespaces | Record | GetStats
 )  # fmt: skip
 Answer = (
-    Done | Count | Attached | ViewIs | Granted | Lent | Stored | Held | Located | Reading | Stats | Failure
+    Done | Count | Attached | ViewIs | Granted | Lent | Stored | Held | Located | Reading | Told
+    | NamespacesAre | Stats | Failure
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

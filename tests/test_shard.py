@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from raykv import keys as keys_
 from raykv.config import SLOT_ALIGNMENT_NBYTES as PAGE
 from raykv.config import StorageConfig
-from raykv.errors import CapacityError, LostError, UsageError
+from raykv.errors import CapacityError, ConfigError, LostError, UsageError
 from raykv.eviction import POLICIES
+from raykv.eviction.lru import LRU
 from raykv.memory import native
 from raykv.memory.copying import checksum_of
 from raykv.memory.rows import LENT, QUARANTINE_S
@@ -978,6 +979,103 @@ def store_published(bench: Bench, names: list[str], loan: Loan, nbytes: int, par
     bench.shard.abort(np.append(rows[~used], loan.rows[len(names) :]))
 
 
+class Ledger(LRU):
+    """LRU that notes what it is told of, and checks that it is told right."""
+
+    def __init__(self) -> None:
+        self.rows: set[int] = set()
+
+    def came(self, columns, rows, now):
+        assert not self.rows & set(rows.tolist()), "told twice"
+        assert (columns.generation[rows] & 1 == 0).all()
+        assert (columns.parent[rows] != LENT).all(), "without its place in a chain"
+        self.rows |= set(rows.tolist())
+
+    def went(self, columns, rows, now, *, evicted):
+        assert self.rows >= set(rows.tolist()), "never told of"
+        assert columns.nbytes[rows].all()
+        self.rows -= set(rows.tolist())
+
+
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ012345"
+FULL = {"arena_nbytes": 128 * KIB}  # holds as many chunks
+
+
+def newest_first(columns, rows, now):
+    return -columns.inserted[rows].astype(int)
+
+
+def test_another_policy_goes_on_with_what_is_there():
+    bench = Bench(Shard.open(config_for(policy="fifo", **FULL), None, now_s=0.0))
+    for name in LETTERS:
+        bench.put(name)
+    bench.shard.unpin(bench.shard.pin(names_to_keys("ABCD"), now_s=bench.now_s).rows)
+    bench.shard.use_policy(None, "lru", now_s=bench.now_s)
+    bench.put("uv", chained=False)
+    assert bench.here(LETTERS) == LETTERS.replace("EF", ""), "the first were read since"
+    bench.shard.use_policy(None, newest_first, now_s=bench.now_s)
+    bench.put("w")
+    assert bench.here("uvw") in ("uw", "vw")
+    bench.shard.use_policy(None, None, now_s=bench.now_s)
+    bench.put("x")
+    assert bench.here(LETTERS) == LETTERS[1:].replace("EF", ""), "by the config's again"
+    with pytest.raises(ConfigError, match="sieve"):
+        bench.shard.use_policy(None, "sieve", now_s=bench.now_s)
+    bench.shard.close()
+
+
+def test_each_account_by_its_own_policy():
+    bench = Bench(Shard.open(config_for(policy="lru", **FULL), None, now_s=0.0))
+    other = bench.shard.accounts.open(Namespace(model="b"))
+    mine, theirs = LETTERS[:16], LETTERS[16:]
+    for name in mine:
+        bench.put(name)
+    for name in theirs:
+        bench.put(name, account=other)
+    bench.shard.use_policy(other, newest_first, now_s=bench.now_s)
+    bench.put("uvwx", chained=False)
+    assert (bench.here(mine), bench.here(theirs)) == (mine[2:], theirs[:-2]), (
+        "each gives its share, and by its own rule"
+    )
+    bench.shard.use_policy(other, None, now_s=bench.now_s)
+    bench.put("yz", chained=False)
+    assert (bench.here(mine), bench.here(theirs)) == (mine[4:], theirs[:-2]), "by one rule again"
+    bench.shard.close()
+
+
+def test_an_account_that_cannot_give_its_share_is_helped_out():
+    bench = Bench(Shard.open(config_for(policy="lru", **FULL), None, now_s=0.0))
+    other = bench.shard.accounts.open(Namespace(model="b"))
+    for name in LETTERS[:16]:
+        bench.put(name)
+    bench.put(LETTERS[16:], account=other)
+    bench.shard.use_policy(other, "leaf_lru", now_s=bench.now_s)
+    held = bench.shard.pin(names_to_keys(LETTERS[-1]), now_s=bench.now_s)  # so nothing above it may go
+    assert bench.put("uvwxyz", chained=False) == 6
+    assert bench.here(LETTERS) == LETTERS[6:]
+    bench.shard.unpin(held.rows)
+    bench.shard.close()
+
+
+def test_a_policy_of_a_users_own_that_fails_does_no_harm(caplog):
+    bench = Bench(Shard.open(config_for(**FULL), None, now_s=0.0))
+    fine = [True]
+
+    def score(columns, rows, now):
+        return rows if fine[0] else 1 / 0
+
+    bench.shard.use_policy(None, score, now_s=bench.now_s)
+    for name in LETTERS:
+        bench.put(name)
+    fine[0] = False
+    bench.put("u")
+    bench.put("v")
+    assert bench.here(LETTERS + "uv") == LETTERS[2:] + "uv", "by leaf_lru"
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+    assert "leaf_lru takes its place" in caplog.text
+    bench.shard.close()
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("round_", range(4))
 def test_random_operations(policy, round_, rng):  # noqa: C901 - a case for each operation
@@ -991,6 +1089,7 @@ def test_random_operations(policy, round_, rng):  # noqa: C901 - a case for each
     loans: list[tuple[str, Loan]] = []
     told: list[tuple[str, list[str], Loan]] = []
     pins: list[np.ndarray] = []
+    ledger: Ledger | None = None
     for _ in range(400):
         first = rng.choice("abcdefghijkl")
         names = [f"{first}{place}" for place in range(rng.randrange(1, 9))]
@@ -1001,6 +1100,7 @@ def test_random_operations(policy, round_, rng):  # noqa: C901 - a case for each
             + ["store"] * 3
             + ["publish", "tell"] * 3 * native.available
             + ["cut off", "give back", "reserve", "commit", "abort", "abandon", "pin", "unpin", "delete", "time"]
+            + ["policy"] * (round_ % 2)
         ):
             case "put":
                 chained = rng.random() < 0.8
@@ -1048,7 +1148,18 @@ def test_random_operations(policy, round_, rng):  # noqa: C901 - a case for each
             case "time":
                 bench.now_s += rng.choice([1.0, QUARANTINE_S])
                 shard.tend(now_s=bench.now_s)
+            case "policy":
+                ledger = None
+                shard.use_policy(rng.choice([None, *accounts]), rng.choice([None, *POLICIES]), now_s=bench.now_s)
+                if rng.random() < 0.5:
+                    for account in accounts:
+                        shard.use_policy(account, None, now_s=bench.now_s)
+                    shard.use_policy(None, Ledger, now_s=bench.now_s)
+                    ledger = shard.room.policies.default
         check_invariants(shard)
+        if ledger is not None:
+            ready = shard.table.ready_rows()
+            assert ledger.rows == set(ready[shard.table.columns.parent[ready] != LENT].tolist())
         bench.here(alphabet)
         held = np.zeros(shard.table.rows, np.int64)
         for rows in pins:

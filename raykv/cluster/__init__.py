@@ -1,5 +1,8 @@
-"""raykv on Ray: `start`, `stop`, `status`. Ray starts, places, names, watches and heals; it never carries a chunk."""
+"""raykv on Ray: `start`, `stop`, `status`, `upgrade`.
 
-from raykv.cluster.control import find_address, start, status, stop
+Ray starts, places, names, watches and heals; it never carries a chunk.
+"""
 
-__all__ = ["find_address", "start", "status", "stop"]
+from raykv.cluster.control import find_address, record, start, status, stop, upgrade
+
+__all__ = ["find_address", "record", "start", "status", "stop", "upgrade"]

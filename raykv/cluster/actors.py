@@ -14,6 +14,7 @@ from raykv.directory import Directory, Pulse
 from raykv.errors import ConfigError, PeerUnavailable
 from raykv.memory.arena import sized_by_share
 from raykv.node import Node
+from raykv.record import Asked
 from raykv.ring import Member, View
 from raykv.sweep import sweep
 from raykv.types import NodeId
@@ -25,6 +26,7 @@ NAMESPACE: Final = "raykv"
 RECONCILE_S: Final = 1.0
 BEAT_TIMEOUT_S: Final = 3.0
 WATCH_S: Final = 0.5
+STEP_ASIDE_S: Final = 0.2
 NODE_ID_LENGTH: Final = 16
 """Of Ray's 56 characters; a socket's path must stay short."""
 
@@ -193,10 +195,20 @@ class NodeActor:
             return {"pid": os.getpid(), "error": self._problem}
         return {"pid": os.getpid(), **self._node.stats()}
 
+    def record(self, on: bool) -> tuple[list[Asked], int]:
+        """See `Node.record`."""
+        return self._node.record(on) if self._node is not None else ([], 0)
+
     def stop(self) -> None:
         """Leave the cluster and forget the memory."""
         if self._node is not None:
             self._node.stop(unlink=True)
+
+    def step_aside(self) -> None:
+        """Stop serving and keep the memory, for the process that comes after this one. Ends this process."""
+        if self._node is not None:
+            self._node.stop(leave=False)
+        threading.Timer(STEP_ASIDE_S, os._exit, (0,)).start()  # after the answer
 
     def _watch(self) -> None:
         """End this process, visibly, when the node has died inside; Ray starts it again."""

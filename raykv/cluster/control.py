@@ -2,6 +2,7 @@
 
 import secrets
 import time
+from collections.abc import Iterator
 from typing import Any, Final
 
 import ray
@@ -9,6 +10,7 @@ import ray
 from raykv.cluster.actors import NAMESPACE, DirectoryActor, directory_name, living_ray_nodes, node_name
 from raykv.config import ClusterConfig
 from raykv.errors import ConfigError, PeerUnavailable
+from raykv.record import Asked
 
 CALL_TIMEOUT_S: Final = 30.0
 POLL_S: Final = 0.05
@@ -115,6 +117,115 @@ def stop(name: str = "default", *, timeout_s: float = CALL_TIMEOUT_S) -> bool:
             return True
         time.sleep(POLL_S)
     raise PeerUnavailable(f"actors of cluster {name!r} are still there after {timeout_s} s")
+
+
+def upgrade(name: str = "default", *, timeout_s: float = 60.0) -> Iterator[dict[str, Any]]:
+    """Replace every process of a cluster by one that runs the code which is installed now, node after node.
+
+    Memory stays where it is: reads on a node's own host go on meanwhile, chunks are found again by the process that
+    comes after, and puts go on as far as slots were lent ahead. The next node waits until the one before is a member
+    again. A version that lays out memory in another way begins empty.
+
+    Yields:
+        For each node {"node", "pid_before", "pid", "chunks_before", "recovered", "seconds"}; last the directory,
+        without chunks.
+
+    Raises:
+        PeerUnavailable: No cluster of that name runs; or a node did not come back in time: the rest is left as it is.
+    """
+    for ray_node_id, before in status(name)["nodes"].items():
+        if "pid" not in before:
+            raise PeerUnavailable(f"node {ray_node_id} is not up ({before.get('error')}): nothing more is replaced")
+        began_s = time.monotonic()
+        actor = ray.get_actor(node_name(name, ray_node_id), namespace=NAMESPACE)
+        try:
+            ray.get(actor.step_aside.remote(), timeout=timeout_s)
+        except ray.exceptions.RayError as error:
+            raise PeerUnavailable(f"node {ray_node_id} did not step aside: {error}") from error
+        after = _wait_for_other(name, ray_node_id, before["pid"], began_s + timeout_s)
+        yield {
+            "node": ray_node_id,
+            "pid_before": before["pid"],
+            "pid": after["pid"],
+            "chunks_before": before.get("chunks", 0),
+            "recovered": after.get("recovered", 0),
+            "seconds": time.monotonic() - began_s,
+        }
+    began_s, pid = time.monotonic(), status(name)["directory"]["pid"]
+    ray.kill(_directory(name), no_restart=False)
+    while time.monotonic() < began_s + timeout_s:
+        try:
+            found = status(name, timeout_s=timeout_s)
+        except (PeerUnavailable, ray.exceptions.RayError):
+            found = {}
+        if found and found["directory"]["pid"] != pid and all(node.get("member") for node in found["nodes"].values()):
+            yield {
+                "node": "directory",
+                "pid_before": pid,
+                "pid": found["directory"]["pid"],
+                "seconds": time.monotonic() - began_s,
+            }
+            return
+        time.sleep(POLL_S)
+    raise PeerUnavailable(f"the directory did not come back within {timeout_s} s")
+
+
+def record(name: str = "default", *, seconds: float, every_s: float = 1.0) -> Iterator[tuple[list[Asked], int]]:
+    """Watch what requests ask the cluster for, for so long, or until the caller stops iterating.
+
+    Yields:
+        Every so often the requests since the last time, in order of time, and how many there was no room for.
+
+    Raises:
+        PeerUnavailable: No cluster of that name runs.
+    """
+    until_s = time.monotonic() + seconds
+    try:
+        while True:
+            left_s = until_s - time.monotonic()
+            yield _fetch_records(name, left_s > 0)
+            if left_s <= 0:
+                return
+            time.sleep(min(every_s, left_s))
+    finally:
+        _fetch_records(name, False)
+
+
+def _fetch_records(name: str, on: bool) -> tuple[list[Asked], int]:
+    """What all nodes have; they go on recording, or not. A node that joined meanwhile begins by it."""
+    _directory(name)
+    asked = []
+    for ray_node_id in sorted(living_ray_nodes()):
+        try:
+            asked.append(ray.get_actor(node_name(name, ray_node_id), namespace=NAMESPACE).record.remote(on))
+        except ValueError:
+            continue
+    requests: list[Asked] = []
+    left_out = 0
+    for answer in asked:
+        try:
+            some, lost = ray.get(answer, timeout=CALL_TIMEOUT_S)
+        except ray.exceptions.RayError:
+            continue  # it is being replaced; what it had is a gap in the trace
+        requests += some
+        left_out += lost
+    return sorted(requests, key=lambda each: each.at_s), left_out
+
+
+def _wait_for_other(name: str, ray_node_id: str, pid: int, until_s: float) -> dict[str, Any]:
+    """Figures of a node once it is a member again, by another process."""
+    problem = "it did not answer"
+    while time.monotonic() < until_s:
+        try:
+            found: dict[str, Any] = status(name)["nodes"].get(ray_node_id, {})
+            if found.get("pid", pid) != pid:
+                if found.get("member"):
+                    return found
+                problem = found.get("error", "it is not a member yet")
+        except (PeerUnavailable, ray.exceptions.RayError) as error:
+            problem = str(error)
+        time.sleep(POLL_S)
+    raise PeerUnavailable(f"node {ray_node_id} did not come back in time ({problem}): nothing more is replaced")
 
 
 def find_address(name: str = "default", *, timeout_s: float = CALL_TIMEOUT_S) -> dict[str, str]:

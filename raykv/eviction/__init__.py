@@ -49,7 +49,9 @@ def policy(name: str | Callable[..., Any]) -> Policy:
 
 def _own(found: Any, name: str) -> Policy:
     if isinstance(found, type) and issubclass(found, Policy):
-        return found()
+        made: Policy = found()
+        made.name = made.name or name
+        return made
     if isinstance(found, type) or not callable(found):
         raise ConfigError(f"field 'policy': {name} is neither a subclass of Policy nor a function")
     return Supplied(found, name)

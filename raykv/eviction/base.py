@@ -31,6 +31,7 @@ class Policy(ABC):
     sets by key; `came` for all rows there are, oldest first, makes it anew.
 
     Attributes:
+        name: What to call it in reports.
         leaf_first: A chunk goes only after all chunks that follow it in its chains: without its parent, a chunk can
             never be matched again and only takes up room.
         drifts: Scores change as time passes, not only when a row is read.
@@ -38,6 +39,7 @@ class Policy(ABC):
         capacity: Chunks that the cache holds when it is full, if its owner knows and says so.
     """
 
+    name: str = ""
     leaf_first: bool = False
     drifts: bool = False
     queues: int = 1
@@ -60,7 +62,7 @@ class Policy(ABC):
         return np.zeros(len(rows), np.bool_)
 
     def came(self, columns: Columns, rows: Rows, now: int) -> None:  # noqa: B027 - need not be overridden
-        """These rows hold new chunks, parents before children; their columns are set."""
+        """These rows hold new chunks, as a rule parents before children; their columns are set."""
 
     def told(  # noqa: B027 - nor this
         self, columns: Columns, rows: Rows, output_tokens: int, now: int
@@ -120,6 +122,14 @@ def victims(policy: Policy, columns: Columns, candidates: Rows, count: int, now:
         if not policy.spare(columns, chosen, now).any():
             return chosen
     return _choose(policy, columns, candidates, count, now)
+
+
+def upcoming(policy: Policy, columns: Columns, candidates: Rows, count: int, now: int) -> Rows:
+    """Who would go first as things are, without second chances. Nothing changes by it."""
+    if count <= 0 or not candidates.size:
+        return candidates[:0]
+    scores = Turns(policy, columns, candidates, count, now).of(candidates)
+    return lowest(columns, candidates, scores, count)
 
 
 def _choose(policy: Policy, columns: Columns, candidates: Rows, count: int, now: int) -> Rows:

@@ -53,6 +53,7 @@ _HEADER: Final = np.dtype(
         ("made_at_s", "<f8"),
         ("published", "<u8"),
         ("taken", "<u8"),
+        ("recording", "<u8"),
     ]
 )
 NAMESPACE: Final = np.dtype([("capacity", "<u8"), ("text", f"S{NAMESPACE_TEXT_NBYTES}")])
@@ -331,6 +332,19 @@ class Table:
     def ticks(self, now_s: float) -> int:
         """A time by the host's monotonic clock, in the table's units; at least 1, since 0 means never."""
         return max(1, int((now_s - self._made_at_s) * TICKS_PER_S))
+
+    def seconds(self, ticks: int) -> float:
+        """The time that `ticks` stands for, by the host's monotonic clock."""
+        return self._made_at_s + ticks / TICKS_PER_S
+
+    @property
+    def recording(self) -> bool:
+        """Whether clients are to tell of the requests that they look up; see `raykv.record`."""
+        return bool(self._header["recording"])
+
+    @recording.setter
+    def recording(self, value: bool) -> None:
+        self._header["recording"] = value
 
     @property
     def incarnation(self) -> int:

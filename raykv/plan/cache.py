@@ -1,10 +1,13 @@
 """A cache without bytes: the columns of a node's chunk table, and the same policies over them."""
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from raykv.eviction.base import Policy
 from raykv.eviction.order import Order
 from raykv.memory.table import COLUMNS, RECORD, Cells, Columns
+from raykv.plan.ssd import Ssd
 from raykv.types import Rows
 
 
@@ -18,7 +21,14 @@ class Cache:
         stored, evicted: Chunks so far.
     """
 
-    def __init__(self, policy: Policy, capacity: int, chunks: int) -> None:
+    def __init__(self, policy: Policy, capacity: int, chunks: int, ssd: Ssd | None = None) -> None:
+        """Begin empty.
+
+        Args:
+            capacity: Chunks that find room.
+            chunks: Different ones in the trace.
+            ssd: What is evicted is offered to it.
+        """
         rows = min(2 * capacity, chunks)
         kinds = {name: RECORD[name] for name in RECORD.names or ()} | {n: np.dtype(k) for n, k in COLUMNS.items()}
         self.columns = Columns({name: np.zeros(rows, kind) for name, kind in kinds.items()})
@@ -26,7 +36,7 @@ class Cache:
         self.cells = Cells(self.columns)
         self.row_of = np.full(chunks, -1, np.int32)
         self.stored = self.evicted = 0
-        policy.capacity = capacity
+        policy.capacity, self._ssd = capacity, ssd
         self._order = Order(policy, self.columns)
         self._left = capacity  # chunks for which there is room
         self._free = list(range(rows - 1, -1, -1))
@@ -61,17 +71,23 @@ class Cache:
             gone.append(row)
             self._leave(row, now)
         if gone:
-            self._order.went(np.array(gone, np.int32), now)
+            rows = np.array(gone, np.int32)
+            self._order.went(rows, now)
+            if self._ssd is not None:
+                self._offer(self._ssd, rows, now)
             self._remove(gone)
         return min(self._left, count)
 
-    def store(self, chunks: list[int], nbytes: list[int], expires: int, now: int) -> None:
+    def store(
+        self, chunks: list[int], nbytes: list[int], expires: int, now: int, reads: Mapping[int, int] | None = None
+    ) -> None:
         """Store those chunks of a chain that are not here, first to last, as far as there is room.
 
         Args:
             chunks: From the first of the chain on.
             nbytes: Of each chunk.
             expires: In ticks; 0 is never.
+            reads: Of chunks that come from below: how often they were read so far.
         """
         cells, rows, after = self.cells, [], -1
         for chunk, size in zip(chunks, nbytes, strict=True):
@@ -83,7 +99,8 @@ class Cache:
                 row = self._free.pop()
                 cells.key_lo[row], cells.nbytes[row] = chunk, size
                 cells.inserted[row] = cells.accessed[row] = now
-                cells.frequency[row] = cells.children[row] = 0
+                cells.frequency[row] = reads.get(chunk, 0) if reads else 0
+                cells.children[row] = 0
                 cells.expires[row] = expires
                 cells.depth[row] = cells.depth[after] + 1 if after >= 0 else 0
                 cells.parent[row] = after
@@ -94,6 +111,12 @@ class Cache:
             after = row
         self.stored += len(rows)
         self._order.came(np.array(rows, np.int32), now)
+
+    def _offer(self, ssd: Ssd, rows: Rows, now: int) -> None:
+        columns = self.columns
+        parents = columns.parent[rows]
+        parent_reads = np.where(parents >= 0, columns.frequency[parents], 0)
+        ssd.offer(columns.key_lo[rows].tolist(), columns.frequency[rows], parent_reads, columns.nbytes[rows], now)
 
     def _leave(self, row: int, now: int) -> None:
         """Take a row from its chain."""

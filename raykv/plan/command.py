@@ -3,6 +3,7 @@
 import argparse
 import math
 
+from raykv.config import parse_nbytes
 from raykv.errors import UsageError
 from raykv.plan.model import DTYPE_NBYTES, ModelShape
 from raykv.plan.records import as_csv, as_json, as_table, plan
@@ -18,6 +19,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sizes", default="5%,10%,25%,50%", help="'10%%' of the trace's chunks, or '64 GiB'; comma")
     parser.add_argument("--policies", default="leaf_lru,belady", help="names, 'module:attribute', or all; comma")
     parser.add_argument("--objects", action="store_true", help="each access by itself, without regard to chains")
+    parser.add_argument("--ssd-sizes", default="0", help="of a second tier, as --sizes; 0 for none; comma")
+    parser.add_argument("--ssd-per-day", metavar="SIZE", help="the most to write to it in a day, such as '2 TiB'")
+    parser.add_argument(
+        "--tokens-per-chunk", type=int, metavar="N", help="if the trace does not say; Mooncake's blocks have 512"
+    )
     parser.add_argument("--ttl", type=float, default=math.inf, metavar="SECONDS", help="time from store to expiry")
     parser.add_argument("--json", action="store_true", help="records for programs")
     parser.add_argument("--csv", action="store_true", help="records for spreadsheets")
@@ -45,16 +51,27 @@ def plan_command(options: argparse.Namespace) -> str:
     )
     if min(model.layers, model.kv_heads, model.head_size, model.hidden, model.parameters, options.ttl) <= 0:
         raise UsageError("the model's numbers and --ttl must be above 0")
+    if options.tokens_per_chunk is not None and not 1 <= options.tokens_per_chunk <= 1 << 20:
+        raise UsageError(f"--tokens-per-chunk {options.tokens_per_chunk} must be from 1 to {1 << 20}")
     records = plan(
-        read_trace(options.trace),
+        read_trace(options.trace, options.tokens_per_chunk),
         [size.strip() for size in options.sizes.split(",")],
         [name.strip() for name in options.policies.split(",")],
         model=model,
         mode="objects" if options.objects else "prefix",
         ttl_s=options.ttl,
+        ssd_sizes=[size.strip() for size in options.ssd_sizes.split(",")],
+        ssd_nbytes_per_day=None if options.ssd_per_day is None else _nbytes(options.ssd_per_day),
     )
     if options.plot:
         from raykv.plan.plot import save
 
         save(records, options.plot)
     return as_json(records) if options.json else as_csv(records) if options.csv else as_table(records)
+
+
+def _nbytes(text: str) -> float:
+    try:
+        return float(str(parse_nbytes(text)))
+    except ValueError as error:
+        raise UsageError(f"--ssd-per-day: {error}") from None

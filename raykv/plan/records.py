@@ -8,17 +8,22 @@ import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
+from itertools import product
 from typing import Any, Final
 
-from raykv.config import GIB, parse_nbytes
+from raykv.config import GIB, MIB, parse_nbytes
 from raykv.errors import UsageError
 from raykv.eviction import POLICIES, policy
 from raykv.plan.belady import belady
 from raykv.plan.model import ModelShape
 from raykv.plan.replay import Mode, replay
+from raykv.plan.ssd import Ssd
 from raykv.plan.trace import Trace
+from raykv.tier.admission import DAY_S, Admission
 
 BELADY: Final = "belady"
+SEGMENT_NBYTES: Final = 64 * MIB
+"""Of the SSD's log, as `SsdConfig` has it unless told otherwise; what is given up at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +40,10 @@ class Record:
         tokens_hit, token_hit_ratio: Tokens of the prefix hits.
         saved_flops, saved_gib: Prefill that they save, and what they weigh.
         stored, evicted: Chunks.
+        ssd_chunks, ssd_nbytes: Size of the tier below; 0 if there is none.
+        ssd_hits: Of the prefix hits, those that came from there.
+        ssd_written_nbytes, ssd_written_nbytes_per_day: Written there; a day as busy as the trace.
+        ssd_write_amplification: All that was written, over what came from memory.
         took_s: Time of the replay.
     """
 
@@ -57,6 +66,12 @@ class Record:
     saved_gib: float
     stored: int
     evicted: int
+    ssd_chunks: int
+    ssd_nbytes: int
+    ssd_hits: int
+    ssd_written_nbytes: int
+    ssd_written_nbytes_per_day: float
+    ssd_write_amplification: float
     took_s: float
 
 
@@ -68,6 +83,8 @@ def plan(
     model: ModelShape | None = None,
     mode: Mode = "prefix",
     ttl_s: float = math.inf,
+    ssd_sizes: Sequence[str | int] = (0,),
+    ssd_nbytes_per_day: float | None = None,
 ) -> list[Record]:
     """Replay a trace with each policy and size.
 
@@ -77,6 +94,8 @@ def plan(
             bound, or "all" for all names.
         model: Tells what a chunk weighs and costs. None: `ModelShape()`.
         mode, ttl_s: See `replay`.
+        ssd_sizes: Of a second tier, as `sizes`; 0 for none. Each is tried with each size of memory.
+        ssd_nbytes_per_day: The most that may be written to it; see `raykv.tier.admission`. None: no limit.
 
     Raises:
         UsageError: A size cannot be read.
@@ -85,15 +104,23 @@ def plan(
     model = model or ModelShape()
     chunk_nbytes = trace.chunk_tokens * model.token_nbytes
     capacities = [_capacity(size, trace.chunks, chunk_nbytes) for size in sizes]
+    below = [0 if _is_none(size) else _capacity(size, trace.chunks, chunk_nbytes) for size in ssd_sizes]
+    if mode == "objects" and any(below):
+        raise UsageError("a second tier holds chains of chunks: leave out the SSD's sizes, or mode 'objects'")
     records = []
     for chosen in _expanded(policies):
-        for capacity in capacities:
+        for capacity, ssd_chunks in product(capacities, below):
             began_s = time.perf_counter()
+            ssd = None
             if chosen == BELADY:
-                outcome = belady(trace, capacity)
+                outcome = belady(trace, capacity + ssd_chunks)
             else:
-                outcome = replay(trace, policy(chosen), capacity, mode=mode, ttl_s=ttl_s)
+                if ssd_chunks:
+                    gate = Admission(ssd_nbytes_per_day, now_s=0.0)
+                    ssd = Ssd(ssd_chunks, SEGMENT_NBYTES // chunk_nbytes, gate, model.token_nbytes)
+                outcome = replay(trace, policy(chosen), capacity, mode=mode, ttl_s=ttl_s, ssd=ssd)
             took_s = time.perf_counter() - began_s
+            written_nbytes = ssd.tokens * model.token_nbytes if ssd else 0
             records.append(
                 Record(
                     trace=trace.name,
@@ -115,6 +142,12 @@ def plan(
                     saved_gib=outcome.tokens_hit * model.token_nbytes / GIB,
                     stored=outcome.stored,
                     evicted=outcome.evicted,
+                    ssd_chunks=ssd_chunks,
+                    ssd_nbytes=ssd_chunks * chunk_nbytes,
+                    ssd_hits=outcome.ssd_hits,
+                    ssd_written_nbytes=written_nbytes,
+                    ssd_written_nbytes_per_day=written_nbytes * DAY_S / max(1.0, trace.seconds),
+                    ssd_write_amplification=1 + ssd.moved / max(1, ssd.written) if ssd else 1.0,
                     took_s=took_s,
                 )
             )
@@ -126,6 +159,10 @@ def _expanded(policies: Iterable[str | Callable[..., Any]]) -> list[str | Callab
     for name in policies:
         names += [*POLICIES, BELADY] if name == "all" else [name]
     return list(dict.fromkeys(names))
+
+
+def _is_none(size: str | int) -> bool:
+    return size == 0 or (isinstance(size, str) and re.fullmatch(r"\s*0\s*%?\s*", size) is not None)
 
 
 def _capacity(size: str | int, chunks: int, chunk_nbytes: int) -> int:
@@ -149,21 +186,27 @@ def as_table(records: Sequence[Record]) -> str:
     if not records:
         return ""
     first = records[0]
+    tiers = any(record.ssd_chunks for record in records)
     lines = [
         f"{first.trace}: {first.requests:,} requests, {first.chunks:,} chunks read, {first.tokens:,} tokens; "
         f"{'as a node does it' if first.mode == 'prefix' else 'each access by itself'}",
         "",
         f"{'policy':<12} {'size':>7} {'GiB':>9} {'hit %':>7} {'plain %':>8} {'tokens %':>9} {'saved PFLOP':>12} "
-        f"{'saved GiB':>10} {'s':>6}",
+        f"{'saved GiB':>10} {'s':>6}" + (f" {'SSD GiB':>9} {'from SSD %':>10} {'GiB/day':>9}" if tiers else ""),
     ]
     lines += [
         f"{record.policy:<12} {record.size_share:>7.1%} {record.size_nbytes / GIB:>9.1f} "
         f"{100 * record.prefix_hit_ratio:>7.2f} {100 * record.plain_hit_ratio:>8.2f} "
         f"{100 * record.token_hit_ratio:>9.2f} {record.saved_flops / 1e15:>12.1f} {record.saved_gib:>10.1f} "
-        f"{record.took_s:>6.1f}"
+        f"{record.took_s:>6.1f}" + (_ssd_part(record) if tiers else "")
         for record in records
     ]
     return "\n".join(lines)
+
+
+def _ssd_part(record: Record) -> str:
+    from_ssd, per_day = record.ssd_hits / record.chunks, record.ssd_written_nbytes_per_day / GIB
+    return f" {record.ssd_nbytes / GIB:>9.1f} {100 * from_ssd:>10.2f} {per_day:>9.0f}"
 
 
 def as_json(records: Sequence[Record]) -> str:

@@ -10,6 +10,7 @@ import numpy as np
 from raykv.eviction.base import Policy
 from raykv.memory.table import TICKS_PER_S
 from raykv.plan.cache import Cache
+from raykv.plan.ssd import Ssd
 from raykv.plan.trace import Request, Trace
 
 DECODE_S: Final = 0.03
@@ -28,6 +29,7 @@ class Outcome:
         tokens_hit: Tokens of the prefix hits.
         attended: Sum over those tokens of the tokens before them in their request.
         stored, evicted: Chunks.
+        ssd_hits: Of the prefix hits, those that came from the SSD.
     """
 
     prefix_hits: int = 0
@@ -36,6 +38,7 @@ class Outcome:
     attended: int = 0
     stored: int = 0
     evicted: int = 0
+    ssd_hits: int = 0
 
     def note(self, trace: Trace, request: Request, prefix: int, plain: int) -> None:
         tokens = min(request.tokens, prefix * trace.chunk_tokens)
@@ -45,7 +48,15 @@ class Outcome:
         self.attended += tokens * (tokens - 1) // 2
 
 
-def replay(trace: Trace, policy: Policy, capacity: int, *, mode: Mode = "prefix", ttl_s: float = math.inf) -> Outcome:
+def replay(
+    trace: Trace,
+    policy: Policy,
+    capacity: int,
+    *,
+    mode: Mode = "prefix",
+    ttl_s: float = math.inf,
+    ssd: Ssd | None = None,
+) -> Outcome:
     """Replay a trace.
 
     Args:
@@ -55,16 +66,20 @@ def replay(trace: Trace, policy: Policy, capacity: int, *, mode: Mode = "prefix"
             for which nothing of its own is evicted; what finds no room is left out. Or "objects", as caches are
             compared: each access is by itself, and each miss evicts one.
         ttl_s: Time from store to expiry. Only a policy that looks at expiry makes use of it.
+        ssd: A second tier, empty: what is evicted is offered to it, and what is read from it is stored in memory again.
+            In mode "prefix" only.
     """
-    cache = Cache(policy, max(1, capacity), trace.chunks)
+    cache = Cache(policy, max(1, capacity), trace.chunks, ssd)
     outcome = Outcome()
-    run = _by_prefix if mode == "prefix" else _by_object
-    run(trace, cache, outcome, ttl_s)
+    if mode == "prefix":
+        _by_prefix(trace, cache, ssd, outcome, ttl_s)
+    else:
+        _by_object(trace, cache, outcome, ttl_s)
     outcome.stored, outcome.evicted = cache.stored, cache.evicted
     return outcome
 
 
-def _by_prefix(trace: Trace, cache: Cache, outcome: Outcome, ttl_s: float) -> None:
+def _by_prefix(trace: Trace, cache: Cache, ssd: Ssd | None, outcome: Outcome, ttl_s: float) -> None:
     now = 0
     running: list[tuple[float, int]] = []
     for place, request in enumerate(trace.requests):
@@ -77,14 +92,17 @@ def _by_prefix(trace: Trace, cache: Cache, outcome: Outcome, ttl_s: float) -> No
             heapq.heappush(running, (request.at_s + DECODE_S * request.output_tokens, place))
         rows = cache.row_of[chunks]
         here = rows >= 0
-        prefix = len(rows) if here.all() else int(here.argmin())
-        outcome.note(trace, request, prefix, int(here.sum()))
-        cache.read(rows[:prefix], now)
-        if prefix < len(rows):
+        found = here if ssd is None else here | [ssd.has(chunk) for chunk in request.chunks]
+        prefix = len(rows) if found.all() else int(found.argmin())
+        outcome.note(trace, request, prefix, int(found.sum()))
+        cache.read(rows[:prefix][here[:prefix]], now)
+        reads = {} if ssd is None else {chunk: ssd.read(chunk) for chunk in chunks[:prefix][~here[:prefix]].tolist()}
+        outcome.ssd_hits += len(reads)
+        if not here.all():
             cache.hold(rows[here], True)
             cache.make_room(len(set(chunks[~here].tolist())), now)
             cache.hold(rows[here], False)
-            cache.store(request.chunks, trace.tokens_of(request), _expiry(now, ttl_s), now)
+            cache.store(request.chunks, trace.tokens_of(request), _expiry(now, ttl_s), now, reads)
 
 
 def _expiry(now: int, ttl_s: float) -> int:

@@ -90,8 +90,8 @@ class MooncakeLine(msgspec.Struct):
     output_length: _Tokens
     hash_ids: list[Key]
 
-    def raw(self) -> Raw:
-        return Raw(self.timestamp / 1000, self.hash_ids, self.input_length, self.output_length, MOONCAKE_TOKENS)
+    def raw(self, chunk_tokens: int) -> Raw:
+        return Raw(self.timestamp / 1000, self.hash_ids, self.input_length, self.output_length, chunk_tokens)
 
 
 class RecordedLine(msgspec.Struct):
@@ -102,14 +102,17 @@ class RecordedLine(msgspec.Struct):
     tokens: _Tokens
     keys: list[Key]
     output_tokens: _Tokens = 0
-    chunk_tokens: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = MOONCAKE_TOKENS
+    chunk_tokens: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] | None = None
 
-    def raw(self) -> Raw:
-        return Raw(self.at_s, self.keys, self.tokens, self.output_tokens, self.chunk_tokens)
+    def raw(self, chunk_tokens: int) -> Raw:
+        return Raw(self.at_s, self.keys, self.tokens, self.output_tokens, self.chunk_tokens or chunk_tokens)
 
 
-def read_trace(path: Path | str) -> Trace:
+def read_trace(path: Path | str, chunk_tokens: int | None = None) -> Trace:
     """Read a trace from a file.
+
+    Args:
+        chunk_tokens: Of a full chunk, where the trace does not say. None: MOONCAKE_TOKENS.
 
     Raises:
         UsageError: It cannot be read, has no request, or a line is wrong; names the line and the field.
@@ -119,31 +122,31 @@ def read_trace(path: Path | str) -> Trace:
         with open(path, "rb") as file:
             packed = file.read(2) == b"\x1f\x8b"
         with gzip.open(path) if packed else open(path, "rb") as file:
-            return parse_trace(iter(lambda: file.readline(MAX_LINE_NBYTES + 1), b""), path.name)
+            return parse_trace(iter(lambda: file.readline(MAX_LINE_NBYTES + 1), b""), path.name, chunk_tokens)
     except (OSError, EOFError, zlib.error) as error:
         raise UsageError(f"{path}: {error}") from error
 
 
-def parse_trace(lines: Iterable[bytes | str], name: str = "trace") -> Trace:
+def parse_trace(lines: Iterable[bytes | str], name: str = "trace", chunk_tokens: int | None = None) -> Trace:
     """The same from its lines."""
     numbers: dict[int | str, int] = {}
     requests: list[Request] = []
-    chunk_tokens = 0
-    for raw in _raw(lines, name):
-        if raw.chunk_tokens != (chunk_tokens := chunk_tokens or raw.chunk_tokens):
+    size = 0
+    for raw in _raw(lines, name, chunk_tokens or MOONCAKE_TOKENS):
+        if raw.chunk_tokens != (size := size or raw.chunk_tokens):
             raise UsageError(
                 f"{name}, request {len(requests) + 1}: field 'chunk_tokens': {raw.chunk_tokens}, where it was "
-                f"{chunk_tokens} before; a trace has chunks of one size"
+                f"{size} before; a trace has chunks of one size"
             )
         chunks = [numbers.setdefault(key, len(numbers)) for key in raw.keys]
         requests.append(Request(raw.at_s, chunks, raw.tokens, raw.output_tokens))
     if not numbers:
         raise UsageError(f"{name}: no request with a chunk in it")
     requests.sort(key=lambda request: request.at_s)
-    return Trace(name, requests, len(numbers), chunk_tokens)
+    return Trace(name, requests, len(numbers), size)
 
 
-def _raw(lines: Iterable[bytes | str], name: str) -> Iterator[Raw]:
+def _raw(lines: Iterable[bytes | str], name: str, chunk_tokens: int) -> Iterator[Raw]:
     placed = _placed(lines, name)
     first = next(placed, None)
     if first is None:
@@ -154,7 +157,7 @@ def _raw(lines: Iterable[bytes | str], name: str) -> Iterator[Raw]:
         yield from requests_of(placed)
         return
     for where, line in placed:
-        raw = decode(form, where, line).raw()
+        raw = decode(form, where, line).raw(chunk_tokens)
         if len(raw.keys) > -(-raw.tokens // raw.chunk_tokens):
             raise UsageError(
                 f"{where}: field '{form.keys_field}': {len(raw.keys)} chunks of {raw.chunk_tokens} tokens are "

@@ -1,5 +1,6 @@
 """What deserves to be written to a tier that wears out: what was read again or will be, within a budget of bytes."""
 
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -11,6 +12,9 @@ DAY_S: Final = 86_400.0
 BURST_S: Final = 3_600.0
 """What the budget grants in this time may be written at once, if little was written before."""
 
+GONE_MOST: Final = 1 << 17
+"""Keys of chunks that went, of which so many are remembered, the last ones."""
+
 Numbers = npt.NDArray[np.integer[Any]]
 
 
@@ -18,8 +22,8 @@ class Admission:
     """Decides which chunks are written. The live tier and the planner ask the same one.
 
     A chunk deserves it that was read since it was stored, or hangs on one that was: a request found that prefix and
-    went on from there, so the next one is likely to. What nobody came back to, a scan, stays out. A hint outweighs
-    both.
+    went on from there, so the next one is likely to. So does one that went (`note_gone`) and was stored again. What
+    nobody came back to, a scan, stays out. A hint outweighs all that.
 
     Of those that deserve it, as many are written as the budget has bytes for: it fills up as time passes, and holds
     what it is granted in `burst_s`.
@@ -36,6 +40,7 @@ class Admission:
         self._per_s = None if budget_nbytes_per_day is None else budget_nbytes_per_day / DAY_S
         self._most = (self._per_s or 0.0) * burst_s
         self._left, self._filled_s = self._most, now_s
+        self._gone: dict[Hashable, None] = {}
 
     def left_nbytes(self, *, now_s: float) -> float:
         """Bytes that may be written now; below 0 after `spend` took more than there was."""
@@ -51,7 +56,14 @@ class Admission:
             self._left = self.left_nbytes(now_s=now_s) - nbytes
 
     def admit(
-        self, reads: Numbers, parent_reads: Numbers, nbytes: Numbers, *, now_s: float, priority: Numbers | None = None
+        self,
+        reads: Numbers,
+        parent_reads: Numbers,
+        nbytes: Numbers,
+        *,
+        now_s: float,
+        priority: Numbers | None = None,
+        keys: Sequence[Hashable] | None = None,
     ) -> Bits:
         """Which chunks to write, and take their bytes from the budget.
 
@@ -61,11 +73,14 @@ class Admission:
             nbytes: What each takes up where it is written.
             priority: Hints: above 0 for what is to be written in any case that the budget allows, below 0 for what is
                 not to be written; 0 is no hint. None: no hints.
+            keys: Of the chunks, as told to `note_gone`. None: whether they were here before is not looked at.
 
         Returns:
             A bit for each. Where the budget runs short, those with a hint go first, then the others in order; a chunk
             for which too little is left does not keep smaller ones behind it out.
         """
+        if keys is not None:
+            reads = reads + np.array([key in self._gone for key in keys], np.int64)
         wanted = deserve(reads, parent_reads, priority)
         if self._per_s is None or not wanted.any():
             return wanted
@@ -80,6 +95,14 @@ class Admission:
             left -= size if wanted[place] else 0.0
         self._left = left
         return wanted
+
+    def note_gone(self, keys: Iterable[Hashable]) -> None:
+        """These chunks left memory, and the tier has not got them. Whoever stores one again asked for it twice."""
+        for key in keys:
+            self._gone.pop(key, None)
+            self._gone[key] = None
+        while len(self._gone) > GONE_MOST:
+            del self._gone[next(iter(self._gone))]
 
 
 def deserve(reads: Numbers, parent_reads: Numbers, priority: Numbers | None = None) -> Bits:

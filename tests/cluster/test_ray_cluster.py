@@ -2,9 +2,11 @@
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -121,6 +123,56 @@ def test_a_killed_node_actor_comes_back_with_what_was_committed(cluster):
         wait_for("writes go on", lambda: here.put(["b"], [b"z" * 5000]).stored == 1)
         wait_for("the other node finds it again", lambda: there.get(["a"], [into]).hits == (True,))
         assert into == b"x" * 5000
+
+
+def test_an_upgrade_under_load_keeps_every_chunk_and_reads_never_stop(cluster):
+    """Readers and a writer go on while node after node is replaced, and the directory."""
+    mine, (here, there) = clients(cluster)
+    names = [f"kept-{number}" for number in range(200)]
+    values = {name: name.encode().ljust(5000, b".") for name in names}
+    stop, misses, wrong, reads, written, refused = threading.Event(), [], [], [0], [], [0]
+
+    def read() -> None:
+        into = bytearray(5000)
+        while not stop.is_set():
+            name = random.choice(names)
+            if not here.get_one(here.key(name), memoryview(into)):
+                misses.append(name)
+            elif into != values[name]:
+                wrong.append(name)
+            reads[0] += 1
+
+    def write() -> None:
+        number = 0
+        while not stop.is_set():
+            name = f"meanwhile-{number}"
+            if here.put([name], [name.encode().ljust(5000, b".")]).stored:
+                written.append(name)
+            else:
+                refused[0] += 1
+            number += 1
+            stop.wait(0.02)
+
+    with here, there:
+        assert here.put(names, list(values.values())).stored == 200
+        threads = [threading.Thread(target=read), threading.Thread(target=write)]
+        for thread in threads:
+            thread.start()
+        try:
+            steps = list(raykv.cluster.upgrade("test"))
+        finally:
+            stop.set()
+            for thread in threads:
+                thread.join()
+        print(f"{reads[0]} reads, {len(written)} puts, {refused[0]} refused; {steps}")
+        assert [step["pid"] != step["pid_before"] for step in steps] == [True] * 3
+        assert not misses
+        assert not wrong
+        after = raykv.cluster.status("test")["nodes"]
+        assert after[mine]["recovered"] >= 200
+        into = bytearray(5000)
+        assert all(here.get_one(here.key(name), memoryview(into)) for name in [*names, *written])
+        wait_for("the other node finds them", lambda: there.match(names).count == 200)
 
 
 def test_a_killed_directory_comes_back_and_learns_the_view(cluster):

@@ -53,6 +53,24 @@ def test_a_size_that_is_none_is_named(size):
         plan(parse_trace(LINES), [size], model=SMALL)
 
 
+def test_a_second_tier_is_tried_with_each_size_of_memory():
+    trace = parse_trace(LINES)
+    records = plan(trace, [3, 5], ["leaf_lru", "belady"], model=SMALL, ssd_sizes=["0", "100%"])
+    assert [(record.size_chunks, record.ssd_chunks) for record in records] == [(3, 0), (3, 7), (5, 0), (5, 7)] * 2
+    without, below = records[:2]
+    assert (without.ssd_nbytes, without.ssd_hits, without.ssd_written_nbytes) == (0, 0, 0)
+    assert below.ssd_nbytes == 7 * 512 * 64
+    assert below.prefix_hits == without.prefix_hits + below.ssd_hits
+    assert below.ssd_written_nbytes == 6 * 512 * 64, "each once, but for the first, which never leaves memory"
+    assert below.ssd_written_nbytes_per_day == below.ssd_written_nbytes * 86_400, "the trace is shorter than a second"
+    assert below.ssd_write_amplification == 1.0
+    assert records[5].prefix_hits == 20, "the bound is that of both together"
+    poor = plan(trace, [3], model=SMALL, ssd_sizes=["100%"], ssd_nbytes_per_day=24 * 512 * 64)
+    assert poor[0].ssd_written_nbytes == 512 * 64, "one chunk an hour"
+    with pytest.raises(UsageError, match="objects"):
+        plan(trace, [3], mode="objects", ssd_sizes=["100%"])
+
+
 def test_policies_are_names_functions_or_all():
     trace = parse_trace(LINES)
     names = [record.policy for record in plan(trace, [3], ["lru", "all", newest, "raykv.eviction.lru:LRU"])]
@@ -87,6 +105,10 @@ def test_the_command(tmp_path, capsys):
     ]
     assert main(["plan", str(path), "--objects", "--ttl", "5", "--policies", "all"]) == 0
     assert "each access by itself" in capsys.readouterr().out
+    assert main(["plan", str(path), "--ssd-sizes", "0,50%", "--ssd-per-day", "1 TiB"]) == 0
+    assert "from SSD %" in capsys.readouterr().out
+    assert main(["plan", str(path), "--tokens-per-chunk", "600", "--sizes", "1 GiB", "--json"]) == 0
+    assert {record["size_chunks"] for record in json.loads(capsys.readouterr().out)} == {(1 << 30) // (600 << 17)}
     assert main(["plan", str(path), "--csv"]) == 0
     assert capsys.readouterr().out.startswith("trace,policy,mode")
 
@@ -98,6 +120,10 @@ def test_the_command(tmp_path, capsys):
         (["--policies", "best"], "unknown policy 'best'"),
         (["--layers", "0"], "above 0"),
         (["--ttl", "-1"], "above 0"),
+        (["--ssd-sizes", "5%,some"], "size 'some'"),
+        (["--ssd-per-day", "1 TB"], "--ssd-per-day: '1 TB' is not a size"),
+        (["--objects", "--ssd-sizes", "5%"], "leave out the SSD's sizes"),
+        (["--tokens-per-chunk", "0"], "--tokens-per-chunk 0 must be from 1"),
     ],
 )
 def test_the_command_says_what_is_wrong(arguments, message, tmp_path, capsys):

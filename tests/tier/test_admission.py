@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from raykv.tier import admission as module
 from raykv.tier.admission import DAY_S, Admission, deserve
 
 
@@ -22,6 +23,24 @@ def test_a_scan_stays_out_and_costs_nothing():
     nobody = np.zeros(10_000, np.int64)
     assert not admission.admit(nobody, nobody, nobody + 4096, now_s=0.0).any()
     assert admission.left_nbytes(now_s=0.0) == before
+
+
+def test_what_went_and_was_stored_again_deserves_it():
+    admission, none = Admission(now_s=0.0), numbers(0, 0)
+    for _ in range(3):
+        assert not admission.admit(none, none, none, now_s=0.0, keys=["a", "b"]).any(), "to be looked at is not to go"
+    admission.note_gone(["a"])
+    assert admission.admit(none, none, none, now_s=0.0, keys=["a", "b"]).tolist() == [True, False]
+    assert not admission.admit(none, none, none, now_s=0.0, keys=["a", "b"], priority=numbers(-1, 0)).any()
+    assert not admission.admit(none, none, none, now_s=0.0).any()
+
+
+def test_only_the_last_that_went_are_remembered(monkeypatch):
+    monkeypatch.setattr(module, "GONE_MOST", 3)
+    admission = Admission(now_s=0.0)
+    admission.note_gone("abcda")
+    none = np.zeros(5, np.int64)
+    assert admission.admit(none, none, none, now_s=0.0, keys="abcde").tolist() == [True, False, True, True, False]
 
 
 def test_without_a_budget_all_that_deserve_it_are_let_in():

@@ -205,7 +205,7 @@ class WorkerSide:
         timeout_s = self._config.store_timeout_s
         keys = client.keys(save.names)
         parent = None if save.parent is None else client.keys([save.parent])
-        held = client.match(keys, timeout_s=timeout_s).count if save.cached else 0
+        held = client.match(keys, timeout_s=timeout_s, record=False).count if save.cached else 0
         if held == len(keys):
             return ""
         if held:

@@ -1,0 +1,169 @@
+"""Why chunks are not here any more: a bounded record of recent departures. Pure: no clock, no lock."""
+
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from raykv.types import Bits, KeyArray
+
+LEDGER_ENTRIES: Final = 1 << 18
+"""Departures that a node remembers, at 48 bytes each; beyond that the oldest are forgotten. A power of two."""
+CHAIN_STEPS: Final = 64
+"""Departures of other keys that a search passes. More in one bucket means that somebody made the keys for it."""
+
+_MIX: Final = np.uint64(0x9E3779B97F4A7C15)
+
+
+class Reason(IntEnum):
+    """Why a chunk went."""
+
+    NONE = 0
+    EVICTED = 1
+    EXPIRED = 2
+    DELETED = 3
+    DROPPED = 4
+    CORRUPT = 5
+    DEMOTED = 6
+
+    @property
+    def word(self) -> str:
+        """How it is told."""
+        return self.name.lower()
+
+
+class Place(IntEnum):
+    """Where a chunk lies, or went from."""
+
+    NOWHERE = 0
+    DRAM = 1
+    SSD = 2
+    FILE = 3
+
+    @property
+    def word(self) -> str:
+        """How it is told."""
+        return self.name.lower()
+
+
+class Departures(NamedTuple):
+    """What is remembered of keys, one entry each; reason NONE where nothing is.
+
+    Attributes:
+        reasons, tiers: Of `Reason` and `Place`.
+        when_s: Time of the departure, by the clock that `note` was given.
+        policies: Names of the policies that chose; "" where none did.
+    """
+
+    reasons: npt.NDArray[np.uint8]
+    tiers: npt.NDArray[np.uint8]
+    when_s: npt.NDArray[np.float64]
+    policies: list[str]
+
+
+class Ledger:
+    """A ring of departures and, by a hash of the key, chains through it from the newest to the oldest."""
+
+    def __init__(self, entries: int = LEDGER_ENTRIES) -> None:
+        """Remember so many: a power of two."""
+        self._entries, self._shift = entries, np.uint64(65 - entries.bit_length())
+        self._next = 1  # number of the next departure; 0 is none
+        self._keys = np.zeros((entries, 2), np.uint64)
+        self._when_s = np.zeros(entries, np.float64)
+        self._reason = np.zeros(entries, np.uint8)
+        self._tier = np.zeros(entries, np.uint8)
+        self._policy = np.zeros(entries, np.uint8)
+        self._before = np.zeros(entries, np.int64)  # number of the departure before this one in its bucket
+        self._newest = np.zeros(entries, np.int64)  # by bucket
+        self._names = [""]
+
+    def __len__(self) -> int:
+        return min(self._next - 1, self._entries)
+
+    @property
+    def since_s(self) -> float | None:
+        """When the oldest departure was that is remembered; None while nothing was forgotten yet."""
+        if self._next <= self._entries:
+            return None
+        return float(self._when_s[self._next % self._entries])
+
+    def note(
+        self,
+        keys: KeyArray,
+        reasons: npt.ArrayLike,
+        *,
+        tier: Place = Place.DRAM,
+        policies: str | Sequence[str] = "",
+        now_s: float,
+    ) -> None:
+        """These chunks went.
+
+        Args:
+            keys: Shape [n, 2].
+            reasons: One for all, or one each.
+            policies: Names of the policies that chose them: one for all, or one each.
+        """
+        if len(keys) > self._entries:
+            skipped = len(keys) - self._entries
+            reasons = reasons if np.ndim(reasons) == 0 else np.asarray(reasons)[skipped:]
+            keys, policies = keys[skipped:], policies if isinstance(policies, str) else policies[skipped:]
+        count = len(keys)
+        if not count:
+            return
+        numbers = np.arange(self._next, self._next + count)
+        at, buckets = numbers % self._entries, self._buckets(keys)
+        self._keys[at], self._when_s[at], self._tier[at] = keys, now_s, tier
+        self._reason[at] = reasons
+        self._policy[at] = (
+            self._number(policies) if isinstance(policies, str) else [self._number(name) for name in policies]
+        )
+        # Of several in one bucket, each comes before the next, and the last is the newest.
+        order = np.argsort(buckets, kind="stable")
+        sorted_, chained = buckets[order], numbers[order]
+        same = sorted_[1:] == sorted_[:-1]
+        before = self._newest[sorted_]
+        before[1:][same] = chained[:-1][same]
+        self._before[at[order]] = before
+        last = np.append(~same, True)
+        self._newest[sorted_[last]] = chained[last]
+        self._next += count
+
+    def find(self, keys: KeyArray) -> Departures:
+        """The last departure of each key that is remembered."""
+        number = self._newest[self._buckets(keys)]
+        found = np.zeros(len(keys), np.int64)
+        pending = np.arange(len(keys))
+        for _ in range(CHAIN_STEPS):
+            # A number that is too old names an entry that others have by now; what lies behind is older yet.
+            pending = pending[self._remembered(number[pending])]
+            if not pending.size:
+                break
+            at = number[pending] % self._entries
+            mine = (self._keys[at] == keys[pending]).all(axis=1)
+            found[pending[mine]] = number[pending[mine]]
+            pending, at = pending[~mine], at[~mine]
+            number[pending] = self._before[at]
+        at, known = found % self._entries, found > 0
+        return Departures(
+            np.where(known, self._reason[at], np.uint8(0)),
+            np.where(known, self._tier[at], np.uint8(0)),
+            np.where(known, self._when_s[at], 0.0),
+            [self._names[number] for number in np.where(known, self._policy[at], 0).tolist()],
+        )
+
+    def _remembered(self, numbers: npt.NDArray[np.int64]) -> Bits:
+        recent: Bits = numbers >= max(1, self._next - self._entries)
+        return recent
+
+    def _buckets(self, keys: KeyArray) -> npt.NDArray[np.int64]:
+        return ((keys[:, 0] ^ keys[:, 1]) * _MIX >> self._shift).astype(np.int64)
+
+    def _number(self, name: str) -> int:
+        """Of a policy's name. There are few, but users' own may come and go: the last number is for all beyond."""
+        if name not in self._names:
+            if len(self._names) == np.iinfo(np.uint8).max:
+                return 0
+            self._names.append(name)
+        return self._names.index(name)

@@ -1,0 +1,80 @@
+"""An SSD below the cache of a replay: which chunks are written to it, and which it still has. No bytes."""
+
+from collections import deque
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from raykv.memory.table import TICKS_PER_S
+from raykv.tier.admission import Admission
+
+MOVED_SHARE: Final = 4
+"""Chunks that are written again: at most one for so many that came from memory."""
+
+Numbers = npt.NDArray[np.integer[Any]]
+
+
+class Ssd:
+    """A log of segments, as the live tier keeps one.
+
+    When there is no room, the oldest segment is given up whole: what was read from it since it was written is written
+    again at the other end, as far as few such writes were made, and the rest is gone. A chunk that is read back into
+    memory stays here too, so that it need not be written again.
+
+    Attributes:
+        written, moved: Chunks that came from memory, and that were written again.
+        tokens: Of both.
+    """
+
+    def __init__(self, capacity: int, segment: int, admission: Admission, token_nbytes: int) -> None:
+        """Begin empty.
+
+        Args:
+            capacity, segment: Chunks in all, and in one segment; there are at least two segments.
+        """
+        self._segment = max(1, min(segment, capacity // 2))
+        self._most = max(2, capacity // self._segment)
+        self._admission, self._token_nbytes = admission, token_nbytes
+        self._segments: deque[list[int]] = deque([[]])
+        self._held: dict[int, tuple[int, int, bool]] = {}  # tokens, reads, whether it was read since it was written
+        self.written = self.moved = self.tokens = 0
+
+    def has(self, chunk: int) -> bool:
+        return chunk in self._held
+
+    def read(self, chunk: int) -> int:
+        """Read a chunk that is here. Returns how often it was read so far, this time included."""
+        tokens, reads, _ = self._held[chunk]
+        self._held[chunk] = tokens, reads + 1, True
+        return reads + 1
+
+    def offer(self, chunks: list[int], reads: Numbers, parent_reads: Numbers, tokens: Numbers, now: int) -> None:
+        """Write those of the chunks, which memory evicts, that are not here and deserve it; see `Admission.admit`."""
+        new = np.array([chunk not in self._held for chunk in chunks], np.bool_)
+        if not new.any():
+            return
+        nbytes = tokens[new].astype(np.int64) * self._token_nbytes
+        keys = [chunks[place] for place in np.flatnonzero(new).tolist()]
+        admitted = self._admission.admit(reads[new], parent_reads[new], nbytes, now_s=now / TICKS_PER_S, keys=keys)
+        self._admission.note_gone(key for key, let_in in zip(keys, admitted.tolist(), strict=True) if not let_in)
+        for place in np.flatnonzero(new)[admitted].tolist():
+            self.written += 1
+            self._append(chunks[place], int(tokens[place]), int(reads[place]))
+            while len(self._segments) > self._most:
+                self._reclaim(now)
+
+    def _append(self, chunk: int, tokens: int, reads: int) -> None:
+        if len(self._segments[-1]) == self._segment:
+            self._segments.append([])
+        self._segments[-1].append(chunk)
+        self._held[chunk] = tokens, reads, False
+        self.tokens += tokens
+
+    def _reclaim(self, now: int) -> None:
+        given_up = [(chunk, *self._held.pop(chunk)) for chunk in self._segments.popleft()]
+        for chunk, tokens, reads, again in given_up:
+            if again and self.moved * MOVED_SHARE < self.written:
+                self.moved += 1
+                self._append(chunk, tokens, reads)
+                self._admission.spend(tokens * self._token_nbytes, now_s=now / TICKS_PER_S)

@@ -1,0 +1,169 @@
+"""Why a chunk is not there: every reason, in clusters of several nodes."""
+
+import time
+
+import pytest
+
+import raykv
+from raykv import keys as keys_
+from raykv.embedded import EmbeddedCluster
+from raykv.errors import UsageError
+from raykv.troubles import MAX_TROUBLES, TROUBLE_S, Troubles
+from raykv.why import Why
+
+SPACE = raykv.Namespace(model="m", dtype="bf16", chunk_tokens=4)
+NBYTES = 60_000
+
+
+def cluster(nodes: int, **options) -> EmbeddedCluster:
+    return raykv.embedded(nodes, **{"arena_nbytes": "1 MiB", "extent_nbytes": "64 KiB", "heartbeat_s": 0.03, **options})
+
+
+def put(client: raykv.Client, names: list[str]) -> None:
+    assert client.put(names, [name.encode().ljust(NBYTES) for name in names], chained=False).stored == len(names)
+
+
+def the_reason(client: raykv.Client, name: str, **options) -> Why:
+    (why,) = client.why([name], **options)
+    print(why.text)
+    return why
+
+
+def test_here_or_never_stored():
+    with cluster(2) as running:
+        client, other = running.client(SPACE), running.client(SPACE, node=1)
+        put(client, ["a"])
+        running.settle()
+        why = the_reason(other, "a")
+        assert (why.reason, why.node, why.tier, why.nbytes, why.announced) == ("here", "node-0", "dram", NBYTES, True)
+        why = the_reason(other, "b")
+        assert (why.reason, why.remembers_s) == ("never_stored", None)
+        assert other.why(client.keys(["a", "b"]))[0] == other.why(["a", "b"])[0]
+        assert client.why([]) == []
+        with pytest.raises(UsageError, match="tokens"):
+            client.why()
+
+
+def test_what_went_says_how():
+    with cluster(3, policy="fifo") as running:
+        client, asking = running.client(SPACE), running.client(SPACE, node=2)
+        put(client, ["gone"])
+        client.delete(["gone"])
+        names = [f"n{number}" for number in range(32)]
+        for name in names:
+            put(client, [name])
+        why = the_reason(asking, "n0")
+        assert (why.reason, why.policy, why.node, why.tier) == ("evicted", "fifo", "node-0", "dram")
+        assert 0 <= why.ago_s < 10
+        assert the_reason(asking, "gone").reason == "deleted"
+        reasons = [why.reason for why in asking.why(names)]
+        assert reasons.count("here") == running.nodes[0].stats()["chunks"]
+        assert set(reasons) == {"here", "evicted"}
+        put(running.client(SPACE, node=1), ["n0"])
+        assert the_reason(asking, "n0").node == "node-1", "it is here again"
+
+
+def test_a_chunk_that_rotted():
+    with cluster(2) as running:
+        client, other = running.client(SPACE), running.client(SPACE, node=1)
+        put(client, ["a"])
+        running.settle()
+        shard = running.nodes[0].shard
+        shard.arena.view[shard.offset_of(int(shard.table.ready_rows()[0]))] ^= 1
+        assert other.get(["a"], [bytearray(NBYTES)]).hits == (False,)
+        assert the_reason(other, "a").reason == "corrupt", "this client saw it"
+        why = the_reason(client, "a")
+        assert (why.reason, why.node) == ("corrupt", "node-0"), "and the holder dropped it"
+
+
+def test_an_expired_chunk():
+    with cluster(1) as running:
+        client, shard = running.client(SPACE), running.nodes[0].shard
+        put(client, ["a"])
+        client.flush()
+        running.settle()
+        row = int(shard.table.find(client.keys(["a"]))[0])
+        shard.table.cells.expires[row] = shard.table.ticks(time.monotonic())
+        assert the_reason(client, "a").reason == "expired"
+        put(client, ["a"])
+        assert the_reason(client, "a").reason == "here"
+
+
+def test_a_read_that_timed_out_is_remembered_by_its_client():
+    with cluster(2) as running:
+        client, other = running.client(SPACE), running.client(SPACE, node=1)
+        put(client, ["a", "b"])
+        running.settle()
+        assert other.get(["a", "b"], [bytearray(NBYTES)] * 2, timeout_s=0.0).hits == (False, False)
+        why = the_reason(other, "a")
+        assert (why.reason, why.nbytes) == ("timed_out", NBYTES)
+        assert the_reason(client, "a").reason == "here"
+        assert other.get(["a", "b"], [bytearray(NBYTES), bytearray(NBYTES)]).hits == (True, True)
+        assert the_reason(other, "a").reason == "here", "it came in the end"
+        assert not other.get_one(other.key("c"), bytearray(NBYTES), timeout_s=0.0)
+        assert the_reason(other, "c").reason == "timed_out"
+
+
+def test_a_node_that_does_not_answer():
+    with cluster(3, member_timeout_s=60.0) as running:
+        client = running.client(SPACE)
+        put(running.client(SPACE, node=1), ["a"])
+        running.settle()
+        match = client.match(["a"])
+        running.kill(1)
+        assert client.get(["a"], [bytearray(NBYTES)], match=match, timeout_s=1.0).hits == (False,)
+        why = the_reason(client, "a", timeout_s=1.0)
+        assert (why.reason, why.node) == ("no_answer", "node-1")
+        assert the_reason(client, "never", timeout_s=1.0).reason == "no_answer", "it may have had it"
+
+
+def test_another_namespace_says_which_field():
+    tokens = list(range(22))
+    with cluster(2) as running:
+        client = running.client(SPACE)
+
+        def under(**fields) -> list[Why]:
+            return client.using(SPACE.with_fields(**fields)).why(tokens=tokens)
+
+        stored = client.chain(tokens)
+        client.put(stored, [bytes(1000)] * len(stored))
+        running.settle()
+        assert {why.reason for why in client.why(tokens=tokens)} == {"here"}
+        for fields in ({"dtype": "fp8"}, {"salt": "tenant"}, {"lora": "x"}, {"salt": "tenant", "model": "n"}):
+            for why in under(**fields):
+                print(why.text)
+                assert (why.reason, why.node) == ("other_namespace", "node-0")
+                assert why.fields == tuple(sorted(fields, key=list(raykv.Namespace.model_fields).index))
+        assert [why.reason for why in under(chunk_tokens=7)] == ["other_namespace"] * 2 + ["never_stored"]
+        longer = [why.reason for why in under(chunk_tokens=2)]
+        assert longer == ["other_namespace"] * 10 + ["never_stored"], "the last one ends in no full chunk of four"
+        salted = client.using(SPACE.with_fields(salt="s"))
+        salted.put(["named"], [b"x"])
+        assert the_reason(salted.using(SPACE.with_fields(salt="s", dtype="fp8")), "named").fields == ("dtype",)
+        assert the_reason(client, "named").reason == "never_stored", "salts of others are not known"
+        client.delete(stored)
+        assert {why.reason for why in client.why(tokens=tokens)} == {"deleted"}
+        assert {why.reason for why in under(dtype="fp8")} == {"other_namespace"}, "it was there"
+
+
+def test_raw_keys_say_nothing_of_other_namespaces():
+    with cluster(1) as running:
+        client = running.client(SPACE)
+        put(client, ["a"])
+        other = client.using(SPACE.with_fields(dtype="fp8"))
+        assert other.why(["a"])[0].reason == "other_namespace"
+        assert other.why(other.keys(["a"]))[0].reason == "never_stored"
+
+
+def test_troubles_are_bounded():
+    troubles = Troubles()
+    keys = [keys_.to_bytes(keys_.named(b"k" * 16, [str(number)])) for number in range(MAX_TROUBLES + 10)]
+    troubles.note(keys, "no_answer", "node-1", now_s=1.0)
+    assert len(troubles) == MAX_TROUBLES
+    assert troubles.of(keys[9], now_s=2.0) is None
+    assert troubles.of(keys[10], now_s=2.0).node == "node-1"
+    troubles.note(keys[10:11], "corrupt", None, now_s=3.0)
+    assert troubles.of(keys[10], now_s=3.0).kind == "corrupt"
+    assert troubles.of(keys[11], now_s=1.0 + TROUBLE_S) is None
+    troubles.forget(keys[:20])
+    assert troubles.of(keys[10], now_s=3.0) is None
