@@ -60,6 +60,7 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
 POLICY_NAMES = ("leaf_lru", "lru", "lfu", "fifo", "ttl", "arc", "s3fifo", "density")
 PolicyName = Annotated[str, AfterValidator(parse_policy)]
 """One of POLICY_NAMES, or "module:attribute" of a user's own."""
+HIGHEST_PRIORITY = 100
 HugePages = Literal["try", "require", "never"]
 
 ModelT = TypeVar("ModelT", bound="Model")
@@ -179,6 +180,28 @@ class StorageConfig(Model):
     @property
     def rows(self) -> int:
         return self.max_chunks or max(1024, self.arena_nbytes // (64 * KIB))
+
+
+class NamespaceConfig(Model):
+    """What a node does with the chunks of one namespace, all its salts and adapters together.
+
+    Attributes:
+        policy: Which chunks go first when room is needed. None: by the node's own.
+        ttl_s: Chunks expire so long after they were stored. None: never.
+        tiers: Where they may lie. "ssd": memory only serves to write and read them.
+        dram_quota_nbytes: The most that its slots may take in one node's memory. None: no bound but the arena.
+        ssd_quota_nbytes: The same on one node's SSDs.
+        chunk_tokens: Tokens in a chunk, for whoever reads this; must be what the namespace says.
+        priority: Of chunks that are stored without one: -100 to 100; the higher go last.
+    """
+
+    policy: PolicyName | None = None
+    ttl_s: Annotated[float, Field(gt=0, le=365 * 86_400)] | None = None
+    tiers: Literal["dram", "ssd", "both"] = "both"
+    dram_quota_nbytes: Annotated[Nbytes, Field(gt=0, lt=1 << 63)] | None = None
+    ssd_quota_nbytes: Annotated[Nbytes, Field(gt=0, lt=1 << 63)] | None = None
+    chunk_tokens: Annotated[int, Field(ge=1)] | None = None
+    priority: Annotated[int, Field(ge=-HIGHEST_PRIORITY, le=HIGHEST_PRIORITY)] = 0
 
 
 class NodeConfig(Model):

@@ -113,7 +113,8 @@ class Room:
         self._resting: list[tuple[float, Rows]] = [(now_s + QUARANTINE_S, unfinished)]
         self._resting_rows = set(unfinished.tolist())
         self._tending = False
-        self.policies.came(self._in_order(ready), table.ticks(now_s))
+        if self.policies.remember:
+            self.policies.came(self._in_order(ready), table.ticks(now_s))
 
     # -- giving ------------------------------------------------------------------------------------------------------
 

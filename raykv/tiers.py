@@ -22,6 +22,7 @@ from raykv import keys as keys_
 from raykv.config import NodeConfig
 from raykv.errors import RayKVError
 from raykv.keys import KEY_NBYTES
+from raykv.ledger import Place, Reason
 from raykv.memory.slots import slot_nbytes
 from raykv.memory.table import NAMESPACE_TEXT_NBYTES
 from raykv.namespace import Namespace
@@ -132,6 +133,8 @@ class Tiers:
             above = columns.parent[rows]
             above_reads = np.where(above >= 0, columns.frequency[np.maximum(above, 0)], 0).astype(np.int64)
             sizes = shard.room.slot_sizes(rows)
+            # What was evicted once, and was stored again since, was asked for twice.
+            reads += shard.room.ledger.find(keys).reasons == Reason.EVICTED
         lacking = ~tier.has(keys)
         lacking[lacking] = gate.admit(reads[lacking], above_reads[lacking], sizes[lacking], now_s=now_s)
         chosen = np.flatnonzero(lacking)
@@ -326,7 +329,16 @@ class Tiers:
 
     def take_changes(self) -> list[KeyArray]:
         """Keys that came to a tier or went from one since the last call."""
-        return [keys for tier in self.tiers for keys in tier.take_changes()]
+        changes: list[KeyArray] = []
+        for tier in self.tiers:
+            came, went = tier.take_changes()
+            changes += [came, went]
+            if len(went):
+                with self._lock:
+                    self._shard.room.ledger.note(
+                        went, Reason.EVICTED, tier=Place[tier.name.upper()], now_s=time.monotonic()
+                    )
+        return changes
 
     def delete(self, keys: KeyArray) -> int:
         """Forget chunks. Returns how many were there, each tier's counted."""

@@ -29,7 +29,7 @@ def split(keys: KeyArray) -> list[bytes]:
 class Shelf(Tier):
     """A tier in a dictionary, whose operations wait until somebody lets them go on."""
 
-    name = "shelf"
+    name = "ssd"
 
     def __init__(self, view: memoryview) -> None:
         self.view = view

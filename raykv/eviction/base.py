@@ -18,6 +18,8 @@ from raykv.memory.table import Columns
 from raykv.types import Bits, Rows
 
 Scores = npt.NDArray[np.generic]
+Ranks = Callable[[Rows, int], npt.NDArray[np.int64]]
+"""A rank a row, at that tick; 0 for most."""
 Queues = npt.NDArray[np.integer[Any]]
 
 CHANCES: Final = 16
@@ -82,11 +84,19 @@ def key_numbers(columns: Columns, rows: Rows) -> list[int]:
 
 
 class Turns:
-    """Scores across queues: of the first `count` in order, each queue has its quota."""
+    """Scores across queues and ranks: of the first `count` in order, each queue has its quota.
 
-    def __init__(self, policy: Policy, columns: Columns, candidates: Rows, count: int, now: int) -> None:
+    Ranks come before scores: the lowest go first, whatever the policy says of them.
+    """
+
+    def __init__(
+        self, policy: Policy, columns: Columns, candidates: Rows, count: int, now: int, ranks: Ranks | None = None
+    ) -> None:
         self._policy, self._columns, self._now = policy, columns, now
+        self._ranks = ranks if ranks is not None and ranks(candidates, now).any() else None
         if policy.queues == 1:
+            if self._ranks is not None:
+                self._all = np.sort(policy.score(columns, candidates, now))
             return
         queue, scores = policy.queue(columns, candidates), policy.score(columns, candidates, now)
         self._sorted = [np.sort(scores[queue == number]) for number in range(policy.queues)]
@@ -94,6 +104,17 @@ class Turns:
 
     def of(self, rows: Rows) -> Scores:
         """A score a row, lowest first."""
+        if self._ranks is None:
+            return self._within_rank(rows)
+        places, most = self._within_rank(rows), 0
+        if self._policy.queues == 1:
+            places, most = np.searchsorted(self._all, places), len(self._all)
+        else:
+            most = 2 * sum(len(members) for members in self._sorted)
+        ranked: Scores = self._ranks(rows, self._now) * (most + 1) + places
+        return ranked
+
+    def _within_rank(self, rows: Rows) -> Scores:
         scores = self._policy.score(self._columns, rows, self._now)
         if self._policy.queues == 1:
             return scores
@@ -106,11 +127,14 @@ class Turns:
         return turns
 
 
-def victims(policy: Policy, columns: Columns, candidates: Rows, count: int, now: int) -> Rows:
+def victims(
+    policy: Policy, columns: Columns, candidates: Rows, count: int, now: int, ranks: Ranks | None = None
+) -> Rows:
     """Choose up to `count` of the candidates to evict.
 
     Args:
         candidates: Rows that may go: ready, unpinned, not protected.
+        ranks: If there are any.
 
     Returns:
         Rows in the order of eviction. Fewer than `count` only when no more may go.
@@ -118,22 +142,26 @@ def victims(policy: Policy, columns: Columns, candidates: Rows, count: int, now:
     if count <= 0 or not candidates.size:
         return candidates[:0]
     for _ in range(CHANCES):
-        chosen = _choose(policy, columns, candidates, count, now)
+        chosen = _choose(policy, columns, candidates, count, now, ranks)
         if not policy.spare(columns, chosen, now).any():
             return chosen
-    return _choose(policy, columns, candidates, count, now)
+    return _choose(policy, columns, candidates, count, now, ranks)
 
 
-def upcoming(policy: Policy, columns: Columns, candidates: Rows, count: int, now: int) -> Rows:
+def upcoming(
+    policy: Policy, columns: Columns, candidates: Rows, count: int, now: int, ranks: Ranks | None = None
+) -> Rows:
     """Who would go first as things are, without second chances. Nothing changes by it."""
     if count <= 0 or not candidates.size:
         return candidates[:0]
-    scores = Turns(policy, columns, candidates, count, now).of(candidates)
+    scores = Turns(policy, columns, candidates, count, now, ranks).of(candidates)
     return lowest(columns, candidates, scores, count)
 
 
-def _choose(policy: Policy, columns: Columns, candidates: Rows, count: int, now: int) -> Rows:
-    scores = Turns(policy, columns, candidates, count, now).of(candidates)
+def _choose(
+    policy: Policy, columns: Columns, candidates: Rows, count: int, now: int, ranks: Ranks | None
+) -> Rows:
+    scores = Turns(policy, columns, candidates, count, now, ranks).of(candidates)
     window = count
     while True:
         order = lowest(columns, candidates, scores, window)
@@ -144,7 +172,13 @@ def _choose(policy: Policy, columns: Columns, candidates: Rows, count: int, now:
 
 
 def victims_upward(
-    policy: Policy, columns: Columns, candidates: Rows, count: int, now: int, may_go: Callable[[int], bool]
+    policy: Policy,
+    columns: Columns,
+    candidates: Rows,
+    count: int,
+    now: int,
+    may_go: Callable[[int], bool],
+    ranks: Ranks | None = None,
 ) -> Rows:
     """Choose up to `count` rows to evict, leaves first, when the candidates are a mere sample.
 
@@ -158,16 +192,22 @@ def victims_upward(
         Rows in the order of eviction.
     """
     for _ in range(CHANCES):
-        chosen = _choose_upward(policy, columns, candidates, count, now, may_go)
+        chosen = _choose_upward(policy, columns, candidates, count, now, may_go, ranks)
         if not policy.spare(columns, chosen, now).any():
             return chosen
-    return _choose_upward(policy, columns, candidates, count, now, may_go)
+    return _choose_upward(policy, columns, candidates, count, now, may_go, ranks)
 
 
 def _choose_upward(
-    policy: Policy, columns: Columns, candidates: Rows, count: int, now: int, may_go: Callable[[int], bool]
+    policy: Policy,
+    columns: Columns,
+    candidates: Rows,
+    count: int,
+    now: int,
+    may_go: Callable[[int], bool],
+    ranks: Ranks | None,
 ) -> Rows:
-    order = Turns(policy, columns, candidates, count, now)
+    order = Turns(policy, columns, candidates, count, now, ranks)
     leaves = candidates[columns.children[candidates] == 0]
     leaves = lowest(columns, leaves, order.of(leaves), min(count, len(leaves)))
 

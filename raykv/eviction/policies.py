@@ -24,6 +24,7 @@ class Policies:
 
     Attributes:
         default: The policy for all accounts that have none of their own.
+        remember: Whether any of them remembers something of the chunks that came.
     """
 
     def __init__(self, default: Policy, columns: Columns) -> None:
@@ -54,18 +55,18 @@ class Policies:
 
     def came(self, rows: Rows, now: int) -> None:
         """These rows hold new chunks that have their place in a chain, parents before children."""
-        if self._remember:
+        if self.remember:
             for policy, mine in self._split(rows):
                 policy.came(self._columns, mine, now)
 
     def came_one(self, row: int, now: int) -> None:
         """The same for one."""
-        if self._remember:
+        if self.remember:
             self.came(np.array([row], np.int32), now)
 
     def went(self, rows: Rows, now: int, *, evicted: bool) -> None:
         """These rows' chunks are about to go."""
-        if self._remember:
+        if self.remember:
             for policy, mine in self._split(rows):
                 policy.went(self._columns, mine, now, evicted=evicted)
 
@@ -146,4 +147,4 @@ class Policies:
 
     def _note(self) -> None:
         everyone = [self.default, *self._own.values()]
-        self._remember = any(type(policy).came is not Policy.came for policy in everyone)
+        self.remember = any(type(policy).came is not Policy.came for policy in everyone)

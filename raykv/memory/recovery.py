@@ -4,13 +4,18 @@ A process that is killed leaves it sound (see `Table.changing`). Anything else m
 that was cut, bytes that were overwritten. Then it is better to begin anew than to serve what cannot be trusted.
 """
 
+from typing import Final
+
 import numpy as np
+import numpy.typing as npt
 
 from raykv.config import SLOT_ALIGNMENT_NBYTES
 from raykv.errors import LostError
 from raykv.memory.rows import LENT
 from raykv.memory.table import MAX_NAMESPACES, Table
-from raykv.types import Rows
+from raykv.types import Bits, Rows
+
+BLOCK_ROWS: Final = 1 << 16
 
 
 def require_sound(table: Table) -> None:
@@ -19,28 +24,42 @@ def require_sound(table: Table) -> None:
     Raises:
         LostError: Says what is wrong.
     """
-    columns = table.columns
     if table.rows_backed > table.rows:
         raise LostError(f"{table.memory.path} is damaged: more rows with memory than rows")
-    rows = np.flatnonzero((columns.generation[: table.rows_backed] != 0) & (columns.nbytes[: table.rows_backed] != 0))
     sizes = table.extent_slots.astype(np.int64)
-    pages = columns.page[rows].astype(np.int64)
+    if np.any((sizes % SLOT_ALIGNMENT_NBYTES != 0) | (sizes > table.extent_nbytes)):
+        raise LostError(f"{table.memory.path} is damaged: extents of impossible slot sizes")
+    taken = np.zeros(table.extents * (table.extent_nbytes // SLOT_ALIGNMENT_NBYTES), np.bool_)
+    chunks = 0
+    for first in range(0, table.rows_backed, BLOCK_ROWS):  # what is looked at stays in the cache
+        chunks += _require_sound_rows(table, sizes, taken, slice(first, min(first + BLOCK_ROWS, table.rows_backed)))
+    if np.count_nonzero(taken) != chunks:
+        raise LostError(f"{table.memory.path} is damaged: two chunks in one slot")
+
+
+def _require_sound_rows(table: Table, sizes: npt.NDArray[np.int64], taken: Bits, block: slice) -> int:
+    """The same for some rows; notes the first pages of their chunks in `taken`. Returns how many have a slot."""
+    columns = table.columns
+    nbytes = columns.nbytes[block]
+    rows = np.flatnonzero((columns.generation[block] != 0) & (nbytes != 0))
+    nbytes, pages = nbytes[rows], columns.page[block][rows].astype(np.int64)
     extent_pages = table.extent_nbytes // SLOT_ALIGNMENT_NBYTES
-    extents, within = pages // extent_pages, (pages % extent_pages) * SLOT_ALIGNMENT_NBYTES
+    extents = pages // extent_pages
+    within = (pages - extents * extent_pages) * SLOT_ALIGNMENT_NBYTES
     slots = sizes[np.minimum(extents, table.extents - 1)]
-    parents = columns.parent[rows]
-    used = (table.namespaces["text"] != b"")[np.minimum(columns.namespace[rows], MAX_NAMESPACES - 1)]
+    parents, namespaces = columns.parent[block][rows], columns.namespace[block][rows]
+    used = (table.namespaces["text"] != b"")[np.minimum(namespaces, MAX_NAMESPACES - 1)]
     for complaint, wrong in (
-        ("extents of impossible slot sizes", (sizes % SLOT_ALIGNMENT_NBYTES != 0) | (sizes > table.extent_nbytes)),
         ("chunks outside the arena", (extents >= table.extents) | (slots == 0)),
         ("chunks off their slots", (within % np.maximum(slots, 1) != 0) | (within + slots > table.extent_nbytes)),
-        ("chunks larger than their slots", columns.nbytes[rows] > slots),
-        ("two chunks in one slot", len(np.unique(pages)) != len(pages)),
+        ("chunks larger than their slots", nbytes > slots),
         ("parents that are no rows", (parents < LENT) | (parents >= table.rows)),
-        ("chunks of unknown namespaces", (columns.namespace[rows] >= MAX_NAMESPACES) | ~used),
+        ("chunks of unknown namespaces", (namespaces >= MAX_NAMESPACES) | ~used),
     ):
         if np.any(wrong):
             raise LostError(f"{table.memory.path} is damaged: {complaint}")
+    taken[pages] = True
+    return len(rows)
 
 
 def index_is_whole(table: Table, ready: Rows) -> bool:
@@ -75,7 +94,8 @@ def take_over(table: Table) -> tuple[Rows, Rows]:
         columns.parent[had_keys] = -1
         columns.pins[everywhere] = 0  # a pin lives as long as its connection, and those are gone
         repeated = np.array([row for row in published.tolist() if not _enter_published(table, row)], np.int32)
-        ready, unfinished = np.setdiff1d(ready, repeated), np.append(unfinished, repeated)
+        if repeated.size:
+            ready, unfinished = np.setdiff1d(ready, repeated), np.append(unfinished, repeated)
         table.leave_side(published)
         columns.parent[published] = -1
         parents = columns.parent[ready]

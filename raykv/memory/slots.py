@@ -74,7 +74,9 @@ class Slots:
         self._free: dict[int, int] = {}  # by slot size: free slots in them
         self._backed: list[int] = []  # free extents with real memory
         self._bare: dict[int, None] = {}  # those without
-        self._recover(np.sort(used_pages))
+        used = np.zeros(len(extent_slots) * self._extent_pages, np.bool_)
+        used[used_pages] = True
+        self._recover(np.flatnonzero(used))
         if order is not None:
             self._bare = {extent: None for extent in order if extent in self._bare}
 
