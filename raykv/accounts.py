@@ -3,7 +3,10 @@
 They lie in the table, so that they outlive the process.
 """
 
+from collections.abc import Callable
+
 import numpy as np
+import numpy.typing as npt
 from pydantic import ValidationError
 
 from raykv.errors import CapacityError, LostError, UsageError
@@ -12,7 +15,11 @@ from raykv.namespace import Namespace
 
 
 class Accounts:
-    """Numbers of the accounts in a table's list."""
+    """Numbers of the accounts in a table's list.
+
+    Attributes:
+        let_go: Asked whether nothing counts under a number, so that another account may have it.
+    """
 
     def __init__(self, table: Table) -> None:
         """Read the list.
@@ -21,6 +28,8 @@ class Accounts:
             LostError: It is damaged.
         """
         self._namespaces = table.namespaces
+        self._retired: set[int] = set()
+        self.let_go: Callable[[int], bool] = lambda number: False
         try:
             self._numbers = {
                 Namespace.model_validate_json(text).digest: number
@@ -50,6 +59,8 @@ class Accounts:
                 raise UsageError(f"namespace of {len(text)} bytes as JSON; at most {NAMESPACE_TEXT_NBYTES} can be kept")
             free = np.flatnonzero(self._namespaces["text"] == b"")
             if not free.size:
+                free = self._reclaim()
+            if not free.size:
                 raise CapacityError(f"all {MAX_NAMESPACES} namespaces of this node are in use; drop one")
             number = int(free[0])
             self._namespaces["capacity"][number] = 0
@@ -58,6 +69,24 @@ class Accounts:
         if capacity_nbytes is not None:
             self._namespaces["capacity"][number] = capacity_nbytes
         return number
+
+    def find(self, digest: bytes) -> int | None:
+        """Number of an account, if it was opened."""
+        return self._numbers.get(digest)
+
+    def retire(self, number: int, *, retired: bool = True) -> None:
+        """This account was dropped: its number may be another's when there are no others left and nothing uses it."""
+        (self._retired.add if retired else self._retired.discard)(number)
+
+    def _reclaim(self) -> npt.NDArray[np.int64]:
+        """Free a number of an account that was dropped, if nothing counts under it any more."""
+        for number in sorted(self._retired):
+            if self.let_go(number):
+                self._retired.discard(number)
+                self._numbers = {digest: other for digest, other in self._numbers.items() if other != number}
+                self._namespaces["text"][number] = b""
+                return np.array([number])
+        return np.empty(0, np.int64)
 
     def number(self, digest: bytes) -> int:
         """Number of an account that was opened.

@@ -25,12 +25,19 @@ class InProcessDirectory:
         self.logic = Directory(member_timeout_s=member_timeout_s)
         self._lock = threading.Lock()
 
-    def beat(self, member: Member, epoch: int, view: View | None = None) -> Pulse:
+    def beat(
+        self, member: Member, epoch: int, view: View | None = None, version: int = 0, register: bytes | None = None
+    ) -> Pulse:
         """See DirectoryPort."""
         with self._lock:
             now_s = time.monotonic()
             self.logic.expire(now_s=now_s)
-            return self.logic.beat(member, epoch, view, now_s=now_s)
+            return self.logic.beat(member, epoch, view, now_s=now_s, version=version, register=register)
+
+    def configure(self, namespace: Namespace, fields: dict[str, Any] | None) -> bytes:
+        """See DirectoryPort."""
+        with self._lock:
+            return self.logic.configure(namespace, fields, now_ns=time.time_ns())
 
     def leave(self, node_id: NodeId) -> None:
         """See DirectoryPort."""

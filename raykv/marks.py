@@ -27,6 +27,7 @@ class Marks:
 
     Attributes:
         active: Whether any row may differ from the others; if not, nothing here costs anything.
+        expiring: Whether any may expire.
     """
 
     def __init__(self, table: Table, ready: Rows) -> None:

@@ -27,7 +27,9 @@ from raykv.errors import ConfigError, RayKVError, TransientError, UsageError
 from raykv.ledger import Place
 from raykv.locator import Locator
 from raykv.memory.copying import checksum_of
+from raykv.marks import require_hints
 from raykv.namespace import Namespace
+from raykv.namespaces import Namespaces, register_path
 from raykv.record import Asked, Tape
 from raykv.ring import Member, View
 from raykv.shard import Shard, remove_files
@@ -108,6 +110,7 @@ class Node:
         self._lock = threading.Lock()
         self.tiers = open_tiers(config, self.shard, self._lock, changed=self._note_change)
         self.tape = Tape()
+        self.namespaces = Namespaces(self.shard, self._lock, self.tiers, register_path(config.file_prefix))
         self._locator = Locator(config.max_locations)
         self._requests: Counter[str] = Counter()
         self._errors: Counter[str] = Counter()
@@ -138,8 +141,13 @@ class Node:
             wire.Announce: self._announce,
             wire.Read: self._read,
             wire.Write: self._write,
+            wire.Hint: self._hint,
+            wire.Configure: self._configure,
+            wire.Adopt: lambda request, session: Reply(wire.Count(self._adopt_register(request.register))),
             wire.Why: self._why,
-            wire.GetNamespaces: self._get_namespaces,
+            wire.GetNamespaces: lambda request, session: Reply(
+                wire.NamespacesAre(msgspec.json.encode(self.namespaces.list()))
+            ),
             wire.Record: self._record,
             wire.GetStats: lambda request, session: Reply(wire.Stats(msgspec.json.encode(self.stats()))),
         }
@@ -209,6 +217,7 @@ class Node:
         prefix = self.config.file_prefix
         if unlink and prefix is not None:
             remove_files(prefix)
+            self.namespaces.forget()
             prefix.with_name(prefix.name + ".sock").unlink(missing_ok=True)
         self.shard.close()
 
@@ -319,12 +328,9 @@ class Node:
         )
 
     def _open_namespace(self, request: wire.OpenNamespace, session: NodeSession) -> Reply:
-        try:
-            fields = msgspec.json.decode(request.namespace, type=dict[str, Any])
-        except msgspec.MsgspecError as error:
-            raise UsageError(f"namespace: {error}") from error
+        namespace = Namespace.load(_fields(request.namespace))
         with self._lock:
-            self.shard.accounts.open(Namespace.load(fields), request.capacity_nbytes)
+            self.shard.accounts.open(namespace, request.capacity_nbytes)
         return Reply(wire.Done())
 
     def _reserve(self, request: wire.Reserve, session: NodeSession) -> Reply:
@@ -633,12 +639,31 @@ class Node:
                 if found is not None:
                     places[place], sizes[place] = Place[tier.name.upper()], found.nbytes
 
-    def _get_namespaces(self, request: wire.GetNamespaces, session: NodeSession) -> Reply:
-        return Reply(wire.NamespacesAre(msgspec.json.encode(self.namespaces())))
+    def _hint(self, request: wire.Hint, session: NodeSession) -> Reply:
+        require_hints(request.ttl_s, request.priority)
+        with self._lock:
+            count = self.shard.hint(
+                _keys(request.keys),
+                ttl_s=request.ttl_s,
+                priority=request.priority,
+                ended=request.ended,
+                touch=request.touch,
+                now_s=time.monotonic(),
+            )
+        return Reply(wire.Count(count))
 
-    def namespaces(self) -> dict[str, dict[str, Any]]:
-        """What there is of each account, by its fields as JSON, as plain values."""
-        return {text.decode(): {} for text in self.shard.table.namespaces["text"].tolist() if text}
+    def _configure(self, request: wire.Configure, session: NodeSession) -> Reply:
+        namespace, fields = Namespace.load(_fields(request.namespace)), _fields(request.fields)
+        if not request.drop:
+            self.namespaces.require(namespace, fields)
+        register = self._directory.configure(namespace, None if request.drop else fields)
+        return Reply(wire.Configured(register, self._adopt_register(register)))
+
+    def _adopt_register(self, register: bytes) -> int:
+        count = self.namespaces.adopt(register)
+        self._changed.set()
+        self._stay_ahead()
+        return count
 
     def _record(self, request: wire.Record, session: NodeSession) -> Reply:
         if self.shard.table.recording:
@@ -728,6 +753,8 @@ class Node:
             self._beat()
             with self._lock:
                 self.shard.table.memory.touch()
+            if self.shard.sweep(self._lock, now_s=time.monotonic()):
+                self._changed.set()
             self._wanted.set()
 
     # -- ahead of need ------------------------------------------------------------------------------------------------
@@ -766,14 +793,23 @@ class Node:
 
     def _beat(self) -> None:
         try:
-            pulse = self._directory.beat(self.member, self.view.epoch)
-            if pulse.tell_view:
-                pulse = self._directory.beat(self.member, self.view.epoch, self.view)
+            view, register, version = self.view, self.namespaces.register, self.namespaces.register.version
+            pulse = self._directory.beat(self.member, view.epoch, None, version)
+            if pulse.tell_view or pulse.tell_register:
+                pulse = self._directory.beat(
+                    self.member,
+                    view.epoch,
+                    view if pulse.tell_view else None,
+                    version,
+                    register.encode() if pulse.tell_register else None,
+                )
         except TransientError:
             self._errors["beat"] += 1
             return
         if pulse.view is not None and pulse.view.epoch > self.view.epoch:
             self._adopt(pulse.view)
+        if pulse.register is not None:
+            self._adopt_register(pulse.register)
 
     def _note_change(self) -> None:
         """A tier has something new to tell, or room for more."""
@@ -802,6 +838,13 @@ def _owner_lives(view: View, keys: KeyArray) -> npt.NDArray[np.int64]:
     """Incarnation of each key's owner. No two nodes have the same: it is the time of their start in nanoseconds."""
     lives = {member.node_id: member.incarnation for member in view.members}
     return np.array([lives[name] for name in view.ring.nodes], np.int64)[view.ring.owners(keys)]
+
+
+def _fields(text: bytes) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except msgspec.MsgspecError as error:
+        raise UsageError(f"no fields as JSON: {error}") from error
 
 
 def _keys(raw: bytes) -> KeyArray:

@@ -19,6 +19,7 @@ from raykv.eviction import policy
 from raykv.eviction.base import Policy
 from raykv.eviction.policies import Policies
 from raykv.ledger import Ledger, Reason
+from raykv.marks import Marks
 from raykv.memory.rows import LENT, QUARANTINE_S, FreeRows
 from raykv.memory.slots import Pages, Slots, slot_nbytes
 from raykv.memory.table import MAX_NAMESPACES, Table
@@ -33,6 +34,8 @@ SAMPLE_SHARE: Final = 128
 ahead of need no more, since others wait for the lock meanwhile."""
 SCAN_SHARE: Final = 8
 """Where all rows had to be looked at for those of a small account, this part of them goes (one in so many)."""
+SWEEP_ROWS: Final = 1 << 16
+"""Expired chunks are sought among so many rows at a time."""
 FOREIGN_EXTENTS: Final = 64
 """Extents of other slot sizes that are looked at, coldest first, for one that can be emptied."""
 AHEAD_SHARE: Final = 16
@@ -67,6 +70,7 @@ class Room:
     Attributes:
         slots, free_rows: What is free.
         counters: See `Counters`.
+        marks: Who goes before others, and when chunks expire.
         ledger: What went, and why.
         departures: Chunks that went, by account and reason, since this process took over.
         reads_of_gone: How often chunks that went had been read, by account.
@@ -91,6 +95,8 @@ class Room:
         self.policies = Policies(policy(config.policy), table.columns)
         self._rng = np.random.default_rng(table.incarnation)
         self.counters = Counters()
+        self.marks = Marks(table, ready)
+        self.over_quota: set[int] = set()
         self.ledger = Ledger()
         self.departures = np.zeros((MAX_NAMESPACES, len(Reason)), np.int64)
         self.reads_of_gone = np.zeros(MAX_NAMESPACES, np.int64)
@@ -324,10 +330,14 @@ class Room:
     @property
     def short(self) -> bool:
         """Whether `tend` has something to do."""
-        return self._tending or self._lacking(self._config.low_water) > 0
+        return self._tending or bool(self.over_quota) or self._lacking(self._config.low_water) > 0
 
     def tend(self, now: int) -> bool:
         """Evict ahead of need: when little is free, free some more, in steps. Returns whether there is more to do."""
+        if self.over_quota:
+            self._tend_quota(now)
+            if self.over_quota:
+                return True
         count = self._lacking(self._config.high_water)
         if not self.short or count <= 0 or not self._in_use:
             self._tending = False
@@ -343,7 +353,34 @@ class Room:
             return NO_ROWS
         rows = self._candidates()
         count = self._lacking(share) if self._is_small() else math.ceil(len(rows) * share)
+        self.policies.ranks = self.marks.ranks if self.marks.active else None
         return self.policies.upcoming(rows, count, now)
+
+    def _tend_quota(self, now: int) -> None:
+        """Evict from an account that holds more than it may since its quota was lowered, in steps."""
+        account = min(self.over_quota)
+        capacity = int(self._table.namespaces["capacity"][account])
+        excess = self._used_cells[account] - capacity if capacity else 0
+        if excess > 0:
+            rows = self._candidates(account=account, wanted=SAMPLE_SHARE)
+            sizes = self.slot_sizes(rows)
+            mean = int(sizes.mean()) if rows.size else 1
+            if self._evict(rows, min(-(-excess // mean), self._at_once(len(rows))), now):
+                return
+        self.over_quota.discard(account)  # it keeps to it; or what is left is pinned, or lent
+
+    def expired(self, first: int, now: int) -> Rows:
+        """Of SWEEP_ROWS rows from the first on, those that have expired; for `drop_expired`. Needs no lock."""
+        expires = self._table.columns.expires[first : min(first + SWEEP_ROWS, self.free_rows.fresh)]
+        return (np.flatnonzero((expires > 0) & (expires <= now)) + first).astype(np.int32)
+
+    def drop_expired(self, rows: Rows, now: int) -> int:
+        """Of these rows, drop those that have expired and may go. Returns how many did."""
+        expires = self._table.columns.expires[rows]
+        rows = rows[(expires > 0) & (expires <= now)]
+        rows = rows[self.evictable(rows)]
+        self.drop(rows, now, Reason.EXPIRED)
+        return len(rows)
 
     def _lacking(self, share: float) -> int:
         """Chunks that must go for this share of the arena, and of the rows, to be free."""
@@ -469,6 +506,7 @@ class Room:
         return ordered
 
     def _victims(self, candidates: Rows, count: int, now: int) -> Rows:
+        self.policies.ranks = self.marks.ranks if self.marks.active else None
         return self.policies.victims(candidates, count, now, None if self._is_small() else self._may_go)
 
     def _may_go(self, row: int) -> bool:

@@ -7,10 +7,11 @@ time; readers use the table and the arena directly (`raykv.transport.shm`) and n
 import logging
 import struct
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +19,7 @@ import xxhash
 
 from raykv import keys as keys_
 from raykv.accounts import Accounts
-from raykv.config import SLOT_ALIGNMENT_NBYTES, StorageConfig
+from raykv.config import SLOT_ALIGNMENT_NBYTES, NamespaceConfig, StorageConfig
 from raykv.errors import ConfigError, LostError, UsageError
 from raykv.eviction import policy
 from raykv.eviction.base import Policy
@@ -31,7 +32,7 @@ from raykv.memory.recovery import require_sound, take_over
 from raykv.memory.rows import LENT
 from raykv.memory.slots import FEW, Slots, slot_nbytes
 from raykv.memory.table import MAX_DEPTH, Table, table_nbytes
-from raykv.room import MAX_PINS, NO_ROWS, Room
+from raykv.room import MAX_PINS, NO_ROWS, SWEEP_ROWS, Room
 from raykv.types import Bits, KeyArray, Rows
 
 log = logging.getLogger(__name__)
@@ -137,8 +138,10 @@ class Shard:
         self.room = Room(config, table, slots, ready=ready, unfinished=unfinished, now_s=now_s)
         self.counters = self.room.counters
         self.accounts = Accounts(table)
+        self.accounts.let_go = self._let_go
         self._writer = table.reader(arena.view)
         self._now = table.ticks(now_s)
+        self._doomed: dict[int, int] = {}  # pinned rows of accounts that were dropped, and their generations then
         self._spent: set[int] = set()  # lent rows whose chunk came and went before its writer told us of it
         self.take_in(now_s=now_s)
 
@@ -294,6 +297,8 @@ class Shard:
         parent: KeyArray | None,
         depth: int,
         now_s: float,
+        ttl_s: float = 0.0,
+        priority: int = 0,
     ) -> Bits:
         """Give keys to lent slots, whose bytes are written, and make them visible to every reader.
 
@@ -303,6 +308,7 @@ class Shard:
             keys: A run of chunks, of which some were written.
             positions, rows, checksums: Which of them, and for each its slot and the checksum of its bytes.
             nbytes, account, chained, parent, depth, now_s: As for `reserve`.
+            ttl_s, priority: When they expire, and who goes first; 0: as the account's config says.
 
         Returns:
             Which of the slots were used. The others stay lent: somebody else stores, or is writing, their keys by now.
@@ -317,10 +323,12 @@ class Shard:
         if positions.size and not (positions.min() >= 0 and positions.max() < len(keys)):
             raise UsageError(f"a position beyond the {len(keys)} keys")
         now = self.table.ticks(now_s)
-        if self._settle(keys, positions, rows, nbytes, account, chained, parent, depth, now):
+        if self._settle(keys, positions, rows, nbytes, account, chained, parent, depth, now, ttl_s, priority):
             return np.ones(len(rows), np.bool_)
         if len(rows) <= FEW:
-            return self._store_few(keys, positions, rows, checksums, nbytes, account, chained, parent, depth, now_s)
+            return self._store_few(
+                keys, positions, rows, checksums, nbytes, account, chained, parent, depth, now_s, ttl_s, priority
+            )
         self._require_lent(rows, nbytes, account)
         columns = self.table.columns
         published = columns.generation[rows] & 1 == 0
@@ -328,7 +336,7 @@ class Shard:
             self.take_in(now_s=now_s)  # somebody may have published the keys of the others
         place = self._find_place(keys, parent, depth, now)
         if (place.existing[positions] == rows).any() or self._spent:
-            return self._store_each(keys, positions, rows, checksums, nbytes, place, chained, now_s)
+            return self._store_each(keys, positions, rows, checksums, nbytes, place, chained, now_s, ttl_s, priority)
         self._require_keys(keys[positions[published]], rows[published])
         used = place.existing[positions] < 0
         first = _first_of_each(keys, positions[used])
@@ -340,7 +348,7 @@ class Shard:
         rows, positions, published = rows[used], positions[used], published[used]
         self._enter(keys, positions, rows, nbytes, place, chained=chained)
         self.table.leave_side(rows[published])
-        self.commit(rows, checksums[used], now_s=now_s)
+        self.commit(rows, checksums[used], now_s=now_s, ttl_s=ttl_s, priority=priority)
         return used
 
     def _settle(
@@ -354,6 +362,8 @@ class Shard:
         parent: KeyArray | None,
         depth: int,
         now: int,
+        ttl_s: float,
+        priority: int,
     ) -> bool:
         """`store` of a whole run that was published, as nearly every one is. False: it is not so simple."""
         table, count = self.table, len(rows)
@@ -373,6 +383,7 @@ class Shard:
         self.room.lent_nbytes -= count * slot_nbytes(nbytes)
         self.counters.committed += count
         self.room.chunks += count
+        self.room.marks.came(rows, now, ttl_s, priority)
         self.room.policies.came(rows, now)
         self._added.append(raw.tobytes())
         return True
@@ -389,6 +400,8 @@ class Shard:
         parent: KeyArray | None,
         depth: int,
         now_s: float,
+        ttl_s: float,
+        priority: int,
     ) -> Bits:
         numbers, generation = rows.tolist(), self.table.cells.generation
         if len(set(numbers)) < len(numbers) or not all(self._is_lent(row, nbytes, account) for row in numbers):
@@ -396,7 +409,7 @@ class Shard:
         if any(generation[row] & 1 for row in numbers):
             self.take_in(now_s=now_s)
         place = self._find_place(keys, parent, depth, self.table.ticks(now_s))
-        return self._store_each(keys, positions, rows, checksums, nbytes, place, chained, now_s)
+        return self._store_each(keys, positions, rows, checksums, nbytes, place, chained, now_s, ttl_s, priority)
 
     def _store_each(
         self,
@@ -408,6 +421,8 @@ class Shard:
         place: _Place,
         chained: bool,
         now_s: float,
+        ttl_s: float,
+        priority: int,
     ) -> Bits:
         now = self.table.ticks(now_s)
         before = [place.anchor, *place.existing.tolist()]
@@ -415,7 +430,7 @@ class Shard:
         for position, row, checksum in zip(positions.tolist(), rows.tolist(), checksums.tolist(), strict=True):
             key = int(keys[position, 0]), int(keys[position, 1])
             anchor, deep = (before[position], place.depth + position) if chained else (-1, 0)
-            used.append(self._store_at(key, row, checksum, nbytes, anchor, deep, now))
+            used.append(self._store_at(key, row, checksum, nbytes, anchor, deep, now, ttl_s, priority))
             if used[-1]:
                 before[position + 1] = row
         return np.array(used, np.bool_)
@@ -431,6 +446,8 @@ class Shard:
         parent: tuple[int, int] | None,
         depth: int,
         now_s: float,
+        ttl_s: float = 0.0,
+        priority: int = 0,
     ) -> bool:
         """The same for one chunk, in a fraction of the time.
 
@@ -448,10 +465,19 @@ class Shard:
         anchor = -1 if parent is None else self.table.find_one(*parent)
         if anchor >= 0:
             depth = self.table.cells.depth[anchor] + 1
-        return self._store_at(key, row, checksum, nbytes, anchor, depth, self.table.ticks(now_s))
+        return self._store_at(key, row, checksum, nbytes, anchor, depth, self.table.ticks(now_s), ttl_s, priority)
 
     def _store_at(
-        self, key: tuple[int, int], row: int, checksum: int, nbytes: int, anchor: int, depth: int, now: int
+        self,
+        key: tuple[int, int],
+        row: int,
+        checksum: int,
+        nbytes: int,
+        anchor: int,
+        depth: int,
+        now: int,
+        ttl_s: float,
+        priority: int,
     ) -> bool:
         """Store in one lent row. Whether it was used."""
         cells, table = self.table.cells, self.table
@@ -486,6 +512,7 @@ class Shard:
         if existing != row:
             self._note_added(key)
             table.note_taken(published)
+        self.room.marks.came_one(row, now, ttl_s, priority)
         self.room.policies.came_one(row, now)
         return True
 
@@ -540,6 +567,7 @@ class Shard:
         with self.table.changing():
             self.room.keep(row, cells.nbytes[row])
             cells.parent[row], cells.depth[row] = -1, 0
+        self.room.marks.came_one(row, self._now)
         self.room.policies.came_one(row, self._now)
 
     def _without_published(self, rows: Rows) -> Rows:
@@ -558,8 +586,21 @@ class Shard:
         self.take_in(now_s=now_s, whole=self.room.may_wake(now_s=now_s))
         self.room.wake(now_s=now_s)
 
-    def commit(self, rows: Rows, checksums: npt.NDArray[np.uint64], *, now_s: float) -> None:
-        """Make reserved chunks, whose bytes are written, visible to every reader."""
+    def commit(
+        self,
+        rows: Rows,
+        checksums: npt.NDArray[np.uint64],
+        *,
+        now_s: float,
+        ttl_s: float = 0.0,
+        priority: int = 0,
+    ) -> None:
+        """Make reserved chunks, whose bytes are written, visible to every reader.
+
+        Args:
+            rows: Of one account.
+            ttl_s, priority: As for `store`.
+        """
         columns, now = self.table.columns, self.table.ticks(now_s)
         columns.checksum[rows] = checksums
         columns.inserted[rows] = columns.accessed[rows] = now
@@ -569,6 +610,7 @@ class Shard:
         columns.generation[rows] = np.where(even == 0, 2, even)  # 0 would mean never used
         self.counters.committed += len(rows)
         self.room.chunks += len(rows)
+        self.room.marks.came(rows, now, ttl_s, priority)
         self.room.policies.came(rows, now)
         self._added.append(self._keys(rows).tobytes())
 
@@ -595,10 +637,10 @@ class Shard:
         rows = np.unique(rows[rows >= 0])
         lent = rows[self.table.columns.parent[rows] == LENT] if rows.size else rows
         if lent.size:
-            return self._delete_lent(lent) + self._delete(np.setdiff1d(rows, lent))
+            return self._take_from_writers(lent, Reason.DELETED) + self._delete(np.setdiff1d(rows, lent))
         return self._delete(rows)
 
-    def _delete_lent(self, rows: Rows) -> int:
+    def _take_from_writers(self, rows: Rows, reason: Reason) -> int:
         """Drop what was taken in, but whose writer has not told us yet: it gets the slots back when it does."""
         cells, count = self.table.cells, 0
         for row in rows.tolist():
@@ -608,7 +650,7 @@ class Shard:
                     self.table.remove_one(row)
                     self.room.orphan(row)
                 self._spent.add(row)
-                self.room.note_removed(row, self._now, Reason.DELETED)
+                self.room.note_removed(row, self._now, reason)
                 count += 1
         return count
 
@@ -691,6 +733,8 @@ class Shard:
     def unpin(self, rows: Rows) -> None:
         """End holds that `pin` gave; entries of -1 are passed over."""
         np.subtract.at(self.table.columns.pins, rows[rows >= 0], np.uint16(1))
+        if self._doomed:
+            self._drop_unpinned()
 
     def unpin_each(self, rows: Sequence[int]) -> None:
         """The same for holds that `pin_each` gave."""
@@ -698,10 +742,14 @@ class Shard:
         for row in rows:
             if row >= 0:
                 pins[row] -= 1
+        if self._doomed:
+            self._drop_unpinned()
 
     def unpin_one(self, row: int) -> None:
         """End a hold that `pin_one` gave."""
         self.table.cells.pins[row] -= 1
+        if self._doomed:
+            self._drop_unpinned()
 
     def spoilt(self, pinned: Pinned) -> Rows:
         """Those of the pinned chunks whose bytes are not what was put. Looks at every byte; needs no lock."""
@@ -731,6 +779,88 @@ class Shard:
         if chosen is None and account is None:
             chosen = self.config.policy
         self.room.use_policy(account, None if chosen is None else policy(chosen), self.table.ticks(now_s))
+
+    # -- namespaces --------------------------------------------------------------------------------------------------
+
+    def configure(self, account: int, config: NamespaceConfig, *, now_s: float) -> None:
+        """From now on an account's chunks are treated so. What is above its quota is evicted ahead of need.
+
+        Raises:
+            ConfigError: There is no such policy here. The rest holds all the same.
+        """
+        self.table.namespaces["capacity"][account] = config.dram_quota_nbytes or 0
+        self.room.marks.configure(account, config)
+        self.room.over_quota.add(account)
+        if self.room.policies.own(account) != config.policy:
+            self.use_policy(account, config.policy, now_s=now_s)
+
+    def _let_go(self, account: int) -> bool:
+        """Whether nothing counts under an account's number. Then its counters begin anew."""
+        unused = not self.room.used_nbytes[account]
+        if unused:
+            self.room.departures[account] = self.room.reads_of_gone[account] = 0
+        return bool(unused)
+
+    def doomed(self, account: int, *, now_s: float) -> tuple[Rows, npt.NDArray[np.uint32]]:
+        """What is to go when an account is dropped now: rows and their generations, for `drop_doomed`."""
+        self.take_in(now_s=now_s)
+        columns = self.table.columns
+        rows = np.flatnonzero(columns.namespace[: self.room.free_rows.fresh] == account).astype(np.int32)
+        generations = columns.generation[rows]
+        ready = (generations & 1 == 0) & (generations != 0)
+        return rows[ready], generations[ready]
+
+    def drop_doomed(self, rows: Rows, generations: npt.NDArray[np.uint32]) -> int:
+        """Drop those of the chunks that are still there. Pinned ones go when they are unpinned.
+
+        Slots that are lent or reserved stay with their writers. Returns how many chunks went.
+        """
+        columns = self.table.columns
+        rows = rows[columns.generation[rows] == generations]
+        self._doomed.update((row, int(columns.generation[row])) for row in rows[columns.pins[rows] > 0].tolist())
+        lent = columns.parent[rows] == LENT
+        free = rows[~lent]
+        free = free[self.room.evictable(free)]
+        self.room.drop(free, self._now, Reason.DROPPED)
+        return len(free) + self._take_from_writers(rows[lent], Reason.DROPPED)
+
+    def _drop_unpinned(self) -> None:
+        """Those of the doomed that nobody holds any more."""
+        pins = self.table.cells.pins
+        ended = {row: generation for row, generation in self._doomed.items() if not pins[row]}
+        for row in ended:
+            del self._doomed[row]
+        self.drop_doomed(np.array(list(ended), np.int32), np.array(list(ended.values()), np.uint32))
+
+    def hint(
+        self, keys: KeyArray, *, ttl_s: float | None, priority: int | None, ended: bool, touch: bool, now_s: float
+    ) -> int:
+        """Somebody knows more of these chunks: see `Marks.hint`. Returns how many of them are here.
+
+        Args:
+            touch: They count as read now.
+        """
+        self.take_in(now_s=now_s)
+        now = self.table.ticks(now_s)
+        rows, _ = self.table.find_ready(keys, now)
+        rows = rows[rows >= 0]
+        if rows.size:
+            self.room.marks.hint(rows, now, ttl_s, priority, ended=ended)
+            if touch:
+                self.table.touch(rows, now)
+        return len(rows)
+
+    def sweep(self, lock: AbstractContextManager[Any], *, now_s: float) -> int:
+        """Drop what has expired, in steps, each of them under the lock. Returns how many chunks went."""
+        if not self.room.marks.expiring:
+            return 0
+        count, now = 0, self.table.ticks(now_s)
+        for first in range(0, self.room.free_rows.fresh, SWEEP_ROWS):
+            rows = self.room.expired(first, now)
+            if rows.size:
+                with lock:
+                    count += self.room.drop_expired(rows, now)
+        return count
 
     # -- what became of chunks ---------------------------------------------------------------------------------------
 

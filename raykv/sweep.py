@@ -39,7 +39,8 @@ def sweep(config: NodeConfig, alive: Container[str], *, now_s: float) -> list[st
             continue
         log.info("removing the memory of node %s, which is gone", node_id)
         remove_files(table.with_suffix(""))
-        table.with_suffix(".sock").unlink(missing_ok=True)
+        for suffix in (".sock", ".namespaces"):
+            table.with_suffix(suffix).unlink(missing_ok=True)
         gone.append(node_id)
     return gone
 

@@ -89,7 +89,8 @@ class Store(Message):
     """Give keys to lent slots and make them visible: see `Shard.store`. Answered by Stored.
 
     `rows` i32 and `checksums` u64 of the slots, `positions` i32 of their keys among `keys`: empty when they are all of
-    them. `ahead`: how many slots the writer would like to have for what comes next.
+    them. `ahead`: how many slots the writer would like to have for what comes next. `ttl_s`, `priority`: 0 for what the
+    namespace's config says.
     """
 
     account: bytes
@@ -102,6 +103,8 @@ class Store(Message):
     parent: bytes = b""
     depth: int = 0
     ahead: int = 0
+    ttl_s: float = 0.0
+    priority: int = 0
 
 
 class Commit(Message):
@@ -190,6 +193,36 @@ class Write(Message):
     chained: bool = True
     parent: bytes = b""
     depth: int = 0
+    ttl_s: float = 0.0
+    priority: int = 0
+
+
+class Hint(Message):
+    """What a client knows of these: see `Shard.hint`. Answered by Count: how many are here."""
+
+    keys: bytes
+    ttl_s: float | None = None
+    priority: int | None = None
+    ended: bool = False
+    touch: bool = False
+
+
+class Configure(Message):
+    """Change these fields (JSON) of the config of a namespace's account (its fields as JSON), or drop the account.
+
+    Asks the directory. Answered by Configured; whoever asks then tells the others (Adopt), who else hear of it with
+    their next heartbeat.
+    """
+
+    namespace: bytes
+    fields: bytes = b"{}"
+    drop: bool = False
+
+
+class Adopt(Message):
+    """The newest list of namespaces, as `Configured` gave it. Answered by Count: chunks that went for it."""
+
+    register: bytes
 
 
 class Why(Message):
@@ -298,6 +331,13 @@ class Reading(Message):
     places: bytes = b""
 
 
+class Configured(Message):
+    """The list of namespaces as it is now (`Register.encode`), and how many chunks went from this node for it."""
+
+    register: bytes
+    count: int = 0
+
+
 class Told(Message):
     """One entry a key.
 
@@ -339,11 +379,12 @@ class Failure(Message):
 
 Request = (
     Attach | GetView | OpenNamespace | Reserve | Lend | Store | Commit | Abort | Pin | Unpin | Promote | Delete
-    | Suspect | Locate | Announce | Read | Write | Why | GetNamespaces | Record | GetStats
+    | Suspect | Locate | Announce | Read | Write | Hint | Configure | Adopt
+    | Why | GetNamespaces | Record | GetStats
 )  # fmt: skip
 Answer = (
     Done | Count | Attached | ViewIs | Granted | Lent | Stored | Held | Located | Reading | Told
-    | NamespacesAre | Stats | Failure
+    | Configured | NamespacesAre | Stats | Failure
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

@@ -11,8 +11,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raykv.config import ClusterConfig, NodeConfig
 from raykv.directory import Directory, Pulse
-from raykv.errors import ConfigError, PeerUnavailable
+from raykv.errors import ConfigError, PeerUnavailable, RayKVError
 from raykv.memory.arena import sized_by_share
+from raykv.namespace import Namespace
 from raykv.node import Node
 from raykv.record import Asked
 from raykv.ring import Member, View
@@ -62,10 +63,19 @@ class DirectoryActor:
         self._reconciler = threading.Thread(target=self._reconcile_forever, name="raykv-reconcile", daemon=True)
         self._reconciler.start()
 
-    def beat(self, member: Member, epoch: int, view: View | None = None) -> Pulse:
+    def beat(
+        self, member: Member, epoch: int, view: View | None = None, version: int = 0, register: bytes | None = None
+    ) -> Pulse:
         """A node lives; see `Directory.beat`."""
         with self._lock:
-            return self._directory.beat(member, epoch, view, now_s=time.monotonic())
+            return self._directory.beat(
+                member, epoch, view, now_s=time.monotonic(), version=version, register=register
+            )
+
+    def configure(self, namespace: Namespace, fields: dict[str, Any] | None) -> bytes:
+        """See `DirectoryPort.configure`."""
+        with self._lock:
+            return self._directory.configure(namespace, fields, now_ns=time.time_ns())
 
     def leave(self, node_id: NodeId) -> None:
         """A node goes."""
@@ -139,10 +149,17 @@ class RayDirectory:
         self._name = directory_name(cluster)
         self._handle: Any = None
 
-    def beat(self, member: Member, epoch: int, view: View | None = None) -> Pulse:
+    def beat(
+        self, member: Member, epoch: int, view: View | None = None, version: int = 0, register: bytes | None = None
+    ) -> Pulse:
         """See `DirectoryPort`."""
-        pulse: Pulse = self._call("beat", member, epoch, view)
+        pulse: Pulse = self._call("beat", member, epoch, view, version, register)
         return pulse
+
+    def configure(self, namespace: Namespace, fields: dict[str, Any] | None) -> bytes:
+        """See `DirectoryPort`."""
+        register: bytes = self._call("configure", namespace, fields)
+        return register
 
     def leave(self, node_id: NodeId) -> None:
         """See `DirectoryPort`."""
@@ -154,6 +171,9 @@ class RayDirectory:
                 self._handle = ray.get_actor(self._name, namespace=NAMESPACE)
             return ray.get(getattr(self._handle, method).remote(*arguments), timeout=BEAT_TIMEOUT_S)
         except (ray.exceptions.RayError, ValueError) as error:
+            cause = getattr(error, "cause", None)
+            if isinstance(cause, RayKVError):  # it answers, and refuses
+                raise cause from None
             self._handle = None
             raise PeerUnavailable(f"the directory is away: {error}") from error
 

@@ -106,7 +106,7 @@ class Turns:
         """A score a row, lowest first."""
         if self._ranks is None:
             return self._within_rank(rows)
-        places, most = self._within_rank(rows), 0
+        places: Any = self._within_rank(rows)
         if self._policy.queues == 1:
             places, most = np.searchsorted(self._all, places), len(self._all)
         else:
@@ -158,9 +158,7 @@ def upcoming(
     return lowest(columns, candidates, scores, count)
 
 
-def _choose(
-    policy: Policy, columns: Columns, candidates: Rows, count: int, now: int, ranks: Ranks | None
-) -> Rows:
+def _choose(policy: Policy, columns: Columns, candidates: Rows, count: int, now: int, ranks: Ranks | None) -> Rows:
     scores = Turns(policy, columns, candidates, count, now, ranks).of(candidates)
     window = count
     while True:

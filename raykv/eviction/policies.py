@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from raykv.eviction.base import Policy, upcoming, victims, victims_upward
+from raykv.eviction.base import Policy, Ranks, upcoming, victims, victims_upward
 from raykv.eviction.leaf_lru import LeafLRU
 from raykv.eviction.supplied import Supplied
 from raykv.memory.table import Columns
@@ -24,11 +24,13 @@ class Policies:
 
     Attributes:
         default: The policy for all accounts that have none of their own.
+        ranks: Which rows go before others, whatever the policies say; None while all are alike.
         remember: Whether any of them remembers something of the chunks that came.
     """
 
     def __init__(self, default: Policy, columns: Columns) -> None:
         self.default, self._columns = default, columns
+        self.ranks: Ranks | None = None
         self._own: dict[int, Policy] = {}
         self._note()
 
@@ -76,6 +78,10 @@ class Policies:
             return self.default.name
         return [self._own.get(account, self.default).name for account in self._columns.namespace[rows].tolist()]
 
+    def own(self, account: int) -> str | None:
+        """Name of an account's own policy, if it has one."""
+        return self._own[account].name if account in self._own else None
+
     def name(self, account: int) -> str:
         """Of an account's policy."""
         return self._own.get(account, self.default).name
@@ -105,7 +111,7 @@ class Policies:
 
         def first(mine: Rows) -> Callable[[Policy], Rows]:
             share = -(-count * len(mine) // len(candidates))
-            return lambda policy: upcoming(policy, self._columns, mine, share, now)
+            return lambda policy: upcoming(policy, self._columns, mine, share, now, self.ranks)
 
         found = [self._ask(policy, first(mine)) for policy, mine in list(self._split(candidates))]
         return np.concatenate(found)[:count] if found else candidates[:0]
@@ -113,8 +119,8 @@ class Policies:
     def _choose(self, policy: Policy, candidates: Rows, count: int, now: int, may_go: MayGo | None) -> Rows:
         def choose(policy: Policy) -> Rows:
             if may_go is None or not policy.leaf_first:
-                return victims(policy, self._columns, candidates, count, now)
-            return victims_upward(policy, self._columns, candidates, count, now, may_go)
+                return victims(policy, self._columns, candidates, count, now, self.ranks)
+            return victims_upward(policy, self._columns, candidates, count, now, may_go, self.ranks)
 
         return self._ask(policy, choose)
 
@@ -127,6 +133,7 @@ class Policies:
                 raise
             log.exception("eviction policy %s failed; leaf_lru takes its place", policy.name)
             instead = LeafLRU()
+            instead.name = "leaf_lru"
             self.default = instead if self.default is policy else self.default
             self._own = {account: instead if own is policy else own for account, own in self._own.items()}
             return question(instead)

@@ -1,0 +1,162 @@
+"""The namespaces of one node: what the list of them (`raykv.register`) says, done to its shard and its tiers."""
+
+import logging
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from raykv.errors import RayKVError, UsageError
+from raykv.eviction import policy
+from raykv.ledger import Reason
+from raykv.memory.table import MAX_NAMESPACES
+from raykv.namespace import Namespace
+from raykv.register import Entry, Register
+from raykv.shard import Shard
+from raykv.tiers import Tiers
+
+log = logging.getLogger(__name__)
+
+DROP_STEP: Final = 8192
+"""Chunks of a dropped namespace that go at once; then others get the lock."""
+
+
+class Namespaces:
+    """A node's copy of the list. Thread-safe.
+
+    The copy outlives the process, in a file beside the table: who was away while a namespace was dropped knows by it
+    that its chunks are to go.
+
+    Attributes:
+        register: The copy. Changed by `adopt` alone.
+    """
+
+    def __init__(self, shard: Shard, lock: threading.Lock, tiers: Tiers, path: Path | None) -> None:
+        """Do what this node knew before.
+
+        Args:
+            lock: The shard's.
+            path: Where the list is kept; None: nowhere.
+        """
+        self._shard, self._lock, self._tiers, self._path = shard, lock, tiers, path
+        self._adopting = threading.Lock()
+        self.register = Register()
+        if path is not None and path.exists():
+            try:
+                self.register = Register.decode(path.read_bytes())
+            except (OSError, UsageError) as error:
+                log.warning("the list of namespaces in %s is of no use, the directory will tell: %s", path, error)
+        for entry in self.register.entries.values():
+            self._configure(entry)
+
+    def require(self, namespace: Namespace, fields: dict[str, Any]) -> None:
+        """Refuse a config that this node could not follow, before the directory keeps it.
+
+        Raises:
+            UsageError, CapacityError: As `Register.configure`.
+            ConfigError: There is no such policy here.
+        """
+        trial = Register(entries=dict(self.register.entries))
+        trial.configure(namespace, fields, now_ns=0)
+        wanted = trial.config(namespace.account.digest).policy
+        if wanted is not None:
+            policy(wanted)
+
+    def adopt(self, text: bytes) -> int:
+        """Do what a newer list says. Returns how many chunks went for it, those of each tier counted.
+
+        Raises:
+            UsageError: It is no such list.
+        """
+        told = Register.decode(text)
+        with self._adopting:
+            count = 0
+            for entry in self.register.newer(told):
+                before = self.register.entries.get(entry.namespace.digest)
+                if entry.dropped_ns > (before.dropped_ns if before else 0):
+                    count += self._drop(entry.namespace)
+                self._configure(entry)
+                self.register.entries = {**self.register.entries, entry.namespace.digest: entry}
+            if told.version > self.register.version:
+                self.register.version = told.version
+            self._keep()  # last: whoever dies before drops again
+        return count
+
+    def list(self) -> dict[str, dict[str, Any]]:
+        """What there is of each account, by its fields as JSON, as plain values. Looks at all rows."""
+        shard, room, columns = self._shard, self._shard.room, self._shard.table.columns
+        ready = shard.table.ready_rows()
+        accounts = columns.namespace[ready]
+        chunks = np.bincount(accounts, minlength=MAX_NAMESPACES)
+        reads = np.bincount(accounts, columns.frequency[ready], MAX_NAMESPACES).astype(np.int64) + room.reads_of_gone
+        told = {}
+        for number, text in enumerate(shard.table.namespaces["text"].tolist()):
+            if text:
+                digest = Namespace.model_validate_json(text).digest
+                went = room.departures[number].tolist()
+                told[text.decode()] = {
+                    "config": self.register.config(digest).model_dump(mode="json", exclude_defaults=True),
+                    "policy": room.policies.name(number),
+                    "chunks": int(chunks[number]),
+                    "used_nbytes": int(room.used_nbytes[number]),
+                    "reads": int(reads[number]),
+                    "departures": {Reason(at).word: count for at, count in enumerate(went) if count},
+                    "below_nbytes": {tier.name: tier.used_nbytes(number) for tier in self._tiers.tiers},
+                }
+        return told
+
+    def forget(self) -> None:
+        """Remove the file."""
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
+
+    def _configure(self, entry: Entry) -> None:
+        shard = self._shard
+        with self._lock:
+            try:
+                number = shard.accounts.find(entry.namespace.digest)
+                if number is None and entry.listed:
+                    number = shard.accounts.open(entry.namespace)
+                if number is not None:
+                    shard.configure(number, entry.config, now_s=time.monotonic())
+                    shard.accounts.retire(number, retired=not entry.listed)
+            except RayKVError as error:
+                log.error("namespace %s: %s", entry.namespace.model, error)
+
+    def _drop(self, namespace: Namespace) -> int:
+        shard = self._shard
+        with self._lock:
+            number = shard.accounts.find(namespace.digest)
+            if number is None:
+                return 0
+            rows, generations = shard.doomed(number, now_s=time.monotonic())
+        count = self._tiers.drop(number)
+        for first in range(0, len(rows), DROP_STEP):
+            with self._lock:
+                count += shard.drop_doomed(rows[first : first + DROP_STEP], generations[first : first + DROP_STEP])
+        return count
+
+    def _keep(self) -> None:
+        """Write the list, so that a reader finds the one before or this one whole."""
+        if self._path is None:
+            return
+        fresh = self._path.with_name(self._path.name + ".new")
+        try:
+            descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(self.register.encode())
+                file.flush()
+                os.fsync(file.fileno())
+            fresh.replace(self._path)
+        except OSError as error:
+            log.warning("the list of namespaces cannot be kept in %s: %s", self._path, error)
+
+
+def register_path(prefix: Path | None) -> Path | None:
+    """Where a node keeps its list; None where it has no files."""
+    return None if prefix is None else prefix.with_name(prefix.name + ".namespaces")
+
+
