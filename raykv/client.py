@@ -22,13 +22,15 @@ from raykv.handoff import Ticket
 from raykv.load import Arrivals, with_checksums
 from raykv.loan import Account
 from raykv.local import LocalNode, Pins, Reservation
+from raykv.marks import require_hints
 from raykv.memory.copying import all_byte_views, byte_views
 from raykv.namespace import Namespace
 from raykv.reach import Reach
 from raykv.record import Recorder
 from raykv.ring import View
+from raykv.steer import configure, hint, list_namespaces
 from raykv.transport.base import Link, Runs
-from raykv.types import Bits, GetResult, KeyArray, Match, NodeId, PutResult, Scattered
+from raykv.types import NO_HINTS, Bits, GetResult, Hints, KeyArray, Match, NodeId, PutResult, Scattered
 from raykv.why import KeysUnder, Why, explain, keys_under_names, keys_under_tokens
 
 T = TypeVar("T")
@@ -75,13 +77,21 @@ class Client:
     # -- reading ----------------------------------------------------------------------------------------------------
 
     def match(
-        self, keys: Keys, *, ticket: Ticket | None = None, timeout_s: float | None = None, record: bool = True
+        self,
+        keys: Keys,
+        *,
+        ticket: Ticket | None = None,
+        timeout_s: float | None = None,
+        promote: bool = False,
+        record: bool = True,
     ) -> Match:
         """How many leading chunks are stored, and where. Changes nothing.
 
         Args:
             ticket: Believe its holders, and ask nobody, for chunks that are not on this host.
             timeout_s: Owners that take longer are taken to know nothing.
+            promote: Of the chunks that match, have those below memory brought up, without waiting for them: a `get`
+                that follows finds them on their way.
             record: This is a request of its own, to be told of while `raykv record` runs.
 
         Raises:
@@ -99,13 +109,18 @@ class Client:
         if reach.local is not None:
             for place in np.flatnonzero(here).tolist():
                 holders[place] = reach.local.attached.node_id
+        cold: list[int] = []
         if None in holders and ticket is None:
             unknown = [place for place, holder in enumerate(holders) if holder is None]
-            found = reach.locate(keys[unknown], reach.deadline(timeout_s))
+            found, below = reach.locate(keys[unknown], reach.deadline(timeout_s))
             for place, holder in zip(unknown, found, strict=True):
                 holders[place] = holder
+            cold = [place for place, is_below in zip(unknown, below.tolist(), strict=True) if is_below]
         count = holders.index(None) if None in holders else len(holders)
-        return Match(count, tuple(holder for holder in holders[:count] if holder is not None))
+        cold = [place for place in cold if place < count]
+        if cold and promote:
+            reach.promote(keys[cold], [holders[place] for place in cold], reach.deadline(timeout_s))
+        return Match(count, tuple(holder for holder in holders[:count] if holder is not None), len(cold))
 
     def exists(self, keys: Keys, *, timeout_s: float | None = None) -> Bits:
         """Which chunks somebody holds, shape [n]. Changes nothing.
@@ -247,6 +262,8 @@ class Client:
         depth: int = 0,
         chained: bool = True,
         wait: bool = True,
+        ttl_s: float | None = None,
+        priority: int = 0,
         timeout_s: float | None = None,
     ) -> PutResult:
         """Store chunks, on this host's node if there is one. What is already there is not written again.
@@ -260,14 +277,17 @@ class Client:
                 them. False: only until their bytes are in the arena; this client's own reads see them all the same, and
                 `flush` tells what became of them. Without a node on this host every put waits for one that takes them.
                 At most MAX_POSTED puts, of whichever kind, are under way to the node: one more waits for the oldest.
+            ttl_s: They expire so long from now. None: as the namespace's config says.
+            priority: -100 to 100; the higher go last when room is needed. 0: as the config says. What is there already
+                takes neither from this call; see `hint`.
 
         Returns:
             What became of them. A full arena or an absent node is a result, not an exception.
 
         Raises:
-            UsageError: `values` has not one entry a key, or a value is empty or larger than an extent.
+            UsageError: `values` has not one entry a key, a value is empty or larger than an extent, or a hint is none.
         """
-        keys = self._as_keys(keys)
+        keys, hints = self._as_keys(keys), _hints(ttl_s, priority)
         if len(values) != len(keys):
             raise UsageError(f"field 'values': {len(values)} values for {len(keys)} keys; give one entry a key")
         pieces = all_byte_views(values, "values", writable=False)
@@ -276,7 +296,7 @@ class Client:
         for size, run in groupby(sizes):  # one reservation has one size; chunks of a prompt are one run
             stop = start + len(list(run))
             above = keys[start - 1 : start] if start else parent
-            part = partial(self._put_equal, keys[start:stop], pieces[start:stop], size, wait=wait)
+            part = partial(self._put_equal, keys[start:stop], pieces[start:stop], size, wait=wait, hints=hints)
             done = part(
                 parent=above if chained else None,
                 depth=depth + start if chained else 0,
@@ -293,13 +313,22 @@ class Client:
             start = stop
         return total
 
-    def put_one(self, key: bytes, value: Scattered, *, wait: bool = True, timeout_s: float | None = None) -> bool:
+    def put_one(
+        self,
+        key: bytes,
+        value: Scattered,
+        *,
+        wait: bool = True,
+        ttl_s: float | None = None,
+        priority: int = 0,
+        timeout_s: float | None = None,
+    ) -> bool:
         """Store one chunk that is part of no chain: what `put` does, in a fraction of the time.
 
         Args:
             key: 16 bytes, as `keys.to_bytes` writes one key.
             value: A contiguous buffer, or several that are taken in order.
-            wait: As for `put`.
+            wait, ttl_s, priority: As for `put`.
 
         Returns:
             Whether the chunk is there now, or with `wait=False` on its way. False: there is no room, or no node.
@@ -311,11 +340,14 @@ class Client:
             raise _no_key(key)
         pieces = byte_views(value, "value", writable=False)
         local, deadline_s = self._reach.local, self._reach.deadline(timeout_s)
+        hints = _hints(ttl_s, priority) if ttl_s is not None or priority else NO_HINTS
         try:
             if local is not None:
-                return local.put_one(self._account, key, pieces, wait=wait, deadline_s=deadline_s)
+                return local.put_one(self._account, key, pieces, wait=wait, deadline_s=deadline_s, hints=hints)
             nbytes, one = sum(map(len, pieces)), keys_.from_bytes(key)
-            done = self._put_remote(one, [pieces], nbytes, parent=None, depth=0, chained=False, deadline_s=deadline_s)
+            done = self._put_remote(
+                one, [pieces], nbytes, parent=None, depth=0, chained=False, hints=hints, deadline_s=deadline_s
+            )
             return not done.skipped
         except (TransientError, CapacityError, LostError):
             return False
@@ -387,19 +419,89 @@ class Client:
                 next chunks that are stored.
 
         Returns:
-            How many nodes have taken note; those that join later do not know of it.
+            How many nodes have taken note by now; the others hear of it with their next heartbeat.
         """
-        reach, deadline_s = self._reach, self._reach.deadline(timeout_s)
-        request = wire.OpenNamespace(self._account.text, capacity_nbytes)
-        work = {
-            member.node_id: partial(reach.call, member.node_id, request, deadline_s)
-            for member in reach.refresh(deadline_s).members
-        }
-        answers = reach.in_parallel(work).values()
-        for answer in answers:
-            if isinstance(answer, UsageError):
-                raise answer
-        return sum(isinstance(answer, wire.Done) for answer in answers)
+        if capacity_nbytes < 0:
+            raise UsageError(f"field 'capacity_nbytes': {capacity_nbytes} is no size; 0 means no bound but the arena")
+        fields = {"dram_quota_nbytes": capacity_nbytes or None}
+        return len(configure(self._reach, self.namespace, fields, self._reach.deadline(timeout_s))[0])
+
+    def configure(self, *, timeout_s: float | None = None, **fields: Any) -> int:
+        """Change fields of the config of this namespace, with all its salts and adapters, while the cluster runs.
+
+        Args:
+            fields: Those of `NamespaceConfig`; what is not named stays as it is. A policy goes on with what is there;
+                a time to live holds for what is stored from now on; what is above a quota goes at once.
+
+        Returns:
+            How many nodes have taken note by now; the others hear of it with their next heartbeat, and so do nodes that
+            join later.
+
+        Raises:
+            ConfigError: A field is wrong or unknown. Names it.
+            PeerUnavailable: The directory is away. Nothing was changed.
+        """
+        return len(configure(self._reach, self.namespace, fields, self._reach.deadline(timeout_s))[0])
+
+    def drop_namespace(self, *, timeout_s: float | None = None) -> int:
+        """Drop all chunks of this namespace, with all its salts and adapters, on every node and tier; and its config.
+
+        Pinned chunks go when they are unpinned. Whoever writes to it goes on: it opens anew, and empty.
+
+        Returns:
+            How many chunks went by now. Nodes that are away drop theirs when they are back.
+
+        Raises:
+            PeerUnavailable: The directory is away. Nothing was dropped.
+        """
+        return configure(self._reach, self.namespace, None, self._reach.deadline(timeout_s))[1]
+
+    def namespaces(self, *, timeout_s: float | None = None) -> list[dict[str, Any]]:
+        """Every namespace that some node knows (without salt and adapter), configured or merely in use.
+
+        Returns:
+            Of each {"namespace": Namespace, "config": NamespaceConfig, "chunks", "used_nbytes", "below_nbytes" (by
+            tier), "reads" (of its chunks, by anybody), "departures" and "misses" (by reason), "nodes": the same of each
+            node, "silent": nodes that did not answer, and why}.
+        """
+        return list_namespaces(self._reach, self._reach.deadline(timeout_s))
+
+    # -- hints ------------------------------------------------------------------------------------------------------
+
+    def hint(
+        self,
+        keys: Keys,
+        *,
+        ttl_s: float | None = None,
+        priority: int | None = None,
+        timeout_s: float | None = None,
+    ) -> int:
+        """Tell the holders of chunks what is to become of them.
+
+        Args:
+            ttl_s: They expire so long from now; 0: never. None: as before.
+            priority: -100 to 100; the higher go last when room is needed. None: as before.
+
+        Returns:
+            How many copies of them were there. Whoever does not answer is not counted.
+        """
+        require_hints(ttl_s, priority)
+        deadline_s = self._reach.deadline(timeout_s)
+        return hint(self._reach, self._as_keys(keys), deadline_s, ttl_s=ttl_s, priority=priority)
+
+    def touch(self, keys: Keys, *, timeout_s: float | None = None) -> int:
+        """Make chunks count as read now. Returns how many copies of them were there."""
+        return hint(self._reach, self._as_keys(keys), self._reach.deadline(timeout_s), touch=True)
+
+    def session_end(self, keys: Keys, *, timeout_s: float | None = None) -> int:
+        """Nobody is likely to read these soon: they are the first to leave memory, for an SSD if there is one.
+
+        Nothing is dropped for it, and the next read of a chunk (by another session, say) makes it like the others.
+
+        Returns:
+            How many copies of them were there.
+        """
+        return hint(self._reach, self._as_keys(keys), self._reach.deadline(timeout_s), ended=True)
 
     # -- why --------------------------------------------------------------------------------------------------------
 
@@ -521,12 +623,13 @@ class Client:
         depth: int,
         chained: bool,
         wait: bool,
+        hints: Hints,
         deadline_s: float,
     ) -> PutResult:
         local = self._reach.local
         if local is None:
             return self._put_remote(
-                keys, values, nbytes, parent=parent, depth=depth, chained=chained, deadline_s=deadline_s
+                keys, values, nbytes, parent=parent, depth=depth, chained=chained, hints=hints, deadline_s=deadline_s
             )
         try:
             return local.put(
@@ -540,6 +643,7 @@ class Client:
                 wait=wait,
                 deadline_s=deadline_s,
                 threads=self._reach.copy_threads,
+                hints=hints,
             )
         except (TransientError, CapacityError, LostError) as error:
             return PutResult(0, 0, len(keys), str(error))
@@ -553,12 +657,13 @@ class Client:
         parent: KeyArray | None,
         depth: int,
         chained: bool,
+        hints: Hints,
         deadline_s: float,
     ) -> PutResult:
         """Store on the owner of the first key: a chain stays together."""
         reach, account = self._reach, self._account
         raw_parent = b"" if parent is None else keys_.to_bytes(parent)
-        request = wire.Write(account.digest, keys_.to_bytes(keys), nbytes, chained, raw_parent, depth)
+        request = wire.Write(account.digest, keys_.to_bytes(keys), nbytes, chained, raw_parent, depth, *hints)
         granted = wire.Granted(b"", b"", b"")
 
         def pick(answer: wire.Answer) -> Runs:
@@ -588,6 +693,13 @@ class Client:
             return PutResult(0, 0, len(keys), str(error))
         existed = len(keys) - len(granted.positions) // 4 - granted.full
         return PutResult(stored, existed, len(keys) - existed - stored, "full" if granted.full else "")
+
+
+def _hints(ttl_s: float | None, priority: int) -> Hints:
+    require_hints(ttl_s, priority)
+    if ttl_s == 0:
+        raise UsageError("field 'ttl_s': 0 would expire at once; leave it out for no expiry")
+    return Hints(ttl_s or 0.0, priority)
 
 
 def _no_key(key: bytes) -> UsageError:

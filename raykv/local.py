@@ -36,7 +36,7 @@ from raykv.memory.table import MAX_DEPTH
 from raykv.transport.base import MAX_POSTED, Link, remaining
 from raykv.transport.peers import Connect
 from raykv.transport.shm import ShmReader
-from raykv.types import KeyArray, PutResult
+from raykv.types import NO_HINTS, Hints, KeyArray, PutResult
 
 LOOK_S: Final = 1.0
 """How often a writer that finds everything there makes sure that it looks at the node's memory of today."""
@@ -205,6 +205,7 @@ class LocalNode:
         wait: bool,
         deadline_s: float,
         threads: CopyThreads,
+        hints: Hints = NO_HINTS,
     ) -> PutResult:
         """Store a run of chunks of one size.
 
@@ -222,7 +223,9 @@ class LocalNode:
             raise UsageError(f"depth {depth} is not in 0 .. {MAX_DEPTH - 1}")
         if len(keys) == 1:
             above = _raw(parent) if chained else b""
-            return self._put_one(account, to_bytes(keys), values[0], nbytes, chained, above, depth, wait, deadline_s)
+            return self._put_one(
+                account, to_bytes(keys), values[0], nbytes, chained, above, depth, wait, deadline_s, hints
+            )
         places = self._missing(keys)
         if not places:
             return PutResult(0, len(keys), 0)
@@ -249,6 +252,8 @@ class LocalNode:
                 chained,
                 _raw(parent),
                 depth,
+                0,
+                *hints,
             )
             named = raw if every else to_bytes(keys[written])
             others = self._store(request, borrowed, len(keys), named, wait=wait, deadline_s=deadline_s)
@@ -258,7 +263,14 @@ class LocalNode:
         return PutResult(len(written) - others, existed + others, full, reason)
 
     def put_one(
-        self, account: Account, key: bytes, pieces: Sequence[memoryview], *, wait: bool, deadline_s: float
+        self,
+        account: Account,
+        key: bytes,
+        pieces: Sequence[memoryview],
+        *,
+        wait: bool,
+        deadline_s: float,
+        hints: Hints = NO_HINTS,
     ) -> bool:
         """Store one chunk that is part of no chain; `key` as `keys.to_bytes` writes it.
 
@@ -270,7 +282,7 @@ class LocalNode:
         """
         nbytes = len(pieces[0]) if len(pieces) == 1 else sum(map(len, pieces))
         self._require_size(nbytes)
-        return not self._put_one(account, key, pieces, nbytes, False, b"", 0, wait, deadline_s).skipped
+        return not self._put_one(account, key, pieces, nbytes, False, b"", 0, wait, deadline_s, hints).skipped
 
     def _put_one(
         self,
@@ -283,6 +295,7 @@ class LocalNode:
         depth: int,
         wait: bool,
         deadline_s: float,
+        hints: Hints,
     ) -> PutResult:
         """A put of one chunk is all call and no work: no array is made for it."""
         if self._is_known(key) and self._looks_at_today():
@@ -296,7 +309,7 @@ class LocalNode:
             slot = borrowed.reader.arena.view[start : start + nbytes]
             checksum = store(slot, pieces, stream=stream).to_bytes(8, "little")
             row = borrowed.rows[0].to_bytes(4, "little")
-            request = wire.Store(account.digest, key, nbytes, row, checksum, b"", chained, parent, depth)
+            request = wire.Store(account.digest, key, nbytes, row, checksum, b"", chained, parent, depth, 0, *hints)
             others = self._store(request, borrowed, 1, key, wait=wait, deadline_s=deadline_s)
         return _EXISTED if others else _STORED if wait else _POSTED
 

@@ -18,15 +18,18 @@ class Locator:
         """Keep at most `max_keys`; beyond that, those announced first are forgotten."""
         self._max_keys = max_keys
         self._holders: dict[bytes, tuple[NodeId, ...]] = {}
+        self._cold: dict[bytes, frozenset[NodeId]] = {}  # of holders those that have it below memory only
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._holders)
 
-    def add(self, node_id: NodeId, keys: KeyArray) -> None:
-        """`node_id` holds these."""
+    def add(self, node_id: NodeId, keys: KeyArray, cold: Bits | None = None) -> None:
+        """`node_id` holds these; those in `cold` not in memory but in a tier below it."""
         alone = (node_id,)
         with self._lock:
+            if self._cold or cold is not None:
+                self._note_cold(node_id, keys, cold)
             for key in _split(keys):
                 holders = self._holders.get(key)
                 if holders is None:
@@ -37,10 +40,23 @@ class Locator:
             if excess > 0:  # some more at once: finding the first entry of a dict means passing all that were deleted
                 for key in list(islice(self._holders, excess + self._max_keys // 16)):
                     del self._holders[key]
+                    self._cold.pop(key, None)
+
+    def _note_cold(self, node_id: NodeId, keys: KeyArray, cold: Bits | None) -> None:
+        bits = [False] * len(keys) if cold is None else cold.tolist()
+        for key, is_cold in zip(_split(keys), bits, strict=True):
+            before = self._cold.get(key, frozenset())
+            after = before | {node_id} if is_cold else before - {node_id}
+            if after:
+                self._cold[key] = after
+            elif before:
+                del self._cold[key]
 
     def remove(self, node_id: NodeId, keys: KeyArray) -> None:
         """`node_id` no longer holds these."""
         with self._lock:
+            if self._cold:
+                self._note_cold(node_id, keys, None)
             for key in _split(keys):
                 holders = self._holders.get(key, ())
                 if holders == (node_id,):
@@ -51,6 +67,17 @@ class Locator:
     def locate(self, keys: KeyArray) -> list[tuple[NodeId, ...]]:
         """Holders of each key; none where nobody told."""
         return list(map(self._holders.get, _split(keys), repeat(())))
+
+    def cold(self, keys: KeyArray) -> Bits | None:
+        """Which keys no holder has in memory; None if there are none such."""
+        if not self._cold:
+            return None
+        marked = list(map(self._cold.get, _split(keys)))
+        if not any(marked):
+            return None
+        holders = self.locate(keys)
+        bits = [some is not None and some >= set(them) for some, them in zip(marked, holders, strict=True)]
+        return np.array(bits, np.bool_)
 
     def keep(self, *, nodes: frozenset[NodeId], owned: Callable[[KeyArray], Bits]) -> None:
         """After a change of view: forget holders that left, and keys that others own now."""
@@ -65,6 +92,7 @@ class Locator:
                 if holders:
                     kept[raw[place]] = holders
             self._holders = kept
+            self._cold = {key: left for key, some in self._cold.items() if key in kept and (left := some & nodes)}
 
 
 def _split(keys: KeyArray) -> list[bytes]:

@@ -158,5 +158,3 @@ class Namespaces:
 def register_path(prefix: Path | None) -> Path | None:
     """Where a node keeps its list; None where it has no files."""
     return None if prefix is None else prefix.with_name(prefix.name + ".namespaces")
-
-

@@ -26,8 +26,8 @@ from raykv.directory import DirectoryPort
 from raykv.errors import ConfigError, RayKVError, TransientError, UsageError
 from raykv.ledger import Place
 from raykv.locator import Locator
-from raykv.memory.copying import checksum_of
 from raykv.marks import require_hints
+from raykv.memory.copying import checksum_of
 from raykv.namespace import Namespace
 from raykv.namespaces import Namespaces, register_path
 from raykv.record import Asked, Tape
@@ -374,6 +374,8 @@ class Node:
 
     def _store(self, request: wire.Store, session: NodeSession) -> Reply:
         now_s = time.monotonic()
+        if request.ttl_s or request.priority:
+            require_hints(request.ttl_s, request.priority)
         if len(request.keys) == keys_.KEY_NBYTES and len(request.rows) == _ROW.size:
             unused = self._store_one(request, session, now_s)
         else:
@@ -407,6 +409,8 @@ class Node:
                 parent=_PAIR.unpack(request.parent) if len(request.parent) == _PAIR.size and request.chained else None,
                 depth=request.depth if request.chained else 0,
                 now_s=now_s,
+                ttl_s=request.ttl_s,
+                priority=request.priority,
             )
             if used:
                 session.lent.discard(row)
@@ -430,6 +434,8 @@ class Node:
                 parent=parent if len(parent) else None,
                 depth=request.depth,
                 now_s=now_s,
+                ttl_s=request.ttl_s,
+                priority=request.priority,
             )
             session.lent.difference_update(rows[used].tolist())
         return b"" if used.all() else np.flatnonzero(~used).astype(np.int32).tobytes()
@@ -504,7 +510,8 @@ class Node:
         return Reply(wire.Count(count))
 
     def _locate(self, request: wire.Locate, session: NodeSession) -> Reply:
-        return Reply(wire.Located(*self._located(_keys(request.keys))))
+        keys = _keys(request.keys)
+        return Reply(wire.Located(*self._located(keys), wire.pack_bits(self._locator.cold(keys))))
 
     def _located(self, keys: KeyArray) -> tuple[tuple[tuple[NodeId, ...], ...], bytes]:
         """What `wire.Located` says of keys."""
@@ -516,7 +523,9 @@ class Node:
 
     def _announce(self, request: wire.Announce, session: NodeSession) -> Reply:
         self._locator.remove(request.node_id, _keys(request.removed))
-        self._locator.add(request.node_id, _keys(request.added))
+        added = _keys(request.added)
+        cold = wire.unpack_bits(request.cold, len(added)) if request.cold else None
+        self._locator.add(request.node_id, added, cold)
         return Reply(wire.Done())
 
     def _read(self, request: wire.Read, session: NodeSession) -> Reply:
@@ -583,6 +592,7 @@ class Node:
         return Reply(answer, outgoing=(shard.arena.view[start : start + nbytes],), finish=finish)
 
     def _write(self, request: wire.Write, session: NodeSession) -> Reply:
+        require_hints(request.ttl_s, request.priority)
         granted = self._reserve_rows(request, session)
         rows = _array(granted.rows, "<i4")
         arrivals = _Writing(self.shard.arena.view, _array(granted.offsets, "<u8").tolist(), request.nbytes)
@@ -592,7 +602,9 @@ class Node:
             intact &= complete
             now_s = time.monotonic()
             with self._lock:
-                self.shard.commit(rows[intact], checksums[intact], now_s=now_s)
+                self.shard.commit(
+                    rows[intact], checksums[intact], now_s=now_s, ttl_s=request.ttl_s, priority=request.priority
+                )
                 self.shard.abort(rows[~intact])
                 session.reserved.difference_update(rows.tolist())
             self._stay_ahead()
@@ -713,25 +725,32 @@ class Node:
             theirs = keys[owners == place]
             for start in range(0, len(theirs), ANNOUNCE_KEYS):
                 part = theirs[start : start + ANNOUNCE_KEYS]
-                here = self._which_are_here(part)
+                here, cold = self._which_are_here(part)
                 if owner.node_id == me:
                     self._locator.remove(me, part[~here])
-                    self._locator.add(me, part[here])
+                    self._locator.add(me, part[here], cold[here] if cold is not None else None)
                 else:
-                    self._announce_to(owner, part, here)
+                    self._announce_to(owner, part, here, cold)
 
-    def _which_are_here(self, keys: KeyArray) -> Bits:
-        """Under the lock, since a reader without it may miss a key; some at a time, since writers wait for it."""
+    def _which_are_here(self, keys: KeyArray) -> tuple[Bits, Bits | None]:
+        """Which are here at all, and which of these below memory only; None for none.
+
+        Under the lock, since a reader without it may miss a key; some at a time, since writers wait for it.
+        """
         parts = [np.empty(0, np.bool_)]
         for start in range(0, len(keys), LOCKED_KEYS):
             with self._lock:
                 now = self.shard.table.ticks(time.monotonic())
                 parts.append(self.shard.table.find_ready(keys[start : start + LOCKED_KEYS], now)[0] >= 0)
         here: Bits = np.concatenate(parts)
-        return here | self.tiers.has(keys) if self.tiers else here
+        if not self.tiers:
+            return here, None
+        cold = ~here & self.tiers.has(keys)
+        return here | cold, cold
 
-    def _announce_to(self, owner: Member, keys: KeyArray, here: Bits) -> None:
-        message = wire.Announce(self.config.node_id, keys_.to_bytes(keys[here]), keys_.to_bytes(keys[~here]))
+    def _announce_to(self, owner: Member, keys: KeyArray, here: Bits, cold: Bits | None) -> None:
+        below = wire.pack_bits(cold[here]) if cold is not None else b""
+        message = wire.Announce(self.config.node_id, keys_.to_bytes(keys[here]), keys_.to_bytes(keys[~here]), below)
         deadline_s = time.monotonic() + ANNOUNCE_DEADLINE_S
 
         def send(link: Link) -> None:

@@ -200,15 +200,34 @@ class Reach:
             raise TransientError(f"{node_id!r} is no member of the cluster")
         return member
 
-    def locate(self, keys: KeyArray, deadline_s: float) -> list[NodeId | None]:
-        """Ask owners who holds each key: of several holders the nearest. Owners that do not answer know nothing."""
-        choices, numbers = self._located(keys, deadline_s)
+    def locate(self, keys: KeyArray, deadline_s: float) -> tuple[list[NodeId | None], Bits]:
+        """Ask owners who holds each key: of several holders the nearest. Owners that do not answer know nothing.
+
+        Returns:
+            The holders, and which keys none of them has in memory.
+        """
+        choices, numbers, cold = self.located(keys, deadline_s)
         first = [holders[0] if holders else None for holders in choices]
-        return [first[number] for number in numbers.tolist()]
+        return [first[number] for number in numbers.tolist()], cold
+
+    def promote(self, keys: KeyArray, holders: Sequence[NodeId | None], deadline_s: float) -> None:
+        """Have the holders bring chunks into their memory. Nobody waits until they are there."""
+        by_holder: dict[NodeId, list[int]] = {}
+        for place, holder in enumerate(holders):
+            if holder is not None:
+                by_holder.setdefault(holder, []).append(place)
+
+        def ask(holder: NodeId, places: list[int]) -> None:
+            member = self._member(holder, deadline_s)
+            request = wire.Promote(keys_.to_bytes(keys[places]))
+            address = member.local_address if member.host == self.host else member.address
+            self.peers.ask(address, lambda link: link.call(request, deadline_s=deadline_s), deadline_s=deadline_s)
+
+        self.in_parallel({holder: partial(ask, holder, places) for holder, places in by_holder.items()})
 
     def held(self, keys: KeyArray, deadline_s: float) -> Bits:
         """Which keys somebody holds, as their owners know."""
-        return self._located(keys, deadline_s)[1] > 0
+        return self.located(keys, deadline_s)[1] > 0
 
     def held_one(self, key: bytes, deadline_s: float) -> bool:
         """The same for one 16-byte key, in a fraction of the time."""
@@ -300,7 +319,7 @@ class Reach:
                 if owner in one.told:
                     self._report_stale(owner, keys_.from_bytes(key), deadline_s)
                 return self._nearest_first([name for name in one.told if name != owner]), None
-        choices, numbers = self._ask_owner(owner, keys_.from_bytes(key), deadline_s)
+        choices, numbers, _ = self._ask_owner(owner, keys_.from_bytes(key), deadline_s)
         return tuple([name for name in choices[int(numbers[0])] if near or name != owner]), None
 
     def _ask_owners_for(
@@ -331,16 +350,16 @@ class Reach:
         rest = [place for place in load.places if place not in arrived and place not in load.told]
         if not rest:
             return
-        choices, numbers = self._ask_owner(owner, arrivals.keys[rest], deadline_s)
+        choices, numbers, _ = self._ask_owner(owner, arrivals.keys[rest], deadline_s)
         asked = set(load.asked)
         for place, number in zip(rest, numbers.tolist(), strict=True):
             wrong = owner if place in asked else None  # what it sent was
             load.told[place] = tuple([name for name in choices[number] if name != wrong])
 
-    def _located(self, keys: KeyArray, deadline_s: float) -> tuple[list[Holders], npt.NDArray[np.int32]]:
-        """Choices of holders, the nearest first, and the number of each key's; 0 is nobody."""
+    def located(self, keys: KeyArray, deadline_s: float) -> tuple[list[Holders], npt.NDArray[np.int32], Bits]:
+        """Choices of holders, the nearest first; the number of each key's, 0 for nobody; and which lie below memory."""
         choices: list[Holders] = [()]
-        numbers = np.zeros(len(keys), np.int32)
+        numbers, cold = np.zeros(len(keys), np.int32), np.zeros(len(keys), np.bool_)
         unknown, view = list(range(len(keys))), View()
         while unknown and self.view(deadline_s).epoch > view.epoch:  # as in `find`
             view = self._view
@@ -354,20 +373,23 @@ class Reach:
             )
             for owner, answer in answers.items():
                 if not isinstance(answer, RayKVError):
-                    theirs, places = answer
-                    numbers[np.array(unknown)[shares[owner]]] = np.where(places > 0, places + len(choices) - 1, 0)
+                    theirs, places, below = answer
+                    mine = np.array(unknown)[shares[owner]]
+                    numbers[mine] = np.where(places > 0, places + len(choices) - 1, 0)
+                    cold[mine] = below
                     choices += theirs[1:]
             unknown = np.flatnonzero(numbers == 0).tolist()
-        return choices, numbers
+        return choices, numbers, cold
 
     def _ask_owner(
         self, owner: NodeId, keys: KeyArray, deadline_s: float
-    ) -> tuple[list[Holders], npt.NDArray[np.int32]]:
-        """What `_located` says, of keys of one owner."""
+    ) -> tuple[list[Holders], npt.NDArray[np.int32], Bits]:
+        """What `located` says, of keys of one owner."""
         answer = wire.expect(wire.Located, self.call(owner, wire.Locate(keys_.to_bytes(keys)), deadline_s))
         choices = [(), *map(self._nearest_first, answer.choices)]
         numbers = wire.array(answer.places, "<i4", len(keys)) + np.int32(1)
-        return choices, np.where((numbers > 0) & (numbers < len(choices)), numbers, np.int32(0))
+        numbers = np.where((numbers > 0) & (numbers < len(choices)), numbers, np.int32(0))
+        return choices, numbers, wire.unpack_bits(answer.cold, len(keys))
 
     def tell_record(self, requests: bytes) -> None:
         """Tell the node of this host what was looked up, if it answers. See `raykv.record`."""

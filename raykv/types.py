@@ -3,7 +3,7 @@
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,21 @@ Path: TypeAlias = Literal["shm", "tcp", "memory"]
 """By which path bytes came: shared memory on the same host, a TCP socket, or a call within the process."""
 
 NodeId: TypeAlias = str
+
+
+class Hints(NamedTuple):
+    """What a writer says of its chunks.
+
+    Attributes:
+        ttl_s: They expire so long after they were stored; 0: as their namespace's config says.
+        priority: -100 to 100; the higher go last. 0: as the config says.
+    """
+
+    ttl_s: float = 0.0
+    priority: int = 0
+
+
+NO_HINTS = Hints()
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +68,12 @@ class Match:
     Attributes:
         count: Leading chunks that somebody holds.
         holders: For each of these chunks the node that will be asked for it.
+        soon: How many of them nobody has in memory: they come from a tier below it, and take a while longer.
     """
 
     count: int
     holders: tuple[NodeId, ...] = ()
+    soon: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from raykv.errors import CapacityError, LostError, NamespaceMismatch, ProtocolError, RayKVError, UsageError
 from raykv.ring import View
-from raykv.types import NodeId
+from raykv.types import Bits, NodeId
 
 T = TypeVar("T")
 
@@ -164,11 +164,15 @@ class Locate(Message):
 
 
 class Announce(Message):
-    """`node_id` holds these, and no longer holds those. To their owner. Answered by Done."""
+    """`node_id` holds these, and no longer holds those. To their owner. Answered by Done.
+
+    `cold`: a bit for each of `added`, set for those that lie below memory; empty when none does.
+    """
 
     node_id: NodeId
     added: bytes = b""
     removed: bytes = b""
+    cold: bytes = b""
 
 
 class Read(Message):
@@ -313,10 +317,14 @@ class Held(Message):
 
 
 class Located(Message):
-    """Place in `choices` of each key's holders (at most MAX_HOLDERS of them), i32; -1 for unknown."""
+    """Place in `choices` of each key's holders (at most MAX_HOLDERS of them), i32; -1 for unknown.
+
+    `cold`: a bit for each key, set for those that no holder has in memory; empty when there are none such.
+    """
 
     choices: tuple[tuple[NodeId, ...], ...]
     places: bytes
+    cold: bytes = b""
 
 
 class Reading(Message):
@@ -443,6 +451,24 @@ def array(raw: bytes, kind: str, count: int) -> npt.NDArray[Any]:
     if len(raw) != count * np.dtype(kind).itemsize:
         raise ProtocolError(f"{len(raw)} bytes where {count} entries of {kind} were due")
     return np.frombuffer(raw, kind)
+
+
+def pack_bits(bits: Bits | None) -> bytes:
+    """Bits as they travel: empty when none is set."""
+    return np.packbits(bits, bitorder="little").tobytes() if bits is not None and bits.any() else b""
+
+
+def unpack_bits(raw: bytes, count: int) -> Bits:
+    """The same back.
+
+    Raises:
+        ProtocolError: They are not of `count` entries.
+    """
+    if not raw:
+        return np.zeros(count, np.bool_)
+    if len(raw) != -(-count // 8):
+        raise ProtocolError(f"{len(raw)} bytes where {count} bits were due")
+    return np.unpackbits(np.frombuffer(raw, np.uint8), count=count, bitorder="little").astype(np.bool_)
 
 
 def expect(kind: type[T], answer: Answer) -> T:

@@ -72,6 +72,7 @@ LAYERS = [
     "troubles",
     "reach",
     "why",
+    "steer",
     "handoff",
     "client",
     "aio",

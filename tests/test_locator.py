@@ -32,6 +32,24 @@ def test_random_announcements(rng):
         assert len(locator) == sum(map(bool, model.values()))
 
 
+def test_what_lies_below_memory_everywhere_is_cold(rng):
+    locator, held = Locator(1000), {}
+    for _ in range(400):
+        node, numbers = rng.choice("abc"), rng.sample(range(20), rng.randrange(6))
+        if rng.random() < 0.7:
+            bits = [rng.random() < 0.5 for _ in numbers]
+            locator.add(node, keys(numbers), np.array(bits, np.bool_) if any(bits) or rng.random() < 0.5 else None)
+            for n, bit in zip(numbers, bits, strict=True):
+                held.setdefault(n, {})[node] = bit
+        else:
+            locator.remove(node, keys(numbers))
+            for n in numbers:
+                held.get(n, {}).pop(node, None)
+        expected = [bool(held.get(n)) and all(held[n].values()) for n in range(20)]
+        found = locator.cold(keys(range(20)))
+        assert (found.tolist() if found is not None else [False] * 20) == expected
+
+
 def test_nothing_known_and_nothing_asked():
     locator = Locator(10)
     locator.keep(nodes=frozenset(), owned=lambda some: np.ones(len(some), np.bool_))

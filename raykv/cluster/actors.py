@@ -68,9 +68,7 @@ class DirectoryActor:
     ) -> Pulse:
         """A node lives; see `Directory.beat`."""
         with self._lock:
-            return self._directory.beat(
-                member, epoch, view, now_s=time.monotonic(), version=version, register=register
-            )
+            return self._directory.beat(member, epoch, view, now_s=time.monotonic(), version=version, register=register)
 
     def configure(self, namespace: Namespace, fields: dict[str, Any] | None) -> bytes:
         """See `DirectoryPort.configure`."""

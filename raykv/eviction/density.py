@@ -15,7 +15,7 @@ from raykv.types import Rows
 
 FEATURES: Final = {"short": 2, "often": 4, "turn": 3, "output": 6, "together": 5, "deep": 4}
 """What tells a kind, and how many values each has; the most telling first."""
-GHOSTS_SHARE: Final = 4
+GHOSTS_SHARE: Final = 8
 GHOSTS_MOST: Final = 1 << 18
 """Evicted chunks that are remembered: so many for each that is here, and in all; LOOK_LEAST more are forgotten late."""
 GHOSTS_LOOK_SHARE: Final = 4
@@ -26,8 +26,10 @@ LOOK_LEAST: Final = 256
 LEARN_SHARE: Final = 50
 LEARN_LEAST: Final = 20
 """What was learnt is put to use when there is so much of it: one part in so many of all, but no less than this."""
-MEMORY: Final = 100_000.0
-"""When so much was seen, it begins to count less: traffic changes."""
+MEMORY_SHARE: Final = 8
+MEMORY_LEAST: Final = 1000.0
+"""When one read was seen for so many chunks that are here, but no fewer than this, what was seen begins to count less:
+traffic changes."""
 CAME_SHARE: Final = 10
 """A chunk that comes teaches less than one that is read: one part in so many."""
 
@@ -224,7 +226,7 @@ class HitDensity(Policy):
     def _use(self) -> None:
         """Put what was learnt to use."""
         self._learnt = 0.0
-        if self._hazards.seen > MEMORY:
+        if self._hazards.seen > max(MEMORY_LEAST, self._held / MEMORY_SHARE):
             self._hazards.fade()
         known = np.flatnonzero(self._known)
         found = np.log(density(self._hazards.per_tick()[known]))

@@ -76,7 +76,7 @@ class Slots:
         self._bare: dict[int, None] = {}  # those without
         used = np.zeros(len(extent_slots) * self._extent_pages, np.bool_)
         used[used_pages] = True
-        self._recover(np.flatnonzero(used))
+        self._recover(np.flatnonzero(used).astype(np.uint32))
         if order is not None:
             self._bare = {extent: None for extent in order if extent in self._bare}
 

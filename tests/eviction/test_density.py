@@ -172,7 +172,7 @@ def test_what_it_remembers_is_bounded(rng, monkeypatch):
 
 
 def test_memory_fades_when_there_is_much_of_it(rng, monkeypatch):
-    monkeypatch.setattr(density_module, "MEMORY", 50.0)
+    monkeypatch.setattr(density_module, "MEMORY_LEAST", 50.0)
     made = HitDensity()
     replay(chats(rng, 600, 0.0), made, 200)
     assert 0 < made._hazards.seen < 100

@@ -168,14 +168,14 @@ class SchedulerSide:
         if tickets:
             matches = self._redeem(clients, tickets, self._names(request, range(last)), first)
         else:
-            matches = self._ask(clients, self._names(request, range(first, last)))
+            matches = self._ask(clients, self._names(request, range(first, last)), record=tracked.lookup is None)
         count = min((match.count for match in matches.values()), default=0)
         self._stats.count("lookups", 1, ("ticket" if tickets else "hit") if count else "miss")
         self._stats.count("matched_tokens", max(0, (first + count) * self._chunk_tokens - computed) if count else 0)
         matches = {rank: _leading(match, count) for rank, match in matches.items()}
         return Lookup(computed, first, count, matches, self._clock())
 
-    def _ask(self, clients: Mapping[Rank, "Client"], names: list[bytes]) -> dict[Rank, Match]:
+    def _ask(self, clients: Mapping[Rank, "Client"], names: list[bytes], *, record: bool) -> dict[Rank, Match]:
         """Ask who holds these chunks, of every rank: a prefix counts only as far as all ranks can have it."""
         matches: dict[Rank, Match] = {}
         deadline_s = self._clock() + self._config.lookup_timeout_s
@@ -183,7 +183,8 @@ class SchedulerSide:
             left_s = deadline_s - self._clock()
             if not names or left_s <= 0:
                 return {}
-            matches[rank] = client.match(client.keys(names), timeout_s=left_s)
+            is_new = record and not matches  # one rank stands for the request
+            matches[rank] = client.match(client.keys(names), timeout_s=left_s, promote=True, record=is_new)
             names = names[: matches[rank].count]
         return matches
 
@@ -199,7 +200,7 @@ class SchedulerSide:
             return {}
         matches = {}
         for (rank, client), fields in zip(clients.items(), tickets, strict=True):
-            found = client.match(client.keys(names), ticket=Ticket.from_json(fields))
+            found = client.match(client.keys(names), ticket=Ticket.from_json(fields), record=False)
             matches[rank] = Match(max(0, found.count - first), found.holders[first:])
         return matches
 
@@ -210,7 +211,7 @@ class SchedulerSide:
         tickets = []
         for client in clients.values():
             keys = client.keys(names)
-            match = client.match(keys, timeout_s=self._config.lookup_timeout_s)
+            match = client.match(keys, timeout_s=self._config.lookup_timeout_s, record=False)
             tickets.append(client.ticket(keys, match=match).to_json())
         return tickets
 

@@ -1,0 +1,123 @@
+"""What a client says of namespaces and chunks, beside reading and writing them: configs, hints, and what there is."""
+
+from collections import Counter
+from functools import partial
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from raykv import keys as keys_
+from raykv import wire
+from raykv.config import NamespaceConfig
+from raykv.errors import PeerUnavailable, RayKVError, UsageError
+from raykv.loan import Account
+from raykv.namespace import Namespace
+from raykv.reach import Reach
+from raykv.ring import View
+from raykv.types import KeyArray, NodeId
+from raykv.why import namespaces
+
+
+def configure(
+    reach: Reach, namespace: Namespace, fields: dict[str, Any] | None, deadline_s: float
+) -> tuple[list[NodeId], int]:
+    """Change fields of the config of a namespace's account, or drop it (None): at the directory, then on every node.
+
+    Returns:
+        The nodes that have taken note, and how many chunks went. Others hear of it with their next heartbeat.
+
+    Raises:
+        UsageError: A field is wrong, and which.
+        PeerUnavailable: No node answers, or the directory is away: nothing was changed.
+    """
+    text = b"{}" if fields is None else msgspec.json.encode(fields)
+    request = wire.Configure(Account.of(namespace).text, text, fields is None)
+    problem: RayKVError = PeerUnavailable("the cluster has no nodes")
+    members = [member.node_id for member in reach.refresh(deadline_s).members]
+    mine = None if reach.local is None else reach.local.attached.node_id
+    members.sort(key=lambda name: name != mine)  # our own node is asked first
+    for first in members:
+        try:
+            answer = wire.expect(wire.Configured, reach.call(first, request, deadline_s))
+            break
+        except UsageError:
+            raise
+        except RayKVError as error:
+            problem = error
+    else:
+        raise PeerUnavailable(f"no node could do that: {problem}")
+    adopt = wire.Adopt(answer.register)
+    work = {name: partial(reach.call, name, adopt, deadline_s) for name in members if name != first}
+    counts = {name: each.count for name, each in reach.in_parallel(work).items() if isinstance(each, wire.Count)}
+    return [first, *counts], answer.count + sum(counts.values())
+
+
+def list_namespaces(reach: Reach, deadline_s: float) -> list[dict[str, Any]]:
+    """Every account that some node knows: see `Client.namespaces`."""
+    said, silent = namespaces(reach, deadline_s)
+    found: dict[str, dict[str, Any]] = {}
+    for node, accounts in sorted(said.items()):
+        for text, theirs in accounts.items():
+            whole = found.setdefault(
+                text,
+                {
+                    "namespace": Namespace.model_validate_json(text),
+                    "config": NamespaceConfig(),
+                    "chunks": 0,
+                    "used_nbytes": 0,
+                    "below_nbytes": Counter(),
+                    "reads": 0,
+                    "departures": Counter(),
+                    "misses": Counter(),
+                    "nodes": {},
+                    "silent": silent,
+                },
+            )
+            if theirs["config"]:
+                whole["config"] = NamespaceConfig.load(theirs["config"])
+            for count in ("chunks", "used_nbytes", "reads"):
+                whole[count] += theirs[count]
+            for counts in ("departures", "below_nbytes", "misses"):
+                whole[counts].update(theirs.get(counts, {}))
+            whole["nodes"][node] = {name: value for name, value in theirs.items() if name != "config"}
+    for whole in found.values():
+        whole |= {name: dict(whole[name]) for name in ("departures", "below_nbytes", "misses")}
+    return [found[text] for text in sorted(found)]
+
+
+def hint(
+    reach: Reach,
+    keys: KeyArray,
+    deadline_s: float,
+    *,
+    ttl_s: float | None = None,
+    priority: int | None = None,
+    ended: bool = False,
+    touch: bool = False,
+) -> int:
+    """Tell the holders of chunks what is known of them. Returns how many copies of them were there."""
+    shares = _holders(reach, keys, reach.view(deadline_s), deadline_s)
+    work = {
+        name: partial(
+            reach.call, name, wire.Hint(keys_.to_bytes(keys[places]), ttl_s, priority, ended, touch), deadline_s
+        )
+        for name, places in shares.items()
+    }
+    answers = reach.in_parallel(work)
+    return sum(answer.count for answer in answers.values() if isinstance(answer, wire.Count))
+
+
+def _holders(reach: Reach, keys: KeyArray, view: View, deadline_s: float) -> dict[NodeId, list[int]]:
+    """Places of the keys by each of their holders; this host's node is asked for all."""
+    choices, numbers, _ = reach.located(keys, deadline_s)
+    members = {member.node_id for member in view.members}
+    shares: dict[NodeId, list[int]] = {}
+    if reach.local is not None and len(keys):
+        shares[reach.local.attached.node_id] = list(range(len(keys)))
+    for number, holders in enumerate(choices):
+        places: list[int] = np.flatnonzero(numbers == number).tolist()
+        for name in holders:
+            if places and name in members and (reach.local is None or name != reach.local.attached.node_id):
+                shares.setdefault(name, []).extend(places)
+    return shares
