@@ -668,7 +668,10 @@ class Node:
         namespace, fields = Namespace.load(_fields(request.namespace)), _fields(request.fields)
         if not request.drop:
             self.namespaces.require(namespace, fields)
-        register = self._directory.configure(namespace, None if request.drop else fields)
+        try:
+            register = self._directory.configure(namespace, None if request.drop else fields)
+        except TransientError as error:
+            return Reply(wire.Configured(problem=str(error)))
         return Reply(wire.Configured(register, self._adopt_register(register)))
 
     def _adopt_register(self, register: bytes) -> int:

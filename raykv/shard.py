@@ -819,10 +819,11 @@ class Shard:
         rows = rows[columns.generation[rows] == generations]
         self._doomed.update((row, int(columns.generation[row])) for row in rows[columns.pins[rows] > 0].tolist())
         lent = columns.parent[rows] == LENT
-        free = rows[~lent]
+        free, published = rows[~lent], rows[lent]
         free = free[self.room.evictable(free)]
         self.room.drop(free, self._now, Reason.DROPPED)
-        return len(free) + self._take_from_writers(rows[lent], Reason.DROPPED)
+        published = published[self.table.find(self._keys(published)) == published]  # others we have not heard of yet
+        return len(free) + self._take_from_writers(published, Reason.DROPPED)
 
     def _drop_unpinned(self) -> None:
         """Those of the doomed that nobody holds any more."""

@@ -40,7 +40,9 @@ def configure(
     for first in members:
         try:
             answer = wire.expect(wire.Configured, reach.call(first, request, deadline_s))
-            break
+            if not answer.problem:
+                break
+            problem = PeerUnavailable(answer.problem)
         except UsageError:
             raise
         except RayKVError as error:

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from raykv.errors import CapacityError, LostError, NamespaceMismatch, ProtocolError, RayKVError, UsageError
+from raykv.errors import CapacityError, ConfigError, LostError, NamespaceMismatch, ProtocolError, RayKVError, UsageError
 from raykv.ring import View
 from raykv.types import Bits, NodeId
 
@@ -340,10 +340,14 @@ class Reading(Message):
 
 
 class Configured(Message):
-    """The list of namespaces as it is now (`Register.encode`), and how many chunks went from this node for it."""
+    """The list of namespaces as it is now (`Register.encode`), and how many chunks went from this node for it.
 
-    register: bytes
+    `problem`: why the directory could not be asked; nothing was changed then.
+    """
+
+    register: bytes = b""
     count: int = 0
+    problem: str = ""
 
 
 class Told(Message):
@@ -398,7 +402,7 @@ Answer = (
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Request | Answer] = msgspec.msgpack.Decoder(Request | Answer)
 _FAILURES: dict[str, type[RayKVError]] = {
-    kind.__name__: kind for kind in (UsageError, NamespaceMismatch, CapacityError, LostError, ProtocolError)
+    kind.__name__: kind for kind in (UsageError, ConfigError, NamespaceMismatch, CapacityError, LostError, ProtocolError)
 }
 
 

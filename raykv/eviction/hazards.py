@@ -11,10 +11,14 @@ Integers = npt.NDArray[np.int64]
 AGES: Final = 65
 """Buckets of ages, two for each doubling, in ticks: all that 32 bits can tell."""
 AHEAD: Final = 8
+AT_ONCE: Final = 256
+"""So many calls are kept until they are counted, all at once."""
 LEVEL: Final = 2.0
 BELIEF: Final = 4.0
 """So many reads must be seen in a class before these count more than what is known of its like: all of its reads for
 how often it is read at all, those in one bucket for how often at that age."""
+
+_Seen = tuple[npt.NDArray[Any], ...]
 
 _EDGES: Final = np.concatenate([[0.0], 2.0 ** (np.arange(AGES) / 2)])
 _WIDTHS: Final = np.diff(_EDGES)
@@ -37,16 +41,36 @@ class Hazards:
         self._reads = np.zeros((self.classes, AGES))
         self._ticks = np.zeros((self.classes, AGES))  # in the first and last bucket of each stay
         self._whole = np.zeros((self.classes, AGES + 1))  # stays through a bucket, as differences to the one before
+        self._new_reads: list[_Seen] = []
+        self._new_stays: list[_Seen] = []
         self.seen = 0.0
         self.ages = AHEAD
 
     def read(self, classes: Integers, ages: Integers, weights: Floats) -> None:
         """Chunks of these classes and ages were read."""
-        np.add.at(self._reads, (classes, bucket(ages)), weights)
+        self._new_reads.append((classes, ages, weights))
         self.seen += float(weights.sum())
+        if len(self._new_reads) >= AT_ONCE:
+            self._add()
 
     def stay(self, classes: Integers, first: Integers, last: Integers, weights: Floats) -> None:
         """Chunks of these classes went unread from one age to another. Ages below 0, of clocks that differ, are 0."""
+        self._new_stays.append((classes, first, last, weights))
+        if len(self._new_stays) >= AT_ONCE:
+            self._add()
+
+    def _add(self) -> None:
+        """Count what is new; many at once take little longer than one."""
+        if self._new_reads:
+            classes, ages, weights = (np.concatenate(parts) for parts in zip(*self._new_reads, strict=True))
+            np.add.at(self._reads, (classes, bucket(ages)), weights)
+            self._new_reads.clear()
+        if self._new_stays:
+            classes, first, last, weights = (np.concatenate(parts) for parts in zip(*self._new_stays, strict=True))
+            self._new_stays.clear()
+            self._add_stays(classes, first, last, weights)
+
+    def _add_stays(self, classes: Integers, first: Integers, last: Integers, weights: Floats) -> None:
         first, last = np.maximum(first, 0), np.maximum(last, 0)
         some = last > first
         if not some.all():
@@ -63,12 +87,14 @@ class Hazards:
 
     def fade(self) -> None:
         """Let all that was seen count half from now on."""
+        self._add()
         for seen in (self._reads, self._ticks, self._whole):
             seen /= 2
         self.seen /= 2
 
     def per_tick(self) -> Floats:
         """Chance of a read per tick, of each class and bucket up to `ages`: shape [classes, ages]."""
+        self._add()
         shape, upto, middles = (*self._digits, self.ages), slice(0, self.ages), _MIDDLES[: self.ages]
         reads = self._reads[:, upto].reshape(shape)
         whole = np.cumsum(self._whole[:, upto], axis=1) * _WIDTHS[upto]

@@ -19,7 +19,7 @@ from typing import Any, Final, Literal
 import numpy as np
 import numpy.typing as npt
 
-from raykv.tier.segment import ENTRY, Record, blocks_of, joined, record_blocks
+from raykv.tier.segment import BATCH, Record, blocks_of, joined, record_blocks
 
 State = Literal["free", "open", "closed", "sealed", "leaving"]
 
@@ -143,10 +143,6 @@ class Log:
         self.segments[self.open.number] = self.open
         return self.open
 
-    def room(self) -> int:
-        """Blocks that the open segment has for a batch, its record and the summary's growth included."""
-        return self.segment_blocks - self.open.end if self.open else 0
-
     def fits(self, *, blocks: int, entries: int, gone: int = 0, dropped: int = 0, texts: set[bytes]) -> bool:
         """Whether a batch with chunks of so many blocks fits into the open segment, and its summary with it."""
         segment = self.open
@@ -197,7 +193,7 @@ class Log:
         for part in (entries, gone, dropped):
             part["batch"] = number
         record = Record(
-            kind=0,
+            kind=BATCH,
             incarnation=self.incarnation,
             sequence=segment.sequence,
             number=number,
@@ -287,8 +283,3 @@ def second_chance(
     order = order[reads[order] > 0]
     kept: npt.NDArray[np.int64] = order[np.cumsum(nbytes[order]) <= MOVED_SHARE * segment_nbytes]
     return kept
-
-
-def entries_array(count: int) -> npt.NDArray[Any]:
-    """Room for so many entries."""
-    return np.zeros(count, ENTRY)

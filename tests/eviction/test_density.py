@@ -34,6 +34,7 @@ def test_chances_are_reads_over_time_drawn_towards_those_of_the_like(np_rng):
             hazards.read(kinds, np.array([last]), weights)
             reads[kind, int(bucket(np.array([last]))[0])] += weight
     assert hazards.seen == pytest.approx(reads.sum())
+    found = hazards.per_tick()
 
     def drawn(reads, ticks, chance):
         level = (reads.sum() + LEVEL) / ((ticks * chance).sum() + LEVEL)
@@ -48,11 +49,10 @@ def test_chances_are_reads_over_time_drawn_towards_those_of_the_like(np_rng):
         like = slice(kind // 3 * 3, kind // 3 * 3 + 3)
         half = drawn(reads[like].sum(axis=0), ticks[like].sum(axis=0), everything)
         wanted = drawn(reads[kind], ticks[kind], half)[: hazards.ages]
-        assert hazards.per_tick()[kind] == pytest.approx(wanted)
-    before = hazards.per_tick()
+        assert found[kind] == pytest.approx(wanted)
     hazards.fade()
     assert hazards.seen == pytest.approx(reads.sum() / 2)
-    assert (hazards.per_tick() != before).any()
+    assert (hazards.per_tick() != found).any()
 
 
 def test_density_is_the_best_of_all_horizons(np_rng):

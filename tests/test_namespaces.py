@@ -1,0 +1,367 @@
+"""Namespaces at run time: configured, listed and dropped, on all nodes, over restarts, under writers."""
+
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import raykv
+from raykv import keys as keys_
+from raykv.config import NamespaceConfig
+from raykv.embedded import EmbeddedCluster
+from raykv.errors import ConfigError, PeerUnavailable, TransientError
+from raykv.namespaces import register_path
+
+MINE, OTHER = raykv.Namespace(model="mine"), raykv.Namespace(model="other")
+NBYTES = 10_000
+SLOT = 12_288
+
+
+def cluster(nodes: int, **options) -> EmbeddedCluster:
+    return raykv.embedded(nodes, **{"arena_nbytes": "4 MiB", "extent_nbytes": "64 KiB", "heartbeat_s": 0.03, **options})
+
+
+def put(client: raykv.Client, names: list[str], **options) -> raykv.PutResult:
+    return client.put(names, [name.encode().ljust(NBYTES) for name in names], chained=False, **options)
+
+
+def here(client: raykv.Client, names: list[str]) -> int:
+    """How many of these some node holds, each of them with the right bytes."""
+    into = [bytearray(NBYTES) for _ in names]
+    result = client.get(names, into)
+    for name, got, hit in zip(names, into, result.hits, strict=True):
+        assert not hit or bytes(got) == name.encode().ljust(NBYTES)
+    return sum(result.hits)
+
+
+def until(condition, timeout_s: float = 10.0) -> None:
+    end_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+
+
+def names(count: int, prefix: str = "n") -> list[str]:
+    return [f"{prefix}{number}" for number in range(count)]
+
+
+def listed(client: raykv.Client, namespace: raykv.Namespace) -> dict:
+    (found,) = [each for each in client.namespaces() if each["namespace"] == namespace]
+    return found
+
+
+# -- configs ----------------------------------------------------------------------------------------------------------
+
+
+def test_configured_on_all_nodes_and_on_those_that_come_later():
+    with cluster(2) as running:
+        client = running.client(MINE, node=1)
+        assert client.configure(policy="fifo", dram_quota_nbytes=5 * SLOT) == 2
+        assert client.configure(ttl_s=100) == 2
+        wanted = NamespaceConfig(policy="fifo", dram_quota_nbytes=5 * SLOT, ttl_s=100)
+        assert listed(client, MINE)["config"] == wanted
+        running.add()
+        running.settle()
+        until(lambda: len(listed(client, MINE)["nodes"]) == 3)
+        found = listed(client, MINE)
+        assert {node["policy"] for node in found["nodes"].values()} == {"fifo"}
+        for node in range(3):
+            assert put(running.client(MINE, node=node), names(20, f"of-{node}-")).stored >= 5
+            assert running.nodes[node].shard.room.used_nbytes[0] <= 5 * SLOT
+        assert client.configure(policy=None, dram_quota_nbytes=None) == 3
+        assert put(client, names(20, "more")).stored == 20
+        assert listed(client, MINE)["nodes"]["node-1"]["policy"] == "leaf_lru"
+
+
+def test_a_wrong_config_is_refused_before_anything_happens():
+    with cluster(2) as running:
+        client = running.client(MINE)
+        client.configure(ttl_s=100)
+        for fields in ({"ttl": 3}, {"policy": "sieve"}, {"policy": "no.such:module"}, {"ttl_s": -1}):
+            with pytest.raises(ConfigError, match=next(iter(fields))):
+                client.configure(**fields)
+        assert listed(client, MINE)["config"] == NamespaceConfig(ttl_s=100)
+
+
+def test_without_a_directory_nothing_is_changed(monkeypatch):
+    with cluster(2) as running:
+        client = running.client(MINE)
+
+        def away(*arguments):
+            raise TransientError("the directory is away")
+
+        monkeypatch.setattr(running.directory, "configure", away)
+        with pytest.raises(PeerUnavailable, match="directory is away"):
+            client.configure(ttl_s=100)
+        with pytest.raises(PeerUnavailable, match="directory is away"):
+            client.drop_namespace()
+
+
+def test_a_lowered_quota_holds_at_once_and_nobody_else_gives_anything():
+    with cluster(1, arena_nbytes="8 MiB") as running:
+        client, other = running.client(MINE), running.client(OTHER)
+        put(client, names(200))
+        put(other, names(200))
+        client.configure(dram_quota_nbytes=50 * SLOT)
+        until(lambda: listed(client, MINE)["used_nbytes"] <= 50 * SLOT)
+        assert here(other, names(200)) == 200
+        found = listed(client, MINE)
+        assert found["departures"] == {"evicted": 200 - found["chunks"]}
+
+
+def test_each_by_its_own_policy():
+    with cluster(1) as running:
+        client, other = running.client(MINE), running.client(OTHER)
+        client.configure(policy="fifo", dram_quota_nbytes=20 * SLOT)
+        other.configure(policy="lru", dram_quota_nbytes=20 * SLOT)
+        for each in (client, other):
+            for name in names(16):
+                put(each, [name])
+            each.flush()
+            time.sleep(0.05)
+            assert here(each, names(2)) == 2
+            put(each, names(8, "new"))
+        assert here(client, names(2)) == 0
+        assert here(other, names(2)) == 2
+        assert {why.policy for why in client.why(names(2))} == {"fifo"}
+
+
+# -- expiry -----------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_namespace_stores_expires_and_is_swept():
+    with cluster(2) as running:
+        client, other = running.client(MINE), running.client(OTHER)
+        put(client, names(3, "before"))
+        client.configure(ttl_s=0.3)
+        put(client, names(5))
+        put(client, ["alone"])
+        put(other, names(5))
+        put(other, ["short"], ttl_s=0.2)
+        client.flush()
+        running.settle()
+        shard = running.nodes[0].shard
+        until(lambda: shard.chunks == 8)
+        assert here(client, names(5)) == 0
+        assert (here(client, names(3, "before")), here(other, names(5))) == (3, 5)
+        assert listed(client, MINE)["departures"] == {"expired": 6}
+        assert {why.reason for why in client.why([*names(5), "alone"])} == {"expired"}
+        until(lambda: {why.reason for why in client.why(names(5))} == {"expired"})
+        assert put(client, names(5)).stored == 5, "it may come again"
+
+
+# -- dropping ---------------------------------------------------------------------------------------------------------
+
+
+def test_dropped_on_all_nodes_and_from_nobody_else():
+    with cluster(3) as running:
+        clients = [running.client(MINE, node=node) for node in range(3)]
+        others = [running.client(OTHER, node=node) for node in range(3)]
+        for node in range(3):
+            put(clients[node], names(30, f"of-{node}-"))
+            put(clients[node].using(MINE.with_fields(salt="tenant")), names(3, f"of-{node}-"))
+            put(others[node], names(30, f"of-{node}-"))
+        clients[0].configure(ttl_s=500)
+        assert clients[1].drop_namespace() == 99
+        running.settle()
+        for node in range(3):
+            assert here(clients[0], names(30, f"of-{node}-")) == 0
+            assert here(others[0], names(30, f"of-{node}-")) == 30
+        assert {why.reason for why in clients[2].why(names(30, "of-0-"))} == {"dropped"}
+        found = listed(clients[0], MINE)
+        assert (found["chunks"], found["config"]) == (0, NamespaceConfig())
+        assert found["departures"] == {"dropped": 99}
+        assert put(clients[0], names(30, "of-0-")).stored == 30, "it opens anew"
+        assert here(clients[0], names(30, "of-0-")) == 30
+        assert clients[1].drop_namespace() == 30, "and again"
+
+
+def test_a_hundred_thousand_chunks_are_dropped():
+    count = 100_000
+    with cluster(1, arena_nbytes="1 GiB", extent_nbytes="1 MiB", max_chunks=150_000) as running:
+        client, other = running.client(MINE), running.client(OTHER)
+        rng = np.random.default_rng(7)
+        mine, theirs = (rng.integers(0, 1 << 63, (count, 2), np.uint64), rng.integers(0, 1 << 63, (1000, 2), np.uint64))
+        for first in range(0, count, 4096):
+            some = mine[first : first + 4096]
+            assert client.put(some, [bytes(64)] * len(some), depth=first).stored == len(some)
+        assert other.put(theirs, [bytes(64)] * len(theirs)).stored == len(theirs)
+        client.flush()
+        running.settle()
+        node = running.nodes[0]
+        used = node.shard.used_nbytes
+        began_s = time.monotonic()
+        assert client.drop_namespace() == count
+        print(f"a namespace of {count:,} chunks dropped in {time.monotonic() - began_s:.3f} s")
+        assert node.shard.used_nbytes <= used - count * 4096
+        assert node.shard.chunks == len(theirs)
+        running.settle()
+        assert other.exists(theirs).all()
+        assert not client.exists(mine).any()
+        assert int(node.shard.room.slots.free_nbytes) >= count * 4096
+
+
+def test_pinned_chunks_go_when_they_are_unpinned():
+    with cluster(1) as running:
+        client = running.client(MINE)
+        put(client, names(6))
+        client.flush()
+        with client.pin(names(2)) as pins:
+            assert client.drop_namespace() == 4
+            assert [bytes(view[:2]) for view in pins.views] == [b"n0", b"n1"]
+            assert pins.valid()
+        assert here(client, names(6)) == 0
+        assert listed(client, MINE)["departures"] == {"dropped": 6}
+
+
+def test_writers_go_on_while_their_namespace_is_dropped():
+    with cluster(1) as running:
+        clients = [running.client(MINE) for _ in range(2)]
+        client, stop, troubles = running.client(MINE), threading.Event(), []
+
+        def write(mine: raykv.Client, prefix: str) -> None:
+            number = 0
+            while not stop.is_set():
+                done = put(mine, names(4, f"{prefix}{number}-"), wait=number % 3 > 0)
+                if done.skipped:
+                    troubles.append(done)
+                number += 1
+            if (rest := mine.flush()).skipped:
+                troubles.append(rest)
+
+        threads = [
+            threading.Thread(target=write, args=(each, f"w{number}-"), name="raykv-test")
+            for number, each in enumerate(clients)
+        ]
+        for thread in threads:
+            thread.start()
+        dropped = 0
+        for _ in range(40):
+            dropped += client.drop_namespace()
+            time.sleep(0.01)
+        stop.set()
+        for thread in threads:
+            thread.join()
+        print(f"{dropped} chunks dropped under two writers")
+        assert dropped
+        assert not troubles
+        client.drop_namespace()
+        assert running.nodes[0].shard.chunks == 0
+        reservation = client.reserve(names(2), NBYTES)
+        client.drop_namespace()
+        for view in reservation.views:
+            view[:] = b"r" * NBYTES
+        assert reservation.commit().stored == 2, "begun before, ended after"
+        client.drop_namespace()
+        for each in clients:
+            each.close()
+        room = running.nodes[0].shard.room
+        room.wake(now_s=time.monotonic() + 100)
+        assert running.nodes[0].shard.chunks == 0
+
+
+def test_a_node_that_was_away_drops_when_it_is_back(shm_dir: Path):
+    with cluster(2, shm_dir=str(shm_dir)) as running:
+        client, asleep = running.client(MINE), running.client(MINE, node=1)
+        asleep.configure(ttl_s=500, policy="fifo", dram_quota_nbytes="1 MiB")
+        put(client, names(10))
+        put(asleep, names(10, "far"))
+        put(running.client(OTHER, node=1), names(10, "far"))
+        asleep.flush()
+        running.settle()
+        node = running.nodes[1]
+        path = register_path(node.config.file_prefix)
+        assert path.exists()
+        node.stop(leave=True)
+        config = node.config
+        reborn = raykv.node.Node(config, secret=bytes.fromhex(running.secret), directory=running.directory)
+        assert reborn.shard.recovered == 20
+        assert reborn.namespaces.register.config(MINE.digest).policy == "fifo", "before it has heard of anybody"
+        assert reborn.shard.room.policies.name(reborn.shard.accounts.find(MINE.digest)) == "fifo"
+        reborn.shard.close()
+        assert client.drop_namespace() == 10
+        again = raykv.node.Node(config, secret=bytes.fromhex(running.secret), directory=running.directory)
+        again.start()
+        assert again.shard.chunks == 10, "those of the other namespace"
+        assert again.namespaces.register.config(MINE.digest) == NamespaceConfig()
+        again.stop(unlink=True)
+        assert not path.exists()
+
+
+def test_a_damaged_list_does_no_harm(shm_dir: Path, caplog):
+    with cluster(1, shm_dir=str(shm_dir)) as running:
+        running.client(MINE).configure(ttl_s=500)
+        node = running.nodes[0]
+        register_path(node.config.file_prefix).write_bytes(b"{")
+        node.stop(leave=False)
+        again = raykv.node.Node(node.config, secret=bytes(32), directory=running.directory)
+        again.start()
+        assert "of no use" in caplog.text
+        assert again.namespaces.register.config(MINE.digest).ttl_s == 500, "the directory told"
+        again.stop(unlink=True)
+
+
+def test_numbers_of_dropped_accounts_are_used_again():
+    with cluster(1) as running:
+        client, node = running.client(MINE), running.nodes[0]
+        for number in range(1024):
+            with node._lock:
+                node.shard.accounts.open(raykv.Namespace(model=f"m{number}"))
+        full = put(client, ["a"])
+        assert full.skipped == 1
+        assert "drop one" in full.reason
+        running.client(raykv.Namespace(model="m7")).drop_namespace()
+        assert put(client, ["a"]).stored == 1
+        assert here(client, ["a"]) == 1
+        assert listed(client, MINE)["nodes"]["node-0"]["chunks"] == 1
+
+
+# -- quotas under writers of several processes ------------------------------------------------------------------------
+
+WRITER = """
+import sys, numpy as np, raykv
+address, number = sys.argv[1], int(sys.argv[2])
+client = raykv.connect(raykv.Namespace(model="mine"), address=address)
+sys.stdin.readline()
+rng = np.random.default_rng(number)
+for turn in range(150):
+    keys = rng.integers(0, 1 << 63, (int(rng.integers(1, 9)), 2), np.uint64)
+    client.put(keys, [bytes(int(rng.choice([5000, 20000])))] * len(keys), chained=False, wait=bool(turn % 2))
+client.flush()
+"""
+
+
+def test_a_quota_holds_under_writers_of_several_processes(shm_dir: Path, seed: int):
+    quota, extent = 2 << 20, 256 << 10
+    storage = {"arena_nbytes": "16 MiB", "extent_nbytes": extent, "shm_dir": str(shm_dir)}
+    with raykv.embedded(1, **storage) as running:
+        client, other = running.client(MINE), running.client(OTHER)
+        keys = keys_.named(b"k" * 16, names(300))
+        assert other.put(keys, [bytes(10_000)] * 300, chained=False).stored == 300
+        client.configure(dram_quota_nbytes=quota)
+        writers = [
+            subprocess.Popen(
+                [sys.executable, "-c", WRITER, running.address(), str(seed + number)],
+                stdin=subprocess.PIPE,
+                text=True,
+            )
+            for number in range(3)
+        ]
+        room = running.nodes[0].shard.room
+        for writer in writers:
+            writer.stdin.write("go\n")
+            writer.stdin.flush()
+        most = 0
+        while any(writer.poll() is None for writer in writers):
+            most = max(most, int(room.used_nbytes[running.nodes[0].shard.accounts.find(MINE.digest)]))
+            time.sleep(0.001)
+        for writer in writers:
+            writer.stdin.close()
+            assert writer.returncode == 0
+        print(f"at most {most:,} of {quota:,} bytes")
+        assert quota - extent <= most <= quota + extent
+        assert other.exists(keys).all()
