@@ -76,13 +76,13 @@ class Marks:
         if self.active or ttl_s or priority:
             self.came(np.array([row], np.int32), now, ttl_s, priority)
 
-    def hint(self, rows: Rows, now: int, ttl_s: float | None, priority: int | None, *, ended: bool) -> None:
+    def hint(self, rows: Rows, now: int, ttl_s: float | None, priority: int | None, *, ended: bool | None) -> None:
         """Somebody knows more of these chunks.
 
         Args:
             ttl_s: They expire so long from now; 0 for never. None: as before.
             priority: None: as before.
-            ended: Nobody is likely to read them soon. A read undoes that.
+            ended: Whether nobody is likely to read them soon; a read undoes that. None: as before.
         """
         self.active = True
         if ttl_s is not None:
@@ -90,7 +90,8 @@ class Marks:
             self._table.columns.expires[rows] = now + ticks_of(ttl_s) if ttl_s else 0
         if priority is not None:
             self._priority[rows] = priority
-        self._ended[rows] = now if ended else 0
+        if ended is not None:
+            self._ended[rows] = now if ended else 0
 
     def ranks(self, rows: Rows, now: int) -> Ranks:
         """One a row: whatever the policy says, the lower go first."""

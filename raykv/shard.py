@@ -846,7 +846,7 @@ class Shard:
         rows, _ = self.table.find_ready(keys, now)
         rows = rows[rows >= 0]
         if rows.size:
-            self.room.marks.hint(rows, now, ttl_s, priority, ended=ended)
+            self.room.marks.hint(rows, now, ttl_s, priority, ended=True if ended else False if touch else None)
             if touch:
                 self.table.touch(rows, now)
         return len(rows)

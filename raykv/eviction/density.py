@@ -1,6 +1,6 @@
 """Hit density: the chunk that promises the fewest hits for the room and time that it takes up goes first."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import Any, Final
 
@@ -15,6 +15,15 @@ from raykv.types import Rows
 
 FEATURES: Final = {"short": 2, "often": 4, "turn": 3, "output": 6, "together": 5, "deep": 4}
 """What tells a kind, and how many values each has; the most telling first."""
+LEVEL_OF: Final[dict[str, Callable[[int], int]]] = {
+    "short": int,
+    "often": int.bit_length,
+    "turn": int,
+    "together": lambda chunks: chunks.bit_length() - 1 if chunks else 0,
+    "deep": lambda depth: (depth + 1).bit_length() // 2,
+}
+"""How what is counted becomes one of the values; LEVELS - 1 and more are alike."""
+LEVELS: Final = 64
 GHOSTS_SHARE: Final = 8
 GHOSTS_MOST: Final = 1 << 18
 """Evicted chunks that are remembered: so many for each that is here, and in all; LOOK_LEAST more are forgotten late."""
@@ -56,6 +65,10 @@ class HitDensity(Policy):
         sizes = tuple(FEATURES.values())
         self._hazards = Hazards(sizes)
         self._unit = {name: int(np.prod(sizes[place + 1 :])) for place, name in enumerate(FEATURES)}
+        self._digits = {
+            name: np.array([min(level(value), FEATURES[name] - 1) * self._unit[name] for value in range(LEVELS)])
+            for name, level in LEVEL_OF.items()
+        }
         self._known = np.zeros(self._hazards.classes, np.bool_)
         self._index = np.zeros((self._hazards.classes, AGES + 1))
         self._learnt = 0.0
@@ -128,7 +141,7 @@ class HitDensity(Policy):
 
     def _kinds(self, rows: Rows, reads: npt.NDArray[np.uint32]) -> Integers:
         """Kinds of rows that were read so often."""
-        return self._kind[rows] + self._digit("often", _doublings(reads + self._before[rows]))
+        return self._kind[rows] + self._digit("often", reads + self._before[rows])
 
     def _describe(self, columns: Columns, rows: Rows) -> None:
         """Find the kinds of new rows from their place in their chains."""
@@ -139,14 +152,14 @@ class HitDensity(Policy):
         usual = np.where(parents >= 0, columns.nbytes[parents], self._largest)
         self._weight[rows] = 1.0 / together
         self._kind[rows] = (
-            self._digit("short", (nbytes < usual).astype(np.int64))
-            + self._digit("turn", self._turns[rows].astype(np.int64))
-            + self._digit("together", _doublings(together) - 1)
-            + self._digit("deep", _doublings(columns.depth[rows] + np.uint32(1)) // 2)
+            self._digit("short", (nbytes < usual).astype(np.int8))
+            + self._digit("turn", self._turns[rows])
+            + self._digit("together", together)
+            + self._digit("deep", columns.depth[rows])
         )
 
-    def _digit(self, feature: str, values: Integers) -> Integers:
-        digits: Integers = np.minimum(values, FEATURES[feature] - 1) * self._unit[feature]
+    def _digit(self, feature: str, values: npt.NDArray[np.integer[Any]]) -> Integers:
+        digits: Integers = self._digits[feature][np.minimum(values, LEVELS - 1)]
         return digits
 
     def _place(self, columns: Columns, rows: list[int], parents: list[int]) -> Integers:
@@ -242,11 +255,6 @@ class HitDensity(Policy):
         self._before, self._weight = by_row(self._before, count), by_row(self._weight, count)
         self._read, self._reads = by_row(self._read, count), by_row(self._reads, count)
         self._looked = by_row(self._looked, count)
-
-
-def _doublings(counts: npt.NDArray[np.integer[Any]]) -> Integers:
-    """0 for 0, 1 for 1, 2 for 2 and 3, 3 for 4 to 7, ..."""
-    return np.frexp(counts.astype(np.float64))[1].astype(np.int64)
 
 
 def _columns_of(ghosts: Iterable[_Ghost]) -> tuple[Integers, Integers, Integers, Integers, Floats]:
