@@ -3,6 +3,7 @@
 import random
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -27,7 +28,7 @@ EXAMPLES = [
     wire.Delete(b"keys"),
     wire.Suspect(b"keys"),
     wire.Locate(b"keys"),
-    wire.Announce("a", b"added", b"removed"),
+    wire.Announce("a", b"added", b"removed", b"cold"),
     wire.Read(b"keys", True),
     wire.Write(b"digest", b"keys", 4096, False, b"parent", 9, 60.0, -3),
     wire.Hint(b"keys", 60.0, -3, True, True),
@@ -48,7 +49,7 @@ EXAMPLES = [
     wire.Lent(b"r", b"o"),
     wire.Stored(b"u", b"r", b"o"),
     wire.Held(b"r", b"o", b"n", b"c"),
-    wire.Located((("a", "b"), ("b",)), b"places"),
+    wire.Located((("a", "b"), ("b",)), b"places", b"cold"),
     wire.Reading(b"n", b"c", (("a",), ("b", "a")), b"places"),
     wire.Stats(b"{}"),
     wire.Failure("UsageError", "no"),
@@ -148,3 +149,16 @@ def test_a_proof_depends_on_all_that_goes_in():
     others = [(b"other", *base[1:]), (base[0], "answering", *base[2:]), (*base[:2], base[3], base[2])]
     assert len({wire.proof(*each) for each in (base, *others)}) == 4
     assert len(wire.proof(*base)) == wire.PROOF_NBYTES
+
+
+@given(st.lists(st.booleans()))
+def test_bits_travel(bits):
+    raw = wire.pack_bits(np.array(bits, np.bool_))
+    assert wire.unpack_bits(raw, len(bits)).tolist() == bits
+    assert bool(raw) is any(bits)
+    assert wire.pack_bits(None) == b""
+
+
+def test_bits_of_another_number_are_refused():
+    with pytest.raises(ProtocolError, match="2 bytes where 8 bits were due"):
+        wire.unpack_bits(b"ab", 8)

@@ -32,7 +32,7 @@ GHOSTS_LOOK_SHARE: Final = 4
 LOOK_SHARE: Final = 32
 LOOK_LEAST: Final = 256
 """Rows that are looked at for reads, for each chunk that comes; and so many at once."""
-LEARN_SHARE: Final = 50
+LEARN_SHARE: Final = 25
 LEARN_LEAST: Final = 20
 """What was learnt is put to use when there is so much of it: one part in so many of all, but no less than this."""
 MEMORY_SHARE: Final = 8
