@@ -1,4 +1,4 @@
-"""The command line: what is done to the Ray cluster that runs here (`up`, `status`, ...), and `doctor` and `plan`."""
+"""The command line: what is done to the Ray cluster that runs here (`up`, `status`, `why`, ...); `doctor` and `plan`."""
 
 import argparse
 import json
@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from raykv.commands import add_commands, node_address, status_lines
 from raykv.config import GIB, ClusterConfig
 from raykv.errors import ConfigError, RayKVError
 from raykv.eviction import POLICIES
@@ -23,6 +24,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     if options.here is not None:
         return int(options.here(options))
+    try:
+        if node_address(options) is not None:
+            print(options.run(options))
+            return 0
+    except RayKVError as error:
+        print(f"raykv: {error}", file=sys.stderr)
+        return 1
     try:
         import ray
     except ModuleNotFoundError:
@@ -84,7 +92,8 @@ def parser() -> argparse.ArgumentParser:
     plan = commands.add_parser("plan", help="what a cache of some size and policy would save on a trace; needs no Ray")
     add_arguments(plan)
     plan.set_defaults(here=_plan)
-    for command in (up, status, upgrade, record, down):
+    asking = add_commands(commands)
+    for command in (up, status, upgrade, record, down, *asking):
         command.add_argument("--name", default="default", help="name of the raykv cluster")
     return whole
 
@@ -205,7 +214,7 @@ def _table(found: dict[str, Any]) -> str:
             f"  {name}  {state:<7}  {node['address']:<21}  {used:.2f} of {total:.2f} GiB in {node['chunks']:,} chunks, "
             f"{node['evicted']:,} evicted"
         )
-    return "\n".join(lines)
+    return "\n".join([*lines, *status_lines(found["nodes"])])
 
 
 if __name__ == "__main__":

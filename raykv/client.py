@@ -4,7 +4,9 @@ A client sits in an engine, a script or a notebook. On a host with a node it rea
 writes into it; what is not there it finds through the owners of the keys and reads from the holders.
 """
 
+import math
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cached_property, partial
 from itertools import groupby
@@ -28,10 +30,11 @@ from raykv.namespace import Namespace
 from raykv.reach import Reach
 from raykv.record import Recorder
 from raykv.ring import View
-from raykv.steer import configure, hint, list_namespaces
+from raykv.steer import configure, hint, list_namespaces, report
+from raykv.tally import Tally
 from raykv.transport.base import Link, Runs
 from raykv.types import NO_HINTS, Bits, GetResult, Hints, KeyArray, Match, NodeId, PutResult, Scattered
-from raykv.why import KeysUnder, Why, explain, keys_under_names, keys_under_tokens
+from raykv.why import KeysUnder, Why, explain, keys_under_names, keys_under_tokens, split
 
 T = TypeVar("T")
 
@@ -116,6 +119,9 @@ class Client:
             for place, holder in zip(unknown, found, strict=True):
                 holders[place] = holder
             cold = [place for place, is_below in zip(unknown, below.tolist(), strict=True) if is_below]
+            if None in holders:
+                missed = [place for place, holder in enumerate(holders) if holder is None]
+                self._note_misses(split(keys[missed]), math.inf)
         count = holders.index(None) if None in holders else len(holders)
         cold = [place for place in cold if place < count]
         if cold and promote:
@@ -166,12 +172,14 @@ class Client:
         if len(into) != len(keys):
             raise UsageError(f"field 'into': {len(into)} buffers for {len(keys)} keys; give one entry a key")
         reach = self._reach
-        deadline_s = reach.deadline(timeout_s)
+        began_s, deadline_s = time.monotonic(), reach.deadline(timeout_s)
         hits = None
         if reach.local is not None:
             hits, nbytes = self._read_here(reach.local, keys, into, deadline_s)
             if len(keys) and hits.all():
                 node_id = reach.local.attached.node_id
+                if len(keys) > 1:
+                    self._tally.gets.note(time.monotonic() - began_s)
                 return GetResult((True,) * len(keys), {"shm": nbytes}, {(node_id, "shm"): len(keys)})
         arrivals = Arrivals(keys, all_byte_views(into, "into", writable=True))
         if reach.local is not None and hits is not None:
@@ -181,8 +189,12 @@ class Client:
         if match is not None:
             reach.fetch(arrivals, [*match.holders, *[None] * (len(keys) - len(match.holders))], deadline_s)
         reach.find(arrivals, deadline_s)
-        if len(reach.troubles) or time.monotonic() >= deadline_s - LATE_S:
-            reach.note_end(arrivals, late=time.monotonic() >= deadline_s - LATE_S)
+        now_s = time.monotonic()
+        self._tally.gets.note(now_s - began_s)
+        if len(reach.troubles) or now_s >= deadline_s - LATE_S:
+            reach.note_end(arrivals, late=now_s >= deadline_s - LATE_S)
+        if False in arrivals.hits:
+            self._note_misses(list(map(arrivals.raw_key, arrivals.missing())), began_s)
         return arrivals.result()
 
     def pin(self, keys: Keys, *, timeout_s: float | None = None) -> Pins:
@@ -241,13 +253,14 @@ class Client:
         if local is None or not (local.posted or self._always_verify):
             target = byte_views(into, "into", writable=True)
             if len(target) == 1:
-                deadline_s = reach.deadline(timeout_s)
+                began_s, deadline_s = time.monotonic(), reach.deadline(timeout_s)
                 if holder is not None and reach.fetch_one(holder, key, target[0], deadline_s):
                     return True
                 if reach.find_one(key, target[0], deadline_s) is not None:
                     return True
                 if time.monotonic() >= deadline_s - LATE_S:
                     reach.troubles.note((key,), "timed_out", None, now_s=time.monotonic())
+                self._note_misses([key], began_s)
                 return False
         return self.get(keys_.from_bytes(key), [into], timeout_s=timeout_s).hits[0]
 
@@ -287,7 +300,7 @@ class Client:
         Raises:
             UsageError: `values` has not one entry a key, a value is empty or larger than an extent, or a hint is none.
         """
-        keys, hints = self._as_keys(keys), _hints(ttl_s, priority)
+        keys, hints, began_s = self._as_keys(keys), _hints(ttl_s, priority), time.monotonic()
         if len(values) != len(keys):
             raise UsageError(f"field 'values': {len(values)} values for {len(keys)} keys; give one entry a key")
         pieces = all_byte_views(values, "values", writable=False)
@@ -311,6 +324,8 @@ class Client:
                 total.posted + done.posted,
             )
             start = stop
+        if len(keys) > 1:
+            self._tally.puts.note(time.monotonic() - began_s)
         return total
 
     def put_one(
@@ -461,10 +476,13 @@ class Client:
 
         Returns:
             Of each {"namespace": Namespace, "config": NamespaceConfig, "chunks", "used_nbytes", "below_nbytes" (by
-            tier), "reads" (of its chunks, by anybody), "departures" and "misses" (by reason), "nodes": the same of each
-            node, "silent": nodes that did not answer, and why}.
+            tier), "reads" (of its chunks, by anybody), "departures" (by reason), "misses" (by reason) and "get_times",
+            "put_times" (as clients tell now and then), "nodes": the same of each node, "silent": nodes that did not
+            answer, and why}.
         """
-        return list_namespaces(self._reach, self._reach.deadline(timeout_s))
+        deadline_s = self._reach.deadline(timeout_s)
+        report(self._reach, self._account.digest, deadline_s)
+        return list_namespaces(self._reach, deadline_s)
 
     # -- hints ------------------------------------------------------------------------------------------------------
 
@@ -538,6 +556,7 @@ class Client:
     def stats(self, *, timeout_s: float | None = None) -> dict[str, Any]:
         """What every member says of itself, and the view: {"epoch", "nodes": {node_id: {...} or {"error": ...}}}."""
         reach, deadline_s = self._reach, self._reach.deadline(timeout_s)
+        report(reach, self._account.digest, deadline_s)
         view = reach.view(deadline_s)
         work = {
             member.node_id: partial(reach.call, member.node_id, wire.GetStats(), deadline_s) for member in view.members
@@ -576,6 +595,25 @@ class Client:
                 "use the arrays that keys() and chain() make, of shape [n, 2] and type uint64, or a list of names"
             )
         return keys
+
+    @cached_property
+    def _tally(self) -> Tally:
+        return self._reach.tally(self._account.digest)
+
+    def _note_misses(self, keys: Sequence[bytes], began_s: float) -> None:
+        """These did not come by a call that began then. Now and then a node is told, and nobody waits for that."""
+        reach, now_s = self._reach, time.monotonic()
+        reasons: Counter[str] = Counter()
+        absent = []
+        for key in keys:
+            trouble = reach.troubles.of(key, now_s=now_s) if len(reach.troubles) else None
+            if trouble is not None and trouble.when_s >= began_s:
+                reasons[trouble.kind] += 1
+            else:
+                absent.append(key)
+        self._tally.missed(reasons, absent)
+        if self._tally.due(now_s):
+            reach.in_background(partial(report, reach, self._account.digest, reach.deadline(None)))
 
     @cached_property
     def _account(self) -> Account:

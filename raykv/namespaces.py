@@ -4,6 +4,7 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,10 +17,13 @@ from raykv.memory.table import MAX_NAMESPACES
 from raykv.namespace import Namespace
 from raykv.register import Entry, Register
 from raykv.shard import Shard
+from raykv.tally import Tallies
 from raykv.tiers import Tiers
 
 log = logging.getLogger(__name__)
 
+MAX_WORD: Final = 32
+"""Letters of a reason for a miss."""
 DROP_STEP: Final = 8192
 """Chunks of a dropped namespace that go at once; then others get the lock."""
 
@@ -43,6 +47,8 @@ class Namespaces:
         """
         self._shard, self._lock, self._tiers, self._path = shard, lock, tiers, path
         self._adopting = threading.Lock()
+        self._tallies = Tallies()
+        self._went: dict[bytes, int] = {}
         self.register = Register()
         if path is not None and path.exists():
             try:
@@ -65,25 +71,27 @@ class Namespaces:
         if wanted is not None:
             policy(wanted)
 
-    def adopt(self, text: bytes) -> int:
-        """Do what a newer list says. Returns how many chunks went for it, those of each tier counted.
+    def adopt(self, text: bytes) -> None:
+        """Do what a newer list says.
 
         Raises:
             UsageError: It is no such list.
         """
         told = Register.decode(text)
         with self._adopting:
-            count = 0
             for entry in self.register.newer(told):
                 before = self.register.entries.get(entry.namespace.digest)
                 if entry.dropped_ns > (before.dropped_ns if before else 0):
-                    count += self._drop(entry.namespace)
+                    self._went[entry.namespace.digest] = self._drop(entry.namespace)
                 self._configure(entry)
                 self.register.entries = {**self.register.entries, entry.namespace.digest: entry}
             if told.version > self.register.version:
                 self.register.version = told.version
             self._keep()  # last: whoever dies before drops again
-        return count
+
+    def went(self, digest: bytes) -> int:
+        """Chunks that went when an account was dropped last, those of each tier counted."""
+        return self._went.get(digest, 0)
 
     def list(self) -> dict[str, dict[str, Any]]:
         """What there is of each account, by its fields as JSON, as plain values. Looks at all rows."""
@@ -105,8 +113,16 @@ class Namespaces:
                     "reads": int(reads[number]),
                     "departures": {Reason(at).word: count for at, count in enumerate(went) if count},
                     "below_nbytes": {tier.name: tier.used_nbytes(number) for tier in self._tiers.tiers},
+                    **self._tallies.told(digest),
                 }
         return told
+
+    def note(self, digest: bytes, misses: dict[str, int], gets: Sequence[int], puts: Sequence[int]) -> None:
+        """What a client saw of an account. Ignored if we do not know the account, as far as it is impossible."""
+        if self._shard.accounts.find(digest) is not None:
+            sane = {reason[:MAX_WORD]: count for reason, count in misses.items() if 0 < count < 1 << 48}
+            if all(0 <= count < 1 << 48 for count in (*gets, *puts)):
+                self._tallies.note(digest, sane, gets, puts)
 
     def forget(self) -> None:
         """Remove the file."""

@@ -10,7 +10,7 @@ import logging
 import struct
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any, Final
@@ -33,6 +33,7 @@ from raykv.namespaces import Namespaces, register_path
 from raykv.record import Asked, Tape
 from raykv.ring import Member, View
 from raykv.shard import Shard, remove_files
+from raykv.tally import Histogram
 from raykv.tiers import open_tiers
 from raykv.transport.base import RUN_NBYTES, Link, Reply, Runs, Session
 from raykv.transport.memory import Network
@@ -114,6 +115,7 @@ class Node:
         self._locator = Locator(config.max_locations)
         self._requests: Counter[str] = Counter()
         self._errors: Counter[str] = Counter()
+        self._times: defaultdict[str, Histogram] = defaultdict(Histogram)
         self._to_announce: list[KeyArray] = []
         self._announcing = False
         self._stopping = threading.Event()
@@ -143,7 +145,10 @@ class Node:
             wire.Write: self._write,
             wire.Hint: self._hint,
             wire.Configure: self._configure,
-            wire.Adopt: lambda request, session: Reply(wire.Count(self._adopt_register(request.register))),
+            wire.Adopt: lambda request, session: Reply(
+                wire.Count(self._adopt_register(request.register, request.account))
+            ),
+            wire.Report: self._report,
             wire.Why: self._why,
             wire.GetNamespaces: lambda request, session: Reply(
                 wire.NamespacesAre(msgspec.json.encode(self.namespaces.list()))
@@ -223,7 +228,7 @@ class Node:
 
     def stats(self) -> dict[str, Any]:
         """What it holds and what it did, as plain values."""
-        below = self.tiers.stats()
+        below, namespaces = self.tiers.stats(), self.namespaces.list()
         with self._lock:
             shard = self.shard
             return {
@@ -246,8 +251,10 @@ class Node:
                 "refused_connections": sum(server.refused for server in self._servers),
                 "requests": dict(self._requests),
                 "errors": dict(self._errors),
+                "answer_times": {name: times.told() for name, times in sorted(self._times.items())},
                 **asdict(shard.counters),
                 **below,
+                "namespaces": namespaces,
             }
 
     def record(self, on: bool) -> tuple[list[Asked], int]:
@@ -284,7 +291,7 @@ class Node:
     def answer(self, request: wire.Message, session: Session) -> Reply:
         """Serve one request; whatever goes wrong becomes a Failure."""
         assert isinstance(session, NodeSession)
-        name = type(request).__name__
+        name, began_s = type(request).__name__, time.perf_counter()
         self._requests[name] += 1
         try:
             handler = self._handlers.get(type(request))
@@ -298,6 +305,8 @@ class Node:
             self._errors[name] += 1
             log.exception("bug while serving %s", name)
             return Reply(wire.Failure("ProtocolError", f"internal error while serving {name}; see the node's log"))
+        finally:
+            self._times[name].note(time.perf_counter() - began_s)
 
     def end_leases(self, session: NodeSession) -> None:
         """A connection is gone."""
@@ -643,6 +652,10 @@ class Node:
             )
         )
 
+    def _report(self, request: wire.Report, session: NodeSession) -> Reply:
+        self.namespaces.note(request.account, request.misses, request.gets, request.puts)
+        return Reply(wire.Done())
+
     def _note_below(self, keys: KeyArray, places: npt.NDArray[Any], sizes: npt.NDArray[Any]) -> None:
         """Of what is not in memory, note what is below."""
         for tier in self.tiers.tiers:
@@ -672,13 +685,14 @@ class Node:
             register = self._directory.configure(namespace, None if request.drop else fields)
         except TransientError as error:
             return Reply(wire.Configured(problem=str(error)))
-        return Reply(wire.Configured(register, self._adopt_register(register)))
+        return Reply(wire.Configured(register, self._adopt_register(register, namespace.account.digest)))
 
-    def _adopt_register(self, register: bytes) -> int:
-        count = self.namespaces.adopt(register)
+    def _adopt_register(self, register: bytes, account: bytes = b"") -> int:
+        """Returns how many chunks went when this account was dropped last, perhaps by a heartbeat just now."""
+        self.namespaces.adopt(register)
         self._changed.set()
         self._stay_ahead()
-        return count
+        return self.namespaces.went(account)
 
     def _record(self, request: wire.Record, session: NodeSession) -> Reply:
         if self.shard.table.recording:

@@ -23,6 +23,7 @@ from raykv.load import Arrivals, Load, load_one, located
 from raykv.local import LocalNode
 from raykv.memory.copying import CopyThreads, default_copy_threads
 from raykv.ring import Member, View
+from raykv.tally import Tally
 from raykv.transport.peers import Connect, Peers
 from raykv.transport.shm import ShmReader
 from raykv.transport.tcp import SocketLink
@@ -89,6 +90,7 @@ class Reach:
         self._view = View()
         self._failures, self._doubt_s = 0, -math.inf
         self.troubles = Troubles()
+        self._tallies: dict[bytes, Tally] = {}
         self.local: LocalNode | None = None
         secret = _secret(config)
         self.host = host_identity()
@@ -390,6 +392,17 @@ class Reach:
         numbers = wire.array(answer.places, "<i4", len(keys)) + np.int32(1)
         numbers = np.where((numbers > 0) & (numbers < len(choices)), numbers, np.int32(0))
         return choices, numbers, wire.unpack_bits(answer.cold, len(keys))
+
+    def tally(self, account: bytes) -> Tally:
+        """Counters of one account, by its digest."""
+        return self._tallies.setdefault(account, Tally())
+
+    def in_background(self, task: Callable[[], object]) -> None:
+        """Do something that nobody waits for, unless this is closed."""
+        try:
+            self._submit(partial(_caught, task))
+        except RuntimeError:
+            pass
 
     def tell_record(self, requests: bytes) -> None:
         """Tell the node of this host what was looked up, if it answers. See `raykv.record`."""

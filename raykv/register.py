@@ -66,8 +66,8 @@ class Register:
         config = NamespaceConfig.load({**self.config(account.digest).model_dump(), **fields})
         if config.chunk_tokens not in (None, account.chunk_tokens):
             raise UsageError(
-                f"field 'chunk_tokens': {config.chunk_tokens}, but chunks of this namespace have {account.chunk_tokens} "
-                "tokens; keys depend on it, so use another namespace: with_fields(chunk_tokens=...)"
+                f"field 'chunk_tokens': {config.chunk_tokens}, but chunks of this namespace have {account.chunk_tokens}"
+                " tokens; keys depend on it, so use another namespace: with_fields(chunk_tokens=...)"
             )
         before = self.entries.get(account.digest)
         if (before is None or not before.listed) and sum(each.listed for each in self.entries.values()) >= MAX_ENTRIES:

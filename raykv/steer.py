@@ -1,6 +1,7 @@
 """What a client says of namespaces and chunks, beside reading and writing them: configs, hints, and what there is."""
 
 from collections import Counter
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -15,8 +16,9 @@ from raykv.loan import Account
 from raykv.namespace import Namespace
 from raykv.reach import Reach
 from raykv.ring import View
+from raykv.tally import BUCKETS, quantiles
 from raykv.types import KeyArray, NodeId
-from raykv.why import namespaces
+from raykv.why import namespaces, reasons_of
 
 
 def configure(
@@ -25,7 +27,8 @@ def configure(
     """Change fields of the config of a namespace's account, or drop it (None): at the directory, then on every node.
 
     Returns:
-        The nodes that have taken note, and how many chunks went. Others hear of it with their next heartbeat.
+        The nodes that have taken note, and how many chunks went from them when it was dropped last. The others hear of
+        it with their next heartbeat.
 
     Raises:
         UsageError: A field is wrong, and which.
@@ -49,15 +52,37 @@ def configure(
             problem = error
     else:
         raise PeerUnavailable(f"no node could do that: {problem}")
-    adopt = wire.Adopt(answer.register)
+    adopt = wire.Adopt(answer.register, namespace.account.digest)
     work = {name: partial(reach.call, name, adopt, deadline_s) for name in members if name != first}
     counts = {name: each.count for name, each in reach.in_parallel(work).items() if isinstance(each, wire.Count)}
     return [first, *counts], answer.count + sum(counts.values())
 
 
+def report(reach: Reach, account: bytes, deadline_s: float) -> None:
+    """Ask why what was missed lately was not there, and tell a node: our own, or any. Never raises."""
+    misses, absent, gets, puts = reach.tally(account).take()
+    if not (misses or absent or any(gets) or any(puts)):
+        return
+    if absent:
+        misses.update(reasons_of(reach, absent, deadline_s))
+    members = sorted(reach.view(deadline_s).members, key=lambda member: member.host != reach.host)
+    request = wire.Report(account, dict(misses), tuple(gets), tuple(puts))
+    for member in members:
+        try:
+            reach.call(member.node_id, request, deadline_s)
+            return
+        except RayKVError:
+            continue  # these counts are lost if nobody answers
+
+
 def list_namespaces(reach: Reach, deadline_s: float) -> list[dict[str, Any]]:
     """Every account that some node knows: see `Client.namespaces`."""
     said, silent = namespaces(reach, deadline_s)
+    return [{**each, "silent": silent} for each in gathered(said)]
+
+
+def gathered(said: Mapping[NodeId, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """What nodes say of each account (`Namespaces.list`), as one entry an account."""
     found: dict[str, dict[str, Any]] = {}
     for node, accounts in sorted(said.items()):
         for text, theirs in accounts.items():
@@ -72,8 +97,9 @@ def list_namespaces(reach: Reach, deadline_s: float) -> list[dict[str, Any]]:
                     "reads": 0,
                     "departures": Counter(),
                     "misses": Counter(),
+                    "get_counts": [0] * BUCKETS,
+                    "put_counts": [0] * BUCKETS,
                     "nodes": {},
-                    "silent": silent,
                 },
             )
             if theirs["config"]:
@@ -82,9 +108,12 @@ def list_namespaces(reach: Reach, deadline_s: float) -> list[dict[str, Any]]:
                 whole[count] += theirs[count]
             for counts in ("departures", "below_nbytes", "misses"):
                 whole[counts].update(theirs.get(counts, {}))
+            for counts in ("get_counts", "put_counts"):
+                whole[counts] = [ours + more for ours, more in zip(whole[counts], theirs[counts], strict=True)]
             whole["nodes"][node] = {name: value for name, value in theirs.items() if name != "config"}
     for whole in found.values():
         whole |= {name: dict(whole[name]) for name in ("departures", "below_nbytes", "misses")}
+        whole["get_times"], whole["put_times"] = (quantiles(whole.pop(f"{kind}_counts")) for kind in ("get", "put"))
     return [found[text] for text in sorted(found)]
 
 

@@ -1,6 +1,7 @@
 """Why a chunk was not there: what all members know of it, and what this client remembers."""
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
@@ -115,7 +116,7 @@ def explain(
         deadline_s: Members that take longer do not answer.
     """
     said, silent = _ask(reach, keys, deadline_s)
-    raw = _split(keys)
+    raw = split(keys)
     found = [_from_members(said, place) for place in range(len(keys))]
     unknown = [place for place, why in enumerate(found) if why is None]
     elsewhere: dict[int, Why] = {}
@@ -153,6 +154,19 @@ def namespaces(reach: Reach, deadline_s: float) -> tuple[dict[NodeId, dict[str, 
         if isinstance(answer, wire.NamespacesAre)
     }
     return said, {name: str(answer) for name, answer in answers.items() if isinstance(answer, RayKVError)}
+
+
+def reasons_of(reach: Reach, keys: Sequence[bytes], deadline_s: float) -> Counter[str]:
+    """Why chunks, by their 16-byte keys, are not there, as counts. "arrived": they are there by now."""
+    said, silent = _ask(reach, keys_.from_bytes(b"".join(keys)), deadline_s)
+    reasons: Counter[str] = Counter()
+    for place in range(len(keys)):
+        why = _from_members(said, place)
+        if why is None:
+            reasons["no_answer" if silent else "never_stored"] += 1
+        else:
+            reasons["arrived" if why.reason in ("here", "being_written") else why.reason] += 1
+    return reasons
 
 
 def _ask(reach: Reach, keys: KeyArray, deadline_s: float) -> tuple[list[_Known], set[NodeId]]:
@@ -250,7 +264,7 @@ def _with_trouble(why: Why, trouble: Trouble | None, now_s: float) -> Why:
 
 def keys_under_names(names: Sequence[bytes | str]) -> KeysUnder:
     """For objects with these names."""
-    return lambda other: list(_split(keys_.named(other.digest, names)))
+    return lambda other: list(split(keys_.named(other.digest, names)))
 
 
 def keys_under_tokens(namespace: Namespace, tokens: Sequence[int] | npt.NDArray[np.integer[Any]]) -> KeysUnder:
@@ -258,14 +272,15 @@ def keys_under_tokens(namespace: Namespace, tokens: Sequence[int] | npt.NDArray[
 
     def under(other: Namespace) -> list[bytes | None]:
         mine, theirs = namespace.chunk_tokens, other.chunk_tokens
-        raw = _split(keys_.chain(other.digest, tokens, theirs))
+        raw = split(keys_.chain(other.digest, tokens, theirs))
         ends = range(mine, len(tokens) + 1, mine)
         return [raw[place] if (place := -(-end // theirs) - 1) < len(raw) else None for end in ends]
 
     return under
 
 
-def _split(keys: KeyArray) -> list[bytes]:
+def split(keys: KeyArray) -> list[bytes]:
+    """Each key as 16 bytes."""
     raw = keys_.to_bytes(keys)
     return [raw[at : at + KEY_NBYTES] for at in range(0, len(raw), KEY_NBYTES)]
 

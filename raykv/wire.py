@@ -224,9 +224,22 @@ class Configure(Message):
 
 
 class Adopt(Message):
-    """The newest list of namespaces, as `Configured` gave it. Answered by Count: chunks that went for it."""
+    """The newest list of namespaces, as `Configured` gave it. Answered by Count.
+
+    What is counted: the chunks that went from this node when this account was dropped last.
+    """
 
     register: bytes
+    account: bytes = b""
+
+
+class Report(Message):
+    """What a client saw of an account since its last report: see `Tally`. Answered by Done."""
+
+    account: bytes
+    misses: dict[str, int]
+    gets: tuple[int, ...] = ()
+    puts: tuple[int, ...] = ()
 
 
 class Why(Message):
@@ -340,7 +353,7 @@ class Reading(Message):
 
 
 class Configured(Message):
-    """The list of namespaces as it is now (`Register.encode`), and how many chunks went from this node for it.
+    """The list of namespaces as it is now (`Register.encode`), and of this node what Adopt answers.
 
     `problem`: why the directory could not be asked; nothing was changed then.
     """
@@ -391,7 +404,7 @@ class Failure(Message):
 
 Request = (
     Attach | GetView | OpenNamespace | Reserve | Lend | Store | Commit | Abort | Pin | Unpin | Promote | Delete
-    | Suspect | Locate | Announce | Read | Write | Hint | Configure | Adopt
+    | Suspect | Locate | Announce | Read | Write | Hint | Configure | Adopt | Report
     | Why | GetNamespaces | Record | GetStats
 )  # fmt: skip
 Answer = (
@@ -402,7 +415,8 @@ Answer = (
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Request | Answer] = msgspec.msgpack.Decoder(Request | Answer)
 _FAILURES: dict[str, type[RayKVError]] = {
-    kind.__name__: kind for kind in (UsageError, ConfigError, NamespaceMismatch, CapacityError, LostError, ProtocolError)
+    kind.__name__: kind
+    for kind in (UsageError, ConfigError, NamespaceMismatch, CapacityError, LostError, ProtocolError)
 }
 
 

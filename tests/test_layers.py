@@ -63,6 +63,7 @@ LAYERS = [
     "locator",
     "hotness",
     "register",
+    "tally",
     "directory",
     "namespaces",
     "node",
@@ -92,6 +93,7 @@ LAYERS = [
     "plan.plot",
     "plan.command",
     "plan",
+    "commands",
     "cli",
 ]
 OPTIONAL = ["ray", "torch", "cupy", "pyverbs", "vllm", "sglang", "openai", "transformers", "safetensors"]

@@ -11,14 +11,17 @@ import numpy as np
 import numpy.typing as npt
 
 from raykv.config import SLOT_ALIGNMENT_NBYTES
-from raykv.keys import to_bytes
+from raykv.keys import from_bytes, to_bytes
 from raykv.memory.rows import FreeRows, lazy_zeros
-from raykv.memory.table import MAX_NAMESPACES, ROWS_AT_START, Table
+from raykv.memory.table import MAX_NAMESPACES, ROWS_AT_START, TICKS_PER_S, Table
 from raykv.tier.base import Found
 from raykv.types import Bits, KeyArray, Rows
 
+SEGMENTS: Final = 1 << 20
+"""A drive has fewer segments than this; rows say drive * SEGMENTS + segment."""
+REBUILD_ROWS: Final = 1 << 14
 REBUILD_SHARE: Final = 8
-"""When more than one in so many rows goes at once, the index is made anew instead of taking each out."""
+"""When so many rows go at once, and more than one in so many, the index is made anew instead of taking each out."""
 
 
 class Index:
@@ -26,7 +29,7 @@ class Index:
 
     Attributes:
         columns: Of the table.
-        segment: Number of the segment that a row's chunk lies in, as the owner counts them.
+        segment: The drive and segment that a row's chunk lies in; see SEGMENTS.
         nbytes, chunks: Per account, of what is here.
     """
 
@@ -43,7 +46,7 @@ class Index:
         self.columns = self._table.columns
         backed = self._table.rows_backed
         self._free = FreeRows(np.zeros(backed, np.bool_), rows=rows, limit=backed)
-        self.rows = rows
+        self.rows, self._made_at_s = rows, now_s
         self.segment: npt.NDArray[np.int32] = lazy_zeros(rows, np.int32)
         self._parent: npt.NDArray[np.uint64] = lazy_zeros(2 * rows, np.uint64).reshape(-1, 2)
         self._chained: npt.NDArray[np.bool_] = lazy_zeros(rows, np.bool_)
@@ -109,7 +112,7 @@ class Index:
             accounts: Their numbers on this node.
         """
         columns = self.columns
-        ticks = np.maximum(1, (entries["expires_s"] - self._table.made_at_s) * self._table.ticks_per_s)
+        ticks = np.maximum(1, (entries["expires_s"] - self._made_at_s) * TICKS_PER_S)
         columns.expires[rows] = np.where(entries["expires_s"] > 0, np.minimum(ticks, 0xFFFFFFFF), 0)
         columns.nbytes[rows], columns.checksum[rows] = entries["nbytes"], entries["checksum"]
         columns.depth[rows], columns.frequency[rows] = entries["depth"], entries["reads"]
@@ -145,19 +148,18 @@ class Index:
         self.nbytes -= np.bincount(accounts, columns.nbytes[rows], MAX_NAMESPACES).astype(np.int64)
         self.chunks -= np.bincount(accounts, minlength=MAX_NAMESPACES)
         columns.generation[rows] = 1
-        if len(rows) * REBUILD_SHARE > len(self):
+        if len(rows) > REBUILD_ROWS and len(rows) * REBUILD_SHARE > len(self):
             table.rebuild_index(table.ready_rows())
         else:
             table.remove(rows)
         self.segment[rows] = -1
         self._free.give(rows)
 
-    def expired(self, *, now_s: float) -> Rows:
-        """Rows whose time is over."""
-        backed = slice(0, self._free.fresh)
-        expires, generation = self.columns.expires[backed], self.columns.generation[backed]
-        over = (expires != 0) & (expires <= self._table.ticks(now_s)) & (generation == 2)
-        return np.flatnonzero(over).astype(np.int32)
+    def over(self, rows: Rows | slice, *, now_s: float) -> Bits:
+        """Which rows' time is over."""
+        expires = self.columns.expires[rows]
+        bits: Bits = (expires != 0) & (expires <= self._table.ticks(now_s))
+        return bits
 
     def rows_where(self, bits: Bits) -> Rows:
         """Rows in use for which `bits`, an array over the first rows, says so."""
@@ -174,5 +176,5 @@ class Index:
 
 
 def key_array(keys: Sequence[bytes]) -> KeyArray:
-    """Keys as an array."""
-    return np.frombuffer(b"".join(keys), "<u8").reshape(-1, 2)
+    """Keys of 16 bytes as an array."""
+    return from_bytes(b"".join(keys))

@@ -1,7 +1,7 @@
 """Which segments of one volume are free, being filled, full; where the next batch goes; what is reclaimed. Pure.
 
-    absent -> free -> open -> closed -> sealed -> leaving -> free
-           made    begin   no room   summary   victim     wiped
+    absent -> free -> open -> closed -> sealing -> sealed -> leaving -> free
+           made    begin   no room   to_seal   sealed    victim     wiped
 
 Segments are reclaimed in the order of their sequence, so what is told to be gone stays so: a record that says it lives
 longer than all that it speaks against. Only a segment in which nothing lives and nothing is told may go before its
@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from raykv.tier.segment import BATCH, Record, blocks_of, joined, record_blocks
 
-State = Literal["free", "open", "closed", "sealed", "leaving"]
+State = Literal["free", "open", "closed", "sealing", "sealed", "leaving"]
 
 MOVED_SHARE: Final = 0.2
 """At most so much of a segment is moved on when it is reclaimed. Each byte handed in then costs at most 1 / (1 - 0.2) =
@@ -94,40 +94,54 @@ class Log:
         self.segments: dict[int, Segment] = {}
         self.open: Segment | None = None
         self.leaving: Segment | None = None
-        self._sequence = 0
+        self._sequence = self._first_absent = 0
+        self._free: set[int] = set()
+        self._closed: list[Segment] = []
+        self._in_use: dict[int, Segment] = {}  # by sequence
+        self._sorted = True
 
     # -- which segments there are -----------------------------------------------------------------------------------
 
-    def free(self) -> list[Segment]:
-        """Segments that may be begun now: wiped, and nobody reads from them."""
-        return [segment for segment in self.segments.values() if segment.state == "free" and not segment.holds]
+    def free(self) -> list[int]:
+        """Numbers of segments that may be begun now: wiped, and nobody reads from them."""
+        return [number for number in self._free if not self.segments[number].holds]
 
     def absent(self) -> int | None:
         """Number of a segment that may be made; None when there are as many as there may be."""
         if len(self.segments) >= self.limit:
             return None
-        return next(number for number in range(len(self.segments) + 1) if number not in self.segments)
+        while self._first_absent in self.segments:
+            self._first_absent += 1
+        return self._first_absent
 
     def made(self, number: int) -> None:
         """There is a segment now, in which nothing is."""
         self.segments[number] = Segment(number)
+        self._free.add(number)
 
     def gone(self, number: int) -> None:
         """The file of a free segment was removed."""
         del self.segments[number]
+        self._free.discard(number)
+        self._first_absent = min(self._first_absent, number)
 
     def found(self, number: int, sequence: int, *, sealed: bool, record: Record) -> Segment:
         """A segment was found at the start. If it is not sealed, it is to be sealed."""
         segment = Segment(number, sequence, "sealed" if sealed else "closed")
         segment.tells = bool(len(record.gone) or len(record.dropped))
-        segment.records = [] if sealed else [record]
-        self.segments[number] = segment
+        if not sealed:
+            segment.records = [record]
+            self._closed.append(segment)
+        self.segments[number] = self._in_use[sequence] = segment
+        self._sorted = False
         self._sequence = max(self._sequence, sequence)
         return segment
 
     def in_order(self) -> list[Segment]:
         """Segments with something in them, oldest first."""
-        return sorted((each for each in self.segments.values() if each.sequence), key=lambda each: each.sequence)
+        if not self._sorted:
+            self._in_use, self._sorted = dict(sorted(self._in_use.items())), True
+        return list(self._in_use.values())
 
     # -- filling ----------------------------------------------------------------------------------------------------
 
@@ -138,9 +152,11 @@ class Log:
             return None
         if self.open is not None:
             self.open.state = "closed"
+            self._closed.append(self.open)
         self._sequence += 1
-        self.open = Segment(min(segment.number for segment in free), self._sequence, "open")
-        self.segments[self.open.number] = self.open
+        self.open = Segment(min(free), self._sequence, "open")
+        self._free.discard(self.open.number)
+        self.segments[self.open.number] = self._in_use[self._sequence] = self.open
         return self.open
 
     def fits(self, *, blocks: int, entries: int, gone: int = 0, dropped: int = 0, texts: set[bytes]) -> bool:
@@ -228,9 +244,11 @@ class Log:
         return ready
 
     def to_seal(self) -> Segment | None:
-        """A segment that gets no more batches, and all of whose batches are on the volume."""
-        for segment in self.segments.values():
-            if segment.state == "closed" and not segment.flying and segment.records:
+        """Take a segment that gets no more batches, and all of whose batches are on the volume."""
+        for segment in self._closed:
+            if not segment.flying:
+                self._closed.remove(segment)
+                segment.state = "sealing"
                 return segment
         return None
 
@@ -252,8 +270,10 @@ class Log:
         """Take the segment to be reclaimed next; one at a time. None while none can be."""
         if self.leaving is not None:
             return None
-        full = [segment for segment in self.in_order() if segment.state in ("sealed", "closed", "open")]
-        chosen = next((each for each in full if each.state == "sealed" and not each.live_nbytes and not each.tells), None)
+        full = self.in_order()
+        chosen = next(
+            (each for each in full if each.state == "sealed" and not each.live_nbytes and not each.tells), None
+        )
         if chosen is None and full and full[0].state == "sealed":
             chosen = full[0]
         if chosen is not None:
@@ -262,8 +282,9 @@ class Log:
 
     def wiped(self, segment: Segment) -> None:
         """Nothing of it would be found by a start any more. It may be begun as soon as nobody reads from it."""
-        fresh = Segment(segment.number, holds=segment.holds)
-        self.segments[segment.number] = fresh
+        self.segments[segment.number] = Segment(segment.number, holds=segment.holds)
+        self._free.add(segment.number)
+        del self._in_use[segment.sequence]
         self.leaving = None
 
 

@@ -12,9 +12,10 @@ A segment that gets no more batches is sealed by a summary: one record of all th
 file ends. Readers take the summary if it is whole, so a start reads one piece a segment. Otherwise they walk from batch
 to batch, up to the first record that is not whole (`read_segment`).
 
-All of a record, its padding included, is under one xxh3-64, and nothing in it is believed if that is wrong. It does not
-cover the chunks: each entry has its chunk's checksum, to be compared whenever the chunk is read. A segment's incarnation
-and sequence number together are unique, so what an earlier use of the file left behind is never taken for a part of it.
+All of a record, its padding included, is under one xxh3-64, and nothing in it is believed if that is wrong. It does
+not cover the chunks: each entry has its chunk's checksum, to be compared whenever the chunk is read. A segment's
+incarnation and sequence number together are unique, so what an earlier use of the file left behind is never taken for
+a part of it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -173,8 +174,18 @@ def decode(view: memoryview) -> Record | None:
     for kind, count in ((ENTRY, head["entries"]), (GONE, head["gone"]), (DROPPED, head["dropped"])):
         parts.append(np.frombuffer(raw, kind, int(count), start))
         start += int(count) * kind.itemsize
-    numbers = [int(head[name]) for name in ("kind", "incarnation", "sequence", "number", "next_block")]
-    return Record(*numbers, int(head["segment_blocks"]), tuple(texts), *parts)
+    return Record(
+        kind=int(head["kind"]),
+        incarnation=int(head["incarnation"]),
+        sequence=int(head["sequence"]),
+        number=int(head["number"]),
+        next_block=int(head["next_block"]),
+        segment_blocks=int(head["segment_blocks"]),
+        texts=tuple(texts),
+        entries=parts[0],
+        gone=parts[1],
+        dropped=parts[2],
+    )
 
 
 def batches(read: Read, *, segment_blocks: int, blocks_there: int) -> Iterator[Record]:
@@ -241,7 +252,7 @@ def joined(records: Sequence[Record]) -> Record:
     last, gone = records[-1], [record.gone for record in records]
     return last._replace(
         kind=SUMMARY,
-        number=len(records),
+        number=last.number + (last.kind == BATCH),
         texts=tuple(places),
         entries=np.concatenate(entries),
         gone=np.concatenate(gone),

@@ -1,0 +1,215 @@
+"""The commands that ask a running cluster as any client does: `raykv why` and `raykv namespace`."""
+
+import argparse
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from raykv import connect
+from raykv.client import Client
+from raykv.config import GIB, MIB, ClientConfig
+from raykv.errors import RayKVError, UsageError
+from raykv.keys import KEY_NBYTES, from_bytes
+from raykv.namespace import Namespace
+from raykv.steer import gathered
+
+ANY = Namespace(model="-")
+"""To ask about namespaces, one must be in some: nothing is stored under this one."""
+
+
+def add_commands(commands: Any) -> list[argparse.ArgumentParser]:
+    """Add them to the command line. Returns their parsers."""
+    why = commands.add_parser("why", help="what became of chunks: where they are, or why they are not here")
+    why.add_argument("names", nargs="*", metavar="NAME", help="of objects")
+    why.add_argument("--tokens", metavar="FILE", help="in place of names: a prompt, as a JSON list of token ids")
+    why.add_argument("--keys", nargs="+", default=[], metavar="HEX", help="in place of names: keys, 32 digits each")
+    why.add_argument("--namespace", metavar="NAMESPACE", help="see 'raykv namespace list' (default: the only one)")
+    why.set_defaults(run=_why)
+
+    namespace = commands.add_parser("namespace", help="what nodes do with each namespace's chunks, while they run")
+    actions = namespace.add_subparsers(required=True, metavar="ACTION")
+    listing = actions.add_parser("list", help="all namespaces, their configs and counters")
+    listing.set_defaults(run=_list)
+    setting = actions.add_parser("set", help="change fields of a config; the others stay as they are")
+    setting.add_argument("fields", nargs="+", metavar="FIELD=VALUE", help="as in NamespaceConfig; 'none' resets one")
+    setting.set_defaults(run=_set)
+    dropping = actions.add_parser("drop", help="drop all chunks of a namespace, on every node and tier, and its config")
+    dropping.set_defaults(run=_drop)
+    for action in (setting, dropping):
+        action.add_argument(
+            "--namespace", metavar="NAMESPACE", required=True, help="its model's name, or its fields as JSON"
+        )
+    made = [why, listing, setting, dropping]
+    for command in made:
+        command.add_argument("--json", action="store_true", help="for programs")
+        command.add_argument(
+            "--node", metavar="ADDRESS", help="of any node, 'unix:/path' or 'host:port' (default: by Ray); needs no Ray"
+        )
+    return made
+
+
+def node_address(options: argparse.Namespace) -> str | None:
+    """The node that a command is to ask, if it need not look for one by Ray."""
+    if not hasattr(options, "node"):
+        return None
+    return ClientConfig.from_environment(address=options.node).address
+
+
+def _client(options: argparse.Namespace) -> Client:
+    address = node_address(options)
+    if address is None:
+        from raykv.cluster import find_address
+
+        address = find_address(options.name)["address"]
+    return connect(ANY, address=address)
+
+
+def _why(options: argparse.Namespace) -> str:
+    given = [bool(options.names), options.tokens is not None, bool(options.keys)]
+    if sum(given) != 1:
+        raise UsageError("give names, or --tokens, or --keys")
+    with _client(options) as client:
+        if options.keys:
+            found, what = client.why(from_bytes(b"".join(map(_key, options.keys)))), options.keys
+        else:
+            client = client.using(_choose(client, options.namespace))
+            if options.names:
+                found, what = client.why(options.names), options.names
+            else:
+                tokens, size = _tokens(options.tokens), client.namespace.chunk_tokens
+                found = client.why(tokens=tokens)
+                what = [f"tokens {place * size}..{(place + 1) * size - 1}" for place in range(len(found))]
+    if options.json:
+        return json.dumps(
+            [{"chunk": name, **asdict(why), "text": why.text} for name, why in zip(what, found, strict=True)], indent=2
+        )
+    return "\n".join(f"{name}: {why.text}" for name, why in zip(what, found, strict=True))
+
+
+def _list(options: argparse.Namespace) -> str:
+    with _client(options) as client:
+        found = client.namespaces()
+    if options.json:
+        return json.dumps(
+            [
+                {
+                    **each,
+                    "namespace": each["namespace"].model_dump(mode="json", exclude_defaults=True),
+                    "config": each["config"].model_dump(mode="json"),
+                }
+                for each in found
+            ],
+            indent=2,
+        )
+    return "\n".join(namespace_lines(found)) or "no namespace is in use"
+
+
+def _set(options: argparse.Namespace) -> str:
+    fields = dict(map(_field, options.fields))
+    with _client(options) as client:
+        client = client.using(_choose(client, options.namespace, new=True))
+        count = client.configure(**fields)
+        return f"{_name(client.namespace)}: {count} nodes have taken note"
+
+
+def _drop(options: argparse.Namespace) -> str:
+    with _client(options) as client:
+        client = client.using(_choose(client, options.namespace))
+        return f"{_name(client.namespace)}: {client.drop_namespace():,} chunks dropped"
+
+
+def namespace_lines(found: list[dict[str, Any]]) -> list[str]:
+    """`Client.namespaces` for people."""
+    lines = []
+    for each in found:
+        config = each["config"].model_dump(mode="json", exclude_defaults=True)
+        used, size = each["used_nbytes"], (GIB, "GiB") if each["used_nbytes"] >= GIB else (MIB, "MiB")
+        lines.append(
+            f"  {_name(each['namespace'])}: {each['chunks']:,} chunks in {used / size[0]:.2f} {size[1]}, "
+            f"{each['reads']:,} reads{_counts('misses', each['misses'])}{_counts('gone', each['departures'])}"
+        )
+        if config:
+            lines.append("    " + ", ".join(f"{name}={value}" for name, value in config.items()))
+        for name in ("get", "put"):
+            times = each[f"{name}_times"]
+            if times["count"]:
+                lines.append(
+                    f"    {name} of several chunks: half within {times['p50_us']:,.0f} us, "
+                    f"99 % within {times['p99_us']:,.0f} us"
+                )
+    return lines
+
+
+def status_lines(nodes: Mapping[str, Any]) -> list[str]:
+    """The namespaces in what nodes say of themselves, for people."""
+    said = {name: node["namespaces"] for name, node in nodes.items() if "namespaces" in node}
+    lines = namespace_lines(gathered(said))
+    return ["namespaces:", *lines] if lines else []
+
+
+def _counts(what: str, counts: Mapping[str, int]) -> str:
+    if not counts:
+        return ""
+    told = sorted(counts.items(), key=lambda each: -each[1])
+    return f", {sum(counts.values()):,} {what} ({', '.join(f'{count:,} {reason}' for reason, count in told)})"
+
+
+def _name(namespace: Namespace) -> str:
+    """A namespace for people: its model, and what else is not as usual."""
+    fields = namespace.model_dump(mode="json", exclude_defaults=True)
+    model = fields.pop("model")
+    return model + (f" ({', '.join(f'{name}={value}' for name, value in fields.items())})" if fields else "")
+
+
+def _choose(client: Client, text: str | None, *, new: bool = False) -> Namespace:
+    """The namespace that `text` means: its fields as JSON, a model of which there is one, or the only one there is."""
+    if text is not None and text.startswith("{"):
+        try:
+            return Namespace.load(json.loads(text))
+        except ValueError as error:
+            raise UsageError(f"--namespace: {error}") from error
+    known = [each["namespace"] for each in client.namespaces()]
+    found = [each for each in known if text is None or each.model == text]
+    if len(found) == 1:
+        return found[0]
+    hint = "none is in use" if not known else "those in use: " + "; ".join(map(_name, known))
+    if not found and new:
+        hint += ". A new one must be given by its fields as JSON: '{\"model\": ...}'"
+    which = f"{len(found)} are called {text!r}" if text is not None else f"there are {len(found)}"
+    raise UsageError(f"--namespace: {which}; {hint}")
+
+
+def _field(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise UsageError(f"{text!r}: write FIELD=VALUE, such as ttl_s=3600 or policy=lfu")
+    if value.lower() in ("none", "null", ""):
+        return name, None
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
+
+
+def _key(text: str) -> bytes:
+    try:
+        raw = bytes.fromhex(text)
+    except ValueError:
+        raw = b""
+    if len(raw) != KEY_NBYTES:
+        raise UsageError(f"--keys {text!r}: a key is {2 * KEY_NBYTES} hexadecimal digits")
+    return raw
+
+
+def _tokens(path: str) -> np.ndarray[Any, np.dtype[np.int64]]:
+    try:
+        tokens = np.array(json.loads(Path(path).read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
+        raise RayKVError(f"--tokens {path}: {error}") from error
+    if tokens.ndim != 1 or tokens.dtype.kind != "i":
+        raise UsageError(f"--tokens {path}: no JSON list of token ids")
+    return tokens

@@ -1,0 +1,129 @@
+"""Counters of namespaces: what was read, missed, and why; and how long it took."""
+
+import time
+
+import raykv
+from raykv.embedded import EmbeddedCluster
+from raykv.tally import BUCKETS, MAX_ABSENT, MAX_REASONS, REPORT_S, Histogram, Tallies, Tally
+
+MINE, OTHER = raykv.Namespace(model="mine"), raykv.Namespace(model="other")
+NBYTES = 60_000
+
+
+def cluster(nodes: int, **options) -> EmbeddedCluster:
+    return raykv.embedded(nodes, **{"arena_nbytes": "1 MiB", "extent_nbytes": "64 KiB", "heartbeat_s": 0.03, **options})
+
+
+def put(client: raykv.Client, names: list[str]) -> None:
+    client.put(names, [bytes(NBYTES)] * len(names), chained=False)
+    client.flush()
+
+
+def get(client: raykv.Client, names: list[str], **options) -> int:
+    return sum(client.get(names, [bytearray(NBYTES) for _ in names], **options).hits)
+
+
+def listed(client: raykv.Client, namespace: raykv.Namespace) -> dict:
+    (found,) = [each for each in client.namespaces() if each["namespace"] == namespace]
+    return found
+
+
+def test_times_by_powers_of_two():
+    times = Histogram()
+    for seconds in [0.0, 1e-6, 3e-6, 3e-6, 900e-6, 1e9]:
+        times.note(seconds)
+    assert [(bucket, count) for bucket, count in enumerate(times.counts) if count] == [
+        (0, 1), (1, 1), (2, 2), (10, 1), (BUCKETS - 1, 1),
+    ]  # fmt: skip
+    assert times.told() == {"count": 6.0, "p50_us": 4.0, "p99_us": float(1 << BUCKETS - 1)}
+    assert times.take() != times.counts == [0] * BUCKETS
+    assert times.told() == {"count": 0.0}
+
+
+def test_what_a_client_keeps_is_bounded_and_told_now_and_then():
+    tally = Tally()
+    assert not tally.due(100.0)
+    tally.missed({"timed_out": 2}, [b"k"] * (MAX_ABSENT + 5))
+    assert not tally.due(100.0), "some gather first"
+    assert not tally.due(100.0 + REPORT_S - 1)
+    assert tally.due(100.0 + REPORT_S)
+    assert not tally.due(100.0 + REPORT_S)
+    misses, absent, _, _ = tally.take()
+    assert (misses, len(absent)) == ({"timed_out": 2, "unknown": 5}, MAX_ABSENT)
+    assert not tally.due(1e9)
+
+
+def test_what_a_node_keeps_is_bounded():
+    tallies = Tallies()
+    for number in range(2 * MAX_REASONS):
+        tallies.note(b"d", {f"reason {number}": 1, "reason 0": 1}, [1] * (BUCKETS + 9), [])
+    told = tallies.told(b"d")
+    assert len(told["misses"]) == MAX_REASONS
+    assert told["misses"]["reason 0"] == 2 * MAX_REASONS
+    assert told["get_counts"] == [2 * MAX_REASONS] * BUCKETS
+    assert tallies.told(b"e") == {"misses": {}, "get_counts": [0] * BUCKETS, "put_counts": [0] * BUCKETS}
+
+
+def test_reads_are_counted_by_whomever_and_however():
+    with cluster(2) as running:
+        client, there = running.client(MINE), running.client(MINE, node=1)
+        put(client, ["a", "b", "c"])
+        put(running.client(OTHER), ["a"])
+        running.settle()
+        assert get(client, ["a", "b"]) == 2
+        assert get(there, ["a", "c"]) == 2
+        assert client.get_one(client.key("a"), bytearray(NBYTES))
+        assert there.get_one(there.key("a"), bytearray(NBYTES))
+        assert get(client.using(MINE.with_fields(salt="s")), ["a"]) == 0
+        assert (listed(client, MINE)["reads"], listed(client, OTHER)["reads"]) == (6, 0)
+        client.delete(["a"])
+        assert listed(client, MINE)["reads"] == 6, "also of what went since"
+
+
+def test_misses_by_reason():
+    with cluster(2, policy="fifo") as running:
+        client, there = running.client(MINE), running.client(MINE, node=1)
+        put(there, ["far"])
+        put(client, ["deleted", "evicted"])
+        client.delete(["deleted"])
+        for number in range(30):
+            put(client, [f"n{number}"])
+        running.settle()
+        assert get(client, ["deleted", "evicted", "never", "evicted"]) == 0
+        assert not client.get_one(client.key("never"), bytearray(NBYTES))
+        assert get(client, ["far"], timeout_s=0.0) == 0
+        assert client.match(["evicted", "never"]).count == 0
+        misses = listed(client, MINE)["misses"]
+        assert misses == {"deleted": 1, "evicted": 3, "never_stored": 3, "timed_out": 1}
+        assert listed(client, MINE)["misses"] == misses, "counted once"
+        shown = client.stats()["nodes"]["node-0"]["namespaces"]
+        assert [each["misses"] for each in shown.values() if each["misses"]] == [misses]
+        found = listed(client, MINE)
+        assert found["departures"]["deleted"] == 1
+        assert found["get_times"]["count"] >= 2
+        assert found["put_times"]["count"] >= 1
+        assert found["put_times"]["p50_us"] <= found["put_times"]["p99_us"]
+
+
+def test_a_client_that_goes_on_missing_tells_of_it_in_the_background():
+    with cluster(1) as running:
+        client, node = running.client(MINE), running.nodes[0]
+        put(client, ["a"])
+        for _ in range(3):
+            get(client, ["b"])
+        client._tally._told_at_s = time.monotonic() - REPORT_S - 1
+        get(client, ["b"])
+        until_s = time.monotonic() + 5
+        while not (misses := next(iter(node.namespaces.list().values()))["misses"]):
+            assert time.monotonic() < until_s
+            time.sleep(0.01)
+        assert misses == {"never_stored": 4}
+
+
+def test_a_node_tells_how_long_its_answers_took():
+    with cluster(1) as running:
+        client = running.client(MINE)
+        put(client, ["a"])
+        times = client.stats()["nodes"]["node-0"]["answer_times"]
+        assert times["Lend"]["count"] >= 1
+        assert 0 < times["Lend"]["p50_us"] <= times["Lend"]["p99_us"]

@@ -1,0 +1,153 @@
+"""What the tests of the SSD tier share: an arena, names of accounts, and calls that wait for their callback."""
+
+import mmap
+import random
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from raykv.config import SsdConfig
+from raykv.tier.base import Chunk
+from raykv.tier.index import key_array
+from raykv.tier.ssd import SsdTier
+
+BLOCK = 4096
+SEGMENT = 1 << 20
+
+
+class Names:
+    """Accounts by their texts."""
+
+    def __init__(self) -> None:
+        self.texts: list[bytes] = [b'{"model":"m%d"}' % number for number in range(4)]
+
+    def text(self, account: int) -> bytes:
+        return self.texts[account]
+
+    def number(self, text: bytes) -> int | None:
+        return self.texts.index(text) if text in self.texts else None
+
+
+class Arena:
+    """Page-aligned memory, handed out slot by slot."""
+
+    def __init__(self, nbytes: int = 64 << 20) -> None:
+        self.map = mmap.mmap(-1, nbytes)
+        self.view = memoryview(self.map)
+        self._next, self._lock = 0, threading.Lock()
+
+    def slot(self, nbytes: int) -> int:
+        """Offset of a slot; they come round again."""
+        size = -(-max(1, nbytes) // BLOCK) * BLOCK
+        with self._lock:
+            if self._next + size > len(self.view):
+                self._next = 0
+            self._next += size
+            return self._next - size
+
+    def put(self, content: bytes) -> int:
+        offset = self.slot(len(content))
+        self.view[offset : offset + len(content)] = content
+        return offset
+
+
+def content_of(key: bytes, nbytes: int) -> bytes:
+    """Bytes that follow from the key."""
+    return random.Random(key).randbytes(nbytes)
+
+
+class Driven:
+    """A tier, with calls that wait."""
+
+    def __init__(self, path: Path | Sequence[Path], arena: Arena | None = None, **fields: Any) -> None:
+        self.arena = arena or Arena()
+        clocks = {name: fields.pop(name) for name in ("clock", "wall") if name in fields}
+        paths = (path,) if isinstance(path, Path) else tuple(path)
+        config = {"paths": paths, "capacity_nbytes": 16 * SEGMENT, "segment_nbytes": SEGMENT, **fields}
+        self.tier = SsdTier(SsdConfig.load(config), self.arena.view, "raykv-test-n0", Names(), **clocks)
+
+    def __enter__(self) -> "Driven":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.tier.close()
+
+    def started(self, timeout_s: float = 20.0) -> "Driven":
+        wait_for(lambda: self.tier.stats()["state"] != "starting", timeout_s)
+        return self
+
+    def chunk(self, key: bytes, nbytes: int, **fields: Any) -> Chunk:
+        content = content_of(key, nbytes)
+        fields = {"account": 0, **fields}
+        return Chunk(key, self.arena.put(content), nbytes, xxhash.xxh3_64_intdigest(content), **fields)
+
+    def write(self, chunks: Sequence[Chunk], timeout_s: float = 20.0) -> list[bool]:
+        """Which were written; waits while the queue is full."""
+        written: list[bool] = []
+        while len(written) < len(chunks):
+            event, results = threading.Event(), []
+
+            def done(taken: Sequence[Chunk], good: Sequence[bool], event=event, results=results) -> None:
+                results.extend(good)
+                event.set()
+
+            rest = chunks[len(written) :]
+            taken = [0]
+
+            def some(rest=rest, taken=taken, done=done) -> bool:
+                taken[0] = self.tier.write(rest, done)
+                return taken[0] > 0
+
+            wait_for(some, timeout_s)
+            assert event.wait(timeout_s)
+            assert len(results) == taken[0]
+            written += results
+        return written
+
+    def put(self, keys: Sequence[bytes], nbytes: int, **fields: Any) -> None:
+        for first in range(0, len(keys), 16):
+            assert all(self.write([self.chunk(key, nbytes, **fields) for key in keys[first : first + 16]]))
+
+    def read(self, keys: Sequence[bytes], nbytes: int, timeout_s: float = 20.0) -> list[bytes | None]:
+        """Bytes of each key that came."""
+        offsets = [self.arena.slot(nbytes) for _ in keys]
+        event, results = threading.Event(), []
+
+        def done(arrived: Sequence[bool]) -> None:
+            results.extend(arrived)
+            event.set()
+
+        assert self.tier.read(key_array(keys), offsets, done)
+        assert event.wait(timeout_s)
+        return [
+            bytes(self.arena.view[offset : offset + nbytes]) if good else None
+            for offset, good in zip(offsets, results, strict=True)
+        ]
+
+    def has(self, keys: Sequence[bytes]) -> list[bool]:
+        return self.tier.has(key_array(keys)).tolist()
+
+    def delete(self, keys: Sequence[bytes]) -> int:
+        return self.tier.delete(key_array(keys))
+
+
+def keys_for(count: int, salt: int = 0) -> list[bytes]:
+    return [xxhash.xxh3_128_digest(b"%d %d" % (salt, number)) for number in range(count)]
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    """Until it is so."""
+    event = threading.Event()
+    for _ in range(int(timeout_s / 0.005)):
+        if condition():
+            return
+        event.wait(0.005)
+    raise AssertionError("it did not come about")
+
+
+def all_keys(tier: SsdTier) -> set[bytes]:
+    return {row.tobytes() for row in np.ascontiguousarray(tier.keys())}
