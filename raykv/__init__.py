@@ -11,7 +11,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from raykv.client import Client
-from raykv.config import ClientConfig, ClusterConfig, NodeConfig, StorageConfig
+from raykv.config import ClientConfig, ClusterConfig, NamespaceConfig, NodeConfig, StorageConfig
 from raykv.embedded import EmbeddedCluster, embedded
 from raykv.errors import (
     CapacityError,
@@ -29,6 +29,7 @@ from raykv.local import Pins, Reservation
 from raykv.namespace import Namespace
 from raykv.reach import Reach
 from raykv.types import GetResult, Match, PutResult
+from raykv.why import Why
 
 if TYPE_CHECKING:
     from raykv.aio import AsyncClient
@@ -47,6 +48,7 @@ __all__ = [
     "LostError",
     "Match",
     "Namespace",
+    "NamespaceConfig",
     "NamespaceMismatch",
     "NodeConfig",
     "PeerUnavailable",
@@ -59,6 +61,7 @@ __all__ = [
     "Ticket",
     "TransientError",
     "UsageError",
+    "Why",
     "__version__",
     "connect",
     "embedded",

@@ -7,6 +7,7 @@ from typing import Any
 from raykv.client import Client, Keys
 from raykv.local import Pins
 from raykv.types import GetResult, Match, PutResult, Scattered
+from raykv.why import Why
 
 
 class AsyncClient:
@@ -30,6 +31,18 @@ class AsyncClient:
     async def pin(self, keys: Keys, **options: Any) -> Pins:
         """See `Client.pin`."""
         return await asyncio.to_thread(self.client.pin, keys, **options)
+
+    async def hint(self, keys: Keys, **options: Any) -> int:
+        """See `Client.hint`."""
+        return await asyncio.to_thread(self.client.hint, keys, **options)
+
+    async def session_end(self, keys: Keys, **options: Any) -> int:
+        """See `Client.session_end`."""
+        return await asyncio.to_thread(self.client.session_end, keys, **options)
+
+    async def why(self, keys: Keys | None = None, **options: Any) -> list[Why]:
+        """See `Client.why`."""
+        return await asyncio.to_thread(self.client.why, keys, **options)
 
     async def delete(self, keys: Keys, **options: Any) -> int:
         """See `Client.delete`."""

@@ -1,4 +1,4 @@
-"""The command line: what is done to the Ray cluster that runs here (`up`, `status`, `why`, ...); `doctor` and `plan`."""
+"""The command line: what is done to the Ray cluster that runs here (`up`, `status`, ...), and `doctor` and `plan`."""
 
 import argparse
 import json

@@ -172,14 +172,14 @@ class Client:
         if len(into) != len(keys):
             raise UsageError(f"field 'into': {len(into)} buffers for {len(keys)} keys; give one entry a key")
         reach = self._reach
-        began_s, deadline_s = time.monotonic(), reach.deadline(timeout_s)
+        deadline_s = reach.deadline(timeout_s)
         hits = None
         if reach.local is not None:
             hits, nbytes = self._read_here(reach.local, keys, into, deadline_s)
             if len(keys) and hits.all():
                 node_id = reach.local.attached.node_id
                 if len(keys) > 1:
-                    self._tally.gets.note(time.monotonic() - began_s)
+                    self._tally.gets.note(time.monotonic() - reach.begun(deadline_s, timeout_s))
                 return GetResult((True,) * len(keys), {"shm": nbytes}, {(node_id, "shm"): len(keys)})
         arrivals = Arrivals(keys, all_byte_views(into, "into", writable=True))
         if reach.local is not None and hits is not None:
@@ -189,7 +189,7 @@ class Client:
         if match is not None:
             reach.fetch(arrivals, [*match.holders, *[None] * (len(keys) - len(match.holders))], deadline_s)
         reach.find(arrivals, deadline_s)
-        now_s = time.monotonic()
+        now_s, began_s = time.monotonic(), reach.begun(deadline_s, timeout_s)
         self._tally.gets.note(now_s - began_s)
         if len(reach.troubles) or now_s >= deadline_s - LATE_S:
             reach.note_end(arrivals, late=now_s >= deadline_s - LATE_S)

@@ -161,7 +161,7 @@ def _counts(what: str, counts: Mapping[str, int]) -> str:
 def _name(namespace: Namespace) -> str:
     """A namespace for people: its model, and what else is not as usual."""
     fields = namespace.model_dump(mode="json", exclude_defaults=True)
-    model = fields.pop("model")
+    model = str(fields.pop("model"))
     return model + (f" ({', '.join(f'{name}={value}' for name, value in fields.items())})" if fields else "")
 
 
@@ -172,7 +172,7 @@ def _choose(client: Client, text: str | None, *, new: bool = False) -> Namespace
             return Namespace.load(json.loads(text))
         except ValueError as error:
             raise UsageError(f"--namespace: {error}") from error
-    known = [each["namespace"] for each in client.namespaces()]
+    known: list[Namespace] = [each["namespace"] for each in client.namespaces()]
     found = [each for each in known if text is None or each.model == text]
     if len(found) == 1:
         return found[0]

@@ -12,7 +12,7 @@ from raykv.config import HIGHEST_PRIORITY, NamespaceConfig
 from raykv.errors import UsageError
 from raykv.memory.rows import lazy_zeros
 from raykv.memory.table import TICKS_PER_S, Table
-from raykv.types import Rows
+from raykv.types import Bits, Rows
 
 Ranks = npt.NDArray[np.int64]
 
@@ -28,6 +28,7 @@ class Marks:
     Attributes:
         active: Whether any row may differ from the others; if not, nothing here costs anything.
         expiring: Whether any may expire.
+        ssd_quotas: Bytes that accounts may have on the SSDs, of those that have such a bound.
     """
 
     def __init__(self, table: Table, ready: Rows) -> None:
@@ -37,13 +38,20 @@ class Marks:
         self._ended = lazy_zeros(table.rows, np.uint32)  # in ticks; 0: the session goes on
         self._ttl: dict[int, int] = {}  # ticks by account
         self._usual: dict[int, int] = {}  # priority by account
+        self._tiers: dict[int, str] = {}  # by account, of those that say
+        self.ssd_quotas: dict[int, int] = {}
         self.expiring = bool(table.columns.expires[ready].any())
         self.active = self.expiring
 
     def configure(self, account: int, config: NamespaceConfig) -> None:
         """What holds for chunks of this account that come from now on."""
         self._ttl.pop(account, None)
-        self._usual.pop(account, None)
+        for kept in (self._usual, self._tiers, self.ssd_quotas):
+            kept.pop(account, None)
+        if config.tiers != "both":
+            self._tiers[account] = config.tiers
+        if config.ssd_quota_nbytes is not None:
+            self.ssd_quotas[account] = config.ssd_quota_nbytes
         if config.ttl_s is not None:
             self._ttl[account] = ticks_of(config.ttl_s)
         if config.tiers == "ssd":
@@ -102,6 +110,21 @@ class Marks:
         expires = columns.expires[rows]
         ranks[(expires > 0) & (expires <= now)] = EXPIRED
         return ranks
+
+    def below(self, rows: Rows, now: int) -> tuple[Bits, Ranks | None]:
+        """Which rows may go below memory, and a hint for each, as `Admission.admit` takes it."""
+        may = np.ones(len(rows), np.bool_)
+        if not (self.active or self._tiers):
+            return may, None
+        hints = np.sign(ranks := self.ranks(rows, now))
+        hints[ranks == ENDED] = 1
+        accounts = self._table.columns.namespace[rows]
+        for account, tiers in self._tiers.items():
+            mine = accounts == account
+            may[mine] = tiers != "dram"
+            if tiers == "ssd":
+                hints[mine & (ranks != EXPIRED)] = 1  # memory is only on their way
+        return may, hints
 
 
 def ticks_of(seconds: float) -> int:

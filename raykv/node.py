@@ -798,7 +798,7 @@ class Node:
     def _stay_ahead(self) -> None:
         """Wake the forerunner if there is something to do for it. Cheap: asked after every write."""
         shard = self.shard
-        if (shard.short or shard.bare_extent() >= 0) and not self._wanted.is_set():
+        if (shard.short or shard.bare_extent() >= 0 or self.tiers.due) and not self._wanted.is_set():
             self._wanted.set()
 
     def _forerunner(self) -> None:

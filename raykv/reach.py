@@ -122,6 +122,10 @@ class Reach:
         """When a call that begins now is given up."""
         return time.monotonic() + (self.config.timeout_s if timeout_s is None else timeout_s)
 
+    def begun(self, deadline_s: float, timeout_s: float | None) -> float:
+        """When the call with this deadline began."""
+        return deadline_s - (self.config.timeout_s if timeout_s is None else timeout_s)
+
     def view(self, deadline_s: float) -> View:
         """The newest view, fetched again if an answer told of a newer one, or somebody did not answer."""
         heard = max(self.peers.epoch, self.local.epoch if self.local else 0)

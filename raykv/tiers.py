@@ -27,7 +27,7 @@ from raykv.memory.slots import slot_nbytes
 from raykv.memory.table import NAMESPACE_TEXT_NBYTES
 from raykv.namespace import Namespace
 from raykv.shard import Shard
-from raykv.tier.admission import Admission
+from raykv.tier.admission import Admission, Numbers
 from raykv.tier.base import Chunk, Found, Tier
 from raykv.types import Bits, KeyArray, Rows
 
@@ -36,6 +36,8 @@ log = logging.getLogger(__name__)
 AHEAD_SHARE: Final = 0.125
 """Demotion begins when less than this share of the arena, beside what is kept free anyway, could be evicted without
 losing anything: so much is what writers may take at once before the disk has to keep up."""
+STEPS_AHEAD: Final = 32
+"""What would go is looked at again when so much of what memory holds was stored since (one part in so many)."""
 STEP_CHUNKS: Final = 1024
 """Chunks that are handed to a tier at once."""
 PROMOTED_SHARE: Final = 8
@@ -81,8 +83,7 @@ class Tiers:
 
     Attributes:
         tiers: May be none.
-        demoted, promoted, lost: Chunks that were written down; that came up; that deserved to be written, but were
-            evicted before they were.
+        demoted, promoted: Chunks that were written down; that came up.
         late: Requests that did not wait for the end of a read.
     """
 
@@ -107,15 +108,28 @@ class Tiers:
         self._rising_nbytes = 0
         self._most_nbytes = shard.arena.nbytes // PROMOTED_SHARE
         self._in_hand = np.zeros(shard.table.rows, np.bool_)  # rows that a tier is writing
+        self._committed = 0  # chunks that had been stored at the last look at what would go
         self.demoted = self.promoted = self.late = 0
 
     def __bool__(self) -> bool:
         return bool(self.tiers)
 
+    @property
+    def due(self) -> bool:
+        """Whether so much was stored since the last `demote` that the next one should not wait. Cheap."""
+        shard = self._shard
+        return bool(self.tiers) and shard.counters.committed - self._committed > shard.chunks // STEPS_AHEAD
+
+    @property
+    def writing(self) -> bool:
+        """Whether a tier is writing chunks down."""
+        return bool(self._in_hand.any())
+
     # -- down -------------------------------------------------------------------------------------------------------
 
     def demote(self) -> None:
         """Hand the tiers what memory would evict next, as far as they take it. Call it often: before evictions."""
+        self._committed = self._shard.counters.committed
         for tier, gate in zip(self.tiers, self._admissions, strict=True):
             self._demote_to(tier, gate)
 
@@ -125,6 +139,8 @@ class Tiers:
         with self._lock:
             rows = shard.room.upcoming(AHEAD_SHARE, shard.table.ticks(now_s))
             rows = rows[~self._in_hand[rows]]
+            may, hints = shard.room.marks.below(rows, shard.table.ticks(now_s))
+            rows, hints = rows[may], None if hints is None else hints[may]
             if not rows.size:
                 return
             columns = shard.table.columns
@@ -132,11 +148,16 @@ class Tiers:
             reads = columns.frequency[rows].astype(np.int64)
             above = columns.parent[rows]
             above_reads = np.where(above >= 0, columns.frequency[np.maximum(above, 0)], 0).astype(np.int64)
-            sizes = shard.room.slot_sizes(rows)
+            sizes, accounts = shard.room.slot_sizes(rows), columns.namespace[rows]
             # What was evicted once, and was stored again since, was asked for twice.
             reads += shard.room.ledger.find(keys).reasons == Reason.EVICTED
         lacking = ~tier.has(keys)
-        lacking[lacking] = gate.admit(reads[lacking], above_reads[lacking], sizes[lacking], now_s=now_s)
+        if tier.name == "ssd":
+            self._keep_to_quotas(tier, lacking, accounts, sizes)
+        priority = None if hints is None else hints[lacking]
+        lacking[lacking] = gate.admit(
+            reads[lacking], above_reads[lacking], sizes[lacking], now_s=now_s, priority=priority
+        )
         chosen = np.flatnonzero(lacking)
         for first in range(0, len(chosen), STEP_CHUNKS):
             some = chosen[first : first + STEP_CHUNKS]
@@ -147,6 +168,14 @@ class Tiers:
                 written_nbytes = sum(slot_nbytes(chunk.nbytes) for chunk in chunks[:taken])
                 gate.spend(written_nbytes - int(sizes[chosen[first:]].sum()), now_s=now_s)
                 return
+
+    def _keep_to_quotas(self, tier: Tier, lacking: Bits, accounts: Numbers, sizes: Numbers) -> None:
+        """Of what a tier lacks, leave out what would take an account above its quota there."""
+        for account, quota in list(self._shard.room.marks.ssd_quotas.items()):
+            mine = np.flatnonzero(lacking & (accounts == account))
+            if mine.size:
+                left = quota - tier.used_nbytes(account)
+                lacking[mine[np.cumsum(sizes[mine]) > left]] = False
 
     def _hold(self, rows: Rows, keys: KeyArray) -> tuple[list[Chunk], Rows]:
         """Pin those rows that still hold these keys. Returns what a tier must know of them, and the rows."""

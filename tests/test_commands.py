@@ -32,7 +32,6 @@ def run(running: EmbeddedCluster, capsys: pytest.CaptureFixture[str]):
         code = main([*arguments, "--node", running.address(1)])
         told = capsys.readouterr()
         assert code == fails, told.err
-        print(told.out + told.err)
         return told.err if fails else told.out
 
     return command
@@ -55,7 +54,7 @@ def test_why(run, running, tmp_path):
 
 
 def test_namespaces_are_listed_set_and_dropped(run, running):
-    assert "mine (dtype=bf16, chunk_tokens=4): 5 chunks in 0.03 MiB" in run("namespace", "list")
+    assert "mine (dtype=bf16, chunk_tokens=4): 5 chunks in " in run("namespace", "list")
     wanted = ["ttl_s=500", "policy=lfu", "dram_quota_nbytes=1 MiB"]
     assert "2 nodes have taken note" in run("namespace", "set", "--namespace", "mine", *wanted)
     run("namespace", "set", "--namespace", "mine", "ttl_s=none")
@@ -103,7 +102,8 @@ def test_status_shows_the_namespaces(running):
     lines = status_lines(client.stats()["nodes"])
     print("\n".join(lines))
     assert lines[0] == "namespaces:"
-    assert "4 chunks in 0.02 MiB, 2 reads, 1 misses (1 never_stored), 1 gone (1 deleted)" in lines[1]
+    assert "4 chunks in " in lines[1]
+    assert ", 2 reads, 1 misses (1 never_stored), 1 gone (1 deleted)" in lines[1]
     assert lines[2] == "    priority=3"
     assert "get of several chunks: half within" in lines[3]
     assert status_lines({"n": {"error": "down"}}) == []

@@ -342,7 +342,7 @@ class Drive:
             if len(rows):
                 accounts = np.array([load.items[place].account for place in chosen.tolist()], np.uint16)
                 index.enter(rows, entries[chosen], accounts, identity)
-                self._add(segment, rows)
+                self.log.written_nbytes += self._add(segment, rows)
                 self.common.note(entries["key"][chosen])
             for place, here in zip(new, existing >= 0, strict=True):
                 self.common.settle(load.items[place], bool(here) or not load.items[place].cancelled)
@@ -351,10 +351,13 @@ class Drive:
             if item.row >= 0:
                 self._land(item, segment, entries[place : place + 1])
 
-    def _add(self, segment: Segment, rows: Rows) -> None:
+    def _add(self, segment: Segment, rows: Rows) -> int:
+        """Rows' chunks lie in this segment now. Returns what they take there, in bytes."""
         segment.rows.extend(rows.tolist())
         nbytes = self.common.index.columns.nbytes[rows].astype(np.int64)
-        segment.live_nbytes += int((-(-nbytes // BLOCK_NBYTES) * BLOCK_NBYTES).sum())
+        total = int((-(-nbytes // BLOCK_NBYTES) * BLOCK_NBYTES).sum())
+        segment.live_nbytes += total
+        return total
 
     def _void(self, batch: Batch) -> None:
         """What was under way when the path failed."""
@@ -521,7 +524,7 @@ class Drive:
             rows = self.rows_of(segment)
             rows = rows[~index.over(rows, now_s=self.common.wall())]
             sizes = -(-index.columns.nbytes[rows].astype(np.int64) // BLOCK_NBYTES) * BLOCK_NBYTES
-            chosen = second_chance(index.reads_since(rows), sizes, segment_nbytes=self._config.segment_nbytes)
+            chosen = second_chance(index.reads_since(rows), sizes, most_nbytes=self.log.may_move_nbytes())
             pieces = [self._copy_of(row) for row in rows[chosen].tolist()]
         buffer = aligned(int(sizes[chosen].sum()))
         items, start = [], 0
@@ -576,7 +579,7 @@ class Drive:
             row = np.array([item.row], np.int32)
             common.lighten(row)
             index.move(row, entry, self.number * SEGMENTS + segment.number)
-            self._add(segment, row)
+            self.log.moved_nbytes += self._add(segment, row)
             common.moved_nbytes += item.nbytes
         else:
             self.gone[item.key] = None

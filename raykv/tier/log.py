@@ -19,13 +19,14 @@ from typing import Any, Final, Literal
 import numpy as np
 import numpy.typing as npt
 
-from raykv.tier.segment import BATCH, Record, blocks_of, joined, record_blocks
+from raykv.tier.segment import BATCH, BLOCK_NBYTES, Record, blocks_of, joined, record_blocks
 
 State = Literal["free", "open", "closed", "sealing", "sealed", "leaving"]
 
-MOVED_SHARE: Final = 0.2
-"""At most so much of a segment is moved on when it is reclaimed. Each byte handed in then costs at most 1 / (1 - 0.2) =
-1.25 bytes on the drive, and records on top."""
+MOVED_SHARE: Final = 4
+"""At most one byte is moved on for so many that were handed in: each costs 1.25 bytes on the drive, and records."""
+MOVED_AT_ONCE: Final = 0.5
+"""And at most so much of a segment, or reclaiming it would hardly give room."""
 SPARE_SEGMENTS: Final = 2
 """With fewer segments free, one is made or reclaimed: one to be filled next, and one that what is moved can go to."""
 
@@ -87,6 +88,8 @@ class Log:
     Attributes:
         limit: The most segments there may be.
         open: The segment that is being filled.
+        leaving: The one that is being reclaimed.
+        written_nbytes, moved_nbytes: Of chunks that were handed in, and that were moved on; in whole blocks.
     """
 
     def __init__(self, *, limit: int, segment_blocks: int, incarnation: int) -> None:
@@ -99,6 +102,7 @@ class Log:
         self._closed: list[Segment] = []
         self._in_use: dict[int, Segment] = {}  # by sequence
         self._sorted = True
+        self.written_nbytes = self.moved_nbytes = 0
 
     # -- which segments there are -----------------------------------------------------------------------------------
 
@@ -280,6 +284,11 @@ class Log:
             chosen.state, self.leaving = "leaving", chosen
         return chosen
 
+    def may_move_nbytes(self) -> int:
+        """How much of a segment may be moved on now."""
+        most = int(MOVED_AT_ONCE * self.segment_blocks) * BLOCK_NBYTES
+        return max(0, min(most, self.written_nbytes // MOVED_SHARE - self.moved_nbytes))
+
     def wiped(self, segment: Segment) -> None:
         """Nothing of it would be found by a start any more. It may be begun as soon as nobody reads from it."""
         self.segments[segment.number] = Segment(segment.number, holds=segment.holds)
@@ -289,7 +298,7 @@ class Log:
 
 
 def second_chance(
-    reads: npt.NDArray[np.int64], nbytes: npt.NDArray[np.int64], *, segment_nbytes: int
+    reads: npt.NDArray[np.int64], nbytes: npt.NDArray[np.int64], *, most_nbytes: int
 ) -> npt.NDArray[np.int64]:
     """Which chunks of a segment that is reclaimed are moved on.
 
@@ -298,9 +307,9 @@ def second_chance(
         nbytes: Of each chunk, in whole blocks.
 
     Returns:
-        Places of those that were read, the most often read first, as many as fit into MOVED_SHARE of a segment.
+        Places of those that were read, the most often read first, as many as make up at most `most_nbytes`.
     """
     order = np.argsort(-reads, kind="stable")
     order = order[reads[order] > 0]
-    kept: npt.NDArray[np.int64] = order[np.cumsum(nbytes[order]) <= MOVED_SHARE * segment_nbytes]
+    kept: npt.NDArray[np.int64] = order[np.cumsum(nbytes[order]) <= most_nbytes]
     return kept

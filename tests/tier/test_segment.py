@@ -1,0 +1,209 @@
+"""The format of segments: what is written is read, and nothing else is believed."""
+
+import random
+
+import numpy as np
+import pytest
+
+from raykv.tier.segment import (
+    BATCH,
+    BLOCK_NBYTES,
+    DROPPED,
+    ENTRY,
+    GONE,
+    SUMMARY,
+    Record,
+    batches,
+    blocks_needed,
+    blocks_of,
+    decode,
+    encode,
+    joined,
+    living,
+    read_segment,
+    read_summary,
+)
+
+BLOCKS = 256
+
+
+def entries_of(*keys: int, account: int = 0, batch: int = 0) -> np.ndarray:
+    entries = np.zeros(len(keys), ENTRY)
+    entries["key"] = np.array([(key, key + 1) for key in keys], np.uint64).reshape(-1, 2)
+    entries["nbytes"], entries["account"], entries["batch"] = 5000, account, batch
+    return entries
+
+
+def gone_of(*keys: int, batch: int = 0) -> np.ndarray:
+    gone = np.zeros(len(keys), GONE)
+    gone["key"] = np.array([(key, key + 1) for key in keys], np.uint64).reshape(-1, 2)
+    gone["batch"] = batch
+    return gone
+
+
+def dropped_of(*accounts: int, batch: int = 0) -> np.ndarray:
+    return np.array([(account, batch) for account in accounts], DROPPED)
+
+
+def record_of(entries=None, gone=None, dropped=None, **fields) -> Record:
+    given = {
+        "kind": BATCH,
+        "incarnation": 7,
+        "sequence": 3,
+        "number": 0,
+        "next_block": 10,
+        "segment_blocks": BLOCKS,
+        "texts": (b"one", b"another"),
+        "entries": entries_of(1, 2, 3) if entries is None else entries,
+        "gone": gone_of() if gone is None else gone,
+        "dropped": dropped_of() if dropped is None else dropped,
+    }
+    return Record(**{**given, **fields})
+
+
+def equal(one: Record, other: Record) -> bool:
+    return all(np.array_equal(mine, theirs) for mine, theirs in zip(one, other, strict=True))
+
+
+def written(record: Record) -> bytearray:
+    target = bytearray(blocks_needed(record) * BLOCK_NBYTES)
+    assert encode(record, memoryview(target)) * BLOCK_NBYTES == len(target)
+    return target
+
+
+class File:
+    """A segment in memory."""
+
+    def __init__(self) -> None:
+        self.raw = bytearray(BLOCKS * BLOCK_NBYTES)
+        self.end, self.records = 0, list[Record]()
+
+    def add(self, chunk_blocks: int = 3, **fields) -> Record:
+        number = len(self.records)
+        record = record_of(**{"number": number, **fields})
+        record = record._replace(next_block=self.end + blocks_needed(record) + chunk_blocks)
+        for part in (record.entries, record.gone, record.dropped):
+            part["batch"] = number
+        self.put(self.end, record)
+        self.end = record.next_block
+        self.records.append(record)
+        return record
+
+    def put(self, block: int, record: Record) -> None:
+        raw = written(record)
+        self.raw[block * BLOCK_NBYTES : block * BLOCK_NBYTES + len(raw)] = raw
+
+    def seal(self) -> Record:
+        summary = joined(self.records)
+        self.put(BLOCKS - blocks_needed(summary), summary)
+        return summary
+
+    def read(self, offset: int, nbytes: int) -> memoryview:
+        return memoryview(self.raw)[offset : offset + nbytes]
+
+    def batches(self, blocks_there: int = BLOCKS) -> list[Record]:
+        return list(batches(self.read, segment_blocks=BLOCKS, blocks_there=blocks_there))
+
+
+@pytest.mark.parametrize("count", [0, 1, 50, 3000])
+def test_a_record_is_read_as_it_was_written(count: int):
+    record = record_of(entries_of(*range(count)), gone_of(*range(count)), dropped_of(1))
+    raw = written(record)
+    found = decode(memoryview(raw))
+    assert found is not None
+    assert equal(found, record)
+    raw[:] = bytes(len(raw))
+    assert equal(found, record), "it stays when the bytes change"
+
+
+def test_no_flipped_bit_is_believed(rng: random.Random):
+    raw = written(record_of(gone=gone_of(4, 5), dropped=dropped_of(0)))
+    for bit in [*range(1100), *(rng.randrange(8 * len(raw)) for _ in range(1000))]:
+        raw[bit // 8] ^= 1 << bit % 8
+        assert decode(memoryview(raw)) is None
+        raw[bit // 8] ^= 1 << bit % 8
+    assert decode(memoryview(raw)) is not None
+
+
+def test_garbage_is_nothing(rng: random.Random):
+    for _ in range(200):
+        raw = bytearray(rng.randbytes(BLOCK_NBYTES * rng.randrange(1, 4)))
+        assert decode(memoryview(raw)) is None
+        raw[:8] = written(record_of())[:8]
+        assert decode(memoryview(raw)) is None
+    assert decode(memoryview(b"")) is None
+
+
+def test_chunks_take_whole_blocks():
+    assert [blocks_of(nbytes) for nbytes in (0, 1, 4095, 4096, 4097)] == [1, 1, 1, 1, 2]
+
+
+def test_a_walk_ends_where_something_is_not_whole():
+    file = File()
+    for number in range(5):
+        file.add(entries=entries_of(number), chunk_blocks=number)
+    assert len(file.batches()) == 5
+    assert len(file.batches(blocks_there=file.records[2].next_block)) == 3
+    file.raw[file.records[2].next_block * BLOCK_NBYTES + 50] ^= 1
+    assert [int(record.entries["key"][0, 0]) for record in file.batches()] == [0, 1, 2]
+    file.raw[50] ^= 1
+    assert file.batches() == []
+
+
+@pytest.mark.parametrize("field", ["incarnation", "sequence", "segment_blocks", "number"])
+def test_what_an_earlier_use_left_behind_is_not_believed(field: str):
+    file = File()
+    file.add()
+    file.add(**{field: 99})
+    assert len(file.batches()) == 1
+
+
+def test_a_summary_says_what_the_batches_say():
+    file = File()
+    file.add(entries=entries_of(1, 2), texts=(b"one",))
+    file.add(entries=entries_of(3, account=1), texts=(b"other", b"one"), gone=gone_of(1), dropped=dropped_of(0))
+    walked, sealed = read_segment(file.read, segment_blocks=BLOCKS, blocks_there=BLOCKS)
+    assert not sealed
+    summary = file.seal()
+    found, sealed = read_segment(file.read, segment_blocks=BLOCKS, blocks_there=BLOCKS)
+    assert sealed
+    assert equal(found, summary)
+    assert equal(found, walked)
+    assert found.kind == SUMMARY
+    assert found.number == 2
+    assert [found.texts[place] for place in found.entries["account"].tolist()] == [b"one", b"one", b"one"]
+    assert [found.texts[place] for place in found.dropped["account"].tolist()] == [b"other"]
+
+
+def test_a_long_summary_is_found():
+    file = File()
+    for number in range(4):
+        file.add(entries=entries_of(*range(1000 * number, 1000 * number + 500)))
+    file.seal()
+    found = read_summary(file.read, segment_blocks=BLOCKS)
+    assert found is not None
+    assert len(found.entries) == 2000
+    file.raw[-1] ^= 1
+    assert read_summary(file.read, segment_blocks=BLOCKS) is None
+    found, sealed = read_segment(file.read, segment_blocks=BLOCKS, blocks_there=BLOCKS)
+    assert len(found.entries) == 2000
+    assert not sealed
+
+
+def test_an_empty_file_has_nothing():
+    assert read_segment(File().read, segment_blocks=BLOCKS, blocks_there=BLOCKS) is None
+    assert read_segment(lambda *_: memoryview(b""), segment_blocks=BLOCKS, blocks_there=0) is None
+
+
+def test_the_latest_word_on_a_key_counts():
+    file = File()
+    file.add(entries=entries_of(1, 2, 3, 4))
+    file.add(entries=entries_of(2, 5), gone=gone_of(1, 2))
+    file.add(entries=entries_of(6, account=1), dropped=dropped_of(1))
+    file.add(entries=entries_of(7), gone=gone_of(3, 3))
+    file.add(entries=entries_of(3))
+    alive = living(joined(file.records))
+    assert alive["key"][:, 0].tolist() == [4, 2, 5, 6, 7, 3]
+    assert alive["batch"].tolist() == [0, 1, 1, 2, 3, 4]
+    file.add(entries=entries_of(8, account=1), dropped=dropped_of(0, 1))
+    assert living(joined(file.records))["key"][:, 0].tolist() == [8]
