@@ -131,6 +131,48 @@ class SsdConfig(Model):
         return self
 
 
+class FileTierConfig(Model):
+    """A directory on a file system that all nodes share, also those of other clusters.
+
+    Attributes:
+        path: Made if it is not there.
+        capacity_nbytes: What all nodes together keep there; must be the same for all of them. Each fills one pack at a
+            time, so it should be a multiple of `pack_nbytes` for each node.
+        pack_nbytes: Chunks are gathered into files of this size.
+        seal_s: A pack that was not filled by then is published all the same: others see its chunks from then on.
+        scan_s: How often it is looked for what others wrote.
+        depth: Reads under way at once.
+        io_timeout_s: While an operation takes longer, nothing more is given to the file system.
+        write_nbytes_per_day: All that this node may write there in a day. None: no limit.
+        max_chunks: Rows of the index. None: one for every 64 KiB, at most 8 Mi. A row costs about 100 bytes.
+    """
+
+    path: Path
+    capacity_nbytes: Nbytes
+    pack_nbytes: Nbytes = 256 * MIB
+    seal_s: Annotated[float, Field(gt=0)] = 30.0
+    scan_s: Annotated[float, Field(gt=0)] = 5.0
+    depth: Annotated[int, Field(ge=1, le=256)] = 4
+    io_timeout_s: Annotated[float, Field(gt=0)] = 10.0
+    write_nbytes_per_day: Nbytes | None = None
+    max_chunks: Annotated[int, Field(ge=16, le=1 << 30)] | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.pack_nbytes % SLOT_ALIGNMENT_NBYTES or self.pack_nbytes < 16 * SLOT_ALIGNMENT_NBYTES:
+            raise ValueError(f"pack_nbytes must be a multiple of {SLOT_ALIGNMENT_NBYTES}, and at least 64 KiB")
+        if self.capacity_nbytes < 4 * self.pack_nbytes:
+            raise ValueError(
+                f"capacity_nbytes ({self.capacity_nbytes}) must hold at least four packs; "
+                f"raise it or lower pack_nbytes ({self.pack_nbytes})"
+            )
+        return self
+
+    @property
+    def rows(self) -> int:
+        return self.max_chunks or min(8 << 20, max(1024, self.capacity_nbytes // (64 * KIB)))
+
+
 class StorageConfig(Model):
     """One node's memory.
 
@@ -147,6 +189,7 @@ class StorageConfig(Model):
             With "require", a node does not start without, and an extent that finds none is out of use.
         numa: On hosts with several memory nodes, "auto" gives each an equal part of the arena.
         ssd: The tier below memory. None: there is none.
+        file: The tier below that, shared with other nodes. None: there is none.
     """
 
     arena_nbytes: Nbytes = 1 * GIB
@@ -159,6 +202,7 @@ class StorageConfig(Model):
     huge_pages: HugePages = "try"
     numa: Literal["auto", "off"] = "auto"
     ssd: SsdConfig | None = None
+    file: FileTierConfig | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

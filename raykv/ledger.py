@@ -10,7 +10,7 @@ import numpy.typing as npt
 from raykv.types import Bits, KeyArray
 
 LEDGER_ENTRIES: Final = 1 << 18
-"""Departures that a node remembers, at 48 bytes each; beyond that the oldest are forgotten. A power of two."""
+"""Departures that a node remembers, at 43 bytes each; beyond that the oldest are forgotten. A power of two."""
 CHAIN_STEPS: Final = 64
 """Departures of other keys that a search passes. More in one bucket means that somebody made the keys for it."""
 

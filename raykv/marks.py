@@ -28,7 +28,6 @@ class Marks:
     Attributes:
         active: Whether any row may differ from the others; if not, nothing here costs anything.
         expiring: Whether any may expire.
-        ssd_quotas: Bytes that accounts may have on the SSDs, of those that have such a bound.
     """
 
     def __init__(self, table: Table, ready: Rows) -> None:
@@ -39,19 +38,16 @@ class Marks:
         self._ttl: dict[int, int] = {}  # ticks by account
         self._usual: dict[int, int] = {}  # priority by account
         self._tiers: dict[int, str] = {}  # by account, of those that say
-        self.ssd_quotas: dict[int, int] = {}
         self.expiring = bool(table.columns.expires[ready].any())
         self.active = self.expiring
 
     def configure(self, account: int, config: NamespaceConfig) -> None:
         """What holds for chunks of this account that come from now on."""
         self._ttl.pop(account, None)
-        for kept in (self._usual, self._tiers, self.ssd_quotas):
-            kept.pop(account, None)
+        self._usual.pop(account, None)
+        self._tiers.pop(account, None)
         if config.tiers != "both":
             self._tiers[account] = config.tiers
-        if config.ssd_quota_nbytes is not None:
-            self.ssd_quotas[account] = config.ssd_quota_nbytes
         if config.ttl_s is not None:
             self._ttl[account] = ticks_of(config.ttl_s)
         if config.tiers == "ssd":

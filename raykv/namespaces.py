@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from raykv.config import NodeConfig
 from raykv.errors import RayKVError, UsageError
 from raykv.eviction import policy
 from raykv.ledger import Reason
@@ -31,30 +32,33 @@ DROP_STEP: Final = 8192
 class Namespaces:
     """A node's copy of the list. Thread-safe.
 
-    The copy outlives the process, in a file beside the table: who was away while a namespace was dropped knows by it
-    that its chunks are to go.
+    The copy outlives the process as long as chunks do, in a file beside the table and one beside those of the SSDs: who
+    was away while a namespace was dropped knows by it that its chunks are to go.
 
     Attributes:
         register: The copy. Changed by `adopt` alone.
     """
 
-    def __init__(self, shard: Shard, lock: threading.Lock, tiers: Tiers, path: Path | None) -> None:
+    def __init__(self, shard: Shard, lock: threading.Lock, tiers: Tiers, paths: Sequence[Path]) -> None:
         """Do what this node knew before.
 
         Args:
             lock: The shard's.
-            path: Where the list is kept; None: nowhere.
+            paths: Where the list is kept, that beside the table first.
         """
-        self._shard, self._lock, self._tiers, self._path = shard, lock, tiers, path
+        self._shard, self._lock, self._tiers, self._paths = shard, lock, tiers, paths
         self._adopting = threading.Lock()
         self._tallies = Tallies()
         self._went: dict[bytes, int] = {}
         self.register = Register()
-        if path is not None and path.exists():
+        for path in paths:
             try:
-                self.register = Register.decode(path.read_bytes())
+                self.register.merge(Register.decode(path.read_bytes()))
+            except FileNotFoundError:
+                pass
             except (OSError, UsageError) as error:
                 log.warning("the list of namespaces in %s is of no use, the directory will tell: %s", path, error)
+        self.register.version = min(self.register.version, 1)  # it may be old: so the directory tells its own
         for entry in self.register.entries.values():
             self._configure(entry)
 
@@ -125,27 +129,31 @@ class Namespaces:
                 self._tallies.note(digest, sane, gets, puts)
 
     def forget(self) -> None:
-        """Remove the file."""
-        if self._path is not None:
-            self._path.unlink(missing_ok=True)
+        """Remove the file beside the table."""
+        for path in self._paths[:1]:
+            path.unlink(missing_ok=True)
 
     def _configure(self, entry: Entry) -> None:
-        shard = self._shard
-        with self._lock:
-            try:
+        shard, number = self._shard, None
+        try:
+            with self._lock:
                 number = shard.accounts.find(entry.namespace.digest)
                 if number is None and entry.listed:
                     number = shard.accounts.open(entry.namespace)
                 if number is not None:
-                    shard.configure(number, entry.config, now_s=time.monotonic())
                     shard.accounts.retire(number, retired=not entry.listed)
-            except RayKVError as error:
-                log.error("namespace %s: %s", entry.namespace.model, error)
+                    shard.configure(number, entry.config, now_s=time.monotonic())
+        except RayKVError as error:
+            log.error("namespace %s: %s", entry.namespace.model, error)
+        if number is not None:
+            self._tiers.set_quota(number, entry.config.ssd_quota_nbytes)
 
     def _drop(self, namespace: Namespace) -> int:
         shard = self._shard
         with self._lock:
             number = shard.accounts.find(namespace.digest)
+            if number is None and self._tiers:
+                number = shard.accounts.open(namespace)  # what lies below is known by the account's number
             if number is None:
                 return 0
             rows, generations = shard.doomed(number, now_s=time.monotonic())
@@ -157,20 +165,24 @@ class Namespaces:
 
     def _keep(self) -> None:
         """Write the list, so that a reader finds the one before or this one whole."""
-        if self._path is None:
-            return
-        fresh = self._path.with_name(self._path.name + ".new")
-        try:
-            descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(self.register.encode())
-                file.flush()
-                os.fsync(file.fileno())
-            fresh.replace(self._path)
-        except OSError as error:
-            log.warning("the list of namespaces cannot be kept in %s: %s", self._path, error)
+        text = self.register.encode()
+        for path in self._paths:
+            fresh = path.with_name(path.name + ".new")
+            try:
+                descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+                with os.fdopen(descriptor, "wb") as file:
+                    file.write(text)
+                    file.flush()
+                    os.fsync(file.fileno())
+                fresh.replace(path)
+            except OSError as error:
+                log.warning("the list of namespaces cannot be kept in %s: %s", path, error)
 
 
-def register_path(prefix: Path | None) -> Path | None:
-    """Where a node keeps its list; None where it has no files."""
-    return None if prefix is None else prefix.with_name(prefix.name + ".namespaces")
+def register_paths(config: NodeConfig) -> list[Path]:
+    """Where a node keeps its list: wherever chunks of it outlive its process."""
+    prefix, ssd = config.file_prefix, config.storage.ssd
+    paths = [] if prefix is None else [prefix.with_name(prefix.name + ".namespaces")]
+    if ssd is not None:
+        paths.append(ssd.paths[0] / f"raykv-{config.cluster}-{config.node_id}.namespaces")
+    return paths

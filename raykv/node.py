@@ -29,7 +29,7 @@ from raykv.locator import Locator
 from raykv.marks import require_hints
 from raykv.memory.copying import checksum_of
 from raykv.namespace import Namespace
-from raykv.namespaces import Namespaces, register_path
+from raykv.namespaces import Namespaces, register_paths
 from raykv.record import Asked, Tape
 from raykv.ring import Member, View
 from raykv.shard import Shard, remove_files
@@ -111,7 +111,7 @@ class Node:
         self._lock = threading.Lock()
         self.tiers = open_tiers(config, self.shard, self._lock, changed=self._note_change)
         self.tape = Tape()
-        self.namespaces = Namespaces(self.shard, self._lock, self.tiers, register_path(config.file_prefix))
+        self.namespaces = Namespaces(self.shard, self._lock, self.tiers, register_paths(config))
         self._locator = Locator(config.max_locations)
         self._requests: Counter[str] = Counter()
         self._errors: Counter[str] = Counter()
@@ -810,7 +810,9 @@ class Node:
             while busy and not self._stopping.is_set():
                 self.tiers.demote()
                 with self._lock:
-                    busy = self.shard.tend(now_s=time.monotonic())
+                    # What is being written down goes first; until it is there, others would have to go in its place.
+                    may_wait = self.tiers.writing and not self.shard.room.in_need
+                    busy = not may_wait and self.shard.tend(now_s=time.monotonic())
                 busy = self._back_ahead() or busy or self.shard.table.use_huge_pages()
 
     def _back_ahead(self) -> bool:

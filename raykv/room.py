@@ -171,6 +171,7 @@ class Room:
         columns.namespace[rows] = account
         columns.nbytes[rows] = size  # last: from now on the row has a slot
         columns.pins[rows] = 0
+        columns.frequency[rows] = 0  # here, since what its writer publishes may be read before we hear of it
         self.slots.note_rows(pages, rows)
         self._count(account, len(rows), size)
         self.lent_nbytes += len(rows) * size
@@ -331,6 +332,11 @@ class Room:
     def short(self) -> bool:
         """Whether `tend` has something to do."""
         return self._tending or bool(self.over_quota) or self._lacking(self._config.low_water) > 0
+
+    @property
+    def in_need(self) -> bool:
+        """Whether so little is free that what goes must go now."""
+        return self._lacking(self._config.low_water / 2) > 0
 
     def tend(self, now: int) -> bool:
         """Evict ahead of need: when little is free, free some more, in steps. Returns whether there is more to do."""

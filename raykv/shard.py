@@ -507,7 +507,7 @@ class Shard:
         else:
             cells.checksum[row] = checksum
             cells.inserted[row] = cells.accessed[row] = now
-            cells.frequency[row] = cells.expires[row] = 0
+            cells.expires[row] = 0
             cells.generation[row] = (generation + 1 & 0xFFFFFFFF) or 2
         if existing != row:
             self._note_added(key)
@@ -604,7 +604,6 @@ class Shard:
         columns, now = self.table.columns, self.table.ticks(now_s)
         columns.checksum[rows] = checksums
         columns.inserted[rows] = columns.accessed[rows] = now
-        columns.frequency[rows] = 0
         columns.expires[rows] = 0
         even = columns.generation[rows] + (columns.generation[rows] & 1)  # what was published is even already
         columns.generation[rows] = np.where(even == 0, 2, even)  # 0 would mean never used

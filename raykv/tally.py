@@ -27,7 +27,8 @@ class Histogram:
 
     def note(self, seconds: float) -> None:
         """One more. Threads that race may lose a count."""
-        self.counts[min(int(seconds * 1e6).bit_length(), BUCKETS - 1)] += 1
+        bucket = int(seconds * 1e6).bit_length()
+        self.counts[bucket if bucket < BUCKETS else BUCKETS - 1] += 1
 
     def add(self, counts: Sequence[int]) -> None:
         """Those of another one."""

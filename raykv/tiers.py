@@ -27,7 +27,7 @@ from raykv.memory.slots import slot_nbytes
 from raykv.memory.table import NAMESPACE_TEXT_NBYTES
 from raykv.namespace import Namespace
 from raykv.shard import Shard
-from raykv.tier.admission import Admission, Numbers
+from raykv.tier.admission import Admission
 from raykv.tier.base import Chunk, Found, Tier
 from raykv.types import Bits, KeyArray, Rows
 
@@ -148,12 +148,10 @@ class Tiers:
             reads = columns.frequency[rows].astype(np.int64)
             above = columns.parent[rows]
             above_reads = np.where(above >= 0, columns.frequency[np.maximum(above, 0)], 0).astype(np.int64)
-            sizes, accounts = shard.room.slot_sizes(rows), columns.namespace[rows]
+            sizes = shard.room.slot_sizes(rows)
             # What was evicted once, and was stored again since, was asked for twice.
             reads += shard.room.ledger.find(keys).reasons == Reason.EVICTED
         lacking = ~tier.has(keys)
-        if tier.name == "ssd":
-            self._keep_to_quotas(tier, lacking, accounts, sizes)
         priority = None if hints is None else hints[lacking]
         lacking[lacking] = gate.admit(
             reads[lacking], above_reads[lacking], sizes[lacking], now_s=now_s, priority=priority
@@ -168,14 +166,6 @@ class Tiers:
                 written_nbytes = sum(slot_nbytes(chunk.nbytes) for chunk in chunks[:taken])
                 gate.spend(written_nbytes - int(sizes[chosen[first:]].sum()), now_s=now_s)
                 return
-
-    def _keep_to_quotas(self, tier: Tier, lacking: Bits, accounts: Numbers, sizes: Numbers) -> None:
-        """Of what a tier lacks, leave out what would take an account above its quota there."""
-        for account, quota in list(self._shard.room.marks.ssd_quotas.items()):
-            mine = np.flatnonzero(lacking & (accounts == account))
-            if mine.size:
-                left = quota - tier.used_nbytes(account)
-                lacking[mine[np.cumsum(sizes[mine]) > left]] = False
 
     def _hold(self, rows: Rows, keys: KeyArray) -> tuple[list[Chunk], Rows]:
         """Pin those rows that still hold these keys. Returns what a tier must know of them, and the rows."""
@@ -215,6 +205,7 @@ class Tiers:
         def done(chunks: Sequence[Chunk], kept: Sequence[bool]) -> None:
             self._let_go(rows[: len(chunks)])
             self.demoted += sum(kept)
+            self._changed()
 
         return done
 
@@ -376,6 +367,12 @@ class Tiers:
     def drop(self, account: int) -> int:
         """Forget an account's chunks. Returns how many there were."""
         return sum(tier.drop(account) for tier in self.tiers)
+
+    def set_quota(self, account: int, nbytes: int | None) -> None:
+        """Bound what an account's chunks may take on the SSDs; None: no bound but their capacity."""
+        for tier in self.tiers:
+            if tier.name == "ssd":
+                tier.set_quota(account, nbytes)
 
     def stats(self) -> dict[str, Any]:
         """Of each tier, by its name; and the traffic."""

@@ -61,17 +61,23 @@ def get(client: raykv.Client, some: list[str]) -> int:
 
 def sink(cluster: EmbeddedCluster, client: raykv.Client, some: list[str]) -> None:
     """Store and read chunks, then push them out of memory by others, once they are on the SSD."""
-    for start in range(0, len(some), 10):
-        part = some[start : start + 10]
+    node = cluster.nodes[0]
+
+    def keep_up() -> None:
+        # What is not written down in time is lost by design, and a busy machine has little time.
+        client.flush()
+        wait_until(lambda: not (node.tiers.due or node.tiers.writing), "the tier has kept up")
+
+    for start in range(0, len(some), 5):
+        part = some[start : start + 5]
         assert put(client, part) == len(part)
         assert get(client, part) == len(part)
-    node = cluster.nodes[0]
+        keep_up()
     number = 0
     while node.shard.table.find_ready(client.keys(some), 1)[0].max() >= 0:
         put(client, names(5, f"filler-{some[0]}-{number}"), chained=False)
         number += 1
-        # On a busy machine the forerunner may come late, and what is not written down in time is lost by design.
-        wait_until(lambda: not (node.tiers.due or node.tiers.writing), "the tier has kept up")
+        keep_up()
         assert number < 500
     wait_until(lambda: node.tiers.has(client.keys(some)).all(), "all of it is on the SSD")
     cluster.settle()

@@ -14,7 +14,7 @@ from raykv import keys as keys_
 from raykv.config import NamespaceConfig
 from raykv.embedded import EmbeddedCluster
 from raykv.errors import ConfigError, PeerUnavailable, TransientError
-from raykv.namespaces import register_path
+from raykv.namespaces import register_paths
 from tests.test_shard import names_to_keys
 from tests.test_tiers import House, fill
 
@@ -276,7 +276,7 @@ def test_a_node_that_was_away_drops_when_it_is_back(shm_dir: Path):
         asleep.flush()
         running.settle()
         node = running.nodes[1]
-        path = register_path(node.config.file_prefix)
+        path = register_paths(node.config)[0]
         assert path.exists()
         node.stop(leave=True)
         config = node.config
@@ -298,7 +298,7 @@ def test_a_damaged_list_does_no_harm(shm_dir: Path, caplog):
     with cluster(1, shm_dir=str(shm_dir)) as running:
         running.client(MINE).configure(ttl_s=500)
         node = running.nodes[0]
-        register_path(node.config.file_prefix).write_bytes(b"{")
+        register_paths(node.config)[0].write_bytes(b"{")
         node.stop(leave=False)
         again = raykv.node.Node(node.config, secret=bytes(32), directory=running.directory)
         again.start()
@@ -382,12 +382,11 @@ def down(house: House) -> list[str]:
 CHUNKS = [f"chunk-{number}" for number in range(15)]
 
 
-def test_tiers_and_quota_of_a_namespace():
+def test_tiers_of_a_namespace():
     for config, first in (
         (NamespaceConfig(), []),
         (NamespaceConfig(tiers="ssd"), CHUNKS[:2]),
         (NamespaceConfig(tiers="dram"), []),
-        (NamespaceConfig(tiers="ssd", ssd_quota_nbytes=70_000), CHUNKS[:1]),
     ):
         house = House(low_water=0.0, high_water=0.01)
         house.shard.configure(house.bench.account, config, now_s=time.monotonic())
@@ -411,3 +410,45 @@ def test_a_session_that_ended_goes_down_first_though_nobody_read_it_twice():
     assert house.read(CHUNKS) == [number not in (7,) for number in range(15)], "and out of memory, as room is needed"
     house.tiers.close()
     house.shard.close()
+
+
+def test_an_ssd_is_part_of_it(shm_dir: Path, tmp_path: Path):
+    ssd = {"paths": [tmp_path], "capacity_nbytes": "32 MiB", "segment_nbytes": "1 MiB"}
+    with cluster(1, shm_dir=shm_dir, ssd=ssd) as running:
+        client, other, node = running.client(MINE), running.client(OTHER), running.nodes[0]
+        client.configure(tiers="ssd", ssd_quota_nbytes="2 MiB")
+        other.configure(tiers="dram")
+        put(other, names(20))
+        for number in range(20):
+            put(client, names(50, f"{number}-"))
+            client.flush()
+            time.sleep(0.01)
+
+        def below(namespace: raykv.Namespace) -> int:
+            return listed(client, namespace)["below_nbytes"]["ssd"]
+
+        until(lambda: below(MINE) > 1 << 20)
+        print(f"{below(MINE):,} bytes on the SSD")
+        assert below(MINE) <= 2 << 20
+        assert below(OTHER) == 0
+        places = [why.tier for why in client.why([f"{number}-0" for number in range(20)]) if why.reason == "here"]
+        assert "ssd" in places
+        assert here(other, names(20)) == 20, "what goes first is what has been written down"
+        went = client.drop_namespace()
+        assert went >= 100
+        assert below(MINE) == 0
+        assert {why.reason for why in client.why(names(50, "19-"))} <= {"dropped", "evicted"}
+        client.configure(tiers="ssd")
+        put(client, names(300, "again"))
+        client.flush()
+        until(lambda: below(MINE) > 1 << 18)
+        config = node.config
+        node.stop(leave=True)
+        for path in shm_dir.iterdir():  # the host is started again
+            path.unlink()
+        reborn = raykv.node.Node(config, secret=bytes.fromhex(running.secret), directory=running.directory)
+        reborn.start()
+        until(lambda: reborn.tiers.stats()["tiers"]["ssd"]["state"] == "on")
+        number = reborn.shard.accounts.find(MINE.digest)
+        assert reborn.tiers.tiers[0].used_nbytes(number) > 1 << 18, "what was stored since the drop is still there"
+        reborn.stop(unlink=True)

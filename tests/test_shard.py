@@ -5,6 +5,7 @@ import logging
 import os
 import random
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from raykv import keys as keys_
 from raykv.config import SLOT_ALIGNMENT_NBYTES as PAGE
-from raykv.config import StorageConfig
+from raykv.config import NamespaceConfig, StorageConfig
 from raykv.errors import CapacityError, ConfigError, LostError, UsageError
 from raykv.eviction import POLICIES
 from raykv.eviction.lru import LRU
@@ -879,6 +880,23 @@ def test_the_node_takes_in_what_is_published_before_it_looks(bench, first):
 
 
 @compiled
+@pytest.mark.parametrize("count", [1, 3, 20])
+@pytest.mark.parametrize("first", [True, False], ids=["taken in", "told"])
+def test_reads_before_the_writer_tells_are_not_forgotten(bench, count, first):
+    names = [chr(ord("a") + number) for number in range(count)]
+    loan = bench.lend(count)
+    bench.publish(names, loan)
+    bench.shard.table.columns.frequency[loan.rows] += 2
+    if first:
+        bench.shard.take_in(now_s=bench.now_s)
+    assert all(bench.store(names, loan))
+    assert bench.shard.table.columns.frequency[loan.rows].tolist() == [2] * count
+    bench.shard.delete(names_to_keys(names))
+    bench.put(names)
+    assert not bench.shard.table.columns.frequency[bench.shard.table.find(names_to_keys(names))].any()
+
+
+@compiled
 def test_of_two_that_publish_and_store_the_same_key_one_is_kept(bench):
     mine, theirs = bench.lend(1), bench.lend(1)
     assert bench.publish("a", mine) == [1]
@@ -1089,6 +1107,7 @@ def test_random_operations(policy, round_, rng):  # noqa: C901 - a case for each
     loans: list[tuple[str, Loan]] = []
     told: list[tuple[str, list[str], Loan]] = []
     pins: list[np.ndarray] = []
+    doomed: list[tuple[np.ndarray, np.ndarray]] = []
     ledger: Ledger | None = None
     for _ in range(400):
         first = rng.choice("abcdefghijkl")
@@ -1101,6 +1120,7 @@ def test_random_operations(policy, round_, rng):  # noqa: C901 - a case for each
             + ["publish", "tell"] * 3 * native.available
             + ["cut off", "give back", "reserve", "commit", "abort", "abandon", "pin", "unpin", "delete", "time"]
             + ["policy"] * (round_ % 2)
+            + ["doom", "drop", "hint", "configure", "sweep"] * (round_ > 1)
         ):
             case "put":
                 chained = rng.random() < 0.8
@@ -1148,6 +1168,31 @@ def test_random_operations(policy, round_, rng):  # noqa: C901 - a case for each
             case "time":
                 bench.now_s += rng.choice([1.0, QUARANTINE_S])
                 shard.tend(now_s=bench.now_s)
+            case "doom":
+                doomed.append(shard.doomed(rng.choice(accounts), now_s=bench.now_s))
+            case "drop" if doomed:
+                rows, generations = doomed.pop()
+                shard.drop_doomed(rows[:20], generations[:20])
+            case "hint":
+                shard.hint(
+                    names_to_keys(names),
+                    ttl_s=rng.choice([None, 0.0, 20.0]),
+                    priority=rng.choice([None, -5, 0, 5]),
+                    ended=rng.random() < 0.3,
+                    touch=rng.random() < 0.3,
+                    now_s=bench.now_s,
+                )
+            case "sweep":
+                shard.sweep(nullcontext(), now_s=bench.now_s)
+            case "configure":
+                ledger = None
+                config = NamespaceConfig(
+                    policy=rng.choice([None, *POLICIES]),
+                    ttl_s=rng.choice([None, 30.0]),
+                    dram_quota_nbytes=rng.choice([None, 200 * KIB]),
+                    tiers=rng.choice(["both", "ssd"]),
+                )
+                shard.configure(rng.choice(accounts), config, now_s=bench.now_s)
             case "policy":
                 ledger = None
                 shard.use_policy(rng.choice([None, *accounts]), rng.choice([None, *POLICIES]), now_s=bench.now_s)
@@ -1167,6 +1212,11 @@ def test_random_operations(policy, round_, rng):  # noqa: C901 - a case for each
         assert shard.table.columns.pins.tolist() == held.tolist()
     print(f"{shard.counters}")
     assert shard.counters.evicted > 0
+    went = shard.room.departures.sum(axis=0)
+    counters = shard.counters
+    assert went[1:6].tolist() == [
+        counters.evicted, counters.expired, counters.deleted, counters.dropped, counters.corrupt,
+    ]  # fmt: skip
     shard.close()
 
 

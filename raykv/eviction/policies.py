@@ -108,6 +108,8 @@ class Policies:
 
     def upcoming(self, candidates: Rows, count: int, now: int) -> Rows:
         """Who would go first as things are; see `base.upcoming`."""
+        if not candidates.size:
+            return candidates
 
         def first(mine: Rows) -> Callable[[Policy], Rows]:
             share = -(-count * len(mine) // len(candidates))

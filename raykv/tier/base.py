@@ -110,6 +110,9 @@ class Tier(ABC):
     def drop(self, account: int) -> int:
         """Forget all chunks of an account, also across a restart. Returns how many there were."""
 
+    def set_quota(self, account: int, nbytes: int | None) -> None:  # noqa: B027 - need not be overridden
+        """Bound what an account's chunks may take; the oldest go when it is more. None: no bound but the capacity."""
+
     @abstractmethod
     def keys(self) -> KeyArray:
         """All that is here."""

@@ -122,7 +122,8 @@ class Drive:
         self._moves: deque[Item] = deque()
         self._moving = 0
         self._flying: set[Batch] = set()
-        self._making = self._forget_all = False
+        self._making = self._checking = self._forget_all = self._closed = False
+        self._logged = ""
         self._bad_reads = self._unscanned = 0
         self._told_gone: dict[bytes, int] = {}
         self._told_dropped: dict[bytes, int] = {}
@@ -640,7 +641,9 @@ class Drive:
     def fail(self, error: Exception) -> None:
         """Turn the path off; all that it had is not to be had until it is back."""
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        log.warning("SSD path %s is off: %s", self.volume.path, reason)
+        if reason != self._logged:
+            log.warning("SSD path %s is off: %s", self.volume.path, reason)
+        self._logged = reason
         self.common.errors += 1
         self.state, self.reason = "off", reason
         self.retry_at_s = self._clock() + RETRY_S
@@ -649,7 +652,7 @@ class Drive:
         self._tasks.clear()
         self._moves.clear()
         self._moving = 0
-        self._making = False
+        self._making = self._checking = self._closed = False
         for batch in list(self._flying):
             self.gone.update(dict.fromkeys(batch.content.gone))
             self.dropped.update(dict.fromkeys(batch.content.dropped))
@@ -670,11 +673,16 @@ class Drive:
             self.gone.clear()
 
     def retry(self) -> None:
-        """Try again, if nothing is under way any more."""
-        if self.state == "off" and self._clock() >= self.retry_at_s and self.io is not None and not self.io.busy():
+        """Try again what is off, if nothing is under way any more; first let go of its files, or it stays in use."""
+        if self.state != "off" or self._tasks or self.io is None or self.io.busy():
+            return
+        if not self._closed:
+            self._closed = True
+            self._tasks.append(self.volume.close)
+        elif self._clock() >= self.retry_at_s:
             self.state = "starting"
             self._tasks.append(self._open)
-            self.notify()
+        self.notify()
 
     def _open(self) -> None:
         """On a thread: take the directory again."""
@@ -685,6 +693,24 @@ class Drive:
                 self.fail(error)
             return
         self._look()
+
+    def check(self) -> None:
+        """See soon whether the directory is still there, if nothing else says so."""
+        if self.on and not self._checking:
+            self._checking = True
+            self._tasks.append(self._check)
+            self.notify()
+
+    def _check(self) -> None:
+        """On a thread: see whether the directory is still there."""
+        with self.common.lock:
+            epoch = self.epoch
+        try:
+            self.volume.check()
+        except OSError as error:
+            self._fail_in(epoch, error)
+        with self.common.lock:
+            self._checking = False
 
     # -- starting ---------------------------------------------------------------------------------------------------
 
@@ -705,7 +731,9 @@ class Drive:
             self.notify()
 
     def _started(self) -> None:
-        self.state, self.reason = "on", ""
+        if self._logged:
+            log.info("SSD path %s is on again", self.volume.path)
+        self.state, self.reason, self._logged = "on", "", ""
         self._told_gone, self._told_dropped, self._forget_all = {}, {}, False
         self.common.tell()
 

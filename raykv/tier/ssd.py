@@ -39,8 +39,8 @@ ROW_NBYTES_OF_SSD: Final = 64 << 10
 """The index has a row for each so many bytes, if the config does not say otherwise."""
 WATCH_S: Final = 0.25
 """How often it is looked whether an operation takes too long, or a path may be tried again."""
-EXPIRE_S: Final = 10.0
-"""How often expired chunks are taken out of the index."""
+TIDY_S: Final = 5.0
+"""How often expired chunks are taken out of the index, and directories are looked at."""
 CLOSE_S: Final = 10.0
 """`close` waits so long for operations under way."""
 
@@ -318,13 +318,15 @@ class SsdTier(Tier):
 
     def _watch(self) -> None:
         """Look after the paths, until the tier is closed."""
-        expired_s = self._clock()
+        tidied_s = self._clock()
         while not self._stop.wait(min(WATCH_S, self.config.io_timeout_s / 4)):
             with self._common.lock:
                 for drive in self._common.drives:
                     self._look_after(drive)
-                if self._clock() - expired_s >= EXPIRE_S:
-                    expired_s = self._clock()
+                if self._clock() - tidied_s >= TIDY_S:
+                    tidied_s = self._clock()
+                    for drive in self._common.drives:
+                        drive.check()
                     index = self._common.index
                     over = index.over(index.used(), now_s=self._common.wall())
                     self._common.forget(index.rows_where(over), tell=False)

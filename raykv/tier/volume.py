@@ -26,7 +26,6 @@ OPEN_FILES: Final = 128
 """Segment files of a volume that are kept open."""
 IOV_MAX: Final = 1024
 """Pieces that one call may take (the kernel's bound)."""
-FATAL: Final = frozenset({errno.EIO, errno.ENODEV, errno.ENXIO, errno.EROFS, errno.ENOENT, errno.ESTALE, errno.EUCLEAN})
 
 Direct = Literal["try", "require", "never"]
 
@@ -65,6 +64,7 @@ class Volume:
             raise ConfigError(
                 f"field 'paths': another process uses {self.path}; give every node a node_id, or paths, of its own"
             ) from None
+        os.pwrite(self._lock_fd, b"in use while a process holds its lock\n", 0)  # who cannot write here finds out now
         if self.direct and not self._direct_works():
             if self._required:
                 self.close()
@@ -79,6 +79,17 @@ class Volume:
                 raise
             return False
         return True
+
+    def check(self) -> None:
+        """See to it that the directory still is what was opened, and can be written to.
+
+        Raises:
+            OSError: It was removed, replaced, or is read-only by now.
+        """
+        if not os.path.samestat(os.stat(self.path / "lock"), os.fstat(self._lock_fd)):
+            raise OSError(errno.ENOENT, "the directory was replaced")
+        if os.statvfs(self.path).f_flag & os.ST_RDONLY:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     def numbers(self) -> dict[int, int]:
         """Length in bytes of each segment file, by its number."""

@@ -195,6 +195,34 @@ def test_a_killed_directory_comes_back_and_learns_the_view(cluster):
         assert {n: x["pid"] for n, x in back["nodes"].items()} == {n: x["pid"] for n, x in cluster["nodes"].items()}
 
 
+def test_namespaces_outlive_the_directory_and_the_nodes_and_are_dropped_everywhere(cluster):
+    _, (here, there) = clients(cluster)
+    with here, there:
+        assert here.put(["a"], [b"x" * 5000]).stored == there.put(["b"], [b"x" * 5000]).stored == 1
+        assert there.configure(policy="lfu", ttl_s=5000) == 2
+        with pytest.raises(raykv.ConfigError, match="sieve"):
+            there.configure(policy="sieve")
+        os.kill(cluster["directory"]["pid"], signal.SIGKILL)
+        os.kill(next(iter(cluster["nodes"].values()))["pid"], signal.SIGKILL)
+        wanted = raykv.NamespaceConfig(policy="lfu", ttl_s=5000, priority=3)
+        wait_for("the directory comes back", lambda: here.configure(priority=3) == 2)
+
+        def on_both() -> bool:
+            (found,) = [each for each in here.namespaces() if each["namespace"] == NAMESPACE]
+            return found["config"] == wanted and [n["policy"] for n in found["nodes"].values()] == ["lfu"] * 2
+
+        wait_for("both nodes know it", on_both)
+        shown = raykv_command("namespace", "list", "--name", "test")
+        assert "policy=lfu, ttl_s=5000.0, priority=3" in shown.stdout, shown.stderr
+        assert "test: 2 chunks" in raykv_command("status", "--name", "test").stdout
+        why = raykv_command("why", "a", "c", "--name", "test").stdout.splitlines()
+        assert why[0].startswith("a: here: 5,000 bytes in the dram of ")
+        assert why[1].startswith("c: never stored")
+        assert here.drop_namespace() == 2
+        assert "a: dropped " in raykv_command("why", "a", "--name", "test").stdout
+        assert memory_files() != set()
+
+
 def test_stop_leaves_nothing_and_says_so_when_there_is_nothing(local_ray):
     raykv.cluster.start(name="test", storage=STORAGE, separate_hosts=True)
     pids = [node["pid"] for node in raykv.cluster.status("test")["nodes"].values()]

@@ -1,0 +1,197 @@
+"""What an SSD tier reaches, beside `fio` with O_DIRECT at the same block size and depth. Run by hand:
+
+    python -m benchmarks.tiers --directory /path/on/the/drive
+
+Chunks are written (demoted) one after another, and read back (promoted) in batches, in a random order of batches. The
+rounds of both are interleaved, since a drive's speed changes with time; medians and their ratio are shown.
+"""
+
+import argparse
+import json
+import mmap
+import shutil
+import statistics
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from raykv.config import GIB, MIB, SsdConfig
+from raykv.tier.base import Chunk
+from raykv.tier.ssd import SsdTier
+
+BATCH = 16
+"""Chunks that one call reads, as a request for a prefix does."""
+CALLS = 4
+"""Such calls under way."""
+
+
+class OneName:
+    """There is one account."""
+
+    def text(self, account: int) -> bytes:
+        return b'{"model":"bench"}'
+
+    def number(self, text: bytes) -> int | None:
+        return 0
+
+
+class Bench:
+    """One tier, and an arena full of chunks to write to it."""
+
+    def __init__(self, directory: Path, *, chunk_nbytes: int, total_nbytes: int, depth: int, arena_nbytes: int) -> None:
+        self.chunk_nbytes, self.count = chunk_nbytes, total_nbytes // chunk_nbytes
+        self.map = mmap.mmap(-1, arena_nbytes)
+        self.arena = memoryview(self.map)
+        random = np.random.default_rng(1)
+        for start in range(0, arena_nbytes, 16 * MIB):
+            self.arena[start : start + 16 * MIB] = random.bytes(min(16 * MIB, arena_nbytes - start))
+        self.slots = list(range(0, arena_nbytes - chunk_nbytes + 1, chunk_nbytes))
+        self.checksums = [xxhash.xxh3_64_intdigest(self.arena[slot : slot + chunk_nbytes]) for slot in self.slots]
+        config = SsdConfig(paths=(directory,), capacity_nbytes=total_nbytes + total_nbytes // 8 + GIB // 2, depth=depth)
+        self.tier = SsdTier(config, self.arena, "bench", OneName())
+        while self.tier.stats()["state"] == "starting":
+            time.sleep(0.01)
+        self.round = 0
+        self.keys = np.empty((0, 2), np.uint64)
+
+    def write(self) -> float:
+        """Write the whole set once. Returns bytes a second."""
+        self.round += 1
+        keys = np.random.default_rng(self.round).integers(0, 1 << 63, (self.count, 2), np.uint64)
+        chunks = [
+            Chunk(
+                keys[number].tobytes(),
+                self.slots[number % len(self.slots)],
+                self.chunk_nbytes,
+                self.checksums[number % len(self.slots)],
+                0,
+            )
+            for number in range(self.count)
+        ]
+        left, ended = [self.count], threading.Event()
+        lock = threading.Lock()
+
+        def done(_: Sequence[Chunk], good: Sequence[bool]) -> None:
+            assert all(good)
+            with lock:
+                left[0] -= len(good)
+                if not left[0]:
+                    ended.set()
+
+        began_s, taken = time.perf_counter(), 0
+        while taken < len(chunks):
+            some = self.tier.write(chunks[taken : taken + 64], done)
+            taken += some
+            if not some:
+                time.sleep(0.001)
+        ended.wait()
+        took_s = time.perf_counter() - began_s
+        self.keys = keys
+        return self.count * self.chunk_nbytes / took_s
+
+    def read(self) -> float:
+        """Read the whole set once, in batches. Returns bytes a second."""
+        order = np.random.default_rng(self.round).permutation(self.count // BATCH)
+        places = threading.Semaphore(CALLS)
+        good_count, lock = [0], threading.Lock()
+        began_s = time.perf_counter()
+        for number, batch in enumerate(order.tolist()):
+            places.acquire()
+            first = number % (len(self.slots) // BATCH) * BATCH
+            offsets = self.slots[first : first + BATCH]
+
+            def done(good: Sequence[bool]) -> None:
+                with lock:
+                    good_count[0] += sum(good)
+                places.release()
+
+            while not self.tier.read(self.keys[batch * BATCH : (batch + 1) * BATCH], offsets, done):
+                time.sleep(0.001)
+        for _ in range(CALLS):
+            places.acquire()
+        took_s = time.perf_counter() - began_s
+        assert good_count[0] == len(order) * BATCH, self.tier.stats()
+        return len(order) * BATCH * self.chunk_nbytes / took_s
+
+    def clear(self) -> None:
+        """Make room for the next round."""
+        self.tier.drop(0)
+        self.tier.flush(10.0)
+
+    def close(self) -> None:
+        self.tier.close()
+
+
+def fio(directory: Path, mode: str, *, chunk_nbytes: int, total_nbytes: int, depth: int, engine: str) -> float:
+    """Bytes a second that fio reaches."""
+    words = [
+        "fio", "--name=beside", f"--filename={directory}/fio", f"--size={total_nbytes}", f"--rw={mode}",
+        f"--bs={chunk_nbytes}", "--direct=1", f"--ioengine={engine}", f"--iodepth={depth}", "--output-format=json",
+        "--fallocate=posix",
+    ]  # fmt: skip
+    if engine == "psync":
+        share = total_nbytes // depth
+        words += [f"--numjobs={depth}", "--thread", "--group_reporting", f"--size={share}", f"--offset_increment={share}"]
+    found = json.loads(subprocess.run(words, capture_output=True, check=True, text=True).stdout)
+    return float(found["jobs"][0]["read" if "read" in mode else "write"]["bw_bytes"])
+
+
+def compare(directory: Path, *, chunk_nbytes: int, total_nbytes: int, depth: int, rounds: int, engine: str) -> None:
+    """Measure one chunk size, and print medians."""
+    mine = Bench(directory, chunk_nbytes=chunk_nbytes, total_nbytes=total_nbytes, depth=depth, arena_nbytes=GIB)
+    speeds: dict[str, list[float]] = {name: [] for name in ("write", "fio write", "read", "fio read")}
+    given = {"chunk_nbytes": chunk_nbytes, "total_nbytes": total_nbytes, "depth": depth, "engine": engine}
+    mine.write()  # takes the room, as fio's first pass does
+    fio(directory, "write", **given)
+    for _ in range(rounds):
+        mine.clear()
+        speeds["write"].append(mine.write())
+        speeds["fio write"].append(fio(directory, "write", **given))
+        speeds["read"].append(mine.read())
+        speeds["fio read"].append(fio(directory, "read", **given))
+    mine.close()
+    (directory / "fio").unlink()
+    for name in ("write", "read"):
+        ours, theirs = statistics.median(speeds[name]), statistics.median(speeds[f"fio {name}"])
+        shown = " ".join(f"{value / MIB:.0f}/{beside / MIB:.0f}" for value, beside in zip(speeds[name], speeds[f"fio {name}"], strict=True))
+        print(
+            f"{name:5} {chunk_nbytes // MIB} MiB, depth {depth}: {ours / MIB:6.0f} MiB/s, fio ({engine}) "
+            f"{theirs / MIB:6.0f} MiB/s, ratio {ours / theirs:.2f}   rounds: {shown}",
+            flush=True,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--directory", type=Path, default=None, help="on the drive to be measured")
+    parser.add_argument("--gib", type=float, default=2.0, help="working set")
+    parser.add_argument("--depth", type=int, nargs="+", default=[4])
+    parser.add_argument("--mib", type=int, nargs="+", default=[1, 4], help="chunk sizes")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--engine", default="libaio", help="fio's: libaio, io_uring or psync")
+    asked = parser.parse_args()
+    directory = Path(tempfile.mkdtemp(prefix="raykv-tiers-", dir=asked.directory))
+    try:
+        for depth in asked.depth:
+            for mib in asked.mib:
+                compare(
+                    directory,
+                    chunk_nbytes=mib * MIB,
+                    total_nbytes=int(asked.gib * GIB),
+                    depth=depth,
+                    rounds=asked.rounds,
+                    engine=asked.engine,
+                )
+                shutil.rmtree(directory / "bench")
+    finally:
+        shutil.rmtree(directory)
+
+
+if __name__ == "__main__":
+    main()

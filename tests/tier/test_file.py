@@ -1,0 +1,772 @@
+"""Packs in a shared directory: what is written is found by whoever looks there, whatever breaks."""
+
+import contextlib
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import xxhash
+
+import raykv
+from raykv.config import FileTierConfig
+from raykv.errors import ConfigError
+from raykv.tier import file
+from raykv.tier.file import FileTier
+from raykv.tier.index import key_array
+from raykv.tier.packs import Folder
+from tests.tier.ssd_fixtures import Arena, Driven, Names, all_keys, content_of, keys_for, wait_for
+
+PACK = 1 << 20
+BLOCK = 4096
+
+
+@pytest.fixture(autouse=True)
+def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file, "RETRY_S", 0.1)
+    monkeypatch.setattr(file, "TELL_S", 0.02)
+
+
+class Shared(Driven):
+    """A file tier, with calls that wait."""
+
+    def __init__(self, path: Path, writer: str = "a", arena: Arena | None = None, **fields: Any) -> None:
+        self.arena = arena or Arena(16 << 20)
+        config = {"path": path, "capacity_nbytes": 64 * PACK, "pack_nbytes": PACK, "scan_s": 0.05, "seal_s": 0.2}
+        self.tier = FileTier(FileTierConfig.load({**config, **fields}), self.arena.view, writer, Names())  # type: ignore[assignment]
+        self.folder = path / "raykv"
+
+    def __enter__(self) -> "Shared":
+        return self
+
+    @property
+    def state(self) -> str:
+        return self.tier.stats()["state"]
+
+    def on(self) -> "Shared":
+        wait_for(lambda: self.state == "on")
+        return self
+
+    def sees(self, keys: list[bytes], *, here: bool = True) -> None:
+        wait_for(lambda: self.has(keys) == [here] * len(keys))
+
+    def packs(self) -> list[Path]:
+        return sorted(self.folder.glob("*.pack"))
+
+    def right(self, keys: list[bytes], nbytes: int) -> list[bool]:
+        """Which of them come; what comes is right."""
+        came: list[bool] = []
+        step = max(1, (4 << 20) // nbytes)  # the arena's slots come round again
+        for first in range(0, len(keys), step):
+            some = keys[first : first + step]
+            for key, content in zip(some, self.read(some, nbytes), strict=True):
+                assert content is None or content == content_of(key, nbytes)
+                came.append(content is not None)
+        return came
+
+
+def used_nbytes(folder: Path) -> int:
+    """What the files of a folder take up, while others change it."""
+    total = 0
+    for path in folder.iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            total += path.stat().st_blocks * 512
+    return total
+
+
+# -- what is written is read ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nbytes", [1, 100, BLOCK - 1, BLOCK, BLOCK + 1, 70_000, 1 << 18, PACK - 4 * BLOCK])
+def test_what_is_written_is_read_at_once_and_by_others(tmp_path, nbytes):
+    keys = keys_for(5)
+    with Shared(tmp_path).on() as one, Shared(tmp_path, "b").on() as other:
+        one.put(keys, nbytes)
+        assert one.right(keys, nbytes) == [True] * 5
+        other.sees(keys)
+        assert other.right(keys[::-1], nbytes) == [True] * 5
+        assert one.tier.stats()["written_nbytes"] == 5 * nbytes
+        assert other.tier.used_nbytes() == one.tier.used_nbytes() == 5 * nbytes
+        assert other.tier.used_nbytes(0) == 5 * nbytes
+        assert other.tier.used_nbytes(1) == 0
+
+
+def test_what_a_chunk_is_made_of_comes_back(tmp_path):
+    keys = keys_for(2)
+    until_s = time.time() + 1000.0
+    with Shared(tmp_path).on() as one, Shared(tmp_path, "b").on() as other:
+        one.write([one.chunk(keys[1], 5000, account=2, depth=7, parent=keys[0], reads=3, expires_s=until_s)])
+        other.sees([keys[1]])
+        for each in (one, other):
+            found = each.tier.find(key_array(keys))
+            assert found[0] is None
+            assert found[1] is not None
+            assert (found[1].nbytes, found[1].account, found[1].depth) == (5000, 2, 7)
+            assert (found[1].parent, found[1].reads, found[1].expires_s) == (keys[0], 3, until_s)
+
+
+def test_each_tells_of_its_own_packs_alone(tmp_path):
+    keys = keys_for(6)
+    with Shared(tmp_path).on() as one, Shared(tmp_path, "b").on() as other:
+        one.put(keys[:4], 5000)
+        other.put(keys[4:], 5000)
+        other.sees(keys)
+        one.sees(keys)
+        assert all_keys(one.tier) == set(keys[:4])
+        assert all_keys(other.tier) == set(keys[4:])
+        came, went = one.tier.take_changes()
+        assert {key.tobytes() for key in came} == set(keys[:4])
+        assert not len(went)
+        one.delete(keys[2:])
+        assert {key.tobytes() for key in one.tier.take_changes()[1]} == set(keys[2:4])
+
+
+def test_what_is_too_large_or_there_already_is_not_written(tmp_path):
+    keys = keys_for(3)
+    with Shared(tmp_path).on() as one:
+        assert one.write([one.chunk(keys[0], PACK), one.chunk(keys[1], 5000)]) == [False, True]
+        before = one.tier.stats()["disk_nbytes"]
+        assert one.write([one.chunk(keys[1], 5000), one.chunk(keys[1], 5000)]) == [True, True]
+        assert one.tier.stats()["disk_nbytes"] <= before + 2 * BLOCK  # a summary perhaps
+
+
+def test_a_start_finds_what_was_written_before_by_anybody(tmp_path):
+    keys = keys_for(40)
+    with Shared(tmp_path).on() as one:
+        one.put(keys, 60_000)
+        packs = len(one.packs())
+        assert packs >= 2
+    assert len(list(one.folder.glob("*.part"))) == 0
+    assert len(one.packs()) == packs + 1
+    for writer in ("a", "stranger"):
+        with Shared(tmp_path, writer).on() as later:
+            later.sees(keys)
+            assert later.right(keys, 60_000) == [True] * 40
+            assert all_keys(later.tier) == (set(keys) if writer == "a" else set())
+
+
+def test_a_pack_is_published_when_it_is_old_enough(tmp_path):
+    with Shared(tmp_path, seal_s=0.1).on() as one:
+        one.put(keys_for(1), 5000)
+        wait_for(lambda: len(one.packs()) == 1)
+        assert one.right(keys_for(1), 5000) == [True]
+        assert one.packs()[0].stat().st_size == PACK
+        assert one.packs()[0].stat().st_blocks * 512 < 8 * BLOCK, "what is not filled takes no room"
+
+
+def test_of_two_copies_the_later_one_stays_when_the_other_goes(tmp_path):
+    key = keys_for(1)
+    with Shared(tmp_path, seal_s=60.0).on() as one, Shared(tmp_path, "b", seal_s=60.0).on() as other:
+        one.put(key, 5000)
+        other.put(key, 5000)
+    with Shared(tmp_path, "c").on() as third:
+        third.sees(key)
+        third.packs()[0].unlink()
+        wait_for(lambda: third.tier.stats()["packs"] == 1)
+        assert third.right(key, 5000) == [True]
+
+
+def test_with_too_few_rows_the_newest_packs_are_known(tmp_path):
+    keys = keys_for(300)
+    with Shared(tmp_path, max_chunks=100).on() as one:
+        for first in range(0, 300, 30):
+            one.put(keys[first : first + 30], 20_000)
+        assert one.tier.stats()["chunks"] <= 100
+        assert all(one.has(keys[-30:]))
+    with Shared(tmp_path, "b", max_chunks=100).on() as other:
+        other.sees(keys[-30:])
+
+
+# -- deleted and dropped --------------------------------------------------------------------------------------------
+
+
+def test_what_is_deleted_stays_so_for_others_and_after_a_restart(tmp_path):
+    keys = keys_for(30)
+    with Shared(tmp_path).on() as one, Shared(tmp_path, "b").on() as other:
+        one.put(keys[:20], 20_000)
+        other.put(keys[20:], 20_000)
+        one.sees(keys)
+        assert one.delete(keys[10:25]) == 15
+        assert not any(one.has(keys[10:25]))
+        other.sees(keys[10:25], here=False)
+        assert all(other.has(keys[:10] + keys[25:]))
+    with Shared(tmp_path, "c").on() as later:
+        later.sees(keys[:10] + keys[25:])
+        assert not any(later.has(keys[10:25]))
+
+
+def test_what_is_stored_again_after_it_was_deleted_is_there(tmp_path):
+    keys = keys_for(4)
+    with Shared(tmp_path, seal_s=60.0).on() as one, Shared(tmp_path, "b").on() as other:
+        for _ in range(3):
+            one.put(keys, 5000)
+            assert one.delete(keys) == 4
+            assert one.right(keys, 5000) == [False] * 4
+        one.put(keys[:2], 5000)
+        other.put(keys[2:3], 5000)
+        assert one.right(keys[:2], 5000) == [True] * 2
+    with Shared(tmp_path, "c").on() as later:
+        later.sees(keys[:3])
+        assert later.right(keys, 5000) == [True, True, True, False]
+
+
+def test_a_dropped_account_stays_so_and_may_begin_again(tmp_path):
+    keys = keys_for(20)
+    with Shared(tmp_path).on() as one, Shared(tmp_path, "b").on() as other:
+        one.put(keys[:10], 5000, account=1)
+        one.put(keys[10:15], 5000, account=2)
+        other.sees(keys[:15])
+        assert other.tier.drop(1) == 10
+        one.sees(keys[:10], here=False)
+        one.put(keys[15:], 5000, account=1)
+        assert all(one.has(keys[10:]))
+    with Shared(tmp_path, "c").on() as later:
+        later.sees(keys[10:])
+        assert not any(later.has(keys[:10]))
+        assert later.tier.used_nbytes(1) == 5 * 5000
+
+
+def test_what_is_deleted_while_it_is_written_is_not_there(tmp_path, monkeypatch):
+    key, real, going = keys_for(1), os.pwritev, threading.Event()
+
+    def slow(*given):
+        going.set()
+        time.sleep(0.3)
+        return real(*given)
+
+    with Shared(tmp_path).on() as one:
+        monkeypatch.setattr(os, "pwritev", slow)
+        done = threading.Event()
+        results = []
+        assert one.tier.write([one.chunk(key[0], 5000)], lambda chunks, good: (results.extend(good), done.set())) == 1
+        assert going.wait(5.0)
+        one.delete(key)
+        assert done.wait(5.0)
+        assert results == [False]
+        assert one.has(key) == [False]
+    with Shared(tmp_path, "b").on() as later:
+        time.sleep(0.2)
+        assert later.has(key) == [False]
+
+
+def test_files_that_tell_what_is_gone_stay_few_and_go_when_nothing_older_is_left(tmp_path, monkeypatch):
+    monkeypatch.setattr(file, "TELL_S", 0.0)
+    monkeypatch.setattr(file, "MERGE_FILES", 4)
+    keys = keys_for(40)
+    with Shared(tmp_path).on() as one:
+        one.put(keys, 5000)
+        wait_for(lambda: len(one.packs()) == 1)
+        for key in keys[:30]:
+            one.delete([key])
+            wait_for(lambda: not one.tier._told.pending)
+        assert 1 <= len(list(one.folder.glob("*.gone"))) <= 6
+        with Shared(tmp_path, "b").on() as other:
+            other.sees(keys[30:])
+            assert not any(other.has(keys[:30]))
+        one.packs()[0].unlink()
+        wait_for(lambda: not list(one.folder.iterdir()))
+        wait_for(lambda: not len(one.tier._told))
+
+
+# -- room -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_packs_that_were_used_longest_ago_go_first(tmp_path):
+    keys = [keys_for(16, number) for number in range(8)]  # what a pack holds of this size
+    with Shared(tmp_path, capacity_nbytes=6 * PACK, scan_s=60.0).on() as one:
+        for number in range(4):
+            one.put(keys[number], 60_000)
+        wait_for(lambda: len(one.packs()) == 4)
+        packs = one.packs()
+        for age, pack in enumerate(packs):
+            os.utime(pack, (time.time() - 100 + age,) * 2)
+        assert all(one.right(keys[0], 60_000))
+        assert packs[0].stat().st_mtime > time.time() - 30
+        for number in range(4, 7):
+            one.put(keys[number], 60_000)
+            wait_for(lambda: not list(one.folder.glob("*.part")))
+        assert [all(one.has(some)) for some in keys[:7]] == [True, False, True, True, True, True, True]
+        assert [any(one.has(some)) for some in keys[:3]] == [True, False, True]
+        assert one.tier.stats()["packs_removed"] == 1
+
+
+def test_the_directory_keeps_within_its_capacity(tmp_path):
+    keys = keys_for(400)
+    with Shared(tmp_path, capacity_nbytes=5 * PACK).on() as one:
+        for first in range(0, 400, 10):
+            one.put(keys[first : first + 10], 60_000)
+            assert used_nbytes(one.folder) <= 5 * PACK
+        wait_for(lambda: not list(one.folder.glob("*.part")))
+        assert one.tier.stats()["packs_removed"] > 10
+        assert 3 * PACK <= used_nbytes(one.folder) <= 5 * PACK
+        assert all(one.has(keys[-20:]))
+
+
+# -- other processes ------------------------------------------------------------------------------------------------
+
+PROGRAM = """
+import sys, time, os, threading
+from pathlib import Path
+sys.path.insert(0, {root!r})
+from tests.tier import test_file
+from raykv.tier import file
+file.TELL_S = 0.02
+path, writer, salt, count, size, capacity = Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:7])
+with test_file.Shared(path, writer, capacity_nbytes=capacity).on() as tier:
+    keys = test_file.keys_for(count, salt)
+    print("ready", flush=True)
+    for first in range(0, count, 8):
+        good = tier.write([tier.chunk(key, size) for key in keys[first : first + 8]])
+        print(first, sum(good), flush=True)
+    print("done", flush=True)
+    sys.stdin.read()
+"""
+
+
+def child(path: Path, writer: str, salt: int, count: int, size: int, capacity: int = 64 * PACK) -> subprocess.Popen:
+    """A process that writes chunks, and then stays until its input ends."""
+    program = PROGRAM.format(root=str(Path(raykv.__file__).parents[1]))
+    arguments = [str(path), writer, *map(str, (salt, count, size, capacity))]
+    return subprocess.Popen(
+        [sys.executable, "-c", program, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+
+
+def end(process: subprocess.Popen) -> None:
+    process.communicate(timeout=20.0)
+    assert process.returncode == 0
+
+
+def test_two_processes_see_what_each_other_writes(tmp_path):
+    with Shared(tmp_path).on() as one:
+        process = child(tmp_path, "b", 1, 60, 30_000)
+        one.put(keys_for(60), 30_000)
+        one.sees(keys_for(60, 1))
+        assert one.right(keys_for(60, 1), 30_000) == [True] * 60
+        end(process)
+
+
+def kill_and_look(path: Path, rng: random.Random, number: int) -> None:
+    process = child(path, "n0", number, 4000, 20_000, 1000 * PACK)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    time.sleep(rng.random() * 0.3)
+    process.send_signal(signal.SIGKILL)
+    said = [line.split() for line in process.stdout.read().splitlines() if line != "done"]
+    process.wait()
+    if process.stdin:
+        process.stdin.close()
+    process.stdout.close()
+    written = sum(int(words[1]) for words in said)
+    keys = keys_for(4000, number)
+    with Shared(path, "n0", capacity_nbytes=1000 * PACK).on() as after:
+        wait_for(lambda: not list(after.folder.glob("*.part")))
+        wait_for(lambda: after.tier.stats()["packs"] == len(after.packs()))
+        here = after.has(keys)
+        assert all(here[:written]), "what was told to be written is there"
+        assert after.right(keys[:written], 20_000) == [True] * written
+        after.right(keys[written : written + 100], 20_000)
+    shutil.rmtree(path / "raykv")
+
+
+def test_a_killed_writer_leaves_whole_chunks(tmp_path, rng):
+    for number in range(2):
+        kill_and_look(tmp_path, rng, number)
+
+
+@pytest.mark.slow
+def test_a_writer_is_killed_at_many_moments(tmp_path, rng):
+    for number in range(40):
+        kill_and_look(tmp_path, rng, number)
+
+
+def test_several_that_make_room_at_once_do_not_empty_the_directory(tmp_path):
+    capacity = 12 * PACK
+    processes = [child(tmp_path, f"w{number}", number, 600, 60_000, capacity) for number in range(2)]
+    lowest, highest, full = 1 << 60, 0, False
+    while not all(process.poll() is not None or said_done(process) for process in processes):
+        folder = tmp_path / "raykv"
+        if not folder.exists():
+            continue
+        now = used_nbytes(folder)
+        full = full or now > capacity - 3 * PACK
+        if full:
+            lowest, highest = min(lowest, now), max(highest, now)
+        time.sleep(0.01)
+    for process in processes:
+        end(process)
+    assert full
+    assert lowest >= capacity - 6 * PACK
+    assert highest <= capacity + 2 * PACK
+
+
+def said_done(process: subprocess.Popen) -> bool:
+    """Whether it has written all; reads what it says meanwhile."""
+    if not hasattr(process, "said"):
+        assert process.stdout is not None
+        os.set_blocking(process.stdout.fileno(), False)
+        process.said = ""  # type: ignore[attr-defined]
+    with contextlib.suppress(BlockingIOError):
+        process.said += os.read(process.stdout.fileno(), 1 << 16).decode()  # type: ignore[attr-defined, union-attr]
+    return "done" in process.said  # type: ignore[attr-defined]
+
+
+# -- damage ---------------------------------------------------------------------------------------------------------
+
+
+def damage(path: Path, rng: random.Random, rounds: int) -> None:
+    nbytes, keys = 9000, keys_for(100)
+    with Shared(path / "whole").on() as one:
+        one.put(keys, nbytes)
+        one.delete(keys[:3])
+    for _ in range(rounds):
+        shutil.copytree(path / "whole", path / "hurt")
+        packs = sorted((path / "hurt/raykv").iterdir())
+        count = len(packs) - 1
+        victim = rng.choice(packs)
+        size = victim.stat().st_size
+        if rng.random() < 0.5:
+            os.truncate(victim, rng.randrange(size))
+        else:
+            with victim.open("r+b") as opened:
+                for _ in range(rng.choice((1, 1, 100))):
+                    at = rng.choice(
+                        (rng.randrange(size), rng.randrange(min(size, 100_000)), size - 1 - rng.randrange(4096))
+                    )
+                    opened.seek(at)
+                    byte = opened.read(1)[0]
+                    opened.seek(at)
+                    opened.write(bytes([byte ^ (1 << rng.randrange(8))]))
+        with Shared(path / "hurt", "b").on() as later:
+            wait_for(lambda later=later, count=count: later.tier.stats()["packs"] == count)
+            came = later.right(keys, nbytes)
+            assert later.state == "on"
+            if victim.suffix == ".gone":
+                assert all(came[3:])
+            else:
+                assert not any(came[:3])
+        shutil.rmtree(path / "hurt")
+
+
+def test_damaged_files_cost_misses_only(tmp_path, rng):
+    damage(tmp_path, rng, 12)
+
+
+@pytest.mark.slow
+def test_files_damaged_at_many_places_cost_misses_only(tmp_path, rng):
+    damage(tmp_path, rng, 200)
+
+
+def test_all_before_a_cut_is_served(tmp_path):
+    keys = keys_for(20)
+    with Shared(tmp_path, seal_s=60.0).on() as one:
+        for key in keys:  # a batch each: 4096 for its record and 8192 for the chunk
+            one.put([key], 8000)
+    pack = one.packs()[0]
+    os.truncate(pack, 10 * 3 * BLOCK + 100)
+    with Shared(tmp_path, "b").on() as later:
+        later.sees(keys[:10])
+        assert later.right(keys, 8000) == [True] * 10 + [False] * 10
+        assert later.tier.stats()["corrupt"] == 0
+
+
+def test_a_wrong_bit_in_a_chunk_is_a_miss_and_the_chunk_is_dropped(tmp_path):
+    keys = keys_for(3)
+    with Shared(tmp_path).on() as one:
+        one.put(keys, 4096)
+    with one.packs()[0].open("r+b") as opened:
+        opened.seek(2 * BLOCK + 77)
+        opened.write(b"\xff\x00\xff")
+    with Shared(tmp_path, "b").on() as later:
+        later.sees(keys)
+        assert later.right(keys, 4096) == [True, False, True]
+        assert later.tier.stats()["corrupt"] == 1
+        assert later.has(keys) == [True, False, True]
+
+
+def test_parts_that_nobody_will_seal_are_removed(tmp_path):
+    folder = Folder(tmp_path, "dead")
+    folder.prepare()
+    old, fresh = folder.name(time.time_ns() - 10**15, "part"), folder.name(time.time_ns(), "part")
+    for name in (old, fresh):
+        (folder.path / str(name)).write_bytes(bytes(BLOCK))
+    os.utime(folder.path / str(old), (1.0, 1.0))
+    (folder.path / "something else").write_text("not ours")
+    with Shared(tmp_path, "b").on():
+        wait_for(lambda: not (folder.path / str(old)).exists())
+        assert (folder.path / str(fresh)).exists()
+    with Shared(tmp_path, "dead").on():
+        wait_for(lambda: not (folder.path / str(fresh)).exists())
+    assert (folder.path / "something else").exists()
+
+
+def test_two_of_one_name_leave_each_other_s_parts_alone(tmp_path):
+    keys = keys_for(4)
+    with Shared(tmp_path, seal_s=60.0).on() as one:
+        one.put(keys[:2], 5000)
+        with Shared(tmp_path).on() as other:
+            other.put(keys[2:], 5000)
+            assert other.has(keys) == [False, False, True, True]
+            assert len(list(one.folder.glob("*.part"))) == 2
+        one.sees(keys)
+
+
+# -- file systems that fail -----------------------------------------------------------------------------------------
+
+
+def test_what_vanishes_costs_misses(tmp_path):
+    keys = keys_for(40)
+    with Shared(tmp_path).on() as one, Shared(tmp_path, "b", scan_s=60.0).on() as blind:
+        one.put(keys, 60_000)
+        wait_for(lambda: not list(one.folder.glob("*.part")))
+        with Shared(tmp_path, "c").on() as other:
+            other.sees(keys)
+            gone = one.packs()[0]
+            gone.unlink()
+            came = other.right(keys, 60_000)
+            assert 0 < sum(came) < 40
+            assert other.has(keys) == came
+            one_has = one.has
+            wait_for(lambda: one_has(keys) == came)
+        assert blind.state == "on"
+
+
+def test_a_directory_that_is_removed_turns_it_off_until_it_is_back(tmp_path):
+    keys = keys_for(10)
+    root = tmp_path / "mount"
+    with Shared(root).on() as one:
+        one.put(keys, 5000)
+        shutil.rmtree(root)
+        wait_for(lambda: one.state == "off")
+        assert "No such file" in one.tier.stats()["reason"]
+        assert one.tier.write([one.chunk(keys[0], 5000)], lambda chunks, good: None) == 0
+        assert not any(one.has(keys))
+        time.sleep(0.3)
+        assert not root.exists(), "nobody makes what was mounted there"
+        root.mkdir()
+        one.on()
+        wait_for(lambda: one.tier.stats()["chunks"] == 0)
+        one.put(keys, 5000)
+        assert one.right(keys, 5000) == [True] * 10
+
+
+def test_a_full_file_system_turns_it_off_for_writing_alone(tmp_path):
+    keys = keys_for(40)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    with Shared(tmp_path).on() as one:
+        one.put(keys[:10], 30_000)
+        wait_for(lambda: len(one.packs()) == 1)
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, before[1]))
+            with contextlib.suppress(AssertionError):
+                one.write([one.chunk(key, 30_000) for key in keys[10:30]], timeout_s=0.5)
+            wait_for(lambda: one.state == "off")
+            assert one.tier.stats()["reason"]
+            assert one.right(keys[:10], 30_000) == [True] * 10
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+            signal.signal(signal.SIGXFSZ, handler)
+        one.on()
+        one.put(keys[30:], 30_000)
+        assert one.right(keys[30:], 30_000) == [True] * 10
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 3 MiB, which only root may make."""
+    root = tmp_path / "disk"
+    root.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "none", str(root)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("no right to mount a file system")
+    yield root
+    subprocess.run(["umount", "-l", str(root)], check=True)
+
+
+def test_a_full_disk(small_disk):
+    keys = keys_for(200)
+    with Shared(small_disk, capacity_nbytes=32 * PACK).on() as one:
+        with contextlib.suppress(AssertionError):
+            one.write([one.chunk(key, 60_000) for key in keys], timeout_s=0.5)
+        wait_for(lambda: one.state == "off")
+        assert "No space left" in one.tier.stats()["reason"]
+        here = [key for key, is_here in zip(keys, one.has(keys), strict=True) if is_here]
+        assert len(here) > 20
+        assert one.right(here, 60_000) == [True] * len(here)
+        one.packs()[0].unlink()
+        one.on()
+
+
+def test_a_read_only_file_system_is_read(small_disk):
+    keys = keys_for(10)
+    with Shared(small_disk).on() as one:
+        one.put(keys, 5000)
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    with Shared(small_disk, "b") as later:
+        wait_for(lambda: later.state == "off")
+        later.sees(keys)
+        assert "Read-only" in later.tier.stats()["reason"]
+        assert later.right(keys, 5000) == [True] * 10
+        assert later.delete(keys[:2]) == 2
+        subprocess.run(["mount", "-o", "remount,rw", str(small_disk)], check=True)
+        later.on()
+    with Shared(small_disk, "c").on() as third:
+        third.sees(keys[2:])
+        assert not any(third.has(keys[:2]))
+
+
+def test_a_path_that_is_none_does_not_stop_a_start(tmp_path):
+    (tmp_path / "file").write_text("no directory")
+    with Shared(tmp_path / "file") as one:
+        wait_for(lambda: one.state == "off")
+        assert one.tier.write([one.chunk(keys_for(1)[0], 5000)], lambda chunks, good: None) == 0
+        assert not one.tier.read(key_array(keys_for(1)), [0], lambda arrived: None)
+
+
+@pytest.mark.parametrize("call", ["pwritev", "preadv", "fsync"])
+def test_nobody_waits_for_a_slow_file_system(tmp_path, monkeypatch, call):
+    keys, real, block = keys_for(8), getattr(os, call), threading.Event()
+
+    def slow(*given):
+        block.wait(10.0)
+        return real(*given)
+
+    with Shared(tmp_path, io_timeout_s=0.1, seal_s=0.1, scan_s=60.0).on() as one:
+        one.put(keys[:4], 5000)
+        monkeypatch.setattr(os, call, slow)
+        done = []
+        one.tier.write([one.chunk(key, 5000) for key in keys[4:]], lambda chunks, good: done.append(list(good)))
+        one.tier.read(key_array(keys[:4]), [0, 8192, 16384, 24576], lambda arrived: done.append(list(arrived)))
+        wait_for(lambda: one.state == "slow")
+        assert "longer than 0.1 s" in one.tier.stats()["reason"]
+        began_s = time.monotonic()
+        assert one.tier.write([one.chunk(xxhash.xxh3_128_digest(b"x"), 5000)], lambda chunks, good: None) == 0
+        assert not one.tier.read(key_array(keys[:4]), [0] * 4, lambda arrived: None)
+        one.has(keys)
+        one.tier.find(key_array(keys))
+        one.delete(keys[3:4])
+        one.tier.take_changes()
+        assert time.monotonic() - began_s < 0.1
+        block.set()
+        monkeypatch.setattr(os, call, real)
+        one.on()
+        wait_for(lambda: len(done) == 2)
+        assert [True] * 4 in done
+        assert one.tier.stats()["timeouts"] >= 1
+
+
+def test_close_does_not_wait_for_ever(tmp_path, monkeypatch):
+    monkeypatch.setattr(file, "CLOSE_S", 0.2)
+    keys, real, block, done = keys_for(30), os.pwritev, threading.Event(), []
+
+    def slow(*given):
+        block.wait(10.0)
+        return real(*given)
+
+    one = Shared(tmp_path).on()
+    monkeypatch.setattr(os, "pwritev", slow)
+    for key in keys:
+        one.tier.write([one.chunk(key, 5000)], lambda chunks, good: done.append(list(good)))
+    began_s = time.monotonic()
+    one.tier.close()
+    assert time.monotonic() - began_s < 1.0
+    assert all(good == [False] for good in done)
+    assert len(done) >= 20, "what was queued is called back"
+    block.set()
+
+
+def test_a_queue_that_is_full_takes_no_more(tmp_path, monkeypatch):
+    monkeypatch.setattr(file, "WRITE_QUEUE_CHUNKS", 4)
+    keys, real, block, done = keys_for(30), os.pwritev, threading.Event(), []
+
+    def slow(*given):
+        block.wait(10.0)
+        return real(*given)
+
+    with Shared(tmp_path).on() as one:
+        monkeypatch.setattr(os, "pwritev", slow)
+        taken = [one.tier.write([one.chunk(key, 5000)], lambda chunks, good: done.append(list(good))) for key in keys]
+        assert 4 <= sum(taken) <= 8
+        assert one.tier.stats()["refused"] == 30 - sum(taken)
+        block.set()
+        wait_for(lambda: done == [[True]] * sum(taken))
+
+
+def test_what_cannot_work_is_said():
+    for fields in ({"pack_nbytes": 5000}, {"pack_nbytes": 32 << 10}, {"capacity_nbytes": 100 << 20}):
+        with pytest.raises(ConfigError, match=next(iter(fields))):
+            FileTierConfig.load({"path": "/x", "capacity_nbytes": "4 GiB", **fields})
+
+
+# -- all of it at once ----------------------------------------------------------------------------------------------
+
+
+class Visitor(threading.Thread):
+    """Stores, deletes and reads chunks that nobody else does; knows what must be there."""
+
+    def __init__(self, tier: Shared, number: int, seed: float, steps: int) -> None:
+        super().__init__()
+        self.tier, self.keys, self.rng, self.steps = tier, keys_for(40, number), random.Random(seed), steps
+        self.sizes = {key: self.rng.choice((100, 5000, 60_000)) for key in self.keys}
+        self.stored: set[bytes] = set()
+        self.failure: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            for _ in range(self.steps):
+                self.step(self.rng.sample(self.keys, self.rng.randrange(1, 6)), self.rng.random())
+        except BaseException as error:
+            self.failure = error
+            raise
+
+    def step(self, keys: list[bytes], kind: float) -> None:
+        if kind < 0.45:
+            good = self.tier.write([self.tier.chunk(key, self.sizes[key]) for key in keys])
+            assert all(good)
+            self.stored.update(keys)
+        elif kind < 0.6:
+            self.tier.delete(keys)
+            self.stored.difference_update(keys)
+            assert not any(self.tier.has(keys))
+        else:
+            assert self.tier.right(keys[:1], self.sizes[keys[0]]) == [keys[0] in self.stored]
+
+
+def traffic(path: Path, rng: random.Random, steps: int) -> None:
+    """Three threads on two tiers: whoever looks, then or later, finds what was stored, and nothing that was deleted."""
+    with Shared(path, arena=Arena(64 << 20)).on() as one, Shared(path, "b", arena=Arena(64 << 20)).on() as two:
+        visitors = [Visitor(tier, number, rng.random(), steps) for number, tier in enumerate((one, two, one))]
+        for visitor in visitors:
+            visitor.start()
+        for visitor in visitors:
+            visitor.join()
+        assert not any(visitor.failure for visitor in visitors)
+        keys = [key for visitor in visitors for key in visitor.keys]
+        expected = [key in visitor.stored for visitor in visitors for key in visitor.keys]
+        for each in (one, two):
+            wait_for(lambda each=each: each.has(keys) == expected)
+    with Shared(path, "later").on() as later:
+        wait_for(lambda: later.has(keys) == expected)
+        for visitor in visitors:
+            for key in visitor.stored:
+                assert later.right([key], visitor.sizes[key]) == [True]
+
+
+def test_random_traffic(tmp_path, rng):
+    traffic(tmp_path, rng, 60)
+
+
+@pytest.mark.slow
+def test_much_random_traffic(tmp_path, rng):
+    for number in range(5):
+        traffic(tmp_path / str(number), rng, 400)

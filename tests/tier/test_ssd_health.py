@@ -1,0 +1,342 @@
+"""Drives that are full, read-only, gone, broken or slow: nobody waits, `stats` says so, and others go on."""
+
+import errno
+import fcntl
+import os
+import resource
+import shutil
+import struct
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from raykv.tier import drive, ssd
+from raykv.tier.index import key_array
+from tests.tier.ssd_fixtures import SEGMENT, Arena, Driven, all_keys, content_of, keys_for, wait_for
+
+NBYTES = 60_000
+FREEZE, THAW, SHUT_DOWN = 0xC0045877, 0xC0045878, 0x8004587D
+"""FIFREEZE, FITHAW and EXT4_IOC_SHUTDOWN."""
+QUICK_S = 0.5
+"""No call of the tier takes longer than this here, whatever the disk does."""
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is tried again is tried again soon."""
+    monkeypatch.setattr(drive, "RETRY_S", 0.3)
+    monkeypatch.setattr(ssd, "TIDY_S", 0.1)
+
+
+def run(*words: str) -> bool:
+    return subprocess.run(words, capture_output=True, check=False).returncode == 0
+
+
+@pytest.fixture
+def mount(tmp_path: Path) -> Iterator[Callable[..., Path]]:
+    """Makes file systems of their own."""
+    mounted: list[Path] = []
+
+    def mount_one(kind: str, nbytes: int, options: str = "noatime") -> Path:
+        path = tmp_path / f"mount{len(mounted)}"
+        path.mkdir()
+        if kind == "tmpfs":
+            words = ["mount", "-t", "tmpfs", "-o", f"size={nbytes}", "tmpfs", str(path)]
+        else:
+            image = tmp_path / f"image{len(mounted)}"
+            with open(image, "wb") as file:
+                file.truncate(nbytes)
+            if not shutil.which("mkfs.ext4") or not run("mkfs.ext4", "-q", "-F", str(image)):
+                pytest.skip("no mkfs.ext4")
+            words = ["mount", "-o", f"loop,{options}", str(image), str(path)]
+        if os.geteuid() != 0 or not run(*words):
+            pytest.skip("file systems cannot be mounted here")
+        mounted.append(path)
+        return path
+
+    yield mount_one
+    for path in mounted:
+        thaw(path)
+        run("umount", "-l", str(path))
+
+
+def control(path: Path, request: int, argument: bytes | int = 0) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.ioctl(fd, request, argument)
+    finally:
+        os.close(fd)
+
+
+def thaw(path: Path) -> None:
+    try:
+        control(path, THAW)
+    except OSError:
+        pass  # it is not frozen
+
+
+def state(driven: Driven, number: int = 0) -> str:
+    return str(driven.tier.stats()["paths"][number]["state"])
+
+
+def quickly(call: Callable[[], object]) -> object:
+    began_s = time.monotonic()
+    result = call()
+    assert time.monotonic() - began_s < QUICK_S
+    return result
+
+
+def offer(driven: Driven, salt: int, results: list[bool] | None = None) -> int:
+    """Offer chunks without waiting. Returns how many were taken."""
+    chunks = [driven.chunk(key, NBYTES) for key in keys_for(20, salt)]
+
+    def done(_: object, good: object) -> None:
+        if results is not None:
+            results.extend(good)  # type: ignore[call-overload]
+
+    return int(quickly(lambda: driven.tier.write(chunks, done)))  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("kind", ["tmpfs", "ext4"])
+def test_a_full_drive_reclaims_what_it_has(mount, kind: str):
+    path = mount(kind, 24 * SEGMENT)
+    (path / "other").write_bytes(bytes(12 * SEGMENT))
+    with Driven(path, capacity_nbytes=64 * SEGMENT).started() as driven:
+        for salt in range(40):
+            driven.put(keys_for(20, salt), NBYTES)
+        stats = driven.tier.stats()
+        assert stats["state"] == "on"
+        assert "No space left" in stats["reason"]
+        assert 3 < stats["paths"][0]["segments"] < 24
+        assert driven.read(keys_for(20, 39), NBYTES) == [content_of(key, NBYTES) for key in keys_for(20, 39)]
+        (path / "other").unlink()
+        before = stats["paths"][0]["segments"]
+
+        def grows() -> bool:
+            driven.put(keys_for(5, time.monotonic_ns()), NBYTES)
+            return bool(driven.tier.stats()["paths"][0]["segments"] > before)
+
+        wait_for(grows)
+        assert driven.tier.stats()["reason"] == ""
+
+
+def test_a_drive_that_is_full_from_the_beginning_is_off(mount):
+    path = mount("tmpfs", SEGMENT // 2)
+    with Driven(path).started() as driven:
+        wait_for(lambda: state(driven) == "off")
+        assert "No space left" in driven.tier.stats()["reason"]
+        assert offer(driven, 0) == 0
+        run("mount", "-o", f"remount,size={64 * SEGMENT}", str(path))
+        wait_for(lambda: state(driven) == "on")
+        driven.put(keys_for(20), NBYTES)
+
+
+def test_files_that_must_not_grow(tmp_path: Path):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with Driven(tmp_path).started() as driven:
+        wait_for(lambda: driven.tier.stats()["paths"][0]["segments"] == 2)
+        wait_for(lambda: not driven.tier._common.drives[0].io.busy())
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (SEGMENT // 2, before[1]))
+            (tmp_path / "raykv-test-n0" / "000000.segment").chmod(0o600)
+            results: list[bool] = []
+            wait_for(lambda: offer(driven, 0, results) == 0)
+            wait_for(lambda: state(driven) == "off")
+            assert "too large" in driven.tier.stats()["reason"]
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        wait_for(lambda: state(driven) == "on")
+        driven.put(keys_for(20, 1), NBYTES)
+
+
+def test_a_read_only_directory(mount):
+    path = mount("tmpfs", 64 * SEGMENT)
+    assert run("mount", "-o", "remount,ro", str(path))
+    with Driven(path).started() as driven:
+        assert state(driven) == "off"
+        assert "Read-only" in driven.tier.stats()["reason"]
+        assert offer(driven, 0) == 0
+        assert driven.tier.stats()["refused"] == 20
+        assert not quickly(lambda: driven.tier.read(key_array(keys_for(1)), [0], lambda _: None))
+        assert run("mount", "-o", "remount,rw", str(path))
+        wait_for(lambda: state(driven) == "on")
+        driven.put(keys_for(20), NBYTES)
+
+
+def test_one_of_two_read_only_while_running(mount, tmp_path: Path):
+    path = mount("ext4", 64 * SEGMENT, "noatime,errors=remount-ro")
+    device = next(line.split()[0] for line in Path("/proc/mounts").read_text().splitlines() if str(path) in line)
+    trigger = Path(f"/sys/fs/ext4/{Path(device).name}/trigger_fs_error")
+    if not trigger.exists():
+        pytest.skip("the kernel has no trigger_fs_error")
+    with Driven([path, tmp_path / "other"]).started() as driven:
+        for salt in range(5):
+            driven.put(keys_for(20, salt), NBYTES)
+        trigger.write_text("for a test")
+        wait_for(lambda: state(driven) == "off" and "Read-only" in driven.tier.stats()["reason"])
+        assert state(driven, 1) == "on"
+        for salt in range(5, 10):
+            driven.put(keys_for(20, salt), NBYTES)
+            assert driven.read(keys_for(20, salt), NBYTES) == [content_of(key, NBYTES) for key in keys_for(20, salt)]
+
+
+def test_a_directory_removed_while_running(tmp_path: Path):
+    with Driven(tmp_path / "ssd").started() as driven:
+        driven.put(keys_for(20), NBYTES)
+        shutil.rmtree(tmp_path / "ssd")
+        wait_for(lambda: state(driven) == "off" or not all_keys(driven.tier))
+        wait_for(lambda: state(driven) == "on")
+        assert not all_keys(driven.tier), "it was made anew, and is empty"
+        assert driven.tier.stats()["errors"] > 0
+        driven.put(keys_for(20, 1), NBYTES)
+        assert driven.read(keys_for(1, 1), NBYTES) == [content_of(keys_for(1, 1)[0], NBYTES)]
+    with Driven(tmp_path / "ssd").started() as driven:
+        assert all_keys(driven.tier) == set(keys_for(20, 1))
+
+
+def test_a_drive_that_breaks_and_comes_back(mount):
+    path = mount("ext4", 64 * SEGMENT)
+    arena = Arena()
+    with Driven(path, arena).started() as driven:
+        driven.put(keys_for(20), NBYTES)
+        driven.delete(keys_for(20)[:5])
+        assert driven.tier.flush(10.0)
+        control(path, SHUT_DOWN, struct.pack("I", 0))  # after writing down what is in memory
+        results: list[bool] = []
+        wait_for(lambda: offer(driven, 1, results) == 0 or state(driven) == "off")
+        wait_for(lambda: state(driven) == "off")
+        assert driven.tier.stats()["errors"] > 0
+        assert not any(driven.has(keys_for(20)))
+        driven.delete(keys_for(20)[5:10])  # while nobody knows what lies there
+        assert not driven.tier.flush(0.1)
+        wait_for(lambda: run("umount", str(path)))  # nobody holds on to it
+        image = path.with_name("image0")
+        assert run("mount", "-o", "loop,noatime", str(image), str(path))
+        wait_for(lambda: state(driven) == "on")
+        assert not any(driven.has(keys_for(20)[:10])), "deleted before, and meanwhile"
+        wait_for(lambda: driven.tier.flush(1.0))
+        left = set(keys_for(20)[10:])
+        assert all_keys(driven.tier) >= left
+        assert driven.read(sorted(left), NBYTES) == [content_of(key, NBYTES) for key in sorted(left)]
+    with Driven(path, arena).started() as driven:
+        assert all_keys(driven.tier) >= left
+        assert not any(driven.has(keys_for(20)[:10]))
+
+
+def test_a_drive_that_hangs(mount):
+    """A frozen file system: what is being written hangs in the kernel until it is thawed."""
+    path = mount("ext4", 64 * SEGMENT)
+    with Driven(path, io_timeout_s=0.4).started() as driven:
+        driven.put(keys_for(20), NBYTES)
+        control(path, FREEZE)
+        try:
+            results: list[bool] = []
+            taken = 0
+            for salt in range(1, 6):
+                taken += offer(driven, salt, results)
+            assert taken
+            wait_for(lambda: state(driven) == "slow")
+            stats = driven.tier.stats()
+            assert stats["state"] == "slow"
+            assert stats["timeouts"] == 1
+            assert offer(driven, 9) == 0
+            assert not quickly(lambda: driven.tier.read(key_array(keys_for(1)), [0], lambda _: None))
+            quickly(lambda: driven.delete(keys_for(3)))
+            assert quickly(lambda: driven.has(keys_for(4))) == [False] * 3 + [True]
+            assert not driven.tier.flush(0.05)
+            # What waited in the queue is called back, what is in the kernel is not: it may still read those bytes.
+            wait_for(lambda: len(results) > 0 or taken <= 4 * 20)
+        finally:
+            thaw(path)
+        wait_for(lambda: state(driven) == "on")
+        wait_for(lambda: len(results) == taken)
+        assert driven.tier.flush(10.0)
+        driven.put(keys_for(20, 7), NBYTES)
+        assert driven.tier.stats()["errors"] == 0
+    with Driven(path).started() as driven:
+        assert not any(driven.has(keys_for(3)))
+        assert all(driven.has(keys_for(20)[3:]))
+
+
+def test_one_of_two_that_hangs_does_not_hold_up_the_other(mount, tmp_path: Path):
+    path = mount("ext4", 64 * SEGMENT)
+    with Driven([path, tmp_path / "other"], io_timeout_s=0.4, capacity_nbytes=50 * SEGMENT).started() as driven:
+        control(path, FREEZE)
+        try:
+            results: list[bool] = []
+            taken = sum(offer(driven, salt, results) for salt in range(5))
+            wait_for(lambda: state(driven) == "slow")
+            assert state(driven, 1) == "on"
+            for salt in range(10, 15):
+                driven.put(keys_for(20, salt), NBYTES)
+                assert driven.read(keys_for(2, salt), NBYTES) == [content_of(key, NBYTES) for key in keys_for(2, salt)]
+        finally:
+            thaw(path)
+        wait_for(lambda: len(results) == taken)
+        assert all(results)
+
+
+def test_reads_that_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    hung = threading.Event()
+    hung.set()
+    preadv = os.preadv
+
+    def slow_preadv(*arguments):
+        hung.wait(20.0)
+        return preadv(*arguments)
+
+    with Driven(tmp_path, io_timeout_s=0.3, depth=2).started() as driven:
+        keys = keys_for(20)
+        for key in keys:
+            driven.put([key], NBYTES)
+        monkeypatch.setattr(os, "preadv", slow_preadv)
+        hung.clear()
+        called: list[list[bool]] = []
+        for key in keys:
+            assert quickly(lambda: driven.tier.read(key_array([key]), [driven.arena.slot(NBYTES)], called.append))  # noqa: B023
+        wait_for(lambda: state(driven) == "slow")
+        wait_for(lambda: len(called) == len(keys) - 2)
+        assert called == [[False]] * (len(keys) - 2), "called back though both threads hang"
+        assert not quickly(lambda: driven.tier.read(key_array(keys[:1]), [0], lambda _: None))
+        assert offer(driven, 3) == 0
+        hung.set()
+        wait_for(lambda: state(driven) == "on")
+        wait_for(lambda: len(called) == len(keys))
+        assert called[-2:] == [[True]] * 2, "late, but right"
+        assert driven.read(keys, NBYTES) == [content_of(key, NBYTES) for key in keys]
+
+
+def test_a_bad_spot_costs_its_chunk_and_many_turn_the_path_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    bad = [1]
+    preadv = os.preadv
+
+    def bad_preadv(*arguments):
+        if bad[0]:
+            bad[0] -= 1
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return preadv(*arguments)
+
+    monkeypatch.setattr(os, "preadv", bad_preadv)
+    with Driven(tmp_path).started() as driven:
+        keys = keys_for(20)
+        bad[0] = 0
+        for key in keys:
+            driven.put([key], NBYTES)
+        bad[0] = 1
+        assert driven.read(keys[:1], NBYTES) == [None]
+        assert driven.has(keys[:2]) == [False, True]
+        assert state(driven) == "on"
+        assert driven.tier.stats()["errors"] == 1
+        assert driven.read(keys[1:2], NBYTES) == [content_of(keys[1], NBYTES)]
+        bad[0] = 3
+        for key in keys[2:5]:
+            assert driven.read([key], NBYTES) == [None]
+        wait_for(lambda: state(driven) == "on")
+        assert driven.has(keys[5:]) == [True] * 15, "found again"
+        assert driven.tier.flush(5.0)
+    with Driven(tmp_path).started() as driven:
+        assert driven.has(keys) == [False, True, False, False, False] + [True] * 15
