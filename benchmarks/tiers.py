@@ -51,7 +51,8 @@ class Bench:
         random = np.random.default_rng(1)
         for start in range(0, arena_nbytes, 16 * MIB):
             self.arena[start : start + 16 * MIB] = random.bytes(min(16 * MIB, arena_nbytes - start))
-        self.slots = list(range(0, arena_nbytes - chunk_nbytes + 1, chunk_nbytes))
+        slots = list(range(0, arena_nbytes - chunk_nbytes + 1, chunk_nbytes))
+        self.slots, self.read_slots = slots[: len(slots) // 2], slots[len(slots) // 2 :]
         self.checksums = [xxhash.xxh3_64_intdigest(self.arena[slot : slot + chunk_nbytes]) for slot in self.slots]
         config = SsdConfig(paths=(directory,), capacity_nbytes=total_nbytes + total_nbytes // 8 + GIB // 2, depth=depth)
         self.tier = SsdTier(config, self.arena, "bench", OneName())
@@ -103,8 +104,8 @@ class Bench:
         began_s = time.perf_counter()
         for number, batch in enumerate(order.tolist()):
             places.acquire()
-            first = number % (len(self.slots) // BATCH) * BATCH
-            offsets = self.slots[first : first + BATCH]
+            first = number % (len(self.read_slots) // BATCH) * BATCH
+            offsets = self.read_slots[first : first + BATCH]
 
             def done(good: Sequence[bool]) -> None:
                 with lock:

@@ -520,15 +520,20 @@ class Node:
 
     def _locate(self, request: wire.Locate, session: NodeSession) -> Reply:
         keys = _keys(request.keys)
-        return Reply(wire.Located(*self._located(keys), wire.pack_bits(self._locator.cold(keys))))
+        found, cold = self._locator.locate(keys), self._locator.cold(keys)
+        unknown = [place for place, holders in enumerate(found) if not holders] if self.tiers else []
+        if unknown:  # what lies on a tier that all share is announced by none but its writer: the owner answers for it
+            below = np.array(unknown)[self.tiers.has(keys[unknown])]
+            if below.size:
+                cold = np.zeros(len(keys), np.bool_) if cold is None else cold
+                cold[below] = True
+                for place in below.tolist():
+                    found[place] = (self.config.node_id,)
+        return Reply(wire.Located(*_choices(found), wire.pack_bits(cold)))
 
     def _located(self, keys: KeyArray) -> tuple[tuple[tuple[NodeId, ...], ...], bytes]:
-        """What `wire.Located` says of keys."""
-        found = self._locator.locate(keys)
-        choices = tuple(holders for holders in dict.fromkeys(found) if holders)
-        numbers = {(): -1, **{holders: number for number, holders in enumerate(choices)}}
-        places = struct.pack(f"<{len(found)}i", *map(numbers.__getitem__, found))
-        return tuple([holders[-wire.MAX_HOLDERS :] for holders in choices]), places
+        """What `wire.Located` says of keys that this node cannot send."""
+        return _choices(self._locator.locate(keys))
 
     def _announce(self, request: wire.Announce, session: NodeSession) -> Reply:
         self._locator.remove(request.node_id, _keys(request.removed))
@@ -861,6 +866,14 @@ class Node:
             if not self._stopping.is_set():
                 log.critical("node %s: a background task died", self.config.node_id, exc_info=True)
                 self.failure = error
+
+
+def _choices(found: list[tuple[NodeId, ...]]) -> tuple[tuple[tuple[NodeId, ...], ...], bytes]:
+    """Holders of each key, as `wire.Located` says it."""
+    choices = tuple(holders for holders in dict.fromkeys(found) if holders)
+    numbers = {(): -1, **{holders: number for number, holders in enumerate(choices)}}
+    places = struct.pack(f"<{len(found)}i", *map(numbers.__getitem__, found))
+    return tuple([holders[-wire.MAX_HOLDERS :] for holders in choices]), places
 
 
 def _owner_changed(old: View, new: View, keys: KeyArray) -> Bits:

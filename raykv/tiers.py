@@ -344,7 +344,7 @@ class Tiers:
         return here
 
     def keys(self) -> KeyArray:
-        """All that some tier holds."""
+        """All that some tier holds, but for what other nodes know as well as we do."""
         return np.concatenate([keys_.empty(), *(tier.keys() for tier in self.tiers)])
 
     def take_changes(self) -> list[KeyArray]:
@@ -404,6 +404,11 @@ def open_tiers(config: NodeConfig, shard: Shard, lock: threading.Lock, *, change
 
         tiers.append(SsdTier(ssd, shard.arena.view, name, Names(shard, lock)))
         admissions.append(Admission(ssd.write_nbytes_per_day, now_s=time.monotonic()))
+    if config.storage.file is not None:
+        from raykv.tier.file import FileTier
+
+        tiers.append(FileTier(config.storage.file, shard.arena.view, name, Names(shard, lock)))
+        admissions.append(Admission(config.storage.file.write_nbytes_per_day, now_s=time.monotonic()))
     return Tiers(shard, lock, tiers, admissions=admissions, changed=changed)
 
 

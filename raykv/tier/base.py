@@ -115,11 +115,11 @@ class Tier(ABC):
 
     @abstractmethod
     def keys(self) -> KeyArray:
-        """All that is here."""
+        """All that is here; of a tier that all nodes share, what this one wrote."""
 
     @abstractmethod
     def take_changes(self) -> tuple[KeyArray, KeyArray]:
-        """Keys that came (written, or found at the start) and that went since the last call."""
+        """Of `keys`, those that came (written, or found at the start) and that went since the last call."""
 
     @abstractmethod
     def used_nbytes(self, account: int | None = None) -> int:

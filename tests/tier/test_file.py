@@ -195,6 +195,7 @@ def test_what_is_deleted_stays_so_for_others_and_after_a_restart(tmp_path):
         one.put(keys[:20], 20_000)
         other.put(keys[20:], 20_000)
         one.sees(keys)
+        other.sees(keys)
         assert one.delete(keys[10:25]) == 15
         assert not any(one.has(keys[10:25]))
         other.sees(keys[10:25], here=False)

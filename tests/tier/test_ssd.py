@@ -322,7 +322,7 @@ def test_several_threads_against_a_dictionary(tmp_path: Path, seed: int):
         assert driven.tier.stats()["errors"] == 0
         assert driven.tier.flush(10.0)
     here = all_keys(driven.tier)
-    with Driven(places, arena=arena, capacity_nbytes=5 * SEGMENT).started() as driven:
+    with Driven(places, arena=arena, capacity_nbytes=20 * SEGMENT).started() as driven:  # so that it reclaims nothing
         assert all_keys(driven.tier) == here
         for key in here:
             nbytes = sizes[key[0] % len(sizes)]
