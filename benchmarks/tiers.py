@@ -138,7 +138,13 @@ def fio(directory: Path, mode: str, *, chunk_nbytes: int, total_nbytes: int, dep
     ]  # fmt: skip
     if engine == "psync":
         share = total_nbytes // depth
-        words += [f"--numjobs={depth}", "--thread", "--group_reporting", f"--size={share}", f"--offset_increment={share}"]
+        words += [
+            f"--numjobs={depth}",
+            "--thread",
+            "--group_reporting",
+            f"--size={share}",
+            f"--offset_increment={share}",
+        ]
     found = json.loads(subprocess.run(words, capture_output=True, check=True, text=True).stdout)
     return float(found["jobs"][0]["read" if "read" in mode else "write"]["bw_bytes"])
 
@@ -160,7 +166,10 @@ def compare(directory: Path, *, chunk_nbytes: int, total_nbytes: int, depth: int
     (directory / "fio").unlink()
     for name in ("write", "read"):
         ours, theirs = statistics.median(speeds[name]), statistics.median(speeds[f"fio {name}"])
-        shown = " ".join(f"{value / MIB:.0f}/{beside / MIB:.0f}" for value, beside in zip(speeds[name], speeds[f"fio {name}"], strict=True))
+        shown = " ".join(
+            f"{value / MIB:.0f}/{beside / MIB:.0f}"
+            for value, beside in zip(speeds[name], speeds[f"fio {name}"], strict=True)
+        )
         print(
             f"{name:5} {chunk_nbytes // MIB} MiB, depth {depth}: {ours / MIB:6.0f} MiB/s, fio ({engine}) "
             f"{theirs / MIB:6.0f} MiB/s, ratio {ours / theirs:.2f}   rounds: {shown}",

@@ -116,7 +116,7 @@ class Room:
         self.chunks = len(ready)
         self._in_use = len(ready)  # rows that `total_nbytes` counts
         self._left_behind = 0  # rows whose chunk went before those that follow it; see `give_back`
-        self._resting: list[tuple[float, Rows]] = [(now_s + QUARANTINE_S, unfinished)]
+        self._resting: list[tuple[float, Rows]] = self._go_on_resting(unfinished, now_s)
         self._resting_rows = set(unfinished.tolist())
         self._tending = False
         if self.policies.remember:
@@ -220,10 +220,24 @@ class Room:
             self._unlink(rows)
             self._give_back(rows)
 
+    def _go_on_resting(self, unfinished: Rows, now_s: float) -> list[tuple[float, Rows]]:
+        """Rows that a process before this one left unfinished rest from now on, but for those that rested already.
+
+        How long, is in their `inserted`: no row that holds a chunk has one that lies ahead.
+        """
+        table, inserted = self._table, self._table.columns.inserted
+        now, latest = table.ticks(now_s), table.ticks(now_s + QUARANTINE_S)
+        ends = inserted[unfinished]
+        rested = (ends > now) & (ends <= latest)
+        inserted[unfinished[~rested]] = latest
+        groups = [(table.seconds(end), unfinished[rested & (ends == end)]) for end in np.unique(ends[rested]).tolist()]
+        return [*groups, (now_s + QUARANTINE_S, unfinished[~rested])]
+
     def rest(self, rows: Rows, *, now_s: float) -> None:
         """Free unfinished rows of a writer that was cut off. Their slots come back after QUARANTINE_S."""
         if rows.size:
             self._unlink(rows)
+            self._table.columns.inserted[rows] = self._table.ticks(now_s + QUARANTINE_S)
             self._resting.append((now_s + QUARANTINE_S, rows))
             self._resting_rows.update(rows.tolist())
 
@@ -325,6 +339,13 @@ class Room:
             rows = np.flatnonzero(parents >= 0)
             rows = rows[columns.nbytes[parents[rows]] == 0] + first
             self._let_go(rows.astype(np.int32))
+
+    def let_go(self, account: int) -> bool:
+        """Whether nothing counts under an account's number. Then its counters begin anew."""
+        unused = not self._used_cells[account]
+        if unused:
+            self.departures[account] = self.reads_of_gone[account] = 0
+        return unused
 
     # -- ahead of need -----------------------------------------------------------------------------------------------
 

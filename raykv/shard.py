@@ -138,7 +138,7 @@ class Shard:
         self.room = Room(config, table, slots, ready=ready, unfinished=unfinished, now_s=now_s)
         self.counters = self.room.counters
         self.accounts = Accounts(table)
-        self.accounts.let_go = self._let_go
+        self.accounts.let_go = self.room.let_go
         self._writer = table.reader(arena.view)
         self._now = table.ticks(now_s)
         self._doomed: dict[int, int] = {}  # pinned rows of accounts that were dropped, and their generations then
@@ -792,13 +792,6 @@ class Shard:
         self.room.over_quota.add(account)
         if self.room.policies.own(account) != config.policy:
             self.use_policy(account, config.policy, now_s=now_s)
-
-    def _let_go(self, account: int) -> bool:
-        """Whether nothing counts under an account's number. Then its counters begin anew."""
-        unused = not self.room.used_nbytes[account]
-        if unused:
-            self.room.departures[account] = self.room.reads_of_gone[account] = 0
-        return bool(unused)
 
     def doomed(self, account: int, *, now_s: float) -> tuple[Rows, npt.NDArray[np.uint32]]:
         """What is to go when an account is dropped now: rows and their generations, for `drop_doomed`."""

@@ -104,6 +104,8 @@ class Tiers:
         """
         self.tiers, self._shard, self._lock, self._changed = tuple(tiers), shard, lock, changed
         self._admissions = tuple(admissions)
+        self._taking = threading.Lock()
+        self._taken: list[KeyArray] = []  # changes that nobody was told of yet
         self._rising: dict[bytes, _Rising] = {}
         self._rising_nbytes = 0
         self._most_nbytes = shard.arena.nbytes // PROMOTED_SHARE
@@ -349,24 +351,36 @@ class Tiers:
 
     def take_changes(self) -> list[KeyArray]:
         """Keys that came to a tier or went from one since the last call."""
-        changes: list[KeyArray] = []
-        for tier in self.tiers:
-            came, went = tier.take_changes()
-            changes += [came, went]
-            if len(went):
-                with self._lock:
-                    self._shard.room.ledger.note(
-                        went, Reason.EVICTED, tier=Place[tier.name.upper()], now_s=time.monotonic()
-                    )
+        with self._taking:
+            changes, self._taken = self._taken, []
+            for tier in self.tiers:
+                changes += self._take(tier, Reason.EVICTED)
         return changes
+
+    def _take(self, tier: Tier, reason: Reason) -> tuple[KeyArray, KeyArray]:
+        came, went = tier.take_changes()
+        if len(went):
+            with self._lock:
+                self._shard.room.ledger.note(went, reason, tier=Place[tier.name.upper()], now_s=time.monotonic())
+        return came, went
 
     def delete(self, keys: KeyArray) -> int:
         """Forget chunks. Returns how many were there, each tier's counted."""
-        return sum(tier.delete(keys) for tier in self.tiers)
+        return self._forget(lambda tier: tier.delete(keys), Reason.DELETED)
 
     def drop(self, account: int) -> int:
         """Forget an account's chunks. Returns how many there were."""
-        return sum(tier.drop(account) for tier in self.tiers)
+        return self._forget(lambda tier: tier.drop(account), Reason.DROPPED)
+
+    def _forget(self, how: Callable[[Tier], int], reason: Reason) -> int:
+        """What goes between these two looks goes for this reason."""
+        count = 0
+        with self._taking:
+            for tier in self.tiers:
+                self._taken += self._take(tier, Reason.EVICTED)
+                count += how(tier)
+                self._taken += self._take(tier, reason)
+        return count
 
     def set_quota(self, account: int, nbytes: int | None) -> None:
         """Bound what an account's chunks may take on the SSDs; None: no bound but their capacity."""

@@ -11,9 +11,10 @@ import pytest
 
 import raykv
 from raykv import keys as keys_
+from raykv import wire
 from raykv.config import NamespaceConfig
 from raykv.embedded import EmbeddedCluster
-from raykv.errors import ConfigError, PeerUnavailable, TransientError
+from raykv.errors import ConfigError, PeerUnavailable, TransientError, UsageError
 from raykv.namespaces import register_paths
 from tests.test_shard import names_to_keys
 from tests.test_tiers import House, fill
@@ -307,6 +308,44 @@ def test_a_damaged_list_does_no_harm(shm_dir: Path, caplog):
         again.stop(unlink=True)
 
 
+def test_a_place_that_cannot_be_written_does_no_harm(tmp_path: Path, caplog):
+    ssd = {"paths": [tmp_path / "ssd"], "capacity_nbytes": "32 MiB", "segment_nbytes": "1 MiB"}
+    with cluster(1, ssd=ssd) as running:
+        (path,) = register_paths(running.nodes[0].config)
+        path.with_name(path.name + ".new").mkdir()
+        assert running.client(MINE).configure(ttl_s=500) == 1
+        assert "cannot be kept" in caplog.text
+        assert running.client(MINE).drop_namespace() == 0
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        wire.Configure(b"{"),
+        wire.Configure(b'{"model": "m"}', b"[]"),
+        wire.Configure(b'{"color": 1}', b"{}", True),
+        wire.Configure(b'{"model": "m"}', b'{"policy": 5}'),
+        wire.Adopt(b"garbage"),
+        wire.Adopt(b'{"version": 1, "entries": [{}]}'),
+        wire.Hint(b"k" * 16, ttl_s=float("nan")),
+        wire.Hint(b"k" * 16, priority=1000),
+        wire.Hint(b"k" * 15),
+        wire.Why(b"k" * 15),
+    ],
+)
+def test_a_message_that_is_wrong_is_refused(request_):
+    with cluster(1) as running:
+        client = running.client(MINE)
+        put(client, ["a"])
+        with pytest.raises(UsageError):
+            client._reach.call("node-0", request_, time.monotonic() + 5)
+        client._reach.call("node-0", wire.Report(b"nobody", {"x": 1}), time.monotonic() + 5)
+        mine = MINE.account.digest
+        client._reach.call("node-0", wire.Report(mine, {"x" * 99: 5, "y": -1}, (-3,)), time.monotonic() + 5)
+        assert here(client, ["a"]) == 1
+        assert [each["namespace"] for each in client.namespaces()] == [MINE]
+
+
 def test_numbers_of_dropped_accounts_are_used_again():
     with cluster(1) as running:
         client, node = running.client(MINE), running.nodes[0]
@@ -433,15 +472,22 @@ def test_an_ssd_is_part_of_it(shm_dir: Path, tmp_path: Path):
         assert below(OTHER) == 0
         places = [why.tier for why in client.why([f"{number}-0" for number in range(20)]) if why.reason == "here"]
         assert "ssd" in places
-        assert here(other, names(20)) == 20, "what goes first is what has been written down"
-        went = client.drop_namespace()
-        assert went >= 100
+        every = [f"{number}-{place}" for number in range(20) for place in range(50)]
+        was_below = [
+            name for name, why in zip(every, client.why(every), strict=True) if why.tier == "ssd" and why.nbytes
+        ]
+        assert client.delete(was_below[:2]) == 2
+        assert {(why.reason, why.tier) for why in client.why(was_below[:2])} == {("deleted", "ssd")}
+        del was_below[:2]
+        assert client.drop_namespace() >= len(was_below) > 50
         assert below(MINE) == 0
-        assert {why.reason for why in client.why(names(50, "19-"))} <= {"dropped", "evicted"}
+        assert {(why.reason, why.tier) for why in client.why(was_below)} == {("dropped", "ssd")}
+        put(client, ["x"])
+        client.flush()
         client.configure(tiers="ssd")
         put(client, names(300, "again"))
         client.flush()
-        until(lambda: below(MINE) > 1 << 18)
+        until(lambda: below(MINE) > 0)
         config = node.config
         node.stop(leave=True)
         for path in shm_dir.iterdir():  # the host is started again
@@ -450,5 +496,5 @@ def test_an_ssd_is_part_of_it(shm_dir: Path, tmp_path: Path):
         reborn.start()
         until(lambda: reborn.tiers.stats()["tiers"]["ssd"]["state"] == "on")
         number = reborn.shard.accounts.find(MINE.digest)
-        assert reborn.tiers.tiers[0].used_nbytes(number) > 1 << 18, "what was stored since the drop is still there"
+        assert reborn.tiers.tiers[0].used_nbytes(number) > 0, "what was stored since the drop is still there"
         reborn.stop(unlink=True)

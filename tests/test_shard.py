@@ -964,6 +964,30 @@ def test_a_new_process_takes_over_what_was_published(shm_dir, on_files):
     again.shard.close()
 
 
+def test_processes_that_die_one_after_the_other_do_not_make_slots_rest_for_ever(shm_dir, on_files):
+    """What rested when a process died goes on resting, and no longer than it would have."""
+    bench, closed = on_files, []
+    lent = bench.lend(4, 64 * KIB)
+    for life in range(3):
+        prefix = crashed(bench.shard, shm_dir, f"life-{life}")
+        now_s = bench.now_s + QUARANTINE_S / 4
+        bench = Bench(Shard.open(config_for(shm_dir), prefix, now_s=now_s))
+        bench.now_s = now_s
+        closed.append(bench.shard)
+        bench.lend(1, 64 * KIB)
+        assert set(lent.rows.tolist()) <= set(bench.shard.room.resting.tolist())
+        assert len(bench.shard.room.resting) == 4 + life
+    bench.now_s += QUARANTINE_S / 4
+    bench.shard.tend(now_s=bench.now_s)
+    assert len(bench.shard.room.resting) == 2, "those of the first process are back, later ones are not"
+    check_invariants(bench.shard)
+    bench.now_s += QUARANTINE_S
+    bench.shard.tend(now_s=bench.now_s)
+    assert not len(bench.shard.room.resting)
+    for shard in closed:
+        shard.close()
+
+
 # -- everything at once -----------------------------------------------------------------------------------------------
 
 

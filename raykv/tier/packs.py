@@ -195,8 +195,18 @@ class Folder:
             try:
                 _write(fd, [space[:nbytes]], 0)
                 self._publish(fd, part, "gone")
+            except OSError:
+                self._discard(part)
+                raise
             finally:
                 os.close(fd)
+
+    def _discard(self, name: Name) -> None:
+        """Remove a file of no use, if that is possible."""
+        try:
+            os.unlink(self.path / str(name))
+        except OSError:
+            pass
 
     def take_over(self, name: Name) -> None:
         """Seal a part that an earlier process of this node left, if there is anything in it; else remove it.
@@ -264,6 +274,7 @@ class Part:
                 os.ftruncate(self._fd, nbytes)
             except OSError:
                 os.close(self._fd)
+                folder._discard(self.name)
                 raise
 
     def fits(self, *, blocks: int, entries: int, texts: set[bytes]) -> bool:

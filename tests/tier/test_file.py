@@ -1,6 +1,7 @@
 """Packs in a shared directory: what is written is found by whoever looks there, whatever breaks."""
 
 import contextlib
+import errno
 import os
 import random
 import resource
@@ -20,7 +21,7 @@ import xxhash
 import raykv
 from raykv.config import FileTierConfig
 from raykv.errors import ConfigError
-from raykv.tier import file
+from raykv.tier import file, packs
 from raykv.tier.file import FileTier
 from raykv.tier.index import key_array
 from raykv.tier.packs import Folder
@@ -319,7 +320,7 @@ import sys, time, os, threading
 from pathlib import Path
 sys.path.insert(0, {root!r})
 from tests.tier import test_file
-from raykv.tier import file
+from raykv.tier import file, packs
 file.TELL_S = 0.02
 path, writer, salt, count, size, capacity = Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:7])
 with test_file.Shared(path, writer, capacity_nbytes=capacity).on() as tier:
@@ -406,8 +407,9 @@ def test_several_that_make_room_at_once_do_not_empty_the_directory(tmp_path):
     for process in processes:
         end(process)
     assert full
-    assert lowest >= capacity - 6 * PACK
-    assert highest <= capacity + 2 * PACK
+    # Each keeps room for the part that it fills, and removes whole packs, at most one too much.
+    assert lowest >= capacity - 5 * PACK
+    assert highest <= capacity + PACK, "the part that the other one has just begun"
 
 
 def said_done(process: subprocess.Popen) -> bool:
@@ -424,6 +426,21 @@ def said_done(process: subprocess.Popen) -> bool:
 # -- damage ---------------------------------------------------------------------------------------------------------
 
 
+def hurt(victim: Path, rng: random.Random) -> int:
+    """Cut a file, or flip bits of it. Returns how many were flipped, 0 if it was cut."""
+    size, flips = victim.stat().st_size, rng.choice((0, 1, 1, 100))
+    if not flips:
+        os.truncate(victim, rng.randrange(size))
+    with victim.open("r+b") as opened:
+        for _ in range(flips):
+            place = rng.choice((rng.randrange(size), rng.randrange(min(size, 100_000)), size - 1 - rng.randrange(4096)))
+            opened.seek(place)
+            byte = opened.read(1)[0]
+            opened.seek(place)
+            opened.write(bytes([byte ^ (1 << rng.randrange(8))]))
+    return flips
+
+
 def damage(path: Path, rng: random.Random, rounds: int) -> None:
     nbytes, keys = 9000, keys_for(100)
     with Shared(path / "whole").on() as one:
@@ -431,30 +448,16 @@ def damage(path: Path, rng: random.Random, rounds: int) -> None:
         one.delete(keys[:3])
     for _ in range(rounds):
         shutil.copytree(path / "whole", path / "hurt")
-        packs = sorted((path / "hurt/raykv").iterdir())
-        count = len(packs) - 1
-        victim = rng.choice(packs)
-        size = victim.stat().st_size
-        if rng.random() < 0.5:
-            os.truncate(victim, rng.randrange(size))
-        else:
-            with victim.open("r+b") as opened:
-                for _ in range(rng.choice((1, 1, 100))):
-                    at = rng.choice(
-                        (rng.randrange(size), rng.randrange(min(size, 100_000)), size - 1 - rng.randrange(4096))
-                    )
-                    opened.seek(at)
-                    byte = opened.read(1)[0]
-                    opened.seek(at)
-                    opened.write(bytes([byte ^ (1 << rng.randrange(8))]))
+        files = sorted((path / "hurt/raykv").iterdir())
+        count, victim = len(files) - 1, rng.choice(files)
+        flips = hurt(victim, rng)
         with Shared(path / "hurt", "b").on() as later:
             wait_for(lambda later=later, count=count: later.tier.stats()["packs"] == count)
+            wait_for(lambda later=later: later.tier._told.latest > 0 or victim.suffix == ".gone")
             came = later.right(keys, nbytes)
             assert later.state == "on"
-            if victim.suffix == ".gone":
-                assert all(came[3:])
-            else:
-                assert not any(came[:3])
+            assert victim.suffix == ".gone" or not any(came[:3])
+            assert flips != 1 or sum(came[3:]) >= 96, "one bit is in one chunk, or in what is there twice"
         shutil.rmtree(path / "hurt")
 
 
@@ -632,6 +635,54 @@ def test_a_path_that_is_none_does_not_stop_a_start(tmp_path):
         wait_for(lambda: one.state == "off")
         assert one.tier.write([one.chunk(keys_for(1)[0], 5000)], lambda chunks, good: None) == 0
         assert not one.tier.read(key_array(keys_for(1)), [0], lambda arrived: None)
+
+
+def test_a_read_only_directory_that_holds_too_much_is_read(small_disk):
+    keys = keys_for(30)
+    with Shared(small_disk).on() as one:
+        one.put(keys, 60_000)
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    with Shared(small_disk, "b", capacity_nbytes=256 << 10, pack_nbytes=64 << 10) as later:
+        later.sees(keys)
+        wait_for(lambda: later.tier.stats()["errors"] > 2)
+        assert later.right(keys, 60_000) == [True] * 30
+
+
+def test_a_read_error_turns_it_off_for_a_while(tmp_path, monkeypatch):
+    keys, real, broken = keys_for(10), os.preadv, [True]
+
+    def bad(*given):
+        if broken[0]:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(*given)
+
+    with Shared(tmp_path).on() as one:
+        one.put(keys, 5000)
+        monkeypatch.setattr(file, "RETRY_S", 0.5)
+        monkeypatch.setattr(os, "preadv", bad)
+        assert one.right(keys[:2], 5000) == [False] * 2
+        assert one.state == "off"
+        assert "Input/output" in one.tier.stats()["reason"]
+        assert not one.tier.read(key_array(keys), [0] * 10, lambda arrived: None)
+        broken[0] = False
+        one.on()
+        assert one.right(keys[2:], 5000) == [True] * 8
+
+
+def test_without_locks_two_of_one_name_still_read_right_bytes(tmp_path, monkeypatch):
+    monkeypatch.setattr(packs, "_lock", lambda fd: True)
+    keys = keys_for(60)
+    with Shared(tmp_path, seal_s=60.0).on() as one:
+        one.put(keys[:10], 30_000)
+        with Shared(tmp_path).on() as other:
+            other.sees(keys[:10])
+            one.put(keys[10:], 30_000)
+            other.sees(keys[40:50])
+            assert one.right(keys, 30_000) == [True] * 60
+            other.right(keys, 30_000)
+    with Shared(tmp_path, "c").on() as later:
+        later.sees(keys)
+        assert later.right(keys, 30_000) == [True] * 60
 
 
 @pytest.mark.parametrize("call", ["pwritev", "preadv", "fsync"])

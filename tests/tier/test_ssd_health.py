@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from raykv.tier import drive, ssd
+from raykv.tier import drive, ssd, upkeep
 from raykv.tier.index import key_array
 from tests.tier.ssd_fixtures import SEGMENT, Arena, Driven, all_keys, content_of, keys_for, wait_for
 
@@ -29,6 +29,7 @@ QUICK_S = 0.5
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is tried again is tried again soon."""
     monkeypatch.setattr(drive, "RETRY_S", 0.3)
+    monkeypatch.setattr(upkeep, "GROW_S", 0.3)
     monkeypatch.setattr(ssd, "TIDY_S", 0.1)
 
 
