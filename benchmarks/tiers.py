@@ -1,9 +1,10 @@
-"""What an SSD tier reaches, beside `fio` with O_DIRECT at the same block size and depth. Run by hand:
+"""What an SSD tier reaches, beside `fio` with O_DIRECT at the same block size and depth.
 
-    python -m benchmarks.tiers --directory /path/on/the/drive
+Run by hand: `python -m benchmarks.tiers --directory /path/on/the/drive`
 
 Chunks are written (demoted) one after another, and read back (promoted) in batches, in a random order of batches. The
-rounds of both are interleaved, since a drive's speed changes with time; medians and their ratio are shown.
+rounds of both are interleaved, since a drive's speed changes with time; medians and their ratio are shown. `fio` writes
+a file of its own, and reads the tier's segments: what lies elsewhere on a virtual drive may be slower or faster.
 """
 
 import argparse
@@ -129,22 +130,15 @@ class Bench:
         self.tier.close()
 
 
-def fio(directory: Path, mode: str, *, chunk_nbytes: int, total_nbytes: int, depth: int, engine: str) -> float:
+def fio(files: Sequence[Path], mode: str, *, chunk_nbytes: int, total_nbytes: int, depth: int, engine: str) -> float:
     """Bytes a second that fio reaches."""
     words = [
-        "fio", "--name=beside", f"--filename={directory}/fio", f"--size={total_nbytes}", f"--rw={mode}",
+        "fio", "--name=beside", f"--filename={':'.join(map(str, files))}", f"--size={total_nbytes}", f"--rw={mode}",
         f"--bs={chunk_nbytes}", "--direct=1", f"--ioengine={engine}", f"--iodepth={depth}", "--output-format=json",
-        "--fallocate=posix",
+        "--fallocate=posix", "--file_service_type=sequential",
     ]  # fmt: skip
-    if engine == "psync":
-        share = total_nbytes // depth
-        words += [
-            f"--numjobs={depth}",
-            "--thread",
-            "--group_reporting",
-            f"--size={share}",
-            f"--offset_increment={share}",
-        ]
+    if mode == "read":
+        words.append("--readonly")
     found = json.loads(subprocess.run(words, capture_output=True, check=True, text=True).stdout)
     return float(found["jobs"][0]["read" if "read" in mode else "write"]["bw_bytes"])
 
@@ -155,13 +149,15 @@ def compare(directory: Path, *, chunk_nbytes: int, total_nbytes: int, depth: int
     speeds: dict[str, list[float]] = {name: [] for name in ("write", "fio write", "read", "fio read")}
     given = {"chunk_nbytes": chunk_nbytes, "total_nbytes": total_nbytes, "depth": depth, "engine": engine}
     mine.write()  # takes the room, as fio's first pass does
-    fio(directory, "write", **given)
+    beside = [directory / "fio"]
+    fio(beside, "write", **given)
     for _ in range(rounds):
         mine.clear()
         speeds["write"].append(mine.write())
-        speeds["fio write"].append(fio(directory, "write", **given))
+        speeds["fio write"].append(fio(beside, "write", **given))
         speeds["read"].append(mine.read())
-        speeds["fio read"].append(fio(directory, "read", **given))
+        segments = sorted(directory.glob("bench/*.segment"))[: total_nbytes // (64 * MIB)]
+        speeds["fio read"].append(fio(segments, "read", **given))
     mine.close()
     (directory / "fio").unlink()
     for name in ("write", "read"):
@@ -184,7 +180,7 @@ def main() -> None:
     parser.add_argument("--depth", type=int, nargs="+", default=[4])
     parser.add_argument("--mib", type=int, nargs="+", default=[1, 4], help="chunk sizes")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--engine", default="libaio", help="fio's: libaio, io_uring or psync")
+    parser.add_argument("--engine", default="libaio", help="fio's: libaio or io_uring")
     asked = parser.parse_args()
     directory = Path(tempfile.mkdtemp(prefix="raykv-tiers-", dir=asked.directory))
     try:

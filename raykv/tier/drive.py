@@ -3,8 +3,7 @@
 Everything here is under the tier's lock, but for the methods that say "on a thread": these wait for the disk.
 
 What a start would find is in the index at all times, or is told to be gone by a record, or will be as soon as what is
-in a queue has been written. For that a segment leaves in this order: what is to be moved on is written elsewhere, the
-segment's first and last block are wiped, its chunks leave the index, it is free.
+in a queue has been written.
 """
 
 import errno
@@ -24,6 +23,7 @@ from raykv.memory.copying import checksum_of
 from raykv.tier.common import Common, Item, Request
 from raykv.tier.index import SEGMENTS, key_array
 from raykv.tier.log import Batch, Log, Segment
+from raykv.tier.scan import Scan
 from raykv.tier.segment import (
     BLOCK_NBYTES,
     DROPPED,
@@ -33,11 +33,14 @@ from raykv.tier.segment import (
     blocks_of,
     encode,
 )
+from raykv.tier.upkeep import Upkeep
 from raykv.tier.volume import IOV_MAX, IoThreads, Volume, aligned
 from raykv.types import Rows
 
 log = logging.getLogger(__name__)
 
+UPKEEP, FIRST_WRITER = 0, 1
+"""Numbers of threads: the one that looks after the segments, and the one that writes first where others read first."""
 BATCH_NBYTES: Final = 8 << 20
 BATCH_CHUNKS: Final = IOV_MAX - 1
 """Chunks of one batch at most; its record is one more piece of the same call."""
@@ -49,15 +52,10 @@ QUEUED_READS: Final = 1 << 14
 """Chunks that may wait to be read on one path."""
 PENDING_GONE: Final = 1 << 20
 """Deleted keys that are kept for a path that is off. With more, all that lies there is forgotten when it comes back."""
-FEWEST_SEGMENTS: Final = 2
-ROWS_SPARE: Final = 2048
-"""With fewer rows free in the index, or than an eighth of all, a segment is reclaimed."""
 RETRY_S: Final = 30.0
-"""A path that failed is tried again after so long, and one that was full may grow again."""
+"""A path that failed is tried again after so long."""
 BAD_READS: Final = 3
 """So many reads in a row that the drive fails turn the path off. Before, only the chunks are given up."""
-VERIFY_NBYTES: Final = 8 << 20
-"""What an unsealed segment holds is compared with its checksums in pieces of this size."""
 
 
 @dataclass(eq=False, slots=True)
@@ -104,25 +102,23 @@ class Drive:
         self.config, self.clock = config, clock
         self.segment_blocks = config.segment_nbytes // BLOCK_NBYTES
         self._incarnation = secrets.randbits(64)
-        self._rows_spare = min(ROWS_SPARE, common.index.rows // 8)
         self.state, self.slow, self.reason, self.epoch = "starting", False, "", 0
         self.gone: dict[bytes, None] = {}
         self.dropped: dict[bytes, None] = {}
         self.log = self._new_log()
-        self.wake = threading.Condition(common.lock)
-        self.retry_at_s = self._grow_at_s = 0.0
+        self.wake = threading.Condition(common.lock)  # of threads that move chunks
+        self._wake_upkeep = threading.Condition(common.lock)
+        self.retry_at_s = 0.0
         self.tasks: deque[Callable[[], None]] = deque()
         self._reads: deque[list[Piece]] = deque()
         self.reads_queued = 0
         self.moves: deque[Item] = deque()
-        self._moving = 0
         self._flying: set[Batch] = set()
-        self._making = self._checking = self.forget_all = self._closed = False
+        self._checking = self._closed = False
         self.logged = ""
-        self._bad_reads = self._unscanned = 0
-        self._told_gone: dict[bytes, int] = {}
-        self._told_dropped: dict[bytes, int] = {}
+        self._bad_reads = 0
         self.buffers: list[memoryview] = []
+        self.upkeep, self.scan = Upkeep(self), Scan(self)
         self.io: IoThreads | None = None
 
     def _new_log(self) -> Log:
@@ -133,8 +129,9 @@ class Drive:
         """Start the threads, and look for what is there; or be off, if the directory could not be opened."""
         with self.common.lock:
             if self.state == "starting":
-                self.tasks.append(self.look)
-        self.io = IoThreads(self.config.depth, f"raykv-ssd{self.number}", self._take, self.clock)
+                self.tasks.append(self.scan.look)
+        name, count = f"raykv-ssd{self.number}", self.config.depth + 1
+        self.io = IoThreads(count, name, self._take, failed=self._broken, clock=self.clock)
 
     @property
     def on(self) -> bool:
@@ -160,7 +157,7 @@ class Drive:
             while (task := self._next(thread)) is None:
                 if common.ended and not (self.on and self.tells_pending()):
                     return None
-                self.wake.wait()
+                (self._wake_upkeep if thread == UPKEEP else self.wake).wait()
             return task
 
     def _next(self, thread: int) -> Callable[[], None] | None:
@@ -168,13 +165,18 @@ class Drive:
             return self.common.finished.popleft().call
         if self.slow:
             return None
-        if thread == 0 and self.state == "on" and self.config.depth > 1:
-            return self.next() or self._batch() or self._read()
-        return self._read() or self.next() or self._batch()
+        if thread == UPKEEP:  # so that sealing and wiping keep nobody from moving chunks
+            return self.upkeep.next()
+        if self.state == "starting":
+            return self._read() or self.upkeep.next()
+        if thread == FIRST_WRITER and self.config.depth > 1:
+            return self._batch() or self._read()
+        return self._read() or self._batch()
 
     def notify(self) -> None:
         """There is something to do."""
         self.wake.notify_all()
+        self._wake_upkeep.notify()
 
     # -- writing ----------------------------------------------------------------------------------------------------
 
@@ -253,7 +255,7 @@ class Drive:
             reserved = self.log.leaving is not None and not self.moves and not told
             if self.log.begin(keep=1 if reserved else 0) is None:
                 while self.moves and not reserved:  # no room for them: they go with their segment
-                    self.moved(self.moves.popleft())
+                    self.upkeep.moved(self.moves.popleft())
                 break
         gone.clear()
         dropped.clear()
@@ -262,9 +264,9 @@ class Drive:
     def _peek(self, alone: bool) -> Item | None:
         """The chunk to be written next."""
         while self.moves:
-            if self.still_there(self.moves[0]):
+            if self.upkeep.still_there(self.moves[0]):
                 return self.moves[0]
-            self.moved(self.moves.popleft())
+            self.upkeep.moved(self.moves.popleft())
         return None if alone else self.common.next_item()
 
     def _write(self, batch: Batch) -> None:
@@ -324,7 +326,7 @@ class Drive:
             self.common.enforce({load.items[place].account for place in new})
         for place, item in enumerate(load.items):
             if item.row >= 0:
-                self.land(item, segment, entries[place : place + 1])
+                self.upkeep.land(item, segment, entries[place : place + 1])
 
     def add(self, segment: Segment, rows: Rows) -> int:
         """Rows' chunks lie in this segment now. Returns what they take there, in bytes."""
@@ -449,6 +451,10 @@ class Drive:
             if epoch == self.epoch:
                 self.fail(error)
 
+    def _broken(self, error: Exception) -> None:
+        with self.common.lock:
+            self.fail(error)
+
     def fail(self, error: Exception) -> None:
         """Turn the path off; all that it had is not to be had until it is back."""
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
@@ -462,8 +468,8 @@ class Drive:
         self.epoch += 1
         self.tasks.clear()
         self.moves.clear()
-        self._moving = 0
-        self._making = self._checking = self._closed = False
+        self.upkeep.reset()
+        self._checking = self._closed = False
         for batch in list(self._flying):
             self.gone.update(dict.fromkeys(batch.content.gone))
             self.dropped.update(dict.fromkeys(batch.content.dropped))
@@ -480,7 +486,7 @@ class Drive:
         """Keys were deleted while it was not known whether they lie here."""
         self.gone.update(dict.fromkeys(keys))
         if len(self.gone) > PENDING_GONE:
-            self.forget_all = True
+            self.scan.forget_all = True
             self.gone.clear()
 
     def retry(self) -> None:
@@ -503,7 +509,7 @@ class Drive:
             with self.common.lock:
                 self.fail(error)
             return
-        self.look()
+        self.scan.look()
 
     def check(self) -> None:
         """See soon whether the directory is still there, if nothing else says so."""

@@ -530,11 +530,11 @@ class FileTier(Tier):
                 self._fail("a bug; see the log")
             self._call_back()
         try:
+            self._seal()
             while self._told.pending and self._writable:
                 self._tell()
-            self._seal()
         except OSError as error:
-            log.warning("%s: the last pack is not sealed: %s", self._folder.path, error)
+            log.warning("%s: not all is written that was to be: %s", self._folder.path, error)
             if self._part is not None:
                 self._part.close()
         self._call_back()
@@ -620,7 +620,14 @@ class FileTier(Tier):
         assert pack is not None
         texts = tuple(dict.fromkeys(item.text for item in items))
         entries = entries_of(items, {text: place for place, text in enumerate(texts)})
-        nbytes = part.write(entries, texts, [item.view for item in items])
+        try:
+            nbytes = part.write(entries, texts, [item.view for item in items])
+        except OSError:
+            with self._lock:
+                self._flying = []
+                for item in items:
+                    self._settle(item, False)
+            raise
         with self._lock:
             self._flying, pack.nbytes = [], part.nbytes
             self._counts["disk_nbytes"] += nbytes
@@ -722,9 +729,7 @@ class FileTier(Tier):
             self._reason = ""
 
     def _drop_writes(self) -> None:
-        for item in self._flying:
-            self._settle(item, False)
-        self._flying = []
+        """What is being written right now is not touched: its bytes are in use."""
         while self._queue:
             self._settle(self._pop(), False)
 
@@ -747,8 +752,7 @@ class FileTier(Tier):
         """See `Tier`. What is being filled is sealed, if the file system does it within CLOSE_S."""
         with self._lock:
             self._closed, self._readable = True, False
-            while self._queue:
-                self._settle(self._pop(), False)
+            self._drop_writes()
             self._drop_reads()
             self._lock.notify_all()
         until_s = time.monotonic() + CLOSE_S

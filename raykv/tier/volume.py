@@ -124,7 +124,7 @@ class Volume:
         with self._lock:
             file = self._files.pop(number, None)
         if file is not None:
-            os.close(file.fd)
+            _close(file.fd)
         self._path(number).unlink(missing_ok=True)
 
     def write(self, number: int, offset: int, pieces: Sequence[memoryview]) -> int:
@@ -162,11 +162,10 @@ class Volume:
         """Let go of the directory. Nobody may be reading or writing."""
         with self._lock:
             files, self._files = list(self._files.values()), OrderedDict()
-        for file in files:
-            os.close(file.fd)
-        if self._lock_fd >= 0:
-            os.close(self._lock_fd)
-            self._lock_fd = -1
+        for fd in [*(file.fd for file in files), self._lock_fd]:
+            if fd >= 0:
+                _close(fd)
+        self._lock_fd = -1
 
     def _path(self, number: int) -> Path:
         return self.path / f"{number:06}.segment"
@@ -197,12 +196,20 @@ class Volume:
             if len(self._files) <= OPEN_FILES:
                 return
             if not file.users:
-                os.close(self._files.pop(number).fd)
+                _close(self._files.pop(number).fd)
 
 
 class _File:
     def __init__(self, fd: int) -> None:
         self.fd, self.users = fd, 0
+
+
+def _close(fd: int) -> None:
+    """Close a file, whatever the drive says to that: it is not ours any more in any case."""
+    try:
+        os.close(fd)
+    except OSError as error:
+        log.warning("closing a segment file: %s", error.strerror)
 
 
 def _rest(pieces: Sequence[memoryview], done: int) -> Iterator[memoryview]:
@@ -222,15 +229,22 @@ class IoThreads:
     """A few threads that do, one after another, what they are handed; and since when each has been at it."""
 
     def __init__(
-        self, count: int, name: str, take: Callable[[int], Callable[[], None] | None], clock: Callable[[], float]
+        self,
+        count: int,
+        name: str,
+        take: Callable[[int], Callable[[], None] | None],
+        *,
+        failed: Callable[[Exception], None],
+        clock: Callable[[], float],
     ) -> None:
         """Start them.
 
         Args:
             take: Called with the thread's number; waits for something to do, and gives None to end the thread.
+            failed: Called with what something raised that should not have.
             clock: Seconds that never go back.
         """
-        self._take, self._clock = take, clock
+        self._take, self._failed, self._clock = take, failed, clock
         self._since: list[float | None] = [None] * count
         self._threads = [
             threading.Thread(target=self._work, args=(number,), name=f"{name}-{number}", daemon=True)
@@ -258,6 +272,10 @@ class IoThreads:
     def _work(self, number: int) -> None:
         while (task := self._take(number)) is not None:
             self._since[number] = self._clock()
-            task()
+            try:
+                task()
+            except Exception as error:  # the path goes off, for everybody to see, and the thread stays
+                log.exception("input or output failed in a way that nobody foresaw")
+                self._failed(error)
             del task
             self._since[number] = None

@@ -330,6 +330,9 @@ def test_several_threads_against_a_dictionary(tmp_path: Path, seed: int):
 
 
 def test_the_lock_is_the_directory_s(tmp_path: Path):
-    with Driven(tmp_path).started(), (tmp_path / "raykv-test-n0" / "lock").open() as file:
-        with pytest.raises(BlockingIOError):
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with (
+        Driven(tmp_path).started(),
+        (tmp_path / "raykv-test-n0" / "lock").open() as file,
+        pytest.raises(BlockingIOError),
+    ):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
