@@ -183,6 +183,7 @@ def test_dropped_on_all_nodes_and_from_nobody_else():
         assert clients[1].drop_namespace() == 30, "and again"
 
 
+@pytest.mark.slow
 def test_a_hundred_thousand_chunks_are_dropped():
     count = 100_000
     with cluster(1, arena_nbytes="1 GiB", extent_nbytes="1 MiB", max_chunks=150_000) as running:

@@ -1304,6 +1304,7 @@ def private_nbytes() -> int:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [pytest.param(10_000_000, id="10M")])
 def test_a_large_table_costs_what_its_rows_cost(rows, monkeypatch, np_rng):
     """No list of all rows or slots, at the start or later; no step that takes long because the table is large."""

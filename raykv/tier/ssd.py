@@ -39,7 +39,7 @@ ROW_NBYTES_OF_SSD: Final = 64 << 10
 """The index has a row for each so many bytes, if the config does not say otherwise."""
 WATCH_S: Final = 0.25
 """How often it is looked whether an operation takes too long, or a path may be tried again."""
-TIDY_S: Final = 5.0
+TIDY_S: Final = 10.0
 """How often expired chunks are taken out of the index, and directories are looked at."""
 CLOSE_S: Final = 10.0
 """`close` waits so long for operations under way."""

@@ -88,8 +88,7 @@ class Volume:
         """
         if not os.path.samestat(os.stat(self.path / "lock"), os.fstat(self._lock_fd)):
             raise OSError(errno.ENOENT, "the directory was replaced")
-        if os.statvfs(self.path).f_flag & os.ST_RDONLY:
-            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        os.utime(self._lock_fd)
 
     def numbers(self) -> dict[int, int]:
         """Length in bytes of each segment file, by its number."""
