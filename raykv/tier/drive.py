@@ -44,6 +44,7 @@ UPKEEP, FIRST_WRITER = 0, 1
 BATCH_NBYTES: Final = 8 << 20
 BATCH_CHUNKS: Final = IOV_MAX - 1
 """Chunks of one batch at most; its record is one more piece of the same call."""
+FEW_SEGMENTS: Final = 3
 BATCH_GONE: Final = 1 << 14
 """Deleted keys that one record tells of."""
 READ_NBYTES: Final = 4 << 20
@@ -157,7 +158,12 @@ class Drive:
             while (task := self._next(thread)) is None:
                 if common.ended and not (self.on and self.tells_pending()):
                     return None
-                (self._wake_upkeep if thread == UPKEEP else self.wake).wait()
+                if thread == UPKEEP:
+                    self._wake_upkeep.wait()
+                    continue
+                if common.queue:  # there is no room for it yet
+                    self._wake_upkeep.notify()
+                self.wake.wait()
             return task
 
     def _next(self, thread: int) -> Callable[[], None] | None:
@@ -251,10 +257,10 @@ class Drive:
             fits = self.log.fits(blocks=0, entries=0, gone=len(gone), dropped=len(dropped), texts=set(dropped))
             if not (wanted or told) or (told and fits):
                 return []
-            # The last free segment is for what is moved on, or nothing could ever be reclaimed again.
-            reserved = self.log.leaving is not None and not self.moves and not told
-            if self.log.begin(keep=1 if reserved else 0) is None:
-                while self.moves and not reserved:  # no room for them: they go with their segment
+            # The last free segment is for what is moved on; with very few there is none to spare for that.
+            ordinary = not self.moves and not told
+            if self.log.begin(keep=1 if ordinary and len(self.log.segments) > FEW_SEGMENTS else 0) is None:
+                while self.moves:  # no room for them: they go with their segment
                     self.upkeep.moved(self.moves.popleft())
                 break
         gone.clear()

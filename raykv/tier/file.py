@@ -353,7 +353,7 @@ class FileTier(Tier):
             rows = self._index.look_all(keys)
             rows = np.unique(rows[rows >= 0]).astype(np.int32)
             coming = self._cancel(lambda item: item.key in names)
-            self._told.add({*raw_keys(self._index.keys(rows)), *coming})
+            self._told.add(self._gone_before(rows), keys={*raw_keys(self._index.keys(rows)), *coming})
             self._catalog.remove(rows)
             self._lock.notify_all()
         return len(rows)
@@ -365,10 +365,16 @@ class FileTier(Tier):
             rows = self._catalog.rows_of_account(text)
             coming = self._cancel(lambda item: item.text == text)
             if len(rows) or coming:
-                self._told.add(texts=[text])
+                self._told.add(self._gone_before(rows), texts=[text])
             self._catalog.remove(rows)
             self._lock.notify_all()
         return len(rows)
+
+    def _gone_before(self, rows: Rows) -> int:
+        """A sequence after that of the packs which these lie in, or may come to lie in; by the time, as a rule."""
+        packs = [int(each) for each in self._catalog.sequences(rows)]
+        filling = [] if self._filling is None else [self._filling.name.sequence]
+        return max(time.time_ns(), 1 + max(packs + filling, default=0))
 
     def _cancel(self, which: Callable[[Item], bool]) -> list[bytes]:
         """Of what is queued or being written, cancel some. Returns the keys."""
@@ -673,10 +679,10 @@ class FileTier(Tier):
         with self._lock:
             told = self._told
             keys, texts = list(islice(told.pending_keys, TELL_KEYS)), list(told.pending_texts)
-            newest = max((pack.name.sequence for pack in self._catalog.known.values()), default=0)
             old = [pack for pack in self._catalog.known.values() if pack.name.kind == "gone" and pack.mine]
-        sequence = self._next_sequence(max(newest, told.latest))
-        with self._lock:
+            sequence = max([told.pending_sequence, *(pack.name.sequence + 1 for pack in old)])
+            while self._folder.name(sequence, "gone").stem in self._catalog.known:
+                sequence += 1
             self._catalog.heed(sequence, keys, texts)
             also = self._merged(old) if len(old) >= MERGE_FILES else None
         if also is None:

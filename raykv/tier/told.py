@@ -18,12 +18,13 @@ class Told:
     Attributes:
         latest: The highest sequence so far.
         pending_keys, pending_texts: What is to be written down yet.
+        pending_sequence: Under which sequence.
     """
 
     def __init__(self) -> None:
         self._keys: dict[bytes, int] = {}
         self._texts: dict[bytes, int] = {}
-        self.latest = 0
+        self.latest = self.pending_sequence = 0
         self.pending_keys: dict[bytes, None] = {}
         self.pending_texts: dict[bytes, None] = {}
 
@@ -35,8 +36,9 @@ class Told:
         """Whether anything is to be written down."""
         return bool(self.pending_keys or self.pending_texts)
 
-    def add(self, keys: Iterable[bytes] = (), texts: Iterable[bytes] = ()) -> None:
-        """These are to be told of."""
+    def add(self, sequence: int, keys: Iterable[bytes] = (), texts: Iterable[bytes] = ()) -> None:
+        """These are to be told of: they are gone from what was begun before."""
+        self.pending_sequence = max(self.pending_sequence, sequence)
         self.pending_keys.update(dict.fromkeys(keys))
         self.pending_texts.update(dict.fromkeys(texts))
         while len(self.pending_keys) > MAX_KEYS:

@@ -206,6 +206,7 @@ class Upkeep:
         leaving = self._drive.log.leaving
         if not self._moving and leaving is not None:
             self._drive.tasks.append(lambda: self._wipe(leaving))
+            self._drive.notify()
 
     def _wipe(self, segment: Segment) -> None:
         """On a thread: make a segment free."""

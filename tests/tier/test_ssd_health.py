@@ -188,7 +188,8 @@ def test_one_of_two_read_only_while_running(mount, tmp_path: Path):
 def test_a_directory_removed_while_running(tmp_path: Path):
     with Driven(tmp_path / "ssd").started() as driven:
         driven.put(keys_for(20), NBYTES)
-        shutil.rmtree(tmp_path / "ssd")
+        (tmp_path / "ssd").rename(tmp_path / "removed")  # at once, or the tier makes it anew in between
+        shutil.rmtree(tmp_path / "removed")
         wait_for(lambda: state(driven) == "off" or not all_keys(driven.tier))
         wait_for(lambda: state(driven) == "on")
         assert not all_keys(driven.tier), "it was made anew, and is empty"
