@@ -64,6 +64,8 @@ def parser() -> argparse.ArgumentParser:
     up.add_argument(
         "--policy", help=f"eviction policy: {', '.join(POLICIES)}, or 'module:attribute' (default: leaf_lru)"
     )
+    up.add_argument("--ssd", metavar="DIR", action="append", help="a directory on a drive; may be repeated")
+    up.add_argument("--ssd-size", metavar="SIZE", help="what may be used of each of these drives, such as '1 TiB'")
     up.add_argument("--config", metavar="FILE", help="JSON file with the fields of ClusterConfig")
     up.add_argument("--separate-hosts", action="store_true", help="no shared memory between Ray nodes of one machine")
     up.set_defaults(run=_up)
@@ -119,6 +121,10 @@ def _up(options: argparse.Namespace) -> str:
             storage["arena_nbytes"] = options.arena
     if options.policy:
         storage["policy"] = options.policy
+    if options.ssd or options.ssd_size:
+        if not (options.ssd and options.ssd_size):
+            raise ConfigError("--ssd and --ssd-size belong together: a directory, and how much of its drive to use")
+        storage["ssd"] = {"paths": options.ssd, "capacity_nbytes": options.ssd_size}
     if storage:
         fields["storage"] = storage
     if options.separate_hosts:

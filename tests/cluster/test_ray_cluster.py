@@ -284,6 +284,8 @@ def test_the_command_line_starts_shows_and_ends_a_cluster(local_ray):
 def test_the_command_line_names_what_is_wrong(local_ray):
     assert "field 'storage.policy'" in raykv_command("up", "--policy", "mru").stderr
     assert "field 'storage.arena_nbytes'" in raykv_command("up", "--arena", "4 GB").stderr
+    assert "--ssd-size belong together" in raykv_command("up", "--ssd", "/tmp").stderr
+    assert "field 'storage.ssd" in raykv_command("up", "--ssd", "/tmp", "--ssd-size", "1 KiB").stderr
     too_large = raykv_command("up", "--name", "test", "--arena", "900 TiB")
     try:
         assert "field 'arena_nbytes'" in too_large.stderr, too_large.stderr
