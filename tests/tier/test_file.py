@@ -214,6 +214,8 @@ def test_what_is_stored_again_after_it_was_deleted_is_there(tmp_path):
             assert one.delete(keys) == 4
             assert one.right(keys, 5000) == [False] * 4
         one.put(keys[:2], 5000)
+        # The other one must have heard of it: it would take what it has still for good enough.
+        wait_for(lambda: not one.tier._told.pending and other.tier._told.latest == one.tier._told.latest)
         other.put(keys[2:3], 5000)
         assert one.right(keys[:2], 5000) == [True] * 2
     with Shared(tmp_path, "c").on() as later:
