@@ -85,6 +85,8 @@ class Load:
             self.writing.wait()
             self.idle.clear()
             return
+        # However late the other thread comes, what is read before each put is not what goes for it.
+        client.get(kept(), [bytearray(NBYTES) for _ in range(KEPT)])
         fresh = [f"n{len(self.named) + number}" for number in range(4)]
         self.named.update(dict.fromkeys(fresh))
         client.put(fresh, [content(name) for name in fresh], chained=self.rng.random() < 0.5)
@@ -146,7 +148,7 @@ def node(shm_dir: Path, tmp_path: Path) -> Iterator[NodeProcess]:
     class Small(NodeProcess):
         def start(self) -> None:
             self.fields["storage"] |= {
-                "arena_nbytes": 4 << 20,
+                "arena_nbytes": 8 << 20,
                 "low_water": 0.0,
                 "high_water": 0.001,
                 "extent_nbytes": 256 << 10,
