@@ -6,24 +6,28 @@ Chunks are written (demoted) one after another, and read back (promoted) in batc
 rounds of both are interleaved, since a drive's speed changes with time; medians and their ratio are shown. `fio` writes
 a file of its own, and reads the tier's segments: what lies elsewhere on a virtual drive may be slower or faster. It
 reads them in order and at random, and the better of the two counts.
+
+The arena has huge pages, as a node's has. `fio` gets them too if the host has free ones set aside (`sysctl
+vm.nr_hugepages=64`): the same terms. Without, it was half as fast on the drive that this was written on.
 """
 
 import argparse
 import json
-import mmap
 import shutil
 import statistics
 import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from queue import SimpleQueue
 
 import numpy as np
 import xxhash
 
 from raykv.config import GIB, MIB, SsdConfig
+from raykv.memory.arena import SharedMemory
 from raykv.tier.base import Chunk
 from raykv.tier.ssd import SsdTier
 
@@ -48,8 +52,9 @@ class Bench:
 
     def __init__(self, directory: Path, *, chunk_nbytes: int, total_nbytes: int, depth: int, arena_nbytes: int) -> None:
         self.chunk_nbytes, self.count = chunk_nbytes, total_nbytes // chunk_nbytes
-        self.map = mmap.mmap(-1, arena_nbytes)
-        self.arena = memoryview(self.map)
+        self.memory = SharedMemory.create(None, arena_nbytes, huge_pages="try")
+        self.memory.back(0, arena_nbytes)
+        self.arena = self.memory.view
         random = np.random.default_rng(1)
         for start in range(0, arena_nbytes, 16 * MIB):
             self.arena[start : start + 16 * MIB] = random.bytes(min(16 * MIB, arena_nbytes - start))
@@ -101,25 +106,24 @@ class Bench:
     def read(self) -> float:
         """Read the whole set once, in batches. Returns bytes a second."""
         order = np.random.default_rng(self.round).permutation(self.count // BATCH)
-        places = threading.Semaphore(CALLS)
-        good_count, lock = [0], threading.Lock()
+        places: SimpleQueue[list[int]] = SimpleQueue()  # slots that nothing is being read into
+        for call in range(CALLS):
+            places.put(self.read_slots[call * BATCH : (call + 1) * BATCH])
+        arrived: list[int] = []
         began_s = time.perf_counter()
-        for number, batch in enumerate(order.tolist()):
-            places.acquire()
-            first = number % (len(self.read_slots) // BATCH) * BATCH
-            offsets = self.read_slots[first : first + BATCH]
+        for batch in order.tolist():
+            offsets = places.get()
 
-            def done(good: Sequence[bool]) -> None:
-                with lock:
-                    good_count[0] += sum(good)
-                places.release()
+            def done(good: Sequence[bool], offsets: list[int] = offsets) -> None:
+                arrived.append(sum(good))
+                places.put(offsets)
 
             while not self.tier.read(self.keys[batch * BATCH : (batch + 1) * BATCH], offsets, done):
                 time.sleep(0.001)
         for _ in range(CALLS):
-            places.acquire()
+            places.get()
         took_s = time.perf_counter() - began_s
-        assert good_count[0] == len(order) * BATCH, self.tier.stats()
+        assert sum(arrived) == len(order) * BATCH, self.tier.stats()
         return len(order) * BATCH * self.chunk_nbytes / took_s
 
     def clear(self) -> None:
@@ -140,6 +144,8 @@ def fio(files: Sequence[Path], mode: str, *, chunk_nbytes: int, total_nbytes: in
     ]  # fmt: skip
     if "read" in mode:
         words.append("--readonly")
+    if "HugePages_Free:        0" not in Path("/proc/meminfo").read_text():
+        words.append("--iomem=shmhuge")  # as the arena has them; without, both may be slower by half
     found = json.loads(subprocess.run(words, capture_output=True, check=True, text=True).stdout)
     return float(found["jobs"][0]["read" if "read" in mode else "write"]["bw_bytes"])
 
@@ -154,13 +160,18 @@ def compare(directory: Path, *, chunk_nbytes: int, total_nbytes: int, depth: int
         mine.clear()
     beside = [directory / "fio"]
     fio(beside, "write", **given)
-    for _ in range(rounds):
-        speeds["write"].append(mine.write())
-        speeds["fio write"].append(fio(beside, "write", **given))
-        speeds["read"].append(mine.read())
+    for number in range(rounds):
+        turns: dict[str, Callable[[], float]] = {
+            "write": mine.write,
+            "fio write": lambda: fio(beside, "write", **given),
+        }
+        for name in sorted(turns, reverse=bool(number % 2)):  # who comes after a pause, or after reads, is slower
+            speeds[name].append(turns[name]())
         segments = sorted(directory.glob("bench/*.segment"))[: total_nbytes // (64 * MIB)]
+        speeds["read"].append(mine.read())
         speeds["fio read"].append(max(fio(segments, mode, **given) for mode in ("read", "randread")))
         mine.clear()
+    huge = mine.memory.huge_nbytes / mine.memory.nbytes
     mine.close()
     (directory / "fio").unlink()
     for name in ("write", "read"):
@@ -171,7 +182,7 @@ def compare(directory: Path, *, chunk_nbytes: int, total_nbytes: int, depth: int
         )
         print(
             f"{name:5} {chunk_nbytes // MIB} MiB, depth {depth}: {ours / MIB:6.0f} MiB/s, fio ({engine}) "
-            f"{theirs / MIB:6.0f} MiB/s, ratio {ours / theirs:.2f}   rounds: {shown}",
+            f"{theirs / MIB:6.0f} MiB/s, ratio {ours / theirs:.2f}, {huge:.0%} huge pages   rounds: {shown}",
             flush=True,
         )
 
@@ -182,7 +193,7 @@ def main() -> None:
     parser.add_argument("--gib", type=float, default=2.0, help="working set")
     parser.add_argument("--depth", type=int, nargs="+", default=[4])
     parser.add_argument("--mib", type=int, nargs="+", default=[1, 4], help="chunk sizes")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--engine", default="libaio", help="fio's: libaio or io_uring")
     asked = parser.parse_args()
     directory = Path(tempfile.mkdtemp(prefix="raykv-tiers-", dir=asked.directory))

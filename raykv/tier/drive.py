@@ -41,6 +41,8 @@ log = logging.getLogger(__name__)
 
 UPKEEP, FIRST_WRITER = 0, 1
 """Numbers of threads: the one that looks after the segments, and the one that writes first where others read first."""
+THREADS_BESIDE: Final = 3
+"""Threads of a path beyond its depth: the first of all, and those that compare checksums and make records meanwhile."""
 BATCH_NBYTES: Final = 8 << 20
 BATCH_CHUNKS: Final = IOV_MAX - 1
 """Chunks of one batch at most; its record is one more piece of the same call."""
@@ -107,6 +109,7 @@ class Drive:
         self.gone: dict[bytes, None] = {}
         self.dropped: dict[bytes, None] = {}
         self.log = self._new_log()
+        self._under_way = 0
         self.wake = threading.Condition(common.lock)  # of threads that move chunks
         self._wake_upkeep = threading.Condition(common.lock)
         self.retry_at_s = 0.0
@@ -131,7 +134,7 @@ class Drive:
         with self.common.lock:
             if self.state == "starting":
                 self.tasks.append(self.scan.look)
-        name, count = f"raykv-ssd{self.number}", self.config.depth + 1
+        name, count = f"raykv-ssd{self.number}", self.config.depth + THREADS_BESIDE
         self.io = IoThreads(count, name, self._take, failed=self._broken, clock=self.clock)
 
     @property
@@ -175,9 +178,16 @@ class Drive:
             return self.upkeep.next()
         if self.state == "starting":
             return self._read() or self.upkeep.next()
+        if self._under_way >= self.config.depth:
+            return None
         if thread == FIRST_WRITER and self.config.depth > 1:
             return self._batch() or self._read()
         return self._read() or self._batch()
+
+    def _leave(self) -> None:
+        """The drive is done with a batch or a read; another thread may go on."""
+        self._under_way -= 1
+        self.wake.notify()
 
     def notify(self) -> None:
         """There is something to do."""
@@ -223,6 +233,7 @@ class Drive:
         self._flying.add(batch)
         if queue or self.moves:
             self.wake.notify()
+        self._under_way += 1
         return lambda: self._write(batch)
 
     def _pick(self, gone: list[bytes], dropped: list[bytes], alone: bool) -> list[Item]:
@@ -283,14 +294,14 @@ class Drive:
         error = None
         try:
             number = batch.segment.number
-            total = self.volume.write(
-                number, batch.start * BLOCK_NBYTES, [record[:nbytes], *(item.view for item in load.items)]
-            )
+            views = [record[:nbytes], *(item.view for item in load.items)]
+            total = self.volume.write(number, batch.start * BLOCK_NBYTES, views)
             if load.gone or load.dropped:
                 self.volume.sync(number)
         except OSError as problem:
             error, total = problem, 0
         with self.common.lock:
+            self._leave()
             self.buffers.append(record)
             self.common.disk_nbytes += total
             if error is not None and load.epoch == self.epoch:
@@ -384,6 +395,7 @@ class Drive:
         run = self._reads.popleft()
         self.reads_queued -= len(run)
         epoch = self.epoch
+        self._under_way += 1
         return lambda: self._fetch(run, epoch)
 
     def _fetch(self, run: list[Piece], epoch: int) -> None:
@@ -395,6 +407,8 @@ class Drive:
             got = self.volume.read(run[0].segment, run[0].block * BLOCK_NBYTES, views)
         except OSError as problem:
             error = problem
+        with self.common.lock:
+            self._leave()
         end = 0
         for place, (piece, view) in enumerate(zip(run, views, strict=True)):
             whole = end + piece.nbytes <= got

@@ -123,12 +123,15 @@ class Upkeep:
             self.common.disk_nbytes += total
 
     def wipe_blocks(self, number: int) -> None:
-        """On a thread: see to it that nothing is found in a segment."""
+        """On a thread: see to it that nothing is found in a segment.
+
+        After a power cut that comes before the next `sync`, its old chunks may be found again; those that something
+        else was written over are noticed when they are read.
+        """
         zeros = aligned(BLOCK_NBYTES)
         total = 0
         for block in (0, self._drive.segment_blocks - 1):
             total += self._drive.volume.write(number, block * BLOCK_NBYTES, [zeros])
-        self._drive.volume.sync(number)
         with self.common.lock:
             self.common.disk_nbytes += total
 
@@ -213,6 +216,8 @@ class Upkeep:
         with self.common.lock:
             epoch, number = self._drive.epoch, segment.number
         try:
+            if segment.tells:  # what it speaks against was wiped before it, and must not come back without it
+                self._drive.volume.sync(number)
             self.wipe_blocks(number)
         except OSError as error:
             self._drive.fail_in(epoch, error)
