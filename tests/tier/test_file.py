@@ -330,7 +330,7 @@ with test_file.Shared(path, writer, capacity_nbytes=capacity).on() as tier:
     print("ready", flush=True)
     for first in range(0, count, 8):
         good = tier.write([tier.chunk(key, size) for key in keys[first : first + 8]])
-        print(first, sum(good), flush=True)
+        os.write(1, f"{{first}} {{sum(good)}}\\n".encode())  # a line is there as a whole, or not at all
     print("done", flush=True)
     sys.stdin.read()
 """
@@ -365,7 +365,8 @@ def kill_and_look(path: Path, rng: random.Random, number: int) -> None:
     assert process.stdout.readline() == "ready\n"
     time.sleep(rng.random() * 0.3)
     process.send_signal(signal.SIGKILL)
-    said = [line.split() for line in process.stdout.read().splitlines() if line != "done"]
+    whole, _, _ = process.stdout.read().rpartition("\n")
+    said = [line.split() for line in whole.splitlines() if line != "done"]
     process.wait()
     if process.stdin:
         process.stdin.close()
