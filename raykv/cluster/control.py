@@ -17,7 +17,7 @@ POLL_S: Final = 0.05
 
 
 def start(config: ClusterConfig | None = None, *, timeout_s: float = 60.0, **fields: Any) -> dict[str, Any]:
-    """Put a node on every Ray node, now and whenever one joins, and wait until all are members.
+    """Put a node on every Ray node, now and whenever one joins, and wait until all are members and know one another.
 
     Safe to call again: a running cluster of the same configuration is left as it is.
 
@@ -61,10 +61,13 @@ def start(config: ClusterConfig | None = None, *, timeout_s: float = 60.0, **fie
         refused = [node["error"] for node in nodes if "pid" in node and "error" in node]
         if refused:
             raise ConfigError(f"a node cannot serve this configuration: {refused[0]}")
-        if nodes and all(node.get("member") for node in nodes):
+        if nodes and all(node.get("member") and node["epoch"] >= found["epoch"] for node in nodes):
             return found
         time.sleep(POLL_S)
-    problems = {name: node.get("error", "not a member yet") for name, node in status(wanted.name)["nodes"].items()}
+    problems = {
+        name: node.get("error", "it does not know all members yet")
+        for name, node in status(wanted.name)["nodes"].items()
+    }
     raise PeerUnavailable(f"nodes not up within {timeout_s} s: {problems}")
 
 

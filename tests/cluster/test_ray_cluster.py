@@ -80,6 +80,19 @@ def test_a_value_crosses_from_one_node_to_the_other(cluster):
     assert into == [b"x" * 5000, b"y" * 5000]
 
 
+def test_after_start_every_node_knows_every_other(local_ray):
+    for _ in range(3):
+        try:
+            started = raykv.cluster.start(name="test", storage=STORAGE, separate_hosts=True)
+            assert {node["epoch"] for node in started["nodes"].values()} == {started["epoch"]}
+            _, connected = clients(started)
+            for client in connected:
+                with client:
+                    assert len(client.view().members) == 2
+        finally:
+            raykv.cluster.stop("test")
+
+
 def test_connect_finds_the_node_of_its_own_ray_node(cluster, monkeypatch):
     monkeypatch.delenv("RAYKV_ADDRESS", raising=False)
     mine = ray.get_runtime_context().get_node_id()
