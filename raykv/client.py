@@ -492,20 +492,30 @@ class Client:
         *,
         ttl_s: float | None = None,
         priority: int | None = None,
+        output_tokens: int | None = None,
         timeout_s: float | None = None,
     ) -> int:
-        """Tell the holders of chunks what is to become of them.
+        """Tell the holders of chunks what is to become of them, or what is known of their use.
 
         Args:
             ttl_s: They expire so long from now; 0: never. None: as before.
             priority: -100 to 100; the higher go last when room is needed. None: as before.
+            output_tokens: The request that read or stored them is done, and made so many tokens. The policy `density`
+                learns from it which chunks come again; engines with the vLLM connector tell it by themselves.
 
         Returns:
             How many copies of them were there. Whoever does not answer is not counted.
         """
-        require_hints(ttl_s, priority)
+        require_hints(ttl_s, priority, output_tokens)
         deadline_s = self._reach.deadline(timeout_s)
-        return hint(self._reach, self._as_keys(keys), deadline_s, ttl_s=ttl_s, priority=priority)
+        return hint(
+            self._reach,
+            self._as_keys(keys),
+            deadline_s,
+            ttl_s=ttl_s,
+            priority=priority,
+            output_tokens=output_tokens,
+        )
 
     def touch(self, keys: Keys, *, timeout_s: float | None = None) -> int:
         """Make chunks count as read now. Returns how many copies of them were there."""

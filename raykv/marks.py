@@ -20,6 +20,7 @@ ENDED: Final = -HIGHEST_PRIORITY - 1
 """Rank of a chunk whose session has ended."""
 EXPIRED: Final = -HIGHEST_PRIORITY - 2
 MAX_TTL_S: Final = 365 * 86_400.0
+MOST_OUTPUT_TOKENS: Final = (1 << 31) - 1
 
 
 class Marks:
@@ -128,7 +129,7 @@ def ticks_of(seconds: float) -> int:
     return max(1, round(seconds * TICKS_PER_S))
 
 
-def require_hints(ttl_s: float | None, priority: int | None) -> None:
+def require_hints(ttl_s: float | None, priority: int | None, output_tokens: int | None = None) -> None:
     """Refuse hints that are none.
 
     Raises:
@@ -138,3 +139,5 @@ def require_hints(ttl_s: float | None, priority: int | None) -> None:
         raise UsageError(f"field 'ttl_s': {ttl_s} is not in 0 .. {MAX_TTL_S:.0f} s; leave it out for no expiry")
     if priority is not None and not -HIGHEST_PRIORITY <= priority <= HIGHEST_PRIORITY:
         raise UsageError(f"field 'priority': {priority} is not in {-HIGHEST_PRIORITY} .. {HIGHEST_PRIORITY}")
+    if output_tokens is not None and not 0 <= output_tokens <= MOST_OUTPUT_TOKENS:
+        raise UsageError(f"field 'output_tokens': {output_tokens} is not in 0 .. {MOST_OUTPUT_TOKENS}")

@@ -670,7 +670,7 @@ class Node:
                     places[place], sizes[place] = Place[tier.name.upper()], found.nbytes
 
     def _hint(self, request: wire.Hint, session: NodeSession) -> Reply:
-        require_hints(request.ttl_s, request.priority)
+        require_hints(request.ttl_s, request.priority, request.output_tokens)
         with self._lock:
             count = self.shard.hint(
                 _keys(request.keys),
@@ -678,6 +678,7 @@ class Node:
                 priority=request.priority,
                 ended=request.ended,
                 touch=request.touch,
+                output_tokens=request.output_tokens,
                 now_s=time.monotonic(),
             )
         return Reply(wire.Count(count))

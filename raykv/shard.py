@@ -826,12 +826,21 @@ class Shard:
         self.drop_doomed(np.array(list(ended), np.int32), np.array(list(ended.values()), np.uint32))
 
     def hint(
-        self, keys: KeyArray, *, ttl_s: float | None, priority: int | None, ended: bool, touch: bool, now_s: float
+        self,
+        keys: KeyArray,
+        *,
+        ttl_s: float | None = None,
+        priority: int | None = None,
+        ended: bool = False,
+        touch: bool = False,
+        output_tokens: int | None = None,
+        now_s: float,
     ) -> int:
         """Somebody knows more of these chunks: see `Marks.hint`. Returns how many of them are here.
 
         Args:
             touch: They count as read now.
+            output_tokens: So many did the request make that read or stored them, and is done.
         """
         self.take_in(now_s=now_s)
         now = self.table.ticks(now_s)
@@ -841,6 +850,8 @@ class Shard:
             self.room.marks.hint(rows, now, ttl_s, priority, ended=True if ended else False if touch else None)
             if touch:
                 self.table.touch(rows, now)
+            if output_tokens is not None:
+                self.room.policies.told(rows, output_tokens, now)
         return len(rows)
 
     def sweep(self, lock: AbstractContextManager[Any], *, now_s: float) -> int:

@@ -126,12 +126,16 @@ def hint(
     priority: int | None = None,
     ended: bool = False,
     touch: bool = False,
+    output_tokens: int | None = None,
 ) -> int:
     """Tell the holders of chunks what is known of them. Returns how many copies of them were there."""
     shares = _holders(reach, keys, reach.view(deadline_s), deadline_s)
     work = {
         name: partial(
-            reach.call, name, wire.Hint(keys_.to_bytes(keys[places]), ttl_s, priority, ended, touch), deadline_s
+            reach.call,
+            name,
+            wire.Hint(keys_.to_bytes(keys[places]), ttl_s, priority, ended, touch, output_tokens),
+            deadline_s,
         )
         for name, places in shares.items()
     }

@@ -209,6 +209,7 @@ class Hint(Message):
     priority: int | None = None
     ended: bool = False
     touch: bool = False
+    output_tokens: int | None = None
 
 
 class Configure(Message):

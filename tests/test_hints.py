@@ -216,6 +216,23 @@ def test_puts_with_hints_through_every_path():
         outside.close()
 
 
+def test_policies_hear_what_a_request_made():
+    with cluster(2, policy="density") as running:
+        client, told = running.client(SPACE), []
+        put(client, names(5))
+        running.settle()
+        density = running.nodes[0].shard.room.policies.default
+        density.told = lambda columns, rows, tokens, now: told.append((len(rows), tokens))
+        other = running.client(SPACE, node=1)
+        assert other.hint(names(4), output_tokens=300) == 4
+        assert other.hint(names(4), priority=1) == 4
+        assert other.hint(["nowhere"], output_tokens=300) == 0
+        assert told == [(4, 300)]
+        for wrong in (-1, 1 << 31):
+            with pytest.raises(UsageError, match="output_tokens"):
+                client.hint(names(1), output_tokens=wrong)
+
+
 @pytest.mark.parametrize("fields", [{"ttl_s": -1}, {"ttl_s": 1e12}, {"priority": 101}, {"ttl_s": float("nan")}])
 def test_a_hint_that_is_none_is_named(fields):
     with cluster(1) as running:

@@ -31,7 +31,7 @@ EXAMPLES = [
     wire.Announce("a", b"added", b"removed", b"cold"),
     wire.Read(b"keys", True),
     wire.Write(b"digest", b"keys", 4096, False, b"parent", 9, 60.0, -3),
-    wire.Hint(b"keys", 60.0, -3, True, True),
+    wire.Hint(b"keys", 60.0, -3, True, True, 512),
     wire.Configure(b"{}", b'{"ttl_s": 1}', True),
     wire.Adopt(b"{}", b"digest"),
     wire.Configured(b"{}", 3, "why not"),

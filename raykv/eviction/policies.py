@@ -66,6 +66,12 @@ class Policies:
         if self.remember:
             self.came(np.array([row], np.int32), now)
 
+    def told(self, rows: Rows, output_tokens: int, now: int) -> None:
+        """The request that read or stored these rows is done, and made so many tokens."""
+        if self.remember:
+            for policy, mine in self._split(rows):
+                policy.told(self._columns, mine, output_tokens, now)
+
     def went(self, rows: Rows, now: int, *, evicted: bool) -> None:
         """These rows' chunks are about to go."""
         if self.remember:

@@ -319,3 +319,21 @@ def test_every_slot_holds_its_prefix(
         assert not engine.worker._worker._loading
         engine.close()
     assert aborted
+
+
+def test_nodes_are_told_what_a_request_made(model: Path, cluster: raykv.EmbeddedCluster):
+    """Of what was done, not of what was aborted or handed over; and with the chunks of the prompt."""
+    told: list[tuple[int, int]] = []
+    shard = cluster.nodes[0].shard
+    shard.room.policies.told = lambda rows, tokens, now: told.append((len(rows), tokens))
+    engine = Engine(model, cluster.address(0), random.Random(1), overlap=False, chunk_blocks=1)
+    prompt = list(range(23))
+    engine.add("done", prompt, max_tokens=9, salt="")
+    engine.add("handed over", prompt, max_tokens=1, salt="", params={"do_remote_decode": True})
+    engine.add("aborted", prompt, max_tokens=50, salt="")
+    while engine.scheduler.requests or engine.in_flight:
+        if len(engine.outputs.get("aborted", [])) > 20:
+            engine.abort("aborted")
+        engine.step()
+    engine.close()
+    assert told == [(len(prompt) // BLOCK_TOKENS, 9)]

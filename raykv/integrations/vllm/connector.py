@@ -97,9 +97,8 @@ class RayKVConnector(KVConnectorBase_V1):
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
         namespaces = {rank: one.namespace for rank, one in metadata.items() if isinstance(one, Introduction)}
-        connection = self._connect(next(iter(namespaces.values())))
-        self._scheduler.connect(connection, namespaces)
-        self._close = connection.close
+        self._scheduler.connect(self._connect(next(iter(namespaces.values()))), namespaces)
+        self._close = self._scheduler.close
 
     def on_new_request(self, request: "Request") -> None:
         self._scheduler.add(request)

@@ -15,6 +15,7 @@ from raykv.integrations.vllm.connection import Connection
 from raykv.integrations.vllm.metadata import Load, Rank, Save, Scope, StepOrders
 from raykv.integrations.vllm.namespace import Scopes
 from raykv.integrations.vllm.stats import RayKVStats
+from raykv.integrations.vllm.telling import Teller
 from raykv.integrations.vllm.tracked import Lookup, Tracked
 from raykv.namespace import Namespace
 from raykv.types import Match
@@ -67,12 +68,19 @@ class SchedulerSide:
         self._tracked: dict[str, Tracked] = {}
         self._ordered_loads: list[Load] = []
         self._connection: Connection | None = None
+        self._teller = Teller()
         self._namespaces: dict[Rank, Namespace] = {}
 
     def connect(self, connection: Connection, namespaces: Mapping[Rank, Namespace]) -> None:
         """Look up from now on, in the namespaces that the workers introduced themselves with."""
         self._connection = connection
         self._namespaces = dict(sorted(namespaces.items()))
+
+    def close(self) -> None:
+        """End, and close the connection. No call may be in flight, and none may follow."""
+        self._teller.close()
+        if self._connection is not None:
+            self._connection.close()
 
     # -- a request's life, in vLLM's order ------------------------------------------------------------------------
 
@@ -136,8 +144,10 @@ class SchedulerSide:
             What vLLM passes on to the decode engine, when this one was the prefill engine: a ticket for each rank.
         """
         tracked = self._tracked.pop(request.request_id, None)
-        wants_ticket = (request.kv_transfer_params or {}).get("do_remote_decode")
-        if tracked is None or not wants_ticket or request.status not in _COMPLETED:
+        if tracked is None or request.status not in _COMPLETED:
+            return None
+        if not (request.kv_transfer_params or {}).get("do_remote_decode"):
+            self._tell(tracked)
             return None
         handed: dict[str, Any] = {"do_remote_prefill": True}
         if self._may_store:
@@ -214,6 +224,14 @@ class SchedulerSide:
             match = client.match(keys, timeout_s=self._config.lookup_timeout_s, record=False)
             tickets.append(client.ticket(keys, match=match).to_json())
         return tickets
+
+    def _tell(self, tracked: Tracked) -> None:
+        """Tell nodes how many tokens a request made; of one that was handed over, the engine that decoded does so."""
+        request = tracked.request
+        names = self._names(request, range(request.num_prompt_tokens // self._chunk_tokens))
+        if names and request.num_output_tokens:
+            for client in self._clients(tracked.scope).values():
+                self._teller.tell(client, names, request.num_output_tokens)
 
     # -- chunks ---------------------------------------------------------------------------------------------------
 
