@@ -99,13 +99,14 @@ class Hazards:
         reads = self._reads[:, upto].reshape(shape)
         whole = np.cumsum(self._whole[:, upto], axis=1) * _WIDTHS[upto]
         ticks = (self._ticks[:, upto] + whole).reshape(shape)
-        axes = tuple(range(len(self._digits)))
-        all_reads, all_ticks = reads.sum(axis=axes), ticks.sum(axis=axes)
+        sums = [(reads, ticks)]  # over ever more of the last digits
+        for _ in self._digits:
+            sums.append(tuple(each.sum(axis=-2) for each in sums[-1]))
+        all_reads, all_ticks = sums.pop()
         # Before anything is known: the longer ago, the less likely, at all scales alike.
         chance = (all_reads.sum() + 1.0) / ((all_ticks / middles).sum() + 1.0) / middles
         chance = (all_reads + BELIEF) / (all_ticks + BELIEF / chance)
-        for known in range(1, len(axes) + 1):
-            reads_here, ticks_here = reads.sum(axis=axes[known:]), ticks.sum(axis=axes[known:])
+        for reads_here, ticks_here in reversed(sums):
             chance = np.broadcast_to(chance[..., None, :], reads_here.shape)
             expected = (ticks_here * chance).sum(axis=-1, keepdims=True)
             chance = chance * (reads_here.sum(axis=-1, keepdims=True) + LEVEL) / (expected + LEVEL)
