@@ -27,7 +27,7 @@ def names(count: int, prefix: str = "chunk") -> list[str]:
 
 def cluster_on(path: Path, nodes: int = 1, **storage: Any) -> EmbeddedCluster:
     ssd = {"paths": [str(path)], "capacity_nbytes": 64 * MIB, "segment_nbytes": 4 * MIB, "io_timeout_s": 1.0}
-    return raykv.embedded(nodes, arena_nbytes=4 * MIB, extent_nbytes=MIB, ssd=ssd, **storage)
+    return raykv.embedded(nodes, arena_nbytes=4 * MIB, extent_nbytes=MIB, heartbeat_s=0.03, ssd=ssd, **storage)
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def sink(cluster: EmbeddedCluster, client: raykv.Client, some: list[str]) -> Non
             assert get(client, [name]) == 1
         put(client, names(3, f"filler-{some[0]}-{number}"), chained=False)
         number += 1
-        time.sleep(0.01)
+        time.sleep(0.002)
     cluster.settle()
 
 

@@ -45,7 +45,7 @@ def get(client: raykv.Client, keys: list[str], nbytes: int = NBYTES, **options) 
 
 
 def cluster(nodes: int, **options) -> EmbeddedCluster:
-    return raykv.embedded(nodes, **{"arena_nbytes": "16 MiB", "extent_nbytes": "1 MiB", "heartbeat_s": 0.03, **options})
+    return raykv.embedded(nodes, **{"arena_nbytes": "16 MiB", "extent_nbytes": "1 MiB", "heartbeat_s": 0.01, **options})
 
 
 def stats_of(running: EmbeddedCluster, node: int) -> dict:
@@ -429,6 +429,7 @@ def test_a_dead_node_costs_its_own_chunks_and_no_more():
         assert reader.match(names(30, "of-0")).count == 0
 
 
+@pytest.mark.slow
 def test_a_client_that_only_meets_a_dead_owner_asks_for_the_new_view():
     with cluster(2) as running:
         stale = running.client(SPACE, node=0)
@@ -441,6 +442,7 @@ def test_a_client_that_only_meets_a_dead_owner_asks_for_the_new_view():
         assert get(stale, theirs).prefix == len(theirs)
 
 
+@pytest.mark.slow
 def test_when_the_local_node_is_dead_reads_go_on_and_writes_are_skipped():
     with cluster(3) as running:
         client = running.client(SPACE, node=0, breaker_s=0.05)
@@ -506,6 +508,7 @@ def test_whoever_asks_for_it_sees_damage_in_shared_memory_too():
 # -- chance -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", [0.05, 0.3])
 def test_on_a_bad_network_every_get_is_right_or_a_miss(loss, rng):
     network = Network(rng)
@@ -544,7 +547,7 @@ def test_a_slow_network_costs_the_deadline_and_no_more():
     with cluster(3, network=network) as running:
         put(running.client(SPACE, node=0), names(5))
         running.settle()
-        reader = running.client(SPACE, node=1)
+        reader = running.client(SPACE, node=1, breaker_s=0.05)
         network.delay_s = 5.0
         began_s = time.monotonic()
         assert get(reader, names(5), timeout_s=0.2).hits == (False,) * 5

@@ -168,10 +168,9 @@ def node(shm_dir: Path, tmp_path: Path) -> Iterator[NodeProcess]:
     shutil.rmtree(tmp_path / "ssd", ignore_errors=True)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not native.available, reason="readers without compiled loops are slower than this test's patience")
-@pytest.mark.parametrize(
-    "kills", [4, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(900)])], ids=["few", "many"]
-)
+@pytest.mark.parametrize("kills", [4, pytest.param(200, marks=pytest.mark.timeout(900))], ids=["few", "many"])
 def test_killed_at_random_moments_nothing_committed_is_lost_and_reads_never_stop(node, kills):
     seed = random.randrange(1 << 30)
     print("seed", seed)

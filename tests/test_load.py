@@ -33,7 +33,7 @@ def content(number: int, nbytes: int = NBYTES) -> bytes:
 
 @pytest.fixture
 def running():
-    with raykv.embedded(3, arena_nbytes="16 MiB", extent_nbytes="1 MiB", heartbeat_s=0.03) as made:
+    with raykv.embedded(3, arena_nbytes="16 MiB", extent_nbytes="1 MiB", heartbeat_s=0.01) as made:
         yield made
 
 
@@ -257,7 +257,7 @@ def test_an_owner_that_lost_its_own_chunks_finds_out(running, count):
 @pytest.mark.parametrize("count", [1, 2])
 def test_memory_of_a_neighbour_is_checked_for_whoever_wants_that(count):
     with raykv.embedded(
-        2, arena_nbytes="16 MiB", extent_nbytes="1 MiB", heartbeat_s=0.03, separate_hosts=False
+        2, arena_nbytes="16 MiB", extent_nbytes="1 MiB", heartbeat_s=0.01, separate_hosts=False
     ) as running:
         put_on(running, 0, names(count))
         running.settle()
@@ -308,6 +308,7 @@ def test_a_holder_that_stalls_costs_the_rest_and_not_what_has_arrived(running, m
         buffer.append(1)
 
 
+@pytest.mark.slow
 def test_a_holder_that_goes_on_too_slowly_is_left_at_the_deadline(running):
     """Bytes trickle in all the time: no single wait is long."""
     reader = stored(running, 1, 0)
@@ -358,6 +359,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.slow
 def test_a_node_that_is_killed_in_the_middle(shm_dir, monkeypatch):
     monkeypatch.setattr(load, "PART_NBYTES", 1 << 20)
     with subprocess.Popen(

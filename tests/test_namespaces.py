@@ -222,6 +222,7 @@ def test_pinned_chunks_go_when_they_are_unpinned():
         assert listed(client, MINE)["departures"] == {"dropped": 6}
 
 
+@pytest.mark.slow
 def test_writers_go_on_while_their_namespace_is_dropped():
     with cluster(1) as running:
         clients = [running.client(MINE) for _ in range(2)]
@@ -347,6 +348,7 @@ def test_a_message_that_is_wrong_is_refused(request_):
         assert [each["namespace"] for each in client.namespaces()] == [MINE]
 
 
+@pytest.mark.slow
 def test_numbers_of_dropped_accounts_are_used_again():
     with cluster(1) as running:
         client, node = running.client(MINE), running.nodes[0]
@@ -377,6 +379,7 @@ client.flush()
 """
 
 
+@pytest.mark.slow
 def test_a_quota_holds_under_writers_of_several_processes(shm_dir: Path, seed: int):
     quota, extent = 2 << 20, 256 << 10
     storage = {"arena_nbytes": "16 MiB", "extent_nbytes": extent, "shm_dir": str(shm_dir)}

@@ -153,6 +153,7 @@ def test_a_killed_node_is_read_on_and_comes_back_with_everything(node):
             wait_until(lambda: all(get(remote, names(40))))
 
 
+@pytest.mark.slow
 def test_a_killed_writer_gives_its_slots_back(node):
     writer = run(WRITER, node.local_address)
     assert writer.stdout is not None
@@ -188,6 +189,7 @@ def test_a_killed_writers_slots_serve_others_in_the_end(node):
         wait_until(all_slots_are_back)
 
 
+@pytest.mark.slow
 def test_a_stopped_node_costs_the_deadline_and_local_reads_nothing(node):
     with node.client(timeout_s=0.5) as client, node.client(local=False, timeout_s=0.5) as remote:
         assert put(client, names(5)).stored == 5
@@ -207,6 +209,7 @@ def test_a_stopped_node_costs_the_deadline_and_local_reads_nothing(node):
         wait_until(lambda: all(get(remote, [*names(5), "new-0"])))
 
 
+@pytest.mark.slow
 def test_nodes_killed_under_load_lose_nothing_that_was_committed(node, rng):
     stored: set[str] = set()
     stop = threading.Event()
@@ -245,6 +248,7 @@ def test_nodes_killed_under_load_lose_nothing_that_was_committed(node, rng):
     assert stats["used_nbytes"] == stats["chunks"] * 53_248  # 13 pages each
 
 
+@pytest.mark.slow
 def test_a_clean_stop_leaves_nothing(node, shm_dir):
     with node.client() as client:
         put(client, names(3))

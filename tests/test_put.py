@@ -106,6 +106,7 @@ def test_a_client_that_goes_gives_its_slots_back(node):
     assert node.stats()["aborted"] == 0
 
 
+@pytest.mark.slow
 def test_slots_that_nobody_uses_go_back(node, monkeypatch):
     with node.client() as client:
         put(client, names(40))
@@ -119,6 +120,7 @@ def test_slots_that_nobody_uses_go_back(node, monkeypatch):
         assert lent_nbytes(node) <= 4096 * MAX_POOL_SLOTS
 
 
+@pytest.mark.slow
 def test_a_full_arena_takes_what_fits_and_says_so(node):
     with node.client() as client, node.client() as other:
         room = other.reserve(names(28, "held"), 1 << 20)
@@ -130,6 +132,7 @@ def test_a_full_arena_takes_what_fits_and_says_so(node):
         assert client.put(names(6), [bytes(1 << 20)] * 6).skipped == 0
 
 
+@pytest.mark.slow
 def test_writers_of_the_same_keys_store_each_once(node):
     """Whoever comes second finds it there, before or after it has copied; nobody sees a wrong byte."""
     clients = [node.client() for _ in range(3)]
@@ -156,6 +159,7 @@ def test_writers_of_the_same_keys_store_each_once(node):
         client.close()
 
 
+@pytest.mark.slow
 def test_threads_of_one_client_share_its_connection(node):
     with node.client() as client:
 
@@ -215,6 +219,7 @@ def test_what_others_stored_first_is_told_by_flush(node):
         assert client.flush() == PutResult(3, 0, 0)
 
 
+@pytest.mark.slow
 def test_a_node_that_hangs_costs_no_more_than_the_deadline(node):
     with node.client() as client:
         put(client, names(30))
@@ -242,6 +247,7 @@ def test_a_node_that_hangs_costs_no_more_than_the_deadline(node):
         assert sum(get(client, late)) <= posted
 
 
+@pytest.mark.slow
 def test_posted_puts_that_got_lost_are_told_and_nothing_raises(node):
     with node.client() as client:
         put(client, names(30))
@@ -266,6 +272,7 @@ def test_posted_puts_that_got_lost_are_told_and_nothing_raises(node):
 # -- death ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_slots_of_a_killed_client_come_back_after_a_rest(node):
     holder = run(HOLDER, node.local_address)
     assert holder.stdout is not None
@@ -281,6 +288,7 @@ def test_slots_of_a_killed_client_come_back_after_a_rest(node):
         assert all(get(client, names(40)))
 
 
+@pytest.mark.slow
 def test_slots_lent_by_a_node_that_died_are_not_written_to_later(node):
     """They rest for a while after its death. A client that was idle longer must not trust them."""
     with node.client() as idle, node.client() as busy:
@@ -300,6 +308,7 @@ def test_slots_lent_by_a_node_that_died_are_not_written_to_later(node):
         assert all(get(busy, [*names(60), "new"]))
 
 
+@pytest.mark.slow
 def test_a_slot_whose_node_just_died_is_given_to_nobody_else(node):
     with node.client() as client, node.client() as other:
         put(client, names(40))
@@ -396,6 +405,7 @@ def test_what_was_told_to_be_stored_is_there_however_often_the_node_dies(node, r
         client.close()
 
 
+@pytest.mark.slow
 def test_processes_that_put_the_same_keys_store_each_once(node):
     program = """
 import sys

@@ -6,6 +6,7 @@ import os
 import random
 import time
 from contextlib import nullcontext
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -47,6 +48,7 @@ def pair(name: str) -> tuple[int, int]:
     return hi, lo
 
 
+@lru_cache(maxsize=1000)
 def content(name: str, nbytes: int) -> bytes:
     return hashlib.shake_128(name.encode()).digest(nbytes)
 
@@ -168,48 +170,51 @@ def check_invariants(shard: Shard) -> None:
     assert not table.dirty
     taken = np.flatnonzero(columns.nbytes > 0)
     room = shard.room
+    parents, generations, first_pages = columns.parent.tolist(), columns.generation.tolist(), columns.page.tolist()
+    sizes = {row: slot_nbytes(int(columns.nbytes[row])) for row in taken.tolist()}
     quarantined = set(room.resting.tolist())
-    lent = {row for row in taken.tolist() if columns.parent[row] == LENT} - quarantined
-    counted = [row for row in taken.tolist() if row not in quarantined]
+    lent = {row for row in sizes if parents[row] == LENT} - quarantined
+    counted = [row for row in sizes if row not in quarantined]
     in_side = set(table.side_rows())
-    live = [row for row in counted if row not in lent or (columns.generation[row] & 1 == 0 and row not in in_side)]
+    live = [row for row in counted if row not in lent or (generations[row] & 1 == 0 and row not in in_side)]
+    extent_sizes = table.extent_slots.tolist()
     owner: dict[int, int] = {}
-    for row in taken.tolist():
-        size = slot_nbytes(int(columns.nbytes[row]))
-        first = int(columns.page[row])
-        assert table.extent_slots[first * PAGE // table.extent_nbytes] == size
+    for row, size in sizes.items():
+        first = first_pages[row]
+        assert extent_sizes[first * PAGE // table.extent_nbytes] == size
         for page in range(first, first + size // PAGE):
             assert owner.setdefault(page, row) == row, "two chunks in one place"
     assert max(owner, default=0) < shard.arena.nbytes // PAGE
-    free = [row for row in range(table.rows) if row not in set(taken.tolist()) and not columns.children[row]]
+    known_children = columns.children.tolist()
+    free = [row for row in range(table.rows) if row not in sizes and not known_children[row]]
     assert sorted(room.free_rows) == free
     assert sorted(table.index_entries().tolist()) == live
     used = np.zeros(MAX_NAMESPACES, np.int64)
     for row in counted:
-        used[columns.namespace[row]] += slot_nbytes(int(columns.nbytes[row]))
+        used[columns.namespace[row]] += sizes[row]
     assert room.used_nbytes.tolist() == used.tolist()
     assert shard.used_nbytes == used.sum()
-    assert shard.lent_nbytes == sum(slot_nbytes(int(columns.nbytes[row])) for row in lent)
+    assert shard.lent_nbytes == sum(sizes[row] for row in lent)
     assert shard.chunks == len(set(table.ready_rows().tolist()) - in_side)
-    per_extent = np.bincount(columns.page[taken] * PAGE // table.extent_nbytes, minlength=table.extents)
+    home = columns.page[taken] * PAGE // table.extent_nbytes
+    per_extent = np.bincount(home, minlength=table.extents)
     assert room.slots.used(np.arange(table.extents)).tolist() == per_extent.tolist()
     for extent in range(table.extents):
-        home = columns.page[taken] * PAGE // table.extent_nbytes
         assert sorted(room.slots.rows_in(extent).tolist()) == taken[home == extent].tolist()
     serving = table.extent_slots > 0
-    in_use = sum(slot_nbytes(int(columns.nbytes[row])) for row in taken.tolist())
+    in_use = sum(sizes.values())
     tails = sum(table.extent_nbytes % int(size) for size in table.extent_slots[serving])
     unbacked = shard.extents_unbacked * table.extent_nbytes
     assert room.slots.free_nbytes == table.extents * table.extent_nbytes - in_use - tails - unbacked
-    children = np.zeros(table.rows, np.int64)
+    children, alive = [0] * table.rows, set(live)
     for row in live:
-        parent = int(columns.parent[row])
-        gone = parent in quarantined or columns.nbytes[parent] == 0
-        assert parent == -1 or parent in live or gone or row in lent, "a parent that is somebody else by now"
+        parent = parents[row]
+        gone = parent in quarantined or parent not in sizes
+        assert parent == -1 or parent in alive or gone or row in lent, "a parent that is somebody else by now"
         if parent >= 0:
             children[parent] += 1
-    assert columns.children.tolist() == children.tolist()
-    keys = {(int(columns.key_hi[row]), int(columns.key_lo[row])) for row in live}
+    assert known_children == children
+    keys = set(zip(columns.key_hi[live].tolist(), columns.key_lo[live].tolist(), strict=True))
     assert len(keys) == len(live), "a key twice"
 
 
@@ -690,7 +695,7 @@ class WatchedCells:
         self._cells[index] = value
 
 
-@pytest.mark.parametrize("how", ["reserve", "lend and store", "one by one"])
+@pytest.mark.parametrize("how", ["reserve", "lend and store", pytest.param("one by one", marks=pytest.mark.slow)])
 def test_a_crash_at_any_store_of_a_change(shm_dir, how, monkeypatch):
     """Kill the writer after each single store of a write and of an eviction; recovery finds a sound table."""
     monkeypatch.setattr("raykv.memory.native.enter", None)
@@ -773,7 +778,13 @@ def damage(path: Path, how: str, rng: random.Random) -> None:
     path.write_bytes(raw)
 
 
-@pytest.mark.parametrize("how", ["empty", "short", "zeros", "random", "random behind the header", "a hole", "missing"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        *("empty", "short", "zeros", "random", "random behind the header", "missing"),
+        pytest.param("a hole", marks=pytest.mark.slow),  # in many places
+    ],
+)
 @pytest.mark.parametrize("which", [0, 1])
 def test_damaged_files_begin_anew_or_lose_chunks_and_never_crash(shm_dir, on_files, which, how, rng):
     on_files.put("abcdefgh")
@@ -1119,7 +1130,7 @@ def test_a_policy_of_a_users_own_that_fails_does_no_harm(caplog):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("round_", range(4))
+@pytest.mark.parametrize("round_", [*(pytest.param(number, marks=pytest.mark.slow) for number in range(3)), 3])
 def test_random_operations(policy, round_, rng):  # noqa: C901 - a case for each operation
     """Whatever is done in whatever order, the columns agree with each other and every byte is right."""
     bench = Bench(Shard.open(config_for(policy=policy, arena_nbytes=512 * KIB), None, now_s=0.0))

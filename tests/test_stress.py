@@ -106,7 +106,8 @@ def first_line(process: subprocess.Popen[str]) -> str:
     return process.stdout.readline()
 
 
-@pytest.mark.parametrize("reads", [10_000, pytest.param(1_000_000, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
+@pytest.mark.slow
+@pytest.mark.parametrize("reads", [10_000, pytest.param(1_000_000, marks=pytest.mark.timeout(900))])
 def test_no_wrong_byte(shm_dir, seed, reads):
     reads = int(os.environ.get("RAYKV_STRESS_READS", reads))
     node = start(NODE, shm_dir)

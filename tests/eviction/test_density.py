@@ -99,8 +99,10 @@ def chats(rng, count: int, scans: float, *, outputs: bool = False) -> Trace:
     return trace_of(requests)
 
 
-@pytest.mark.parametrize("scans", [0.0, 0.5])
-@pytest.mark.parametrize("share", [0.03, 0.1, 0.3])
+@pytest.mark.parametrize("scans", [pytest.param(0.0, marks=pytest.mark.slow), 0.5])
+@pytest.mark.parametrize(
+    "share", [pytest.param(0.03, marks=pytest.mark.slow), 0.1, pytest.param(0.3, marks=pytest.mark.slow)]
+)
 def test_on_chats_and_scans_it_is_no_worse_than_lru(scans, share, rng):
     trace = chats(rng, 1000, scans)
     size = round(share * trace.chunks)
@@ -108,6 +110,7 @@ def test_on_chats_and_scans_it_is_no_worse_than_lru(scans, share, rng):
     assert ours >= lru - 0.005 * trace.accesses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.1])
 @pytest.mark.parametrize("kind", ["popular", "popular for a while", "recent", "loop", "scan"])
 def test_on_single_chunks_it_is_no_worse_than_lru(kind, share, rng):
@@ -140,6 +143,7 @@ def singles(rng, kind: str, count: int) -> list[tuple[int, ...]]:
     ]
 
 
+@pytest.mark.slow
 def test_it_learns_who_comes_back_from_what_it_is_told(rng):
     """Prompts alike in all but the length of their answers: those with short ones come again, once, after a while."""
     requests: list[tuple[list[tuple[int, ...]], int]] = []
@@ -171,6 +175,7 @@ def test_what_it_remembers_is_bounded(rng, monkeypatch):
     assert len(made._ghosts) <= 100 + density_module.LOOK_LEAST
 
 
+@pytest.mark.slow
 def test_memory_fades_when_there_is_much_of_it(rng, monkeypatch):
     monkeypatch.setattr(density_module, "MEMORY_LEAST", 50.0)
     made = HitDensity()

@@ -177,7 +177,7 @@ def test_hits_are_those_of_the_reference(name, rng):
         assert hits(name, accesses, size) == REFERENCES[name](accesses, size)
 
 
-@pytest.mark.parametrize(("name", "tolerance"), [("arc", 0.01), ("s3fifo", 0.002)])
+@pytest.mark.parametrize(("name", "tolerance"), [pytest.param("arc", 0.01, marks=pytest.mark.slow), ("s3fifo", 0.002)])
 def test_hits_are_those_of_the_reference_but_for_a_few(name, tolerance, rng):
     """What was remembered of a chunk has its effect after room was made for it; there before."""
     for _ in range(8):

@@ -269,6 +269,7 @@ def test_the_pool_as_the_kernel_tells_it(tmp_path):
     assert pages.hugetlb_free_nbytes(2 * MIB, sys=tmp_path) == 12 * MIB
 
 
+@pytest.mark.slow
 def test_a_thread_may_read_while_the_process_ends(shm_dir):
     program = (
         "import sys, threading, time; from pathlib import Path; from raykv.memory.arena import SharedMemory\n"

@@ -149,6 +149,7 @@ def race(path: Path, number: int, rounds: int, told) -> None:
     told.put(stored)
 
 
+@pytest.mark.slow
 def test_processes_that_publish_the_same_keys_publish_each_at_most_once(shm_dir):
     """Who loses a race asks the node, so at most once is what must hold here."""
     path = shm_dir / "table"
@@ -170,6 +171,7 @@ def test_processes_that_publish_the_same_keys_publish_each_at_most_once(shm_dir)
     assert stored > 700
 
 
+@pytest.mark.slow
 def test_a_reader_beside_the_writer_and_the_node_misses_nothing(rng: random.Random):
     """A key, once published, is found from then on, while its row moves from the side index to the index."""
     made = lent_table()
@@ -215,6 +217,7 @@ def publish_forever(path: Path, number: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_a_writer_that_is_killed_leaves_whole_rows_or_odd_ones(shm_dir, rng: random.Random):
     path = shm_dir / "table"
     made = lent_table(path)

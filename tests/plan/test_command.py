@@ -143,6 +143,7 @@ def test_a_chart(tmp_path, capsys):
     assert "<svg" in (tmp_path / "chart.svg").read_text()
 
 
+@pytest.mark.slow
 def test_without_matplotlib_it_says_how_to_get_it(tmp_path):
     path = tmp_path / "trace.jsonl"
     path.write_text("\n".join(LINES))

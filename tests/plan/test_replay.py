@@ -82,8 +82,10 @@ def test_prefix_hits_are_those_of_brute_force(rng):
         assert replay(trace, policy("leaf_lru"), size).prefix_hits == brute_leaf_lru(trace, size)
 
 
-@pytest.mark.parametrize("mode", ["prefix", "objects"])
-@pytest.mark.parametrize("name", sorted(POLICIES))
+@pytest.mark.parametrize("mode", ["prefix", pytest.param("objects", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", [*sorted(set(POLICIES) - {"density"}), pytest.param("density", marks=pytest.mark.slow)]
+)
 def test_what_holds_for_every_policy(name, mode, rng):
     trace = conversations(rng, 400)
     all_there = trace.accesses - trace.chunks
@@ -129,6 +131,7 @@ def test_a_time_to_live_makes_ttl_first_in_first_out(rng):
     assert replay(trace, policy("ttl"), 50).prefix_hits == replay(trace, policy("leaf_lru"), 50).prefix_hits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["fifo", "lru"])
 def test_hits_are_those_that_libcachesim_has(name, real):
     compare(real, name, [0.1])

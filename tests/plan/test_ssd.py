@@ -81,7 +81,9 @@ def made(rng, count: int = 500) -> Trace:
     return Trace("made", requests, len(number), 4)
 
 
-@pytest.mark.parametrize("name", ["leaf_lru", "s3fifo", "density"])
+@pytest.mark.parametrize(
+    "name", ["leaf_lru", *(pytest.param(name, marks=pytest.mark.slow) for name in ("s3fifo", "density"))]
+)
 def test_what_holds_with_a_second_tier(name, rng):
     trace = made(rng)
     alone = replay(trace, policy(name), 60)
@@ -94,6 +96,7 @@ def test_what_holds_with_a_second_tier(name, rng):
     assert ssd.moved == 0, "it never filled up"
 
 
+@pytest.mark.slow
 def test_a_scan_is_not_written(rng):
     number = iter(range(10_000))
     requests = [Request(float(at), [0, *(next(number) + 1 for _ in range(30))], 31, 0) for at in range(300)]

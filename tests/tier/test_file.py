@@ -42,7 +42,7 @@ class Shared(Driven):
 
     def __init__(self, path: Path, writer: str = "a", arena: Arena | None = None, **fields: Any) -> None:
         self.arena = arena or Arena(16 << 20)
-        config = {"path": path, "capacity_nbytes": 64 * PACK, "pack_nbytes": PACK, "scan_s": 0.05, "seal_s": 0.2}
+        config = {"path": path, "capacity_nbytes": 64 * PACK, "pack_nbytes": PACK, "scan_s": 0.03, "seal_s": 0.1}
         self.tier = FileTier(FileTierConfig.load({**config, **fields}), self.arena.view, writer, Names())  # type: ignore[assignment]
         self.folder = path / "raykv"
 
@@ -87,10 +87,19 @@ def used_nbytes(folder: Path) -> int:
 # -- what is written is read ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("nbytes", [1, 100, BLOCK - 1, BLOCK, BLOCK + 1, 70_000, 1 << 18, PACK - 4 * BLOCK])
+@pytest.mark.parametrize(
+    "nbytes",
+    [
+        1,
+        *(pytest.param(nbytes, marks=pytest.mark.slow) for nbytes in (100, BLOCK - 1, BLOCK, 1 << 18)),
+        BLOCK + 1,
+        70_000,
+        PACK - 4 * BLOCK,
+    ],
+)
 def test_what_is_written_is_read_at_once_and_by_others(tmp_path, nbytes):
     keys = keys_for(5)
-    with Shared(tmp_path).on() as one, Shared(tmp_path, "b").on() as other:
+    with Shared(tmp_path, seal_s=0.05).on() as one, Shared(tmp_path, "b").on() as other:
         one.put(keys, nbytes)
         assert one.right(keys, nbytes) == [True] * 5
         other.sees(keys)
@@ -142,7 +151,7 @@ def test_what_is_too_large_or_there_already_is_not_written(tmp_path):
 
 def test_a_start_finds_what_was_written_before_by_anybody(tmp_path):
     keys = keys_for(40)
-    with Shared(tmp_path).on() as one:
+    with Shared(tmp_path, seal_s=60.0).on() as one:
         one.put(keys, 60_000)
         packs = len(one.packs())
         assert packs >= 2
@@ -240,11 +249,11 @@ def test_a_dropped_account_stays_so_and_may_begin_again(tmp_path):
 
 
 def test_what_is_deleted_while_it_is_written_is_not_there(tmp_path, monkeypatch):
-    key, real, going = keys_for(1), os.pwritev, threading.Event()
+    key, real, going, gone = keys_for(1), os.pwritev, threading.Event(), threading.Event()
 
     def slow(*given):
         going.set()
-        time.sleep(0.3)
+        gone.wait(5.0)
         return real(*given)
 
     with Shared(tmp_path).on() as one:
@@ -254,6 +263,7 @@ def test_what_is_deleted_while_it_is_written_is_not_there(tmp_path, monkeypatch)
         assert one.tier.write([one.chunk(key[0], 5000)], lambda chunks, good: (results.extend(good), done.set())) == 1
         assert going.wait(5.0)
         one.delete(key)
+        gone.set()
         assert done.wait(5.0)
         assert results == [False]
         assert one.has(key) == [False]
@@ -262,11 +272,12 @@ def test_what_is_deleted_while_it_is_written_is_not_there(tmp_path, monkeypatch)
         assert later.has(key) == [False]
 
 
+@pytest.mark.slow
 def test_files_that_tell_what_is_gone_stay_few_and_go_when_nothing_older_is_left(tmp_path, monkeypatch):
     monkeypatch.setattr(file, "TELL_S", 0.0)
     monkeypatch.setattr(file, "MERGE_FILES", 4)
     keys = keys_for(40)
-    with Shared(tmp_path).on() as one:
+    with Shared(tmp_path, seal_s=0.2).on() as one:
         one.put(keys, 5000)
         wait_for(lambda: len(one.packs()) == 1)
         for key in keys[:30]:
@@ -305,7 +316,7 @@ def test_the_packs_that_were_used_longest_ago_go_first(tmp_path):
 
 def test_the_directory_keeps_within_its_capacity(tmp_path):
     keys = keys_for(400)
-    with Shared(tmp_path, capacity_nbytes=5 * PACK).on() as one:
+    with Shared(tmp_path, capacity_nbytes=5 * PACK, seal_s=0.2).on() as one:
         for first in range(0, 400, 10):
             one.put(keys[first : first + 10], 60_000)
             assert used_nbytes(one.folder) <= 5 * PACK
@@ -325,7 +336,7 @@ from tests.tier import test_file
 from raykv.tier import file, packs
 file.TELL_S = 0.02
 path, writer, salt, count, size, capacity = Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:7])
-with test_file.Shared(path, writer, capacity_nbytes=capacity).on() as tier:
+with test_file.Shared(path, writer, capacity_nbytes=capacity, seal_s=0.2).on() as tier:
     keys = test_file.keys_for(count, salt)
     print("ready", flush=True)
     for first in range(0, count, 8):
@@ -350,6 +361,7 @@ def end(process: subprocess.Popen) -> None:
     assert process.returncode == 0
 
 
+@pytest.mark.slow
 def test_two_processes_see_what_each_other_writes(tmp_path):
     with Shared(tmp_path).on() as one:
         process = child(tmp_path, "b", 1, 60, 30_000)
@@ -383,6 +395,7 @@ def kill_and_look(path: Path, rng: random.Random, number: int) -> None:
     shutil.rmtree(path / "raykv")
 
 
+@pytest.mark.slow
 def test_a_killed_writer_leaves_whole_chunks(tmp_path, rng):
     for number in range(2):
         kill_and_look(tmp_path, rng, number)
@@ -394,6 +407,7 @@ def test_a_writer_is_killed_at_many_moments(tmp_path, rng):
         kill_and_look(tmp_path, rng, number)
 
 
+@pytest.mark.slow
 def test_several_that_make_room_at_once_do_not_empty_the_directory(tmp_path):
     capacity = 12 * PACK
     processes = [child(tmp_path, f"w{number}", number, 600, 60_000, capacity) for number in range(2)]
@@ -567,6 +581,7 @@ def test_a_directory_that_is_removed_turns_it_off_until_it_is_back(tmp_path):
         assert one.right(keys, 5000) == [True] * 10
 
 
+@pytest.mark.slow
 def test_a_full_file_system_turns_it_off_for_writing_alone(tmp_path):
     keys = keys_for(40)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -662,7 +677,7 @@ def test_a_read_error_turns_it_off_for_a_while(tmp_path, monkeypatch):
 
     with Shared(tmp_path).on() as one:
         one.put(keys, 5000)
-        monkeypatch.setattr(file, "RETRY_S", 0.5)
+        monkeypatch.setattr(file, "RETRY_S", 0.3)
         monkeypatch.setattr(os, "preadv", bad)
         assert one.right(keys[:2], 5000) == [False] * 2
         assert one.state == "off"

@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import raykv
 from raykv.embedded import EmbeddedCluster
 from tests.test_below_memory import MIB, SPACE, get, names, put, sink, wait_until
@@ -16,7 +18,8 @@ def cluster_on(path: Path, name: str, nodes: int = 1, **storage: Any) -> Embedde
         "scan_s": 0.1,
         "seal_s": 0.5,
     }
-    return raykv.embedded(nodes, name=name, arena_nbytes=4 * MIB, extent_nbytes=MIB, file=shared, **storage)
+    fields = {"arena_nbytes": 4 * MIB, "extent_nbytes": MIB, "heartbeat_s": 0.03, **storage}
+    return raykv.embedded(nodes, name=name, file=shared, **fields)
 
 
 def file_of(cluster: EmbeddedCluster, node: int = 0) -> dict[str, Any]:
@@ -49,6 +52,7 @@ def test_a_cluster_gets_what_another_one_left(tmp_path):
         assert sum(file_of(second, node)["read_nbytes"] for node in range(3)) >= 30 * 50_000
 
 
+@pytest.mark.slow
 def test_two_clusters_share_it_while_both_live(tmp_path):
     with cluster_on(tmp_path, "a") as one, cluster_on(tmp_path, "b") as two:
         started(one)

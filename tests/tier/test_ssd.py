@@ -116,6 +116,7 @@ def test_deleted_and_dropped_chunks_stay_away(tmp_path: Path):
         assert driven.read([again], 9000) == [content_of(again, 9000)]
 
 
+@pytest.mark.slow
 def test_dropping_many_chunks_takes_less_than_a_second(tmp_path: Path):
     keys = keys_for(20_000)
     with Driven(tmp_path, capacity_nbytes=256 << 20, segment_nbytes=16 << 20, max_chunks=30_000).started() as driven:
@@ -166,6 +167,7 @@ def test_reclaiming_keeps_what_is_read_and_drops_what_is_cold(tmp_path: Path):
         assert driven.read(hot, nbytes) == [content_of(key, nbytes) for key in hot]
 
 
+@pytest.mark.slow
 def test_write_amplification_is_bounded_when_everything_is_read(tmp_path: Path):
     nbytes = 60_000
     with Driven(tmp_path, capacity_nbytes=8 * SEGMENT).started() as driven:
@@ -199,6 +201,7 @@ def test_quotas_hold_within_a_segment(tmp_path: Path):
         assert all_keys(driven.tier) == left
 
 
+@pytest.mark.slow
 def test_rows_run_short_before_space_does(tmp_path: Path):
     keys = keys_for(3000)
     with Driven(tmp_path, max_chunks=256, capacity_nbytes=16 * SEGMENT).started() as driven:
@@ -222,6 +225,7 @@ def test_a_full_queue_takes_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert all(results)
 
 
+@pytest.mark.slow
 def test_two_processes_on_one_directory_are_refused(tmp_path: Path):
     with Driven(tmp_path).started():
         with pytest.raises(ConfigError, match="another process uses"):
@@ -238,6 +242,7 @@ Driven(Path({str(tmp_path)!r}))
     Driven(tmp_path).started().tier.close()
 
 
+@pytest.mark.slow
 def test_more_and_fewer_segments_than_before(tmp_path: Path):
     keys = keys_for(400)
     with Driven(tmp_path, capacity_nbytes=16 * SEGMENT).started() as driven:
@@ -283,6 +288,7 @@ def test_after_closing_nothing_is_taken_and_all_are_called_back(tmp_path: Path):
         assert len(all_keys(driven.tier)) == written
 
 
+@pytest.mark.slow
 def test_several_threads_against_a_dictionary(tmp_path: Path, seed: int):
     """Each thread has keys of its own, and knows what must be there; nobody ever gets wrong bytes."""
     places = [tmp_path / "a", tmp_path / "b"]

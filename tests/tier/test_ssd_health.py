@@ -28,9 +28,10 @@ QUICK_S = 0.5
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is tried again is tried again soon."""
-    monkeypatch.setattr(drive, "RETRY_S", 0.3)
-    monkeypatch.setattr(upkeep, "GROW_S", 0.3)
-    monkeypatch.setattr(ssd, "TIDY_S", 0.1)
+    monkeypatch.setattr(drive, "RETRY_S", 0.15)
+    monkeypatch.setattr(upkeep, "GROW_S", 0.15)
+    monkeypatch.setattr(ssd, "TIDY_S", 0.05)
+    monkeypatch.setattr(ssd, "WATCH_S", 0.05)
 
 
 def run(*words: str) -> bool:
@@ -102,7 +103,7 @@ def offer(driven: Driven, salt: int, results: list[bool] | None = None) -> int:
     return int(quickly(lambda: driven.tier.write(chunks, done)))  # type: ignore[call-overload]
 
 
-@pytest.mark.parametrize("kind", ["tmpfs", "ext4"])
+@pytest.mark.parametrize("kind", ["tmpfs", pytest.param("ext4", marks=pytest.mark.slow)])
 def test_a_full_drive_reclaims_what_it_has(mount, kind: str):
     path = mount(kind, 24 * SEGMENT)
     (path / "other").write_bytes(bytes(12 * SEGMENT))
@@ -125,6 +126,7 @@ def test_a_full_drive_reclaims_what_it_has(mount, kind: str):
         assert driven.tier.stats()["reason"] == ""
 
 
+@pytest.mark.slow
 def test_a_drive_that_is_full_from_the_beginning_is_off(mount):
     path = mount("tmpfs", SEGMENT // 2)
     with Driven(path).started() as driven:
@@ -136,6 +138,7 @@ def test_a_drive_that_is_full_from_the_beginning_is_off(mount):
         driven.put(keys_for(20), NBYTES)
 
 
+@pytest.mark.slow
 def test_files_that_must_not_grow(tmp_path: Path):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     with Driven(tmp_path).started() as driven:
@@ -168,6 +171,7 @@ def test_a_read_only_directory(mount):
         driven.put(keys_for(20), NBYTES)
 
 
+@pytest.mark.slow
 def test_one_of_two_read_only_while_running(mount, tmp_path: Path):
     path = mount("ext4", 64 * SEGMENT, "noatime,errors=remount-ro")
     device = next(line.split()[0] for line in Path("/proc/mounts").read_text().splitlines() if str(path) in line)
@@ -200,6 +204,7 @@ def test_a_directory_removed_while_running(tmp_path: Path):
         assert all_keys(driven.tier) == set(keys_for(20, 1))
 
 
+@pytest.mark.slow
 def test_a_drive_that_breaks_and_comes_back(mount):
     path = mount("ext4", 64 * SEGMENT)
     arena = Arena()
@@ -229,6 +234,7 @@ def test_a_drive_that_breaks_and_comes_back(mount):
         assert not any(driven.has(keys_for(20)[:10]))
 
 
+@pytest.mark.slow
 def test_a_drive_that_hangs(mount):
     """A frozen file system: what is being written hangs in the kernel until it is thawed."""
     path = mount("ext4", 64 * SEGMENT)
@@ -264,6 +270,7 @@ def test_a_drive_that_hangs(mount):
         assert all(driven.has(keys_for(20)[3:]))
 
 
+@pytest.mark.slow
 def test_one_of_two_that_hangs_does_not_hold_up_the_other(mount, tmp_path: Path):
     path = mount("ext4", 64 * SEGMENT)
     with Driven([path, tmp_path / "other"], io_timeout_s=0.4, capacity_nbytes=50 * SEGMENT).started() as driven:

@@ -164,8 +164,9 @@ class Model:
         return len(here)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("rounds", [pytest.param(30, id="quick"), pytest.param(200, id="long", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rounds", [pytest.param(30, id="quick"), pytest.param(200, id="long")])
 @pytest.mark.parametrize("segments", [SMALL, LARGE])
 def test_killed_at_random_moments(tmp_path: Path, rng: random.Random, segments: int, rounds: int):
     rounds = rounds // 2  # of the two runs together
