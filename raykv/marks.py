@@ -31,16 +31,15 @@ class Marks:
         expiring: Whether any may expire.
     """
 
-    def __init__(self, table: Table, ready: Rows) -> None:
-        """Start with rows that are alike, but for those that expire."""
+    def __init__(self, table: Table, *, expiring: bool) -> None:
+        """Start with rows that are alike, but for those that expire, if there are any."""
         self._table = table
         self._priority = lazy_zeros(table.rows, np.int8)
         self._ended = lazy_zeros(table.rows, np.uint32)  # in ticks; 0: the session goes on
         self._ttl: dict[int, int] = {}  # ticks by account
         self._usual: dict[int, int] = {}  # priority by account
         self._tiers: dict[int, str] = {}  # by account, of those that say
-        self.expiring = bool(table.columns.expires[ready].any())
-        self.active = self.expiring
+        self.expiring = self.active = expiring
 
     def configure(self, account: int, config: NamespaceConfig) -> None:
         """What holds for chunks of this account that come from now on."""

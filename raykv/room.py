@@ -20,6 +20,7 @@ from raykv.eviction.base import Policy
 from raykv.eviction.policies import Policies
 from raykv.ledger import Ledger, Reason
 from raykv.marks import Marks
+from raykv.memory import native
 from raykv.memory.rows import LENT, QUARANTINE_S, FreeRows
 from raykv.memory.slots import Pages, Slots, slot_nbytes
 from raykv.memory.table import MAX_NAMESPACES, Table
@@ -95,21 +96,17 @@ class Room:
         self.policies = Policies(policy(config.policy), table.columns)
         self._rng = np.random.default_rng(table.incarnation)
         self.counters = Counters()
-        self.marks = Marks(table, ready)
         self.over_quota: set[int] = set()
         self.ledger = Ledger()
         self.departures = np.zeros((MAX_NAMESPACES, len(Reason)), np.int64)
         self.reads_of_gone = np.zeros(MAX_NAMESPACES, np.int64)
         self.removed: list[bytes] = []
-        columns = table.columns
+        self.used_nbytes = np.zeros(MAX_NAMESPACES, np.int64)
+        expiring = self._add_up(ready)
+        self.marks = Marks(table, expiring=expiring)
         busy = np.zeros(table.rows_backed, np.bool_)
         busy[ready] = busy[unfinished] = True
         self.free_rows = FreeRows(busy, rows=table.rows, limit=table.rows_backed)
-        for rows in (ready, unfinished):
-            slots.note_rows(columns.page[rows], rows)
-        self.used_nbytes = np.bincount(
-            columns.namespace[ready], weights=self.slot_sizes(ready), minlength=MAX_NAMESPACES
-        ).astype(np.int64)
         self._used_cells = self.used_nbytes.data
         self.total_nbytes = int(self.used_nbytes.sum())
         self.lent_nbytes = 0
@@ -121,6 +118,16 @@ class Room:
         self._tending = False
         if self.policies.remember:
             self.policies.came(self._in_order(ready), table.ticks(now_s))
+
+    def _add_up(self, ready: Rows) -> bool:
+        """Count these rows' slots as used. Whether any of their chunks expires."""
+        table, columns = self._table, self._table.columns
+        if native.add_up is not None:
+            expiring: bool = native.add_up(table.records, columns.namespace, ready, self.used_nbytes)
+            return expiring
+        sizes = self.slot_sizes(ready)
+        self.used_nbytes += np.bincount(columns.namespace[ready], sizes, MAX_NAMESPACES).astype(np.int64)
+        return bool(columns.expires[ready].any())
 
     # -- giving ------------------------------------------------------------------------------------------------------
 
@@ -225,12 +232,16 @@ class Room:
 
         How long, is in their `inserted`: no row that holds a chunk has one that lies ahead.
         """
+        if not unfinished.size:
+            return []
         table, inserted = self._table, self._table.columns.inserted
         now, latest = table.ticks(now_s), table.ticks(now_s + QUARANTINE_S)
         ends = inserted[unfinished]
         rested = (ends > now) & (ends <= latest)
         inserted[unfinished[~rested]] = latest
-        groups = [(table.seconds(end), unfinished[rested & (ends == end)]) for end in np.unique(ends[rested]).tolist()]
+        groups = [
+            (table.seconds(end), unfinished[rested & (ends == end)]) for end in sorted(set(ends[rested].tolist()))
+        ]
         return [*groups, (now_s + QUARANTINE_S, unfinished[~rested])]
 
     def rest(self, rows: Rows, *, now_s: float) -> None:

@@ -132,7 +132,8 @@ class Shard:
             table.extent_slots,
             config.extent_nbytes,
             partial(_back, arena, config.extent_nbytes, hurry=True),
-            table.columns.page[np.concatenate([ready, unfinished])],
+            table.columns.page,
+            np.concatenate([ready, unfinished]) if unfinished.size else ready,
             in_turns(config.extents, len(self.memory_nodes)) if self.memory_nodes else None,
         )
         self.room = Room(config, table, slots, ready=ready, unfinished=unfinished, now_s=now_s)

@@ -55,11 +55,17 @@ def no_thread_stays() -> Iterator[None]:
     assert not [thread.name for thread in ours if thread.is_alive()]
 
 
+COMPILED = [
+    *("find", "enter", "read", "fill", "copy", "Reader"),
+    *("check", "sort_out", "survey", "chain", "note_slots", "add_up"),
+]
+
+
 @pytest.fixture(params=["compiled", "plain"])
 def loops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Run a test with the compiled loops and without: both must do the same."""
     if request.param == "plain":
-        for name in ("find", "enter", "read", "fill", "copy", "Reader"):
+        for name in COMPILED:
             monkeypatch.setattr(native, name, None)
     elif not native.available:
         pytest.skip("the compiled loops were not built, or RAYKV_NATIVE is 0")

@@ -1,8 +1,9 @@
-/* The loops that profiling found: probing the chunk table for many keys, and copying many chunks out of the arena.
+/* The loops that profiling found: probing the chunk table for many keys, copying many chunks out of the arena, and going
+   through the whole table at a start.
 
-   What they do, and every rule they keep, is told in table.py, copying.py and transport/shm.py, which also do the same
-   without this file (but for Reader.publish: without it the node makes chunks visible). Nothing here keeps state, and
-   nothing is trusted: rows and places that lie outside the buffers are misses.
+   What they do, and every rule they keep, is told in table.py, recovery.py, slots.py, room.py, copying.py and
+   transport/shm.py, which also do the same without this file (but for Reader.publish: without it the node makes chunks
+   visible). Nothing here keeps state, and nothing is trusted: rows and places that lie outside the buffers are misses.
 
    A reader races with the writer on purpose (see table.py: seqlocks). Loads of a generation are acquiring, and a fence
    stands between the copy and the second look, so that it holds on machines that reorder loads. */
@@ -393,6 +394,259 @@ static PyObject *enter(PyObject *module, PyObject *arguments) {
     if (done < count)
         return PyErr_Format(PyExc_ValueError, "rows: entry %zu is no row, or the index is full", done);
     return PyLong_FromSize_t(reused);
+}
+
+/* -- taking over a table ------------------------------------------------------------------------------------------ */
+
+#define LENT (-2) /* memory/rows.py */
+
+/* What is wrong with a row, the first of these that holds: recovery.COMPLAINTS. */
+enum { OUTSIDE, OFF_SLOT, TOO_LARGE, NO_PARENT, NO_NAMESPACE, NO_BYTES, SOUND };
+
+static int is_ready(uint32_t generation) { return generation && !(generation & 1); }
+
+PyDoc_STRVAR(check_doc, "check(records, parent, namespace, slots, known, taken, rows, extent_nbytes) -> int\n\n"
+                        "Look at the rows that hold or may hold a chunk, and mark the first page of each in `taken`.\n"
+                        "slots: size by extent; known: a byte a namespace; rows: of the table. Returns how many rows\n"
+                        "there are; or -1, -2 .. for the first complaint that one of them gives cause to.");
+
+static PyObject *check(PyObject *module, PyObject *arguments) {
+    (void)module;
+    Py_buffer records, parent, namespace, slots, known, taken;
+    long long rows, extent_nbytes;
+    if (!PyArg_ParseTuple(arguments, "y*y*y*y*y*w*LL", &records, &parent, &namespace, &slots, &known, &taken, &rows,
+                          &extent_nbytes))
+        return NULL;
+    PyObject *result = NULL;
+    Py_ssize_t count = records.len / (Py_ssize_t)sizeof(record_t), found = 0;
+    uint64_t extents = (uint64_t)slots.len / 4, pages = extent_nbytes > 0 ? (uint64_t)extent_nbytes >> PAGE_SHIFT : 0;
+    if (sized(&parent, 4 * count, "parent") && sized(&namespace, 2 * count, "namespace") &&
+        sized(&taken, (Py_ssize_t)(extents * pages), "taken")) {
+        const record_t *record = records.buf;
+        uint64_t start = 0, end = 0; /* pages of the extent that the row before was in: mostly the same */
+        uint64_t slot_pages = 0, slot_nbytes = 0;
+        int worst = SOUND;
+        for (Py_ssize_t row = 0; row < count; row++, record++) {
+            uint32_t generation = __atomic_load_n(&record->generation, __ATOMIC_RELAXED);
+            uint64_t page = record->page, nbytes = record->nbytes;
+            if (!generation)
+                continue;
+            if (!nbytes) {
+                worst = is_ready(generation) && NO_BYTES < worst ? NO_BYTES : worst;
+                continue;
+            }
+            found++;
+            int wrong = SOUND;
+            if (page < start || page >= end) {
+                uint64_t extent = pages ? page / pages : extents;
+                if (extent >= extents) {
+                    worst = OUTSIDE;
+                    break;
+                }
+                start = extent * pages, end = start + pages;
+                slot_nbytes = ((const uint32_t *)slots.buf)[extent], slot_pages = slot_nbytes >> PAGE_SHIFT;
+            }
+            int32_t above = ((const int32_t *)parent.buf)[row];
+            uint16_t account = ((const uint16_t *)namespace.buf)[row];
+            if (!slot_pages)
+                wrong = OUTSIDE;
+            else if ((slot_pages > 1 && (page - start) % slot_pages) || page + slot_pages > end)
+                wrong = OFF_SLOT;
+            else if (nbytes > slot_nbytes)
+                wrong = TOO_LARGE;
+            else if (above < LENT || above >= rows)
+                wrong = NO_PARENT;
+            else if (account >= known.len || !((const char *)known.buf)[account])
+                wrong = NO_NAMESPACE;
+            worst = wrong < worst ? wrong : worst;
+            ((char *)taken.buf)[page] = 1;
+        }
+        result = PyLong_FromSsize_t(worst == SOUND ? found : -1 - worst);
+    }
+    PyBuffer_Release(&records), PyBuffer_Release(&parent), PyBuffer_Release(&namespace);
+    PyBuffer_Release(&slots), PyBuffer_Release(&known), PyBuffer_Release(&taken);
+    return result;
+}
+
+PyDoc_STRVAR(sort_out_doc, "sort_out(records, parent, ready, unfinished, published) -> (int, int, int)\n\n"
+                           "Write the rows that are ready, those that have a slot and are not, and those of the ready\n"
+                           "ones that are lent. Returns how many of each.");
+
+static PyObject *sort_out(PyObject *module, PyObject *arguments) {
+    (void)module;
+    Py_buffer records, parent, out[3];
+    if (!PyArg_ParseTuple(arguments, "y*y*w*w*w*", &records, &parent, &out[0], &out[1], &out[2]))
+        return NULL;
+    PyObject *result = NULL;
+    Py_ssize_t count = records.len / (Py_ssize_t)sizeof(record_t), ready = 0, unfinished = 0, published = 0;
+    if (sized(&parent, 4 * count, "parent") && sized(&out[0], 4 * count, "ready") &&
+        sized(&out[1], 4 * count, "unfinished") && sized(&out[2], 4 * count, "published")) {
+        const record_t *record = records.buf;
+        for (Py_ssize_t row = 0; row < count; row++, record++) {
+            uint32_t generation = __atomic_load_n(&record->generation, __ATOMIC_ACQUIRE);
+            if (is_ready(generation)) {
+                ((int32_t *)out[0].buf)[ready++] = (int32_t)row;
+                if (((const int32_t *)parent.buf)[row] == LENT)
+                    ((int32_t *)out[2].buf)[published++] = (int32_t)row;
+            } else if (generation && record->nbytes) {
+                ((int32_t *)out[1].buf)[unfinished++] = (int32_t)row;
+            }
+        }
+        result = Py_BuildValue("nnn", ready, unfinished, published);
+    }
+    PyBuffer_Release(&records), PyBuffer_Release(&parent);
+    PyBuffer_Release(&out[0]), PyBuffer_Release(&out[1]), PyBuffer_Release(&out[2]);
+    return result;
+}
+
+PyDoc_STRVAR(survey_doc, "survey(index, rows, ready) -> int\n\n"
+                         "How many entries are of removed rows; -1 if one names none of so many rows, or not each ready\n"
+                         "row is named once.");
+
+static PyObject *survey(PyObject *module, PyObject *arguments) {
+    (void)module;
+    Py_buffer index, ready;
+    Py_ssize_t rows;
+    if (!PyArg_ParseTuple(arguments, "y*ny*", &index, &rows, &ready))
+        return NULL;
+    Py_ssize_t size = index.len / 4, count = ready.len / 4, removed = 0;
+    int wrong = rows < 0 || rows > INT32_MAX;
+    /* How often each row is named: 0, 1, or more bits set. Entries that name none go to cells behind the rows, several
+       of them, since each must wait for the one before in the same cell. No branches: no telling which entry is what. */
+    uint8_t *named = wrong ? NULL : PyMem_Calloc((size_t)rows + 64, 1);
+    if (named) {
+        const int32_t *entries = index.buf, *row = ready.buf;
+        for (Py_ssize_t at = 0; at < size; at++) {
+            uint32_t number = (uint32_t)entries[at] - FIRST;
+            int is_one = number < (uint32_t)rows;
+            size_t cell = is_one ? number : (size_t)rows + ((size_t)at & 63);
+            named[cell] = (uint8_t)(named[cell] << 1 | 1);
+            removed += entries[at] == REMOVED;
+            wrong |= !is_one & (number < (uint32_t)-FIRST);
+        }
+        for (Py_ssize_t at = 0; at < count && !wrong; at++)
+            wrong = row[at] < 0 || row[at] >= rows || named[row[at]] != 1;
+        PyMem_Free(named);
+    }
+    PyBuffer_Release(&index), PyBuffer_Release(&ready);
+    return named || wrong ? PyLong_FromSsize_t(wrong ? -1 : removed) : PyErr_NoMemory();
+}
+
+PyDoc_STRVAR(chain_doc, "chain(parent, children, ready)\n\n"
+                        "Make every parent of a ready row that is no ready row -1, and count children anew.");
+
+static PyObject *chain(PyObject *module, PyObject *arguments) {
+    (void)module;
+    Py_buffer parent, children, ready;
+    if (!PyArg_ParseTuple(arguments, "w*w*y*", &parent, &children, &ready))
+        return NULL;
+    PyObject *result = NULL;
+    Py_ssize_t rows = parent.len / 4, count = ready.len / 4, done = 0;
+    uint8_t *here = NULL;
+    if (sized(&children, 4 * rows, "children") && !(here = PyMem_Calloc((size_t)rows + 1, 1)))
+        PyErr_NoMemory();
+    if (here) {
+        const int32_t *row = ready.buf;
+        int32_t *above = parent.buf, *below = children.buf;
+        while (done < count && row[done] >= 0 && row[done] < rows)
+            here[row[done++]] = 1;
+        if (done == count) {
+            memset(below, 0, (size_t)children.len);
+            for (Py_ssize_t at = 0; at < count; at++) {
+                int32_t one = above[row[at]];
+                if (one >= 0 && one < rows && here[one])
+                    below[one]++;
+                else if (one != -1)
+                    above[row[at]] = -1;
+            }
+            result = Py_NewRef(Py_None);
+        } else {
+            PyErr_Format(PyExc_ValueError, "ready: entry %zd is no row", done);
+        }
+        PyMem_Free(here);
+    }
+    PyBuffer_Release(&parent), PyBuffer_Release(&children), PyBuffer_Release(&ready);
+    return result;
+}
+
+PyDoc_STRVAR(note_slots_doc, "note_slots(row_at, slots, pages, rows, used, fresh)\n\n"
+                               "Note in `row_at` which row has which slot: row + 1, by extent and slot. slots: size by\n"
+                               "extent; pages: a column, one entry a row; used, fresh: how many slots of each extent\n"
+                               "are in use, and the first from which on none is.");
+
+static PyObject *note_slots(PyObject *module, PyObject *arguments) {
+    (void)module;
+    PyObject *column;
+    Py_buffer row_at, slots, pages, rows, used, fresh;
+    if (!PyArg_ParseTuple(arguments, "w*y*Oy*w*w*", &row_at, &slots, &column, &rows, &used, &fresh))
+        return NULL;
+    PyObject *result = NULL;
+    Py_ssize_t extents = slots.len / 4, count = rows.len / 4, done = 0;
+    if (PyObject_GetBuffer(column, &pages, PyBUF_STRIDES) < 0)
+        goto done;
+    if (pages.ndim == 1 && pages.itemsize == 4 && extents && sized(&used, 8 * extents, "used") &&
+        sized(&fresh, 8 * extents, "fresh")) {
+        uint64_t extent_pages = (uint64_t)row_at.len / 4 / (uint64_t)extents, start = 0, end = 0, step = 0, extent = 0;
+        const int32_t *row = rows.buf;
+        int64_t *in_use = used.buf, *first_free = fresh.buf;
+        for (; done < count && row[done] >= 0 && row[done] < pages.shape[0]; done++) {
+            uint64_t page = *(const uint32_t *)((const char *)pages.buf + row[done] * pages.strides[0]);
+            if (page < start || page >= end) {
+                extent = extent_pages ? page / extent_pages : (uint64_t)extents;
+                if (extent >= (uint64_t)extents)
+                    break;
+                step = ((const uint32_t *)slots.buf)[extent] >> PAGE_SHIFT;
+                start = extent * extent_pages, end = start + extent_pages;
+            }
+            if (!step)
+                break;
+            uint64_t slot = step > 1 ? (page - start) / step : page - start;
+            ((int32_t *)row_at.buf)[start + slot] = row[done] + 1;
+            in_use[extent]++;
+            if (first_free[extent] <= (int64_t)slot)
+                first_free[extent] = (int64_t)slot + 1;
+        }
+    }
+    if (!PyErr_Occurred() && done < count)
+        PyErr_Format(PyExc_ValueError, "rows: entry %zd is no row, or has no slot", done);
+    else if (!PyErr_Occurred())
+        result = Py_NewRef(Py_None);
+    PyBuffer_Release(&pages);
+done:
+    PyBuffer_Release(&row_at), PyBuffer_Release(&slots), PyBuffer_Release(&rows);
+    PyBuffer_Release(&used), PyBuffer_Release(&fresh);
+    return result;
+}
+
+PyDoc_STRVAR(add_up_doc, "add_up(records, namespace, rows, used_nbytes) -> bool\n\n"
+                         "Add the bytes of each row's slot to those of its namespace. Whether any of the rows expires.");
+
+static PyObject *add_up(PyObject *module, PyObject *arguments) {
+    (void)module;
+    Py_buffer records, namespace, rows, used;
+    if (!PyArg_ParseTuple(arguments, "y*y*y*w*", &records, &namespace, &rows, &used))
+        return NULL;
+    PyObject *result = NULL;
+    Py_ssize_t count = rows.len / 4, known = records.len / (Py_ssize_t)sizeof(record_t), done = 0;
+    if (sized(&namespace, 2 * known, "namespace")) {
+        const record_t *record = records.buf;
+        const int32_t *row = rows.buf;
+        uint32_t expires = 0;
+        for (; done < count && row[done] >= 0 && row[done] < known; done++) {
+            uint16_t account = ((const uint16_t *)namespace.buf)[row[done]];
+            if (account >= used.len / 8)
+                break;
+            uint64_t slot_pages = ((uint64_t)record[row[done]].nbytes + (1 << PAGE_SHIFT) - 1) >> PAGE_SHIFT;
+            ((int64_t *)used.buf)[account] += (int64_t)(slot_pages << PAGE_SHIFT);
+            expires |= record[row[done]].expires;
+        }
+        if (done < count)
+            PyErr_Format(PyExc_ValueError, "rows: entry %zd is no row, or of no namespace", done);
+        else
+            result = PyBool_FromLong(expires != 0);
+    }
+    PyBuffer_Release(&records), PyBuffer_Release(&namespace), PyBuffer_Release(&rows), PyBuffer_Release(&used);
+    return result;
 }
 
 /* Racy on purpose: a lost update costs nothing. */
@@ -895,8 +1149,6 @@ static PyObject *reader_publish(PyObject *self, PyObject *const *arguments, Py_s
 
 /* -- settle ------------------------------------------------------------------------------------------------------ */
 
-#define LENT (-2) /* memory/rows.py */
-
 /* Whether a row is what its writer says: lent, published under this key, and not in the index. */
 static int is_published(const reader_t *reader, int32_t row, size_t limit, const uint64_t *key, uint32_t nbytes,
                         uint16_t account) {
@@ -992,6 +1244,12 @@ static PyType_Spec reader_spec = {"raykv.memory._native.Reader", sizeof(reader_t
 static PyMethodDef methods[] = {
     {"find", find, METH_VARARGS, find_doc},
     {"enter", enter, METH_VARARGS, enter_doc},
+    {"check", check, METH_VARARGS, check_doc},
+    {"sort_out", sort_out, METH_VARARGS, sort_out_doc},
+    {"survey", survey, METH_VARARGS, survey_doc},
+    {"chain", chain, METH_VARARGS, chain_doc},
+    {"note_slots", note_slots, METH_VARARGS, note_slots_doc},
+    {"add_up", add_up, METH_VARARGS, add_up_doc},
     {"read", read_chunks, METH_VARARGS, read_doc},
     {"fill", fill, METH_VARARGS, fill_doc},
     {"copy", (PyCFunction)(void (*)(void))copy, METH_FASTCALL, copy_doc},

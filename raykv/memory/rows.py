@@ -33,8 +33,8 @@ class FreeRows:
             busy: One entry for each row below `limit`.
             rows: Rows of the table.
         """
-        used = np.flatnonzero(busy)
-        self.fresh, self.limit = (int(used[-1]) + 1 if used.size else 0), limit
+        free_at_end = int(np.append(busy[::-1], True).argmax())
+        self.fresh, self.limit = len(busy) - free_at_end, limit
         self._stack: npt.NDArray[np.int32] = lazy_zeros(rows, np.int32)
         self._cells = self._stack.data
         holes = np.flatnonzero(~busy[: self.fresh])[::-1]

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from raykv.config import SLOT_ALIGNMENT_NBYTES
+from raykv.memory import native
 from raykv.memory.rows import lazy_zeros
 from raykv.types import Rows
 
@@ -45,7 +46,8 @@ class Slots:
         extent_slots: npt.NDArray[np.uint32],
         extent_nbytes: int,
         back: Callable[[int], bool],
-        used_pages: Pages,
+        pages: Pages,
+        rows: Rows,
         order: Iterable[int] | None = None,
     ) -> None:
         """Start from what the shared column and the rows say; both empty means that every extent is free.
@@ -53,7 +55,8 @@ class Slots:
         Args:
             extent_slots: Shared column, an entry an extent: the slot size it serves, 0 when free. Changed here.
             back: Takes real memory for an extent; False if there is none. Called before an extent's first use.
-            used_pages: First pages of the slots that are in use.
+            pages: A column: by row, the first page of its slot.
+            rows: Those that have a slot, each one of its own.
             order: All extents, in the order in which they are put to use. None: from the first to the last.
         """
         extents = len(extent_slots)
@@ -74,38 +77,42 @@ class Slots:
         self._free: dict[int, int] = {}  # by slot size: free slots in them
         self._backed: list[int] = []  # free extents with real memory
         self._bare: dict[int, None] = {}  # those without
-        used = np.zeros(len(extent_slots) * self._extent_pages, np.bool_)
-        used[used_pages] = True
-        self._recover(np.flatnonzero(used).astype(np.uint32))
+        self._recover(pages, rows)
         if order is not None:
             self._bare = {extent: None for extent in order if extent in self._bare}
 
-    def _recover(self, pages: Pages) -> None:
-        ends = np.searchsorted(pages, np.arange(1, len(self._extent_slots) + 1) * self._extent_pages)
-        first = 0
-        for extent, end in enumerate(ends.tolist()):
-            size = int(self._extent_slots[extent])
-            if first == end:
+    def _recover(self, pages: Pages, rows: Rows) -> None:
+        used = np.zeros(len(self._extent_slots), np.int64)
+        if native.note_slots is not None:
+            native.note_slots(self._row_at, self._extent_slots, pages, rows, used, self._fresh)
+        else:
+            self._note_slots(pages[rows], rows, used)
+        sizes = self._extent_slots.tolist()
+        for extent, (size, busy, fresh) in enumerate(zip(sizes, used.tolist(), self._fresh.tolist(), strict=True)):
+            if not busy:
                 if size:
                     self._extent_slots[extent] = 0
                     self._backed.append(extent)
                 else:
                     self._bare[extent] = None
                 continue
-            slots = (pages[first:end].astype(np.int64) - extent * self._extent_pages) // (size // SLOT_ALIGNMENT_NBYTES)
-            fresh = int(slots[-1]) + 1
-            free = np.ones(fresh, np.bool_)
-            free[slots] = False
-            holes = np.flatnonzero(free)
-            start = extent * self._extent_pages
-            self._stack[start : start + len(holes)] = holes
-            self._stacked[extent], self._fresh[extent] = len(holes), fresh
+            if busy < fresh:
+                start = extent * self._extent_pages
+                holes = np.flatnonzero(self._row_at[start : start + fresh] == 0)
+                self._stack[start : start + len(holes)] = holes
+                self._stacked[extent] = len(holes)
             self._serve(extent, size)
-            self.free_nbytes -= size * (fresh - len(holes))
-            self._free[size] -= fresh - len(holes)
-            if fresh - len(holes) == self._extent_nbytes // size:
+            self.free_nbytes -= size * busy
+            self._free[size] -= busy
+            if busy == self._extent_nbytes // size:
                 del self._open[size][extent]
-            first = end
+
+    def _note_slots(self, pages: Pages, rows: Rows, used: Extents) -> None:
+        """Note whose slots these are, and of each extent how many are used, and the first from which on none is."""
+        places, extents = self._places(pages), self.extent_of(pages)
+        self._row_at[places] = rows + 1
+        used += np.bincount(extents, minlength=len(used))
+        np.maximum.at(self._fresh, extents, places - extents * self._extent_pages + 1)
 
     # -- taking and giving -------------------------------------------------------------------------------------------
 

@@ -252,7 +252,7 @@ class Table:
         self._counts = _cell(view, "published", 2)
         self._rows_backed = _cell(view, "rows_backed")
         self._huge_upto, self._small = -1, list[tuple[int, int]]()
-        self._tombstones = int(np.count_nonzero(self._indexes[self._active[0]] == _TOMBSTONE))
+        self._tombstones = 0  # as long as `note_removed` does not say otherwise
 
     @classmethod
     def create(cls, path: Path | None, *, rows: int, extents: int, extent_nbytes: int, now_s: float) -> "Table":
@@ -665,9 +665,22 @@ class Table:
         """All have, as of when `published` was this."""
         self._taken[0] = upto
 
+    @property
+    def index(self) -> npt.NDArray[np.int32]:
+        """The index in use."""
+        return self._indexes[self._active[0]]
+
+    def count_removed(self) -> int:
+        """How many of its entries are of removed rows. Reads all of it."""
+        return int(np.count_nonzero(self.index == _TOMBSTONE))
+
+    def note_removed(self, count: int) -> None:
+        """So many are: for whoever begins to write to a table that was there."""
+        self._tombstones = count
+
     def index_entries(self) -> Rows:
         """The rows that the index names, in no order."""
-        index = self._indexes[self._active[0]]
+        index = self.index
         entries: Rows = index[(index != _EMPTY) & (index != _TOMBSTONE)] - _FIRST
         return entries
 

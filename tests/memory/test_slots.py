@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from raykv.config import SLOT_ALIGNMENT_NBYTES as PAGE
@@ -11,7 +11,7 @@ from raykv.memory.slots import Slots, slot_nbytes
 EXTENTS, EXTENT_PAGES = 5, 12
 EXTENT_NBYTES = EXTENT_PAGES * PAGE
 SIZES = [PAGE * pages for pages in (1, 2, 3, 5, 12)]
-NO_PAGES = np.empty(0, np.uint32)
+NOTHING = np.empty(0, np.uint32), np.empty(0, np.int32)
 
 
 class Model:
@@ -22,7 +22,7 @@ class Model:
         self.broken = broken
         self.owner: dict[int, int] = {}  # page -> first page of the slot it belongs to
         self.size: dict[int, int] = {}  # first page -> slot size
-        self.slots = Slots(self.column, EXTENT_NBYTES, lambda extent: extent not in broken, NO_PAGES)
+        self.slots = Slots(self.column, EXTENT_NBYTES, lambda extent: extent not in broken, *NOTHING)
 
     def take(self, count: int, size: int) -> None:
         promised = self.slots.free(size)
@@ -79,19 +79,26 @@ def test_no_page_ever_has_two_owners(todo, broken):
     for size in SIZES:  # all extents came back, for any size
         possible = (EXTENTS - len(broken)) * (EXTENT_NBYTES // size)
         assert len(model.slots.take(1000, size)) == possible
-        model.slots = Slots(np.zeros(EXTENTS, np.uint32), EXTENT_NBYTES, lambda e: e not in broken, NO_PAGES)
+        model.slots = Slots(np.zeros(EXTENTS, np.uint32), EXTENT_NBYTES, lambda e: e not in broken, *NOTHING)
 
 
-@settings(max_examples=50, deadline=None)
+@pytest.mark.usefixtures("loops")
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps)
-def test_everything_can_be_derived_again_from_the_column_and_the_pages_in_use(todo):
+def test_everything_can_be_derived_again_from_the_columns(todo):
     model = Model()
     for what, a, b in todo:
         if what == "take":
             model.take(a, b)
         elif model.size:
             model.give(sorted(model.size)[: 1 + a % 7])
-    again = Slots(model.column.copy(), EXTENT_NBYTES, lambda extent: True, np.array(sorted(model.size), np.uint32))
+    firsts = np.array(list(model.size), np.uint32)
+    rows = np.arange(len(firsts), dtype=np.int32)[::-1].copy()
+    again = Slots(model.column.copy(), EXTENT_NBYTES, lambda extent: True, firsts, rows)
+    for extent in range(EXTENTS):
+        mine = firsts // EXTENT_PAGES == extent
+        assert sorted(again.rows_in(extent).tolist()) == np.flatnonzero(mine).tolist()
+        assert again.used(np.array([extent])).tolist() == [mine.sum()]
     assert again.free_nbytes == model.slots.free_nbytes
     assert [again.free(size) for size in SIZES] == [model.slots.free(size) for size in SIZES]
     model.slots = again
