@@ -21,6 +21,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 TRACE = Path(__file__).parents[1] / "data" / "mooncake_synthetic_trace.jsonl.gz"
 FASTER = 16
 """The trace has four requests a second; here they come a tick apart."""
+LATE_S = (0.0, 0.0, 0.0, 0.005, 0.01, 0.03)
 SPACE = raykv.Namespace(model="m")
 NBYTES = 4096
 
@@ -70,21 +71,40 @@ def drive(trace: Trace, client: raykv.Client, nbytes: int) -> int:
     return hits
 
 
-@pytest.mark.parametrize(
-    ("name", "silent"), [("leaf_lru", True), ("density", True), ("density", False)], ids=lambda value: str(value)
-)
-def test_a_node_hits_as_often_as_the_planner_says(name, silent, monkeypatch):
+def jittered(trace: Trace, seed: int) -> Trace:
+    """The same requests, some of them a little late, as happens to a real client. Seed 0: as they are."""
+    random, requests, now_s = np.random.default_rng(seed), [], 0.0
+    for request in trace.requests:
+        now_s = max(now_s, request.at_s + (random.choice(LATE_S) if seed else 0.0))
+        requests.append(replace(request, at_s=now_s))
+    return replace(trace, requests=requests)
+
+
+@pytest.mark.parametrize("name", ["leaf_lru", "density"])
+def test_a_node_hits_as_often_as_the_planner_says(name):
+    trace = paced(read_trace(TRACE))
+    planned = replay(trace, policy(name), trace.chunks // 10).prefix_hits / trace.accesses
+    assert abs(live_hits(trace, name) - planned) < 0.01
+
+
+def test_a_node_that_hears_what_requests_made_hits_as_often_as_the_planner_says(monkeypatch):
+    """A request that is late by a tick or two makes density decide otherwise: on this trace, hits vary by a point."""
     monkeypatch.setattr("raykv.plan.replay.DECODE_S", DECODE_S / FASTER)
-    trace = paced(read_trace(TRACE), silent=silent)
+    trace = paced(read_trace(TRACE), silent=False)
+    replays = (replay(jittered(trace, seed), policy("density"), trace.chunks // 10) for seed in range(5))
+    planned = [outcome.prefix_hits / trace.accesses for outcome in replays]
+    print(f"planned {planned}")
+    assert min(planned) - 0.01 < live_hits(trace, "density") < max(planned) + 0.01
+
+
+def live_hits(trace: Trace, name: str) -> float:
+    """Hits of a node with room for a tenth of the chunks, as a share of all reads."""
     capacity = trace.chunks // 10
-    planned = replay(trace, policy(name), capacity).prefix_hits / trace.accesses
     storage = {"extent_nbytes": "256 KiB", "max_chunks": 2 * capacity, "low_water": 0.0, "high_water": 0.001}
     with raykv.embedded(1, arena_nbytes=capacity * NBYTES, policy=name, **storage) as cluster:
         live = drive(trace, cluster.client(SPACE), NBYTES) / trace.accesses
-        stats = cluster.nodes[0].stats()
-        told = "not told" if silent else "told"
-        print(f"{name}, outputs {told}: planned {planned:.4f}, live {live:.4f}, {stats}")
-    assert abs(live - planned) < 0.01
+        print(f"{name}: live {live:.4f}, {cluster.nodes[0].stats()}")
+    return live
 
 
 def test_a_node_with_an_ssd_hits_as_often_as_the_planner_says(tmp_path):
