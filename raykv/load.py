@@ -4,18 +4,18 @@ import struct
 from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
+from itertools import islice
 from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from raykv import keys as keys_
 from raykv import wire
 from raykv.errors import ProtocolError
 from raykv.keys import KEY_NBYTES
-from raykv.memory.copying import HASH_NBYTES, checksum_of
-from raykv.transport.base import RUN_NBYTES, Link, Runs
+from raykv.memory.copying import checksum_of
+from raykv.transport.base import RUN_NBYTES, ChunkRun, Link, Runs
 from raykv.types import Bits, GetResult, KeyArray, NodeId, Path
 
 PART_NBYTES: Final = 8 << 20
@@ -31,7 +31,7 @@ class Arrivals:
 
     def __init__(self, keys: KeyArray, targets: Sequence[Sequence[memoryview]]) -> None:
         self.keys, self.targets = keys, targets
-        self.hits = [False] * len(keys)
+        self.hits, self._count = [False] * len(keys), 0
         self.sizes = [len(target[0]) if len(target) == 1 else sum(map(len, target)) for target in targets]
         self._nbytes: dict[Path, int] = {}
         self._chunks: dict[tuple[NodeId, Path], int] = {}
@@ -52,6 +52,8 @@ class Arrivals:
 
     def missing(self) -> list[int]:
         """Places of what has not."""
+        if self._count == len(self.hits):
+            return []
         return [place for place, hit in enumerate(self.hits) if not hit]
 
     def note(self, places: npt.NDArray[np.int64], hits: Bits, node_id: NodeId, path: Path) -> None:
@@ -59,12 +61,12 @@ class Arrivals:
         self.came(places[hits].tolist(), node_id, path)
 
     def came(self, places: Sequence[int], node_id: NodeId, path: Path) -> None:
-        """The chunks at `places` came from that node by that path."""
+        """The chunks at `places`, none of which had, came from that node by that path."""
         if places:
-            nbytes = 0
             for place in places:
                 self.hits[place] = True
-                nbytes += self.sizes[place]
+            self._count += len(places)
+            nbytes = sum([self.sizes[place] for place in places])
             self._nbytes[path] = self._nbytes.get(path, 0) + nbytes
             self._chunks[node_id, path] = self._chunks.get((node_id, path), 0) + len(places)
 
@@ -98,6 +100,7 @@ class Load:
         self.asked: list[int] = []
         self.path: Path = "tcp"
         self._elsewhere = False
+        self._begin_run()
 
     @property
     def nbytes(self) -> int:
@@ -125,12 +128,15 @@ class Load:
                 link.collect(partial(self._place, under_way.popleft()), deadline_s=deadline_s)
         except BaseException:
             link.close()  # more answers may be on their way
+            self._check(whole=False)
             raise
         if self.spoilt:  # it looks for itself, and drops what is wrong before anybody asks again
             link.call(wire.Suspect(keys_.to_bytes(self._arrivals.keys[self.spoilt])), deadline_s=deadline_s)
 
     def _parts(self) -> list[list[int]]:
         """Places of what has not arrived, in the shares of single requests."""
+        if not self.arrived and len(self.places) <= PART_KEYS and self.nbytes <= PART_NBYTES:
+            return [self.places]
         done = set(self.arrived)
         parts: list[list[int]] = []
         room = 0
@@ -145,7 +151,7 @@ class Load:
         return parts
 
     def _place(self, part: list[int], answer: wire.Answer) -> Iterator[Sequence[memoryview]]:
-        """The buffers for the payload; each chunk is checked as soon as it is there."""
+        """The buffers for the payload."""
         reading = wire.expect(wire.Reading, answer)
         lengths, checksums = readings(reading, len(part))
         if self._owner:
@@ -156,53 +162,42 @@ class Load:
                 self.told.update(zip(lacking, named, strict=True))
                 self._elsewhere |= any(named)
         targets, sizes = self._arrivals.targets, self._arrivals.sizes
-        run: list[memoryview] = []
-        due: list[tuple[int, int]] = []
-        nbytes = 0
+        run = self._run
         for place, length, checksum in zip(part, lengths, checksums, strict=True):
             if not length:
                 if not self._owner:
                     self.gone.append(place)
-                continue
-            if length == sizes[place]:
-                if length > HASH_NBYTES and self._verify:
-                    if run:
-                        yield run
-                        self._check(due)
-                        run, due, nbytes = [], [], 0
-                    yield from self._place_large(place, checksum)
-                    continue
-                run += targets[place]
-                due.append((place, checksum))
+            elif length == sizes[place]:
+                run.add(targets[place])
+                self._due[place] = checksum
             else:
-                run += drain(length)
-            nbytes += length
-            if nbytes >= RUN_NBYTES:
-                yield run
-                self._check(due)
-                run, due, nbytes = [], [], 0
+                if run:
+                    yield run
+                    self._check()
+                    run = self._run
+                yield drain(length)
         if run:
             yield run
-            self._check(due)
+            self._check()
 
-    def _place_large(self, place: int, checksum: int) -> Runs:
-        """The same for a chunk that would not stay in the cache until it is all there: it is hashed in steps."""
-        state = xxhash.xxh3_64()
-        for piece in self._arrivals.targets[place]:
-            for first in range(0, len(piece), HASH_NBYTES):
-                part = piece[first : first + HASH_NBYTES]
-                yield (part,)
-                state.update(part)
-        (self.arrived if state.intdigest() == checksum else self.spoilt).append(place)
+    def _begin_run(self) -> None:
+        self._run = ChunkRun(hashed=self._verify)
+        self._due: dict[int, int] = {}
+        """Checksums, as announced, of the chunks in this run, by their places."""
 
-    def _check(self, due: list[tuple[int, int]]) -> None:
-        """Compare the checksums of chunks that are here by now."""
-        targets = self._arrivals.targets
-        for place, checksum in due:
-            if self._verify and checksum_of(targets[place]) != checksum:
-                self.spoilt.append(place)
-            else:
-                self.arrived.append(place)
+    def _check(self, *, whole: bool = True) -> None:
+        """Tell right chunks from wrong ones among those of a run that are full."""
+        run, due = self._run, self._due
+        places = list(due if whole else islice(due, run.full))
+        if self._verify:
+            found = [*run.checksums[: len(places)]]
+            found += map(checksum_of, run.chunks[len(found) : len(places)])
+            if found != list(islice(due.values(), len(places))):
+                wrong = [place for place, checksum in zip(places, found, strict=True) if checksum != due[place]]
+                self.spoilt += wrong
+                places = [place for place in places if place not in wrong]
+        self.arrived += places
+        self._begin_run()
 
 
 class One(NamedTuple):

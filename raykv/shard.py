@@ -712,23 +712,7 @@ class Shard:
             Rows, offsets, lengths and checksums; row -1 and zeros for keys that are not ready.
         """
         self.take_in(now_s=now_s)
-        table = self.table
-        now, cells = table.ticks(now_s), table.cells
-        pins, pages, nbytes, checksum = cells.pins, cells.page, cells.nbytes, cells.checksum
-        accessed, frequency = cells.accessed, cells.frequency
-        rows: list[int] = table.find_ready(keys, now)[0].tolist()
-        starts, lengths, checksums = [0] * len(rows), [0] * len(rows), [0] * len(rows)
-        for place, row in enumerate(rows):
-            if row < 0:
-                continue
-            if (held := pins[row]) == MAX_PINS:
-                rows[place] = -1
-                continue
-            pins[row] = held + 1
-            accessed[row], frequency[row] = now, frequency[row] + 1 & 0xFFFFFFFF
-            starts[place], lengths[place] = pages[row] * SLOT_ALIGNMENT_NBYTES, nbytes[row]
-            checksums[place] = checksum[row]
-        return rows, starts, lengths, checksums
+        return self.table.hold(keys, self.table.ticks(now_s), MAX_PINS)
 
     def unpin(self, rows: Rows) -> None:
         """End holds that `pin` gave; entries of -1 are passed over."""

@@ -18,7 +18,7 @@ from raykv.embedded import EmbeddedCluster
 from raykv.load import Load
 from raykv.node import Node
 from raykv.reach import Reach
-from raykv.transport import tcp
+from raykv.transport import stream, tcp
 from raykv.transport.base import Reply
 from raykv.transport.stream import Stream
 from raykv.transport.tcp import SocketLink
@@ -38,10 +38,10 @@ def running():
 
 
 @pytest.fixture
-def small_parts(monkeypatch):
-    """Many requests for few chunks."""
+def small_parts(loops, monkeypatch):
+    """Many requests for few chunks, with the compiled loops and without."""
     monkeypatch.setattr(load, "PART_KEYS", 3)
-    monkeypatch.setattr(load, "RUN_NBYTES", 2 * NBYTES)
+    monkeypatch.setattr(stream, "RUN_NBYTES", 2 * NBYTES)
 
 
 def names(count: int) -> list[str]:
@@ -119,8 +119,8 @@ def test_chunks_that_go_between_two_requests_are_misses(running, small_parts, mo
     reader = stored(running, 60, 0)
     node, check = running.nodes[0], Load._check
 
-    def check_and_lose_some(self, due):
-        check(self, due)
+    def check_and_lose_some(self, **how):
+        check(self, **how)
         with node._lock:
             node.shard.delete(reader.keys([str(n) for n in range(1, 60, 2)]))
 
@@ -291,8 +291,8 @@ def test_one_chunk(running):
     assert not shard.table.columns.pins.any()
 
 
-def test_a_holder_that_stalls_costs_the_rest_and_not_what_has_arrived(running, monkeypatch):
-    monkeypatch.setattr(load, "RUN_NBYTES", 1)
+def test_a_holder_that_stalls_costs_the_rest_and_not_what_has_arrived(running, loops, monkeypatch):
+    monkeypatch.setattr(stream, "RUN_NBYTES", 1)
     reader = stored(running, 4, 0)
     pieces = [memoryview(content(0)), memoryview(content(1)[:1000])]
     sums = [load.checksum_of([memoryview(content(n))]) for n in range(4)]
@@ -373,9 +373,9 @@ def test_a_node_that_is_killed_in_the_middle(shm_dir, monkeypatch):
             assert client.put(names(count), [content(n, big) for n in range(count)], chained=False).stored == count
             checked, check = [], Load._check
 
-            def check_and_kill(self, due):
-                check(self, due)
-                checked.extend(due)
+            def check_and_kill(self, **how):
+                checked.extend(self._due)
+                check(self, **how)
                 if len(checked) == 5:
                     process.send_signal(signal.SIGKILL)
                     process.wait()

@@ -10,8 +10,12 @@
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <errno.h>
+#include <sched.h>
 #include <stdint.h>
 #include <string.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
 #include <time.h>
 
 #if defined(__x86_64__)
@@ -191,11 +195,11 @@ static void hash_blocks(uint64_t *lanes, const uint8_t *from, size_t count) {
     blocks_plain(lanes, from, count);
 }
 
-/* The rest after `done` bytes (whole blocks, and less than all), and the sum of it all. */
-static uint64_t hash_end(uint64_t *lanes, const uint8_t *all, size_t done, size_t nbytes) {
-    size_t left = (nbytes - 1 - done) / STRIPE;
-    stripes_plain(lanes, all + done, secret, left);
-    stripes_plain(lanes, all + nbytes - STRIPE, secret + 121, 1);
+/* The last `left` bytes, 1 to HASH_BLOCK of them, and the sum of it all: `nbytes`, and at least a stripe is in memory
+   before `tail + left`. */
+static uint64_t hash_tail(uint64_t *lanes, const uint8_t *tail, size_t left, size_t nbytes) {
+    stripes_plain(lanes, tail, secret, (left - 1) / STRIPE);
+    stripes_plain(lanes, tail + left - STRIPE, secret + 121, 1);
     uint64_t sum = nbytes * PRIME64_1;
     for (int pair = 0; pair < 4; pair++) {
         unsigned __int128 product = (unsigned __int128)(lanes[2 * pair] ^ read64(secret + 11 + 16 * pair)) *
@@ -205,6 +209,51 @@ static uint64_t hash_end(uint64_t *lanes, const uint8_t *all, size_t done, size_
     sum ^= sum >> 37;
     sum *= UINT64_C(0x165667919E3779F9);
     return sum ^ sum >> 32;
+}
+
+/* The rest after `done` bytes (whole blocks, and less than all), and the sum of it all. */
+static uint64_t hash_end(uint64_t *lanes, const uint8_t *all, size_t done, size_t nbytes) {
+    return hash_tail(lanes, all + done, nbytes - done, nbytes);
+}
+
+/* The same for bytes that come in parts. What is not yet known to be followed by more is kept back, behind the last
+   stripe that was not. */
+typedef struct {
+    uint64_t lanes[8];
+    size_t nbytes, kept;
+    uint8_t tail[STRIPE + HASH_BLOCK];
+} hasher_t;
+
+static void hasher_begin(hasher_t *hasher) {
+    hash_begin(hasher->lanes);
+    hasher->nbytes = hasher->kept = 0;
+}
+
+static void hasher_feed(hasher_t *hasher, const uint8_t *from, size_t n) {
+    uint8_t *kept = hasher->tail + STRIPE;
+    hasher->nbytes += n;
+    if (hasher->kept + n > HASH_BLOCK) {
+        if (hasher->kept) {
+            size_t more = HASH_BLOCK - hasher->kept;
+            memcpy(kept + hasher->kept, from, more);
+            hash_blocks(hasher->lanes, kept, 1);
+            memcpy(hasher->tail, kept + HASH_BLOCK - STRIPE, STRIPE);
+            from += more, n -= more, hasher->kept = 0;
+        }
+        size_t whole = (n - 1) / HASH_BLOCK * HASH_BLOCK;
+        if (whole) {
+            hash_blocks(hasher->lanes, from, whole / HASH_BLOCK);
+            memcpy(hasher->tail, from + whole - STRIPE, STRIPE);
+            from += whole, n -= whole;
+        }
+    }
+    memcpy(kept + hasher->kept, from, n);
+    hasher->kept += n;
+}
+
+/* Of more than HASH_LEAST bytes. */
+static uint64_t hasher_end(hasher_t *hasher) {
+    return hash_tail(hasher->lanes, hasher->tail + STRIPE, hasher->kept, hasher->nbytes);
 }
 
 /* -- buffers ----------------------------------------------------------------------------------------------------- */
@@ -760,6 +809,51 @@ done:
     return result;
 }
 
+/* -- hold -------------------------------------------------------------------------------------------------------- */
+
+PyDoc_STRVAR(hold_doc, "hold(records, index, keys, now, most, pins, checksum, accessed, frequency, rows, starts, lengths,\n"
+                       "     checksums)\n\n"
+                       "Pin the rows of those keys that are ready, unless they have `most` pins already, and note the\n"
+                       "reads. Write of each key the row (-1: not held) and its chunk's place, length and checksum.");
+
+static PyObject *hold_rows(PyObject *module, PyObject *arguments) {
+    (void)module;
+    Py_buffer records, index, keys, pins, checksum, accessed, frequency, rows, starts, lengths, checksums;
+    unsigned int now, most;
+    if (!PyArg_ParseTuple(arguments, "y*y*y*IIw*y*w*w*w*w*w*w*", &records, &index, &keys, &now, &most, &pins, &checksum,
+                          &accessed, &frequency, &rows, &starts, &lengths, &checksums))
+        return NULL;
+    PyObject *result = NULL;
+    Py_ssize_t count = keys.len / 16, known = records.len / (Py_ssize_t)sizeof(record_t);
+    if (sized(&keys, 16 * count, "keys") && sized(&pins, 2 * known, "pins") &&
+        sized(&checksum, 8 * known, "checksum") && sized(&accessed, 4 * known, "accessed") &&
+        sized(&frequency, 4 * known, "frequency") && sized(&rows, 4 * count, "rows") &&
+        sized(&starts, 8 * count, "starts") && sized(&lengths, 4 * count, "lengths") &&
+        sized(&checksums, 8 * count, "checksums")) {
+        const record_t *record = records.buf;
+        uint16_t *held = pins.buf;
+        int32_t *row = rows.buf;
+        uint64_t *start = starts.buf, *sum = checksums.buf;
+        uint32_t *nbytes = lengths.buf; /* the generations at first: nobody else changes them, here is the writer */
+        find_all(record, (size_t)known, index.buf, (size_t)index.len / 4, keys.buf, (size_t)count, now, row, nbytes);
+        for (Py_ssize_t at = 0; at < count; at++) {
+            if (row[at] < 0 || held[row[at]] >= most) {
+                row[at] = -1, start[at] = 0, nbytes[at] = 0, sum[at] = 0;
+                continue;
+            }
+            held[row[at]]++;
+            note_read(&accessed, &frequency, row[at], now);
+            start[at] = (uint64_t)record[row[at]].page << PAGE_SHIFT, nbytes[at] = record[row[at]].nbytes;
+            sum[at] = ((const uint64_t *)checksum.buf)[row[at]];
+        }
+        result = Py_NewRef(Py_None);
+    }
+    PyBuffer_Release(&records), PyBuffer_Release(&index), PyBuffer_Release(&keys), PyBuffer_Release(&pins);
+    PyBuffer_Release(&checksum), PyBuffer_Release(&accessed), PyBuffer_Release(&frequency), PyBuffer_Release(&rows);
+    PyBuffer_Release(&starts), PyBuffer_Release(&lengths), PyBuffer_Release(&checksums);
+    return result;
+}
+
 /* -- fill -------------------------------------------------------------------------------------------------------- */
 
 #define TURN (16 * HASH_BLOCK) /* bytes hashed and copied in turns: they stay in the innermost cache in between */
@@ -861,6 +955,170 @@ done:
     let_go(&targets), let_go(&pieces);
     PyMem_Free(chunks);
     PyBuffer_Release(&checksums);
+    return result;
+}
+
+/* -- receive ----------------------------------------------------------------------------------------------------- */
+
+#define STEP_NBYTES (256 << 10) /* most bytes of one system call: they are hashed before they leave the cache */
+#define STEP_PIECES 256
+
+enum { FULL, LATE, GONE, LOST }; /* how a call ended: stream.py */
+
+/* What is being filled, and how far it is. */
+typedef struct {
+    const chunk_t *chunks;
+    const Py_buffer *pieces;
+    uint64_t *checksums; /* NULL: not wanted */
+    Py_ssize_t count, chunk, piece;
+    size_t filled; /* of the piece */
+    hasher_t hasher;
+} filling_t;
+
+/* Note that n more bytes are in place: hash them, and go on to where the next one belongs. */
+static void advance(filling_t *filling, size_t n) {
+    while (filling->chunk < filling->count) {
+        const chunk_t *chunk = &filling->chunks[filling->chunk];
+        for (; filling->piece < chunk->end; filling->piece++, filling->filled = 0) {
+            const Py_buffer *piece = &filling->pieces[filling->piece];
+            size_t step = (size_t)piece->len - filling->filled;
+            if (step > n)
+                step = n;
+            if (filling->checksums && step)
+                hasher_feed(&filling->hasher, (const uint8_t *)piece->buf + filling->filled, step);
+            filling->filled += step, n -= step;
+            if (filling->filled < (size_t)piece->len)
+                return;
+        }
+        if (filling->checksums) {
+            filling->checksums[filling->chunk] = hasher_end(&filling->hasher);
+            hasher_begin(&filling->hasher);
+        }
+        if (++filling->chunk < filling->count)
+            filling->piece = filling->chunks[filling->chunk].first;
+    }
+}
+
+/* The places of the next bytes. Chunks lie behind each other among the pieces. */
+static size_t next_places(const filling_t *filling, struct iovec *places) {
+    size_t count = 0, nbytes = 0, skip = filling->filled;
+    Py_ssize_t end = filling->chunks[filling->count - 1].end;
+    for (Py_ssize_t at = filling->piece; at < end && count < STEP_PIECES && nbytes < STEP_NBYTES; at++, skip = 0) {
+        size_t step = (size_t)filling->pieces[at].len - skip;
+        if (!step)
+            continue;
+        if (step > STEP_NBYTES - nbytes)
+            step = STEP_NBYTES - nbytes;
+        places[count].iov_base = (char *)filling->pieces[at].buf + skip, places[count++].iov_len = step;
+        nbytes += step;
+    }
+    return count;
+}
+
+static int64_t monotonic_ns(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+/* Fill it all from a socket. Watches for bytes as long as they come within `watch_ns`; then sleeps until they come. Runs
+   without the interpreter's lock, and comes back with EINTR when a signal has to be seen to. */
+static int receive_all(int fd, filling_t *filling, int64_t deadline_ns, int64_t watch_ns, int *slept) {
+    struct iovec places[STEP_PIECES];
+    int64_t came_ns = monotonic_ns();
+    while (filling->chunk < filling->count) {
+        struct msghdr message = {.msg_iov = places, .msg_iovlen = next_places(filling, places)};
+        ssize_t got = recvmsg(fd, &message, *slept ? MSG_WAITALL : MSG_DONTWAIT);
+        if (got == 0)
+            return GONE;
+        if (got > 0) {
+            advance(filling, (size_t)got);
+            if (filling->chunk == filling->count)
+                break;
+        } else if (errno != EAGAIN && errno != EWOULDBLOCK) {
+            return LOST;
+        }
+        int64_t now_ns = monotonic_ns();
+        if (now_ns >= deadline_ns)
+            return LATE;
+        if (got > 0)
+            came_ns = now_ns;
+        else if (now_ns - came_ns < watch_ns)
+            sched_yield();
+        else
+            *slept = 1; /* the socket's own time limit ends each wait */
+    }
+    return FULL;
+}
+
+PyDoc_STRVAR(receive_doc, "receive(fd, ahead, chunks, checksums, deadline_s, watch_s) -> (int, int, bool)\n\n"
+                          "Fill chunks of more than 240 bytes, each a list or tuple of writable buffers: from `ahead`\n"
+                          "first, then from a socket. Writes their checksums, unless that is None. watch_s: watch so long\n"
+                          "for bytes before sleeping. Returns 0 (full), 1 (late), 2 (the peer is gone) or the negative\n"
+                          "error number; how many chunks are full; and whether it slept.");
+
+static PyObject *receive(PyObject *module, PyObject *arguments) {
+    (void)module;
+    int fd;
+    Py_buffer ahead, sums = {.obj = NULL, .buf = NULL};
+    PyObject *chunks, *checksums;
+    double deadline_s, watch_s;
+    if (!PyArg_ParseTuple(arguments, "iy*O!Odd", &fd, &ahead, &PyList_Type, &chunks, &checksums, &deadline_s, &watch_s))
+        return NULL;
+    PyObject *result = NULL;
+    buffers_t pieces = {NULL, 0, 0};
+    Py_ssize_t count = PyList_GET_SIZE(chunks);
+    chunk_t *places = PyMem_Calloc((size_t)count + 1, sizeof *places);
+    if (!places) {
+        PyErr_NoMemory();
+        goto done;
+    }
+    if (checksums != Py_None && (PyObject_GetBuffer(checksums, &sums, PyBUF_WRITABLE) < 0 ||
+                                 !sized(&sums, 8 * count, "checksums")))
+        goto done;
+    if (!hold_targets(&pieces, chunks, 0, count, places))
+        goto done;
+    size_t total = 0;
+    for (Py_ssize_t at = 0; at < count; at++) {
+        size_t nbytes = 0;
+        for (Py_ssize_t place = places[at].first; place < places[at].end; place++)
+            nbytes += (size_t)pieces.held[place].len;
+        if (nbytes <= HASH_LEAST) {
+            PyErr_SetString(PyExc_ValueError, "chunks: each is to be of more than 240 bytes");
+            goto done;
+        }
+        total += nbytes;
+    }
+    filling_t filling = {places, pieces.held, sums.buf, count, 0, 0, 0, {{0}, 0, 0, {0}}};
+    hasher_begin(&filling.hasher);
+    struct iovec next[STEP_PIECES];
+    const char *from = ahead.buf;
+    for (size_t left = (size_t)ahead.len < total ? (size_t)ahead.len : total; left;) {
+        size_t pieces_now = next_places(&filling, next), moved = 0;
+        for (size_t at = 0; at < pieces_now && left; at++) {
+            size_t step = next[at].iov_len < left ? next[at].iov_len : left;
+            memcpy(next[at].iov_base, from, step);
+            from += step, left -= step, moved += step;
+        }
+        advance(&filling, moved);
+    }
+    int64_t deadline_ns = deadline_s < 9e9 ? (int64_t)(deadline_s * 1e9) : INT64_MAX;
+    int end = FULL, slept = 0, problem = 0;
+    while (filling.chunk < count) {
+        PyThreadState *state = PyEval_SaveThread();
+        end = receive_all(fd, &filling, deadline_ns, (int64_t)(watch_s * 1e9), &slept);
+        problem = errno;
+        PyEval_RestoreThread(state);
+        if (end != LOST || problem != EINTR)
+            break;
+        if (PyErr_CheckSignals() < 0)
+            goto done;
+    }
+    result = Py_BuildValue("(inO)", end == LOST ? -problem : end, filling.chunk, slept ? Py_True : Py_False);
+done:
+    let_go(&pieces);
+    PyMem_Free(places);
+    PyBuffer_Release(&sums), PyBuffer_Release(&ahead);
     return result;
 }
 
@@ -1251,7 +1509,9 @@ static PyMethodDef methods[] = {
     {"note_slots", note_slots, METH_VARARGS, note_slots_doc},
     {"add_up", add_up, METH_VARARGS, add_up_doc},
     {"read", read_chunks, METH_VARARGS, read_doc},
+    {"hold", hold_rows, METH_VARARGS, hold_doc},
     {"fill", fill, METH_VARARGS, fill_doc},
+    {"receive", receive, METH_VARARGS, receive_doc},
     {"copy", (PyCFunction)(void (*)(void))copy, METH_FASTCALL, copy_doc},
     {NULL, NULL, 0, NULL},
 };

@@ -11,6 +11,22 @@ def survey(index: Any, rows: int, ready: Any) -> int: ...
 def chain(parent: Any, children: Any, ready: Any) -> None: ...
 def note_slots(row_at: Any, slots: Any, pages: Any, rows: Any, used: Any, fresh: Any) -> None: ...
 def add_up(records: Any, namespace: Any, rows: Any, used_nbytes: Any) -> bool: ...
+def hold(
+    records: Any,
+    index: Any,
+    keys: Any,
+    now: int,
+    most: int,
+    pins: Any,
+    checksum: Any,
+    accessed: Any,
+    frequency: Any,
+    rows: Any,
+    starts: Any,
+    lengths: Any,
+    checksums: Any,
+    /,
+) -> None: ...
 def read(
     records: Any,
     arena: Any,
@@ -26,6 +42,9 @@ def read(
     stream: bool,
 ) -> None: ...
 def fill(slots: list[Any], values: list[Any], first: int, end: int, checksums: Any, stream: bool) -> None: ...
+def receive(
+    fd: int, ahead: Any, chunks: list[Any], checksums: Any, deadline_s: float, watch_s: float, /
+) -> tuple[int, int, bool]: ...
 def copy(target: Any, source: Any, stream: bool) -> None: ...
 
 class Reader:

@@ -22,7 +22,7 @@ STREAM_ONE_NBYTES: Final = 64 << 10
 HASH_NBYTES: Final = 256 << 10
 """Bytes are copied and hashed in turns of this size, so that the second pass finds them in the cache."""
 _WITHOUT_GIL_NBYTES: Final = 64 << 10
-_TINY_NBYTES: Final = 240
+TINY_NBYTES: Final = 240
 """Up to here the checksum is another algorithm, which the compiled loops leave to xxhash."""
 _RANGES_PER_SHARE: Final = 4
 _SHARE_NBYTES: Final = 1 << 20
@@ -72,7 +72,7 @@ def store(target: memoryview, pieces: Sequence[memoryview], *, stream: bool = Fa
     Returns:
         The checksum, as `checksum_of` gives it.
     """
-    if native.fill is not None and len(target) > _TINY_NBYTES:
+    if native.fill is not None and len(target) > TINY_NBYTES:
         checksum = np.empty(1, np.uint64)
         native.fill([target], [pieces], 0, 1, checksum, stream)
         return int(checksum[0])
@@ -128,23 +128,16 @@ def all_byte_views(many: Sequence[Scattered], name: str, *, writable: bool) -> l
         UsageError: As `byte_views`.
     """
     return [
-        [each]  # type: ignore[list-item]  # `_is_plain` says that it is a memoryview
-        if _is_plain(each, writable)
+        [each]
+        if type(each) is memoryview  # a byte view already: what it costs to find out counts for small chunks
+        and each.format == "B"
+        and each.ndim == 1
+        and each.contiguous
+        and each.nbytes
+        and not (writable and each.readonly)
         else byte_views(each, f"{name}[{place}]", writable=writable)
         for place, each in enumerate(many)
     ]
-
-
-def _is_plain(part: Scattered, writable: bool) -> bool:
-    """Whether that is a byte view already."""
-    return (
-        type(part) is memoryview
-        and part.format == "B"
-        and part.ndim == 1
-        and part.contiguous
-        and part.nbytes > 0
-        and not (writable and part.readonly)
-    )
 
 
 def default_copy_threads() -> int:
@@ -213,7 +206,7 @@ class CopyThreads:
         checksums = np.empty(len(slots), np.uint64)
 
         def part(first: int, end: int) -> None:
-            if native.fill is not None and slots and len(slots[0]) > _TINY_NBYTES:
+            if native.fill is not None and slots and len(slots[0]) > TINY_NBYTES:
                 native.fill(slots, values, first, end, checksums, stream)
                 return
             for place in range(first, end):

@@ -27,6 +27,32 @@ Runs: TypeAlias = Iterable[Sequence[memoryview]]
 generator sees each run when it is full (or gone), and can check it while it is in the processor's cache."""
 
 
+class ChunkRun(list[memoryview]):
+    """A run of whole chunks to be filled, one after another. Whoever fills it may hash them as they come.
+
+    So a long run is filled in one call, and each chunk is hashed while the cache has it.
+
+    Attributes:
+        chunks: The views of each; as a list, the run is all of these.
+        hashed: Whether checksums are wanted.
+        full: So many chunks, from the first on, are known to be full. It holds also when filling was broken off; when
+            filling ended well, all of them are.
+        checksums: Of as many chunks, from the first on, as were hashed; not more than are full.
+    """
+
+    def __init__(self, *, hashed: bool = True) -> None:
+        super().__init__()
+        self.chunks: list[Sequence[memoryview]] = []
+        self.hashed = hashed
+        self.full = 0
+        self.checksums: Sequence[int] = ()
+
+    def add(self, chunk: Sequence[memoryview]) -> None:
+        """One more chunk at the end."""
+        self.chunks.append(chunk)
+        self += chunk
+
+
 def nothing_more(complete: bool) -> Answer | None:
     """For replies that end with the answer."""
     return None

@@ -15,8 +15,12 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Final
 
+import xxhash
+
 from raykv.errors import PeerUnavailable
-from raykv.transport.base import Runs
+from raykv.memory import native
+from raykv.memory.copying import HASH_NBYTES, TINY_NBYTES, checksum_of
+from raykv.transport.base import RUN_NBYTES, ChunkRun, Runs
 from raykv.wire import HEADER, Answer, Request, decode, decode_header
 
 READ_AHEAD_NBYTES: Final = 4096
@@ -39,6 +43,8 @@ _WAITALL: Final = socket.MSG_WAITALL
 _DONTWAIT: Final = socket.MSG_DONTWAIT
 _GONE: Final = "the peer closed the connection"
 _LATE: Final = "the deadline has passed"
+_LATE_END: Final = 1
+"""How `native.receive` says that."""
 
 
 class _Watch:
@@ -200,7 +206,72 @@ class Stream:
             self._end += got
 
     def fill(self, run: Sequence[memoryview], deadline_s: float) -> None:
-        """Fill views one after another."""
+        """Fill views one after another; chunks that come as a ChunkRun are hashed on the way."""
+        if isinstance(run, ChunkRun):
+            self._fill_chunks(run, deadline_s)
+        else:
+            self._fill_views(run, deadline_s)
+
+    def _fill_chunks(self, run: ChunkRun, deadline_s: float) -> None:
+        sizes = [sum(map(len, chunk)) for chunk in run.chunks]
+        if native.receive is None or not sizes or min(sizes) <= TINY_NBYTES:
+            self._fill_chunks_by_steps(run, sizes, deadline_s)
+            return
+        ahead = self._ahead[self._start : self._end]
+        checksums = bytearray(8 * len(sizes)) if run.hashed else None
+        watch, began_s = self._bytes.begin(), time.monotonic()
+        end, full, slept = _LATE_END, 0, True
+        try:
+            end, full, slept = native.receive(
+                self.socket.fileno(), ahead, run.chunks, checksums, deadline_s, WATCH_S if watch else 0.0
+            )
+        finally:
+            if watch:
+                self._bytes.end(paid=not slept)
+        self._start += min(len(ahead), sum(sizes))
+        run.full = full
+        if checksums is not None:
+            run.checksums = struct.unpack_from(f"={full}Q", checksums)
+        if end < 0:
+            error = OSError(-end, os.strerror(-end))
+            raise _lost(error) from error
+        if end:
+            raise PeerUnavailable(_LATE if end == _LATE_END else _GONE)
+        if not watch:
+            self._bytes.slept(time.monotonic() - began_s)
+
+    def _fill_chunks_by_steps(self, run: ChunkRun, sizes: Sequence[int], deadline_s: float) -> None:
+        """The same without the compiled loops: small chunks by several, and large ones in parts."""
+        checksums: list[int] = []
+        run.checksums = checksums
+        first = nbytes = 0
+        for place, size in enumerate(sizes):
+            nbytes += size
+            if size > HASH_NBYTES:
+                self._fill_small(run, first, place, checksums, deadline_s)
+                state = xxhash.xxh3_64()
+                for part in _parts(run.chunks[place]):
+                    self._fill_views((part,), deadline_s)
+                    if run.hashed:
+                        state.update(part)
+                if run.hashed:
+                    checksums.append(state.intdigest())
+                run.full += 1
+            elif nbytes < RUN_NBYTES and place + 1 < len(sizes):
+                continue
+            else:
+                self._fill_small(run, first, place + 1, checksums, deadline_s)
+            first, nbytes = place + 1, 0
+
+    def _fill_small(self, run: ChunkRun, first: int, end: int, checksums: list[int], deadline_s: float) -> None:
+        """Fill these chunks of a run at once."""
+        chunks = run.chunks[first:end]
+        self._fill_views([piece for chunk in chunks for piece in chunk], deadline_s)
+        if run.hashed:
+            checksums += map(checksum_of, chunks)
+        run.full += len(chunks)
+
+    def _fill_views(self, run: Sequence[memoryview], deadline_s: float) -> None:
         if self._start < self._end:
             run = self._take_ahead(run)
         _require_time(deadline_s)
@@ -349,6 +420,13 @@ def _steps(message: memoryview, pieces: Sequence[memoryview]) -> Iterator[list[m
         room -= len(rest)
     if step:
         yield step
+
+
+def _parts(chunk: Sequence[memoryview]) -> Iterator[memoryview]:
+    """A chunk in parts that the processor's cache holds."""
+    for piece in chunk:
+        for first in range(0, len(piece), HASH_NBYTES):
+            yield piece[first : first + HASH_NBYTES]
 
 
 def _after(pieces: list[memoryview], moved: int) -> list[memoryview]:
