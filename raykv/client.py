@@ -181,7 +181,7 @@ class Client:
                 if len(keys) > 1:
                     self._tally.gets.note(time.monotonic() - reach.begun(deadline_s, timeout_s))
                 return GetResult((True,) * len(keys), {"shm": nbytes}, {(node_id, "shm"): len(keys)})
-        arrivals = Arrivals(keys, all_byte_views(into, "into", writable=True))
+        arrivals = Arrivals(keys, *all_byte_views(into, "into", writable=True))
         if reach.local is not None and hits is not None:
             arrivals.note(np.arange(len(keys)), hits, reach.local.attached.node_id, "shm")
         if ticket is not None:
@@ -303,8 +303,7 @@ class Client:
         keys, hints, began_s = self._as_keys(keys), _hints(ttl_s, priority), time.monotonic()
         if len(values) != len(keys):
             raise UsageError(f"field 'values': {len(values)} values for {len(keys)} keys; give one entry a key")
-        pieces = all_byte_views(values, "values", writable=False)
-        sizes = [sum(map(len, value)) for value in pieces]
+        pieces, sizes = all_byte_views(values, "values", writable=False)
         total, start = PutResult(0, 0, 0), 0
         for size, run in groupby(sizes):  # one reservation has one size; chunks of a prompt are one run
             stop = start + len(list(run))

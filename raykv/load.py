@@ -4,7 +4,6 @@ import struct
 from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
-from itertools import islice
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -29,10 +28,14 @@ SCRAP_NBYTES: Final = 1 << 20
 class Arrivals:
     """Which chunks of one `get` have arrived so far."""
 
-    def __init__(self, keys: KeyArray, targets: Sequence[Sequence[memoryview]]) -> None:
-        self.keys, self.targets = keys, targets
+    def __init__(self, keys: KeyArray, targets: Sequence[Sequence[memoryview]], sizes: Sequence[int]) -> None:
+        """Nothing has.
+
+        Args:
+            keys, targets, sizes: One entry a chunk; `sizes` are the lengths of `targets` in bytes.
+        """
+        self.keys, self.targets, self.sizes = keys, targets, sizes
         self.hits, self._count = [False] * len(keys), 0
-        self.sizes = [len(target[0]) if len(target) == 1 else sum(map(len, target)) for target in targets]
         self._nbytes: dict[Path, int] = {}
         self._chunks: dict[tuple[NodeId, Path], int] = {}
 
@@ -52,8 +55,8 @@ class Arrivals:
 
     def missing(self) -> list[int]:
         """Places of what has not."""
-        if self._count == len(self.hits):
-            return []
+        if self._count in (0, len(self.hits)):
+            return list(range(len(self.hits) - self._count))
         return [place for place, hit in enumerate(self.hits) if not hit]
 
     def note(self, places: npt.NDArray[np.int64], hits: Bits, node_id: NodeId, path: Path) -> None:
@@ -63,10 +66,13 @@ class Arrivals:
     def came(self, places: Sequence[int], node_id: NodeId, path: Path) -> None:
         """The chunks at `places`, none of which had, came from that node by that path."""
         if places:
-            for place in places:
-                self.hits[place] = True
+            if len(places) == len(self.hits):
+                self.hits, nbytes = [True] * len(places), sum(self.sizes)
+            else:
+                for place in places:
+                    self.hits[place] = True
+                nbytes = sum([self.sizes[place] for place in places])
             self._count += len(places)
-            nbytes = sum([self.sizes[place] for place in places])
             self._nbytes[path] = self._nbytes.get(path, 0) + nbytes
             self._chunks[node_id, path] = self._chunks.get((node_id, path), 0) + len(places)
 
@@ -100,7 +106,7 @@ class Load:
         self.asked: list[int] = []
         self.path: Path = "tcp"
         self._elsewhere = False
-        self._begin_run()
+        self._begin_run((), (), ())
 
     @property
     def nbytes(self) -> int:
@@ -150,7 +156,7 @@ class Load:
                 room -= size
         return parts
 
-    def _place(self, part: list[int], answer: wire.Answer) -> Iterator[Sequence[memoryview]]:
+    def _place(self, part: list[int], answer: wire.Answer) -> Iterator[Sequence[memoryview] | ChunkRun]:
         """The buffers for the payload."""
         reading = wire.expect(wire.Reading, answer)
         lengths, checksums = readings(reading, len(part))
@@ -161,43 +167,49 @@ class Load:
                 named = located(reading, len(lacking))
                 self.told.update(zip(lacking, named, strict=True))
                 self._elsewhere |= any(named)
-        targets, sizes = self._arrivals.targets, self._arrivals.sizes
-        run = self._run
+        sizes = self._arrivals.sizes
+        if 0 not in lengths and lengths == tuple([sizes[place] for place in part]):  # nearly always
+            yield self._begin_run(part, lengths, checksums)
+            self._check()
+            return
+        run: list[tuple[int, int, int]] = []
         for place, length, checksum in zip(part, lengths, checksums, strict=True):
             if not length:
                 if not self._owner:
                     self.gone.append(place)
             elif length == sizes[place]:
-                run.add(targets[place])
-                self._due[place] = checksum
+                run.append((place, length, checksum))
             else:
                 if run:
-                    yield run
+                    yield self._begin_run(*zip(*run, strict=True))
                     self._check()
-                    run = self._run
+                    run = []
                 yield drain(length)
         if run:
-            yield run
+            yield self._begin_run(*zip(*run, strict=True))
             self._check()
 
-    def _begin_run(self) -> None:
-        self._run = ChunkRun(hashed=self._verify)
-        self._due: dict[int, int] = {}
-        """Checksums, as announced, of the chunks in this run, by their places."""
+    def _begin_run(self, places: Sequence[int], lengths: Sequence[int], checksums: Sequence[int]) -> ChunkRun:
+        """What comes next: these chunks, as the holder announced them."""
+        targets = self._arrivals.targets
+        self._run = ChunkRun([targets[place] for place in places], lengths, hashed=self._verify)
+        self._due = places, checksums
+        return self._run
 
     def _check(self, *, whole: bool = True) -> None:
-        """Tell right chunks from wrong ones among those of a run that are full."""
-        run, due = self._run, self._due
-        places = list(due if whole else islice(due, run.full))
+        """Tell right chunks from wrong ones among those of the run that are full: all of them, if it is `whole`."""
+        run, (places, checksums) = self._run, self._due
+        if not whole:
+            places, checksums = places[: run.full], checksums[: run.full]
         if self._verify:
             found = [*run.checksums[: len(places)]]
             found += map(checksum_of, run.chunks[len(found) : len(places)])
-            if found != list(islice(due.values(), len(places))):
-                wrong = [place for place, checksum in zip(places, found, strict=True) if checksum != due[place]]
-                self.spoilt += wrong
-                places = [place for place in places if place not in wrong]
+            if found != list(checksums):
+                right = [there == said for there, said in zip(found, checksums, strict=True)]
+                self.spoilt += [place for place, fine in zip(places, right, strict=True) if not fine]
+                places = [place for place, fine in zip(places, right, strict=True) if fine]
         self.arrived += places
-        self._begin_run()
+        self._begin_run((), (), ())
 
 
 class One(NamedTuple):

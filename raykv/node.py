@@ -35,9 +35,10 @@ from raykv.ring import Member, View
 from raykv.shard import Shard, remove_files
 from raykv.tally import Histogram
 from raykv.tiers import open_tiers
-from raykv.transport.base import RUN_NBYTES, Link, Reply, Runs, Session
+from raykv.transport.base import ChunkRun, Link, Reply, Session, Targets
 from raykv.transport.memory import Network
 from raykv.transport.peers import Peers
+from raykv.transport.stream import STEP_NBYTES
 from raykv.transport.tcp import SocketLink, SocketServer
 from raykv.types import Bits, KeyArray, NodeId, Rows, host_identity
 
@@ -546,6 +547,12 @@ class Node:
         if len(request.keys) == keys_.KEY_NBYTES:
             return self._read_one(request)
         keys, shard = _keys(request.keys), self.shard
+        if 0 < len(keys) <= LOCKED_KEYS:
+            with self._lock:
+                held_all = shard.pin_all(request.keys, now_s=time.monotonic())
+            if held_all is not None:
+                all_rows, outgoing, all_lengths, all_checksums = held_all
+                return Reply(wire.Reading(all_lengths, all_checksums), outgoing=outgoing, finish=self._ending(all_rows))
         rows: list[int] = []
         starts: list[int] = []
         lengths: list[int] = []
@@ -558,14 +565,19 @@ class Node:
         if self.tiers and 0 in lengths:
             self._pin_promoted(keys, rows, starts, lengths, checksums)
 
-        def finish(complete: bool) -> None:
-            with self._lock:
-                shard.unpin_each(rows)
-
         answer = wire.Reading(struct.pack(f"<{len(keys)}I", *lengths), struct.pack(f"<{len(keys)}Q", *checksums))
         if request.locate and 0 in lengths:
             answer.choices, answer.places = self._located(keys[[not length for length in lengths]])
-        return Reply(answer, outgoing=_runs(shard.arena.view, starts, lengths), finish=finish)
+        return Reply(answer, outgoing=_runs(shard.arena.view, starts, lengths), finish=self._ending(rows))
+
+    def _ending(self, rows: Sequence[int]) -> Callable[[bool], None]:
+        """Ends the holds of a read."""
+
+        def finish(complete: bool) -> None:
+            with self._lock:
+                self.shard.unpin_each(rows)
+
+        return finish
 
     def _pin_promoted(
         self, keys: KeyArray, rows: list[int], starts: list[int], lengths: list[int], checksums: list[int]
@@ -612,8 +624,7 @@ class Node:
         arrivals = _Writing(self.shard.arena.view, _array(granted.offsets, "<u8").tolist(), request.nbytes)
 
         def finish(complete: bool) -> wire.Answer | None:
-            checksums, intact = arrivals.checked()
-            intact &= complete
+            checksums, intact = arrivals.checked(complete)
             now_s = time.monotonic()
             with self._lock:
                 self.shard.commit(
@@ -625,7 +636,7 @@ class Node:
             self._changed.set()
             return wire.Count(int(intact.sum()))
 
-        return Reply(granted, incoming=arrivals.runs(), finish=finish)
+        return Reply(granted, incoming=arrivals.targets(), finish=finish)
 
     # -- about chunks and namespaces ---------------------------------------------------------------------------------
 
@@ -908,31 +919,33 @@ def _keys(raw: bytes) -> KeyArray:
 class _Writing:
     """Chunks of one size that arrive in slots of the arena, with their checksums behind them.
 
-    Each is hashed when it is there. What did not arrive in full fails its checksum; nobody but this connection writes
-    to these slots.
+    Each is hashed as it arrives. What did not arrive in full fails its checksum; nobody but this connection writes to
+    these slots.
     """
 
     def __init__(self, view: memoryview, starts: list[int], nbytes: int) -> None:
-        self._view, self._starts, self._nbytes = view, starts, nbytes
         self._told = bytearray(8 * len(starts))
-        self._found: list[int] = []
+        several = max(1, STEP_NBYTES // nbytes)
+        self._runs = [
+            ChunkRun([(view[start : start + nbytes],) for start in some], [nbytes] * len(some))
+            for some in (starts[first : first + several] for first in range(0, len(starts), several))
+        ]
 
-    def runs(self) -> Runs:
+    def targets(self) -> Targets:
         """Where the bytes go."""
-        several = max(1, RUN_NBYTES // self._nbytes)
-        for first in range(0, len(self._starts), several):
-            starts = self._starts[first : first + several]
-            yield _runs(self._view, starts, [self._nbytes] * len(starts))
-            self._found += [checksum_of((self._view[start : start + self._nbytes],)) for start in starts]
-        yield [memoryview(self._told)]
+        return [*self._runs, (memoryview(self._told),)]
 
-    def checked(self) -> tuple[npt.NDArray[np.uint64], Bits]:
-        """Checksums of the chunks, and which of them are what was sent."""
+    def checked(self, complete: bool) -> tuple[npt.NDArray[np.uint64], Bits]:
+        """Checksums of the chunks, and which of them are what was sent, if it was all of it."""
         told = np.frombuffer(self._told, "<u8")
-        found = np.array(self._found + [0] * (len(told) - len(self._found)), np.uint64)
-        intact = found == told
-        intact[len(self._found) :] = False
-        return found, intact
+        if not complete:
+            return told, np.zeros(len(told), np.bool_)
+        found: list[int] = []
+        for run in self._runs:
+            found += run.checksums
+            found += map(checksum_of, run.chunks[len(run.checksums) :])
+        checksums = np.array(found, np.uint64)
+        return checksums, checksums == told
 
 
 def _runs(view: memoryview, starts: Sequence[int], lengths: Sequence[int]) -> list[memoryview]:

@@ -712,7 +712,30 @@ class Shard:
             Rows, offsets, lengths and checksums; row -1 and zeros for keys that are not ready.
         """
         self.take_in(now_s=now_s)
-        return self.table.hold(keys, self.table.ticks(now_s), MAX_PINS)
+        table = self.table
+        now, cells = table.ticks(now_s), table.cells
+        pins, pages, nbytes, checksum = cells.pins, cells.page, cells.nbytes, cells.checksum
+        accessed, frequency = cells.accessed, cells.frequency
+        rows: list[int] = table.find_ready(keys, now)[0].tolist()
+        starts, lengths, checksums = [0] * len(rows), [0] * len(rows), [0] * len(rows)
+        for place, row in enumerate(rows):
+            if row < 0:
+                continue
+            if (held := pins[row]) == MAX_PINS:
+                rows[place] = -1
+                continue
+            pins[row] = held + 1
+            accessed[row], frequency[row] = now, frequency[row] + 1 & 0xFFFFFFFF
+            starts[place], lengths[place] = pages[row] * SLOT_ALIGNMENT_NBYTES, nbytes[row]
+            checksums[place] = checksum[row]
+        return rows, starts, lengths, checksums
+
+    def pin_all(self, keys: bytes, *, now_s: float) -> "tuple[list[int], list[memoryview], bytes, bytes] | None":
+        """Hold all these, 16 bytes each, or none: see `Table.hold_all`. In a fraction of the time."""
+        table = self.table
+        if table.has_published:
+            self.take_in(now_s=now_s)
+        return table.hold_all(keys, table.ticks(now_s), MAX_PINS, self.arena.view)
 
     def unpin(self, rows: Rows) -> None:
         """End holds that `pin` gave; entries of -1 are passed over."""

@@ -811,46 +811,132 @@ done:
 
 /* -- hold -------------------------------------------------------------------------------------------------------- */
 
-PyDoc_STRVAR(hold_doc, "hold(records, index, keys, now, most, pins, checksum, accessed, frequency, rows, starts, lengths,\n"
-                       "     checksums)\n\n"
-                       "Pin the rows of those keys that are ready, unless they have `most` pins already, and note the\n"
-                       "reads. Write of each key the row (-1: not held) and its chunk's place, length and checksum.");
+PyDoc_STRVAR(hold_doc, "hold(records, index, keys, now, most, pins, checksum, accessed, frequency, arena)\n"
+                       "    -> (list, list, bytes, bytes) or None\n\n"
+                       "Pin the rows of these keys and note the reads, if all of them are ready and have fewer than\n"
+                       "`most` pins; else None. Returns the rows, the views of the arena (a memoryview) where the chunks\n"
+                       "lie, and as raw integers their lengths (u32) and checksums (u64).");
+
+static int add_part(PyObject *parts, PyObject *view, uint64_t start, uint64_t end) {
+    PyObject *from = PyLong_FromUnsignedLongLong(start), *to = PyLong_FromUnsignedLongLong(end);
+    PyObject *slice = from && to ? PySlice_New(from, to, NULL) : NULL;
+    PyObject *part = slice ? PyObject_GetItem(view, slice) : NULL;
+    int problem = part ? PyList_Append(parts, part) : -1;
+    Py_XDECREF(part), Py_XDECREF(slice), Py_XDECREF(from), Py_XDECREF(to);
+    return problem;
+}
 
 static PyObject *hold_rows(PyObject *module, PyObject *arguments) {
     (void)module;
-    Py_buffer records, index, keys, pins, checksum, accessed, frequency, rows, starts, lengths, checksums;
+    Py_buffer records, index, keys, pins, checksum, accessed, frequency;
     unsigned int now, most;
-    if (!PyArg_ParseTuple(arguments, "y*y*y*IIw*y*w*w*w*w*w*w*", &records, &index, &keys, &now, &most, &pins, &checksum,
-                          &accessed, &frequency, &rows, &starts, &lengths, &checksums))
+    PyObject *arena;
+    if (!PyArg_ParseTuple(arguments, "y*y*y*IIw*y*w*w*O!", &records, &index, &keys, &now, &most, &pins, &checksum,
+                          &accessed, &frequency, &PyMemoryView_Type, &arena))
         return NULL;
-    PyObject *result = NULL;
+    PyObject *result = NULL, *rows = NULL, *parts = NULL, *lengths = NULL, *checksums = NULL;
     Py_ssize_t count = keys.len / 16, known = records.len / (Py_ssize_t)sizeof(record_t);
-    if (sized(&keys, 16 * count, "keys") && sized(&pins, 2 * known, "pins") &&
-        sized(&checksum, 8 * known, "checksum") && sized(&accessed, 4 * known, "accessed") &&
-        sized(&frequency, 4 * known, "frequency") && sized(&rows, 4 * count, "rows") &&
-        sized(&starts, 8 * count, "starts") && sized(&lengths, 4 * count, "lengths") &&
-        sized(&checksums, 8 * count, "checksums")) {
-        const record_t *record = records.buf;
-        uint16_t *held = pins.buf;
-        int32_t *row = rows.buf;
-        uint64_t *start = starts.buf, *sum = checksums.buf;
-        uint32_t *nbytes = lengths.buf; /* the generations at first: nobody else changes them, here is the writer */
-        find_all(record, (size_t)known, index.buf, (size_t)index.len / 4, keys.buf, (size_t)count, now, row, nbytes);
-        for (Py_ssize_t at = 0; at < count; at++) {
-            if (row[at] < 0 || held[row[at]] >= most) {
-                row[at] = -1, start[at] = 0, nbytes[at] = 0, sum[at] = 0;
-                continue;
-            }
-            held[row[at]]++;
-            note_read(&accessed, &frequency, row[at], now);
-            start[at] = (uint64_t)record[row[at]].page << PAGE_SHIFT, nbytes[at] = record[row[at]].nbytes;
-            sum[at] = ((const uint64_t *)checksum.buf)[row[at]];
-        }
-        result = Py_NewRef(Py_None);
+    const record_t *record = records.buf;
+    uint16_t *held = pins.buf;
+    int32_t *found = PyMem_New(int32_t, count + 1);
+    if (!found) {
+        PyErr_NoMemory();
+        goto done;
     }
+    if (!sized(&keys, 16 * count, "keys") || !sized(&pins, 2 * known, "pins") ||
+        !sized(&checksum, 8 * known, "checksum") || !sized(&accessed, 4 * known, "accessed") ||
+        !sized(&frequency, 4 * known, "frequency"))
+        goto done;
+    rows = PyList_New(count), parts = PyList_New(0);
+    lengths = PyBytes_FromStringAndSize(NULL, 4 * count), checksums = PyBytes_FromStringAndSize(NULL, 8 * count);
+    if (!rows || !parts || !lengths || !checksums)
+        goto done;
+    uint32_t *nbytes = (uint32_t *)PyBytes_AS_STRING(lengths); /* first the generations: here is who changes them */
+    find_all(record, (size_t)known, index.buf, (size_t)index.len / 4, keys.buf, (size_t)count, now, found, nbytes);
+    uint64_t first = 0, end = 0; /* of the part so far; neighbours become one */
+    for (Py_ssize_t at = 0; at < count; at++) {
+        if (found[at] < 0 || held[found[at]] >= most) {
+            result = Py_NewRef(Py_None);
+            goto done;
+        }
+        PyObject *row = PyLong_FromLong(found[at]);
+        if (!row)
+            goto done;
+        PyList_SET_ITEM(rows, at, row);
+        uint64_t start = (uint64_t)record[found[at]].page << PAGE_SHIFT;
+        nbytes[at] = record[found[at]].nbytes;
+        memcpy(PyBytes_AS_STRING(checksums) + 8 * at, (const uint64_t *)checksum.buf + found[at], 8);
+        if (start != end || !at) {
+            if (at && add_part(parts, arena, first, end) < 0)
+                goto done;
+            first = start;
+        }
+        end = start + nbytes[at];
+    }
+    if (count && add_part(parts, arena, first, end) < 0)
+        goto done;
+    Py_ssize_t pinned = 0; /* a key may be asked for more often than it has pins left */
+    for (; pinned < count && held[found[pinned]] < most; pinned++)
+        held[found[pinned]]++;
+    if (pinned < count) {
+        while (pinned)
+            held[found[--pinned]]--;
+        result = Py_NewRef(Py_None);
+        goto done;
+    }
+    for (Py_ssize_t at = 0; at < count; at++)
+        note_read(&accessed, &frequency, found[at], now);
+    result = PyTuple_Pack(4, rows, parts, lengths, checksums);
+    if (!result)
+        for (Py_ssize_t at = 0; at < count; at++)
+            held[found[at]]--;
+done:
+    PyMem_Free(found);
+    Py_XDECREF(rows), Py_XDECREF(parts), Py_XDECREF(lengths), Py_XDECREF(checksums);
     PyBuffer_Release(&records), PyBuffer_Release(&index), PyBuffer_Release(&keys), PyBuffer_Release(&pins);
-    PyBuffer_Release(&checksum), PyBuffer_Release(&accessed), PyBuffer_Release(&frequency), PyBuffer_Release(&rows);
-    PyBuffer_Release(&starts), PyBuffer_Release(&lengths), PyBuffer_Release(&checksums);
+    PyBuffer_Release(&checksum), PyBuffer_Release(&accessed), PyBuffer_Release(&frequency);
+    return result;
+}
+
+/* -- wrap -------------------------------------------------------------------------------------------------------- */
+
+PyDoc_STRVAR(wrap_doc, "wrap(many, writable) -> (list, list) or None\n\n"
+                       "If all of a sequence are memoryviews of bytes, in one piece, one-dimensional and not empty, and\n"
+                       "writable if asked: a list with a list of each, and their lengths. Else None.");
+
+static PyObject *wrap(PyObject *module, PyObject *const *arguments, Py_ssize_t given) {
+    (void)module;
+    if (given != 2) {
+        PyErr_SetString(PyExc_TypeError, "wrap(many, writable)");
+        return NULL;
+    }
+    int writable = PyObject_IsTrue(arguments[1]);
+    PyObject *many = writable < 0 ? NULL : PySequence_Fast(arguments[0], "many: not a sequence");
+    if (!many)
+        return NULL;
+    Py_ssize_t count = PySequence_Fast_GET_SIZE(many);
+    PyObject *result = NULL, *lists = PyList_New(count), *lengths = PyList_New(count);
+    if (!lists || !lengths)
+        goto done;
+    for (Py_ssize_t at = 0; at < count; at++) {
+        PyObject *each = PySequence_Fast_GET_ITEM(many, at);
+        const Py_buffer *view = PyMemoryView_Check(each) ? PyMemoryView_GET_BUFFER(each) : NULL;
+        if (!view || ((PyMemoryViewObject *)each)->flags & _Py_MEMORYVIEW_RELEASED || view->ndim != 1 || !view->len || (view->format && strcmp(view->format, "B")) ||
+            !PyBuffer_IsContiguous(view, 'C') || (writable && view->readonly)) {
+            result = Py_NewRef(Py_None);
+            goto done;
+        }
+        PyObject *list = PyList_New(1), *length = PyLong_FromSsize_t(view->len);
+        if (list)
+            PyList_SET_ITEM(list, 0, Py_NewRef(each));
+        PyList_SET_ITEM(lists, at, list), PyList_SET_ITEM(lengths, at, length);
+        if (!list || !length)
+            goto done;
+    }
+    result = PyTuple_Pack(2, lists, lengths);
+done:
+    Py_XDECREF(lists), Py_XDECREF(lengths);
+    Py_DECREF(many);
     return result;
 }
 
@@ -1510,6 +1596,7 @@ static PyMethodDef methods[] = {
     {"add_up", add_up, METH_VARARGS, add_up_doc},
     {"read", read_chunks, METH_VARARGS, read_doc},
     {"hold", hold_rows, METH_VARARGS, hold_doc},
+    {"wrap", (PyCFunction)(void (*)(void))wrap, METH_FASTCALL, wrap_doc},
     {"fill", fill, METH_VARARGS, fill_doc},
     {"receive", receive, METH_VARARGS, receive_doc},
     {"copy", (PyCFunction)(void (*)(void))copy, METH_FASTCALL, copy_doc},

@@ -21,12 +21,10 @@ def hold(
     checksum: Any,
     accessed: Any,
     frequency: Any,
-    rows: Any,
-    starts: Any,
-    lengths: Any,
-    checksums: Any,
+    arena: memoryview,
     /,
-) -> None: ...
+) -> tuple[list[int], list[memoryview], bytes, bytes] | None: ...
+def wrap(many: Sequence[Any], writable: bool, /) -> tuple[list[list[memoryview]], list[int]] | None: ...
 def read(
     records: Any,
     arena: Any,

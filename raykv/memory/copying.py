@@ -121,23 +121,18 @@ def byte_views(scattered: Scattered, name: str, *, writable: bool) -> list[memor
     return views
 
 
-def all_byte_views(many: Sequence[Scattered], name: str, *, writable: bool) -> list[list[memoryview]]:
-    """The same of each of many, which are called by `name` and their place.
+def all_byte_views(many: Sequence[Scattered], name: str, *, writable: bool) -> tuple[list[list[memoryview]], list[int]]:
+    """The same of each of many, which are called by `name` and their place; and how many bytes each has.
 
     Raises:
         UsageError: As `byte_views`.
     """
-    return [
-        [each]
-        if type(each) is memoryview  # a byte view already: what it costs to find out counts for small chunks
-        and each.format == "B"
-        and each.ndim == 1
-        and each.contiguous
-        and each.nbytes
-        and not (writable and each.readonly)
-        else byte_views(each, f"{name}[{place}]", writable=writable)
-        for place, each in enumerate(many)
-    ]
+    if native.wrap is not None:
+        wrapped: tuple[list[list[memoryview]], list[int]] | None = native.wrap(many, writable)
+        if wrapped is not None:
+            return wrapped
+    views = [byte_views(each, f"{name}[{place}]", writable=writable) for place, each in enumerate(many)]
+    return views, [sum(map(len, pieces)) for pieces in views]
 
 
 def default_copy_threads() -> int:

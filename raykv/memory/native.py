@@ -29,6 +29,7 @@ note_slots: Final = _used.note_slots if _used else None
 add_up: Final = _used.add_up if _used else None
 read: Final = _used.read if _used else None
 hold: Final = _used.hold if _used else None
+wrap: Final = _used.wrap if _used else None
 fill: Final = _used.fill if _used else None
 receive: Final = _used.receive if _used else None
 copy: Final = _used.copy if _used else None

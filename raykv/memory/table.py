@@ -477,35 +477,26 @@ class Table:
         cells.accessed[row] = tick
         cells.frequency[row] = cells.frequency[row] + 1 & 0xFFFFFFFF
 
-    def hold(self, keys: KeyArray, now: int, most: int) -> tuple[list[int], list[int], list[int], list[int]]:
-        """Pin those keys that are ready at tick `now` and have fewer than `most` pins, and note a read of each.
+    def hold_all(
+        self, keys: bytes, now: int, most: int, arena: memoryview
+    ) -> "tuple[list[int], list[memoryview], bytes, bytes] | None":
+        """Pin chunks, if all are ready at tick `now` and have fewer than `most` pins, and note a read of each.
+
+        Args:
+            keys: 16 bytes each.
 
         Returns:
-            Rows, places in the arena, lengths in bytes and checksums; row -1 and zeros for the others.
+            Rows, the views of the arena that the chunks make up in order, lengths (u32 each) and checksums (u64 each).
+            None, and nothing was pinned, if not all are there, or without the compiled loops.
         """
-        count, columns = len(keys), self.columns
-        if native.hold is not None:
-            rows, starts = np.empty(count, np.int32), np.empty(count, np.uint64)
-            lengths, checksums = np.empty(count, np.uint32), np.empty(count, np.uint64)
-            native.hold(
-                self.records, self._indexes[self._active[0]], np.ascontiguousarray(keys), now, most, columns.pins,
-                columns.checksum, columns.accessed, columns.frequency, rows, starts, lengths, checksums,
-            )  # fmt: skip
-            return rows.tolist(), starts.tolist(), lengths.tolist(), checksums.tolist()
-        cells = self.cells
-        held: list[int] = self.find_ready(keys, now)[0].tolist()
-        places, sizes, sums = [0] * count, [0] * count, [0] * count
-        for place, row in enumerate(held):
-            if row < 0:
-                continue
-            if cells.pins[row] >= most:
-                held[place] = -1
-                continue
-            cells.pins[row] += 1
-            self.touch_one(row, now)
-            places[place], sizes[place] = cells.page[row] * SLOT_ALIGNMENT_NBYTES, cells.nbytes[row]
-            sums[place] = cells.checksum[row]
-        return held, places, sizes, sums
+        if native.hold is None:
+            return None
+        columns = self.columns
+        held: tuple[list[int], list[memoryview], bytes, bytes] | None = native.hold(
+            self.records, self._indexes[self._active[0]], keys, now, most, columns.pins, columns.checksum,
+            columns.accessed, columns.frequency, arena,
+        )  # fmt: skip
+        return held
 
     def _lookup(self, keys: KeyArray, now: int | None) -> tuple[Rows, npt.NDArray[np.uint32]]:
         """Rows and generations; with `now` only of ready rows."""

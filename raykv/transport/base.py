@@ -9,7 +9,7 @@ requests. So a big read is asked for in parts: the holder prepares the next part
 """
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final, Protocol, TypeAlias
 
 from raykv.errors import PeerUnavailable
@@ -27,30 +27,33 @@ Runs: TypeAlias = Iterable[Sequence[memoryview]]
 generator sees each run when it is full (or gone), and can check it while it is in the processor's cache."""
 
 
-class ChunkRun(list[memoryview]):
+class ChunkRun:
     """A run of whole chunks to be filled, one after another. Whoever fills it may hash them as they come.
 
     So a long run is filled in one call, and each chunk is hashed while the cache has it.
 
     Attributes:
-        chunks: The views of each; as a list, the run is all of these.
+        chunks: The views of each; to go through the run itself is to go through all of these.
+        sizes: Their lengths in bytes.
         hashed: Whether checksums are wanted.
         full: So many chunks, from the first on, are known to be full. It holds also when filling was broken off; when
             filling ended well, all of them are.
         checksums: Of as many chunks, from the first on, as were hashed; not more than are full.
     """
 
-    def __init__(self, *, hashed: bool = True) -> None:
-        super().__init__()
-        self.chunks: list[Sequence[memoryview]] = []
-        self.hashed = hashed
+    __slots__ = ("checksums", "chunks", "full", "hashed", "sizes")
+
+    def __init__(self, chunks: list[Sequence[memoryview]], sizes: Sequence[int], *, hashed: bool = True) -> None:
+        self.chunks, self.sizes, self.hashed = chunks, sizes, hashed
         self.full = 0
         self.checksums: Sequence[int] = ()
 
-    def add(self, chunk: Sequence[memoryview]) -> None:
-        """One more chunk at the end."""
-        self.chunks.append(chunk)
-        self += chunk
+    def __iter__(self) -> Iterator[memoryview]:
+        return (piece for chunk in self.chunks for piece in chunk)
+
+
+Targets: TypeAlias = Iterable[Sequence[memoryview] | ChunkRun]
+"""The same for bytes that come: what they fill."""
 
 
 def nothing_more(complete: bool) -> Answer | None:
@@ -76,7 +79,7 @@ class Reply:
         answer: Answer,
         *,
         outgoing: Sequence[memoryview] = (),
-        incoming: Runs = (),
+        incoming: Targets = (),
         finish: Callable[[bool], Answer | None] = nothing_more,
     ) -> None:
         self.answer, self.outgoing, self.incoming, self.finish = answer, outgoing, incoming, finish
@@ -133,7 +136,7 @@ class Link(Protocol):
         """
         ...
 
-    def fetch(self, request: Message, place: Callable[[Answer], Runs], *, deadline_s: float) -> Answer:
+    def fetch(self, request: Message, place: Callable[[Answer], Targets], *, deadline_s: float) -> Answer:
         """Ask for bytes. `place` sees the answer and gives the buffers that the payload fills exactly, in order.
 
         What it yielded and was not asked to follow up may still be half filled when this raises; nobody writes to it
@@ -155,7 +158,7 @@ class Link(Protocol):
         """
         ...
 
-    def collect(self, place: Callable[[Answer], Runs] | None = None, *, deadline_s: float) -> Answer:
+    def collect(self, place: Callable[[Answer], Targets] | None = None, *, deadline_s: float) -> Answer:
         """The answer to the oldest posted request that was not collected yet.
 
         Args:
@@ -175,7 +178,7 @@ class Link(Protocol):
         ...
 
 
-def no_payload(answer: Answer) -> Runs:
+def no_payload(answer: Answer) -> Targets:
     """For answers that no chunk bytes follow."""
     return ()
 

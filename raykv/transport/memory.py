@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from raykv.errors import PeerUnavailable, ProtocolError
 from raykv.memory.copying import copy
-from raykv.transport.base import MAX_POSTED, Link, Reply, Runs, Service, no_payload, remaining
+from raykv.transport.base import MAX_POSTED, Link, Reply, Runs, Service, Targets, no_payload, remaining
 from raykv.types import Path
 from raykv.wire import HEADER, Answer, Failure, Message, decode, decode_header, encode, raise_failure
 
@@ -72,7 +72,7 @@ class MemoryLink(Link):
     def call(self, request: Message, *, deadline_s: float) -> Answer:
         return self.fetch(request, no_payload, deadline_s=deadline_s)
 
-    def fetch(self, request: Message, place: Callable[[Answer], Runs], *, deadline_s: float) -> Answer:
+    def fetch(self, request: Message, place: Callable[[Answer], Targets], *, deadline_s: float) -> Answer:
         assert not self._posted
         self.post(request, deadline_s=deadline_s)
         return self.collect(place, deadline_s=deadline_s)
@@ -95,7 +95,7 @@ class MemoryLink(Link):
             self.close()
             raise
 
-    def collect(self, place: Callable[[Answer], Runs] | None = None, *, deadline_s: float) -> Answer:
+    def collect(self, place: Callable[[Answer], Targets] | None = None, *, deadline_s: float) -> Answer:
         placed = place or no_payload
         return self._finish(lambda reply: _move([reply.outgoing], placed(reply.answer)), deadline_s)
 
@@ -133,7 +133,7 @@ class MemoryLink(Link):
         return answer
 
 
-def _move(sources: Runs, targets: Runs) -> None:
+def _move(sources: Runs, targets: Targets) -> None:
     """Copy a stream of runs into another; both are as long as each other, and each is asked for as the other needs."""
     pieces = (piece for run in targets for piece in run if len(piece))
     target = next(pieces, None)

@@ -205,7 +205,7 @@ class Stream:
                 return True
             self._end += got
 
-    def fill(self, run: Sequence[memoryview], deadline_s: float) -> None:
+    def fill(self, run: Sequence[memoryview] | ChunkRun, deadline_s: float) -> None:
         """Fill views one after another; chunks that come as a ChunkRun are hashed on the way."""
         if isinstance(run, ChunkRun):
             self._fill_chunks(run, deadline_s)
@@ -213,9 +213,9 @@ class Stream:
             self._fill_views(run, deadline_s)
 
     def _fill_chunks(self, run: ChunkRun, deadline_s: float) -> None:
-        sizes = [sum(map(len, chunk)) for chunk in run.chunks]
+        sizes = run.sizes
         if native.receive is None or not sizes or min(sizes) <= TINY_NBYTES:
-            self._fill_chunks_by_steps(run, sizes, deadline_s)
+            self._fill_chunks_by_steps(run, deadline_s)
             return
         ahead = self._ahead[self._start : self._end]
         checksums = bytearray(8 * len(sizes)) if run.hashed else None
@@ -240,12 +240,12 @@ class Stream:
         if not watch:
             self._bytes.slept(time.monotonic() - began_s)
 
-    def _fill_chunks_by_steps(self, run: ChunkRun, sizes: Sequence[int], deadline_s: float) -> None:
+    def _fill_chunks_by_steps(self, run: ChunkRun, deadline_s: float) -> None:
         """The same without the compiled loops: small chunks by several, and large ones in parts."""
         checksums: list[int] = []
         run.checksums = checksums
         first = nbytes = 0
-        for place, size in enumerate(sizes):
+        for place, size in enumerate(run.sizes):
             nbytes += size
             if size > HASH_NBYTES:
                 self._fill_small(run, first, place, checksums, deadline_s)
@@ -257,7 +257,7 @@ class Stream:
                 if run.hashed:
                     checksums.append(state.intdigest())
                 run.full += 1
-            elif nbytes < RUN_NBYTES and place + 1 < len(sizes):
+            elif nbytes < RUN_NBYTES and place + 1 < len(run.sizes):
                 continue
             else:
                 self._fill_small(run, first, place + 1, checksums, deadline_s)

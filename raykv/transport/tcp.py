@@ -24,7 +24,7 @@ from functools import partial
 from typing import Final
 
 from raykv.errors import ConfigError, PeerUnavailable, ProtocolError, RayKVError
-from raykv.transport.base import MAX_POSTED, Link, Runs, Service, Session, remaining
+from raykv.transport.base import MAX_POSTED, Link, Runs, Service, Session, Targets, remaining
 from raykv.transport.stream import Stream
 from raykv.types import Path
 from raykv.wire import (
@@ -98,7 +98,7 @@ class SocketLink(Link):
         self.post(request, deadline_s=deadline_s)
         return self.collect(deadline_s=deadline_s)
 
-    def fetch(self, request: Message, place: Callable[[Answer], Runs], *, deadline_s: float) -> Answer:
+    def fetch(self, request: Message, place: Callable[[Answer], Targets], *, deadline_s: float) -> Answer:
         assert not self._outstanding
         self.post(request, deadline_s=deadline_s)
         return self.collect(place, deadline_s=deadline_s)
@@ -115,7 +115,7 @@ class SocketLink(Link):
             raise
         self._outstanding += 1
 
-    def collect(self, place: Callable[[Answer], Runs] | None = None, *, deadline_s: float) -> Answer:
+    def collect(self, place: Callable[[Answer], Targets] | None = None, *, deadline_s: float) -> Answer:
         assert self._outstanding
         try:
             answer = self._receive(deadline_s)
