@@ -4,9 +4,11 @@ import hashlib
 import logging
 import os
 import random
+import struct
 import time
 from contextlib import nullcontext
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -546,6 +548,56 @@ def test_holds_as_lists_are_what_they_are_as_arrays(bench):
     assert lengths[-2:] == [lengths[0], 0]
     bench.shard.unpin_each(rows)
     assert not bench.shard.table.columns.pins.any()
+
+
+@pytest.mark.skipif(not native.available, reason="without the compiled loops chunks are not held all at once")
+def test_all_are_held_at_once_or_none(bench, rng):
+    bench.put(LETTERS[:20])
+    shard, table = bench.shard, bench.shard.table
+    for _ in range(200):
+        names = "".join(rng.choices(LETTERS[: rng.choice([20, 22])], k=rng.randrange(1, 12)))
+        keys = names_to_keys(names)
+        before = table.columns.pins.copy(), table.columns.frequency.copy()
+        held = shard.pin_all(keys.tobytes(), now_s=bench.now_s)
+        if any(name in LETTERS[20:] for name in names):
+            assert held is None
+            assert (table.columns.pins == before[0]).all()
+            assert (table.columns.frequency == before[1]).all()
+            continue
+        rows, parts, lengths, checksums = held
+        by_list = shard.pin_each(keys, now_s=bench.now_s)
+        assert rows == by_list[0]
+        assert struct.unpack(f"={len(names)}I", lengths) == tuple(by_list[2])
+        assert struct.unpack(f"={len(names)}Q", checksums) == tuple(by_list[3])
+        view = shard.arena.view
+        assert b"".join(parts) == b"".join(
+            view[start : start + size] for start, size in zip(*by_list[1:3], strict=True)
+        )
+        assert table.columns.pins.sum() == 2 * len(names)
+        assert table.columns.frequency.sum() == before[1].sum() + 2 * len(names)
+        for some in (rows, by_list[0]):
+            shard.unpin_each(some)
+    assert shard.pin_all(b"", now_s=bench.now_s) == ([], [], b"", b"")
+    table.columns.expires[bench.row("C")] = table.ticks(bench.now_s)
+    assert shard.pin_all(names_to_keys("BCD").tobytes(), now_s=bench.now_s) is None
+    table.columns.pins[bench.row("A")] = MAX_PINS - 2
+    assert shard.pin_all(names_to_keys("AABA").tobytes(), now_s=bench.now_s) is None
+    assert shard.pin_all(names_to_keys("ABA").tobytes(), now_s=bench.now_s)
+    assert shard.pin_all(names_to_keys("BA").tobytes(), now_s=bench.now_s) is None
+    assert (table.columns.pins[bench.row("A")], table.columns.pins[bench.row("B")]) == (MAX_PINS, 1)
+
+
+@pytest.mark.skipif(not native.available, reason="without the compiled loops chunks are not held all at once")
+def test_neighbours_are_sent_as_one(bench):
+    size = 4096
+    bench.put("abcdef", nbytes=size)
+    keys = names_to_keys("abcdef")
+    starts = bench.shard.pin(keys, now_s=bench.now_s).offsets.tolist()
+    _, parts, _, _ = bench.shard.pin_all(keys.tobytes(), now_s=bench.now_s)
+    breaks = sum(start + size != behind for start, behind in pairwise(starts))
+    assert [len(part) % size for part in parts] == [0] * len(parts)
+    assert (len(parts), sum(map(len, parts))) == (1 + breaks, 6 * size)
+    assert breaks < 5
 
 
 def test_delete_orphans_and_nothing_breaks(bench):

@@ -2,12 +2,14 @@
 
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from raykv.memory.copying import STREAM_NBYTES, CopyThreads, checksum_of, copy, gather, scatter, store
+from raykv.errors import UsageError
+from raykv.memory.copying import STREAM_NBYTES, CopyThreads, all_byte_views, checksum_of, copy, gather, scatter, store
 
 pytestmark = pytest.mark.usefixtures("loops")
 
@@ -83,3 +85,35 @@ def test_a_share_that_fails_is_told_when_all_have_ended():
         threads.run(task, 3, 3)
     assert sorted(ended) == [0, 2]
     threads.close()
+
+
+def test_byte_views_are_taken_as_they_are_and_everything_else_is_made_one(rng):
+    plain = [memoryview(bytearray(n + 1)) for n in range(5)]
+    views, sizes = all_byte_views(plain, "into", writable=True)
+    assert (views, sizes) == ([[view] for view in plain], [1, 2, 3, 4, 5])
+    array = np.arange(6, dtype=np.uint16).reshape(2, 3)
+    for odd, size in [
+        (bytearray(3), 3),
+        (memoryview(bytearray(8)).cast("I"), 8),
+        (memoryview(array), 12),
+        (array, 12),
+        ([bytearray(2), array], 14),
+        (memoryview(bytearray()), 0),
+        ([], 0),
+    ]:
+        mixed = [*plain, odd]
+        rng.shuffle(mixed)
+        views, sizes = all_byte_views(mixed, "into", writable=True)
+        assert sizes == [sum(map(len, pieces)) for pieces in views]
+        assert sizes[next(place for place, each in enumerate(mixed) if each is odd)] == size
+        assert all(view.format == "B" and view.ndim == 1 for pieces in views for view in pieces)
+    assert all_byte_views((), "into", writable=True) == ([], [])
+    assert all_byte_views([memoryview(b"abc")], "values", writable=False)[1] == [3]
+
+
+def test_views_that_will_not_do_are_named():
+    let_go = memoryview(bytearray(9))
+    let_go.release()
+    for bad in (memoryview(b"abc"), b"abc", memoryview(bytearray(8))[::2], let_go, 5, None):
+        with pytest.raises(UsageError, match=r"field 'into\[1\]'"):
+            all_byte_views([memoryview(bytearray(4)), bad], "into", writable=True)
