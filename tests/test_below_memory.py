@@ -133,6 +133,7 @@ def test_a_new_process_finds_what_was_on_the_ssd(tmp_path):
         assert get(client, names(30)[5:]) == 25
 
 
+@pytest.mark.slow
 def test_a_scan_is_not_written(cluster):
     client = cluster.client(SPACE)
     count = 10 * 4 * MIB // NBYTES

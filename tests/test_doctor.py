@@ -201,7 +201,8 @@ def test_clock(host, source, grade):
     assert doctor.clock(host.root).grade in (grade, "better")
 
 
-@pytest.mark.parametrize("wrong", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("wrong", [True, False])
 def test_the_command_needs_no_ray_and_its_status_tells(wrong):
     program = f"""
 import sys

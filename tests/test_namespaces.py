@@ -455,6 +455,7 @@ def test_a_session_that_ended_goes_down_first_though_nobody_read_it_twice():
     house.shard.close()
 
 
+@pytest.mark.slow
 def test_an_ssd_is_part_of_it(shm_dir: Path, tmp_path: Path):
     ssd = {"paths": [tmp_path], "capacity_nbytes": "32 MiB", "segment_nbytes": "1 MiB"}
     with cluster(1, shm_dir=shm_dir, ssd=ssd) as running:

@@ -63,6 +63,7 @@ def test_a_drop_ends_the_config_and_is_remembered():
     assert (again.config.ttl_s, again.listed, again.dropped_ns) == (30, True, entry.dropped_ns)
 
 
+@pytest.mark.slow
 def test_it_is_bounded():
     register = Register()
     for number in range(MAX_ENTRIES):

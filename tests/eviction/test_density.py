@@ -99,10 +99,9 @@ def chats(rng, count: int, scans: float, *, outputs: bool = False) -> Trace:
     return trace_of(requests)
 
 
-@pytest.mark.parametrize("scans", [pytest.param(0.0, marks=pytest.mark.slow), 0.5])
-@pytest.mark.parametrize(
-    "share", [pytest.param(0.03, marks=pytest.mark.slow), 0.1, pytest.param(0.3, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("scans", [0.0, 0.5])
+@pytest.mark.parametrize("share", [0.03, 0.1, 0.3])
 def test_on_chats_and_scans_it_is_no_worse_than_lru(scans, share, rng):
     trace = chats(rng, 1000, scans)
     size = round(share * trace.chunks)

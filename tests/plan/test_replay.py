@@ -76,6 +76,7 @@ def brute_leaf_lru(trace: Trace, size: int) -> int:
     return hits
 
 
+@pytest.mark.slow
 def test_prefix_hits_are_those_of_brute_force(rng):
     for _ in range(20):
         trace, size = conversations(rng, 200), rng.randrange(5, 300)

@@ -562,6 +562,7 @@ def test_what_vanishes_costs_misses(tmp_path):
         assert blind.state == "on"
 
 
+@pytest.mark.slow
 def test_a_directory_that_is_removed_turns_it_off_until_it_is_back(tmp_path):
     keys = keys_for(10)
     root = tmp_path / "mount"

@@ -66,6 +66,7 @@ def test_two_clusters_share_it_while_both_live(tmp_path):
         assert here.exists(names(20)[5:]).all()
 
 
+@pytest.mark.slow
 def test_below_an_ssd_too(tmp_path):
     drives = {"paths": [str(tmp_path / "ssd")], "capacity_nbytes": 64 * MIB, "segment_nbytes": 4 * MIB}
     with cluster_on(tmp_path, "a", ssd=drives) as first:
@@ -83,6 +84,7 @@ def test_below_an_ssd_too(tmp_path):
         assert get(client, names(20)) == 20
 
 
+@pytest.mark.slow
 def test_a_namespace_that_is_dropped_is_gone_from_the_directory(tmp_path):
     with cluster_on(tmp_path, "a") as first:
         started(first)

@@ -145,6 +145,7 @@ def test_expired_chunks_are_not_here(tmp_path: Path):
         assert all_keys(driven.tier) == {*keys[:2], *keys[5:]}
 
 
+@pytest.mark.slow
 def test_reclaiming_keeps_what_is_read_and_drops_what_is_cold(tmp_path: Path):
     nbytes = 30_000
     hot, cold = keys_for(8), keys_for(2000, 1)

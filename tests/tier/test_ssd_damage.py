@@ -13,7 +13,7 @@ from tests.tier.ssd_fixtures import Arena, Driven, all_keys, content_of, keys_fo
 SEGMENT_NBYTES = 256 << 10
 FIELDS = {"segment_nbytes": SEGMENT_NBYTES, "capacity_nbytes": 20 * SEGMENT_NBYTES, "max_chunks": 2000, "depth": 2}
 SIZES = [500, 4096, 9000, 17_000]
-TRIALS = [pytest.param(10, id="quick"), pytest.param(200, id="long", marks=pytest.mark.slow)]
+TRIALS = [pytest.param(5, id="quick"), pytest.param(200, id="long", marks=pytest.mark.slow)]
 
 Places = dict[bytes, tuple[int, int, int]]
 """Segment, first and last byte of each chunk."""
