@@ -2,8 +2,8 @@
 
 import struct
 from collections import deque
-from collections.abc import Iterator, Sequence
-from functools import cached_property, partial
+from collections.abc import Sequence
+from functools import partial
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -13,8 +13,8 @@ from raykv import keys as keys_
 from raykv import wire
 from raykv.errors import ProtocolError
 from raykv.keys import KEY_NBYTES
-from raykv.memory.copying import checksum_of
-from raykv.transport.base import RUN_NBYTES, ChunkRun, Link, Runs
+from raykv.memory.copying import checksum_of, checksums_of
+from raykv.transport.base import RUN_NBYTES, ChunkRun, Link, Runs, Targets
 from raykv.types import Bits, GetResult, KeyArray, NodeId, Path
 
 PART_NBYTES: Final = 8 << 20
@@ -28,13 +28,14 @@ SCRAP_NBYTES: Final = 1 << 20
 class Arrivals:
     """Which chunks of one `get` have arrived so far."""
 
-    def __init__(self, keys: KeyArray, targets: Sequence[Sequence[memoryview]], sizes: Sequence[int]) -> None:
+    def __init__(self, keys: KeyArray, targets: list[list[memoryview]], sizes: list[int]) -> None:
         """Nothing has.
 
         Args:
             keys, targets, sizes: One entry a chunk; `sizes` are the lengths of `targets` in bytes.
         """
         self.keys, self.targets, self.sizes = keys, targets, sizes
+        self._raw, self._total = keys_.to_bytes(keys), sum(sizes)
         self.hits, self._count = [False] * len(keys), 0
         self._nbytes: dict[Path, int] = {}
         self._chunks: dict[tuple[NodeId, Path], int] = {}
@@ -49,15 +50,23 @@ class Arrivals:
             return self._raw[KEY_NBYTES * places[0] : KEY_NBYTES * (places[-1] + 1)]
         return b"".join(map(self.raw_key, places))
 
-    @cached_property
-    def _raw(self) -> bytes:
-        return keys_.to_bytes(self.keys)
+    def all_came(self) -> bool:
+        """Whether there is nothing left to arrive."""
+        return self._count == len(self.hits)
 
     def missing(self) -> list[int]:
         """Places of what has not."""
         if self._count in (0, len(self.hits)):
             return list(range(len(self.hits) - self._count))
         return [place for place, hit in enumerate(self.hits) if not hit]
+
+    def nbytes(self, places: Sequence[int]) -> int:
+        """Bytes of the chunks at rising places."""
+        return self._total if len(places) == len(self.hits) else sum([self.sizes[place] for place in places])
+
+    def targets_at(self, places: Sequence[int]) -> list[list[memoryview]]:
+        """Buffers of the chunks at rising places."""
+        return self.targets if len(places) == len(self.hits) else [self.targets[place] for place in places]
 
     def note(self, places: npt.NDArray[np.int64], hits: Bits, node_id: NodeId, path: Path) -> None:
         """Of the chunks at `places`, those in `hits` came from that node by that path."""
@@ -67,13 +76,12 @@ class Arrivals:
         """The chunks at `places`, none of which had, came from that node by that path."""
         if places:
             if len(places) == len(self.hits):
-                self.hits, nbytes = [True] * len(places), sum(self.sizes)
+                self.hits = [True] * len(places)
             else:
                 for place in places:
                     self.hits[place] = True
-                nbytes = sum([self.sizes[place] for place in places])
             self._count += len(places)
-            self._nbytes[path] = self._nbytes.get(path, 0) + nbytes
+            self._nbytes[path] = self._nbytes.get(path, 0) + self.nbytes(places)
             self._chunks[node_id, path] = self._chunks.get((node_id, path), 0) + len(places)
 
     def result(self) -> GetResult:
@@ -106,12 +114,14 @@ class Load:
         self.asked: list[int] = []
         self.path: Path = "tcp"
         self._elsewhere = False
-        self._begin_run((), (), ())
+        self._run: ChunkRun | None = None
+        self._due: tuple[list[int], bytes] = [], b""
+        """Places of the chunks in the run under way, and their checksums as the holder announced them."""
 
     @property
     def nbytes(self) -> int:
         """Bytes to come."""
-        return sum([self._arrivals.sizes[place] for place in self.places])
+        return self._arrivals.nbytes(self.places)
 
     def run(self, link: Link, deadline_s: float) -> None:
         """Read over `link` what has not arrived. May be called again, with another link, after it raised.
@@ -156,10 +166,10 @@ class Load:
                 room -= size
         return parts
 
-    def _place(self, part: list[int], answer: wire.Answer) -> Iterator[Sequence[memoryview] | ChunkRun]:
+    def _place(self, part: list[int], answer: wire.Answer) -> Targets:
         """The buffers for the payload."""
         reading = wire.expect(wire.Reading, answer)
-        lengths, checksums = readings(reading, len(part))
+        lengths = announced(reading, len(part))
         if self._owner:
             self.asked += part
             if 0 in lengths:
@@ -168,48 +178,52 @@ class Load:
                 self.told.update(zip(lacking, named, strict=True))
                 self._elsewhere |= any(named)
         sizes = self._arrivals.sizes
-        if 0 not in lengths and lengths == tuple([sizes[place] for place in part]):  # nearly always
-            yield self._begin_run(part, lengths, checksums)
+        wanted = sizes if len(part) == len(sizes) else [sizes[place] for place in part]
+        if 0 not in lengths and list(lengths) == wanted:  # nearly always
+            yield self._begin_run(part, lengths, reading.checksums)
             self._check()
             return
-        run: list[tuple[int, int, int]] = []
-        for place, length, checksum in zip(part, lengths, checksums, strict=True):
+        places: list[int] = []
+        checksums = b""
+        for number, (place, length) in enumerate(zip(part, lengths, strict=True)):
             if not length:
                 if not self._owner:
                     self.gone.append(place)
             elif length == sizes[place]:
-                run.append((place, length, checksum))
+                places.append(place)
+                checksums += reading.checksums[8 * number : 8 * number + 8]
             else:
-                if run:
-                    yield self._begin_run(*zip(*run, strict=True))
+                if places:
+                    yield self._begin_run(places, [sizes[each] for each in places], checksums)
                     self._check()
-                    run = []
+                    places, checksums = [], b""
                 yield drain(length)
-        if run:
-            yield self._begin_run(*zip(*run, strict=True))
+        if places:
+            yield self._begin_run(places, [sizes[each] for each in places], checksums)
             self._check()
 
-    def _begin_run(self, places: Sequence[int], lengths: Sequence[int], checksums: Sequence[int]) -> ChunkRun:
+    def _begin_run(self, places: list[int], lengths: Sequence[int], checksums: bytes) -> ChunkRun:
         """What comes next: these chunks, as the holder announced them."""
-        targets = self._arrivals.targets
-        self._run = ChunkRun([targets[place] for place in places], lengths, hashed=self._verify)
+        self._run = run = ChunkRun(self._arrivals.targets_at(places), lengths, hashed=self._verify)
         self._due = places, checksums
-        return self._run
+        return run
 
     def _check(self, *, whole: bool = True) -> None:
         """Tell right chunks from wrong ones among those of the run that are full: all of them, if it is `whole`."""
         run, (places, checksums) = self._run, self._due
+        if run is None:
+            return
         if not whole:
-            places, checksums = places[: run.full], checksums[: run.full]
+            places = places[: run.full]
         if self._verify:
-            found = [*run.checksums[: len(places)]]
-            found += map(checksum_of, run.chunks[len(found) : len(places)])
-            if found != list(checksums):
-                right = [there == said for there, said in zip(found, checksums, strict=True)]
+            found = run.checksums[: 8 * len(places)]
+            found += checksums_of(run.chunks[len(found) // 8 : len(places)])
+            if found != checksums[: len(found)]:
+                right = [found[at : at + 8] == checksums[at : at + 8] for at in range(0, len(found), 8)]
                 self.spoilt += [place for place, fine in zip(places, right, strict=True) if not fine]
                 places = [place for place, fine in zip(places, right, strict=True) if fine]
         self.arrived += places
-        self._begin_run((), (), ())
+        self._run = None
 
 
 class One(NamedTuple):
@@ -232,20 +246,19 @@ def load_one(
     link: Link, key: bytes, target: memoryview, verify: bool, deadline_s: float, *, owner: bool = False
 ) -> One:
     """Read the chunk of one 16-byte key into a byte view of its length, from a holder or from its owner."""
-    announced: list[int] = []
+    lengths: list[int] = []
+    run = ChunkRun([[target]], [len(target)], hashed=verify)
 
-    def place(answer: wire.Answer) -> Sequence[Sequence[memoryview]]:
-        (length,), (checksum,) = readings(wire.expect(wire.Reading, answer), 1)
-        announced[:] = length, checksum
-        return ((target,),) if length == len(target) else (drain(length),)
+    def place(answer: wire.Answer) -> Targets:
+        lengths[:] = announced(wire.expect(wire.Reading, answer), 1)
+        return (run,) if lengths[0] == len(target) else (drain(lengths[0]),)
 
-    reading = link.fetch(wire.Read(key, owner), place, deadline_s=deadline_s)
-    length, checksum = announced
-    if not length:
-        return One(None, True, located(wire.expect(wire.Reading, reading), 1)[0] if owner else ())
-    if length != len(target):
+    reading = wire.expect(wire.Reading, link.fetch(wire.Read(key, owner), place, deadline_s=deadline_s))
+    if not lengths[0]:
+        return One(None, True, located(reading, 1)[0] if owner else ())
+    if lengths[0] != len(target):
         return One(None, False)
-    if verify and checksum_of((target,)) != checksum:
+    if verify and (run.checksums or checksums_of(run.chunks)) != reading.checksums:
         link.call(wire.Suspect(key), deadline_s=deadline_s)
         return One(None, False, spoilt=True)
     return One(link.path, False)
@@ -270,15 +283,15 @@ def with_checksums(values: Sequence[Sequence[memoryview]], places: Sequence[int]
     yield [*run, memoryview(struct.pack(f"<{len(checksums)}Q", *checksums))]
 
 
-def readings(reading: wire.Reading, count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Lengths and checksums that a holder announces for `count` keys.
+def announced(reading: wire.Reading, count: int) -> tuple[int, ...]:
+    """Lengths that a holder announces for `count` keys; there are as many checksums.
 
     Raises:
         ProtocolError: There are more or fewer.
     """
     if len(reading.nbytes) != 4 * count or len(reading.checksums) != 8 * count:
         raise ProtocolError(f"{len(reading.nbytes)} and {len(reading.checksums)} bytes where {count} entries were due")
-    return struct.unpack(f"<{count}I", reading.nbytes), struct.unpack(f"<{count}Q", reading.checksums)
+    return struct.unpack(f"<{count}I", reading.nbytes)
 
 
 def located(answer: wire.Located | wire.Reading, count: int) -> list[tuple[NodeId, ...]]:

@@ -27,7 +27,7 @@ from raykv.errors import ConfigError, RayKVError, TransientError, UsageError
 from raykv.ledger import Place
 from raykv.locator import Locator
 from raykv.marks import require_hints
-from raykv.memory.copying import checksum_of
+from raykv.memory.copying import checksums_of
 from raykv.namespace import Namespace
 from raykv.namespaces import Namespaces, register_paths
 from raykv.record import Asked, Tape
@@ -546,13 +546,14 @@ class Node:
     def _read(self, request: wire.Read, session: NodeSession) -> Reply:
         if len(request.keys) == keys_.KEY_NBYTES:
             return self._read_one(request)
-        keys, shard = _keys(request.keys), self.shard
-        if 0 < len(keys) <= LOCKED_KEYS:
+        shard = self.shard
+        if 0 < len(request.keys) <= LOCKED_KEYS * keys_.KEY_NBYTES and not len(request.keys) % keys_.KEY_NBYTES:
             with self._lock:
                 held_all = shard.pin_all(request.keys, now_s=time.monotonic())
             if held_all is not None:
                 all_rows, outgoing, all_lengths, all_checksums = held_all
                 return Reply(wire.Reading(all_lengths, all_checksums), outgoing=outgoing, finish=self._ending(all_rows))
+        keys = _keys(request.keys)
         rows: list[int] = []
         starts: list[int] = []
         lengths: list[int] = []
@@ -927,7 +928,7 @@ class _Writing:
         self._told = bytearray(8 * len(starts))
         several = max(1, STEP_NBYTES // nbytes)
         self._runs = [
-            ChunkRun([(view[start : start + nbytes],) for start in some], [nbytes] * len(some))
+            ChunkRun([[view[start : start + nbytes]] for start in some], [nbytes] * len(some))
             for some in (starts[first : first + several] for first in range(0, len(starts), several))
         ]
 
@@ -940,11 +941,8 @@ class _Writing:
         told = np.frombuffer(self._told, "<u8")
         if not complete:
             return told, np.zeros(len(told), np.bool_)
-        found: list[int] = []
-        for run in self._runs:
-            found += run.checksums
-            found += map(checksum_of, run.chunks[len(run.checksums) :])
-        checksums = np.array(found, np.uint64)
+        found = b"".join(run.checksums + checksums_of(run.chunks[len(run.checksums) // 8 :]) for run in self._runs)
+        checksums = np.frombuffer(found, "<u8")
         return checksums, checksums == told
 
 

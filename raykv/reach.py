@@ -253,6 +253,8 @@ class Reach:
 
         Owners are asked to read at once, which saves a lookup of what they hold themselves.
         """
+        if arrivals.all_came():
+            return
         told: dict[int, Holders] = {}
         view = View()
         unknown = arrivals.missing()
@@ -266,6 +268,8 @@ class Reach:
         while unknown and self.view(deadline_s).epoch > view.epoch:
             view = self._view
             told |= self._ask_owners_for(arrivals, unknown, view, deadline_s)
+            if arrivals.all_came():
+                return
             unknown = [place for place in arrivals.missing() if not told.get(place)]
         for choice in range(wire.MAX_HOLDERS):
             holders: list[NodeId | None] = [None] * len(arrivals.keys)
@@ -437,10 +441,14 @@ class Reach:
             self._fetch_single(arrivals, missing[0], holders[missing[0]], deadline_s)
             return
         by_holder: dict[NodeId, list[int]] = {}
-        for place in missing:
-            holder = holders[place]
-            if holder is not None:
-                by_holder.setdefault(holder, []).append(place)
+        first = holders[0] if holders else None
+        if first is not None and holders.count(first) == len(holders):  # as is usual for a prompt
+            by_holder[first] = missing
+        else:
+            for place in missing:
+                holder = holders[place]
+                if holder is not None:
+                    by_holder.setdefault(holder, []).append(place)
         loads = {
             (holder, number): Load(arrivals, places, verify=self._verify)
             for holder, all_places in by_holder.items()
@@ -470,8 +478,7 @@ class Reach:
 
     def _streams(self, arrivals: Arrivals, places: list[int]) -> list[list[int]]:
         """What one holder is asked for, cut for several connections if it is much."""
-        nbytes = sum([arrivals.sizes[place] for place in places])
-        count = max(1, min(self._streams_per_peer, nbytes // STREAM_NBYTES, len(places)))
+        count = max(1, min(self._streams_per_peer, arrivals.nbytes(places) // STREAM_NBYTES, len(places)))
         return [places[len(places) * n // count : len(places) * (n + 1) // count] for n in range(count)]
 
     def _fetch_from(self, holder: NodeId, arrivals: Arrivals, load: Load, deadline_s: float) -> None:

@@ -853,6 +853,12 @@ static PyObject *hold_rows(PyObject *module, PyObject *arguments) {
         goto done;
     uint32_t *nbytes = (uint32_t *)PyBytes_AS_STRING(lengths); /* first the generations: here is who changes them */
     find_all(record, (size_t)known, index.buf, (size_t)index.len / 4, keys.buf, (size_t)count, now, found, nbytes);
+    const uint64_t *sums = checksum.buf;
+    for (Py_ssize_t at = 0; at < count; at++) { /* lines of memory are what it costs: all are fetched at once */
+        size_t row = found[at] < 0 ? 0 : (size_t)found[at];
+        __builtin_prefetch(&held[row], 1), __builtin_prefetch(&sums[row]);
+        __builtin_prefetch((uint32_t *)accessed.buf + row, 1), __builtin_prefetch((uint32_t *)frequency.buf + row, 1);
+    }
     uint64_t first = 0, end = 0; /* of the part so far; neighbours become one */
     for (Py_ssize_t at = 0; at < count; at++) {
         if (found[at] < 0 || held[found[at]] >= most) {
@@ -865,7 +871,7 @@ static PyObject *hold_rows(PyObject *module, PyObject *arguments) {
         PyList_SET_ITEM(rows, at, row);
         uint64_t start = (uint64_t)record[found[at]].page << PAGE_SHIFT;
         nbytes[at] = record[found[at]].nbytes;
-        memcpy(PyBytes_AS_STRING(checksums) + 8 * at, (const uint64_t *)checksum.buf + found[at], 8);
+        memcpy(PyBytes_AS_STRING(checksums) + 8 * at, &sums[found[at]], 8);
         if (start != end || !at) {
             if (at && add_part(parts, arena, first, end) < 0)
                 goto done;

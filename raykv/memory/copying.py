@@ -1,6 +1,7 @@
 """Copying chunk bytes between memory that is in one piece and memory that is in several."""
 
 import os
+import struct
 import threading
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
@@ -21,6 +22,7 @@ STREAM_ONE_NBYTES: Final = 64 << 10
 """The same for a single chunk: from here on it was measured to pay."""
 HASH_NBYTES: Final = 256 << 10
 """Bytes are copied and hashed in turns of this size, so that the second pass finds them in the cache."""
+CHECKSUM: Final = struct.Struct("<Q")
 _WITHOUT_GIL_NBYTES: Final = 64 << 10
 TINY_NBYTES: Final = 240
 """Up to here the checksum is another algorithm, which the compiled loops leave to xxhash."""
@@ -97,6 +99,11 @@ def checksum_of(pieces: Sequence[memoryview]) -> int:
     for piece in pieces:
         state.update(piece)
     return state.intdigest()
+
+
+def checksums_of(chunks: Sequence[Sequence[memoryview]]) -> bytes:
+    """The same of each of many, u64 each, as they travel."""
+    return b"".join([CHECKSUM.pack(checksum_of(pieces)) for pieces in chunks])
 
 
 def byte_views(scattered: Scattered, name: str, *, writable: bool) -> list[memoryview]:

@@ -38,15 +38,15 @@ class ChunkRun:
         hashed: Whether checksums are wanted.
         full: So many chunks, from the first on, are known to be full. It holds also when filling was broken off; when
             filling ended well, all of them are.
-        checksums: Of as many chunks, from the first on, as were hashed; not more than are full.
+        checksums: Of as many chunks, from the first on, as were hashed: u64 each. Not more than are full.
     """
 
     __slots__ = ("checksums", "chunks", "full", "hashed", "sizes")
 
-    def __init__(self, chunks: list[Sequence[memoryview]], sizes: Sequence[int], *, hashed: bool = True) -> None:
+    def __init__(self, chunks: list[list[memoryview]], sizes: Sequence[int], *, hashed: bool = True) -> None:
         self.chunks, self.sizes, self.hashed = chunks, sizes, hashed
         self.full = 0
-        self.checksums: Sequence[int] = ()
+        self.checksums = b""
 
     def __iter__(self) -> Iterator[memoryview]:
         return (piece for chunk in self.chunks for piece in chunk)

@@ -19,7 +19,7 @@ import xxhash
 
 from raykv.errors import PeerUnavailable
 from raykv.memory import native
-from raykv.memory.copying import HASH_NBYTES, TINY_NBYTES, checksum_of
+from raykv.memory.copying import CHECKSUM, HASH_NBYTES, TINY_NBYTES, checksums_of
 from raykv.transport.base import RUN_NBYTES, ChunkRun, Runs
 from raykv.wire import HEADER, Answer, Request, decode, decode_header
 
@@ -231,7 +231,7 @@ class Stream:
         self._start += min(len(ahead), sum(sizes))
         run.full = full
         if checksums is not None:
-            run.checksums = struct.unpack_from(f"={full}Q", checksums)
+            run.checksums = bytes(checksums[: 8 * full])
         if end < 0:
             error = OSError(-end, os.strerror(-end))
             raise _lost(error) from error
@@ -242,33 +242,31 @@ class Stream:
 
     def _fill_chunks_by_steps(self, run: ChunkRun, deadline_s: float) -> None:
         """The same without the compiled loops: small chunks by several, and large ones in parts."""
-        checksums: list[int] = []
-        run.checksums = checksums
         first = nbytes = 0
         for place, size in enumerate(run.sizes):
             nbytes += size
             if size > HASH_NBYTES:
-                self._fill_small(run, first, place, checksums, deadline_s)
+                self._fill_small(run, first, place, deadline_s)
                 state = xxhash.xxh3_64()
                 for part in _parts(run.chunks[place]):
                     self._fill_views((part,), deadline_s)
                     if run.hashed:
                         state.update(part)
                 if run.hashed:
-                    checksums.append(state.intdigest())
+                    run.checksums += CHECKSUM.pack(state.intdigest())
                 run.full += 1
             elif nbytes < RUN_NBYTES and place + 1 < len(run.sizes):
                 continue
             else:
-                self._fill_small(run, first, place + 1, checksums, deadline_s)
+                self._fill_small(run, first, place + 1, deadline_s)
             first, nbytes = place + 1, 0
 
-    def _fill_small(self, run: ChunkRun, first: int, end: int, checksums: list[int], deadline_s: float) -> None:
+    def _fill_small(self, run: ChunkRun, first: int, end: int, deadline_s: float) -> None:
         """Fill these chunks of a run at once."""
         chunks = run.chunks[first:end]
         self._fill_views([piece for chunk in chunks for piece in chunk], deadline_s)
         if run.hashed:
-            checksums += map(checksum_of, chunks)
+            run.checksums += checksums_of(chunks)
         run.full += len(chunks)
 
     def _fill_views(self, run: Sequence[memoryview], deadline_s: float) -> None:

@@ -43,6 +43,10 @@ def run_of(targets: list[bytearray], rng=None, *, hashed: bool = True) -> ChunkR
     return ChunkRun(chunks, list(map(len, targets)), hashed=hashed)
 
 
+def sums_of(values: list[bytes]) -> bytes:
+    return b"".join(struct.pack("<Q", xxhash.xxh3_64_intdigest(value)) for value in values)
+
+
 def dribble(there: socket.socket, raw: bytes, rng) -> None:
     """Send in parts, with pauses between some."""
     place = 0
@@ -72,7 +76,7 @@ def test_chunks_arrive_whole_and_hashed_however_they_are_cut(loops, ends, rng, h
         stream.fill(run, soon())
         assert targets == values
         assert run.full == len(values)
-        assert list(run.checksums) == [xxhash.xxh3_64_intdigest(value) for value in values] * hashed
+        assert run.checksums == sums_of(values) * hashed
         assert stream.message(soon()) == (wire.Count(2), 4)
         sender.join()
 
@@ -96,7 +100,7 @@ def test_what_breaks_off_counts_only_what_is_full(loops, ends, rng, end, monkeyp
     assert time.monotonic() - began_s < 2.0
     assert run.full <= 2
     assert end == "reset" or run.full == 2
-    assert list(run.checksums) == [xxhash.xxh3_64_intdigest(value) for value in values[: run.full]]
+    assert run.checksums == sums_of(values[: run.full])
     assert targets[: run.full] == values[: run.full]
     del run  # nobody holds on to the buffers
     for target in targets:
