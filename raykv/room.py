@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final
 
 import numpy as np
@@ -94,7 +95,6 @@ class Room:
         self._config, self._table, self.slots = config, table, slots
         self._arena_nbytes = config.extents * config.extent_nbytes
         self.policies = Policies(policy(config.policy), table.columns)
-        self._rng = np.random.default_rng(table.incarnation)
         self.counters = Counters()
         self.over_quota: set[int] = set()
         self.ledger = Ledger()
@@ -516,6 +516,11 @@ class Room:
             start = int(self._rng.integers(0, len(mine) - SAMPLE_ROWS))
             mine = mine[start : start + SAMPLE_ROWS]
         return mine[self.evictable(mine)]
+
+    @cached_property
+    def _rng(self) -> "np.random.Generator":
+        """For samples. Made with the first of them: a start need not wait for the import of `numpy.random`."""
+        return np.random.default_rng(self._table.incarnation)
 
     def _is_small(self) -> bool:
         """Whether looking at all rows costs no more than a sample."""

@@ -263,7 +263,7 @@ class Slots:
         used: Rows = rows[rows > 0] - np.int32(1)
         return used
 
-    def sample(self, count: int, rng: np.random.Generator, size: int | None = None) -> Rows:
+    def sample(self, count: int, rng: "np.random.Generator", size: int | None = None) -> Rows:
         """Rows of about `count` slots in use, in runs of neighbours from anywhere; all rows when they are fewer.
 
         Args:
