@@ -8,9 +8,9 @@
 """
 
 import sys
-from typing import TYPE_CHECKING, Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final
 
-from raykv.client import Client
 from raykv.config import ClientConfig, ClusterConfig, NamespaceConfig, NodeConfig, StorageConfig
 from raykv.embedded import EmbeddedCluster, embedded
 from raykv.errors import (
@@ -24,15 +24,15 @@ from raykv.errors import (
     TransientError,
     UsageError,
 )
-from raykv.handoff import Ticket
-from raykv.local import Pins, Reservation
 from raykv.namespace import Namespace
-from raykv.reach import Reach
 from raykv.types import GetResult, Match, PutResult
-from raykv.why import Why
 
 if TYPE_CHECKING:
     from raykv.aio import AsyncClient
+    from raykv.client import Client
+    from raykv.handoff import Ticket
+    from raykv.local import Pins, Reservation
+    from raykv.why import Why
 
 __version__ = "0.1.0"
 
@@ -67,8 +67,18 @@ __all__ = [
     "embedded",
 ]
 
+_ON_FIRST_USE: Final = {
+    "AsyncClient": "raykv.aio",
+    "Client": "raykv.client",
+    "Pins": "raykv.local",
+    "Reservation": "raykv.local",
+    "Ticket": "raykv.handoff",
+    "Why": "raykv.why",
+}
+"""Public names that no node needs, and their modules: one that was killed is to answer again soon."""
 
-def connect(namespace: Namespace, *, address: str | None = None, secret: str | None = None, **config: Any) -> Client:
+
+def connect(namespace: Namespace, *, address: str | None = None, secret: str | None = None, **config: Any) -> "Client":
     """Join the cache.
 
     Args:
@@ -82,6 +92,9 @@ def connect(namespace: Namespace, *, address: str | None = None, secret: str | N
         ConfigError: A field is wrong, or there is no address to be found.
         TransientError: Nobody answers there.
     """
+    from raykv.client import Client
+    from raykv.reach import Reach
+
     settings = ClientConfig.from_environment(address=address, secret=secret, **config)
     if settings.address is None:
         ray = sys.modules.get("ray")
@@ -97,9 +110,11 @@ def connect(namespace: Namespace, *, address: str | None = None, secret: str | N
 
 
 def __getattr__(name: str) -> Any:
-    """Import `AsyncClient` on its first use: asyncio alone takes as long as half of raykv, and nodes start without."""
-    if name == "AsyncClient":
-        from raykv.aio import AsyncClient
+    if name not in _ON_FIRST_USE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = getattr(import_module(_ON_FIRST_USE[name]), name)
+    return found
 
-        return AsyncClient
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

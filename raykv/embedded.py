@@ -4,18 +4,19 @@ import secrets
 import threading
 import time
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from raykv.client import Client
 from raykv.config import ClientConfig, NodeConfig, StorageConfig
 from raykv.directory import Directory, Pulse
 from raykv.namespace import Namespace
 from raykv.node import Node
-from raykv.reach import Reach
 from raykv.ring import Member, View
 from raykv.transport.memory import Network
 from raykv.transport.tcp import SocketLink
 from raykv.types import NodeId
+
+if TYPE_CHECKING:
+    from raykv.client import Client
 
 
 class InProcessDirectory:
@@ -97,8 +98,11 @@ class EmbeddedCluster:
         node.start()
         return number
 
-    def client(self, namespace: Namespace, *, node: int = 0, **config: Any) -> Client:
+    def client(self, namespace: Namespace, *, node: int = 0, **config: Any) -> "Client":
         """A client on the host of that node. Fields of ClientConfig go by name."""
+        from raykv.client import Client
+        from raykv.reach import Reach
+
         member = self.nodes[node].member
         connect = self._network.connect if self._network else SocketLink.connect
         made = Client(
