@@ -184,6 +184,13 @@ assert not set(sys.modules) & set({OPTIONAL!r})
     assert done.returncode == 0, done.stderr
 
 
+def test_a_node_starts_without_what_can_come_later():
+    program = "import raykv.node, sys; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    for_later = {"raykv.client", "raykv.reach", "asyncio", "concurrent.futures", "numpy.random"}
+    assert not set(done.stdout.split()) & for_later
+
+
 def test_the_public_names():
     assert raykv.__all__ == [
         "AsyncClient",
