@@ -61,7 +61,9 @@ COMPILED = [
 ]
 
 
-@pytest.fixture(params=["compiled", "plain"])
+@pytest.fixture(
+    params=["compiled", pytest.param("plain", marks=[pytest.mark.slow] if native.available else [])],
+)
 def loops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Run a test with the compiled loops and without: both must do the same."""
     if request.param == "plain":

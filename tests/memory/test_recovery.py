@@ -97,6 +97,7 @@ def both(monkeypatch: pytest.MonkeyPatch, name: str, ask: Callable[[], T]) -> tu
 
 
 @compiled
+@pytest.mark.slow
 @pytest.mark.parametrize("how", DAMAGES)
 def test_both_ways_find_the_same_wrong_with_a_table(np_rng, monkeypatch, how):
     told: Counter[str] = Counter()
