@@ -1,8 +1,8 @@
-/* The loops that profiling found: probing the chunk table for many keys, copying many chunks out of the arena, and going
-   through the whole table at a start.
+/* The loops that profiling found: probing the chunk table for many keys, copying many chunks out of the arena, receiving
+   many from a socket, and going through the whole table at a start.
 
-   What they do, and every rule they keep, is told in table.py, recovery.py, slots.py, room.py, copying.py and
-   transport/shm.py, which also do the same without this file (but for Reader.publish: without it the node makes chunks
+   What they do, and every rule they keep, is told in table.py, recovery.py, slots.py, room.py, copying.py,
+   transport/shm.py and transport/stream.py, which also do the same without this file (but for Reader.publish: without it the node makes chunks
    visible). Nothing here keeps state, and nothing is trusted: rows and places that lie outside the buffers are misses.
 
    A reader races with the writer on purpose (see table.py: seqlocks). Loads of a generation are acquiring, and a fence
