@@ -27,7 +27,7 @@ OBJECTS: Final = {16 * KIB: 4096, 64 * KIB: 2048, MIB: 256, 4 * MIB: 64}
 """Distinct objects of each size."""
 CALLS: Final = {
     1: {16 * KIB: 400, 64 * KIB: 400, MIB: 100, 4 * MIB: 40},
-    BATCH: {16 * KIB: 24, 64 * KIB: 16, MIB: 8, 4 * MIB: 3},
+    BATCH: {16 * KIB: 128, 64 * KIB: 64, MIB: 8, 4 * MIB: 3},
 }
 """Calls of one measurement, by batch and size."""
 LOOKUP_CALLS: Final = {1: 1000, LOOKUP_BATCH: 20}
