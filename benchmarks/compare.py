@@ -250,7 +250,7 @@ class Run:
         self._stop_all()
 
     def _mixed_of(self, label: str, spec: Spec, limits: Worker) -> None:
-        seconds = 0.7 if self._quick else 2.0
+        seconds, rounds = (0.5, 2) if self._quick else (2.0, self._rounds)
         in_process = spec.module == "lmcache"
         reader = self._start(spec, store_nbytes=MIXED_STORE_NBYTES, tag=" mixed")
         assert reader is not None
@@ -260,7 +260,7 @@ class Run:
             writer = self._start(spec, store_nbytes=MIXED_STORE_NBYTES, tag=" writer", shared=shared)
             assert writer is not None
             writer.ask("load", face="", seconds=MIXED_FILL_S, rate=0)
-        for number in range(self._rounds + 1):
+        for number in range(rounds + 1):
             alone = limits.ask("mixed", face="mapped dict", seconds=seconds, round=number)
             reader.ask("store_mixed", face="")  # what the writer drove out in the round before
             quiet = reader.ask("mixed", face="", seconds=seconds, round=number)
