@@ -9,7 +9,7 @@ from raykv.transport.shm import ShmReader
 from raykv.types import PutResult
 
 MAX_POOL_SLOTS: Final = 512
-MAX_POOL_NBYTES: Final = 64 << 20
+MAX_POOL_NBYTES: Final = 256 << 20
 MAX_POOL_SHARE: Final = 16
 """A client has at most so many slots, so many bytes of them, or this part of the arena (one in so many), of one size
 for one account lent ahead of need."""
@@ -83,9 +83,9 @@ class Pool:
         self.wanted = min(self.most, max(4 * self.wanted, 2 * count))
 
     def lacking(self, now_s: float) -> int:
-        """Slots to ask for ahead of need now; none while it is at least half full."""
+        """Slots to ask for ahead of need now; none while it is more than half full."""
         have = len(self._rows) + self.coming
-        if 2 * have >= self.wanted:
+        if 2 * have > self.wanted:
             return 0
         if now_s < self._asked_at_s + GROW_S:
             self.wanted = min(self.most, 2 * self.wanted)

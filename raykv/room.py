@@ -40,7 +40,7 @@ SWEEP_ROWS: Final = 1 << 16
 """Expired chunks are sought among so many rows at a time."""
 FOREIGN_EXTENTS: Final = 64
 """Extents of other slot sizes that are looked at, coldest first, for one that can be emptied."""
-AHEAD_SHARE: Final = 16
+AHEAD_SHARE: Final = 8
 """Slots are lent ahead of need from what is free above the low-water mark: one in so many at a time."""
 AHEAD_TOTAL_SHARE: Final = 8
 """And all slots that are lent take at most this part of the arena (one in so many) before few go ahead of need."""

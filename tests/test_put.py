@@ -54,15 +54,18 @@ def test_a_pool_is_bounded(size, arena_nbytes):
 
 def test_a_pool_grows_with_use_and_is_filled_when_half_empty():
     pool = Pool(4096, 1 << 30)
-    pool.ran_short(1)
-    assert pool.lacking(0.0) == 2
-    pool.add([1, 2], [10, 20], [7, 9])
+    pool.ran_short(2)
+    assert pool.lacking(0.0) == 4
+    pool.add([1, 2, 3, 4], [10, 20, 30, 40], [7, 9, 11, 13])
     assert pool.lacking(0.1) == 0
-    assert pool.take(1, 0.2) == ([2], [20], [9])
+    assert pool.take(1, 0.2) == ([4], [40], [13])
     assert pool.lacking(0.2) == 0
-    assert pool.take(5, 0.3) == ([1], [10], [7])
-    assert pool.lacking(0.3) == 4  # again, so soon
-    assert pool.lacking(9.0) == 4  # not so soon
+    assert pool.take(1, 0.3) == ([3], [30], [11])
+    assert pool.lacking(0.3) == 6  # again, so soon: twice as many as before
+    assert pool.lacking(9.0) == 6  # not so soon
+    pool.coming = 6
+    assert pool.take(5, 9.1) == ([1, 2], [10, 20], [7, 9])
+    assert pool.lacking(9.1) == 0  # they are on their way
 
 
 def test_an_outcome_is_told_once():

@@ -363,7 +363,7 @@ def test_eviction_runs_ahead_of_need(bench):
 
 def test_a_lent_slot_is_used_room_and_nothing_else(bench):
     loan = bench.lend(3, 64 * KIB, ahead=2)
-    assert (len(loan.rows), len(set(loan.offsets.tolist()))) == (3, 3)  # a sixteenth of the rest is less than a slot
+    assert (len(loan.rows), len(set(loan.offsets.tolist()))) == (3, 3)  # an eighth of the rest is less than a slot
     assert (bench.shard.used_nbytes, bench.shard.lent_nbytes) == (3 * 64 * KIB, 3 * 64 * KIB)
     assert bench.shard.chunks == 0
     check_invariants(bench.shard)
@@ -446,9 +446,9 @@ def test_lending_ahead_evicts_nothing_and_leaves_most_of_the_room(bench):
         assert bench.shard.back_extent(extent)
         bench.shard.note_backed(extent)
     assert bench.shard.bare_extent() == -1
-    assert len(bench.lend(0, PAGE, ahead=1000).rows) == 4  # a sixteenth of the rows
+    assert len(bench.lend(0, PAGE, ahead=1000).rows) == 8  # an eighth of the rows
     bench.put([f"n{place}" for place in range(14)], 64 * KIB)
-    assert len(bench.lend(0, PAGE, ahead=1000).rows) == 1  # of the room above the low-water mark
+    assert len(bench.lend(0, PAGE, ahead=1000).rows) == 2  # of the room above the low-water mark
     bench.put([f"m{place}" for place in range(2)], 60 * KIB)
     assert len(bench.lend(0, PAGE, ahead=1000).rows) == 0
     assert bench.shard.counters.evicted == 1
