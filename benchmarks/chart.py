@@ -1,5 +1,10 @@
-"""The chart: throughput of batches and latency of single calls, here and from another host."""
+"""The chart: throughput of batches and latency of single calls, here and from another host.
 
+python -m benchmarks.chart RESULTS.json CHART.png
+"""
+
+import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -80,3 +85,7 @@ def _colour(row: Row, phase: Phase) -> str:
     same = [each for each in phase.rows if each.kind == row.kind]
     colours = COLOURS[row.kind]
     return colours[same.index(row) % len(colours)]
+
+
+if __name__ == "__main__":
+    draw(json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2]))

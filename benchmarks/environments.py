@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,8 @@ ROOT: Final = Path(__file__).parents[1]
 CACHE: Final = ROOT / ".cache" / "bench"
 PROGRAMS: Final = CACHE / "debian"
 REQUIREMENTS: Final = Path(__file__).parent / "requirements"
+CHART: Final = "chart"
+"""The environment that charts are drawn in."""
 TIMEOUT_S: Final = 600
 
 
@@ -33,22 +36,30 @@ class Environment:
 
 
 def prepare(names: set[str]) -> dict[str, Environment]:
-    """Make what is missing of the environments named; "" is the one of this process.
+    """Make what is missing of the environments named, side by side; "" is the one of this process.
 
     A peer that cannot be installed has a `problem`, and the others go on.
     """
     made = {"": Environment(Path(sys.executable))}
-    problem = ""
-    if "debian" in names or "mooncake" in names:
-        problem = _guarded(_unpack)
+    with ThreadPoolExecutor() as threads:
+        programs = threads.submit(_guarded, _unpack) if {"debian", "mooncake"} & names else None
+        others = {name: threads.submit(_guarded, partial(_install, name)) for name in sorted(names - {"", "debian"})}
+    problem = programs.result() if programs else ""
+    if programs:
         there = all(shutil.which(name) for name in ("redis-server", "memcached"))
         made["debian"] = Environment(Path(sys.executable), "" if there else problem)
-    for name in sorted(names - {"", "debian"}):
-        python = CACHE / name / "bin" / "python"
-        made[name] = Environment(python, _guarded(partial(_install, name)))
+    for name, done in others.items():
+        made[name] = Environment(CACHE / name / "bin" / "python", done.result())
     if "mooncake" in made and problem and not made["mooncake"].problem and not _works(made["mooncake"].python):
         made["mooncake"] = Environment(made["mooncake"].python, problem)
     return made
+
+
+def draw(results: Path, chart: Path) -> str:
+    """Draw a JSON file's figures. Returns why that was not possible; empty when it was."""
+    environment = prepare({CHART})[CHART]
+    command = [str(environment.python), "-m", "benchmarks.chart", str(results.resolve()), str(chart.resolve())]
+    return environment.problem or _guarded(partial(_run, command, cwd=str(ROOT)))
 
 
 def _guarded(task: Callable[[], None]) -> str:

@@ -29,7 +29,7 @@ def test_the_core_needs_four_packages():
 
 
 def test_the_extras_are_these():
-    assert set(EXTRAS) == {"ray", "vllm", "vllm-cpu", "gpu", "rdma", "demo", "notebooks", "bench", "test", "dev"}
+    assert set(EXTRAS) == {"ray", "vllm", "vllm-cpu", "gpu", "rdma", "demo", "notebooks", "test", "dev"}
 
 
 def test_every_direct_dependency_is_explained():
@@ -53,7 +53,7 @@ def test_the_locks_agree_and_hold_the_core():
 
 
 def test_the_full_lock_holds_what_the_demo_and_the_checks_need():
-    wanted = [line for extra in ("ray", "vllm-cpu", "demo", "notebooks", "bench", "dev") for line in EXTRAS[extra]]
+    wanted = [line for extra in ("ray", "vllm-cpu", "demo", "notebooks", "dev") for line in EXTRAS[extra]]
     assert {name_of(line) for line in wanted} - {"raykv"} <= pins("requirements.lock").keys()
 
 
