@@ -324,6 +324,11 @@ class ClientConfig(Model):
         return cls.load(fields)
 
 
+def environment_of_child() -> dict[str, str]:
+    """For a child of this process that is to fork: numpy's algebra, which nobody uses, must start no threads there."""
+    return {**os.environ, "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+
 def native_wanted() -> bool:
     """Whether compiled loops may be used: yes, unless RAYKV_NATIVE is 0."""
     return os.environ.get("RAYKV_NATIVE", "1") != "0"

@@ -128,11 +128,6 @@ class Namespaces:
             if all(0 <= count < 1 << 48 for count in (*gets, *puts)):
                 self._tallies.note(digest, sane, gets, puts)
 
-    def forget(self) -> None:
-        """Remove the file beside the table."""
-        for path in self._paths[:1]:
-            path.unlink(missing_ok=True)
-
     def _configure(self, entry: Entry) -> None:
         shard, number = self._shard, None
         try:

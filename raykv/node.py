@@ -30,9 +30,10 @@ from raykv.marks import require_hints
 from raykv.memory.copying import checksums_of
 from raykv.namespace import Namespace
 from raykv.namespaces import Namespaces, register_paths
-from raykv.record import Asked, Tape
+from raykv.record import TAKEN_KEYS, Asked, Tape, pack
 from raykv.ring import Member, View
-from raykv.shard import Shard, remove_files
+from raykv.shard import Shard
+from raykv.sweep import forget
 from raykv.tally import Histogram
 from raykv.tiers import open_tiers
 from raykv.transport.base import ChunkRun, Link, Reply, Session, Targets
@@ -155,6 +156,7 @@ class Node:
                 wire.NamespacesAre(msgspec.json.encode(self.namespaces.list()))
             ),
             wire.Record: self._record,
+            wire.TakeRecord: self._take_record,
             wire.GetStats: lambda request, session: Reply(wire.Stats(msgspec.json.encode(self.stats()))),
         }
 
@@ -220,11 +222,8 @@ class Node:
             thread.join(timeout=5.0)
         self._peers.close()
         self.tiers.close()
-        prefix = self.config.file_prefix
-        if unlink and prefix is not None:
-            remove_files(prefix)
-            self.namespaces.forget()
-            prefix.with_name(prefix.name + ".sock").unlink(missing_ok=True)
+        if unlink and self.config.file_prefix is not None:
+            forget(self.config.file_prefix)
         self.shard.close()
 
     def stats(self) -> dict[str, Any]:
@@ -716,6 +715,13 @@ class Node:
         if self.shard.table.recording:
             self.tape.add(request.requests)
         return Reply(wire.Done())
+
+    def _take_record(self, request: wire.TakeRecord, session: NodeSession) -> Reply:
+        if not session.local:
+            raise UsageError("only processes of this host may take what its clients told")
+        self.shard.table.recording = request.on
+        requests, left_out = self.tape.take(TAKEN_KEYS)
+        return Reply(wire.Recorded(pack(requests), left_out, bool(self.tape)))
 
     # -- the cluster's index ------------------------------------------------------------------------------------------
 

@@ -23,6 +23,8 @@ SEND_KEYS: Final = 1 << 14
 """A client tells its node after so long, or of so many keys at once, whichever is sooner."""
 MAX_TAPE_KEYS: Final = 1 << 21
 """Keys of requests that nobody has fetched from a node yet; beyond that requests are left out, and counted."""
+TAKEN_KEYS: Final = 1 << 19
+"""Keys that travel in one message at most, but for one request that has more."""
 _ENTRY: Final = struct.Struct("<dII")
 
 
@@ -121,16 +123,26 @@ class Tape:
         """
         for each in unpack(raw):
             with self._lock:
-                if self._keys + len(each.keys) > MAX_TAPE_KEYS:
+                weight = max(1, len(each.keys))
+                if self._keys + weight > MAX_TAPE_KEYS:
                     self.left_out += 1
                     continue
                 self._requests.append(each)
-                self._keys += len(each.keys)
+                self._keys += weight
 
-    def take(self) -> tuple[list[Asked], int]:
-        """All of it, and how many were left out since the last time."""
+    def take(self, most_keys: int = MAX_TAPE_KEYS) -> tuple[list[Asked], int]:
+        """All of it, or as much as has so many keys, and how many were left out since the last time."""
+        requests: list[Asked] = []
         with self._lock:
-            requests, left_out = list(self._requests), self.left_out
-            self._requests.clear()
-            self._keys = self.left_out = 0
+            taken, left_out = 0, self.left_out
+            while self._requests and (not taken or taken + max(1, len(self._requests[0].keys)) <= most_keys):
+                each = self._requests.popleft()
+                requests.append(each)
+                taken += max(1, len(each.keys))
+            self._keys -= taken
+            self.left_out = 0
         return requests, left_out
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to take."""
+        return bool(self._requests)

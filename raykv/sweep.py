@@ -38,11 +38,16 @@ def sweep(config: NodeConfig, alive: Container[str], *, now_s: float) -> list[st
         if node_id in alive or not _abandoned(table, now_s):
             continue
         log.info("removing the memory of node %s, which is gone", node_id)
-        remove_files(table.with_suffix(""))
-        for suffix in (".sock", ".namespaces"):
-            table.with_suffix(suffix).unlink(missing_ok=True)
+        forget(table.with_suffix(""))
         gone.append(node_id)
     return gone
+
+
+def forget(prefix: Path) -> None:
+    """Remove all files of a node in shared memory; see `NodeConfig.file_prefix`."""
+    remove_files(prefix)
+    for suffix in (".sock", ".namespaces"):
+        prefix.with_name(prefix.name + suffix).unlink(missing_ok=True)
 
 
 def _abandoned(table: Path, now_s: float) -> bool:

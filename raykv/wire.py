@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from raykv.errors import CapacityError, ConfigError, LostError, NamespaceMismatch, ProtocolError, RayKVError, UsageError
-from raykv.ring import View
+from raykv.ring import Member, View
 from raykv.types import Bits, NodeId
 
 T = TypeVar("T")
@@ -259,8 +259,33 @@ class Record(Message):
     requests: bytes
 
 
+class TakeRecord(Message):
+    """What clients told of their requests (see Record); they go on telling, or not. Answered by Recorded.
+
+    For processes of the node's own host and user alone.
+    """
+
+    on: bool
+
+
 class GetStats(Message):
     """Answered by Stats."""
+
+
+class Beat(Message):
+    """To a relay of the directory: see `DirectoryPort.beat`. Answered by Beaten."""
+
+    member: Member
+    view_epoch: int
+    view: View | None = None
+    version: int = 0
+    register: bytes | None = None
+
+
+class Leave(Message):
+    """To a relay of the directory: see `DirectoryPort.leave`. Answered by Done, or Beaten with a problem."""
+
+    node_id: NodeId
 
 
 # -- replies ----------------------------------------------------------------------------------------------------------
@@ -390,6 +415,24 @@ class NamespacesAre(Message):
     namespaces: bytes
 
 
+class Recorded(Message):
+    """Requests as `record.pack` writes them, how many there was no room for, and whether there are more to be taken."""
+
+    requests: bytes
+    left_out: int = 0
+    more: bool = False
+
+
+class Beaten(Message):
+    """A `Pulse`. `problem`: why the directory could not be asked."""
+
+    view: View | None = None
+    tell_view: bool = False
+    register: bytes | None = None
+    tell_register: bool = False
+    problem: str = ""
+
+
 class Stats(Message):
     """JSON text."""
 
@@ -406,11 +449,11 @@ class Failure(Message):
 Request = (
     Attach | GetView | OpenNamespace | Reserve | Lend | Store | Commit | Abort | Pin | Unpin | Promote | Delete
     | Suspect | Locate | Announce | Read | Write | Hint | Configure | Adopt | Report
-    | Why | GetNamespaces | Record | GetStats
+    | Why | GetNamespaces | Record | TakeRecord | GetStats | Beat | Leave
 )  # fmt: skip
 Answer = (
     Done | Count | Attached | ViewIs | Granted | Lent | Stored | Held | Located | Reading | Told
-    | Configured | NamespacesAre | Stats | Failure
+    | Configured | NamespacesAre | Recorded | Beaten | Stats | Failure
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

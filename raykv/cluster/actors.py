@@ -12,9 +12,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from raykv.config import ClusterConfig, NodeConfig
 from raykv.directory import Directory, Pulse
 from raykv.errors import ConfigError, PeerUnavailable, RayKVError
+from raykv.kept import KeptNode
 from raykv.memory.arena import sized_by_share
 from raykv.namespace import Namespace
-from raykv.node import Node
 from raykv.record import Asked
 from raykv.ring import Member, View
 from raykv.sweep import sweep
@@ -177,7 +177,7 @@ class RayDirectory:
 
 
 class NodeActor:
-    """One node, in its own process, on one Ray node.
+    """One node on one Ray node, in a child process that is made anew whenever it ends; see `raykv.kept`.
 
     When the configuration cannot be served here (too little memory, say), the actor stays up without a node, so that
     `describe` can tell why.
@@ -192,15 +192,15 @@ class NodeActor:
             host=f"ray-{ray_node_id}" if cluster.separate_hosts else None,
             storage=cluster.storage,
         )
-        self._node: Node | None = None
+        self._node: KeptNode | None = None
         self._problem = ""
+        self._stopping = threading.Event()
         sweep(config, {name[:NODE_ID_LENGTH] for name in living_ray_nodes()}, now_s=time.time())
         try:
             if cluster.arena_share is not None:
                 storage = sized_by_share(cluster.storage, cluster.arena_share)
                 config = config.model_copy(update={"storage": storage})
-            self._node = Node(config, secret=secret, directory=RayDirectory(cluster.name))
-            self._node.start()
+            self._node = KeptNode(config, secret=secret, directory=RayDirectory(cluster.name))
         except ConfigError as error:
             log.error("no node here: %s", error)
             self._problem = str(error)
@@ -208,32 +208,38 @@ class NodeActor:
         threading.Thread(target=self._watch, name="raykv-watch", daemon=True).start()
 
     def describe(self) -> dict[str, Any]:
-        """Its place, its process, and its figures."""
+        """Its place, its processes, and its figures.
+
+        Raises:
+            PeerUnavailable: The node does not answer.
+        """
         if self._node is None:
             return {"pid": os.getpid(), "error": self._problem}
-        return {"pid": os.getpid(), **self._node.stats()}
+        figures = self._node.stats()
+        return {"pid": self._node.pid, "actor_pid": os.getpid(), "starts": self._node.starts, **figures}
 
     def record(self, on: bool) -> tuple[list[Asked], int]:
-        """See `Node.record`."""
+        """See `Node.record`; nothing while there is no node."""
         return self._node.record(on) if self._node is not None else ([], 0)
 
     def stop(self) -> None:
         """Leave the cluster and forget the memory."""
+        self._stopping.set()
         if self._node is not None:
             self._node.stop(unlink=True)
 
     def step_aside(self) -> None:
-        """Stop serving and keep the memory, for the process that comes after this one. Ends this process."""
+        """Stop serving and keep the memory, for the processes that come after these. Ends this process."""
+        self._stopping.set()
         if self._node is not None:
-            self._node.stop(leave=False)
+            self._node.stop()
         threading.Timer(STEP_ASIDE_S, os._exit, (0,)).start()  # after the answer
 
     def _watch(self) -> None:
-        """End this process, visibly, when the node has died inside; Ray starts it again."""
+        """End this process, visibly, when nobody keeps the node any more; Ray starts it again."""
         node = self._node
         assert node is not None
-        while not node.stopped:
-            if node.failure is not None:
-                log.critical("the node failed (%r); ending this process", node.failure)
+        while not self._stopping.wait(WATCH_S):
+            if node.ended:
+                log.critical("nobody keeps the node any more; ending this process")
                 os._exit(1)
-            time.sleep(WATCH_S)

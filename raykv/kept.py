@@ -1,0 +1,172 @@
+"""A node in a process of its own that is made anew when it ends: the handle of whoever owns it. See `raykv.keeper`."""
+
+import json
+import logging
+import secrets
+import subprocess
+import sys
+import threading
+import time
+from typing import Any, Final
+
+import msgspec
+
+from raykv import wire
+from raykv.config import NodeConfig, environment_of_child
+from raykv.directory import DirectoryPort
+from raykv.errors import ConfigError, PeerUnavailable, TransientError
+from raykv.keeper import FORGET, STOP, Order, Word
+from raykv.record import Asked, unpack
+from raykv.relay import Relay
+from raykv.transport.tcp import SocketLink, SocketServer
+
+log = logging.getLogger(__name__)
+
+START_S: Final = 60.0
+ASK_S: Final = 10.0
+RETRY_S: Final = 0.02
+STOP_S: Final = 20.0
+"""How long a node may take to stop in order. Then it is killed, and its memory stays."""
+RELAY_CONNECTIONS: Final = 64
+
+
+class KeptNode:
+    """One node. Thread-safe.
+
+    Attributes:
+        config: As given.
+        pid: Process of the node, 0 before there is one; another one after each of its deaths.
+        first_ns: When that process ran its first line, by the monotonic clock.
+        starts: How often a node was made.
+    """
+
+    def __init__(self, config: NodeConfig, *, secret: bytes, directory: DirectoryPort) -> None:
+        """Start it, and wait until it serves.
+
+        Args:
+            secret: The cluster's secret.
+            directory: Asked by this process for the node.
+
+        Raises:
+            ConfigError: It cannot be served here; says why.
+            PeerUnavailable: Its process ended, or does not answer.
+        """
+        self.config = config
+        self.pid = self.first_ns = self.starts = 0
+        self._problem = ""
+        self._news = threading.Condition()
+        self._ended = threading.Event()
+        address = f"unix:@raykv-relay-{secrets.token_hex(8)}"
+        self._relay = SocketServer(
+            Relay(directory), address, b"", io_timeout_s=ASK_S, max_connections=RELAY_CONNECTIONS
+        )
+        self._keeper = subprocess.Popen(
+            [sys.executable, "-m", "raykv.keeper"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment_of_child(),
+        )
+        self._listener = threading.Thread(target=self._listen, name="raykv-kept", daemon=True)
+        self._listener.start()
+        try:
+            order = Order(config.model_dump(mode="json"), secret.hex(), address)
+            self._say(msgspec.json.encode(order))
+            with self._news:
+                self._news.wait_for(lambda: self.starts or self._problem or self._ended.is_set(), START_S)
+            if self._problem:
+                raise ConfigError(self._problem)
+            if not self.starts:
+                raise PeerUnavailable("the node's process does not come up; its log says why")
+        except BaseException:
+            self._end()
+            raise
+
+    @property
+    def ended(self) -> bool:
+        """Whether nobody keeps the node any more."""
+        return self._ended.is_set()
+
+    def stats(self) -> dict[str, Any]:
+        """See `Node.stats`. Waits for a node that is being made anew.
+
+        Raises:
+            PeerUnavailable: It does not answer.
+        """
+        found: dict[str, Any] = json.loads(wire.expect(wire.Stats, self._ask(wire.GetStats())).stats)
+        return found
+
+    def record(self, on: bool) -> tuple[list[Asked], int]:
+        """See `Node.record`.
+
+        Raises:
+            PeerUnavailable: It does not answer.
+        """
+        requests: list[Asked] = []
+        left_out, more = 0, True
+        while more:
+            told = wire.expect(wire.Recorded, self._ask(wire.TakeRecord(on)))
+            requests += unpack(told.requests)
+            left_out, more = left_out + told.left_out, told.more
+        return requests, left_out
+
+    def stop(self, *, unlink: bool = False) -> None:
+        """Stop serving, for good.
+
+        Args:
+            unlink: Also leave the cluster, and forget the memory. Else it is there for the process that comes next.
+        """
+        try:
+            self._say((FORGET if unlink else STOP).encode())
+            self._keeper.wait(STOP_S)
+        except (BrokenPipeError, subprocess.TimeoutExpired):
+            log.warning("node %s did not stop in order", self.config.node_id)
+        self._end()
+
+    def _end(self) -> None:
+        """No process of ours is left after it."""
+        assert self._keeper.stdin is not None
+        try:
+            self._keeper.stdin.close()  # its sign to kill the node, and go
+        except BrokenPipeError:
+            pass
+        try:
+            self._keeper.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self._keeper.kill()
+            self._keeper.wait()
+        self._listener.join(STOP_S)
+        self._relay.close()
+
+    def _say(self, line: bytes) -> None:
+        assert self._keeper.stdin is not None
+        self._keeper.stdin.write(line + b"\n")
+        self._keeper.stdin.flush()
+
+    def _listen(self) -> None:
+        assert self._keeper.stdout is not None
+        with self._keeper.stdout as lines:
+            for line in lines:
+                word = msgspec.json.decode(line, type=Word)
+                with self._news:
+                    self._problem = word.problem
+                    if not word.problem:
+                        self.pid, self.first_ns = word.pid, word.first_ns
+                        self.starts += 1
+                    self._news.notify_all()
+        with self._news:
+            self._ended.set()
+            self._news.notify_all()
+
+    def _ask(self, request: wire.Message) -> wire.Answer:
+        deadline_s = time.monotonic() + ASK_S
+        while True:
+            try:
+                link = SocketLink.connect(self.config.local_address, b"", deadline_s=deadline_s)
+                try:
+                    return link.call(request, deadline_s=deadline_s)
+                finally:
+                    link.close()
+            except TransientError as error:
+                if self.ended or time.monotonic() + RETRY_S >= deadline_s:
+                    raise PeerUnavailable(f"the node does not answer: {error}") from None
+                time.sleep(RETRY_S)

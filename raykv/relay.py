@@ -1,0 +1,129 @@
+"""The directory through another process: a node without Ray asks the process around it, which asks for it.
+
+Over a Unix socket, so only processes of the same user on the same host are heard.
+"""
+
+import time
+from typing import Any, Final
+
+import msgspec
+
+from raykv import wire
+from raykv.directory import DirectoryPort, Pulse
+from raykv.errors import PeerUnavailable, ProtocolError, RayKVError, TransientError, UsageError
+from raykv.namespace import Namespace
+from raykv.ring import Member, View
+from raykv.transport.base import Reply, Session
+from raykv.transport.tcp import SocketLink
+from raykv.types import NodeId
+
+ASK_S: Final = 4.0
+"""The directory has so long to answer, its way through the relay included."""
+
+
+class _NoLeases:
+    """What hangs on a connection to a relay: nothing."""
+
+    def close(self) -> None:
+        pass
+
+
+class Relay:
+    """The answering end: a service around a directory. Thread-safe if that is.
+
+    Attributes:
+        epoch: 0: it has no view of its own.
+    """
+
+    epoch = 0
+
+    def __init__(self, directory: DirectoryPort) -> None:
+        self._directory = directory
+
+    def session(self, *, local: bool) -> Session:
+        return _NoLeases()
+
+    def answer(self, request: wire.Message, session: Session) -> Reply:
+        """Ask the directory. That it is away is an answer, too."""
+        try:
+            return Reply(self._answer(request))
+        except RayKVError as error:
+            return Reply(wire.failure(error))
+
+    def _answer(self, request: wire.Message) -> wire.Answer:
+        directory = self._directory
+        try:
+            match request:
+                case wire.Beat():
+                    pulse = directory.beat(
+                        request.member, request.view_epoch, request.view, request.version, request.register
+                    )
+                    return wire.Beaten(pulse.view, pulse.tell_view, pulse.register, pulse.tell_register)
+                case wire.Configure():
+                    namespace = Namespace.load(_fields(request.namespace))
+                    fields = None if request.drop else _fields(request.fields)
+                    return wire.Configured(directory.configure(namespace, fields))
+                case wire.Leave():
+                    directory.leave(request.node_id)
+                    return wire.Done()
+        except TransientError as error:
+            problem = str(error)
+            return (
+                wire.Configured(problem=problem)
+                if isinstance(request, wire.Configure)
+                else wire.Beaten(problem=problem)
+            )
+        raise UsageError(f"{type(request).__name__} is nothing that a directory is asked")
+
+
+def _fields(raw: bytes) -> dict[str, Any]:
+    try:
+        fields = msgspec.json.decode(raw, type=dict[str, Any])
+    except msgspec.MsgspecError as error:
+        raise ProtocolError(f"fields that are no JSON: {error}") from None
+    return fields
+
+
+class RelayedDirectory:
+    """The asking end: a `DirectoryPort` for a node. Thread-safe: each call has a connection of its own."""
+
+    def __init__(self, address: str) -> None:
+        """Args: address: Of the relay, "unix:..."."""
+        self._address = address
+
+    def beat(
+        self, member: Member, epoch: int, view: View | None = None, version: int = 0, register: bytes | None = None
+    ) -> Pulse:
+        """See `DirectoryPort`."""
+        told = self._ask(wire.Beat(member, epoch, view, version, register))
+        return Pulse(told.view, told.tell_view, told.register, told.tell_register)
+
+    def configure(self, namespace: Namespace, fields: dict[str, Any] | None) -> bytes:
+        """See `DirectoryPort`."""
+        name = namespace.model_dump_json(exclude_defaults=True).encode()
+        changes = b"{}" if fields is None else msgspec.json.encode(fields)
+        answer = self._call(wire.Configure(name, changes, drop=fields is None))
+        configured = wire.expect(wire.Configured, answer)
+        if configured.problem:
+            raise PeerUnavailable(configured.problem)
+        return configured.register
+
+    def leave(self, node_id: NodeId) -> None:
+        """See `DirectoryPort`."""
+        answer = self._call(wire.Leave(node_id))
+        if isinstance(answer, wire.Beaten):
+            raise PeerUnavailable(answer.problem)
+
+    def _ask(self, request: wire.Beat) -> wire.Beaten:
+        told = wire.expect(wire.Beaten, self._call(request))
+        if told.problem:
+            raise PeerUnavailable(told.problem)
+        return told
+
+    def _call(self, request: wire.Message) -> wire.Answer:
+        deadline_s = time.monotonic() + ASK_S
+        link = SocketLink.connect(self._address, b"", deadline_s=deadline_s)
+        try:
+            return link.call(request, deadline_s=deadline_s)
+        finally:
+            link.close()
