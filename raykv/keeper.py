@@ -31,7 +31,7 @@ from raykv.relay import RelayedDirectory
 from raykv.sweep import forget
 from raykv.transport.tcp import parse_address
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("raykv.keeper")  # this file is run, not imported
 
 REFUSED: Final = 78
 """Exit status of a node, and its keeper, whose config cannot be served here (EX_CONFIG)."""

@@ -337,7 +337,7 @@ class Node:
         )
 
     def _open_namespace(self, request: wire.OpenNamespace, session: NodeSession) -> Reply:
-        namespace = Namespace.load(_fields(request.namespace))
+        namespace = Namespace.load(wire.fields(request.namespace))
         with self._lock:
             self.shard.accounts.open(namespace, request.capacity_nbytes)
         return Reply(wire.Done())
@@ -695,7 +695,7 @@ class Node:
         return Reply(wire.Count(count))
 
     def _configure(self, request: wire.Configure, session: NodeSession) -> Reply:
-        namespace, fields = Namespace.load(_fields(request.namespace)), _fields(request.fields)
+        namespace, fields = Namespace.load(wire.fields(request.namespace)), wire.fields(request.fields)
         if not request.drop:
             self.namespaces.require(namespace, fields)
         try:
@@ -908,13 +908,6 @@ def _owner_lives(view: View, keys: KeyArray) -> npt.NDArray[np.int64]:
     """Incarnation of each key's owner. No two nodes have the same: it is the time of their start in nanoseconds."""
     lives = {member.node_id: member.incarnation for member in view.members}
     return np.array([lives[name] for name in view.ring.nodes], np.int64)[view.ring.owners(keys)]
-
-
-def _fields(text: bytes) -> dict[str, Any]:
-    try:
-        return msgspec.json.decode(text, type=dict[str, Any])
-    except msgspec.MsgspecError as error:
-        raise UsageError(f"no fields as JSON: {error}") from error
 
 
 def _keys(raw: bytes) -> KeyArray:

@@ -10,7 +10,7 @@ import msgspec
 
 from raykv import wire
 from raykv.directory import DirectoryPort, Pulse
-from raykv.errors import PeerUnavailable, ProtocolError, RayKVError, TransientError, UsageError
+from raykv.errors import PeerUnavailable, RayKVError, TransientError, UsageError
 from raykv.namespace import Namespace
 from raykv.ring import Member, View
 from raykv.transport.base import Reply, Session
@@ -60,8 +60,8 @@ class Relay:
                     )
                     return wire.Beaten(pulse.view, pulse.tell_view, pulse.register, pulse.tell_register)
                 case wire.Configure():
-                    namespace = Namespace.load(_fields(request.namespace))
-                    fields = None if request.drop else _fields(request.fields)
+                    namespace = Namespace.load(wire.fields(request.namespace))
+                    fields = None if request.drop else wire.fields(request.fields)
                     return wire.Configured(directory.configure(namespace, fields))
                 case wire.Leave():
                     directory.leave(request.node_id)
@@ -74,14 +74,6 @@ class Relay:
                 else wire.Beaten(problem=problem)
             )
         raise UsageError(f"{type(request).__name__} is nothing that a directory is asked")
-
-
-def _fields(raw: bytes) -> dict[str, Any]:
-    try:
-        fields = msgspec.json.decode(raw, type=dict[str, Any])
-    except msgspec.MsgspecError as error:
-        raise ProtocolError(f"fields that are no JSON: {error}") from None
-    return fields
 
 
 class RelayedDirectory:

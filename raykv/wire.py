@@ -533,6 +533,18 @@ def unpack_bits(raw: bytes, count: int) -> Bits:
     return np.unpackbits(np.frombuffer(raw, np.uint8), count=count, bitorder="little").astype(np.bool_)
 
 
+def fields(text: bytes) -> dict[str, Any]:
+    """Fields of a namespace, or of its config, which travel as JSON.
+
+    Raises:
+        UsageError: They are none.
+    """
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except msgspec.MsgspecError as error:
+        raise UsageError(f"no fields as JSON: {error}") from error
+
+
 def expect(kind: type[T], answer: Answer) -> T:
     """The answer, which must be of this kind.
 

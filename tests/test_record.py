@@ -69,6 +69,27 @@ def test_a_node_keeps_only_so_much():
     assert (len(tape.take()[0]), tape.take()) == (1, ([], 0))
 
 
+def test_requests_without_keys_take_room_too(monkeypatch):
+    monkeypatch.setattr("raykv.record.MAX_TAPE_KEYS", 100)
+    tape = Tape()
+    tape.add(pack([Asked(1.0, 16, some_keys(0))] * 101))
+    assert (len(tape.take()[0]), tape.left_out) == (100, 0)
+    tape.add(pack([Asked(1.0, 16, some_keys(0))] * 101))
+    assert tape.left_out == 1
+
+
+def test_a_tape_is_taken_in_parts_and_in_order():
+    tape = Tape()
+    sizes = [5, 1, 0, 7, 30, 2]
+    tape.add(pack([Asked(float(place), 16, some_keys(size)) for place, size in enumerate(sizes)]))
+    parts = []
+    while tape:
+        parts.append([len(each.keys) for each in tape.take(8)[0]])
+    assert parts == [[5, 1, 0], [7], [30], [2]]
+    tape.add(pack([Asked(1.0, 16, some_keys(MAX_TAPE_KEYS))]))
+    assert len(tape.take(8)[0]) == 1, "and all its room is there again"
+
+
 def test_a_cluster_tells_what_was_asked_for_and_the_planner_reads_it(tmp_path: Path):
     with raykv.embedded(2) as cluster:
         here, there = (cluster.client(SPACE, node=number) for number in range(2))

@@ -120,18 +120,29 @@ def test_two_clusters_of_different_names_are_strangers(cluster):
         assert raykv.cluster.stop("test-other")
 
 
-def test_a_killed_node_actor_comes_back_with_what_was_committed(cluster):
+@pytest.mark.parametrize("which", ["pid", "actor_pid"])
+def test_a_killed_node_comes_back_with_what_was_committed(cluster, which):
+    """The node's own process, which its actor makes anew, or the actor, which Ray does, with another node."""
     mine, (here, there) = clients(cluster)
     with here, there:
         assert here.put(["a"], [b"x" * 5000]).stored == 1
-        os.kill(cluster["nodes"][mine]["pid"], signal.SIGKILL)
+        os.kill(cluster["nodes"][mine][which], signal.SIGKILL)
         into = bytearray(5000)
         assert here.get(["a"], [into]).hits == (True,), "local reads need no node process"
+        old = cluster["nodes"][mine]
         back = wait_for(
-            "the actor comes back",
-            lambda: (node := raykv.cluster.status("test")["nodes"][mine]).get("member") and node["recovered"] and node,
+            "the node comes back",
+            lambda: (
+                (node := raykv.cluster.status("test")["nodes"][mine]).get("member")
+                and node["pid"] != old["pid"]
+                and node["recovered"]
+                and node
+            ),
         )
-        assert back["pid"] != cluster["nodes"][mine]["pid"]
+        assert not os.path.exists(f"/proc/{old['pid']}")
+        assert (back["actor_pid"] == old["actor_pid"]) == (which == "pid")
+        assert back["starts"] == (2 if which == "pid" else 1)
+        assert (back["address"] == old["address"]) == (which == "pid")
         assert back["recovered"] == 1
         wait_for("writes go on", lambda: here.put(["b"], [b"z" * 5000]).stored == 1)
         wait_for("the other node finds it again", lambda: there.get(["a"], [into]).hits == (True,))

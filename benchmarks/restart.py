@@ -1,0 +1,147 @@
+"""How long a killed node with a large table is away: from its successor's first line, and from the kill, to a hit.
+
+Run by hand: `python -m benchmarks.restart`
+
+A kept node (`raykv.kept`, as Ray's actors run it) with so many rows is killed with signal 9, again and again. Another
+process's client, which cannot use the memory directly, asks for a chunk until it has its bytes. Beside it, in turn: a
+new Python process that imports what a node needs, and ends; what a restart without a keeper costs before it begins.
+"""
+
+import argparse
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+from raykv import keys as keys_
+from raykv import wire
+from raykv.config import MIB, NodeConfig
+from raykv.embedded import InProcessDirectory
+from raykv.errors import RayKVError
+from raykv.kept import KeptNode
+from raykv.memory.copying import checksum_of
+from raykv.namespace import Namespace
+from raykv.shard import Shard
+from raykv.transport.tcp import SocketLink
+from raykv.types import KeyArray
+
+NBYTES = 4096
+STEP = 4096
+PAUSE_S = 2.0
+ASK_S = 30.0
+SECRET = bytes(32)
+
+
+def main() -> None:
+    """Fill, kill, print."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rows", type=int, default=1 << 20)
+    parser.add_argument("--kills", type=int, default=20)
+    arguments = parser.parse_args()
+    home = Path(tempfile.mkdtemp(prefix="rkb-", dir="/dev/shm"))
+    try:
+        _run(home, arguments.rows, arguments.kills)
+    finally:
+        shutil.rmtree(home, ignore_errors=True)
+
+
+def _run(home: Path, rows: int, kills: int) -> None:
+    storage = {
+        "arena_nbytes": (rows * NBYTES // (32 * MIB) + 4) * 32 * MIB,
+        "max_chunks": rows + rows // 8,
+        "shm_dir": str(home),
+        "low_water": 0.0,
+        "high_water": 0.001,
+    }
+    config = NodeConfig.load({"cluster": "bench", "node_id": "n", "storage": storage})
+    value = os.urandom(NBYTES)
+    asked = _fill(config, rows, value)
+    node = KeptNode(config, secret=SECRET, directory=InProcessDirectory(member_timeout_s=60.0))
+    try:
+        recovered, imports = node.stats()["recovered"], []
+        print(f"{recovered:,} rows; {kills} kills; milliseconds: median, and the worst")
+        first_line, first_hit, away = [], [], []
+        for turn in range(kills + 1):
+            time.sleep(PAUSE_S)
+            imports.append(_import_ms())
+            starts, killed_ns = node.starts, time.monotonic_ns()
+            os.kill(node.pid, signal.SIGKILL)
+            hit_ns = _until_hit(config, asked[turn % len(asked)], value)
+            while node.starts == starts:
+                time.sleep(0.001)
+            if turn:  # the first one warms up
+                first_line.append((node.first_ns - killed_ns) / 1e6)
+                first_hit.append((hit_ns - node.first_ns) / 1e6)
+                away.append((hit_ns - killed_ns) / 1e6)
+            assert node.stats()["recovered"] == recovered
+        for what, times in (
+            ("from the new process's first line to the first hit", first_hit),
+            ("from the kill to the new process's first line", first_line),
+            ("from the kill to the first hit", away),
+            ("beside it: a new Python process that imports raykv.node", imports),
+        ):
+            print(f"{what:58} {statistics.median(times):7.0f} {max(times):7.0f}")
+    finally:
+        node.stop(unlink=True)
+
+
+def _fill(config: NodeConfig, rows: int, value: bytes) -> list[KeyArray]:
+    """Chunks in chains of STEP, of which the first ones have bytes. Returns the keys of those."""
+    assert config.file_prefix is not None
+    shard = Shard.open(config.storage, config.file_prefix, now_s=time.monotonic())
+    account, rng, first = shard.accounts.open(Namespace(model="m")), np.random.default_rng(1), []
+    while shard.table.rows_backed < shard.table.rows:
+        shard.table.back_rows(min(shard.table.rows, shard.table.rows_backed + (1 << 18)))
+        shard.note_rows_backed()
+    for _ in range(0, rows, STEP):
+        keys = rng.integers(0, 1 << 63, (STEP, 2), dtype=np.uint64)
+        made = shard.reserve(keys, NBYTES, account, chained=True, parent=None, depth=0, now_s=time.monotonic())
+        start = int(made.offsets[0])
+        shard.arena.view[start : start + NBYTES] = value
+        checksums = np.zeros(len(made.rows), np.uint64)
+        checksums[0] = checksum_of((memoryview(value),))
+        shard.commit(made.rows, checksums, now_s=time.monotonic())
+        first.append(keys[:1])
+    shard.close()
+    return first
+
+
+def _until_hit(config: NodeConfig, key: KeyArray, value: bytes) -> int:
+    """Ask the node's own process until it sends the bytes. When it did, by the monotonic clock in nanoseconds."""
+    target = memoryview(bytearray(NBYTES))
+    until_s = time.monotonic() + ASK_S
+    while time.monotonic() < until_s:
+        try:
+            link = SocketLink.connect(config.local_address, SECRET, deadline_s=until_s)
+            try:
+                link.fetch(
+                    wire.Read(keys_.to_bytes(key)),
+                    lambda answer: [[target]] if any(wire.expect(wire.Reading, answer).nbytes) else [],
+                    deadline_s=until_s,
+                )
+                hit_ns = time.monotonic_ns()
+            finally:
+                link.close()
+        except (RayKVError, OSError):
+            time.sleep(0.0003)
+            continue
+        assert bytes(target) == value, "wrong bytes"
+        return hit_ns
+    raise TimeoutError("no hit")
+
+
+def _import_ms() -> float:
+    began_s = time.monotonic()
+    subprocess.run([sys.executable, "-c", "import raykv.node"], check=True)
+    return (time.monotonic() - began_s) * 1e3
+
+
+if __name__ == "__main__":
+    main()

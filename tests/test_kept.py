@@ -1,0 +1,281 @@
+"""Nodes in processes of their own that are made anew when they end: killed, stopped, forgotten, left alone."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import raykv
+from raykv import wire
+from raykv.config import ClientConfig, NodeConfig
+from raykv.embedded import InProcessDirectory
+from raykv.errors import ConfigError, PeerUnavailable, UsageError
+from raykv.keeper import REFUSED
+from raykv.kept import KeptNode
+from raykv.memory import native
+from raykv.reach import Reach
+from raykv.types import NodeId
+from tests.test_kill import Load, kept
+from tests.test_node_process import SECRET, SPACE, get, names, put, wait_until
+
+OWNER = """
+import json, os, sys
+from raykv.config import NodeConfig
+from raykv.embedded import InProcessDirectory
+from raykv.kept import KeptNode
+
+directory = InProcessDirectory(member_timeout_s=60.0)
+node = KeptNode(NodeConfig.load(json.loads(sys.argv[1])), secret=b"s", directory=directory)
+print(node.pid, node._keeper.pid, flush=True)
+sys.stdin.read()
+os.kill(os.getpid(), 9)
+"""
+
+
+class Kept:
+    """One kept node, as tests of killed nodes see it."""
+
+    def __init__(self, shm_dir: Path, **storage: object) -> None:
+        memory = {"arena_nbytes": 32 << 20, "extent_nbytes": 1 << 20, "shm_dir": str(shm_dir), **storage}
+        self.fields = {"node_id": "n", "cluster": "p", "host": "elsewhere", "storage": memory, "heartbeat_s": 0.05}
+        self.shm_dir = shm_dir
+        self.directory = InProcessDirectory(member_timeout_s=5.0)
+        self.node = KeptNode(NodeConfig.load(self.fields), secret=bytes.fromhex(SECRET), directory=self.directory)
+
+    def client(self, *, local: bool = True, **config: object) -> raykv.Client:
+        address = self.node.config.local_address if local else self.node.stats()["address"]
+        fields = {"address": address, "secret": SECRET, "breaker_s": 0.05, **config}
+        return raykv.Client(SPACE, Reach(ClientConfig.load(fields)))
+
+    def kill(self) -> int:
+        """Kill the node, and wait for the next. Returns the pid of the dead one."""
+        pid, starts = self.node.pid, self.node.starts
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: self.node.starts > starts)
+        assert self.node.pid != pid
+        return pid
+
+
+@pytest.fixture
+def made(shm_dir: Path) -> Iterator[Kept]:
+    one = Kept(shm_dir)
+    keeper = one.node._keeper.pid
+    yield one
+    pid = one.node.pid
+    one.node.stop(unlink=True)
+    assert not list(shm_dir.iterdir()), "files stay behind"
+    assert not is_there(pid)
+    assert not is_there(keeper)
+    assert one.node.ended
+
+
+def is_there(pid: int) -> bool:
+    return os.path.exists(f"/proc/{pid}")
+
+
+def members(directory: InProcessDirectory) -> set[NodeId]:
+    return {member.node_id for member in directory.logic.view.members}
+
+
+def test_it_serves_tells_of_itself_and_leaves_when_it_is_forgotten(shm_dir):
+    one = Kept(shm_dir)
+    try:
+        assert members(one.directory) == {"n"}
+        with one.client() as client:
+            assert put(client, names(3)).stored == 3
+            wait_until(lambda: one.node.stats()["chunks"] == 3)
+        assert (one.node.starts, one.node.ended) == (1, False)
+        assert one.node.pid not in (os.getpid(), one.node._keeper.pid)
+        threads = os.listdir(f"/proc/{one.node._keeper.pid}/task")
+        assert len(threads) == 1, "a process with threads must not fork"
+    finally:
+        one.node.stop(unlink=True)
+    assert members(one.directory) == set()
+    assert not list(shm_dir.iterdir())
+
+
+def test_a_killed_node_is_back_with_its_chunks_under_its_address(made):
+    before = made.node.stats()
+    with made.client() as near, made.client(local=False) as far:
+        assert put(near, names(20)).stored == 20
+        near.flush()
+        assert all(get(far, names(20)))
+        for turn in range(3):
+            made.kill()
+            assert all(get(near, names(20))), "local reads need no node"
+            assert made.node.stats()["recovered"] == 20 + turn
+            assert made.node.stats()["address"] == before["address"], "peers find it where it was"
+            wait_until(lambda: all(get(far, names(20))))
+            wait_until(lambda turn=turn: put(near, [f"more-{turn}"]).stored == 1)
+            near.flush()
+    after = made.node.stats()
+    assert after["incarnation"] > before["incarnation"]
+    wait_until(lambda: made.directory.logic.view.member("n").incarnation == made.node.stats()["incarnation"])
+    assert made.node.starts == 4
+
+
+@pytest.mark.slow
+def test_it_is_made_anew_after_a_failure_inside_too(made):
+    """Whatever ends it: here a signal that is no kill."""
+    os.kill(made.node.pid, signal.SIGSEGV)
+    wait_until(lambda: made.node.starts == 2)
+    assert made.node.stats()["node_id"] == "n"
+
+
+@pytest.mark.slow
+def test_one_that_keeps_dying_is_made_anew_ever_later(made):
+    began_s = time.monotonic()
+    for _ in range(5):  # at once, and after 50, 100, 200 and 400 ms
+        made.kill()
+    assert time.monotonic() - began_s >= 0.75
+    time.sleep(1.2)
+    made.kill()
+    assert made.node.stats()["node_id"] == "n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("unlink", [False, True])
+def test_stopping_while_none_lives(shm_dir, unlink):
+    one = Kept(shm_dir)
+    with one.client() as client:
+        assert put(client, names(3)).stored == 3
+        client.flush()
+    for _ in range(4):
+        one.kill()
+    os.kill(one.node.pid, signal.SIGKILL)  # the next one comes in 400 ms
+    wait_until(lambda: not is_there(one.node.pid))
+    one.node.stop(unlink=unlink)
+    left = {path.suffix for path in shm_dir.iterdir()}
+    assert left == (set() if unlink else {".table", ".arena", ".sock"})
+
+
+def test_stopping_keeps_the_memory_for_the_next(shm_dir):
+    one = Kept(shm_dir)
+    with one.client() as client:
+        assert put(client, names(5)).stored == 5
+        client.flush()
+        one.node.stop()
+        assert all(get(client, names(5)))
+        assert not is_there(one.node.pid)
+        assert members(one.directory) == {"n"}, "it does not leave: the next one is on its way"
+        two = Kept(shm_dir)
+        try:
+            assert two.node.stats()["recovered"] == 5
+        finally:
+            two.node.stop(unlink=True)
+
+
+@pytest.mark.parametrize("storage", [{"arena_nbytes": 1 << 50}, {"policy": "no_such_module:at_all"}])
+def test_what_cannot_be_served_is_said_and_not_tried_again(shm_dir, storage):
+    with pytest.raises(ConfigError, match=r"arena_nbytes|no_such_module"):
+        Kept(shm_dir, **storage)
+
+
+@pytest.mark.slow
+def test_two_for_the_same_memory(made):
+    with pytest.raises(ConfigError, match="another process"):
+        KeptNode(made.node.config, secret=b"s", directory=made.directory)
+    assert made.node.stats()["node_id"] == "n"
+
+
+@pytest.mark.slow
+def test_nonsense_for_an_order():
+    def keeper(order: bytes) -> int:
+        return subprocess.run(
+            [sys.executable, "-m", "raykv.keeper"], input=order, capture_output=True, timeout=60
+        ).returncode
+
+    assert keeper(b"") == 0
+    assert keeper(b"{}\n") == 1
+    assert keeper(json.dumps({"config": {"node_id": ""}, "secret": "", "directory": ""}).encode() + b"\n") == REFUSED
+
+
+@pytest.mark.slow
+def test_when_its_keeper_is_killed_the_node_goes_and_the_owner_hears_of_it(shm_dir):
+    one = Kept(shm_dir)
+    pid = one.node.pid
+    os.kill(one.node._keeper.pid, signal.SIGKILL)
+    wait_until(lambda: one.node.ended)
+    wait_until(lambda: not is_there(pid))
+    with pytest.raises(PeerUnavailable):
+        one.node.stats()
+    one.node.stop()
+    assert {path.suffix for path in shm_dir.iterdir()} == {".table", ".arena", ".sock"}
+    two = Kept(shm_dir)
+    two.node.stop(unlink=True)
+
+
+@pytest.mark.slow
+def test_when_its_owner_is_killed_node_and_keeper_go(shm_dir):
+    storage = {"arena_nbytes": 32 << 20, "extent_nbytes": 1 << 20, "shm_dir": str(shm_dir)}
+    fields = {"node_id": "n", "cluster": "p", "storage": storage}
+    with subprocess.Popen(
+        [sys.executable, "-c", OWNER, json.dumps(fields)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as owner:
+        pids = [int(word) for word in owner.stdout.readline().split()]
+        assert all(map(is_there, pids))
+        owner.stdin.close()
+    assert owner.returncode == -signal.SIGKILL
+    wait_until(lambda: not any(map(is_there, pids)))
+
+
+def test_a_node_that_hangs_is_killed_when_it_must_stop(shm_dir, monkeypatch):
+    monkeypatch.setattr("raykv.kept.STOP_S", 0.5)
+    one = Kept(shm_dir)
+    os.kill(one.node.pid, signal.SIGSTOP)
+    one.node.stop(unlink=True)
+    assert not is_there(one.node.pid)
+
+
+def test_requests_are_recorded_over_it(made):
+    assert made.node.record(True) == ([], 0)
+    with made.client() as client:
+        prompts = [[f"{number}-{chunk}" for chunk in range(200)] for number in range(30)]
+        for prompt in prompts:
+            client.match(prompt)
+        wait_until(
+            lambda: (time.sleep(0.25), client.match(["more"]), made.node.stats()["requests"].get("Record", 0))[2]
+        )
+    requests, left_out = made.node.record(True)
+    assert left_out == 0
+    assert [len(each.keys) for each in requests[:3]] == [200] * 3
+    with made.client(local=False) as far, pytest.raises(UsageError, match="this host"):
+        far._reach.peers.ask(
+            made.node.stats()["address"],
+            lambda link: link.call(wire.TakeRecord(True), deadline_s=time.monotonic() + 5.0),
+            deadline_s=time.monotonic() + 5.0,
+        )
+    made.node.record(False)
+    with made.client() as client:
+        client.match(["nobody listens"])
+    assert made.node.record(False) == ([], 0)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not native.available, reason="readers without compiled loops are slower than this test's patience")
+def test_killed_at_random_moments_under_load_reads_never_stop(shm_dir):
+    seed = random.randrange(1 << 30)
+    print("seed", seed)
+    rng = random.Random(seed)
+    one = Kept(shm_dir, arena_nbytes=8 << 20, extent_nbytes=256 << 10, low_water=0.0, high_water=0.001)
+    try:
+        with Load(one, seed) as load:
+            for _ in range(25):
+                time.sleep(1.0 + rng.random() * 0.3)  # one that lived for a second is made anew at once
+                one.kill()
+                with one.client() as client:
+                    into = [bytearray(20_000) for _ in kept()]
+                    assert all(client.get(kept(), into).hits)
+        assert not load.problems, load.problems[:5]
+        assert not load.gaps, f"{len(load.gaps)} gaps in {load.reads} reads"
+        assert load.named
+        print(f"{one.node.starts} nodes, {load.reads} reads without a gap, {load.hits} others, {len(load.named)} puts")
+    finally:
+        one.node.stop(unlink=True)

@@ -1,0 +1,156 @@
+"""A node that asks its directory through another process."""
+
+import secrets
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from raykv import wire
+from raykv.config import NodeConfig, StorageConfig
+from raykv.directory import Pulse
+from raykv.embedded import InProcessDirectory
+from raykv.errors import ConfigError, PeerUnavailable, RayKVError, UsageError
+from raykv.namespace import Namespace
+from raykv.node import Node
+from raykv.register import Register
+from raykv.relay import Relay, RelayedDirectory
+from raykv.ring import Member, View
+from raykv.transport.tcp import SocketLink, SocketServer
+
+MEMBER = Member("a", "h", "x:1", "unix:/x", 1.5, 7)
+SPACE = Namespace(model="m", chunk_tokens=16)
+
+
+class Fickle(InProcessDirectory):
+    """A directory that may be away."""
+
+    def __init__(self) -> None:
+        super().__init__(member_timeout_s=60.0)
+        self.away = ""
+        self.left: list[str] = []
+
+    def beat(self, *arguments: Any, **fields: Any) -> Pulse:
+        self._require()
+        return super().beat(*arguments, **fields)
+
+    def configure(self, namespace: Namespace, fields: dict[str, Any] | None) -> bytes:
+        self._require()
+        return super().configure(namespace, fields)
+
+    def leave(self, node_id: str) -> None:
+        self._require()
+        self.left.append(node_id)
+        super().leave(node_id)
+
+    def _require(self) -> None:
+        if self.away:
+            raise PeerUnavailable(self.away)
+
+
+@pytest.fixture
+def directory() -> Fickle:
+    return Fickle()
+
+
+@pytest.fixture
+def address(directory: Fickle) -> Iterator[str]:
+    server = SocketServer(
+        Relay(directory), f"unix:@raykv-test-{secrets.token_hex(8)}", b"", io_timeout_s=5.0, max_connections=16
+    )
+    yield server.address
+    server.close()
+
+
+def test_beats_and_what_is_heard_back_pass_whole(directory, address):
+    asked = RelayedDirectory(address)
+    first = asked.beat(MEMBER, 0)
+    assert first == Pulse(View(1, (MEMBER,)))
+    assert asked.beat(MEMBER, 1) == Pulse()
+    assert asked.beat(MEMBER, 9) == Pulse(tell_view=True)
+    assert asked.beat(MEMBER, 9, View(9, (MEMBER,))) == Pulse()
+    register = Register()
+    register.configure(SPACE, {"priority": 3}, now_ns=1)
+    told = asked.beat(MEMBER, 9, None, register.version, register.encode())
+    assert directory.logic.register.entries.keys() == register.entries.keys()
+    assert told == Pulse()
+    asked.leave("a")
+    assert directory.left == ["a"]
+
+
+def test_configs_of_namespaces_are_changed_through_it_and_errors_come_back_as_they_were(directory, address):
+    asked = RelayedDirectory(address)
+    listed = Register.decode(asked.configure(SPACE, {"policy": "lfu"}))
+    assert [entry.config.policy for entry in listed.entries.values()] == ["lfu"]
+    with pytest.raises(ConfigError, match="sieve"):
+        asked.configure(SPACE, {"policy": "sieve"})
+    (dropped,) = Register.decode(asked.configure(SPACE, None)).entries.values()
+    assert dropped.dropped_ns
+    assert directory.logic.register.entries.keys() == listed.entries.keys()
+
+
+def test_a_directory_that_is_away_is_away_for_the_node_too(directory, address):
+    asked = RelayedDirectory(address)
+    directory.away = "gone to lunch"
+    for call in (lambda: asked.beat(MEMBER, 0), lambda: asked.configure(SPACE, {}), lambda: asked.leave("a")):
+        with pytest.raises(PeerUnavailable, match="gone to lunch"):
+            call()
+    directory.away = ""
+    assert asked.beat(MEMBER, 0).view is not None
+    with pytest.raises(PeerUnavailable):
+        RelayedDirectory("unix:@raykv-test-nobody").beat(MEMBER, 0)
+
+
+def test_it_answers_for_nothing_else_and_survives_nonsense(directory, address):
+    link = SocketLink.connect(address, b"", deadline_s=time.monotonic() + 5.0)
+    for message, problem in (
+        (wire.Attach(), UsageError),
+        (wire.GetStats(), UsageError),
+        (wire.Configure(b"not json", b"{}"), UsageError),
+        (wire.Configure(b'{"model": 5}', b"{}"), ConfigError),
+        (wire.Configure(b'{"model": "m"}', b"[1]"), UsageError),
+    ):
+        with pytest.raises(problem):
+            link.call(message, deadline_s=time.monotonic() + 5.0)
+    link.close()
+    assert RelayedDirectory(address).beat(MEMBER, 0).view is not None
+
+
+def test_many_ask_at_once(directory, address):
+    members = [Member(f"n{number}", "h", f"x:{number}", "unix:/x", 1.0, 1) for number in range(8)]
+    problems: list[RayKVError] = []
+
+    def live(member: Member) -> None:
+        try:
+            for _ in range(20):
+                RelayedDirectory(address).beat(member, 0)
+        except RayKVError as error:
+            problems.append(error)
+
+    threads = [threading.Thread(target=live, args=(member,)) for member in members]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not problems
+    assert {member.node_id for member in directory.logic.view.members} == {member.node_id for member in members}
+
+
+def test_a_node_lives_behind_it(directory, address, shm_dir):
+    storage = StorageConfig.load({"arena_nbytes": 1 << 20, "extent_nbytes": 1 << 16, "shm_dir": str(shm_dir)})
+    config = NodeConfig(node_id="n", storage=storage, heartbeat_s=0.05)
+    directory.away = "not yet"
+    node = Node(config, secret=b"s", directory=RelayedDirectory(address))
+    node.start()
+    try:
+        assert not node.view.members
+        directory.away = ""
+        until_s = time.monotonic() + 10.0
+        while not node.view.members:
+            assert time.monotonic() < until_s
+            time.sleep(0.01)
+    finally:
+        node.stop(unlink=True)
+    assert directory.left == ["n"]
