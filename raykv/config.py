@@ -6,6 +6,7 @@ Models are frozen and refuse unknown fields. Sizes end in `_nbytes` and also tak
 
 import os
 import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
@@ -325,8 +326,12 @@ class ClientConfig(Model):
 
 
 def environment_of_child() -> dict[str, str]:
-    """For a child of this process that is to fork: numpy's algebra, which nobody uses, must start no threads there."""
-    return {**os.environ, "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    """For a child of this process that is to fork, and to find the same modules.
+
+    Numpy's algebra, which nobody uses, must start no threads there.
+    """
+    found = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    return {**os.environ, "PYTHONPATH": found, "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
 def native_wanted() -> bool:

@@ -2,9 +2,9 @@
 
 A node that is killed or crashes is back in the time it takes to map its memory. The keeper has imported everything,
 which is most of a Python process's start; it has no threads and maps no memory, so each node is a fork of it. The port
-that the first one listens on is kept for those after it: peers find the node again without a new view.
+that the first one listens on is kept for those after it: peers find the next one without a new view.
 
-    stdin   one line of JSON, the `Order`; later "stop" or "forget", on a line. Its end is the keeper's, and the node's.
+    stdin   one line of JSON, the `Order`; later "stop", on a line. Its end is the keeper's, and the node's, at once.
     stdout  one line of JSON, a `Word`, for each node that is made.
 """
 
@@ -16,10 +16,7 @@ import select
 import signal
 import socket
 import sys
-import threading
 import time
-from functools import partial
-from types import FrameType
 from typing import Any, Final
 
 import msgspec
@@ -28,7 +25,6 @@ from raykv.config import NodeConfig
 from raykv.errors import ConfigError
 from raykv.node import Node
 from raykv.relay import RelayedDirectory
-from raykv.sweep import forget
 from raykv.transport.tcp import parse_address
 
 log = logging.getLogger("raykv.keeper")  # this file is run, not imported
@@ -37,11 +33,12 @@ REFUSED: Final = 78
 """Exit status of a node, and its keeper, whose config cannot be served here (EX_CONFIG)."""
 STEADY_S: Final = 1.0
 """A node that lived so long is made anew at once; one that did not, a little later each time."""
+MIN_DELAY_S: Final = 0.05
 MAX_DELAY_S: Final = 5.0
 LOOK_S: Final = 0.5
-STOP, FORGET = "stop", "forget"
+MAX_ORDER_NBYTES: Final = 1 << 20
+STOP: Final = b"stop"
 _PR_SET_PDEATHSIG: Final = 1
-_SIGNALS: Final = {STOP: signal.SIGTERM, FORGET: signal.SIGUSR1}
 
 
 class Order(msgspec.Struct):
@@ -50,7 +47,7 @@ class Order(msgspec.Struct):
     Attributes:
         config: Fields of `NodeConfig`.
         secret: The cluster's, as hexadecimal text.
-        directory: Address of a `Relay`.
+        directory: Address of a `Relay`, which knows that secret.
     """
 
     config: dict[str, Any]
@@ -64,11 +61,13 @@ class Word(msgspec.Struct, omit_defaults=True):
     Attributes:
         pid: Its process.
         first_ns: By the monotonic clock, when that process ran its first line.
+        address: Where processes of this host reach it.
         problem: Why the config cannot be served here; empty when it is.
     """
 
     pid: int
     first_ns: int
+    address: str = ""
     problem: str = ""
 
 
@@ -81,8 +80,8 @@ class Keeper:
         self._config = NodeConfig.load(order.config)
         self._words = words
         self._port: socket.socket | None = None
-        self._orders = b""
-        self._asked = ""
+        self._heard = b""
+        self._signal: signal.Signals | None = None
 
     def run(self) -> int:
         """Until somebody asks to stop, or is gone. Returns the exit status."""
@@ -91,31 +90,25 @@ class Keeper:
         gc.freeze()  # or each node's first collection would copy all pages that it shares with us
         delay_s = 0.0
         while True:
-            began_s = time.monotonic()
-            keeper = os.getpid()
-            signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS.values())  # until the node can heed them
+            began_s, keeper = time.monotonic(), os.getpid()
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # the node looks for it, and nothing interrupts
             pid = os.fork()
             if not pid:
                 self._become_node(keeper)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS.values())
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
             status = os.waitstatus_to_exitcode(self._watch(pid))
-            if self._asked or status == REFUSED:
-                break
+            if self._signal is not None or status == REFUSED:
+                return status
             log.warning("node %s, process %d, ended by itself (%d); making it anew", self._config.node_id, pid, status)
             if time.monotonic() - began_s >= STEADY_S:
                 delay_s = 0.0
-            if not self._listen(delay_s):
-                break
-            delay_s = min(MAX_DELAY_S, max(0.05, 2 * delay_s))
-        if self._asked == FORGET and status and self._config.file_prefix is not None:
-            forget(self._config.file_prefix)  # the node could not do it
-        return status
+            if not self._rest(delay_s):
+                return 0
+            delay_s = min(MAX_DELAY_S, max(MIN_DELAY_S, 2 * delay_s))
 
     def _keep_port(self) -> None:
-        """Take a port, if any will do, and hold it without listening: then whoever says so may listen there, too."""
+        """Hold the node's port, a free one if any will do, but do not listen: then the nodes can."""
         family, where = parse_address(self._config.bind)
-        if not isinstance(where, tuple) or where[1]:
-            return
         self._port = socket.socket(family, socket.SOCK_STREAM)
         self._port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -138,28 +131,27 @@ class Keeper:
                 for descriptor, _ in poll.poll():
                     if descriptor == ended:
                         return os.waitpid(pid, 0)[1]
-                    if not self._read_orders():
+                    if not self._listen():
                         poll.unregister(0)
-                    if self._asked:
-                        os.kill(pid, _SIGNALS.get(self._asked, signal.SIGKILL))
+                    if self._signal is not None:
+                        os.kill(pid, self._signal)
         finally:
             os.close(ended)
 
-    def _listen(self, seconds: float) -> bool:
-        """Wait so long for orders. False when there was one: there is nothing left to stop."""
+    def _rest(self, seconds: float) -> bool:
+        """Wait so long before the next node. False when none is wanted any more."""
         if select.select([0], [], [], seconds)[0]:
-            self._read_orders()
-        return not self._asked
+            self._listen()
+        return self._signal is None
 
-    def _read_orders(self) -> bool:
-        """False when there will be no more: then nobody needs the node any more."""
+    def _listen(self) -> bool:
+        """Hear what we are told. False when there will be no more: then nobody needs the node."""
         raw = os.read(0, 4096)
-        self._orders += raw
-        *lines, self._orders = self._orders.split(b"\n")
-        for line in lines:
-            self._asked = line.decode(errors="replace")
+        *lines, self._heard = (self._heard + raw).split(b"\n")
+        if STOP in lines:
+            self._signal = signal.SIGTERM
         if not raw:
-            self._asked = "nobody is there"
+            self._signal = signal.SIGKILL
         return bool(raw)
 
     # -- the node's side --------------------------------------------------------------------------------------------
@@ -169,8 +161,8 @@ class Keeper:
         first_ns, status = time.monotonic_ns(), 1
         try:
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # should the keeper be killed
-            os.close(0)
             if os.getppid() == keeper:
+                os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
                 status = self._serve(first_ns)
         except BaseException:
             log.critical("node %s ends", self._config.node_id, exc_info=True)
@@ -179,46 +171,21 @@ class Keeper:
             os._exit(status)
 
     def _serve(self, first_ns: int) -> int:
-        asked = _Asked()
-        node: Node | None = None
-        problem = ""
+        secret = bytes.fromhex(self._order.secret)
         try:
-            directory = RelayedDirectory(self._order.directory)
-            node = Node(self._config, secret=bytes.fromhex(self._order.secret), directory=directory)
+            node = Node(self._config, secret=secret, directory=RelayedDirectory(self._order.directory, secret))
             node.start()
         except ConfigError as error:
-            problem = str(error)
-        say(self._words, Word(os.getpid(), first_ns, problem))
-        if node is None or problem:
+            log.error("node %s cannot be served here: %s", self._config.node_id, error)
+            say(self._words, Word(os.getpid(), first_ns, problem=str(error)))
             return REFUSED
-        while not asked.wait(LOOK_S):
+        say(self._words, Word(os.getpid(), first_ns, node.member.local_address))
+        while signal.sigtimedwait({signal.SIGTERM}, LOOK_S) is None:
             if node.failure is not None:
                 log.critical("the node failed (%r); ending this process", node.failure)
                 return 1
-        if asked.which == FORGET:
-            node.stop(unlink=True)
-        else:
-            node.stop(leave=False)
+        node.stop(leave=False)
         return 0
-
-
-class _Asked:
-    """What a signal asks for."""
-
-    def __init__(self) -> None:
-        self.which = ""
-        self._event = threading.Event()
-        for which, number in _SIGNALS.items():
-            signal.signal(number, partial(self._note, which))
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS.values())
-
-    def _note(self, which: str, number: int, frame: FrameType | None) -> None:
-        self.which = which
-        self._event.set()
-
-    def wait(self, seconds: float) -> bool:
-        """Whether something is asked for by then."""
-        return self._event.wait(seconds)
 
 
 def say(words: int, word: Word) -> None:
@@ -226,21 +193,32 @@ def say(words: int, word: Word) -> None:
     os.write(words, msgspec.json.encode(word) + b"\n")
 
 
+def _read_order() -> bytes:
+    """The first line on stdin; what comes behind it is for later."""
+    raw = b""
+    while not raw.endswith(b"\n") and len(raw) < MAX_ORDER_NBYTES:
+        byte = os.read(0, 1)
+        if not byte:
+            return b""
+        raw += byte
+    return raw
+
+
 def main() -> int:
     """Serve the order on stdin."""
     words = os.dup(1)
     os.dup2(2, 1)  # what anybody prints must not come between the words
+    signal.signal(
+        signal.SIGCHLD, signal.SIG_DFL
+    )  # whoever started us may ignore it, and then nobody could be waited for
     logging.basicConfig(format="%(asctime)s %(process)d %(levelname)s %(name)s: %(message)s", level=logging.WARNING)
-    raw = b""
-    while not raw.endswith(b"\n"):
-        byte = os.read(0, 1)  # what comes behind the line is for later
-        if not byte:
-            return 0
-        raw += byte
+    raw = _read_order()
+    if not raw:
+        return 0
     try:
         keeper = Keeper(msgspec.json.decode(raw, type=Order), words)
     except ConfigError as error:
-        say(words, Word(os.getpid(), time.monotonic_ns(), str(error)))
+        say(words, Word(os.getpid(), time.monotonic_ns(), problem=str(error)))
         return REFUSED
     return keeper.run()
 

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import secrets
 import subprocess
 import sys
 import threading
@@ -15,9 +14,10 @@ from raykv import wire
 from raykv.config import NodeConfig, environment_of_child
 from raykv.directory import DirectoryPort
 from raykv.errors import ConfigError, PeerUnavailable, TransientError
-from raykv.keeper import FORGET, STOP, Order, Word
+from raykv.keeper import STOP, Order, Word
 from raykv.record import Asked, unpack
 from raykv.relay import Relay
+from raykv.sweep import forget_unowned
 from raykv.transport.tcp import SocketLink, SocketServer
 
 log = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ START_S: Final = 60.0
 ASK_S: Final = 10.0
 RETRY_S: Final = 0.02
 STOP_S: Final = 20.0
-"""How long a node may take to stop in order. Then it is killed, and its memory stays."""
+"""How long a node may take to stop in order. Then it is killed, and its memory stays as it is."""
 RELAY_CONNECTIONS: Final = 64
 
 
@@ -49,34 +49,43 @@ class KeptNode:
 
         Raises:
             ConfigError: It cannot be served here; says why.
-            PeerUnavailable: Its process ended, or does not answer.
+            PeerUnavailable: Its process ended, or does not answer within START_S; what it wrote to stderr says why.
         """
         self.config = config
         self.pid = self.first_ns = self.starts = 0
-        self._problem = ""
+        self._directory = directory
+        self._address = self._problem = ""
         self._news = threading.Condition()
-        self._ended = threading.Event()
-        address = f"unix:@raykv-relay-{secrets.token_hex(8)}"
+        self._ended = False
+        self._stopping = threading.Lock()
         self._relay = SocketServer(
-            Relay(directory), address, b"", io_timeout_s=ASK_S, max_connections=RELAY_CONNECTIONS
+            Relay(directory, config.node_id),
+            "127.0.0.1:0",
+            secret,
+            io_timeout_s=ASK_S,
+            max_connections=RELAY_CONNECTIONS,
         )
-        self._keeper = subprocess.Popen(
-            [sys.executable, "-m", "raykv.keeper"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=environment_of_child(),
-        )
+        try:
+            self._keeper = subprocess.Popen(
+                [sys.executable, "-P", "-m", "raykv.keeper"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=environment_of_child(),
+                process_group=0,  # who interrupts this process from its terminal leaves the end of the node to it
+            )
+        except OSError:
+            self._relay.close()
+            raise
         self._listener = threading.Thread(target=self._listen, name="raykv-kept", daemon=True)
         self._listener.start()
         try:
-            order = Order(config.model_dump(mode="json"), secret.hex(), address)
-            self._say(msgspec.json.encode(order))
+            self._say(msgspec.json.encode(Order(config.model_dump(mode="json"), secret.hex(), self._relay.address)))
             with self._news:
-                self._news.wait_for(lambda: self.starts or self._problem or self._ended.is_set(), START_S)
+                self._news.wait_for(lambda: self.starts or self._problem or self._ended, START_S)
             if self._problem:
                 raise ConfigError(self._problem)
             if not self.starts:
-                raise PeerUnavailable("the node's process does not come up; its log says why")
+                raise PeerUnavailable("the node's process does not come up; what it wrote to stderr says why")
         except BaseException:
             self._end()
             raise
@@ -84,7 +93,7 @@ class KeptNode:
     @property
     def ended(self) -> bool:
         """Whether nobody keeps the node any more."""
-        return self._ended.is_set()
+        return self._ended
 
     def stats(self) -> dict[str, Any]:
         """See `Node.stats`. Waits for a node that is being made anew.
@@ -110,20 +119,30 @@ class KeptNode:
         return requests, left_out
 
     def stop(self, *, unlink: bool = False) -> None:
-        """Stop serving, for good.
+        """Stop serving, for good. Safe to call again.
 
         Args:
             unlink: Also leave the cluster, and forget the memory. Else it is there for the process that comes next.
         """
-        try:
-            self._say((FORGET if unlink else STOP).encode())
-            self._keeper.wait(STOP_S)
-        except (BrokenPipeError, subprocess.TimeoutExpired):
-            log.warning("node %s did not stop in order", self.config.node_id)
-        self._end()
+        with self._stopping:
+            if not self._ended:
+                self._say(STOP)
+                try:
+                    self._keeper.wait(STOP_S)
+                except subprocess.TimeoutExpired:
+                    log.warning("node %s does not stop in order; it is killed", self.config.node_id)
+            self._end()
+            if not unlink:
+                return
+            try:
+                self._directory.leave(self.config.node_id)
+            except TransientError:
+                pass  # it will notice the silence
+            if self.config.file_prefix is not None:
+                forget_unowned(self.config.file_prefix)
 
     def _end(self) -> None:
-        """No process of ours is left after it."""
+        """No process of ours is left after it, and no thread."""
         assert self._keeper.stdin is not None
         try:
             self._keeper.stdin.close()  # its sign to kill the node, and go
@@ -132,41 +151,53 @@ class KeptNode:
         try:
             self._keeper.wait(STOP_S)
         except subprocess.TimeoutExpired:
-            self._keeper.kill()
+            self._keeper.kill()  # the node goes with it
             self._keeper.wait()
         self._listener.join(STOP_S)
         self._relay.close()
 
     def _say(self, line: bytes) -> None:
         assert self._keeper.stdin is not None
-        self._keeper.stdin.write(line + b"\n")
-        self._keeper.stdin.flush()
+        try:
+            self._keeper.stdin.write(line + b"\n")
+            self._keeper.stdin.flush()
+        except BrokenPipeError:
+            pass  # it is gone, as `ended` tells
 
     def _listen(self) -> None:
         assert self._keeper.stdout is not None
-        with self._keeper.stdout as lines:
-            for line in lines:
-                word = msgspec.json.decode(line, type=Word)
-                with self._news:
-                    self._problem = word.problem
-                    if not word.problem:
-                        self.pid, self.first_ns = word.pid, word.first_ns
-                        self.starts += 1
-                    self._news.notify_all()
+        try:
+            with self._keeper.stdout as lines:
+                for line in lines:
+                    self._note(msgspec.json.decode(line, type=Word))
+        finally:
+            with self._news:
+                self._ended = True
+                self._news.notify_all()
+
+    def _note(self, word: Word) -> None:
         with self._news:
-            self._ended.set()
+            self._problem = word.problem
+            if not word.problem:
+                self.pid, self.first_ns, self._address = word.pid, word.first_ns, word.address
+                self.starts += 1
             self._news.notify_all()
 
     def _ask(self, request: wire.Message) -> wire.Answer:
-        deadline_s = time.monotonic() + ASK_S
+        link = self._connect(time.monotonic() + ASK_S)
+        try:
+            return link.call(request, deadline_s=time.monotonic() + ASK_S)
+        except TransientError as error:
+            raise PeerUnavailable(f"the node does not answer: {error}") from error
+        finally:
+            link.close()
+
+    def _connect(self, deadline_s: float) -> SocketLink:
+        """Connect to the node, or the next one."""
         while True:
             try:
-                link = SocketLink.connect(self.config.local_address, b"", deadline_s=deadline_s)
-                try:
-                    return link.call(request, deadline_s=deadline_s)
-                finally:
-                    link.close()
+                return SocketLink.connect(self._address, b"", deadline_s=deadline_s)
             except TransientError as error:
-                if self.ended or time.monotonic() + RETRY_S >= deadline_s:
-                    raise PeerUnavailable(f"the node does not answer: {error}") from None
+                if self._ended or time.monotonic() + RETRY_S >= deadline_s:
+                    raise PeerUnavailable(f"the node does not answer: {self._problem or error}") from error
                 time.sleep(RETRY_S)

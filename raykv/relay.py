@@ -1,6 +1,6 @@
 """The directory through another process: a node without Ray asks the process around it, which asks for it.
 
-Over a Unix socket, so only processes of the same user on the same host are heard.
+It is heard on the loopback interface, by whoever proves the cluster's secret, and speaks for one node alone.
 """
 
 import time
@@ -37,8 +37,9 @@ class Relay:
 
     epoch = 0
 
-    def __init__(self, directory: DirectoryPort) -> None:
-        self._directory = directory
+    def __init__(self, directory: DirectoryPort, node_id: NodeId) -> None:
+        """Args: node_id: The only node whose beats are passed on."""
+        self._directory, self._node_id = directory, node_id
 
     def session(self, *, local: bool) -> Session:
         return _NoLeases()
@@ -54,7 +55,7 @@ class Relay:
         directory = self._directory
         try:
             match request:
-                case wire.Beat():
+                case wire.Beat() if request.member.node_id == self._node_id:
                     pulse = directory.beat(
                         request.member, request.view_epoch, request.view, request.version, request.register
                     )
@@ -63,7 +64,7 @@ class Relay:
                     namespace = Namespace.load(wire.fields(request.namespace))
                     fields = None if request.drop else wire.fields(request.fields)
                     return wire.Configured(directory.configure(namespace, fields))
-                case wire.Leave():
+                case wire.Leave() if request.node_id == self._node_id:
                     directory.leave(request.node_id)
                     return wire.Done()
         except TransientError as error:
@@ -73,15 +74,15 @@ class Relay:
                 if isinstance(request, wire.Configure)
                 else wire.Beaten(problem=problem)
             )
-        raise UsageError(f"{type(request).__name__} is nothing that a directory is asked")
+        raise UsageError(f"{type(request).__name__} is not for this relay: it asks the directory for {self._node_id!r}")
 
 
 class RelayedDirectory:
     """The asking end: a `DirectoryPort` for a node. Thread-safe: each call has a connection of its own."""
 
-    def __init__(self, address: str) -> None:
-        """Args: address: Of the relay, "unix:..."."""
-        self._address = address
+    def __init__(self, address: str, secret: bytes) -> None:
+        """Args: address: Of the relay, "host:port"."""
+        self._address, self._secret = address, secret
 
     def beat(
         self, member: Member, epoch: int, view: View | None = None, version: int = 0, register: bytes | None = None
@@ -114,7 +115,7 @@ class RelayedDirectory:
 
     def _call(self, request: wire.Message) -> wire.Answer:
         deadline_s = time.monotonic() + ASK_S
-        link = SocketLink.connect(self._address, b"", deadline_s=deadline_s)
+        link = SocketLink.connect(self._address, self._secret, deadline_s=deadline_s)
         try:
             return link.call(request, deadline_s=deadline_s)
         finally:

@@ -46,14 +46,28 @@ def sweep(config: NodeConfig, alive: Container[str], *, now_s: float) -> list[st
 def forget(prefix: Path) -> None:
     """Remove all files of a node in shared memory; see `NodeConfig.file_prefix`."""
     remove_files(prefix)
-    for suffix in (".sock", ".namespaces"):
+    for suffix in (".sock", ".namespaces", ".namespaces.new"):
         prefix.with_name(prefix.name + suffix).unlink(missing_ok=True)
+
+
+def forget_unowned(prefix: Path) -> bool:
+    """The same, but not under a process that serves them. Whether nobody did."""
+    table = prefix.with_name(prefix.name + ".table")
+    if table.exists() and not _unowned(table):
+        return False
+    forget(prefix)
+    return True
 
 
 def _abandoned(table: Path, now_s: float) -> bool:
     try:
-        if now_s - table.stat().st_mtime < ABANDONED_S:
-            return False
+        return now_s - table.stat().st_mtime >= ABANDONED_S and _unowned(table)
+    except OSError:
+        return False  # somebody else has just removed it
+
+
+def _unowned(table: Path) -> bool:
+    try:
         memory = SharedMemory.attach(table, writable=True)
     except (OSError, LostError):
         return False  # somebody else has just removed it, or it is not ours

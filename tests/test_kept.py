@@ -6,6 +6,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -209,7 +210,42 @@ def test_when_its_keeper_is_killed_the_node_goes_and_the_owner_hears_of_it(shm_d
     one.node.stop()
     assert {path.suffix for path in shm_dir.iterdir()} == {".table", ".arena", ".sock"}
     two = Kept(shm_dir)
+    one.node.stop(unlink=True)
+    assert two.node.stats()["node_id"] == "n", "what another one serves is not forgotten"
+    assert {path.suffix for path in shm_dir.iterdir()} == {".table", ".arena", ".sock"}
+    os.kill(two.node._keeper.pid, signal.SIGKILL)
     two.node.stop(unlink=True)
+    assert not list(shm_dir.iterdir())
+
+
+def test_stopping_again_and_by_several_at_once(shm_dir):
+    one = Kept(shm_dir)
+    problems: list[threading.ExceptHookArgs] = []
+    old, threading.excepthook = threading.excepthook, problems.append
+    try:
+        threads = [threading.Thread(target=one.node.stop, kwargs={"unlink": number % 2 == 0}) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        threading.excepthook = old
+    assert not problems
+    one.node.stop()
+    assert not list(shm_dir.iterdir())
+
+
+def test_memory_without_files_ends_with_each_node():
+    config = NodeConfig.load({"node_id": "n", "storage": {"arena_nbytes": 1 << 20, "extent_nbytes": 1 << 16}})
+    config = config.model_copy(update={"storage": config.storage.model_copy(update={"shm_dir": None})})
+    node = KeptNode(config, secret=b"s", directory=InProcessDirectory(member_timeout_s=60.0))
+    try:
+        assert node.stats()["node_id"] == "n"
+        os.kill(node.pid, signal.SIGKILL)
+        wait_until(lambda: node.starts == 2)
+        assert node.stats()["recovered"] == 0
+    finally:
+        node.stop(unlink=True)
 
 
 @pytest.mark.slow
@@ -232,6 +268,8 @@ def test_a_node_that_hangs_is_killed_when_it_must_stop(shm_dir, monkeypatch):
     os.kill(one.node.pid, signal.SIGSTOP)
     one.node.stop(unlink=True)
     assert not is_there(one.node.pid)
+    assert members(one.directory) == set()
+    assert not list(shm_dir.iterdir())
 
 
 def test_requests_are_recorded_over_it(made):

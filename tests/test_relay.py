@@ -1,6 +1,5 @@
 """A node that asks its directory through another process."""
 
-import secrets
 import threading
 import time
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from raykv.relay import Relay, RelayedDirectory
 from raykv.ring import Member, View
 from raykv.transport.tcp import SocketLink, SocketServer
 
+SECRET = b"known to the node"
 MEMBER = Member("a", "h", "x:1", "unix:/x", 1.5, 7)
 SPACE = Namespace(model="m", chunk_tokens=16)
 
@@ -57,15 +57,13 @@ def directory() -> Fickle:
 
 @pytest.fixture
 def address(directory: Fickle) -> Iterator[str]:
-    server = SocketServer(
-        Relay(directory), f"unix:@raykv-test-{secrets.token_hex(8)}", b"", io_timeout_s=5.0, max_connections=16
-    )
+    server = SocketServer(Relay(directory, "a"), "127.0.0.1:0", SECRET, io_timeout_s=5.0, max_connections=16)
     yield server.address
     server.close()
 
 
 def test_beats_and_what_is_heard_back_pass_whole(directory, address):
-    asked = RelayedDirectory(address)
+    asked = RelayedDirectory(address, SECRET)
     first = asked.beat(MEMBER, 0)
     assert first == Pulse(View(1, (MEMBER,)))
     assert asked.beat(MEMBER, 1) == Pulse()
@@ -81,7 +79,7 @@ def test_beats_and_what_is_heard_back_pass_whole(directory, address):
 
 
 def test_configs_of_namespaces_are_changed_through_it_and_errors_come_back_as_they_were(directory, address):
-    asked = RelayedDirectory(address)
+    asked = RelayedDirectory(address, SECRET)
     listed = Register.decode(asked.configure(SPACE, {"policy": "lfu"}))
     assert [entry.config.policy for entry in listed.entries.values()] == ["lfu"]
     with pytest.raises(ConfigError, match="sieve"):
@@ -92,7 +90,7 @@ def test_configs_of_namespaces_are_changed_through_it_and_errors_come_back_as_th
 
 
 def test_a_directory_that_is_away_is_away_for_the_node_too(directory, address):
-    asked = RelayedDirectory(address)
+    asked = RelayedDirectory(address, SECRET)
     directory.away = "gone to lunch"
     for call in (lambda: asked.beat(MEMBER, 0), lambda: asked.configure(SPACE, {}), lambda: asked.leave("a")):
         with pytest.raises(PeerUnavailable, match="gone to lunch"):
@@ -100,14 +98,16 @@ def test_a_directory_that_is_away_is_away_for_the_node_too(directory, address):
     directory.away = ""
     assert asked.beat(MEMBER, 0).view is not None
     with pytest.raises(PeerUnavailable):
-        RelayedDirectory("unix:@raykv-test-nobody").beat(MEMBER, 0)
+        RelayedDirectory("unix:@raykv-test-nobody", SECRET).beat(MEMBER, 0)
 
 
 def test_it_answers_for_nothing_else_and_survives_nonsense(directory, address):
-    link = SocketLink.connect(address, b"", deadline_s=time.monotonic() + 5.0)
+    link = SocketLink.connect(address, SECRET, deadline_s=time.monotonic() + 5.0)
     for message, problem in (
         (wire.Attach(), UsageError),
         (wire.GetStats(), UsageError),
+        (wire.Beat(Member("b", "h", "x:1", "unix:/x", 1.5, 7), 0), UsageError),
+        (wire.Leave("b"), UsageError),
         (wire.Configure(b"not json", b"{}"), UsageError),
         (wire.Configure(b'{"model": 5}', b"{}"), ConfigError),
         (wire.Configure(b'{"model": "m"}', b"[1]"), UsageError),
@@ -115,34 +115,43 @@ def test_it_answers_for_nothing_else_and_survives_nonsense(directory, address):
         with pytest.raises(problem):
             link.call(message, deadline_s=time.monotonic() + 5.0)
     link.close()
-    assert RelayedDirectory(address).beat(MEMBER, 0).view is not None
+    assert RelayedDirectory(address, SECRET).beat(MEMBER, 0).view is not None
+
+
+def test_strangers_are_not_heard(directory, address):
+    with pytest.raises(PeerUnavailable, match="secret"):
+        RelayedDirectory(address, b"something else").beat(MEMBER, 0)
+    assert not directory.logic.view.members
 
 
 def test_many_ask_at_once(directory, address):
-    members = [Member(f"n{number}", "h", f"x:{number}", "unix:/x", 1.0, 1) for number in range(8)]
     problems: list[RayKVError] = []
+    heard: list[int] = []
 
-    def live(member: Member) -> None:
+    def live(number: int) -> None:
         try:
-            for _ in range(20):
-                RelayedDirectory(address).beat(member, 0)
+            for life in range(20):
+                member = Member("a", "h", f"x:{number}", "unix:/x", 1.0, life)
+                pulse = RelayedDirectory(address, SECRET).beat(member, 0)
+                heard.append(pulse.view.epoch)
         except RayKVError as error:
             problems.append(error)
 
-    threads = [threading.Thread(target=live, args=(member,)) for member in members]
+    threads = [threading.Thread(target=live, args=(number,)) for number in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert not problems
-    assert {member.node_id for member in directory.logic.view.members} == {member.node_id for member in members}
+    assert len(heard) == 160
+    assert max(heard) == directory.logic.view.epoch
 
 
 def test_a_node_lives_behind_it(directory, address, shm_dir):
     storage = StorageConfig.load({"arena_nbytes": 1 << 20, "extent_nbytes": 1 << 16, "shm_dir": str(shm_dir)})
-    config = NodeConfig(node_id="n", storage=storage, heartbeat_s=0.05)
+    config = NodeConfig(node_id="a", storage=storage, heartbeat_s=0.05)
     directory.away = "not yet"
-    node = Node(config, secret=b"s", directory=RelayedDirectory(address))
+    node = Node(config, secret=b"s", directory=RelayedDirectory(address, SECRET))
     node.start()
     try:
         assert not node.view.members
@@ -153,4 +162,4 @@ def test_a_node_lives_behind_it(directory, address, shm_dir):
             time.sleep(0.01)
     finally:
         node.stop(unlink=True)
-    assert directory.left == ["n"]
+    assert directory.left == ["a"]

@@ -17,7 +17,7 @@ from raykv.memory.arena import sized_by_share
 from raykv.namespace import Namespace
 from raykv.record import Asked
 from raykv.ring import Member, View
-from raykv.sweep import sweep
+from raykv.sweep import forget_unowned, sweep
 from raykv.types import NodeId
 
 log = logging.getLogger(__name__)
@@ -134,7 +134,7 @@ class DirectoryActor:
             get_if_exists=True,
             num_cpus=0,
             max_restarts=-1,
-            max_concurrency=4,
+            max_concurrency=16,
             scheduling_strategy=NodeAffinitySchedulingStrategy(ray_node_id, soft=False),
         )
         return actor.remote(self._config, self._secret)
@@ -195,6 +195,7 @@ class NodeActor:
         self._node: KeptNode | None = None
         self._problem = ""
         self._stopping = threading.Event()
+        self._prefix = config.file_prefix
         sweep(config, {name[:NODE_ID_LENGTH] for name in living_ray_nodes()}, now_s=time.time())
         try:
             if cluster.arena_share is not None:
@@ -205,6 +206,9 @@ class NodeActor:
             log.error("no node here: %s", error)
             self._problem = str(error)
             return
+        except Exception:  # Ray makes an actor anew whose process ends, but not one whose constructor raises
+            log.critical("the node does not start; ending this process", exc_info=True)
+            os._exit(1)
         threading.Thread(target=self._watch, name="raykv-watch", daemon=True).start()
 
     def describe(self) -> dict[str, Any]:
@@ -227,6 +231,8 @@ class NodeActor:
         self._stopping.set()
         if self._node is not None:
             self._node.stop(unlink=True)
+        elif self._prefix is not None:
+            forget_unowned(self._prefix)
 
     def step_aside(self) -> None:
         """Stop serving and keep the memory, for the processes that come after these. Ends this process."""
