@@ -43,8 +43,11 @@ class DirectoryPort(Protocol):
         """
         ...
 
-    def configure(self, namespace: Namespace, fields: dict[str, Any] | None) -> bytes:
+    def configure(self, namespace: Namespace, fields: dict[str, Any] | None, register: bytes | None = None) -> bytes:
         """Change fields of a namespace's config, or drop it (None). Returns the list, as `Register.encode` writes it.
+
+        Args:
+            register: The node's own list. A directory that was reborn a moment ago builds on it.
 
         Raises:
             TransientError: The directory is away.
@@ -110,12 +113,16 @@ class Directory:
             self._publish([*others, member])
         return Pulse(self.view if self.view.epoch > epoch else None)
 
-    def configure(self, namespace: Namespace, fields: dict[str, Any] | None, *, now_ns: int) -> bytes:
+    def configure(
+        self, namespace: Namespace, fields: dict[str, Any] | None, register: bytes | None = None, *, now_ns: int
+    ) -> bytes:
         """See `DirectoryPort.configure`.
 
         Args:
             now_ns: Wall clock.
         """
+        if register is not None:
+            self.register.merge(Register.decode(register))
         if fields is None:
             self.register.drop(namespace, now_ns=now_ns)
         else:

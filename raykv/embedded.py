@@ -35,10 +35,10 @@ class InProcessDirectory:
             self.logic.expire(now_s=now_s)
             return self.logic.beat(member, epoch, view, now_s=now_s, version=version, register=register)
 
-    def configure(self, namespace: Namespace, fields: dict[str, Any] | None) -> bytes:
+    def configure(self, namespace: Namespace, fields: dict[str, Any] | None, register: bytes | None = None) -> bytes:
         """See DirectoryPort."""
         with self._lock:
-            return self.logic.configure(namespace, fields, now_ns=time.time_ns())
+            return self.logic.configure(namespace, fields, register, now_ns=time.time_ns())
 
     def leave(self, node_id: NodeId) -> None:
         """See DirectoryPort."""

@@ -699,7 +699,8 @@ class Node:
         if not request.drop:
             self.namespaces.require(namespace, fields)
         try:
-            register = self._directory.configure(namespace, None if request.drop else fields)
+            mine = self.namespaces.register.encode()
+            register = self._directory.configure(namespace, None if request.drop else fields, mine)
         except TransientError as error:
             return Reply(wire.Configured(problem=str(error)))
         return Reply(wire.Configured(register, self._adopt_register(register, namespace.account.digest)))

@@ -63,7 +63,7 @@ class Relay:
                 case wire.Configure():
                     namespace = Namespace.load(wire.fields(request.namespace))
                     fields = None if request.drop else wire.fields(request.fields)
-                    return wire.Configured(directory.configure(namespace, fields))
+                    return wire.Configured(directory.configure(namespace, fields, request.register))
                 case wire.Leave() if request.node_id == self._node_id:
                     directory.leave(request.node_id)
                     return wire.Done()
@@ -91,11 +91,11 @@ class RelayedDirectory:
         told = self._ask(wire.Beat(member, epoch, view, version, register))
         return Pulse(told.view, told.tell_view, told.register, told.tell_register)
 
-    def configure(self, namespace: Namespace, fields: dict[str, Any] | None) -> bytes:
+    def configure(self, namespace: Namespace, fields: dict[str, Any] | None, register: bytes | None = None) -> bytes:
         """See `DirectoryPort`."""
         name = namespace.model_dump_json(exclude_defaults=True).encode()
         changes = b"{}" if fields is None else msgspec.json.encode(fields)
-        answer = self._call(wire.Configure(name, changes, drop=fields is None))
+        answer = self._call(wire.Configure(name, changes, fields is None, register))
         configured = wire.expect(wire.Configured, answer)
         if configured.problem:
             raise PeerUnavailable(configured.problem)

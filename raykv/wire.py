@@ -216,12 +216,13 @@ class Configure(Message):
     """Change these fields (JSON) of the config of a namespace's account (its fields as JSON), or drop the account.
 
     Asks the directory. Answered by Configured; whoever asks then tells the others (Adopt), who else hear of it with
-    their next heartbeat.
+    their next heartbeat. `register`: from a node to a relay of the directory: see `DirectoryPort.configure`.
     """
 
     namespace: bytes
     fields: bytes = b"{}"
     drop: bool = False
+    register: bytes | None = None
 
 
 class Adopt(Message):

@@ -90,6 +90,21 @@ def test_a_wrong_config_is_refused_before_anything_happens():
         assert listed(client, MINE)["config"] == NamespaceConfig(ttl_s=100)
 
 
+def test_a_change_right_after_the_directory_was_reborn_keeps_the_fields_before(monkeypatch):
+    with cluster(2) as running:
+        client = running.client(MINE)
+        assert client.configure(policy="lfu", ttl_s=5000) == 2
+
+        def away(*arguments):
+            raise TransientError("the directory is away")
+
+        monkeypatch.setattr(running.directory, "beat", away)  # no node tells it anything before the change comes
+        running.directory.logic.__init__(member_timeout_s=1.0)
+        assert client.configure(priority=3) == 2
+        (found,) = client.namespaces()
+        assert found["config"] == NamespaceConfig(policy="lfu", ttl_s=5000, priority=3)
+
+
 def test_without_a_directory_nothing_is_changed(monkeypatch):
     with cluster(2) as running:
         client = running.client(MINE)

@@ -125,3 +125,13 @@ def test_the_directory_tells_nodes_and_learns_from_them():
     assert both.version > mine.version
     other = member("o")
     assert reborn.beat(other, 0, None, now_s=0.0).register == pulse.register
+
+
+def test_a_reborn_directory_builds_a_change_on_what_the_asking_node_knows():
+    known = Directory(member_timeout_s=5.0).configure(A, {"policy": "lfu", "ttl_s": 60}, now_ns=1)
+    reborn = Directory(member_timeout_s=5.0)
+    told = Register.decode(reborn.configure(A, {"priority": 3}, known, now_ns=2))
+    assert told.config(A.account.digest) == NamespaceConfig(policy="lfu", ttl_s=60, priority=3)
+    assert told.version > Register.decode(known).version
+    dropped = Register.decode(Directory(member_timeout_s=5.0).configure(B, None, known, now_ns=2))
+    assert dropped.config(A.account.digest) == NamespaceConfig(policy="lfu", ttl_s=60)

@@ -36,9 +36,9 @@ class Fickle(InProcessDirectory):
         self._require()
         return super().beat(*arguments, **fields)
 
-    def configure(self, namespace: Namespace, fields: dict[str, Any] | None) -> bytes:
+    def configure(self, namespace: Namespace, fields: dict[str, Any] | None, register: bytes | None = None) -> bytes:
         self._require()
-        return super().configure(namespace, fields)
+        return super().configure(namespace, fields, register)
 
     def leave(self, node_id: str) -> None:
         self._require()

@@ -32,7 +32,7 @@ EXAMPLES = [
     wire.Read(b"keys", True),
     wire.Write(b"digest", b"keys", 4096, False, b"parent", 9, 60.0, -3),
     wire.Hint(b"keys", 60.0, -3, True, True, 512),
-    wire.Configure(b"{}", b'{"ttl_s": 1}', True),
+    wire.Configure(b"{}", b'{"ttl_s": 1}', True, b"{}"),
     wire.Adopt(b"{}", b"digest"),
     wire.Configured(b"{}", 3, "why not"),
     wire.Report(b"digest", {"evicted": 3}, (0, 1), (2,)),

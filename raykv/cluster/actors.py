@@ -70,10 +70,10 @@ class DirectoryActor:
         with self._lock:
             return self._directory.beat(member, epoch, view, now_s=time.monotonic(), version=version, register=register)
 
-    def configure(self, namespace: Namespace, fields: dict[str, Any] | None) -> bytes:
+    def configure(self, namespace: Namespace, fields: dict[str, Any] | None, register: bytes | None = None) -> bytes:
         """See `DirectoryPort.configure`."""
         with self._lock:
-            return self._directory.configure(namespace, fields, now_ns=time.time_ns())
+            return self._directory.configure(namespace, fields, register, now_ns=time.time_ns())
 
     def leave(self, node_id: NodeId) -> None:
         """A node goes."""
@@ -154,10 +154,10 @@ class RayDirectory:
         pulse: Pulse = self._call("beat", member, epoch, view, version, register)
         return pulse
 
-    def configure(self, namespace: Namespace, fields: dict[str, Any] | None) -> bytes:
+    def configure(self, namespace: Namespace, fields: dict[str, Any] | None, register: bytes | None = None) -> bytes:
         """See `DirectoryPort`."""
-        register: bytes = self._call("configure", namespace, fields)
-        return register
+        told: bytes = self._call("configure", namespace, fields, register)
+        return told
 
     def leave(self, node_id: NodeId) -> None:
         """See `DirectoryPort`."""
