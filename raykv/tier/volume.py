@@ -232,8 +232,8 @@ def aligned(nbytes: int) -> memoryview:
 class IoThreads:
     """A few threads that do, one after another, what they are handed; and since when each has been at it.
 
-    They are threads of the background (SCHED_BATCH): one that a drive wakes takes an idle core, or waits for its turn, but
-    does not interrupt who reads memory. Where all cores are busy, p99 of such reads was 2 to 3.5 times as long without.
+    They are threads of the background (SCHED_BATCH): one that a drive wakes takes an idle core, or waits for its turn,
+    but does not interrupt who reads memory: where all cores are busy, p99 of such reads was up to three times as long.
     """
 
     def __init__(
