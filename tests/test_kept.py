@@ -157,6 +157,7 @@ def test_stopping_while_none_lives(shm_dir, unlink):
     assert left == (set() if unlink else {".table", ".arena", ".sock"})
 
 
+@pytest.mark.slow
 def test_stopping_keeps_the_memory_for_the_next(shm_dir):
     one = Kept(shm_dir)
     with one.client() as client:
@@ -218,6 +219,7 @@ def test_when_its_keeper_is_killed_the_node_goes_and_the_owner_hears_of_it(shm_d
     assert not list(shm_dir.iterdir())
 
 
+@pytest.mark.slow
 def test_stopping_again_and_by_several_at_once(shm_dir):
     one = Kept(shm_dir)
     problems: list[threading.ExceptHookArgs] = []
@@ -235,6 +237,7 @@ def test_stopping_again_and_by_several_at_once(shm_dir):
     assert not list(shm_dir.iterdir())
 
 
+@pytest.mark.slow
 def test_memory_without_files_ends_with_each_node():
     config = NodeConfig.load({"node_id": "n", "storage": {"arena_nbytes": 1 << 20, "extent_nbytes": 1 << 16}})
     config = config.model_copy(update={"storage": config.storage.model_copy(update={"shm_dir": None})})
@@ -262,6 +265,7 @@ def test_when_its_owner_is_killed_node_and_keeper_go(shm_dir):
     wait_until(lambda: not any(map(is_there, pids)))
 
 
+@pytest.mark.slow
 def test_a_node_that_hangs_is_killed_when_it_must_stop(shm_dir, monkeypatch):
     monkeypatch.setattr("raykv.kept.STOP_S", 0.5)
     one = Kept(shm_dir)
