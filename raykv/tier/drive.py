@@ -332,7 +332,7 @@ class Drive:
             rows, chosen = load.rows[keep], np.array(new)[keep]
             index.give(load.rows[~keep])
             for place in np.array(new)[~keep].tolist():
-                self.gone[load.items[place].key] = None
+                self.disown(load.items[place].key)
             if len(rows):
                 accounts = np.array([load.items[place].account for place in chosen.tolist()], np.uint16)
                 index.enter(rows, entries[chosen], accounts, identity)
@@ -344,6 +344,20 @@ class Drive:
         for place, item in enumerate(load.items):
             if item.row >= 0:
                 self.upkeep.land(item, segment, entries[place : place + 1])
+
+    def disown(self, key: bytes) -> None:
+        """A copy of a chunk has landed that the index does not name: a record must say so, or a start would find it.
+
+        Unless the chunk was stored here again meanwhile: a start takes that copy, which is newer, and such a record,
+        which is newer still, would speak against it, too.
+        """
+        index = self.common.index
+        row = int(index.look_all(key_array([key]))[0])
+        if row >= 0 and int(index.segment[row]) // SEGMENTS == self.number:
+            return
+        coming = (item for batch in self._flying for item in batch.content.items)
+        if not any(item.key == key and item.row < 0 and not item.cancelled for item in coming):
+            self.gone[key] = None
 
     def add(self, segment: Segment, rows: Rows) -> int:
         """Rows' chunks lie in this segment now. Returns what they take there, in bytes."""

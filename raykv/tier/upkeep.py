@@ -200,7 +200,7 @@ class Upkeep:
             self._drive.log.moved_nbytes += self._drive.add(segment, row)
             common.moved_nbytes += item.nbytes
         else:
-            self._drive.gone[item.key] = None
+            self._drive.disown(item.key)
         self.moved(item)
 
     def moved(self, item: Item) -> None:
