@@ -514,6 +514,7 @@ class Drive:
         self.common.drop_rows(index.rows_where(index.segment[index.used()] // SEGMENTS == self.number))
         self.log = self._new_log()
         self.common.fail_queue_if_off()
+        self.scan.settle()
         self.notify()
 
     def remember_gone(self, keys: Sequence[bytes]) -> None:

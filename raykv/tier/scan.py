@@ -18,6 +18,7 @@ import numpy as np
 from raykv.memory.copying import checksum_of
 from raykv.tier.common import raw_keys
 from raykv.tier.index import SEGMENTS
+from raykv.tier.log import Segment
 from raykv.tier.segment import BLOCK_NBYTES, ENTRY, TAIL_BLOCKS, Record, blocks_of, living, read_segment
 from raykv.tier.volume import aligned
 from raykv.types import Bits, Rows
@@ -43,6 +44,7 @@ class Scan:
         self._unscanned = 0
         self._told_gone: dict[bytes, int] = {}
         self._told_dropped: dict[bytes, int] = {}
+        self._doubtful: list[tuple[Segment, Record, Any, Sequence[int | None]]] = []
         self.forget_all = False
 
     def look(self) -> None:
@@ -55,6 +57,7 @@ class Scan:
             return
         with self.common.lock:
             self._unscanned = len(numbers)
+            self._doubtful = []
             for number, nbytes in numbers.items():
                 self._drive.tasks.append(partial(self._scan, number, nbytes))
             if not numbers:
@@ -65,8 +68,30 @@ class Scan:
         if self._drive.logged:
             log.info("SSD path %s is on again", self._drive.volume.path)
         self._drive.state, self._drive.reason, self._drive.logged = "on", "", ""
-        self._told_gone, self._told_dropped, self.forget_all = {}, {}, False
+        self.forget_all = False
+        self.settle()
         self.common.tell()
+
+    def _others_start(self) -> bool:
+        return any(drive.state == "starting" for drive in self.common.drives if drive is not self._drive)
+
+    def settle(self) -> None:
+        """Once no path starts any more: decide on each about what was found on another one, too.
+
+        Not before: until all of a path was read, what it tells to be gone is not known, and its copy may be stale.
+        """
+        if not any(drive.state == "starting" for drive in self.common.drives):
+            for drive in self.common.drives:
+                drive.scan.decide()
+
+    def decide(self) -> None:
+        """See `settle`."""
+        doubtful, self._doubtful = self._doubtful, []
+        segments = self._drive.log.segments
+        for segment, record, entries, accounts in doubtful if self._drive.state == "on" else ():
+            if segments.get(segment.number) is segment and segment.sequence == record.sequence:
+                self._enter(segment, record, entries, accounts)
+        self._told_gone, self._told_dropped = {}, {}
 
     def _scan(self, number: int, file_nbytes: int) -> None:
         """On a thread: read one segment's records, and enter what they say."""
@@ -153,12 +178,16 @@ class Scan:
             entries: Those of the record that live.
             accounts: Number of each of the record's texts.
         """
-        index, common, sequence = self.common.index, self.common, record.sequence
+        common, sequence = self.common, record.sequence
         segment = self._drive.log.found(number, sequence, sealed=sealed, record=record)
         common.texts.update(
             {account: text for account, text in zip(accounts, record.texts, strict=True) if account is not None}
         )
         self._apply_told(record)
+        self._enter(segment, record, entries, accounts)
+
+    def _enter(self, segment: Segment, record: Record, entries: Any, accounts: Sequence[int | None]) -> None:
+        index, common, sequence = self.common.index, self.common, record.sequence
         keep = (entries["expires_s"] == 0) | (entries["expires_s"] > common.wall())
         for place, (account, text) in enumerate(zip(accounts, record.texts, strict=True)):
             if account is None or text in self._drive.dropped or self._told_dropped.get(text, 0) > sequence:
@@ -171,8 +200,12 @@ class Scan:
         entries = entries[keep]
         existing = index.look_all(np.ascontiguousarray(entries["key"]))
         mine = (existing >= 0) & (index.segment[existing] // SEGMENTS == self._drive.number)
-        for place in np.flatnonzero((existing >= 0) & ~mine).tolist():
-            self._drive.gone[entries["key"][place].tobytes()] = None  # it is on another path, too
+        elsewhere = (existing >= 0) & ~mine
+        if elsewhere.any() and self._others_start():
+            self._doubtful.append((segment, record, entries[elsewhere], accounts))
+        else:
+            for place in np.flatnonzero(elsewhere).tolist():
+                self._drive.gone[entries["key"][place].tobytes()] = None  # it is on another path, too
         older = mine & (self._sequences(existing) < sequence)
         common.forget(existing[older], tell=False)
         fresh = (existing < 0) | older
