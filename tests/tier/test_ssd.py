@@ -1,6 +1,7 @@
 """The SSD tier as its callers see it: what was written is there, byte for byte, also after a restart."""
 
 import fcntl
+import os
 import subprocess
 import sys
 import threading
@@ -343,3 +344,18 @@ def test_the_lock_is_the_directory_s(tmp_path: Path):
         pytest.raises(BlockingIOError),
     ):
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_its_threads_do_not_interrupt_readers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with Driven(tmp_path).started():
+        threads = [thread for thread in threading.enumerate() if thread.name.startswith("raykv-ssd0-")]
+        assert threads
+        assert {os.sched_getscheduler(thread.native_id) for thread in threads} == {os.SCHED_BATCH}
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER
+
+    def refused(*arguments: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "sched_setscheduler", refused)
+    with Driven(tmp_path).started() as driven:
+        assert driven.write([driven.chunk(b"k" * 16, 5000)]) == [True]
