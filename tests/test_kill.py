@@ -42,7 +42,9 @@ class Load:
         self.reads = self.hits = 0
         self.named: dict[str, None] = {}  # all names that were ever handed in
         self.unfinished: list[str] = []
-        self.threads = [threading.Thread(target=self._guard, args=(task,)) for task in (self._hold, self._write)]
+        tasks = (self._hold, self._write)
+        self.connected = threading.Barrier(len(tasks) + 1)
+        self.threads = [threading.Thread(target=self._guard, args=(task,)) for task in tasks]
 
     def __enter__(self) -> "Load":
         with self.node.client() as client:
@@ -50,6 +52,7 @@ class Load:
             client.flush()
         for thread in self.threads:
             thread.start()
+        self.connected.wait(60.0)  # a client cannot be made while there is no node
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -61,6 +64,7 @@ class Load:
     def _guard(self, task) -> None:
         try:
             with self.node.client(timeout_s=2.0) as client:
+                self.connected.wait(60.0)
                 while not self.stop.is_set():
                     task(client)
         except BaseException as error:

@@ -14,7 +14,10 @@ from raykv.config import SsdConfig
 from raykv.errors import ConfigError
 from raykv.tier import ssd
 from raykv.tier.base import Chunk
+from raykv.tier.drive import Drive
 from raykv.tier.index import key_array
+from raykv.tier.log import Batch
+from raykv.tier.scan import Scan
 from tests.tier.ssd_fixtures import SEGMENT, Arena, Driven, Names, all_keys, content_of, keys_for, wait_for
 
 SIZES = [1, 100, 4095, 4096, 4097, 65_536, 100_000, SEGMENT // 2]
@@ -335,6 +338,75 @@ def test_several_threads_against_a_dictionary(tmp_path: Path, seed: int):
         for key in here:
             nbytes = sizes[key[0] % len(sizes)]
             assert driven.read([key], nbytes) == [content_of(key, nbytes)]
+
+
+def test_a_stale_copy_on_one_path_does_not_put_out_the_live_one_on_another(tmp_path: Path, monkeypatch):
+    """What tells that a copy is stale is read last."""
+    stale, live = tmp_path / "a", tmp_path / "b"
+    (key,), nbytes = keys_for(1), 60_000
+    with Driven(stale).started() as driven:
+        driven.put([key], nbytes)
+        driven.put(keys_for(20, 1), nbytes)  # into the next segment
+        assert driven.delete([key]) == 1
+    with Driven(live).started() as driven:
+        driven.put([key], nbytes)
+    first_read, other_read = threading.Event(), threading.Event()
+    real = Scan._scan
+
+    def scan(self: Scan, number: int, file_nbytes: int) -> None:
+        if self._drive.number == 0:
+            assert not first_read.is_set() or other_read.wait(20.0)
+            real(self, number, file_nbytes)
+            first_read.set()
+        else:
+            assert first_read.wait(20.0)
+            real(self, number, file_nbytes)
+            if not self._unscanned:
+                other_read.set()
+
+    monkeypatch.setattr(Scan, "_scan", scan)
+    for _ in range(2):  # the second start finds what the first has told to be gone
+        first_read.clear()
+        other_read.clear()
+        with Driven([stale, live]).started() as driven:
+            assert all_keys(driven.tier) == {key, *keys_for(20, 1)}
+            assert driven.read([key], nbytes) == [content_of(key, nbytes)]
+            assert driven.tier.flush(10.0)
+
+
+def test_a_move_that_lands_late_does_not_speak_against_what_was_stored_since(tmp_path: Path, monkeypatch):
+    (key,), nbytes = keys_for(1), 60_000
+    held, release, anew = threading.Event(), threading.Event(), threading.Event()
+    real = Drive._write
+
+    def write(self: Drive, batch: Batch) -> None:
+        for item in batch.content.items:
+            if item.key == key and item.row >= 0:
+                held.set()
+                assert release.wait(20.0)
+            elif item.key == key and held.is_set():
+                anew.set()
+        real(self, batch)
+
+    monkeypatch.setattr(Drive, "_write", write)
+    with Driven(tmp_path, capacity_nbytes=8 * SEGMENT).started() as driven:
+        driven.put([key], nbytes)
+        for salt in range(1, 100):
+            assert driven.read([key], nbytes) == [content_of(key, nbytes)]
+            if held.wait(0.01):
+                break
+            driven.put(keys_for(8, salt), nbytes)
+        assert held.wait(20.0)
+        assert driven.delete([key]) == 1
+        writer = threading.Thread(target=driven.put, args=([key], nbytes))
+        writer.start()
+        assert anew.wait(20.0)
+        release.set()
+        writer.join(20.0)
+        assert driven.read([key], nbytes) == [content_of(key, nbytes)]
+        assert driven.tier.flush(10.0)
+    with Driven(tmp_path, capacity_nbytes=20 * SEGMENT).started() as driven:
+        assert driven.read([key], nbytes) == [content_of(key, nbytes)]
 
 
 def test_the_lock_is_the_directory_s(tmp_path: Path):
