@@ -89,6 +89,7 @@ def push_out(cluster: EmbeddedCluster, client: raykv.Client, some: list[str]) ->
     cluster.settle()
 
 
+@pytest.mark.slow
 def test_what_left_memory_is_read_from_the_ssd_here_and_from_elsewhere(cluster):
     here, there = cluster.client(SPACE), cluster.client(SPACE, node=1)
     sink(cluster, here, names(30))
@@ -146,6 +147,7 @@ def test_a_scan_is_not_written(cluster):
     assert ssd_of(cluster)["disk_nbytes"] < 0.05 * count * NBYTES
 
 
+@pytest.mark.slow
 def test_what_is_deleted_or_dropped_is_gone_below_too(cluster):
     client, other = cluster.client(SPACE), cluster.client(raykv.Namespace(model="other"))
     sink(cluster, client, names(10))
@@ -159,6 +161,7 @@ def test_what_is_deleted_or_dropped_is_gone_below_too(cluster):
     assert get(other, names(10, "others")) == 10
 
 
+@pytest.mark.slow
 def test_without_its_directory_the_tier_is_off_and_requests_go_on(tmp_path):
     with cluster_on(tmp_path / "drive") as cluster:
         client = cluster.client(SPACE, timeout_s=3.0)

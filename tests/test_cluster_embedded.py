@@ -410,6 +410,7 @@ def test_a_new_node_learns_what_it_owns():
         assert stale.view().epoch == running.directory.logic.view.epoch
 
 
+@pytest.mark.slow
 def test_a_dead_node_costs_its_own_chunks_and_no_more():
     with cluster(3) as running:
         for node in range(3):
@@ -542,6 +543,7 @@ def test_on_a_bad_network_every_get_is_right_or_a_miss(loss, rng):
             }
 
 
+@pytest.mark.slow
 def test_a_slow_network_costs_the_deadline_and_no_more():
     network = Network()
     with cluster(3, network=network) as running:

@@ -174,6 +174,7 @@ def test_stopping_keeps_the_memory_for_the_next(shm_dir):
             two.node.stop(unlink=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("storage", [{"arena_nbytes": 1 << 50}, {"policy": "no_such_module:at_all"}])
 def test_what_cannot_be_served_is_said_and_not_tried_again(shm_dir, storage):
     with pytest.raises(ConfigError, match=r"arena_nbytes|no_such_module"):

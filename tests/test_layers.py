@@ -163,6 +163,7 @@ def test_only_config_reads_the_environment():
     assert readers <= {"config"}
 
 
+@pytest.mark.slow
 def test_the_core_works_with_nothing_optional_installed():
     program = f"""
 import sys

@@ -316,8 +316,9 @@ def test_a_damaged_list_does_no_harm(shm_dir: Path, caplog):
     with cluster(1, shm_dir=str(shm_dir)) as running:
         running.client(MINE).configure(ttl_s=500)
         node = running.nodes[0]
-        register_paths(node.config)[0].write_bytes(b"{")
         node.stop(leave=False)
+        (path,) = register_paths(node.config)
+        path.write_bytes(b"{")  # not before it stopped: it may write it once more
         again = raykv.node.Node(node.config, secret=bytes(32), directory=running.directory)
         again.start()
         assert "of no use" in caplog.text

@@ -86,6 +86,7 @@ def test_ranks_are_all_nodes_and_losing_the_first_promotes_the_second():
     assert (without[lost] == second[lost]).all()
 
 
+@pytest.mark.slow
 def test_the_order_of_members_does_not_matter_nor_does_the_process():
     weights = [(name, 1.0 + place % 3) for place, (name, _) in enumerate(nodes(9))]
     ring = Ring(weights)

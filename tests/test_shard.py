@@ -341,6 +341,7 @@ def test_tenants_and_adapters_of_one_model_share_an_account(bench):
         bench.shard.accounts.number(Namespace(model="nobody").digest)
 
 
+@pytest.mark.slow
 def test_the_list_of_accounts_is_bounded(bench):
     with pytest.raises(UsageError, match="namespace of"):
         bench.shard.accounts.open(Namespace(model="m" * 3000))
@@ -1319,6 +1320,7 @@ write_steps = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(write_steps)
 def test_lend_and_store_do_what_a_dict_does(steps):

@@ -63,6 +63,7 @@ steps = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(steps, st.frozensets(st.integers(0, EXTENTS - 1), max_size=2))
 def test_no_page_ever_has_two_owners(todo, broken):

@@ -69,6 +69,7 @@ class Model:
 numbers = st.lists(st.integers(0, 39), max_size=20)
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(st.sampled_from(["insert", "remove", "rebuild"]), numbers), max_size=25))
 def test_the_index_is_a_dict(steps):

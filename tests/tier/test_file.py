@@ -295,6 +295,7 @@ def test_files_that_tell_what_is_gone_stay_few_and_go_when_nothing_older_is_left
 # -- room -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_packs_that_were_used_longest_ago_go_first(tmp_path):
     keys = [keys_for(16, number) for number in range(8)]  # what a pack holds of this size
     with Shared(tmp_path, capacity_nbytes=6 * PACK, scan_s=60.0).on() as one:
@@ -314,6 +315,7 @@ def test_the_packs_that_were_used_longest_ago_go_first(tmp_path):
         assert one.tier.stats()["packs_removed"] == 1
 
 
+@pytest.mark.slow
 def test_the_directory_keeps_within_its_capacity(tmp_path):
     keys = keys_for(400)
     with Shared(tmp_path, capacity_nbytes=5 * PACK, seal_s=0.2).on() as one:

@@ -30,6 +30,7 @@ def started(cluster: EmbeddedCluster) -> None:
     wait_until(lambda: all(file_of(cluster, n)["state"] == "on" for n in range(len(cluster.nodes))), "on")
 
 
+@pytest.mark.slow
 def test_a_cluster_gets_what_another_one_left(tmp_path):
     some = names(30)
     with cluster_on(tmp_path, "a", 2) as first:

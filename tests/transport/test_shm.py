@@ -113,6 +113,7 @@ def test_a_change_between_lookup_and_copy_is_a_miss_or_right(monkeypatch, before
     writer.reader.close()
 
 
+@pytest.mark.slow
 @HYPOTHESIS
 @given(before=changes, unfinished=changes, asked=st.integers(0, 39))
 def test_a_half_done_change_is_a_miss_or_right(before, unfinished, asked):
