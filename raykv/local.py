@@ -7,11 +7,10 @@ A put takes slots that were lent ahead of need (`raykv.loan`), writes to them, a
 answer brings the next slots. Whoever does not wait for that answer leaves it to the next call that uses the connection.
 """
 
-import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Final, Self
 
@@ -30,7 +29,7 @@ from raykv.loan import (
     Pool,
     Posted,
 )
-from raykv.memory.copying import STREAM_NBYTES, CopyThreads, checksum_of, store
+from raykv.memory.copying import CopyThreads, checksum_of
 from raykv.memory.slots import slot_nbytes
 from raykv.memory.table import MAX_DEPTH
 from raykv.transport.base import MAX_POSTED, Link, remaining
@@ -44,7 +43,6 @@ CLOSE_S: Final = 0.2
 """How long a client that goes waits to give its slots back in order. (Else they rest for a while.)"""
 _COLLECT_EVERY: Final = 16
 """Posted stores after which answers that have arrived are taken in."""
-_halves: Final = struct.Struct("<QQ").unpack
 _STORED: Final = PutResult(1, 0, 0)
 _EXISTED: Final = PutResult(0, 1, 0)
 _FULL: Final = PutResult(0, 0, 1, "full")
@@ -237,8 +235,9 @@ class LocalNode:
         if not written:
             return PutResult(0, existed, full, "full")
         every = len(written) == len(keys)
-        with self._ours(borrowed):
-            arena = borrowed.reader.arena.view
+        try:
+            reader = borrowed.reader
+            arena = reader.arena.view
             views = [arena[start : start + nbytes] for start in borrowed.starts]
             checksums = threads.fill(views, [values[place] for place in written])
             raw = to_bytes(keys)
@@ -256,7 +255,11 @@ class LocalNode:
                 *hints,
             )
             named = raw if every else to_bytes(keys[written])
-            others = self._store(request, borrowed, len(keys), named, wait=wait, deadline_s=deadline_s)
+            published = reader.publish(borrowed.rows, borrowed.generations, named, request.checksums, nbytes)
+            others = self._tell(request, borrowed, len(keys), published=published, wait=wait, deadline_s=deadline_s)
+        except BaseException:
+            self._return(borrowed)
+            raise
         reason = "full" if full else ""
         if not wait:
             return PutResult(0, existed, full, reason, len(written))
@@ -298,19 +301,21 @@ class LocalNode:
         hints: Hints,
     ) -> PutResult:
         """A put of one chunk is all call and no work: no array is made for it."""
-        if self._is_known(key) and self._looks_at_today():
+        if self.reader.known_one(key) and self._looks_at_today():
             return _EXISTED
         with self._lock:
             borrowed = self._borrow(account, key, 1, nbytes, parent, deadline_s)
         if not borrowed.rows:
             return _FULL
-        with self._ours(borrowed):
-            start, stream = borrowed.starts[0], nbytes >= STREAM_NBYTES
-            slot = borrowed.reader.arena.view[start : start + nbytes]
-            checksum = store(slot, pieces, stream=stream).to_bytes(8, "little")
-            row = borrowed.rows[0].to_bytes(4, "little")
-            request = wire.Store(account.digest, key, nbytes, row, checksum, b"", chained, parent, depth, 0, *hints)
-            others = self._store(request, borrowed, 1, key, wait=wait, deadline_s=deadline_s)
+        try:
+            (row,), (generation,), (start,) = borrowed.rows, borrowed.generations, borrowed.starts
+            published, checksum = borrowed.reader.store_one(row, generation, start, key, pieces, nbytes)
+            rows = row.to_bytes(4, "little")
+            request = wire.Store(account.digest, key, nbytes, rows, checksum, b"", chained, parent, depth, 0, *hints)
+            others = self._tell(request, borrowed, 1, published=published, wait=wait, deadline_s=deadline_s)
+        except BaseException:
+            self._return(borrowed)
+            raise
         return _EXISTED if others else _STORED if wait else _POSTED
 
     def _require_size(self, nbytes: int) -> None:
@@ -342,17 +347,6 @@ class LocalNode:
             places = list(first.values())
         return places
 
-    def _is_known(self, key: bytes) -> bool:
-        """The same for one key: whether it is here, or being written."""
-        if self.reader.ready_one(key):
-            return True
-        table = self.reader.table
-        row = table.find_one(*_halves(key))
-        if row < 0:
-            return False
-        expires = table.cells.expires[row]
-        return not expires or expires > table.ticks(time.monotonic())
-
     def _looks_at_today(self) -> bool:
         """Whether our mapping is the node's, as far as was to be seen of late. If not, the next call maps it anew."""
         now_s = time.monotonic()
@@ -375,17 +369,16 @@ class LocalNode:
         deadline_s: float,
     ) -> Borrowed:
         """Up to `count` slots to write now: from the pool, and what it lacks from the node. Fewer: it is full."""
-        size, now_s = slot_nbytes(nbytes), time.monotonic()
+        where, now_s = (account.digest, slot_nbytes(nbytes)), time.monotonic()
         if now_s >= self._idle_looked_at_s + POOL_IDLE_S:
             self._idle_looked_at_s = now_s
             if self._link is not None:
                 self._give_back_idle(deadline_s)
-        pool = self._pools.get((account.digest, size))
-        if pool is not None and len(pool) < count and self.posted and self._link is not None:
-            while self._posted and self._link.ready():  # the answers bring slots
+        pool = self._pools.get(where)
+        if pool is not None and len(pool) < count:
+            while self._posted and self._link is not None and self._link.ready():  # the answers bring slots
                 self._collect_or_drop(self._link, deadline_s)
-        # (The pools go when the connection does.)
-        pool = self._pools.get((account.digest, size))
+            pool = self._pools.get(where)  # (The pools go when the connection does.)
         if pool is None or self._link is None or len(pool) < count or now_s >= self._trusted_until_s:
             pool = self._borrow_more(account, keys, count, nbytes, parent, deadline_s)
             now_s = time.monotonic()
@@ -431,34 +424,32 @@ class LocalNode:
                 if rows:
                     self._call(wire.Abort(np.array(rows, np.int32).tobytes()), deadline_s, self._life)
 
-    def _store(
+    def _tell(
         self,
         request: wire.Store,
         borrowed: Borrowed,
         keys: int,
-        written: bytes,
         *,
+        published: bool,
         wait: bool,
         deadline_s: float,
     ) -> int:
-        """Publish chunks, and tell the node. Returns how many of them others had stored.
+        """Tell the node of slots that are written. Returns how many of their chunks others had stored.
 
         Who waits need not wait for the node's answer when all could be published: every reader sees them.
 
         Args:
-            written: Keys of the slots that were written.
+            keys: How many the request names.
         """
-        published = borrowed.reader.publish(
-            borrowed.rows, borrowed.generations, written, request.checksums, request.nbytes
-        )
         try:
             with self._lock:
-                request.ahead = max(0, borrowed.pool.lacking(time.monotonic()))
+                now_s = time.monotonic()
+                request.ahead = borrowed.pool.lacking(now_s)
                 if wait and not published:
                     answer = self._call(request, deadline_s, life=borrowed.life)
                     return self._stored(answer, borrowed)
-                done = Outcome() if wait else self._outcome
-                self._post(request, borrowed, keys, done, published=published, deadline_s=deadline_s)
+                outcome = Outcome() if wait else self._outcome
+                self._post(request, Posted(borrowed, keys, now_s, request.ahead, outcome, published), deadline_s)
         except TransientError:
             # The node finds it by itself, or the next one in its place, as long as the memory is the same.
             if not published or not borrowed.reader.is_current():
@@ -467,33 +458,25 @@ class LocalNode:
                 self._outcome.note(stored=len(borrowed.rows))
         return 0
 
-    def _post(
-        self,
-        request: wire.Store,
-        borrowed: Borrowed,
-        keys: int,
-        outcome: Outcome,
-        *,
-        published: bool,
-        deadline_s: float,
-    ) -> None:
-        remaining(deadline_s)
+    def _post(self, request: wire.Store, posted: Posted, deadline_s: float) -> None:
+        remaining(deadline_s)  # see `_call`
         link = self._link
-        if link is None or borrowed.life != self._life:
+        if link is None or posted.borrowed.life != self._life:
             raise PeerUnavailable("the connection that held the lease is gone")
-        while len(self._posted) >= MAX_POSTED or (self._posted and self._posted_keys + keys > MAX_POSTED_KEYS):
+        waiting = self._posted
+        while len(waiting) >= MAX_POSTED or (waiting and self._posted_keys + posted.keys > MAX_POSTED_KEYS):
             self._collect_or_drop(link, deadline_s, raising=True)
         try:
             link.post(request, deadline_s=deadline_s)
         except TransientError as error:
             self._drop_link(str(error))
             raise
-        self._posted.append(Posted(borrowed, keys, time.monotonic(), request.ahead, outcome, published))
-        borrowed.pool.coming += request.ahead
-        self._posted_keys += keys
-        self.posted = len(self._posted)
+        waiting.append(posted)
+        posted.borrowed.pool.coming += posted.ahead
+        self._posted_keys += posted.keys
+        self.posted = len(waiting)
         if self.posted % _COLLECT_EVERY == 0:
-            while self._posted and link.ready():
+            while waiting and link.ready():
                 self._collect_or_drop(link, deadline_s)
 
     def _stored(self, answer: wire.Answer, borrowed: Borrowed) -> int:
@@ -584,9 +567,6 @@ class LocalNode:
             waiting = sum(len(each.borrowed.rows) for each in self._posted)
         return PutResult(done.stored, done.existed, done.skipped, done.reason, waiting)
 
-    def _ours(self, borrowed: Borrowed) -> "_Ours":
-        return _Ours(self._return, borrowed)
-
     def _return(self, borrowed: Borrowed) -> None:
         """Put slots back that were not used after all, if they are still ours."""
         with self._lock:
@@ -641,24 +621,6 @@ class LocalNode:
                 self._call(wire.Abort(np.array(rows, np.int32).tobytes()), deadline_s, self._life)
         except RayKVError:
             pass  # they rest for a while, then
-
-
-class _Ours:
-    """Gives borrowed slots back if what is done with them fails."""
-
-    __slots__ = ("_borrowed", "_give_back")
-
-    def __init__(self, give_back: Callable[[Borrowed], None], borrowed: Borrowed) -> None:
-        self._give_back, self._borrowed = give_back, borrowed
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if kind is not None:
-            self._give_back(self._borrowed)
 
 
 def _raw(parent: KeyArray | None) -> bytes:

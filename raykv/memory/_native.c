@@ -1375,6 +1375,26 @@ static PyObject *reader_ready(PyObject *self, PyObject *key) {
     return row == -2 ? NULL : PyBool_FromLong(row >= 0);
 }
 
+/* As reader_ready, and true also while somebody writes it. */
+static PyObject *reader_known(PyObject *self, PyObject *key) {
+    reader_t *reader = (reader_t *)self;
+    uint32_t generation, tick = tick_of(reader);
+    int32_t row = row_of(reader, key, tick, &generation);
+    if (row == -2)
+        return NULL;
+    if (row < 0) {
+        uint64_t halves[2];
+        memcpy(halves, PyBytes_AS_STRING(key), sizeof halves);
+        row = probe_index(reader, halves, -1, &generation);
+        if (row >= 0) {
+            const record_t *record = (const record_t *)reader->held[RECORDS].buf + row;
+            uint32_t expires = __atomic_load_n(&record->expires, __ATOMIC_RELAXED);
+            row = expires && expires <= tick ? -1 : row;
+        }
+    }
+    return PyBool_FromLong(row >= 0);
+}
+
 static PyObject *reader_read(PyObject *self, PyObject *const *arguments, Py_ssize_t count) {
     reader_t *reader = (reader_t *)self;
     if (count != 3) {
@@ -1501,6 +1521,49 @@ static PyObject *reader_publish(PyObject *self, PyObject *const *arguments, Py_s
     return result;
 }
 
+static PyObject *reader_store(PyObject *self, PyObject *const *arguments, Py_ssize_t count) {
+    reader_t *reader = (reader_t *)self;
+    if (count != 6 || !PyBytes_Check(arguments[3]) || PyBytes_GET_SIZE(arguments[3]) != 16 ||
+        !(PyList_Check(arguments[4]) || PyTuple_Check(arguments[4]))) {
+        PyErr_SetString(PyExc_TypeError, "store(row, generation, start, key of 16 bytes, list of buffers, stream_nbytes)");
+        return NULL;
+    }
+    long row = PyLong_AsLong(arguments[0]);
+    unsigned long generation = PyLong_AsUnsignedLong(arguments[1]);
+    size_t start = PyLong_AsSize_t(arguments[2]), nbytes = 0;
+    Py_ssize_t stream_nbytes = PyLong_AsSsize_t(arguments[5]);
+    if (PyErr_Occurred())
+        return NULL;
+    const Py_buffer *arena = &reader->held[ARENA];
+    buffers_t pieces = {NULL, 0, 0};
+    PyObject *result = NULL;
+    for (Py_ssize_t at = 0; at < PySequence_Fast_GET_SIZE(arguments[4]); at++) {
+        Py_buffer *piece = hold(&pieces, PySequence_Fast_GET_ITEM(arguments[4], at), PyBUF_SIMPLE);
+        if (!piece)
+            goto done;
+        nbytes += (size_t)piece->len;
+    }
+    if (arena->readonly || nbytes <= HASH_LEAST || nbytes > UINT32_MAX || start > (size_t)arena->len ||
+        nbytes > (size_t)arena->len - start || row < 0 || row > INT32_MAX || generation > UINT32_MAX) {
+        PyErr_SetString(PyExc_ValueError, "more than 240 bytes for a place in a writable arena are due");
+        goto done;
+    }
+    uint64_t key[2];
+    memcpy(key, PyBytes_AS_STRING(arguments[3]), sizeof key);
+    char *to = (char *)arena->buf + start;
+    PyThreadState *state = nbytes >= WITHOUT_GIL_ONE_NBYTES ? PyEval_SaveThread() : NULL;
+    uint64_t checksum = pieces.count == 1 ? store_run(to, pieces.held->buf, nbytes, (Py_ssize_t)nbytes >= stream_nbytes)
+                                          : store_runs(to, pieces.held, pieces.count, nbytes);
+    if (state)
+        PyEval_RestoreThread(state);
+    int verdict = publish_row(reader, (int32_t)row, (uint32_t)generation, key, checksum, (uint32_t)nbytes,
+                              tick_of(reader));
+    result = Py_BuildValue("Ny#", PyBool_FromLong(verdict == VISIBLE), &checksum, (Py_ssize_t)sizeof checksum);
+done:
+    let_go(&pieces);
+    return result;
+}
+
 /* -- settle ------------------------------------------------------------------------------------------------------ */
 
 /* Whether a row is what its writer says: lent, published under this key, and not in the index. */
@@ -1570,11 +1633,15 @@ static PyObject *reader_settle(PyObject *self, PyObject *arguments) {
 
 static PyMethodDef reader_methods[] = {
     {"ready", reader_ready, METH_O, "ready(key) -> bool: whether the chunk of a 16-byte key could be read now."},
+    {"known", reader_known, METH_O, "known(key) -> bool: whether it is here, or somebody is writing it."},
     {"read", (PyCFunction)(void (*)(void))reader_read, METH_FASTCALL,
      "read(key, target, stream_nbytes) -> bool: copy the chunk; targets of stream_nbytes and more past the cache."},
     {"publish", (PyCFunction)(void (*)(void))reader_publish, METH_FASTCALL,
      "publish(rows, generations, keys, checksums, nbytes) -> bytes: make lent rows visible whose slots are written. For\n"
      "each 1 when it is, 2 when another row has that key, 0 when the node must do it."},
+    {"store", (PyCFunction)(void (*)(void))reader_store, METH_FASTCALL,
+     "store(row, generation, start, key, pieces, stream_nbytes) -> (bool, bytes): copy a chunk of more than 240 bytes into\n"
+     "the slot of a lent row, and make it visible. Whether it is (else as `publish`), and its checksum."},
     {"settle", reader_settle, METH_VARARGS,
      "settle(rows, keys, limit, nbytes, account, chained, parent, depth) -> int: enter published rows into the index; of\n"
      "a chain, the first below `parent` and at `depth`. For the table's one writer. Returns how many got entries of removed\n"

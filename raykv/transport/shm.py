@@ -12,7 +12,16 @@ from raykv.config import SLOT_ALIGNMENT_NBYTES
 from raykv.keys import halves
 from raykv.memory import native
 from raykv.memory.arena import SharedMemory
-from raykv.memory.copying import STREAM_NBYTES, STREAM_ONE_NBYTES, CopyThreads, byte_views, checksum_of, scatter
+from raykv.memory.copying import (
+    STREAM_NBYTES,
+    STREAM_ONE_NBYTES,
+    TINY_NBYTES,
+    CopyThreads,
+    byte_views,
+    checksum_of,
+    scatter,
+    store,
+)
 from raykv.memory.table import Table
 from raykv.types import Bits, KeyArray, Rows, Scattered
 
@@ -51,6 +60,22 @@ class ShmReader:
             return self._one.ready(key)
         hi, lo = halves(key)
         return self.table.look_one(hi, lo, self.table.ticks(time.monotonic())) is not None
+
+    def known_one(self, key: bytes) -> bool:
+        """Whether the chunk of a 16-byte key is here, or somebody is writing it.
+
+        Raises:
+            ValueError: The key has not 16 bytes.
+        """
+        if self._one is not None:
+            return self._one.known(key)
+        if self.ready_one(key):
+            return True
+        row = self.table.find_one(*halves(key))
+        if row < 0:
+            return False
+        expires = self.table.cells.expires[row]
+        return not expires or expires > self.table.ticks(time.monotonic())
 
     def read(
         self,
@@ -182,6 +207,25 @@ class ShmReader:
         if self._one is None:
             return False
         return self._one.publish(rows, generations, keys, checksums, nbytes) == b"\1" * len(rows)
+
+    def store_one(
+        self, row: int, generation: int, start: int, key: bytes, pieces: Sequence[memoryview], nbytes: int
+    ) -> tuple[bool, bytes]:
+        """Copy one chunk into the slot of a lent row, and make it visible: `publish` in the same call.
+
+        Args:
+            row, generation, start: The row, its generation when it was lent, and where in the arena its slot begins.
+            key: 16 bytes.
+            pieces: Together the chunk's `nbytes` bytes.
+
+        Returns:
+            Whether it is visible, as `publish` says; and 8 bytes of checksum.
+        """
+        if self._one is not None and nbytes > TINY_NBYTES:
+            return self._one.store(row, generation, start, key, pieces, STREAM_NBYTES)
+        slot = self.arena.view[start : start + nbytes]
+        checksum = store(slot, pieces, stream=nbytes >= STREAM_NBYTES).to_bytes(8, "little")
+        return self.publish([row], [generation], key, checksum, nbytes), checksum
 
     def is_current(self) -> bool:
         """Whether the files that are mapped here are the ones that the names lead to now."""

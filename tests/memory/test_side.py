@@ -6,10 +6,12 @@ import random
 import signal
 import threading
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
+import xxhash
 
 from raykv.memory import native
 from raykv.memory.arena import SharedMemory
@@ -135,6 +137,62 @@ def test_a_loan_that_has_ended_cannot_be_published():
         with pytest.raises((ValueError, TypeError)):
             writer.publish(*arguments)
     assert made.published == 1
+
+
+@pytest.mark.parametrize("pieces", [1, 3])
+@pytest.mark.parametrize("nbytes", [241, 4096, 70_001])
+def test_one_chunk_is_copied_hashed_and_published_in_one_call(pieces: int, nbytes: int, rng: random.Random):
+    made, arena = lent_table(), bytearray(1 << 20)
+    writer, (key, other) = made.reader(memoryview(arena)), keys_of(range(2))
+    content = rng.randbytes(nbytes)
+    cuts = [0, *sorted(rng.sample(range(1, nbytes), pieces - 1)), nbytes]
+    parts = [memoryview(content)[start:end] for start, end in pairwise(cuts)]
+    expected = xxhash.xxh3_64_intdigest(content)
+    assert writer.store(7, 5, 8192, key.tobytes(), parts, 1 << 20) == (True, expected.to_bytes(8, "little"))
+    assert bytes(arena) == bytes(8192) + content + bytes(len(arena) - 8192 - nbytes)
+    assert seen(made, np.stack([key, other])) == [7, -1]
+    assert made.columns.checksum[7] == expected
+    assert made.columns.nbytes[7] == nbytes
+    # What others have, and a loan that has ended, are left to the node.
+    assert writer.store(8, 5, 0, key.tobytes(), tuple(parts), 1 << 20) == (False, expected.to_bytes(8, "little"))
+    assert writer.store(8, 3, 0, other.tobytes(), parts, 1 << 20)[0] is False
+    assert seen(made, np.stack([key, other])) == [7, -1]
+
+
+def test_a_chunk_is_stored_nowhere_else_than_in_a_writable_arena():
+    made, nbytes = lent_table(), 4096
+    arena = bytearray(1 << 20)
+    writer, key, content = made.reader(memoryview(arena)), bytes(16), b"x" * nbytes
+    good = (1, 5, 0, key, [content], 1 << 20)
+    for place, wrong in [
+        *((0, value) for value in (-1, 1 << 31, "1")),
+        *((1, value) for value in (-1, 1 << 32)),
+        *((2, value) for value in (-1, len(arena) + 1, len(arena) - nbytes + 1, 1 << 64)),
+        *((3, value) for value in (b"short", bytearray(16), 5)),
+        *((4, value) for value in (content, [], [b"x" * 240], ["text"], [content, None], [memoryview(content)[::2]])),
+    ]:
+        with pytest.raises((ValueError, TypeError, OverflowError, BufferError)):
+            writer.store(*good[:place], wrong, *good[place + 1 :])
+    with pytest.raises(TypeError):
+        writer.store(*good[:-1])
+    with pytest.raises(ValueError, match="writable"):
+        made.reader(memoryview(bytes(arena))).store(*good)
+    assert not any(arena)
+    assert made.look(np.zeros((1, 2), np.uint64), None)[0].tolist() == [-1]
+    assert writer.store(*good)[0] is True
+
+
+def test_a_key_is_known_as_soon_as_it_is_being_written():
+    made = lent_table()
+    writer, keys = writer_of(made), keys_of(range(5))
+    made.insert(keys[:3], np.arange(3, dtype=np.int32))
+    publish(writer, keys[3:4], [3])
+    made.columns.generation[0] = 6
+    made.columns.expires[2] = 1
+    assert [writer.known(key.tobytes()) for key in keys] == [True, True, False, True, False]
+    assert [writer.ready(key.tobytes()) for key in keys] == [True, False, False, True, False]
+    with pytest.raises(ValueError, match="16 bytes"):
+        writer.known(b"short")
 
 
 def race(path: Path, number: int, rounds: int, told) -> None:
