@@ -24,6 +24,10 @@ MAX_POSTED_KEYS: Final = 4096
 """Keys in stores that nobody has answered yet. The answers to them must fit into the socket's buffers."""
 
 
+Slot = tuple[int, int, int]
+"""A slot's row, where in the arena it begins, and the row's generation when it was lent."""
+
+
 class Account(NamedTuple):
     """What a node must know of a namespace.
 
@@ -48,6 +52,7 @@ class Pool:
     Attributes:
         most: Slots that it may hold.
         wanted: Slots that it would hold if there were enough; grows with use.
+        slots: Those that nobody has taken.
         used_at_s: When something was taken last.
         coming: Slots that were asked for ahead of need, in stores that nobody has answered yet.
     """
@@ -57,25 +62,17 @@ class Pool:
         self.wanted = self.coming = 0
         self.used_at_s = 0.0
         self._asked_at_s = -GROW_S
-        self._rows: list[int] = []
-        self._starts: list[int] = []
-        self._generations: list[int] = []
+        self.slots: list[Slot] = []
 
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def add(self, rows: list[int], starts: list[int], generations: list[int]) -> None:
-        """These are lent to us (again)."""
-        self._rows += rows
-        self._starts += starts
-        self._generations += generations
-
-    def take(self, count: int, now_s: float) -> tuple[list[int], list[int], list[int]]:
-        """Up to `count` slots: their rows, where in the arena they begin, and the rows' generations."""
+    def take(self, count: int, now_s: float) -> list[Slot]:
+        """Up to `count` slots."""
         self.used_at_s = now_s
-        keep = max(0, len(self._rows) - count)
-        taken = self._rows[keep:], self._starts[keep:], self._generations[keep:]
-        del self._rows[keep:], self._starts[keep:], self._generations[keep:]
+        slots = self.slots
+        if count == 1 and slots:
+            return [slots.pop()]
+        keep = max(0, len(slots) - count)
+        taken = slots[keep:]
+        del slots[keep:]
         return taken
 
     def ran_short(self, count: int) -> None:
@@ -84,31 +81,13 @@ class Pool:
 
     def lacking(self, now_s: float) -> int:
         """Slots to ask for ahead of need now; none while it is more than half full."""
-        have = len(self._rows) + self.coming
+        have = len(self.slots) + self.coming
         if 2 * have > self.wanted:
             return 0
         if now_s < self._asked_at_s + GROW_S:
             self.wanted = min(self.most, 2 * self.wanted)
         self._asked_at_s = now_s
         return self.wanted - have
-
-
-@dataclass(slots=True)
-class Borrowed:
-    """Slots taken from a pool, to be written now.
-
-    Attributes:
-        life: Number of the connection that they hang on.
-        reader: The memory that they lie in.
-        rows, starts, generations: One entry a slot.
-    """
-
-    pool: Pool
-    life: int
-    reader: ShmReader
-    rows: list[int]
-    starts: list[int]
-    generations: list[int]
 
 
 class Outcome:
@@ -132,17 +111,31 @@ class Outcome:
         return result
 
 
-class Posted(NamedTuple):
-    """A store that was sent and not answered yet.
+@dataclass(slots=True, eq=False)
+class Borrowed:
+    """Slots taken from a pool, to be written now; and then the store that told of them, until it is answered.
 
     Attributes:
+        life: Number of the connection that they hang on.
+        reader: The memory that they lie in.
+        published: Their chunks are visible already.
+        keys: How many the store names.
+        asked_at_s: When it was sent.
         ahead: Slots that it asks for.
-        published: Its chunks are visible already.
+        outcome: Who is told what became of it, if anybody wants to know.
     """
 
-    borrowed: Borrowed
-    keys: int
-    asked_at_s: float
-    ahead: int
-    outcome: Outcome
-    published: bool
+    pool: Pool
+    life: int
+    reader: ShmReader
+    slots: list[Slot]
+    published: bool = False
+    keys: int = 0
+    asked_at_s: float = 0.0
+    ahead: int = 0
+    outcome: Outcome | None = None
+
+    def note(self, *, stored: int = 0, existed: int = 0, skipped: int = 0, reason: str = "") -> None:
+        """What became of the store."""
+        if self.outcome is not None:
+            self.outcome.note(stored=stored, existed=existed, skipped=skipped, reason=reason)

@@ -27,7 +27,7 @@ from raykv.loan import (
     Borrowed,
     Outcome,
     Pool,
-    Posted,
+    Slot,
 )
 from raykv.memory.copying import CopyThreads, checksum_of
 from raykv.memory.slots import slot_nbytes
@@ -78,7 +78,7 @@ class LocalNode:
         self._opened: set[bytes] = set()
         self._pools: dict[tuple[bytes, int], Pool] = {}
         self._trusted_until_s = self._look_at_s = 0.0
-        self._posted: deque[Posted] = deque()
+        self._posted: deque[Borrowed] = deque()
         self._posted_keys = 0
         self._outcome = Outcome()
         self.posted = 0
@@ -154,11 +154,10 @@ class LocalNode:
             self._link.close()
             self._link = None
         for each in self._posted:
-            count = len(each.borrowed.rows)
-            if each.published and each.borrowed.reader.is_current():
-                each.outcome.note(stored=count)
+            if each.published and each.reader.is_current():
+                each.note(stored=len(each.slots))
             else:
-                each.outcome.note(skipped=count, reason=reason)
+                each.note(skipped=len(each.slots), reason=reason)
         self._posted.clear()
         self._posted_keys = self.posted = 0
 
@@ -229,7 +228,7 @@ class LocalNode:
             return PutResult(0, len(keys), 0)
         with self._lock:
             borrowed = self._borrow(account, keys, len(places), nbytes, _raw(parent), deadline_s)
-        written = places[: len(borrowed.rows)]
+        written = places[: len(borrowed.slots)]
         full = len(places) - len(written)
         existed = len(keys) - len(places)
         if not written:
@@ -238,14 +237,15 @@ class LocalNode:
         try:
             reader = borrowed.reader
             arena = reader.arena.view
-            views = [arena[start : start + nbytes] for start in borrowed.starts]
+            rows, starts, generations = map(list, zip(*borrowed.slots, strict=True))
+            views = [arena[start : start + nbytes] for start in starts]
             checksums = threads.fill(views, [values[place] for place in written])
             raw = to_bytes(keys)
             request = wire.Store(
                 account.digest,
                 raw,
                 nbytes,
-                np.array(borrowed.rows, np.int32).tobytes(),
+                np.array(rows, np.int32).tobytes(),
                 checksums.tobytes(),
                 b"" if every else np.array(written, np.int32).tobytes(),
                 chained,
@@ -255,8 +255,9 @@ class LocalNode:
                 *hints,
             )
             named = raw if every else to_bytes(keys[written])
-            published = reader.publish(borrowed.rows, borrowed.generations, named, request.checksums, nbytes)
-            others = self._tell(request, borrowed, len(keys), published=published, wait=wait, deadline_s=deadline_s)
+            borrowed.keys = len(keys)
+            borrowed.published = reader.publish(rows, generations, named, request.checksums, nbytes)
+            others = self._tell(request, borrowed, wait=wait, deadline_s=deadline_s)
         except BaseException:
             self._return(borrowed)
             raise
@@ -305,14 +306,15 @@ class LocalNode:
             return _EXISTED
         with self._lock:
             borrowed = self._borrow(account, key, 1, nbytes, parent, deadline_s)
-        if not borrowed.rows:
+        if not borrowed.slots:
             return _FULL
         try:
-            (row,), (generation,), (start,) = borrowed.rows, borrowed.generations, borrowed.starts
-            published, checksum = borrowed.reader.store_one(row, generation, start, key, pieces, nbytes)
+            row, start, generation = borrowed.slots[0]
+            borrowed.keys = 1
+            borrowed.published, checksum = borrowed.reader.store_one(row, generation, start, key, pieces, nbytes)
             rows = row.to_bytes(4, "little")
             request = wire.Store(account.digest, key, nbytes, rows, checksum, b"", chained, parent, depth, 0, *hints)
-            others = self._tell(request, borrowed, 1, published=published, wait=wait, deadline_s=deadline_s)
+            others = self._tell(request, borrowed, wait=wait, deadline_s=deadline_s)
         except BaseException:
             self._return(borrowed)
             raise
@@ -375,14 +377,14 @@ class LocalNode:
             if self._link is not None:
                 self._give_back_idle(deadline_s)
         pool = self._pools.get(where)
-        if pool is not None and len(pool) < count:
+        if pool is not None and len(pool.slots) < count:
             while self._posted and self._link is not None and self._link.ready():  # the answers bring slots
                 self._collect_or_drop(self._link, deadline_s)
             pool = self._pools.get(where)  # (The pools go when the connection does.)
-        if pool is None or self._link is None or len(pool) < count or now_s >= self._trusted_until_s:
+        if pool is None or self._link is None or len(pool.slots) < count or now_s >= self._trusted_until_s:
             pool = self._borrow_more(account, keys, count, nbytes, parent, deadline_s)
             now_s = time.monotonic()
-        return Borrowed(pool, self._life, self.reader, *pool.take(count, now_s))
+        return Borrowed(pool, self._life, self.reader, pool.take(count, now_s))
 
     def _borrow_more(
         self,
@@ -398,9 +400,9 @@ class LocalNode:
         where = (account.digest, slot_nbytes(nbytes))
         raw = keys if isinstance(keys, bytes) else to_bytes(keys)
         while True:
-            life, have = self._life, len(self._pools.get(where, ()))
-            needed = max(0, count - have)
+            life = self._life
             pool = self._pools.setdefault(where, Pool(where[1], self.reader.arena.nbytes))
+            needed = max(0, count - len(pool.slots))
             if needed:
                 pool.ran_short(count)
             wanted = pool.wanted
@@ -420,63 +422,50 @@ class LocalNode:
         for where, pool in [*self._pools.items()]:
             if pool.used_at_s < idle and where in self._pools:
                 del self._pools[where]
-                rows = pool.take(len(pool), 0.0)[0]
-                if rows:
-                    self._call(wire.Abort(np.array(rows, np.int32).tobytes()), deadline_s, self._life)
+                if pool.slots:
+                    self._call(wire.Abort(_rows_of(pool.take(len(pool.slots), 0.0))), deadline_s, self._life)
 
-    def _tell(
-        self,
-        request: wire.Store,
-        borrowed: Borrowed,
-        keys: int,
-        *,
-        published: bool,
-        wait: bool,
-        deadline_s: float,
-    ) -> int:
+    def _tell(self, request: wire.Store, borrowed: Borrowed, *, wait: bool, deadline_s: float) -> int:
         """Tell the node of slots that are written. Returns how many of their chunks others had stored.
 
         Who waits need not wait for the node's answer when all could be published: every reader sees them.
-
-        Args:
-            keys: How many the request names.
         """
         try:
             with self._lock:
-                now_s = time.monotonic()
-                request.ahead = borrowed.pool.lacking(now_s)
-                if wait and not published:
+                borrowed.asked_at_s = now_s = time.monotonic()
+                borrowed.ahead = request.ahead = borrowed.pool.lacking(now_s)
+                if wait and not borrowed.published:
                     answer = self._call(request, deadline_s, life=borrowed.life)
                     return self._stored(answer, borrowed)
-                outcome = Outcome() if wait else self._outcome
-                self._post(request, Posted(borrowed, keys, now_s, request.ahead, outcome, published), deadline_s)
+                if not wait:
+                    borrowed.outcome = self._outcome
+                self._post(request, borrowed, deadline_s)
         except TransientError:
             # The node finds it by itself, or the next one in its place, as long as the memory is the same.
-            if not published or not borrowed.reader.is_current():
+            if not borrowed.published or not borrowed.reader.is_current():
                 raise
             if not wait:
-                self._outcome.note(stored=len(borrowed.rows))
+                self._outcome.note(stored=len(borrowed.slots))
         return 0
 
-    def _post(self, request: wire.Store, posted: Posted, deadline_s: float) -> None:
+    def _post(self, request: wire.Store, borrowed: Borrowed, deadline_s: float) -> None:
         remaining(deadline_s)  # see `_call`
-        link = self._link
-        if link is None or posted.borrowed.life != self._life:
+        link, posted = self._link, self._posted
+        if link is None or borrowed.life != self._life:
             raise PeerUnavailable("the connection that held the lease is gone")
-        waiting = self._posted
-        while len(waiting) >= MAX_POSTED or (waiting and self._posted_keys + posted.keys > MAX_POSTED_KEYS):
+        while len(posted) >= MAX_POSTED or (posted and self._posted_keys + borrowed.keys > MAX_POSTED_KEYS):
             self._collect_or_drop(link, deadline_s, raising=True)
         try:
             link.post(request, deadline_s=deadline_s)
         except TransientError as error:
             self._drop_link(str(error))
             raise
-        waiting.append(posted)
-        posted.borrowed.pool.coming += posted.ahead
-        self._posted_keys += posted.keys
-        self.posted = len(waiting)
+        posted.append(borrowed)
+        borrowed.pool.coming += borrowed.ahead
+        self._posted_keys += borrowed.keys
+        self.posted = len(posted)
         if self.posted % _COLLECT_EVERY == 0:
-            while waiting and link.ready():
+            while posted and link.ready():
                 self._collect_or_drop(link, deadline_s)
 
     def _stored(self, answer: wire.Answer, borrowed: Borrowed) -> int:
@@ -485,20 +474,21 @@ class LocalNode:
         unused: list[int] = []
         if stored.unused:
             unused = np.frombuffer(stored.unused, "<i4").tolist()
-            rows = [borrowed.rows[place] for place in unused]
-            self._lent(borrowed.pool, rows, [borrowed.starts[place] for place in unused])
+            self._lent(borrowed.pool, [borrowed.slots[place] for place in unused])
         if stored.rows:
             self._add(borrowed.pool, stored.rows, stored.offsets)
         return len(unused)
 
     def _add(self, pool: Pool, rows: bytes, offsets: bytes) -> None:
-        self._lent(pool, np.frombuffer(rows, "<i4").tolist(), np.frombuffer(offsets, "<u8").tolist())
+        starts = np.frombuffer(offsets, "<u8").tolist()
+        self._lent(
+            pool, [(row, start, 0) for row, start in zip(np.frombuffer(rows, "<i4").tolist(), starts, strict=True)]
+        )
 
-    def _lent(self, pool: Pool, rows: list[int], starts: list[int]) -> None:
+    def _lent(self, pool: Pool, slots: Sequence[Slot]) -> None:
         """These are lent to us (again), but for those that we have published."""
         generation = self.reader.table.cells.generation
-        ours = [(row, start, now) for row, start in zip(rows, starts, strict=True) if (now := generation[row]) & 1]
-        pool.add([row for row, _, _ in ours], [start for _, start, _ in ours], [now for _, _, now in ours])
+        pool.slots += [(row, start, now) for row, start, _ in slots if (now := generation[row]) & 1]
 
     def _collect(self, link: Link, deadline_s: float) -> None:
         """Take in the answer to the oldest posted store.
@@ -507,23 +497,23 @@ class LocalNode:
             TransientError: The connection is of no more use.
         """
         oldest = self._posted[0]
-        count, others, reason = len(oldest.borrowed.rows), 0, ""
+        count, others, reason = len(oldest.slots), 0, ""
         try:
-            others = self._stored(link.collect(deadline_s=deadline_s), oldest.borrowed)
+            others = self._stored(link.collect(deadline_s=deadline_s), oldest)
         except TransientError:
             raise
         except RayKVError as error:  # it was refused as a whole
             reason = str(error)
-            self._lent(oldest.borrowed.pool, oldest.borrowed.rows, oldest.borrowed.starts)
+            self._lent(oldest.pool, oldest.slots)
         self._posted.popleft()
-        oldest.borrowed.pool.coming -= oldest.ahead
+        oldest.pool.coming -= oldest.ahead
         self._posted_keys -= oldest.keys
         self.posted = len(self._posted)
         self._heard(link, oldest.asked_at_s)
         if reason:
-            oldest.outcome.note(skipped=count, reason=reason)
+            oldest.note(skipped=count, reason=reason)
         else:
-            oldest.outcome.note(stored=count - others, existed=others)
+            oldest.note(stored=count - others, existed=others)
 
     def _collect_or_drop(self, link: Link, deadline_s: float, *, raising: bool = False) -> None:
         try:
@@ -564,14 +554,14 @@ class LocalNode:
         self.settle(deadline_s)
         with self._lock:
             done = self._outcome.take()
-            waiting = sum(len(each.borrowed.rows) for each in self._posted)
+            waiting = sum(len(each.slots) for each in self._posted)
         return PutResult(done.stored, done.existed, done.skipped, done.reason, waiting)
 
     def _return(self, borrowed: Borrowed) -> None:
         """Put slots back that were not used after all, if they are still ours."""
         with self._lock:
             if borrowed.life == self._life and self._link is not None:
-                self._lent(borrowed.pool, borrowed.rows, borrowed.starts)
+                self._lent(borrowed.pool, borrowed.slots)
 
     def reserve(
         self,
@@ -615,12 +605,16 @@ class LocalNode:
         self.reader.close()
 
     def _give_back_all(self, deadline_s: float) -> None:
-        rows = [row for pool in self._pools.values() for row in pool.take(len(pool), 0.0)[0]]
+        slots = [slot for pool in self._pools.values() for slot in pool.take(len(pool.slots), 0.0)]
         try:
-            if rows or self._posted:
-                self._call(wire.Abort(np.array(rows, np.int32).tobytes()), deadline_s, self._life)
+            if slots or self._posted:
+                self._call(wire.Abort(_rows_of(slots)), deadline_s, self._life)
         except RayKVError:
             pass  # they rest for a while, then
+
+
+def _rows_of(slots: Sequence[Slot]) -> bytes:
+    return np.array([row for row, _, _ in slots], np.int32).tobytes()
 
 
 def _raw(parent: KeyArray | None) -> bytes:

@@ -35,7 +35,7 @@ def lent_nbytes(node: NodeProcess) -> int:
 
 def pool_starts(client) -> list[int]:
     """Where in the arena the slots begin that a client has on loan."""
-    return [start for pool in client._reach.local._pools.values() for start in pool._starts]
+    return [start for pool in client._reach.local._pools.values() for _, start, _ in pool.slots]
 
 
 # -- the pool alone ---------------------------------------------------------------------------------------------------
@@ -47,7 +47,7 @@ def test_a_pool_is_bounded(size, arena_nbytes):
     pool = Pool(size, arena_nbytes)
     for number in range(100):
         pool.ran_short(1 << number % 20)
-        wanted = len(pool) + pool.lacking(number * GROW_S / 2)
+        wanted = len(pool.slots) + pool.lacking(number * GROW_S / 2)
         assert wanted <= MAX_POOL_SLOTS
         assert wanted * size <= min(MAX_POOL_NBYTES, arena_nbytes // 16)
 
@@ -56,15 +56,15 @@ def test_a_pool_grows_with_use_and_is_filled_when_half_empty():
     pool = Pool(4096, 1 << 30)
     pool.ran_short(2)
     assert pool.lacking(0.0) == 4
-    pool.add([1, 2, 3, 4], [10, 20, 30, 40], [7, 9, 11, 13])
+    pool.slots += [(1, 10, 7), (2, 20, 9), (3, 30, 11), (4, 40, 13)]
     assert pool.lacking(0.1) == 0
-    assert pool.take(1, 0.2) == ([4], [40], [13])
+    assert pool.take(1, 0.2) == [(4, 40, 13)]
     assert pool.lacking(0.2) == 0
-    assert pool.take(1, 0.3) == ([3], [30], [11])
+    assert pool.take(1, 0.3) == [(3, 30, 11)]
     assert pool.lacking(0.3) == 6  # again, so soon: twice as many as before
     assert pool.lacking(9.0) == 6  # not so soon
     pool.coming = 6
-    assert pool.take(5, 9.1) == ([1, 2], [10, 20], [7, 9])
+    assert pool.take(5, 9.1) == [(1, 10, 7), (2, 20, 9)]
     assert pool.lacking(9.1) == 0  # they are on their way
 
 

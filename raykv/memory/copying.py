@@ -112,6 +112,9 @@ def byte_views(scattered: Scattered, name: str, *, writable: bool) -> list[memor
     Raises:
         UsageError: Not a buffer, not contiguous, or read-only where we write. Calls it by `name`.
     """
+    if native.wrap is not None and (wrapped := native.wrap((scattered,), writable)) is not None:
+        views: list[memoryview] = wrapped[0][0]
+        return views
     parts = scattered if isinstance(scattered, list | tuple) else [scattered]
     views = []
     for part in parts:
