@@ -4,6 +4,7 @@ It is heard on the loopback interface, by whoever proves the cluster's secret, a
 """
 
 import time
+from collections.abc import Sequence
 from typing import Any, Final
 
 import msgspec
@@ -36,6 +37,7 @@ class Relay:
     """
 
     epoch = 0
+    joined: frozenset[type[wire.Message]] = frozenset()
 
     def __init__(self, directory: DirectoryPort, node_id: NodeId) -> None:
         """Args: node_id: The only node whose beats are passed on."""
@@ -50,6 +52,10 @@ class Relay:
             return Reply(self._answer(request))
         except RayKVError as error:
             return Reply(wire.failure(error))
+
+    def answer_joined(self, requests: Sequence[wire.Message], session: Session) -> list[wire.Answer]:
+        """One by one."""
+        return [self.answer(request, session).answer for request in requests]
 
     def _answer(self, request: wire.Message) -> wire.Answer:
         directory = self._directory

@@ -273,9 +273,9 @@ class Shard:
         """
         self._require_size(nbytes)
         now, size = self.table.ticks(now_s), slot_nbytes(nbytes)
-        self._wake(now_s=now_s)
         rows, pages = NO_ROWS, np.empty(0, np.uint32)
         if count:
+            self._wake(now_s=now_s)
             spared = (self.table.find(each) for each in (keys, parent) if each is not None)
             protected = np.concatenate([NO_ROWS, *spared])
             rows, pages = self.room.take(count, size, account, protected, now)

@@ -94,7 +94,14 @@ class Session(Protocol):
 
 
 class Service(Protocol):
-    """The answering end, whatever the transport."""
+    """The answering end, whatever the transport.
+
+    Attributes:
+        joined: Kinds of requests of which several are answered together where they have arrived together. No bytes go
+            with them, either way.
+    """
+
+    joined: frozenset[type[Message]]
 
     @property
     def epoch(self) -> int:
@@ -107,6 +114,10 @@ class Service(Protocol):
 
     def answer(self, request: Message, session: Session) -> Reply:
         """Serve one request. Errors are answers too: this raises nothing but bugs."""
+        ...
+
+    def answer_joined(self, requests: Sequence[Message], session: Session) -> Sequence[Answer]:
+        """Serve requests of kinds that are `joined`, in order, and answer each as `answer` would."""
         ...
 
 

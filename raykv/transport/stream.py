@@ -186,6 +186,11 @@ class Stream:
         self.fill([body], deadline_s)
         return decode(body), epoch
 
+    def has_message(self) -> bool:
+        """Whether a whole message was read ahead: `message` returns at once."""
+        here = self._ahead[self._start : self._end]
+        return len(here) >= _HEADER_NBYTES and len(here) >= _HEADER_NBYTES + HEADER.unpack_from(here)[-1]
+
     def ready(self) -> bool:
         """Whether `message` would not wait (or not for long: the message has begun, and is a long one)."""
         while True:

@@ -261,7 +261,7 @@ class SocketServer:
             stream.set_tick(self._io_timeout_s)
             session = self._service.session(local=local)
             while stream.wait():
-                self._serve_one(stream, session)
+                self._serve_arrived(stream, session)
         except (OSError, RayKVError) as error:
             if not self._closed.is_set():
                 self.refused += session is None
@@ -274,14 +274,33 @@ class SocketServer:
                 self._shaking.pop(connection, None)
             connection.close()
 
-    def _serve_one(self, stream: Stream, session: Session) -> None:
-        """Serve one request."""
+    def _serve_arrived(self, stream: Stream, session: Session) -> None:
+        """Serve the next request, or as many as have arrived of those that are answered together."""
+        run: list[Message] = []
+        request: Message | None = self._request(stream)
+        while request is not None and type(request) in self._service.joined:
+            run.append(request)
+            request = self._request(stream) if len(run) < MAX_POSTED and stream.has_message() else None
+        if len(run) > 1:
+            answers = self._service.answer_joined(run, session)
+            message = b"".join([encode(answer, self._service.epoch) for answer in answers])
+            stream.send(message, time.monotonic() + self._io_timeout_s)
+        elif run:
+            self._serve_one(stream, session, run[0])
+        if request is not None:
+            self._serve_one(stream, session, request)
+
+    def _request(self, stream: Stream) -> Message:
         stall_s = self._io_timeout_s
         try:
-            request, _ = stream.message(time.monotonic() + stall_s)
+            return stream.message(time.monotonic() + stall_s)[0]
         except ProtocolError as error:
             stream.send(encode(failure(error), self._service.epoch), time.monotonic() + stall_s)
             raise
+
+    def _serve_one(self, stream: Stream, session: Session, request: Message) -> None:
+        """Serve one request."""
+        stall_s = self._io_timeout_s
         reply = self._service.answer(request, session)
         complete = False
         try:

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
@@ -27,9 +27,11 @@ class Warehouse:
     epoch = 7
 
     def __init__(self, stock: bytes) -> None:
+        self.joined = frozenset({wire.Abort})
         self.stock = stock
         self.received = bytearray(len(stock))
         self.finished: list[bool] = []
+        self.together: list[int] = []
         self.sessions: list[WarehouseSession] = []
         self.hold = threading.Event()
         self.hold.set()
@@ -37,6 +39,10 @@ class Warehouse:
     def session(self, *, local: bool) -> "WarehouseSession":
         self.sessions.append(WarehouseSession(local))
         return self.sessions[-1]
+
+    def answer_joined(self, requests: Sequence[wire.Message], session: object) -> list[wire.Answer]:
+        self.together.append(len(requests))
+        return [self.answer(request, session).answer for request in requests]
 
     def answer(self, request: wire.Message, session: object) -> Reply:
         self.hold.wait(10.0)
