@@ -3,14 +3,19 @@
 import signal
 import threading
 import time
+from pathlib import Path
 from unittest.mock import ANY
 
 import numpy as np
 import pytest
+import xxhash
 
-from raykv.loan import GROW_S, MAX_POOL_NBYTES, MAX_POOL_SLOTS, POOL_IDLE_S, Outcome, Pool
+import raykv
+from raykv import wire
+from raykv.loan import GROW_S, MAX_POOL_NBYTES, MAX_POOL_SLOTS, POOL_IDLE_S, Account, Outcome, Pool
 from raykv.memory import native
 from raykv.transport.base import MAX_POSTED
+from raykv.transport.shm import ShmReader
 from raykv.types import PutResult
 from tests.test_node_process import NBYTES, NodeProcess, content, get, kill, names, node, put, run, wait_until
 
@@ -75,6 +80,100 @@ def test_an_outcome_is_told_once():
     outcome.note(skipped=1, reason="later")
     assert outcome.take() == PutResult(3, 1, 3, "gone")
     assert outcome.take() == PutResult(0, 0, 0)
+
+
+# -- many that arrive together ---------------------------------------------------------------------------------------
+
+
+class Direct:
+    """A node and one connection to it, without either's thread."""
+
+    def __init__(self, shm_dir: Path, joined: bool) -> None:
+        shm_dir.mkdir()
+        self.cluster = raykv.embedded(1, arena_nbytes="256 MiB", shm_dir=str(shm_dir))
+        self.node, self.joined = self.cluster.nodes[0], joined
+        self.session = self.node.session(local=True)
+        self.account = Account.of(raykv.Namespace(model="m"))
+        self.ask(wire.OpenNamespace(self.account.text))
+        (attached,) = self.ask(wire.Attach())
+        self.reader = ShmReader(attached.table, attached.arena, writable=True)
+
+    def ask(self, *requests: wire.Message) -> list[wire.Answer]:
+        if self.joined and len(requests) > 1:
+            return list(self.node.answer_joined(requests, self.session))
+        return [self.node.answer(request, self.session).answer for request in requests]
+
+    def lend(self, count: int, nbytes: int) -> list[tuple[int, int, int]]:
+        (lent,) = self.ask(wire.Lend(self.account.digest, nbytes, count))
+        rows = np.frombuffer(lent.rows, "<i4").tolist()
+        generation = self.reader.table.cells.generation
+        starts = np.frombuffer(lent.offsets, "<u8").tolist()
+        return [(row, start, generation[row]) for row, start in zip(rows, starts, strict=True)]
+
+    def state(self) -> tuple:
+        """But for which rows and slots it is."""
+        columns, shard = self.reader.table.columns, self.node.shard
+        rows = shard.table.ready_rows()
+        told = [getattr(columns, field)[rows].tolist() for field in ("key_hi", "key_lo", "nbytes", "parent", "depth")]
+        return sorted(zip(*told, strict=True)), shard.counters.committed, shard.room.lent_nbytes
+
+    def close(self) -> None:
+        self.session.close()
+        self.reader.close()
+        self.cluster.close()
+
+
+WRONG = [
+    *(("rows", raw) for raw in (b"", b"\1", bytes(8), (1 << 20).to_bytes(4, "little"))),
+    *(("nbytes", number) for number in (0, 70_000, 4 << 20)),
+    *(("account", raw) for raw in (b"", bytes(16))),
+    *(("ahead", number) for number in (-1, 3, 1 << 30)),
+    *(("keys", raw) for raw in (b"", bytes(15), bytes(32))),
+    *(("checksums", raw) for raw in (b"", bytes(16))),
+    *(("positions", raw) for raw in (bytes(4), b"\1\0\0\0")),
+    *(("ttl_s", 50.0), ("ttl_s", -1.0), ("priority", 2), ("chained", True), ("depth", -5)),
+]
+
+
+@pytest.mark.skipif(not native.available, reason="without the compiled loops nothing is published")
+def test_stores_that_arrive_together_do_what_they_would_do_one_after_another(rng, shm_dir):
+    both = alone, joined = Direct(shm_dir / "a", False), Direct(shm_dir / "b", True)
+    try:
+        for turn in range(60):
+            count, nbytes = rng.randint(2, 12), rng.choice([300, 5000, 20_000])
+            slots = [each.lend(count, nbytes) for each in both]
+            wrong = rng.random() < 0.4
+            stores: list[list[wire.Store]] = [[], []]
+            for number in range(count):
+                key = xxhash.xxh3_128_digest(b"%d %d" % (turn, number))
+                if wrong and rng.random() < 0.15:
+                    key = xxhash.xxh3_128_digest(b"%d %d" % (rng.randrange(turn + 1), rng.randrange(12)))
+                value = [memoryview(key * (nbytes // 16 + 1))[:nbytes]]
+                published = rng.random() < (0.8 if wrong else 0.98)
+                field, bad = rng.choice(WRONG) if wrong and rng.random() < 0.3 else ("", None)
+                for each, lent, requests in zip(both, slots, stores, strict=True):
+                    row, start, generation = lent[number]
+                    _, checksum = each.reader.store_one(row, generation if published else 2, start, key, value, nbytes)
+                    store = wire.Store(
+                        each.account.digest, key, nbytes, row.to_bytes(4, "little"), checksum, chained=False
+                    )
+                    if field:
+                        setattr(store, field, bad)
+                    requests.append(store)
+            if wrong and rng.random() < 0.3:
+                again = rng.randrange(count)
+                for requests in stores:
+                    requests.append(requests[again])
+            told = [each.ask(*requests) for each, requests in zip(both, stores, strict=True)]
+            for one, other in zip(*told, strict=True):
+                if isinstance(one, wire.Stored):
+                    one, other = [(each.unused, len(each.rows), len(each.offsets)) for each in (one, other)]
+                assert one == other
+            assert alone.state() == joined.state()
+            assert len(alone.session.lent) == len(joined.session.lent)
+    finally:
+        alone.close()
+        joined.close()
 
 
 # -- waited for -------------------------------------------------------------------------------------------------------

@@ -59,6 +59,10 @@ class Warehouse:
                 return Reply(wire.failure(UsageError("not for deletion")))
             case wire.Commit():
                 return Reply(wire.failure(CapacityError("full")))
+            case wire.Abort():
+                if request.rows == b"bad":
+                    return Reply(wire.failure(CapacityError("bad")))
+                return Reply(wire.Stats(request.rows))
         return Reply(wire.Stats(type(request).__name__.encode()))
 
     def _shelves(self) -> list[memoryview]:
@@ -129,6 +133,29 @@ class LinkContract:
         with pytest.raises(CapacityError, match="full"):
             link.call(wire.Commit(b"", b""), deadline_s=soon())
         assert link.call(wire.GetStats(), deadline_s=soon()) == wire.Stats(b"GetStats")
+
+    def test_what_is_served_together_is_answered_one_by_one_and_in_order(self, connect, service, rng):
+        link = connect()
+        assert link.call(wire.Abort(b"0"), deadline_s=soon()) == wire.Stats(b"0")
+        if isinstance(link, SocketLink):
+            service.hold.clear()  # so that many arrive meanwhile
+        sent: list[wire.Message] = [wire.Abort(b"first")]
+        for number in range(MAX_POSTED - 1):
+            kind = rng.random()
+            rows = b"bad" if kind < 0.1 else b"x" * 5000 if kind < 0.2 else b"%d" % number
+            sent.append(wire.GetStats() if kind > 0.9 else wire.Abort(rows))
+        for request in sent:
+            link.post(request, deadline_s=soon())
+        service.hold.set()
+        for request in sent:
+            if isinstance(request, wire.Abort) and request.rows == b"bad":
+                with pytest.raises(CapacityError, match="bad"):
+                    link.collect(deadline_s=soon())
+            else:
+                expected = request.rows if isinstance(request, wire.Abort) else b"GetStats"
+                assert link.collect(deadline_s=soon()) == wire.Stats(expected)
+        assert not isinstance(link, SocketLink) or sum(service.together) > MAX_POSTED // 4
+        assert all(1 < count <= MAX_POSTED for count in service.together)
 
     @pytest.mark.parametrize("cuts", [[], [1], [5, 5, 100_000], [1_000_000, 2_000_000]])
     def test_fetched_bytes_land_in_the_callers_buffers(self, connect, service, cuts):
