@@ -100,6 +100,16 @@ class HitDensity(Policy):
         if not rows.size:
             return
         self._cover(columns)
+        if len(rows) == 1:
+            self._came_one(columns, int(rows[0]), now)
+        else:
+            self._came_many(columns, rows, now)
+        self._look_around(columns, len(rows), now)
+        self._learnt += len(rows) / CAME_SHARE
+        if self._learnt >= max(LEARN_LEAST, self._hazards.seen / LEARN_SHARE):
+            self._use()
+
+    def _came_many(self, columns: Columns, rows: Rows, now: int) -> None:
         self._held += len(rows)
         self._rows = max(self._rows, int(rows.max()) + 1)
         self._here[rows] = True
@@ -109,10 +119,30 @@ class HitDensity(Policy):
         self._describe(columns, rows)
         self._welcome(columns, rows, now)
         self._known[self._kinds(rows, self._reads[rows])] = True
-        self._look_around(columns, len(rows), now)
-        self._learnt += len(rows) / CAME_SHARE
-        if self._learnt >= max(LEARN_LEAST, self._hazards.seen / LEARN_SHARE):
-            self._use()
+
+    def _came_one(self, columns: Columns, row: int, now: int) -> None:
+        """The same for one, in a third of the time: numbers, no arrays."""
+        parent, nbytes, digits = int(columns.parent[row]), int(columns.nbytes[row]), self._digits
+        reads = columns.frequency[row]
+        self._held += 1
+        self._rows = max(self._rows, row + 1)
+        self._here[row] = True
+        self._read[row] = self._looked[row] = columns.accessed[row]
+        self._reads[row] = reads
+        self._before[row] = 0
+        together = int(self._place(columns, [row], [parent])[0])
+        self._largest = max(self._largest, nbytes)
+        usual = columns.nbytes[parent] if parent >= 0 else self._largest
+        self._weight[row] = 1.0 / together
+        self._kind[row] = (
+            digits["short"][int(nbytes < usual)]
+            + digits["turn"][min(self._turns[row], LEVELS - 1)]
+            + digits["together"][min(together, LEVELS - 1)]
+            + digits["deep"][min(columns.depth[row], LEVELS - 1)]
+        )
+        if int(columns.key_lo[row]) in self._ghosts:
+            self._welcome(columns, np.array([row], np.int32), now)
+        self._known[self._kind[row] + digits["often"][min(reads + self._before[row], LEVELS - 1)]] = True
 
     def told(self, columns: Columns, rows: Rows, output_tokens: int, now: int) -> None:
         self._cover(columns)
