@@ -65,6 +65,7 @@ class KeptNode:
             io_timeout_s=ASK_S,
             max_connections=RELAY_CONNECTIONS,
         )
+        self._relay.serve()
         try:
             self._keeper = subprocess.Popen(
                 [sys.executable, "-P", "-m", "raykv.keeper"],

@@ -185,7 +185,6 @@ class Node:
             address, local_address = (server.address for server in self._servers)
         else:
             address = local_address = config.node_id
-            self._network.services[address] = self
         self.member = Member(
             node_id=config.node_id,
             host=config.host or host_identity(),
@@ -194,6 +193,10 @@ class Node:
             weight=config.weight or config.storage.arena_nbytes / GIB,
             incarnation=time.time_ns(),
         )
+        for server in self._servers:
+            server.serve()
+        if self._network is not None:
+            self._network.services[address] = self
         self._beat()
         self._wanted.set()  # take memory before the first writer comes
         for task in (self._pulse, self._announcer, self._forerunner):

@@ -156,7 +156,7 @@ class SocketLink(Link):
 
 
 class SocketServer:
-    """The answering end: listens, and serves each connection in a thread of its own.
+    """The answering end: listens, and from `serve` on serves each connection in a thread of its own.
 
     Connections that are still shaking hands are counted apart: strangers do not take the places of members.
 
@@ -168,7 +168,7 @@ class SocketServer:
     def __init__(
         self, service: Service, address: str, secret: bytes, *, io_timeout_s: float, max_connections: int
     ) -> None:
-        """Listen.
+        """Listen. Who connects before `serve` waits.
 
         Raises:
             ConfigError: The address is not to be had here.
@@ -195,6 +195,9 @@ class SocketServer:
         self._closed = threading.Event()
         self.refused = 0
         self._thread = threading.Thread(target=self._accept, name=f"raykv-accept-{self.address}", daemon=True)
+
+    def serve(self) -> None:
+        """Begin to accept connections."""
         self._thread.start()
 
     def close(self) -> None:
@@ -206,7 +209,8 @@ class SocketServer:
             _cut(each)
         self._listener.close()
         for thread in (self._thread, *connections.values()):
-            thread.join(HANDSHAKE_TIMEOUT_S)
+            if thread.ident is not None:
+                thread.join(HANDSHAKE_TIMEOUT_S)
 
     def _accept(self) -> None:
         while not self._closed.is_set():

@@ -331,6 +331,7 @@ class SocketContract(LinkContract):
 
     def serve(self, service, tmp):
         server = SocketServer(service, self.address(tmp), SECRET, io_timeout_s=5.0, max_connections=64)
+        server.serve()
         return lambda: SocketLink.connect(server.address, SECRET, deadline_s=soon()), server.close
 
     def test_an_answer_that_comes_too_late(self, connect, service):

@@ -13,7 +13,7 @@ import raykv
 from raykv import wire
 from raykv.config import NodeConfig
 from raykv.embedded import InProcessDirectory
-from raykv.errors import ConfigError, PeerUnavailable, ProtocolError, TransientError
+from raykv.errors import ConfigError, PeerUnavailable, ProtocolError, RayKVError, TransientError
 from raykv.node import Node
 from raykv.transport import stream, tcp
 from raykv.transport.peers import Peers
@@ -62,6 +62,42 @@ def serves(node: Node) -> bool:
         return isinstance(link.call(wire.GetView(), deadline_s=soon()), wire.ViewIs)
     finally:
         link.close()
+
+
+def test_who_connects_while_the_node_starts_waits_until_it_can_answer(monkeypatch):
+    config = NodeConfig.load({
+        "node_id": "n",
+        "cluster": f"sockets-{time.monotonic_ns()}",
+        "storage": {"arena_nbytes": "1 MiB", "extent_nbytes": "64 KiB", "shm_dir": None},
+    })  # fmt: skip
+    answers: list[object] = []
+
+    def ask() -> None:
+        link = SocketLink.connect(config.local_address, b"", deadline_s=soon())
+        try:
+            answers.append(link.call(wire.Attach(), deadline_s=soon()))
+        except RayKVError as error:
+            answers.append(error)
+        finally:
+            link.close()
+
+    asking = threading.Thread(target=ask)
+
+    def slow() -> str:
+        asking.start()
+        asking.join(0.3)
+        return "here"
+
+    monkeypatch.setattr("raykv.node.host_identity", slow)
+    made = Node(config, secret=SECRET, directory=InProcessDirectory(member_timeout_s=5.0))
+    made.start()
+    asking.join(5.0)
+    try:
+        assert [type(answer) for answer in answers] == [wire.Attached]
+        assert answers[0].host == "here"
+        assert not made.stats()["errors"]
+    finally:
+        made.stop()
 
 
 def shaken(node: Node, secret: bytes = SECRET) -> socket.socket:
