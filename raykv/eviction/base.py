@@ -51,6 +51,10 @@ class Policy(ABC):
     def score(self, columns: Columns, rows: Rows, now: int) -> Scores:
         """One score a row, any ordered type; `now` in ticks. Scores are compared within a queue."""
 
+    def score_one(self, columns: Columns, row: int, now: int) -> Any:
+        """The same for one row, as a plain value."""
+        return self.score(columns, np.array([row], np.int32), now).tolist()[0]
+
     def queue(self, columns: Columns, rows: Rows) -> Queues:
         """Number of the queue that each row stands in."""
         return np.zeros(len(rows), np.int8)

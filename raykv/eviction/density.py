@@ -1,16 +1,17 @@
 """Hit density: the chunk that promises the fewest hits for the room and time that it takes up goes first."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from raykv.eviction.base import Policy, key_numbers
-from raykv.eviction.hazards import AGES, Floats, Hazards, Integers, density, scale
+from raykv.eviction.hazards import AGES, Floats, Hazards, Integers, density, scale, scale_one
 from raykv.eviction.memory import by_row
-from raykv.memory.table import Columns
+from raykv.memory.table import Cells, Columns
 from raykv.types import Rows
 
 FEATURES: Final = {"short": 2, "often": 4, "turn": 3, "output": 6, "together": 5, "deep": 4}
@@ -47,6 +48,21 @@ _Ghost = tuple[int, int, int, int, float]
 """Of an evicted chunk: its last read, the time of the last look at it, its kind, its reads, and what it counts."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Mine:
+    """What the policy remembers by row, for one entry at a time: see `HitDensity.__init__`."""
+
+    here: "memoryview[int]"
+    kind: "memoryview[int]"
+    turns: "memoryview[int]"
+    places: "memoryview[int]"
+    before: "memoryview[int]"
+    weight: "memoryview[float]"
+    read: "memoryview[int]"
+    reads: "memoryview[int]"
+    looked: "memoryview[int]"
+
+
 class HitDensity(Policy):
     """Learns how likely each kind of chunk is read again, and when, and keeps those whose hits cost least.
 
@@ -69,6 +85,7 @@ class HitDensity(Policy):
             name: np.array([min(level(value), FEATURES[name] - 1) * self._unit[name] for value in range(LEVELS)])
             for name, level in LEVEL_OF.items()
         }
+        self._digit_of: dict[str, list[int]] = {name: digits.tolist() for name, digits in self._digits.items()}
         self._known = np.zeros(self._hazards.classes, np.bool_)
         self._index = np.zeros((self._hazards.classes, AGES + 1))
         self._learnt = 0.0
@@ -85,6 +102,7 @@ class HitDensity(Policy):
         self._looked = np.zeros(0, np.uint32)
         self._held = self._rows = self._hand = self._due = self._largest = self._new_ghosts = 0
         self._ghosts: dict[int, _Ghost] = {}
+        self._columns: Columns | None = None
         self._use()
 
     def score(self, columns: Columns, rows: Rows, now: int) -> Floats:
@@ -95,6 +113,15 @@ class HitDensity(Policy):
         below, above = self._index[kinds, whole], self._index[kinds, whole + 1]
         scores: Floats = below + (above - below) * (ages - whole)
         return scores
+
+    def score_one(self, columns: Columns, row: int, now: int) -> float:
+        cells, mine = self._cover(columns)
+        kind = mine.kind[row] + self._digit_of["often"][min(cells.frequency[row] + mine.before[row], LEVELS - 1)]
+        age = scale_one(max(0, now - cells.accessed[row]))
+        whole = int(age)
+        below, above = self._index[kind, whole : whole + 2].tolist()
+        score: float = below + (above - below) * (age - whole)
+        return score
 
     def came(self, columns: Columns, rows: Rows, now: int) -> None:
         if not rows.size:
@@ -121,28 +148,34 @@ class HitDensity(Policy):
         self._known[self._kinds(rows, self._reads[rows])] = True
 
     def _came_one(self, columns: Columns, row: int, now: int) -> None:
-        """The same for one, in a third of the time: numbers, no arrays."""
-        parent, nbytes, digits = int(columns.parent[row]), int(columns.nbytes[row]), self._digits
-        reads = columns.frequency[row]
+        """The same for one, in a fraction of the time: numbers, no arrays."""
+        cells, mine = self._cover(columns)
+        parent, nbytes, reads = cells.parent[row], cells.nbytes[row], cells.frequency[row]
         self._held += 1
         self._rows = max(self._rows, row + 1)
-        self._here[row] = True
-        self._read[row] = self._looked[row] = columns.accessed[row]
-        self._reads[row] = reads
-        self._before[row] = 0
-        together = int(self._place(columns, [row], [parent])[0])
+        mine.here[row] = True
+        mine.read[row] = mine.looked[row] = cells.accessed[row]
+        mine.reads[row], mine.before[row] = reads, 0
+        if parent < 0:
+            turn = place = 0
+        elif cells.frequency[parent] or mine.before[parent]:
+            turn, place = mine.turns[parent] + 1, 0
+        else:
+            turn, place = mine.turns[parent], mine.places[parent] + 1
+        mine.turns[row], mine.places[row] = turn, place
         self._largest = max(self._largest, nbytes)
-        usual = columns.nbytes[parent] if parent >= 0 else self._largest
-        self._weight[row] = 1.0 / together
-        self._kind[row] = (
-            digits["short"][int(nbytes < usual)]
-            + digits["turn"][min(self._turns[row], LEVELS - 1)]
-            + digits["together"][min(together, LEVELS - 1)]
-            + digits["deep"][min(columns.depth[row], LEVELS - 1)]
+        usual = cells.nbytes[parent] if parent >= 0 else self._largest
+        mine.weight[row] = 1.0 / (place + 1)
+        digits = self._digit_of
+        mine.kind[row] = kind = (
+            digits["short"][nbytes < usual]
+            + digits["turn"][min(turn, LEVELS - 1)]
+            + digits["together"][min(place + 1, LEVELS - 1)]
+            + digits["deep"][min(cells.depth[row], LEVELS - 1)]
         )
-        if int(columns.key_lo[row]) in self._ghosts:
+        if cells.key_lo[row] in self._ghosts:
             self._welcome(columns, np.array([row], np.int32), now)
-        self._known[self._kind[row] + digits["often"][min(reads + self._before[row], LEVELS - 1)]] = True
+        self._known[kind + self._digit_of["often"][min(reads + mine.before[row], LEVELS - 1)]] = True
 
     def told(self, columns: Columns, rows: Rows, output_tokens: int, now: int) -> None:
         self._cover(columns)
@@ -154,6 +187,13 @@ class HitDensity(Policy):
 
     def went(self, columns: Columns, rows: Rows, now: int, *, evicted: bool) -> None:
         self._cover(columns)
+        if len(rows) == 1:
+            self._went_one(columns, int(rows[0]), now, evicted=evicted)
+        else:
+            self._went_many(columns, rows, now, evicted=evicted)
+        self._held -= len(rows)
+
+    def _went_many(self, columns: Columns, rows: Rows, now: int, *, evicted: bool) -> None:
         self._look(columns, rows, now)
         self._here[rows] = False
         if evicted:
@@ -165,7 +205,17 @@ class HitDensity(Policy):
                 self._ghosts.pop(key, None)
                 self._ghosts[key] = (read, now, kind, often, weight)
             self._forget(len(rows), now)
-        self._held -= len(rows)
+
+    def _went_one(self, columns: Columns, row: int, now: int, *, evicted: bool) -> None:
+        cells, mine = self._cover(columns)
+        self._look_one(cells, mine, row, now)
+        mine.here[row] = False
+        if evicted:
+            key, reads = cells.key_lo[row], mine.reads[row] + mine.before[row]
+            kind = mine.kind[row] + self._digit_of["often"][min(reads, LEVELS - 1)]
+            self._ghosts.pop(key, None)
+            self._ghosts[key] = (mine.read[row], now, kind, reads, mine.weight[row])
+            self._forget(1, now)
 
     # -- kinds -------------------------------------------------------------------------------------------------------
 
@@ -239,6 +289,24 @@ class HitDensity(Policy):
         self._hazards.stay(kinds, np.zeros_like(accessed), now - accessed, weight)
         self._learnt += float(weight.sum())
 
+    def _look_one(self, cells: Cells, mine: "_Mine", row: int, now: int) -> None:
+        """The same of one row, without arrays."""
+        accessed, frequency, before = cells.accessed[row], cells.frequency[row], mine.before[row]
+        read, reads, weight = mine.read[row], mine.reads[row], mine.weight[row]
+        often, kind = self._digit_of["often"], mine.kind[row]
+        hit = frequency > reads
+        was = kind + often[min(reads + before, LEVELS - 1)]
+        self._hazards.stay_one(was, mine.looked[row] - read, (accessed if hit else now) - read, weight)
+        mine.looked[row] = now
+        if not hit:
+            return
+        self._hazards.read_one(was, accessed - read, weight)
+        mine.read[row], mine.reads[row] = accessed, frequency
+        kind += often[min(frequency + before, LEVELS - 1)]
+        self._known[kind] = True
+        self._hazards.stay_one(kind, 0, now - accessed, weight)
+        self._learnt += weight
+
     def _welcome(self, columns: Columns, rows: Rows, now: int) -> None:
         """Learn from chunks that come back, and remember how often these were read."""
         keys = zip(rows.tolist(), key_numbers(columns, rows), strict=True)
@@ -276,15 +344,27 @@ class HitDensity(Policy):
         places = np.minimum(np.arange(AGES + 1), found.shape[1] - 1)
         self._index[known] = found[:, places]
 
-    def _cover(self, columns: Columns) -> None:
-        count = len(columns.frequency)
-        if len(self._here) >= count:
-            return
-        self._here, self._kind = by_row(self._here, count), by_row(self._kind, count)
-        self._turns, self._places = by_row(self._turns, count), by_row(self._places, count)
-        self._before, self._weight = by_row(self._before, count), by_row(self._weight, count)
-        self._read, self._reads = by_row(self._read, count), by_row(self._reads, count)
-        self._looked = by_row(self._looked, count)
+    def _cover(self, columns: Columns) -> "tuple[Cells, _Mine]":
+        """Have an entry for every row. Returns the columns' entries, and those of what is remembered beside them."""
+        if columns is not self._columns:
+            self._columns, self._cells, count = columns, Cells(columns), len(columns.frequency)
+            self._here, self._kind = by_row(self._here, count), by_row(self._kind, count)
+            self._turns, self._places = by_row(self._turns, count), by_row(self._places, count)
+            self._before, self._weight = by_row(self._before, count), by_row(self._weight, count)
+            self._read, self._reads = by_row(self._read, count), by_row(self._reads, count)
+            self._looked = by_row(self._looked, count)
+            self._mine = _Mine(
+                self._here.data,
+                self._kind.data,
+                self._turns.data,
+                self._places.data,
+                self._before.data,
+                cast("memoryview[float]", self._weight.data),
+                self._read.data,
+                self._reads.data,
+                self._looked.data,
+            )
+        return self._cells, self._mine
 
 
 def _columns_of(ghosts: Iterable[_Ghost]) -> tuple[Integers, Integers, Integers, Integers, Floats]:

@@ -1,5 +1,6 @@
 """What is known of how likely chunks are read again, and when."""
 
+from array import array
 from typing import Any, Final
 
 import numpy as np
@@ -11,14 +12,12 @@ Integers = npt.NDArray[np.int64]
 AGES: Final = 65
 """Buckets of ages, two for each doubling, in ticks: all that 32 bits can tell."""
 AHEAD: Final = 8
-AT_ONCE: Final = 256
-"""So many calls are kept until they are counted, all at once."""
+AT_ONCE: Final = 1 << 16
+"""What was seen is kept until it is asked for or so much, and counted then, all at once."""
 LEVEL: Final = 2.0
 BELIEF: Final = 4.0
 """So many reads must be seen in a class before these count more than what is known of its like: all of its reads for
 how often it is read at all, those in one bucket for how often at that age."""
-
-_Seen = tuple[npt.NDArray[Any], ...]
 
 _EDGES: Final = np.concatenate([[0.0], 2.0 ** (np.arange(AGES) / 2)])
 _WIDTHS: Final = np.diff(_EDGES)
@@ -41,33 +40,43 @@ class Hazards:
         self._reads = np.zeros((self.classes, AGES))
         self._ticks = np.zeros((self.classes, AGES))  # in the first and last bucket of each stay
         self._whole = np.zeros((self.classes, AGES + 1))  # stays through a bucket, as differences to the one before
-        self._new_reads: list[_Seen] = []
-        self._new_stays: list[_Seen] = []
+        self._new_reads, self._new_stays = _Seen(2), _Seen(3)
         self.seen = 0.0
         self.ages = AHEAD
 
     def read(self, classes: Integers, ages: Integers, weights: Floats) -> None:
         """Chunks of these classes and ages were read."""
-        self._new_reads.append((classes, ages, weights))
+        self._new_reads.add(weights, classes, ages)
         self.seen += float(weights.sum())
-        if len(self._new_reads) >= AT_ONCE:
+        if len(self._new_reads.weights) >= AT_ONCE:
+            self._add()
+
+    def read_one(self, number: int, age: int, weight: float) -> None:
+        """The same of one chunk, of the class of that number."""
+        self._new_reads.add_one(weight, number, age)
+        self.seen += weight
+        if len(self._new_reads.weights) >= AT_ONCE:
             self._add()
 
     def stay(self, classes: Integers, first: Integers, last: Integers, weights: Floats) -> None:
         """Chunks of these classes went unread from one age to another. Ages below 0, of clocks that differ, are 0."""
-        self._new_stays.append((classes, first, last, weights))
-        if len(self._new_stays) >= AT_ONCE:
+        self._new_stays.add(weights, classes, first, last)
+        if len(self._new_stays.weights) >= AT_ONCE:
+            self._add()
+
+    def stay_one(self, number: int, first: int, last: int, weight: float) -> None:
+        """The same of one chunk."""
+        self._new_stays.add_one(weight, number, first, last)
+        if len(self._new_stays.weights) >= AT_ONCE:
             self._add()
 
     def _add(self) -> None:
         """Count what is new; many at once take little longer than one."""
-        if self._new_reads:
-            classes, ages, weights = (np.concatenate(parts) for parts in zip(*self._new_reads, strict=True))
+        weights, classes, ages = self._new_reads.take()
+        if weights.size:
             np.add.at(self._reads, (classes, bucket(ages)), weights)
-            self._new_reads.clear()
-        if self._new_stays:
-            classes, first, last, weights = (np.concatenate(parts) for parts in zip(*self._new_stays, strict=True))
-            self._new_stays.clear()
+        weights, classes, first, last = self._new_stays.take()
+        if weights.size:
             self._add_stays(classes, first, last, weights)
 
     def _add_stays(self, classes: Integers, first: Integers, last: Integers, weights: Floats) -> None:
@@ -115,6 +124,30 @@ class Hazards:
         return found
 
 
+class _Seen:
+    """What was seen: a weight and some whole numbers each time."""
+
+    def __init__(self, numbers: int) -> None:
+        self.weights = array("d")
+        self._numbers = tuple(array("q") for _ in range(numbers))
+
+    def add(self, weights: Floats, *numbers: npt.NDArray[np.integer[Any]]) -> None:
+        self.weights.frombytes(weights.tobytes())
+        for seen, values in zip(self._numbers, numbers, strict=True):
+            seen.frombytes(values.astype(np.int64).tobytes())
+
+    def add_one(self, weight: float, *numbers: int) -> None:
+        self.weights.append(weight)
+        for seen, number in zip(self._numbers, numbers, strict=True):
+            seen.append(number)
+
+    def take(self) -> tuple[npt.NDArray[Any], ...]:
+        """All of it, weights first; it is forgotten."""
+        taken = np.frombuffer(self.weights, np.float64), *(np.frombuffer(seen, np.int64) for seen in self._numbers)
+        self.weights, self._numbers = array("d"), tuple(array("q") for _ in self._numbers)
+        return taken
+
+
 def bucket(ages: npt.NDArray[np.integer[Any] | np.floating[Any]]) -> Integers:
     """Bucket of each age: the first is less than a tick."""
     found: Integers = np.floor(scale(ages)).astype(np.int64)
@@ -126,6 +159,11 @@ def scale(ages: npt.NDArray[np.integer[Any] | np.floating[Any]]) -> Floats:
     exact = np.maximum(ages.astype(np.float64), 0.0)
     scaled: Floats = np.where(exact < 1, exact, np.minimum(AGES - 1e-9, 1 + 2 * np.log2(np.maximum(exact, 1))))
     return scaled
+
+
+def scale_one(age: int) -> float:
+    """The same for one age, to the last digit."""
+    return float(age) if age < 1 else min(AGES - 1e-9, 1 + 2 * float(np.log2(age)))
 
 
 def density(chance: Floats) -> Floats:

@@ -44,7 +44,10 @@ class Order:
         for row, queue in zip(rows.tolist(), self._queues(rows), strict=True):
             self._queue[row] = queue
             self._sizes[queue] += 1
-        self._push(rows, now)
+        if len(rows) == 1:
+            self._push_one(int(rows[0]), now)
+        else:
+            self._push(rows, now)
 
     def read(self, rows: Rows, now: int) -> None:
         """These rows were read; their columns say so."""
@@ -85,7 +88,7 @@ class Order:
     def childless(self, row: int, now: int) -> None:
         """Nothing follows this row's chunk any more."""
         if self._policy.leaf_first and self._here[row]:
-            self._push(np.array([row], np.int32), now)
+            self._push_one(row, now)
 
     def _first(self, now: int, held: "memoryview[int]") -> int:
         aside: list[int] = []
@@ -117,13 +120,13 @@ class Order:
                     continue
                 if not self._has_risen(row, score, now):
                     return row
-                self._push(np.array([row], np.int32), now)
+                self._push_one(row, now)
         return -1
 
     def _has_risen(self, row: int, score: Any, now: int) -> bool:
         if self._policy.drifts:
             return bool(self._columns.accessed[row] != self._scored[row])
-        return bool(self._policy.score(self._columns, np.array([row], np.int32), now)[0] > score)
+        return bool(self._policy.score_one(self._columns, row, now) > score)
 
     def _push(self, rows: Rows, now: int) -> None:
         if self._policy.leaf_first:
@@ -133,10 +136,19 @@ class Order:
         self._scored[rows] = self._columns.accessed[rows]
         scores, depths = self._policy.score(self._columns, rows, now).tolist(), self._columns.depth[rows].tolist()
         for row, score, depth in zip(rows.tolist(), scores, depths, strict=True):
-            self._stamps += 1
-            self._stamp[row] = self._stamps
-            if self._bound is None or score <= self._bound:
-                heapq.heappush(self._heaps[self._queue[row]], (score, -depth, row, self._stamps))
+            self._enter(row, score, depth)
+
+    def _push_one(self, row: int, now: int) -> None:
+        if self._policy.leaf_first and self._columns.children[row]:
+            return
+        self._scored[row] = self._columns.accessed[row]
+        self._enter(row, self._policy.score_one(self._columns, row, now), int(self._columns.depth[row]))
+
+    def _enter(self, row: int, score: Any, depth: int) -> None:
+        self._stamps += 1
+        self._stamp[row] = self._stamps
+        if self._bound is None or score <= self._bound:
+            heapq.heappush(self._heaps[self._queue[row]], (score, -depth, row, self._stamps))
 
     def _requeue(self, rows: Rows, now: int) -> None:
         moved = []

@@ -5,6 +5,7 @@ import pytest
 
 from raykv.eviction import density as density_module
 from raykv.eviction import policy
+from raykv.eviction.base import Policy
 from raykv.eviction.density import HitDensity
 from raykv.eviction.hazards import AGES, BELIEF, LEVEL, Hazards, bucket, density
 from raykv.plan.cache import Cache
@@ -161,6 +162,31 @@ def test_it_learns_who_comes_back_from_what_it_is_told(rng):
     untold = [Request(r.at_s, r.chunks, r.tokens, 0) for r in trace.requests]
     without = replay(Trace("made", untold, trace.chunks, 4), policy("density"), size).prefix_hits
     assert told > 1.5 * max(without, replay(trace, policy("leaf_lru"), size).prefix_hits)
+
+
+class Arrays(HitDensity):
+    """Takes a single chunk as it takes many."""
+
+    def score_one(self, columns, row, now):
+        return Policy.score_one(self, columns, row, now)
+
+    def _came_one(self, columns, row, now):
+        self._came_many(columns, np.array([row], np.int32), now)
+
+    def _went_one(self, columns, row, now, *, evicted):
+        self._went_many(columns, np.array([row], np.int32), now, evicted=evicted)
+
+
+@pytest.mark.parametrize("mode", ["prefix", "objects"])
+def test_a_single_chunk_is_taken_as_many_are(mode, rng):
+    trace = chats(rng, 300, 0.3, outputs=True)
+    one, many = HitDensity(), Arrays()
+    found = [replay(trace, each, 120, mode=mode) for each in (one, many)]
+    assert found[0] == found[1]
+    assert found[0].plain_hits > 0
+    assert one._ghosts == many._ghosts
+    assert (one._hazards.per_tick() == many._hazards.per_tick()).all()
+    assert (one._index == many._index).all()
 
 
 def test_what_it_remembers_is_bounded(rng, monkeypatch):
