@@ -192,7 +192,10 @@ def test_kernel(host, release, grade):
 @pytest.mark.parametrize("built", [True, False])
 def test_compiled_loops(host, monkeypatch, built):
     monkeypatch.setattr(native, "available", built)
-    assert doctor.compiled_loops(host.root).grade == ("ok" if built else "better")
+    found = doctor.compiled_loops(host.root)
+    assert found.grade == ("ok" if built else "better")
+    if built and native.quickest is not None and native.quickest(False)[0]:
+        assert any(f"'{way}'" in found.says for way in ("fetched", "pages", "plain"))
 
 
 @pytest.mark.parametrize(("source", "grade"), [("tsc", "ok"), ("hpet", "better")])

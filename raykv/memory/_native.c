@@ -13,6 +13,7 @@
 #include <errno.h>
 #include <sched.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
@@ -38,42 +39,133 @@ typedef struct {
     uint64_t key_hi, key_lo;
 } record_t;
 
+static int64_t monotonic_ns(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+/* -- the quickest way -------------------------------------------------------------------------------------------- */
+
+/* Which way of copying is the quickest depends on the processor: what gains a third on one costs a third on another. So
+   the first copies of a process try all ways in turn, each timed, and the way with the lowest median is taken from then
+   on. */
+#if defined(__x86_64__)
+#define WAYS 3
+#define TRIES 15
+#define TRIED_NBYTES (16 << 10) /* smaller copies say too little */
+
+typedef struct {
+    uint32_t begun, ended;
+    int best; /* a way; -1 until all tries have ended */
+    float cost[WAYS][TRIES]; /* ns per byte */
+} choice_t;
+
+typedef struct {
+    int way, attempt; /* attempt: -1 when this copy is not timed */
+    int64_t began_ns;
+} trial_t;
+
+static trial_t trial_begin(choice_t *choice, size_t nbytes) {
+    trial_t trial = {__atomic_load_n(&choice->best, __ATOMIC_RELAXED), -1, 0};
+    if (trial.way >= 0)
+        return trial;
+    trial.way = 0;
+    if (nbytes < TRIED_NBYTES || __atomic_load_n(&choice->begun, __ATOMIC_RELAXED) >= WAYS * TRIES)
+        return trial;
+    uint32_t turn = __atomic_fetch_add(&choice->begun, 1, __ATOMIC_RELAXED);
+    if (turn < WAYS * TRIES) {
+        trial.attempt = (int)(turn / WAYS);
+        trial.way = (int)((turn + turn / WAYS) % WAYS); /* each round begins with another: chunks may take turns too */
+        trial.began_ns = monotonic_ns();
+    }
+    return trial;
+}
+
+static int compare_costs(const void *one, const void *other) {
+    float a = *(const float *)one, b = *(const float *)other;
+    return (a > b) - (a < b);
+}
+
+static void trial_end(choice_t *choice, trial_t trial, size_t nbytes) {
+    if (trial.attempt < 0)
+        return;
+    choice->cost[trial.way][trial.attempt] = (float)(monotonic_ns() - trial.began_ns) / (float)nbytes;
+    if (__atomic_add_fetch(&choice->ended, 1, __ATOMIC_ACQ_REL) < WAYS * TRIES)
+        return;
+    int best = 0;
+    for (int way = 0; way < WAYS; way++) {
+        qsort(choice->cost[way], TRIES, sizeof(float), compare_costs);
+        if (choice->cost[way][TRIES / 2] < choice->cost[best][TRIES / 2])
+            best = way;
+    }
+    __atomic_store_n(&choice->best, best, __ATOMIC_RELEASE);
+}
+#endif
+
 /* -- copying ----------------------------------------------------------------------------------------------------- */
 
 #if defined(__x86_64__)
+enum { FETCHED, PAGES, PLAIN }; /* ways of a large copy; which comes first is taken where nothing is known */
+static choice_t copying = {.best = -1}, storing = {.best = -1};
+static int has_avx2;
+
+#define PAGE 4096
+#define GROUP (4 * PAGE)
+
+__attribute__((target("avx2"))) static inline void stream_128(char *to, const char *from) {
+    __m256i a = _mm256_loadu_si256((const __m256i *)from);
+    __m256i b = _mm256_loadu_si256((const __m256i *)(from + 32));
+    __m256i c = _mm256_loadu_si256((const __m256i *)(from + 64));
+    __m256i d = _mm256_loadu_si256((const __m256i *)(from + 96));
+    _mm256_stream_si256((__m256i *)to, a);
+    _mm256_stream_si256((__m256i *)(to + 32), b);
+    _mm256_stream_si256((__m256i *)(to + 64), c);
+    _mm256_stream_si256((__m256i *)(to + 96), d);
+}
+
+/* Four pages at the same time: the processor fetches ahead within each, and never beyond its end. */
+__attribute__((target("avx2"))) static inline void stream_group(char *to, const char *from) {
+    for (size_t at = 0; at < PAGE; at += 128)
+        for (size_t page = 0; page < GROUP; page += PAGE)
+            stream_128(to + page + at, from + page + at);
+}
+
 /* Stores that do not pass through the cache: the target's old lines need not be read first, which saves a third of the
-   memory traffic of a plain copy. The source is fetched past the outer caches too (NTA): after a large copy the code
-   and the tables of this process and of its node are still there. */
-__attribute__((target("avx2"))) static void stream_avx2(char *to, const char *from, size_t n) {
+   memory traffic of a plain copy. FETCHED: the source is fetched past the outer caches too (NTA): after a large copy the
+   code and the tables of this process and of its node are still there. */
+__attribute__((target("avx2"))) static void stream_avx2(char *to, const char *from, size_t n, int way) {
     size_t head = (size_t)(-(intptr_t)to) & 63;
     if (head > n)
         head = n;
     memcpy(to, from, head);
     to += head, from += head, n -= head;
-    for (; n >= 256; to += 256, from += 256, n -= 256) {
-        for (int line = 0; line < 256; line += 64)
-            _mm_prefetch(from + 2048 + line, _MM_HINT_NTA);
-        for (int part = 0; part < 256; part += 128) {
-            __m256i a = _mm256_loadu_si256((const __m256i *)(from + part));
-            __m256i b = _mm256_loadu_si256((const __m256i *)(from + part + 32));
-            __m256i c = _mm256_loadu_si256((const __m256i *)(from + part + 64));
-            __m256i d = _mm256_loadu_si256((const __m256i *)(from + part + 96));
-            _mm256_stream_si256((__m256i *)(to + part), a);
-            _mm256_stream_si256((__m256i *)(to + part + 32), b);
-            _mm256_stream_si256((__m256i *)(to + part + 64), c);
-            _mm256_stream_si256((__m256i *)(to + part + 96), d);
+    if (way == PAGES) {
+        for (; n >= GROUP; to += GROUP, from += GROUP, n -= GROUP)
+            stream_group(to, from);
+        for (; n >= 128; to += 128, from += 128, n -= 128)
+            stream_128(to, from);
+    } else {
+        for (; n >= 256; to += 256, from += 256, n -= 256) {
+            for (int line = 0; line < 256; line += 64)
+                _mm_prefetch(from + 2048 + line, _MM_HINT_NTA);
+            stream_128(to, from), stream_128(to + 128, from + 128);
         }
     }
     memcpy(to, from, n);
     _mm_sfence(); /* streamed stores are weakly ordered: what is published after them must come after them */
 }
-static int has_avx2;
 #endif
 
 static void copy_bytes(char *to, const char *from, size_t n, int stream) {
 #if defined(__x86_64__)
     if (stream && has_avx2 && n >= 4096) {
-        stream_avx2(to, from, n);
+        trial_t trial = trial_begin(&copying, n);
+        if (trial.way == PLAIN)
+            memcpy(to, from, n);
+        else
+            stream_avx2(to, from, n, trial.way);
+        trial_end(&copying, trial, n);
         return;
     }
 #endif
@@ -954,16 +1046,34 @@ done:
 
 #define TURN (16 * HASH_BLOCK) /* bytes hashed and copied in turns: they stay in the innermost cache in between */
 
+#if defined(__x86_64__)
+/* The same by streamed stores, up to the last block. Returns how many bytes that were. */
+__attribute__((target("avx2"))) static size_t store_streamed(uint64_t *lanes, char *to, const char *from, size_t blocks,
+                                                             int way) {
+    size_t done = 0;
+    if (way == PAGES) {
+        for (; done + GROUP <= blocks * HASH_BLOCK; done += GROUP) {
+            stream_group(to + done, from + done);
+            blocks_avx2(lanes, (const uint8_t *)from + done, GROUP / HASH_BLOCK, NULL); /* from the innermost cache */
+        }
+    }
+    blocks_avx2(lanes, (const uint8_t *)from + done, blocks - done / HASH_BLOCK, (uint8_t *)to + done);
+    _mm_sfence();
+    return blocks * HASH_BLOCK;
+}
+#endif
+
 /* Copy one run of bytes and hash it, the source being read from memory once. */
 static uint64_t store_run(char *to, const char *from, size_t nbytes, int stream) {
     uint64_t lanes[8];
     hash_begin(lanes);
     size_t blocks = (nbytes - 1) / HASH_BLOCK, done = 0;
 #if defined(__x86_64__)
+    trial_t trial = {PLAIN, -1, 0};
     if (stream && has_avx2 && ((uintptr_t)to & 31) == 0) {
-        blocks_avx2(lanes, (const uint8_t *)from, blocks, (uint8_t *)to);
-        _mm_sfence();
-        done = blocks * HASH_BLOCK;
+        trial = trial_begin(&storing, nbytes);
+        if (trial.way != PLAIN)
+            done = store_streamed(lanes, to, from, blocks, trial.way);
     }
 #endif
     for (size_t turn; done < blocks * HASH_BLOCK; done += turn) {
@@ -972,6 +1082,9 @@ static uint64_t store_run(char *to, const char *from, size_t nbytes, int stream)
         memcpy(to + done, from + done, turn);
     }
     memcpy(to + done, from + done, nbytes - done);
+#if defined(__x86_64__)
+    trial_end(&storing, trial, nbytes);
+#endif
     return hash_end(lanes, (const uint8_t *)from, done, nbytes);
 }
 
@@ -1111,12 +1224,6 @@ static size_t next_places(const filling_t *filling, struct iovec *places) {
     return count;
 }
 
-static int64_t monotonic_ns(void) {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
-}
-
 /* Fill it all from a socket. Watches for bytes as long as they come within `watch_ns`; then sleeps until they come. Runs
    without the interpreter's lock, and comes back with EINTR when a signal has to be seen to. */
 static int receive_all(int fd, filling_t *filling, int64_t deadline_ns, int64_t watch_ns, int *slept) {
@@ -1246,6 +1353,36 @@ static PyObject *copy(PyObject *module, PyObject *const *arguments, Py_ssize_t c
     }
     PyBuffer_Release(&target), PyBuffer_Release(&source);
     return result;
+}
+
+/* -- quickest ----------------------------------------------------------------------------------------------------- */
+
+PyDoc_STRVAR(quickest_doc, "quickest(anew) -> (str | None, str | None)\n\n"
+                           "By which way large copies are made, and large chunks copied and hashed: 'fetched', 'pages' or\n"
+                           "'plain', whichever was the quickest of the first ones; None: not known yet, or only one way.\n"
+                           "anew: find out again.");
+
+static PyObject *quickest(PyObject *module, PyObject *anew) {
+    (void)module;
+    int again = PyObject_IsTrue(anew);
+    if (again < 0)
+        return NULL;
+#if defined(__x86_64__)
+    static const char *const names[WAYS] = {"fetched", "pages", "plain"};
+    choice_t *const choices[2] = {&copying, &storing};
+    const char *best[2] = {NULL, NULL};
+    for (int at = 0; at < 2; at++) {
+        int way = __atomic_load_n(&choices[at]->best, __ATOMIC_ACQUIRE);
+        if (again && way >= 0) { /* what is still being tried goes on */
+            choices[at]->begun = choices[at]->ended = 0;
+            __atomic_store_n(&choices[at]->best, way = -1, __ATOMIC_RELEASE);
+        }
+        best[at] = way >= 0 ? names[way] : NULL;
+    }
+    return Py_BuildValue("(zz)", best[0], best[1]);
+#else
+    return Py_BuildValue("(zz)", NULL, NULL);
+#endif
 }
 
 /* -- one chunk --------------------------------------------------------------------------------------------------- */
@@ -1677,6 +1814,7 @@ static PyMethodDef methods[] = {
     {"fill", fill, METH_VARARGS, fill_doc},
     {"receive", receive, METH_VARARGS, receive_doc},
     {"copy", (PyCFunction)(void (*)(void))copy, METH_FASTCALL, copy_doc},
+    {"quickest", quickest, METH_O, quickest_doc},
     {NULL, NULL, 0, NULL},
 };
 

@@ -1,6 +1,7 @@
 """Bytes in pieces."""
 
 from itertools import pairwise
+from mmap import mmap
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from raykv.errors import UsageError
+from raykv.memory import native
 from raykv.memory.copying import STREAM_NBYTES, CopyThreads, all_byte_views, checksum_of, copy, gather, scatter, store
 
 pytestmark = pytest.mark.usefixtures("loops")
@@ -117,3 +119,26 @@ def test_views_that_will_not_do_are_named():
     for bad in (memoryview(b"abc"), b"abc", memoryview(bytearray(8))[::2], let_go, 5, None):
         with pytest.raises(UsageError, match=r"field 'into\[1\]'"):
             all_byte_views([memoryview(bytearray(4)), bad], "into", writable=True)
+
+
+def test_every_way_of_a_large_copy_is_tried_and_is_right(rng, loops):
+    if native.quickest is None:
+        pytest.skip("only one way without the compiled loops")
+    native.quickest(True)
+    room, source = mmap(-1, 1 << 20), memoryview(rng.randbytes(1 << 20))  # a map begins at a page
+    for _ in range(100):
+        nbytes, to = rng.randrange(16 << 10, 200 << 10), 64 * rng.randrange(1 << 12)
+        start, before = rng.randrange(1 << 19), rng.choice([0, 32, rng.randrange(64)])
+        part, target = source[start : start + nbytes], memoryview(room)[to + before : to + before + nbytes]
+        target[:] = bytes(nbytes)
+        around = room[: to + before], room[to + before + nbytes :]
+        if rng.random() < 0.5:
+            copy(target, part, stream=True)
+        else:
+            assert store(target, [part], stream=True) == xxhash.xxh3_64_intdigest(part)
+        assert target == part
+        assert (room[: to + before], room[to + before + nbytes :]) == around
+    for _ in range(45):
+        copy(memoryview(room)[: 64 << 10], source[: 64 << 10], stream=True)
+        store(memoryview(room)[: 64 << 10], [source[: 64 << 10]], stream=True)
+    assert set(native.quickest(False)) <= {"fetched", "pages", "plain"}
