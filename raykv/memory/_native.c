@@ -48,58 +48,72 @@ static int64_t monotonic_ns(void) {
 /* -- the quickest way -------------------------------------------------------------------------------------------- */
 
 /* Which way of copying is the quickest depends on the processor: what gains a third on one costs a third on another. So
-   the first copies of a process try all ways in turn, each timed, and the way with the lowest median is taken from then
-   on. */
+   a process tries all ways in turn, each timed, with some of its copies: with the first ones, after 64, 128, 256 and 512,
+   and once in TRIED_EACH. Of each way the last tries are kept, and the way with the lowest median is taken. (The first
+   tries may say little: they also wait for pages that nobody has touched yet.) */
 #if defined(__x86_64__)
 #define WAYS 3
-#define TRIES 15
+#define TRIES (5 * WAYS)
+#define TRIED_EACH 1024
+#define KEPT 15
 #define TRIED_NBYTES (16 << 10) /* smaller copies say too little */
 
 typedef struct {
-    uint32_t begun, ended;
-    int best; /* a way; -1 until all tries have ended */
-    float cost[WAYS][TRIES]; /* ns per byte */
+    uint32_t begun, ended; /* copies, tries */
+    int best;              /* a way; -1: none was tried yet */
+    uint32_t seen[WAYS], cost[WAYS][KEPT]; /* tries of each way; of the last ones, ps per byte */
 } choice_t;
 
 typedef struct {
-    int way, attempt; /* attempt: -1 when this copy is not timed */
+    int way, timed;
     int64_t began_ns;
 } trial_t;
 
 static trial_t trial_begin(choice_t *choice, size_t nbytes) {
-    trial_t trial = {__atomic_load_n(&choice->best, __ATOMIC_RELAXED), -1, 0};
-    if (trial.way >= 0)
+    trial_t trial = {__atomic_load_n(&choice->best, __ATOMIC_RELAXED), 0, 0};
+    if (trial.way < 0)
+        trial.way = 0;
+    if (nbytes < TRIED_NBYTES)
         return trial;
-    trial.way = 0;
-    if (nbytes < TRIED_NBYTES || __atomic_load_n(&choice->begun, __ATOMIC_RELAXED) >= WAYS * TRIES)
-        return trial;
-    uint32_t turn = __atomic_fetch_add(&choice->begun, 1, __ATOMIC_RELAXED);
-    if (turn < WAYS * TRIES) {
-        trial.attempt = (int)(turn / WAYS);
-        trial.way = (int)((turn + turn / WAYS) % WAYS); /* each round begins with another: chunks may take turns too */
+    uint32_t number = __atomic_fetch_add(&choice->begun, 1, __ATOMIC_RELAXED), since = number % TRIED_EACH;
+    if (number < TRIED_EACH && number >= 64)
+        since = number - (UINT32_C(1) << (31 - __builtin_clz(number)));
+    if (since < TRIES) {
+        trial.timed = 1;
+        trial.way = (int)((since + since / WAYS) % WAYS); /* each round begins with another: chunks may take turns too */
         trial.began_ns = monotonic_ns();
     }
     return trial;
 }
 
 static int compare_costs(const void *one, const void *other) {
-    float a = *(const float *)one, b = *(const float *)other;
+    uint32_t a = *(const uint32_t *)one, b = *(const uint32_t *)other;
     return (a > b) - (a < b);
 }
 
+/* The median of the tries of a way that are kept; UINT32_MAX if there are none. */
+static uint32_t usual_cost(choice_t *choice, int way) {
+    uint32_t sorted[KEPT], count = __atomic_load_n(&choice->seen[way], __ATOMIC_RELAXED);
+    count = count < KEPT ? count : KEPT;
+    for (uint32_t at = 0; at < count; at++)
+        sorted[at] = __atomic_load_n(&choice->cost[way][at], __ATOMIC_RELAXED);
+    qsort(sorted, count, sizeof *sorted, compare_costs);
+    return count ? sorted[count / 2] : UINT32_MAX;
+}
+
 static void trial_end(choice_t *choice, trial_t trial, size_t nbytes) {
-    if (trial.attempt < 0)
+    if (!trial.timed)
         return;
-    choice->cost[trial.way][trial.attempt] = (float)(monotonic_ns() - trial.began_ns) / (float)nbytes;
-    if (__atomic_add_fetch(&choice->ended, 1, __ATOMIC_ACQ_REL) < WAYS * TRIES)
+    double cost = 1e3 * (double)(monotonic_ns() - trial.began_ns) / (double)nbytes;
+    uint32_t at = __atomic_fetch_add(&choice->seen[trial.way], 1, __ATOMIC_RELAXED) % KEPT;
+    __atomic_store_n(&choice->cost[trial.way][at], cost < 1e9 ? (uint32_t)cost : 1000000000, __ATOMIC_RELAXED);
+    if (__atomic_add_fetch(&choice->ended, 1, __ATOMIC_RELAXED) % TRIES)
         return;
     int best = 0;
-    for (int way = 0; way < WAYS; way++) {
-        qsort(choice->cost[way], TRIES, sizeof(float), compare_costs);
-        if (choice->cost[way][TRIES / 2] < choice->cost[best][TRIES / 2])
+    for (int way = 1; way < WAYS; way++)
+        if (usual_cost(choice, way) < usual_cost(choice, best))
             best = way;
-    }
-    __atomic_store_n(&choice->best, best, __ATOMIC_RELEASE);
+    __atomic_store_n(&choice->best, best, __ATOMIC_RELAXED);
 }
 #endif
 
@@ -1069,7 +1083,7 @@ static uint64_t store_run(char *to, const char *from, size_t nbytes, int stream)
     hash_begin(lanes);
     size_t blocks = (nbytes - 1) / HASH_BLOCK, done = 0;
 #if defined(__x86_64__)
-    trial_t trial = {PLAIN, -1, 0};
+    trial_t trial = {PLAIN, 0, 0};
     if (stream && has_avx2 && ((uintptr_t)to & 31) == 0) {
         trial = trial_begin(&storing, nbytes);
         if (trial.way != PLAIN)
@@ -1357,29 +1371,16 @@ static PyObject *copy(PyObject *module, PyObject *const *arguments, Py_ssize_t c
 
 /* -- quickest ----------------------------------------------------------------------------------------------------- */
 
-PyDoc_STRVAR(quickest_doc, "quickest(anew) -> (str | None, str | None)\n\n"
+PyDoc_STRVAR(quickest_doc, "quickest() -> (str | None, str | None)\n\n"
                            "By which way large copies are made, and large chunks copied and hashed: 'fetched', 'pages' or\n"
-                           "'plain', whichever was the quickest of the first ones; None: not known yet, or only one way.\n"
-                           "anew: find out again.");
+                           "'plain', whichever was the quickest of late; None: not known yet, or there is only one.");
 
-static PyObject *quickest(PyObject *module, PyObject *anew) {
-    (void)module;
-    int again = PyObject_IsTrue(anew);
-    if (again < 0)
-        return NULL;
+static PyObject *quickest(PyObject *module, PyObject *nothing) {
+    (void)module, (void)nothing;
 #if defined(__x86_64__)
     static const char *const names[WAYS] = {"fetched", "pages", "plain"};
-    choice_t *const choices[2] = {&copying, &storing};
-    const char *best[2] = {NULL, NULL};
-    for (int at = 0; at < 2; at++) {
-        int way = __atomic_load_n(&choices[at]->best, __ATOMIC_ACQUIRE);
-        if (again && way >= 0) { /* what is still being tried goes on */
-            choices[at]->begun = choices[at]->ended = 0;
-            __atomic_store_n(&choices[at]->best, way = -1, __ATOMIC_RELEASE);
-        }
-        best[at] = way >= 0 ? names[way] : NULL;
-    }
-    return Py_BuildValue("(zz)", best[0], best[1]);
+    int copy_way = __atomic_load_n(&copying.best, __ATOMIC_RELAXED), way = __atomic_load_n(&storing.best, __ATOMIC_RELAXED);
+    return Py_BuildValue("(zz)", copy_way < 0 ? NULL : names[copy_way], way < 0 ? NULL : names[way]);
 #else
     return Py_BuildValue("(zz)", NULL, NULL);
 #endif
@@ -1814,7 +1815,7 @@ static PyMethodDef methods[] = {
     {"fill", fill, METH_VARARGS, fill_doc},
     {"receive", receive, METH_VARARGS, receive_doc},
     {"copy", (PyCFunction)(void (*)(void))copy, METH_FASTCALL, copy_doc},
-    {"quickest", quickest, METH_O, quickest_doc},
+    {"quickest", quickest, METH_NOARGS, quickest_doc},
     {NULL, NULL, 0, NULL},
 };
 
