@@ -1485,6 +1485,21 @@ static int32_t probe_side(const reader_t *reader, const uint64_t *key, int32_t o
     return -1;
 }
 
+/* A ready row that the side index names for this key, not expired at tick `now` (now < 0: or expired), with its
+   generation; -1 if there is none. Another row beside it may be one that somebody is about to take back. */
+static int32_t probe_published(const reader_t *reader, const uint64_t *key, int64_t now, uint32_t *generation) {
+    const int32_t *window = window_of(reader, key);
+    for (int at = 0; at < WINDOW; at++) {
+        int32_t entry = __atomic_load_n(&window[at], __ATOMIC_ACQUIRE);
+        if (!is_row(entry, reader_rows(reader)))
+            continue;
+        const record_t *record = (const record_t *)reader->held[RECORDS].buf + (entry - FIRST);
+        if (is_of(record, key[0], key[1], generation) && is_ready(*generation) && is_usable(record, *generation, now))
+            return entry - FIRST;
+    }
+    return -1;
+}
+
 /* Row of a 16-byte key that is ready, or -1; -2 with an exception when it is no key. See Table.look_one. */
 static int32_t row_of(reader_t *reader, PyObject *key, uint32_t tick, uint32_t *generation) {
     uint64_t halves[2];
@@ -1497,13 +1512,9 @@ static int32_t row_of(reader_t *reader, PyObject *key, uint32_t tick, uint32_t *
     int32_t row = probe_index(reader, halves, tick, generation);
     if (row >= 0 || count_of(reader, PUBLISHED) == taken)
         return row;
-    row = probe_side(reader, halves, -1, generation);
-    if (row >= 0 && !(*generation & 1) && *generation) {
-        const record_t *record = (const record_t *)reader->held[RECORDS].buf + row;
-        uint32_t expires = __atomic_load_n(&record->expires, __ATOMIC_RELAXED);
-        if (!expires || expires > tick)
-            return row;
-    }
+    row = probe_published(reader, halves, tick, generation);
+    if (row >= 0)
+        return row;
     return probe_index(reader, halves, tick, generation); /* it may have been taken in meanwhile */
 }
 
@@ -1702,6 +1713,55 @@ done:
     return result;
 }
 
+/* -- look -------------------------------------------------------------------------------------------------------- */
+
+PyDoc_STRVAR(look_doc, "look(records, index, other_index, active, side, counts, keys, rows, generations, now)\n\n"
+                       "As find, in the index that is in use; and what is not there among the ready rows that were\n"
+                       "published since.");
+
+static PyObject *look(PyObject *module, PyObject *arguments) {
+    (void)module;
+    reader_t reader = {.made_at_s = 0};
+    Py_buffer *held = reader.held, keys, rows, generations;
+    long long now;
+    if (!PyArg_ParseTuple(arguments, "y*y*y*y*y*y*y*w*w*L", &held[RECORDS], &held[INDEX], &held[OTHER_INDEX],
+                          &held[ACTIVE], &held[SIDE], &held[COUNTS], &keys, &rows, &generations, &now))
+        return NULL;
+    PyObject *result = NULL;
+    size_t count = (size_t)keys.len / 16;
+    if (sized(&keys, (Py_ssize_t)count * 16, "keys") && sized(&rows, (Py_ssize_t)count * 4, "rows") &&
+        sized(&generations, (Py_ssize_t)count * 4, "generations") && sized(&held[ACTIVE], 8, "active") &&
+        sized(&held[COUNTS], 16, "counts") && sized(&held[OTHER_INDEX], held[INDEX].len, "other_index")) {
+        PyThreadState *state = count >= WITHOUT_GIL_KEYS ? PyEval_SaveThread() : NULL;
+        const uint64_t *key = keys.buf;
+        int32_t *found = rows.buf;
+        uint32_t *seen = generations.buf;
+        uint64_t taken = count_of(&reader, TAKEN);
+        uint64_t active = __atomic_load_n((const uint64_t *)held[ACTIVE].buf, __ATOMIC_ACQUIRE) & 1;
+        const Py_buffer *index = &held[active ? OTHER_INDEX : INDEX];
+        find_all(held[RECORDS].buf, reader_rows(&reader), index->buf, (size_t)index->len / 4, key, count, now, found,
+                 seen);
+        if (count_of(&reader, PUBLISHED) != taken && (size_t)held[SIDE].len >= 4 * WINDOW) {
+            for (size_t at = 0; at < count; at++) {
+                if (found[at] >= 0)
+                    continue;
+                /* in this order: what is taken in meanwhile is in the index before it leaves the side index */
+                found[at] = probe_published(&reader, &key[2 * at], now, &seen[at]);
+                if (found[at] < 0)
+                    found[at] = probe_index(&reader, &key[2 * at], now, &seen[at]);
+            }
+        }
+        if (state)
+            PyEval_RestoreThread(state);
+        result = Py_NewRef(Py_None);
+    }
+    for (int at = 0; at < BUFFERS; at++)
+        if (held[at].obj)
+            PyBuffer_Release(&held[at]);
+    PyBuffer_Release(&keys), PyBuffer_Release(&rows), PyBuffer_Release(&generations);
+    return result;
+}
+
 /* -- settle ------------------------------------------------------------------------------------------------------ */
 
 /* Whether a row is what its writer says: lent, published under this key, and not in the index. */
@@ -1802,6 +1862,7 @@ static PyType_Spec reader_spec = {"raykv.memory._native.Reader", sizeof(reader_t
 
 static PyMethodDef methods[] = {
     {"find", find, METH_VARARGS, find_doc},
+    {"look", look, METH_VARARGS, look_doc},
     {"enter", enter, METH_VARARGS, enter_doc},
     {"check", check, METH_VARARGS, check_doc},
     {"sort_out", sort_out, METH_VARARGS, sort_out_doc},

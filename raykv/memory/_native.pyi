@@ -2,6 +2,18 @@ from collections.abc import Sequence
 from typing import Any
 
 def find(records: Any, index: Any, keys: Any, rows: Any, generations: Any, now: int) -> None: ...
+def look(
+    records: Any,
+    index: Any,
+    other_index: Any,
+    active: Any,
+    side: Any,
+    counts: Any,
+    keys: Any,
+    rows: Any,
+    generations: Any,
+    now: int,
+) -> None: ...
 def enter(records: Any, index: Any, rows: Any) -> int: ...
 def check(
     records: Any, parent: Any, namespace: Any, slots: Any, known: Any, taken: Any, rows: int, extent_nbytes: int

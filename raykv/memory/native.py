@@ -20,6 +20,7 @@ available: Final = _built is not None and native_wanted()
 
 _used = _built if available else None
 find: Final = _used.find if _used else None
+look: Final = _used.look if _used else None
 enter: Final = _used.enter if _used else None
 check: Final = _used.check if _used else None
 sort_out: Final = _used.sort_out if _used else None

@@ -387,6 +387,13 @@ class Table:
 
     def look(self, keys: KeyArray, now: int | None) -> tuple[Rows, npt.NDArray[np.uint32]]:
         """What `find_ready` gives, or `find` if `now` is None, and of what was published since. For readers."""
+        if native.look is not None:
+            rows, generations = np.empty(len(keys), np.int32), np.empty(len(keys), np.uint32)
+            native.look(
+                self.records, *self._indexes, self._active, self._side, self._counts, np.ascontiguousarray(keys),
+                rows, generations, -1 if now is None else now,
+            )  # fmt: skip
+            return rows, generations
         taken = self._taken[0]
         rows, generations = self._lookup(keys, now)
         if self._published[0] != taken and rows.size and int(rows.min()) < 0:
@@ -402,11 +409,9 @@ class Table:
         found = self.find_ready_one(hi, lo, now)
         if found is not None or self._published[0] == taken:
             return found
-        row = self._find_side(hi, lo)
-        if row >= 0:
-            generation, expires, page, nbytes, key_hi, key_lo = _unpack(self.records, row * _STRIDE)
-            if (key_hi, key_lo) == (hi, lo) and generation and not generation & 1 and not 0 < expires <= now:
-                return row, generation, page, nbytes
+        found = self._find_side(hi, lo, now)
+        if found is not None:
+            return found
         return self.find_ready_one(hi, lo, now)
 
     def find_one(self, hi: int, lo: int) -> int:
@@ -534,15 +539,17 @@ class Table:
         rows = np.where(found.any(axis=1), np.take_along_axis(named, which, axis=1)[:, 0], -1).astype(np.int32)
         return rows, np.take_along_axis(seen, which, axis=1)[:, 0]
 
-    def _find_side(self, hi: int, lo: int) -> int:
-        """Row of one key in the side index, or -1."""
-        cells, side = self.cells, self._side_cells
+    def _find_side(self, hi: int, lo: int, now: int) -> tuple[int, int, int, int] | None:
+        """What `find_ready_one` gives, in the side index. Another row of the key may be about to be taken back."""
+        side = self._side_cells
         first = _window_of(hi, lo)
         for position in range(first, first + SIDE_WINDOW):
             row = side[position] - _FIRST
-            if 0 <= row < self.rows_backed and cells.key_lo[row] == lo and cells.key_hi[row] == hi:
-                return row
-        return -1
+            if 0 <= row < self.rows_backed:
+                generation, expires, page, nbytes, key_hi, key_lo = _unpack(self.records, row * _STRIDE)
+                if (key_hi, key_lo) == (hi, lo) and generation and not generation & 1 and not 0 < expires <= now:
+                    return row, generation, page, nbytes
+        return None
 
     def _home(self, hi: npt.NDArray[np.uint64], lo: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
         """Where the search for keys begins: their halves mixed, since callers may bring keys that are no hashes."""

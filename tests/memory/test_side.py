@@ -100,6 +100,21 @@ def test_what_is_not_ready_or_expired_is_not_seen():
     assert made.look(keys, None)[0].tolist() == [-1, 1, 2]
 
 
+@pytest.mark.usefixtures("loops")
+def test_what_is_published_is_seen_behind_a_row_that_is_being_taken_back():
+    """Who finds, after entering its row, that the key is there already, takes its entry back: it may lie in front."""
+    made = lent_table()
+    keys = same_window(2)
+    assert publish(writer_of(made), keys, [7, 3]) == [1, 1]
+    made.leave_side_one(7)
+    (window,) = (each for each in made._side.reshape(-1, SIDE_WINDOW) if 3 + 2 in each)
+    assert window[0] == 0
+    made.columns.key_hi[9], made.columns.key_lo[9] = keys[1]
+    window[0] = 9 + 2
+    assert seen(made, keys) == [-1, 3]
+    assert made.look(keys, None)[0].tolist() == [-1, 3]
+
+
 def test_a_window_takes_as_many_as_it_has_entries():
     made = lent_table()
     keys = same_window(SIDE_WINDOW + 3)
