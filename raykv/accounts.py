@@ -27,14 +27,12 @@ class Accounts:
         Raises:
             LostError: It is damaged.
         """
-        self._namespaces = table.namespaces
+        self._table, self._namespaces = table, table.namespaces
         self._retired: set[int] = set()
         self.let_go: Callable[[int], bool] = lambda number: False
         try:
             self._numbers = {
-                Namespace.model_validate_json(text).digest: number
-                for number, text in enumerate(table.namespaces["text"].tolist())
-                if text
+                Namespace.model_validate_json(text).digest: number for number, text in table.texts().items()
             }
         except ValidationError as error:
             raise LostError(f"{table.memory.path} is damaged: a namespace that is none") from error
@@ -57,7 +55,7 @@ class Accounts:
             text = account.model_dump_json(exclude_defaults=True).encode()
             if len(text) > NAMESPACE_TEXT_NBYTES:
                 raise UsageError(f"namespace of {len(text)} bytes as JSON; at most {NAMESPACE_TEXT_NBYTES} can be kept")
-            free = np.flatnonzero(self._namespaces["text"] == b"")
+            free = np.flatnonzero(~self._table.known_namespaces)
             if not free.size:
                 free = self._reclaim()
             if not free.size:

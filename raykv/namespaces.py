@@ -105,20 +105,19 @@ class Namespaces:
         chunks = np.bincount(accounts, minlength=MAX_NAMESPACES)
         reads = np.bincount(accounts, columns.frequency[ready], MAX_NAMESPACES).astype(np.int64) + room.reads_of_gone
         told = {}
-        for number, text in enumerate(shard.table.namespaces["text"].tolist()):
-            if text:
-                digest = Namespace.model_validate_json(text).digest
-                went = room.departures[number].tolist()
-                told[text.decode()] = {
-                    "config": self.register.config(digest).model_dump(mode="json", exclude_defaults=True),
-                    "policy": room.policies.name(number),
-                    "chunks": int(chunks[number]),
-                    "used_nbytes": int(room.used_nbytes[number]),
-                    "reads": int(reads[number]),
-                    "departures": {Reason(at).word: count for at, count in enumerate(went) if count},
-                    "below_nbytes": {tier.name: tier.used_nbytes(number) for tier in self._tiers.tiers},
-                    **self._tallies.told(digest),
-                }
+        for number, text in shard.table.texts().items():
+            digest = Namespace.model_validate_json(text).digest
+            went = room.departures[number].tolist()
+            told[text.decode()] = {
+                "config": self.register.config(digest).model_dump(mode="json", exclude_defaults=True),
+                "policy": room.policies.name(number),
+                "chunks": int(chunks[number]),
+                "used_nbytes": int(room.used_nbytes[number]),
+                "reads": int(reads[number]),
+                "departures": {Reason(at).word: count for at, count in enumerate(went) if count},
+                "below_nbytes": {tier.name: tier.used_nbytes(number) for tier in self._tiers.tiers},
+                **self._tallies.told(digest),
+            }
         return told
 
     def note(self, digest: bytes, misses: dict[str, int], gets: Sequence[int], puts: Sequence[int]) -> None:

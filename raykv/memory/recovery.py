@@ -39,7 +39,7 @@ def require_sound(table: Table) -> None:
     if np.any((sizes % SLOT_ALIGNMENT_NBYTES != 0) | (sizes > table.extent_nbytes)):
         raise LostError(f"{table.memory.path} is damaged: extents of impossible slot sizes")
     taken = np.zeros(table.extents * (table.extent_nbytes // SLOT_ALIGNMENT_NBYTES), np.bool_)
-    known = table.namespaces["text"] != b""
+    known = table.known_namespaces
     look = _look if native.check is None else _look_compiled
     chunks = 0
     for first in range(0, table.rows_backed, BLOCK_ROWS):  # what is looked at stays in the cache

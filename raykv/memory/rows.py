@@ -33,7 +33,7 @@ class FreeRows:
             busy: One entry for each row below `limit`.
             rows: Rows of the table.
         """
-        free_at_end = int(np.append(busy[::-1], True).argmax())
+        free_at_end = int(busy[::-1].argmax()) if busy.any() else len(busy)
         self.fresh, self.limit = len(busy) - free_at_end, limit
         self._stack: npt.NDArray[np.int32] = lazy_zeros(rows, np.int32)
         self._cells = self._stack.data

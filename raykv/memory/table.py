@@ -25,7 +25,7 @@ from raykv.config import SLOT_ALIGNMENT_NBYTES
 from raykv.errors import ConfigError, LostError
 from raykv.memory import native, pages
 from raykv.memory.arena import SharedMemory
-from raykv.types import KeyArray, Rows
+from raykv.types import Bits, KeyArray, Rows
 
 if TYPE_CHECKING:
     from raykv.memory._native import Reader
@@ -57,6 +57,7 @@ _HEADER: Final = np.dtype(
     ]
 )
 NAMESPACE: Final = np.dtype([("capacity", "<u8"), ("text", f"S{NAMESPACE_TEXT_NBYTES}")])
+_TEXT_OFFSET: Final = NAMESPACE.itemsize - NAMESPACE_TEXT_NBYTES
 RECORD: Final = np.dtype(
     [
         ("generation", "<u4"),
@@ -234,6 +235,9 @@ class Table:
         view = memory.view
         self._layout = layout
         self.namespaces = np.frombuffer(view, NAMESPACE, MAX_NAMESPACES, layout.namespaces)
+        self._text_begins: npt.NDArray[np.uint8] = np.ndarray(
+            MAX_NAMESPACES, np.uint8, view, layout.namespaces + _TEXT_OFFSET, (NAMESPACE.itemsize,)
+        )
         self.extent_slots = np.frombuffer(view, "<u4", self.extents, layout.extent_slots)
         records = np.frombuffer(view, RECORD, self.rows, layout.records)
         arrays = {name: records[name] for name in RECORD.names or ()}
@@ -376,6 +380,17 @@ class Table:
         change at once: compare `generation` around its use.
         """
         return self._lookup(keys, None)[0]
+
+    @property
+    def known_namespaces(self) -> Bits:
+        """Which entries of `namespaces` are in use. The texts of all of them are two megabytes."""
+        known: Bits = self._text_begins != 0
+        return known
+
+    def texts(self) -> dict[int, bytes]:
+        """Texts of the namespaces in use, by number."""
+        texts = self.namespaces["text"]
+        return {number: bytes(texts[number]) for number in np.flatnonzero(self.known_namespaces).tolist()}
 
     def find_ready(self, keys: KeyArray, now: int) -> tuple[Rows, npt.NDArray[np.uint32]]:
         """Rows of those keys that are ready and not expired at tick `now`, -1 for others.

@@ -222,9 +222,9 @@ class ShmReader:
             Whether it is visible, as `publish` says; and 8 bytes of checksum.
         """
         if self._one is not None and nbytes > TINY_NBYTES:
-            return self._one.store(row, generation, start, key, pieces, STREAM_NBYTES)
+            return self._one.store(row, generation, start, key, pieces, STREAM_ONE_NBYTES)
         slot = self.arena.view[start : start + nbytes]
-        checksum = store(slot, pieces, stream=nbytes >= STREAM_NBYTES).to_bytes(8, "little")
+        checksum = store(slot, pieces, stream=nbytes >= STREAM_ONE_NBYTES).to_bytes(8, "little")
         return self.publish([row], [generation], key, checksum, nbytes), checksum
 
     def is_current(self) -> bool:
