@@ -345,10 +345,11 @@ class Shard:
             used &= np.isin(positions, first)
         for row in rows[published & ~used].tolist():
             self._withdraw(row)
-        self.table.note_taken(int(published.sum()))
+        taken = int(published.sum())
         rows, positions, published = rows[used], positions[used], published[used]
         self._enter(keys, positions, rows, nbytes, place, chained=chained)
         self.table.leave_side(rows[published])
+        self.table.note_taken(taken)  # last: readers look for none of them in the side index from here on
         self.commit(rows, checksums[used], now_s=now_s, ttl_s=ttl_s, priority=priority)
         return used
 

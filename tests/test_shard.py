@@ -7,7 +7,7 @@ import random
 import struct
 import time
 from contextlib import nullcontext
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -913,6 +913,25 @@ def test_what_is_published_is_a_chunk_once_its_writer_tells(bench):
     assert bench.shard.lent_nbytes == 0
     added, _ = bench.shard.take_changes()
     assert len(added) == 5
+
+
+@compiled
+def test_what_is_published_is_seen_at_every_step_of_its_store(bench, monkeypatch):
+    bench.put("a")
+    loan, names, seen = bench.lend(9), "bcdefghij", []
+    assert bench.publish(names, loan) == [1] * 9
+    table = bench.shard.table
+
+    def watched(step, *arguments, **options):
+        result = step(*arguments, **options)
+        seen.append(bench.here(names))
+        return result
+
+    for step in ("note_taken", "insert", "leave_side"):
+        monkeypatch.setattr(table, step, partial(watched, getattr(table, step)))
+    assert all(bench.store("abcdefghij", loan, list(range(1, 10)))), "a run of which one was here: not settled at once"
+    assert len(seen) >= 3
+    assert set(seen) == {names}
 
 
 @compiled

@@ -69,7 +69,7 @@ def store(target: memoryview, pieces: Sequence[memoryview], *, stream: bool = Fa
     """Copy several views into one run of bytes, in order, and hash them on the way. The lengths must agree.
 
     Args:
-        stream: Past the cache; for copies of STREAM_NBYTES and more in all.
+        stream: Past the cache; for copies of STREAM_NBYTES and more in all, or a chunk of STREAM_ONE_NBYTES.
 
     Returns:
         The checksum, as `checksum_of` gives it.

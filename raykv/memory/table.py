@@ -390,7 +390,8 @@ class Table:
     def texts(self) -> dict[int, bytes]:
         """Texts of the namespaces in use, by number."""
         texts = self.namespaces["text"]
-        return {number: bytes(texts[number]) for number in np.flatnonzero(self.known_namespaces).tolist()}
+        known = np.flatnonzero(self.known_namespaces).tolist()
+        return {number: text for number in known if (text := bytes(texts[number]))}  # one may go meanwhile
 
     def find_ready(self, keys: KeyArray, now: int) -> tuple[Rows, npt.NDArray[np.uint32]]:
         """Rows of those keys that are ready and not expired at tick `now`, -1 for others.

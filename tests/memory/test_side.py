@@ -1,5 +1,6 @@
 """The side index: rows that writers publish themselves, until the node takes them in."""
 
+import mmap
 import multiprocessing
 import os
 import random
@@ -90,6 +91,22 @@ def test_what_is_published_is_seen_before_and_after_it_is_taken_in():
 
 
 @pytest.mark.usefixtures("loops")
+def test_what_is_published_is_seen_in_whichever_index_is_in_use():
+    made = lent_table()
+    keys, rows = keys_of(range(60)), np.arange(60, dtype=np.int32)
+    publish(writer_of(made), keys, rows)
+    made.insert(keys[:20], rows[:20])
+    made.rebuild_index(rows[:20])
+    assert seen(made, keys) == rows.tolist()
+    made.insert(keys[20:], rows[20:])
+    made.leave_side(rows)
+    assert seen(made, keys) == rows.tolist()
+    made.note_all_taken(made.published)
+    assert seen(made, keys) == rows.tolist()
+    assert made.look(keys, None)[0].tolist() == rows.tolist()
+
+
+@pytest.mark.usefixtures("loops")
 def test_what_is_not_ready_or_expired_is_not_seen():
     made = lent_table()
     keys = keys_of(range(3))
@@ -154,23 +171,26 @@ def test_a_loan_that_has_ended_cannot_be_published():
     assert made.published == 1
 
 
+@pytest.mark.parametrize("stream_nbytes", [0, 1 << 20], ids=["streamed", "plain"])
 @pytest.mark.parametrize("pieces", [1, 3])
 @pytest.mark.parametrize("nbytes", [241, 4096, 70_001])
-def test_one_chunk_is_copied_hashed_and_published_in_one_call(pieces: int, nbytes: int, rng: random.Random):
-    made, arena = lent_table(), bytearray(1 << 20)
-    writer, (key, other) = made.reader(memoryview(arena)), keys_of(range(2))
+def test_one_chunk_is_copied_hashed_and_published_in_one_call(
+    pieces: int, nbytes: int, stream_nbytes: int, rng: random.Random
+):
+    made, arena = lent_table(), memoryview(mmap.mmap(-1, 1 << 20))  # whole pages, as an arena is
+    writer, (key, other) = made.reader(arena), keys_of(range(2))
     content = rng.randbytes(nbytes)
     cuts = [0, *sorted(rng.sample(range(1, nbytes), pieces - 1)), nbytes]
     parts = [memoryview(content)[start:end] for start, end in pairwise(cuts)]
     expected = xxhash.xxh3_64_intdigest(content)
-    assert writer.store(7, 5, 8192, key.tobytes(), parts, 1 << 20) == (True, expected.to_bytes(8, "little"))
+    assert writer.store(7, 5, 8192, key.tobytes(), parts, stream_nbytes) == (True, expected.to_bytes(8, "little"))
     assert bytes(arena) == bytes(8192) + content + bytes(len(arena) - 8192 - nbytes)
     assert seen(made, np.stack([key, other])) == [7, -1]
     assert made.columns.checksum[7] == expected
     assert made.columns.nbytes[7] == nbytes
     # What others have, and a loan that has ended, are left to the node.
-    assert writer.store(8, 5, 0, key.tobytes(), tuple(parts), 1 << 20) == (False, expected.to_bytes(8, "little"))
-    assert writer.store(8, 3, 0, other.tobytes(), parts, 1 << 20)[0] is False
+    assert writer.store(8, 5, 0, key.tobytes(), tuple(parts), stream_nbytes) == (False, expected.to_bytes(8, "little"))
+    assert writer.store(8, 3, 0, other.tobytes(), parts, stream_nbytes)[0] is False
     assert seen(made, np.stack([key, other])) == [7, -1]
 
 
