@@ -736,7 +736,7 @@ class Client:
             owner = view.member(view.ring.nodes[int(view.ring.owners(keys[:1])[0])])
             assert owner is not None
             stored = reach.peers.ask(owner.address, push, deadline_s=deadline_s)
-        except TransientError as error:
+        except (TransientError, CapacityError, LostError) as error:
             return PutResult(0, 0, len(keys), str(error))
         existed = len(keys) - len(granted.positions) // 4 - granted.full
         return PutResult(stored, existed, len(keys) - existed - stored, "full" if granted.full else "")

@@ -41,6 +41,9 @@ LOOK_S: Final = 1.0
 """How often a writer that finds everything there makes sure that it looks at the node's memory of today."""
 CLOSE_S: Final = 0.2
 """How long a client that goes waits to give its slots back in order. (Else they rest for a while.)"""
+LATE_S: Final = 0.1
+"""How long past its deadline a call may go on, to tell of slots that are written, or to take in an answer of which a
+part has arrived: else the slots stay on loan for as long as the connection lasts, or the connection is lost."""
 _COLLECT_EVERY: Final = 16
 """Posted stores after which answers that have arrived are taken in."""
 _STORED: Final = PutResult(1, 0, 0)
@@ -113,8 +116,12 @@ class LocalNode:
             PeerUnavailable: It is away.
             RayKVError: It refused.
         """
-        with self._lock:
+        if not self._lock.acquire(timeout=remaining(deadline_s)):
+            raise PeerUnavailable("the local node is busy with others")
+        try:
             return self._call(request, deadline_s, life)
+        finally:
+            self._lock.release()
 
     def _call(self, request: wire.Message, deadline_s: float, life: int | None = None) -> wire.Answer:
         remaining(deadline_s)  # a late caller must not cost the others their connection, and its leases
@@ -378,8 +385,7 @@ class LocalNode:
                 self._give_back_idle(deadline_s)
         pool = self._pools.get(where)
         if pool is not None and len(pool.slots) < count:
-            while self._posted and self._link is not None and self._link.ready():  # the answers bring slots
-                self._collect_or_drop(self._link, deadline_s)
+            self._take_in_arrived(deadline_s)  # the answers bring slots
             pool = self._pools.get(where)  # (The pools go when the connection does.)
         if pool is None or self._link is None or len(pool.slots) < count or now_s >= self._trusted_until_s:
             pool = self._borrow_more(account, keys, count, nbytes, parent, deadline_s)
@@ -419,8 +425,9 @@ class LocalNode:
     def _give_back_idle(self, deadline_s: float) -> None:
         """Give back slots of pools that were not used of late."""
         idle = time.monotonic() - POOL_IDLE_S
+        self._take_in_arrived(deadline_s)
         for where, pool in [*self._pools.items()]:
-            if pool.used_at_s < idle and where in self._pools:
+            if pool.used_at_s < idle and not pool.coming and where in self._pools:
                 del self._pools[where]
                 if pool.slots:
                     self._call(wire.Abort(_rows_of(pool.take(len(pool.slots), 0.0))), deadline_s, self._life)
@@ -439,6 +446,8 @@ class LocalNode:
                     return self._stored(answer, borrowed)
                 if not wait:
                     borrowed.outcome = self._outcome
+                if borrowed.published:  # also if writing took too long
+                    deadline_s = max(deadline_s, now_s + LATE_S)
                 self._post(request, borrowed, deadline_s)
         except TransientError:
             # The node finds it by itself, or the next one in its place, as long as the memory is the same.
@@ -465,8 +474,7 @@ class LocalNode:
         self._posted_keys += borrowed.keys
         self.posted = len(posted)
         if self.posted % _COLLECT_EVERY == 0:
-            while posted and link.ready():
-                self._collect_or_drop(link, deadline_s)
+            self._take_in_arrived(deadline_s)
 
     def _stored(self, answer: wire.Answer, borrowed: Borrowed) -> int:
         """Put unused slots back, and those lent anew to them. Returns how many were not used."""
@@ -523,6 +531,11 @@ class LocalNode:
             if raising:
                 raise
 
+    def _take_in_arrived(self, deadline_s: float) -> None:
+        """Take in the answers that are there, or of which a part is."""
+        while self._posted and self._link is not None and self._link.ready():
+            self._collect_or_drop(self._link, max(deadline_s, time.monotonic() + LATE_S))
+
     def settle(self, deadline_s: float) -> bool:
         """Wait until nothing is posted any more, as far as that happens by the deadline.
 
@@ -534,9 +547,7 @@ class LocalNode:
         spins = 0
         while self.posted:
             with self._lock:
-                link = self._link
-                while link is not None and self._posted and link.ready():
-                    self._collect_or_drop(link, deadline_s)
+                self._take_in_arrived(deadline_s)
             if not self.posted:
                 break
             if time.monotonic() >= deadline_s:

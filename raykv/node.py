@@ -861,8 +861,11 @@ class Node:
 
         try:
             self._peers.ask(owner.address, send, deadline_s=deadline_s)
-        except TransientError:
+        except RayKVError as error:
             self._errors["announce"] += 1
+            if not isinstance(error, TransientError):  # to say it again would not help
+                log.warning("%s refuses what it is told: %s", owner.node_id, str(error))
+                return
             with self._lock:
                 self._to_announce.append(keys)
                 while sum(map(len, self._to_announce)) > MAX_UNANNOUNCED_KEYS:

@@ -132,7 +132,7 @@ class Reach:
         if heard > self._view.epoch or self._in_doubt():
             try:
                 self.refresh(deadline_s)
-            except TransientError:
+            except RayKVError:
                 pass  # the old one serves; what is stale in it costs misses
         return self._view
 
@@ -154,7 +154,7 @@ class Reach:
             if self.local is None:
                 raise PeerUnavailable("there is no node on this host")
             answer = self.local.call(request, deadline_s=deadline_s)
-        except TransientError:
+        except RayKVError:
             answer = self._ask_any(request, deadline_s)
         view = wire.expect(wire.ViewIs, answer).view
         if view.epoch > self._view.epoch:
@@ -164,14 +164,14 @@ class Reach:
     def _ask_any(self, request: wire.Message, deadline_s: float) -> wire.Answer:
         first = [] if self._address.startswith("unix:") else [self._address]
         addresses = dict.fromkeys([*first, *(member.address for member in self._view.members)])
-        problem: TransientError = TransientError("no address to ask")
+        problem = TransientError("no address to ask")
         for address in addresses:
             try:
                 return self.peers.ask(
                     address, lambda link: link.call(request, deadline_s=deadline_s), deadline_s=deadline_s
                 )
-            except TransientError as error:
-                problem = error
+            except RayKVError as error:
+                problem = error if isinstance(error, TransientError) else TransientError(f"{address}: {error}")
         try:
             raise problem
         finally:

@@ -332,9 +332,9 @@ class Shard:
             )
         self._require_lent(rows, nbytes, account)
         columns = self.table.columns
-        published = columns.generation[rows] & 1 == 0
-        if not published.all():
+        if (columns.generation[rows] & 1).any():
             self.take_in(now_s=now_s)  # somebody may have published the keys of the others
+        published = columns.generation[rows] & 1 == 0  # as it is by now: some may have been withdrawn
         place = self._find_place(keys, parent, depth, now)
         if (place.existing[positions] == rows).any() or self._spent:
             return self._store_each(keys, positions, rows, checksums, nbytes, place, chained, now_s, ttl_s, priority)

@@ -12,7 +12,7 @@ import raykv
 from raykv import wire
 from raykv.config import ClientConfig
 from raykv.embedded import EmbeddedCluster
-from raykv.errors import ConfigError, NamespaceMismatch, PeerUnavailable, UsageError
+from raykv.errors import CapacityError, ConfigError, LostError, NamespaceMismatch, PeerUnavailable, UsageError
 from raykv.memory.copying import checksum_of
 from raykv.reach import Reach
 from raykv.transport.base import Reply
@@ -369,6 +369,40 @@ def test_a_late_call_does_not_cost_the_leases_of_others():
         assert put(client, ["b"], timeout_s=0.0).skipped == 1
         room.views[0][:] = content("a")
         assert room.commit().stored == 1
+
+
+@pytest.mark.parametrize("error", [UsageError, CapacityError, LostError])
+def test_an_owner_that_refuses_what_it_is_told_does_not_end_its_peers(error, monkeypatch):
+    def refuse(request, session):
+        raise error("not here")
+
+    with cluster(2) as running:
+        monkeypatch.setitem(running.nodes[1]._handlers, wire.Announce, refuse)
+        client = running.client(SPACE, node=0)
+        assert put(client, names(40), chained=False).stored == 40
+        wait_until(lambda: stats_of(running, 0)["errors"].get("announce", 0) > 0)
+        assert put(client, ["more"]).stored == 1
+        monkeypatch.undo()
+        put(client, names(40, "later"), chained=False)
+        running.settle()
+        assert running.nodes[0].failure is None
+        assert running.client(SPACE, node=1).match(names(40, "later")).count == 40
+
+
+@pytest.mark.parametrize("error", [CapacityError, LostError])
+def test_a_put_to_another_host_that_has_no_room_for_the_namespace_stores_nothing(error, monkeypatch):
+    def refuse(request, session):
+        raise error("no room")
+
+    with cluster(1) as running:
+        config = {"address": running.nodes[0].member.address, "secret": running.secret}
+        with raykv.Client(SPACE, Reach(ClientConfig.load(config))) as client:
+            monkeypatch.setitem(running.nodes[0]._handlers, wire.Write, refuse)
+            monkeypatch.setitem(running.nodes[0]._handlers, wire.OpenNamespace, refuse)
+            assert client._reach.local is None
+            result = put(client, ["a", "b"])
+        assert (result.stored, result.existed, result.skipped) == (0, 0, 2)
+        assert "no room" in result.reason
 
 
 def test_a_lease_is_not_taken_to_another_connection():

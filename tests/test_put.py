@@ -12,14 +12,18 @@ import xxhash
 
 import raykv
 from raykv import wire
+from raykv.errors import PeerUnavailable
 from raykv.loan import GROW_S, MAX_POOL_NBYTES, MAX_POOL_SLOTS, POOL_IDLE_S, Account, Outcome, Pool
 from raykv.memory import native
+from raykv.memory.slots import slot_nbytes
 from raykv.transport.base import MAX_POSTED
 from raykv.transport.shm import ShmReader
 from raykv.types import PutResult
 from tests.test_node_process import NBYTES, NodeProcess, content, get, kill, names, node, put, run, wait_until
 
 __all__ = ["node"]  # the fixture
+
+SLOT_NBYTES = slot_nbytes(NBYTES)
 
 HOLDER = """
 import sys
@@ -371,6 +375,81 @@ def test_posted_puts_that_got_lost_are_told_and_nothing_raises(node):
         node.start()
         wait_until(lambda: put(client, ["again"]).skipped == 0)
         get(client, [f"late-{number}" for number in range(40)])
+
+
+# -- late calls -------------------------------------------------------------------------------------------------------
+
+
+def slots_of(client) -> int:
+    client.flush()
+    return len(pool_starts(client))
+
+
+@pytest.mark.skipif(not native.available, reason="without the compiled loops nothing is published")
+def test_what_took_too_long_to_write_is_told_all_the_same(node, monkeypatch):
+    """Else its slots stay on loan, and cannot be evicted, for as long as the connection lasts."""
+    with node.client() as client:
+        put(client, names(4))
+        threads = client._reach.copy_threads
+        fill = threads.fill
+
+        def slow_fill(*arguments):
+            time.sleep(0.3)
+            return fill(*arguments)
+
+        monkeypatch.setattr(threads, "fill", slow_fill)
+        late = names(12)[4:]
+        client.put(late, [content(name) for name in late], timeout_s=0.2)
+        monkeypatch.undo()
+        assert all(get(client, late))
+        wait_until(lambda: lent_nbytes(node) == slots_of(client) * SLOT_NBYTES)
+
+
+@pytest.mark.skipif(not native.available, reason="without the compiled loops nothing is published")
+def test_slots_that_come_for_a_pool_that_is_idle_by_then_are_not_lost(node, monkeypatch):
+    with node.client() as client:
+        local, number = client._reach.local, 0
+        while not any(each.ahead for each in local._posted):  # slots are on their way
+            put(client, [f"idle-{number}"])
+            number += 1
+        before = time.monotonic
+        monkeypatch.setattr("raykv.local.time.monotonic", lambda: before() + POOL_IDLE_S)
+        client.put(["other"], [bytes(100)])
+        monkeypatch.undo()
+        client.flush()
+        held = sum(len(pool.slots) * slot_nbytes(nbytes) for (_, nbytes), pool in local._pools.items())
+        assert lent_nbytes(node) == held
+
+
+def test_a_poll_takes_in_an_answer_of_which_a_part_is_there(node, monkeypatch):
+    with node.client() as client:
+        put(client, names(4))
+        client.flush()
+        link = client._reach.local._link
+        collect = link.collect
+
+        def collect_in_parts(*arguments, deadline_s):
+            if time.monotonic() >= deadline_s:
+                raise PeerUnavailable("the deadline has passed")
+            return collect(*arguments, deadline_s=deadline_s)
+
+        late = names(9)[4:]
+        client.put(late, [content(name) for name in late], wait=False)
+        wait_until(link.ready)
+        monkeypatch.setattr(link, "collect", collect_in_parts)
+        assert client.flush(timeout_s=0.0).stored == 5
+        assert client._reach.local._link is link
+
+
+def test_who_waits_for_another_threads_call_waits_no_longer_than_its_deadline(node):
+    with node.client() as client:
+        local = client._reach.local
+        with local._lock:
+            began_s = time.monotonic()
+            with pytest.raises(PeerUnavailable, match="busy"):
+                local.call(wire.GetView(), deadline_s=began_s + 0.2)
+        assert 0.15 < time.monotonic() - began_s < 5.0
+        local.call(wire.GetView(), deadline_s=time.monotonic() + 5.0)
 
 
 # -- death ------------------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from raykv.memory import native
 from raykv.memory.copying import checksum_of
 from raykv.memory.rows import LENT, QUARANTINE_S
 from raykv.memory.slots import slot_nbytes
-from raykv.memory.table import _HEADER, MAX_NAMESPACES
+from raykv.memory.table import _HEADER, MAX_NAMESPACES, SIDE_WINDOW, _window_of
 from raykv.namespace import Namespace
 from raykv.room import MAX_PINS
 from raykv.shard import Loan, Reserved, Shard, remove_files, shard_files
@@ -1023,6 +1023,56 @@ def test_after_its_rest_a_slot_cannot_be_published_any_more(bench):
     reader = bench.shard.table.reader(bench.shard.arena.view)
     late = reader.publish(loan.rows.tolist(), before, names_to_keys("a").tobytes(), bytes(8), PAGE)
     assert list(late) == [0]
+
+
+def windows_of(names) -> set[int]:
+    return {_window_of(*pair(name)) // SIDE_WINDOW for name in names}
+
+
+@compiled
+def test_a_new_process_clears_entries_that_the_last_one_was_about_to(shm_dir, on_files):
+    """Killed between entering a row into the index and clearing its entry in the side index."""
+    on_files.put("a")
+    row = on_files.row("a")
+    stale = SIDE_WINDOW * next(number for number in range(3) if number not in windows_of("ab"))
+    on_files.shard.table._side[stale] = row + 2
+    again = Bench(Shard.open(config_for(shm_dir), crashed(on_files.shard, shm_dir, "second"), now_s=on_files.now_s))
+    assert again.here("a") == "a"
+    assert again.shard.delete(names_to_keys("a")) == 1
+    loan = again.lend(1)
+    assert loan.rows.tolist() == [row], "the row has another key now"
+    assert again.publish("b", loan) == [1]
+    for _ in range(2):
+        again.shard.take_in(now_s=again.now_s, whole=True)
+        assert again.here("b") == "b"
+        assert again.row("b") == row
+    assert again.shard.table.side_rows() == []
+    check_invariants(again.shard)
+
+
+@compiled
+def test_a_row_that_was_withdrawn_meanwhile_is_withdrawn_once(bench, monkeypatch):
+    """Published while another run with its key was being reserved: the reservation did not see it."""
+    loan, take = bench.lend(9), bench.shard.room.take
+
+    def take_late(*arguments):
+        assert bench.publish("a", loan) == [1]
+        return take(*arguments)
+
+    monkeypatch.setattr(bench.shard.room, "take", take_late)
+    room = bench.reserve("abcde")
+    monkeypatch.undo()
+    names = "abcdefghi"
+    assert bench.store(names, loan) == [False] * 5 + [True] * 4
+    table = bench.shard.table
+    assert (table.columns.generation[loan.rows[:5]] & 1).all(), "lent, as before"
+    assert not table.has_published
+    bench.write("abcde", room)
+    assert bench.publish("k", Loan(loan.rows[:1], loan.offsets[:1])) == [1]
+    assert bench.here("abcdefghik") == "abcdefghik"
+    bench.shard.take_in(now_s=bench.now_s)
+    assert bench.here("abcdefghik") == "abcdefghik"
+    check_invariants(bench.shard)
 
 
 @compiled

@@ -133,7 +133,7 @@ def take_over(table: Table) -> tuple[Rows, Rows]:
         repeated = np.array([row for row in published.tolist() if not _enter_published(table, row)], np.int32)
         if repeated.size:
             ready, unfinished = np.setdiff1d(ready, repeated), np.append(unfinished, repeated)
-        table.leave_side(published)
+        table.leave_side_all(np.append(ready, published))  # the process may have ended before an entry was cleared
         columns.parent[published] = -1
         _chain(table, ready)
         table.incarnation += 1

@@ -678,6 +678,13 @@ class Table:
         which, place = np.nonzero(windows[first] == rows[:, None] + _FIRST)
         windows[first[which], place] = _EMPTY
 
+    def leave_side_all(self, rows: Rows) -> None:
+        """Take rows out of the whole side index: not only of the windows of their keys, which may have been others."""
+        gone = np.zeros(self.rows, np.bool_)
+        gone[rows] = True
+        side = self._side
+        side[(side >= _FIRST) & gone[np.clip(side - _FIRST, 0, self.rows - 1)]] = _EMPTY
+
     @property
     def has_published(self) -> bool:
         """Whether the side index may name rows that were not taken into the index yet."""
