@@ -563,6 +563,7 @@ class Node:
         below = self.tiers.delete(keys)
         with self._lock:
             count = self.shard.delete(keys, now_s=time.monotonic())
+            self.tiers.give_up(keys)
         count = max(count, below)
         self._changed.set()
         return Reply(wire.Count(count))

@@ -53,6 +53,8 @@ class _Rising:
     rows: Rows
     found: list[Found]
     nbytes: int
+    unwanted: set[bytes] = field(default_factory=set)
+    """Keys that were deleted meanwhile."""
     ended: threading.Event = field(default_factory=threading.Event)
 
 
@@ -110,6 +112,7 @@ class Tiers:
         self._rising_nbytes = 0
         self._most_nbytes = shard.arena.nbytes // PROMOTED_SHARE
         self._in_hand = np.zeros(shard.table.rows, np.bool_)  # rows that a tier is writing
+        self._unwanted: set[int] = set()  # those of them whose chunks were deleted meanwhile
         self._committed = 0  # chunks that had been stored at the last look at what would go
         self.demoted = self.promoted = self.late = 0
 
@@ -212,9 +215,17 @@ class Tiers:
         return done
 
     def _let_go(self, rows: Rows) -> None:
+        shard = self._shard
         with self._lock:
             self._in_hand[rows] = False
-            self._shard.unpin(rows)
+            gone = [row for row in rows.tolist() if row in self._unwanted] if self._unwanted else []
+            self._unwanted.difference_update(gone)
+            keys = keys_.from_bytes(b"".join(map(shard.key_of, gone)))
+            shard.unpin(rows)
+            if gone:
+                shard.delete(keys, now_s=time.monotonic())
+        if gone:
+            self.delete(keys)
 
     # -- up ---------------------------------------------------------------------------------------------------------
 
@@ -320,6 +331,8 @@ class Tiers:
         shard, now_s, today_s = self._shard, time.monotonic(), time.time()
         checksums = np.array([found.checksum for found in run.found], np.uint64)
         with self._lock:
+            if run.unwanted:
+                arrived = arrived & np.array([key not in run.unwanted for key in _split(run.keys)])
             rows, table = run.rows[arrived], shard.table
             shard.commit(rows, checksums[arrived], now_s=now_s)
             came = [found for found, here in zip(run.found, arrived.tolist(), strict=True) if here]
@@ -365,12 +378,33 @@ class Tiers:
         return came, went
 
     def delete(self, keys: KeyArray) -> int:
-        """Forget chunks. Returns how many were there, each tier's counted."""
+        """Forget chunks; then `give_up` what is on its way. Returns how many were there, each tier's counted."""
         return self._forget(lambda tier: tier.delete(keys), Reason.DELETED)
 
     def drop(self, account: int) -> int:
-        """Forget an account's chunks. Returns how many there were."""
-        return self._forget(lambda tier: tier.drop(account), Reason.DROPPED)
+        """Forget an account's chunks, and what is on its way. Returns how many there were."""
+        count = self._forget(lambda tier: tier.drop(account), Reason.DROPPED)
+        with self._lock:
+            for run in self._rising.values():
+                if run.found[0].account == account:
+                    run.unwanted.update(_split(run.keys))
+            self._unwanted.update(
+                np.flatnonzero(self._in_hand & (self._shard.table.columns.namespace == account)).tolist()
+            )
+        return count
+
+    def give_up(self, keys: KeyArray) -> None:
+        """These were deleted, below and in memory: what of them is on its way up or down goes when it arrives.
+
+        Under the node's lock, in which they were deleted in memory.
+        """
+        for key in _split(keys) if self._rising else ():
+            run = self._rising.get(key)
+            if run is not None:
+                run.unwanted.add(key)
+        if self.writing:
+            rows = self._shard.table.find(keys)
+            self._unwanted.update(row for row in rows[rows >= 0].tolist() if self._in_hand[row])
 
     def _forget(self, how: Callable[[Tier], int], reason: Reason) -> int:
         """What goes between these two looks goes for this reason."""

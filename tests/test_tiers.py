@@ -148,6 +148,22 @@ class House:
     def pins(self) -> int:
         return int(self.shard.table.columns.pins.sum())
 
+    def delete(self, names: list[str]) -> None:
+        """As a node does."""
+        keys = names_to_keys(names)
+        self.tiers.delete(keys)
+        with self.lock:
+            self.shard.delete(keys, now_s=time.monotonic())
+            self.tiers.give_up(keys)
+
+    def drop(self, account: int) -> None:
+        """As `Namespaces` does."""
+        with self.lock:
+            rows, generations = self.shard.doomed(account, now_s=time.monotonic())
+        self.tiers.drop(account)
+        with self.lock:
+            self.shard.drop_doomed(rows, generations)
+
 
 @pytest.fixture
 def house() -> House:
@@ -385,3 +401,56 @@ def test_random_traffic_keeps_memory_and_shelf_in_agreement():
         == int(sizes.sum())
         == sum(slot_nbytes(int(n)) for n in house.shard.table.columns.nbytes[house.shard.table.ready_rows()])
     )
+
+
+# -- what is deleted on its way ---------------------------------------------------------------------------------------
+
+
+def below(house: House) -> list[str]:
+    """Chunks that are on the shelf, and not in memory."""
+    names = fill(house)
+    house.read(names)
+    house.tiers.demote()
+    house.shelf.go_on()
+    down = [name for name in names if house.shelf.has(names_to_keys([name]))[0]]
+    assert down
+    assert house.shard.delete(names_to_keys(down), now_s=time.monotonic()) == len(down)
+    return down
+
+
+def gone(house: House, names: list[str]) -> bool:
+    while house.shelf.go_on():
+        pass
+    return not (any(house.read(names)) or house.shelf.has(names_to_keys(names)).any() or house.pins())
+
+
+@pytest.mark.parametrize("how", ["delete", "drop"])
+def test_what_is_deleted_on_its_way_up_does_not_come_back(house, how):
+    down = below(house)
+    assert house.tiers.promote(names_to_keys(down), until_s=0.0) == len(down)
+    assert house.shelf.queue
+    under_way = dict(house.shelf.chunks)
+    house.delete(down) if how == "delete" else house.drop(house.bench.account)
+    assert not house.shelf.chunks
+    house.shelf.chunks = under_way  # the read had begun, and succeeds
+    assert house.shelf.go_on()
+    house.shelf.chunks = {}
+    assert gone(house, down)
+    assert house.tiers.stats()["promoting_nbytes"] == 0
+
+
+@pytest.mark.parametrize("how", ["delete", "drop"])
+def test_what_is_deleted_on_its_way_down_stays_nowhere(house, how):
+    names = fill(house)
+    house.read(names)
+    house.tiers.demote()
+    held = [name for name, pinned in zip(names, house.shard.table.columns.pins[:15].tolist(), strict=True) if pinned]
+    assert held
+    assert house.shelf.queue
+    house.delete(held) if how == "delete" else house.drop(house.bench.account)
+    assert gone(house, held)
+    house.put(held, nbytes=60_000, chained=False)
+    assert all(house.read(held)), "and what is stored later stays"
+    house.tiers.demote()
+    house.shelf.go_on()
+    assert all(house.read(held))
