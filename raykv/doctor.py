@@ -15,6 +15,7 @@ from typing import Any, Final, Literal
 
 from raykv.config import GIB, KIB, MIB
 from raykv.memory import native, numa, pages
+from raykv.transport.tcp import PACED
 
 Grade = Literal["ok", "better", "wrong"]
 
@@ -68,6 +69,7 @@ def examine(root: Path = Path("/")) -> list[Finding]:
         compiled_loops,
         packages,
         rdma_devices,
+        tcp,
         io_uring,
         clock,
     )
@@ -271,6 +273,18 @@ def rdma_devices(root: Path) -> Finding:
         remedy = "docker run --device /dev/infiniband --cap-add IPC_LOCK"
         return Finding("RDMA", "better", f"{', '.join(devices)}, but /dev/infiniband is not open to us", remedy)
     return Finding("RDMA", "ok", ", ".join(devices))
+
+
+def tcp(root: Path) -> Finding:
+    """How TCP between hosts chooses its pace. Within a host nothing is paced."""
+    chosen = "".join(_lines(root / "proc/sys/net/ipv4/tcp_congestion_control")) or "unknown"
+    if chosen.startswith(PACED.decode()):
+        says = f"congestion control between hosts is {chosen}: its timers cost a sender a quarter of its time"
+        remedy = (
+            "inside a datacenter: sysctl net.ipv4.tcp_congestion_control=cubic (or ip route change ... congctl cubic)"
+        )
+        return Finding("TCP", "better", says, remedy)
+    return Finding("TCP", "ok", f"congestion control between hosts is {chosen}")
 
 
 def io_uring(root: Path) -> Finding:

@@ -179,6 +179,14 @@ def test_open_files(host, monkeypatch, limit, grade):
     assert doctor.open_files(host.root).grade == grade
 
 
+@pytest.mark.parametrize(("chosen", "grade"), [("cubic", "ok"), ("bbr", "better"), ("bbr3", "better")])
+def test_tcp(host, chosen, grade):
+    host.write("proc/sys/net/ipv4/tcp_congestion_control", chosen)
+    found = doctor.tcp(host.root)
+    assert found.grade == grade
+    assert f"is {chosen}" in found.says
+
+
 @pytest.mark.parametrize(("release", "grade"), [("5.15.0-91-generic", "better"), ("6.1.0", "ok"), ("6.18.44+", "ok")])
 def test_kernel(host, release, grade):
     host.write("proc/sys/kernel/osrelease", release)

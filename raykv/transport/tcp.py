@@ -49,6 +49,10 @@ HANDSHAKE_TIMEOUT_S: Final = 5.0
 MAX_HANDSHAKES: Final = 64
 """Connections that are shaking hands at once; with one more, the one that has been at it for longest is cut off."""
 BACKLOG: Final = 128
+PACED: Final = b"bbr"
+"""Congestion control that paces: "bbr", "bbr2", "bbr3"."""
+UNPACED: Final = b"reno"
+"""One that does not, every kernel has, and everybody may choose."""
 _ACCEPTED: Final = b"\x01"
 
 
@@ -371,10 +375,26 @@ def _shake_hands_answering(stream: Stream, secret: bytes, admit: Callable[[], No
 
 def _tune(connection: socket.socket) -> None:
     """Send at once; and notice within a minute when the other host is gone, since leases hang on the connection."""
+    _end_pacing_within_host(connection)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3)):
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def _end_pacing_within_host(connection: socket.socket) -> None:
+    """BBR sends by timers: a quarter of a sender's time, for nothing where no network lies between.
+
+    Across hosts the system's choice stands, which `sysctl` and, for one network, `ip route ... congctl` make.
+    """
+    try:
+        if connection.getsockname()[0] != connection.getpeername()[0]:
+            return
+        name = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+        if name.startswith(PACED):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, UNPACED)
+    except OSError:
+        pass  # a kernel without that choice, or a peer that has gone again, which the handshake will tell
 
 
 def _require_same_user(connection: socket.socket) -> None:

@@ -461,3 +461,22 @@ def test_messages_that_come_soon_or_late(pair):
         timer.join()
     far.close()
     assert not receiver.wait()
+
+
+@pytest.mark.parametrize(("own", "left"), [("127.0.0.1", b"reno"), ("127.0.0.2", b"bbr")], ids=["within", "across"])
+def test_nothing_is_paced_within_a_host(own, left):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        asking = socket.socket()
+        try:
+            asking.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"bbr")
+        except OSError:
+            asking.close()
+            pytest.skip("this kernel has no BBR, or not for everybody")
+        asking.bind((own, 0))
+        asking.connect(listener.getsockname())
+        answering = listener.accept()[0]
+    with asking, answering:
+        answering.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"bbr")
+        for end in (asking, answering):
+            tcp._tune(end)
+            assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0") == left
