@@ -17,10 +17,13 @@ from benchmarks.lineup import (
     RAYKV_MATCHED,
     REMOTE,
     SOCKETS,
+    UNPACED,
     PhaseName,
 )
 from benchmarks.workloads import BATCH, KIB, LOOKUP_BATCH, MIB, SIZES, Workload, get, put, size_text
 
+SECOND_LIMITS = {DICT: MAPPED_DICT, MEMCPY: MAPPED, SOCKETS: UNPACED}
+"""What is told beside the ratio to a limit: that to another one."""
 REMOTE_RAYKV = [RAYKV_MATCHED, RAYKV, RAYKV_GENERAL]
 
 
@@ -64,9 +67,9 @@ class Bars:
         best = self._figures.best(phase, rows, workload)
         value = self._figures.ratio(phase, best[0], limit, workload) if best else None
         notes = [best[0]] if best and best[0] != RAYKV else []
-        mapped = {DICT: MAPPED_DICT, MEMCPY: MAPPED}.get(limit)
-        if best and mapped and (other := self._figures.ratio(phase, best[0], mapped, workload)):
-            notes.append(f"to {mapped}: {other:.2f}x")
+        second = SECOND_LIMITS.get(limit)
+        if best and second and (other := self._figures.ratio(phase, best[0], second, workload)):
+            notes.append(f"to {second}: {other:.2f}x")
         note = "; ".join(notes)
         self.made.append(Bar(name, value, bar, at_least=is_rate(workload), note=note))
 

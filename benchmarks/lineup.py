@@ -53,6 +53,7 @@ MAPPED: Final = "memcpy, mapped memory"
 DICT: Final = "dict + memmove"
 MAPPED_DICT: Final = "dict, mapped memory"
 SOCKETS: Final = "bare sockets"
+UNPACED: Final = "bare sockets, unpaced"
 RAYKV: Final = "raykv"
 RAYKV_2: Final = "raykv, two copy threads"
 RAYKV_GENERAL: Final = "raykv, get()/put() of one"
@@ -101,6 +102,7 @@ REMOTE: Final = Phase(
     ),
     (
         Row(SOCKETS, "limits", "sockets", "limit"),
+        Row(UNPACED, "limits", "sockets unpaced", "limit"),
         Row(RAYKV_MATCHED, "raykv", "matched", "raykv"),
         Row(RAYKV, "raykv", "", "raykv"),
         Row(RAYKV_GENERAL, "raykv", "general", "raykv"),

@@ -26,6 +26,8 @@ from raykv.wire import HEADER, Answer, Request, decode, decode_header
 READ_AHEAD_NBYTES: Final = 4096
 STEP_NBYTES: Final = 1 << 20
 """Most bytes of one `sendmsg`; a peer that takes less than this in a stall time-out is cut off."""
+FIRST_NBYTES: Final = 32 << 10
+"""Of the first one, if more follow: the reader copies these while we copy the rest."""
 WATCH_S: Final = 200e-6
 """Where bytes come quickly, a socket is watched so long before the thread goes to sleep: to be woken costs a good part
 of it on a virtual machine, here and at the peer. The processor is offered to others meanwhile, who may not get it
@@ -122,7 +124,7 @@ class Stream:
     def send_with(self, message: bytes, pieces: Sequence[memoryview], *, stall_s: float) -> None:
         """Send a message and the bytes that go with it; each STEP_NBYTES may take `stall_s` seconds."""
         nbytes = len(message) + sum(map(len, pieces))
-        if nbytes <= STEP_NBYTES and len(pieces) < STEP_PIECES:
+        if nbytes <= 2 * FIRST_NBYTES and len(pieces) < STEP_PIECES:
             try:
                 sent = self._send_pieces((message, *pieces))
             except BlockingIOError:
@@ -410,7 +412,7 @@ class Stream:
 
 def _steps(message: memoryview, pieces: Sequence[memoryview]) -> Iterator[list[memoryview]]:
     """The message and the pieces in lists that one `sendmsg` takes."""
-    step, room = [message], STEP_NBYTES
+    step, room = [message], FIRST_NBYTES
     for piece in pieces:
         rest = piece
         while len(rest) > room or len(step) == STEP_PIECES:
