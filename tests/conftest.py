@@ -56,7 +56,7 @@ def no_thread_stays() -> Iterator[None]:
 
 
 COMPILED = [
-    *("find", "look", "enter", "read", "hold", "wrap", "fill", "receive", "copy", "quickest", "Reader"),
+    *("find", "look", "enter", "read", "hold", "wrap", "fill", "receive", "copy", "quickest", "vectors", "Reader"),
     *("check", "sort_out", "survey", "chain", "note_slots", "add_up"),
 ]
 

@@ -1408,6 +1408,31 @@ static PyObject *quickest(PyObject *module, PyObject *nothing) {
 #endif
 }
 
+PyDoc_STRVAR(vectors_doc, "vectors(most) -> int\n\n"
+                          "Use vectors of at most so many bits from now on: 512, 256, or 0 for none. Returns the widest in\n"
+                          "use, which is less where the processor has less.");
+
+static void use_vectors(long most) {
+    (void)most;
+#if defined(__x86_64__)
+    has_avx2 = most >= 256 && __builtin_cpu_supports("avx2");
+    has_avx512 = most >= 512 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vbmi2");
+#endif
+}
+
+static PyObject *vectors(PyObject *module, PyObject *most) {
+    (void)module;
+    long bits = PyLong_AsLong(most);
+    if (bits == -1 && PyErr_Occurred())
+        return NULL;
+    use_vectors(bits);
+#if defined(__x86_64__)
+    return PyLong_FromLong(has_avx512 ? 512 : has_avx2 ? 256 : 0);
+#else
+    return PyLong_FromLong(0);
+#endif
+}
+
 /* -- one chunk --------------------------------------------------------------------------------------------------- */
 
 /* The mapped memory of one node, for lookups and reads of one chunk: they cost less than passing it as arguments. */
@@ -1899,6 +1924,7 @@ static PyMethodDef methods[] = {
     {"receive", receive, METH_VARARGS, receive_doc},
     {"copy", (PyCFunction)(void (*)(void))copy, METH_FASTCALL, copy_doc},
     {"quickest", quickest, METH_NOARGS, quickest_doc},
+    {"vectors", vectors, METH_O, vectors_doc},
     {NULL, NULL, 0, NULL},
 };
 
@@ -1909,9 +1935,8 @@ static struct PyModuleDef definition = {
 PyMODINIT_FUNC PyInit__native(void) {
 #if defined(__x86_64__)
     __builtin_cpu_init();
-    has_avx2 = __builtin_cpu_supports("avx2");
-    has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vbmi2");
 #endif
+    use_vectors(512);
     PyObject *module = PyModule_Create(&definition), *reader = PyType_FromSpec(&reader_spec);
     if (!module || !reader || PyModule_AddObjectRef(module, "Reader", reader) < 0)
         Py_CLEAR(module);

@@ -5,12 +5,28 @@ import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from raykv.memory import native
 from raykv.memory.copying import CopyThreads, store
 
 pytestmark = pytest.mark.usefixtures("loops")
 EDGES = [64 * n + d for n in (3, 4, 15, 16, 17, 32, 255, 256, 257) for d in (-1, 0, 1)]
 
 
+@pytest.fixture(params=[512, 256, 0])
+def width(request):
+    """Vectors of so many bits; skips where the processor, or the loops, have none such."""
+    if native.vectors is None:
+        if request.param:
+            pytest.skip("one way without the compiled loops")
+    elif native.vectors(request.param) != request.param:
+        native.vectors(512)
+        pytest.skip("not this processor's")
+    yield
+    if native.vectors is not None:
+        native.vectors(512)
+
+
+@pytest.mark.usefixtures("width")
 @pytest.mark.parametrize("stream", [False, True])
 def test_every_length_at_the_edges(rng, stream):
     """Of stripes, blocks and turns, and where another algorithm begins; wherever source and target lie."""
