@@ -1,6 +1,7 @@
 """The async face of the client: the same calls, each in a worker thread."""
 
 import asyncio
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,8 +30,27 @@ class AsyncClient:
         return await asyncio.to_thread(self.client.put, keys, values, **options)
 
     async def pin(self, keys: Keys, **options: Any) -> Pins:
-        """See `Client.pin`."""
-        return await asyncio.to_thread(self.client.pin, keys, **options)
+        """See `Client.pin`. What is pinned after it was cancelled is released again."""
+        given_up, came = threading.Event(), threading.Lock()
+
+        def pin() -> Pins:
+            pins = self.client.pin(keys, **options)
+            with came:
+                if given_up.is_set():
+                    pins.release()
+                else:
+                    kept.append(pins)
+            return pins
+
+        kept: list[Pins] = []
+        try:
+            return await asyncio.to_thread(pin)
+        except asyncio.CancelledError:
+            with came:
+                given_up.set()
+            if kept:  # it came, and nobody will see it
+                await asyncio.shield(asyncio.to_thread(kept[0].release))
+            raise
 
     async def hint(self, keys: Keys, **options: Any) -> int:
         """See `Client.hint`."""

@@ -147,14 +147,19 @@ class Namespaces:
         with self._lock:
             number = shard.accounts.find(namespace.digest)
             if number is None and self._tiers:
-                number = shard.accounts.open(namespace)  # what lies below is known by the account's number
+                try:
+                    number = shard.accounts.open(namespace)  # what lies below is known by the account's number
+                except RayKVError as error:
+                    log.error("a namespace cannot be dropped here: %s", error)
             if number is None:
                 return 0
-            rows, generations = shard.doomed(number, now_s=time.monotonic())
-        count = self._tiers.drop(number)
-        for first in range(0, len(rows), DROP_STEP):
+        with self._tiers.barring(account=number):
             with self._lock:
-                count += shard.drop_doomed(rows[first : first + DROP_STEP], generations[first : first + DROP_STEP])
+                rows, generations = shard.doomed(number, now_s=time.monotonic())
+            count = self._tiers.drop(number)
+            for first in range(0, len(rows), DROP_STEP):
+                with self._lock:
+                    count += shard.drop_doomed(rows[first : first + DROP_STEP], generations[first : first + DROP_STEP])
         return count
 
     def _keep(self) -> None:

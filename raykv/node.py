@@ -560,10 +560,11 @@ class Node:
 
     def _delete(self, request: wire.Delete, session: NodeSession) -> Reply:
         keys = _keys(request.keys)
-        below = self.tiers.delete(keys)
-        with self._lock:
-            count = self.shard.delete(keys, now_s=time.monotonic())
-            self.tiers.give_up(keys)
+        with self.tiers.barring(keys):
+            below = self.tiers.delete(keys)
+            with self._lock:
+                count = self.shard.delete(keys, now_s=time.monotonic())
+                self.tiers.give_up(keys)
         count = max(count, below)
         self._changed.set()
         return Reply(wire.Count(count))
@@ -798,7 +799,8 @@ class Node:
         old, self.view = self.view, view
         # What comes after this is announced by the new view anyway.
         keys = np.concatenate([self.shard.ready_keys(), self.tiers.keys()])
-        keys = keys[_owner_changed(old, view, keys)]
+        if view.epoch == old.epoch + 1:  # else we may have been out in between, and owners have forgotten us
+            keys = keys[_owner_changed(old, view, keys)]
         with self._lock:
             self._to_announce.append(keys)
         self._changed.set()
@@ -937,7 +939,11 @@ class Node:
         if pulse.view is not None and pulse.view.epoch > self.view.epoch:
             self._adopt(pulse.view)
         if pulse.register is not None:
-            self._adopt_register(pulse.register)
+            try:
+                self._adopt_register(pulse.register)
+            except RayKVError as error:  # it would be the same for the next process
+                self._errors["register"] += 1
+                log.error("the list of namespaces cannot be followed: %s", error)
 
     def _note_change(self) -> None:
         """A tier has something new to tell, or room for more."""

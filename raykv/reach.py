@@ -87,6 +87,7 @@ class Reach:
         self._neighbours: dict[tuple[NodeId, int], ShmReader | None] = {}
         self._tiered: set[tuple[NodeId, int]] = set()  # neighbours that have chunks below memory
         self._pool: ThreadPoolExecutor | None = None
+        self._behind: ThreadPoolExecutor | None = None  # not the same: what it does asks others in parallel, and waits
         self._view = View()
         self._failures, self._doubt_s = 0, -math.inf
         self.troubles = Troubles()
@@ -407,8 +408,10 @@ class Reach:
 
     def in_background(self, task: Callable[[], object]) -> None:
         """Do something that nobody waits for, unless this is closed."""
+        if self._behind is None:
+            self._behind = ThreadPoolExecutor(1, thread_name_prefix="raykv-behind")
         try:
-            self._submit(partial(_caught, task))
+            self._behind.submit(_caught, task)
         except RuntimeError:
             pass
 
@@ -659,8 +662,9 @@ class Reach:
 
     def close(self) -> None:
         """Close everything."""
-        if self._pool is not None:
-            self._pool.shutdown()
+        for pool in (self._behind, self._pool):
+            if pool is not None:
+                pool.shutdown()
         self.copy_threads.close()
         self.peers.close()
         if self.local is not None:

@@ -12,7 +12,9 @@ under that takes time.
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -113,6 +115,7 @@ class Tiers:
         self._most_nbytes = shard.arena.nbytes // PROMOTED_SHARE
         self._in_hand = np.zeros(shard.table.rows, np.bool_)  # rows that a tier is writing
         self._unwanted: set[int] = set()  # those of them whose chunks were deleted meanwhile
+        self._barred: Counter[int | bytes] = Counter()  # accounts and keys that are being forgotten right now
         self._committed = 0  # chunks that had been stored at the last look at what would go
         self.demoted = self.promoted = self.late = 0
 
@@ -184,6 +187,8 @@ class Tiers:
             now = table.ticks(now_s)
             for row, (hi, lo), fits in zip(rows.tolist(), keys.tolist(), sound.tolist(), strict=True):
                 if not fits or (cells.key_hi[row], cells.key_lo[row]) != (hi, lo) or self._in_hand[row]:
+                    continue
+                if self._barred and (cells.namespace[row] in self._barred or shard.key_of(row) in self._barred):
                     continue
                 expires, above = cells.expires[row], cells.parent[row]
                 if 0 < expires <= now:
@@ -323,7 +328,7 @@ class Tiers:
         def done(arrived: Sequence[bool]) -> None:
             self._arrived(run, np.array(arrived, np.bool_))
 
-        if not tier.read(run.keys, offsets, done):
+        if not tier.read(run.keys, run.found, offsets, done):
             self._arrived(run, np.zeros(len(run.rows), np.bool_))
 
     def _arrived(self, run: _Rising, arrived: Bits) -> None:
@@ -392,6 +397,25 @@ class Tiers:
                 np.flatnonzero(self._in_hand & (self._shard.table.columns.namespace == account)).tolist()
             )
         return count
+
+    @contextmanager
+    def barring(self, keys: KeyArray | None = None, *, account: int | None = None) -> Iterator[None]:
+        """Until the end, nothing of these keys, or of this account, begins to go down.
+
+        What is forgotten is forgotten below first and then in memory, which may have it written down again in between.
+        """
+        barred: list[int | bytes] = []
+        if self.tiers:
+            barred += [] if keys is None else _split(keys)
+            barred += [] if account is None else [account]
+        with self._lock:
+            self._barred.update(barred)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._barred.subtract(barred)
+                self._barred = +self._barred
 
     def give_up(self, keys: KeyArray) -> None:
         """These were deleted, below and in memory: what of them is on its way up or down goes when it arrives.

@@ -3,13 +3,14 @@
 import asyncio
 import hashlib
 import random
+import threading
 import time
 
 import numpy as np
 import pytest
 
 import raykv
-from raykv import wire
+from raykv import reach, wire
 from raykv.config import ClientConfig
 from raykv.embedded import EmbeddedCluster
 from raykv.errors import CapacityError, ConfigError, LostError, NamespaceMismatch, PeerUnavailable, UsageError
@@ -640,3 +641,86 @@ def test_a_namespace_keeps_to_its_capacity_on_every_node_and_leaves_the_others_a
         assert get(other, names(10)).prefix == 10
         with pytest.raises(UsageError, match="capacity_nbytes"):
             bounded[0].limit(-1)
+
+
+def test_what_is_done_in_the_background_leaves_the_others_their_threads(monkeypatch):
+    """It asks several nodes itself, and waits for them."""
+    monkeypatch.setattr(reach, "PARALLEL_PEERS", 2)
+    with cluster(2) as running:
+        client = running.client(SPACE)
+        go, done = threading.Event(), threading.Semaphore(0)
+
+        def report() -> None:
+            assert go.wait(5.0)
+            client._reach.ask_all(wire.GetStats(), client._reach.deadline(1.0))
+            done.release()
+
+        for _ in range(2):
+            client._reach.in_background(report)
+        go.set()
+        assert done.acquire(timeout=5.0)
+        assert done.acquire(timeout=5.0)
+
+
+def test_a_node_that_was_out_for_a_while_tells_all_it_has_again():
+    """The others forgot it, and it did not see the view without itself."""
+    with cluster(3, member_timeout_s=0.3) as running:
+        put(running.client(SPACE, node=2), names(60), chained=False)
+        running.settle()
+        node = running.nodes[2]
+        directory = node._directory
+
+        class Silent:
+            def beat(self, *_):
+                raise PeerUnavailable("cut off")
+
+        node._directory = Silent()
+        wait_until(lambda: all(running.nodes[n].view.member("node-2") is None for n in (0, 1)))
+        node._directory = directory
+        wait_until(lambda: all(running.nodes[n].view.member("node-2") is not None for n in (0, 1)))
+        running.settle()
+        assert get(running.client(SPACE, node=0), names(60)).prefix == 60
+
+
+def test_a_pin_that_nobody_waits_for_any_more_is_released():
+    async def cancelled(client: raykv.AsyncClient, pinned: threading.Event, go: threading.Event) -> None:
+        waiting = asyncio.create_task(client.pin(["a"]))
+        await asyncio.to_thread(pinned.wait, 5.0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        go.set()
+
+    with cluster(1) as running:
+        client = running.client(SPACE)
+        put(client, ["a"])
+        pinned, go = threading.Event(), threading.Event()
+        slow = raykv.AsyncClient(client)
+        pin = client.pin
+
+        def late(keys, **options):
+            pins = pin(keys, **options)
+            pinned.set()
+            assert go.wait(5.0)
+            return pins
+
+        client.pin = late
+        asyncio.run(cancelled(slow, pinned, go))
+        wait_until(lambda: not running.nodes[0].shard.table.columns.pins.any())
+
+
+def test_a_namespace_that_a_node_cannot_name_is_dropped_elsewhere(tmp_path):
+    ssd = {"paths": [tmp_path], "capacity_nbytes": "16 MiB", "segment_nbytes": "1 MiB"}
+    with cluster(1, ssd=ssd) as running:
+        node = running.nodes[0]
+        assert node.namespaces._drop(raykv.Namespace(model="m" * 3000)) == 0
+
+        def adopt(text: bytes, account: bytes = b"") -> int:
+            if not account:  # from a heartbeat
+                raise UsageError("no list of namespaces")
+            return 0
+
+        node._adopt_register = adopt
+        running.client(SPACE).configure(ttl_s=60.0)  # the list comes with a heartbeat
+        wait_until(lambda: node._errors["register"] > 0)
+        assert node.failure is None

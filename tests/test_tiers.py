@@ -3,7 +3,7 @@
 import random
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -75,7 +75,7 @@ class Shelf(Tier):
             self.queue.append(work)
         return len(taken)
 
-    def read(self, keys: KeyArray, offsets: Sequence[int], done: Arrived) -> bool:
+    def read(self, keys: KeyArray, found: Sequence[Found | None], offsets: Sequence[int], done: Arrived) -> bool:
         if not self.sound:
             return False
 
@@ -148,21 +148,25 @@ class House:
     def pins(self) -> int:
         return int(self.shard.table.columns.pins.sum())
 
-    def delete(self, names: list[str]) -> None:
-        """As a node does."""
+    def delete(self, names: list[str], between: Callable[[], object] = lambda: None) -> None:
+        """As a node does; `between` comes after what lies below was forgotten."""
         keys = names_to_keys(names)
-        self.tiers.delete(keys)
-        with self.lock:
-            self.shard.delete(keys, now_s=time.monotonic())
-            self.tiers.give_up(keys)
+        with self.tiers.barring(keys):
+            self.tiers.delete(keys)
+            between()
+            with self.lock:
+                self.shard.delete(keys, now_s=time.monotonic())
+                self.tiers.give_up(keys)
 
-    def drop(self, account: int) -> None:
+    def drop(self, account: int, between: Callable[[], object] = lambda: None) -> None:
         """As `Namespaces` does."""
-        with self.lock:
-            rows, generations = self.shard.doomed(account, now_s=time.monotonic())
-        self.tiers.drop(account)
-        with self.lock:
-            self.shard.drop_doomed(rows, generations)
+        with self.tiers.barring(account=account):
+            with self.lock:
+                rows, generations = self.shard.doomed(account, now_s=time.monotonic())
+            self.tiers.drop(account)
+            between()
+            with self.lock:
+                self.shard.drop_doomed(rows, generations)
 
 
 @pytest.fixture
@@ -454,3 +458,23 @@ def test_what_is_deleted_on_its_way_down_stays_nowhere(house, how):
     house.tiers.demote()
     house.shelf.go_on()
     assert all(house.read(held))
+
+
+@pytest.mark.parametrize("how", ["delete", "drop"])
+def test_what_is_being_forgotten_is_not_written_down_again(house, how):
+    names = fill(house)
+    house.read(names)
+    house.tiers.demote()
+    house.shelf.go_on()
+    assert house.shelf.chunks
+
+    def forerun() -> None:
+        house.tiers.demote()
+        house.shelf.go_on()
+
+    house.delete(names, forerun) if how == "delete" else house.drop(house.bench.account, forerun)
+    assert gone(house, names)
+    house.put(names, nbytes=60_000, chained=False)
+    house.read(names)
+    forerun()
+    assert house.shelf.chunks, "what is stored later goes down again"

@@ -124,7 +124,7 @@ def take_over(table: Table) -> tuple[Rows, Rows]:
     with table.changing():
         had_keys = unfinished[columns.parent[unfinished] != LENT]
         if removed < 0:
-            table.rebuild_index(told)
+            table.rebuild_index(np.append(told, _of_new_keys(table, told, published)))
         else:
             table.note_removed(removed)
             table.remove(had_keys)
@@ -166,6 +166,21 @@ def _chain(table: Table, ready: Rows) -> None:
     parents = np.where((parents >= 0) & is_ready[parents], parents, np.int32(-1))
     columns.parent[ready] = parents
     columns.children[everywhere] = np.bincount(parents[parents >= 0], minlength=table.rows_backed)
+
+
+def _of_new_keys(table: Table, told: Rows, published: Rows) -> Rows:
+    """Published rows whose keys none that was told of has, one a key: readers may have them from the index by now."""
+    hi, lo = table.columns.key_hi, table.columns.key_lo
+    alike = told[np.isin(lo[told], lo[published])]
+    held = set(zip(hi[alike].tolist(), lo[alike].tolist(), strict=True))
+    found: list[int] = []
+    for row, key in zip(
+        published.tolist(), zip(hi[published].tolist(), lo[published].tolist(), strict=True), strict=True
+    ):
+        if key not in held:
+            held.add(key)
+            found.append(row)
+    return np.array(found, np.int32)
 
 
 def _enter_published(table: Table, row: int) -> bool:

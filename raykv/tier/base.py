@@ -48,6 +48,11 @@ class Found(NamedTuple):
     expires_s: float
 
 
+def is_same(found: Found | None, nbytes: int, checksum: int) -> bool:
+    """Whether a chunk of this length and checksum is the one that was found."""
+    return found is not None and (found.nbytes, found.checksum) == (nbytes, checksum)
+
+
 Written = Callable[[Sequence[Chunk], Sequence[bool]], None]
 """Called once for each `write` that was taken: its chunks, and which of them the tier has now."""
 Arrived = Callable[[Sequence[bool]], None]
@@ -93,10 +98,14 @@ class Tier(ABC):
         """
 
     @abstractmethod
-    def read(self, keys: KeyArray, offsets: Sequence[int], done: Arrived) -> bool:
+    def read(self, keys: KeyArray, found: Sequence[Found | None], offsets: Sequence[int], done: Arrived) -> bool:
         """Queue chunks to be read into slots of the arena, which are the tier's to write to until `done`.
 
         What is not here any more, or is not what was stored, is False in `done`; wrong bytes are dropped from the tier.
+
+        Args:
+            found: What `find` said, for which room was made: another chunk of the same key may lie here by now, and
+                count as not here.
 
         Returns:
             False (then `done` is not called) while the queue is full or the tier is off.

@@ -32,7 +32,7 @@ import numpy as np
 import xxhash
 
 from raykv.config import FileTierConfig
-from raykv.tier.base import AccountNames, Arrived, Chunk, Found, Tier, Written
+from raykv.tier.base import AccountNames, Arrived, Chunk, Found, Tier, Written, is_same
 from raykv.tier.catalog import Catalog, Pack
 from raykv.tier.common import Item, Request, raw_keys, results
 from raykv.tier.drive import entries_of
@@ -119,6 +119,7 @@ class FileTier(Tier):
         self._lock = threading.Condition()
         self._evicting = threading.Lock()
         self._closed = self._readable = self._writable = self._slow = self._looked = False
+        self._whole = False  # whether all packs that lay here at the last look are known
         self._reason, self._retry_s, self._look_s = "", 0.0, 0.0
         counts = ("written_nbytes", "disk_nbytes", "read_nbytes", "refused", "timeouts", "errors", "corrupt")
         self._counts = dict.fromkeys(counts, 0)
@@ -239,7 +240,7 @@ class FileTier(Tier):
             self._lock.notify_all()
         return len(taken)
 
-    def read(self, keys: KeyArray, offsets: Sequence[int], done: Arrived) -> bool:
+    def read(self, keys: KeyArray, found: Sequence[Found | None], offsets: Sequence[int], done: Arrived) -> bool:
         """See `Tier`."""
         request = results(len(keys), done)
         with self._lock:
@@ -247,7 +248,7 @@ class FileTier(Tier):
             if self._closed or not self._readable or full or self._state() == "slow":
                 self._counts["refused"] += len(keys)
                 return False
-            runs = self._runs_of(keys, offsets, request)
+            runs = self._runs_of(keys, found, offsets, request)
             request.left = sum(len(run.rows) for run in runs)
             self._reading += request.left
             self._runs.extend(runs)
@@ -256,13 +257,20 @@ class FileTier(Tier):
             self._lock.notify_all()
         return True
 
-    def _runs_of(self, keys: KeyArray, offsets: Sequence[int], request: Request) -> list[_Run]:
+    def _runs_of(
+        self, keys: KeyArray, found: Sequence[Found | None], offsets: Sequence[int], request: Request
+    ) -> list[_Run]:
         rows, columns = self._index.look(keys, now_s=time.time()), self._index.columns
         packs, blocks = self._index.segment[rows].tolist(), columns.page[rows].tolist()
         lengths, checksums = columns.nbytes[rows].tolist(), columns.checksum[rows].tolist()
         numbers = rows.tolist()
         runs: list[_Run] = []
-        for place in sorted(np.flatnonzero(rows >= 0).tolist(), key=lambda place: (packs[place], blocks[place])):
+        here = [
+            place
+            for place in np.flatnonzero(rows >= 0).tolist()
+            if is_same(found[place], lengths[place], checksums[place])
+        ]
+        for place in sorted(here, key=lambda place: (packs[place], blocks[place])):
             run, size = runs[-1] if runs else None, blocks_of(lengths[place])
             adjoins = run is not None and (run.pack.number, run.block + run.blocks) == (packs[place], blocks[place])
             full = run is not None and ((run.blocks + size) * BLOCK_NBYTES > RUN_NBYTES or len(run.rows) == IOV_MAX)
@@ -353,7 +361,10 @@ class FileTier(Tier):
             rows = self._index.look_all(keys)
             rows = np.unique(rows[rows >= 0]).astype(np.int32)
             coming = self._cancel(lambda item: item.key in names)
-            self._told.add(self._gone_before(rows), keys={*raw_keys(self._index.keys(rows)), *coming})
+            here, sequence = {*raw_keys(self._index.keys(rows)), *coming}, self._gone_before(rows)
+            self._told.add(sequence, keys=here if self._whole else names)
+            if not self._whole:  # what lies in packs that are not known yet must not come when they are
+                self._catalog.heed(sequence, list(names), [])
             self._catalog.remove(rows)
             self._lock.notify_all()
         return len(rows)
@@ -364,8 +375,10 @@ class FileTier(Tier):
         with self._lock:
             rows = self._catalog.rows_of_account(text)
             coming = self._cancel(lambda item: item.text == text)
-            if len(rows) or coming:
-                self._told.add(self._gone_before(rows), texts=[text])
+            if len(rows) or coming or not self._whole:
+                self._told.add(sequence := self._gone_before(rows), texts=[text])
+                if not self._whole:
+                    self._catalog.heed(sequence, [], [text])
             self._catalog.remove(rows)
             self._lock.notify_all()
         return len(rows)
@@ -416,10 +429,13 @@ class FileTier(Tier):
             self._recovered()
             fresh = [name for name in names if name.kind != "part" and name.stem not in self._catalog.known]
         # What is gone first, then the newest packs: so nothing is entered in vain.
+        whole = True
         for name in sorted(fresh, key=lambda name: (name.kind == "gone", name.sequence), reverse=True):
             if self._closed:
                 return
-            self._learn(name)
+            whole &= self._learn(name)
+        with self._lock:
+            self._whole = whole and self._readable
         self._miss({name.stem for name in names}, began_s)
         try:
             self._remove_stale(parts)
@@ -434,22 +450,23 @@ class FileTier(Tier):
         except OSError as error:
             self._note_error(f"{name} stays as it is", error)
 
-    def _learn(self, name: Name) -> None:
-        """Take in what a file says. One that cannot be read is tried again at the next look."""
+    def _learn(self, name: Name) -> bool:
+        """Take in what a file says. False: it cannot be read, and is tried again at the next look."""
         try:
             record, nbytes = self._folder.record_of(name)
         except OSError as error:
             self._note_error(f"{name} cannot be read", error)
-            return
+            return error.errno in VANISHED
         entries = None if record is None else living(record)
         with self._lock:
             pack = self._catalog.know(name, nbytes)
             if record is None or entries is None:
-                return
+                return True
             texts = record.texts
             dropped = [texts[account] for account in record.dropped["account"].tolist() if account < len(texts)]
             self._catalog.heed(name.sequence, flat(record.gone["key"]).tolist(), dropped)
             self._catalog.enter(pack, texts, entries[entries["account"] < len(texts)])
+        return True
 
     def _miss(self, there: set[str], began_s: float) -> None:
         """Forget what is not there any more. A listing may leave out what is renamed meanwhile."""
@@ -718,7 +735,7 @@ class FileTier(Tier):
             self._retry_s = time.monotonic() + RETRY_S
             self._drop_writes()
             if reading:
-                self._readable, self._look_s = False, self._retry_s
+                self._readable, self._whole, self._look_s = False, False, self._retry_s
                 self._drop_reads()
             self._lock.notify_all()
 

@@ -186,12 +186,15 @@ class Folder:
         return found[0], (found[0].next_block + blocks_needed(found[0])) * BLOCK_NBYTES
 
     def tell(self, record: Record, name: Name) -> None:
-        """Write down and publish what is gone: a file that is one summary."""
+        """Write down and publish what is gone: a file that is one summary.
+
+        An attempt that failed may have left its part, which could not be removed either.
+        """
         part = name._replace(kind="part")
         space = aligned(blocks_needed(record) * BLOCK_NBYTES)
         nbytes = encode(record, space) * BLOCK_NBYTES
         with self.operation():
-            fd = os.open(self.path / str(part), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            fd = os.open(self.path / str(part), os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
             try:
                 _write(fd, [space[:nbytes]], 0)
                 self._publish(fd, part, "gone")
@@ -308,8 +311,8 @@ class Part:
         assert self._segment is not None
         folder = self._folder
         if not self._segment.records:
-            self.close()
             folder.remove(self.name)
+            self.close()
             return None
         with folder.operation():
             self.nbytes += _write_summary(self._fd, self._log.summary(self._segment))
@@ -322,8 +325,10 @@ class Part:
         return self.name._replace(kind="pack")
 
     def close(self) -> None:
-        """Let go of the file."""
-        os.close(self._fd)
+        """Let go of the file. Once: its number may be another file's soon."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
 
 
 def gone_record(sequence: int, keys: Any, texts: Sequence[bytes]) -> Record:

@@ -9,7 +9,7 @@ Everything is under the tier's lock, but for the methods that say "on a thread":
 
 import errno
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+LAST: Final = 1 << 63
+"""Above the sequence of every segment."""
 VERIFY_NBYTES: Final = 8 << 20
 """Chunks of an unsealed segment up to this size are compared in one buffer."""
 
@@ -92,6 +94,19 @@ class Scan:
             if segments.get(segment.number) is segment and segment.sequence == record.sequence:
                 self._enter(segment, record, entries, accounts)
         self._told_gone, self._told_dropped = {}, {}
+
+    def forget(self, keys: Iterable[bytes] = (), text: bytes = b"") -> bool:
+        """These were deleted, or this account dropped, just now: what is not entered yet will not be.
+
+        Returns:
+            Whether there may be such on this path.
+        """
+        if self._drive.state == "off" or not (self._doubtful or self._drive.state == "starting"):
+            return False
+        self._told_gone.update(dict.fromkeys(keys, LAST))
+        if text:
+            self._told_dropped[text] = LAST
+        return True
 
     def _scan(self, number: int, file_nbytes: int) -> None:
         """On a thread: read one segment's records, and enter what they say."""

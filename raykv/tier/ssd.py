@@ -22,7 +22,7 @@ import numpy as np
 
 from raykv.config import SsdConfig
 from raykv.errors import ConfigError
-from raykv.tier.base import AccountNames, Arrived, Chunk, Found, Tier, Written
+from raykv.tier.base import AccountNames, Arrived, Chunk, Found, Tier, Written, is_same
 from raykv.tier.common import Common, Item, Request, raw_keys, results
 from raykv.tier.drive import QUEUED_READS, Drive, Piece
 from raykv.tier.index import SEGMENTS, Index, key_array
@@ -206,7 +206,7 @@ class SsdTier(Tier):
         most = self.config.segment_nbytes - 4 * BLOCK_NBYTES
         return chunk.nbytes <= min(most, QUEUED_NBYTES) and (quota is None or chunk.nbytes <= quota)
 
-    def read(self, keys: KeyArray, offsets: Sequence[int], done: Arrived) -> bool:
+    def read(self, keys: KeyArray, found: Sequence[Found | None], offsets: Sequence[int], done: Arrived) -> bool:
         """See `Tier`."""
         common = self._common
         request = results(len(keys), done)
@@ -222,7 +222,8 @@ class SsdTier(Tier):
             checksums = index.columns.checksum[rows].tolist()
             for place, row in enumerate(rows.tolist()):
                 drive, segment = divmod(segments[place], SEGMENTS)
-                if row >= 0 and common.drives[drive].readable:
+                same = row >= 0 and is_same(found[place], nbytes[place], checksums[place])
+                if same and common.drives[drive].readable:
                     pieces.setdefault(drive, []).append(
                         Piece(
                             row=row,
@@ -262,7 +263,7 @@ class SsdTier(Tier):
                 if item is not None and not item.cancelled:
                     common.cancel(item)
             for drive in common.drives:
-                if drive.state != "on":
+                if drive.scan.forget(raw) or drive.state != "on":
                     drive.remember_gone(raw)
                 drive.notify()
         return here
@@ -281,6 +282,7 @@ class SsdTier(Tier):
                     common.cancel(item)
             for drive in common.drives:
                 if text:
+                    drive.scan.forget(text=text)
                     drive.dropped[text] = None
                 drive.notify()
             common.texts.pop(account, None)

@@ -3,12 +3,15 @@
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import Final, Protocol, TypeVar
 
 from raykv.errors import PeerUnavailable, TransientError
 from raykv.transport.base import Link, remaining
 
 T = TypeVar("T")
+
+FAIR_S: Final = 0.05
+"""Who does not answer a call that had less time left than this has done nothing wrong."""
 
 
 class Connect(Protocol):
@@ -56,7 +59,7 @@ class Peers:
         if self._shut_until_s and not self.available(address):
             self.failures += 1
             raise PeerUnavailable(f"{address} did not answer a moment ago; left alone for {self._breaker_s} s")
-        remaining(deadline_s)  # our own lateness is no fault of the peer
+        hurried = remaining(deadline_s) < FAIR_S  # our own lateness is no fault of the peer
         with self._lock:
             idle = self._idle.get(address)
             link = idle.pop() if idle else None
@@ -64,6 +67,8 @@ class Peers:
             try:
                 return self._run(address, link, request)
             except PeerUnavailable:
+                if hurried and time.monotonic() >= deadline_s:
+                    raise
                 self.forget(address)
                 if time.monotonic() >= deadline_s:  # it hangs, rather than being gone
                     self._give_up(address)
@@ -71,7 +76,8 @@ class Peers:
         try:
             return self._run(address, self._connect(address, self.secret, deadline_s=deadline_s), request)
         except TransientError:
-            self._give_up(address)
+            if not (hurried and time.monotonic() >= deadline_s):
+                self._give_up(address)
             raise
 
     def _give_up(self, address: str) -> None:

@@ -42,9 +42,14 @@ def engine(model: Path | str, **changes: Any) -> Any:
             "dtype": torch.bfloat16,
             "quantization": None,
             "runner_type": "generate",
+            "multimodal_config": None,
             "hf_config": SimpleNamespace(to_dict=lambda: {"hidden_size": 64, "_name_or_path": str(model)}),
         },
-        "cache_config": {"cache_dtype": "auto", "prefix_caching_hash_algo": "sha256"},
+        "cache_config": {
+            "cache_dtype": "auto",
+            "prefix_caching_hash_algo": "sha256",
+            "enable_prefix_caching": False,
+        },
         "parallel_config": {
             "tensor_parallel_size": 1,
             "pipeline_parallel_size": 1,
@@ -61,6 +66,11 @@ def engine(model: Path | str, **changes: Any) -> Any:
     return SimpleNamespace(
         **{part: SimpleNamespace(**fields) for part, fields in parts.items()}, num_lookahead_tokens=0
     )
+
+
+def media(**fields: Any) -> Any:
+    """A multimodal configuration."""
+    return SimpleNamespace(**{"mm_processor_cache_gb": 4, "mm_processor_kwargs": None, **fields})
 
 
 def namespace(vllm_config: Any, *, config: ConnectorConfig | None = None, **changes: Any) -> Namespace:
@@ -200,7 +210,42 @@ def test_an_adapter_that_was_trained_further_in_place_is_another(tmp_path: Path)
     assert scopes.of(request(lora=("x", adapter))) == before
     shutil.rmtree(adapter)
     write_model(tmp_path / "adapter", seed=1, name="adapter_model.safetensors")
-    assert scopes.of(request(lora=("x", adapter))) != before
+    after = scopes.of(request(lora=("x", adapter)))
+    assert after != before
+    assert scopes.of(request(lora=("x", adapter))) == after
+    # Whether this engine has loaded the new files is not known: what it computes is nobody else's.
+    assert after != Scopes().of(request(lora=("x", adapter)))
+
+
+def test_an_adapter_that_is_not_here_shares_with_its_process_alone():
+    scopes = Scopes()
+    mine = scopes.of(request(lora=("x", "somebody/adapter")))
+    assert scopes.of(request(lora=("x", "somebody/adapter"))) == mine
+    assert Scopes().of(request(lora=("x", "somebody/adapter"))) != mine
+
+
+def test_a_fetched_adapter_is_known_by_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    adapter = write_model(tmp_path / "snapshot", name="adapter_model.safetensors")
+    monkeypatch.setattr(
+        "raykv.integrations.vllm.namespace.snapshot_download", lambda name, *, local_files_only: str(adapter)
+    )
+    fetched = Scopes().of(request(lora=("x", "somebody/adapter")))
+    assert fetched == Scopes().of(request(lora=("x", adapter)))
+
+
+def test_engines_that_prepare_images_differently_do_not_share(model: Path):
+    plain = namespace(engine(model, model_config__multimodal_config=media()))
+    other = namespace(engine(model, model_config__multimodal_config=media(mm_processor_kwargs={"do_rescale": False})))
+    assert plain.differences(other) == ["extra"]
+    assert plain.digest != namespace(engine(model)).digest
+    check_engine(engine(model, model_config__multimodal_config=media()))
+    check_engine(
+        engine(
+            model,
+            model_config__multimodal_config=media(mm_processor_cache_gb=0),
+            cache_config__enable_prefix_caching=True,
+        )
+    )
 
 
 def test_an_adapter_that_cannot_be_read_shares_with_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -234,6 +279,7 @@ def test_a_salt_is_not_in_what_is_logged():
         ({"kv_transfer_config__kv_load_failure_policy": "fail"}, "kv_load_failure_policy.*'recompute'"),
         ({"parallel_config__decode_context_parallel_size": 2}, "decode_context_parallel_size"),
         ({"model_config__runner_type": "pooling"}, "pooling"),
+        ({"model_config__multimodal_config": media(mm_processor_cache_gb=0)}, "mm_processor_cache_gb=0"),
     ],
 )
 def test_an_engine_that_could_fail_a_request_or_be_wrong_is_refused(changes: dict[str, Any], says: str):

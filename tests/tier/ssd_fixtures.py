@@ -121,7 +121,7 @@ class Driven:
             results.extend(arrived)
             event.set()
 
-        assert self.tier.read(key_array(keys), offsets, done)
+        assert self.tier.read(key_array(keys), self.tier.find(key_array(keys)), offsets, done)
         assert event.wait(timeout_s)
         return [
             bytes(self.arena.view[offset : offset + nbytes]) if good else None

@@ -248,6 +248,85 @@ def test_a_dropped_account_stays_so_and_may_begin_again(tmp_path):
         assert later.tier.used_nbytes(1) == 5 * 5000
 
 
+@pytest.mark.parametrize("how", ["delete", "drop"])
+def test_what_is_forgotten_before_its_pack_was_read_does_not_come(tmp_path, monkeypatch, how):
+    keys, learn, may = keys_for(10), FileTier._learn, threading.Event()
+    gone, left = (keys[:4], keys[4:]) if how == "delete" else (keys, [])
+    with Shared(tmp_path).on() as one:
+        one.put(keys, 5000, account=1)
+
+    def late(self, name):
+        assert may.wait(10.0)
+        return learn(self, name)
+
+    monkeypatch.setattr(FileTier, "_learn", late)
+    with Shared(tmp_path) as later:
+        assert (later.delete(gone) if how == "delete" else later.tier.drop(1)) == 0, "it does not know of them"
+        may.set()
+        wait_for(lambda: later.tier._whole)
+        assert not any(later.has(gone))
+        later.sees(left)
+        wait_for(lambda: not later.tier._told.pending)
+        assert not any(later.has(gone))
+    with Shared(tmp_path, "c").on() as third:
+        wait_for(lambda: third.tier._whole)
+        third.sees(left)
+        assert not any(third.has(gone))
+
+
+def test_a_chunk_that_is_another_one_by_now_is_not_read_into_its_room(tmp_path):
+    (key,) = keys_for(1)
+    one_key = key_array([key])
+    with Shared(tmp_path).on() as one:
+        one.put([key], 5000)
+        found = one.tier.find(one_key)
+        assert one.delete([key]) == 1
+        one.put([key], 20_000)
+        slot, done, came = one.arena.put(b"\xaa" * 32_768), threading.Event(), []
+        assert one.tier.read(one_key, found, [slot], lambda arrived: (came.extend(arrived), done.set()))
+        assert done.wait(10.0)
+        assert came == [False]
+        assert one.arena.view[slot : slot + 32_768] == b"\xaa" * 32_768
+        assert one.right([key], 20_000) == [True]
+
+
+def test_a_part_without_chunks_closes_its_file_once(tmp_path, monkeypatch):
+    """The number may be another file's by the time that removing it is tried again."""
+    folder = Folder(tmp_path, "a")
+    folder.prepare()
+    part, remove = packs.Part(folder, 7, nbytes=PACK), Folder.remove
+    monkeypatch.setattr(Folder, "remove", lambda self, name: (_ for _ in ()).throw(OSError(errno.EIO, "gone away")))
+    with pytest.raises(OSError, match="gone away"):
+        part.seal()
+    monkeypatch.setattr(Folder, "remove", remove)
+    with open(os.devnull) as other:
+        assert part.seal() is None
+        part.close()
+        assert os.fstat(other.fileno())
+
+
+def test_what_is_gone_is_told_though_an_attempt_left_its_part(tmp_path, monkeypatch):
+    keys, write, broken = keys_for(4), packs._write, [True]
+
+    def once(fd, pieces, offset):
+        if broken and os.readlink(f"/proc/self/fd/{fd}").endswith(".part") and len(pieces) == 1:
+            broken.clear()
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return write(fd, pieces, offset)
+
+    with Shared(tmp_path).on() as one:
+        one.put(keys, 5000)
+        wait_for(lambda: one.tier._part is None)  # it is sealed
+        monkeypatch.setattr(packs, "_write", once)
+        monkeypatch.setattr(Folder, "_discard", lambda self, name: None)
+        assert one.delete(keys[:2]) == 2
+        wait_for(lambda: not broken and not one.tier._told.pending)
+        one.on()
+    with Shared(tmp_path, "b").on() as later:
+        later.sees(keys[2:])
+        assert not any(later.has(keys[:2]))
+
+
 def test_what_is_deleted_while_it_is_written_is_not_there(tmp_path, monkeypatch):
     key, real, going, gone = keys_for(1), os.pwritev, threading.Event(), threading.Event()
 
@@ -656,7 +735,9 @@ def test_a_path_that_is_none_does_not_stop_a_start(tmp_path):
     with Shared(tmp_path / "file") as one:
         wait_for(lambda: one.state == "off")
         assert one.tier.write([one.chunk(keys_for(1)[0], 5000)], lambda chunks, good: None) == 0
-        assert not one.tier.read(key_array(keys_for(1)), [0], lambda arrived: None)
+        assert not one.tier.read(
+            key_array(keys_for(1)), one.tier.find(key_array(keys_for(1))), [0], lambda arrived: None
+        )
 
 
 def test_a_read_only_directory_that_holds_too_much_is_read(small_disk):
@@ -685,7 +766,7 @@ def test_a_read_error_turns_it_off_for_a_while(tmp_path, monkeypatch):
         assert one.right(keys[:2], 5000) == [False] * 2
         assert one.state == "off"
         assert "Input/output" in one.tier.stats()["reason"]
-        assert not one.tier.read(key_array(keys), [0] * 10, lambda arrived: None)
+        assert not one.tier.read(key_array(keys), one.tier.find(key_array(keys)), [0] * 10, lambda arrived: None)
         broken[0] = False
         one.on()
         assert one.right(keys[2:], 5000) == [True] * 8
@@ -742,12 +823,17 @@ def test_nobody_waits_for_a_slow_file_system(tmp_path, monkeypatch, call):
         monkeypatch.setattr(os, call, slow)
         done = []
         one.tier.write([one.chunk(key, 5000) for key in keys[4:]], lambda chunks, good: done.append(list(good)))
-        one.tier.read(key_array(keys[:4]), [0, 8192, 16384, 24576], lambda arrived: done.append(list(arrived)))
+        one.tier.read(
+            key_array(keys[:4]),
+            one.tier.find(key_array(keys[:4])),
+            [0, 8192, 16384, 24576],
+            lambda arrived: done.append(list(arrived)),
+        )
         wait_for(lambda: one.state == "slow")
         assert "longer than 0.1 s" in one.tier.stats()["reason"]
         began_s = time.monotonic()
         assert one.tier.write([one.chunk(xxhash.xxh3_128_digest(b"x"), 5000)], lambda chunks, good: None) == 0
-        assert not one.tier.read(key_array(keys[:4]), [0] * 4, lambda arrived: None)
+        assert not one.tier.read(key_array(keys[:4]), one.tier.find(key_array(keys[:4])), [0] * 4, lambda arrived: None)
         one.has(keys)
         one.tier.find(key_array(keys))
         one.delete(keys[3:4])

@@ -288,7 +288,7 @@ def test_after_closing_nothing_is_taken_and_all_are_called_back(tmp_path: Path):
     assert len(results) == count
     written = results.count(True)
     assert driven.tier.write([driven.chunk(keys_for(1)[0], 10)], lambda *_: None) == 0
-    assert not driven.tier.read(key_array(keys_for(1)), [0], lambda _: None)
+    assert not driven.tier.read(key_array(keys_for(1)), driven.tier.find(key_array(keys_for(1))), [0], lambda _: None)
     with Driven(tmp_path, capacity_nbytes=64 * SEGMENT).started() as driven:
         assert len(all_keys(driven.tier)) == written
 
@@ -431,3 +431,57 @@ def test_its_threads_do_not_interrupt_readers(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(os, "sched_setscheduler", refused)
     with Driven(tmp_path).started() as driven:
         assert driven.write([driven.chunk(b"k" * 16, 5000)]) == [True]
+
+
+def test_a_chunk_that_is_another_one_by_now_is_not_read(tmp_path: Path):
+    """Room was made for the first one; the second would not fit in."""
+    (key,) = keys_for(1)
+    one = key_array([key])
+    with Driven(tmp_path).started() as driven:
+        driven.put([key], 5000)
+        found = driven.tier.find(one)
+        assert driven.delete([key]) == 1
+        driven.put([key], 20_000)
+        slot, done, came = driven.arena.put(b"\xaa" * 32_768), threading.Event(), list[bool]()
+        assert driven.tier.read(one, found, [slot], lambda arrived: (came.extend(arrived), done.set()))
+        assert done.wait(20.0)
+        assert came == [False]
+        assert driven.arena.view[slot : slot + 32_768] == b"\xaa" * 32_768
+        assert driven.read([key], 20_000) == [content_of(key, 20_000)]
+
+
+@pytest.mark.parametrize("how", ["delete", "drop"])
+def test_what_is_forgotten_while_another_path_starts_does_not_come_from_either(tmp_path: Path, monkeypatch, how):
+    """The copy on one path was put aside until all of the other one is read."""
+    first, second = tmp_path / "a", tmp_path / "b"
+    (key,), others, nbytes = keys_for(1), keys_for(20, 1), 60_000
+    with Driven(first).started() as driven:
+        driven.put([key], nbytes, account=1)
+        driven.put(others, nbytes)  # into the next segment
+    with Driven(second).started() as driven:
+        driven.put([key], nbytes, account=1)
+    entered, aside, forgotten = threading.Event(), threading.Event(), threading.Event()
+    real = Scan._scan
+
+    def scan(self: Scan, number: int, file_nbytes: int) -> None:
+        if self._drive.number == 0:
+            assert number == 0 or forgotten.wait(20.0)
+            real(self, number, file_nbytes)
+            entered.set()  # the other segment cannot be before
+        else:
+            assert entered.wait(20.0)
+            real(self, number, file_nbytes)
+            if not self._unscanned:
+                aside.set()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Scan, "_scan", scan)
+        with Driven([first, second]) as driven:
+            assert aside.wait(20.0)
+            assert (driven.delete([key]) if how == "delete" else driven.tier.drop(1)) == 1
+            forgotten.set()
+            driven.started()
+            assert all_keys(driven.tier) == set(others)
+            assert driven.tier.flush(10.0)
+    with Driven([first, second]).started() as driven:
+        assert all_keys(driven.tier) == set(others)

@@ -10,6 +10,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -165,7 +166,11 @@ def test_a_read_only_directory(mount):
         assert "Read-only" in driven.tier.stats()["reason"]
         assert offer(driven, 0) == 0
         assert driven.tier.stats()["refused"] == 20
-        assert not quickly(lambda: driven.tier.read(key_array(keys_for(1)), [0], lambda _: None))
+        assert not quickly(
+            lambda: driven.tier.read(
+                key_array(keys_for(1)), driven.tier.find(key_array(keys_for(1))), [0], lambda _: None
+            )
+        )
         assert run("mount", "-o", "remount,rw", str(path))
         wait_for(lambda: state(driven) == "on")
         driven.put(keys_for(20), NBYTES)
@@ -252,7 +257,11 @@ def test_a_drive_that_hangs(mount):
             assert stats["state"] == "slow"
             assert stats["timeouts"] == 1
             assert offer(driven, 9) == 0
-            assert not quickly(lambda: driven.tier.read(key_array(keys_for(1)), [0], lambda _: None))
+            assert not quickly(
+                lambda: driven.tier.read(
+                    key_array(keys_for(1)), driven.tier.find(key_array(keys_for(1))), [0], lambda _: None
+                )
+            )
             quickly(lambda: driven.delete(keys_for(3)))
             assert quickly(lambda: driven.has(keys_for(4))) == [False] * 3 + [True]
             assert not driven.tier.flush(0.05)
@@ -306,11 +315,14 @@ def test_reads_that_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         hung.clear()
         called: list[list[bool]] = []
         for key in keys:
-            assert quickly(lambda: driven.tier.read(key_array([key]), [driven.arena.slot(NBYTES)], called.append))  # noqa: B023
+            one, slot = key_array([key]), [driven.arena.slot(NBYTES)]
+            assert quickly(partial(driven.tier.read, one, driven.tier.find(one), slot, called.append))
         wait_for(lambda: state(driven) == "slow")
         wait_for(lambda: len(called) == len(keys) - 2)
         assert called == [[False]] * (len(keys) - 2), "called back though both threads hang"
-        assert not quickly(lambda: driven.tier.read(key_array(keys[:1]), [0], lambda _: None))
+        assert not quickly(
+            lambda: driven.tier.read(key_array(keys[:1]), driven.tier.find(key_array(keys[:1])), [0], lambda _: None)
+        )
         assert offer(driven, 3) == 0
         hung.set()
         wait_for(lambda: state(driven) == "on")

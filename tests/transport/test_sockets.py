@@ -362,6 +362,23 @@ def test_an_idle_link_that_hangs_shuts_the_breaker_too(node):
     peers.close()
 
 
+def test_a_call_that_came_late_does_not_shut_out_its_peer(node):
+    peers = Peers(SocketLink.connect, SECRET, breaker_s=60.0, max_idle=1)
+    peers.ask(node.member.address, lambda link: None, deadline_s=soon())
+    with node._lock:
+        for _ in range(2):  # over the idle link, and over a fresh one
+            deadline_s = soon(0.01)
+            with pytest.raises(PeerUnavailable):
+                peers.ask(
+                    node.member.address,
+                    lambda link, until_s=deadline_s: link.call(wire.GetStats(), deadline_s=until_s),
+                    deadline_s=deadline_s,
+                )
+            assert peers.available(node.member.address)
+            assert peers.failures == 0
+    peers.close()
+
+
 def test_a_restarted_peer_is_reached_at_once_over_a_fresh_link():
     directory = InProcessDirectory(member_timeout_s=5.0)
     with socket.create_server(("127.0.0.1", 0)) as probe:

@@ -35,6 +35,12 @@ def check_engine(vllm_config: "VllmConfig") -> None:
             f"runner={vllm_config.model_config.runner_type!r}: RayKVConnector serves generating models only; "
             "leave kv_transfer_config out"
         )
+    media = vllm_config.model_config.multimodal_config
+    if media is not None and not media.mm_processor_cache_gb and not vllm_config.cache_config.enable_prefix_caching:
+        raise ConfigError(
+            "mm_processor_cache_gb=0 together with enable_prefix_caching=False has vLLM number images rather than hash "
+            "them, so that different ones would share KV; leave one of the two on"
+        )
     if vllm_config.num_lookahead_tokens > 0:
         raise ConfigError(
             "speculative_config names a drafter with a KV cache of its own, which runs ahead of the tokens; "

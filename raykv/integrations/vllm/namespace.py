@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import vllm
+from huggingface_hub import snapshot_download
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
 
@@ -60,6 +61,7 @@ def namespace_of(
             "block_tokens": str(block_tokens),
             "quantization": str(model.quantization),
             "architecture": config_digest(model.hf_config),
+            **media_digest(model.multimodal_config),
         },
     )
 
@@ -93,6 +95,19 @@ def config_digest(hf_config: Any) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
+def media_digest(config: Any) -> dict[str, str]:
+    """Digest how an engine prepares images and the like, of which the engine's hash knows what a request says alone.
+
+    Args:
+        config: The multimodal configuration; None for a model of text, which has nothing of the kind.
+    """
+    if config is None:
+        return {}
+    names = ("mm_processor_kwargs", "mm_device_do_normalize", "media_io_kwargs")
+    text = json.dumps({name: getattr(config, name, None) for name in names}, sort_keys=True, default=str)
+    return {"media": hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}
+
+
 def hash_algorithm(name: str) -> str:
     """Name the engine's hash of token blocks together with the seed it starts from.
 
@@ -123,13 +138,16 @@ def attention_of(vllm_config: "VllmConfig", layer_names: list[str]) -> str:
 class Scopes:
     """The scope of each request: its salt, and its adapter by name and content.
 
-    An adapter's digest is kept until its files change, as they do when it is trained further and loaded in place.
+    An adapter whose files change while this process runs shares with nobody outside from then on, and with nothing from
+    before: its files do not tell which weights the engine has loaded, nor which made what its own prefix cache holds.
+    New weights under a new path are shared as any.
     """
 
-    MAX_ADAPTERS = 1024
+    MAX_ADAPTERS = 16_384
 
     def __init__(self) -> None:
-        self._digests: dict[Any, str] = {}
+        self._known: dict[tuple[str, str], tuple[Any, str]] = {}
+        """By name and path: what the files looked like at the last look, and the adapter's part of the scope."""
 
     def of(self, request: "Request") -> Scope:
         """Say under which keys a request's chunks lie."""
@@ -137,16 +155,34 @@ class Scopes:
         return Scope(lora="" if adapter is None else self._adapter(adapter), salt=request.cache_salt or "")
 
     def _adapter(self, adapter: Any) -> str:
-        path = Path(adapter.lora_path)
-        if not path.exists():
-            return f"{adapter.lora_name}:{adapter.lora_path}"
+        name, place = adapter.lora_name, adapter.lora_path
+        seen, scope = self._known.get((name, place), (None, ""))
+        private = f"{name}:{secrets.token_hex(16)}"
         try:
-            known = (adapter.lora_name, adapter.lora_path, signature(path))
-            if known not in self._digests:
-                if len(self._digests) >= self.MAX_ADAPTERS:
-                    self._digests.pop(next(iter(self._digests)))
-                self._digests[known] = f"{adapter.lora_name}:{content_digest(path)}"
-            return self._digests[known]
-        except OSError:
-            # We cannot tell which adapter this is, so its request shares with nobody.
-            return f"{adapter.lora_name}:{secrets.token_hex(16)}"
+            path = adapter_files(place)
+            now = () if path is None else signature(path)
+            if seen == now:
+                return scope
+            # Without files here we cannot tell which adapter this is, so it shares with this process alone.
+            scope = private if seen or not now or path is None else f"{name}:{content_digest(path)}"
+        except (OSError, RuntimeError):  # not to be read; a "~" of nobody
+            return private
+        if seen is None and len(self._known) >= self.MAX_ADAPTERS:
+            return private
+        self._known[name, place] = now, scope
+        return scope
+
+
+def adapter_files(place: str) -> Path | None:
+    """Where an adapter lies on this host: given as a path, or as the hub's name of one that was fetched.
+
+    Returns:
+        None if it is neither.
+    """
+    path = Path(place).expanduser()
+    if path.exists():
+        return path
+    try:
+        return Path(snapshot_download(place, local_files_only=True))
+    except (OSError, ValueError):  # not fetched; no name of the hub's
+        return None
