@@ -321,7 +321,7 @@ def _quickest_copy() -> str | None:
     for _ in range(COPY_ROUNDS):
         for part in parts:
             native.copy(memoryview(target)[part], memoryview(source)[part], True)
-    way: str | None = native.quickest()[0]
+    way: str | None = native.quickest(COPY_NBYTES)[0]
     return way
 
 

@@ -52,6 +52,8 @@ LOCKED_KEYS: Final = 4096
 MAX_UNANNOUNCED_KEYS: Final = 1 << 20
 """Keys kept for owners that do not answer; beyond it the oldest are forgotten (they cost a miss, no more)."""
 ANNOUNCE_DEADLINE_S: Final = 5.0
+QUIET_S: Final = 0.1
+"""Memory further ahead of need is taken when nothing was written for so long."""
 PROMOTE_TIMEOUT_S: Final = 4.0
 """A request waits so long at most for what lies below memory."""
 PROMOTED_KEYS: Final = 64
@@ -894,24 +896,31 @@ class Node:
             self._wanted.set()
 
     def _forerunner(self) -> None:
-        """Do what writers would else have to wait for: evict, and take real memory. The long parts without the lock."""
+        """Do what writers would else have to wait for: evict, and take real memory. The long parts without the lock.
+
+        Memory beyond the next few puts' is taken when nothing was written for `QUIET_S`.
+        """
+        shard, quiet = self.shard, False
         while not self._stopping.is_set():
-            self._wanted.wait()
+            written = shard.written
+            # Where it could not be had although nobody wrote, the next pulse tries again.
+            called = self._wanted.wait(QUIET_S if not quiet and shard.bare_extent(quiet=True) >= 0 else None)
             self._wanted.clear()
-            busy = True
+            quiet, busy = not called and shard.written == written, True
             while busy and not self._stopping.is_set():
                 self.tiers.demote()
                 with self._lock:
                     # What is being written down goes first; until it is there, others would have to go in its place.
-                    may_wait = self.tiers.writing and not self.shard.room.in_need
-                    busy = not may_wait and self.shard.tend(now_s=time.monotonic())
-                busy = self._back_ahead() or busy or self.shard.table.use_huge_pages()
+                    may_wait = self.tiers.writing and not shard.room.in_need
+                    busy = not may_wait and shard.tend(now_s=time.monotonic())
+                busy = self._back_ahead(quiet=quiet and shard.written == written) or busy
+                busy = busy or shard.table.use_huge_pages()
 
-    def _back_ahead(self) -> bool:
+    def _back_ahead(self, *, quiet: bool) -> bool:
         """Take real memory for one more extent, and for more rows, if few are left that have it. Whether there was."""
         shard = self.shard
         with self._lock:
-            extent, rows = shard.bare_extent(), shard.bare_rows()
+            extent, rows = shard.bare_extent(quiet=quiet), shard.bare_rows()
         backed = extent >= 0 and shard.back_extent(extent)
         more_rows = rows > 0 and shard.table.back_rows(rows)
         with self._lock:

@@ -42,6 +42,9 @@ OWN_TIMEOUT_S = 10.0
 BACKED_AHEAD_NBYTES: Final = 256 << 20
 BACKED_AHEAD_SHARE: Final = 8
 """Free extents that are given real memory ahead of need: so many bytes, or this part of the arena if that is less."""
+BACKED_QUIETLY_NBYTES: Final = 512 << 20
+BACKED_QUIETLY_SHARE: Final = 4
+"""The same while nobody writes: taking memory costs a core and bandwidth, of which copies want all there is."""
 ROWS_AHEAD: Final = 1 << 18
 """Free rows that are given real memory ahead of need."""
 _PAIR: Final = struct.Struct("<QQ")
@@ -911,10 +914,21 @@ class Shard:
         """Whether `tend` would evict."""
         return self.room.short
 
-    def bare_extent(self) -> int:
-        """The extent to call `back_extent` for now, without a lock, and then `note_backed`; -1 if there is none."""
-        ahead_nbytes = min(BACKED_AHEAD_NBYTES, self.arena.nbytes // BACKED_AHEAD_SHARE)
-        return self.room.slots.bare_extent(ahead_nbytes)
+    def bare_extent(self, *, quiet: bool = False) -> int:
+        """The extent to call `back_extent` for now, without a lock, and then `note_backed`; -1 if there is none.
+
+        Args:
+            quiet: Nobody writes at the moment: the time to go further ahead.
+        """
+        nbytes, share = (
+            (BACKED_QUIETLY_NBYTES, BACKED_QUIETLY_SHARE) if quiet else (BACKED_AHEAD_NBYTES, BACKED_AHEAD_SHARE)
+        )
+        return self.room.slots.bare_extent(min(nbytes, self.arena.nbytes // share))
+
+    @property
+    def written(self) -> tuple[int, int]:
+        """Not the same if anything was written since."""
+        return self.counters.committed, self.room.slots.free_nbytes
 
     def back_extent(self, extent: int) -> bool:
         """Take real memory for an extent; takes its time. False when the file system has none left."""

@@ -9,6 +9,7 @@ claim an extent costs the same however many slots it has. Six bytes a slot that 
 the row that has it.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterable
 
 import numpy as np
@@ -75,7 +76,7 @@ class Slots:
         self._stacked_cells, self._fresh_cells = self._stacked.data, self._fresh.data
         self._open: dict[int, dict[int, None]] = {}  # by slot size: extents with free slots
         self._free: dict[int, int] = {}  # by slot size: free slots in them
-        self._backed: list[int] = []  # free extents with real memory
+        self._backed: deque[int] = deque()  # free extents with real memory: last those that were used last
         self._bare: dict[int, None] = {}  # those without
         self._recover(pages, rows)
         if order is not None:
@@ -243,7 +244,7 @@ class Slots:
         """This extent has real memory now. Somebody may have taken it meanwhile."""
         if extent in self._bare:
             del self._bare[extent]
-            self._backed.append(extent)
+            self._backed.appendleft(extent)
 
     # -- who has which -----------------------------------------------------------------------------------------------
 

@@ -1,5 +1,7 @@
 """Bytes in pieces."""
 
+import subprocess
+import sys
 from itertools import pairwise
 from mmap import mmap
 
@@ -137,4 +139,25 @@ def test_every_way_of_a_large_copy_is_tried_and_is_right(rng, loops):
             assert store(target, [part], stream=True) == xxhash.xxh3_64_intdigest(part)
         assert target == part
         assert (room[: to + before], room[to + before + nbytes :]) == around
-    assert set(native.quickest()) <= {"fetched", "pages", "plain"}
+    assert set(native.quickest(16 << 10)) <= {"fetched", "pages", "plain"}
+
+
+SMALL_COPIES = """
+from raykv.memory import native
+from raykv.memory.copying import store
+ways = native.quickest
+target, source = memoryview(bytearray(64 << 10)), memoryview(bytes(64 << 10))
+for _ in range(2048):
+    native.copy(target, source, True), store(target, [source], stream=True)
+assert set(ways(64 << 10)) - {None} and set(ways(4 << 20)) == {None}, (ways(64 << 10), ways(4 << 20))
+target, source = memoryview(bytearray(1 << 20)), memoryview(bytes(1 << 20))
+for _ in range(64):
+    native.copy(target, source, True), store(target, [source], stream=True)
+assert set(ways(4 << 20)) - {None}
+"""
+
+
+def test_small_copies_do_not_decide_how_large_ones_are_made(loops):
+    if native.copy is None or native.vectors is None or not native.vectors(512):
+        pytest.skip("only one way here")
+    subprocess.run([sys.executable, "-c", SMALL_COPIES], check=True)
