@@ -113,6 +113,7 @@ class Bars:
     def lookups(self) -> None:
         lookups = Lookups(self._results)
         rate, large = (lookups.value(RAYKV, rows, "keys_per_s") for rows in (1_000_000, 10_000_000))
+        first, first_large = (lookups.value(RAYKV, rows, "first_keys_per_s") for rows in (1_000_000, 10_000_000))
         self.made.append(
             Bar(f"lookups, batches of {LOOKUP_BATCH}, 1 M rows", rate / 1e6 if rate else None, 5.0, unit=" M keys/s")
         )
@@ -133,6 +134,7 @@ class Bars:
                 rate / large if rate and large else None,
                 2.0,
                 at_least=False,
+                note=f"{first / first_large:.2f}x in the first batches after a pause" if first and first_large else "",
             )
         )
         single = lookups.value(RAYKV, 1_000_000, "single_p50_s")

@@ -65,7 +65,7 @@ class Lookups:
         return sorted(self._cells, key=lambda line: (order.index(line[0]), line[1]))
 
     def value(self, row: str, rows: int, field: str) -> float | None:
-        """`keys_per_s` in batches, or `single_p50_s`."""
+        """`keys_per_s` in batches, `first_keys_per_s` in those right after a pause, or `single_p50_s`."""
         cells = self._cells.get((row, rows))
         return statistics.median(cell[field] for cell in cells) if cells else None
 
