@@ -1,5 +1,6 @@
 """Copying chunk bytes between memory that is in one piece and memory that is in several."""
 
+import ctypes
 import os
 import struct
 import threading
@@ -27,6 +28,7 @@ _WITHOUT_GIL_NBYTES: Final = 64 << 10
 TINY_NBYTES: Final = 240
 """Up to here the checksum is another algorithm, which the compiled loops leave to xxhash."""
 _RANGES_PER_SHARE: Final = 4
+_libc = ctypes.CDLL(None)
 _SHARE_NBYTES: Final = 1 << 20
 """No thread is woken for less."""
 
@@ -161,8 +163,10 @@ class CopyThreads:
         """Threads are started at the first use."""
         self.count = count
         self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._started = 0
+        self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
+        self._cores: set[int] = set()  # where the threads may run
+        self._left_out = -1
 
     def share(self, parts: int, nbytes: int) -> int:
         """Into how many shares a batch of `parts` chunks and `nbytes` bytes in all is best cut."""
@@ -180,6 +184,7 @@ class CopyThreads:
             task(0, parts)
             return
         self._start(shares - 1)
+        self._make_way()
         count = min(parts, shares * _RANGES_PER_SHARE)
         bounds = [parts * number // count for number in range(count + 1)]
         left = iter(range(count))  # taken from by several threads: `next` of it is one step of the interpreter
@@ -223,16 +228,34 @@ class CopyThreads:
     def close(self) -> None:
         """End the threads."""
         with self._lock:
-            for _ in range(self._started):
+            for _ in self._threads:
                 self._tasks.put(None)
-            self._started = 0
+            self._threads = []
 
     def _start(self, wanted: int) -> None:
-        while self._started < wanted:
+        while len(self._threads) < wanted:
             with self._lock:
-                if self._started < wanted:
-                    threading.Thread(target=self._work, name="raykv-copy", daemon=True).start()
-                    self._started += 1
+                if len(self._threads) < wanted:
+                    thread = threading.Thread(target=self._work, name="raykv-copy", daemon=True)
+                    thread.start()
+                    self._threads.append(thread)
+                    self._cores, self._left_out = os.sched_getaffinity(thread.native_id or 0), -1
+
+    def _make_way(self) -> None:
+        """Keep the threads off the caller's core, where it is about to copy.
+
+        A thread that wakes there, because the other cores are busy for a moment, stays: for 4 to 8 ms, until the
+        kernel looks again how work is spread. One in two batches of 128 MiB took 14 to 18 ms so, instead of 10.
+        """
+        core = _libc.sched_getcpu()
+        if core == self._left_out or len(self._cores) < 2:
+            return
+        self._left_out = core
+        for thread in self._threads:
+            try:
+                os.sched_setaffinity(thread.native_id or 0, self._cores - {core})
+            except OSError:
+                pass  # it has ended, or none of these cores are ours any more
 
     def _work(self) -> None:
         while (task := self._tasks.get()) is not None:

@@ -1,7 +1,9 @@
 """Bytes in pieces."""
 
+import os
 import subprocess
 import sys
+import threading
 from itertools import pairwise
 from mmap import mmap
 
@@ -140,6 +142,38 @@ def test_every_way_of_a_large_copy_is_tried_and_is_right(rng, loops):
         assert target == part
         assert (room[: to + before], room[to + before + nbytes :]) == around
     assert set(native.quickest(16 << 10)) <= {"fetched", "pages", "plain"}
+
+
+def test_copy_threads_keep_off_the_core_of_their_caller():
+    mine = os.sched_getaffinity(0)
+    if len(mine) < 2:
+        pytest.skip("one core only")
+    threads = CopyThreads(2)
+    allowed: list[set[int]] = []
+
+    def cores_of_the_thread() -> set[int]:
+        both = threading.Barrier(2, timeout=10.0)
+
+        def task(first: int, end: int) -> None:
+            both.wait()
+            if threading.current_thread() is not threading.main_thread():
+                allowed.append(os.sched_getaffinity(0))
+
+        threads.run(task, 2, 2)
+        return allowed[-1]
+
+    try:
+        assert len(cores_of_the_thread()) == len(mine) - 1
+        for core in sorted(mine) * 2:
+            os.sched_setaffinity(0, {core})
+            assert cores_of_the_thread() == mine - {core}
+        bound = CopyThreads(2)  # begun where there is one core: it stays there
+        threads.close()
+        threads = bound
+        assert cores_of_the_thread() == {core}
+    finally:
+        os.sched_setaffinity(0, mine)
+        threads.close()
 
 
 SMALL_COPIES = """
