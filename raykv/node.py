@@ -898,15 +898,17 @@ class Node:
     def _forerunner(self) -> None:
         """Do what writers would else have to wait for: evict, and take real memory. The long parts without the lock.
 
-        Memory beyond the next few puts' is taken when nothing was written for `QUIET_S`.
+        Memory beyond what the next few puts take is taken when nothing was written for `QUIET_S`.
         """
         shard, quiet = self.shard, False
+        written, since_s = shard.written, time.monotonic()
         while not self._stopping.is_set():
-            written = shard.written
-            # Where it could not be had although nobody wrote, the next pulse tries again.
-            called = self._wanted.wait(QUIET_S if not quiet and shard.bare_extent(quiet=True) >= 0 else None)
+            # What could not be had although nobody wrote is asked for again at the next pulse.
+            self._wanted.wait(QUIET_S if not quiet and shard.bare_extent(quiet=True) >= 0 else None)
             self._wanted.clear()
-            quiet, busy = not called and shard.written == written, True
+            if shard.written != written:
+                written, since_s = shard.written, time.monotonic()
+            quiet, busy = time.monotonic() - since_s >= QUIET_S, True
             while busy and not self._stopping.is_set():
                 self.tiers.demote()
                 with self._lock:

@@ -26,7 +26,7 @@ from raykv.eviction.base import Policy
 from raykv.eviction.supplied import Score
 from raykv.ledger import Departures, Reason
 from raykv.ledger import Place as Tier
-from raykv.memory.arena import SharedMemory, require_pages, require_room
+from raykv.memory.arena import SharedMemory, has_to_spare, require_pages, require_room
 from raykv.memory.numa import in_turns, spread, usable_nodes
 from raykv.memory.recovery import require_sound, take_over
 from raykv.memory.rows import LENT
@@ -42,9 +42,6 @@ OWN_TIMEOUT_S = 10.0
 BACKED_AHEAD_NBYTES: Final = 256 << 20
 BACKED_AHEAD_SHARE: Final = 8
 """Free extents that are given real memory ahead of need: so many bytes, or this part of the arena if that is less."""
-BACKED_QUIETLY_NBYTES: Final = 512 << 20
-BACKED_QUIETLY_SHARE: Final = 4
-"""The same while nobody writes: taking memory costs a core and bandwidth, of which copies want all there is."""
 ROWS_AHEAD: Final = 1 << 18
 """Free rows that are given real memory ahead of need."""
 _PAIR: Final = struct.Struct("<QQ")
@@ -918,12 +915,13 @@ class Shard:
         """The extent to call `back_extent` for now, without a lock, and then `note_backed`; -1 if there is none.
 
         Args:
-            quiet: Nobody writes at the moment: the time to go further ahead.
+            quiet: Nobody writes at the moment: the time to take memory for all of the arena, as far as the host and the
+                file system have memory to spare. Taken while chunks are written, it costs them a core and bandwidth.
         """
-        nbytes, share = (
-            (BACKED_QUIETLY_NBYTES, BACKED_QUIETLY_SHARE) if quiet else (BACKED_AHEAD_NBYTES, BACKED_AHEAD_SHARE)
-        )
-        return self.room.slots.bare_extent(min(nbytes, self.arena.nbytes // share))
+        if not quiet:
+            return self.room.slots.bare_extent(min(BACKED_AHEAD_NBYTES, self.arena.nbytes // BACKED_AHEAD_SHARE))
+        extent = self.room.slots.bare_extent(self.arena.nbytes)
+        return extent if extent >= 0 and has_to_spare(self.config.shm_dir) else -1
 
     @property
     def written(self) -> tuple[int, int]:

@@ -446,7 +446,7 @@ def test_lending_ahead_evicts_nothing_and_leaves_most_of_the_room(bench):
     for extent in range(16):
         assert bench.shard.back_extent(extent)
         bench.shard.note_backed(extent)
-    assert bench.shard.bare_extent() == -1
+    assert bench.shard.bare_extent() == bench.shard.bare_extent(quiet=True) == -1
     assert len(bench.lend(0, PAGE, ahead=1000).rows) == 8  # an eighth of the rows
     bench.put([f"n{place}" for place in range(14)], 64 * KIB)
     assert len(bench.lend(0, PAGE, ahead=1000).rows) == 2  # of the room above the low-water mark

@@ -6,12 +6,13 @@ import time
 import pytest
 
 import raykv
+from raykv import shard as shard_module
 from raykv.config import ClientConfig, ClusterConfig, NodeConfig, StorageConfig
 from raykv.embedded import InProcessDirectory
 from raykv.errors import ConfigError
 from raykv.memory import arena, pages
 from raykv.memory.arena import sized_by_share
-from raykv.node import Node
+from raykv.node import QUIET_S, Node
 from raykv.reach import Reach
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -93,3 +94,29 @@ def test_an_arena_may_be_a_share_of_its_directory(shm_dir, tmp_path):
             sized_by_share(config.model_copy(update=changes), share)
     with pytest.raises(ConfigError, match="arena_share"):
         ClusterConfig.load({"arena_share": 1.5})
+
+
+@pytest.mark.parametrize("spare", [True, False])
+def test_an_idle_node_takes_the_memory_of_its_whole_arena_if_the_host_can_spare_it(shm_dir, monkeypatch, spare):
+    monkeypatch.setattr(shard_module, "has_to_spare", lambda directory: spare)
+    storage = StorageConfig(arena_nbytes=256 * MIB, extent_nbytes=8 * MIB, shm_dir=shm_dir)
+    node = Node(
+        NodeConfig(node_id="n", storage=storage, heartbeat_s=0.05),
+        secret=b"",
+        directory=InProcessDirectory(member_timeout_s=5.0),
+    )
+    node.start()
+    try:
+        until_s = time.monotonic() + 20.0
+        while taken_nbytes(node) < (256 * MIB if spare else 32 * MIB):
+            assert time.monotonic() < until_s
+            time.sleep(0.01)
+        time.sleep(5 * QUIET_S)
+        assert taken_nbytes(node) == (256 * MIB if spare else 32 * MIB)
+    finally:
+        node.stop(unlink=True)
+
+
+def taken_nbytes(node: Node) -> int:
+    """Bytes of the arena that have memory."""
+    return os.stat(node.shard.arena.path).st_blocks * 512
