@@ -40,8 +40,11 @@ SWEEP_ROWS: Final = 1 << 16
 """Expired chunks are sought among so many rows at a time."""
 FOREIGN_EXTENTS: Final = 64
 """Extents of other slot sizes that are looked at, coldest first, for one that can be emptied."""
-AHEAD_SHARE: Final = 8
-"""Slots are lent ahead of need from what is free above the low-water mark: one in so many at a time."""
+AHEAD_SHARE: Final = 2
+"""Slots are lent ahead of need from what is free above the low-water mark: one in so many at a time. With one in eight,
+who writes batches at full speed into a full arena had to ask, and to wait, before four of five of them."""
+AHEAD_OWN_SHARE: Final = 8
+"""The same of an account's capacity, and of rows."""
 AHEAD_TOTAL_SHARE: Final = 8
 """And all slots that are lent take at most this part of the arena (one in so many) before few go ahead of need."""
 AHEAD_LITTLE_SHARE: Final = 1024
@@ -161,8 +164,8 @@ class Room:
         )
         capacity = int(self._table.namespaces["capacity"][account])
         if capacity:
-            spare_nbytes = min(spare_nbytes, (capacity - self._used_cells[account]) // AHEAD_SHARE)
-        spare = min(spare_nbytes // size, self.slots.free_backed(size), len(self.free_rows) // AHEAD_SHARE)
+            spare_nbytes = min(spare_nbytes, (capacity - self._used_cells[account]) // AHEAD_OWN_SHARE)
+        spare = min(spare_nbytes // size, self.slots.free_backed(size), len(self.free_rows) // AHEAD_OWN_SHARE)
         pages = self.slots.take(max(0, min(count, spare)), size)
         rows = self.free_rows.take(len(pages))
         self._lend(rows, pages, size, account)
