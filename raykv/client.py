@@ -417,7 +417,9 @@ class Client:
         nodes = {member.node_id for member in reach.view(deadline_s).members}
         if reach.local is not None:
             nodes.add(reach.local.attached.node_id)
-        answers = reach.in_parallel({name: partial(reach.call, name, request, deadline_s) for name in nodes})
+        answers = reach.in_parallel(
+            {name: partial(reach.call, name, request, deadline_s) for name in nodes}, deadline_s
+        )
         return sum(answer.count for answer in answers.values() if isinstance(answer, wire.Count))
 
     def ticket(self, keys: Keys, *, match: Match | None = None) -> Ticket:
@@ -570,7 +572,7 @@ class Client:
         work = {
             member.node_id: partial(reach.call, member.node_id, wire.GetStats(), deadline_s) for member in view.members
         }
-        answers = reach.in_parallel(work)
+        answers = reach.in_parallel(work, deadline_s)
         nodes = {
             name: msgspec.json.decode(answer.stats) if isinstance(answer, wire.Stats) else {"error": str(answer)}
             for name, answer in answers.items()

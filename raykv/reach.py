@@ -5,6 +5,7 @@ Whatever goes wrong with another node here ends as a miss in `Client`.
 
 import math
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -86,6 +87,7 @@ class Reach:
         self._streams_per_peer = config.streams_per_peer or default_streams()
         self._neighbours: dict[tuple[NodeId, int], ShmReader | None] = {}
         self._tiered: set[tuple[NodeId, int]] = set()  # neighbours that have chunks below memory
+        self._lock = threading.Lock()  # of the making of these two
         self._pool: ThreadPoolExecutor | None = None
         self._behind: ThreadPoolExecutor | None = None  # not the same: what it does asks others in parallel, and waits
         self._view = View()
@@ -196,7 +198,7 @@ class Reach:
         nodes = {member.node_id for member in self.view(deadline_s).members}
         if self.local is not None:
             nodes.add(self.local.attached.node_id)
-        return self.in_parallel({name: partial(self.call, name, request, deadline_s) for name in nodes})
+        return self.in_parallel({name: partial(self.call, name, request, deadline_s) for name in nodes}, deadline_s)
 
     def _member(self, node_id: NodeId, deadline_s: float) -> Member:
         member = self.view(deadline_s).member(node_id)
@@ -230,7 +232,7 @@ class Reach:
             address = member.local_address if member.host == self.host else member.address
             self.peers.ask(address, lambda link: link.call(request, deadline_s=deadline_s), deadline_s=deadline_s)
 
-        self.in_parallel({holder: partial(ask, holder, places) for holder, places in by_holder.items()})
+        self.in_parallel({holder: partial(ask, holder, places) for holder, places in by_holder.items()}, deadline_s)
 
     def held(self, keys: KeyArray, deadline_s: float) -> Bits:
         """Which keys somebody holds, as their owners know."""
@@ -380,7 +382,8 @@ class Reach:
                 {
                     owner: partial(self._ask_owner, owner, some[share] if len(shares) > 1 else some, deadline_s)
                     for owner, share in shares.items()
-                }
+                },
+                deadline_s,
             )
             for owner, answer in answers.items():
                 if not isinstance(answer, RayKVError):
@@ -408,8 +411,9 @@ class Reach:
 
     def in_background(self, task: Callable[[], object]) -> None:
         """Do something that nobody waits for, unless this is closed."""
-        if self._behind is None:
-            self._behind = ThreadPoolExecutor(1, thread_name_prefix="raykv-behind")
+        with self._lock:
+            if self._behind is None:
+                self._behind = ThreadPoolExecutor(1, thread_name_prefix="raykv-behind")
         try:
             self._behind.submit(_caught, task)
         except RuntimeError:
@@ -468,7 +472,7 @@ class Reach:
     ) -> None:
         """Ask each holder for its load, all of them in parallel, and note what came."""
         done = self.in_parallel(
-            {name: partial(ask, name[0], arrivals, load, deadline_s) for name, load in loads.items()}
+            {name: partial(ask, name[0], arrivals, load, deadline_s) for name, load in loads.items()}, deadline_s
         )
         for (holder, number), load in loads.items():  # also of those that were broken off
             arrivals.came(load.arrived, holder, load.path)
@@ -647,17 +651,22 @@ class Reach:
         """
         self._submit(partial(self.call, holder, wire.Suspect(keys_.to_bytes(keys)), deadline_s))
 
-    def in_parallel(self, work: Mapping[K, Callable[[], T]]) -> dict[K, T | RayKVError]:
-        """Run each, and wait for all; each keeps its own deadline. A RayKVError is a result."""
+    def in_parallel(self, work: Mapping[K, Callable[[], T]], deadline_s: float) -> dict[K, T | RayKVError]:
+        """Run each, and wait for all; each keeps its own deadline. A RayKVError is a result.
+
+        Args:
+            deadline_s: What has not begun by then, since all threads wait for others, is not begun any more.
+        """
         if len(work) == 1:
             ((name, only),) = work.items()
             return {name: _caught(only)}
         futures = {name: self._submit(partial(_caught, each)) for name, each in work.items()}
-        return {name: future.result() for name, future in futures.items()}
+        return {name: _result(future, deadline_s) for name, future in futures.items()}
 
     def _submit(self, task: Callable[[], T]) -> "Future[T]":
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(PARALLEL_PEERS, thread_name_prefix="raykv-client")
+        with self._lock:
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(PARALLEL_PEERS, thread_name_prefix="raykv-client")
         return self._pool.submit(task)
 
     def close(self) -> None:
@@ -680,6 +689,15 @@ def _caught(task: Callable[[], T]) -> T | RayKVError:
     except RayKVError as error:
         error.__cause__ = error.__context__ = None
         return error.with_traceback(None)  # a value from here on: its stack would keep the caller's buffers in use
+
+
+def _result(future: "Future[T | RayKVError]", deadline_s: float) -> T | RayKVError:
+    try:
+        return future.result(max(0.0, deadline_s - time.monotonic()))
+    except TimeoutError:
+        if future.cancel():
+            return PeerUnavailable(f"not asked in time: calls to {PARALLEL_PEERS} others were waiting")
+        return future.result()  # it has begun, and may be writing to the caller's buffers
 
 
 def default_streams() -> int:

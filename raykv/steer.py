@@ -54,7 +54,9 @@ def configure(
         raise PeerUnavailable(f"no node could do that: {problem}")
     adopt = wire.Adopt(answer.register, namespace.account.digest)
     work = {name: partial(reach.call, name, adopt, deadline_s) for name in members if name != first}
-    counts = {name: each.count for name, each in reach.in_parallel(work).items() if isinstance(each, wire.Count)}
+    counts = {
+        name: each.count for name, each in reach.in_parallel(work, deadline_s).items() if isinstance(each, wire.Count)
+    }
     return [first, *counts], answer.count + sum(counts.values())
 
 
@@ -139,7 +141,7 @@ def hint(
         )
         for name, places in shares.items()
     }
-    answers = reach.in_parallel(work)
+    answers = reach.in_parallel(work, deadline_s)
     return sum(answer.count for answer in answers.values() if isinstance(answer, wire.Count))
 
 

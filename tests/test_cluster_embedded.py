@@ -5,6 +5,7 @@ import hashlib
 import random
 import threading
 import time
+from functools import partial
 
 import numpy as np
 import pytest
@@ -660,6 +661,38 @@ def test_what_is_done_in_the_background_leaves_the_others_their_threads(monkeypa
         go.set()
         assert done.acquire(timeout=5.0)
         assert done.acquire(timeout=5.0)
+
+
+def test_a_call_does_not_wait_beyond_its_deadline_for_the_threads_of_others(monkeypatch):
+    monkeypatch.setattr(reach, "PARALLEL_PEERS", 2)
+    with cluster(2) as running:
+        client = running.client(SPACE)
+        begun, go, late = threading.Semaphore(0), threading.Event(), []
+
+        def hang() -> str:
+            begun.release()
+            assert go.wait(20.0)
+            return "came"
+
+        def hang_both() -> None:
+            late.append(client._reach.in_parallel({"a": hang, "b": hang}, time.monotonic() + 0.1))
+
+        others = threading.Thread(target=hang_both)
+        others.start()
+        try:
+            assert begun.acquire(timeout=5.0)
+            assert begun.acquire(timeout=5.0)
+            ran = []
+            work = {name: partial(ran.append, name) for name in ("c", "d")}
+            answers = client._reach.in_parallel(work, time.monotonic() + 0.2)
+            assert {type(each) for each in answers.values()} == {PeerUnavailable}
+            assert not go.is_set()
+        finally:
+            go.set()
+            others.join()
+        assert late == [{"a": "came", "b": "came"}]  # what has begun is waited for
+        assert client.stats()["nodes"].keys() == {"node-0", "node-1"}
+        assert not ran
 
 
 def test_a_node_that_was_out_for_a_while_tells_all_it_has_again():
