@@ -123,6 +123,7 @@ class Node:
         self._errors: Counter[str] = Counter()
         self._times: defaultdict[str, Histogram] = defaultdict(Histogram)
         self._to_announce: list[KeyArray] = []
+        self._unheard: list[KeyArray] = []  # what owners did not answer to; the others do not go for these
         self._announcing = False
         self._stopping = threading.Event()
         self._changed = threading.Event()
@@ -254,7 +255,7 @@ class Node:
                 "recovered": shard.recovered,
                 "extents_unbacked": shard.extents_unbacked,
                 "located": len(self._locator),
-                "unannounced": sum(map(len, self._to_announce)),
+                "unannounced": sum(map(len, [*self._to_announce, *self._unheard])),
                 "refused_connections": sum(server.refused for server in self._servers),
                 "requests": dict(self._requests),
                 "errors": dict(self._errors),
@@ -283,7 +284,11 @@ class Node:
         """Whether nothing waits to be told to owners."""
         with self._lock:
             return not (
-                self._announcing or self._to_announce or self.shard.has_changes or self.shard.table.has_published
+                self._announcing
+                or self._to_announce
+                or self._unheard
+                or self.shard.has_changes
+                or self.shard.table.has_published
             )
 
     # -- Service ----------------------------------------------------------------------------------------------------
@@ -815,7 +820,7 @@ class Node:
             self._changed.clear()
             below = self.tiers.take_changes()
             with self._lock:
-                again, self._to_announce = self._to_announce, []
+                again, self._to_announce, self._unheard = [*self._to_announce, *self._unheard], [], []
                 changes = [*self.shard.take_changes(), *below]
                 keys = np.concatenate([keys_.empty(), *changes, *again])
                 self._announcing = True
@@ -872,9 +877,9 @@ class Node:
                 log.warning("%s refuses what it is told: %s", owner.node_id, str(error))
                 return
             with self._lock:
-                self._to_announce.append(keys)
-                while sum(map(len, self._to_announce)) > MAX_UNANNOUNCED_KEYS:
-                    self._to_announce.pop(0)
+                self._unheard.append(keys)
+                while sum(map(len, self._unheard)) > MAX_UNANNOUNCED_KEYS:
+                    self._unheard.pop(0)
 
     # -- pulse --------------------------------------------------------------------------------------------------------
 

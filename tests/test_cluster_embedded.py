@@ -6,16 +6,19 @@ import random
 import threading
 import time
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 import raykv
+from raykv import node as node_module
 from raykv import reach, wire
-from raykv.config import ClientConfig
-from raykv.embedded import EmbeddedCluster
+from raykv.config import ClientConfig, NodeConfig, StorageConfig
+from raykv.embedded import EmbeddedCluster, InProcessDirectory
 from raykv.errors import CapacityError, ConfigError, LostError, NamespaceMismatch, PeerUnavailable, UsageError
 from raykv.memory.copying import checksum_of
+from raykv.node import Node
 from raykv.reach import Reach
 from raykv.transport.base import Reply
 from raykv.transport.memory import Network
@@ -693,6 +696,28 @@ def test_a_call_does_not_wait_beyond_its_deadline_for_the_threads_of_others(monk
         assert late == [{"a": "came", "b": "came"}]  # what has begun is waited for
         assert client.stats()["nodes"].keys() == {"node-0", "node-1"}
         assert not ran
+
+
+def test_what_an_owner_did_not_hear_takes_no_room_from_other_news(monkeypatch, shm_dir):
+    """A view that changes while an owner is away brings very many keys to announce."""
+    monkeypatch.setattr(node_module, "MAX_UNANNOUNCED_KEYS", 16)
+    config = NodeConfig(node_id="n", storage=StorageConfig(arena_nbytes=64 << 20, shm_dir=shm_dir))
+    node = Node(config, secret=b"", directory=InProcessDirectory(member_timeout_s=5.0))
+    news, unheard = np.ones((40, 2), np.uint64), np.zeros((10, 2), np.uint64)
+
+    def away(*_, **__) -> None:
+        node._to_announce.append(news)
+        raise PeerUnavailable("cut off")
+
+    try:
+        monkeypatch.setattr(node._peers, "ask", away)
+        for _ in range(2):
+            node._announce_to(SimpleNamespace(node_id="o", address="-"), unheard, np.ones(10, np.bool_), None)
+        assert [len(keys) for keys in node._to_announce] == [40, 40]
+        assert [len(keys) for keys in node._unheard] == [10]
+        assert not node.announced
+    finally:
+        node.stop(unlink=True)
 
 
 def test_a_node_that_was_out_for_a_while_tells_all_it_has_again():

@@ -17,7 +17,7 @@ from raykv.memory.arena import sized_by_share
 from raykv.namespace import Namespace
 from raykv.record import Asked
 from raykv.ring import Member, View
-from raykv.sweep import forget_unowned, sweep
+from raykv.sweep import ABANDONED_S, forget_unowned, sweep
 from raykv.types import NodeId
 
 log = logging.getLogger(__name__)
@@ -28,6 +28,8 @@ RECONCILE_S: Final = 1.0
 BEAT_TIMEOUT_S: Final = 3.0
 WATCH_S: Final = 0.5
 STEP_ASIDE_S: Final = 0.2
+SWEEP_AGAIN_S: Final = ABANDONED_S / 10
+"""Where there was no room for a node, this often what others may have left is looked at again."""
 NODE_ID_LENGTH: Final = 16
 """Of Ray's 56 characters; a socket's path must stay short."""
 
@@ -180,7 +182,7 @@ class NodeActor:
     """One node on one Ray node, in a child process that is made anew whenever it ends; see `raykv.kept`.
 
     When the configuration cannot be served here (too little memory, say), the actor stays up without a node, so that
-    `describe` can tell why.
+    `describe` can tell why, until memory that others left here has gone.
     """
 
     def __init__(self, cluster: ClusterConfig, secret: bytes) -> None:
@@ -205,6 +207,7 @@ class NodeActor:
         except ConfigError as error:
             log.error("no node here: %s", error)
             self._problem = str(error)
+            threading.Thread(target=self._await_room, args=(config,), name="raykv-room", daemon=True).start()
             return
         except Exception:  # Ray makes an actor anew whose process ends, but not one whose constructor raises
             log.critical("the node does not start; ending this process", exc_info=True)
@@ -240,6 +243,21 @@ class NodeActor:
         if self._node is not None:
             self._node.stop()
         threading.Timer(STEP_ASIDE_S, os._exit, (0,)).start()  # after the answer
+
+    def _await_room(self, config: NodeConfig) -> None:
+        """End this process when memory that others left here is gone: Ray starts it again, and there may be room now.
+
+        A Ray node that is made anew on its host finds its own former memory there, which counts as in use for a while.
+        """
+        while not self._stopping.wait(SWEEP_AGAIN_S):
+            try:
+                gone = sweep(config, {name[:NODE_ID_LENGTH] for name in living_ray_nodes()}, now_s=time.time())
+            except Exception:  # Ray's head is away, say; it may come back
+                log.warning("cannot look for memory that others left", exc_info=True)
+                continue
+            if gone:
+                log.warning("the memory of %s is gone: trying again whether there is room", ", ".join(gone))
+                os._exit(1)
 
     def _watch(self) -> None:
         """End this process, visibly, when nobody keeps the node any more; Ray starts it again."""
