@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Final, TypeAlias, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -660,8 +660,9 @@ class Reach:
         if len(work) == 1:
             ((name, only),) = work.items()
             return {name: _caught(only)}
-        futures = {name: self._submit(partial(_caught, each)) for name, each in work.items()}
-        return {name: _result(future, deadline_s) for name, future in futures.items()}
+        boxes: dict[K, list[Callable[[], T]]] = {name: [each] for name, each in work.items()}
+        futures = {name: self._submit(partial(_unpacked, box)) for name, box in boxes.items()}
+        return {name: _result(future, boxes[name], deadline_s) for name, future in futures.items()}
 
     def _submit(self, task: Callable[[], T]) -> "Future[T]":
         with self._lock:
@@ -691,13 +692,18 @@ def _caught(task: Callable[[], T]) -> T | RayKVError:
         return error.with_traceback(None)  # a value from here on: its stack would keep the caller's buffers in use
 
 
-def _result(future: "Future[T | RayKVError]", deadline_s: float) -> T | RayKVError:
+def _unpacked(box: list[Callable[[], T]]) -> T | RayKVError:
+    return _caught(box.pop())
+
+
+def _result(future: "Future[T | RayKVError]", box: list[Any], deadline_s: float) -> T | RayKVError:
     try:
         return future.result(max(0.0, deadline_s - time.monotonic()))
     except TimeoutError:
-        if future.cancel():
-            return PeerUnavailable(f"not asked in time: calls to {PARALLEL_PEERS} others were waiting")
-        return future.result()  # it has begun, and may be writing to the caller's buffers
+        if not future.cancel():
+            return future.result()  # it has begun, and may be writing to the caller's buffers
+        box.clear()  # else it would hold on to them until a thread finds it
+        return PeerUnavailable(f"not asked in time: calls to {PARALLEL_PEERS} others were waiting")
 
 
 def default_streams() -> int:

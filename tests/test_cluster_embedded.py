@@ -685,9 +685,11 @@ def test_a_call_does_not_wait_beyond_its_deadline_for_the_threads_of_others(monk
         try:
             assert begun.acquire(timeout=5.0)
             assert begun.acquire(timeout=5.0)
-            ran = []
-            work = {name: partial(ran.append, name) for name in ("c", "d")}
+            ran, buffer = [], bytearray(8)
+            work = {name: partial(ran.append, memoryview(buffer)) for name in ("c", "d")}
             answers = client._reach.in_parallel(work, time.monotonic() + 0.2)
+            work.clear()
+            buffer.append(1)  # nobody holds on to it, although the threads have not found out yet
             assert {type(each) for each in answers.values()} == {PeerUnavailable}
             assert not go.is_set()
         finally:
