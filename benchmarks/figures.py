@@ -66,8 +66,8 @@ class Lookups:
 
     def value(self, row: str, rows: int, field: str) -> float | None:
         """`keys_per_s` in batches, `first_keys_per_s` in those right after a pause, or `single_p50_s`."""
-        cells = self._cells.get((row, rows))
-        return statistics.median(cell[field] for cell in cells) if cells else None
+        found = [cell[field] for cell in self._cells.get((row, rows), ()) if field in cell]
+        return statistics.median(found) if found else None
 
     def best_peer(self, rows: int) -> tuple[str, float] | None:
         """The peer that answers most keys a second among so many, and its figure."""

@@ -15,13 +15,13 @@ from typing import Any, Final, Literal
 
 from raykv.config import GIB, KIB, MIB
 from raykv.memory import native, numa, pages
+from raykv.memory.host import UNLIMITED, cgroup_file, cgroup_memory, lines_of
 from raykv.transport.tcp import PACED
 
 Grade = Literal["ok", "better", "wrong"]
 
 MIN_SHM_NBYTES: Final = GIB
 MIN_FILES: Final = 4096
-UNLIMITED: Final = 1 << 60
 KERNEL_WANTED: Final = (6, 1)
 CPU_FLAGS: Final = ("avx2", "avx512f", "asimd")
 PACKAGES: Final = {
@@ -121,7 +121,7 @@ def shared_memory(root: Path) -> Finding:
 
 def memory_limit(root: Path) -> Finding:
     """The container's limit, which counts shared memory too."""
-    name, (limit, used) = "memory limit", _cgroup_memory(root)
+    name, (limit, used) = "memory limit", cgroup_memory(root)
     if limit is None:
         return Finding(name, "ok", "no limit of a container")
     stat = os.statvfs(root / "dev/shm") if (root / "dev/shm").is_dir() else None
@@ -152,7 +152,7 @@ def huge_pages(root: Path) -> Finding:
 def hugetlb_pools(root: Path) -> list[Finding]:
     """Pools of pages set aside, and where they are mounted. Nobody needs them where `huge_pages` is ok."""
     found = []
-    mounts = [line.split() for line in _lines(root / "proc/mounts")]
+    mounts = [line.split() for line in lines_of(root / "proc/mounts")]
     places = [fields[1] for fields in mounts if len(fields) > 2 and fields[2] == "hugetlbfs"]
     for pool in sorted((root / "sys/kernel/mm/hugepages").glob("hugepages-*kB")):
         page = int(pool.name.removeprefix("hugepages-").removesuffix("kB")) * KIB
@@ -175,7 +175,7 @@ def memory_nodes(root: Path) -> Finding:
     nodes = numa.usable_nodes(root)
     sizes = []
     for node in nodes:
-        lines = _lines(root / f"sys/devices/system/node/node{node}/meminfo")
+        lines = lines_of(root / f"sys/devices/system/node/node{node}/meminfo")
         totals = [int(line.split()[3]) * KIB for line in lines if "MemTotal:" in line]
         sizes.append(f"{node} ({_size(totals[0])})" if totals else str(node))
     says = f"{len(nodes)}: {', '.join(sizes)}"
@@ -189,7 +189,7 @@ def memory_nodes(root: Path) -> Finding:
 def cores(root: Path) -> Finding:
     """Cores that we may use."""
     allowed, total = len(os.sched_getaffinity(0)), os.cpu_count() or 1
-    quota = _cgroup_file(root, "cpu.max").split()
+    quota = cgroup_file(root, "cpu.max").split()
     says = f"{allowed} of {total}"
     if quota and quota[0].isdigit():
         share = int(quota[0]) / int(quota[1])
@@ -224,10 +224,10 @@ def open_files(root: Path) -> Finding:
 
 def kernel(root: Path) -> Finding:
     """Kernel, C library, and what the processor can do."""
-    release = "".join(_lines(root / "proc/sys/kernel/osrelease")) or os.uname().release
+    release = "".join(lines_of(root / "proc/sys/kernel/osrelease")) or os.uname().release
     flags = {
         word
-        for line in _lines(root / "proc/cpuinfo")
+        for line in lines_of(root / "proc/cpuinfo")
         if line.startswith(("flags", "Features"))
         for word in line.split()
     }
@@ -277,7 +277,7 @@ def rdma_devices(root: Path) -> Finding:
 
 def tcp(root: Path) -> Finding:
     """How TCP between hosts chooses its pace. Within a host nothing is paced."""
-    chosen = "".join(_lines(root / "proc/sys/net/ipv4/tcp_congestion_control")) or "unknown"
+    chosen = "".join(lines_of(root / "proc/sys/net/ipv4/tcp_congestion_control")) or "unknown"
     if chosen.startswith(PACED.decode()):
         says = f"congestion control between hosts is {chosen}: its timers cost a sender a quarter of its time"
         remedy = (
@@ -298,7 +298,7 @@ def io_uring(root: Path) -> Finding:
 
 def clock(root: Path) -> Finding:
     """Where the time comes from: every call reads it."""
-    source = "".join(_lines(root / "sys/devices/system/clocksource/clocksource0/current_clocksource")) or "unknown"
+    source = "".join(lines_of(root / "sys/devices/system/clocksource/clocksource0/current_clocksource")) or "unknown"
     began_s = time.perf_counter()
     for _ in range(1000):
         time.monotonic()
@@ -339,54 +339,20 @@ def _limit(which: int) -> tuple[int, int]:
     return soft, hard
 
 
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text(errors="replace").splitlines()
-    except OSError:
-        return []
-
-
 def _number(path: Path) -> int | None:
-    text = "".join(_lines(path)).strip()
+    text = "".join(lines_of(path)).strip()
     return int(text) if text.isdigit() else None
 
 
 def _chosen(path: Path) -> str:
-    text = "".join(_lines(path))
+    text = "".join(lines_of(path))
     return text[text.index("[") + 1 : text.index("]")] if "[" in text and "]" in text else "unknown"
 
 
 def _memory(root: Path) -> dict[str, int]:
     """Fields of /proc/meminfo in bytes."""
-    fields = (line.partition(":") for line in _lines(root / "proc/meminfo"))
+    fields = (line.partition(":") for line in lines_of(root / "proc/meminfo"))
     return {name: int(rest.split()[0]) * KIB for name, _, rest in fields if rest.split()}
-
-
-def _cgroup_memory(root: Path) -> tuple[int | None, int]:
-    """The tightest limit above this process, and what is used there. None: no limit."""
-    for limit_name, used_name in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
-        limit = _cgroup_file(root, limit_name).strip()
-        if limit.isdigit() and int(limit) < UNLIMITED:
-            return int(limit), int(_cgroup_file(root, used_name).strip() or 0)
-    return None, 0
-
-
-def _cgroup_file(root: Path, name: str) -> str:
-    """A file of this process's cgroup, or of the nearest above that has it with a limit; empty if there is none."""
-    groups = root / "sys/fs/cgroup"
-    own = [line.split(":", 2) for line in _lines(root / "proc/self/cgroup")]
-    for _, controllers, path in (fields for fields in own if len(fields) == 3):
-        if controllers and name.split(".")[0] not in controllers.split(","):
-            continue
-        base = groups / controllers if controllers else groups
-        place = base / path.lstrip("/")
-        for each in (place, *place.parents):
-            text = "\n".join(_lines(each / name))
-            if text and not text.startswith("max"):
-                return text
-            if each == base:
-                break
-    return "\n".join(_lines(groups / name))
 
 
 def _size(nbytes: int) -> str:

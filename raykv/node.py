@@ -28,6 +28,7 @@ from raykv.ledger import Place
 from raykv.locator import Locator
 from raykv.marks import require_hints
 from raykv.memory.copying import checksums_of
+from raykv.memory.host import has_to_spare
 from raykv.namespace import Namespace
 from raykv.namespaces import Namespaces, register_paths
 from raykv.record import TAKEN_KEYS, Asked, Tape, pack
@@ -908,8 +909,10 @@ class Node:
         shard, quiet = self.shard, False
         written, since_s = shard.written, time.monotonic()
         while not self._stopping.is_set():
+            with self._lock:
+                young = shard.bare_extent(quiet=True) >= 0
             # What could not be had although nobody wrote is asked for again at the next pulse.
-            self._wanted.wait(QUIET_S if not quiet and shard.bare_extent(quiet=True) >= 0 else None)
+            self._wanted.wait(QUIET_S if young and not quiet else None)
             self._wanted.clear()
             if shard.written != written:
                 written, since_s = shard.written, time.monotonic()
@@ -920,7 +923,8 @@ class Node:
                     # What is being written down goes first; until it is there, others would have to go in its place.
                     may_wait = self.tiers.writing and not shard.room.in_need
                     busy = not may_wait and shard.tend(now_s=time.monotonic())
-                busy = self._back_ahead(quiet=quiet and shard.written == written) or busy
+                spare = quiet and shard.written == written and has_to_spare(shard.config.shm_dir)
+                busy = self._back_ahead(quiet=spare) or busy
                 busy = busy or shard.table.use_huge_pages()
 
     def _back_ahead(self, *, quiet: bool) -> bool:

@@ -26,7 +26,7 @@ from raykv.eviction.base import Policy
 from raykv.eviction.supplied import Score
 from raykv.ledger import Departures, Reason
 from raykv.ledger import Place as Tier
-from raykv.memory.arena import SharedMemory, has_to_spare, require_pages, require_room
+from raykv.memory.arena import SharedMemory, require_pages, require_room
 from raykv.memory.numa import in_turns, spread, usable_nodes
 from raykv.memory.recovery import require_sound, take_over
 from raykv.memory.rows import LENT
@@ -915,13 +915,11 @@ class Shard:
         """The extent to call `back_extent` for now, without a lock, and then `note_backed`; -1 if there is none.
 
         Args:
-            quiet: Nobody writes at the moment: the time to take memory for all of the arena, as far as the host and the
-                file system have memory to spare. Taken while chunks are written, it costs them a core and bandwidth.
+            quiet: Nobody writes at the moment: the time to take memory for all of the arena, if the host has enough
+                (`has_to_spare`). Taken while chunks are written, it costs them a core and bandwidth.
         """
-        if not quiet:
-            return self.room.slots.bare_extent(min(BACKED_AHEAD_NBYTES, self.arena.nbytes // BACKED_AHEAD_SHARE))
-        extent = self.room.slots.bare_extent(self.arena.nbytes)
-        return extent if extent >= 0 and has_to_spare(self.config.shm_dir) else -1
+        ahead_nbytes = min(BACKED_AHEAD_NBYTES, self.arena.nbytes // BACKED_AHEAD_SHARE)
+        return self.room.slots.bare_extent(self.arena.nbytes if quiet else ahead_nbytes)
 
     @property
     def written(self) -> tuple[int, int]:

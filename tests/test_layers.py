@@ -23,6 +23,7 @@ LAYERS = [
     "memory",
     "memory.native",
     "memory.pages",
+    "memory.host",
     "memory.arena",
     "memory.numa",
     "memory.copying",

@@ -6,7 +6,7 @@ import time
 import pytest
 
 import raykv
-from raykv import shard as shard_module
+from raykv import node as node_module
 from raykv.config import ClientConfig, ClusterConfig, NodeConfig, StorageConfig
 from raykv.embedded import InProcessDirectory
 from raykv.errors import ConfigError
@@ -96,25 +96,44 @@ def test_an_arena_may_be_a_share_of_its_directory(shm_dir, tmp_path):
         ClusterConfig.load({"arena_share": 1.5})
 
 
-@pytest.mark.parametrize("spare", [True, False])
-def test_an_idle_node_takes_the_memory_of_its_whole_arena_if_the_host_can_spare_it(shm_dir, monkeypatch, spare):
-    monkeypatch.setattr(shard_module, "has_to_spare", lambda directory: spare)
+@pytest.fixture
+def young(shm_dir):
+    """A node that has just started, with an arena of 256 MiB in extents of 8 MiB."""
     storage = StorageConfig(arena_nbytes=256 * MIB, extent_nbytes=8 * MIB, shm_dir=shm_dir)
-    node = Node(
-        NodeConfig(node_id="n", storage=storage, heartbeat_s=0.05),
-        secret=b"",
-        directory=InProcessDirectory(member_timeout_s=5.0),
-    )
-    node.start()
-    try:
-        until_s = time.monotonic() + 20.0
-        while taken_nbytes(node) < (256 * MIB if spare else 32 * MIB):
-            assert time.monotonic() < until_s
-            time.sleep(0.01)
-        time.sleep(5 * QUIET_S)
-        assert taken_nbytes(node) == (256 * MIB if spare else 32 * MIB)
-    finally:
-        node.stop(unlink=True)
+    config = NodeConfig(node_id="n", storage=storage, heartbeat_s=0.05)
+    node = Node(config, secret=b"", directory=InProcessDirectory(member_timeout_s=5.0))
+    yield node
+    node.stop(unlink=True)
+
+
+@pytest.mark.parametrize("spare", [True, False])
+def test_an_idle_node_takes_the_memory_of_its_whole_arena_if_the_host_can_spare_it(young, monkeypatch, spare):
+    monkeypatch.setattr(node_module, "has_to_spare", lambda directory: spare)
+    young.start()
+    wait_for_memory(young, 256 * MIB if spare else 32 * MIB)
+    time.sleep(5 * QUIET_S)
+    assert taken_nbytes(young) == (256 * MIB if spare else 32 * MIB)
+
+
+def test_while_chunks_are_written_no_more_memory_is_taken_than_the_next_ones_need(young, monkeypatch):
+    monkeypatch.setattr(node_module, "has_to_spare", lambda directory: True)
+    monkeypatch.setattr(node_module, "QUIET_S", 0.5)
+    written = iter(range(1 << 30))
+    monkeypatch.setattr(type(young.shard), "written", property(lambda shard: next(written)))
+    young.start()
+    wait_for_memory(young, 32 * MIB)
+    time.sleep(1.0)
+    assert taken_nbytes(young) == 32 * MIB
+    monkeypatch.undo()
+    monkeypatch.setattr(node_module, "has_to_spare", lambda directory: True)
+    wait_for_memory(young, 256 * MIB)
+
+
+def wait_for_memory(node: Node, nbytes: int) -> None:
+    until_s = time.monotonic() + 20.0
+    while taken_nbytes(node) < nbytes:
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
 
 
 def taken_nbytes(node: Node) -> int:

@@ -7,14 +7,11 @@ import time
 import weakref
 from functools import cached_property
 from pathlib import Path
-from typing import Final, Self
+from typing import Self
 
 from raykv.config import HugePages, StorageConfig
 from raykv.errors import ConfigError, LostError
 from raykv.memory import pages
-
-SPARED_SHARE: Final = 8
-"""This part of the host's memory, and of a file system, is left to others as long as nobody needs it here."""
 
 
 class SharedMemory:
@@ -226,21 +223,6 @@ def free_nbytes(directory: Path | None) -> int:
     if page:  # a hugetlbfs may be mounted without a bound of its own
         return min(free if stat.f_blocks else 1 << 62, pages.hugetlb_free_nbytes(page))
     return free
-
-
-def has_to_spare(directory: Path | None) -> bool:
-    """Whether an eighth of the host's memory, and of the file system of `directory`, is still free."""
-    with open("/proc/meminfo", encoding="ascii") as file:
-        fields = {name: int(rest.split()[0]) for name, rest in (line.split(":", 1) for line in file)}
-    if fields["MemAvailable"] < fields["MemTotal"] // SPARED_SHARE:
-        return False
-    if directory is None:
-        return True
-    try:
-        stat = os.statvfs(directory)
-    except OSError:
-        return False
-    return stat.f_bavail >= stat.f_blocks // SPARED_SHARE
 
 
 def sized_by_share(config: StorageConfig, share: float) -> StorageConfig:

@@ -28,7 +28,7 @@ _WITHOUT_GIL_NBYTES: Final = 64 << 10
 TINY_NBYTES: Final = 240
 """Up to here the checksum is another algorithm, which the compiled loops leave to xxhash."""
 _RANGES_PER_SHARE: Final = 4
-_libc = ctypes.CDLL(None)
+_libc = ctypes.PyDLL(None)  # it does not let go of the interpreter lock for a call of nanoseconds
 _SHARE_NBYTES: Final = 1 << 20
 """No thread is woken for less."""
 
@@ -250,12 +250,18 @@ class CopyThreads:
         core = _libc.sched_getcpu()
         if core == self._left_out or len(self._cores) < 2:
             return
-        self._left_out = core
-        for thread in self._threads:
-            try:
-                os.sched_setaffinity(thread.native_id or 0, self._cores - {core})
-            except OSError:
-                pass  # it has ended, or none of these cores are ours any more
+        with self._lock:
+            left, self._left_out = self._left_out, core
+            for thread in self._threads:
+                try:
+                    if not thread.is_alive() or thread.native_id is None:
+                        continue  # also in a child by fork, where the number is that of the parent's thread
+                    found = os.sched_getaffinity(thread.native_id)
+                    if found not in (self._cores, self._cores - {left}):
+                        self._cores = found  # somebody has moved us
+                    os.sched_setaffinity(thread.native_id, self._cores - {core})
+                except OSError:
+                    pass  # it has just ended, or none of these cores are ours any more
 
     def _work(self) -> None:
         while (task := self._tasks.get()) is not None:

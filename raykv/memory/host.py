@@ -1,0 +1,75 @@
+"""How much memory this host, and the container that we are in, still have for us.
+
+Functions take the root of the file system, so that tests can show them another host's.
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+SPARED_SHARE: Final = 8
+"""This part of the memory of the host, of the container and of a file system is left to others."""
+UNLIMITED: Final = 1 << 60
+
+
+def has_to_spare(directory: Path | None, root: Path = Path("/")) -> bool:
+    """Whether an eighth of the host's memory, of the container's and of the file system of `directory` is still free.
+
+    Not where that cannot be told.
+    """
+    try:
+        host = {name: int(rest.split()[0]) for name, _, rest in _fields(root / "proc/meminfo") if rest.split()}
+        if host["MemAvailable"] < host["MemTotal"] // SPARED_SHARE:
+            return False
+        limit, used = cgroup_memory(root)
+        if limit is not None and limit - used < limit // SPARED_SHARE:
+            return False
+        if directory is None:
+            return True
+        stat = os.statvfs(directory)
+        return stat.f_bavail >= stat.f_blocks // SPARED_SHARE
+    except (OSError, KeyError, ValueError):  # no descriptors left, say
+        return False
+
+
+def _fields(path: Path) -> list[tuple[str, str, str]]:
+    return [line.partition(":") for line in lines_of(path)]
+
+
+def cgroup_memory(root: Path) -> tuple[int | None, int]:
+    """The nearest limit at or above this process's control group, and what is used there. None: no limit."""
+    for limit_name, used_name in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+        for group in _groups(root, "memory"):
+            limit = "".join(lines_of(group / limit_name)).strip()
+            if limit.isdigit() and int(limit) < UNLIMITED:
+                return int(limit), int("".join(lines_of(group / used_name)).strip() or 0)
+    return None, 0
+
+
+def cgroup_file(root: Path, name: str) -> str:
+    """A file of this process's control group, or of the nearest above that sets a limit by it; empty: none does."""
+    texts = ("\n".join(lines_of(group / name)) for group in _groups(root, name.partition(".")[0]))
+    return next((text for text in texts if text and not text.startswith("max")), "")
+
+
+def _groups(root: Path, controller: str) -> Iterator[Path]:
+    """Where this process's control groups of a kind may be described: the nearest first, up to the outermost."""
+    mounted = root / "sys/fs/cgroup"
+    for line in lines_of(root / "proc/self/cgroup"):
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if controllers and controller not in controllers.split(","):
+            continue
+        base = mounted / controllers if controllers else mounted
+        place = base / path.lstrip("/")
+        yield from (each for each in (place, *place.parents) if each == base or base in each.parents)
+    yield mounted
+
+
+def lines_of(path: Path) -> list[str]:
+    """Of a file that the kernel shows; none if it does not."""
+    try:
+        return path.read_text(errors="replace").splitlines()
+    except OSError:
+        return []
