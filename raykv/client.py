@@ -301,6 +301,7 @@ class Client:
             UsageError: `values` has not one entry a key, a value is empty or larger than an extent, or a hint is none.
         """
         keys, hints, began_s = self._as_keys(keys), _hints(ttl_s, priority), time.monotonic()
+        deadline_s = self._reach.deadline(timeout_s)
         if len(values) != len(keys):
             raise UsageError(f"field 'values': {len(values)} values for {len(keys)} keys; give one entry a key")
         pieces, sizes = all_byte_views(values, "values", writable=False)
@@ -313,7 +314,7 @@ class Client:
                 parent=above if chained else None,
                 depth=depth + start if chained else 0,
                 chained=chained,
-                deadline_s=self._reach.deadline(timeout_s),
+                deadline_s=deadline_s,
             )
             total = PutResult(
                 total.stored + done.stored,

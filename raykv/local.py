@@ -143,8 +143,11 @@ class LocalNode:
                 self._collect(link, deadline_s)
             asked_at_s = time.monotonic()
             answer = link.call(request, deadline_s=deadline_s)
-        except TransientError as error:
-            self._drop_link(str(error))
+        except BaseException as error:
+            if isinstance(error, TransientError) or not isinstance(
+                error, RayKVError
+            ):  # else it has answered, and refused
+                self._drop_link(str(error) or "the call was interrupted")
             raise
         self._heard(link, asked_at_s)
         return answer
@@ -265,8 +268,8 @@ class LocalNode:
             borrowed.keys = len(keys)
             borrowed.published = reader.publish(rows, generations, named, request.checksums, nbytes)
             others = self._tell(request, borrowed, wait=wait, deadline_s=deadline_s)
-        except BaseException:
-            self._return(borrowed)
+        except BaseException as error:
+            self._return(borrowed, whole=isinstance(error, Exception))
             raise
         reason = "full" if full else ""
         if not wait:
@@ -322,8 +325,8 @@ class LocalNode:
             rows = row.to_bytes(4, "little")
             request = wire.Store(account.digest, key, nbytes, rows, checksum, b"", chained, parent, depth, 0, *hints)
             others = self._tell(request, borrowed, wait=wait, deadline_s=deadline_s)
-        except BaseException:
-            self._return(borrowed)
+        except BaseException as error:
+            self._return(borrowed, whole=isinstance(error, Exception))
             raise
         return _EXISTED if others else _STORED if wait else _POSTED
 
@@ -427,10 +430,13 @@ class LocalNode:
         idle = time.monotonic() - POOL_IDLE_S
         self._take_in_arrived(deadline_s)
         for where, pool in [*self._pools.items()]:
-            if pool.used_at_s < idle and not pool.coming and where in self._pools:
-                del self._pools[where]
-                if pool.slots:
-                    self._call(wire.Abort(_rows_of(pool.take(len(pool.slots), 0.0))), deadline_s, self._life)
+            if pool.used_at_s < idle and not pool.coming and pool.slots and self._pools.get(where) is pool:
+                pool.wanted = 0  # (It stays: what is being written now may bring it slots.)
+                rows = _rows_of(pool.take(len(pool.slots), pool.used_at_s))
+                try:
+                    self._call(wire.Abort(rows), max(deadline_s, time.monotonic() + LATE_S), self._life)
+                except TransientError:
+                    return  # the connection has gone, and they with it; a new one is not worth the wait here
 
     def _tell(self, request: wire.Store, borrowed: Borrowed, *, wait: bool, deadline_s: float) -> int:
         """Tell the node of slots that are written. Returns how many of their chunks others had stored.
@@ -441,13 +447,13 @@ class LocalNode:
             with self._lock:
                 borrowed.asked_at_s = now_s = time.monotonic()
                 borrowed.ahead = request.ahead = borrowed.pool.lacking(now_s)
+                # Also if writing took too long: what was published stays in place until the node has heard of it.
+                deadline_s = max(deadline_s, now_s + LATE_S)
                 if wait and not borrowed.published:
                     answer = self._call(request, deadline_s, life=borrowed.life)
                     return self._stored(answer, borrowed)
                 if not wait:
                     borrowed.outcome = self._outcome
-                if borrowed.published:  # also if writing took too long
-                    deadline_s = max(deadline_s, now_s + LATE_S)
                 self._post(request, borrowed, deadline_s)
         except TransientError:
             # The node finds it by itself, or the next one in its place, as long as the memory is the same.
@@ -466,8 +472,8 @@ class LocalNode:
             self._collect_or_drop(link, deadline_s, raising=True)
         try:
             link.post(request, deadline_s=deadline_s)
-        except TransientError as error:
-            self._drop_link(str(error))
+        except BaseException as error:
+            self._drop_link(str(error) or "the call was interrupted")
             raise
         posted.append(borrowed)
         borrowed.pool.coming += borrowed.ahead
@@ -526,9 +532,9 @@ class LocalNode:
     def _collect_or_drop(self, link: Link, deadline_s: float, *, raising: bool = False) -> None:
         try:
             self._collect(link, deadline_s)
-        except TransientError as error:
-            self._drop_link(str(error))
-            if raising:
+        except BaseException as error:
+            self._drop_link(str(error) or "the call was interrupted")
+            if raising or not isinstance(error, TransientError):
                 raise
 
     def _take_in_arrived(self, deadline_s: float) -> None:
@@ -565,14 +571,22 @@ class LocalNode:
         self.settle(deadline_s)
         with self._lock:
             done = self._outcome.take()
-            waiting = sum(len(each.slots) for each in self._posted)
+            waiting = sum(len(each.slots) for each in self._posted if each.outcome is not None)
         return PutResult(done.stored, done.existed, done.skipped, done.reason, waiting)
 
-    def _return(self, borrowed: Borrowed) -> None:
-        """Put slots back that were not used after all, if they are still ours."""
+    def _return(self, borrowed: Borrowed, *, whole: bool) -> None:
+        """Put slots back that were not used after all, if they are still ours.
+
+        Args:
+            whole: We know what became of them. Else (KeyboardInterrupt, say) the node may have been told of them, or
+                another thread may still write to them: the connection ends, and the node lets them rest for a while.
+        """
         with self._lock:
             if borrowed.life == self._life and self._link is not None:
-                self._lent(borrowed.pool, borrowed.slots)
+                if whole:
+                    self._lent(borrowed.pool, borrowed.slots)
+                else:
+                    self._drop_link("a put was interrupted")
 
     def reserve(
         self,

@@ -28,7 +28,7 @@ from raykv.ledger import Place
 from raykv.locator import Locator
 from raykv.marks import require_hints
 from raykv.memory.copying import checksums_of
-from raykv.memory.host import has_to_spare
+from raykv.memory.host import give_way, has_to_spare
 from raykv.namespace import Namespace
 from raykv.namespaces import Namespaces, register_paths
 from raykv.record import TAKEN_KEYS, Asked, Tape, pack
@@ -971,6 +971,7 @@ class Node:
         self._wanted.set()
 
     def _guard(self, task: Callable[[], None]) -> None:
+        give_way()
         try:
             task()
         except BaseException as error:

@@ -117,7 +117,7 @@ class Room:
         self._in_use = len(ready)  # rows that `total_nbytes` counts
         self._left_behind = 0  # rows whose chunk went before those that follow it; see `give_back`
         self._resting: list[tuple[float, Rows]] = self._go_on_resting(unfinished, now_s)
-        self._resting_rows = set(unfinished.tolist())
+        self._resting_rows = {row: until_s for until_s, rows in self._resting for row in rows.tolist()}
         self._tending = False
         if self.policies.remember:
             self.policies.came(self._in_order(ready), table.ticks(now_s))
@@ -181,6 +181,7 @@ class Room:
         columns.namespace[rows] = account
         columns.nbytes[rows] = size  # last: from now on the row has a slot
         columns.pins[rows] = 0
+        columns.expires[rows] = 0
         columns.frequency[rows] = 0  # here, since what its writer publishes may be read before we hear of it
         self.slots.note_rows(pages, rows)
         self._count(account, len(rows), size)
@@ -253,7 +254,7 @@ class Room:
             self._unlink(rows)
             self._table.columns.inserted[rows] = self._table.ticks(now_s + QUARANTINE_S)
             self._resting.append((now_s + QUARANTINE_S, rows))
-            self._resting_rows.update(rows.tolist())
+            self._resting_rows.update(dict.fromkeys(rows.tolist(), now_s + QUARANTINE_S))
 
     def may_wake(self, *, now_s: float) -> bool:
         """Whether `wake` has something to do."""
@@ -262,9 +263,12 @@ class Room:
     def wake(self, *, now_s: float) -> None:
         """Give back what has rested long enough."""
         while self.may_wake(now_s=now_s):
-            rows = self._resting.pop(0)[1]
-            rows = rows[[row in self._resting_rows for row in rows.tolist()]] if rows.size else rows
-            self._resting_rows.difference_update(rows.tolist())
+            until_s, rows = self._resting.pop(0)
+            # One that was kept meanwhile may rest again, for longer.
+            rested = [self._resting_rows.get(row) == until_s for row in rows.tolist()]
+            rows = rows[np.array(rested, np.bool_)]
+            for row in rows.tolist():
+                del self._resting_rows[row]
             if rows.size:
                 self._table.leave_side(rows)  # whoever was killed while it published
                 self._give_back(rows)
@@ -274,7 +278,7 @@ class Room:
         cells = self._table.cells
         size = slot_nbytes(nbytes)
         if row in self._resting_rows:
-            self._resting_rows.discard(row)
+            del self._resting_rows[row]
             self._count(cells.namespace[row], 1, size)
         else:
             self.lent_nbytes -= size
@@ -568,8 +572,10 @@ class Room:
         rows = np.unique(rows[rows >= 0])
         rows = rows[pins[rows] < MAX_PINS]
         pins[rows] += 1
-        yield
-        pins[rows] -= 1
+        try:
+            yield
+        finally:
+            pins[rows] -= 1
 
     def evictable(self, rows: Rows) -> Bits:
         """Which rows hold a chunk that nobody has pinned, and that its writer has told us of."""

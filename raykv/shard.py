@@ -6,6 +6,7 @@ time; readers use the table and the arena directly (`raykv.transport.shm`) and n
 
 import logging
 import struct
+import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -42,6 +43,8 @@ OWN_TIMEOUT_S = 10.0
 BACKED_AHEAD_NBYTES: Final = 256 << 20
 BACKED_AHEAD_SHARE: Final = 8
 """Free extents that are given real memory ahead of need: so many bytes, or this part of the arena if that is less."""
+PUBLISH_S: Final = 0.001
+"""How long a row that is just being published is waited for: it takes a writer a microsecond, if it is not killed."""
 ROWS_AHEAD: Final = 1 << 18
 """Free rows that are given real memory ahead of need."""
 _PAIR: Final = struct.Struct("<QQ")
@@ -240,7 +243,23 @@ class Shard:
         full, positions = len(positions) - len(rows), positions[: len(rows)]
         self.counters.refused_full += full
         self._enter(keys, positions, rows, nbytes, place, chained=chained)
+        published = self._published_meanwhile(keys[positions])
+        if published.any():  # they are told as stored, and stay; who aborts this reservation must not take them along
+            self.room.free(rows[published])
+            positions, rows, pages = positions[~published], rows[~published], pages[~published]
         return Reserved(positions.astype(np.int32), rows, _offsets(pages), full)
+
+    def _published_meanwhile(self, keys: KeyArray) -> Bits:
+        """Of which keys, that have just been entered, others published a row before they could see that.
+
+        As publishers do, so that one of two sees the other: enter first, then look.
+        """
+        until_s = time.monotonic() + PUBLISH_S
+        while True:
+            ready, begun = self.table.side_states(keys)
+            if not (begun & ~ready).any() or time.monotonic() >= until_s:  # (a writer may be killed in between)
+                return ready
+            time.sleep(0.0)
 
     def lend(
         self,
@@ -545,6 +564,9 @@ class Shard:
                 continue  # not done yet, or killed while it was at it
             key = cells.key_hi[row], cells.key_lo[row]
             existing = table.find_one(*key)
+            if existing == row:
+                table.leave_side_one(row)
+                continue
             if existing >= 0 and not self._make_way(existing, now):
                 self._withdraw(row)
                 continue

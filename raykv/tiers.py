@@ -345,6 +345,7 @@ class Tiers:
                 table.cells.frequency[row] = found.reads
                 if found.expires_s:
                     table.cells.expires[row] = table.ticks(now_s + found.expires_s - today_s)
+                    shard.room.marks.expiring = shard.room.marks.active = True
             shard.abort(run.rows[~arrived])
             self.promoted += len(rows)
             self._rising_nbytes -= run.nbytes

@@ -1,6 +1,9 @@
 """Puts through slots lent ahead of need, waited for or posted; nodes and clients that die or hang in between."""
 
+import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -222,7 +225,7 @@ def test_slots_that_nobody_uses_go_back(node, monkeypatch):
         before = time.monotonic
         monkeypatch.setattr("raykv.local.time.monotonic", lambda: before() + POOL_IDLE_S)
         client.put(["of another size"], [bytes(100)])
-        sizes = {size for _, size in client._reach.local._pools}
+        sizes = {size for (_, size), pool in client._reach.local._pools.items() if pool.slots}
         assert sizes == {4096}
         monkeypatch.undo()
         assert lent_nbytes(node) <= 4096 * MAX_POOL_SLOTS
@@ -403,6 +406,123 @@ def test_what_took_too_long_to_write_is_told_all_the_same(node, monkeypatch):
         monkeypatch.undo()
         assert all(get(client, late))
         wait_until(lambda: lent_nbytes(node) == slots_of(client) * SLOT_NBYTES)
+
+
+@pytest.mark.skipif(not native.available, reason="without the compiled loops nothing is published")
+@pytest.mark.parametrize("wait", [True, False])
+def test_what_took_too_long_to_write_and_was_published_in_part_is_told_all_the_same(node, monkeypatch, wait):
+    with node.client() as client, node.client() as other:
+        put(client, names(4))
+        threads, late = client._reach.copy_threads, names(12)[4:]
+        fill = threads.fill
+
+        def slow_fill(*arguments):
+            put(other, late[3:4])  # somebody else's by now
+            time.sleep(0.3)
+            return fill(*arguments)
+
+        monkeypatch.setattr(threads, "fill", slow_fill)
+        client.put(late, [content(name) for name in late], timeout_s=0.2, wait=wait)
+        monkeypatch.undo()
+        client.flush()
+        other.flush()
+        assert all(get(client, late))
+        wait_until(lambda: lent_nbytes(node) == (slots_of(client) + slots_of(other)) * SLOT_NBYTES)
+
+
+def test_slots_of_an_idle_pool_go_back_also_when_the_call_came_late(node, monkeypatch):
+    with node.client() as client:
+        put(client, names(8))
+        put(client, names(16)[8:])
+        client.flush()
+        assert slots_of(client)
+        before = time.monotonic
+        monkeypatch.setattr("raykv.local.time.monotonic", lambda: before() + POOL_IDLE_S + 1.0)
+        client.put(["other"], [bytes(100)], timeout_s=0.0)
+        monkeypatch.undo()
+        client.flush()
+        held = sum(len(pool.slots) * slot_nbytes(nbytes) for (_, nbytes), pool in client._reach.local._pools.items())
+        assert lent_nbytes(node) == held
+
+
+def test_an_idle_pool_does_not_cost_the_put_that_finds_the_node_restarted(node, monkeypatch):
+    with node.client() as client:
+        put(client, names(8))
+        client.flush()
+        node.kill()
+        node.start()
+        before = time.monotonic
+        monkeypatch.setattr("raykv.local.time.monotonic", lambda: before() + POOL_IDLE_S + 1.0)
+        done = client.put(["after"], [content("after")], timeout_s=20.0)
+        assert (done.stored, done.reason) == (1, "")
+
+
+def test_chunks_of_several_sizes_have_one_deadline(node, monkeypatch):
+    with node.client() as client:
+        deadlines, put_equal = [], client._put_equal
+
+        def noting(*arguments, deadline_s, **options):
+            deadlines.append(deadline_s)
+            time.sleep(0.02)
+            return put_equal(*arguments, deadline_s=deadline_s, **options)
+
+        monkeypatch.setattr(client, "_put_equal", noting)
+        assert client.put(names(3), [bytes(100), bytes(200), bytes(300)]).stored == 3
+        assert len(deadlines) == 3
+        assert len(set(deadlines)) == 1
+
+
+def test_a_flush_tells_of_posted_chunks_alone(node):
+    with node.client() as client:
+        put(client, names(4))
+        local = client._reach.local
+        local._take_in_arrived = lambda deadline_s: None  # no answer has come
+        assert client.put(["b", "c"], [content("b"), content("c")]).stored == 2
+        waited = bool(local._posted)
+        assert client.flush(timeout_s=0.1).posted == 0
+        del local._take_in_arrived
+        assert waited or not native.available
+
+
+INTERRUPTED = """
+import os, signal, sys, threading, time
+import raykv
+from raykv.memory import native
+
+embedded = raykv.embedded(1, arena_nbytes="64 MiB")
+client, reader = embedded.client(raykv.Namespace(model="m")), embedded.client(raykv.Namespace(model="m"))
+put = lambda keys, byte: client.put(keys, [byte * 4096] * len(keys), chained=False)
+put(["a", "b"], b"0")
+client.flush()
+local, lock = client._reach.local, embedded.nodes[0]._lock
+if sys.argv[1] == "told":  # a rival, or a full window: the node is asked, and waited for
+    local.reader.publish = lambda *arguments: False
+lock.acquire()
+threading.Timer(0.6, lock.release).start()
+threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+try:
+    put([f"k{number}" for number in range(100)], b"A")
+    lock.acquire()  # it needed nobody
+    lock.release()
+except KeyboardInterrupt:
+    print("interrupted")
+put([f"j{number}" for number in range(100)], b"B")
+assert client.exists(["j0", "nope"]).tolist() == [True, False]
+time.sleep(0.7)
+into = [bytearray(4096) for _ in range(100)]
+for hit, chunk in zip(reader.get([f"k{number}" for number in range(100)], into).hits, into):
+    assert not hit or chunk == b"A" * 4096
+client.close()
+embedded.close()
+"""
+
+
+@pytest.mark.parametrize("how", ["told", "lent"])
+def test_a_put_that_is_interrupted_spoils_neither_bytes_nor_the_client(how):
+    """Control-C in a notebook, while the node is busy."""
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED, how], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "interrupted" in done.stdout
 
 
 @pytest.mark.skipif(not native.available, reason="without the compiled loops nothing is published")
@@ -615,3 +735,15 @@ client.close()
     print(told)
     assert sum(int(stored) for stored, _ in told) == 300 == node.stats()["committed"]
     assert all(int(stored) + int(existed) == 300 for stored, existed in told)
+
+
+def test_a_nodes_threads_do_not_interrupt_this_hosts_readers_and_writers(node):
+    """Only those that serve other hosts wake as everybody does: somebody waits for them."""
+    with node.client() as client, node.client(local=False) as remote:
+        put(client, names(2))
+        assert remote.stats()
+        tasks = [int(task.name) for task in Path(f"/proc/{node.process.pid}/task").iterdir()]
+        policies = [os.sched_getscheduler(task) for task in tasks if task != node.process.pid]
+        assert policies.count(os.SCHED_BATCH) >= 4  # pulse, announcer, forerunner, and who serves `client`
+        assert policies.count(os.SCHED_OTHER) >= 1
+        assert os.sched_getscheduler(node.process.pid) == os.SCHED_OTHER

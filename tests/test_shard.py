@@ -1051,8 +1051,9 @@ def test_a_new_process_clears_entries_that_the_last_one_was_about_to(shm_dir, on
 
 
 @compiled
-def test_a_row_that_was_withdrawn_meanwhile_is_withdrawn_once(bench, monkeypatch):
-    """Published while another run with its key was being reserved: the reservation did not see it."""
+@pytest.mark.parametrize("commits", [True, False])
+def test_what_is_published_while_its_key_is_being_reserved_stays(bench, monkeypatch, commits):
+    """Its writer was told that it is stored; whoever reserved it may give up, or be killed."""
     loan, take = bench.lend(9), bench.shard.room.take
 
     def take_late(*arguments):
@@ -1062,17 +1063,51 @@ def test_a_row_that_was_withdrawn_meanwhile_is_withdrawn_once(bench, monkeypatch
     monkeypatch.setattr(bench.shard.room, "take", take_late)
     room = bench.reserve("abcde")
     monkeypatch.undo()
-    names = "abcdefghi"
-    assert bench.store(names, loan) == [False] * 5 + [True] * 4
+    assert room.positions.tolist() == [1, 2, 3, 4]
+    assert room.full == 0
+    assert bench.store("abcdefghi", loan) == [True] + [False] * 4 + [True] * 4
     table = bench.shard.table
-    assert (table.columns.generation[loan.rows[:5]] & 1).all(), "lent, as before"
+    assert (table.columns.generation[loan.rows[1:5]] & 1).all(), "lent, as before"
     assert not table.has_published
-    bench.write("abcde", room)
-    assert bench.publish("k", Loan(loan.rows[:1], loan.offsets[:1])) == [1]
-    assert bench.here("abcdefghik") == "abcdefghik"
+    if commits:
+        bench.write("abcde", room)
+    else:
+        bench.shard.abort(room.rows)
+    rest = "bcde" if commits else ""
+    assert bench.publish("k", Loan(loan.rows[1:2], loan.offsets[1:2])) == [1]
+    assert bench.here("abcdefghik") == f"a{rest}fghik"
     bench.shard.take_in(now_s=bench.now_s)
-    assert bench.here("abcdefghik") == "abcdefghik"
+    assert bench.here("abcdefghik") == f"a{rest}fghik"
     check_invariants(bench.shard)
+
+
+@compiled
+def test_a_slot_that_rests_twice_rests_until_the_second_time_is_over(bench):
+    """The one who was cut off last may still write to it."""
+    loan, cut_off_s = bench.lend(1), bench.now_s
+    bench.shard.abandon(loan.rows, now_s=cut_off_s)
+    assert bench.publish("a", loan) == [1]  # late, but the slot still rests
+    bench.shard.tend(now_s=cut_off_s + 0.1 * QUARANTINE_S)
+    assert bench.shard.delete(names_to_keys("a"), now_s=cut_off_s + 0.2 * QUARANTINE_S) == 1
+    bench.now_s = cut_off_s + 0.2 * QUARANTINE_S
+    again = bench.lend(1)
+    assert again.offsets == loan.offsets
+    bench.shard.abandon(again.rows, now_s=cut_off_s + 0.9 * QUARANTINE_S)
+    bench.shard.tend(now_s=cut_off_s + 1.1 * QUARANTINE_S)
+    assert bench.shard.room.resting.tolist() == again.rows.tolist()
+    bench.shard.tend(now_s=cut_off_s + 1.9 * QUARANTINE_S)
+    assert bench.shard.room.resting.tolist() == []
+    check_invariants(bench.shard)
+
+
+def test_a_lent_row_does_not_expire_with_what_lay_there_before(bench):
+    bench.put("a")
+    row = bench.row("a")
+    bench.shard.table.cells.expires[row] = 1
+    bench.shard.delete(names_to_keys("a"), now_s=bench.now_s)
+    room = bench.reserve("b")
+    assert room.rows.tolist() == [row]
+    assert bench.shard.table.cells.expires[row] == 0
 
 
 @compiled

@@ -4,6 +4,7 @@ import ctypes
 import os
 import struct
 import threading
+import time
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Final
@@ -24,10 +25,12 @@ STREAM_ONE_NBYTES: Final = 64 << 10
 HASH_NBYTES: Final = 256 << 10
 """Bytes are copied and hashed in turns of this size, so that the second pass finds them in the cache."""
 CHECKSUM: Final = struct.Struct("<Q")
+INTERRUPTED_S: Final = 1.0
+"""Who is interrupted waits so long at most for the threads that are still copying."""
 _WITHOUT_GIL_NBYTES: Final = 64 << 10
 TINY_NBYTES: Final = 240
 """Up to here the checksum is another algorithm, which the compiled loops leave to xxhash."""
-_RANGES_PER_SHARE: Final = 4
+_RANGES_PER_SHARE: Final = 8
 _libc = ctypes.PyDLL(None)  # it does not let go of the interpreter lock for a call of nanoseconds
 _SHARE_NBYTES: Final = 1 << 20
 """No thread is woken for less."""
@@ -190,6 +193,8 @@ class CopyThreads:
         left = iter(range(count))  # taken from by several threads: `next` of it is one step of the interpreter
         done: SimpleQueue[tuple[int, BaseException | None]] = SimpleQueue()
 
+        ended: list[int] = []
+
         def take_part() -> tuple[int, BaseException | None]:
             taken, problem = 0, None
             for number in left:
@@ -198,14 +203,22 @@ class CopyThreads:
                     task(bounds[number], bounds[number + 1])
                 except BaseException as error:  # noqa: BLE001  # raised below, in the caller's thread
                     problem = error
+                ended.append(number)
             return taken, problem
 
         for _ in range(shares - 1):
             self._tasks.put(lambda: done.put(take_part()))
-        finished, problem = take_part()
-        while finished < count:  # nobody may be copying when this returns
-            taken, theirs = done.get()
-            finished, problem = finished + taken, problem or theirs
+        try:
+            finished, problem = take_part()
+            while finished < count:  # nobody may be copying when this returns
+                taken, theirs = done.get()
+                finished, problem = finished + taken, problem or theirs
+        except BaseException:  # a signal's handler raised
+            begun = count - sum(1 for _ in left)
+            until_s = time.monotonic() + INTERRUPTED_S
+            while len(ended) < begun and time.monotonic() < until_s:
+                time.sleep(0.001)
+            raise
         if problem is not None:
             raise problem
 

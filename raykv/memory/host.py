@@ -1,4 +1,4 @@
-"""How much memory this host, and the container that we are in, still have for us.
+"""How much memory this host, and the container that we are in, still have for us; and letting others go first.
 
 Functions take the root of the file system, so that tests can show them another host's.
 """
@@ -11,6 +11,19 @@ from typing import Final
 SPARED_SHARE: Final = 8
 """This part of the memory of the host, of the container and of a file system is left to others."""
 UNLIMITED: Final = 1 << 60
+
+
+def give_way() -> None:
+    """Have this thread not interrupt others when it wakes (SCHED_BATCH): it waits for a free core, or for its turn.
+
+    For who has work of its own to do, and for who is told things that nobody waits for. A node's threads that woke on
+    the cores of this host's readers and writers cost them 0.2 to 0.4 ms each time.
+    """
+    try:
+        if os.sched_getscheduler(0) == os.SCHED_OTHER:  # else somebody has chosen
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    except OSError:
+        pass  # not allowed here
 
 
 def has_to_spare(directory: Path | None, root: Path = Path("/")) -> bool:

@@ -555,6 +555,19 @@ class Table:
         rows = np.where(found.any(axis=1), np.take_along_axis(named, which, axis=1)[:, 0], -1).astype(np.int32)
         return rows, np.take_along_axis(seen, which, axis=1)[:, 0]
 
+    def side_states(self, keys: KeyArray) -> tuple[Bits, Bits]:
+        """Of which keys the side index names a row that is ready, and of which one that is just being published."""
+        hi, lo = keys[:, 0], keys[:, 1]
+        entries = self._side.reshape(-1, SIDE_WINDOW)[_windows_of(hi, lo)]
+        if not entries.any():
+            return np.zeros(len(keys), np.bool_), np.zeros(len(keys), np.bool_)
+        columns = self.columns
+        named = np.where((entries >= _FIRST) & (entries - _FIRST < self.rows_backed), entries - _FIRST, 0)
+        theirs = (entries >= _FIRST) & (columns.key_lo[named] == lo[:, None]) & (columns.key_hi[named] == hi[:, None])
+        seen = columns.generation[named]
+        ready = theirs & (seen & 1 == 0) & (seen != 0)
+        return ready.any(axis=1), (theirs & ~ready).any(axis=1)
+
     def _find_side(self, hi: int, lo: int, now: int) -> tuple[int, int, int, int] | None:
         """What `find_ready_one` gives, in the side index. Another row of the key may be about to be taken back."""
         side = self._side_cells

@@ -24,6 +24,7 @@ from functools import partial
 from typing import Final
 
 from raykv.errors import ConfigError, PeerUnavailable, ProtocolError, RayKVError
+from raykv.memory.host import give_way
 from raykv.transport.base import MAX_POSTED, Link, Runs, Service, Session, Targets, remaining
 from raykv.transport.stream import Stream
 from raykv.types import Path
@@ -260,6 +261,7 @@ class SocketServer:
         try:
             local = self._family == socket.AF_UNIX
             if local:
+                give_way()
                 _require_same_user(connection)
             else:
                 _tune(connection)
