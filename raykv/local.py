@@ -432,11 +432,13 @@ class LocalNode:
         for where, pool in [*self._pools.items()]:
             if pool.used_at_s < idle and not pool.coming and pool.slots and self._pools.get(where) is pool:
                 pool.wanted = 0  # (It stays: what is being written now may bring it slots.)
-                rows = _rows_of(pool.take(len(pool.slots), pool.used_at_s))
+                taken = pool.take(len(pool.slots), pool.used_at_s)
                 try:
-                    self._call(wire.Abort(rows), max(deadline_s, time.monotonic() + LATE_S), self._life)
+                    self._call(wire.Abort(_rows_of(taken)), max(deadline_s, time.monotonic() + LATE_S), self._life)
                 except TransientError:
-                    return  # the connection has gone, and they with it; a new one is not worth the wait here
+                    if self._link is not None:
+                        pool.slots += taken  # there was no time to ask
+                    return  # else they went with the connection; a new one is not worth the wait here
 
     def _tell(self, request: wire.Store, borrowed: Borrowed, *, wait: bool, deadline_s: float) -> int:
         """Tell the node of slots that are written. Returns how many of their chunks others had stored.

@@ -418,11 +418,11 @@ def test_what_took_too_long_to_write_and_was_published_in_part_is_told_all_the_s
 
         def slow_fill(*arguments):
             put(other, late[3:4])  # somebody else's by now
-            time.sleep(0.3)
+            time.sleep(1.2)
             return fill(*arguments)
 
         monkeypatch.setattr(threads, "fill", slow_fill)
-        client.put(late, [content(name) for name in late], timeout_s=0.2, wait=wait)
+        client.put(late, [content(name) for name in late], timeout_s=1.0, wait=wait)
         monkeypatch.undo()
         client.flush()
         other.flush()
@@ -489,6 +489,7 @@ import os, signal, sys, threading, time
 import raykv
 from raykv.memory import native
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores it
 embedded = raykv.embedded(1, arena_nbytes="64 MiB")
 client, reader = embedded.client(raykv.Namespace(model="m")), embedded.client(raykv.Namespace(model="m"))
 put = lambda keys, byte: client.put(keys, [byte * 4096] * len(keys), chained=False)
@@ -499,8 +500,8 @@ if sys.argv[1] == "told":  # a rival, or a full window: the node is asked, and w
     local.reader.publish = lambda *arguments: False
 lock.acquire()
 threading.Timer(0.6, lock.release).start()
-threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
 try:
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
     put([f"k{number}" for number in range(100)], b"A")
     lock.acquire()  # it needed nobody
     lock.release()
@@ -737,13 +738,21 @@ client.close()
     assert all(int(stored) + int(existed) == 300 for stored, existed in told)
 
 
+def policy_of(task: int) -> int | None:
+    try:
+        return os.sched_getscheduler(task)
+    except ProcessLookupError:
+        return None  # it has just ended
+
+
+@pytest.mark.skipif(os.sched_getscheduler(0) != os.SCHED_OTHER, reason="somebody has chosen how these tests run")
 def test_a_nodes_threads_do_not_interrupt_this_hosts_readers_and_writers(node):
     """Only those that serve other hosts wake as everybody does: somebody waits for them."""
     with node.client() as client, node.client(local=False) as remote:
         put(client, names(2))
         assert remote.stats()
         tasks = [int(task.name) for task in Path(f"/proc/{node.process.pid}/task").iterdir()]
-        policies = [os.sched_getscheduler(task) for task in tasks if task != node.process.pid]
+        policies = [policy_of(task) for task in tasks if task != node.process.pid]
         assert policies.count(os.SCHED_BATCH) >= 4  # pulse, announcer, forerunner, and who serves `client`
         assert policies.count(os.SCHED_OTHER) >= 1
         assert os.sched_getscheduler(node.process.pid) == os.SCHED_OTHER
