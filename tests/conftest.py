@@ -56,8 +56,8 @@ def no_thread_stays() -> Iterator[None]:
 
 
 COMPILED = [
-    *("find", "look", "enter", "read", "hold", "wrap", "fill", "receive", "copy", "quickest", "vectors", "Reader"),
-    *("check", "sort_out", "survey", "chain", "note_slots", "add_up"),
+    *("find", "look", "enter", "read", "hold", "wrap", "fill", "share", "receive", "copy", "quickest", "vectors"),
+    *("Reader", "check", "sort_out", "survey", "chain", "note_slots", "add_up"),
 ]
 
 

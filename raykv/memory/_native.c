@@ -844,7 +844,7 @@ static void note_read(const Py_buffer *accessed, const Py_buffer *frequency, int
     __atomic_store_n(reads, __atomic_load_n(reads, __ATOMIC_RELAXED) + 1, __ATOMIC_RELAXED);
 }
 
-/* -- read -------------------------------------------------------------------------------------------------------- */
+/* -- targets ----------------------------------------------------------------------------------------------------- */
 
 typedef struct {
     const char *from; /* NULL: a miss */
@@ -868,20 +868,132 @@ static int hold_targets(buffers_t *pieces, PyObject *targets, Py_ssize_t first, 
     return 1;
 }
 
+/* -- jobs -------------------------------------------------------------------------------------------------------- */
+
+/* The chunks of one batch, which several threads copy without the interpreter's lock: whoever is free takes the next.
+   The caller's thread holds the buffers, and does what nobody else does; helpers may come late, or never. */
+typedef struct job {
+    void (*copy)(const void *batch, Py_ssize_t at);
+    const void *batch; /* of the caller's thread: only for who has begun a chunk, which the caller waits for */
+    Py_ssize_t count, begun, ended;
+} job_t;
+
+#define JOB "raykv.job"
+#define SPIN_NS 300000 /* to be woken takes as long on a virtual machine */
+#define NAP_NS 50000
+
+static void work(job_t *job) {
+    for (Py_ssize_t at; (at = __atomic_fetch_add(&job->begun, 1, __ATOMIC_RELAXED)) < job->count;) {
+        job->copy(job->batch, at);
+        __atomic_fetch_add(&job->ended, 1, __ATOMIC_RELEASE);
+    }
+}
+
+/* Let nobody begin another chunk, and wait for those that were begun. */
+static void end_job(job_t *job) {
+    Py_ssize_t begun = __atomic_exchange_n(&job->begun, job->count, __ATOMIC_RELAXED);
+    begun = begun < job->count ? begun : job->count;
+    int64_t since_ns = monotonic_ns();
+    while (__atomic_load_n(&job->ended, __ATOMIC_ACQUIRE) < begun) {
+        if (monotonic_ns() - since_ns < SPIN_NS)
+            sched_yield();
+        else
+            nanosleep(&(struct timespec){0, NAP_NS}, NULL);
+    }
+}
+
+static void free_job(PyObject *capsule) {
+    PyMem_Free(PyCapsule_GetPointer(capsule, JOB));
+}
+
+/* Copy all chunks of a batch. `call`: told of the job, to call helpers to it; None: nobody helps. On an error, which
+   only `call` makes, nobody copies any more either. */
+static int run_job(void (*copy)(const void *, Py_ssize_t), const void *batch, Py_ssize_t count, PyObject *call,
+                   int keep_lock) {
+    job_t alone = {copy, batch, count, 0, 0}, *job = &alone;
+    PyObject *capsule = NULL, *called = NULL;
+    if (call != Py_None) {
+        if (!(job = PyMem_Malloc(sizeof *job))) {
+            PyErr_NoMemory();
+            return 0;
+        }
+        *job = alone;
+        if (!(capsule = PyCapsule_New(job, JOB, free_job))) {
+            PyMem_Free(job);
+            return 0;
+        }
+        called = PyObject_CallOneArg(call, capsule);
+    }
+    PyThreadState *state = keep_lock ? NULL : PyEval_SaveThread();
+    if (!capsule || called)
+        work(job);
+    if (capsule)
+        end_job(job);
+    if (state)
+        PyEval_RestoreThread(state);
+    int done = !capsule || called;
+    Py_XDECREF(called), Py_XDECREF(capsule);
+    return done;
+}
+
+static PyObject *share(PyObject *module, PyObject *capsule) {
+    (void)module;
+    job_t *job = PyCapsule_GetPointer(capsule, JOB);
+    if (!job)
+        return NULL;
+    PyThreadState *state = PyEval_SaveThread();
+    work(job);
+    PyEval_RestoreThread(state);
+    Py_RETURN_NONE;
+}
+
+/* -- read -------------------------------------------------------------------------------------------------------- */
+
 PyDoc_STRVAR(read_doc,
-             "read(records, arena, rows, generations, targets, first, end, hits, accessed, frequency, tick, stream)\n\n"
-             "Copy the chunks of rows first .. end - 1 into their targets (each a writable buffer, or a list or tuple\n"
-             "of them), and set hits where the row was the same before and after. Notes the reads.");
+             "read(records, arena, rows, generations, targets, hits, accessed, frequency, tick, stream, call)\n\n"
+             "Copy the chunks of the rows into their targets (each a writable buffer, or a list or tuple of them), and\n"
+             "set hits where the row was the same before and after. Notes the reads. call: is called with a job that\n"
+             "`share` takes part in; None: nobody helps.");
+
+typedef struct {
+    const record_t *records;
+    const int32_t *rows;
+    const uint32_t *generations;
+    const chunk_t *chunks;
+    const Py_buffer *pieces;
+    char *hits;
+    const Py_buffer *accessed, *frequency;
+    uint32_t tick;
+    int stream;
+} reading_t;
+
+static void read_one(const void *batch, Py_ssize_t at) {
+    const reading_t *reading = batch;
+    const chunk_t *chunk = &reading->chunks[at];
+    const char *from = chunk->from;
+    if (!from)
+        return;
+    for (Py_ssize_t place = chunk->first; place < chunk->end; place++) {
+        const Py_buffer *piece = &reading->pieces[place];
+        copy_bytes(piece->buf, from, (size_t)piece->len, reading->stream);
+        from += piece->len;
+    }
+    __atomic_thread_fence(__ATOMIC_ACQUIRE);
+    int32_t row = reading->rows[at];
+    if (__atomic_load_n(&reading->records[row].generation, __ATOMIC_RELAXED) == reading->generations[at]) {
+        reading->hits[at] = 1;
+        note_read(reading->accessed, reading->frequency, row, reading->tick);
+    }
+}
 
 static PyObject *read_chunks(PyObject *module, PyObject *arguments) {
     (void)module;
     Py_buffer records, arena, rows, generations, hits, accessed, frequency;
-    PyObject *given;
-    Py_ssize_t first, end;
+    PyObject *given, *call;
     unsigned int tick;
     int stream;
-    if (!PyArg_ParseTuple(arguments, "y*y*y*y*Onnw*w*w*Ip", &records, &arena, &rows, &generations, &given, &first, &end,
-                          &hits, &accessed, &frequency, &tick, &stream))
+    if (!PyArg_ParseTuple(arguments, "y*y*y*y*Ow*w*w*IpO", &records, &arena, &rows, &generations, &given, &hits,
+                          &accessed, &frequency, &tick, &stream, &call))
         return NULL;
     PyObject *result = NULL, *targets = PySequence_Fast(given, "targets: not a sequence");
     buffers_t pieces = {NULL, 0, 0};
@@ -889,25 +1001,24 @@ static PyObject *read_chunks(PyObject *module, PyObject *arguments) {
     Py_ssize_t count = rows.len / 4, known = records.len / (Py_ssize_t)sizeof(record_t);
     if (!targets)
         goto done;
-    if (PySequence_Fast_GET_SIZE(targets) != count || generations.len != 4 * count || hits.len != count || first < 0 ||
-        first > end || end > count || accessed.len < 4 * known || frequency.len < 4 * known) {
+    if (PySequence_Fast_GET_SIZE(targets) != count || generations.len != 4 * count || hits.len != count ||
+        accessed.len < 4 * known || frequency.len < 4 * known) {
         PyErr_SetString(PyExc_ValueError, "rows, generations, targets and hits differ in length");
         goto done;
     }
-    chunks = PyMem_Calloc((size_t)(end - first) + 1, sizeof *chunks);
+    chunks = PyMem_Calloc((size_t)count + 1, sizeof *chunks);
     if (!chunks) {
         PyErr_NoMemory();
         goto done;
     }
-    if (!hold_targets(&pieces, targets, first, end, chunks))
+    if (!hold_targets(&pieces, targets, 0, count, chunks))
         goto done;
 
     const record_t *record = records.buf;
     const int32_t *row = rows.buf;
-    const uint32_t *generation = generations.buf;
     size_t total = 0;
-    for (Py_ssize_t at = first; at < end; at++) {
-        chunk_t *chunk = &chunks[at - first];
+    for (Py_ssize_t at = 0; at < count; at++) {
+        chunk_t *chunk = &chunks[at];
         if (row[at] < 0 || row[at] >= known)
             continue;
         uint64_t from = (uint64_t)__atomic_load_n(&record[row[at]].page, __ATOMIC_RELAXED) << PAGE_SHIFT;
@@ -919,26 +1030,10 @@ static PyObject *read_chunks(PyObject *module, PyObject *arguments) {
             total += nbytes;
         }
     }
-    PyThreadState *state = total >= WITHOUT_GIL_NBYTES ? PyEval_SaveThread() : NULL;
-    for (Py_ssize_t at = first; at < end; at++) {
-        const chunk_t *chunk = &chunks[at - first];
-        const char *from = chunk->from;
-        if (!from)
-            continue;
-        for (Py_ssize_t place = chunk->first; place < chunk->end; place++) {
-            const Py_buffer *piece = &pieces.held[place];
-            copy_bytes(piece->buf, from, (size_t)piece->len, stream);
-            from += piece->len;
-        }
-        __atomic_thread_fence(__ATOMIC_ACQUIRE);
-        if (__atomic_load_n(&record[row[at]].generation, __ATOMIC_RELAXED) == generation[at]) {
-            ((char *)hits.buf)[at] = 1;
-            note_read(&accessed, &frequency, row[at], tick);
-        }
-    }
-    if (state)
-        PyEval_RestoreThread(state);
-    result = Py_NewRef(Py_None);
+    reading_t reading = {record,   row,       generations.buf, chunks, pieces.held,
+                         hits.buf, &accessed, &frequency,      tick,   stream};
+    if (run_job(read_one, &reading, count, call, call == Py_None && total < WITHOUT_GIL_NBYTES))
+        result = Py_NewRef(Py_None);
 done:
     let_go(&pieces);
     PyMem_Free(chunks);
@@ -1147,34 +1242,47 @@ static uint64_t store_runs(char *to, const Py_buffer *pieces, Py_ssize_t count, 
     return hash_end(lanes, (const uint8_t *)to, hashed, nbytes);
 }
 
-PyDoc_STRVAR(fill_doc, "fill(slots, values, first, end, checksums, stream)\n\n"
-                       "Copy the values first .. end - 1, each a list or tuple of buffers, into slots of more than 240\n"
-                       "bytes, and write their checksums.");
+PyDoc_STRVAR(fill_doc, "fill(slots, values, checksums, stream, call)\n\n"
+                       "Copy values, each a list or tuple of buffers, into slots of more than 240 bytes, and write their\n"
+                       "checksums. call: as for `read`.");
+
+typedef struct {
+    const Py_buffer *slots, *pieces;
+    const chunk_t *chunks;
+    uint64_t *checksums;
+    int stream;
+} stores_t;
+
+static void fill_one(const void *batch, Py_ssize_t at) {
+    const stores_t *stores = batch;
+    const Py_buffer *slot = &stores->slots[at], *piece = &stores->pieces[stores->chunks[at].first];
+    Py_ssize_t count = stores->chunks[at].end - stores->chunks[at].first;
+    stores->checksums[at] = count == 1 ? store_run(slot->buf, piece->buf, (size_t)slot->len, stores->stream)
+                                        : store_runs(slot->buf, piece, count, (size_t)slot->len);
+}
 
 static PyObject *fill(PyObject *module, PyObject *arguments) {
     (void)module;
-    PyObject *slots, *values;
-    Py_ssize_t first, end;
+    PyObject *slots, *values, *call;
     Py_buffer checksums;
     int stream;
-    if (!PyArg_ParseTuple(arguments, "OOnnw*p", &slots, &values, &first, &end, &checksums, &stream))
+    if (!PyArg_ParseTuple(arguments, "OOw*pO", &slots, &values, &checksums, &stream, &call))
         return NULL;
     PyObject *result = NULL;
     buffers_t targets = {NULL, 0, 0}, pieces = {NULL, 0, 0};
     chunk_t *chunks = NULL;
-    if (!PyList_Check(slots) || !PyList_Check(values) || PyList_GET_SIZE(slots) != PyList_GET_SIZE(values) ||
-        first < 0 || first > end || end > PyList_GET_SIZE(slots) || checksums.len != 8 * PyList_GET_SIZE(slots)) {
+    Py_ssize_t count = PyList_Check(slots) ? PyList_GET_SIZE(slots) : -1;
+    if (count < 0 || !PyList_Check(values) || PyList_GET_SIZE(values) != count || checksums.len != 8 * count) {
         PyErr_SetString(PyExc_ValueError, "slots and values are to be lists, as long as checksums");
         goto done;
     }
-    chunks = PyMem_Calloc((size_t)(end - first) + 1, sizeof *chunks);
+    chunks = PyMem_Calloc((size_t)count + 1, sizeof *chunks);
     if (!chunks) {
         PyErr_NoMemory();
         goto done;
     }
-    for (Py_ssize_t at = first; at < end; at++) {
+    for (Py_ssize_t at = 0; at < count; at++) {
         PyObject *value = PyList_GET_ITEM(values, at);
-        chunk_t *chunk = &chunks[at - first];
         Py_buffer *slot = hold(&targets, PyList_GET_ITEM(slots, at), PyBUF_WRITABLE);
         if (!slot)
             goto done;
@@ -1182,7 +1290,7 @@ static PyObject *fill(PyObject *module, PyObject *arguments) {
             PyErr_SetString(PyExc_ValueError, "slots of more than 240 bytes, and lists of buffers, are due");
             goto done;
         }
-        chunk->first = pieces.count;
+        chunks[at].first = pieces.count;
         Py_ssize_t nbytes = 0;
         for (Py_ssize_t place = 0; place < PySequence_Fast_GET_SIZE(value); place++) {
             Py_buffer *piece = hold(&pieces, PySequence_Fast_GET_ITEM(value, place), PyBUF_SIMPLE);
@@ -1190,20 +1298,13 @@ static PyObject *fill(PyObject *module, PyObject *arguments) {
                 goto done;
             nbytes += piece->len;
         }
-        chunk->end = pieces.count;
+        chunks[at].end = pieces.count;
         if (!sized(slot, nbytes, "slot"))
             goto done;
     }
-    PyThreadState *state = PyEval_SaveThread();
-    for (Py_ssize_t at = 0; at < end - first; at++) {
-        const Py_buffer *slot = &targets.held[at], *piece = &pieces.held[chunks[at].first];
-        Py_ssize_t count = chunks[at].end - chunks[at].first;
-        ((uint64_t *)checksums.buf)[first + at] = count == 1
-                                                      ? store_run(slot->buf, piece->buf, (size_t)slot->len, stream)
-                                                      : store_runs(slot->buf, piece, count, (size_t)slot->len);
-    }
-    PyEval_RestoreThread(state);
-    result = Py_NewRef(Py_None);
+    stores_t stores = {targets.held, pieces.held, chunks, checksums.buf, stream};
+    if (run_job(fill_one, &stores, count, call, 0))
+        result = Py_NewRef(Py_None);
 done:
     let_go(&targets), let_go(&pieces);
     PyMem_Free(chunks);
@@ -1936,6 +2037,7 @@ static PyMethodDef methods[] = {
     {"fill", fill, METH_VARARGS, fill_doc},
     {"receive", receive, METH_VARARGS, receive_doc},
     {"copy", (PyCFunction)(void (*)(void))copy, METH_FASTCALL, copy_doc},
+    {"share", share, METH_O, "share(job): copy chunks of a batch of `read` or `fill` until none is left to begin."},
     {"quickest", quickest, METH_O, quickest_doc},
     {"vectors", vectors, METH_O, vectors_doc},
     {NULL, NULL, 0, NULL},

@@ -1,4 +1,4 @@
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 def find(records: Any, index: Any, keys: Any, rows: Any, generations: Any, now: int) -> None: ...
@@ -43,15 +43,17 @@ def read(
     rows: Any,
     generations: Any,
     targets: Sequence[Any],
-    first: int,
-    end: int,
     hits: Any,
     accessed: Any,
     frequency: Any,
     tick: int,
     stream: bool,
+    call: Callable[[object], None] | None,
 ) -> None: ...
-def fill(slots: list[Any], values: list[Any], first: int, end: int, checksums: Any, stream: bool) -> None: ...
+def fill(
+    slots: list[Any], values: list[Any], checksums: Any, stream: bool, call: Callable[[object], None] | None
+) -> None: ...
+def share(job: object, /) -> None: ...
 def receive(
     fd: int, ahead: Any, chunks: list[Any], checksums: Any, deadline_s: float, watch_s: float, /
 ) -> tuple[int, int, bool]: ...

@@ -4,8 +4,8 @@ import ctypes
 import os
 import struct
 import threading
-import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from queue import SimpleQueue
 from typing import Final
 
@@ -21,16 +21,15 @@ STREAM_NBYTES: Final = 512 << 10
 """Copies of this many bytes at once go past the cache, where the compiled loops are there: what is so large leaves it
 again before anybody uses it, and the target's old bytes need not be fetched."""
 STREAM_ONE_NBYTES: Final = 64 << 10
-"""The same for a single chunk: from here on it was measured to pay."""
+"""The same for a single chunk that is read: from here on it was measured to pay."""
+STREAM_STORE_NBYTES: Final = 16 << 10
+"""And for one that is stored: nobody on this core reads the slot next, and what is hashed on the way is read once."""
 HASH_NBYTES: Final = 256 << 10
 """Bytes are copied and hashed in turns of this size, so that the second pass finds them in the cache."""
 CHECKSUM: Final = struct.Struct("<Q")
-INTERRUPTED_S: Final = 1.0
-"""Who is interrupted waits so long at most for the threads that are still copying."""
 _WITHOUT_GIL_NBYTES: Final = 64 << 10
 TINY_NBYTES: Final = 240
 """Up to here the checksum is another algorithm, which the compiled loops leave to xxhash."""
-_RANGES_PER_SHARE: Final = 8
 _libc = ctypes.PyDLL(None)  # it does not let go of the interpreter lock for a call of nanoseconds
 _SHARE_NBYTES: Final = 1 << 20
 """No thread is woken for less."""
@@ -74,14 +73,14 @@ def store(target: memoryview, pieces: Sequence[memoryview], *, stream: bool = Fa
     """Copy several views into one run of bytes, in order, and hash them on the way. The lengths must agree.
 
     Args:
-        stream: Past the cache; for copies of STREAM_NBYTES and more in all, or a chunk of STREAM_ONE_NBYTES.
+        stream: Past the cache; for copies of STREAM_NBYTES and more in all, or a chunk of STREAM_STORE_NBYTES.
 
     Returns:
         The checksum, as `checksum_of` gives it.
     """
     if native.fill is not None and len(target) > TINY_NBYTES:
         checksum = np.empty(1, np.uint64)
-        native.fill([target], [pieces], 0, 1, checksum, stream)
+        native.fill([target], [pieces], checksum, stream, None)
         return int(checksum[0])
     if len(pieces) == 1 and len(target) <= HASH_NBYTES:
         copy(target, pieces[0], stream=stream)
@@ -156,7 +155,10 @@ def default_copy_threads() -> int:
 
 
 class CopyThreads:
-    """Threads that share the copies of one large batch with the caller. Thread-safe; batches queue.
+    """Threads that share the copies of one large batch with the caller. Thread-safe.
+
+    The caller does what nobody else does: a thread that wakes late, is busy with another batch, or has to give its core
+    away, copies less. When a call returns, also by an exception, nobody is copying any more.
 
     Attributes:
         count: Threads that copy at the same time, the caller included.
@@ -165,84 +167,41 @@ class CopyThreads:
     def __init__(self, count: int) -> None:
         """Threads are started at the first use."""
         self.count = count
-        self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._jobs: SimpleQueue[object] = SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
         self._cores: set[int] = set()  # where the threads may run
         self._left_out = -1
 
-    def share(self, parts: int, nbytes: int) -> int:
-        """Into how many shares a batch of `parts` chunks and `nbytes` bytes in all is best cut."""
-        return max(1, min(self.count, parts, nbytes // _SHARE_NBYTES))
+    def called(self, chunks: int, nbytes: int) -> Callable[[object], None] | None:
+        """What `native.read` or `native.fill` of so many chunks and bytes calls helpers with; None: nobody is worth it.
 
-    def run(self, task: Callable[[int, int], None], parts: int, shares: int) -> None:
-        """Call task(first, end) for ranges that make up 0 .. parts, `shares` of them at the same time; wait for all.
-
-        There are several ranges a share: a thread that wakes late, or has to give its core away, takes fewer.
-
-        Raises:
-            Whatever one of them raised.
+        Without the compiled loops nobody helps either.
         """
-        if shares <= 1:
-            task(0, parts)
-            return
+        shares = min(self.count, chunks, nbytes // _SHARE_NBYTES)
+        if shares <= 1 or native.share is None:
+            return None
         self._start(shares - 1)
         self._make_way()
-        count = min(parts, shares * _RANGES_PER_SHARE)
-        bounds = [parts * number // count for number in range(count + 1)]
-        left = iter(range(count))  # taken from by several threads: `next` of it is one step of the interpreter
-        done: SimpleQueue[tuple[int, BaseException | None]] = SimpleQueue()
-
-        ended: list[int] = []
-
-        def take_part() -> tuple[int, BaseException | None]:
-            taken, problem = 0, None
-            for number in left:
-                taken += 1
-                try:
-                    task(bounds[number], bounds[number + 1])
-                except BaseException as error:  # noqa: BLE001  # raised below, in the caller's thread
-                    problem = error
-                ended.append(number)
-            return taken, problem
-
-        for _ in range(shares - 1):
-            self._tasks.put(lambda: done.put(take_part()))
-        try:
-            finished, problem = take_part()
-            while finished < count:  # nobody may be copying when this returns
-                taken, theirs = done.get()
-                finished, problem = finished + taken, problem or theirs
-        except BaseException:  # a signal's handler raised
-            begun = count - sum(1 for _ in left)
-            until_s = time.monotonic() + INTERRUPTED_S
-            while len(ended) < begun and time.monotonic() < until_s:
-                time.sleep(0.001)
-            raise
-        if problem is not None:
-            raise problem
+        return partial(self._call, shares - 1)
 
     def fill(self, slots: list[memoryview], values: list[Sequence[memoryview]]) -> npt.NDArray[np.uint64]:
         """Copy chunks, each from several views, into slots of the same length. Returns their checksums."""
         nbytes = sum(map(len, slots))
         stream = nbytes >= STREAM_NBYTES
         checksums = np.empty(len(slots), np.uint64)
-
-        def part(first: int, end: int) -> None:
-            if native.fill is not None and slots and len(slots[0]) > TINY_NBYTES:
-                native.fill(slots, values, first, end, checksums, stream)
-                return
-            for place in range(first, end):
-                checksums[place] = store(slots[place], values[place], stream=stream)
-
-        self.run(part, len(slots), self.share(len(slots), nbytes))
+        if native.fill is not None and slots and len(slots[0]) > TINY_NBYTES:
+            native.fill(slots, values, checksums, stream, self.called(len(slots), nbytes))
+        else:
+            for place, (slot, value) in enumerate(zip(slots, values, strict=True)):
+                checksums[place] = store(slot, value, stream=stream)
         return checksums
 
     def close(self) -> None:
         """End the threads."""
         with self._lock:
             for _ in self._threads:
-                self._tasks.put(None)
+                self._jobs.put(None)
             self._threads = []
 
     def _start(self, wanted: int) -> None:
@@ -276,7 +235,12 @@ class CopyThreads:
                 except OSError:
                     pass  # it has just ended, or none of these cores are ours any more
 
+    def _call(self, others: int, job: object) -> None:
+        for _ in range(others):
+            self._jobs.put(job)
+
     def _work(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            task()
-            del task
+        assert native.share is not None
+        while (job := self._jobs.get()) is not None:
+            native.share(job)
+            del job

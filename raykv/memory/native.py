@@ -32,6 +32,7 @@ read: Final = _used.read if _used else None
 hold: Final = _used.hold if _used else None
 wrap: Final = _used.wrap if _used else None
 fill: Final = _used.fill if _used else None
+share: Final = _used.share if _used else None
 receive: Final = _used.receive if _used else None
 copy: Final = _used.copy if _used else None
 quickest: Final = _used.quickest if _used else None

@@ -15,6 +15,7 @@ from raykv.memory.arena import SharedMemory
 from raykv.memory.copying import (
     STREAM_NBYTES,
     STREAM_ONE_NBYTES,
+    STREAM_STORE_NBYTES,
     TINY_NBYTES,
     CopyThreads,
     byte_views,
@@ -109,20 +110,16 @@ class ShmReader:
         total = int(lengths.sum())
         hits = np.zeros(len(keys), np.bool_)
         checksums = table.columns.checksum[rows * found] if verify else None
-        stream = total >= STREAM_NBYTES
 
-        def copy(first: int, end: int) -> None:
+        try:
             if native.read is not None:
                 columns = table.columns
                 native.read(
-                    table.records, self.arena.view, rows, generations, into, first, end,
-                    hits, columns.accessed, columns.frequency, now, stream,
+                    table.records, self.arena.view, rows, generations, into, hits, columns.accessed, columns.frequency,
+                    now, total >= STREAM_NBYTES, threads.called(len(keys), total),
                 )  # fmt: skip
             else:
-                self._read(rows, generations, into, first, end, hits, now)
-
-        try:
-            threads.run(copy, len(keys), threads.share(len(keys), total))
+                self._read(rows, generations, into, hits, now)
         except (BufferError, TypeError, ValueError):
             for place, target in enumerate(into):
                 byte_views(target, f"into[{place}]", writable=True)  # says which one it is
@@ -138,14 +135,12 @@ class ShmReader:
         rows: Rows,
         generations: npt.NDArray[np.uint32],
         into: Sequence[Scattered],
-        first: int,
-        end: int,
         hits: Bits,
         now: int,
     ) -> None:
         """What `_native.c: read` does."""
         cells, view = self.table.cells, self.arena.view
-        for place, row in enumerate(rows[first:end].tolist(), first):
+        for place, row in enumerate(rows.tolist()):
             target = byte_views(into[place], f"into[{place}]", writable=True)
             if row < 0:
                 continue
@@ -222,9 +217,9 @@ class ShmReader:
             Whether it is visible, as `publish` says; and 8 bytes of checksum.
         """
         if self._one is not None and nbytes > TINY_NBYTES:
-            return self._one.store(row, generation, start, key, pieces, STREAM_ONE_NBYTES)
+            return self._one.store(row, generation, start, key, pieces, STREAM_STORE_NBYTES)
         slot = self.arena.view[start : start + nbytes]
-        checksum = store(slot, pieces, stream=nbytes >= STREAM_ONE_NBYTES).to_bytes(8, "little")
+        checksum = store(slot, pieces, stream=nbytes >= STREAM_STORE_NBYTES).to_bytes(8, "little")
         return self.publish([row], [generation], key, checksum, nbytes), checksum
 
     def is_current(self) -> bool:

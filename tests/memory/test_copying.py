@@ -4,8 +4,10 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from itertools import pairwise
 from mmap import mmap
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -65,32 +67,85 @@ def test_store_copies_and_hashes(rng, stream):
         assert room[:before] + room[before + nbytes :] == b"\xaa" * (before + behind)
 
 
-def test_shares_cover_everything_once():
+def test_helpers_are_called_for_what_is_worth_it(loops):
     threads = CopyThreads(4)
-    seen: list[int] = []
-    for parts, shares in [(1, 1), (4, 4), (7, 4), (100, 3)]:
-        seen.clear()
-        threads.run(lambda first, end: seen.extend(range(first, end)), parts, shares)
-        assert sorted(seen) == list(range(parts))
-    assert threads.share(100, 1 << 30) == 4
-    assert threads.share(2, 1 << 30) == 2
-    assert threads.share(100, 1000) == 1
-    threads.close()
+    jobs: list[object] = []
+    threads._start, threads._jobs = lambda wanted: None, SimpleNamespace(put=jobs.append)
+    for chunks, nbytes, helpers in [
+        (100, 1 << 30, 3),
+        (2, 1 << 30, 1),
+        (1, 1 << 30, 0),
+        (100, 2 << 20, 1),
+        (9, 1000, 0),
+    ]:
+        jobs.clear()
+        call = threads.called(chunks, nbytes)
+        assert (call is not None) == (helpers > 0 and native.share is not None)
+        if call is not None:
+            call("job")
+            assert jobs == ["job"] * helpers
 
 
-def test_a_share_that_fails_is_told_when_all_have_ended():
-    threads = CopyThreads(3)
-    ended = []
+def batch(rng, count: int, nbytes: int):
+    values = [[memoryview(rng.randbytes(nbytes))] for _ in range(count)]
+    return [memoryview(bytearray(nbytes)) for _ in range(count)], values, np.zeros(count, np.uint64)
 
-    def task(first: int, end: int) -> None:
-        if first == 1:
-            raise KeyError(first)
-        ended.append(first)
 
-    with pytest.raises(KeyError):
-        threads.run(task, 3, 3)
-    assert sorted(ended) == [0, 2]
-    threads.close()
+class Helpers:
+    """So many threads that are called to a job; and then, perhaps, an error."""
+
+    def __init__(self, count: int, fails_after_s: float | None = None) -> None:
+        self.count, self.fails_after_s = count, fails_after_s
+        self.threads: list[threading.Thread] = []
+
+    def __call__(self, job: object) -> None:
+        self.job = job
+        self.threads = [threading.Thread(target=native.share, args=(job,)) for _ in range(self.count)]
+        for thread in self.threads:
+            thread.start()
+        if self.fails_after_s is not None:
+            time.sleep(self.fails_after_s)
+            raise KeyError("no")
+
+    def join(self) -> None:
+        for thread in self.threads:
+            thread.join()
+
+
+@pytest.mark.parametrize("loops", ["compiled"], indirect=True)
+def test_who_helps_takes_each_chunk_once_or_comes_too_late(rng, loops):
+    for number in range(200):
+        slots, values, checksums = batch(rng, rng.randrange(1, 40), rng.choice([241, 5000, 100_000]))
+        helpers = Helpers(rng.randrange(4))
+        native.fill(slots, values, checksums, bool(number % 2), helpers)
+        assert checksums.tolist() == [checksum_of(value) for value in values]
+        assert all(slot == value[0] for slot, value in zip(slots, values, strict=True))
+        for slot, value in zip(slots, values, strict=True):
+            slot[:] = bytes(len(slot))
+            slot.release()  # nobody holds them any more
+            value[0].release()
+        native.share(helpers.job)
+        helpers.join()
+
+
+@pytest.mark.parametrize("loops", ["compiled"], indirect=True)
+def test_nobody_copies_any_more_when_the_call_has_failed(rng, loops):
+    slots, values, checksums = batch(rng, 16, 1 << 20)
+    for number in range(20):
+        helpers = Helpers(1, fails_after_s=0.001 * (number % 2))
+        with pytest.raises(KeyError):
+            native.fill(slots, values, checksums, True, helpers)
+        for slot in slots:
+            slot[:] = bytes(len(slot))
+        helpers.join()
+        assert not any(np.frombuffer(slot, np.uint8).any() for slot in slots)
+
+
+@pytest.mark.parametrize("loops", ["compiled"], indirect=True)
+def test_a_job_is_nothing_else(loops):
+    for wrong in (None, 5, object()):
+        with pytest.raises((ValueError, TypeError)):
+            native.share(wrong)
 
 
 def test_byte_views_are_taken_as_they_are_and_everything_else_is_made_one(rng):
@@ -144,23 +199,16 @@ def test_every_way_of_a_large_copy_is_tried_and_is_right(rng, loops):
     assert set(native.quickest(16 << 10)) <= {"fetched", "pages", "plain"}
 
 
-def test_copy_threads_keep_off_the_core_of_their_caller():
+@pytest.mark.parametrize("loops", ["compiled"], indirect=True)
+def test_copy_threads_keep_off_the_core_of_their_caller(loops):
     mine = os.sched_getaffinity(0)
     if len(mine) < 2:
         pytest.skip("one core only")
     threads = CopyThreads(2)
-    allowed: list[set[int]] = []
 
     def cores_of_the_thread() -> set[int]:
-        both = threading.Barrier(2, timeout=10.0)
-
-        def task(first: int, end: int) -> None:
-            both.wait()
-            if threading.current_thread() is not threading.main_thread():
-                allowed.append(os.sched_getaffinity(0))
-
-        threads.run(task, 2, 2)
-        return allowed[-1]
+        assert threads.called(2, 2 << 20) is not None
+        return os.sched_getaffinity(threads._threads[0].native_id or 0)
 
     try:
         assert len(cores_of_the_thread()) == len(mine) - 1

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from raykv import keys as keys_
 from raykv.config import SLOT_ALIGNMENT_NBYTES
 from raykv.errors import UsageError
+from raykv.memory import native
 from raykv.memory.arena import SharedMemory
 from raykv.memory.copying import CopyThreads
 from raykv.memory.table import Table
@@ -266,7 +267,7 @@ def test_large_batches_are_shared_between_threads(np_rng):
     table.columns.generation[:count] = 2
     reader = ShmReader(str(table.memory.path), str(arena.path), writable=False)
     threads = CopyThreads(3)
-    assert threads.share(count, count * chunk) == 3
+    assert (threads.called(count, count * chunk) is not None) == (native.share is not None)
     for _ in range(20):
         into = [np.zeros(chunk + 5, np.uint8)[n % 5 :][:chunk] for n in range(count)]  # not aligned
         hits, nbytes = reader.read(KEYS[:count], into, verify=False, now_s=1.0, threads=threads)
