@@ -392,7 +392,7 @@ class Client:
 
         Returns:
             Views for those chunks that are not there yet. None of them, with a reason, when the arena is full or the
-            node is away.
+            node is away. Who writes for more than a moment asks `Reservation.valid` before each piece.
 
         Raises:
             UsageError: The size is 0 or larger than an extent.

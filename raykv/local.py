@@ -123,6 +123,21 @@ class LocalNode:
         finally:
             self._lock.release()
 
+    def holds(self, life: int, deadline_s: float) -> bool:
+        """Whether the leases of the connection of that number are alive, or were TRUST_S ago.
+
+        The node is asked if it has not answered since.
+        """
+        if life != self._life or self._link is None:
+            return False
+        if time.monotonic() < self._trusted_until_s:
+            return True
+        try:
+            self.call(wire.GetView(), deadline_s=deadline_s, life=life)
+        except RayKVError:
+            return False
+        return True
+
     def _call(self, request: wire.Message, deadline_s: float, life: int | None = None) -> wire.Answer:
         remaining(deadline_s)  # a late caller must not cost the others their connection, and its leases
         had_link = self._link is not None
@@ -651,6 +666,8 @@ def _raw(parent: KeyArray | None) -> bytes:
 class Reservation:
     """Slots of the arena to write chunks into, invisible to others until `commit`. Dies with the connection.
 
+    After that the slots rest for QUARANTINE_S, and then serve others: who writes for longer asks `valid` in between.
+
     Attributes:
         index: Places, in the keys asked for, of the chunks to write, in order.
         views: For each of them the bytes to write.
@@ -682,6 +699,19 @@ class Reservation:
         made = cls(None, 0, None, asked, 0, wire.Granted(b"", b"", b"", asked))
         made.reason = reason
         return made
+
+    def valid(self, *, timeout_s: float = 1.0) -> bool:
+        """Whether the views may be written to for the next seconds (at least QUARANTINE_S - TRUST_S).
+
+        False: the node was restarted, or the connection is gone; nothing may be written any more. That nearly always
+        takes no call.
+
+        Args:
+            timeout_s: Seconds to wait for the node, if it has to be asked.
+        """
+        if not self._open or self._node is None:
+            return False
+        return self._node.holds(self._life, time.monotonic() + timeout_s)
 
     def commit(self, *, timeout_s: float = 5.0) -> PutResult:
         """Make the chunks visible. All views must be written by now, and are not to be touched afterwards.

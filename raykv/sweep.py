@@ -35,6 +35,8 @@ def sweep(config: NodeConfig, alive: Container[str], *, now_s: float) -> list[st
     gone = []
     for table in sorted(directory.glob(f"{start}*.table")) if directory else []:
         node_id = table.name.removeprefix(start).removesuffix(".table")
+        if "-" in node_id:
+            continue  # a Ray node's name has none: this is of a cluster whose name begins as ours does
         if node_id in alive or not _abandoned(table, now_s):
             continue
         log.info("removing the memory of node %s, which is gone", node_id)

@@ -17,6 +17,7 @@ from raykv import reach, wire
 from raykv.config import ClientConfig, NodeConfig, StorageConfig
 from raykv.embedded import EmbeddedCluster, InProcessDirectory
 from raykv.errors import CapacityError, ConfigError, LostError, NamespaceMismatch, PeerUnavailable, UsageError
+from raykv.loan import TRUST_S
 from raykv.memory.copying import checksum_of
 from raykv.node import Node
 from raykv.reach import Reach
@@ -363,6 +364,30 @@ def test_a_reservation_dies_with_its_connection():
         room.views[0][:] = bytes(NBYTES)
         assert get(other, ["a"]).hits == (True,)
         assert room.commit().stored == 0
+
+
+def test_a_reservation_tells_when_nothing_may_be_written_to_it_any_more(monkeypatch):
+    network = Network()
+    with cluster(1, network=network) as running:
+        client = running.client(SPACE, breaker_s=0.0)
+        lost, kept = client.reserve(["a"], NBYTES), client.reserve(["b"], NBYTES)
+        assert lost.valid()
+        assert kept.valid()
+        later = time.monotonic() + TRUST_S
+        monkeypatch.setattr("raykv.local.time.monotonic", lambda: later)
+        asked = running.nodes[0]._requests["GetView"]
+        assert kept.valid(timeout_s=100.0)
+        assert running.nodes[0]._requests["GetView"] == asked + 1  # it did not take that for granted
+        monkeypatch.undo()
+        assert kept.commit().stored == 1
+        assert not kept.valid()
+        network.loss = 1.0
+        assert client.reserve(["c"], NBYTES).views == []  # the connection is given up, and the leases with it
+        network.loss = 0.0
+        assert not lost.valid()
+        assert put(client, ["d"]).stored == 1  # over another one
+        assert not lost.valid()
+        assert not client.reserve(["a"], NBYTES, timeout_s=0.0).valid()
 
 
 def test_a_late_call_does_not_cost_the_leases_of_others():

@@ -54,3 +54,8 @@ def test_memory_of_living_nodes_and_of_other_clusters_stays(here, tmp_path):
     leave(tmp_path, "alive", age_s=2 * ABANDONED_S).close()
     leave(tmp_path, "gone", age_s=2 * ABANDONED_S, cluster="other").close()
     assert sweep(here, {"me", "alive"}, now_s=time.time()) == []
+
+
+def test_memory_of_a_cluster_whose_name_begins_as_ours_stays(here, tmp_path):
+    leave(tmp_path, "gone", age_s=2 * ABANDONED_S, cluster="c-two").close()
+    assert sweep(here, {"me"}, now_s=time.time()) == []

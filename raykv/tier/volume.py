@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from raykv.errors import ConfigError
+from raykv.memory.host import give_way
 from raykv.tier.segment import BLOCK_NBYTES
 
 log = logging.getLogger(__name__)
@@ -278,10 +279,7 @@ class IoThreads:
         return not any(thread.is_alive() for thread in self._threads)
 
     def _work(self, number: int) -> None:
-        try:
-            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # of this thread
-        except PermissionError:
-            pass  # some containers do not let us; it works all the same
+        give_way()
         while (task := self._take(number)) is not None:
             self._since[number] = self._clock()
             try:
