@@ -89,6 +89,7 @@ class Namespaces:
                     self._went[entry.namespace.digest] = self._drop(entry.namespace)
                 self._configure(entry)
                 self.register.entries = {**self.register.entries, entry.namespace.digest: entry}
+            self.register.forget()
             if told.version > self.register.version:
                 self.register.version = told.version
             self._keep()  # last: whoever dies before drops again

@@ -77,9 +77,18 @@ class Register:
     def drop(self, namespace: Namespace, *, now_ns: int) -> None:
         """All chunks of the namespace's account are to go, and its config."""
         self._set(Entry(namespace.account, NamespaceConfig(), now_ns, now_ns, listed=False))
-        gone = sorted((each.changed_ns, digest) for digest, each in self.entries.items() if not each.listed)
-        for _, digest in gone[: max(0, len(gone) - MAX_ENTRIES)]:
-            del self.entries[digest]
+        self.forget()
+
+    def forget(self) -> None:
+        """Of the namespaces that were dropped, remember the last MAX_ENTRIES."""
+        gone = self._dropped()
+        if len(gone) > MAX_ENTRIES:
+            old = {digest for _, digest in gone[:-MAX_ENTRIES]}
+            self.entries = {digest: each for digest, each in self.entries.items() if digest not in old}
+
+    def _dropped(self) -> list[tuple[int, bytes]]:
+        """When they were, and which; the first one first."""
+        return sorted((each.changed_ns, digest) for digest, each in self.entries.items() if not each.listed)
 
     def _set(self, entry: Entry) -> None:
         before = self.entries.get(entry.namespace.digest)
@@ -92,10 +101,13 @@ class Register:
     def newer(self, other: "Register") -> list[Entry]:
         """What to take from another copy, as it is to be here."""
         found = []
+        gone = self._dropped()
+        forgotten = gone[-MAX_ENTRIES] if len(gone) >= MAX_ENTRIES else None
         for digest, theirs in other.entries.items():
             mine = self.entries.get(digest)
             if mine is None:
-                found.append(theirs)
+                if theirs.listed or forgotten is None or (theirs.changed_ns, digest) > forgotten:
+                    found.append(theirs)
             elif theirs.changed_ns > mine.changed_ns or theirs.dropped_ns > mine.dropped_ns:
                 latest = theirs if theirs.changed_ns > mine.changed_ns else mine
                 found.append(replace(latest, dropped_ns=max(mine.dropped_ns, theirs.dropped_ns)))
@@ -105,7 +117,8 @@ class Register:
         """The directory's copy takes in a node's; the version grows if theirs lacks anything now."""
         for entry in self.newer(other):
             self.entries[entry.namespace.digest] = entry
-        lacking = self.entries != other.entries
+        self.forget()
+        lacking = any(other.entries.get(digest) != entry for digest, entry in self.entries.items())
         self.version = max(self.version, other.version) + lacking
 
     def encode(self) -> bytes:

@@ -8,7 +8,7 @@ from raykv.config import NamespaceConfig
 from raykv.directory import Directory
 from raykv.errors import CapacityError, ConfigError, UsageError
 from raykv.namespace import Namespace
-from raykv.register import MAX_ENTRIES, Register
+from raykv.register import MAX_ENTRIES, Entry, Register
 from raykv.ring import Member
 
 A, B = Namespace(model="a", chunk_tokens=16), Namespace(model="b", extra={"x": "1", "y": "2"})
@@ -74,6 +74,31 @@ def test_it_is_bounded():
         register.drop(Namespace(model=str(number)), now_ns=10_000 + number)
     assert len(register.entries) == MAX_ENTRIES
     assert len(Register.decode(register.encode()).entries) == MAX_ENTRIES
+
+
+@pytest.mark.slow
+def test_what_one_has_forgotten_does_not_come_back_from_another():
+    """Else the list grows until nobody can follow it, as the directory takes from nodes what it has just forgotten."""
+    register, node = Register(), Register()
+    for number in range(MAX_ENTRIES + 700):
+        register.drop(Namespace(model=str(number)), now_ns=10_000 + number)
+        if number % 100 == 99:
+            for entry in node.newer(register):  # as `Namespaces.adopt`
+                node.entries = {**node.entries, entry.namespace.digest: entry}
+            node.forget()
+            node.version = register.version
+            register.merge(node)
+            assert register.version == node.version, "there was nothing new"
+    assert len(register.entries) == MAX_ENTRIES
+    node.entries[A.account.digest] = Entry(A.account, NamespaceConfig(), 5, 5, listed=False)
+    node.merge(register)
+    register.merge(node)
+    assert node.entries == register.entries
+    assert len(Register.decode(node.encode()).entries) == MAX_ENTRIES
+    assert A.account.digest not in register.entries
+    register.configure(A, {"ttl_s": 5}, now_ns=6)  # what has a config is never forgotten
+    node.merge(register)
+    assert node.config(A.account.digest).ttl_s == 5
 
 
 def test_written_and_read():
