@@ -120,16 +120,6 @@ class SharedMemory:
             raise
         return huge or self.huge_pages != "require"
 
-    def map_ahead(self, offset: int, nbytes: int) -> None:
-        """Touch a part that has memory, so that the first copy need not: 5 to 16 ms for 32 MiB in small pages.
-
-        Lets other threads run. What the kernel says against it is passed over: it happens by and by, then.
-        """
-        mapping, first = self._map, offset // mmap.PAGESIZE * mmap.PAGESIZE
-        if mapping is not None:
-            advice = pages.MADV_POPULATE_READ if mapping.view.readonly else pages.MADV_POPULATE_WRITE
-            mapping.advise(first, offset + nbytes - first, advice)
-
     @property
     def huge_nbytes(self) -> int:
         """Bytes in huge pages: all that a hugetlbfs gave, or else those that `back` found or made in this process."""

@@ -21,7 +21,6 @@ import weakref
 from pathlib import Path
 from typing import Final
 
-MADV_POPULATE_READ: Final = 22
 MADV_POPULATE_WRITE: Final = 23
 MADV_COLLAPSE: Final = 25
 _PROT_NONE: Final = 0

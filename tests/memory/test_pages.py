@@ -84,7 +84,6 @@ def test_a_mapping_goes_with_the_last_that_needs_it(shm_dir):
     del part
     assert mappings() == 0
     assert not memory.back(0, HUGE)
-    memory.map_ahead(0, HUGE)
     assert memory.huge_nbytes <= HUGE
 
 
@@ -97,9 +96,8 @@ def test_memory_comes_in_huge_pages_without_any_setting(shm_dir, named):
     assert made.huge_nbytes == mapped_huge(made) == 2 * HUGE
     made.view[HUGE // 2 : 3 * HUGE] = b"x" * (HUGE * 5 // 2)
     seen = SharedMemory.attach(made.path, writable=False)
-    seen.map_ahead(HUGE // 2, 3 * HUGE)
-    assert mapped_huge(seen) == 2 * HUGE
     assert seen.view[HUGE // 2 : 3 * HUGE] == b"x" * (HUGE * 5 // 2)
+    assert mapped_huge(seen) == 2 * HUGE
     seen.close()
     made.close()
 
@@ -168,7 +166,6 @@ def test_a_full_tmpfs_is_an_answer_and_costs_nothing(mount, huge, collapses, mon
     for offset in (0, 5 * HUGE, 14 * HUGE):
         assert made.back(offset, 2 * HUGE) == (offset == 0)
     assert free_nbytes(place) == 0
-    made.map_ahead(0, 16 * HUGE)
     made.view[: 5 * HUGE] = b"x" * (5 * HUGE)
     if collapses or huge == "advise":
         assert made.huge_nbytes in (4 * HUGE, 5 * HUGE)
