@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from raykv.aio import AsyncClient
     from raykv.client import Client
     from raykv.handoff import Ticket
-    from raykv.local import Pins, Reservation
+    from raykv.leases import Pins, Reservation
     from raykv.why import Why
 
 __version__ = "0.1.0"
@@ -70,8 +70,8 @@ __all__ = [
 _ON_FIRST_USE: Final = {
     "AsyncClient": "raykv.aio",
     "Client": "raykv.client",
-    "Pins": "raykv.local",
-    "Reservation": "raykv.local",
+    "Pins": "raykv.leases",
+    "Reservation": "raykv.leases",
     "Ticket": "raykv.handoff",
     "Why": "raykv.why",
 }

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from raykv.client import Client, Keys
-from raykv.local import Pins
+from raykv.leases import Pins
 from raykv.types import GetResult, Match, PutResult, Scattered
 from raykv.why import Why
 

@@ -21,9 +21,10 @@ from raykv import keys as keys_
 from raykv import wire
 from raykv.errors import CapacityError, LostError, PeerUnavailable, ProtocolError, TransientError, UsageError
 from raykv.handoff import Ticket
+from raykv.leases import Pins, Reservation
 from raykv.load import Arrivals, with_checksums
 from raykv.loan import Account
-from raykv.local import LocalNode, Pins, Reservation
+from raykv.local import LocalNode
 from raykv.marks import require_hints
 from raykv.memory.copying import all_byte_views, byte_views
 from raykv.namespace import Namespace

@@ -11,14 +11,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from types import TracebackType
-from typing import Final, Self
+from typing import Final
 
 import numpy as np
 
 from raykv import wire
 from raykv.errors import LostError, PeerUnavailable, RayKVError, TransientError, UsageError
 from raykv.keys import KEY_NBYTES, to_bytes
+from raykv.leases import Pins, Reservation
 from raykv.loan import (
     MAX_POSTED_KEYS,
     POOL_IDLE_S,
@@ -29,7 +29,7 @@ from raykv.loan import (
     Pool,
     Slot,
 )
-from raykv.memory.copying import CopyThreads, checksum_of
+from raykv.memory.copying import CopyThreads
 from raykv.memory.slots import slot_nbytes
 from raykv.memory.table import MAX_DEPTH
 from raykv.transport.base import MAX_POSTED, Link, remaining
@@ -615,7 +615,7 @@ class LocalNode:
         parent: KeyArray | None,
         depth: int,
         deadline_s: float,
-    ) -> "Reservation":
+    ) -> Reservation:
         """Room in the arena for those keys that the node does not hold.
 
         Raises:
@@ -629,7 +629,7 @@ class LocalNode:
         assert isinstance(answer, wire.Granted)
         return Reservation(self, life, reader, len(keys), nbytes, answer)
 
-    def pin(self, keys: KeyArray, *, deadline_s: float) -> "Pins":
+    def pin(self, keys: KeyArray, *, deadline_s: float) -> Pins:
         """Hold chunks that lie here, and view them in place."""
         with self._lock:
             answer = self._call(wire.Pin(to_bytes(keys)), deadline_s)
@@ -661,130 +661,3 @@ def _rows_of(slots: Sequence[Slot]) -> bytes:
 
 def _raw(parent: KeyArray | None) -> bytes:
     return b"" if parent is None else to_bytes(parent)
-
-
-class Reservation:
-    """Slots of the arena to write chunks into, invisible to others until `commit`. Dies with the connection.
-
-    After that the slots rest for QUARANTINE_S, and then serve others: who writes for longer asks `valid` in between.
-
-    Attributes:
-        index: Places, in the keys asked for, of the chunks to write, in order.
-        views: For each of them the bytes to write.
-        reason: Why there is no room for the others that are missing; empty when none is.
-    """
-
-    def __init__(
-        self,
-        node: LocalNode | None,
-        life: int,
-        reader: ShmReader | None,
-        asked: int,
-        nbytes: int,
-        granted: wire.Granted,
-    ) -> None:
-        self._node, self._life, self._asked, self._full = node, life, asked, granted.full
-        self._rows = granted.rows
-        self.index = np.frombuffer(granted.positions, "<i4")
-        starts = np.frombuffer(granted.offsets, "<u8").tolist()
-        self.views: list[memoryview] = []
-        if reader is not None:
-            self.views = [reader.arena.view[start : start + nbytes] for start in starts]
-        self.reason = "full" if granted.full else ""
-        self._open = bool(starts)
-
-    @classmethod
-    def refused(cls, asked: int, reason: str) -> Self:
-        """A reservation of nothing, because the node is away."""
-        made = cls(None, 0, None, asked, 0, wire.Granted(b"", b"", b"", asked))
-        made.reason = reason
-        return made
-
-    def valid(self, *, timeout_s: float = 1.0) -> bool:
-        """Whether the views may be written to for the next seconds (at least QUARANTINE_S - TRUST_S).
-
-        False: the node was restarted, or the connection is gone; nothing may be written any more. That nearly always
-        takes no call.
-
-        Args:
-            timeout_s: Seconds to wait for the node, if it has to be asked.
-        """
-        if not self._open or self._node is None:
-            return False
-        return self._node.holds(self._life, time.monotonic() + timeout_s)
-
-    def commit(self, *, timeout_s: float = 5.0) -> PutResult:
-        """Make the chunks visible. All views must be written by now, and are not to be touched afterwards.
-
-        Args:
-            timeout_s: Seconds to wait for the node.
-        """
-        stored, reason = len(self.views), self.reason
-        existed = self._asked - stored - self._full
-        if self._open:
-            checksums = np.array([checksum_of([view]) for view in self.views], np.uint64)
-            try:
-                self._call(wire.Commit(self._rows, checksums.tobytes()), timeout_s)
-            except TransientError as error:
-                stored, reason = 0, str(error)
-                self.abort()  # if it never went out, the slots are still ours to give back
-        self._open = False
-        return PutResult(stored, existed, self._asked - existed - stored, reason)
-
-    def abort(self, *, timeout_s: float = 5.0) -> None:
-        """Give the slots back unwritten."""
-        if self._open:
-            self._open = False
-            try:
-                self._call(wire.Abort(self._rows), timeout_s)
-            except TransientError:
-                pass  # the node gave them back when the connection went
-
-    def _call(self, request: wire.Message, timeout_s: float) -> None:
-        assert self._node is not None
-        self._node.call(request, deadline_s=time.monotonic() + timeout_s, life=self._life)
-
-
-class Pins:
-    """Chunks viewed in place, held as long as this context lasts and its connection lives.
-
-    Attributes:
-        views: One entry a key: the chunk's bytes, read-only; None where it is not here.
-    """
-
-    def __init__(self, node: LocalNode, life: int, reader: ShmReader, held: wire.Held) -> None:
-        self._node, self._life, self._reader = node, life, reader
-        self._rows = np.frombuffer(held.rows, "<i4")
-        self._generations = reader.table.columns.generation[self._rows]
-        starts = np.frombuffer(held.offsets, "<u8").tolist()
-        lengths = np.frombuffer(held.nbytes, "<u4").tolist()
-        self.views: Sequence[memoryview | None] = [
-            reader.arena.view[start : start + length].toreadonly() if row >= 0 else None
-            for row, start, length in zip(self._rows.tolist(), starts, lengths, strict=True)
-        ]
-
-    def valid(self) -> bool:
-        """Whether the views still show what was pinned: false once the node was restarted and reused the room.
-
-        A pin lives as long as its connection. Who cannot bear a restart in the middle asks this after use.
-        """
-        held = self._rows >= 0
-        columns = self._reader.table.columns
-        return bool((columns.generation[self._rows[held]] == self._generations[held]).all())
-
-    def release(self) -> None:
-        """Let go. The views must not be used any more."""
-        rows, self._rows = self._rows, self._rows[:0]
-        if (rows >= 0).any():
-            try:
-                self._node.call(wire.Unpin(rows.tobytes()), deadline_s=time.monotonic() + 5.0, life=self._life)
-            except TransientError:
-                pass  # the pins went with the connection
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.release()

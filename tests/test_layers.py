@@ -74,6 +74,7 @@ LAYERS = [
     "kept",
     "load",
     "loan",
+    "leases",
     "local",
     "troubles",
     "reach",
