@@ -28,6 +28,10 @@ class Lender(Protocol):
         """See `LocalNode.holds`."""
         ...
 
+    def abandon(self, rows: bytes, life: int, deadline_s: float) -> None:
+        """See `LocalNode.abandon`."""
+        ...
+
 
 class Reservation:
     """Slots of the arena to write chunks into, invisible to others until `commit`. Dies with the connection.
@@ -69,8 +73,8 @@ class Reservation:
     def valid(self, *, timeout_s: float = 1.0) -> bool:
         """Whether the views may be written to for the next seconds (at least QUARANTINE_S - TRUST_S).
 
-        False: the node was restarted, or the connection is gone; nothing may be written any more. That nearly always
-        takes no call.
+        False: the node was restarted, the connection is gone, or the node does not answer; nothing may be written any
+        more. That nearly always takes no call.
 
         Args:
             timeout_s: Seconds to wait for the node, if it has to be asked.
@@ -93,18 +97,15 @@ class Reservation:
                 self._call(wire.Commit(self._rows, checksums.tobytes()), timeout_s)
             except TransientError as error:
                 stored, reason = 0, str(error)
-                self.abort()  # if it never went out, the slots are still ours to give back
+                self.abort(timeout_s=0.0)  # if it never went out, the slots are still ours to give back
         self._open = False
         return PutResult(stored, existed, self._asked - existed - stored, reason)
 
     def abort(self, *, timeout_s: float = 5.0) -> None:
-        """Give the slots back unwritten."""
-        if self._open:
+        """Give the slots back unwritten: now, or with the next call if the node does not answer in time."""
+        if self._open and self._node is not None:
             self._open = False
-            try:
-                self._call(wire.Abort(self._rows), timeout_s)
-            except TransientError:
-                pass  # the node gave them back when the connection went
+            self._node.abandon(self._rows, self._life, time.monotonic() + timeout_s)
 
     def _call(self, request: wire.Message, timeout_s: float) -> None:
         assert self._node is not None

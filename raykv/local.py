@@ -84,6 +84,7 @@ class LocalNode:
         self._posted: deque[Borrowed] = deque()
         self._posted_keys = 0
         self._outcome = Outcome()
+        self._abandoned: list[tuple[int, bytes]] = []
         self.posted = 0
         self._idle_looked_at_s = 0.0
         self.epoch = 0
@@ -126,17 +127,25 @@ class LocalNode:
     def holds(self, life: int, deadline_s: float) -> bool:
         """Whether the leases of the connection of that number are alive, or were TRUST_S ago.
 
-        The node is asked if it has not answered since.
+        The node is asked if it has not answered since. False also if it does not answer by the deadline.
         """
-        if life != self._life or self._link is None:
-            return False
-        if time.monotonic() < self._trusted_until_s:
-            return True
+        if time.monotonic() >= self._trusted_until_s:
+            try:
+                self.call(wire.GetView(), deadline_s=deadline_s, life=life)
+            except RayKVError:
+                return False
+        trusted = (
+            time.monotonic() < self._trusted_until_s
+        )  # perhaps for another one, by now: which comes to light below
+        return trusted and life == self._life and self._link is not None
+
+    def abandon(self, rows: bytes, life: int, deadline_s: float) -> None:
+        """Give up rows (i32) that were reserved on the connection of that number; later, if there is no time for it."""
         try:
-            self.call(wire.GetView(), deadline_s=deadline_s, life=life)
-        except RayKVError:
-            return False
-        return True
+            self.call(wire.Abort(rows), deadline_s=deadline_s, life=life)
+        except TransientError:
+            if life == self._life:
+                self._abandoned.append((life, rows))  # the next call takes them along, if the connection still lives
 
     def _call(self, request: wire.Message, deadline_s: float, life: int | None = None) -> wire.Answer:
         remaining(deadline_s)  # a late caller must not cost the others their connection, and its leases
@@ -156,6 +165,10 @@ class LocalNode:
         try:
             while self._posted:
                 self._collect(link, deadline_s)
+            while self._abandoned:
+                life, rows = self._abandoned.pop()
+                if life == self._life:
+                    link.call(wire.Abort(rows), deadline_s=deadline_s)
             asked_at_s = time.monotonic()
             answer = link.call(request, deadline_s=deadline_s)
         except BaseException as error:

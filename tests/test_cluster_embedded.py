@@ -390,6 +390,21 @@ def test_a_reservation_tells_when_nothing_may_be_written_to_it_any_more(monkeypa
         assert not client.reserve(["a"], NBYTES, timeout_s=0.0).valid()
 
 
+def test_a_reservation_that_nobody_had_time_to_abort_is_given_back_with_the_next_call():
+    """Else nobody could store its chunks for as long as the connection lasts."""
+    with cluster(1) as running:
+        client, other = running.client(SPACE), running.client(SPACE)
+        for late in (lambda room: room.abort(timeout_s=0.05), lambda room: room.commit(timeout_s=0.05)):
+            room = client.reserve(["a", "b"], NBYTES)
+            with client._reach.local._lock:  # others are at it, for too long
+                late(room)
+            assert put(other, ["a"]).existed == 1  # somebody is writing it
+            assert client.reserve(["c"], NBYTES).commit().stored == 1
+            assert put(other, ["a"]).stored == 1
+            assert other.delete(["a", "c"]) == 2
+        assert get(other, ["b"]).hits == (False,)
+
+
 def test_a_late_call_does_not_cost_the_leases_of_others():
     with cluster(2) as running:
         client = running.client(SPACE)

@@ -875,17 +875,20 @@ static int hold_targets(buffers_t *pieces, PyObject *targets, Py_ssize_t first, 
 typedef struct job {
     void (*copy)(const void *batch, Py_ssize_t at);
     const void *batch; /* of the caller's thread: only for who has begun a chunk, which the caller waits for */
-    Py_ssize_t count, begun, ended;
+    Py_ssize_t count, step, begun, ended; /* chunks; `step` of them are taken at once */
 } job_t;
 
 #define JOB "raykv.job"
 #define SPIN_NS 300000 /* to be woken takes as long on a virtual machine */
 #define NAP_NS 50000
+#define STEPS_A_JOB 64
 
 static void work(job_t *job) {
-    for (Py_ssize_t at; (at = __atomic_fetch_add(&job->begun, 1, __ATOMIC_RELAXED)) < job->count;) {
-        job->copy(job->batch, at);
-        __atomic_fetch_add(&job->ended, 1, __ATOMIC_RELEASE);
+    for (Py_ssize_t first; (first = __atomic_fetch_add(&job->begun, job->step, __ATOMIC_RELAXED)) < job->count;) {
+        Py_ssize_t end = job->count - first < job->step ? job->count : first + job->step;
+        for (Py_ssize_t at = first; at < end; at++)
+            job->copy(job->batch, at);
+        __atomic_fetch_add(&job->ended, end - first, __ATOMIC_RELEASE);
     }
 }
 
@@ -910,7 +913,7 @@ static void free_job(PyObject *capsule) {
    only `call` makes, nobody copies any more either. */
 static int run_job(void (*copy)(const void *, Py_ssize_t), const void *batch, Py_ssize_t count, PyObject *call,
                    int keep_lock) {
-    job_t alone = {copy, batch, count, 0, 0}, *job = &alone;
+    job_t alone = {copy, batch, count, count / STEPS_A_JOB + 1, 0, 0}, *job = &alone;
     PyObject *capsule = NULL, *called = NULL;
     if (call != Py_None) {
         if (!(job = PyMem_Malloc(sizeof *job))) {

@@ -169,6 +169,7 @@ class CopyThreads:
         self.count = count
         self._jobs: SimpleQueue[object] = SimpleQueue()
         self._threads: list[threading.Thread] = []
+        self._process = os.getpid()
         self._lock = threading.Lock()
         self._cores: set[int] = set()  # where the threads may run
         self._left_out = -1
@@ -176,12 +177,16 @@ class CopyThreads:
     def called(self, chunks: int, nbytes: int) -> Callable[[object], None] | None:
         """What `native.read` or `native.fill` of so many chunks and bytes calls helpers with; None: nobody is worth it.
 
-        Without the compiled loops nobody helps either.
+        Nobody helps without the compiled loops either, nor in a child by fork, which has no such threads.
         """
         shares = min(self.count, chunks, nbytes // _SHARE_NBYTES)
-        if shares <= 1 or native.share is None:
+        if shares <= 1 or native.share is None or os.getpid() != self._process:
             return None
-        self._start(shares - 1)
+        try:
+            self._start(shares - 1)
+        except RuntimeError:  # this process may have no more threads
+            if not self._threads:
+                return None
         self._make_way()
         return partial(self._call, shares - 1)
 

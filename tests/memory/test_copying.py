@@ -120,25 +120,74 @@ def test_who_helps_takes_each_chunk_once_or_comes_too_late(rng, loops):
         native.fill(slots, values, checksums, bool(number % 2), helpers)
         assert checksums.tolist() == [checksum_of(value) for value in values]
         assert all(slot == value[0] for slot, value in zip(slots, values, strict=True))
+        memory = [slot.obj for slot in slots]
         for slot, value in zip(slots, values, strict=True):
             slot[:] = bytes(len(slot))
             slot.release()  # nobody holds them any more
             value[0].release()
         native.share(helpers.job)
         helpers.join()
+        assert all(room.count(0) == len(room) for room in memory), "who came too late wrote all the same"
 
 
 @pytest.mark.parametrize("loops", ["compiled"], indirect=True)
 def test_nobody_copies_any_more_when_the_call_has_failed(rng, loops):
-    slots, values, checksums = batch(rng, 16, 1 << 20)
-    for number in range(20):
+    slots, values, checksums = batch(rng, 200, 100_000)
+    begun = 0
+    for number in range(40):
         helpers = Helpers(1, fails_after_s=0.001 * (number % 2))
+        checksums[:] = 0
         with pytest.raises(KeyError):
             native.fill(slots, values, checksums, True, helpers)
-        for slot in slots:
-            slot[:] = bytes(len(slot))
+        seen = checksums.copy()
         helpers.join()
-        assert not any(np.frombuffer(slot, np.uint8).any() for slot in slots)
+        assert (checksums == seen).all()
+        begun += 0 < np.count_nonzero(seen) < len(slots)
+    assert begun
+
+
+@pytest.mark.parametrize("loops", ["compiled"], indirect=True)
+def test_threads_that_were_called_copy(rng, loops, monkeypatch):
+    threads, share, seen = CopyThreads(2), native.share, []
+
+    def counted(job: object) -> None:
+        share(job)
+        seen.append(threading.current_thread().name)
+
+    monkeypatch.setattr(native, "share", counted)
+    slots, values, checksums = batch(rng, 4, 1 << 20)
+    call = threads.called(4, 4 << 20)
+    waited = threading.Event()
+
+    def call_and_wait(job: object) -> None:
+        call(job)
+        until_s = time.monotonic() + 10.0
+        while not seen and time.monotonic() < until_s:
+            time.sleep(0.001)
+        waited.set()
+
+    native.fill(slots, values, checksums, True, call_and_wait)
+    assert waited.is_set()
+    assert seen == ["raykv-copy"]
+    assert checksums.tolist() == [checksum_of(value) for value in values]
+    threads.close()
+
+
+def test_a_child_by_fork_and_who_may_have_no_more_threads_copies_alone(monkeypatch, rng):
+    threads = CopyThreads(2)
+
+    def refused(wanted: int) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threads, "_start", refused)
+    slots, values, _ = batch(rng, 4, 1 << 20)
+    assert threads.fill(slots, values).tolist() == [checksum_of(value) for value in values]
+    monkeypatch.undo()
+    child = os.fork()
+    if not child:
+        os._exit(0 if threads.called(4, 4 << 20) is None else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    threads.close()
 
 
 @pytest.mark.parametrize("loops", ["compiled"], indirect=True)

@@ -217,8 +217,8 @@ class WorkerSide:
             for index, view in zip(reservation.index.tolist(), reservation.views, strict=True):
                 if not reservation.valid(timeout_s=timeout_s):
                     reservation.abort(timeout_s=timeout_s)
-                    self._stats.count("stored_chunks", len(keys), "skipped")
-                    return "the node was restarted"
+                    self._stats.count("stored_chunks", len(reservation.views), "skipped")
+                    return "the node does not answer, or was restarted"
                 self._layout.read(save.blocks[held + index], view)
         except BaseException:
             reservation.abort(timeout_s=timeout_s)
