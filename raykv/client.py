@@ -105,7 +105,8 @@ class Client:
         reach = self._reach
         if record and reach.local is not None and reach.local.reader.table.recording and len(keys):
             self._recorder.note(keys, today_s=time.time(), now_s=time.monotonic())
-        here = self._here(keys, reach.deadline(timeout_s))
+        deadline_s = reach.deadline(timeout_s)
+        here = self._here(keys, deadline_s)
         if reach.local is not None and here.all():
             return Match(len(keys), (reach.local.attached.node_id,) * len(keys))
         promised = ticket.match(self.namespace, len(keys)).holders if ticket else ()
@@ -116,7 +117,7 @@ class Client:
         cold: list[int] = []
         if None in holders and ticket is None:
             unknown = [place for place, holder in enumerate(holders) if holder is None]
-            found, below = reach.locate(keys[unknown], reach.deadline(timeout_s))
+            found, below = reach.locate(keys[unknown], deadline_s)
             for place, holder in zip(unknown, found, strict=True):
                 holders[place] = holder
             cold = [place for place, is_below in zip(unknown, below.tolist(), strict=True) if is_below]
@@ -126,7 +127,7 @@ class Client:
         count = holders.index(None) if None in holders else len(holders)
         cold = [place for place in cold if place < count]
         if cold and promote:
-            reach.promote(keys[cold], [holders[place] for place in cold], reach.deadline(timeout_s))
+            reach.promote(keys[cold], [holders[place] for place in cold], deadline_s)
         return Match(count, tuple(holder for holder in holders[:count] if holder is not None), len(cold))
 
     def exists(self, keys: Keys, *, timeout_s: float | None = None) -> Bits:

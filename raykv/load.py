@@ -159,7 +159,7 @@ class Load:
         for place in self.places:
             if place not in done:
                 size = self._arrivals.sizes[place]
-                if room < size or len(parts[-1]) == PART_KEYS:
+                if not parts or room < size or len(parts[-1]) == PART_KEYS:
                     parts.append([])
                     room = PART_NBYTES
                 parts[-1].append(place)

@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import Any, Final, TypeAlias, TypeVar
 
@@ -25,6 +25,7 @@ from raykv.local import LocalNode
 from raykv.memory.copying import CopyThreads, default_copy_threads
 from raykv.ring import Member, View
 from raykv.tally import Tally
+from raykv.transport.base import Link
 from raykv.transport.peers import Connect, Peers
 from raykv.transport.shm import ShmReader
 from raykv.transport.tcp import SocketLink
@@ -90,6 +91,7 @@ class Reach:
         self._lock = threading.Lock()  # of the making of these two
         self._pool: ThreadPoolExecutor | None = None
         self._behind: ThreadPoolExecutor | None = None  # not the same: what it does asks others in parallel, and waits
+        self._closed = False
         self._view = View()
         self._failures, self._doubt_s = 0, -math.inf
         self.troubles = Troubles()
@@ -131,13 +133,24 @@ class Reach:
 
     def view(self, deadline_s: float) -> View:
         """The newest view, fetched again if an answer told of a newer one, or somebody did not answer."""
+        if self.local is not None and self.local.attached.secret != self.peers.secret and self.local.attached.secret:
+            self._begin_anew(self.local)
         heard = max(self.peers.epoch, self.local.epoch if self.local else 0)
         if heard > self._view.epoch or self._in_doubt():
             try:
                 self.refresh(deadline_s)
             except RayKVError:
                 pass  # the old one serves; what is stale in it costs misses
+            self._failures = self.peers.failures  # those of the asking are no reason to ask again
         return self._view
+
+    def _begin_anew(self, local: LocalNode) -> None:
+        """Our node is one of a new cluster now, which has another secret, and begins its views anew."""
+        with self._lock:
+            self.peers.retain(())
+            self.peers.secret, self.peers.epoch = local.attached.secret, 0
+            local.epoch, self._view = 0, View()
+            self._doubt_s, self._failures = -math.inf, self.peers.failures - 1  # so that the view is fetched
 
     def _in_doubt(self) -> bool:
         """Whether a member failed since the view was fetched for such a reason; that is done once in a while."""
@@ -162,17 +175,27 @@ class Reach:
         view = wire.expect(wire.ViewIs, answer).view
         if view.epoch > self._view.epoch:
             self._view = view
+            self._forget_all_but(view)
         return self._view
 
+    def _forget_all_but(self, view: View) -> None:
+        """Who has left, or was restarted, keeps no connection and no mapping of ours, but for those in use."""
+        self.peers.retain({self._address, *(a for m in view.members for a in (m.address, m.local_address))})
+        lives = {(member.node_id, member.incarnation) for member in view.members}
+        with self._lock:
+            self._neighbours = {life: reader for life, reader in self._neighbours.items() if life in lives}
+            self._tiered = self._tiered & lives
+
     def _ask_any(self, request: wire.Message, deadline_s: float) -> wire.Answer:
-        first = [] if self._address.startswith("unix:") else [self._address]
-        addresses = dict.fromkeys([*first, *(member.address for member in self._view.members)])
+        # The one that we were given last: it may have left long ago, without anybody who would say so.
+        given = [] if self._address.startswith("unix:") else [self._address]
+        addresses = [*dict.fromkeys([*(member.address for member in self._view.members), *given])]
         problem = TransientError("no address to ask")
-        for address in addresses:
+        for number, address in enumerate(addresses):
+            left_s = deadline_s - time.monotonic()
+            until_s = deadline_s - left_s / 2 if number + 1 < len(addresses) else deadline_s
             try:
-                return self.peers.ask(
-                    address, lambda link: link.call(request, deadline_s=deadline_s), deadline_s=deadline_s
-                )
+                return self.peers.ask(address, partial(_call, request=request, deadline_s=until_s), deadline_s=until_s)
             except RayKVError as error:
                 problem = error if isinstance(error, TransientError) else TransientError(f"{address}: {error}")
         try:
@@ -444,6 +467,8 @@ class Reach:
     def fetch(self, arrivals: Arrivals, holders: Sequence[NodeId | None], deadline_s: float) -> None:
         """Read what is missing from its holders, all of them in parallel."""
         missing = arrivals.missing()
+        if not missing:
+            return
         if len(missing) == 1 and len(arrivals.targets[missing[0]]) == 1:
             self._fetch_single(arrivals, missing[0], holders[missing[0]], deadline_s)
             return
@@ -494,30 +519,34 @@ class Reach:
         if neighbour is None:
             self.peers.ask(member.address, lambda link: load.run(link, deadline_s), deadline_s=deadline_s)
             return
-        places = np.array(load.places)
+        places = np.array(load.places, np.int64)
         keys = arrivals.keys[places]
         hits, _ = self.read_local(neighbour, keys, [arrivals.targets[place] for place in load.places])
         load.path = "shm"
         load.arrived = places[hits].tolist()
         absent = ~hits & ~neighbour.ready(keys, now_s=time.monotonic())
         if absent.any() and (member.node_id, member.incarnation) in self._tiered:
-            raised = self._promote(member, neighbour, arrivals, places[absent].tolist(), deadline_s)
-            load.arrived += raised
-            absent[np.isin(places, raised)] = False
+            self._promote(member, neighbour, arrivals, load, places[absent].tolist(), deadline_s)
+            absent[np.isin(places, load.arrived)] = False
         load.gone = places[absent].tolist()
 
     def _promote(
-        self, member: Member, neighbour: ShmReader, arrivals: Arrivals, places: list[int], deadline_s: float
-    ) -> list[int]:
+        self,
+        member: Member,
+        neighbour: ShmReader,
+        arrivals: Arrivals,
+        load: Load,
+        places: list[int],
+        deadline_s: float,
+    ) -> None:
         """Have a node of this host bring chunks into its memory, and read them there, a part while the next comes up.
 
-        Returns:
-            Places of those that arrived.
+        Those that arrived are noted in `load`, also when this raises.
         """
         parts: list[list[int]] = []
         room = 0
         for place in places:
-            if room < arrivals.sizes[place]:
+            if not parts or room < arrivals.sizes[place]:
                 parts.append([])
                 room = PROMOTE_NBYTES
             parts[-1].append(place)
@@ -526,7 +555,6 @@ class Reach:
         def ask(part: list[int], timeout_s: float) -> None:
             self._ask_to_promote(member, arrivals.raw_keys(part), timeout_s, deadline_s)
 
-        arrived: list[int] = []
         for number, part in enumerate(parts):
             if number + 1 < len(parts):
                 if number == 0:
@@ -535,8 +563,7 @@ class Reach:
             ask(part, max(1e-3, deadline_s - time.monotonic() - PROMOTE_SLACK_S))
             targets = [arrivals.targets[place] for place in part]
             hits, _ = self.read_local(neighbour, arrivals.keys[part], targets)
-            arrived += [place for place, hit in zip(part, hits.tolist(), strict=True) if hit]
-        return arrived
+            load.arrived += [place for place, hit in zip(part, hits.tolist(), strict=True) if hit]
 
     def _ask_to_promote(self, member: Member, keys: bytes, timeout_s: float, deadline_s: float) -> None:
         """Over a connection of its own: puts to the node on this host must not wait for its disk."""
@@ -624,11 +651,12 @@ class Reach:
             except LostError:
                 reader = None  # its files are not to be had in this container
             # Readers of its earlier lives are not closed: somebody may be in them. They go with their last user.
-            self._neighbours = {known: old for known, old in self._neighbours.items() if known[0] != life[0]}
-            self._neighbours[life] = reader
-            if tiered:
-                self._tiered = {*(known for known in self._tiered if known in self._neighbours), life}
-        return self._neighbours[life]
+            with self._lock:
+                others = {known: old for known, old in self._neighbours.items() if known[0] != life[0]}
+                self._neighbours = {**others, life: reader}
+                self._tiered = {known for known in self._tiered if known in others} | ({life} if tiered else set())
+            return reader
+        return self._neighbours.get(life)
 
     def note_end(self, arrivals: Arrivals, *, late: bool) -> None:
         """A `get` is over.
@@ -649,7 +677,10 @@ class Reach:
 
         Nobody waits for it.
         """
-        self._submit(partial(self.call, holder, wire.Suspect(keys_.to_bytes(keys)), deadline_s))
+        try:
+            self._submit(partial(self.call, holder, wire.Suspect(keys_.to_bytes(keys)), deadline_s))
+        except RuntimeError:
+            pass  # this process may have no more threads, or this is closed
 
     def in_parallel(self, work: Mapping[K, Callable[[], T]], deadline_s: float) -> dict[K, T | RayKVError]:
         """Run each, and wait for all; each keeps its own deadline. A RayKVError is a result.
@@ -661,8 +692,22 @@ class Reach:
             ((name, only),) = work.items()
             return {name: _caught(only)}
         boxes: dict[K, list[Callable[[], T]]] = {name: [each] for name, each in work.items()}
-        futures = {name: self._submit(partial(_unpacked, box)) for name, box in boxes.items()}
-        return {name: _result(future, boxes[name], deadline_s) for name, future in futures.items()}
+        futures: dict[K, Future[T | RayKVError]] = {}
+        done: dict[K, T | RayKVError] = {}
+        try:
+            for name, box in boxes.items():
+                try:
+                    futures[name] = self._submit(partial(_unpacked, box))
+                except RuntimeError:  # this process may have no more threads
+                    if self._closed:
+                        raise
+                    done[name] = _caught(box.pop())  # who finds it in the queue later on finds nothing to do
+            return done | {name: _result(future, boxes[name], deadline_s) for name, future in futures.items()}
+        except BaseException:  # a bug, or an interrupt: nobody may write to the caller's buffers after this
+            for box in boxes.values():
+                box.clear()
+            wait([future for future in futures.values() if not future.cancel()])
+            raise
 
     def _submit(self, task: Callable[[], T]) -> "Future[T]":
         with self._lock:
@@ -672,6 +717,7 @@ class Reach:
 
     def close(self) -> None:
         """Close everything."""
+        self._closed = True
         for pool in (self._behind, self._pool):
             if pool is not None:
                 pool.shutdown()
@@ -693,7 +739,11 @@ def _caught(task: Callable[[], T]) -> T | RayKVError:
 
 
 def _unpacked(box: list[Callable[[], T]]) -> T | RayKVError:
-    return _caught(box.pop())
+    return _caught(box.pop()) if box else PeerUnavailable("not asked any more")
+
+
+def _call(link: Link, request: wire.Message, deadline_s: float) -> wire.Answer:
+    return link.call(request, deadline_s=deadline_s)
 
 
 def _result(future: "Future[T | RayKVError]", box: list[Any], deadline_s: float) -> T | RayKVError:

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Final, Protocol, TypeVar
 
 from raykv.errors import PeerUnavailable, TransientError
@@ -91,10 +91,16 @@ class Peers:
         for link in idle:
             link.close()
 
+    def retain(self, addresses: Container[str]) -> None:
+        """Forget all others: who has left the cluster."""
+        for address in {*self._idle, *self._shut_until_s}:
+            if address not in addresses:
+                self.forget(address)
+                self._shut_until_s.pop(address, None)
+
     def close(self) -> None:
         """Close all idle connections."""
-        for address in list(self._idle):
-            self.forget(address)
+        self.retain(())
 
     def _run(self, address: str, link: Link, request: Callable[[Link], T]) -> T:
         keep = False

@@ -80,7 +80,10 @@ class SocketLink(Link):
             ProtocolError: Somebody else is there, or another version.
         """
         family, where = parse_address(address)
-        connection = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            connection = socket.socket(family, socket.SOCK_STREAM)
+        except OSError as error:  # out of descriptors
+            raise PeerUnavailable(f"{address}: no socket to be had: {error.strerror or error}") from error
         try:
             connection.settimeout(remaining(deadline_s))
             connection.connect(where)
@@ -91,11 +94,11 @@ class SocketLink(Link):
                 _tune(connection)
             stream = Stream(connection, tick_s=TICK_S)
             _shake_hands_asking(stream, secret, deadline_s)
-        except (OSError, RayKVError) as error:
+        except (OSError, OverflowError, UnicodeError, RayKVError) as error:  # (a port or a name that is none)
             connection.close()
             if isinstance(error, RayKVError):
                 raise
-            raise PeerUnavailable(f"{address}: {error.strerror or error}") from error
+            raise PeerUnavailable(f"{address}: {getattr(error, 'strerror', None) or error}") from error
         return cls(stream)
 
     def call(self, request: Message, *, deadline_s: float) -> Answer:
