@@ -658,8 +658,7 @@ class Node:
         until_s = time.monotonic() + PROMOTE_TIMEOUT_S
         for first in range(0, len(lacking), PROMOTED_KEYS):
             places = lacking[first : first + PROMOTED_KEYS]
-            if not self.tiers.promote(keys[places], until_s=until_s):
-                continue
+            self.tiers.promote(keys[places], until_s=until_s)  # (What others bring up meanwhile is not counted there.)
             with self._lock:
                 held = self.shard.pin_each(keys[places], now_s=time.monotonic())
             for place, row, start, length, checksum in zip(places, *held, strict=True):
@@ -673,9 +672,9 @@ class Node:
             row, start, nbytes, checksum = shard.pin_one(hi, lo, now_s=time.monotonic())
         if row < 0 and self.tiers:
             until_s = time.monotonic() + PROMOTE_TIMEOUT_S
-            if self.tiers.promote(_keys(request.keys), until_s=until_s):
-                with self._lock:
-                    row, start, nbytes, checksum = shard.pin_one(hi, lo, now_s=time.monotonic())
+            self.tiers.promote(_keys(request.keys), until_s=until_s)
+            with self._lock:
+                row, start, nbytes, checksum = shard.pin_one(hi, lo, now_s=time.monotonic())
         answer = wire.Reading(_LENGTH.pack(nbytes), _CHECKSUM.pack(checksum))
         if row < 0:
             if request.locate:

@@ -160,7 +160,8 @@ class Room:
         if self.lent_nbytes < self._arena_nbytes // AHEAD_MOST_SHARE:
             left_nbytes = max(left_nbytes, self._arena_nbytes // AHEAD_LITTLE_SHARE)
         spare_nbytes = min(
-            (self.slots.free_nbytes - int(self._config.low_water * self._arena_nbytes)) // AHEAD_SHARE, left_nbytes
+            (self.slots.free_nbytes - int(self._config.low_water * self.slots.usable_nbytes)) // AHEAD_SHARE,
+            left_nbytes,
         )
         capacity = int(self._table.namespaces["capacity"][account])
         if capacity:
@@ -431,7 +432,7 @@ class Room:
         """Chunks that must go for this share of the arena, and of the rows, to be free."""
         free_rows = len(self.free_rows) + self._table.rows - self._table.rows_backed
         by_rows = math.ceil(share * self._table.rows) - free_rows
-        nbytes = share * self._arena_nbytes - self.slots.free_nbytes
+        nbytes = share * self.slots.usable_nbytes - self.slots.free_nbytes
         by_nbytes = int(nbytes * self._in_use / self.total_nbytes) + 1 if nbytes > 0 and self._in_use else 0
         return max(by_rows, by_nbytes)
 
@@ -443,12 +444,8 @@ class Room:
         if self._allowed(capacity, account, size, count) == count and self._free(size) >= count:
             return count
         with self._shielded(protected):
-            missing = count - self._allowed(capacity, account, size, count)
-            if missing:
-                rows = self._candidates(account=account, wanted=missing)
-                scanned = not self._is_small() and len(rows) < SAMPLE_ROWS // SAMPLE_SHARE
-                self._evict(rows, max(missing, len(rows) // SCAN_SHARE) if scanned else missing, now)
-                count = self._allowed(capacity, account, size, count)
+            if capacity:
+                count = self._make_for_account(min(count, capacity // size), size, account, now)
             if count > len(self.free_rows):
                 self._end_parenthood(count)
                 self._evict(self._candidates(), count - len(self.free_rows), now)
@@ -458,6 +455,20 @@ class Room:
                 if not self._evict_for_slots(missing, size, now):
                     return self.slots.free(size)
         return count
+
+    def _make_for_account(self, count: int, size: int, account: int, now: int) -> int:
+        """Evict the account's own until it may have `count` more slots of `size`. Returns how many it may have."""
+        capacity = int(self._table.namespaces["capacity"][account])
+        while (allowed := self._allowed(capacity, account, size, count)) < count:
+            missing_nbytes = self._used_cells[account] + count * size - capacity
+            rows = self._candidates(account=account, wanted=count - allowed)
+            sizes = self.slot_sizes(rows)
+            mean = max(1, int(sizes.mean())) if rows.size else 1
+            missing = -(-missing_nbytes // mean)  # they may be smaller than what is to come
+            scanned = not self._is_small() and len(rows) < SAMPLE_ROWS // SAMPLE_SHARE
+            if not self._evict(rows, max(missing, len(rows) // SCAN_SHARE) if scanned else missing, now):
+                break
+        return allowed
 
     def _free(self, size: int) -> int:
         return min(self.slots.free(size), len(self.free_rows))

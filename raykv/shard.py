@@ -393,8 +393,7 @@ class Shard:
         if len(set(rows.tolist())) < count or positions[0] != 0 or not (positions[1:] - positions[:-1] == 1).all():
             return False
         anchor = table.find_one(int(parent[0, 0]), int(parent[0, 1])) if parent is not None and chained else -1
-        if anchor >= 0:
-            depth = table.cells.depth[anchor] + 1
+        depth = self._depth_below(anchor, depth)
         raw = np.ascontiguousarray(keys)
         with table.changing():
             if not table.settle(
@@ -445,7 +444,9 @@ class Shard:
         ttl_s: float,
         priority: int,
     ) -> Bits:
-        now = self.table.ticks(now_s)
+        now, generation = self.table.ticks(now_s), self.table.cells.generation
+        named = [not generation[row] & 1 and row not in self._spent for row in rows.tolist()]
+        self._require_keys(keys[positions[named]], rows[named])  # before the first of them is stored
         before = [place.anchor, *place.existing.tolist()]
         used = []
         for position, row, checksum in zip(positions.tolist(), rows.tolist(), checksums.tolist(), strict=True):
@@ -484,8 +485,7 @@ class Shard:
         if self.table.cells.generation[row] & 1:
             self.take_in(now_s=now_s)  # somebody may have published this key
         anchor = -1 if parent is None else self.table.find_one(*parent)
-        if anchor >= 0:
-            depth = self.table.cells.depth[anchor] + 1
+        depth = self._depth_below(anchor, depth)
         return self._store_at(key, row, checksum, nbytes, anchor, depth, self.table.ticks(now_s), ttl_s, priority)
 
     def _store_at(
@@ -602,7 +602,8 @@ class Shard:
             return rows
         self.take_in(whole=True)
         for row in rows[generation[rows] & 1 == 0].tolist():
-            self._keep_as_is(row)
+            if self.table.cells.parent[row] == LENT:
+                self._keep_as_is(row)
         left: Rows = rows[generation[rows] & 1 == 1]
         return left
 
@@ -941,7 +942,11 @@ class Shard:
                 (`has_to_spare`). Taken while chunks are written, it costs them a core and bandwidth.
         """
         ahead_nbytes = min(BACKED_AHEAD_NBYTES, self.arena.nbytes // BACKED_AHEAD_SHARE)
-        return self.room.slots.bare_extent(self.arena.nbytes if quiet else ahead_nbytes)
+        slots = self.room.slots
+        if not quiet:
+            return slots.bare_extent(ahead_nbytes)
+        extent = slots.bare_extent(self.arena.nbytes)
+        return extent if extent >= 0 else slots.refused_extent()
 
     @property
     def written(self) -> tuple[int, int]:
@@ -1055,7 +1060,12 @@ class Shard:
     def _find_place(self, keys: KeyArray, parent: KeyArray | None, depth: int, now: int) -> _Place:
         existing = self._drop_expired(self.table.find(keys), now)
         anchor = self.table.find_one(int(parent[0, 0]), int(parent[0, 1])) if parent is not None else -1
-        return _Place(existing, anchor, self.table.cells.depth[anchor] + 1 if anchor >= 0 else depth)
+        return _Place(existing, anchor, self._depth_below(anchor, depth))
+
+    def _depth_below(self, anchor: int, told: int) -> int:
+        """Of a chunk that hangs on this row, if there is one; `told` by its writer, if the row's is not known yet."""
+        cells = self.table.cells
+        return cells.depth[anchor] + 1 if anchor >= 0 and cells.parent[anchor] != LENT else told
 
     def _drop_expired(self, rows: Rows, now: int) -> Rows:
         """`rows` with -1 for those that had expired; they are gone then."""

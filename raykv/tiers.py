@@ -250,14 +250,16 @@ class Tiers:
             if not len(wanted):
                 break
             found = tier.find(wanted)
+            left = [entry is None for entry in found]
             for some in _runs(wanted, found, self._most_nbytes // RUNS_AT_ONCE):
                 entries = [entry for entry in found[some] if entry is not None]
                 self._wait_for_room(entries[0].nbytes * len(entries), until_s)
                 run = self._make_room(wanted[some], entries)
-                if run is not None:
+                if run is not None and self._start(tier, run):
                     runs.append(run)
-                    self._start(tier, run)
-            wanted = wanted[[entry is None for entry in found]]
+                elif run is not None:  # the tier is slow, or has too much to do: the next one may have it too
+                    left[some] = [True] * len(entries)
+            wanted = wanted[left]
         for run in runs:
             if not run.ended.wait(max(0.0, until_s - time.monotonic())):
                 self.late += until_s > 0
@@ -322,14 +324,17 @@ class Tiers:
                 self._rising[key] = run
         return run
 
-    def _start(self, tier: Tier, run: _Rising) -> None:
+    def _start(self, tier: Tier, run: _Rising) -> bool:
+        """False when the tier does not take it."""
         offsets = [self._shard.offset_of(row) for row in run.rows.tolist()]
 
         def done(arrived: Sequence[bool]) -> None:
             self._arrived(run, np.array(arrived, np.bool_))
 
-        if not tier.read(run.keys, run.found, offsets, done):
-            self._arrived(run, np.zeros(len(run.rows), np.bool_))
+        if tier.read(run.keys, run.found, offsets, done):
+            return True
+        self._arrived(run, np.zeros(len(run.rows), np.bool_))
+        return False
 
     def _arrived(self, run: _Rising, arrived: Bits) -> None:
         """Make visible what is there, and give back what did not come."""

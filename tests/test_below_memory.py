@@ -112,6 +112,31 @@ def test_what_left_memory_is_read_from_the_ssd_here_and_from_elsewhere(cluster):
     assert cluster.nodes[0].stats()["promoted"] >= 63
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 66])
+def test_what_others_bring_up_in_the_same_moment_is_read(cluster, count, monkeypatch):
+    with cluster.client(SPACE, node=0) as client:
+        push_out(cluster, client, names(count))
+        tiers = cluster.nodes[0].tiers
+        promote = tiers.promote
+
+        def promote_after_others(keys, *, until_s):
+            everything = client.keys(names(count))
+            wait_until(lambda: not promote(everything, until_s=time.monotonic() + 5.0), "all to be in memory")
+            return promote(keys, until_s=until_s)
+
+        monkeypatch.setattr(tiers, "promote", promote_after_others)
+        reach = client._reach
+        local, reach.local = reach.local, None
+        monkeypatch.setattr(reach, "host", "elsewhere")
+        try:
+            into = [bytearray(len(content(name))) for name in names(count)]
+            assert client.get(names(count), into).prefix == count
+            assert [bytes(chunk) for chunk in into] == [content(name) for name in names(count)]
+        finally:
+            reach.local = local
+
+
 def test_a_match_may_have_it_brought_up(cluster):
     client = cluster.client(SPACE)
     sink(cluster, client, names(10))

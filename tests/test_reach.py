@@ -1,4 +1,4 @@
-"""A client's way to the nodes when something is wrong with it: no descriptors, no threads, hosts that swallow everything."""
+"""A client's way to the nodes when something is wrong: no descriptors, no threads, hosts that swallow everything."""
 
 import resource
 import socket

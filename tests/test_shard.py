@@ -333,6 +333,31 @@ def test_a_capacity_binds_its_account_alone(bench):
     assert bench.put("1234", 64 * KIB, account=small) == 4
 
 
+def test_an_account_full_of_small_chunks_takes_a_large_one(bench):
+    small = bench.shard.accounts.open(Namespace(model="small"), 64 * KIB)
+    names = [f"s{place}" for place in range(16)]
+    assert bench.put(names, PAGE, account=small) == 16
+    assert bench.put(["large"], 32 * KIB, account=small, chained=False) == 1
+    assert bench.here([*names, "large"]) == "".join(names[:8]) + "large"
+    assert bench.put(["more", "than", "fits"], 64 * KIB, account=small, chained=False) == 1
+    check_invariants(bench.shard)
+
+
+def test_depth_is_taken_from_no_parent_that_has_not_been_told(bench):
+    """Its row still says how deep the chunk was that had it before."""
+    bench.put([f"d{place}" for place in range(5)], PAGE, depth=700)
+    bench.shard.delete(names_to_keys([f"d{place}" for place in range(5)]), now_s=bench.now_s)
+    loan = bench.lend(1)
+    assert bench.shard.table.columns.depth[loan.rows[0]] >= 700
+    if not native.available:
+        return
+    assert bench.publish(["parent"], loan) == [1]
+    assert bench.store_one("child", parent="parent", depth=1)
+    assert bench.lend_and_store(["b1", "b2"], parent="parent", depth=1) == 2
+    depths = bench.shard.table.columns.depth
+    assert [int(depths[bench.row(name)]) for name in ("child", "b1", "b2")] == [1, 1, 2]
+
+
 def test_tenants_and_adapters_of_one_model_share_an_account(bench):
     assert bench.shard.accounts.open(SPACE.with_fields(salt="s", lora="l")) == bench.account
     assert bench.shard.accounts.open(SPACE.with_fields(dtype="d")) != bench.account

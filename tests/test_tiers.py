@@ -311,6 +311,24 @@ def test_a_tier_that_refuses_or_has_lost_it_costs_a_miss_and_no_room(house):
     assert house.tiers.stats()["promoting_nbytes"] == 0
 
 
+def test_what_a_tier_refuses_is_asked_of_the_next_one(house):
+    house.put(["a", "b"], nbytes=PAGE)
+    other = Shelf(house.shard.arena.view)
+    rows = house.shard.table.find(names_to_keys(["a", "b"]))
+    chunks, held = house.tiers._hold(rows, names_to_keys(["a", "b"]))
+    house.shelf.write(chunks, house.tiers._written(held))
+    other.write(chunks, lambda chunks, ok: None)
+    house.shelf.go_on()
+    other.go_on()
+    house.tiers.tiers = [house.shelf, other]
+    house.shard.delete(names_to_keys(["a", "b"]))
+    house.shelf.sound = False
+    assert house.tiers.promote(names_to_keys(["a", "b"]), until_s=0.0) == 2
+    other.go_on()
+    assert house.read(["a", "b"]) == [True, True]
+    assert house.tiers.stats()["promoting_nbytes"] == 0
+
+
 def test_what_has_little_time_left_keeps_it(house):
     house.put(["a"], nbytes=PAGE)
     rows = house.shard.table.find(names_to_keys(["a"]))

@@ -65,7 +65,6 @@ class Slots:
         self._extent_nbytes = extent_nbytes
         self._extent_pages = extent_nbytes // SLOT_ALIGNMENT_NBYTES
         self._back = back
-        self.extents_unbacked = 0
         self.free_nbytes = extents * extent_nbytes
         self._stack = lazy_zeros(
             extents * self._extent_pages, np.uint16 if self._extent_pages <= 1 << 16 else np.uint32
@@ -78,6 +77,7 @@ class Slots:
         self._free: dict[int, int] = {}  # by slot size: free slots in them
         self._backed: deque[int] = deque()  # free extents with real memory: last those that were used last
         self._bare: dict[int, None] = {}  # those without
+        self._refused: dict[int, None] = {}  # those for which there was none when it was needed
         self._recover(pages, rows)
         if order is not None:
             self._bare = {extent: None for extent in order if extent in self._bare}
@@ -219,13 +219,23 @@ class Slots:
                 extent = next(iter(self._bare))
                 del self._bare[extent]
                 if not self._back(extent):
-                    self.extents_unbacked += 1
+                    self._refused[extent] = None
                     self.free_nbytes -= self._extent_nbytes
                     continue
             self._extent_slots[extent] = size
             self._serve(extent, size)
             return extent
         return -1
+
+    @property
+    def extents_unbacked(self) -> int:
+        """Extents that are out of use until there is memory for them."""
+        return len(self._refused)
+
+    @property
+    def usable_nbytes(self) -> int:
+        """Bytes of all others."""
+        return (len(self._extent_slots) - len(self._refused)) * self._extent_nbytes
 
     def _serve(self, extent: int, size: int) -> None:
         self._open.setdefault(size, {})[extent] = None
@@ -245,6 +255,14 @@ class Slots:
         if extent in self._bare:
             del self._bare[extent]
             self._backed.appendleft(extent)
+        elif extent in self._refused:
+            del self._refused[extent]
+            self.free_nbytes += self._extent_nbytes
+            self._backed.appendleft(extent)
+
+    def refused_extent(self) -> int:
+        """One that is out of use, to try again; -1 if there is none."""
+        return next(iter(self._refused), -1)
 
     # -- who has which -----------------------------------------------------------------------------------------------
 

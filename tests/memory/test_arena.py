@@ -169,4 +169,17 @@ def test_when_the_file_system_fills_up_later_chunks_are_skipped_or_others_evicte
     assert not shard.table.dirty
     assert store(70, 4096, 3.0) == 64
     assert shard.used_nbytes == 64 * 4096
+    while shard.tend(now_s=4.0):  # water marks are of what there is, not of what was hoped for
+        pass
+    assert shard.chunks > 32
+    assert shard.bare_extent() == -1
+    assert not shard.back_extent(shard.bare_extent(quiet=True))
+    ballast.unlink()
+    for left in range(4, -1, -1):
+        extent = shard.bare_extent(quiet=True)
+        assert shard.back_extent(extent)
+        shard.note_backed(extent)
+        assert shard.extents_unbacked == left
+    assert shard.bare_extent(quiet=True) == -1
+    assert store(5, 256 << 10, 5.0) == 5
     shard.close()
