@@ -39,7 +39,6 @@ class Slots:
 
     Attributes:
         free_nbytes: Bytes in free slots and free extents.
-        extents_unbacked: Extents that the file system had no memory for; they are out of use until a restart.
     """
 
     def __init__(
@@ -229,7 +228,7 @@ class Slots:
 
     @property
     def extents_unbacked(self) -> int:
-        """Extents that are out of use until there is memory for them."""
+        """Extents that the file system had no memory for: out of use until it has."""
         return len(self._refused)
 
     @property
