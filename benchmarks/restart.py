@@ -20,14 +20,13 @@ from pathlib import Path
 
 import numpy as np
 
-from raykv import keys as keys_
-from raykv import wire
 from raykv.config import MIB, NodeConfig
 from raykv.embedded import InProcessDirectory
 from raykv.errors import RayKVError
 from raykv.kept import KeptNode
 from raykv.memory.copying import checksum_of
-from raykv.namespace import Namespace
+from raykv.protocol import chunk_keys, messages
+from raykv.protocol.namespace import Namespace
 from raykv.shard import Shard
 from raykv.transport.tcp import SocketLink
 from raykv.types import KeyArray
@@ -122,8 +121,8 @@ def _until_hit(config: NodeConfig, key: KeyArray, value: bytes) -> int:
             link = SocketLink.connect(config.local_address, SECRET, deadline_s=until_s)
             try:
                 link.fetch(
-                    wire.Read(keys_.to_bytes(key)),
-                    lambda answer: [[target]] if any(wire.expect(wire.Reading, answer).nbytes) else [],
+                    messages.Read(chunk_keys.to_bytes(key)),
+                    lambda answer: [[target]] if any(messages.expect(messages.Reading, answer).nbytes) else [],
                     deadline_s=until_s,
                 )
                 hit_ns = time.monotonic_ns()

@@ -24,14 +24,14 @@ from raykv.errors import (
     TransientError,
     UsageError,
 )
-from raykv.namespace import Namespace
+from raykv.protocol.namespace import Namespace
 from raykv.types import GetResult, Match, PutResult
 
 if TYPE_CHECKING:
     from raykv.aio import AsyncClient
     from raykv.client import Client
-    from raykv.handoff import Ticket
     from raykv.leases import Pins, Reservation
+    from raykv.protocol.ticket import Ticket
     from raykv.why import Why
 
 __version__ = "0.1.0"
@@ -72,7 +72,7 @@ _ON_FIRST_USE: Final = {
     "Client": "raykv.client",
     "Pins": "raykv.leases",
     "Reservation": "raykv.leases",
-    "Ticket": "raykv.handoff",
+    "Ticket": "raykv.protocol.ticket",
     "Why": "raykv.why",
 }
 """Public names that no node needs, and their modules: one that was killed is to answer again soon."""

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from raykv.errors import CapacityError, LostError, UsageError
 from raykv.memory.table import MAX_NAMESPACES, NAMESPACE_TEXT_NBYTES, Table
-from raykv.namespace import Namespace
+from raykv.protocol.namespace import Namespace
 
 
 class Accounts:

@@ -17,20 +17,19 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from raykv import keys as keys_
-from raykv import wire
 from raykv.errors import CapacityError, LostError, PeerUnavailable, ProtocolError, TransientError, UsageError
-from raykv.handoff import Ticket
 from raykv.leases import Pins, Reservation
 from raykv.load import Arrivals, with_checksums
 from raykv.loan import Account
 from raykv.local import LocalNode
 from raykv.marks import require_hints
 from raykv.memory.copying import all_byte_views, byte_views
-from raykv.namespace import Namespace
+from raykv.protocol import chunk_keys, messages
+from raykv.protocol.namespace import Namespace
+from raykv.protocol.placement import View
+from raykv.protocol.ticket import Ticket
 from raykv.reach import Reach
 from raykv.record import Recorder
-from raykv.ring import View
 from raykv.steer import configure, hint, list_namespaces, report
 from raykv.tally import Tally
 from raykv.transport.base import Link, Runs
@@ -72,11 +71,11 @@ class Client:
 
     def keys(self, names: Iterable[bytes | str]) -> KeyArray:
         """Keys, shape [n, 2], of objects with names of any length (an engine's block hashes, say)."""
-        return keys_.named(self._digest, names)
+        return chunk_keys.named(self._digest, names)
 
     def chain(self, tokens: Sequence[int] | npt.NDArray[np.integer[Any]]) -> KeyArray:
         """Keys, shape [n, 2], of the full chunks of a prompt, `namespace.chunk_tokens` tokens each."""
-        return keys_.chain(self._digest, tokens, self.namespace.chunk_tokens)
+        return chunk_keys.chain(self._digest, tokens, self.namespace.chunk_tokens)
 
     # -- reading ----------------------------------------------------------------------------------------------------
 
@@ -211,7 +210,7 @@ class Client:
 
     def key(self, name: bytes | str) -> bytes:
         """The key of one object: 16 bytes, a row of what `keys` gives."""
-        return keys_.to_bytes(self.keys([name]))
+        return chunk_keys.to_bytes(self.keys([name]))
 
     def exists_one(self, key: bytes, *, timeout_s: float | None = None) -> bool:
         """Whether somebody holds the chunk of one 16-byte key. A microsecond when this host does."""
@@ -222,8 +221,8 @@ class Client:
         except ValueError:
             raise _no_key(key) from None
         if local is not None and local.posted:
-            return bool(self.exists(keys_.from_bytes(key), timeout_s=timeout_s)[0])
-        if len(key) != keys_.KEY_NBYTES:
+            return bool(self.exists(chunk_keys.from_bytes(key), timeout_s=timeout_s)[0])
+        if len(key) != chunk_keys.KEY_NBYTES:
             raise _no_key(key)
         return self._reach.held_one(key, self._reach.deadline(timeout_s))
 
@@ -250,7 +249,7 @@ class Client:
                     return True
             except (BufferError, TypeError, ValueError):
                 pass  # several buffers; or the wrong ones, and `get` says which
-        if len(key) != keys_.KEY_NBYTES:
+        if len(key) != chunk_keys.KEY_NBYTES:
             raise _no_key(key)
         if local is None or not (local.posted or self._always_verify):
             target = byte_views(into, "into", writable=True)
@@ -264,7 +263,7 @@ class Client:
                     reach.troubles.note((key,), "timed_out", None, now_s=time.monotonic())
                 self._note_misses([key], began_s)
                 return False
-        return self.get(keys_.from_bytes(key), [into], timeout_s=timeout_s).hits[0]
+        return self.get(chunk_keys.from_bytes(key), [into], timeout_s=timeout_s).hits[0]
 
     # -- writing ----------------------------------------------------------------------------------------------------
 
@@ -353,7 +352,7 @@ class Client:
         Raises:
             UsageError: The key is not of 16 bytes, or the value is empty or larger than an extent.
         """
-        if len(key) != keys_.KEY_NBYTES:
+        if len(key) != chunk_keys.KEY_NBYTES:
             raise _no_key(key)
         pieces = byte_views(value, "value", writable=False)
         local, deadline_s = self._reach.local, self._reach.deadline(timeout_s)
@@ -361,7 +360,7 @@ class Client:
         try:
             if local is not None:
                 return local.put_one(self._account, key, pieces, wait=wait, deadline_s=deadline_s, hints=hints)
-            nbytes, one = sum(map(len, pieces)), keys_.from_bytes(key)
+            nbytes, one = sum(map(len, pieces)), chunk_keys.from_bytes(key)
             done = self._put_remote(
                 one, [pieces], nbytes, parent=None, depth=0, chained=False, hints=hints, deadline_s=deadline_s
             )
@@ -415,7 +414,7 @@ class Client:
 
     def delete(self, keys: Keys, *, timeout_s: float | None = None) -> int:
         """Drop chunks on every node. Returns how many copies went; pinned ones, and those of absent nodes, stay."""
-        request = wire.Delete(keys_.to_bytes(self._as_keys(keys)))
+        request = messages.Delete(chunk_keys.to_bytes(self._as_keys(keys)))
         reach, deadline_s = self._reach, self._reach.deadline(timeout_s)
         nodes = {member.node_id for member in reach.view(deadline_s).members}
         if reach.local is not None:
@@ -423,7 +422,7 @@ class Client:
         answers = reach.in_parallel(
             {name: partial(reach.call, name, request, deadline_s) for name in nodes}, deadline_s
         )
-        return sum(answer.count for answer in answers.values() if isinstance(answer, wire.Count))
+        return sum(answer.count for answer in answers.values() if isinstance(answer, messages.Count))
 
     def ticket(self, keys: Keys, *, match: Match | None = None) -> Ticket:
         """A hand-off ticket for the leading chunks that are stored now (or that `match` found)."""
@@ -573,11 +572,12 @@ class Client:
         report(reach, self._account.digest, deadline_s)
         view = reach.view(deadline_s)
         work = {
-            member.node_id: partial(reach.call, member.node_id, wire.GetStats(), deadline_s) for member in view.members
+            member.node_id: partial(reach.call, member.node_id, messages.GetStats(), deadline_s)
+            for member in view.members
         }
         answers = reach.in_parallel(work, deadline_s)
         nodes = {
-            name: msgspec.json.decode(answer.stats) if isinstance(answer, wire.Stats) else {"error": str(answer)}
+            name: msgspec.json.decode(answer.stats) if isinstance(answer, messages.Stats) else {"error": str(answer)}
             for name, answer in answers.items()
         }
         return {"epoch": view.epoch, "nodes": nodes}
@@ -714,14 +714,14 @@ class Client:
     ) -> PutResult:
         """Store on the owner of the first key: a chain stays together."""
         reach, account = self._reach, self._account
-        raw_parent = b"" if parent is None else keys_.to_bytes(parent)
-        request = wire.Write(account.digest, keys_.to_bytes(keys), nbytes, chained, raw_parent, depth, *hints)
-        granted = wire.Granted(b"", b"", b"")
+        raw_parent = b"" if parent is None else chunk_keys.to_bytes(parent)
+        request = messages.Write(account.digest, chunk_keys.to_bytes(keys), nbytes, chained, raw_parent, depth, *hints)
+        granted = messages.Granted(b"", b"", b"")
 
-        def pick(answer: wire.Answer) -> Runs:
+        def pick(answer: messages.Answer) -> Runs:
             nonlocal granted
-            granted = wire.expect(wire.Granted, answer)
-            places = wire.array(granted.positions, "<i4", len(granted.positions) // 4).tolist()
+            granted = messages.expect(messages.Granted, answer)
+            places = messages.array(granted.positions, "<i4", len(granted.positions) // 4).tolist()
             if not all(0 <= place < len(values) for place in places):
                 raise ProtocolError("a place that is none of the keys'")
             return with_checksums(values, places)
@@ -730,9 +730,9 @@ class Client:
             try:
                 answer = link.push(request, pick, deadline_s=deadline_s)
             except LostError:  # the owner does not know this namespace (any more)
-                link.call(wire.OpenNamespace(account.text), deadline_s=deadline_s)
+                link.call(messages.OpenNamespace(account.text), deadline_s=deadline_s)
                 answer = link.push(request, pick, deadline_s=deadline_s)
-            return wire.expect(wire.Count, answer).count
+            return messages.expect(messages.Count, answer).count
 
         try:
             view = reach.view(deadline_s)
@@ -755,4 +755,4 @@ def _hints(ttl_s: float | None, priority: int) -> Hints:
 
 
 def _no_key(key: bytes) -> UsageError:
-    return UsageError(f"field 'key': {len(key)} bytes; a key has {keys_.KEY_NBYTES}: use what key() gives")
+    return UsageError(f"field 'key': {len(key)} bytes; a key has {chunk_keys.KEY_NBYTES}: use what key() gives")

@@ -13,8 +13,8 @@ from raykv import connect
 from raykv.client import Client
 from raykv.config import GIB, MIB, ClientConfig
 from raykv.errors import RayKVError, UsageError
-from raykv.keys import KEY_NBYTES, from_bytes
-from raykv.namespace import Namespace
+from raykv.protocol.chunk_keys import KEY_NBYTES, from_bytes
+from raykv.protocol.namespace import Namespace
 from raykv.steer import gathered
 
 ANY = Namespace(model="-")

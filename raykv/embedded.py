@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, Self
 
 from raykv.config import ClientConfig, NodeConfig, StorageConfig
 from raykv.directory import Directory, Pulse
-from raykv.namespace import Namespace
 from raykv.node import Node
-from raykv.ring import Member, View
+from raykv.protocol.namespace import Namespace
+from raykv.protocol.placement import Member, View
 from raykv.transport.memory import Network
 from raykv.transport.tcp import SocketLink
 from raykv.types import NodeId

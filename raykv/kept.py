@@ -10,11 +10,11 @@ from typing import Any, Final
 
 import msgspec
 
-from raykv import wire
 from raykv.config import NodeConfig, environment_of_child
 from raykv.directory import DirectoryPort
 from raykv.errors import ConfigError, PeerUnavailable, TransientError
 from raykv.keeper import STOP, Order, Word
+from raykv.protocol import messages
 from raykv.record import Asked, unpack
 from raykv.relay import Relay
 from raykv.sweep import forget_unowned
@@ -102,7 +102,7 @@ class KeptNode:
         Raises:
             PeerUnavailable: It does not answer.
         """
-        found: dict[str, Any] = json.loads(wire.expect(wire.Stats, self._ask(wire.GetStats())).stats)
+        found: dict[str, Any] = json.loads(messages.expect(messages.Stats, self._ask(messages.GetStats())).stats)
         return found
 
     def record(self, on: bool) -> tuple[list[Asked], int]:
@@ -114,7 +114,7 @@ class KeptNode:
         requests: list[Asked] = []
         left_out, more = 0, True
         while more:
-            told = wire.expect(wire.Recorded, self._ask(wire.TakeRecord(on)))
+            told = messages.expect(messages.Recorded, self._ask(messages.TakeRecord(on)))
             requests += unpack(told.requests)
             left_out, more = left_out + told.left_out, told.more
         return requests, left_out
@@ -184,7 +184,7 @@ class KeptNode:
                 self.starts += 1
             self._news.notify_all()
 
-    def _ask(self, request: wire.Message) -> wire.Answer:
+    def _ask(self, request: messages.Message) -> messages.Answer:
         link = self._connect(time.monotonic() + ASK_S)
         try:
             return link.call(request, deadline_s=time.monotonic() + ASK_S)

@@ -10,9 +10,9 @@ from typing import Protocol, Self
 
 import numpy as np
 
-from raykv import wire
 from raykv.errors import TransientError
 from raykv.memory.copying import checksum_of
+from raykv.protocol import messages
 from raykv.transport.shm import ShmReader
 from raykv.types import PutResult
 
@@ -20,7 +20,7 @@ from raykv.types import PutResult
 class Lender(Protocol):
     """Who gave them: `LocalNode`."""
 
-    def call(self, request: wire.Message, *, deadline_s: float, life: int | None = None) -> wire.Answer:
+    def call(self, request: messages.Message, *, deadline_s: float, life: int | None = None) -> messages.Answer:
         """See `LocalNode.call`."""
         ...
 
@@ -51,7 +51,7 @@ class Reservation:
         reader: ShmReader | None,
         asked: int,
         nbytes: int,
-        granted: wire.Granted,
+        granted: messages.Granted,
     ) -> None:
         self._node, self._life, self._asked, self._full = node, life, asked, granted.full
         self._rows = granted.rows
@@ -66,7 +66,7 @@ class Reservation:
     @classmethod
     def refused(cls, asked: int, reason: str) -> Self:
         """A reservation of nothing, because the node is away."""
-        made = cls(None, 0, None, asked, 0, wire.Granted(b"", b"", b"", asked))
+        made = cls(None, 0, None, asked, 0, messages.Granted(b"", b"", b"", asked))
         made.reason = reason
         return made
 
@@ -94,7 +94,7 @@ class Reservation:
         if self._open:
             checksums = np.array([checksum_of([view]) for view in self.views], np.uint64)
             try:
-                self._call(wire.Commit(self._rows, checksums.tobytes()), timeout_s)
+                self._call(messages.Commit(self._rows, checksums.tobytes()), timeout_s)
             except TransientError as error:
                 stored, reason = 0, str(error)
                 self.abort(timeout_s=0.0)  # if it never went out, the slots are still ours to give back
@@ -107,7 +107,7 @@ class Reservation:
             self._open = False
             self._node.abandon(self._rows, self._life, time.monotonic() + timeout_s)
 
-    def _call(self, request: wire.Message, timeout_s: float) -> None:
+    def _call(self, request: messages.Message, timeout_s: float) -> None:
         assert self._node is not None
         self._node.call(request, deadline_s=time.monotonic() + timeout_s, life=self._life)
 
@@ -119,7 +119,7 @@ class Pins:
         views: One entry a key: the chunk's bytes, read-only; None where it is not here.
     """
 
-    def __init__(self, node: Lender, life: int, reader: ShmReader, held: wire.Held) -> None:
+    def __init__(self, node: Lender, life: int, reader: ShmReader, held: messages.Held) -> None:
         self._node, self._life, self._reader = node, life, reader
         self._rows = np.frombuffer(held.rows, "<i4")
         self._generations = reader.table.columns.generation[self._rows]
@@ -144,7 +144,7 @@ class Pins:
         rows, self._rows = self._rows, self._rows[:0]
         if (rows >= 0).any():
             try:
-                self._node.call(wire.Unpin(rows.tobytes()), deadline_s=time.monotonic() + 5.0, life=self._life)
+                self._node.call(messages.Unpin(rows.tobytes()), deadline_s=time.monotonic() + 5.0, life=self._life)
             except TransientError:
                 pass  # the pins went with the connection
 

@@ -9,11 +9,10 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from raykv import keys as keys_
-from raykv import wire
 from raykv.errors import ProtocolError
-from raykv.keys import KEY_NBYTES
 from raykv.memory.copying import checksum_of, checksums_of
+from raykv.protocol import chunk_keys, messages
+from raykv.protocol.chunk_keys import KEY_NBYTES
 from raykv.transport.base import RUN_NBYTES, ChunkRun, Link, Runs, Targets
 from raykv.types import Bits, GetResult, KeyArray, NodeId, Path
 
@@ -35,7 +34,7 @@ class Arrivals:
             keys, targets, sizes: One entry a chunk; `sizes` are the lengths of `targets` in bytes.
         """
         self.keys, self.targets, self.sizes = keys, targets, sizes
-        self._raw, self._total = keys_.to_bytes(keys), sum(sizes)
+        self._raw, self._total = chunk_keys.to_bytes(keys), sum(sizes)
         self.hits, self._count = [False] * len(keys), 0
         self._nbytes: dict[Path, int] = {}
         self._chunks: dict[tuple[NodeId, Path], int] = {}
@@ -137,7 +136,7 @@ class Load:
             while True:
                 while waiting and len(under_way) < PARTS_AHEAD and not self._elsewhere:
                     part = waiting.popleft()
-                    link.post(wire.Read(self._arrivals.raw_keys(part), self._owner), deadline_s=deadline_s)
+                    link.post(messages.Read(self._arrivals.raw_keys(part), self._owner), deadline_s=deadline_s)
                     under_way.append(part)
                 if not under_way:
                     break
@@ -147,7 +146,7 @@ class Load:
             self._check(whole=False)
             raise
         if self.spoilt:  # it looks for itself, and drops what is wrong before anybody asks again
-            link.call(wire.Suspect(keys_.to_bytes(self._arrivals.keys[self.spoilt])), deadline_s=deadline_s)
+            link.call(messages.Suspect(chunk_keys.to_bytes(self._arrivals.keys[self.spoilt])), deadline_s=deadline_s)
 
     def _parts(self) -> list[list[int]]:
         """Places of what has not arrived, in the shares of single requests."""
@@ -166,9 +165,9 @@ class Load:
                 room -= size
         return parts
 
-    def _place(self, part: list[int], answer: wire.Answer) -> Targets:
+    def _place(self, part: list[int], answer: messages.Answer) -> Targets:
         """The buffers for the payload."""
-        reading = wire.expect(wire.Reading, answer)
+        reading = messages.expect(messages.Reading, answer)
         lengths = announced(reading, len(part))
         if self._owner:
             self.asked += part
@@ -249,17 +248,17 @@ def load_one(
     lengths: list[int] = []
     run = ChunkRun([[target]], [len(target)], hashed=verify)
 
-    def place(answer: wire.Answer) -> Targets:
-        lengths[:] = announced(wire.expect(wire.Reading, answer), 1)
+    def place(answer: messages.Answer) -> Targets:
+        lengths[:] = announced(messages.expect(messages.Reading, answer), 1)
         return (run,) if lengths[0] == len(target) else (drain(lengths[0]),)
 
-    reading = wire.expect(wire.Reading, link.fetch(wire.Read(key, owner), place, deadline_s=deadline_s))
+    reading = messages.expect(messages.Reading, link.fetch(messages.Read(key, owner), place, deadline_s=deadline_s))
     if not lengths[0]:
         return One(None, True, located(reading, 1)[0] if owner else ())
     if lengths[0] != len(target):
         return One(None, False)
     if verify and (run.checksums or checksums_of(run.chunks)) != reading.checksums:
-        link.call(wire.Suspect(key), deadline_s=deadline_s)
+        link.call(messages.Suspect(key), deadline_s=deadline_s)
         return One(None, False, spoilt=True)
     return One(link.path, False)
 
@@ -283,7 +282,7 @@ def with_checksums(values: Sequence[Sequence[memoryview]], places: Sequence[int]
     yield [*run, memoryview(struct.pack(f"<{len(checksums)}Q", *checksums))]
 
 
-def announced(reading: wire.Reading, count: int) -> tuple[int, ...]:
+def announced(reading: messages.Reading, count: int) -> tuple[int, ...]:
     """Lengths that a holder announces for `count` keys; there are as many checksums.
 
     Raises:
@@ -294,14 +293,14 @@ def announced(reading: wire.Reading, count: int) -> tuple[int, ...]:
     return struct.unpack(f"<{count}I", reading.nbytes)
 
 
-def located(answer: wire.Located | wire.Reading, count: int) -> list[tuple[NodeId, ...]]:
+def located(answer: messages.Located | messages.Reading, count: int) -> list[tuple[NodeId, ...]]:
     """Holders of `count` keys, as an owner names them.
 
     Raises:
         ProtocolError: It names those of more keys, or of fewer.
     """
     choices = answer.choices
-    numbers = wire.array(answer.places, "<i4", count).tolist()
+    numbers = messages.array(answer.places, "<i4", count).tolist()
     return [choices[number] if 0 <= number < len(choices) else () for number in numbers]
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple, Self
 
 from raykv.memory.rows import QUARANTINE_S
-from raykv.namespace import Namespace
+from raykv.protocol.namespace import Namespace
 from raykv.transport.shm import ShmReader
 from raykv.types import PutResult
 

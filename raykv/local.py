@@ -15,9 +15,7 @@ from typing import Final
 
 import numpy as np
 
-from raykv import wire
 from raykv.errors import LostError, PeerUnavailable, RayKVError, TransientError, UsageError
-from raykv.keys import KEY_NBYTES, to_bytes
 from raykv.leases import Pins, Reservation
 from raykv.loan import (
     MAX_POSTED_KEYS,
@@ -32,6 +30,8 @@ from raykv.loan import (
 from raykv.memory.copying import CopyThreads
 from raykv.memory.slots import slot_nbytes
 from raykv.memory.table import MAX_DEPTH
+from raykv.protocol import messages
+from raykv.protocol.chunk_keys import KEY_NBYTES, to_bytes
 from raykv.transport.base import MAX_POSTED, Link, remaining
 from raykv.transport.peers import Connect
 from raykv.transport.shm import ShmReader
@@ -76,7 +76,7 @@ class LocalNode:
         self._link: Link | None = None
         self._retry_at_s = 0.0
         self._life = 0
-        self.attached = wire.Attached("", "", 0, "", "")
+        self.attached = messages.Attached("", "", 0, "", "")
         self.reader: ShmReader
         self._opened: set[bytes] = set()
         self._pools: dict[tuple[bytes, int], Pool] = {}
@@ -93,8 +93,8 @@ class LocalNode:
     def _reconnect(self, deadline_s: float) -> Link:
         link = self._connect(self._address, b"", deadline_s=deadline_s)
         try:
-            attached = link.call(wire.Attach(), deadline_s=deadline_s)
-            assert isinstance(attached, wire.Attached)
+            attached = link.call(messages.Attach(), deadline_s=deadline_s)
+            assert isinstance(attached, messages.Attached)
             files = (attached.table, attached.arena)
             if self._life == 0 or files != (self.attached.table, self.attached.arena) or not self.reader.is_current():
                 # The old one is not closed: somebody may be reading from it. It goes with its last user.
@@ -107,7 +107,7 @@ class LocalNode:
         self._life += 1
         return link
 
-    def call(self, request: wire.Message, *, deadline_s: float, life: int | None = None) -> wire.Answer:
+    def call(self, request: messages.Message, *, deadline_s: float, life: int | None = None) -> messages.Answer:
         """Ask the node.
 
         Args:
@@ -131,7 +131,7 @@ class LocalNode:
         """
         if time.monotonic() >= self._trusted_until_s:
             try:
-                self.call(wire.GetView(), deadline_s=deadline_s, life=life)
+                self.call(messages.GetView(), deadline_s=deadline_s, life=life)
             except RayKVError:
                 return False
         trusted = (
@@ -142,12 +142,12 @@ class LocalNode:
     def abandon(self, rows: bytes, life: int, deadline_s: float) -> None:
         """Give up rows (i32) that were reserved on the connection of that number; later, if there is no time for it."""
         try:
-            self.call(wire.Abort(rows), deadline_s=deadline_s, life=life)
+            self.call(messages.Abort(rows), deadline_s=deadline_s, life=life)
         except TransientError:
             if life == self._life:
                 self._abandoned.append((life, rows))  # the next call takes them along, if the connection still lives
 
-    def _call(self, request: wire.Message, deadline_s: float, life: int | None = None) -> wire.Answer:
+    def _call(self, request: messages.Message, deadline_s: float, life: int | None = None) -> messages.Answer:
         remaining(deadline_s)  # a late caller must not cost the others their connection, and its leases
         had_link = self._link is not None
         if life is not None and (life != self._life or not had_link):
@@ -160,7 +160,7 @@ class LocalNode:
                 raise
             return self._call_once(request, deadline_s)
 
-    def _call_once(self, request: wire.Message, deadline_s: float) -> wire.Answer:
+    def _call_once(self, request: messages.Message, deadline_s: float) -> messages.Answer:
         link = self._link or self._try_reconnect(deadline_s)
         try:
             while self._posted:
@@ -168,7 +168,7 @@ class LocalNode:
             while self._abandoned:
                 life, rows = self._abandoned.pop()
                 if life == self._life:
-                    link.call(wire.Abort(rows), deadline_s=deadline_s)
+                    link.call(messages.Abort(rows), deadline_s=deadline_s)
             asked_at_s = time.monotonic()
             answer = link.call(request, deadline_s=deadline_s)
         except BaseException as error:
@@ -212,10 +212,10 @@ class LocalNode:
     def _open(self, account: Account, deadline_s: float) -> None:
         """Make the account known to the node, once in each of its lives."""
         if self._link is None or account.digest not in self._opened:
-            self._call(wire.OpenNamespace(account.text), deadline_s)
+            self._call(messages.OpenNamespace(account.text), deadline_s)
             self._opened.add(account.digest)
 
-    def _call_about(self, account: Account, request: wire.Message, deadline_s: float) -> wire.Answer:
+    def _call_about(self, account: Account, request: messages.Message, deadline_s: float) -> messages.Answer:
         """Ask something about an account that is open."""
         self._open(account, deadline_s)
         try:
@@ -279,7 +279,7 @@ class LocalNode:
             views = [arena[start : start + nbytes] for start in starts]
             checksums = threads.fill(views, [values[place] for place in written])
             raw = to_bytes(keys)
-            request = wire.Store(
+            request = messages.Store(
                 account.digest,
                 raw,
                 nbytes,
@@ -351,7 +351,9 @@ class LocalNode:
             borrowed.keys = 1
             borrowed.published, checksum = borrowed.reader.store_one(row, generation, start, key, pieces, nbytes)
             rows = row.to_bytes(4, "little")
-            request = wire.Store(account.digest, key, nbytes, rows, checksum, b"", chained, parent, depth, 0, *hints)
+            request = messages.Store(
+                account.digest, key, nbytes, rows, checksum, b"", chained, parent, depth, 0, *hints
+            )
             others = self._tell(request, borrowed, wait=wait, deadline_s=deadline_s)
         except BaseException as error:
             self._return(borrowed, whole=isinstance(error, Exception))
@@ -444,8 +446,8 @@ class LocalNode:
                 pool.ran_short(count)
             wanted = pool.wanted
             ahead = max(0, wanted - pool.coming) if needed else 0
-            request = wire.Lend(account.digest, nbytes, needed, ahead=ahead, keys=raw, parent=parent)
-            lent = wire.expect(wire.Lent, self._call_about(account, request, deadline_s))
+            request = messages.Lend(account.digest, nbytes, needed, ahead=ahead, keys=raw, parent=parent)
+            lent = messages.expect(messages.Lent, self._call_about(account, request, deadline_s))
             # Another one, and empty, if the connection was made anew: then what the old one had is not ours any more.
             pool = self._pools.setdefault(where, Pool(where[1], self.reader.arena.nbytes))
             pool.wanted = max(pool.wanted, wanted)
@@ -462,13 +464,13 @@ class LocalNode:
                 pool.wanted = 0  # (It stays: what is being written now may bring it slots.)
                 taken = pool.take(len(pool.slots), pool.used_at_s)
                 try:
-                    self._call(wire.Abort(_rows_of(taken)), max(deadline_s, time.monotonic() + LATE_S), self._life)
+                    self._call(messages.Abort(_rows_of(taken)), max(deadline_s, time.monotonic() + LATE_S), self._life)
                 except TransientError:
                     if self._link is not None:
                         pool.slots += taken  # there was no time to ask
                     return  # else they went with the connection; a new one is not worth the wait here
 
-    def _tell(self, request: wire.Store, borrowed: Borrowed, *, wait: bool, deadline_s: float) -> int:
+    def _tell(self, request: messages.Store, borrowed: Borrowed, *, wait: bool, deadline_s: float) -> int:
         """Tell the node of slots that are written. Returns how many of their chunks others had stored.
 
         Who waits need not wait for the node's answer when all could be published: every reader sees them.
@@ -493,7 +495,7 @@ class LocalNode:
                 self._outcome.note(stored=len(borrowed.slots))
         return 0
 
-    def _post(self, request: wire.Store, borrowed: Borrowed, deadline_s: float) -> None:
+    def _post(self, request: messages.Store, borrowed: Borrowed, deadline_s: float) -> None:
         remaining(deadline_s)  # see `_call`
         link, posted = self._link, self._posted
         if link is None or borrowed.life != self._life:
@@ -512,9 +514,9 @@ class LocalNode:
         if self.posted % _COLLECT_EVERY == 0:
             self._take_in_arrived(deadline_s)
 
-    def _stored(self, answer: wire.Answer, borrowed: Borrowed) -> int:
+    def _stored(self, answer: messages.Answer, borrowed: Borrowed) -> int:
         """Put unused slots back, and those lent anew to them. Returns how many were not used."""
-        stored = wire.expect(wire.Stored, answer)
+        stored = messages.expect(messages.Stored, answer)
         unused: list[int] = []
         if stored.unused:
             unused = np.frombuffer(stored.unused, "<i4").tolist()
@@ -635,19 +637,19 @@ class LocalNode:
             PeerUnavailable: The node is away.
             UsageError: The size does not fit an extent.
         """
-        request = wire.Reserve(account.digest, to_bytes(keys), nbytes, chained, _raw(parent), depth)
+        request = messages.Reserve(account.digest, to_bytes(keys), nbytes, chained, _raw(parent), depth)
         with self._lock:
             answer = self._call_about(account, request, deadline_s)
             life, reader = self._life, self.reader
-        assert isinstance(answer, wire.Granted)
+        assert isinstance(answer, messages.Granted)
         return Reservation(self, life, reader, len(keys), nbytes, answer)
 
     def pin(self, keys: KeyArray, *, deadline_s: float) -> Pins:
         """Hold chunks that lie here, and view them in place."""
         with self._lock:
-            answer = self._call(wire.Pin(to_bytes(keys)), deadline_s)
+            answer = self._call(messages.Pin(to_bytes(keys)), deadline_s)
             life, reader = self._life, self.reader
-        assert isinstance(answer, wire.Held)
+        assert isinstance(answer, messages.Held)
         return Pins(self, life, reader, answer)
 
     def close(self) -> None:
@@ -663,7 +665,7 @@ class LocalNode:
         slots = [slot for pool in self._pools.values() for slot in pool.take(len(pool.slots), 0.0)]
         try:
             if slots or self._posted:
-                self._call(wire.Abort(_rows_of(slots)), deadline_s, self._life)
+                self._call(messages.Abort(_rows_of(slots)), deadline_s, self._life)
         except RayKVError:
             pass  # they rest for a while, then
 

@@ -6,8 +6,8 @@ from itertools import islice, repeat
 
 import numpy as np
 
-from raykv import keys as keys_
-from raykv.keys import KEY_NBYTES
+from raykv.protocol import chunk_keys
+from raykv.protocol.chunk_keys import KEY_NBYTES
 from raykv.types import Bits, KeyArray, NodeId
 
 
@@ -85,7 +85,7 @@ class Locator:
             if not self._holders:
                 return
             raw = list(self._holders)
-            stays = owned(keys_.from_bytes(b"".join(raw)))
+            stays = owned(chunk_keys.from_bytes(b"".join(raw)))
             kept = {}
             for place in np.flatnonzero(stays).tolist():
                 holders = tuple(holder for holder in self._holders[raw[place]] if holder in nodes)
@@ -96,5 +96,5 @@ class Locator:
 
 
 def _split(keys: KeyArray) -> list[bytes]:
-    keys_of: list[bytes] = np.frombuffer(keys_.to_bytes(keys), f"V{KEY_NBYTES}").tolist()
+    keys_of: list[bytes] = np.frombuffer(chunk_keys.to_bytes(keys), f"V{KEY_NBYTES}").tolist()
     return keys_of

@@ -15,7 +15,7 @@ from raykv.errors import RayKVError, UsageError
 from raykv.eviction import policy
 from raykv.ledger import Reason
 from raykv.memory.table import MAX_NAMESPACES
-from raykv.namespace import Namespace
+from raykv.protocol.namespace import Namespace
 from raykv.register import Entry, Register
 from raykv.shard import Shard
 from raykv.tally import Tallies

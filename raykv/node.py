@@ -19,8 +19,6 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from raykv import keys as keys_
-from raykv import wire
 from raykv.config import GIB, NodeConfig
 from raykv.directory import DirectoryPort
 from raykv.errors import ConfigError, RayKVError, TransientError, UsageError
@@ -29,10 +27,11 @@ from raykv.locator import Locator
 from raykv.marks import require_hints
 from raykv.memory.copying import checksums_of
 from raykv.memory.host import give_way, has_to_spare
-from raykv.namespace import Namespace
 from raykv.namespaces import Namespaces, register_paths
+from raykv.protocol import chunk_keys, messages
+from raykv.protocol.namespace import Namespace
+from raykv.protocol.placement import Member, View
 from raykv.record import TAKEN_KEYS, Asked, Tape, pack
-from raykv.ring import Member, View
 from raykv.shard import Shard
 from raykv.sweep import forget
 from raykv.tally import Histogram
@@ -91,7 +90,7 @@ class Node:
         failure: The bug that ended a background thread, if one did.
     """
 
-    joined: frozenset[type[wire.Message]] = frozenset({wire.Store})
+    joined: frozenset[type[messages.Message]] = frozenset({messages.Store})
 
     def __init__(
         self, config: NodeConfig, *, secret: bytes, directory: DirectoryPort, network: Network | None = None
@@ -133,37 +132,37 @@ class Node:
         self._peers = Peers(connect, secret, breaker_s=config.heartbeat_s, max_idle=2)
         self._servers: list[SocketServer] = []
         self._threads: list[threading.Thread] = []
-        self._handlers: dict[type[wire.Message], Callable[[Any, NodeSession], Reply]] = {
-            wire.Attach: self._attach,
-            wire.GetView: lambda request, session: Reply(wire.ViewIs(self.view)),
-            wire.OpenNamespace: self._open_namespace,
-            wire.Reserve: self._reserve,
-            wire.Lend: self._lend,
-            wire.Store: self._store,
-            wire.Commit: self._commit,
-            wire.Abort: self._abort,
-            wire.Pin: self._pin,
-            wire.Unpin: self._unpin,
-            wire.Promote: self._promote,
-            wire.Delete: self._delete,
-            wire.Suspect: self._suspect,
-            wire.Locate: self._locate,
-            wire.Announce: self._announce,
-            wire.Read: self._read,
-            wire.Write: self._write,
-            wire.Hint: self._hint,
-            wire.Configure: self._configure,
-            wire.Adopt: lambda request, session: Reply(
-                wire.Count(self._adopt_register(request.register, request.account))
+        self._handlers: dict[type[messages.Message], Callable[[Any, NodeSession], Reply]] = {
+            messages.Attach: self._attach,
+            messages.GetView: lambda request, session: Reply(messages.ViewIs(self.view)),
+            messages.OpenNamespace: self._open_namespace,
+            messages.Reserve: self._reserve,
+            messages.Lend: self._lend,
+            messages.Store: self._store,
+            messages.Commit: self._commit,
+            messages.Abort: self._abort,
+            messages.Pin: self._pin,
+            messages.Unpin: self._unpin,
+            messages.Promote: self._promote,
+            messages.Delete: self._delete,
+            messages.Suspect: self._suspect,
+            messages.Locate: self._locate,
+            messages.Announce: self._announce,
+            messages.Read: self._read,
+            messages.Write: self._write,
+            messages.Hint: self._hint,
+            messages.Configure: self._configure,
+            messages.Adopt: lambda request, session: Reply(
+                messages.Count(self._adopt_register(request.register, request.account))
             ),
-            wire.Report: self._report,
-            wire.Why: self._why,
-            wire.GetNamespaces: lambda request, session: Reply(
-                wire.NamespacesAre(msgspec.json.encode(self.namespaces.list()))
+            messages.Report: self._report,
+            messages.Why: self._why,
+            messages.GetNamespaces: lambda request, session: Reply(
+                messages.NamespacesAre(msgspec.json.encode(self.namespaces.list()))
             ),
-            wire.Record: self._record,
-            wire.TakeRecord: self._take_record,
-            wire.GetStats: lambda request, session: Reply(wire.Stats(msgspec.json.encode(self.stats()))),
+            messages.Record: self._record,
+            messages.TakeRecord: self._take_record,
+            messages.GetStats: lambda request, session: Reply(messages.Stats(msgspec.json.encode(self.stats()))),
         }
 
     # -- life -------------------------------------------------------------------------------------------------------
@@ -301,7 +300,7 @@ class Node:
     def session(self, *, local: bool) -> NodeSession:
         return NodeSession(self, local=local)
 
-    def answer(self, request: wire.Message, session: Session) -> Reply:
+    def answer(self, request: messages.Message, session: Session) -> Reply:
         """Serve one request; whatever goes wrong becomes a Failure."""
         assert isinstance(session, NodeSession)
         name, began_s = type(request).__name__, time.perf_counter()
@@ -313,22 +312,22 @@ class Node:
             return handler(request, session)
         except RayKVError as error:
             self._errors[name] += 1
-            return Reply(wire.failure(error))
+            return Reply(messages.failure(error))
         except Exception:  # a bug must not take the connection's other requests with it; it is counted and logged
             log.exception("bug while serving %s", name)
             return Reply(self._bug(name))
         finally:
             self._times[name].note(time.perf_counter() - began_s)
 
-    def _bug(self, name: str) -> wire.Failure:
+    def _bug(self, name: str) -> messages.Failure:
         self._errors[name] += 1
-        return wire.Failure("ProtocolError", f"internal error while serving {name}; see the node's log")
+        return messages.Failure("ProtocolError", f"internal error while serving {name}; see the node's log")
 
-    def answer_joined(self, requests: Sequence[wire.Message], session: Session) -> list[wire.Answer]:
+    def answer_joined(self, requests: Sequence[messages.Message], session: Session) -> list[messages.Answer]:
         """Serve stores that have arrived together: as one, if that is possible."""
         assert isinstance(session, NodeSession)
         began_s = time.perf_counter()
-        stores = [request for request in requests if type(request) is wire.Store]
+        stores = [request for request in requests if type(request) is messages.Store]
         assert len(stores) == len(requests)
         try:
             answers = self._store_joined(stores, session)
@@ -357,10 +356,10 @@ class Node:
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
-    def _attach(self, request: wire.Attach, session: NodeSession) -> Reply:
+    def _attach(self, request: messages.Attach, session: NodeSession) -> Reply:
         shard = self.shard
         return Reply(
-            wire.Attached(
+            messages.Attached(
                 node_id=self.config.node_id,
                 host=self.member.host,
                 incarnation=self.member.incarnation,
@@ -371,17 +370,17 @@ class Node:
             )
         )
 
-    def _open_namespace(self, request: wire.OpenNamespace, session: NodeSession) -> Reply:
-        namespace = Namespace.load(wire.fields(request.namespace))
+    def _open_namespace(self, request: messages.OpenNamespace, session: NodeSession) -> Reply:
+        namespace = Namespace.load(messages.fields(request.namespace))
         with self._lock:
             self.shard.accounts.open(namespace, request.capacity_nbytes)
-        return Reply(wire.Done())
+        return Reply(messages.Done())
 
-    def _reserve(self, request: wire.Reserve, session: NodeSession) -> Reply:
+    def _reserve(self, request: messages.Reserve, session: NodeSession) -> Reply:
         granted = self._reserve_rows(request, session)
         return Reply(granted)
 
-    def _reserve_rows(self, request: wire.Reserve | wire.Write, session: NodeSession) -> wire.Granted:
+    def _reserve_rows(self, request: messages.Reserve | messages.Write, session: NodeSession) -> messages.Granted:
         parent = _keys(request.parent)
         with self._lock:
             reserved = self.shard.reserve(
@@ -394,13 +393,13 @@ class Node:
                 now_s=time.monotonic(),
             )
             session.reserved.update(reserved.rows.tolist())
-        return wire.Granted(
+        return messages.Granted(
             reserved.positions.tobytes(), reserved.rows.tobytes(), reserved.offsets.tobytes(), reserved.full
         )
 
-    def _lend(self, request: wire.Lend, session: NodeSession) -> Reply:
-        if not (0 <= request.count <= wire.MAX_KEYS and 0 <= request.ahead <= wire.MAX_KEYS):
-            raise UsageError(f"{request.count} and {request.ahead} slots in one request; at most {wire.MAX_KEYS:,}")
+    def _lend(self, request: messages.Lend, session: NodeSession) -> Reply:
+        if not (0 <= request.count <= messages.MAX_KEYS and 0 <= request.ahead <= messages.MAX_KEYS):
+            raise UsageError(f"{request.count} and {request.ahead} slots in one request; at most {messages.MAX_KEYS:,}")
         keys, parent = _keys(request.keys), _keys(request.parent)
         with self._lock:
             loan = self.shard.lend(
@@ -414,17 +413,17 @@ class Node:
             )
             session.lent.update(loan.rows.tolist())
         self._stay_ahead()
-        return Reply(wire.Lent(loan.rows.tobytes(), loan.offsets.tobytes()))
+        return Reply(messages.Lent(loan.rows.tobytes(), loan.offsets.tobytes()))
 
-    def _store(self, request: wire.Store, session: NodeSession) -> Reply:
+    def _store(self, request: messages.Store, session: NodeSession) -> Reply:
         now_s = time.monotonic()
         if request.ttl_s or request.priority:
             require_hints(request.ttl_s, request.priority)
-        if len(request.keys) == keys_.KEY_NBYTES and len(request.rows) == _ROW.size:
+        if len(request.keys) == chunk_keys.KEY_NBYTES and len(request.rows) == _ROW.size:
             unused = self._store_one(request, session, now_s)
         else:
             unused = self._store_run(request, session, now_s)
-        answer = wire.Stored(unused)
+        answer = messages.Stored(unused)
         if request.ahead:
             self._lend_ahead(request, session, answer, now_s)
         self._stay_ahead()
@@ -432,47 +431,47 @@ class Node:
             self._changed.set()
         return Reply(answer)
 
-    def _lend_ahead(self, request: wire.Store, session: NodeSession, answer: wire.Stored, now_s: float) -> None:
-        if not 0 < request.ahead <= wire.MAX_KEYS:
-            raise UsageError(f"{request.ahead} slots ahead; at most {wire.MAX_KEYS:,}")
+    def _lend_ahead(self, request: messages.Store, session: NodeSession, answer: messages.Stored, now_s: float) -> None:
+        if not 0 < request.ahead <= messages.MAX_KEYS:
+            raise UsageError(f"{request.ahead} slots ahead; at most {messages.MAX_KEYS:,}")
         with self._lock:
             account = self.shard.accounts.number(request.account)
             loan = self.shard.lend(0, request.nbytes, account, ahead=request.ahead, now_s=now_s)
             session.lent.update(loan.rows.tolist())
         answer.rows, answer.offsets = loan.rows.tobytes(), loan.offsets.tobytes()
 
-    def _store_joined(self, requests: Sequence[wire.Store], session: NodeSession) -> list[wire.Answer] | None:
+    def _store_joined(self, requests: Sequence[messages.Store], session: NodeSession) -> list[messages.Answer] | None:
         """Stores of one chunk each that hang on no other, like one store of them all.
 
         Returns:
             None: they are not all that, or one of them is wrong. Nothing was stored.
         """
         first, now_s = requests[0], time.monotonic()
-        sizes = keys_.KEY_NBYTES, _ROW.size, _CHECKSUM.size, first.nbytes
+        sizes = chunk_keys.KEY_NBYTES, _ROW.size, _CHECKSUM.size, first.nbytes
         for each in requests:
             if (len(each.keys), len(each.rows), len(each.checksums), each.nbytes) != sizes or each.chained:
                 return None
-            if each.account != first.account or not 0 <= each.ahead <= wire.MAX_KEYS:
+            if each.account != first.account or not 0 <= each.ahead <= messages.MAX_KEYS:
                 return None
             if each.positions or each.ttl_s or each.priority:
                 return None
         keys, rows, checksums = (
             b"".join([getattr(each, field) for each in requests]) for field in ("keys", "rows", "checksums")
         )
-        whole = wire.Store(first.account, keys, first.nbytes, rows, checksums, chained=False)
+        whole = messages.Store(first.account, keys, first.nbytes, rows, checksums, chained=False)
         try:
             unused = set(np.frombuffer(self._store_run(whole, session, now_s), "<i4").tolist())
         except RayKVError:
             return None
-        answers = [wire.Stored(bytes(_ROW.size) if place in unused else b"") for place in range(len(requests))]
+        answers = [messages.Stored(bytes(_ROW.size) if place in unused else b"") for place in range(len(requests))]
         for each, answer in zip(requests, answers, strict=True):
             if each.ahead:
                 self._lend_ahead(each, session, answer, now_s)
         self._stay_ahead()
         self._changed.set()
-        return list[wire.Answer](answers)
+        return list[messages.Answer](answers)
 
-    def _store_one(self, request: wire.Store, session: NodeSession, now_s: float) -> bytes:
+    def _store_one(self, request: messages.Store, session: NodeSession, now_s: float) -> bytes:
         """A put of one chunk is all call and no work: no array is made for it."""
         row, shard = _ROW.unpack(request.rows)[0], self.shard
         if row not in session.lent or len(request.checksums) != _CHECKSUM.size or request.positions.strip(b"\0"):
@@ -494,7 +493,7 @@ class Node:
                 session.lent.discard(row)
         return b"" if used else bytes(_ROW.size)
 
-    def _store_run(self, request: wire.Store, session: NodeSession, now_s: float) -> bytes:
+    def _store_run(self, request: messages.Store, session: NodeSession, now_s: float) -> bytes:
         keys, rows, parent = _keys(request.keys), _array(request.rows, "<i4"), _keys(request.parent)
         if not session.lent.issuperset(rows.tolist()):
             raise UsageError("slots that are not lent to this connection (a loan ends with its connection)")
@@ -518,7 +517,7 @@ class Node:
             session.lent.difference_update(rows[used].tolist())
         return b"" if used.all() else np.flatnonzero(~used).astype(np.int32).tobytes()
 
-    def _commit(self, request: wire.Commit, session: NodeSession) -> Reply:
+    def _commit(self, request: messages.Commit, session: NodeSession) -> Reply:
         rows = _leased(request.rows, session.reserved)
         checksums = _array(request.checksums, "<u8")
         if len(rows) != len(checksums):
@@ -529,17 +528,17 @@ class Node:
             session.reserved.difference_update(rows.tolist())
         self._stay_ahead()
         self._changed.set()
-        return Reply(wire.Done())
+        return Reply(messages.Done())
 
-    def _abort(self, request: wire.Abort, session: NodeSession) -> Reply:
+    def _abort(self, request: messages.Abort, session: NodeSession) -> Reply:
         rows = _leased(request.rows, session.reserved | session.lent)
         with self._lock:
             self.shard.abort(rows)
             session.reserved.difference_update(rows.tolist())
             session.lent.difference_update(rows.tolist())
-        return Reply(wire.Done())
+        return Reply(messages.Done())
 
-    def _pin(self, request: wire.Pin, session: NodeSession) -> Reply:
+    def _pin(self, request: messages.Pin, session: NodeSession) -> Reply:
         keys = _keys(request.keys)
         if self.tiers:
             self.tiers.promote(keys, until_s=time.monotonic() + PROMOTE_TIMEOUT_S)
@@ -547,12 +546,12 @@ class Node:
             pinned = self.shard.pin(keys, now_s=time.monotonic())
             session.pins.update(pinned.rows[pinned.rows >= 0].tolist())
         return Reply(
-            wire.Held(
+            messages.Held(
                 pinned.rows.tobytes(), pinned.offsets.tobytes(), pinned.nbytes.tobytes(), pinned.checksums.tobytes()
             )
         )
 
-    def _unpin(self, request: wire.Unpin, session: NodeSession) -> Reply:
+    def _unpin(self, request: messages.Unpin, session: NodeSession) -> Reply:
         rows = _array(request.rows, "<i4")
         given_back = Counter(rows[rows >= 0].tolist())
         if given_back - session.pins:
@@ -560,13 +559,13 @@ class Node:
         with self._lock:
             self.shard.unpin(rows)
             session.pins -= given_back
-        return Reply(wire.Done())
+        return Reply(messages.Done())
 
-    def _promote(self, request: wire.Promote, session: NodeSession) -> Reply:
+    def _promote(self, request: messages.Promote, session: NodeSession) -> Reply:
         until_s = time.monotonic() + min(request.timeout_s, PROMOTE_TIMEOUT_S) if request.timeout_s > 0 else 0.0
-        return Reply(wire.Count(self.tiers.promote(_keys(request.keys), until_s=until_s)))
+        return Reply(messages.Count(self.tiers.promote(_keys(request.keys), until_s=until_s)))
 
-    def _delete(self, request: wire.Delete, session: NodeSession) -> Reply:
+    def _delete(self, request: messages.Delete, session: NodeSession) -> Reply:
         keys = _keys(request.keys)
         with self.tiers.barring(keys):
             below = self.tiers.delete(keys)
@@ -575,9 +574,9 @@ class Node:
                 self.tiers.give_up(keys)
         count = max(count, below)
         self._changed.set()
-        return Reply(wire.Count(count))
+        return Reply(messages.Count(count))
 
-    def _suspect(self, request: wire.Suspect, session: NodeSession) -> Reply:
+    def _suspect(self, request: messages.Suspect, session: NodeSession) -> Reply:
         keys = _keys(request.keys)
         with self._lock:
             pinned = self.shard.pin(keys, now_s=time.monotonic())
@@ -587,9 +586,9 @@ class Node:
             count = self.shard.drop_spoilt(wrong)
             self._to_announce.append(keys)
         self._changed.set()
-        return Reply(wire.Count(count))
+        return Reply(messages.Count(count))
 
-    def _locate(self, request: wire.Locate, session: NodeSession) -> Reply:
+    def _locate(self, request: messages.Locate, session: NodeSession) -> Reply:
         keys = _keys(request.keys)
         found, cold = self._locator.locate(keys), self._locator.cold(keys)
         unknown = [place for place, holders in enumerate(found) if not holders] if self.tiers else []
@@ -600,29 +599,34 @@ class Node:
                 cold[below] = True
                 for place in below.tolist():
                     found[place] = (self.config.node_id,)
-        return Reply(wire.Located(*_choices(found), wire.pack_bits(cold)))
+        return Reply(messages.Located(*_choices(found), messages.pack_bits(cold)))
 
     def _located(self, keys: KeyArray) -> tuple[tuple[tuple[NodeId, ...], ...], bytes]:
-        """What `wire.Located` says of keys that this node cannot send."""
+        """What `messages.Located` says of keys that this node cannot send."""
         return _choices(self._locator.locate(keys))
 
-    def _announce(self, request: wire.Announce, session: NodeSession) -> Reply:
+    def _announce(self, request: messages.Announce, session: NodeSession) -> Reply:
         self._locator.remove(request.node_id, _keys(request.removed))
         added = _keys(request.added)
-        cold = wire.unpack_bits(request.cold, len(added)) if request.cold else None
+        cold = messages.unpack_bits(request.cold, len(added)) if request.cold else None
         self._locator.add(request.node_id, added, cold)
-        return Reply(wire.Done())
+        return Reply(messages.Done())
 
-    def _read(self, request: wire.Read, session: NodeSession) -> Reply:
-        if len(request.keys) == keys_.KEY_NBYTES:
+    def _read(self, request: messages.Read, session: NodeSession) -> Reply:
+        if len(request.keys) == chunk_keys.KEY_NBYTES:
             return self._read_one(request)
         shard = self.shard
-        if 0 < len(request.keys) <= LOCKED_KEYS * keys_.KEY_NBYTES and not len(request.keys) % keys_.KEY_NBYTES:
+        if (
+            0 < len(request.keys) <= LOCKED_KEYS * chunk_keys.KEY_NBYTES
+            and not len(request.keys) % chunk_keys.KEY_NBYTES
+        ):
             with self._lock:
                 held_all = shard.pin_all(request.keys, now_s=time.monotonic())
             if held_all is not None:
                 all_rows, outgoing, all_lengths, all_checksums = held_all
-                return Reply(wire.Reading(all_lengths, all_checksums), outgoing=outgoing, finish=self._ending(all_rows))
+                return Reply(
+                    messages.Reading(all_lengths, all_checksums), outgoing=outgoing, finish=self._ending(all_rows)
+                )
         keys = _keys(request.keys)
         rows: list[int] = []
         starts: list[int] = []
@@ -636,7 +640,7 @@ class Node:
         if self.tiers and 0 in lengths:
             self._pin_promoted(keys, rows, starts, lengths, checksums)
 
-        answer = wire.Reading(struct.pack(f"<{len(keys)}I", *lengths), struct.pack(f"<{len(keys)}Q", *checksums))
+        answer = messages.Reading(struct.pack(f"<{len(keys)}I", *lengths), struct.pack(f"<{len(keys)}Q", *checksums))
         if request.locate and 0 in lengths:
             answer.choices, answer.places = self._located(keys[[not length for length in lengths]])
         return Reply(answer, outgoing=_runs(shard.arena.view, starts, lengths), finish=self._ending(rows))
@@ -664,7 +668,7 @@ class Node:
             for place, row, start, length, checksum in zip(places, *held, strict=True):
                 rows[place], starts[place], lengths[place], checksums[place] = row, start, length, checksum
 
-    def _read_one(self, request: wire.Read) -> Reply:
+    def _read_one(self, request: messages.Read) -> Reply:
         """The same for one key, in a fraction of the time."""
         shard = self.shard
         hi, lo = _PAIR.unpack(request.keys)
@@ -675,7 +679,7 @@ class Node:
             self.tiers.promote(_keys(request.keys), until_s=until_s)
             with self._lock:
                 row, start, nbytes, checksum = shard.pin_one(hi, lo, now_s=time.monotonic())
-        answer = wire.Reading(_LENGTH.pack(nbytes), _CHECKSUM.pack(checksum))
+        answer = messages.Reading(_LENGTH.pack(nbytes), _CHECKSUM.pack(checksum))
         if row < 0:
             if request.locate:
                 answer.choices, answer.places = self._located(_keys(request.keys))
@@ -687,13 +691,13 @@ class Node:
 
         return Reply(answer, outgoing=(shard.arena.view[start : start + nbytes],), finish=finish)
 
-    def _write(self, request: wire.Write, session: NodeSession) -> Reply:
+    def _write(self, request: messages.Write, session: NodeSession) -> Reply:
         require_hints(request.ttl_s, request.priority)
         granted = self._reserve_rows(request, session)
         rows = _array(granted.rows, "<i4")
         arrivals = _Writing(self.shard.arena.view, _array(granted.offsets, "<u8").tolist(), request.nbytes)
 
-        def finish(complete: bool) -> wire.Answer | None:
+        def finish(complete: bool) -> messages.Answer | None:
             checksums, intact = arrivals.checked(complete)
             now_s = time.monotonic()
             with self._lock:
@@ -704,13 +708,13 @@ class Node:
                 session.reserved.difference_update(rows.tolist())
             self._stay_ahead()
             self._changed.set()
-            return wire.Count(int(intact.sum()))
+            return messages.Count(int(intact.sum()))
 
         return Reply(granted, incoming=arrivals.targets(), finish=finish)
 
     # -- about chunks and namespaces ---------------------------------------------------------------------------------
 
-    def _why(self, request: wire.Why, session: NodeSession) -> Reply:
+    def _why(self, request: messages.Why, session: NodeSession) -> Reply:
         keys, now_s = _keys(request.keys), time.monotonic()
         parts: list[tuple[Any, ...]] = []
         policies: list[str] = []
@@ -725,7 +729,7 @@ class Node:
         names = tuple(dict.fromkeys(policies))
         since_s = self.shard.room.ledger.since_s
         return Reply(
-            wire.Told(
+            messages.Told(
                 places.astype("u1").tobytes(),
                 sizes.astype("<u4").tobytes(),
                 reasons.astype("u1").tobytes(),
@@ -738,9 +742,9 @@ class Node:
             )
         )
 
-    def _report(self, request: wire.Report, session: NodeSession) -> Reply:
+    def _report(self, request: messages.Report, session: NodeSession) -> Reply:
         self.namespaces.note(request.account, request.misses, request.gets, request.puts)
-        return Reply(wire.Done())
+        return Reply(messages.Done())
 
     def _note_below(self, keys: KeyArray, places: npt.NDArray[Any], sizes: npt.NDArray[Any]) -> None:
         """Of what is not in memory, note what is below."""
@@ -750,7 +754,7 @@ class Node:
                 if found is not None:
                     places[place], sizes[place] = Place[tier.name.upper()], found.nbytes
 
-    def _hint(self, request: wire.Hint, session: NodeSession) -> Reply:
+    def _hint(self, request: messages.Hint, session: NodeSession) -> Reply:
         require_hints(request.ttl_s, request.priority, request.output_tokens)
         with self._lock:
             count = self.shard.hint(
@@ -762,18 +766,18 @@ class Node:
                 output_tokens=request.output_tokens,
                 now_s=time.monotonic(),
             )
-        return Reply(wire.Count(count))
+        return Reply(messages.Count(count))
 
-    def _configure(self, request: wire.Configure, session: NodeSession) -> Reply:
-        namespace, fields = Namespace.load(wire.fields(request.namespace)), wire.fields(request.fields)
+    def _configure(self, request: messages.Configure, session: NodeSession) -> Reply:
+        namespace, fields = Namespace.load(messages.fields(request.namespace)), messages.fields(request.fields)
         if not request.drop:
             self.namespaces.require(namespace, fields)
         try:
             mine = self.namespaces.register.encode()
             register = self._directory.configure(namespace, None if request.drop else fields, mine)
         except TransientError as error:
-            return Reply(wire.Configured(problem=str(error)))
-        return Reply(wire.Configured(register, self._adopt_register(register, namespace.account.digest)))
+            return Reply(messages.Configured(problem=str(error)))
+        return Reply(messages.Configured(register, self._adopt_register(register, namespace.account.digest)))
 
     def _adopt_register(self, register: bytes, account: bytes = b"") -> int:
         """Returns how many chunks went when this account was dropped last, perhaps by a heartbeat just now."""
@@ -782,17 +786,17 @@ class Node:
         self._stay_ahead()
         return self.namespaces.went(account)
 
-    def _record(self, request: wire.Record, session: NodeSession) -> Reply:
+    def _record(self, request: messages.Record, session: NodeSession) -> Reply:
         if self.shard.table.recording:
             self.tape.add(request.requests)
-        return Reply(wire.Done())
+        return Reply(messages.Done())
 
-    def _take_record(self, request: wire.TakeRecord, session: NodeSession) -> Reply:
+    def _take_record(self, request: messages.TakeRecord, session: NodeSession) -> Reply:
         if not session.local:
             raise UsageError("only processes of this host may take what its clients told")
         self.shard.table.recording = request.on
         requests, left_out = self.tape.take(TAKEN_KEYS)
-        return Reply(wire.Recorded(pack(requests), left_out, bool(self.tape)))
+        return Reply(messages.Recorded(pack(requests), left_out, bool(self.tape)))
 
     # -- the cluster's index ------------------------------------------------------------------------------------------
 
@@ -822,7 +826,7 @@ class Node:
             with self._lock:
                 again, self._to_announce, self._unheard = [*self._to_announce, *self._unheard], [], []
                 changes = [*self.shard.take_changes(), *below]
-                keys = np.concatenate([keys_.empty(), *changes, *again])
+                keys = np.concatenate([chunk_keys.empty(), *changes, *again])
                 self._announcing = True
             if len(keys) and not self._stopping.is_set():
                 self._send_announcements(np.unique(keys, axis=0))
@@ -862,8 +866,10 @@ class Node:
         return here | cold, cold
 
     def _announce_to(self, owner: Member, keys: KeyArray, here: Bits, cold: Bits | None) -> None:
-        below = wire.pack_bits(cold[here]) if cold is not None else b""
-        message = wire.Announce(self.config.node_id, keys_.to_bytes(keys[here]), keys_.to_bytes(keys[~here]), below)
+        below = messages.pack_bits(cold[here]) if cold is not None else b""
+        message = messages.Announce(
+            self.config.node_id, chunk_keys.to_bytes(keys[here]), chunk_keys.to_bytes(keys[~here]), below
+        )
         deadline_s = time.monotonic() + ANNOUNCE_DEADLINE_S
 
         def send(link: Link) -> None:
@@ -980,11 +986,11 @@ class Node:
 
 
 def _choices(found: list[tuple[NodeId, ...]]) -> tuple[tuple[tuple[NodeId, ...], ...], bytes]:
-    """Holders of each key, as `wire.Located` says it."""
+    """Holders of each key, as `messages.Located` says it."""
     choices = tuple(holders for holders in dict.fromkeys(found) if holders)
     numbers = {(): -1, **{holders: number for number, holders in enumerate(choices)}}
     places = struct.pack(f"<{len(found)}i", *map(numbers.__getitem__, found))
-    return tuple([holders[-wire.MAX_HOLDERS :] for holders in choices]), places
+    return tuple([holders[-messages.MAX_HOLDERS :] for holders in choices]), places
 
 
 def _owner_changed(old: View, new: View, keys: KeyArray) -> Bits:
@@ -1003,9 +1009,9 @@ def _owner_lives(view: View, keys: KeyArray) -> npt.NDArray[np.int64]:
 
 
 def _keys(raw: bytes) -> KeyArray:
-    if len(raw) > wire.MAX_KEYS * keys_.KEY_NBYTES:
-        raise UsageError(f"{len(raw) // keys_.KEY_NBYTES:,} keys in one request; at most {wire.MAX_KEYS:,}")
-    return keys_.from_bytes(raw)
+    if len(raw) > messages.MAX_KEYS * chunk_keys.KEY_NBYTES:
+        raise UsageError(f"{len(raw) // chunk_keys.KEY_NBYTES:,} keys in one request; at most {messages.MAX_KEYS:,}")
+    return chunk_keys.from_bytes(raw)
 
 
 class _Writing:

@@ -15,15 +15,14 @@ from typing import Any, Final, TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from raykv import keys as keys_
-from raykv import wire
 from raykv.config import ClientConfig
 from raykv.errors import ConfigError, LostError, PeerUnavailable, RayKVError, TransientError
-from raykv.keys import halves
 from raykv.load import Arrivals, Load, load_one, located
 from raykv.local import LocalNode
 from raykv.memory.copying import CopyThreads, default_copy_threads
-from raykv.ring import Member, View
+from raykv.protocol import chunk_keys, messages
+from raykv.protocol.chunk_keys import halves
+from raykv.protocol.placement import Member, View
 from raykv.tally import Tally
 from raykv.transport.base import Link
 from raykv.transport.peers import Connect, Peers
@@ -165,14 +164,14 @@ class Reach:
         Raises:
             TransientError: Nobody answers.
         """
-        request = wire.GetView()
+        request = messages.GetView()
         try:
             if self.local is None:
                 raise PeerUnavailable("there is no node on this host")
             answer = self.local.call(request, deadline_s=deadline_s)
         except RayKVError:
             answer = self._ask_any(request, deadline_s)
-        view = wire.expect(wire.ViewIs, answer).view
+        view = messages.expect(messages.ViewIs, answer).view
         if view.epoch > self._view.epoch:
             self._view = view
             self._forget_all_but(view)
@@ -186,7 +185,7 @@ class Reach:
             self._neighbours = {life: reader for life, reader in self._neighbours.items() if life in lives}
             self._tiered = self._tiered & lives
 
-    def _ask_any(self, request: wire.Message, deadline_s: float) -> wire.Answer:
+    def _ask_any(self, request: messages.Message, deadline_s: float) -> messages.Answer:
         # The one that we were given last: it may have left long ago, without anybody who would say so.
         given = [] if self._address.startswith("unix:") else [self._address]
         addresses = [*dict.fromkeys([*(member.address for member in self._view.members), *given])]
@@ -203,7 +202,7 @@ class Reach:
         finally:
             del problem  # an error that its own frame names keeps that frame, and the caller's buffers, for a while
 
-    def call(self, node_id: NodeId, request: wire.Message, deadline_s: float) -> wire.Answer:
+    def call(self, node_id: NodeId, request: messages.Message, deadline_s: float) -> messages.Answer:
         """Ask a member.
 
         Raises:
@@ -216,7 +215,7 @@ class Reach:
             member.address, lambda link: link.call(request, deadline_s=deadline_s), deadline_s=deadline_s
         )
 
-    def ask_all(self, request: wire.Message, deadline_s: float) -> dict[NodeId, wire.Answer | RayKVError]:
+    def ask_all(self, request: messages.Message, deadline_s: float) -> dict[NodeId, messages.Answer | RayKVError]:
         """Ask every member, and this host's node, in parallel."""
         nodes = {member.node_id for member in self.view(deadline_s).members}
         if self.local is not None:
@@ -251,7 +250,7 @@ class Reach:
 
         def ask(holder: NodeId, places: list[int]) -> None:
             member = self._member(holder, deadline_s)
-            request = wire.Promote(keys_.to_bytes(keys[places]))
+            request = messages.Promote(chunk_keys.to_bytes(keys[places]))
             address = member.local_address if member.host == self.host else member.address
             self.peers.ask(address, lambda link: link.call(request, deadline_s=deadline_s), deadline_s=deadline_s)
 
@@ -267,12 +266,12 @@ class Reach:
         owner = view.ring.owner(halves(key)[0])
         if owner is not None:
             try:
-                answer = wire.expect(wire.Located, self.call(owner, wire.Locate(key), deadline_s))
+                answer = messages.expect(messages.Located, self.call(owner, messages.Locate(key), deadline_s))
                 if located(answer, 1)[0]:
                     return True
             except RayKVError:
                 pass
-        return self.view(deadline_s).epoch > view.epoch and bool(self.held(keys_.from_bytes(key), deadline_s)[0])
+        return self.view(deadline_s).epoch > view.epoch and bool(self.held(chunk_keys.from_bytes(key), deadline_s)[0])
 
     def find(self, arrivals: Arrivals, deadline_s: float) -> None:
         """Read what is missing from its owners, or from whoever they say holds it: where one has not got it, the next.
@@ -297,7 +296,7 @@ class Reach:
             if arrivals.all_came():
                 return
             unknown = [place for place in arrivals.missing() if not told.get(place)]
-        for choice in range(wire.MAX_HOLDERS):
+        for choice in range(messages.MAX_HOLDERS):
             holders: list[NodeId | None] = [None] * len(arrivals.keys)
             for place in arrivals.missing():
                 names = told.get(place, ())
@@ -353,9 +352,9 @@ class Reach:
                 self._note_trouble((key,), "corrupt", owner)
             if one.gone:
                 if owner in one.told:
-                    self._report_stale(owner, keys_.from_bytes(key), deadline_s)
+                    self._report_stale(owner, chunk_keys.from_bytes(key), deadline_s)
                 return self._nearest_first([name for name in one.told if name != owner]), None
-        choices, numbers, _ = self._ask_owner(owner, keys_.from_bytes(key), deadline_s)
+        choices, numbers, _ = self._ask_owner(owner, chunk_keys.from_bytes(key), deadline_s)
         return tuple([name for name in choices[int(numbers[0])] if near or name != owner]), None
 
     def _ask_owners_for(
@@ -422,11 +421,13 @@ class Reach:
         self, owner: NodeId, keys: KeyArray, deadline_s: float
     ) -> tuple[list[Holders], npt.NDArray[np.int32], Bits]:
         """What `located` says, of keys of one owner."""
-        answer = wire.expect(wire.Located, self.call(owner, wire.Locate(keys_.to_bytes(keys)), deadline_s))
+        answer = messages.expect(
+            messages.Located, self.call(owner, messages.Locate(chunk_keys.to_bytes(keys)), deadline_s)
+        )
         choices = [(), *map(self._nearest_first, answer.choices)]
-        numbers = wire.array(answer.places, "<i4", len(keys)) + np.int32(1)
+        numbers = messages.array(answer.places, "<i4", len(keys)) + np.int32(1)
         numbers = np.where((numbers > 0) & (numbers < len(choices)), numbers, np.int32(0))
-        return choices, numbers, wire.unpack_bits(answer.cold, len(keys))
+        return choices, numbers, messages.unpack_bits(answer.cold, len(keys))
 
     def tally(self, account: bytes) -> Tally:
         """Counters of one account, by its digest."""
@@ -452,7 +453,7 @@ class Reach:
             if member is not None:
                 self.peers.ask(
                     member.local_address,
-                    lambda link: link.call(wire.Record(requests), deadline_s=deadline_s),
+                    lambda link: link.call(messages.Record(requests), deadline_s=deadline_s),
                     deadline_s=deadline_s,
                 )
         except RayKVError:
@@ -567,7 +568,7 @@ class Reach:
 
     def _ask_to_promote(self, member: Member, keys: bytes, timeout_s: float, deadline_s: float) -> None:
         """Over a connection of its own: puts to the node on this host must not wait for its disk."""
-        request = wire.Promote(keys, timeout_s)
+        request = messages.Promote(keys, timeout_s)
         self.peers.ask(
             member.local_address, lambda link: link.call(request, deadline_s=deadline_s), deadline_s=deadline_s
         )
@@ -604,7 +605,7 @@ class Reach:
                         self._ask_to_promote(member, key, max(1e-3, left_s), deadline_s)
                         arrived = self._read_one(neighbour, key, target)
                     if not arrived and not neighbour.ready_one(key):
-                        self._report_stale(node_id, keys_.from_bytes(key), deadline_s)
+                        self._report_stale(node_id, chunk_keys.from_bytes(key), deadline_s)
                     return "shm" if arrived else None
             one = self.peers.ask(
                 member.address,
@@ -617,12 +618,12 @@ class Reach:
         if one.spoilt:
             self._note_trouble((key,), "corrupt", node_id)
         if one.gone:
-            self._report_stale(node_id, keys_.from_bytes(key), deadline_s)
+            self._report_stale(node_id, chunk_keys.from_bytes(key), deadline_s)
         return one.path
 
     def _read_one(self, neighbour: ShmReader, key: bytes, target: memoryview) -> bool:
         if self.config.verify == "always":
-            return bool(self.read_local(neighbour, keys_.from_bytes(key), [target])[0][0])
+            return bool(self.read_local(neighbour, chunk_keys.from_bytes(key), [target])[0][0])
         return neighbour.read_one(key, target)
 
     def read_local(self, reader: ShmReader, keys: KeyArray, into: Sequence[Scattered]) -> tuple[Bits, int]:
@@ -641,10 +642,10 @@ class Reach:
             try:
                 answer = self.peers.ask(
                     member.local_address,
-                    lambda link: link.call(wire.Attach(), deadline_s=deadline_s),
+                    lambda link: link.call(messages.Attach(), deadline_s=deadline_s),
                     deadline_s=deadline_s,
                 )
-                attached = wire.expect(wire.Attached, answer)
+                attached = messages.expect(messages.Attached, answer)
                 reader, tiered = ShmReader(attached.table, attached.arena, writable=False), attached.tiers
             except TransientError:
                 return None  # for now
@@ -678,7 +679,7 @@ class Reach:
         Nobody waits for it.
         """
         try:
-            self._submit(partial(self.call, holder, wire.Suspect(keys_.to_bytes(keys)), deadline_s))
+            self._submit(partial(self.call, holder, messages.Suspect(chunk_keys.to_bytes(keys)), deadline_s))
         except RuntimeError:
             pass  # this process may have no more threads, or this is closed
 
@@ -742,7 +743,7 @@ def _unpacked(box: list[Callable[[], T]]) -> T | RayKVError:
     return _caught(box.pop()) if box else PeerUnavailable("not asked any more")
 
 
-def _call(link: Link, request: wire.Message, deadline_s: float) -> wire.Answer:
+def _call(link: Link, request: messages.Message, deadline_s: float) -> messages.Answer:
     return link.call(request, deadline_s=deadline_s)
 
 

@@ -13,9 +13,9 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from raykv import keys as keys_
 from raykv.errors import UsageError
-from raykv.keys import KEY_NBYTES
+from raykv.protocol import chunk_keys
+from raykv.protocol.chunk_keys import KEY_NBYTES
 from raykv.types import KeyArray
 
 SEND_S: Final = 0.2
@@ -43,7 +43,7 @@ class Asked(NamedTuple):
 
     def line(self, since_s: float = 0.0) -> str:
         """As the planner reads it; times count from `since_s`."""
-        raw = keys_.to_bytes(self.keys)
+        raw = chunk_keys.to_bytes(self.keys)
         names = [raw[at : at + KEY_NBYTES].hex() for at in range(0, len(raw), KEY_NBYTES)]
         fields = {
             "at_s": round(self.at_s - since_s, 6),
@@ -58,7 +58,7 @@ def pack(requests: list[Asked]) -> bytes:
     """Requests as bytes; `unpack` reads them."""
     parts: list[bytes] = []
     for each in requests:
-        parts += [_ENTRY.pack(each.at_s, each.chunk_tokens, len(each.keys)), keys_.to_bytes(each.keys)]
+        parts += [_ENTRY.pack(each.at_s, each.chunk_tokens, len(each.keys)), chunk_keys.to_bytes(each.keys)]
     return b"".join(parts)
 
 
@@ -77,7 +77,7 @@ def unpack(raw: bytes) -> Iterator[Asked]:
         end = at + KEY_NBYTES * count
         if end > len(raw) or not 0.0 <= at_s < 1e12:
             raise UsageError("a record of requests that ends in the middle")
-        yield Asked(at_s, chunk_tokens, keys_.from_bytes(raw[at:end]))
+        yield Asked(at_s, chunk_tokens, chunk_keys.from_bytes(raw[at:end]))
         at = end
 
 

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from raykv.config import NamespaceConfig
 from raykv.errors import CapacityError, RayKVError, UsageError
-from raykv.namespace import Namespace
+from raykv.protocol.namespace import Namespace
 
 MAX_ENTRIES: Final = 1024
 """Namespaces with a config. As many more that were dropped are remembered, so that a node that was away drops them."""

@@ -18,7 +18,6 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from raykv import keys as keys_
 from raykv.accounts import Accounts
 from raykv.config import SLOT_ALIGNMENT_NBYTES, NamespaceConfig, StorageConfig
 from raykv.errors import ConfigError, LostError, UsageError
@@ -33,6 +32,7 @@ from raykv.memory.recovery import require_sound, take_over
 from raykv.memory.rows import LENT
 from raykv.memory.slots import FEW, Slots, slot_nbytes
 from raykv.memory.table import MAX_DEPTH, Table, table_nbytes
+from raykv.protocol import chunk_keys
 from raykv.room import MAX_PINS, NO_ROWS, SWEEP_ROWS, Room
 from raykv.types import Bits, KeyArray, Rows
 
@@ -977,7 +977,7 @@ class Shard:
         """Keys that came and that went since the last call."""
         added, removed = b"".join(self._added), b"".join(self.room.removed)
         self._added, self.room.removed = [], []
-        return keys_.from_bytes(added), keys_.from_bytes(removed)
+        return chunk_keys.from_bytes(added), chunk_keys.from_bytes(removed)
 
     @property
     def has_changes(self) -> bool:

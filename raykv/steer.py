@@ -8,14 +8,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from raykv import keys as keys_
-from raykv import wire
 from raykv.config import NamespaceConfig
 from raykv.errors import PeerUnavailable, RayKVError, UsageError
 from raykv.loan import Account
-from raykv.namespace import Namespace
+from raykv.protocol import chunk_keys, messages
+from raykv.protocol.namespace import Namespace
+from raykv.protocol.placement import View
 from raykv.reach import Reach
-from raykv.ring import View
 from raykv.tally import BUCKETS, quantiles
 from raykv.types import KeyArray, NodeId
 from raykv.why import namespaces, reasons_of
@@ -35,14 +34,14 @@ def configure(
         PeerUnavailable: No node answers, or the directory is away: nothing was changed.
     """
     text = b"{}" if fields is None else msgspec.json.encode(fields)
-    request = wire.Configure(Account.of(namespace).text, text, fields is None)
+    request = messages.Configure(Account.of(namespace).text, text, fields is None)
     problem: RayKVError = PeerUnavailable("the cluster has no nodes")
     members = [member.node_id for member in reach.refresh(deadline_s).members]
     mine = None if reach.local is None else reach.local.attached.node_id
     members.sort(key=lambda name: name != mine)  # our own node is asked first
     for first in members:
         try:
-            answer = wire.expect(wire.Configured, reach.call(first, request, deadline_s))
+            answer = messages.expect(messages.Configured, reach.call(first, request, deadline_s))
             if not answer.problem:
                 break
             problem = PeerUnavailable(answer.problem)
@@ -52,10 +51,12 @@ def configure(
             problem = error
     else:
         raise PeerUnavailable(f"no node could do that: {problem}")
-    adopt = wire.Adopt(answer.register, namespace.account.digest)
+    adopt = messages.Adopt(answer.register, namespace.account.digest)
     work = {name: partial(reach.call, name, adopt, deadline_s) for name in members if name != first}
     counts = {
-        name: each.count for name, each in reach.in_parallel(work, deadline_s).items() if isinstance(each, wire.Count)
+        name: each.count
+        for name, each in reach.in_parallel(work, deadline_s).items()
+        if isinstance(each, messages.Count)
     }
     return [first, *counts], answer.count + sum(counts.values())
 
@@ -68,7 +69,7 @@ def report(reach: Reach, account: bytes, deadline_s: float) -> None:
     if absent:
         misses.update(reasons_of(reach, absent, deadline_s))
     members = sorted(reach.view(deadline_s).members, key=lambda member: member.host != reach.host)
-    request = wire.Report(account, dict(misses), tuple(gets), tuple(puts))
+    request = messages.Report(account, dict(misses), tuple(gets), tuple(puts))
     for member in members:
         try:
             reach.call(member.node_id, request, deadline_s)
@@ -136,13 +137,13 @@ def hint(
         name: partial(
             reach.call,
             name,
-            wire.Hint(keys_.to_bytes(keys[places]), ttl_s, priority, ended, touch, output_tokens),
+            messages.Hint(chunk_keys.to_bytes(keys[places]), ttl_s, priority, ended, touch, output_tokens),
             deadline_s,
         )
         for name, places in shares.items()
     }
     answers = reach.in_parallel(work, deadline_s)
-    return sum(answer.count for answer in answers.values() if isinstance(answer, wire.Count))
+    return sum(answer.count for answer in answers.values() if isinstance(answer, messages.Count))
 
 
 def _holders(reach: Reach, keys: KeyArray, view: View, deadline_s: float) -> dict[NodeId, list[int]]:

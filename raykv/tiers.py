@@ -20,14 +20,14 @@ from typing import Any, Final
 
 import numpy as np
 
-from raykv import keys as keys_
 from raykv.config import NodeConfig
 from raykv.errors import RayKVError
-from raykv.keys import KEY_NBYTES
 from raykv.ledger import Place, Reason
 from raykv.memory.slots import slot_nbytes
 from raykv.memory.table import NAMESPACE_TEXT_NBYTES
-from raykv.namespace import Namespace
+from raykv.protocol import chunk_keys
+from raykv.protocol.chunk_keys import KEY_NBYTES
+from raykv.protocol.namespace import Namespace
 from raykv.shard import Shard
 from raykv.tier.admission import Admission
 from raykv.tier.base import Chunk, Found, Tier
@@ -225,7 +225,7 @@ class Tiers:
             self._in_hand[rows] = False
             gone = [row for row in rows.tolist() if row in self._unwanted] if self._unwanted else []
             self._unwanted.difference_update(gone)
-            keys = keys_.from_bytes(b"".join(map(shard.key_of, gone)))
+            keys = chunk_keys.from_bytes(b"".join(map(shard.key_of, gone)))
             shard.unpin(rows)
             if gone:
                 shard.delete(keys, now_s=time.monotonic())
@@ -287,7 +287,7 @@ class Tiers:
 
     def _others(self, keys: KeyArray) -> list[_Rising]:
         """Runs under way that some of the keys are part of."""
-        raw = keys_.to_bytes(keys)
+        raw = chunk_keys.to_bytes(keys)
         with self._lock:
             if not self._rising:
                 return []
@@ -297,7 +297,7 @@ class Tiers:
     def _make_room(self, keys: KeyArray, found: list[Found]) -> _Rising | None:
         """Slots for a run of chunks of one size, one account and one chain."""
         shard, first, now_s = self._shard, found[0], time.monotonic()
-        parent = keys_.from_bytes(first.parent) if first.parent else None
+        parent = chunk_keys.from_bytes(first.parent) if first.parent else None
         chained = parent is not None or (len(found) > 1 and bool(found[1].parent))
         with self._lock:
             if self._rising and self._rising_nbytes + first.nbytes * len(keys) > self._most_nbytes:
@@ -371,7 +371,7 @@ class Tiers:
 
     def keys(self) -> KeyArray:
         """All that some tier holds, but for what other nodes know as well as we do."""
-        return np.concatenate([keys_.empty(), *(tier.keys() for tier in self.tiers)])
+        return np.concatenate([chunk_keys.empty(), *(tier.keys() for tier in self.tiers)])
 
     def take_changes(self) -> list[KeyArray]:
         """Keys that came to a tier or went from one since the last call."""
@@ -521,5 +521,5 @@ def _link(before: Found | None, now: Found | None, key_before: bytes) -> str:
 
 
 def _split(keys: KeyArray) -> list[bytes]:
-    raw = keys_.to_bytes(keys)
+    raw = chunk_keys.to_bytes(keys)
     return [raw[at : at + KEY_NBYTES] for at in range(0, len(raw), KEY_NBYTES)]

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 KeyArray: TypeAlias = npt.NDArray[np.uint64]
-"""Keys of n chunks, shape [n, 2], each row the (high, low) half of a 128-bit key. See `raykv.keys`."""
+"""Keys of n chunks, shape [n, 2], each row the (high, low) half of a 128-bit key. See `raykv.protocol.chunk_keys`."""
 
 Bits: TypeAlias = npt.NDArray[np.bool_]
 Rows: TypeAlias = npt.NDArray[np.int32]

@@ -10,12 +10,11 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from raykv import keys as keys_
-from raykv import wire
 from raykv.errors import RayKVError
-from raykv.keys import KEY_NBYTES
 from raykv.ledger import Place, Reason
-from raykv.namespace import Namespace
+from raykv.protocol import chunk_keys, messages
+from raykv.protocol.chunk_keys import KEY_NBYTES
+from raykv.protocol.namespace import Namespace
 from raykv.reach import Reach
 from raykv.troubles import Trouble
 from raykv.types import KeyArray, NodeId
@@ -93,10 +92,10 @@ class Why:
 
 
 class _Known(NamedTuple):
-    """What one member says of some keys: see `wire.Told`."""
+    """What one member says of some keys: see `messages.Told`."""
 
     node: NodeId
-    told: wire.Told
+    told: messages.Told
     places: bytes
     nbytes: list[int]
     reasons: bytes
@@ -147,18 +146,18 @@ def accounts(reach: Reach, deadline_s: float) -> list[Namespace]:
 
 def namespaces(reach: Reach, deadline_s: float) -> tuple[dict[NodeId, dict[str, Any]], dict[NodeId, str]]:
     """What each member says of each account, by its fields as JSON; and why others say nothing."""
-    answers = reach.ask_all(wire.GetNamespaces(), deadline_s)
+    answers = reach.ask_all(messages.GetNamespaces(), deadline_s)
     said = {
         name: msgspec.json.decode(answer.namespaces, type=dict[str, Any])
         for name, answer in answers.items()
-        if isinstance(answer, wire.NamespacesAre)
+        if isinstance(answer, messages.NamespacesAre)
     }
     return said, {name: str(answer) for name, answer in answers.items() if isinstance(answer, RayKVError)}
 
 
 def reasons_of(reach: Reach, keys: Sequence[bytes], deadline_s: float) -> Counter[str]:
     """Why chunks, by their 16-byte keys, are not there, as counts. "arrived": they are there by now."""
-    said, silent = _ask(reach, keys_.from_bytes(b"".join(keys)), deadline_s)
+    said, silent = _ask(reach, chunk_keys.from_bytes(b"".join(keys)), deadline_s)
     reasons: Counter[str] = Counter()
     for place in range(len(keys)):
         why = _from_members(said, place)
@@ -171,21 +170,21 @@ def reasons_of(reach: Reach, keys: Sequence[bytes], deadline_s: float) -> Counte
 
 def _ask(reach: Reach, keys: KeyArray, deadline_s: float) -> tuple[list[_Known], set[NodeId]]:
     """What the members say, and who says nothing."""
-    answers = reach.ask_all(wire.Why(keys_.to_bytes(keys)), deadline_s)
+    answers = reach.ask_all(messages.Why(chunk_keys.to_bytes(keys)), deadline_s)
     said, count = [], len(keys)
     for name, answer in answers.items():
-        if isinstance(answer, wire.Told) and len(answer.places) == count:
+        if isinstance(answer, messages.Told) and len(answer.places) == count:
             said.append(
                 _Known(
                     name,
                     answer,
                     answer.places,
-                    wire.array(answer.nbytes, "<u4", count).tolist(),
-                    wire.array(answer.reasons, "u1", count).tobytes(),
-                    wire.array(answer.tiers, "u1", count).tobytes(),
-                    wire.array(answer.ages_s, "<f4", count).tolist(),
-                    wire.array(answer.policy, "u1", count).tobytes(),
-                    wire.array(answer.announced, "u1", count).tobytes(),
+                    messages.array(answer.nbytes, "<u4", count).tolist(),
+                    messages.array(answer.reasons, "u1", count).tobytes(),
+                    messages.array(answer.tiers, "u1", count).tobytes(),
+                    messages.array(answer.ages_s, "<f4", count).tolist(),
+                    messages.array(answer.policy, "u1", count).tobytes(),
+                    messages.array(answer.announced, "u1", count).tobytes(),
                 )
             )
     return said, set(answers) - {each.node for each in said}
@@ -227,7 +226,7 @@ def _in_other_namespaces(
     if not raw:
         return {}
     found: dict[int, Why] = {}
-    said, _ = _ask(reach, keys_.from_bytes(b"".join(raw)), deadline_s)
+    said, _ = _ask(reach, chunk_keys.from_bytes(b"".join(raw)), deadline_s)
     for number, (place, other) in enumerate(asked):
         why = _from_members(said, number)
         best = found.get(place)
@@ -264,7 +263,7 @@ def _with_trouble(why: Why, trouble: Trouble | None, now_s: float) -> Why:
 
 def keys_under_names(names: Sequence[bytes | str]) -> KeysUnder:
     """For objects with these names."""
-    return lambda other: list(split(keys_.named(other.digest, names)))
+    return lambda other: list(split(chunk_keys.named(other.digest, names)))
 
 
 def keys_under_tokens(namespace: Namespace, tokens: Sequence[int] | npt.NDArray[np.integer[Any]]) -> KeysUnder:
@@ -272,7 +271,7 @@ def keys_under_tokens(namespace: Namespace, tokens: Sequence[int] | npt.NDArray[
 
     def under(other: Namespace) -> list[bytes | None]:
         mine, theirs = namespace.chunk_tokens, other.chunk_tokens
-        raw = split(keys_.chain(other.digest, tokens, theirs))
+        raw = split(chunk_keys.chain(other.digest, tokens, theirs))
         ends = range(mine, len(tokens) + 1, mine)
         return [raw[place] if (place := -(-end // theirs) - 1) < len(raw) else None for end in ends]
 
@@ -281,7 +280,7 @@ def keys_under_tokens(namespace: Namespace, tokens: Sequence[int] | npt.NDArray[
 
 def split(keys: KeyArray) -> list[bytes]:
     """Each key as 16 bytes."""
-    raw = keys_.to_bytes(keys)
+    raw = chunk_keys.to_bytes(keys)
     return [raw[at : at + KEY_NBYTES] for at in range(0, len(raw), KEY_NBYTES)]
 
 

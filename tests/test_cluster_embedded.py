@@ -13,13 +13,14 @@ import pytest
 
 import raykv
 from raykv import node as node_module
-from raykv import reach, wire
+from raykv import reach
 from raykv.config import ClientConfig, NodeConfig, StorageConfig
 from raykv.embedded import EmbeddedCluster, InProcessDirectory
 from raykv.errors import CapacityError, ConfigError, LostError, NamespaceMismatch, PeerUnavailable, UsageError
 from raykv.loan import TRUST_S
 from raykv.memory.copying import checksum_of
 from raykv.node import Node
+from raykv.protocol import messages
 from raykv.reach import Reach
 from raykv.transport.base import Reply
 from raykv.transport.memory import Network
@@ -187,12 +188,12 @@ def test_a_stale_location_is_corrected_by_the_miss():
 def test_bytes_that_are_not_what_was_announced_are_not_stored():
     with cluster(1) as running:
         link = SocketLink.connect(running.address(), b"", deadline_s=time.monotonic() + 5)
-        link.call(wire.OpenNamespace(b'{"model": "m"}'), deadline_s=time.monotonic() + 5)
+        link.call(messages.OpenNamespace(b'{"model": "m"}'), deadline_s=time.monotonic() + 5)
         client = running.client(SPACE)
         sums = np.array([checksum_of([memoryview(content("a"))]), 12345], np.uint64).tobytes()
-        request = wire.Write(SPACE.account.digest, client.keys(["a", "b"]).tobytes(), NBYTES)
+        request = messages.Write(SPACE.account.digest, client.keys(["a", "b"]).tobytes(), NBYTES)
         pieces = [memoryview(content("a")), memoryview(content("b")), memoryview(sums)]
-        assert link.push(request, lambda granted: [pieces], deadline_s=time.monotonic() + 5) == wire.Count(1)
+        assert link.push(request, lambda granted: [pieces], deadline_s=time.monotonic() + 5) == messages.Count(1)
         assert get(client, ["a", "b"]).hits == (True, False)
         assert stats_of(running, 0)["used_nbytes"] == 12288
         link.close()
@@ -422,7 +423,7 @@ def test_an_owner_that_refuses_what_it_is_told_does_not_end_its_peers(error, mon
         raise error("not here")
 
     with cluster(2) as running:
-        monkeypatch.setitem(running.nodes[1]._handlers, wire.Announce, refuse)
+        monkeypatch.setitem(running.nodes[1]._handlers, messages.Announce, refuse)
         client = running.client(SPACE, node=0)
         assert put(client, names(40), chained=False).stored == 40
         wait_until(lambda: stats_of(running, 0)["errors"].get("announce", 0) > 0)
@@ -442,8 +443,8 @@ def test_a_put_to_another_host_that_has_no_room_for_the_namespace_stores_nothing
     with cluster(1) as running:
         config = {"address": running.nodes[0].member.address, "secret": running.secret}
         with raykv.Client(SPACE, Reach(ClientConfig.load(config))) as client:
-            monkeypatch.setitem(running.nodes[0]._handlers, wire.Write, refuse)
-            monkeypatch.setitem(running.nodes[0]._handlers, wire.OpenNamespace, refuse)
+            monkeypatch.setitem(running.nodes[0]._handlers, messages.Write, refuse)
+            monkeypatch.setitem(running.nodes[0]._handlers, messages.OpenNamespace, refuse)
             assert client._reach.local is None
             result = put(client, ["a", "b"])
         assert (result.stored, result.existed, result.skipped) == (0, 0, 2)
@@ -640,21 +641,21 @@ def test_a_slow_network_costs_the_deadline_and_no_more():
 def test_links_are_closed_with_the_cluster():
     with cluster(2) as running:
         link = SocketLink.connect(running.address(1), b"", deadline_s=time.monotonic() + 5)
-        assert isinstance(link.call(wire.GetView(), deadline_s=time.monotonic() + 5), wire.ViewIs)
+        assert isinstance(link.call(messages.GetView(), deadline_s=time.monotonic() + 5), messages.ViewIs)
     with pytest.raises(PeerUnavailable):
-        link.call(wire.GetView(), deadline_s=time.monotonic() + 5)
+        link.call(messages.GetView(), deadline_s=time.monotonic() + 5)
 
 
 @pytest.mark.parametrize(
     ("kind", "answer"),
     [
-        (wire.Locate, wire.Located((("node-0",),), b"123")),
-        (wire.Locate, wire.Located((("node-0",), ("node-9", "node-7")), np.array([7, 1, -5], "<i4").tobytes())),
-        (wire.Read, wire.Reading(b"1", b"")),
-        (wire.Read, wire.Reading(np.array([NBYTES] * 3, "<u4").tobytes(), b"")),
-        (wire.Read, wire.Reading(bytes(12), bytes(24), (("node-0",),), b"123")),
-        (wire.Read, wire.Reading(bytes(12), bytes(24), (("node-9",),), np.array([7, 0, -5], "<i4").tobytes())),
-        (wire.Read, wire.Done()),
+        (messages.Locate, messages.Located((("node-0",),), b"123")),
+        (messages.Locate, messages.Located((("node-0",), ("node-9", "node-7")), np.array([7, 1, -5], "<i4").tobytes())),
+        (messages.Read, messages.Reading(b"1", b"")),
+        (messages.Read, messages.Reading(np.array([NBYTES] * 3, "<u4").tobytes(), b"")),
+        (messages.Read, messages.Reading(bytes(12), bytes(24), (("node-0",),), b"123")),
+        (messages.Read, messages.Reading(bytes(12), bytes(24), (("node-9",),), np.array([7, 0, -5], "<i4").tobytes())),
+        (messages.Read, messages.Done()),
     ],
 )
 def test_a_member_that_answers_nonsense_costs_a_miss(kind, answer):
@@ -696,7 +697,7 @@ def test_what_is_done_in_the_background_leaves_the_others_their_threads(monkeypa
 
         def report() -> None:
             assert go.wait(5.0)
-            client._reach.ask_all(wire.GetStats(), client._reach.deadline(1.0))
+            client._reach.ask_all(messages.GetStats(), client._reach.deadline(1.0))
             done.release()
 
         for _ in range(2):

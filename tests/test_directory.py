@@ -3,7 +3,7 @@
 import random
 
 from raykv.directory import Directory, Pulse
-from raykv.ring import Member, View
+from raykv.protocol.placement import Member, View
 
 
 def member(name: str, life: int = 1) -> Member:

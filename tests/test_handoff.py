@@ -5,8 +5,8 @@ import json
 import pytest
 
 from raykv.errors import ConfigError, NamespaceMismatch
-from raykv.handoff import MAX_RUNS, Ticket
-from raykv.namespace import Namespace
+from raykv.protocol.namespace import Namespace
+from raykv.protocol.ticket import MAX_RUNS, Ticket
 from raykv.types import Match
 
 SPACE = Namespace(model="m", dtype="bfloat16", salt="tenant")

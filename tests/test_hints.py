@@ -10,8 +10,8 @@ from raykv.config import StorageConfig
 from raykv.embedded import EmbeddedCluster
 from raykv.errors import UsageError
 from raykv.eviction import POLICIES
-from raykv.keys import named
-from raykv.namespace import Namespace
+from raykv.protocol.chunk_keys import named
+from raykv.protocol.namespace import Namespace
 from raykv.shard import Shard
 
 SPACE = raykv.Namespace(model="m")

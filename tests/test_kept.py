@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 
 import raykv
-from raykv import wire
 from raykv.config import ClientConfig, NodeConfig
 from raykv.embedded import InProcessDirectory
 from raykv.errors import ConfigError, PeerUnavailable, UsageError
 from raykv.keeper import REFUSED
 from raykv.kept import KeptNode
 from raykv.memory import native
+from raykv.protocol import messages
 from raykv.reach import Reach
 from raykv.types import NodeId
 from tests.test_kill import Load, kept
@@ -292,7 +292,7 @@ def test_requests_are_recorded_over_it(made):
     with made.client(local=False) as far, pytest.raises(UsageError, match="this host"):
         far._reach.peers.ask(
             made.node.stats()["address"],
-            lambda link: link.call(wire.TakeRecord(True), deadline_s=time.monotonic() + 5.0),
+            lambda link: link.call(messages.TakeRecord(True), deadline_s=time.monotonic() + 5.0),
             deadline_s=time.monotonic() + 5.0,
         )
     made.node.record(False)

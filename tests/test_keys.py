@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raykv import keys as keys_
 from raykv.errors import UsageError
-from raykv.namespace import Namespace
+from raykv.protocol import chunk_keys
+from raykv.protocol.namespace import Namespace
 
 DIGEST = Namespace(model="m").digest
 tokens = st.lists(st.integers(0, (1 << 32) - 1), max_size=40)
@@ -23,31 +23,33 @@ def test_a_chain_has_a_key_for_each_full_chunk(prompt, chunk_tokens):
         raw = b"".join(token.to_bytes(4, "little") for token in prompt[start : start + chunk_tokens])
         parent = hashlib.blake2b(raw + parent, digest_size=16, key=DIGEST, person=b"raykv-chain").digest()
         expected.append(parent)
-    keys = keys_.chain(DIGEST, prompt, chunk_tokens)
+    keys = chunk_keys.chain(DIGEST, prompt, chunk_tokens)
     assert keys.shape == (len(prompt) // chunk_tokens, 2)
-    assert [keys_.to_bytes(key) for key in keys] == expected
+    assert [chunk_keys.to_bytes(key) for key in keys] == expected
 
 
 @given(tokens, tokens)
 def test_keys_agree_exactly_as_far_as_the_prompts_do(left, right):
     common = next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
-    one, other = keys_.chain(DIGEST, left, 3).tolist(), keys_.chain(DIGEST, right, 3).tolist()
+    one, other = chunk_keys.chain(DIGEST, left, 3).tolist(), chunk_keys.chain(DIGEST, right, 3).tolist()
     assert one[: common // 3] == other[: common // 3]
     assert not {tuple(key) for key in one[common // 3 :]} & {tuple(key) for key in other}
 
 
 @given(tokens, st.integers(0, 10))
 def test_a_chain_can_be_continued(prompt, chunks):
-    whole = keys_.chain(DIGEST, prompt, 2)
+    whole = chunk_keys.chain(DIGEST, prompt, 2)
     head = whole[:chunks]
-    parent = keys_.to_bytes(head[-1:])
-    rest = keys_.chain(DIGEST, prompt[2 * len(head) :], 2, parent=parent)
+    parent = chunk_keys.to_bytes(head[-1:])
+    rest = chunk_keys.chain(DIGEST, prompt[2 * len(head) :], 2, parent=parent)
     assert [*head.tolist(), *rest.tolist()] == whole.tolist()
 
 
 def test_arrays_of_any_kind_of_integer_give_the_same_keys():
     for kind in (np.int32, np.int64, np.uint16, np.uint32):
-        assert (keys_.chain(DIGEST, np.arange(9, dtype=kind), 4) == keys_.chain(DIGEST, list(range(9)), 4)).all()
+        assert (
+            chunk_keys.chain(DIGEST, np.arange(9, dtype=kind), 4) == chunk_keys.chain(DIGEST, list(range(9)), 4)
+        ).all()
 
 
 @pytest.mark.parametrize(
@@ -56,26 +58,26 @@ def test_arrays_of_any_kind_of_integer_give_the_same_keys():
 )
 def test_prompts_that_are_none(prompt, chunk_tokens, words):
     with pytest.raises(UsageError, match=words):
-        keys_.chain(DIGEST, prompt, chunk_tokens)
+        chunk_keys.chain(DIGEST, prompt, chunk_tokens)
 
 
 def test_names_of_any_length_and_text_as_utf8():
     names = ["", "a", "a" * 1000, "ä", b"\x00", b"\x00\x00"]
-    keys = keys_.named(DIGEST, names)
+    keys = chunk_keys.named(DIGEST, names)
     assert len({tuple(key) for key in keys.tolist()}) == len(names)
-    assert (keys_.named(DIGEST, ["ä"]) == keys_.named(DIGEST, ["ä".encode()])).all()
+    assert (chunk_keys.named(DIGEST, ["ä"]) == chunk_keys.named(DIGEST, ["ä".encode()])).all()
 
 
 def test_names_and_chains_never_meet():
     raw = np.arange(4, dtype="<u4").tobytes()
-    assert keys_.named(DIGEST, [raw]).tolist() != keys_.chain(DIGEST, range(4), 4).tolist()
+    assert chunk_keys.named(DIGEST, [raw]).tolist() != chunk_keys.chain(DIGEST, range(4), 4).tolist()
 
 
 def test_these_keys_never_change():
     """They are written down here: a change of how keys are made would silently empty every cache."""
-    assert keys_.to_bytes(keys_.named(bytes(16), ["a"])).hex() == "62f2bf654ca4131087628dd71b43f2df"
+    assert chunk_keys.to_bytes(chunk_keys.named(bytes(16), ["a"])).hex() == "62f2bf654ca4131087628dd71b43f2df"
     assert (
-        keys_.to_bytes(keys_.chain(bytes(16), [1, 2, 3, 4], 2)).hex()
+        chunk_keys.to_bytes(chunk_keys.chain(bytes(16), [1, 2, 3, 4], 2)).hex()
         == "3be0d55451f41680e8fe7bad6fb3bab7866c27e87434ff003f9896f46f6a450b"
     )
     assert Namespace(model="m").digest.hex() == "23e82a25215f8352190f46f54840ca40"
@@ -84,8 +86,8 @@ def test_these_keys_never_change():
 @given(st.lists(st.tuples(*[st.integers(0, (1 << 64) - 1)] * 2), max_size=5))
 def test_bytes_and_back(pairs):
     keys = np.array(pairs, np.uint64).reshape(-1, 2)
-    raw = keys_.to_bytes(keys)
+    raw = chunk_keys.to_bytes(keys)
     assert raw == b"".join(half.to_bytes(8, "little") for pair in pairs for half in pair)
-    assert (keys_.from_bytes(raw) == keys).all()
+    assert (chunk_keys.from_bytes(raw) == keys).all()
     with pytest.raises(UsageError):
-        keys_.from_bytes(raw + b"x")
+        chunk_keys.from_bytes(raw + b"x")

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 import raykv
-from raykv import keys as keys_
 from raykv.memory import native
+from raykv.protocol import chunk_keys
 from raykv.transport.shm import ShmReader
 from tests.test_node_process import SPACE, NodeProcess
 
@@ -128,8 +128,8 @@ def resident(node: NodeProcess) -> np.ndarray:
 
 def check(node: NodeProcess, load: Load, before: np.ndarray) -> int:
     """Everything that was there is there, with its bytes, and nothing unfinished."""
-    names = {key: name for name in [*load.named, *kept()] for key in [keys_.to_bytes(named([name]))]}
-    raw = keys_.to_bytes(before)
+    names = {key: name for name in [*load.named, *kept()] for key in [chunk_keys.to_bytes(named([name]))]}
+    raw = chunk_keys.to_bytes(before)
     there = [raw[at : at + 16] for at in range(0, len(raw), 16)]
     assert set(there) <= set(names), "a chunk that nobody stored"
     with node.client() as client:
@@ -144,7 +144,7 @@ def check(node: NodeProcess, load: Load, before: np.ndarray) -> int:
 
 
 def named(names: list[str]) -> np.ndarray:
-    return keys_.named(SPACE.digest, names)
+    return chunk_keys.named(SPACE.digest, names)
 
 
 @pytest.fixture

@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 
 import raykv
-from raykv import load, wire
+from raykv import load
 from raykv.config import ClientConfig
 from raykv.embedded import EmbeddedCluster
 from raykv.load import Load
 from raykv.node import Node
+from raykv.protocol import messages
 from raykv.reach import Reach
 from raykv.transport import stream, tcp
 from raykv.transport.base import Reply
@@ -296,8 +297,8 @@ def test_a_holder_that_stalls_costs_the_rest_and_not_what_has_arrived(running, l
     reader = stored(running, 4, 0)
     pieces = [memoryview(content(0)), memoryview(content(1)[:1000])]
     sums = [load.checksum_of([memoryview(content(n))]) for n in range(4)]
-    answer = wire.Reading(np.full(4, NBYTES, "<u4").tobytes(), np.array(sums, "<u8").tobytes())
-    running.nodes[0]._handlers[wire.Read] = lambda request, session: Reply(answer, outgoing=pieces)
+    answer = messages.Reading(np.full(4, NBYTES, "<u4").tobytes(), np.array(sums, "<u8").tobytes())
+    running.nodes[0]._handlers[messages.Read] = lambda request, session: Reply(answer, outgoing=pieces)
     into = buffers(4)
     began_s = time.monotonic()
     result = reader.get(names(4), into, match=raykv.Match(4, ("node-0",) * 4), timeout_s=0.3)
@@ -322,8 +323,8 @@ def test_a_holder_that_goes_on_too_slowly_is_left_at_the_deadline(running):
                 stream = Stream(connection, tick_s=5.0)
                 tcp._shake_hands_answering(stream, secret, lambda: None, time.monotonic() + 5)
                 stream.message(time.monotonic() + 5)
-                answer = wire.Reading(np.array([NBYTES], "<u4").tobytes(), bytes(8))
-                stream.send(wire.encode(answer, 0), time.monotonic() + 5)
+                answer = messages.Reading(np.array([NBYTES], "<u4").tobytes(), bytes(8))
+                stream.send(messages.encode(answer, 0), time.monotonic() + 5)
                 while not stop.wait(0.002):
                     try:
                         connection.send(b"x")
@@ -397,13 +398,13 @@ def test_a_node_that_is_killed_in_the_middle(shm_dir, monkeypatch):
 def test_small_calls_do_not_wait_for_large_reads(running):
     reader = stored(running, 100, 0)
     node, release = running.nodes[0], threading.Event()
-    read = node._handlers[wire.Read]
+    read = node._handlers[messages.Read]
 
-    def read_slowly(request: wire.Read, session: object) -> Reply:
+    def read_slowly(request: messages.Read, session: object) -> Reply:
         release.wait(10.0)
         return read(request, session)
 
-    node._handlers[wire.Read] = read_slowly
+    node._handlers[messages.Read] = read_slowly
     into = buffers(100)
     bulk = threading.Thread(target=lambda: reader.get(names(100), into))
     bulk.start()

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from raykv import keys as keys_
 from raykv.locator import Locator
+from raykv.protocol import chunk_keys
 
 
 def keys(numbers) -> np.ndarray:
@@ -55,7 +55,7 @@ def test_nothing_known_and_nothing_asked():
     locator.keep(nodes=frozenset(), owned=lambda some: np.ones(len(some), np.bool_))
     locator.remove("a", keys([1]))
     assert locator.locate(keys([1])) == [()]
-    assert locator.locate(keys_.empty()) == []
+    assert locator.locate(chunk_keys.empty()) == []
 
 
 def test_beyond_the_bound_the_first_are_forgotten():

@@ -2,9 +2,9 @@
 
 import pytest
 
-from raykv import keys as keys_
 from raykv.errors import ConfigError, NamespaceMismatch
-from raykv.namespace import Namespace
+from raykv.protocol import chunk_keys
+from raykv.protocol.namespace import Namespace
 
 BASE = Namespace(model="m", dtype="bfloat16", chunk_tokens=16, tp_size=4, pp_size=4)
 OTHER = {
@@ -34,7 +34,7 @@ def test_every_field_changes_every_key(field):
     other = BASE.with_fields(**{field: OTHER[field]})
     assert other.digest != BASE.digest
     assert other.differences(BASE) == BASE.differences(other) == [field]
-    for make in (lambda d: keys_.named(d, map(str, range(50))), lambda d: keys_.chain(d, range(50), 1)):
+    for make in (lambda d: chunk_keys.named(d, map(str, range(50))), lambda d: chunk_keys.chain(d, range(50), 1)):
         ours, theirs = ({tuple(key) for key in make(space.digest).tolist()} for space in (BASE, other))
         assert len(ours) == len(theirs) == 50
         assert not ours & theirs

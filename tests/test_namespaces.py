@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 
 import raykv
-from raykv import keys as keys_
-from raykv import wire
 from raykv.config import NamespaceConfig
 from raykv.embedded import EmbeddedCluster
 from raykv.errors import ConfigError, PeerUnavailable, TransientError, UsageError
 from raykv.namespaces import register_paths
+from raykv.protocol import chunk_keys, messages
 from tests.test_shard import names_to_keys
 from tests.test_tiers import House, fill
 
@@ -339,16 +338,16 @@ def test_a_place_that_cannot_be_written_does_no_harm(tmp_path: Path, caplog):
 @pytest.mark.parametrize(
     "request_",
     [
-        wire.Configure(b"{"),
-        wire.Configure(b'{"model": "m"}', b"[]"),
-        wire.Configure(b'{"color": 1}', b"{}", True),
-        wire.Configure(b'{"model": "m"}', b'{"policy": 5}'),
-        wire.Adopt(b"garbage"),
-        wire.Adopt(b'{"version": 1, "entries": [{}]}'),
-        wire.Hint(b"k" * 16, ttl_s=float("nan")),
-        wire.Hint(b"k" * 16, priority=1000),
-        wire.Hint(b"k" * 15),
-        wire.Why(b"k" * 15),
+        messages.Configure(b"{"),
+        messages.Configure(b'{"model": "m"}', b"[]"),
+        messages.Configure(b'{"color": 1}', b"{}", True),
+        messages.Configure(b'{"model": "m"}', b'{"policy": 5}'),
+        messages.Adopt(b"garbage"),
+        messages.Adopt(b'{"version": 1, "entries": [{}]}'),
+        messages.Hint(b"k" * 16, ttl_s=float("nan")),
+        messages.Hint(b"k" * 16, priority=1000),
+        messages.Hint(b"k" * 15),
+        messages.Why(b"k" * 15),
     ],
 )
 def test_a_message_that_is_wrong_is_refused(request_):
@@ -357,9 +356,9 @@ def test_a_message_that_is_wrong_is_refused(request_):
         put(client, ["a"])
         with pytest.raises(UsageError):
             client._reach.call("node-0", request_, time.monotonic() + 5)
-        client._reach.call("node-0", wire.Report(b"nobody", {"x": 1}), time.monotonic() + 5)
+        client._reach.call("node-0", messages.Report(b"nobody", {"x": 1}), time.monotonic() + 5)
         mine = MINE.account.digest
-        client._reach.call("node-0", wire.Report(mine, {"x" * 99: 5, "y": -1}, (-3,)), time.monotonic() + 5)
+        client._reach.call("node-0", messages.Report(mine, {"x" * 99: 5, "y": -1}, (-3,)), time.monotonic() + 5)
         assert here(client, ["a"]) == 1
         assert [each["namespace"] for each in client.namespaces()] == [MINE]
 
@@ -401,7 +400,7 @@ def test_a_quota_holds_under_writers_of_several_processes(shm_dir: Path, seed: i
     storage = {"arena_nbytes": "16 MiB", "extent_nbytes": extent, "shm_dir": str(shm_dir)}
     with raykv.embedded(1, **storage) as running:
         client, other = running.client(MINE), running.client(OTHER)
-        keys = keys_.named(b"k" * 16, names(300))
+        keys = chunk_keys.named(b"k" * 16, names(300))
         assert other.put(keys, [bytes(10_000)] * 300, chained=False).stored == 300
         client.configure(dram_quota_nbytes=quota)
         writers = [

@@ -14,11 +14,11 @@ import pytest
 import xxhash
 
 import raykv
-from raykv import wire
 from raykv.errors import PeerUnavailable
 from raykv.loan import GROW_S, MAX_POOL_NBYTES, MAX_POOL_SLOTS, POOL_IDLE_S, Account, Outcome, Pool
 from raykv.memory import native
 from raykv.memory.slots import slot_nbytes
+from raykv.protocol import messages
 from raykv.transport.base import MAX_POSTED
 from raykv.transport.shm import ShmReader
 from raykv.types import PutResult
@@ -101,17 +101,17 @@ class Direct:
         self.node, self.joined = self.cluster.nodes[0], joined
         self.session = self.node.session(local=True)
         self.account = Account.of(raykv.Namespace(model="m"))
-        self.ask(wire.OpenNamespace(self.account.text))
-        (attached,) = self.ask(wire.Attach())
+        self.ask(messages.OpenNamespace(self.account.text))
+        (attached,) = self.ask(messages.Attach())
         self.reader = ShmReader(attached.table, attached.arena, writable=True)
 
-    def ask(self, *requests: wire.Message) -> list[wire.Answer]:
+    def ask(self, *requests: messages.Message) -> list[messages.Answer]:
         if self.joined and len(requests) > 1:
             return list(self.node.answer_joined(requests, self.session))
         return [self.node.answer(request, self.session).answer for request in requests]
 
     def lend(self, count: int, nbytes: int) -> list[tuple[int, int, int]]:
-        (lent,) = self.ask(wire.Lend(self.account.digest, nbytes, count))
+        (lent,) = self.ask(messages.Lend(self.account.digest, nbytes, count))
         rows = np.frombuffer(lent.rows, "<i4").tolist()
         generation = self.reader.table.cells.generation
         starts = np.frombuffer(lent.offsets, "<u8").tolist()
@@ -152,7 +152,7 @@ def test_stores_that_arrive_together_do_what_they_would_do_one_after_another(rng
             count, nbytes = rng.randint(2, 12), rng.choice([300, 5000, 20_000])
             slots = [each.lend(count, nbytes) for each in both]
             some, wrong = rng.random() < 0.5, rng.random() < 0.3
-            stores: list[list[wire.Store]] = [[], []]
+            stores: list[list[messages.Store]] = [[], []]
             for number in range(count):
                 key = xxhash.xxh3_128_digest(b"%d %d" % (turn, number))
                 if some and rng.random() < 0.2:
@@ -163,7 +163,7 @@ def test_stores_that_arrive_together_do_what_they_would_do_one_after_another(rng
                 for each, lent, requests in zip(both, slots, stores, strict=True):
                     row, start, generation = lent[number]
                     _, checksum = each.reader.store_one(row, generation if published else 2, start, key, value, nbytes)
-                    store = wire.Store(
+                    store = messages.Store(
                         each.account.digest, key, nbytes, row.to_bytes(4, "little"), checksum, chained=False
                     )
                     if field:
@@ -175,7 +175,7 @@ def test_stores_that_arrive_together_do_what_they_would_do_one_after_another(rng
                     requests.append(requests[again])
             told = [each.ask(*requests) for each, requests in zip(both, stores, strict=True)]
             for one, other in zip(*told, strict=True):
-                if isinstance(one, wire.Stored):
+                if isinstance(one, messages.Stored):
                     one, other = [(each.unused, len(each.rows), len(each.offsets)) for each in (one, other)]
                 assert one == other
             assert alone.state() == joined.state()
@@ -568,9 +568,9 @@ def test_who_waits_for_another_threads_call_waits_no_longer_than_its_deadline(no
         with local._lock:
             began_s = time.monotonic()
             with pytest.raises(PeerUnavailable, match="busy"):
-                local.call(wire.GetView(), deadline_s=began_s + 0.2)
+                local.call(messages.GetView(), deadline_s=began_s + 0.2)
         assert 0.15 < time.monotonic() - began_s < 5.0
-        local.call(wire.GetView(), deadline_s=time.monotonic() + 5.0)
+        local.call(messages.GetView(), deadline_s=time.monotonic() + 5.0)
 
 
 # -- death ------------------------------------------------------------------------------------------------------------

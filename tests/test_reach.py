@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from raykv import wire
 from raykv.errors import PeerUnavailable, RayKVError
 from raykv.load import PART_KEYS, Arrivals, Load
-from raykv.ring import View
+from raykv.protocol import messages
+from raykv.protocol.placement import View
 from raykv.transport.peers import Peers
 from raykv.transport.tcp import SocketLink
 from tests.test_cluster_embedded import SPACE, cluster, get, names, put
@@ -111,7 +111,7 @@ def test_an_address_that_swallows_everything_costs_little_where_others_answer(bl
         assert max(took) < 0.5
         reach._view = View()  # now there is nobody else
         with pytest.raises(PeerUnavailable):
-            reach._ask_any(wire.GetView(), time.monotonic() + 0.2)
+            reach._ask_any(messages.GetView(), time.monotonic() + 0.2)
         reach.local = local
 
 

@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 
 import raykv
-from raykv import keys as keys_
 from raykv.errors import UsageError
 from raykv.plan.trace import read_trace
+from raykv.protocol import chunk_keys
 from raykv.record import MAX_TAPE_KEYS, SEND_KEYS, SEND_S, Asked, Recorder, Tape, pack, unpack
 
 SPACE = raykv.Namespace(model="m", chunk_tokens=16)
 
 
 def some_keys(count: int, start: int = 0) -> np.ndarray:
-    return keys_.named(SPACE.digest, [f"{number}" for number in range(start, start + count)])
+    return chunk_keys.named(SPACE.digest, [f"{number}" for number in range(start, start + count)])
 
 
 def test_requests_come_through_as_they_were():

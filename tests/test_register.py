@@ -7,9 +7,9 @@ import pytest
 from raykv.config import NamespaceConfig
 from raykv.directory import Directory
 from raykv.errors import CapacityError, ConfigError, UsageError
-from raykv.namespace import Namespace
+from raykv.protocol.namespace import Namespace
+from raykv.protocol.placement import Member
 from raykv.register import MAX_ENTRIES, Entry, Register
-from raykv.ring import Member
 
 A, B = Namespace(model="a", chunk_tokens=16), Namespace(model="b", extra={"x": "1", "y": "2"})
 

@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from raykv import wire
 from raykv.config import NodeConfig, StorageConfig
 from raykv.directory import Pulse
 from raykv.embedded import InProcessDirectory
 from raykv.errors import ConfigError, PeerUnavailable, RayKVError, UsageError
-from raykv.namespace import Namespace
 from raykv.node import Node
+from raykv.protocol import messages
+from raykv.protocol.namespace import Namespace
+from raykv.protocol.placement import Member, View
 from raykv.register import Register
 from raykv.relay import Relay, RelayedDirectory
-from raykv.ring import Member, View
 from raykv.transport.tcp import SocketLink, SocketServer
 
 SECRET = b"known to the node"
@@ -105,13 +105,13 @@ def test_a_directory_that_is_away_is_away_for_the_node_too(directory, address):
 def test_it_answers_for_nothing_else_and_survives_nonsense(directory, address):
     link = SocketLink.connect(address, SECRET, deadline_s=time.monotonic() + 5.0)
     for message, problem in (
-        (wire.Attach(), UsageError),
-        (wire.GetStats(), UsageError),
-        (wire.Beat(Member("b", "h", "x:1", "unix:/x", 1.5, 7), 0), UsageError),
-        (wire.Leave("b"), UsageError),
-        (wire.Configure(b"not json", b"{}"), UsageError),
-        (wire.Configure(b'{"model": 5}', b"{}"), ConfigError),
-        (wire.Configure(b'{"model": "m"}', b"[1]"), UsageError),
+        (messages.Attach(), UsageError),
+        (messages.GetStats(), UsageError),
+        (messages.Beat(Member("b", "h", "x:1", "unix:/x", 1.5, 7), 0), UsageError),
+        (messages.Leave("b"), UsageError),
+        (messages.Configure(b"not json", b"{}"), UsageError),
+        (messages.Configure(b'{"model": 5}', b"{}"), ConfigError),
+        (messages.Configure(b'{"model": "m"}', b"[1]"), UsageError),
     ):
         with pytest.raises(problem):
             link.call(message, deadline_s=time.monotonic() + 5.0)

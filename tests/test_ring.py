@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from raykv.ring import SLOTS, Member, Ring, View
+from raykv.protocol.placement import SLOTS, Member, Ring, View
 
 
 def nodes(count: int, weight: float = 1.0) -> list[tuple[str, float]]:
@@ -91,7 +91,9 @@ def test_the_order_of_members_does_not_matter_nor_does_the_process():
     weights = [(name, 1.0 + place % 3) for place, (name, _) in enumerate(nodes(9))]
     ring = Ring(weights)
     assert (Ring(weights[::-1]).ranks == ring.ranks).all()
-    program = f"import zlib; from raykv.ring import Ring; print(zlib.crc32(Ring({weights!r}).ranks.tobytes()))"
+    program = (
+        f"import zlib; from raykv.protocol.placement import Ring; print(zlib.crc32(Ring({weights!r}).ranks.tobytes()))"
+    )
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     import zlib
 

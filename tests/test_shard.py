@@ -16,7 +16,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raykv import keys as keys_
 from raykv.config import SLOT_ALIGNMENT_NBYTES as PAGE
 from raykv.config import NamespaceConfig, StorageConfig
 from raykv.errors import CapacityError, ConfigError, LostError, UsageError
@@ -27,7 +26,8 @@ from raykv.memory.copying import checksum_of
 from raykv.memory.rows import LENT, QUARANTINE_S
 from raykv.memory.slots import slot_nbytes
 from raykv.memory.table import _HEADER, MAX_NAMESPACES, SIDE_WINDOW, _window_of
-from raykv.namespace import Namespace
+from raykv.protocol import chunk_keys
+from raykv.protocol.namespace import Namespace
 from raykv.room import MAX_PINS
 from raykv.shard import Loan, Reserved, Shard, remove_files, shard_files
 
@@ -42,7 +42,7 @@ def config_for(path: Path | None = None, **fields) -> StorageConfig:
 
 
 def names_to_keys(names) -> np.ndarray:
-    return keys_.named(SPACE.digest, names)
+    return chunk_keys.named(SPACE.digest, names)
 
 
 def pair(name: str) -> tuple[int, int]:

@@ -9,10 +9,10 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from raykv import keys as keys_
 from raykv.config import SLOT_ALIGNMENT_NBYTES as PAGE
-from raykv.keys import KEY_NBYTES
 from raykv.memory.slots import slot_nbytes
+from raykv.protocol import chunk_keys
+from raykv.protocol.chunk_keys import KEY_NBYTES
 from raykv.shard import Shard
 from raykv.tier.admission import Admission
 from raykv.tier.base import Arrived, Chunk, Found, Tier, Written
@@ -22,7 +22,7 @@ from tests.test_shard import Bench, config_for, content, names_to_keys
 
 
 def split(keys: KeyArray) -> list[bytes]:
-    raw = keys_.to_bytes(keys)
+    raw = chunk_keys.to_bytes(keys)
     return [raw[at : at + KEY_NBYTES] for at in range(0, len(raw), KEY_NBYTES)]
 
 
@@ -99,11 +99,11 @@ class Shelf(Tier):
         return sum(self.chunks.pop(key, None) is not None for key in mine)
 
     def keys(self) -> KeyArray:
-        return keys_.from_bytes(b"".join(self.chunks))
+        return chunk_keys.from_bytes(b"".join(self.chunks))
 
     def take_changes(self) -> tuple[KeyArray, KeyArray]:
         changes, self.changes = self.changes, []
-        return keys_.from_bytes(b"".join(changes)), keys_.empty()
+        return chunk_keys.from_bytes(b"".join(changes)), chunk_keys.empty()
 
     def used_nbytes(self, account: int | None = None) -> int:
         return sum(found.nbytes for found, _ in self.chunks.values() if account in (None, found.account))

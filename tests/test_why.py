@@ -5,9 +5,9 @@ import time
 import pytest
 
 import raykv
-from raykv import keys as keys_
 from raykv.embedded import EmbeddedCluster
 from raykv.errors import UsageError
+from raykv.protocol import chunk_keys
 from raykv.troubles import MAX_TROUBLES, TROUBLE_S, Troubles
 from raykv.why import Why
 
@@ -157,7 +157,7 @@ def test_raw_keys_say_nothing_of_other_namespaces():
 
 def test_troubles_are_bounded():
     troubles = Troubles()
-    keys = [keys_.to_bytes(keys_.named(b"k" * 16, [str(number)])) for number in range(MAX_TROUBLES + 10)]
+    keys = [chunk_keys.to_bytes(chunk_keys.named(b"k" * 16, [str(number)])) for number in range(MAX_TROUBLES + 10)]
     troubles.note(keys, "no_answer", "node-1", now_s=1.0)
     assert len(troubles) == MAX_TROUBLES
     assert troubles.of(keys[9], now_s=2.0) is None

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 import raykv
-import raykv.keys
+import raykv.protocol.chunk_keys
 from benchmarks.system import Face, MissingError, Server, System
 from benchmarks.workloads import GIB, MIB, Keys, Workload
 from raykv.memory import native
@@ -135,7 +135,7 @@ class Matched(Raykv):
 
     def key(self, name: str) -> Any:
         keys = self._client.keys([name])
-        return raykv.keys.to_bytes(keys), self._client.match(keys).holders[0]
+        return raykv.protocol.chunk_keys.to_bytes(keys), self._client.match(keys).holders[0]
 
     def keys(self, names: Sequence[str]) -> Any:
         keys = self._client.keys(names)

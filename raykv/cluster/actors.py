@@ -14,9 +14,9 @@ from raykv.directory import Directory, Pulse
 from raykv.errors import ConfigError, PeerUnavailable, RayKVError
 from raykv.kept import KeptNode
 from raykv.memory.arena import sized_by_share
-from raykv.namespace import Namespace
+from raykv.protocol.namespace import Namespace
+from raykv.protocol.placement import Member, View
 from raykv.record import Asked
-from raykv.ring import Member, View
 from raykv.sweep import ABANDONED_S, forget_unowned, sweep
 from raykv.types import NodeId
 

@@ -9,8 +9,8 @@ from typing import Final
 
 import numpy as np
 
-from raykv.keys import empty
 from raykv.memory.table import MAX_NAMESPACES
+from raykv.protocol.chunk_keys import empty
 from raykv.tier.index import Index, key_array
 from raykv.tier.packs import Name
 from raykv.tier.segment import Array

@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from raykv.config import SLOT_ALIGNMENT_NBYTES
-from raykv.keys import from_bytes, to_bytes
 from raykv.memory.rows import FreeRows, lazy_zeros
 from raykv.memory.table import MAX_NAMESPACES, ROWS_AT_START, TICKS_PER_S, Table
+from raykv.protocol.chunk_keys import from_bytes, to_bytes
 from raykv.tier.base import Found
 from raykv.types import Bits, KeyArray, Rows
 

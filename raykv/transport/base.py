@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final, Protocol, TypeAlias
 
 from raykv.errors import PeerUnavailable
+from raykv.protocol.messages import Answer, Message
 from raykv.types import Path
-from raykv.wire import Answer, Message
 
 MAX_POSTED: Final = 64
 """Requests on one link whose answers were not collected yet. A peer answers into the sockets' buffers until then."""

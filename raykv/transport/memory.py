@@ -10,9 +10,9 @@ from collections.abc import Callable
 
 from raykv.errors import PeerUnavailable, ProtocolError
 from raykv.memory.copying import copy
+from raykv.protocol.messages import HEADER, Answer, Failure, Message, decode, decode_header, encode, raise_failure
 from raykv.transport.base import MAX_POSTED, Link, Reply, Runs, Service, Targets, no_payload, remaining
 from raykv.types import Path
-from raykv.wire import HEADER, Answer, Failure, Message, decode, decode_header, encode, raise_failure
 
 
 class Network:

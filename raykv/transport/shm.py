@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 
 from raykv.config import SLOT_ALIGNMENT_NBYTES
-from raykv.keys import halves
 from raykv.memory import native
 from raykv.memory.arena import SharedMemory
 from raykv.memory.copying import (
@@ -24,6 +23,7 @@ from raykv.memory.copying import (
     store,
 )
 from raykv.memory.table import Table
+from raykv.protocol.chunk_keys import halves
 from raykv.types import Bits, KeyArray, Rows, Scattered
 
 ONE_THREAD: Final = CopyThreads(1)

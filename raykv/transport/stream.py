@@ -20,8 +20,8 @@ import xxhash
 from raykv.errors import PeerUnavailable
 from raykv.memory import native
 from raykv.memory.copying import CHECKSUM, HASH_NBYTES, TINY_NBYTES, checksums_of
+from raykv.protocol.messages import HEADER, Answer, Request, decode, decode_header
 from raykv.transport.base import RUN_NBYTES, ChunkRun, Runs
-from raykv.wire import HEADER, Answer, Request, decode, decode_header
 
 READ_AHEAD_NBYTES: Final = 4096
 STEP_NBYTES: Final = 1 << 20

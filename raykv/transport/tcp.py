@@ -25,10 +25,7 @@ from typing import Final
 
 from raykv.errors import ConfigError, PeerUnavailable, ProtocolError, RayKVError
 from raykv.memory.host import give_way
-from raykv.transport.base import MAX_POSTED, Link, Runs, Service, Session, Targets, remaining
-from raykv.transport.stream import Stream
-from raykv.types import Path
-from raykv.wire import (
+from raykv.protocol.messages import (
     GREETING,
     PROOF_NBYTES,
     Answer,
@@ -41,6 +38,9 @@ from raykv.wire import (
     raise_failure,
     read_greeting,
 )
+from raykv.transport.base import MAX_POSTED, Link, Runs, Service, Session, Targets, remaining
+from raykv.transport.stream import Stream
+from raykv.types import Path
 
 log = logging.getLogger(__name__)
 

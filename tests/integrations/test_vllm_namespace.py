@@ -20,7 +20,7 @@ from raykv.integrations.vllm.checks import check_cache, check_engine  # noqa: E4
 from raykv.integrations.vllm.config import ConnectorConfig  # noqa: E402
 from raykv.integrations.vllm.namespace import Scopes, namespace_of  # noqa: E402
 from raykv.integrations.vllm.revision import content_digest  # noqa: E402
-from raykv.namespace import Namespace  # noqa: E402
+from raykv.protocol.namespace import Namespace  # noqa: E402
 
 pytestmark = pytest.mark.vllm
 

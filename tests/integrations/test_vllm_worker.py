@@ -16,7 +16,7 @@ from raykv.integrations.vllm.layout import DeviceLayout, HostLayout, Layout  # n
 from raykv.integrations.vllm.metadata import Load, Save, Scope, StepOrders  # noqa: E402
 from raykv.integrations.vllm.stats import RayKVStats  # noqa: E402
 from raykv.integrations.vllm.worker import REST_PER_HANG, WorkerSide  # noqa: E402
-from raykv.namespace import Namespace  # noqa: E402
+from raykv.protocol.namespace import Namespace  # noqa: E402
 from raykv.types import Match  # noqa: E402
 
 pytestmark = pytest.mark.vllm

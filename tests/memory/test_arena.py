@@ -9,7 +9,7 @@ import pytest
 from raykv.config import StorageConfig
 from raykv.errors import ConfigError, LostError
 from raykv.memory.arena import SharedMemory, free_nbytes, require_room
-from raykv.namespace import Namespace
+from raykv.protocol.namespace import Namespace
 from raykv.shard import Shard
 
 MIB = 1 << 20

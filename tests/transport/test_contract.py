@@ -8,8 +8,8 @@ from itertools import pairwise
 
 import pytest
 
-from raykv import wire
 from raykv.errors import CapacityError, PeerUnavailable, ProtocolError, UsageError
+from raykv.protocol import messages
 from raykv.transport.base import MAX_POSTED, Link, Reply, Runs
 from raykv.transport.memory import Network
 from raykv.transport.tcp import SocketLink, SocketServer
@@ -27,7 +27,7 @@ class Warehouse:
     epoch = 7
 
     def __init__(self, stock: bytes) -> None:
-        self.joined = frozenset({wire.Abort})
+        self.joined = frozenset({messages.Abort})
         self.stock = stock
         self.received = bytearray(len(stock))
         self.finished: list[bool] = []
@@ -40,39 +40,39 @@ class Warehouse:
         self.sessions.append(WarehouseSession(local))
         return self.sessions[-1]
 
-    def answer_joined(self, requests: Sequence[wire.Message], session: object) -> list[wire.Answer]:
+    def answer_joined(self, requests: Sequence[messages.Message], session: object) -> list[messages.Answer]:
         self.together.append(len(requests))
         return [self.answer(request, session).answer for request in requests]
 
-    def answer(self, request: wire.Message, session: object) -> Reply:
+    def answer(self, request: messages.Message, session: object) -> Reply:
         self.hold.wait(10.0)
         match request:
-            case wire.Read():
+            case messages.Read():
                 view = memoryview(self.stock)
                 pieces = [view[:1], view[1:1], view[1:]]
                 return Reply(
-                    wire.Reading(b"n", b"c"), outgoing=pieces, finish=lambda whole: self.finished.append(whole)
+                    messages.Reading(b"n", b"c"), outgoing=pieces, finish=lambda whole: self.finished.append(whole)
                 )
-            case wire.Write():
-                return Reply(wire.Granted(b"", b"", b""), incoming=[self._shelves()], finish=self._stored)
-            case wire.Delete():
-                return Reply(wire.failure(UsageError("not for deletion")))
-            case wire.Commit():
-                return Reply(wire.failure(CapacityError("full")))
-            case wire.Abort():
+            case messages.Write():
+                return Reply(messages.Granted(b"", b"", b""), incoming=[self._shelves()], finish=self._stored)
+            case messages.Delete():
+                return Reply(messages.failure(UsageError("not for deletion")))
+            case messages.Commit():
+                return Reply(messages.failure(CapacityError("full")))
+            case messages.Abort():
                 if request.rows == b"bad":
-                    return Reply(wire.failure(CapacityError("bad")))
-                return Reply(wire.Stats(request.rows))
-        return Reply(wire.Stats(type(request).__name__.encode()))
+                    return Reply(messages.failure(CapacityError("bad")))
+                return Reply(messages.Stats(request.rows))
+        return Reply(messages.Stats(type(request).__name__.encode()))
 
     def _shelves(self) -> list[memoryview]:
         view = memoryview(self.received)
         half = len(view) // 3
         return [view[:half], view[half:]]
 
-    def _stored(self, whole: bool) -> wire.Answer | None:
+    def _stored(self, whole: bool) -> messages.Answer | None:
         self.finished.append(whole)
-        return wire.Count(len(self.received)) if whole else None
+        return messages.Count(len(self.received)) if whole else None
 
 
 class WarehouseSession:
@@ -116,44 +116,44 @@ class LinkContract:
     def test_calls_in_a_row(self, connect, service):
         link = connect()
         for _ in range(3):
-            assert link.call(wire.GetStats(), deadline_s=soon()) == wire.Stats(b"GetStats")
-            assert link.call(wire.Attach(), deadline_s=soon()) == wire.Stats(b"Attach")
+            assert link.call(messages.GetStats(), deadline_s=soon()) == messages.Stats(b"GetStats")
+            assert link.call(messages.Attach(), deadline_s=soon()) == messages.Stats(b"Attach")
         assert len(service.sessions) == 1
         assert service.sessions[0].local is self.local
 
     def test_answers_tell_the_epoch(self, connect):
         link = connect()
-        link.call(wire.GetStats(), deadline_s=soon())
+        link.call(messages.GetStats(), deadline_s=soon())
         assert link.epoch == 7
 
     def test_a_failure_is_raised_and_the_link_lives_on(self, connect):
         link = connect()
         with pytest.raises(UsageError, match="not for deletion"):
-            link.call(wire.Delete(b""), deadline_s=soon())
+            link.call(messages.Delete(b""), deadline_s=soon())
         with pytest.raises(CapacityError, match="full"):
-            link.call(wire.Commit(b"", b""), deadline_s=soon())
-        assert link.call(wire.GetStats(), deadline_s=soon()) == wire.Stats(b"GetStats")
+            link.call(messages.Commit(b"", b""), deadline_s=soon())
+        assert link.call(messages.GetStats(), deadline_s=soon()) == messages.Stats(b"GetStats")
 
     def test_what_is_served_together_is_answered_one_by_one_and_in_order(self, connect, service, rng):
         link = connect()
-        assert link.call(wire.Abort(b"0"), deadline_s=soon()) == wire.Stats(b"0")
+        assert link.call(messages.Abort(b"0"), deadline_s=soon()) == messages.Stats(b"0")
         if isinstance(link, SocketLink):
             service.hold.clear()  # so that many arrive meanwhile
-        sent: list[wire.Message] = [wire.Abort(b"first")]
+        sent: list[messages.Message] = [messages.Abort(b"first")]
         for number in range(MAX_POSTED - 1):
             kind = rng.random()
             rows = b"bad" if kind < 0.1 else b"x" * 5000 if kind < 0.2 else b"%d" % number
-            sent.append(wire.GetStats() if kind > 0.9 else wire.Abort(rows))
+            sent.append(messages.GetStats() if kind > 0.9 else messages.Abort(rows))
         for request in sent:
             link.post(request, deadline_s=soon())
         service.hold.set()
         for request in sent:
-            if isinstance(request, wire.Abort) and request.rows == b"bad":
+            if isinstance(request, messages.Abort) and request.rows == b"bad":
                 with pytest.raises(CapacityError, match="bad"):
                     link.collect(deadline_s=soon())
             else:
-                expected = request.rows if isinstance(request, wire.Abort) else b"GetStats"
-                assert link.collect(deadline_s=soon()) == wire.Stats(expected)
+                expected = request.rows if isinstance(request, messages.Abort) else b"GetStats"
+                assert link.collect(deadline_s=soon()) == messages.Stats(expected)
         assert not isinstance(link, SocketLink) or sum(service.together) > MAX_POSTED // 4
         assert all(1 < count <= MAX_POSTED for count in service.together)
 
@@ -162,19 +162,19 @@ class LinkContract:
         buffer = bytearray(len(self.stock))
         edges = [0, *cuts, len(buffer)]
         pieces = [memoryview(buffer)[a:b] for a, b in pairwise(edges)]
-        seen: list[wire.Answer] = []
+        seen: list[messages.Answer] = []
 
-        def place(answer: wire.Answer) -> Runs:
+        def place(answer: messages.Answer) -> Runs:
             seen.append(answer)
             return [pieces]
 
         link = connect()
         for _ in range(2):
-            answer = link.fetch(wire.Read(b""), place, deadline_s=soon())
+            answer = link.fetch(messages.Read(b""), place, deadline_s=soon())
             assert buffer == self.stock
-            assert answer == seen.pop() == wire.Reading(b"n", b"c")
+            assert answer == seen.pop() == messages.Reading(b"n", b"c")
             buffer[:] = bytes(len(buffer))
-        link.call(wire.GetStats(), deadline_s=soon())
+        link.call(messages.GetStats(), deadline_s=soon())
         assert service.finished == [True, True]
 
     @pytest.mark.parametrize("cuts", [[], [1], [5, 5, 100_000]])
@@ -182,8 +182,8 @@ class LinkContract:
         edges = [0, *cuts, len(self.stock)]
         pieces = [memoryview(self.stock)[a:b] for a, b in pairwise(edges)]
         link = connect()
-        answer = link.push(wire.Write(b"", b"", 1), lambda granted: [pieces], deadline_s=soon())
-        assert answer == wire.Count(len(self.stock))
+        answer = link.push(messages.Write(b"", b"", 1), lambda granted: [pieces], deadline_s=soon())
+        assert answer == messages.Count(len(self.stock))
         assert service.received == self.stock
         assert service.finished == [True]
 
@@ -192,56 +192,56 @@ class LinkContract:
         edges = [0, 1, 4000, 70_000, 70_000, len(buffer)]
         checked = []
 
-        def place(answer: wire.Answer) -> Iterator[list[memoryview]]:
+        def place(answer: messages.Answer) -> Iterator[list[memoryview]]:
             for first, end in pairwise(edges):
                 yield [memoryview(buffer)[first:end]]
                 checked.append(buffer[first:end] == self.stock[first:end])
 
-        connect().fetch(wire.Read(b""), place, deadline_s=soon())
+        connect().fetch(messages.Read(b""), place, deadline_s=soon())
         assert checked == [True] * 5
 
     def test_what_goes_out_is_made_as_it_goes(self, connect, service):
         made = []
 
-        def pick(answer: wire.Answer) -> Iterator[list[memoryview]]:
+        def pick(answer: messages.Answer) -> Iterator[list[memoryview]]:
             for start in range(0, len(self.stock), 100_000):
                 made.append(start)
                 yield [memoryview(self.stock)[start : start + 100_000]]
 
-        assert connect().push(wire.Write(b"", b"", 1), pick, deadline_s=soon()) == wire.Count(len(self.stock))
+        assert connect().push(messages.Write(b"", b"", 1), pick, deadline_s=soon()) == messages.Count(len(self.stock))
         assert service.received == self.stock
         assert len(made) == 24
 
     def test_posted_requests_are_answered_in_order(self, connect, service):
         link = connect()
         assert not link.ready()
-        for request in (wire.GetStats(), wire.Attach(), wire.Delete(b""), wire.GetView()):
+        for request in (messages.GetStats(), messages.Attach(), messages.Delete(b""), messages.GetView()):
             link.post(request, deadline_s=soon())
-        assert link.collect(deadline_s=soon()) == wire.Stats(b"GetStats")
-        assert link.collect(deadline_s=soon()) == wire.Stats(b"Attach")
+        assert link.collect(deadline_s=soon()) == messages.Stats(b"GetStats")
+        assert link.collect(deadline_s=soon()) == messages.Stats(b"Attach")
         with pytest.raises(UsageError, match="not for deletion"):
             link.collect(deadline_s=soon())
         while not link.ready():
             time.sleep(0.001)
-        assert link.collect(deadline_s=soon()) == wire.Stats(b"GetView")
+        assert link.collect(deadline_s=soon()) == messages.Stats(b"GetView")
         assert not link.ready()
-        assert link.call(wire.GetStats(), deadline_s=soon()) == wire.Stats(b"GetStats")
+        assert link.call(messages.GetStats(), deadline_s=soon()) == messages.Stats(b"GetStats")
 
     def test_as_many_as_may_be_posted(self, connect):
         link = connect()
         for _ in range(MAX_POSTED):
-            link.post(wire.GetStats(), deadline_s=soon())
+            link.post(messages.GetStats(), deadline_s=soon())
         for _ in range(MAX_POSTED):
-            assert link.collect(deadline_s=soon()) == wire.Stats(b"GetStats")
+            assert link.collect(deadline_s=soon()) == messages.Stats(b"GetStats")
 
     def test_while_something_is_posted_nothing_else_is_asked(self, connect):
         link = connect()
-        link.post(wire.GetStats(), deadline_s=soon())
+        link.post(messages.GetStats(), deadline_s=soon())
         with pytest.raises(AssertionError):
-            link.call(wire.GetStats(), deadline_s=soon())
+            link.call(messages.GetStats(), deadline_s=soon())
         with pytest.raises(AssertionError):
-            link.fetch(wire.Read(b""), lambda answer: [], deadline_s=soon())
-        assert link.collect(deadline_s=soon()) == wire.Stats(b"GetStats")
+            link.fetch(messages.Read(b""), lambda answer: [], deadline_s=soon())
+        assert link.collect(deadline_s=soon()) == messages.Stats(b"GetStats")
         with pytest.raises(AssertionError):
             link.collect(deadline_s=soon())
 
@@ -249,57 +249,57 @@ class LinkContract:
         link = connect()
         buffers = [bytearray(len(self.stock)) for _ in range(5)]
         for _ in buffers[:2]:
-            link.post(wire.Read(b""), deadline_s=soon())
+            link.post(messages.Read(b""), deadline_s=soon())
         for number, buffer in enumerate(buffers):
             if number + 2 < len(buffers):
-                link.post(wire.Read(b""), deadline_s=soon())
+                link.post(messages.Read(b""), deadline_s=soon())
             link.collect(lambda answer, into=buffer: [[memoryview(into)]], deadline_s=soon())
-        link.post(wire.GetStats(), deadline_s=soon())
-        assert link.collect(deadline_s=soon()) == wire.Stats(b"GetStats")
+        link.post(messages.GetStats(), deadline_s=soon())
+        assert link.collect(deadline_s=soon()) == messages.Stats(b"GetStats")
         assert buffers == [self.stock] * 5
         assert service.finished == [True] * 5
 
     def test_what_was_posted_is_lost_with_the_link(self, connect, service):
         link = connect()
-        link.call(wire.GetStats(), deadline_s=soon())
-        link.post(wire.Read(b""), deadline_s=soon())
-        link.post(wire.GetStats(), deadline_s=soon())
+        link.call(messages.GetStats(), deadline_s=soon())
+        link.post(messages.Read(b""), deadline_s=soon())
+        link.post(messages.GetStats(), deadline_s=soon())
         link.close()
         with pytest.raises(PeerUnavailable):
             link.collect(lambda answer: [], deadline_s=soon())
         with pytest.raises(PeerUnavailable):
-            link.post(wire.GetStats(), deadline_s=soon())
+            link.post(messages.GetStats(), deadline_s=soon())
         assert service.sessions[0].closed.wait(5.0)
         assert len(service.finished) <= 1
 
     def test_a_failure_instead_of_bytes(self, connect):
         link = connect()
         with pytest.raises(UsageError):
-            link.fetch(wire.Delete(b""), lambda answer: pytest.fail("asked for buffers"), deadline_s=soon())
+            link.fetch(messages.Delete(b""), lambda answer: pytest.fail("asked for buffers"), deadline_s=soon())
         with pytest.raises(UsageError):
-            link.push(wire.Delete(b""), lambda answer: pytest.fail("asked for bytes"), deadline_s=soon())
-        link.call(wire.GetStats(), deadline_s=soon())
+            link.push(messages.Delete(b""), lambda answer: pytest.fail("asked for bytes"), deadline_s=soon())
+        link.call(messages.GetStats(), deadline_s=soon())
 
     def test_an_error_of_the_caller_ends_the_link_and_the_lease(self, connect, service):
         link = connect()
 
-        def refuse(answer: wire.Answer) -> Runs:
+        def refuse(answer: messages.Answer) -> Runs:
             raise ProtocolError("not what I wanted")
 
         with pytest.raises(ProtocolError):
-            link.fetch(wire.Read(b""), refuse, deadline_s=soon())
+            link.fetch(messages.Read(b""), refuse, deadline_s=soon())
         assert service.sessions[0].closed.wait(5.0)
         assert len(service.finished) == 1  # False, unless all was on its way already
         with pytest.raises(PeerUnavailable):
-            link.call(wire.GetStats(), deadline_s=soon())
+            link.call(messages.GetStats(), deadline_s=soon())
 
     def test_a_deadline_that_has_passed(self, connect):
         with pytest.raises(PeerUnavailable, match="deadline"):
-            connect().call(wire.GetStats(), deadline_s=time.monotonic() - 1.0)
+            connect().call(messages.GetStats(), deadline_s=time.monotonic() - 1.0)
 
     def test_closing_ends_the_session(self, connect, service):
         link = connect()
-        link.call(wire.GetStats(), deadline_s=soon())
+        link.call(messages.GetStats(), deadline_s=soon())
         link.close()
         link.close()
         assert service.sessions[0].closed.wait(5.0)
@@ -308,7 +308,7 @@ class LinkContract:
         def use(link: Link) -> list[bytes]:
             buffers = [bytearray(len(self.stock)) for _ in range(5)]
             for buffer in buffers:
-                link.fetch(wire.Read(b""), lambda answer, into=buffer: [[memoryview(into)]], deadline_s=soon())
+                link.fetch(messages.Read(b""), lambda answer, into=buffer: [[memoryview(into)]], deadline_s=soon())
             return buffers
 
         with ThreadPoolExecutor(6) as pool:
@@ -339,7 +339,7 @@ class SocketContract(LinkContract):
         service.hold.clear()
         began_s = time.monotonic()
         with pytest.raises(PeerUnavailable):
-            link.call(wire.GetStats(), deadline_s=soon(0.1))
+            link.call(messages.GetStats(), deadline_s=soon(0.1))
         assert time.monotonic() - began_s < 2.0
         service.hold.set()
         assert service.sessions[0].closed.wait(5.0)

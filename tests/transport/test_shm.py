@@ -7,13 +7,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from raykv import keys as keys_
 from raykv.config import SLOT_ALIGNMENT_NBYTES
 from raykv.errors import UsageError
 from raykv.memory import native
 from raykv.memory.arena import SharedMemory
 from raykv.memory.copying import CopyThreads
 from raykv.memory.table import Table
+from raykv.protocol import chunk_keys
 from raykv.transport import shm
 from raykv.transport.shm import ShmReader
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("loops")
 
 ROWS, PAGE = 16, SLOT_ALIGNMENT_NBYTES
 SIZES = (1, 100, PAGE, 5000)
-KEYS = keys_.from_bytes(hashlib.shake_128(b"keys").digest(16 * 40))
+KEYS = chunk_keys.from_bytes(hashlib.shake_128(b"keys").digest(16 * 40))
 
 
 def content(number: int, version: int) -> bytes:

@@ -10,11 +10,11 @@ import time
 import pytest
 
 import raykv
-from raykv import wire
 from raykv.config import NodeConfig
 from raykv.embedded import InProcessDirectory
 from raykv.errors import ConfigError, PeerUnavailable, ProtocolError, RayKVError, TransientError
 from raykv.node import Node
+from raykv.protocol import messages
 from raykv.transport import stream, tcp
 from raykv.transport.peers import Peers
 from raykv.transport.stream import Stream
@@ -59,7 +59,7 @@ def on(connection: socket.socket) -> Stream:
 def serves(node: Node) -> bool:
     link = SocketLink.connect(node.member.address, SECRET, deadline_s=soon())
     try:
-        return isinstance(link.call(wire.GetView(), deadline_s=soon()), wire.ViewIs)
+        return isinstance(link.call(messages.GetView(), deadline_s=soon()), messages.ViewIs)
     finally:
         link.close()
 
@@ -75,7 +75,7 @@ def test_who_connects_while_the_node_starts_waits_until_it_can_answer(monkeypatc
     def ask() -> None:
         link = SocketLink.connect(config.local_address, b"", deadline_s=soon())
         try:
-            answers.append(link.call(wire.Attach(), deadline_s=soon()))
+            answers.append(link.call(messages.Attach(), deadline_s=soon()))
         except RayKVError as error:
             answers.append(error)
         finally:
@@ -93,7 +93,7 @@ def test_who_connects_while_the_node_starts_waits_until_it_can_answer(monkeypatc
     made.start()
     asking.join(5.0)
     try:
-        assert [type(answer) for answer in answers] == [wire.Attached]
+        assert [type(answer) for answer in answers] == [messages.Attached]
         assert answers[0].host == "here"
         assert not made.stats()["errors"]
     finally:
@@ -131,10 +131,10 @@ def test_garbage_before_the_handshake(node, rng):
 def test_garbage_after_the_handshake(node, rng):
     for body in (
         b"GET / HTTP/1.1\r\n\r\n",
-        wire.HEADER.pack(b"RK", wire.VERSION, 0, 0, 5) + b"\xff" * 5,
-        wire.HEADER.pack(b"RK", wire.VERSION, 0, 0, 1 << 31),
-        wire.HEADER.pack(b"RK", wire.VERSION + 1, 0, 0, 0),
-        wire.HEADER.pack(b"RK", wire.VERSION, 0, 0, 100_000) + b"\x91" * 100_000,
+        messages.HEADER.pack(b"RK", messages.VERSION, 0, 0, 5) + b"\xff" * 5,
+        messages.HEADER.pack(b"RK", messages.VERSION, 0, 0, 1 << 31),
+        messages.HEADER.pack(b"RK", messages.VERSION + 1, 0, 0, 0),
+        messages.HEADER.pack(b"RK", messages.VERSION, 0, 0, 100_000) + b"\x91" * 100_000,
         *(rng.randbytes(1000) for _ in range(20)),
     ):
         with shaken(node) as stream:
@@ -144,47 +144,47 @@ def test_garbage_after_the_handshake(node, rng):
 
 def test_what_was_wrong_is_told(node):
     with shaken(node) as stream:
-        stream.sendall(wire.HEADER.pack(b"RK", wire.VERSION + 1, 0, 0, 0))
+        stream.sendall(messages.HEADER.pack(b"RK", messages.VERSION + 1, 0, 0, 0))
         answer, _ = on(stream).message(soon())
-        assert isinstance(answer, wire.Failure)
-        assert f"version {wire.VERSION + 1}" in answer.text
+        assert isinstance(answer, messages.Failure)
+        assert f"version {messages.VERSION + 1}" in answer.text
 
 
 def test_requests_with_impossible_fields_are_refused_one_by_one(node, rng):
     huge = (1 << 64) - 1
     link = SocketLink.connect(node.member.local_address, b"", deadline_s=soon())
     digest = raykv.Namespace(model="m").account.digest
-    link.call(wire.OpenNamespace(b'{"model": "m"}'), deadline_s=soon())
+    link.call(messages.OpenNamespace(b'{"model": "m"}'), deadline_s=soon())
     free = node.stats()["used_nbytes"]
     for request in (
-        wire.Reserve(digest, b"x" * 15, 4096),
-        wire.Reserve(digest, b"x" * 16, huge),
-        wire.Reserve(digest, b"x" * 16, -1),
-        wire.Reserve(digest, b"x" * 16, 4096, depth=huge),
-        wire.Reserve(digest, b"x" * 16, 4096, depth=-1),
-        wire.Reserve(digest, b"x" * 16, 4096, parent=b"y"),
-        wire.Reserve(b"?", b"x" * 16, 4096),
-        wire.Commit(struct.pack("<i", 0), b""),
-        wire.Commit(struct.pack("<i", 1 << 20), bytes(8)),
-        wire.Commit(struct.pack("<i", -1), bytes(8)),
-        wire.Abort(struct.pack("<2i", 3, 3)),
-        wire.Unpin(struct.pack("<i", 0)),
-        wire.Unpin(b"abc"),
-        wire.Write(digest, b"x" * 15, 4096),
-        wire.OpenNamespace(b"[]"),
-        wire.OpenNamespace(b'{"model": "m", "color": 1}'),
-        wire.OpenNamespace(b'{"model": "m"}', capacity_nbytes=-1),
-        wire.OpenNamespace(b'{"model": "' + b"m" * 3000 + b'"}'),
-        wire.Announce("n", b"odd"),
-        wire.Read(b"odd"),
-        wire.Locate(b"odd"),
-        wire.Done(),
+        messages.Reserve(digest, b"x" * 15, 4096),
+        messages.Reserve(digest, b"x" * 16, huge),
+        messages.Reserve(digest, b"x" * 16, -1),
+        messages.Reserve(digest, b"x" * 16, 4096, depth=huge),
+        messages.Reserve(digest, b"x" * 16, 4096, depth=-1),
+        messages.Reserve(digest, b"x" * 16, 4096, parent=b"y"),
+        messages.Reserve(b"?", b"x" * 16, 4096),
+        messages.Commit(struct.pack("<i", 0), b""),
+        messages.Commit(struct.pack("<i", 1 << 20), bytes(8)),
+        messages.Commit(struct.pack("<i", -1), bytes(8)),
+        messages.Abort(struct.pack("<2i", 3, 3)),
+        messages.Unpin(struct.pack("<i", 0)),
+        messages.Unpin(b"abc"),
+        messages.Write(digest, b"x" * 15, 4096),
+        messages.OpenNamespace(b"[]"),
+        messages.OpenNamespace(b'{"model": "m", "color": 1}'),
+        messages.OpenNamespace(b'{"model": "m"}', capacity_nbytes=-1),
+        messages.OpenNamespace(b'{"model": "' + b"m" * 3000 + b'"}'),
+        messages.Announce("n", b"odd"),
+        messages.Read(b"odd"),
+        messages.Locate(b"odd"),
+        messages.Done(),
     ):
         with pytest.raises(raykv.RayKVError) as caught:
             link.call(request, deadline_s=soon())
         assert "internal error" not in str(caught.value), request
     assert node.stats()["used_nbytes"] == free
-    assert isinstance(link.call(wire.GetView(), deadline_s=soon()), wire.ViewIs)
+    assert isinstance(link.call(messages.GetView(), deadline_s=soon()), messages.ViewIs)
     link.close()
 
 
@@ -192,15 +192,15 @@ def test_a_wrong_secret(node):
     with pytest.raises(PeerUnavailable, match="another cluster"):
         SocketLink.connect(node.member.address, b"wrong", deadline_s=soon())
     with raw(node) as stream:  # one who does not care what the node proves
-        stream.sendall(wire.greeting(b"n" * 32))
-        theirs = wire.read_greeting(on(stream).exactly(wire.GREETING.size, soon()))
-        on(stream).exactly(wire.PROOF_NBYTES, soon())
-        stream.sendall(wire.proof(b"wrong", "asking", b"n" * 32, theirs))
+        stream.sendall(messages.greeting(b"n" * 32))
+        theirs = messages.read_greeting(on(stream).exactly(messages.GREETING.size, soon()))
+        on(stream).exactly(messages.PROOF_NBYTES, soon())
+        stream.sendall(messages.proof(b"wrong", "asking", b"n" * 32, theirs))
         assert stream.recv(1) == b""
     with raw(node) as stream:  # one who plays the node's own proof back to it
-        stream.sendall(wire.greeting(b"n" * 32))
-        on(stream).exactly(wire.GREETING.size, soon())
-        stream.sendall(on(stream).exactly(wire.PROOF_NBYTES, soon()))
+        stream.sendall(messages.greeting(b"n" * 32))
+        on(stream).exactly(messages.GREETING.size, soon())
+        stream.sendall(on(stream).exactly(messages.PROOF_NBYTES, soon()))
         assert stream.recv(1) == b""
     assert serves(node)
 
@@ -208,16 +208,16 @@ def test_a_wrong_secret(node):
 def test_a_node_of_another_version_says_so():
     asking, answering = socket.socketpair()
     with asking, answering:
-        answering.sendall(wire.GREETING.pack(wire.GREETING_MAGIC, 99, b"n" * 32))
-        with pytest.raises(ProtocolError, match=f"version 99, we speak {wire.VERSION}: upgrade"):
+        answering.sendall(messages.GREETING.pack(messages.GREETING_MAGIC, 99, b"n" * 32))
+        with pytest.raises(ProtocolError, match=f"version 99, we speak {messages.VERSION}: upgrade"):
             tcp._shake_hands_asking(on(asking), SECRET, soon())
 
 
 def test_a_client_of_another_version_learns_ours(node):
     with raw(node) as stream:
-        stream.sendall(wire.GREETING.pack(wire.GREETING_MAGIC, 99, b"n" * 32))
-        magic, version, _ = wire.GREETING.unpack(on(stream).exactly(wire.GREETING.size, soon()))
-        assert (magic, version) == (wire.GREETING_MAGIC, wire.VERSION)
+        stream.sendall(messages.GREETING.pack(messages.GREETING_MAGIC, 99, b"n" * 32))
+        magic, version, _ = messages.GREETING.unpack(on(stream).exactly(messages.GREETING.size, soon()))
+        assert (magic, version) == (messages.GREETING_MAGIC, messages.VERSION)
         assert stream.recv(1) == b""
 
 
@@ -235,7 +235,7 @@ def test_something_else_behind_the_port():
 
 def test_one_who_stops_in_the_middle_is_cut_off_and_others_are_served(node):
     with shaken(node) as stalled:
-        stalled.sendall(wire.HEADER.pack(b"RK", wire.VERSION, 0, 0, 100) + b"half")
+        stalled.sendall(messages.HEADER.pack(b"RK", messages.VERSION, 0, 0, 100) + b"half")
         assert serves(node)
         assert ended(stalled)  # by io_timeout_s
 
@@ -249,7 +249,7 @@ def test_a_reader_that_does_not_read_is_cut_off_and_its_pins_end(node):
     with raw(node) as sleeper:
         sleeper.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         tcp._shake_hands_asking(on(sleeper), SECRET, soon())
-        sleeper.sendall(wire.encode(wire.Read(keys.tobytes() * 400), 0))  # 25 MiB that nobody takes
+        sleeper.sendall(messages.encode(messages.Read(keys.tobytes() * 400), 0))  # 25 MiB that nobody takes
         until_s = soon()
         while not node.shard.table.columns.pins.any() and time.monotonic() < until_s:
             time.sleep(0.01)
@@ -266,7 +266,7 @@ def test_more_connections_than_allowed(node):
     with pytest.raises(TransientError):
         SocketLink.connect(node.member.address, SECRET, deadline_s=soon())
     for link in links:
-        assert isinstance(link.call(wire.GetView(), deadline_s=soon()), wire.ViewIs)
+        assert isinstance(link.call(messages.GetView(), deadline_s=soon()), messages.ViewIs)
     links.pop().close()
     until_s = soon()
     while True:
@@ -284,7 +284,7 @@ def test_strangers_that_dawdle_do_not_take_the_places_of_members(node):
     strangers = [raw(node) for _ in range(20)]  # of 8 connections that the node allows
     links = [SocketLink.connect(node.member.address, SECRET, deadline_s=soon()) for _ in range(8)]
     for link in links:
-        assert isinstance(link.call(wire.GetView(), deadline_s=soon()), wire.ViewIs)
+        assert isinstance(link.call(messages.GetView(), deadline_s=soon()), messages.ViewIs)
         link.close()
     for stranger in strangers:
         stranger.close()
@@ -304,10 +304,10 @@ def test_of_too_many_that_shake_hands_the_oldest_goes(node, monkeypatch):
 
 def test_requests_that_were_sent_ahead_die_with_the_node(node):
     link = SocketLink.connect(node.member.address, SECRET, deadline_s=soon())
-    link.call(wire.GetView(), deadline_s=soon())
+    link.call(messages.GetView(), deadline_s=soon())
     with node._lock:
         for _ in range(3):
-            link.post(wire.GetStats(), deadline_s=soon())
+            link.post(messages.GetStats(), deadline_s=soon())
         assert not link.ready()
         for server in node._servers:
             for connection in server._connections:
@@ -353,7 +353,7 @@ def test_a_node_that_hangs_is_left_alone_for_a_while(node):
 
 def test_an_idle_link_that_hangs_shuts_the_breaker_too(node):
     peers = Peers(SocketLink.connect, SECRET, breaker_s=60.0, max_idle=1)
-    ask = lambda link: link.call(wire.GetStats(), deadline_s=soon(0.2))  # noqa: E731
+    ask = lambda link: link.call(messages.GetStats(), deadline_s=soon(0.2))  # noqa: E731
     peers.ask(node.member.address, ask, deadline_s=soon())
     with node._lock:  # from now on nobody is answered
         with pytest.raises(PeerUnavailable):
@@ -371,7 +371,7 @@ def test_a_call_that_came_late_does_not_shut_out_its_peer(node):
             with pytest.raises(PeerUnavailable):
                 peers.ask(
                     node.member.address,
-                    lambda link, until_s=deadline_s: link.call(wire.GetStats(), deadline_s=until_s),
+                    lambda link, until_s=deadline_s: link.call(messages.GetStats(), deadline_s=until_s),
                     deadline_s=deadline_s,
                 )
             assert peers.available(node.member.address)
@@ -388,8 +388,8 @@ def test_a_restarted_peer_is_reached_at_once_over_a_fresh_link():
     for _ in range(3):
         node = Node(NodeConfig.load(fields), secret=SECRET, directory=directory)
         node.start()
-        answer = peers.ask(bind, lambda link: link.call(wire.GetView(), deadline_s=soon()), deadline_s=soon())
-        assert isinstance(answer, wire.ViewIs)
+        answer = peers.ask(bind, lambda link: link.call(messages.GetView(), deadline_s=soon()), deadline_s=soon())
+        assert isinstance(answer, messages.ViewIs)
         node.stop()
     peers.close()
 
@@ -397,12 +397,14 @@ def test_a_restarted_peer_is_reached_at_once_over_a_fresh_link():
 def test_random_requests_never_stop_a_node(node, rng: random.Random):
     link = SocketLink.connect(node.member.address, SECRET, deadline_s=soon())
     for _ in range(300):
-        body = bytearray(wire.encode(wire.Reserve(b"d" * 16, rng.randbytes(32), 4096, parent=rng.randbytes(16)), 0))
+        body = bytearray(
+            messages.encode(messages.Reserve(b"d" * 16, rng.randbytes(32), 4096, parent=rng.randbytes(16)), 0)
+        )
         for _ in range(rng.randrange(1, 4)):
-            body[rng.randrange(wire.HEADER.size, len(body))] = rng.randrange(256)
+            body[rng.randrange(messages.HEADER.size, len(body))] = rng.randrange(256)
         link._stream.send(bytes(body), soon())
         answer, _ = link._stream.message(soon())
-        assert isinstance(answer, wire.Failure)
+        assert isinstance(answer, messages.Failure)
         assert "internal error" not in answer.text
         if answer.kind == "ProtocolError":  # it was no message at all, and the node hung up
             link.close()
@@ -472,9 +474,9 @@ def test_bytes_that_do_not_come_are_given_up_on(pair):
 def test_messages_that_come_soon_or_late(pair):
     receiver, far = pair
     for pause_s in (0, 0, 0.002, 0, 0.02, 0, 0, 0):
-        timer = threading.Timer(pause_s, far.sendall, [wire.encode(wire.Count(7), 3)])
+        timer = threading.Timer(pause_s, far.sendall, [messages.encode(messages.Count(7), 3)])
         timer.start()
-        assert receiver.message(soon()) == (wire.Count(7), 3)
+        assert receiver.message(soon()) == (messages.Count(7), 3)
         timer.join()
     far.close()
     assert not receiver.wait()

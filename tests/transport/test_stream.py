@@ -10,9 +10,9 @@ from itertools import pairwise
 import pytest
 import xxhash
 
-from raykv import wire
 from raykv.errors import PeerUnavailable
 from raykv.memory import native
+from raykv.protocol import messages
 from raykv.transport import stream as stream_module
 from raykv.transport.base import ChunkRun
 from raykv.transport.stream import Stream
@@ -66,18 +66,18 @@ def test_chunks_arrive_whole_and_hashed_however_they_are_cut(loops, ends, rng, h
     for _ in range(15):
         values = [rng.randbytes(rng.choice(sizes)) for _ in range(rng.randrange(12))]
         # A message in front: what is read ahead with it belongs to the chunks. And one behind, which does not.
-        front, behind = wire.encode(wire.Count(1), 3), wire.encode(wire.Count(2), 4)
+        front, behind = messages.encode(messages.Count(1), 3), messages.encode(messages.Count(2), 4)
         sent = front + b"".join(values) + behind
         sender = threading.Thread(target=dribble, args=(there, sent, rng))
         sender.start()
-        assert stream.message(soon()) == (wire.Count(1), 3)
+        assert stream.message(soon()) == (messages.Count(1), 3)
         targets = [bytearray(len(value)) for value in values]
         run = run_of(targets, rng, hashed=hashed)
         stream.fill(run, soon())
         assert targets == values
         assert run.full == len(values)
         assert run.checksums == sums_of(values) * hashed
-        assert stream.message(soon()) == (wire.Count(2), 4)
+        assert stream.message(soon()) == (messages.Count(2), 4)
         sender.join()
 
 

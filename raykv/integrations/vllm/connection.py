@@ -9,7 +9,7 @@ from vllm.logger import init_logger
 
 from raykv.errors import RayKVError, UsageError
 from raykv.integrations.vllm.metadata import Scope
-from raykv.namespace import Namespace
+from raykv.protocol.namespace import Namespace
 
 if TYPE_CHECKING:
     from raykv import Client

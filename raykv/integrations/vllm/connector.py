@@ -33,7 +33,7 @@ from raykv.integrations.vllm.namespace import attention_of, namespace_of
 from raykv.integrations.vllm.scheduler import SchedulerSide
 from raykv.integrations.vllm.stats import RayKVPromMetrics, RayKVStats
 from raykv.integrations.vllm.worker import WorkerSide
-from raykv.namespace import Namespace
+from raykv.protocol.namespace import Namespace
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata, KVConnectorMetadata
 
-from raykv.namespace import Namespace
+from raykv.protocol.namespace import Namespace
 from raykv.types import Match
 
 Rank = tuple[int, int]

@@ -15,7 +15,7 @@ from raykv.errors import ConfigError
 from raykv.integrations.vllm.config import ConnectorConfig
 from raykv.integrations.vllm.metadata import Rank, Scope
 from raykv.integrations.vllm.revision import content_digest, signature
-from raykv.namespace import Namespace
+from raykv.protocol.namespace import Namespace
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
 
-from raykv.handoff import Ticket
 from raykv.integrations.vllm.config import ConnectorConfig
 from raykv.integrations.vllm.connection import Connection
 from raykv.integrations.vllm.metadata import Load, Rank, Save, Scope, StepOrders
@@ -17,7 +16,8 @@ from raykv.integrations.vllm.namespace import Scopes
 from raykv.integrations.vllm.stats import RayKVStats
 from raykv.integrations.vllm.telling import Teller
 from raykv.integrations.vllm.tracked import Lookup, Tracked
-from raykv.namespace import Namespace
+from raykv.protocol.namespace import Namespace
+from raykv.protocol.ticket import Ticket
 from raykv.types import Match
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from raykv.integrations.vllm.connection import Connection
 from raykv.integrations.vllm.layout import Layout
 from raykv.integrations.vllm.metadata import Load, Rank, Save, StepOrders
 from raykv.integrations.vllm.stats import RayKVStats
-from raykv.namespace import Namespace
+from raykv.protocol.namespace import Namespace
 from raykv.types import Match, NodeId, Path
 
 if TYPE_CHECKING:

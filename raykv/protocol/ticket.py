@@ -13,7 +13,7 @@ from pydantic import Field
 
 from raykv.config import Model
 from raykv.errors import NamespaceMismatch
-from raykv.namespace import Namespace
+from raykv.protocol.namespace import Namespace
 from raykv.types import Match, NodeId
 
 MAX_RUNS = 256

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from raykv.errors import CapacityError, ConfigError, LostError, NamespaceMismatch, ProtocolError, RayKVError, UsageError
-from raykv.ring import Member, View
+from raykv.protocol.placement import Member, View
 from raykv.types import Bits, NodeId
 
 T = TypeVar("T")
