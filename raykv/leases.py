@@ -12,8 +12,8 @@ import numpy as np
 
 from raykv.errors import TransientError
 from raykv.memory.copying import checksum_of
+from raykv.memory.reader import ShmReader
 from raykv.protocol import messages
-from raykv.transport.shm import ShmReader
 from raykv.types import PutResult
 
 

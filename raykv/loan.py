@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import Final, NamedTuple, Self
 
+from raykv.memory.reader import ShmReader
 from raykv.memory.rows import QUARANTINE_S
 from raykv.protocol.namespace import Namespace
-from raykv.transport.shm import ShmReader
 from raykv.types import PutResult
 
 MAX_POOL_SLOTS: Final = 512

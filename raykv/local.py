@@ -28,13 +28,13 @@ from raykv.loan import (
     Slot,
 )
 from raykv.memory.copying import CopyThreads
+from raykv.memory.reader import ShmReader
 from raykv.memory.slots import slot_nbytes
 from raykv.memory.table import MAX_DEPTH
 from raykv.protocol import messages
 from raykv.protocol.chunk_keys import KEY_NBYTES, to_bytes
 from raykv.transport.base import MAX_POSTED, Link, remaining
 from raykv.transport.peers import Connect
-from raykv.transport.shm import ShmReader
 from raykv.types import NO_HINTS, Hints, KeyArray, PutResult
 
 LOOK_S: Final = 1.0

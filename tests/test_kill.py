@@ -15,8 +15,8 @@ import pytest
 
 import raykv
 from raykv.memory import native
+from raykv.memory.reader import ShmReader
 from raykv.protocol import chunk_keys
-from raykv.transport.shm import ShmReader
 from tests.test_node_process import SPACE, NodeProcess
 
 NBYTES = 20_000

@@ -17,10 +17,10 @@ import raykv
 from raykv.errors import PeerUnavailable
 from raykv.loan import GROW_S, MAX_POOL_NBYTES, MAX_POOL_SLOTS, POOL_IDLE_S, Account, Outcome, Pool
 from raykv.memory import native
+from raykv.memory.reader import ShmReader
 from raykv.memory.slots import slot_nbytes
 from raykv.protocol import messages
 from raykv.transport.base import MAX_POSTED
-from raykv.transport.shm import ShmReader
 from raykv.types import PutResult
 from tests.test_node_process import NBYTES, NodeProcess, content, get, kill, names, node, put, run, wait_until
 

@@ -28,7 +28,7 @@ from raykv.memory.arena import SharedMemory
 from raykv.types import Bits, KeyArray, Rows
 
 if TYPE_CHECKING:
-    from raykv.memory._native import Reader
+    from raykv.memory.native._native import Reader
 
 MAGIC: Final = 0x0031_564B_5941_52  # "RAYKV1"
 LAYOUT_VERSION: Final = 3

@@ -9,13 +9,12 @@ from hypothesis import strategies as st
 
 from raykv.config import SLOT_ALIGNMENT_NBYTES
 from raykv.errors import UsageError
-from raykv.memory import native
+from raykv.memory import native, reader
 from raykv.memory.arena import SharedMemory
 from raykv.memory.copying import CopyThreads
+from raykv.memory.reader import ShmReader
 from raykv.memory.table import Table
 from raykv.protocol import chunk_keys
-from raykv.transport import shm
-from raykv.transport.shm import ShmReader
 
 pytestmark = pytest.mark.usefixtures("loops")
 
@@ -141,7 +140,7 @@ def test_a_change_in_the_middle_of_the_copy_is_a_miss(writer, monkeypatch, torn_
     """The plain loop can be stopped in the middle of a chunk; the compiled one is left to tests/test_stress.py."""
     writer.put(3, 7)
     change = writer.steps(3, 11)
-    copied = shm.scatter
+    copied = reader.scatter
 
     def half_then_change(source, into):
         middle = len(source) // 2

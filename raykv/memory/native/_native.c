@@ -2020,7 +2020,7 @@ static PyType_Slot reader_slots[] = {
     {0, NULL},
 };
 
-static PyType_Spec reader_spec = {"raykv.memory._native.Reader", sizeof(reader_t), 0, Py_TPFLAGS_DEFAULT, reader_slots};
+static PyType_Spec reader_spec = {"raykv.memory.native._native.Reader", sizeof(reader_t), 0, Py_TPFLAGS_DEFAULT, reader_slots};
 
 /* -- module ------------------------------------------------------------------------------------------------------ */
 

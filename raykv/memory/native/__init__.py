@@ -9,7 +9,7 @@ from typing import Final
 from raykv.config import native_wanted
 
 try:
-    from raykv.memory import _native
+    from raykv.memory.native import _native
 except ImportError:
     _built = None
 else:
