@@ -27,7 +27,7 @@ from raykv.kept import KeptNode
 from raykv.memory.copying import checksum_of
 from raykv.protocol import chunk_keys, messages
 from raykv.protocol.namespace import Namespace
-from raykv.shard import Shard
+from raykv.storage.store import Shard
 from raykv.transport.tcp import SocketLink
 from raykv.types import KeyArray
 

@@ -22,7 +22,6 @@ from raykv.leases import Pins, Reservation
 from raykv.load import Arrivals, with_checksums
 from raykv.loan import Account
 from raykv.local import LocalNode
-from raykv.marks import require_hints
 from raykv.memory.copying import all_byte_views, byte_views
 from raykv.protocol import chunk_keys, messages
 from raykv.protocol.namespace import Namespace
@@ -31,6 +30,7 @@ from raykv.protocol.ticket import Ticket
 from raykv.reach import Reach
 from raykv.record import Recorder
 from raykv.steer import configure, hint, list_namespaces, report
+from raykv.storage.row_hints import require_hints
 from raykv.tally import Tally
 from raykv.transport.base import Link, Runs
 from raykv.types import NO_HINTS, Bits, GetResult, Hints, KeyArray, Match, NodeId, PutResult, Scattered

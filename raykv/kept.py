@@ -17,7 +17,7 @@ from raykv.keeper import STOP, Order, Word
 from raykv.protocol import messages
 from raykv.record import Asked, unpack
 from raykv.relay import Relay
-from raykv.sweep import forget_unowned
+from raykv.storage.orphans import forget_unowned
 from raykv.transport.tcp import SocketLink, SocketServer
 
 log = logging.getLogger(__name__)

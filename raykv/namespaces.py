@@ -13,11 +13,11 @@ import numpy as np
 from raykv.config import NodeConfig
 from raykv.errors import RayKVError, UsageError
 from raykv.eviction import policy
-from raykv.ledger import Reason
 from raykv.memory.table import MAX_NAMESPACES
 from raykv.protocol.namespace import Namespace
 from raykv.register import Entry, Register
-from raykv.shard import Shard
+from raykv.storage.eviction_log import Reason
+from raykv.storage.store import Shard
 from raykv.tally import Tallies
 from raykv.tiers import Tiers
 

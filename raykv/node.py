@@ -22,9 +22,7 @@ import numpy.typing as npt
 from raykv.config import GIB, NodeConfig
 from raykv.directory import DirectoryPort
 from raykv.errors import ConfigError, RayKVError, TransientError, UsageError
-from raykv.ledger import Place
 from raykv.locator import Locator
-from raykv.marks import require_hints
 from raykv.memory.copying import checksums_of
 from raykv.memory.host import give_way, has_to_spare
 from raykv.namespaces import Namespaces, register_paths
@@ -32,8 +30,10 @@ from raykv.protocol import chunk_keys, messages
 from raykv.protocol.namespace import Namespace
 from raykv.protocol.placement import Member, View
 from raykv.record import TAKEN_KEYS, Asked, Tape, pack
-from raykv.shard import Shard
-from raykv.sweep import forget
+from raykv.storage.eviction_log import Place
+from raykv.storage.orphans import forget
+from raykv.storage.row_hints import require_hints
+from raykv.storage.store import Shard
 from raykv.tally import Histogram
 from raykv.tiers import open_tiers
 from raykv.transport.base import ChunkRun, Link, Reply, Session, Targets

@@ -22,13 +22,13 @@ import numpy as np
 
 from raykv.config import NodeConfig
 from raykv.errors import RayKVError
-from raykv.ledger import Place, Reason
 from raykv.memory.slots import slot_nbytes
 from raykv.memory.table import NAMESPACE_TEXT_NBYTES
 from raykv.protocol import chunk_keys
 from raykv.protocol.chunk_keys import KEY_NBYTES
 from raykv.protocol.namespace import Namespace
-from raykv.shard import Shard
+from raykv.storage.eviction_log import Place, Reason
+from raykv.storage.store import Shard
 from raykv.tier.admission import Admission
 from raykv.tier.base import Chunk, Found, Tier
 from raykv.types import Bits, KeyArray, Rows

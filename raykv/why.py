@@ -11,11 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from raykv.errors import RayKVError
-from raykv.ledger import Place, Reason
 from raykv.protocol import chunk_keys, messages
 from raykv.protocol.chunk_keys import KEY_NBYTES
 from raykv.protocol.namespace import Namespace
 from raykv.reach import Reach
+from raykv.storage.eviction_log import Place, Reason
 from raykv.troubles import Trouble
 from raykv.types import KeyArray, NodeId
 

@@ -12,7 +12,7 @@ from raykv.errors import UsageError
 from raykv.eviction import POLICIES
 from raykv.protocol.chunk_keys import named
 from raykv.protocol.namespace import Namespace
-from raykv.shard import Shard
+from raykv.storage.store import Shard
 
 SPACE = raykv.Namespace(model="m")
 NBYTES = 4096

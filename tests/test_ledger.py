@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 
-from raykv.ledger import CHAIN_STEPS, Ledger, Place, Reason
+from raykv.storage.eviction_log import CHAIN_STEPS, Ledger, Place, Reason
 
 
 def keys_of(numbers) -> np.ndarray:

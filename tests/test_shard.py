@@ -28,8 +28,8 @@ from raykv.memory.slots import slot_nbytes
 from raykv.memory.table import _HEADER, MAX_NAMESPACES, SIDE_WINDOW, _window_of
 from raykv.protocol import chunk_keys
 from raykv.protocol.namespace import Namespace
-from raykv.room import MAX_PINS
-from raykv.shard import Loan, Reserved, Shard, remove_files, shard_files
+from raykv.storage.room import MAX_PINS
+from raykv.storage.store import Loan, Reserved, Shard, remove_files, shard_files
 
 SPACE = Namespace(model="m")
 KIB = 1 << 10
@@ -829,7 +829,7 @@ def test_another_configuration_begins_anew(on_files, shm_dir):
 
 
 def test_one_writer_at_a_time(on_files, shm_dir, monkeypatch):
-    monkeypatch.setattr("raykv.shard.OWN_TIMEOUT_S", 0.0)
+    monkeypatch.setattr("raykv.storage.store.OWN_TIMEOUT_S", 0.0)
     with pytest.raises(UsageError, match="another process serves"):
         Shard.open(config_for(shm_dir), shm_dir / "n", now_s=0.0)
     on_files.put("abc")
@@ -1502,9 +1502,9 @@ def private_nbytes() -> int:
 @pytest.mark.parametrize("rows", [pytest.param(10_000_000, id="10M")])
 def test_a_large_table_costs_what_its_rows_cost(rows, monkeypatch, np_rng):
     """No list of all rows or slots, at the start or later; no step that takes long because the table is large."""
-    monkeypatch.setattr("raykv.shard.require_room", lambda *args, **options: None)
+    monkeypatch.setattr("raykv.storage.store.require_room", lambda *args, **options: None)
     monkeypatch.setattr(
-        "raykv.shard._back", lambda arena, extent_nbytes, extent, **options: True
+        "raykv.storage.store._back", lambda arena, extent_nbytes, extent, **options: True
     )  # nobody writes to it here
     config = config_for(arena_nbytes=rows * PAGE, extent_nbytes=32 << 20, max_chunks=rows)
     batch, now_s, before, start_s = 8192, 1.0, private_nbytes(), time.monotonic()

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from raykv.config import NodeConfig, StorageConfig
-from raykv.shard import Shard, shard_files
-from raykv.sweep import ABANDONED_S, sweep
+from raykv.storage.orphans import ABANDONED_S, sweep
+from raykv.storage.store import Shard, shard_files
 
 
 def config(directory: Path, node_id: str, cluster: str = "c") -> NodeConfig:

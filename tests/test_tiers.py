@@ -13,7 +13,7 @@ from raykv.config import SLOT_ALIGNMENT_NBYTES as PAGE
 from raykv.memory.slots import slot_nbytes
 from raykv.protocol import chunk_keys
 from raykv.protocol.chunk_keys import KEY_NBYTES
-from raykv.shard import Shard
+from raykv.storage.store import Shard
 from raykv.tier.admission import Admission
 from raykv.tier.base import Arrived, Chunk, Found, Tier, Written
 from raykv.tiers import Names, Tiers, _runs

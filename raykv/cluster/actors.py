@@ -17,7 +17,7 @@ from raykv.memory.arena import sized_by_share
 from raykv.protocol.namespace import Namespace
 from raykv.protocol.placement import Member, View
 from raykv.record import Asked
-from raykv.sweep import ABANDONED_S, forget_unowned, sweep
+from raykv.storage.orphans import ABANDONED_S, forget_unowned, sweep
 from raykv.types import NodeId
 
 log = logging.getLogger(__name__)

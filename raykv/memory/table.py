@@ -1,6 +1,6 @@
 """The chunk table: a row per chunk, an array per column, a hash index, all in shared memory.
 
-One process writes (`raykv.shard`); any number read, without a lock. A reader takes a row's `generation`, uses the row
+One process writes (`raykv.storage.store`); any number read, without a lock. A reader takes a row's `generation`, uses the row
 and the arena bytes it names, and takes `generation` again: the same even number means that nothing changed in between.
 Odd means empty or being written; 0 means never used.
 

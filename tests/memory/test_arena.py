@@ -10,7 +10,7 @@ from raykv.config import StorageConfig
 from raykv.errors import ConfigError, LostError
 from raykv.memory.arena import SharedMemory, free_nbytes, require_room
 from raykv.protocol.namespace import Namespace
-from raykv.shard import Shard
+from raykv.storage.store import Shard
 
 MIB = 1 << 20
 

@@ -14,7 +14,7 @@ from raykv.errors import ConfigError
 from raykv.memory import pages, table
 from raykv.memory.arena import SharedMemory, free_nbytes, require_pages
 from raykv.memory.table import ROWS_AT_START, Table
-from raykv.shard import Shard
+from raykv.storage.store import Shard
 
 MIB = 1 << 20
 HUGE = pages.huge_nbytes()

@@ -8,7 +8,7 @@ from typing import Final
 from raykv.config import NodeConfig
 from raykv.errors import ConfigError, LostError
 from raykv.memory.arena import SharedMemory
-from raykv.shard import remove_files
+from raykv.storage.store import remove_files
 
 log = logging.getLogger(__name__)
 

@@ -18,14 +18,11 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from raykv.accounts import Accounts
 from raykv.config import SLOT_ALIGNMENT_NBYTES, NamespaceConfig, StorageConfig
 from raykv.errors import ConfigError, LostError, UsageError
 from raykv.eviction import policy
 from raykv.eviction.base import Policy
 from raykv.eviction.supplied import Score
-from raykv.ledger import Departures, Reason
-from raykv.ledger import Place as Tier
 from raykv.memory.arena import SharedMemory, require_pages, require_room
 from raykv.memory.numa import in_turns, spread, usable_nodes
 from raykv.memory.recovery import require_sound, take_over
@@ -33,7 +30,10 @@ from raykv.memory.rows import LENT
 from raykv.memory.slots import FEW, Slots, slot_nbytes
 from raykv.memory.table import MAX_DEPTH, Table, table_nbytes
 from raykv.protocol import chunk_keys
-from raykv.room import MAX_PINS, NO_ROWS, SWEEP_ROWS, Room
+from raykv.storage.eviction_log import Departures, Reason
+from raykv.storage.eviction_log import Place as Tier
+from raykv.storage.quota_groups import Accounts
+from raykv.storage.room import MAX_PINS, NO_ROWS, SWEEP_ROWS, Room
 from raykv.types import Bits, KeyArray, Rows
 
 log = logging.getLogger(__name__)

@@ -19,12 +19,12 @@ from raykv.config import SLOT_ALIGNMENT_NBYTES, StorageConfig
 from raykv.eviction import policy
 from raykv.eviction.base import Policy
 from raykv.eviction.policies import Policies
-from raykv.ledger import Ledger, Reason
-from raykv.marks import Marks
 from raykv.memory import native
 from raykv.memory.rows import LENT, QUARANTINE_S, FreeRows
 from raykv.memory.slots import Pages, Slots, slot_nbytes
 from raykv.memory.table import MAX_NAMESPACES, Table
+from raykv.storage.eviction_log import Ledger, Reason
+from raykv.storage.row_hints import Marks
 from raykv.types import Bits, Rows
 
 log = logging.getLogger(__name__)
