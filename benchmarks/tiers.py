@@ -29,7 +29,7 @@ import xxhash
 from raykv.config import GIB, MIB, SsdConfig
 from raykv.memory.arena import SharedMemory
 from raykv.tier.base import Chunk
-from raykv.tier.ssd import SsdTier
+from raykv.tier.ssd.tier import SsdTier
 
 BATCH = 16
 """Chunks that one call reads, as a request for a prefix does."""

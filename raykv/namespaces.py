@@ -19,7 +19,7 @@ from raykv.register import Entry, Register
 from raykv.storage.eviction_log import Reason
 from raykv.storage.store import Shard
 from raykv.tally import Tallies
-from raykv.tiers import Tiers
+from raykv.tier.mover import Tiers
 
 log = logging.getLogger(__name__)
 

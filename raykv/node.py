@@ -35,7 +35,7 @@ from raykv.storage.orphans import forget
 from raykv.storage.row_hints import require_hints
 from raykv.storage.store import Shard
 from raykv.tally import Histogram
-from raykv.tiers import open_tiers
+from raykv.tier.mover import open_tiers
 from raykv.transport.base import ChunkRun, Link, Reply, Session, Targets
 from raykv.transport.memory import Network
 from raykv.transport.peers import Peers

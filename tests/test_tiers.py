@@ -16,7 +16,7 @@ from raykv.protocol.chunk_keys import KEY_NBYTES
 from raykv.storage.store import Shard
 from raykv.tier.admission import Admission
 from raykv.tier.base import Arrived, Chunk, Found, Tier, Written
-from raykv.tiers import Names, Tiers, _runs
+from raykv.tier.mover import Names, Tiers, _runs
 from raykv.types import KeyArray
 from tests.test_shard import Bench, config_for, content, names_to_keys
 

@@ -12,8 +12,8 @@ import xxhash
 
 from raykv.config import SsdConfig
 from raykv.tier.base import Chunk
-from raykv.tier.index import key_array
-from raykv.tier.ssd import SsdTier
+from raykv.tier.segments.index import key_array
+from raykv.tier.ssd.tier import SsdTier
 
 BLOCK = 4096
 SEGMENT = 1 << 20

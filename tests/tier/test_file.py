@@ -21,10 +21,9 @@ import xxhash
 import raykv
 from raykv.config import FileTierConfig
 from raykv.errors import ConfigError
-from raykv.tier import file, packs
-from raykv.tier.file import FileTier
-from raykv.tier.index import key_array
-from raykv.tier.packs import Folder
+from raykv.tier.file.packs import Folder
+from raykv.tier.file.tier import FileTier, packs
+from raykv.tier.segments.index import key_array
 from tests.tier.ssd_fixtures import Arena, Driven, Names, all_keys, content_of, keys_for, wait_for
 
 PACK = 1 << 20
@@ -414,8 +413,9 @@ import sys, time, os, threading
 from pathlib import Path
 sys.path.insert(0, {root!r})
 from tests.tier import test_file
-from raykv.tier import file, packs
-file.TELL_S = 0.02
+from raykv.tier.file.tier import tier
+from raykv.tier.file.tier import packs
+tier.TELL_S = 0.02
 path, writer, salt, count, size, capacity = Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:7])
 with test_file.Shared(path, writer, capacity_nbytes=capacity, seal_s=0.2).on() as tier:
     keys = test_file.keys_for(count, salt)

@@ -4,8 +4,8 @@ import random
 
 import numpy as np
 
-from raykv.tier.log import MOVED_SHARE, Log, second_chance
-from raykv.tier.segment import BLOCK_NBYTES, DROPPED, ENTRY, GONE, Record, blocks_needed
+from raykv.tier.segments.format import BLOCK_NBYTES, DROPPED, ENTRY, GONE, Record, blocks_needed
+from raykv.tier.segments.log import MOVED_SHARE, Log, second_chance
 
 BLOCKS = 64
 

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from raykv.tier.segment import (
+from raykv.tier.segments.format import (
     BATCH,
     BLOCK_NBYTES,
     DROPPED,

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from raykv.tier.index import SEGMENTS, key_array
-from raykv.tier.segment import BLOCK_NBYTES
+from raykv.tier.segments.format import BLOCK_NBYTES
+from raykv.tier.segments.index import SEGMENTS, key_array
 from tests.tier.ssd_fixtures import Arena, Driven, all_keys, content_of, keys_for
 
 SEGMENT_NBYTES = 256 << 10

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from raykv.tier import drive, ssd, upkeep
-from raykv.tier.index import key_array
+from raykv.tier.segments.index import key_array
+from raykv.tier.ssd.tier import drive, upkeep
 from tests.tier.ssd_fixtures import SEGMENT, Arena, Driven, all_keys, content_of, keys_for, wait_for
 
 NBYTES = 60_000

@@ -1,4 +1,4 @@
-"""The segments of one path of an SSD tier: made, sealed, reclaimed, wiped. See `raykv.tier.drive`.
+"""The segments of one path of an SSD tier: made, sealed, reclaimed, wiped. See `raykv.tier.ssd.drive`.
 
 A segment leaves in this order: what is to be moved on is written elsewhere, the first and the last block are wiped,
 its chunks leave the index, it is free. So what a start would find is in the index at all times.
@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from raykv.memory.copying import checksum_of
-from raykv.tier.common import Item, raw_keys
-from raykv.tier.index import SEGMENTS
-from raykv.tier.log import Segment, second_chance
-from raykv.tier.segment import BLOCK_NBYTES, Record, blocks_needed, blocks_of, encode
-from raykv.tier.volume import aligned
+from raykv.tier.segments.format import BLOCK_NBYTES, Record, blocks_needed, blocks_of, encode
+from raykv.tier.segments.index import SEGMENTS
+from raykv.tier.segments.log import Segment, second_chance
+from raykv.tier.segments.requests import Item, raw_keys
+from raykv.tier.segments.volume import aligned
 
 if TYPE_CHECKING:
-    from raykv.tier.drive import Drive
+    from raykv.tier.ssd.drive import Drive
 
 FEWEST_SEGMENTS: Final = 2
 """With less room on the drive, the path is off."""

@@ -24,7 +24,7 @@ from typing import Final, Literal
 
 from raykv.errors import ConfigError
 from raykv.memory.host import give_way
-from raykv.tier.segment import BLOCK_NBYTES
+from raykv.tier.segments.format import BLOCK_NBYTES
 
 log = logging.getLogger(__name__)
 

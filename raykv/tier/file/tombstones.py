@@ -5,7 +5,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from raykv.tier.segment import flat
+from raykv.tier.segments.format import flat
 from raykv.types import Bits
 
 MAX_KEYS: Final = 1 << 20

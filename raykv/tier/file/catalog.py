@@ -11,10 +11,10 @@ import numpy as np
 
 from raykv.memory.table import MAX_NAMESPACES
 from raykv.protocol.chunk_keys import empty
-from raykv.tier.index import Index, key_array
-from raykv.tier.packs import Name
-from raykv.tier.segment import Array
-from raykv.tier.told import Told
+from raykv.tier.file.packs import Name
+from raykv.tier.file.tombstones import Told
+from raykv.tier.segments.format import Array
+from raykv.tier.segments.index import Index, key_array
 from raykv.types import KeyArray, Rows
 
 CHANGES: Final = 1 << 22

@@ -1,8 +1,8 @@
 """The tier of a node's SSDs: a log of segments on each path, one index in memory for all of them.
 
-Bytes go straight between the arena and the drives (`raykv.tier.volume`), in batches of a record and many chunks
-(`raykv.tier.segment`). Each path has its log (`raykv.tier.log`) and its threads, which take the next work from the
-queues as they become free (`raykv.tier.drive`), so a path that is slower gets less.
+Bytes go straight between the arena and the drives (`raykv.tier.segments.volume`), in batches of a record and many chunks
+(`raykv.tier.segments.format`). Each path has its log (`raykv.tier.segments.log`) and its threads, which take the next work from the
+queues as they become free (`raykv.tier.ssd.drive`), so a path that is slower gets less.
 
 A start reads one piece of each segment, on the paths' threads. What waits in a queue when the process is killed is not
 there afterwards, and nobody was told that it is.
@@ -23,11 +23,11 @@ import numpy as np
 from raykv.config import SsdConfig
 from raykv.errors import ConfigError
 from raykv.tier.base import AccountNames, Arrived, Chunk, Found, Tier, Written, is_same
-from raykv.tier.common import Common, Item, Request, raw_keys, results
-from raykv.tier.drive import QUEUED_READS, Drive, Piece
-from raykv.tier.index import SEGMENTS, Index, key_array
-from raykv.tier.segment import BLOCK_NBYTES, blocks_of
-from raykv.tier.volume import Volume
+from raykv.tier.segments.format import BLOCK_NBYTES, blocks_of
+from raykv.tier.segments.index import SEGMENTS, Index, key_array
+from raykv.tier.segments.requests import Common, Item, Request, raw_keys, results
+from raykv.tier.segments.volume import Volume
+from raykv.tier.ssd.drive import QUEUED_READS, Drive, Piece
 from raykv.types import Bits, KeyArray
 
 log = logging.getLogger(__name__)

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from raykv.tier.base import AccountNames
-from raykv.tier.index import SEGMENTS, Index
-from raykv.tier.segment import BLOCK_NBYTES, flat
+from raykv.tier.segments.format import BLOCK_NBYTES, flat
+from raykv.tier.segments.index import SEGMENTS, Index
 from raykv.types import KeyArray, Rows
 
 if TYPE_CHECKING:
-    from raykv.tier.drive import Drive
+    from raykv.tier.ssd.drive import Drive
 
 log = logging.getLogger(__name__)
 

@@ -17,8 +17,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 
-from raykv.tier.log import Log
-from raykv.tier.segment import (
+from raykv.tier.segments.format import (
     BLOCK_NBYTES,
     DROPPED,
     ENTRY,
@@ -31,7 +30,8 @@ from raykv.tier.segment import (
     encode,
     read_segment,
 )
-from raykv.tier.volume import IOV_MAX, aligned
+from raykv.tier.segments.log import Log
+from raykv.tier.segments.volume import IOV_MAX, aligned
 
 Kind = Literal["part", "pack", "gone"]
 VANISHED: Final = frozenset({errno.ENOENT, errno.ESTALE})

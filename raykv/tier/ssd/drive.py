@@ -1,4 +1,4 @@
-"""One path of an SSD tier: what its threads do next, and what becomes of it. See `raykv.tier.ssd`.
+"""One path of an SSD tier: what its threads do next, and what becomes of it. See `raykv.tier.ssd.tier`.
 
 Everything here is under the tier's lock, but for the methods that say "on a thread": these wait for the disk.
 
@@ -20,11 +20,7 @@ import numpy as np
 from raykv.config import SsdConfig
 from raykv.errors import ConfigError
 from raykv.memory.copying import checksum_of
-from raykv.tier.common import Common, Item, Request
-from raykv.tier.index import SEGMENTS, key_array
-from raykv.tier.log import Batch, Log, Segment
-from raykv.tier.scan import Scan
-from raykv.tier.segment import (
+from raykv.tier.segments.format import (
     BLOCK_NBYTES,
     DROPPED,
     ENTRY,
@@ -33,8 +29,12 @@ from raykv.tier.segment import (
     blocks_of,
     encode,
 )
-from raykv.tier.upkeep import Upkeep
-from raykv.tier.volume import IOV_MAX, IoThreads, Volume, aligned
+from raykv.tier.segments.index import SEGMENTS, key_array
+from raykv.tier.segments.log import Batch, Log, Segment
+from raykv.tier.segments.requests import Common, Item, Request
+from raykv.tier.segments.volume import IOV_MAX, IoThreads, Volume, aligned
+from raykv.tier.ssd.scan import Scan
+from raykv.tier.ssd.upkeep import Upkeep
 from raykv.types import Rows
 
 log = logging.getLogger(__name__)

@@ -478,12 +478,12 @@ def open_tiers(config: NodeConfig, shard: Shard, lock: threading.Lock, *, change
     admissions: list[Admission] = []
     ssd, name = config.storage.ssd, f"raykv-{config.cluster}-{config.node_id}"
     if ssd is not None:
-        from raykv.tier.ssd import SsdTier
+        from raykv.tier.ssd.tier import SsdTier
 
         tiers.append(SsdTier(ssd, shard.arena.view, name, Names(shard, lock)))
         admissions.append(Admission(ssd.write_nbytes_per_day, now_s=time.monotonic()))
     if config.storage.file is not None:
-        from raykv.tier.file import FileTier
+        from raykv.tier.file.tier import FileTier
 
         tiers.append(FileTier(config.storage.file, shard.arena.view, name, Names(shard, lock)))
         admissions.append(Admission(config.storage.file.write_nbytes_per_day, now_s=time.monotonic()))

@@ -1,4 +1,4 @@
-"""What a start finds on one path of an SSD tier. See `raykv.tier.drive`.
+"""What a start finds on one path of an SSD tier. See `raykv.tier.ssd.drive`.
 
 One piece of each segment is read, its summary; an unsealed segment is walked, and its chunks are compared with their
 checksums, which cuts off a torn tail. Segments come in no order: of two entries of one key the one with the newer
@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from raykv.memory.copying import checksum_of
-from raykv.tier.common import raw_keys
-from raykv.tier.index import SEGMENTS
-from raykv.tier.log import Segment
-from raykv.tier.segment import BLOCK_NBYTES, ENTRY, TAIL_BLOCKS, Record, blocks_of, living, read_segment
-from raykv.tier.volume import aligned
+from raykv.tier.segments.format import BLOCK_NBYTES, ENTRY, TAIL_BLOCKS, Record, blocks_of, living, read_segment
+from raykv.tier.segments.index import SEGMENTS
+from raykv.tier.segments.log import Segment
+from raykv.tier.segments.requests import raw_keys
+from raykv.tier.segments.volume import aligned
 from raykv.types import Bits, Rows
 
 if TYPE_CHECKING:
-    from raykv.tier.drive import Drive
+    from raykv.tier.ssd.drive import Drive
 
 log = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """A directory that all nodes share: a parallel or network file system, or one disk of a single host.
 
-Chunks are gathered into packs, large files in the format of `raykv.tier.segment`, each written by one node alone:
+Chunks are gathered into packs, large files in the format of `raykv.tier.segments.format`, each written by one node alone:
 
     <sequence>-<writer>-<process>.part    being filled; only its writer reads it
     <sequence>-<writer>-<process>.pack    sealed: it has its summary, and never changes again
@@ -33,13 +33,13 @@ import xxhash
 
 from raykv.config import FileTierConfig
 from raykv.tier.base import AccountNames, Arrived, Chunk, Found, Tier, Written, is_same
-from raykv.tier.catalog import Catalog, Pack
-from raykv.tier.common import Item, Request, raw_keys, results
-from raykv.tier.drive import entries_of
-from raykv.tier.index import key_array
-from raykv.tier.packs import VANISHED, Folder, Name, Part, gone_record
-from raykv.tier.segment import BLOCK_NBYTES, blocks_of, flat, living
-from raykv.tier.volume import IOV_MAX
+from raykv.tier.file.catalog import Catalog, Pack
+from raykv.tier.file.packs import VANISHED, Folder, Name, Part, gone_record
+from raykv.tier.segments.format import BLOCK_NBYTES, blocks_of, flat, living
+from raykv.tier.segments.index import key_array
+from raykv.tier.segments.requests import Item, Request, raw_keys, results
+from raykv.tier.segments.volume import IOV_MAX
+from raykv.tier.ssd.drive import entries_of
 from raykv.types import Bits, KeyArray, Rows
 
 log = logging.getLogger(__name__)

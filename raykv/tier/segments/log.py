@@ -19,7 +19,7 @@ from typing import Any, Final, Literal
 import numpy as np
 import numpy.typing as npt
 
-from raykv.tier.segment import BATCH, BLOCK_NBYTES, Record, blocks_of, joined, record_blocks
+from raykv.tier.segments.format import BATCH, BLOCK_NBYTES, Record, blocks_of, joined, record_blocks
 
 State = Literal["free", "open", "closed", "sealing", "sealed", "leaving"]
 

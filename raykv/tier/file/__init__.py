@@ -1,0 +1,1 @@
+"""The file tier: a directory of packs that nodes share."""

@@ -1,0 +1,1 @@
+"""Segments: the on-disk format that the SSD tier and the file tier share."""
