@@ -19,7 +19,6 @@ import numpy.typing as npt
 
 from raykv.errors import CapacityError, LostError, PeerUnavailable, ProtocolError, TransientError, UsageError
 from raykv.leases import Pins, Reservation
-from raykv.load import Arrivals, with_checksums
 from raykv.loan import Account
 from raykv.local import LocalNode
 from raykv.memory.copying import all_byte_views, byte_views
@@ -33,6 +32,7 @@ from raykv.steer import configure, hint, list_namespaces, report
 from raykv.storage.row_hints import require_hints
 from raykv.tally import Tally
 from raykv.transport.base import Link, Runs
+from raykv.transport.bulk_read import Arrivals, with_checksums
 from raykv.types import NO_HINTS, Bits, GetResult, Hints, KeyArray, Match, NodeId, PutResult, Scattered
 from raykv.why import KeysUnder, Why, explain, keys_under_names, keys_under_tokens, split
 

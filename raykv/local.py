@@ -34,7 +34,7 @@ from raykv.memory.table import MAX_DEPTH
 from raykv.protocol import messages
 from raykv.protocol.chunk_keys import KEY_NBYTES, to_bytes
 from raykv.transport.base import MAX_POSTED, Link, remaining
-from raykv.transport.peers import Connect
+from raykv.transport.pool import Connect
 from raykv.types import NO_HINTS, Hints, KeyArray, PutResult
 
 LOOK_S: Final = 1.0

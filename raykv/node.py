@@ -38,7 +38,7 @@ from raykv.tally import Histogram
 from raykv.tier.mover import open_tiers
 from raykv.transport.base import ChunkRun, Link, Reply, Session, Targets
 from raykv.transport.memory import Network
-from raykv.transport.peers import Peers
+from raykv.transport.pool import Peers
 from raykv.transport.stream import STEP_NBYTES
 from raykv.transport.tcp import SocketLink, SocketServer
 from raykv.types import Bits, KeyArray, NodeId, Rows, host_identity

@@ -17,7 +17,6 @@ import numpy.typing as npt
 
 from raykv.config import ClientConfig
 from raykv.errors import ConfigError, LostError, PeerUnavailable, RayKVError, TransientError
-from raykv.load import Arrivals, Load, load_one, located
 from raykv.local import LocalNode
 from raykv.memory.copying import CopyThreads, default_copy_threads
 from raykv.memory.reader import ShmReader
@@ -26,7 +25,8 @@ from raykv.protocol.chunk_keys import halves
 from raykv.protocol.placement import Member, View
 from raykv.tally import Tally
 from raykv.transport.base import Link
-from raykv.transport.peers import Connect, Peers
+from raykv.transport.bulk_read import Arrivals, Load, load_one, located
+from raykv.transport.pool import Connect, Peers
 from raykv.transport.tcp import SocketLink
 from raykv.troubles import Kind, Troubles
 from raykv.types import Bits, KeyArray, NodeId, Path, Scattered, host_identity

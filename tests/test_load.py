@@ -12,15 +12,14 @@ import numpy as np
 import pytest
 
 import raykv
-from raykv import load
 from raykv.config import ClientConfig
 from raykv.embedded import EmbeddedCluster
-from raykv.load import Load
 from raykv.node import Node
 from raykv.protocol import messages
 from raykv.reach import Reach
-from raykv.transport import stream, tcp
+from raykv.transport import bulk_read, stream, tcp
 from raykv.transport.base import Reply
+from raykv.transport.bulk_read import Load
 from raykv.transport.stream import Stream
 from raykv.transport.tcp import SocketLink
 
@@ -197,8 +196,8 @@ def test_an_owner_names_the_holders_of_what_it_has_not_got(running, small_parts,
     before = requests_of(running.nodes[0])
     assert get_named(reader, some).chunks_by_source == {("node-1", "tcp"): count}
     after = requests_of(running.nodes[0])
-    assert after[1] - before[1] <= load.PARTS_AHEAD  # the rest is located in one call
-    assert after[0] - before[0] == (count > load.PARTS_AHEAD * load.PART_KEYS)
+    assert after[1] - before[1] <= bulk_read.PARTS_AHEAD  # the rest is located in one call
+    assert after[0] - before[0] == (count > bulk_read.PARTS_AHEAD * bulk_read.PART_KEYS)
     into = bytearray(NBYTES)
     assert reader.get_one(reader.key(some[0]), into)
     assert into == content(int(some[0]))
@@ -296,7 +295,7 @@ def test_a_holder_that_stalls_costs_the_rest_and_not_what_has_arrived(running, l
     monkeypatch.setattr(stream, "RUN_NBYTES", 1)
     reader = stored(running, 4, 0)
     pieces = [memoryview(content(0)), memoryview(content(1)[:1000])]
-    sums = [load.checksum_of([memoryview(content(n))]) for n in range(4)]
+    sums = [bulk_read.checksum_of([memoryview(content(n))]) for n in range(4)]
     answer = messages.Reading(np.full(4, NBYTES, "<u4").tobytes(), np.array(sums, "<u8").tobytes())
     running.nodes[0]._handlers[messages.Read] = lambda request, session: Reply(answer, outgoing=pieces)
     into = buffers(4)
@@ -338,7 +337,7 @@ def test_a_holder_that_goes_on_too_slowly_is_left_at_the_deadline(running):
         into = memoryview(bytearray(NBYTES))
         began_s = time.monotonic()
         with pytest.raises(raykv.PeerUnavailable):
-            load.load_one(link, b"k" * 16, into, True, time.monotonic() + 0.2)
+            bulk_read.load_one(link, b"k" * 16, into, True, time.monotonic() + 0.2)
         assert time.monotonic() - began_s < 0.5
         stop.set()
         thread.join()

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from raykv.errors import PeerUnavailable, RayKVError
-from raykv.load import PART_KEYS, Arrivals, Load
 from raykv.protocol import messages
 from raykv.protocol.placement import View
-from raykv.transport.peers import Peers
+from raykv.transport.bulk_read import PART_KEYS, Arrivals, Load
+from raykv.transport.pool import Peers
 from raykv.transport.tcp import SocketLink
 from tests.test_cluster_embedded import SPACE, cluster, get, names, put
 

@@ -16,7 +16,7 @@ from raykv.errors import ConfigError, PeerUnavailable, ProtocolError, RayKVError
 from raykv.node import Node
 from raykv.protocol import messages
 from raykv.transport import stream, tcp
-from raykv.transport.peers import Peers
+from raykv.transport.pool import Peers
 from raykv.transport.stream import Stream
 from raykv.transport.tcp import SocketLink, SocketServer, parse_address
 
