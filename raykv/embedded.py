@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from raykv.config import ClientConfig, NodeConfig, StorageConfig
-from raykv.directory import Directory, Pulse
+from raykv.membership.membership import Directory, Pulse
 from raykv.node import Node
 from raykv.protocol.namespace import Namespace
 from raykv.protocol.placement import Member, View

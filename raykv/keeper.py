@@ -23,8 +23,8 @@ import msgspec
 
 from raykv.config import NodeConfig
 from raykv.errors import ConfigError
+from raykv.membership.proxy import RelayedDirectory
 from raykv.node import Node
-from raykv.relay import RelayedDirectory
 from raykv.transport.tcp import parse_address
 
 log = logging.getLogger("raykv.keeper")  # this file is run, not imported

@@ -11,12 +11,12 @@ from typing import Any, Final
 import msgspec
 
 from raykv.config import NodeConfig, environment_of_child
-from raykv.directory import DirectoryPort
 from raykv.errors import ConfigError, PeerUnavailable, TransientError
 from raykv.keeper import STOP, Order, Word
+from raykv.membership.membership import DirectoryPort
+from raykv.membership.proxy import Relay
 from raykv.protocol import messages
 from raykv.record import Asked, unpack
-from raykv.relay import Relay
 from raykv.storage.orphans import forget_unowned
 from raykv.transport.tcp import SocketLink, SocketServer
 

@@ -1,4 +1,4 @@
-"""The namespaces of one node: what the list of them (`raykv.register`) says, done to its shard and its tiers."""
+"""The namespaces of one node: what the list of them (`raykv.membership.namespace_registry`) says, done to its shard and its tiers."""
 
 import logging
 import os
@@ -13,9 +13,9 @@ import numpy as np
 from raykv.config import NodeConfig
 from raykv.errors import RayKVError, UsageError
 from raykv.eviction import policy
+from raykv.membership.namespace_registry import Entry, Register
 from raykv.memory.table import MAX_NAMESPACES
 from raykv.protocol.namespace import Namespace
-from raykv.register import Entry, Register
 from raykv.storage.eviction_log import Reason
 from raykv.storage.store import Shard
 from raykv.tally import Tallies

@@ -20,9 +20,9 @@ import numpy as np
 import numpy.typing as npt
 
 from raykv.config import GIB, NodeConfig
-from raykv.directory import DirectoryPort
 from raykv.errors import ConfigError, RayKVError, TransientError, UsageError
 from raykv.locator import Locator
+from raykv.membership.membership import DirectoryPort
 from raykv.memory.copying import checksums_of
 from raykv.memory.host import give_way, has_to_spare
 from raykv.namespaces import Namespaces, register_paths

@@ -2,7 +2,7 @@
 
 import random
 
-from raykv.directory import Directory, Pulse
+from raykv.membership.membership import Directory, Pulse
 from raykv.protocol.placement import Member, View
 
 

@@ -5,11 +5,11 @@ import random
 import pytest
 
 from raykv.config import NamespaceConfig
-from raykv.directory import Directory
 from raykv.errors import CapacityError, ConfigError, UsageError
+from raykv.membership.membership import Directory
+from raykv.membership.namespace_registry import MAX_ENTRIES, Entry, Register
 from raykv.protocol.namespace import Namespace
 from raykv.protocol.placement import Member
-from raykv.register import MAX_ENTRIES, Entry, Register
 
 A, B = Namespace(model="a", chunk_tokens=16), Namespace(model="b", extra={"x": "1", "y": "2"})
 

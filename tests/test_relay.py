@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 
 from raykv.config import NodeConfig, StorageConfig
-from raykv.directory import Pulse
 from raykv.embedded import InProcessDirectory
 from raykv.errors import ConfigError, PeerUnavailable, RayKVError, UsageError
+from raykv.membership.membership import Pulse
+from raykv.membership.namespace_registry import Register
+from raykv.membership.proxy import Relay, RelayedDirectory
 from raykv.node import Node
 from raykv.protocol import messages
 from raykv.protocol.namespace import Namespace
 from raykv.protocol.placement import Member, View
-from raykv.register import Register
-from raykv.relay import Relay, RelayedDirectory
 from raykv.transport.tcp import SocketLink, SocketServer
 
 SECRET = b"known to the node"

@@ -10,9 +10,9 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raykv.config import ClusterConfig, NodeConfig
-from raykv.directory import Directory, Pulse
 from raykv.errors import ConfigError, PeerUnavailable, RayKVError
 from raykv.kept import KeptNode
+from raykv.membership.membership import Directory, Pulse
 from raykv.memory.arena import sized_by_share
 from raykv.protocol.namespace import Namespace
 from raykv.protocol.placement import Member, View

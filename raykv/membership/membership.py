@@ -7,9 +7,9 @@ learns the view from the first node that calls.
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from raykv.membership.namespace_registry import Register
 from raykv.protocol.namespace import Namespace
 from raykv.protocol.placement import Member, View
-from raykv.register import Register
 from raykv.types import NodeId
 
 

@@ -9,8 +9,8 @@ from typing import Any, Final
 
 import msgspec
 
-from raykv.directory import DirectoryPort, Pulse
 from raykv.errors import PeerUnavailable, RayKVError, TransientError, UsageError
+from raykv.membership.membership import DirectoryPort, Pulse
 from raykv.protocol import messages
 from raykv.protocol.namespace import Namespace
 from raykv.protocol.placement import Member, View
