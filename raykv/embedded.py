@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from raykv.config import ClientConfig, NodeConfig, StorageConfig
 from raykv.membership.membership import Directory, Pulse
-from raykv.node import Node
+from raykv.node.node import Node
 from raykv.protocol.namespace import Namespace
 from raykv.protocol.placement import Member, View
 from raykv.transport.memory import Network

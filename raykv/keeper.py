@@ -24,7 +24,7 @@ import msgspec
 from raykv.config import NodeConfig
 from raykv.errors import ConfigError
 from raykv.membership.proxy import RelayedDirectory
-from raykv.node import Node
+from raykv.node.node import Node
 from raykv.transport.tcp import parse_address
 
 log = logging.getLogger("raykv.keeper")  # this file is run, not imported

@@ -12,14 +12,13 @@ import numpy as np
 import pytest
 
 import raykv
-from raykv import node as node_module
 from raykv import reach
 from raykv.config import ClientConfig, NodeConfig, StorageConfig
 from raykv.embedded import EmbeddedCluster, InProcessDirectory
 from raykv.errors import CapacityError, ConfigError, LostError, NamespaceMismatch, PeerUnavailable, UsageError
 from raykv.loan import TRUST_S
 from raykv.memory.copying import checksum_of
-from raykv.node import Node
+from raykv.node.node import Node
 from raykv.protocol import messages
 from raykv.reach import Reach
 from raykv.transport.base import Reply

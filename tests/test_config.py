@@ -97,7 +97,7 @@ def test_a_path_too_long_for_a_socket_names_the_fields(shm_dir):
     deep = shm_dir / ("d" * 100)
     fields = {"node_id": "n", "storage": {"shm_dir": deep}}
     from raykv.embedded import InProcessDirectory
-    from raykv.node import Node
+    from raykv.node.node import Node
 
     with pytest.raises(ConfigError, match="shorter node_id, cluster or shm_dir"):
         Node(NodeConfig.load(fields), secret=b"", directory=InProcessDirectory(member_timeout_s=1.0))

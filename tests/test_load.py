@@ -14,7 +14,7 @@ import pytest
 import raykv
 from raykv.config import ClientConfig
 from raykv.embedded import EmbeddedCluster
-from raykv.node import Node
+from raykv.node.node import Node
 from raykv.protocol import messages
 from raykv.reach import Reach
 from raykv.transport import bulk_read, stream, tcp
@@ -348,7 +348,7 @@ NODE = """
 import sys
 from raykv.config import NodeConfig
 from raykv.embedded import InProcessDirectory
-from raykv.node import Node
+from raykv.node.node import Node
 
 fields = {"node_id": "n", "cluster": "load", "host": "elsewhere", "storage": {
     "arena_nbytes": "64 MiB", "extent_nbytes": "4 MiB", "shm_dir": sys.argv[1]}}

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from raykv.locator import Locator
+from raykv.node.location_index import Locator
 from raykv.protocol import chunk_keys
 
 

@@ -13,7 +13,7 @@ import raykv
 from raykv.config import NamespaceConfig
 from raykv.embedded import EmbeddedCluster
 from raykv.errors import ConfigError, PeerUnavailable, TransientError, UsageError
-from raykv.namespaces import register_paths
+from raykv.node.namespace_reconciler import register_paths
 from raykv.protocol import chunk_keys, messages
 from tests.test_shard import names_to_keys
 from tests.test_tiers import House, fill
@@ -297,13 +297,13 @@ def test_a_node_that_was_away_drops_when_it_is_back(shm_dir: Path):
         assert path.exists()
         node.stop(leave=True)
         config = node.config
-        reborn = raykv.node.Node(config, secret=bytes.fromhex(running.secret), directory=running.directory)
+        reborn = raykv.node.node.Node(config, secret=bytes.fromhex(running.secret), directory=running.directory)
         assert reborn.shard.recovered == 20
         assert reborn.namespaces.register.config(MINE.digest).policy == "fifo", "before it has heard of anybody"
         assert reborn.shard.room.policies.name(reborn.shard.accounts.find(MINE.digest)) == "fifo"
         reborn.shard.close()
         assert client.drop_namespace() == 10
-        again = raykv.node.Node(config, secret=bytes.fromhex(running.secret), directory=running.directory)
+        again = raykv.node.node.Node(config, secret=bytes.fromhex(running.secret), directory=running.directory)
         again.start()
         assert again.shard.chunks == 10, "those of the other namespace"
         assert again.namespaces.register.config(MINE.digest) == NamespaceConfig()
@@ -318,7 +318,7 @@ def test_a_damaged_list_does_no_harm(shm_dir: Path, caplog):
         node.stop(leave=False)
         (path,) = register_paths(node.config)
         path.write_bytes(b"{")  # not before it stopped: it may write it once more
-        again = raykv.node.Node(node.config, secret=bytes(32), directory=running.directory)
+        again = raykv.node.node.Node(node.config, secret=bytes(32), directory=running.directory)
         again.start()
         assert "of no use" in caplog.text
         assert again.namespaces.register.config(MINE.digest).ttl_s == 500, "the directory told"
@@ -512,7 +512,7 @@ def test_an_ssd_is_part_of_it(shm_dir: Path, tmp_path: Path):
         node.stop(leave=True)
         for path in shm_dir.iterdir():  # the host is started again
             path.unlink()
-        reborn = raykv.node.Node(config, secret=bytes.fromhex(running.secret), directory=running.directory)
+        reborn = raykv.node.node.Node(config, secret=bytes.fromhex(running.secret), directory=running.directory)
         reborn.start()
         until(lambda: reborn.tiers.stats()["tiers"]["ssd"]["state"] == "on")
         number = reborn.shard.accounts.find(MINE.digest)

@@ -26,7 +26,7 @@ NODE = """
 import json, sys
 from raykv.config import NodeConfig
 from raykv.embedded import InProcessDirectory
-from raykv.node import Node
+from raykv.node.node import Node
 
 directory = InProcessDirectory(member_timeout_s=5.0)
 node = Node(NodeConfig.load(json.loads(sys.argv[1])), secret=bytes.fromhex(sys.argv[2]), directory=directory)

@@ -13,7 +13,7 @@ from raykv.errors import ConfigError, PeerUnavailable, RayKVError, UsageError
 from raykv.membership.membership import Pulse
 from raykv.membership.namespace_registry import Register
 from raykv.membership.proxy import Relay, RelayedDirectory
-from raykv.node import Node
+from raykv.node.node import Node
 from raykv.protocol import messages
 from raykv.protocol.namespace import Namespace
 from raykv.protocol.placement import Member, View

@@ -83,7 +83,7 @@ NODE = """
 import sys
 from raykv.config import NodeConfig
 from raykv.embedded import InProcessDirectory
-from raykv.node import Node
+from raykv.node.node import Node
 
 fields = {"node_id": "n", "cluster": "s", "storage": {
     "arena_nbytes": "24 MiB", "extent_nbytes": "256 KiB", "max_chunks": 1500, "shm_dir": sys.argv[1]}}

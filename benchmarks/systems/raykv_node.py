@@ -9,7 +9,7 @@ import sys  # noqa: E402
 
 from raykv.config import NodeConfig  # noqa: E402
 from raykv.embedded import InProcessDirectory  # noqa: E402
-from raykv.node import Node  # noqa: E402
+from raykv.node.node import Node  # noqa: E402
 
 IMPORTED_S = time.monotonic()
 

@@ -1,6 +1,6 @@
 """One node's storage: reserve, commit, pin, evict. The single writer of its chunk table.
 
-Plain and synchronous: no thread, no socket, no clock. The node (`raykv.node`) calls it under one lock and passes the
+Plain and synchronous: no thread, no socket, no clock. The node (`raykv.node.node`) calls it under one lock and passes the
 time; readers use the table and the arena directly (`raykv.memory.reader`) and need none of this.
 """
 

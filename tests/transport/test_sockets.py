@@ -13,7 +13,7 @@ import raykv
 from raykv.config import NodeConfig
 from raykv.embedded import InProcessDirectory
 from raykv.errors import ConfigError, PeerUnavailable, ProtocolError, RayKVError, TransientError
-from raykv.node import Node
+from raykv.node.node import Node
 from raykv.protocol import messages
 from raykv.transport import stream, tcp
 from raykv.transport.pool import Peers
@@ -88,7 +88,7 @@ def test_who_connects_while_the_node_starts_waits_until_it_can_answer(monkeypatc
         asking.join(0.3)
         return "here"
 
-    monkeypatch.setattr("raykv.node.host_identity", slow)
+    monkeypatch.setattr("raykv.node.node.host_identity", slow)
     made = Node(config, secret=SECRET, directory=InProcessDirectory(member_timeout_s=5.0))
     made.start()
     asking.join(5.0)

@@ -21,11 +21,11 @@ import numpy.typing as npt
 
 from raykv.config import GIB, NodeConfig
 from raykv.errors import ConfigError, RayKVError, TransientError, UsageError
-from raykv.locator import Locator
 from raykv.membership.membership import DirectoryPort
 from raykv.memory.copying import checksums_of
 from raykv.memory.host import give_way, has_to_spare
-from raykv.namespaces import Namespaces, register_paths
+from raykv.node.location_index import Locator
+from raykv.node.namespace_reconciler import Namespaces, register_paths
 from raykv.protocol import chunk_keys, messages
 from raykv.protocol.namespace import Namespace
 from raykv.protocol.placement import Member, View

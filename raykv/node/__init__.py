@@ -1,0 +1,1 @@
+"""One storage node: a store with sockets, leases and background threads."""
