@@ -2,7 +2,7 @@
 
 Run by hand: `python -m benchmarks.restart`
 
-A kept node (`raykv.kept`, as Ray's actors run it) with so many rows is killed with signal 9, again and again. Another
+A kept node (`raykv.supervisor.handle`, as Ray's actors run it) with so many rows is killed with signal 9, again and again. Another
 process's client, which cannot use the memory directly, asks for a chunk until it has its bytes. Beside it, in turn: a
 new Python process that imports what a node needs, and ends; what a restart without a keeper costs before it begins.
 """
@@ -23,11 +23,11 @@ import numpy as np
 from raykv.config import MIB, NodeConfig
 from raykv.embedded import InProcessDirectory
 from raykv.errors import RayKVError
-from raykv.kept import KeptNode
 from raykv.memory.copying import checksum_of
 from raykv.protocol import chunk_keys, messages
 from raykv.protocol.namespace import Namespace
 from raykv.storage.store import Shard
+from raykv.supervisor.handle import KeptNode
 from raykv.transport.tcp import SocketLink
 from raykv.types import KeyArray
 

@@ -17,11 +17,11 @@ import raykv
 from raykv.config import ClientConfig, NodeConfig
 from raykv.embedded import InProcessDirectory
 from raykv.errors import ConfigError, PeerUnavailable, UsageError
-from raykv.keeper import REFUSED
-from raykv.kept import KeptNode
 from raykv.memory import native
 from raykv.protocol import messages
 from raykv.reach import Reach
+from raykv.supervisor.handle import KeptNode
+from raykv.supervisor.process import REFUSED
 from raykv.types import NodeId
 from tests.test_kill import Load, kept
 from tests.test_node_process import SECRET, SPACE, get, names, put, wait_until
@@ -30,7 +30,7 @@ OWNER = """
 import json, os, sys
 from raykv.config import NodeConfig
 from raykv.embedded import InProcessDirectory
-from raykv.kept import KeptNode
+from raykv.supervisor.handle import KeptNode
 
 directory = InProcessDirectory(member_timeout_s=60.0)
 node = KeptNode(NodeConfig.load(json.loads(sys.argv[1])), secret=b"s", directory=directory)
@@ -192,7 +192,7 @@ def test_two_for_the_same_memory(made):
 def test_nonsense_for_an_order():
     def keeper(order: bytes) -> int:
         return subprocess.run(
-            [sys.executable, "-m", "raykv.keeper"], input=order, capture_output=True, timeout=60
+            [sys.executable, "-m", "raykv.supervisor.process"], input=order, capture_output=True, timeout=60
         ).returncode
 
     assert keeper(b"") == 0
@@ -268,7 +268,7 @@ def test_when_its_owner_is_killed_node_and_keeper_go(shm_dir):
 
 @pytest.mark.slow
 def test_a_node_that_hangs_is_killed_when_it_must_stop(shm_dir, monkeypatch):
-    monkeypatch.setattr("raykv.kept.STOP_S", 0.5)
+    monkeypatch.setattr("raykv.supervisor.handle.STOP_S", 0.5)
     one = Kept(shm_dir)
     os.kill(one.node.pid, signal.SIGSTOP)
     one.node.stop(unlink=True)

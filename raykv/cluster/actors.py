@@ -11,13 +11,13 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raykv.config import ClusterConfig, NodeConfig
 from raykv.errors import ConfigError, PeerUnavailable, RayKVError
-from raykv.kept import KeptNode
 from raykv.membership.membership import Directory, Pulse
 from raykv.memory.arena import sized_by_share
 from raykv.protocol.namespace import Namespace
 from raykv.protocol.placement import Member, View
 from raykv.record import Asked
 from raykv.storage.orphans import ABANDONED_S, forget_unowned, sweep
+from raykv.supervisor.handle import KeptNode
 from raykv.types import NodeId
 
 log = logging.getLogger(__name__)
@@ -179,7 +179,7 @@ class RayDirectory:
 
 
 class NodeActor:
-    """One node on one Ray node, in a child process that is made anew whenever it ends; see `raykv.kept`.
+    """One node on one Ray node, in a child process that is made anew whenever it ends; see `raykv.supervisor.handle`.
 
     When the configuration cannot be served here (too little memory, say), the actor stays up without a node, so that
     `describe` can tell why, until memory that others left here has gone.

@@ -1,4 +1,4 @@
-"""A process that keeps a node alive: `python -m raykv.keeper`, started by `raykv.kept.KeptNode`.
+"""A process that keeps a node alive: `python -m raykv.supervisor.process`, started by `raykv.supervisor.handle.KeptNode`.
 
 A node that is killed or crashes is back in the time it takes to map its memory. The keeper has imported everything,
 which is most of a Python process's start; it has no threads and maps no memory, so each node is a fork of it. The port
@@ -27,7 +27,7 @@ from raykv.membership.proxy import RelayedDirectory
 from raykv.node.node import Node
 from raykv.transport.tcp import parse_address
 
-log = logging.getLogger("raykv.keeper")  # this file is run, not imported
+log = logging.getLogger("raykv.supervisor.process")  # this file is run, not imported
 
 REFUSED: Final = 78
 """Exit status of a node, and its keeper, whose config cannot be served here (EX_CONFIG)."""

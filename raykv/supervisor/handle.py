@@ -1,4 +1,4 @@
-"""A node in a process of its own that is made anew when it ends: the handle of whoever owns it. See `raykv.keeper`."""
+"""A node in a process of its own that is made anew when it ends: the handle of whoever owns it. See `raykv.supervisor.process`."""
 
 import json
 import logging
@@ -12,12 +12,12 @@ import msgspec
 
 from raykv.config import NodeConfig, environment_of_child
 from raykv.errors import ConfigError, PeerUnavailable, TransientError
-from raykv.keeper import STOP, Order, Word
 from raykv.membership.membership import DirectoryPort
 from raykv.membership.proxy import Relay
 from raykv.protocol import messages
 from raykv.record import Asked, unpack
 from raykv.storage.orphans import forget_unowned
+from raykv.supervisor.process import STOP, Order, Word
 from raykv.transport.tcp import SocketLink, SocketServer
 
 log = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ class KeptNode:
         self._relay.serve()
         try:
             self._keeper = subprocess.Popen(
-                [sys.executable, "-P", "-m", "raykv.keeper"],
+                [sys.executable, "-P", "-m", "raykv.supervisor.process"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 env=environment_of_child(),
