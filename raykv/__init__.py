@@ -28,11 +28,11 @@ from raykv.protocol.namespace import Namespace
 from raykv.types import GetResult, Match, PutResult
 
 if TYPE_CHECKING:
-    from raykv.aio import AsyncClient
-    from raykv.client import Client
-    from raykv.leases import Pins, Reservation
+    from raykv.client.async_client import AsyncClient
+    from raykv.client.client import Client
+    from raykv.client.leases import Pins, Reservation
+    from raykv.client.why import Why
     from raykv.protocol.ticket import Ticket
-    from raykv.why import Why
 
 __version__ = "0.1.0"
 
@@ -68,12 +68,12 @@ __all__ = [
 ]
 
 _ON_FIRST_USE: Final = {
-    "AsyncClient": "raykv.aio",
-    "Client": "raykv.client",
-    "Pins": "raykv.leases",
-    "Reservation": "raykv.leases",
+    "AsyncClient": "raykv.client.async_client",
+    "Client": "raykv.client.client",
+    "Pins": "raykv.client.leases",
+    "Reservation": "raykv.client.leases",
     "Ticket": "raykv.protocol.ticket",
-    "Why": "raykv.why",
+    "Why": "raykv.client.why",
 }
 """Public names that no node needs, and their modules: one that was killed is to answer again soon."""
 
@@ -92,8 +92,8 @@ def connect(namespace: Namespace, *, address: str | None = None, secret: str | N
         ConfigError: A field is wrong, or there is no address to be found.
         TransientError: Nobody answers there.
     """
-    from raykv.client import Client
-    from raykv.reach import Reach
+    from raykv.client.client import Client
+    from raykv.client.router import Reach
 
     settings = ClientConfig.from_environment(address=address, secret=secret, **config)
     if settings.address is None:

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 from raykv import connect
-from raykv.client import Client
+from raykv.client.admin import gathered
+from raykv.client.client import Client
 from raykv.config import GIB, MIB, ClientConfig
 from raykv.errors import RayKVError, UsageError
 from raykv.protocol.chunk_keys import KEY_NBYTES, from_bytes
 from raykv.protocol.namespace import Namespace
-from raykv.steer import gathered
 
 ANY = Namespace(model="-")
 """To ask about namespaces, one must be in some: nothing is stored under this one."""

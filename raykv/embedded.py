@@ -16,7 +16,7 @@ from raykv.transport.tcp import SocketLink
 from raykv.types import NodeId
 
 if TYPE_CHECKING:
-    from raykv.client import Client
+    from raykv.client.client import Client
 
 
 class InProcessDirectory:
@@ -100,8 +100,8 @@ class EmbeddedCluster:
 
     def client(self, namespace: Namespace, *, node: int = 0, **config: Any) -> "Client":
         """A client on the host of that node. Fields of ClientConfig go by name."""
-        from raykv.client import Client
-        from raykv.reach import Reach
+        from raykv.client.client import Client
+        from raykv.client.router import Reach
 
         member = self.nodes[node].member
         connect = self._network.connect if self._network else SocketLink.connect

@@ -12,15 +12,14 @@ import numpy as np
 import pytest
 
 import raykv
-from raykv import reach
+from raykv.client.router import Reach
+from raykv.client.slot_pool import TRUST_S
 from raykv.config import ClientConfig, NodeConfig, StorageConfig
 from raykv.embedded import EmbeddedCluster, InProcessDirectory
 from raykv.errors import CapacityError, ConfigError, LostError, NamespaceMismatch, PeerUnavailable, UsageError
-from raykv.loan import TRUST_S
 from raykv.memory.copying import checksum_of
 from raykv.node.node import Node
 from raykv.protocol import messages
-from raykv.reach import Reach
 from raykv.transport.base import Reply
 from raykv.transport.memory import Network
 from raykv.transport.tcp import SocketLink
@@ -374,7 +373,7 @@ def test_a_reservation_tells_when_nothing_may_be_written_to_it_any_more(monkeypa
         assert lost.valid()
         assert kept.valid()
         later = time.monotonic() + TRUST_S
-        monkeypatch.setattr("raykv.local.time.monotonic", lambda: later)
+        monkeypatch.setattr("raykv.client.local_connection.time.monotonic", lambda: later)
         asked = running.nodes[0]._requests["GetView"]
         assert kept.valid(timeout_s=100.0)
         assert running.nodes[0]._requests["GetView"] == asked + 1  # it did not take that for granted

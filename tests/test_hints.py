@@ -201,7 +201,10 @@ def test_puts_with_hints_through_every_path():
         assert client.put_one(client.key("f"), bytes(NBYTES), ttl_s=50, priority=3)
         client.flush()
         outside = raykv.Client(
-            SPACE, raykv.reach.Reach(raykv.ClientConfig(address=running.nodes[0].member.address, secret=running.secret))
+            SPACE,
+            raykv.client.router.Reach(
+                raykv.ClientConfig(address=running.nodes[0].member.address, secret=running.secret)
+            ),
         )
         put(outside, ["g"], ttl_s=50, priority=3)
         running.settle()

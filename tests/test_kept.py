@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 import raykv
+from raykv.client.router import Reach
 from raykv.config import ClientConfig, NodeConfig
 from raykv.embedded import InProcessDirectory
 from raykv.errors import ConfigError, PeerUnavailable, UsageError
 from raykv.memory import native
 from raykv.protocol import messages
-from raykv.reach import Reach
 from raykv.supervisor.handle import KeptNode
 from raykv.supervisor.process import REFUSED
 from raykv.types import NodeId

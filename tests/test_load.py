@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 import raykv
+from raykv.client.router import Reach
 from raykv.config import ClientConfig
 from raykv.embedded import EmbeddedCluster
 from raykv.node.node import Node
 from raykv.protocol import messages
-from raykv.reach import Reach
 from raykv.transport import bulk_read, stream, tcp
 from raykv.transport.base import Reply
 from raykv.transport.bulk_read import Load
@@ -87,7 +87,7 @@ def test_buffers_of_other_lengths_among_right_ones(running, small_parts):
 
 @pytest.mark.parametrize("streams", [1, 3])
 def test_a_large_read_over_several_connections(running, monkeypatch, streams):
-    monkeypatch.setattr("raykv.reach.STREAM_NBYTES", 10 * NBYTES)
+    monkeypatch.setattr("raykv.client.router.STREAM_NBYTES", 10 * NBYTES)
     stored(running, 100, 0)
     reader = running.client(SPACE, node=2, streams_per_peer=streams)
     match = reader.match(names(100))

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 import raykv
+from raykv.client.router import Reach
 from raykv.config import ClientConfig
 from raykv.memory import native
-from raykv.reach import Reach
 
 SPACE = raykv.Namespace(model="m")
 SECRET = "5e" * 32

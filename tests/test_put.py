@@ -14,8 +14,8 @@ import pytest
 import xxhash
 
 import raykv
+from raykv.client.slot_pool import GROW_S, MAX_POOL_NBYTES, MAX_POOL_SLOTS, POOL_IDLE_S, Account, Outcome, Pool
 from raykv.errors import PeerUnavailable
-from raykv.loan import GROW_S, MAX_POOL_NBYTES, MAX_POOL_SLOTS, POOL_IDLE_S, Account, Outcome, Pool
 from raykv.memory import native
 from raykv.memory.reader import ShmReader
 from raykv.memory.slots import slot_nbytes
@@ -223,7 +223,7 @@ def test_slots_that_nobody_uses_go_back(node, monkeypatch):
         put(client, names(40))
         assert lent_nbytes(node) > 0
         before = time.monotonic
-        monkeypatch.setattr("raykv.local.time.monotonic", lambda: before() + POOL_IDLE_S)
+        monkeypatch.setattr("raykv.client.local_connection.time.monotonic", lambda: before() + POOL_IDLE_S)
         client.put(["of another size"], [bytes(100)])
         sizes = {size for (_, size), pool in client._reach.local._pools.items() if pool.slots}
         assert sizes == {4096}
@@ -437,7 +437,7 @@ def test_slots_of_an_idle_pool_go_back_also_when_the_call_came_late(node, monkey
         client.flush()
         assert slots_of(client)
         before = time.monotonic
-        monkeypatch.setattr("raykv.local.time.monotonic", lambda: before() + POOL_IDLE_S + 1.0)
+        monkeypatch.setattr("raykv.client.local_connection.time.monotonic", lambda: before() + POOL_IDLE_S + 1.0)
         client.put(["other"], [bytes(100)], timeout_s=0.0)
         monkeypatch.undo()
         client.flush()
@@ -452,7 +452,7 @@ def test_an_idle_pool_does_not_cost_the_put_that_finds_the_node_restarted(node, 
         node.kill()
         node.start()
         before = time.monotonic
-        monkeypatch.setattr("raykv.local.time.monotonic", lambda: before() + POOL_IDLE_S + 1.0)
+        monkeypatch.setattr("raykv.client.local_connection.time.monotonic", lambda: before() + POOL_IDLE_S + 1.0)
         done = client.put(["after"], [content("after")], timeout_s=20.0)
         assert (done.stored, done.reason) == (1, "")
 
@@ -534,7 +534,7 @@ def test_slots_that_come_for_a_pool_that_is_idle_by_then_are_not_lost(node, monk
             put(client, [f"idle-{number}"])
             number += 1
         before = time.monotonic
-        monkeypatch.setattr("raykv.local.time.monotonic", lambda: before() + POOL_IDLE_S)
+        monkeypatch.setattr("raykv.client.local_connection.time.monotonic", lambda: before() + POOL_IDLE_S)
         client.put(["other"], [bytes(100)])
         monkeypatch.undo()
         client.flush()

@@ -6,13 +6,13 @@ import time
 import pytest
 
 import raykv
+from raykv.client.router import Reach
 from raykv.config import ClientConfig, ClusterConfig, NodeConfig, StorageConfig
 from raykv.embedded import InProcessDirectory
 from raykv.errors import ConfigError
 from raykv.memory import arena, pages
 from raykv.memory.arena import sized_by_share
 from raykv.node.node import QUIET_S, Node
-from raykv.reach import Reach
 
 MIB, GIB = 1 << 20, 1 << 30
 FIRST_ANSWER_NBYTES = 160 * MIB

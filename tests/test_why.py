@@ -5,11 +5,11 @@ import time
 import pytest
 
 import raykv
+from raykv.client.read_failures import MAX_TROUBLES, TROUBLE_S, Troubles
+from raykv.client.why import Why
 from raykv.embedded import EmbeddedCluster
 from raykv.errors import UsageError
 from raykv.protocol import chunk_keys
-from raykv.troubles import MAX_TROUBLES, TROUBLE_S, Troubles
-from raykv.why import Why
 
 SPACE = raykv.Namespace(model="m", dtype="bf16", chunk_tokens=4)
 NBYTES = 60_000

@@ -242,7 +242,7 @@ def test_one_who_stops_in_the_middle_is_cut_off_and_others_are_served(node):
 
 def test_a_reader_that_does_not_read_is_cut_off_and_its_pins_end(node):
     client = raykv.Client(
-        raykv.Namespace(model="m"), raykv.reach.Reach(raykv.ClientConfig(address=node.member.local_address))
+        raykv.Namespace(model="m"), raykv.client.router.Reach(raykv.ClientConfig(address=node.member.local_address))
     )
     keys = client.keys(["big"])
     assert client.put(keys, [bytes(64 << 10)]).stored == 1

@@ -10,13 +10,13 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from raykv.client.read_failures import Trouble
+from raykv.client.router import Reach
 from raykv.errors import RayKVError
 from raykv.protocol import chunk_keys, messages
 from raykv.protocol.chunk_keys import KEY_NBYTES
 from raykv.protocol.namespace import Namespace
-from raykv.reach import Reach
 from raykv.storage.eviction_log import Place, Reason
-from raykv.troubles import Trouble
 from raykv.types import KeyArray, NodeId
 
 MAX_OTHERS: Final = 64

@@ -8,16 +8,16 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from raykv.client.router import Reach
+from raykv.client.slot_pool import Account
+from raykv.client.why import namespaces, reasons_of
 from raykv.config import NamespaceConfig
 from raykv.errors import PeerUnavailable, RayKVError, UsageError
-from raykv.loan import Account
 from raykv.protocol import chunk_keys, messages
 from raykv.protocol.namespace import Namespace
 from raykv.protocol.placement import View
-from raykv.reach import Reach
 from raykv.tally import BUCKETS, quantiles
 from raykv.types import KeyArray, NodeId
-from raykv.why import namespaces, reasons_of
 
 
 def configure(

@@ -15,9 +15,10 @@ from typing import Any, Final, TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from raykv.client.local_connection import LocalNode
+from raykv.client.read_failures import Kind, Troubles
 from raykv.config import ClientConfig
 from raykv.errors import ConfigError, LostError, PeerUnavailable, RayKVError, TransientError
-from raykv.local import LocalNode
 from raykv.memory.copying import CopyThreads, default_copy_threads
 from raykv.memory.reader import ShmReader
 from raykv.protocol import chunk_keys, messages
@@ -28,7 +29,6 @@ from raykv.transport.base import Link
 from raykv.transport.bulk_read import Arrivals, Load, load_one, located
 from raykv.transport.pool import Connect, Peers
 from raykv.transport.tcp import SocketLink
-from raykv.troubles import Kind, Troubles
 from raykv.types import Bits, KeyArray, NodeId, Path, Scattered, host_identity
 
 K = TypeVar("K")

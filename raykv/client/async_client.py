@@ -5,10 +5,10 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from raykv.client import Client, Keys
-from raykv.leases import Pins
+from raykv.client.client import Client, Keys
+from raykv.client.leases import Pins
+from raykv.client.why import Why
 from raykv.types import GetResult, Match, PutResult, Scattered
-from raykv.why import Why
 
 
 class AsyncClient:

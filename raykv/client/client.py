@@ -17,24 +17,24 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from raykv.client.admin import configure, hint, list_namespaces, report
+from raykv.client.leases import Pins, Reservation
+from raykv.client.local_connection import LocalNode
+from raykv.client.router import Reach
+from raykv.client.slot_pool import Account
+from raykv.client.why import KeysUnder, Why, explain, keys_under_names, keys_under_tokens, split
 from raykv.errors import CapacityError, LostError, PeerUnavailable, ProtocolError, TransientError, UsageError
-from raykv.leases import Pins, Reservation
-from raykv.loan import Account
-from raykv.local import LocalNode
 from raykv.memory.copying import all_byte_views, byte_views
 from raykv.protocol import chunk_keys, messages
 from raykv.protocol.namespace import Namespace
 from raykv.protocol.placement import View
 from raykv.protocol.ticket import Ticket
-from raykv.reach import Reach
 from raykv.record import Recorder
-from raykv.steer import configure, hint, list_namespaces, report
 from raykv.storage.row_hints import require_hints
 from raykv.tally import Tally
 from raykv.transport.base import Link, Runs
 from raykv.transport.bulk_read import Arrivals, with_checksums
 from raykv.types import NO_HINTS, Bits, GetResult, Hints, KeyArray, Match, NodeId, PutResult, Scattered
-from raykv.why import KeysUnder, Why, explain, keys_under_names, keys_under_tokens, split
 
 T = TypeVar("T")
 

@@ -3,7 +3,7 @@
 Reads need the mapping alone and go on while the node is dead. Writes need the connection; while it is away they are
 refused with a reason, and every so often the next writer tries to connect again.
 
-A put takes slots that were lent ahead of need (`raykv.loan`), writes to them, and tells the node in one message, whose
+A put takes slots that were lent ahead of need (`raykv.client.slot_pool`), writes to them, and tells the node in one message, whose
 answer brings the next slots. Whoever does not wait for that answer leaves it to the next call that uses the connection.
 """
 
@@ -15,9 +15,8 @@ from typing import Final
 
 import numpy as np
 
-from raykv.errors import LostError, PeerUnavailable, RayKVError, TransientError, UsageError
-from raykv.leases import Pins, Reservation
-from raykv.loan import (
+from raykv.client.leases import Pins, Reservation
+from raykv.client.slot_pool import (
     MAX_POSTED_KEYS,
     POOL_IDLE_S,
     TRUST_S,
@@ -27,6 +26,7 @@ from raykv.loan import (
     Pool,
     Slot,
 )
+from raykv.errors import LostError, PeerUnavailable, RayKVError, TransientError, UsageError
 from raykv.memory.copying import CopyThreads
 from raykv.memory.reader import ShmReader
 from raykv.memory.slots import slot_nbytes
