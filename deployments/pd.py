@@ -18,7 +18,7 @@ CPU_ENVIRONMENT = {
     # One thread an engine, wherever the kernel puts it: by itself, vLLM would bind all engines of a host to one core.
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "RAYLLM_VLLM_ENGINE_CLS": "raykv.integrations.serve.OneProcessEngine",
+    "RAYLLM_VLLM_ENGINE_CLS": "raykv.integrations.serve.backend.OneProcessEngine",
 }
 HEALTH_CHECK_PERIOD_S = 2
 HEALTH_CHECK_TIMEOUT_S = 60
@@ -70,16 +70,16 @@ def build(args: PDArgs) -> Application:
     from ray.serve.llm import build_pd_openai_app  # imports vLLM, which takes seconds
 
     from raykv import cluster
-    from raykv.integrations import serve
+    from raykv.integrations.serve.backend import backend
 
     if args.pool_nbytes is not None:
         cluster.start(name=args.pool, storage={"arena_nbytes": args.pool_nbytes})
-    serve.register()
+    backend.register()
     return build_pd_openai_app(
         {
             "prefill_config": llm_config(args, args.prefill_replicas, args.prefill_resources),
             "decode_config": llm_config(args, args.decode_replicas, args.decode_resources),
-            "ingress_cls_config": {"ingress_cls": "raykv.integrations.ingress:ResumingIngress"},
+            "ingress_cls_config": {"ingress_cls": "raykv.integrations.serve.ingress:ResumingIngress"},
             "ingress_deployment_config": {"num_replicas": 1, "ray_actor_options": {"num_cpus": 0}},
         }
     )
@@ -112,7 +112,7 @@ def llm_config(args: PDArgs, replicas: int, resources: dict[str, float]) -> dict
             "health_check_timeout_s": HEALTH_CHECK_TIMEOUT_S,
         },
         "runtime_env": {"env_vars": environment},
-        "callback_config": {"callback_class": "raykv.integrations.serve.LocalModel"} if local else {},
+        "callback_config": {"callback_class": "raykv.integrations.serve.backend.LocalModel"} if local else {},
         "experimental_configs": {"stream_batching_interval_ms": 0},  # a token goes out when it is there
         "engine_kwargs": {
             **{name: value for name, value in engine.items() if value is not None},

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import raykv
+from raykv.client import router
 from raykv.embedded import EmbeddedCluster
 
 SPACE = raykv.Namespace(model="m")
@@ -128,7 +129,7 @@ def test_what_others_bring_up_in_the_same_moment_is_read(cluster, count, monkeyp
         monkeypatch.setattr(tiers, "promote", promote_after_others)
         reach = client._reach
         local, reach.local = reach.local, None
-        monkeypatch.setattr(reach, "host", "elsewhere")
+        monkeypatch.setattr(router, "host", "elsewhere")
         try:
             into = [bytearray(len(content(name))) for name in names(count)]
             assert client.get(names(count), into).prefix == count

@@ -12,12 +12,14 @@ import numpy as np
 import pytest
 
 import raykv
+from raykv.client import router
 from raykv.client.router import Reach
 from raykv.client.slot_pool import TRUST_S
 from raykv.config import ClientConfig, NodeConfig, StorageConfig
 from raykv.embedded import EmbeddedCluster, InProcessDirectory
 from raykv.errors import CapacityError, ConfigError, LostError, NamespaceMismatch, PeerUnavailable, UsageError
 from raykv.memory.copying import checksum_of
+from raykv.node import node as node_module
 from raykv.node.node import Node
 from raykv.protocol import messages
 from raykv.transport.base import Reply
@@ -688,7 +690,7 @@ def test_a_namespace_keeps_to_its_capacity_on_every_node_and_leaves_the_others_a
 
 def test_what_is_done_in_the_background_leaves_the_others_their_threads(monkeypatch):
     """It asks several nodes itself, and waits for them."""
-    monkeypatch.setattr(reach, "PARALLEL_PEERS", 2)
+    monkeypatch.setattr(router, "PARALLEL_PEERS", 2)
     with cluster(2) as running:
         client = running.client(SPACE)
         go, done = threading.Event(), threading.Semaphore(0)
@@ -706,7 +708,7 @@ def test_what_is_done_in_the_background_leaves_the_others_their_threads(monkeypa
 
 
 def test_a_call_does_not_wait_beyond_its_deadline_for_the_threads_of_others(monkeypatch):
-    monkeypatch.setattr(reach, "PARALLEL_PEERS", 2)
+    monkeypatch.setattr(router, "PARALLEL_PEERS", 2)
     with cluster(2) as running:
         client = running.client(SPACE)
         begun, go, late, until_s = threading.Semaphore(0), threading.Event(), [], time.monotonic() + 2.0

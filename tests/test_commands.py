@@ -6,10 +6,10 @@ from collections.abc import Iterator
 import pytest
 
 import raykv
-from raykv.cli import main, parser
-from raykv.commands import status_lines
 from raykv.config import NamespaceConfig
 from raykv.embedded import EmbeddedCluster
+from raykv.tools.cli import main, parser
+from raykv.tools.commands import status_lines
 
 MINE = raykv.Namespace(model="mine", dtype="bf16", chunk_tokens=4)
 OTHER = raykv.Namespace(model="other")

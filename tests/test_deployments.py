@@ -11,7 +11,7 @@ pytest.importorskip("ray")
 
 from deployments.pd import PDArgs, llm_config
 from deployments.reuse import Reuse
-from raykv.cli import parser
+from raykv.tools.cli import parser
 
 pytestmark = pytest.mark.ray
 DEPLOYMENTS = Path(__file__).parents[1] / "deployments"

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from raykv import doctor
 from raykv.memory import native, pages
+from raykv.tools import doctor
 
 GIB = 1 << 30
 
@@ -218,7 +218,8 @@ def test_the_command_needs_no_ray_and_its_status_tells(wrong):
     program = f"""
 import sys
 sys.modules["ray"] = None
-from raykv import cli, doctor
+from raykv.tools import cli
+from raykv.tools import doctor
 doctor.examine = lambda: [doctor.Finding("a thing", {"wrong" if wrong else "better"!r}, "so it is", "mend it")]
 sys.exit(cli.main(sys.argv[1:]))
 """

@@ -40,7 +40,7 @@ def running():
 @pytest.fixture
 def small_parts(loops, monkeypatch):
     """Many requests for few chunks, with the compiled loops and without."""
-    monkeypatch.setattr(load, "PART_KEYS", 3)
+    monkeypatch.setattr(bulk_read, "PART_KEYS", 3)
     monkeypatch.setattr(stream, "RUN_NBYTES", 2 * NBYTES)
 
 
@@ -361,7 +361,7 @@ sys.stdin.read()
 
 @pytest.mark.slow
 def test_a_node_that_is_killed_in_the_middle(shm_dir, monkeypatch):
-    monkeypatch.setattr(load, "PART_NBYTES", 1 << 20)
+    monkeypatch.setattr(bulk_read, "PART_NBYTES", 1 << 20)
     with subprocess.Popen(
         [sys.executable, "-c", NODE, str(shm_dir)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:

@@ -9,7 +9,7 @@ import pytest
 
 import raykv
 from raykv.errors import UsageError
-from raykv.plan.trace import read_trace
+from raykv.planner.trace import read_trace
 from raykv.protocol import chunk_keys
 from raykv.record import MAX_TAPE_KEYS, SEND_KEYS, SEND_S, Asked, Recorder, Tape, pack, unpack
 

@@ -12,6 +12,7 @@ from raykv.embedded import InProcessDirectory
 from raykv.errors import ConfigError
 from raykv.memory import arena, pages
 from raykv.memory.arena import sized_by_share
+from raykv.node import node as node_module
 from raykv.node.node import QUIET_S, Node
 
 MIB, GIB = 1 << 20, 1 << 30

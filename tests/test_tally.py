@@ -4,7 +4,7 @@ import time
 
 import raykv
 from raykv.embedded import EmbeddedCluster
-from raykv.tally import BUCKETS, MAX_ABSENT, MAX_REASONS, REPORT_S, Histogram, Tallies, Tally
+from raykv.metrics import BUCKETS, MAX_ABSENT, MAX_REASONS, REPORT_S, Histogram, Tallies, Tally
 
 MINE, OTHER = raykv.Namespace(model="mine"), raykv.Namespace(model="other")
 NBYTES = 60_000

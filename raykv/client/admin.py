@@ -13,10 +13,10 @@ from raykv.client.slot_pool import Account
 from raykv.client.why import namespaces, reasons_of
 from raykv.config import NamespaceConfig
 from raykv.errors import PeerUnavailable, RayKVError, UsageError
+from raykv.metrics import BUCKETS, quantiles
 from raykv.protocol import chunk_keys, messages
 from raykv.protocol.namespace import Namespace
 from raykv.protocol.placement import View
-from raykv.tally import BUCKETS, quantiles
 from raykv.types import KeyArray, NodeId
 
 

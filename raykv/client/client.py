@@ -25,13 +25,13 @@ from raykv.client.slot_pool import Account
 from raykv.client.why import KeysUnder, Why, explain, keys_under_names, keys_under_tokens, split
 from raykv.errors import CapacityError, LostError, PeerUnavailable, ProtocolError, TransientError, UsageError
 from raykv.memory.copying import all_byte_views, byte_views
+from raykv.metrics import Tally
 from raykv.protocol import chunk_keys, messages
 from raykv.protocol.namespace import Namespace
 from raykv.protocol.placement import View
 from raykv.protocol.ticket import Ticket
 from raykv.record import Recorder
 from raykv.storage.row_hints import require_hints
-from raykv.tally import Tally
 from raykv.transport.base import Link, Runs
 from raykv.transport.bulk_read import Arrivals, with_checksums
 from raykv.types import NO_HINTS, Bits, GetResult, Hints, KeyArray, Match, NodeId, PutResult, Scattered

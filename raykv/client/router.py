@@ -21,10 +21,10 @@ from raykv.config import ClientConfig
 from raykv.errors import ConfigError, LostError, PeerUnavailable, RayKVError, TransientError
 from raykv.memory.copying import CopyThreads, default_copy_threads
 from raykv.memory.reader import ShmReader
+from raykv.metrics import Tally
 from raykv.protocol import chunk_keys, messages
 from raykv.protocol.chunk_keys import halves
 from raykv.protocol.placement import Member, View
-from raykv.tally import Tally
 from raykv.transport.base import Link
 from raykv.transport.bulk_read import Arrivals, Load, load_one, located
 from raykv.transport.pool import Connect, Peers

@@ -6,7 +6,7 @@ from typing import Any
 
 from raykv.errors import ConfigError
 from raykv.eviction.base import Policy
-from raykv.eviction.supplied import Supplied
+from raykv.eviction.user_policy import Supplied
 
 POLICIES = {
     "leaf_lru": "raykv.eviction.leaf_lru:LeafLRU",

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from raykv.eviction.base import Policy, Queues, key_numbers
-from raykv.eviction.memory import Ghosts, by_row
+from raykv.eviction.ghosts import Ghosts, by_row
 from raykv.memory.table import Columns
 from raykv.types import Rows
 

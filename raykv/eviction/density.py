@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from raykv.eviction.base import Policy, key_numbers
+from raykv.eviction.ghosts import by_row
 from raykv.eviction.hazards import AGES, Floats, Hazards, Integers, density, scale, scale_one
-from raykv.eviction.memory import by_row
 from raykv.memory.table import Cells, Columns
 from raykv.types import Rows
 

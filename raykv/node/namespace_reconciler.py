@@ -15,10 +15,10 @@ from raykv.errors import RayKVError, UsageError
 from raykv.eviction import policy
 from raykv.membership.namespace_registry import Entry, Register
 from raykv.memory.table import MAX_NAMESPACES
+from raykv.metrics import Tallies
 from raykv.protocol.namespace import Namespace
 from raykv.storage.eviction_log import Reason
 from raykv.storage.store import Shard
-from raykv.tally import Tallies
 from raykv.tier.mover import Tiers
 
 log = logging.getLogger(__name__)

@@ -24,6 +24,7 @@ from raykv.errors import ConfigError, RayKVError, TransientError, UsageError
 from raykv.membership.membership import DirectoryPort
 from raykv.memory.copying import checksums_of
 from raykv.memory.host import give_way, has_to_spare
+from raykv.metrics import Histogram
 from raykv.node.location_index import Locator
 from raykv.node.namespace_reconciler import Namespaces, register_paths
 from raykv.protocol import chunk_keys, messages
@@ -34,7 +35,6 @@ from raykv.storage.eviction_log import Place
 from raykv.storage.orphans import forget
 from raykv.storage.row_hints import require_hints
 from raykv.storage.store import Shard
-from raykv.tally import Histogram
 from raykv.tier.mover import open_tiers
 from raykv.transport.base import ChunkRun, Link, Reply, Session, Targets
 from raykv.transport.memory import Network

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from raykv.config import SLOT_ALIGNMENT_NBYTES, StorageConfig
 from raykv.eviction import policy
 from raykv.eviction.base import Policy
-from raykv.eviction.policies import Policies
+from raykv.eviction.group_policies import Policies
 from raykv.memory import native
 from raykv.memory.rows import LENT, QUARANTINE_S, FreeRows
 from raykv.memory.slots import Pages, Slots, slot_nbytes

@@ -22,7 +22,7 @@ from raykv.config import SLOT_ALIGNMENT_NBYTES, NamespaceConfig, StorageConfig
 from raykv.errors import ConfigError, LostError, UsageError
 from raykv.eviction import policy
 from raykv.eviction.base import Policy
-from raykv.eviction.supplied import Score
+from raykv.eviction.user_policy import Score
 from raykv.memory.arena import SharedMemory, require_pages, require_room
 from raykv.memory.numa import in_turns, spread, usable_nodes
 from raykv.memory.recovery import require_sound, take_over

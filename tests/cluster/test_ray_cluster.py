@@ -283,7 +283,7 @@ def test_a_ray_node_that_joins_later_gets_a_node_and_one_that_dies_leaves_the_vi
 
 
 def raykv_command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "raykv.cli", *arguments]
+    command = [sys.executable, "-m", "raykv.tools.cli", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 

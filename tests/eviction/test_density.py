@@ -8,9 +8,9 @@ from raykv.eviction import policy
 from raykv.eviction.base import Policy
 from raykv.eviction.density import HitDensity
 from raykv.eviction.hazards import AGES, BELIEF, LEVEL, Hazards, bucket, density
-from raykv.plan.cache import Cache
-from raykv.plan.replay import replay
-from raykv.plan.trace import Request, Trace
+from raykv.planner.cache import Cache
+from raykv.planner.replay import replay
+from raykv.planner.trace import Request, Trace
 
 EDGES = [0.0, *(2.0 ** (step / 2) for step in range(AGES))]
 

@@ -11,9 +11,9 @@ from raykv.eviction import POLICIES, policy
 from raykv.eviction.base import Policy, victims, victims_upward
 from raykv.eviction.order import Order
 from raykv.memory.table import COLUMNS, RECORD, Columns
-from raykv.plan.cache import Cache
-from raykv.plan.replay import replay
-from raykv.plan.trace import Request, Trace
+from raykv.planner.cache import Cache
+from raykv.planner.replay import replay
+from raykv.planner.trace import Request, Trace
 
 
 def lru(accesses: list[int], size: int) -> int:

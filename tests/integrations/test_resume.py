@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from raykv.integrations.resume import AnswerDiffers, Resumption
+from raykv.integrations.serve.resume import AnswerDiffers, Resumption
 
 WORDS = ["The ", "second ", "pump ", "starts ", "at ", "180 ", "cm."]
 

@@ -8,7 +8,7 @@ pytest.importorskip("vllm")
 from vllm.v1.kv_cache_layout import KVCacheLayout  # noqa: E402
 
 from raykv.errors import ConfigError  # noqa: E402
-from raykv.integrations.vllm.layout import DeviceLayout, HostLayout, Layout, layout_of, runs_of  # noqa: E402
+from raykv.integrations.kv_layout import DeviceLayout, HostLayout, Layout, layout_of, runs_of  # noqa: E402
 
 pytestmark = pytest.mark.vllm
 

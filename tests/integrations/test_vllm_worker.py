@@ -10,9 +10,9 @@ pytest.importorskip("vllm")
 
 import raykv  # noqa: E402
 from raykv.errors import ConfigError, PeerUnavailable, ProtocolError  # noqa: E402
+from raykv.integrations.kv_layout import DeviceLayout, HostLayout, Layout  # noqa: E402
 from raykv.integrations.vllm.config import ConnectorConfig  # noqa: E402
 from raykv.integrations.vllm.connection import Connection  # noqa: E402
-from raykv.integrations.vllm.layout import DeviceLayout, HostLayout, Layout  # noqa: E402
 from raykv.integrations.vllm.metadata import Load, Save, Scope, StepOrders  # noqa: E402
 from raykv.integrations.vllm.stats import RayKVStats  # noqa: E402
 from raykv.integrations.vllm.worker import REST_PER_HANG, WorkerSide  # noqa: E402

@@ -21,6 +21,7 @@ import xxhash
 import raykv
 from raykv.config import FileTierConfig
 from raykv.errors import ConfigError
+from raykv.tier.file import tier as file_tier
 from raykv.tier.file.packs import Folder
 from raykv.tier.file.tier import FileTier, packs
 from raykv.tier.segments.index import key_array
@@ -32,8 +33,8 @@ BLOCK = 4096
 
 @pytest.fixture(autouse=True)
 def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file, "RETRY_S", 0.1)
-    monkeypatch.setattr(file, "TELL_S", 0.02)
+    monkeypatch.setattr(file_tier, "RETRY_S", 0.1)
+    monkeypatch.setattr(file_tier, "TELL_S", 0.02)
 
 
 class Shared(Driven):
@@ -352,8 +353,8 @@ def test_what_is_deleted_while_it_is_written_is_not_there(tmp_path, monkeypatch)
 
 @pytest.mark.slow
 def test_files_that_tell_what_is_gone_stay_few_and_go_when_nothing_older_is_left(tmp_path, monkeypatch):
-    monkeypatch.setattr(file, "TELL_S", 0.0)
-    monkeypatch.setattr(file, "MERGE_FILES", 4)
+    monkeypatch.setattr(file_tier, "TELL_S", 0.0)
+    monkeypatch.setattr(file_tier, "MERGE_FILES", 4)
     keys = keys_for(40)
     with Shared(tmp_path, seal_s=0.2).on() as one:
         one.put(keys, 5000)
@@ -761,7 +762,7 @@ def test_a_read_error_turns_it_off_for_a_while(tmp_path, monkeypatch):
 
     with Shared(tmp_path).on() as one:
         one.put(keys, 5000)
-        monkeypatch.setattr(file, "RETRY_S", 0.3)
+        monkeypatch.setattr(file_tier, "RETRY_S", 0.3)
         monkeypatch.setattr(os, "preadv", bad)
         assert one.right(keys[:2], 5000) == [False] * 2
         assert one.state == "off"
@@ -848,7 +849,7 @@ def test_nobody_waits_for_a_slow_file_system(tmp_path, monkeypatch, call):
 
 
 def test_close_does_not_wait_for_ever(tmp_path, monkeypatch):
-    monkeypatch.setattr(file, "CLOSE_S", 0.2)
+    monkeypatch.setattr(file_tier, "CLOSE_S", 0.2)
     keys, real, block, done = keys_for(30), os.pwritev, threading.Event(), []
 
     def slow(*given):
@@ -868,7 +869,7 @@ def test_close_does_not_wait_for_ever(tmp_path, monkeypatch):
 
 
 def test_a_queue_that_is_full_takes_no_more(tmp_path, monkeypatch):
-    monkeypatch.setattr(file, "WRITE_QUEUE_CHUNKS", 4)
+    monkeypatch.setattr(file_tier, "WRITE_QUEUE_CHUNKS", 4)
     keys, real, block, done = keys_for(30), os.pwritev, threading.Event(), []
 
     def slow(*given):

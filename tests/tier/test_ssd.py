@@ -15,9 +15,9 @@ from raykv.errors import ConfigError
 from raykv.tier.base import Chunk
 from raykv.tier.segments.index import key_array
 from raykv.tier.segments.log import Batch
+from raykv.tier.ssd import tier as ssd_tier
 from raykv.tier.ssd.drive import Drive
 from raykv.tier.ssd.scan import Scan
-from raykv.tier.ssd.tier import tier
 from tests.tier.ssd_fixtures import SEGMENT, Arena, Driven, Names, all_keys, content_of, keys_for, wait_for
 
 SIZES = [1, 100, 4095, 4096, 4097, 65_536, 100_000, SEGMENT // 2]
@@ -218,7 +218,7 @@ def test_rows_run_short_before_space_does(tmp_path: Path):
 
 
 def test_a_full_queue_takes_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(ssd, "QUEUED_CHUNKS", 8)
+    monkeypatch.setattr(ssd_tier, "QUEUED_CHUNKS", 8)
     with Driven(tmp_path).started() as driven:
         taken, results = 0, []
         chunks = [driven.chunk(key, 5000) for key in keys_for(100)]
@@ -271,7 +271,7 @@ def test_an_account_that_nobody_knows_any_more_is_not_taken_in(tmp_path: Path):
     forgetful = Names()
     forgetful.texts.pop()
     config = SsdConfig(paths=(tmp_path,), capacity_nbytes=16 * SEGMENT, segment_nbytes=SEGMENT)
-    tier = tier.SsdTier(config, Arena().view, "raykv-test-n0", forgetful)
+    tier = ssd_tier.SsdTier(config, Arena().view, "raykv-test-n0", forgetful)
     wait_for(lambda: tier.stats()["state"] == "on")
     assert all_keys(tier) == set(keys_for(5))
     tier.close()

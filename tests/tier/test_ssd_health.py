@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from raykv.tier.segments.index import key_array
+from raykv.tier.ssd import tier as ssd_tier
 from raykv.tier.ssd.tier import drive, upkeep
 from tests.tier.ssd_fixtures import SEGMENT, Arena, Driven, all_keys, content_of, keys_for, wait_for
 
@@ -31,8 +32,8 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is tried again is tried again soon."""
     monkeypatch.setattr(drive, "RETRY_S", 0.15)
     monkeypatch.setattr(upkeep, "GROW_S", 0.15)
-    monkeypatch.setattr(ssd, "TIDY_S", 0.05)
-    monkeypatch.setattr(ssd, "WATCH_S", 0.05)
+    monkeypatch.setattr(ssd_tier, "TIDY_S", 0.05)
+    monkeypatch.setattr(ssd_tier, "WATCH_S", 0.05)
 
 
 def run(*words: str) -> bool:

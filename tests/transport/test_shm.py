@@ -150,7 +150,7 @@ def test_a_change_in_the_middle_of_the_copy_is_a_miss(writer, monkeypatch, torn_
         into[0][middle:] = source[middle:]
         return True
 
-    monkeypatch.setattr(shm, "scatter", half_then_change if torn_at else copied)
+    monkeypatch.setattr(reader, "scatter", half_then_change if torn_at else copied)
     target = bytearray(SIZES[7 % 4])
     hits, _ = writer.reader.read(KEYS[7:8], [target], verify=False, now_s=1.0)
     assert hits[0] == (torn_at == 0)

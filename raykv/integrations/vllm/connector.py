@@ -23,11 +23,11 @@ from vllm.logger import init_logger
 
 import raykv
 from raykv.errors import RayKVError
+from raykv.integrations.kv_layout import layout_of
 from raykv.integrations.vllm import register
 from raykv.integrations.vllm.checks import check_cache, check_engine
 from raykv.integrations.vllm.config import ConnectorConfig
 from raykv.integrations.vllm.connection import Connection
-from raykv.integrations.vllm.layout import layout_of
 from raykv.integrations.vllm.metadata import Introduction, StepOrders
 from raykv.integrations.vllm.namespace import attention_of, namespace_of
 from raykv.integrations.vllm.scheduler import SchedulerSide

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 from vllm.logger import init_logger
 
 from raykv.errors import RayKVError
+from raykv.integrations.kv_layout import Layout
 from raykv.integrations.vllm.config import ConnectorConfig
 from raykv.integrations.vllm.connection import Connection
-from raykv.integrations.vllm.layout import Layout
 from raykv.integrations.vllm.metadata import Load, Rank, Save, StepOrders
 from raykv.integrations.vllm.stats import RayKVStats
 from raykv.protocol.namespace import Namespace

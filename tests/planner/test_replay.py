@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from raykv.eviction import POLICIES, policy
-from raykv.plan.belady import belady
-from raykv.plan.replay import replay
-from raykv.plan.trace import Request, Trace, read_trace
+from raykv.planner.belady import belady
+from raykv.planner.replay import replay
+from raykv.planner.trace import Request, Trace, read_trace
 
 TRACE = Path(__file__).parents[1] / "data" / "mooncake_synthetic_trace.jsonl.gz"
 SHARES = [0.01, 0.05, 0.1, 0.25, 0.5, 0.75]

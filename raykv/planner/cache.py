@@ -7,7 +7,7 @@ import numpy as np
 from raykv.eviction.base import Policy
 from raykv.eviction.order import Order
 from raykv.memory.table import COLUMNS, RECORD, Cells, Columns
-from raykv.plan.ssd import Ssd
+from raykv.planner.ssd import Ssd
 from raykv.types import Rows
 
 

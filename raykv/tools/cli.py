@@ -7,11 +7,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from raykv.commands import add_commands, node_address, status_lines
 from raykv.config import GIB, ClusterConfig
 from raykv.errors import ConfigError, RayKVError
 from raykv.eviction import POLICIES
-from raykv.plan.command import add_arguments, plan_command
+from raykv.planner.command import add_arguments, plan_command
+from raykv.tools.commands import add_commands, node_address, status_lines
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -190,7 +190,7 @@ def _down(options: argparse.Namespace) -> str:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from raykv import doctor
+    from raykv.tools import doctor
 
     found = doctor.examine()
     print(json.dumps(doctor.as_json(found), indent=2) if options.json else doctor.report(found))

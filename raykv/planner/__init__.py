@@ -4,9 +4,9 @@ records = plan(read_trace("trace.jsonl"), sizes=["5%", "64 GiB"], policies=["lea
 print(as_table(records))
 """
 
-from raykv.plan.model import ModelShape
-from raykv.plan.records import Record, as_csv, as_json, as_table, plan
-from raykv.plan.trace import Request, Trace, parse_trace, read_trace
+from raykv.planner.model import ModelShape
+from raykv.planner.records import Record, as_csv, as_json, as_table, plan
+from raykv.planner.trace import Request, Trace, parse_trace, read_trace
 
 __all__ = [
     "ModelShape",

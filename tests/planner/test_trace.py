@@ -6,7 +6,7 @@ import json
 import pytest
 
 from raykv.errors import UsageError
-from raykv.plan.trace import parse_trace, read_trace
+from raykv.planner.trace import parse_trace, read_trace
 
 MOONCAKE = [
     '{"timestamp": 0, "input_length": 1100, "output_length": 7, "hash_ids": [10, 11, 12]}',

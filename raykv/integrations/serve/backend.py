@@ -68,7 +68,7 @@ class OneProcessEngine(VLLMEngine):
     ) -> Any:
         parallel = vllm_engine_config.parallel_config
         if parallel.world_size == 1:
-            parallel.distributed_executor_backend = "raykv.integrations.one_process.OneProcessExecutor"
+            parallel.distributed_executor_backend = "raykv.integrations.serve.one_process.OneProcessExecutor"
         return super()._start_async_llm_engine(vllm_engine_args, vllm_engine_config, placement_group)
 
 

@@ -5,9 +5,9 @@ import math
 
 from raykv.config import parse_nbytes
 from raykv.errors import UsageError
-from raykv.plan.model import DTYPE_NBYTES, ModelShape
-from raykv.plan.records import as_csv, as_json, as_table, plan
-from raykv.plan.trace import read_trace
+from raykv.planner.model import DTYPE_NBYTES, ModelShape
+from raykv.planner.records import as_csv, as_json, as_table, plan
+from raykv.planner.trace import read_trace
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,7 +64,7 @@ def plan_command(options: argparse.Namespace) -> str:
         ssd_nbytes_per_day=None if options.ssd_per_day is None else _nbytes(options.ssd_per_day),
     )
     if options.plot:
-        from raykv.plan.plot import save
+        from raykv.planner.plot import save
 
         save(records, options.plot)
     return as_json(records) if options.json else as_csv(records) if options.csv else as_table(records)

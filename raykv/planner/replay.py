@@ -9,9 +9,9 @@ import numpy as np
 
 from raykv.eviction.base import Policy
 from raykv.memory.table import TICKS_PER_S
-from raykv.plan.cache import Cache
-from raykv.plan.ssd import Ssd
-from raykv.plan.trace import Request, Trace
+from raykv.planner.cache import Cache
+from raykv.planner.ssd import Ssd
+from raykv.planner.trace import Request, Trace
 
 DECODE_S: Final = 0.03
 """Time that a request is taken to need for each token that it makes."""

@@ -8,11 +8,11 @@ import sys
 
 import pytest
 
-from raykv.cli import main
 from raykv.config import GIB
 from raykv.errors import ConfigError, UsageError
 from raykv.eviction import POLICIES
-from raykv.plan import ModelShape, as_csv, as_json, as_table, parse_trace, plan
+from raykv.planner import ModelShape, as_csv, as_json, as_table, parse_trace, plan
+from raykv.tools.cli import main
 
 LINES = [
     json.dumps({"timestamp": at, "input_length": 1536, "output_length": 1, "hash_ids": [0, at % 3 + 1, at % 3 + 4]})
@@ -150,7 +150,7 @@ def test_without_matplotlib_it_says_how_to_get_it(tmp_path):
     program = f"""
 import sys
 sys.modules["matplotlib"] = None
-from raykv.cli import main
+from raykv.tools.cli import main
 sys.exit(main(["plan", {str(path)!r}, "--plot", "chart.svg"]))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, timeout=60)

@@ -7,7 +7,7 @@ import numpy as np
 
 from raykv.eviction.base import Policy, Ranks, upcoming, victims, victims_upward
 from raykv.eviction.leaf_lru import LeafLRU
-from raykv.eviction.supplied import Supplied
+from raykv.eviction.user_policy import Supplied
 from raykv.memory.table import Columns
 from raykv.types import Rows
 

@@ -17,7 +17,7 @@ from ray.serve.llm.ingress import OpenAiIngress
 from starlette.requests import Request
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from raykv.integrations.resume import PREFIX, AnswerDiffers, Resumption
+from raykv.integrations.serve.resume import PREFIX, AnswerDiffers, Resumption
 
 log = logging.getLogger("ray.serve")
 

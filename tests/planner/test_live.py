@@ -11,9 +11,9 @@ import pytest
 import raykv
 from raykv.eviction import policy
 from raykv.memory.table import TICKS_PER_S
-from raykv.plan.replay import DECODE_S, replay
-from raykv.plan.ssd import Ssd
-from raykv.plan.trace import Trace, read_trace
+from raykv.planner.replay import DECODE_S, replay
+from raykv.planner.ssd import Ssd
+from raykv.planner.trace import Trace, read_trace
 from raykv.tier.admission import Admission
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -89,7 +89,7 @@ def test_a_node_hits_as_often_as_the_planner_says(name):
 
 def test_a_node_that_hears_what_requests_made_hits_as_often_as_the_planner_says(monkeypatch):
     """A request that is late by a tick or two makes density decide otherwise: on this trace, hits vary by a point."""
-    monkeypatch.setattr("raykv.plan.replay.DECODE_S", DECODE_S / FASTER)
+    monkeypatch.setattr("raykv.planner.replay.DECODE_S", DECODE_S / FASTER)
     trace = paced(read_trace(TRACE), silent=False)
     replays = (replay(jittered(trace, seed), policy("density"), trace.chunks // 10) for seed in range(5))
     planned = [outcome.prefix_hits / trace.accesses for outcome in replays]

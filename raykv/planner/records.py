@@ -14,11 +14,11 @@ from typing import Any, Final
 from raykv.config import GIB, MIB, parse_nbytes
 from raykv.errors import UsageError
 from raykv.eviction import POLICIES, policy
-from raykv.plan.belady import belady
-from raykv.plan.model import ModelShape
-from raykv.plan.replay import Mode, replay
-from raykv.plan.ssd import Ssd
-from raykv.plan.trace import Trace
+from raykv.planner.belady import belady
+from raykv.planner.model import ModelShape
+from raykv.planner.replay import Mode, replay
+from raykv.planner.ssd import Ssd
+from raykv.planner.trace import Trace
 from raykv.tier.admission import DAY_S, Admission
 
 BELADY: Final = "belady"
@@ -31,7 +31,7 @@ class Record:
     """What one policy saves with one size of cache.
 
     Attributes:
-        trace, policy, mode: What was replayed, and how (`raykv.plan.replay.replay`).
+        trace, policy, mode: What was replayed, and how (`raykv.planner.replay.replay`).
         size_chunks, size_nbytes: Of the cache.
         size_share: The same as a part of the trace's different chunks.
         requests, chunks, tokens: Of the trace; chunks are accesses.

@@ -6,7 +6,7 @@ from typing import Any
 
 from raykv.config import GIB
 from raykv.errors import UsageError
-from raykv.plan.records import Record
+from raykv.planner.records import Record
 
 
 def figure(records: Sequence[Record]) -> Any:

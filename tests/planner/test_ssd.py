@@ -5,10 +5,10 @@ import pytest
 
 from raykv.eviction import POLICIES, policy
 from raykv.memory.table import TICKS_PER_S
-from raykv.plan.belady import belady
-from raykv.plan.replay import replay
-from raykv.plan.ssd import Ssd
-from raykv.plan.trace import Request, Trace
+from raykv.planner.belady import belady
+from raykv.planner.replay import replay
+from raykv.planner.ssd import Ssd
+from raykv.planner.trace import Request, Trace
 from raykv.tier.admission import DAY_S, Admission
 
 

@@ -8,7 +8,7 @@ tokens, of which the last may be partial.
 Our own: `{"at_s": 12.5, "tokens": 1300, "output_tokens": 20, "chunk_tokens": 512, "keys": ["9f0c...", ...]}`, keys as
 strings or numbers; `output_tokens` and `chunk_tokens` may be left out.
 
-vLLM's KV events: see `raykv.plan.events`.
+vLLM's KV events: see `raykv.planner.events`.
 """
 
 import gzip
@@ -22,7 +22,7 @@ from typing import Annotated, Any, ClassVar, Final
 import msgspec
 
 from raykv.errors import UsageError
-from raykv.plan.events import Key, Raw, Seconds, decode, requests_of
+from raykv.planner.events import Key, Raw, Seconds, decode, requests_of
 
 MOONCAKE_TOKENS: Final = 512
 MAX_LINE_NBYTES: Final = 64 << 20

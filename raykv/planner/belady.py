@@ -3,8 +3,8 @@
 import heapq
 from typing import Final
 
-from raykv.plan.replay import Outcome
-from raykv.plan.trace import Trace
+from raykv.planner.replay import Outcome
+from raykv.planner.trace import Trace
 
 _NEVER: Final = 1 << 62
 
