@@ -26,8 +26,8 @@ from raykv.errors import RayKVError
 from raykv.memory.copying import checksum_of
 from raykv.protocol import chunk_keys, messages
 from raykv.protocol.namespace import Namespace
-from raykv.storage.store import Shard
-from raykv.supervisor.handle import KeptNode
+from raykv.storage.store import Store
+from raykv.supervisor.handle import NodeHandle
 from raykv.transport.tcp import SocketLink
 from raykv.types import KeyArray
 
@@ -62,7 +62,7 @@ def _run(home: Path, rows: int, kills: int) -> None:
     config = NodeConfig.load({"cluster": "bench", "node_id": "n", "storage": storage})
     value = os.urandom(NBYTES)
     asked = _fill(config, rows, value)
-    node = KeptNode(config, secret=SECRET, directory=InProcessDirectory(member_timeout_s=60.0))
+    node = NodeHandle(config, secret=SECRET, directory=InProcessDirectory(member_timeout_s=60.0))
     try:
         recovered, imports = node.stats()["recovered"], []
         print(f"{recovered:,} rows; {kills} kills; milliseconds: median, and the worst")
@@ -94,21 +94,21 @@ def _run(home: Path, rows: int, kills: int) -> None:
 def _fill(config: NodeConfig, rows: int, value: bytes) -> list[KeyArray]:
     """Chunks in chains of STEP, of which the first ones have bytes. Returns the keys of those."""
     assert config.file_prefix is not None
-    shard = Shard.open(config.storage, config.file_prefix, now_s=time.monotonic())
-    account, rng, first = shard.accounts.open(Namespace(model="m")), np.random.default_rng(1), []
-    while shard.table.rows_backed < shard.table.rows:
-        shard.table.back_rows(min(shard.table.rows, shard.table.rows_backed + (1 << 18)))
-        shard.note_rows_backed()
+    store = Store.open(config.storage, config.file_prefix, now_s=time.monotonic())
+    group, rng, first = store.groups.open(Namespace(model="m")), np.random.default_rng(1), []
+    while store.table.rows_backed < store.table.rows:
+        store.table.back_rows(min(store.table.rows, store.table.rows_backed + (1 << 18)))
+        store.note_rows_backed()
     for _ in range(0, rows, STEP):
         keys = rng.integers(0, 1 << 63, (STEP, 2), dtype=np.uint64)
-        made = shard.reserve(keys, NBYTES, account, chained=True, parent=None, depth=0, now_s=time.monotonic())
+        made = store.reserve(keys, NBYTES, group, chained=True, parent=None, depth=0, now_s=time.monotonic())
         start = int(made.offsets[0])
-        shard.arena.view[start : start + NBYTES] = value
+        store.arena.view[start : start + NBYTES] = value
         checksums = np.zeros(len(made.rows), np.uint64)
         checksums[0] = checksum_of((memoryview(value),))
-        shard.commit(made.rows, checksums, now_s=time.monotonic())
+        store.commit(made.rows, checksums, now_s=time.monotonic())
         first.append(keys[:1])
-    shard.close()
+    store.close()
     return first
 
 

@@ -38,9 +38,9 @@ CALLS = 4
 
 
 class OneName:
-    """There is one account."""
+    """There is one quota group."""
 
-    def text(self, account: int) -> bytes:
+    def text(self, group: int) -> bytes:
         return b'{"model":"bench"}'
 
     def number(self, text: bytes) -> int | None:

@@ -70,7 +70,7 @@ def build(args: PDArgs) -> Application:
     from ray.serve.llm import build_pd_openai_app  # imports vLLM, which takes seconds
 
     from raykv import cluster
-    from raykv.integrations.serve.backend import backend
+    from raykv.integrations.serve import backend
 
     if args.pool_nbytes is not None:
         cluster.start(name=args.pool, storage={"arena_nbytes": args.pool_nbytes})

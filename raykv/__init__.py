@@ -93,7 +93,7 @@ def connect(namespace: Namespace, *, address: str | None = None, secret: str | N
         TransientError: Nobody answers there.
     """
     from raykv.client.client import Client
-    from raykv.client.router import Reach
+    from raykv.client.router import Router
 
     settings = ClientConfig.from_environment(address=address, secret=secret, **config)
     if settings.address is None:
@@ -106,7 +106,7 @@ def connect(namespace: Namespace, *, address: str | None = None, secret: str | N
         from raykv.cluster import find_address
 
         settings = ClientConfig.load({**settings.model_dump(exclude_none=True), **find_address()})
-    return Client(namespace, Reach(settings))
+    return Client(namespace, Router(settings))
 
 
 def __getattr__(name: str) -> Any:

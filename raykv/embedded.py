@@ -101,12 +101,12 @@ class EmbeddedCluster:
     def client(self, namespace: Namespace, *, node: int = 0, **config: Any) -> "Client":
         """A client on the host of that node. Fields of ClientConfig go by name."""
         from raykv.client.client import Client
-        from raykv.client.router import Reach
+        from raykv.client.router import Router
 
         member = self.nodes[node].member
         connect = self._network.connect if self._network else SocketLink.connect
         made = Client(
-            namespace, Reach(ClientConfig.load({"address": member.local_address, **config}), connect, local=True)
+            namespace, Router(ClientConfig.load({"address": member.local_address, **config}), connect, local=True)
         )
         self._clients.append(made)
         return made

@@ -58,8 +58,8 @@ def quantiles(counts: Sequence[int]) -> dict[str, float]:
     return found
 
 
-class Tally:
-    """What one client saw of one account, since it last told a node. Thread-safe.
+class ClientMetrics:
+    """What one client saw of one quota group, since it last told a node. Thread-safe.
 
     Attributes:
         gets, puts: Times of batches.
@@ -106,15 +106,15 @@ class Tally:
             return misses, absent, self.gets.take(), self.puts.take()
 
 
-class Tallies:
-    """What clients told a node of its accounts, summed up. Thread-safe."""
+class NamespaceMetrics:
+    """What clients told a node of its quota groups, summed up. Thread-safe."""
 
     def __init__(self) -> None:
         self._by_digest: dict[bytes, tuple[Counter[str], Histogram, Histogram]] = {}
         self._lock = threading.Lock()
 
     def note(self, digest: bytes, misses: Mapping[str, int], gets: Sequence[int], puts: Sequence[int]) -> None:
-        """One client's report. Whoever calls sees to it that the account is one."""
+        """One client's report. Whoever calls sees to it that the quota group is one."""
         with self._lock:
             ours = self._by_digest.setdefault(digest, (Counter(), Histogram(), Histogram()))
             for reason, count in misses.items():

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 import raykv
-from raykv.client import router
 from raykv.embedded import EmbeddedCluster
 
 SPACE = raykv.Namespace(model="m")
@@ -75,7 +74,7 @@ def push_out(cluster: EmbeddedCluster, client: raykv.Client, some: list[str]) ->
     number = 0
     while True:
         client.flush()
-        in_memory = node.shard.table.find_ready(keys, 1)[0] >= 0
+        in_memory = node.store.table.find_ready(keys, 1)[0] >= 0
         below = node.tiers.has(keys)
         if below.all() and not in_memory.any():
             break
@@ -127,15 +126,15 @@ def test_what_others_bring_up_in_the_same_moment_is_read(cluster, count, monkeyp
             return promote(keys, until_s=until_s)
 
         monkeypatch.setattr(tiers, "promote", promote_after_others)
-        reach = client._reach
-        local, reach.local = reach.local, None
+        router = client._router
+        local, router.local = router.local, None
         monkeypatch.setattr(router, "host", "elsewhere")
         try:
             into = [bytearray(len(content(name))) for name in names(count)]
             assert client.get(names(count), into).prefix == count
             assert [bytes(chunk) for chunk in into] == [content(name) for name in names(count)]
         finally:
-            reach.local = local
+            router.local = local
 
 
 def test_a_match_may_have_it_brought_up(cluster):

@@ -13,7 +13,7 @@ import pytest
 
 import raykv
 from raykv.client import router
-from raykv.client.router import Reach
+from raykv.client.router import Router
 from raykv.client.slot_pool import TRUST_S
 from raykv.config import ClientConfig, NodeConfig, StorageConfig
 from raykv.embedded import EmbeddedCluster, InProcessDirectory
@@ -176,8 +176,8 @@ def test_a_stale_location_is_corrected_by_the_miss():
         reader = running.client(SPACE, node=1)
         node = running.nodes[0]
         with node._lock:  # chunks vanish, and nobody is told
-            node.shard.delete(reader.keys(names(50)))
-            node.shard.take_changes()
+            node.store.delete(reader.keys(names(50)))
+            node.store.take_changes()
         assert reader.match(names(50)).count == 50
         assert not any(get(reader, names(50)).hits)
         wait_until(lambda: reader.match(names(50)).count == 0)
@@ -191,7 +191,7 @@ def test_bytes_that_are_not_what_was_announced_are_not_stored():
         link.call(messages.OpenNamespace(b'{"model": "m"}'), deadline_s=time.monotonic() + 5)
         client = running.client(SPACE)
         sums = np.array([checksum_of([memoryview(content("a"))]), 12345], np.uint64).tobytes()
-        request = messages.Write(SPACE.account.digest, client.keys(["a", "b"]).tobytes(), NBYTES)
+        request = messages.Write(SPACE.group.digest, client.keys(["a", "b"]).tobytes(), NBYTES)
         pieces = [memoryview(content("a")), memoryview(content("b")), memoryview(sums)]
         assert link.push(request, lambda granted: [pieces], deadline_s=time.monotonic() + 5) == messages.Count(1)
         assert get(client, ["a", "b"]).hits == (True, False)
@@ -235,7 +235,7 @@ def test_the_async_face():
 
 def remote(running: EmbeddedCluster, node: int = 0, **config) -> raykv.Client:
     fields = {"address": running.nodes[node].member.address, "secret": running.secret, **config}
-    return raykv.Client(SPACE, Reach(ClientConfig.load(fields)))
+    return raykv.Client(SPACE, Router(ClientConfig.load(fields)))
 
 
 def test_a_client_without_a_node_on_its_host_stores_on_the_owner():
@@ -397,7 +397,7 @@ def test_a_reservation_that_nobody_had_time_to_abort_is_given_back_with_the_next
         client, other = running.client(SPACE), running.client(SPACE)
         for late in (lambda room: room.abort(timeout_s=0.05), lambda room: room.commit(timeout_s=0.05)):
             room = client.reserve(["a", "b"], NBYTES)
-            with client._reach.local._lock:  # others are at it, for too long
+            with client._router.local._lock:  # others are at it, for too long
                 late(room)
             assert put(other, ["a"]).existed == 1  # somebody is writing it
             assert client.reserve(["c"], NBYTES).commit().stored == 1
@@ -442,10 +442,10 @@ def test_a_put_to_another_host_that_has_no_room_for_the_namespace_stores_nothing
 
     with cluster(1) as running:
         config = {"address": running.nodes[0].member.address, "secret": running.secret}
-        with raykv.Client(SPACE, Reach(ClientConfig.load(config))) as client:
+        with raykv.Client(SPACE, Router(ClientConfig.load(config))) as client:
             monkeypatch.setitem(running.nodes[0]._handlers, messages.Write, refuse)
             monkeypatch.setitem(running.nodes[0]._handlers, messages.OpenNamespace, refuse)
-            assert client._reach.local is None
+            assert client._router.local is None
             result = put(client, ["a", "b"])
         assert (result.stored, result.existed, result.skipped) == (0, 0, 2)
         assert "no room" in result.reason
@@ -562,10 +562,10 @@ def test_a_damaged_chunk_is_a_miss_and_is_dropped():
     with cluster(2) as running:
         put(running.client(SPACE, node=0), names(3))
         running.settle()
-        shard = running.nodes[0].shard
+        store = running.nodes[0].store
         keys = running.client(SPACE).keys(names(3))
-        row = int(shard.table.find(keys)[1])
-        shard.arena.view[int(shard.table.columns.page[row]) * 4096 + 77] ^= 1
+        row = int(store.table.find(keys)[1])
+        store.arena.view[int(store.table.columns.page[row]) * 4096 + 77] ^= 1
         reader = running.client(SPACE, node=1)
         assert get(reader, names(3)).hits == (True, False, True)
         assert stats_of(running, 0)["corrupt"] == 1
@@ -581,8 +581,8 @@ def test_whoever_asks_for_it_sees_damage_in_shared_memory_too():
         client = running.client(SPACE, verify="always")
         put(client, ["a"])
         running.settle()
-        shard = running.nodes[0].shard
-        shard.arena.view[int(shard.table.columns.page[int(shard.table.find(client.keys(["a"]))[0])]) * 4096] ^= 1
+        store = running.nodes[0].store
+        store.arena.view[int(store.table.columns.page[int(store.table.find(client.keys(["a"]))[0])]) * 4096] ^= 1
         assert get(client, ["a"]).hits == (False,)
 
 
@@ -680,7 +680,7 @@ def test_a_namespace_keeps_to_its_capacity_on_every_node_and_leaves_the_others_a
             put(client, names(20), chained=False)
             assert sum(get(client, names(20), timeout_s=0.5).hits) >= 5
         for node, client in enumerate(bounded):
-            assert int(client._reach.local.reader.ready(client.keys(names(20)), now_s=time.monotonic()).sum()) == 5, (
+            assert int(client._router.local.reader.ready(client.keys(names(20)), now_s=time.monotonic()).sum()) == 5, (
                 node
             )
         assert get(other, names(10)).prefix == 10
@@ -697,11 +697,11 @@ def test_what_is_done_in_the_background_leaves_the_others_their_threads(monkeypa
 
         def report() -> None:
             assert go.wait(5.0)
-            client._reach.ask_all(messages.GetStats(), client._reach.deadline(1.0))
+            client._router.ask_all(messages.GetStats(), client._router.deadline(1.0))
             done.release()
 
         for _ in range(2):
-            client._reach.in_background(report)
+            client._router.in_background(report)
         go.set()
         assert done.acquire(timeout=5.0)
         assert done.acquire(timeout=5.0)
@@ -719,7 +719,7 @@ def test_a_call_does_not_wait_beyond_its_deadline_for_the_threads_of_others(monk
             return "came"
 
         def hang_both() -> None:
-            late.append(client._reach.in_parallel({"a": hang, "b": hang}, until_s))
+            late.append(client._router.in_parallel({"a": hang, "b": hang}, until_s))
 
         others = threading.Thread(target=hang_both)
         others.start()
@@ -728,7 +728,7 @@ def test_a_call_does_not_wait_beyond_its_deadline_for_the_threads_of_others(monk
             assert begun.acquire(timeout=5.0)
             ran, buffer = [], bytearray(8)
             work = {name: partial(ran.append, memoryview(buffer)) for name in ("c", "d")}
-            answers = client._reach.in_parallel(work, time.monotonic() + 0.2)
+            answers = client._router.in_parallel(work, time.monotonic() + 0.2)
             work.clear()
             buffer.append(1)  # nobody holds on to it, although the threads have not found out yet
             assert {type(each) for each in answers.values()} == {PeerUnavailable}
@@ -809,7 +809,7 @@ def test_a_pin_that_nobody_waits_for_any_more_is_released():
 
         client.pin = late
         asyncio.run(cancelled(slow, pinned, go))
-        wait_until(lambda: not running.nodes[0].shard.table.columns.pins.any())
+        wait_until(lambda: not running.nodes[0].store.table.columns.pins.any())
 
 
 def test_a_namespace_that_a_node_cannot_name_is_dropped_elsewhere(tmp_path):
@@ -818,8 +818,8 @@ def test_a_namespace_that_a_node_cannot_name_is_dropped_elsewhere(tmp_path):
         node = running.nodes[0]
         assert node.namespaces._drop(raykv.Namespace(model="m" * 3000)) == 0
 
-        def adopt(text: bytes, account: bytes = b"") -> int:
-            if not account:  # from a heartbeat
+        def adopt(text: bytes, group: bytes = b"") -> int:
+            if not group:  # from a heartbeat
                 raise UsageError("no list of namespaces")
             return 0
 

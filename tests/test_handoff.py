@@ -60,8 +60,8 @@ def test_more_runs_than_a_ticket_holds_are_left_out():
         {"runs": [{"node_id": "a", "chunks": 1 << 40}]},
         {"runs": [{"node_id": "a", "chunks": 1, "address": "evil:1"}]},
         {"runs": [{"node_id": "a", "chunks": 1}] * (MAX_RUNS + 1)},
-        {"account": {"model": ""}},
-        {"account": None},
+        {"group": {"model": ""}},
+        {"group": None},
         {"more": 1},
     ],
 )

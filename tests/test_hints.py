@@ -12,7 +12,7 @@ from raykv.errors import UsageError
 from raykv.eviction import POLICIES
 from raykv.protocol.chunk_keys import named
 from raykv.protocol.namespace import Namespace
-from raykv.storage.store import Shard
+from raykv.storage.store import Store
 
 SPACE = raykv.Namespace(model="m")
 NBYTES = 4096
@@ -35,14 +35,14 @@ def put(client: raykv.Client, keys: list[str], **options) -> raykv.PutResult:
 
 
 class Bench:
-    """A full shard: a chunk in each slot, stored one after the other."""
+    """A full store: a chunk in each slot, stored one after the other."""
 
     def __init__(self, policy: str, *, chained: bool = False) -> None:
         storage = StorageConfig(
             arena_nbytes=COUNT * NBYTES, extent_nbytes=16_384, max_chunks=64, policy=policy, low_water=0.0
         )
-        self.shard = Shard.open(storage, None, now_s=0.0)
-        self.account = self.shard.accounts.open(Namespace(model="m"))
+        self.store = Store.open(storage, None, now_s=0.0)
+        self.group = self.store.groups.open(Namespace(model="m"))
         self.now_s = 1.0
         self.keys = named(b"k" * 16, names(COUNT))
         for place in range(COUNT):
@@ -50,15 +50,15 @@ class Bench:
 
     def put(self, keys: np.ndarray, *, parent: np.ndarray | None = None, **hints) -> int:
         self.now_s += 1.0
-        loan = self.shard.lend(len(keys), NBYTES, self.account, keys=keys, parent=parent, now_s=self.now_s)
+        loan = self.store.lend(len(keys), NBYTES, self.group, keys=keys, parent=parent, now_s=self.now_s)
         rows, places = loan.rows, np.arange(len(loan.rows), dtype=np.int32)
-        self.shard.store(
+        self.store.store(
             keys,
             places,
             rows,
             np.zeros(len(rows), np.uint64),
             NBYTES,
-            self.account,
+            self.group,
             chained=parent is not None,
             parent=parent,
             depth=0,
@@ -69,14 +69,14 @@ class Bench:
 
     def read(self, places: list[int]) -> None:
         self.now_s += 1.0
-        self.shard.unpin(self.shard.pin(self.keys[places], now_s=self.now_s).rows)
+        self.store.unpin(self.store.pin(self.keys[places], now_s=self.now_s).rows)
 
     def hint(self, places: list[int], **fields) -> int:
         fields = {"ttl_s": None, "priority": None, "ended": False, "touch": False, **fields}
-        return self.shard.hint(self.keys[places], now_s=self.now_s, **fields)
+        return self.store.hint(self.keys[places], now_s=self.now_s, **fields)
 
     def gone(self) -> list[int]:
-        return np.flatnonzero(self.shard.table.find(self.keys) < 0).tolist()
+        return np.flatnonzero(self.store.table.find(self.keys) < 0).tolist()
 
 
 @pytest.fixture(params=POLICIES)
@@ -92,7 +92,7 @@ def test_low_goes_before_all_and_high_after_all(bench: Bench):
     assert bench.gone() == [5, 11, 30]
     bench.put(named(b"y" * 16, names(25)))
     assert not {0, 1, 2, 3} & set(bench.gone())
-    bench.shard.close()
+    bench.store.close()
 
 
 def test_an_ended_session_goes_first_unless_somebody_reads_it(bench: Bench):
@@ -103,7 +103,7 @@ def test_an_ended_session_goes_first_unless_somebody_reads_it(bench: Bench):
     assert bench.gone() == [20, 21, 23]
     bench.put(named(b"y" * 16, names(1)))
     assert bench.gone() == [7, 20, 21, 23]
-    bench.shard.close()
+    bench.store.close()
 
 
 def test_what_has_expired_goes_before_everything(bench: Bench):
@@ -113,32 +113,32 @@ def test_what_has_expired_goes_before_everything(bench: Bench):
     bench.now_s += 100.0
     bench.put(named(b"x" * 16, names(2)))
     assert bench.gone() == [3, 4]
-    counters = bench.shard.counters
+    counters = bench.store.counters
     assert (counters.expired, counters.evicted) == (2, 0)
     bench.put(named(b"y" * 16, names(1)))
     assert bench.gone() == [3, 4, 9]
-    bench.shard.close()
+    bench.store.close()
 
 
 def test_a_row_that_is_used_again_has_no_marks_of_the_chunk_before(bench: Bench):
     bench.hint([*range(COUNT)], ttl_s=50.0, priority=-5, ended=True)
     bench.put(named(b"x" * 16, names(4)))
-    rows = bench.shard.table.find(named(b"x" * 16, names(4)))
-    assert not bench.shard.room.marks.ranks(rows, bench.shard.table.ticks(bench.now_s)).any()
-    assert not bench.shard.table.columns.expires[rows].any()
-    bench.shard.close()
+    rows = bench.store.table.find(named(b"x" * 16, names(4)))
+    assert not bench.store.room.row_hints.ranks(rows, bench.store.table.ticks(bench.now_s)).any()
+    assert not bench.store.table.columns.expires[rows].any()
+    bench.store.close()
 
 
 def test_hints_of_the_writer(bench: Bench):
     new = named(b"x" * 16, names(4))
     bench.put(new[1:4], priority=3)
     bench.put(new[:1], ttl_s=10.0, priority=-3)
-    columns, rows = bench.shard.table.columns, bench.shard.table.find(new)
-    now = bench.shard.table.ticks(bench.now_s)
-    assert bench.shard.room.marks.ranks(rows, now).tolist() == [-3, 3, 3, 3]
+    columns, rows = bench.store.table.columns, bench.store.table.find(new)
+    now = bench.store.table.ticks(bench.now_s)
+    assert bench.store.room.row_hints.ranks(rows, now).tolist() == [-3, 3, 3, 3]
     assert (columns.expires[rows] > 0).tolist() == [True, False, False, False]
     assert abs(int(columns.expires[rows[0]]) - int(columns.inserted[rows[0]]) - 640) <= 1
-    bench.shard.close()
+    bench.store.close()
 
 
 @pytest.mark.parametrize("policy", ["leaf_lru", "density", "ttl"])
@@ -147,22 +147,22 @@ def test_a_chain_still_goes_from_its_end(policy: str):
     bench.hint([*range(COUNT // 2)], ended=True)  # the beginning, which others hang on
     bench.put(named(b"x" * 16, names(5)))
     assert bench.gone() == [*range(COUNT - 5, COUNT)]
-    bench.shard.close()
+    bench.store.close()
 
 
 def test_after_a_restart_only_the_expiry_is_left(shm_dir):
     storage = StorageConfig(arena_nbytes=COUNT * NBYTES, extent_nbytes=16_384, max_chunks=64, shm_dir=shm_dir)
-    first = Shard.open(storage, shm_dir / "n", now_s=0.0)
+    first = Store.open(storage, shm_dir / "n", now_s=0.0)
     bench = Bench.__new__(Bench)
-    bench.shard, bench.now_s, bench.keys = first, 1.0, named(b"k" * 16, names(4))
-    bench.account = first.accounts.open(Namespace(model="m"))
+    bench.store, bench.now_s, bench.keys = first, 1.0, named(b"k" * 16, names(4))
+    bench.group = first.groups.open(Namespace(model="m"))
     bench.put(bench.keys, ttl_s=5.0, priority=9)
     first.close()
-    again = Shard.open(storage, shm_dir / "n", now_s=3.0)
-    assert again.room.marks.expiring
+    again = Store.open(storage, shm_dir / "n", now_s=3.0)
+    assert again.room.row_hints.expiring
     assert again.chunks == 4
     rows = again.table.find(bench.keys)
-    assert not again.room.marks.ranks(rows, again.table.ticks(3.0)).any()
+    assert not again.room.row_hints.ranks(rows, again.table.ticks(3.0)).any()
     assert again.room.drop_expired(rows, again.table.ticks(20.0)) == 4
     again.close()
 
@@ -202,7 +202,7 @@ def test_puts_with_hints_through_every_path():
         client.flush()
         outside = raykv.Client(
             SPACE,
-            raykv.client.router.Reach(
+            raykv.client.router.Router(
                 raykv.ClientConfig(address=running.nodes[0].member.address, secret=running.secret)
             ),
         )
@@ -210,11 +210,11 @@ def test_puts_with_hints_through_every_path():
         running.settle()
         marked = 0
         for node in running.nodes:
-            shard = node.shard
-            rows = shard.table.ready_rows()
+            store = node.store
+            rows = store.table.ready_rows()
             marked += len(rows)
-            assert (shard.table.columns.expires[rows] > 0).all()
-            assert (shard.room.marks.ranks(rows, shard.table.ticks(time.monotonic())) == 3).all()
+            assert (store.table.columns.expires[rows] > 0).all()
+            assert (store.room.row_hints.ranks(rows, store.table.ticks(time.monotonic())) == 3).all()
         assert marked == 7
         outside.close()
 
@@ -224,7 +224,7 @@ def test_policies_hear_what_a_request_made():
         client, told = running.client(SPACE), []
         put(client, names(5))
         running.settle()
-        density = running.nodes[0].shard.room.policies.default
+        density = running.nodes[0].store.room.policies.default
         density.told = lambda columns, rows, tokens, now: told.append((len(rows), tokens))
         other = running.client(SPACE, node=1)
         assert other.hint(names(4), output_tokens=300) == 4

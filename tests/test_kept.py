@@ -14,26 +14,26 @@ from pathlib import Path
 import pytest
 
 import raykv
-from raykv.client.router import Reach
+from raykv.client.router import Router
 from raykv.config import ClientConfig, NodeConfig
 from raykv.embedded import InProcessDirectory
 from raykv.errors import ConfigError, PeerUnavailable, UsageError
 from raykv.memory import native
 from raykv.protocol import messages
-from raykv.supervisor.handle import KeptNode
+from raykv.supervisor.handle import NodeHandle
 from raykv.supervisor.process import REFUSED
 from raykv.types import NodeId
-from tests.test_kill import Load, kept
+from tests.test_kill import BulkRead, kept
 from tests.test_node_process import SECRET, SPACE, get, names, put, wait_until
 
 OWNER = """
 import json, os, sys
 from raykv.config import NodeConfig
 from raykv.embedded import InProcessDirectory
-from raykv.supervisor.handle import KeptNode
+from raykv.supervisor.handle import NodeHandle
 
 directory = InProcessDirectory(member_timeout_s=60.0)
-node = KeptNode(NodeConfig.load(json.loads(sys.argv[1])), secret=b"s", directory=directory)
+node = NodeHandle(NodeConfig.load(json.loads(sys.argv[1])), secret=b"s", directory=directory)
 print(node.pid, node._keeper.pid, flush=True)
 sys.stdin.read()
 os.kill(os.getpid(), 9)
@@ -48,12 +48,12 @@ class Kept:
         self.fields = {"node_id": "n", "cluster": "p", "host": "elsewhere", "storage": memory, "heartbeat_s": 0.05}
         self.shm_dir = shm_dir
         self.directory = InProcessDirectory(member_timeout_s=5.0)
-        self.node = KeptNode(NodeConfig.load(self.fields), secret=bytes.fromhex(SECRET), directory=self.directory)
+        self.node = NodeHandle(NodeConfig.load(self.fields), secret=bytes.fromhex(SECRET), directory=self.directory)
 
     def client(self, *, local: bool = True, **config: object) -> raykv.Client:
         address = self.node.config.local_address if local else self.node.stats()["address"]
         fields = {"address": address, "secret": SECRET, "breaker_s": 0.05, **config}
-        return raykv.Client(SPACE, Reach(ClientConfig.load(fields)))
+        return raykv.Client(SPACE, Router(ClientConfig.load(fields)))
 
     def kill(self) -> int:
         """Kill the node, and wait for the next. Returns the pid of the dead one."""
@@ -184,7 +184,7 @@ def test_what_cannot_be_served_is_said_and_not_tried_again(shm_dir, storage):
 @pytest.mark.slow
 def test_two_for_the_same_memory(made):
     with pytest.raises(ConfigError, match="another process"):
-        KeptNode(made.node.config, secret=b"s", directory=made.directory)
+        NodeHandle(made.node.config, secret=b"s", directory=made.directory)
     assert made.node.stats()["node_id"] == "n"
 
 
@@ -242,7 +242,7 @@ def test_stopping_again_and_by_several_at_once(shm_dir):
 def test_memory_without_files_ends_with_each_node():
     config = NodeConfig.load({"node_id": "n", "storage": {"arena_nbytes": 1 << 20, "extent_nbytes": 1 << 16}})
     config = config.model_copy(update={"storage": config.storage.model_copy(update={"shm_dir": None})})
-    node = KeptNode(config, secret=b"s", directory=InProcessDirectory(member_timeout_s=60.0))
+    node = NodeHandle(config, secret=b"s", directory=InProcessDirectory(member_timeout_s=60.0))
     try:
         assert node.stats()["node_id"] == "n"
         os.kill(node.pid, signal.SIGKILL)
@@ -290,7 +290,7 @@ def test_requests_are_recorded_over_it(made):
     assert left_out == 0
     assert [len(each.keys) for each in requests[:3]] == [200] * 3
     with made.client(local=False) as far, pytest.raises(UsageError, match="this host"):
-        far._reach.peers.ask(
+        far._router.peers.ask(
             made.node.stats()["address"],
             lambda link: link.call(messages.TakeRecord(True), deadline_s=time.monotonic() + 5.0),
             deadline_s=time.monotonic() + 5.0,
@@ -309,7 +309,7 @@ def test_killed_at_random_moments_under_load_reads_never_stop(shm_dir):
     rng = random.Random(seed)
     one = Kept(shm_dir, arena_nbytes=8 << 20, extent_nbytes=256 << 10, low_water=0.0, high_water=0.001)
     try:
-        with Load(one, seed) as load:
+        with BulkRead(one, seed) as load:
             for _ in range(25):
                 time.sleep(1.0 + rng.random() * 0.3)  # one that lived for a second is made anew at once
                 one.kill()

@@ -29,7 +29,7 @@ def content(name: str) -> bytes:
     return hashlib.shake_128(name.encode()).digest(NBYTES)
 
 
-class Load:
+class BulkRead:
     """Threads that read and write through clients of their own, and note what they saw."""
 
     def __init__(self, node: NodeProcess, seed: int) -> None:
@@ -46,7 +46,7 @@ class Load:
         self.connected = threading.Barrier(len(tasks) + 1)
         self.threads = [threading.Thread(target=self._guard, args=(task,)) for task in tasks]
 
-    def __enter__(self) -> "Load":
+    def __enter__(self) -> "BulkRead":
         with self.node.client() as client:
             assert client.put(kept(), [content(name) for name in kept()], chained=False).stored == KEPT
             client.flush()
@@ -126,7 +126,7 @@ def resident(node: NodeProcess) -> np.ndarray:
     return np.stack([columns.key_hi[rows], columns.key_lo[rows]], axis=1)
 
 
-def check(node: NodeProcess, load: Load, before: np.ndarray) -> int:
+def check(node: NodeProcess, load: BulkRead, before: np.ndarray) -> int:
     """Everything that was there is there, with its bytes, and nothing unfinished."""
     names = {key: name for name in [*load.named, *kept()] for key in [chunk_keys.to_bytes(named([name]))]}
     raw = chunk_keys.to_bytes(before)
@@ -180,7 +180,7 @@ def test_killed_at_random_moments_nothing_committed_is_lost_and_reads_never_stop
     print("seed", seed)
     rng = random.Random(seed)
     chunks = below = 0
-    with Load(node, seed) as load:
+    with BulkRead(node, seed) as load:
         for _ in range(kills):
             time.sleep(rng.random() * 0.15)
             node.kill()

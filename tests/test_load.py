@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 
 import raykv
-from raykv.client.router import Reach
+from raykv.client.router import Router
 from raykv.config import ClientConfig
 from raykv.embedded import EmbeddedCluster
 from raykv.node.node import Node
 from raykv.protocol import messages
 from raykv.transport import bulk_read, stream, tcp
 from raykv.transport.base import Reply
-from raykv.transport.bulk_read import Load
+from raykv.transport.bulk_read import BulkRead
 from raykv.transport.stream import Stream
 from raykv.transport.tcp import SocketLink
 
@@ -104,27 +104,27 @@ def test_large_chunks_among_small_ones(running, verify):
     values = [content(n, size) for n, size in enumerate(sizes)]
     assert running.client(SPACE).put(names(6), values, chained=False).stored == 6
     running.settle()
-    shard, reader = running.nodes[0].shard, running.client(SPACE, node=2, verify=verify)
-    row = int(shard.table.find(reader.keys(["4"]))[0])
-    shard.arena.view[(int(shard.table.columns.page[row]) << 12) + 700_000] ^= 1
+    store, reader = running.nodes[0].store, running.client(SPACE, node=2, verify=verify)
+    row = int(store.table.find(reader.keys(["4"]))[0])
+    store.arena.view[(int(store.table.columns.page[row]) << 12) + 700_000] ^= 1
     into = [bytearray(size) for size in sizes]
     cut = [[memoryview(each)[: len(each) // 3], memoryview(each)[len(each) // 3 :]] for each in into]
     hits = reader.get(names(6), cut).hits
     assert hits == (True, True, True, True, verify == "never", True)
     assert [n for n in range(6) if into[n] != values[n]] == [4]
-    assert shard.counters.corrupt == (verify == "remote")
+    assert store.counters.corrupt == (verify == "remote")
 
 
 def test_chunks_that_go_between_two_requests_are_misses(running, small_parts, monkeypatch):
     reader = stored(running, 60, 0)
-    node, check = running.nodes[0], Load._check
+    node, check = running.nodes[0], BulkRead._check
 
     def check_and_lose_some(self, **how):
         check(self, **how)
         with node._lock:
-            node.shard.delete(reader.keys([str(n) for n in range(1, 60, 2)]))
+            node.store.delete(reader.keys([str(n) for n in range(1, 60, 2)]))
 
-    monkeypatch.setattr(Load, "_check", check_and_lose_some)
+    monkeypatch.setattr(BulkRead, "_check", check_and_lose_some)
     into = buffers(60)
     hits = reader.get(names(60), into).hits
     assert all(hits[::2])
@@ -136,8 +136,8 @@ def test_a_second_holder_is_asked_in_the_same_get(running):
     reader = stored(running, 30, 0, 1)
     for node, gone in ((0, range(0, 30, 2)), (1, range(1, 30, 2))):
         with running.nodes[node]._lock:  # chunks vanish, and nobody is told
-            running.nodes[node].shard.delete(reader.keys([str(n) for n in gone]))
-            running.nodes[node].shard.take_changes()
+            running.nodes[node].store.delete(reader.keys([str(n) for n in gone]))
+            running.nodes[node].store.take_changes()
     into = buffers(30)
     result = reader.get(names(30), into)
     assert result.chunks_by_source == {("node-0", "tcp"): 15, ("node-1", "tcp"): 15}
@@ -230,11 +230,11 @@ def test_a_second_holder_is_asked_for_what_the_owner_sends_wrong(running, count)
     put_on(running, 0, some)
     put_on(running, 1, some)
     running.settle()
-    shard, reader = running.nodes[0].shard, running.client(SPACE, node=2)
-    for row in shard.table.find(reader.keys(some)).tolist():
-        shard.arena.view[int(shard.table.columns.page[row]) * 4096 + 9] ^= 1
+    store, reader = running.nodes[0].store, running.client(SPACE, node=2)
+    for row in store.table.find(reader.keys(some)).tolist():
+        store.arena.view[int(store.table.columns.page[row]) * 4096 + 9] ^= 1
     assert get_named(reader, some).chunks_by_source == {("node-1", "tcp"): count}
-    assert shard.counters.corrupt == count
+    assert store.counters.corrupt == count
 
 
 @pytest.mark.parametrize("count", [1, 8])
@@ -245,11 +245,11 @@ def test_an_owner_that_lost_its_own_chunks_finds_out(running, count):
     running.settle()
     node, reader = running.nodes[0], running.client(SPACE, node=2)
     with node._lock:  # chunks vanish, and nobody is told
-        node.shard.delete(reader.keys(some))
-        node.shard.take_changes()
+        node.store.delete(reader.keys(some))
+        node.store.take_changes()
     assert get_named(reader, some).chunks_by_source == {("node-1", "tcp"): count}
     until_s = time.monotonic() + 5.0
-    while any("node-0" in holders for holders in node._locator.locate(reader.keys(some))):
+    while any("node-0" in holders for holders in node._location_index.locate(reader.keys(some))):
         assert time.monotonic() < until_s
         time.sleep(0.01)
 
@@ -264,31 +264,31 @@ def test_memory_of_a_neighbour_is_checked_for_whoever_wants_that(count):
         reader = running.client(SPACE, node=1, verify="always")
         into = buffers(count)
         assert reader.get(names(count), into).chunks_by_source == {("node-0", "shm"): count}
-        shard = running.nodes[0].shard
-        for row in shard.table.find(reader.keys(names(count))).tolist():
-            shard.arena.view[int(shard.table.columns.page[row]) * 4096 + 9] ^= 1
+        store = running.nodes[0].store
+        for row in store.table.find(reader.keys(names(count))).tolist():
+            store.arena.view[int(store.table.columns.page[row]) * 4096 + 9] ^= 1
         assert not any(reader.get(names(count), into).hits)
         assert not reader.get_one(reader.key("0"), into[0])
 
 
 def test_one_chunk(running):
     reader = stored(running, 2, 0)
-    reach, key = reader._reach, reader.keys(["1"]).tobytes()
+    router, key = reader._router, reader.keys(["1"]).tobytes()
     into = bytearray(NBYTES)
     until_s = time.monotonic() + 5.0
-    assert reach.fetch_one("node-0", key, memoryview(into), until_s)
+    assert router.fetch_one("node-0", key, memoryview(into), until_s)
     assert into == content(1)
-    assert not reach.fetch_one("node-0", key, memoryview(bytearray(NBYTES + 1)), until_s)
-    assert not reach.fetch_one("node-0", key, memoryview(bytearray()), until_s)
-    assert not reach.fetch_one("node-0", b"?" * 16, memoryview(into), until_s)
-    assert not reach.fetch_one("nobody", key, memoryview(into), until_s)
-    assert not reach.fetch_one("node-0", key, memoryview(into), time.monotonic() - 1.0)
-    shard = running.nodes[0].shard
-    row = int(shard.table.find(reader.keys(["1"]))[0])
-    shard.arena.view[int(shard.table.columns.page[row]) * 4096 + 9] ^= 1
-    assert not reach.fetch_one("node-0", key, memoryview(into), until_s)
-    assert shard.counters.corrupt == 1
-    assert not shard.table.columns.pins.any()
+    assert not router.fetch_one("node-0", key, memoryview(bytearray(NBYTES + 1)), until_s)
+    assert not router.fetch_one("node-0", key, memoryview(bytearray()), until_s)
+    assert not router.fetch_one("node-0", b"?" * 16, memoryview(into), until_s)
+    assert not router.fetch_one("nobody", key, memoryview(into), until_s)
+    assert not router.fetch_one("node-0", key, memoryview(into), time.monotonic() - 1.0)
+    store = running.nodes[0].store
+    row = int(store.table.find(reader.keys(["1"]))[0])
+    store.arena.view[int(store.table.columns.page[row]) * 4096 + 9] ^= 1
+    assert not router.fetch_one("node-0", key, memoryview(into), until_s)
+    assert store.counters.corrupt == 1
+    assert not store.table.columns.pins.any()
 
 
 def test_a_holder_that_stalls_costs_the_rest_and_not_what_has_arrived(running, loops, monkeypatch):
@@ -368,10 +368,10 @@ def test_a_node_that_is_killed_in_the_middle(shm_dir, monkeypatch):
         assert process.stdout is not None
         address = process.stdout.readline().strip()
         config = ClientConfig.load({"address": address, "secret": (b"s" * 32).hex(), "timeout_s": 20.0})
-        with raykv.Client(SPACE, Reach(config)) as client:
+        with raykv.Client(SPACE, Router(config)) as client:
             big, count = 200 << 10, 150
             assert client.put(names(count), [content(n, big) for n in range(count)], chained=False).stored == count
-            checked, check = [], Load._check
+            checked, check = [], BulkRead._check
 
             def check_and_kill(self, **how):
                 checked.extend(self._due[0])
@@ -380,7 +380,7 @@ def test_a_node_that_is_killed_in_the_middle(shm_dir, monkeypatch):
                     process.send_signal(signal.SIGKILL)
                     process.wait()
 
-            monkeypatch.setattr(Load, "_check", check_and_kill)
+            monkeypatch.setattr(BulkRead, "_check", check_and_kill)
             into = buffers(count, big)
             began_s = time.monotonic()
             hits = client.get(names(count), into, match=raykv.Match(count, ("n",) * count)).hits

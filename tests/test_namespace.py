@@ -57,7 +57,7 @@ def test_equal_namespaces_have_equal_digests():
 
 def test_salt_and_adapter_share_an_account_and_nothing_else_does():
     for field, value in OTHER.items():
-        same = BASE.with_fields(**{field: value}).account == BASE.account
+        same = BASE.with_fields(**{field: value}).group == BASE.group
         assert same == (field in ("salt", "lora"))
 
 

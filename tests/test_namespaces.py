@@ -73,7 +73,7 @@ def test_configured_on_all_nodes_and_on_those_that_come_later():
         assert {node["policy"] for node in found["nodes"].values()} == {"fifo"}
         for node in range(3):
             assert put(running.client(MINE, node=node), names(20, f"of-{node}-")).stored >= 5
-            assert running.nodes[node].shard.room.used_nbytes[0] <= 5 * SLOT
+            assert running.nodes[node].store.room.used_nbytes[0] <= 5 * SLOT
         assert client.configure(policy=None, dram_quota_nbytes=None) == 3
         assert put(client, names(20, "more")).stored == 20
         assert listed(client, MINE)["nodes"]["node-1"]["policy"] == "leaf_lru"
@@ -161,8 +161,8 @@ def test_what_a_namespace_stores_expires_and_is_swept():
         put(other, ["short"], ttl_s=0.2)
         client.flush()
         running.settle()
-        shard = running.nodes[0].shard
-        until(lambda: shard.chunks == 8)
+        store = running.nodes[0].store
+        until(lambda: store.chunks == 8)
         assert here(client, names(5)) == 0
         assert (here(client, names(3, "before")), here(other, names(5))) == (3, 5)
         assert listed(client, MINE)["departures"] == {"expired": 6}
@@ -211,16 +211,16 @@ def test_a_hundred_thousand_chunks_are_dropped():
         client.flush()
         running.settle()
         node = running.nodes[0]
-        used = node.shard.used_nbytes
+        used = node.store.used_nbytes
         began_s = time.monotonic()
         assert client.drop_namespace() == count
         print(f"a namespace of {count:,} chunks dropped in {time.monotonic() - began_s:.3f} s")
-        assert node.shard.used_nbytes <= used - count * 4096
-        assert node.shard.chunks == len(theirs)
+        assert node.store.used_nbytes <= used - count * 4096
+        assert node.store.chunks == len(theirs)
         running.settle()
         assert other.exists(theirs).all()
         assert not client.exists(mine).any()
-        assert int(node.shard.room.slots.free_nbytes) >= count * 4096
+        assert int(node.store.room.slots.free_nbytes) >= count * 4096
 
 
 def test_pinned_chunks_go_when_they_are_unpinned():
@@ -240,17 +240,17 @@ def test_pinned_chunks_go_when_they_are_unpinned():
 def test_writers_go_on_while_their_namespace_is_dropped():
     with cluster(1) as running:
         clients = [running.client(MINE) for _ in range(2)]
-        client, stop, troubles = running.client(MINE), threading.Event(), []
+        client, stop, read_failures = running.client(MINE), threading.Event(), []
 
         def write(mine: raykv.Client, prefix: str) -> None:
             number = 0
             while not stop.is_set():
                 done = put(mine, names(4, f"{prefix}{number}-"), wait=number % 3 > 0)
                 if done.skipped:
-                    troubles.append(done)
+                    read_failures.append(done)
                 number += 1
             if (rest := mine.flush()).skipped:
-                troubles.append(rest)
+                read_failures.append(rest)
 
         threads = [
             threading.Thread(target=write, args=(each, f"w{number}-"), name="raykv-test")
@@ -267,9 +267,9 @@ def test_writers_go_on_while_their_namespace_is_dropped():
             thread.join()
         print(f"{dropped} chunks dropped under two writers")
         assert dropped
-        assert not troubles
+        assert not read_failures
         client.drop_namespace()
-        assert running.nodes[0].shard.chunks == 0
+        assert running.nodes[0].store.chunks == 0
         reservation = client.reserve(names(2), NBYTES)
         client.drop_namespace()
         for view in reservation.views:
@@ -278,9 +278,9 @@ def test_writers_go_on_while_their_namespace_is_dropped():
         client.drop_namespace()
         for each in clients:
             each.close()
-        room = running.nodes[0].shard.room
+        room = running.nodes[0].store.room
         room.wake(now_s=time.monotonic() + 100)
-        assert running.nodes[0].shard.chunks == 0
+        assert running.nodes[0].store.chunks == 0
 
 
 def test_a_node_that_was_away_drops_when_it_is_back(shm_dir: Path):
@@ -298,14 +298,14 @@ def test_a_node_that_was_away_drops_when_it_is_back(shm_dir: Path):
         node.stop(leave=True)
         config = node.config
         reborn = raykv.node.node.Node(config, secret=bytes.fromhex(running.secret), directory=running.directory)
-        assert reborn.shard.recovered == 20
+        assert reborn.store.recovered == 20
         assert reborn.namespaces.register.config(MINE.digest).policy == "fifo", "before it has heard of anybody"
-        assert reborn.shard.room.policies.name(reborn.shard.accounts.find(MINE.digest)) == "fifo"
-        reborn.shard.close()
+        assert reborn.store.room.policies.name(reborn.store.groups.find(MINE.digest)) == "fifo"
+        reborn.store.close()
         assert client.drop_namespace() == 10
         again = raykv.node.node.Node(config, secret=bytes.fromhex(running.secret), directory=running.directory)
         again.start()
-        assert again.shard.chunks == 10, "those of the other namespace"
+        assert again.store.chunks == 10, "those of the other namespace"
         assert again.namespaces.register.config(MINE.digest) == NamespaceConfig()
         again.stop(unlink=True)
         assert not path.exists()
@@ -355,10 +355,10 @@ def test_a_message_that_is_wrong_is_refused(request_):
         client = running.client(MINE)
         put(client, ["a"])
         with pytest.raises(UsageError):
-            client._reach.call("node-0", request_, time.monotonic() + 5)
-        client._reach.call("node-0", messages.Report(b"nobody", {"x": 1}), time.monotonic() + 5)
-        mine = MINE.account.digest
-        client._reach.call("node-0", messages.Report(mine, {"x" * 99: 5, "y": -1}, (-3,)), time.monotonic() + 5)
+            client._router.call("node-0", request_, time.monotonic() + 5)
+        client._router.call("node-0", messages.Report(b"nobody", {"x": 1}), time.monotonic() + 5)
+        mine = MINE.group.digest
+        client._router.call("node-0", messages.Report(mine, {"x" * 99: 5, "y": -1}, (-3,)), time.monotonic() + 5)
         assert here(client, ["a"]) == 1
         assert [each["namespace"] for each in client.namespaces()] == [MINE]
 
@@ -369,7 +369,7 @@ def test_numbers_of_dropped_accounts_are_used_again():
         client, node = running.client(MINE), running.nodes[0]
         for number in range(1024):
             with node._lock:
-                node.shard.accounts.open(raykv.Namespace(model=f"m{number}"))
+                node.store.groups.open(raykv.Namespace(model=f"m{number}"))
         full = put(client, ["a"])
         assert full.skipped == 1
         assert "drop one" in full.reason
@@ -411,13 +411,13 @@ def test_a_quota_holds_under_writers_of_several_processes(shm_dir: Path, seed: i
             )
             for number in range(3)
         ]
-        room = running.nodes[0].shard.room
+        room = running.nodes[0].store.room
         for writer in writers:
             writer.stdin.write("go\n")
             writer.stdin.flush()
         most = 0
         while any(writer.poll() is None for writer in writers):
-            most = max(most, int(room.used_nbytes[running.nodes[0].shard.accounts.find(MINE.digest)]))
+            most = max(most, int(room.used_nbytes[running.nodes[0].store.groups.find(MINE.digest)]))
             time.sleep(0.001)
         for writer in writers:
             writer.stdin.close()
@@ -447,14 +447,14 @@ def test_tiers_of_a_namespace():
         (NamespaceConfig(tiers="dram"), []),
     ):
         house = House(low_water=0.0, high_water=0.01)
-        house.shard.configure(house.bench.account, config, now_s=time.monotonic())
+        house.store.configure(house.bench.group, config, now_s=time.monotonic())
         fill(house)
         assert down(house) == first, config
         if config.tiers == "dram":
             house.read(CHUNKS)
             assert down(house) == []
         house.tiers.close()
-        house.shard.close()
+        house.store.close()
 
 
 def test_a_session_that_ended_goes_down_first_though_nobody_read_it_twice():
@@ -462,12 +462,12 @@ def test_a_session_that_ended_goes_down_first_though_nobody_read_it_twice():
     fill(house)
     house.read(CHUNKS)
     ended = names_to_keys(CHUNKS[7:9])
-    house.shard.hint(ended, ttl_s=None, priority=None, ended=True, touch=False, now_s=time.monotonic())
+    house.store.hint(ended, ttl_s=None, priority=None, ended=True, touch=False, now_s=time.monotonic())
     assert down(house) == CHUNKS[7:9]
     house.put(["new-1", "new-2"], nbytes=60_000, chained=False)
     assert house.read(CHUNKS) == [number not in (7,) for number in range(15)], "and out of memory, as room is needed"
     house.tiers.close()
-    house.shard.close()
+    house.store.close()
 
 
 @pytest.mark.slow
@@ -515,6 +515,6 @@ def test_an_ssd_is_part_of_it(shm_dir: Path, tmp_path: Path):
         reborn = raykv.node.node.Node(config, secret=bytes.fromhex(running.secret), directory=running.directory)
         reborn.start()
         until(lambda: reborn.tiers.stats()["tiers"]["ssd"]["state"] == "on")
-        number = reborn.shard.accounts.find(MINE.digest)
+        number = reborn.store.groups.find(MINE.digest)
         assert reborn.tiers.tiers[0].used_nbytes(number) > 0, "what was stored since the drop is still there"
         reborn.stop(unlink=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import raykv
-from raykv.client.router import Reach
+from raykv.client.router import Router
 from raykv.config import ClientConfig
 from raykv.memory import native
 
@@ -99,7 +99,7 @@ class NodeProcess:
     def client(self, *, local: bool = True, **config) -> raykv.Client:
         address = self.local_address if local else self.address
         fields = {"address": address, "secret": SECRET, "breaker_s": 0.05, **config}
-        return raykv.Client(SPACE, Reach(ClientConfig.load(fields)))
+        return raykv.Client(SPACE, Router(ClientConfig.load(fields)))
 
     def stats(self) -> dict:
         with self.client() as client:

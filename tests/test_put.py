@@ -14,7 +14,7 @@ import pytest
 import xxhash
 
 import raykv
-from raykv.client.slot_pool import GROW_S, MAX_POOL_NBYTES, MAX_POOL_SLOTS, POOL_IDLE_S, Account, Outcome, Pool
+from raykv.client.slot_pool import GROW_S, MAX_POOL_NBYTES, MAX_POOL_SLOTS, POOL_IDLE_S, Outcome, QuotaGroup, SlotPool
 from raykv.errors import PeerUnavailable
 from raykv.memory import native
 from raykv.memory.reader import ShmReader
@@ -47,7 +47,7 @@ def lent_nbytes(node: NodeProcess) -> int:
 
 def pool_starts(client) -> list[int]:
     """Where in the arena the slots begin that a client has on loan."""
-    return [start for pool in client._reach.local._pools.values() for _, start, _ in pool.slots]
+    return [start for pool in client._router.local._pools.values() for _, start, _ in pool.slots]
 
 
 # -- the pool alone ---------------------------------------------------------------------------------------------------
@@ -56,7 +56,7 @@ def pool_starts(client) -> list[int]:
 @pytest.mark.parametrize("size", [4096, 1 << 20, 64 << 20])
 @pytest.mark.parametrize("arena_nbytes", [1 << 20, 32 << 20, 1 << 40])
 def test_a_pool_is_bounded(size, arena_nbytes):
-    pool = Pool(size, arena_nbytes)
+    pool = SlotPool(size, arena_nbytes)
     for number in range(100):
         pool.ran_short(1 << number % 20)
         wanted = len(pool.slots) + pool.lacking(number * GROW_S / 2)
@@ -65,7 +65,7 @@ def test_a_pool_is_bounded(size, arena_nbytes):
 
 
 def test_a_pool_grows_with_use_and_is_filled_when_half_empty():
-    pool = Pool(4096, 1 << 30)
+    pool = SlotPool(4096, 1 << 30)
     pool.ran_short(2)
     assert pool.lacking(0.0) == 4
     pool.slots += [(1, 10, 7), (2, 20, 9), (3, 30, 11), (4, 40, 13)]
@@ -100,8 +100,8 @@ class Direct:
         self.cluster = raykv.embedded(1, arena_nbytes="256 MiB", shm_dir=str(shm_dir))
         self.node, self.joined = self.cluster.nodes[0], joined
         self.session = self.node.session(local=True)
-        self.account = Account.of(raykv.Namespace(model="m"))
-        self.ask(messages.OpenNamespace(self.account.text))
+        self.group = QuotaGroup.of(raykv.Namespace(model="m"))
+        self.ask(messages.OpenNamespace(self.group.text))
         (attached,) = self.ask(messages.Attach())
         self.reader = ShmReader(attached.table, attached.arena, writable=True)
 
@@ -111,7 +111,7 @@ class Direct:
         return [self.node.answer(request, self.session).answer for request in requests]
 
     def lend(self, count: int, nbytes: int) -> list[tuple[int, int, int]]:
-        (lent,) = self.ask(messages.Lend(self.account.digest, nbytes, count))
+        (lent,) = self.ask(messages.Lend(self.group.digest, nbytes, count))
         rows = np.frombuffer(lent.rows, "<i4").tolist()
         generation = self.reader.table.cells.generation
         starts = np.frombuffer(lent.offsets, "<u8").tolist()
@@ -119,12 +119,12 @@ class Direct:
 
     def state(self) -> tuple:
         """But for which rows and slots it is."""
-        columns, shard = self.reader.table.columns, self.node.shard
+        columns, store = self.reader.table.columns, self.node.store
         with self.node._lock:
-            shard.take_in(now_s=time.monotonic())  # what was published, and its store refused
-        rows = shard.table.ready_rows()
+            store.take_in(now_s=time.monotonic())  # what was published, and its store refused
+        rows = store.table.ready_rows()
         told = [getattr(columns, field)[rows].tolist() for field in ("key_hi", "key_lo", "nbytes", "parent", "depth")]
-        return sorted(zip(*told, strict=True)), shard.counters.committed, shard.room.lent_nbytes
+        return sorted(zip(*told, strict=True)), store.counters.committed, store.room.lent_nbytes
 
     def close(self) -> None:
         self.session.close()
@@ -135,7 +135,7 @@ class Direct:
 WRONG = [
     *(("rows", raw) for raw in (b"", b"\1", bytes(8), (1 << 20).to_bytes(4, "little"))),
     *(("nbytes", number) for number in (0, 70_000, 4 << 20)),
-    *(("account", raw) for raw in (b"", bytes(16))),
+    *(("group", raw) for raw in (b"", bytes(16))),
     *(("ahead", number) for number in (-1, 3, 1 << 30)),
     *(("keys", raw) for raw in (b"", bytes(15), bytes(32))),
     *(("checksums", raw) for raw in (b"", bytes(16))),
@@ -163,12 +163,12 @@ def test_stores_that_arrive_together_do_what_they_would_do_one_after_another(rng
                 for each, lent, requests in zip(both, slots, stores, strict=True):
                     row, start, generation = lent[number]
                     _, checksum = each.reader.store_one(row, generation if published else 2, start, key, value, nbytes)
-                    store = messages.Store(
-                        each.account.digest, key, nbytes, row.to_bytes(4, "little"), checksum, chained=False
+                    request = messages.Store(
+                        each.group.digest, key, nbytes, row.to_bytes(4, "little"), checksum, chained=False
                     )
                     if field:
-                        setattr(store, field, bad)
-                    requests.append(store)
+                        setattr(request, field, bad)
+                    requests.append(request)
             if some and rng.random() < 0.3:
                 again = rng.randrange(count)
                 for requests in stores:
@@ -225,7 +225,7 @@ def test_slots_that_nobody_uses_go_back(node, monkeypatch):
         before = time.monotonic
         monkeypatch.setattr("raykv.client.local_connection.time.monotonic", lambda: before() + POOL_IDLE_S)
         client.put(["of another size"], [bytes(100)])
-        sizes = {size for (_, size), pool in client._reach.local._pools.items() if pool.slots}
+        sizes = {size for (_, size), pool in client._router.local._pools.items() if pool.slots}
         assert sizes == {4096}
         monkeypatch.undo()
         assert lent_nbytes(node) <= 4096 * MAX_POOL_SLOTS
@@ -393,7 +393,7 @@ def test_what_took_too_long_to_write_is_told_all_the_same(node, monkeypatch):
     """Else its slots stay on loan, and cannot be evicted, for as long as the connection lasts."""
     with node.client() as client:
         put(client, names(4))
-        threads = client._reach.copy_threads
+        threads = client._router.copy_threads
         fill = threads.fill
 
         def slow_fill(*arguments):
@@ -413,7 +413,7 @@ def test_what_took_too_long_to_write_is_told_all_the_same(node, monkeypatch):
 def test_what_took_too_long_to_write_and_was_published_in_part_is_told_all_the_same(node, monkeypatch, wait):
     with node.client() as client, node.client() as other:
         put(client, names(4))
-        threads, late = client._reach.copy_threads, names(12)[4:]
+        threads, late = client._router.copy_threads, names(12)[4:]
         fill = threads.fill
 
         def slow_fill(*arguments):
@@ -441,7 +441,7 @@ def test_slots_of_an_idle_pool_go_back_also_when_the_call_came_late(node, monkey
         client.put(["other"], [bytes(100)], timeout_s=0.0)
         monkeypatch.undo()
         client.flush()
-        held = sum(len(pool.slots) * slot_nbytes(nbytes) for (_, nbytes), pool in client._reach.local._pools.items())
+        held = sum(len(pool.slots) * slot_nbytes(nbytes) for (_, nbytes), pool in client._router.local._pools.items())
         assert lent_nbytes(node) == held
 
 
@@ -475,7 +475,7 @@ def test_chunks_of_several_sizes_have_one_deadline(node, monkeypatch):
 def test_a_flush_tells_of_posted_chunks_alone(node):
     with node.client() as client:
         put(client, names(4))
-        local = client._reach.local
+        local = client._router.local
         local._take_in_arrived = lambda deadline_s: None  # no answer has come
         assert client.put(["b", "c"], [content("b"), content("c")]).stored == 2
         waited = bool(local._posted)
@@ -495,7 +495,7 @@ client, reader = embedded.client(raykv.Namespace(model="m")), embedded.client(ra
 put = lambda keys, byte: client.put(keys, [byte * 4096] * len(keys), chained=False)
 put(["a", "b"], b"0")
 client.flush()
-local, lock = client._reach.local, embedded.nodes[0]._lock
+local, lock = client._router.local, embedded.nodes[0]._lock
 if sys.argv[1] == "told":  # a rival, or a full window: the node is asked, and waited for
     local.reader.publish = lambda *arguments: False
 lock.acquire()
@@ -529,7 +529,7 @@ def test_a_put_that_is_interrupted_spoils_neither_bytes_nor_the_client(how):
 @pytest.mark.skipif(not native.available, reason="without the compiled loops nothing is published")
 def test_slots_that_come_for_a_pool_that_is_idle_by_then_are_not_lost(node, monkeypatch):
     with node.client() as client:
-        local, number = client._reach.local, 0
+        local, number = client._router.local, 0
         while not any(each.ahead for each in local._posted):  # slots are on their way
             put(client, [f"idle-{number}"])
             number += 1
@@ -546,7 +546,7 @@ def test_a_poll_takes_in_an_answer_of_which_a_part_is_there(node, monkeypatch):
     with node.client() as client:
         put(client, names(4))
         client.flush()
-        link = client._reach.local._link
+        link = client._router.local._link
         collect = link.collect
 
         def collect_in_parts(*arguments, deadline_s):
@@ -559,12 +559,12 @@ def test_a_poll_takes_in_an_answer_of_which_a_part_is_there(node, monkeypatch):
         wait_until(link.ready)
         monkeypatch.setattr(link, "collect", collect_in_parts)
         assert client.flush(timeout_s=0.0).stored == 5
-        assert client._reach.local._link is link
+        assert client._router.local._link is link
 
 
 def test_who_waits_for_another_threads_call_waits_no_longer_than_its_deadline(node):
     with node.client() as client:
-        local = client._reach.local
+        local = client._router.local
         with local._lock:
             began_s = time.monotonic()
             with pytest.raises(PeerUnavailable, match="busy"):
@@ -602,10 +602,10 @@ def test_slots_lent_by_a_node_that_died_are_not_written_to_later(node):
         assert old
         node.kill()
         node.start()
-        view = idle._reach.local.reader.arena.view
+        view = idle._router.local.reader.arena.view
         before = {start: bytes(view[start : start + NBYTES]) for start in old}
-        idle._reach.local._trusted_until_s = 0.0  # so much time has passed
-        idle._reach.local._retry_at_s = 0.0
+        idle._router.local._trusted_until_s = 0.0  # so much time has passed
+        idle._router.local._retry_at_s = 0.0
         assert put(idle, ["new"]).skipped == 0
         assert {start: bytes(view[start : start + NBYTES]) for start in old} == before
         assert put(busy, names(60)).skipped == 0
@@ -627,7 +627,7 @@ def test_a_slot_whose_node_just_died_is_given_to_nobody_else(node):
         big = names(20, "big")
         assert other.put(big, [bytes([n]) * (1 << 20) for n in range(20)]).stored == 20
         assert all(get(other, ["late"])) is compiled
-        columns = other._reach.local.reader.table.columns
+        columns = other._router.local.reader.table.columns
         ready = (columns.generation & 1 == 0) & (columns.generation > 0) & (columns.nbytes == 1 << 20)
         assert not old & set((columns.page[ready].astype(np.int64) * 4096).tolist())
 

@@ -13,7 +13,7 @@ import pytest
 from raykv.errors import PeerUnavailable, RayKVError
 from raykv.protocol import messages
 from raykv.protocol.placement import View
-from raykv.transport.bulk_read import PART_KEYS, Arrivals, Load
+from raykv.transport.bulk_read import PART_KEYS, BulkRead, ReadProgress
 from raykv.transport.pool import Peers
 from raykv.transport.tcp import SocketLink
 from tests.test_cluster_embedded import SPACE, cluster, get, names, put
@@ -43,8 +43,8 @@ def test_who_has_no_descriptors_left_misses():
         put(running.client(SPACE, node=0), names(3))
         running.settle()
         client = running.client(SPACE, node=1, breaker_s=0.0)
-        assert client._reach.local is not None
-        client._reach.peers.retain(())
+        assert client._router.local is not None
+        client._router.peers.retain(())
         with no_descriptors():
             assert get(client, names(3)).hits == (False,) * 3
             with pytest.raises(PeerUnavailable):
@@ -69,9 +69,9 @@ def test_when_parallel_work_raises_nobody_is_at_it_any_more():
         raise IndexError("a bug")
 
     with cluster(1) as running:
-        reach = running.client(SPACE)._reach
+        router = running.client(SPACE)._router
         with pytest.raises(IndexError):
-            reach.in_parallel({1: wrong, 2: slow, 3: slow}, time.monotonic() + 5.0)
+            router.in_parallel({1: wrong, 2: slow, 3: slow}, time.monotonic() + 5.0)
         assert ended.is_set()
 
 
@@ -83,44 +83,44 @@ def test_without_more_threads_work_is_done_by_who_wants_it():
         raise RuntimeError("can't start new thread")
 
     with cluster(1) as running:
-        reach = running.client(SPACE)._reach
-        reach._pool = SimpleNamespace(submit=refuse, shutdown=lambda: None)
+        router = running.client(SPACE)._router
+        router._pool = SimpleNamespace(submit=refuse, shutdown=lambda: None)
         work = {number: lambda number=number: done.append(number) or number for number in range(3)}
-        assert reach.in_parallel(work, time.monotonic() + 5.0) == {0: 0, 1: 1, 2: 2}
-        reach._report_stale("node-0", np.zeros((1, 2), np.uint64), time.monotonic() + 1.0)
+        assert router.in_parallel(work, time.monotonic() + 5.0) == {0: 0, 1: 1, 2: 2}
+        router._report_stale("node-0", np.zeros((1, 2), np.uint64), time.monotonic() + 1.0)
         for task in queued[:3]:
             assert isinstance(task(), RayKVError)
         assert done == [0, 1, 2]
-        reach.close()
+        router.close()
         with pytest.raises(RuntimeError):
-            reach.in_parallel(work, time.monotonic() + 5.0)
+            router.in_parallel(work, time.monotonic() + 5.0)
 
 
 def test_an_address_that_swallows_everything_costs_little_where_others_answer(black_hole):
     with cluster(3) as running:
-        reach = running.client(SPACE, breaker_s=0.05)._reach
-        local, reach.local = reach.local, None  # as from a host without a node
-        reach._address = black_hole
+        router = running.client(SPACE, breaker_s=0.05)._router
+        local, router.local = router.local, None  # as from a host without a node
+        router._address = black_hole
         took = []
         for _ in range(20):
-            reach.peers.failures += 1 if not took else 0  # somebody did not answer, once
+            router.peers.failures += 1 if not took else 0  # somebody did not answer, once
             start_s = time.monotonic()
-            reach.view(start_s + 1.0)
+            router.view(start_s + 1.0)
             took.append(time.monotonic() - start_s)
             time.sleep(0.02)
         assert max(took) < 0.5
-        reach._view = View()  # now there is nobody else
+        router._view = View()  # now there is nobody else
         with pytest.raises(PeerUnavailable):
-            reach._ask_any(messages.GetView(), time.monotonic() + 0.2)
-        reach.local = local
+            router._ask_any(messages.GetView(), time.monotonic() + 0.2)
+        router.local = local
 
 
 def test_chunks_that_were_brought_up_in_time_count_when_the_rest_does_not_come():
     with cluster(1) as running:
-        reach = running.client(SPACE)._reach
+        router = running.client(SPACE)._router
         keys = running.client(SPACE).keys(names(6))
-        arrivals = Arrivals(keys, [[memoryview(bytearray(8 << 20))] for _ in names(6)], [8 << 20] * 6)
-        load = Load(arrivals, list(range(6)), verify=True)
+        progress = ReadProgress(keys, [[memoryview(bytearray(8 << 20))] for _ in names(6)], [8 << 20] * 6)
+        load = BulkRead(progress, list(range(6)), verify=True)
         asked = []
 
         def ask(member, raw, timeout_s, deadline_s):
@@ -128,10 +128,10 @@ def test_chunks_that_were_brought_up_in_time_count_when_the_rest_does_not_come()
             if len(asked) > 5:  # the two of the third part, when they are waited for
                 raise PeerUnavailable("the deadline has passed")
 
-        reach._ask_to_promote = ask
-        reach.read_local = lambda reader, keys, into: (np.ones(len(keys), np.bool_), 0)
+        router._ask_to_promote = ask
+        router.read_local = lambda reader, keys, into: (np.ones(len(keys), np.bool_), 0)
         with pytest.raises(PeerUnavailable):
-            reach._promote(None, None, arrivals, load, list(range(6)), time.monotonic() + 1.0)
+            router._promote(None, None, progress, load, list(range(6)), time.monotonic() + 1.0)
         assert load.arrived == [0, 1, 2, 3]
 
 
@@ -149,12 +149,12 @@ def test_who_has_left_is_forgotten():
         running.settle()
         client = running.client(SPACE, node=1)
         assert all(get(client, names(2)).hits)
-        reach = client._reach
-        ((life, reader),) = reach._neighbours.items()
-        reach._neighbours = {life: reader, ("gone", 1): None}
-        reach._view = View()
-        reach.refresh(time.monotonic() + 1.0)
-        assert reach._neighbours == {life: reader}
+        router = client._router
+        ((life, reader),) = router._neighbours.items()
+        router._neighbours = {life: reader, ("gone", 1): None}
+        router._view = View()
+        router.refresh(time.monotonic() + 1.0)
+        assert router._neighbours == {life: reader}
 
 
 def test_a_match_has_one_deadline_for_all_that_it_does(monkeypatch):
@@ -163,12 +163,12 @@ def test_a_match_has_one_deadline_for_all_that_it_does(monkeypatch):
         running.settle()
         client = running.client(SPACE, node=1)
         deadlines = []
-        here, locate = client._here, client._reach.locate
+        here, locate = client._here, client._router.locate
         monkeypatch.setattr(
             client, "_here", lambda keys, deadline_s: deadlines.append(deadline_s) or here(keys, deadline_s)
         )
         monkeypatch.setattr(
-            client._reach, "locate", lambda keys, deadline_s: deadlines.append(deadline_s) or locate(keys, deadline_s)
+            client._router, "locate", lambda keys, deadline_s: deadlines.append(deadline_s) or locate(keys, deadline_s)
         )
         assert client.match(["a"]).count == 1
         assert len(deadlines) == 2
@@ -192,10 +192,10 @@ def test_a_client_goes_over_to_a_cluster_that_was_started_anew():
         put(running.client(SPACE, node=0), ["a"])
         running.settle()
         client = running.client(SPACE, node=1)
-        reach = client._reach
-        before, reach.peers.secret = reach.peers.secret, b"of the old one"
-        reach._view, reach.peers.epoch, reach.local.epoch = View(1000), 1000, 1000
-        reach.peers.retain(())
+        router = client._router
+        before, router.peers.secret = router.peers.secret, b"of the old one"
+        router._view, router.peers.epoch, router.local.epoch = View(1000), 1000, 1000
+        router.peers.retain(())
         assert get(client, ["a"]).hits == (True,)
-        assert reach.peers.secret == before
-        assert 0 < reach._view.epoch < 1000
+        assert router.peers.secret == before
+        assert 0 < router._view.epoch < 1000

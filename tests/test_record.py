@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 
 import raykv
+from raykv.client.trace_recorder import SEND_KEYS, SEND_S, TraceRecorder
 from raykv.errors import UsageError
+from raykv.node.trace_buffer import MAX_BUFFER_KEYS, TraceBuffer
 from raykv.planner.trace import read_trace
 from raykv.protocol import chunk_keys
-from raykv.record import MAX_TAPE_KEYS, SEND_KEYS, SEND_S, Asked, Recorder, Tape, pack, unpack
+from raykv.protocol.trace_requests import TracedRequest, pack, unpack
 
 SPACE = raykv.Namespace(model="m", chunk_tokens=16)
 
@@ -21,7 +23,11 @@ def some_keys(count: int, start: int = 0) -> np.ndarray:
 
 
 def test_requests_come_through_as_they_were():
-    requests = [Asked(12.5, 16, some_keys(3)), Asked(13.0, 16, some_keys(0)), Asked(14.0, 512, some_keys(2, 7))]
+    requests = [
+        TracedRequest(12.5, 16, some_keys(3)),
+        TracedRequest(13.0, 16, some_keys(0)),
+        TracedRequest(14.0, 512, some_keys(2, 7)),
+    ]
     back = list(unpack(pack(requests)))
     assert [(each.at_s, each.chunk_tokens, each.keys.tolist()) for each in back] == [
         (each.at_s, each.chunk_tokens, each.keys.tolist()) for each in requests
@@ -29,7 +35,7 @@ def test_requests_come_through_as_they_were():
 
 
 def test_every_cut_and_damage_is_refused():
-    raw = pack([Asked(12.5, 16, some_keys(3)), Asked(13.0, 16, some_keys(2))])
+    raw = pack([TracedRequest(12.5, 16, some_keys(3)), TracedRequest(13.0, 16, some_keys(2))])
     whole = {0, 16 + 48}
     for cut in set(range(len(raw))) - whole:
         with pytest.raises(UsageError, match="ends in the middle"):
@@ -45,8 +51,8 @@ def test_every_cut_and_damage_is_refused():
 
 
 def test_a_client_gathers_for_a_moment_and_sends_much_at_once():
-    sent: list[list[Asked]] = []
-    recorder = Recorder(lambda raw: sent.append(list(unpack(raw))), 16)
+    sent: list[list[TracedRequest]] = []
+    recorder = TraceRecorder(lambda raw: sent.append(list(unpack(raw))), 16)
     recorder.note(some_keys(2), today_s=100.0, now_s=1.0)
     assert len(sent) == 1
     recorder.note(some_keys(2), today_s=100.0, now_s=1.0 + SEND_S / 2)
@@ -58,37 +64,37 @@ def test_a_client_gathers_for_a_moment_and_sends_much_at_once():
 
 
 def test_a_node_keeps_only_so_much():
-    tape = Tape()
-    raw = pack([Asked(1.0, 16, some_keys(1 << 12))])
-    for _ in range(MAX_TAPE_KEYS >> 12):
-        tape.add(raw)
-    tape.add(raw)
-    requests, left_out = tape.take()
-    assert (len(requests), left_out) == (MAX_TAPE_KEYS >> 12, 1)
-    tape.add(raw)
-    assert (len(tape.take()[0]), tape.take()) == (1, ([], 0))
+    trace_buffer = TraceBuffer()
+    raw = pack([TracedRequest(1.0, 16, some_keys(1 << 12))])
+    for _ in range(MAX_BUFFER_KEYS >> 12):
+        trace_buffer.add(raw)
+    trace_buffer.add(raw)
+    requests, left_out = trace_buffer.take()
+    assert (len(requests), left_out) == (MAX_BUFFER_KEYS >> 12, 1)
+    trace_buffer.add(raw)
+    assert (len(trace_buffer.take()[0]), trace_buffer.take()) == (1, ([], 0))
 
 
 def test_requests_without_keys_take_room_too(monkeypatch):
-    monkeypatch.setattr("raykv.record.MAX_TAPE_KEYS", 100)
-    tape = Tape()
-    tape.add(pack([Asked(1.0, 16, some_keys(0))] * 101))
-    assert (len(tape.take()[0]), tape.left_out) == (100, 0)
-    tape.add(pack([Asked(1.0, 16, some_keys(0))] * 101))
-    assert tape.left_out == 1
+    monkeypatch.setattr("raykv.node.trace_buffer.MAX_BUFFER_KEYS", 100)
+    trace_buffer = TraceBuffer()
+    trace_buffer.add(pack([TracedRequest(1.0, 16, some_keys(0))] * 101))
+    assert (len(trace_buffer.take()[0]), trace_buffer.left_out) == (100, 0)
+    trace_buffer.add(pack([TracedRequest(1.0, 16, some_keys(0))] * 101))
+    assert trace_buffer.left_out == 1
 
 
 def test_a_tape_is_taken_in_parts_and_in_order(monkeypatch):
-    monkeypatch.setattr("raykv.record.MAX_TAPE_KEYS", 1000)
-    tape = Tape()
+    monkeypatch.setattr("raykv.node.trace_buffer.MAX_BUFFER_KEYS", 1000)
+    trace_buffer = TraceBuffer()
     sizes = [5, 1, 0, 7, 30, 2]
-    tape.add(pack([Asked(float(place), 16, some_keys(size)) for place, size in enumerate(sizes)]))
+    trace_buffer.add(pack([TracedRequest(float(place), 16, some_keys(size)) for place, size in enumerate(sizes)]))
     parts = []
-    while tape:
-        parts.append([len(each.keys) for each in tape.take(8)[0]])
+    while trace_buffer:
+        parts.append([len(each.keys) for each in trace_buffer.take(8)[0]])
     assert parts == [[5, 1, 0], [7], [30], [2]]
-    tape.add(pack([Asked(1.0, 16, some_keys(1000))]))
-    assert len(tape.take(8)[0]) == 1, "and all its room is there again"
+    trace_buffer.add(pack([TracedRequest(1.0, 16, some_keys(1000))]))
+    assert len(trace_buffer.take(8)[0]) == 1, "and all its room is there again"
 
 
 def test_a_cluster_tells_what_was_asked_for_and_the_planner_reads_it(tmp_path: Path):

@@ -90,15 +90,15 @@ def test_what_one_has_forgotten_does_not_come_back_from_another():
             register.merge(node)
             assert register.version == node.version, "there was nothing new"
     assert len(register.entries) == MAX_ENTRIES
-    node.entries[A.account.digest] = Entry(A.account, NamespaceConfig(), 5, 5, listed=False)
+    node.entries[A.group.digest] = Entry(A.group, NamespaceConfig(), 5, 5, listed=False)
     node.merge(register)
     register.merge(node)
     assert node.entries == register.entries
     assert len(Register.decode(node.encode()).entries) == MAX_ENTRIES
-    assert A.account.digest not in register.entries
+    assert A.group.digest not in register.entries
     register.configure(A, {"ttl_s": 5}, now_ns=6)  # what has a config is never forgotten
     node.merge(register)
-    assert node.config(A.account.digest).ttl_s == 5
+    assert node.config(A.group.digest).ttl_s == 5
 
 
 def test_written_and_read():
@@ -156,7 +156,7 @@ def test_a_reborn_directory_builds_a_change_on_what_the_asking_node_knows():
     known = Directory(member_timeout_s=5.0).configure(A, {"policy": "lfu", "ttl_s": 60}, now_ns=1)
     reborn = Directory(member_timeout_s=5.0)
     told = Register.decode(reborn.configure(A, {"priority": 3}, known, now_ns=2))
-    assert told.config(A.account.digest) == NamespaceConfig(policy="lfu", ttl_s=60, priority=3)
+    assert told.config(A.group.digest) == NamespaceConfig(policy="lfu", ttl_s=60, priority=3)
     assert told.version > Register.decode(known).version
     dropped = Register.decode(Directory(member_timeout_s=5.0).configure(B, None, known, now_ns=2))
-    assert dropped.config(A.account.digest) == NamespaceConfig(policy="lfu", ttl_s=60)
+    assert dropped.config(A.group.digest) == NamespaceConfig(policy="lfu", ttl_s=60)

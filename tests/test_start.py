@@ -6,7 +6,7 @@ import time
 import pytest
 
 import raykv
-from raykv.client.router import Reach
+from raykv.client.router import Router
 from raykv.config import ClientConfig, ClusterConfig, NodeConfig, StorageConfig
 from raykv.embedded import InProcessDirectory
 from raykv.errors import ConfigError
@@ -30,8 +30,8 @@ def test_little_memory_is_taken_before_the_first_answer(shm_dir, monkeypatch, ro
     assert taken <= most_nbytes
     node.start()
     try:
-        reach = Reach(ClientConfig(address=node.member.local_address))
-        with raykv.Client(raykv.Namespace(model="m"), reach) as client:
+        router = Router(ClientConfig(address=node.member.local_address))
+        with raykv.Client(raykv.Namespace(model="m"), router) as client:
             assert client.get(["k"], [bytearray(1)]).hits == (False,)
     finally:
         node.stop(unlink=True)
@@ -70,7 +70,7 @@ def test_the_table_gets_huge_pages_when_nobody_waits_for_them(shm_dir):
         node = Node(
             NodeConfig(node_id="n", storage=storage), secret=b"", directory=InProcessDirectory(member_timeout_s=5.0)
         )
-        memory = node.shard.table.memory
+        memory = node.store.table.memory
         whole = memory.nbytes // pages.huge_nbytes() * pages.huge_nbytes()
         assert memory.huge_nbytes < whole
         node.start()
@@ -119,7 +119,7 @@ def test_while_chunks_are_written_no_more_memory_is_taken_than_the_next_ones_nee
     monkeypatch.setattr(node_module, "has_to_spare", lambda directory: True)
     monkeypatch.setattr(node_module, "QUIET_S", 0.5)
     written = iter(range(1 << 30))
-    monkeypatch.setattr(type(young.shard), "written", property(lambda shard: next(written)))
+    monkeypatch.setattr(type(young.store), "written", property(lambda store: next(written)))
     young.start()
     wait_for_memory(young, 32 * MIB)
     time.sleep(1.0)
@@ -138,4 +138,4 @@ def wait_for_memory(node: Node, nbytes: int) -> None:
 
 def taken_nbytes(node: Node) -> int:
     """Bytes of the arena that have memory."""
-    return os.stat(node.shard.arena.path).st_blocks * 512
+    return os.stat(node.store.arena.path).st_blocks * 512

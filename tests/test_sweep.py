@@ -8,7 +8,7 @@ import pytest
 
 from raykv.config import NodeConfig, StorageConfig
 from raykv.storage.orphans import ABANDONED_S, sweep
-from raykv.storage.store import Shard, shard_files
+from raykv.storage.store import Store, store_files
 
 
 def config(directory: Path, node_id: str, cluster: str = "c") -> NodeConfig:
@@ -16,12 +16,12 @@ def config(directory: Path, node_id: str, cluster: str = "c") -> NodeConfig:
     return NodeConfig(cluster=cluster, node_id=node_id, storage=storage)
 
 
-def leave(directory: Path, node_id: str, *, age_s: float, cluster: str = "c") -> Shard:
+def leave(directory: Path, node_id: str, *, age_s: float, cluster: str = "c") -> Store:
     """Memory of a node, last used some time ago."""
     made = config(directory, node_id, cluster)
-    shard = Shard.open(made.storage, made.file_prefix, now_s=0.0)
-    os.utime(shard.table.memory.path, (time.time() - age_s,) * 2)
-    return shard
+    store = Store.open(made.storage, made.file_prefix, now_s=0.0)
+    os.utime(store.table.memory.path, (time.time() - age_s,) * 2)
+    return store
 
 
 @pytest.fixture
@@ -30,18 +30,18 @@ def here(tmp_path: Path) -> NodeConfig:
 
 
 def test_old_memory_of_nodes_that_are_gone_is_removed(here, tmp_path):
-    shard = leave(tmp_path, "gone", age_s=2 * ABANDONED_S)
-    files = shard_files(config(tmp_path, "gone").file_prefix)
-    shard.close()
+    store = leave(tmp_path, "gone", age_s=2 * ABANDONED_S)
+    files = store_files(config(tmp_path, "gone").file_prefix)
+    store.close()
     assert sweep(here, {"me"}, now_s=time.time()) == ["gone"]
     assert not any(path.exists() for path in files)
 
 
 def test_memory_that_another_process_owns_stays(here, tmp_path):
     """It may be of another Ray cluster, with a raykv cluster of the same name."""
-    shard = leave(tmp_path, "stranger", age_s=2 * ABANDONED_S)
+    store = leave(tmp_path, "stranger", age_s=2 * ABANDONED_S)
     assert sweep(here, {"me"}, now_s=time.time()) == []
-    shard.close()
+    store.close()
 
 
 def test_memory_that_was_used_lately_stays(here, tmp_path):

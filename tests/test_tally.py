@@ -4,7 +4,7 @@ import time
 
 import raykv
 from raykv.embedded import EmbeddedCluster
-from raykv.metrics import BUCKETS, MAX_ABSENT, MAX_REASONS, REPORT_S, Histogram, Tallies, Tally
+from raykv.metrics import BUCKETS, MAX_ABSENT, MAX_REASONS, REPORT_S, ClientMetrics, Histogram, NamespaceMetrics
 
 MINE, OTHER = raykv.Namespace(model="mine"), raykv.Namespace(model="other")
 NBYTES = 60_000
@@ -41,7 +41,7 @@ def test_times_by_powers_of_two():
 
 
 def test_what_a_client_keeps_is_bounded_and_told_now_and_then():
-    tally = Tally()
+    tally = ClientMetrics()
     assert not tally.due(100.0)
     tally.missed({"timed_out": 2}, [b"k"] * (MAX_ABSENT + 5))
     assert not tally.due(100.0), "some gather first"
@@ -54,7 +54,7 @@ def test_what_a_client_keeps_is_bounded_and_told_now_and_then():
 
 
 def test_what_a_node_keeps_is_bounded():
-    tallies = Tallies()
+    tallies = NamespaceMetrics()
     for number in range(2 * MAX_REASONS):
         tallies.note(b"d", {f"reason {number}": 1, "reason 0": 1}, [1] * (BUCKETS + 9), [])
     told = tallies.told(b"d")

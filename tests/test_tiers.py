@@ -13,7 +13,7 @@ from raykv.config import SLOT_ALIGNMENT_NBYTES as PAGE
 from raykv.memory.slots import slot_nbytes
 from raykv.protocol import chunk_keys
 from raykv.protocol.chunk_keys import KEY_NBYTES
-from raykv.storage.store import Shard
+from raykv.storage.store import Store
 from raykv.tier.admission import Admission
 from raykv.tier.base import Arrived, Chunk, Found, Tier, Written
 from raykv.tier.mover import Names, Tiers, _runs
@@ -61,7 +61,7 @@ class Shelf(Tier):
                 found = Found(
                     chunk.nbytes,
                     chunk.checksum,
-                    chunk.account,
+                    chunk.group,
                     chunk.depth,
                     chunk.parent,
                     chunk.reads,
@@ -94,8 +94,8 @@ class Shelf(Tier):
     def delete(self, keys: KeyArray) -> int:
         return sum(self.chunks.pop(key, None) is not None for key in split(keys))
 
-    def drop(self, account: int) -> int:
-        mine = [key for key, (found, _) in self.chunks.items() if found.account == account]
+    def drop(self, group: int) -> int:
+        mine = [key for key, (found, _) in self.chunks.items() if found.group == group]
         return sum(self.chunks.pop(key, None) is not None for key in mine)
 
     def keys(self) -> KeyArray:
@@ -105,8 +105,8 @@ class Shelf(Tier):
         changes, self.changes = self.changes, []
         return chunk_keys.from_bytes(b"".join(changes)), chunk_keys.empty()
 
-    def used_nbytes(self, account: int | None = None) -> int:
-        return sum(found.nbytes for found, _ in self.chunks.values() if account in (None, found.account))
+    def used_nbytes(self, group: int | None = None) -> int:
+        return sum(found.nbytes for found, _ in self.chunks.values() if group in (None, found.group))
 
     def stats(self) -> dict:
         return {"chunks": len(self.chunks)}
@@ -116,18 +116,18 @@ class Shelf(Tier):
 
 
 class House:
-    """A shard with one shelf below it."""
+    """A store with one shelf below it."""
 
     def __init__(self, **fields) -> None:
-        shard = Shard.open(config_for(**fields), None, now_s=time.monotonic())
-        self.bench = Bench(shard)
+        store = Store.open(config_for(**fields), None, now_s=time.monotonic())
+        self.bench = Bench(store)
         self.bench.now_s = time.monotonic()
-        self.shelf = Shelf(shard.arena.view)
+        self.shelf = Shelf(store.arena.view)
         self.lock = threading.Lock()
         self.changed = 0
         gate = Admission(None, now_s=time.monotonic())
-        self.tiers = Tiers(shard, self.lock, [self.shelf], admissions=[gate], changed=self.note)
-        self.shard = shard
+        self.tiers = Tiers(store, self.lock, [self.shelf], admissions=[gate], changed=self.note)
+        self.store = store
 
     def note(self) -> None:
         self.changed += 1
@@ -138,15 +138,15 @@ class House:
 
     def read(self, names: list[str]) -> list[bool]:
         """Whether each is in memory, with the right bytes."""
-        pinned = self.shard.pin(names_to_keys(names), now_s=time.monotonic())
+        pinned = self.store.pin(names_to_keys(names), now_s=time.monotonic())
         for name, row, start, nbytes in zip(names, pinned.rows, pinned.offsets, pinned.nbytes, strict=True):
             if row >= 0:
-                assert self.shard.arena.view[int(start) : int(start) + int(nbytes)] == content(name, int(nbytes))
-        self.shard.unpin(pinned.rows)
+                assert self.store.arena.view[int(start) : int(start) + int(nbytes)] == content(name, int(nbytes))
+        self.store.unpin(pinned.rows)
         return (pinned.rows >= 0).tolist()
 
     def pins(self) -> int:
-        return int(self.shard.table.columns.pins.sum())
+        return int(self.store.table.columns.pins.sum())
 
     def delete(self, names: list[str], between: Callable[[], object] = lambda: None) -> None:
         """As a node does; `between` comes after what lies below was forgotten."""
@@ -155,18 +155,18 @@ class House:
             self.tiers.delete(keys)
             between()
             with self.lock:
-                self.shard.delete(keys, now_s=time.monotonic())
+                self.store.delete(keys, now_s=time.monotonic())
                 self.tiers.give_up(keys)
 
-    def drop(self, account: int, between: Callable[[], object] = lambda: None) -> None:
+    def drop(self, group: int, between: Callable[[], object] = lambda: None) -> None:
         """As `Namespaces` does."""
-        with self.tiers.barring(account=account):
+        with self.tiers.barring(group=group):
             with self.lock:
-                rows, generations = self.shard.doomed(account, now_s=time.monotonic())
-            self.tiers.drop(account)
+                rows, generations = self.store.doomed(group, now_s=time.monotonic())
+            self.tiers.drop(group)
             between()
             with self.lock:
-                self.shard.drop_doomed(rows, generations)
+                self.store.drop_doomed(rows, generations)
 
 
 @pytest.fixture
@@ -235,19 +235,19 @@ def test_what_lies_below_comes_back_with_its_place_in_its_chain(house):
     house.put(chain, nbytes=PAGE)
     house.read(chain)
     house.tiers._demote_to(house.shelf, Admission(None, now_s=0.0))  # there is room: nothing is due
-    rows = house.shard.table.find(names_to_keys(chain))
+    rows = house.store.table.find(names_to_keys(chain))
     chunks, held = house.tiers._hold(rows, names_to_keys(chain))
     assert house.shelf.write(chunks, house.tiers._written(held)) == 6
     house.shelf.go_on()
-    assert house.shard.delete(names_to_keys(chain)) == 6
+    assert house.store.delete(names_to_keys(chain)) == 6
     assert house.tiers.promote(names_to_keys(chain), until_s=0.0) == 6
     assert not any(house.read(chain)), "nobody sees them before they are there"
     assert len(house.shelf.queue) == 1, "one run, one request"
     house.shelf.go_on()
     assert all(house.read(chain))
     assert house.tiers.promoted == 6
-    columns = house.shard.table.columns
-    rows = house.shard.table.find(names_to_keys(chain))
+    columns = house.store.table.columns
+    rows = house.store.table.find(names_to_keys(chain))
     assert columns.depth[rows].tolist() == list(range(6))
     assert [int(columns.parent[row]) for row in rows[1:]] == rows[:-1].tolist()
     assert columns.frequency[rows].tolist() == [2] * 6, "one read before, one since"
@@ -256,11 +256,11 @@ def test_what_lies_below_comes_back_with_its_place_in_its_chain(house):
 
 def test_who_asks_for_what_is_on_its_way_waits_for_it(house):
     house.put(["a"], nbytes=PAGE)
-    rows = house.shard.table.find(names_to_keys(["a"]))
+    rows = house.store.table.find(names_to_keys(["a"]))
     chunks, held = house.tiers._hold(rows, names_to_keys(["a"]))
     house.shelf.write(chunks, house.tiers._written(held))
     house.shelf.go_on()
-    house.shard.delete(names_to_keys(["a"]))
+    house.store.delete(names_to_keys(["a"]))
     assert house.tiers.promote(names_to_keys(["a"]), until_s=0.0) == 1
     came = []
     waiting = threading.Thread(
@@ -278,11 +278,11 @@ def test_who_asks_for_what_is_on_its_way_waits_for_it(house):
 
 def test_nobody_waits_longer_than_he_said_and_it_comes_all_the_same(house):
     house.put(["a"], nbytes=PAGE)
-    rows = house.shard.table.find(names_to_keys(["a"]))
+    rows = house.store.table.find(names_to_keys(["a"]))
     chunks, held = house.tiers._hold(rows, names_to_keys(["a"]))
     house.shelf.write(chunks, house.tiers._written(held))
     house.shelf.go_on()
-    house.shard.delete(names_to_keys(["a"]))
+    house.store.delete(names_to_keys(["a"]))
     house.tiers.promote(names_to_keys(["a"]), until_s=time.monotonic() + 0.01)
     assert house.tiers.late == 1
     assert house.read(["a"]) == [False]
@@ -292,36 +292,36 @@ def test_nobody_waits_longer_than_he_said_and_it_comes_all_the_same(house):
 
 def test_a_tier_that_refuses_or_has_lost_it_costs_a_miss_and_no_room(house):
     house.put(["a"], nbytes=PAGE)
-    used = house.shard.used_nbytes
-    rows = house.shard.table.find(names_to_keys(["a"]))
+    used = house.store.used_nbytes
+    rows = house.store.table.find(names_to_keys(["a"]))
     chunks, held = house.tiers._hold(rows, names_to_keys(["a"]))
     house.shelf.write(chunks, house.tiers._written(held))
     house.shelf.go_on()
-    house.shard.delete(names_to_keys(["a"]))
+    house.store.delete(names_to_keys(["a"]))
     house.shelf.sound = False
     house.tiers.promote(names_to_keys(["a"]), until_s=time.monotonic() + 1.0)
     assert house.read(["a"]) == [False]
-    assert house.shard.used_nbytes == used - PAGE
+    assert house.store.used_nbytes == used - PAGE
     house.shelf.sound = True
     house.tiers.promote(names_to_keys(["a"]), until_s=0.0)
     house.shelf.chunks.clear()
     house.shelf.go_on()
     assert house.read(["a"]) == [False]
-    assert house.shard.used_nbytes == used - PAGE
+    assert house.store.used_nbytes == used - PAGE
     assert house.tiers.stats()["promoting_nbytes"] == 0
 
 
 def test_what_a_tier_refuses_is_asked_of_the_next_one(house):
     house.put(["a", "b"], nbytes=PAGE)
-    other = Shelf(house.shard.arena.view)
-    rows = house.shard.table.find(names_to_keys(["a", "b"]))
+    other = Shelf(house.store.arena.view)
+    rows = house.store.table.find(names_to_keys(["a", "b"]))
     chunks, held = house.tiers._hold(rows, names_to_keys(["a", "b"]))
     house.shelf.write(chunks, house.tiers._written(held))
     other.write(chunks, lambda chunks, ok: None)
     house.shelf.go_on()
     other.go_on()
     house.tiers.tiers = [house.shelf, other]
-    house.shard.delete(names_to_keys(["a", "b"]))
+    house.store.delete(names_to_keys(["a", "b"]))
     house.shelf.sound = False
     assert house.tiers.promote(names_to_keys(["a", "b"]), until_s=0.0) == 2
     other.go_on()
@@ -331,17 +331,17 @@ def test_what_a_tier_refuses_is_asked_of_the_next_one(house):
 
 def test_what_has_little_time_left_keeps_it(house):
     house.put(["a"], nbytes=PAGE)
-    rows = house.shard.table.find(names_to_keys(["a"]))
-    house.shard.table.columns.expires[rows] = house.shard.table.ticks(time.monotonic() + 100.0)
+    rows = house.store.table.find(names_to_keys(["a"]))
+    house.store.table.columns.expires[rows] = house.store.table.ticks(time.monotonic() + 100.0)
     chunks, held = house.tiers._hold(rows, names_to_keys(["a"]))
     assert 98.0 < chunks[0].expires_s - time.time() < 101.0
     house.shelf.write(chunks, house.tiers._written(held))
     house.shelf.go_on()
-    house.shard.delete(names_to_keys(["a"]))
+    house.store.delete(names_to_keys(["a"]))
     house.tiers.promote(names_to_keys(["a"]), until_s=0.0)
     house.shelf.go_on()
-    expires = int(house.shard.table.columns.expires[house.shard.table.find(names_to_keys(["a"]))][0])
-    assert 95.0 < house.shard.table.seconds(expires) - time.monotonic() < 101.0
+    expires = int(house.store.table.columns.expires[house.store.table.find(names_to_keys(["a"]))][0])
+    assert 95.0 < house.store.table.seconds(expires) - time.monotonic() < 101.0
 
 
 def test_runs_are_of_one_kind():
@@ -371,7 +371,7 @@ def test_runs_are_of_one_kind():
         assert covered == [place for place, entry in enumerate(found) if entry is not None]
         for run in runs:
             entries = found[run]
-            assert len({(entry.nbytes, entry.account) for entry in entries}) == 1
+            assert len({(entry.nbytes, entry.group) for entry in entries}) == 1
             assert len(entries) == 1 or entries[0].nbytes * len(entries) <= 4 * PAGE
             if len(entries) > 1:
                 chained = [entry.parent == key for entry, key in zip(entries[1:], raw[run][:-1], strict=True)]
@@ -381,12 +381,12 @@ def test_runs_are_of_one_kind():
 
 
 def test_accounts_are_known_by_their_fields(house):
-    names = Names(house.shard, house.lock)
-    text = names.text(house.bench.account)
-    assert names.number(text) == house.bench.account
+    names = Names(house.store, house.lock)
+    text = names.text(house.bench.group)
+    assert names.number(text) == house.bench.group
     assert names.number(b"not json") is None
     assert names.number(b"{" * 5000) is None
-    assert names.number(text.replace(b'"m"', b'"another"')) not in (None, house.bench.account)
+    assert names.number(text.replace(b'"m"', b'"another"')) not in (None, house.bench.group)
 
 
 def test_random_traffic_keeps_memory_and_shelf_in_agreement():
@@ -408,20 +408,20 @@ def test_random_traffic_keeps_memory_and_shelf_in_agreement():
             house.tiers.demote()
         elif act < 0.95:
             house.tiers.delete(names_to_keys(some))
-            house.shard.delete(names_to_keys(some))
+            house.store.delete(names_to_keys(some))
         if rng.random() < 0.5:
             house.shelf.go_on()
-        house.shard.tend(now_s=time.monotonic())
+        house.store.tend(now_s=time.monotonic())
     house.shelf.go_on()
     house.read(names)
     assert house.pins() == 0
     assert not house.tiers._in_hand.any()
     assert not house.tiers._rising
-    sizes = house.shard.room.slot_sizes(house.shard.table.ready_rows())
+    sizes = house.store.room.slot_sizes(house.store.table.ready_rows())
     assert (
-        house.shard.used_nbytes
+        house.store.used_nbytes
         == int(sizes.sum())
-        == sum(slot_nbytes(int(n)) for n in house.shard.table.columns.nbytes[house.shard.table.ready_rows()])
+        == sum(slot_nbytes(int(n)) for n in house.store.table.columns.nbytes[house.store.table.ready_rows()])
     )
 
 
@@ -436,7 +436,7 @@ def below(house: House) -> list[str]:
     house.shelf.go_on()
     down = [name for name in names if house.shelf.has(names_to_keys([name]))[0]]
     assert down
-    assert house.shard.delete(names_to_keys(down), now_s=time.monotonic()) == len(down)
+    assert house.store.delete(names_to_keys(down), now_s=time.monotonic()) == len(down)
     return down
 
 
@@ -452,7 +452,7 @@ def test_what_is_deleted_on_its_way_up_does_not_come_back(house, how):
     assert house.tiers.promote(names_to_keys(down), until_s=0.0) == len(down)
     assert house.shelf.queue
     under_way = dict(house.shelf.chunks)
-    house.delete(down) if how == "delete" else house.drop(house.bench.account)
+    house.delete(down) if how == "delete" else house.drop(house.bench.group)
     assert not house.shelf.chunks
     house.shelf.chunks = under_way  # the read had begun, and succeeds
     assert house.shelf.go_on()
@@ -466,10 +466,10 @@ def test_what_is_deleted_on_its_way_down_stays_nowhere(house, how):
     names = fill(house)
     house.read(names)
     house.tiers.demote()
-    held = [name for name, pinned in zip(names, house.shard.table.columns.pins[:15].tolist(), strict=True) if pinned]
+    held = [name for name, pinned in zip(names, house.store.table.columns.pins[:15].tolist(), strict=True) if pinned]
     assert held
     assert house.shelf.queue
-    house.delete(held) if how == "delete" else house.drop(house.bench.account)
+    house.delete(held) if how == "delete" else house.drop(house.bench.group)
     assert gone(house, held)
     house.put(held, nbytes=60_000, chained=False)
     assert all(house.read(held)), "and what is stored later stays"
@@ -490,7 +490,7 @@ def test_what_is_being_forgotten_is_not_written_down_again(house, how):
         house.tiers.demote()
         house.shelf.go_on()
 
-    house.delete(names, forerun) if how == "delete" else house.drop(house.bench.account, forerun)
+    house.delete(names, forerun) if how == "delete" else house.drop(house.bench.group, forerun)
     assert gone(house, names)
     house.put(names, nbytes=60_000, chained=False)
     house.read(names)

@@ -5,7 +5,7 @@ import time
 import pytest
 
 import raykv
-from raykv.client.read_failures import MAX_TROUBLES, TROUBLE_S, Troubles
+from raykv.client.read_failures import MAX_TROUBLES, TROUBLE_S, ReadFailures
 from raykv.client.why import Why
 from raykv.embedded import EmbeddedCluster
 from raykv.errors import UsageError
@@ -68,8 +68,8 @@ def test_a_chunk_that_rotted():
         client, other = running.client(SPACE), running.client(SPACE, node=1)
         put(client, ["a"])
         running.settle()
-        shard = running.nodes[0].shard
-        shard.arena.view[shard.offset_of(int(shard.table.ready_rows()[0]))] ^= 1
+        store = running.nodes[0].store
+        store.arena.view[store.offset_of(int(store.table.ready_rows()[0]))] ^= 1
         assert other.get(["a"], [bytearray(NBYTES)]).hits == (False,)
         assert the_reason(other, "a").reason == "corrupt", "this client saw it"
         why = the_reason(client, "a")
@@ -78,12 +78,12 @@ def test_a_chunk_that_rotted():
 
 def test_an_expired_chunk():
     with cluster(1) as running:
-        client, shard = running.client(SPACE), running.nodes[0].shard
+        client, store = running.client(SPACE), running.nodes[0].store
         put(client, ["a"])
         client.flush()
         running.settle()
-        row = int(shard.table.find(client.keys(["a"]))[0])
-        shard.table.cells.expires[row] = shard.table.ticks(time.monotonic())
+        row = int(store.table.find(client.keys(["a"]))[0])
+        store.table.cells.expires[row] = store.table.ticks(time.monotonic())
         assert the_reason(client, "a").reason == "expired"
         put(client, ["a"])
         assert the_reason(client, "a").reason == "here"
@@ -156,14 +156,14 @@ def test_raw_keys_say_nothing_of_other_namespaces():
 
 
 def test_troubles_are_bounded():
-    troubles = Troubles()
+    read_failures = ReadFailures()
     keys = [chunk_keys.to_bytes(chunk_keys.named(b"k" * 16, [str(number)])) for number in range(MAX_TROUBLES + 10)]
-    troubles.note(keys, "no_answer", "node-1", now_s=1.0)
-    assert len(troubles) == MAX_TROUBLES
-    assert troubles.of(keys[9], now_s=2.0) is None
-    assert troubles.of(keys[10], now_s=2.0).node == "node-1"
-    troubles.note(keys[10:11], "corrupt", None, now_s=3.0)
-    assert troubles.of(keys[10], now_s=3.0).kind == "corrupt"
-    assert troubles.of(keys[11], now_s=1.0 + TROUBLE_S) is None
-    troubles.forget(keys[:20])
-    assert troubles.of(keys[10], now_s=3.0) is None
+    read_failures.note(keys, "no_answer", "node-1", now_s=1.0)
+    assert len(read_failures) == MAX_TROUBLES
+    assert read_failures.of(keys[9], now_s=2.0) is None
+    assert read_failures.of(keys[10], now_s=2.0).node == "node-1"
+    read_failures.note(keys[10:11], "corrupt", None, now_s=3.0)
+    assert read_failures.of(keys[10], now_s=3.0).kind == "corrupt"
+    assert read_failures.of(keys[11], now_s=1.0 + TROUBLE_S) is None
+    read_failures.forget(keys[:20])
+    assert read_failures.of(keys[10], now_s=3.0) is None

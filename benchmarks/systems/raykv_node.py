@@ -20,7 +20,7 @@ def main() -> None:
     node = Node(config, secret=bytes.fromhex(sys.argv[2]), directory=InProcessDirectory(member_timeout_s=60.0))
     node.start()
     times = {"first_s": FIRST_S, "imported_s": IMPORTED_S, "ready_s": time.monotonic()}
-    print(json.dumps({"address": node.member.address, "table": str(node.shard.table.memory.path), **times}), flush=True)
+    print(json.dumps({"address": node.member.address, "table": str(node.store.table.memory.path), **times}), flush=True)
     sys.stdin.read()
     node.stop(unlink=True)
 

@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from raykv.client.router import Reach
-from raykv.client.slot_pool import Account
+from raykv.client.router import Router
+from raykv.client.slot_pool import QuotaGroup
 from raykv.client.why import namespaces, reasons_of
 from raykv.config import NamespaceConfig
 from raykv.errors import PeerUnavailable, RayKVError, UsageError
@@ -21,9 +21,9 @@ from raykv.types import KeyArray, NodeId
 
 
 def configure(
-    reach: Reach, namespace: Namespace, fields: dict[str, Any] | None, deadline_s: float
+    router: Router, namespace: Namespace, fields: dict[str, Any] | None, deadline_s: float
 ) -> tuple[list[NodeId], int]:
-    """Change fields of the config of a namespace's account, or drop it (None): at the directory, then on every node.
+    """Change fields of the config of a namespace's quota group, or drop it (None): at the directory, then on every node.
 
     Returns:
         The nodes that have taken note, and how many chunks went from them when it was dropped last. The others hear of
@@ -34,14 +34,14 @@ def configure(
         PeerUnavailable: No node answers, or the directory is away: nothing was changed.
     """
     text = b"{}" if fields is None else msgspec.json.encode(fields)
-    request = messages.Configure(Account.of(namespace).text, text, fields is None)
+    request = messages.Configure(QuotaGroup.of(namespace).text, text, fields is None)
     problem: RayKVError = PeerUnavailable("the cluster has no nodes")
-    members = [member.node_id for member in reach.refresh(deadline_s).members]
-    mine = None if reach.local is None else reach.local.attached.node_id
+    members = [member.node_id for member in router.refresh(deadline_s).members]
+    mine = None if router.local is None else router.local.attached.node_id
     members.sort(key=lambda name: name != mine)  # our own node is asked first
     for first in members:
         try:
-            answer = messages.expect(messages.Configured, reach.call(first, request, deadline_s))
+            answer = messages.expect(messages.Configured, router.call(first, request, deadline_s))
             if not answer.problem:
                 break
             problem = PeerUnavailable(answer.problem)
@@ -51,44 +51,44 @@ def configure(
             problem = error
     else:
         raise PeerUnavailable(f"no node could do that: {problem}")
-    adopt = messages.Adopt(answer.register, namespace.account.digest)
-    work = {name: partial(reach.call, name, adopt, deadline_s) for name in members if name != first}
+    adopt = messages.Adopt(answer.register, namespace.group.digest)
+    work = {name: partial(router.call, name, adopt, deadline_s) for name in members if name != first}
     counts = {
         name: each.count
-        for name, each in reach.in_parallel(work, deadline_s).items()
+        for name, each in router.in_parallel(work, deadline_s).items()
         if isinstance(each, messages.Count)
     }
     return [first, *counts], answer.count + sum(counts.values())
 
 
-def report(reach: Reach, account: bytes, deadline_s: float) -> None:
+def report(router: Router, group: bytes, deadline_s: float) -> None:
     """Ask why what was missed lately was not there, and tell a node: our own, or any. Never raises."""
-    misses, absent, gets, puts = reach.tally(account).take()
+    misses, absent, gets, puts = router.tally(group).take()
     if not (misses or absent or any(gets) or any(puts)):
         return
     if absent:
-        misses.update(reasons_of(reach, absent, deadline_s))
-    members = sorted(reach.view(deadline_s).members, key=lambda member: member.host != reach.host)
-    request = messages.Report(account, dict(misses), tuple(gets), tuple(puts))
+        misses.update(reasons_of(router, absent, deadline_s))
+    members = sorted(router.view(deadline_s).members, key=lambda member: member.host != router.host)
+    request = messages.Report(group, dict(misses), tuple(gets), tuple(puts))
     for member in members:
         try:
-            reach.call(member.node_id, request, deadline_s)
+            router.call(member.node_id, request, deadline_s)
             return
         except RayKVError:
             continue  # these counts are lost if nobody answers
 
 
-def list_namespaces(reach: Reach, deadline_s: float) -> list[dict[str, Any]]:
-    """Every account that some node knows: see `Client.namespaces`."""
-    said, silent = namespaces(reach, deadline_s)
+def list_namespaces(router: Router, deadline_s: float) -> list[dict[str, Any]]:
+    """Every quota group that some node knows: see `Client.namespaces`."""
+    said, silent = namespaces(router, deadline_s)
     return [{**each, "silent": silent} for each in gathered(said)]
 
 
 def gathered(said: Mapping[NodeId, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """What nodes say of each account (`Namespaces.list`), as one entry an account."""
+    """What nodes say of each quota group (`Namespaces.list`), as one entry an quota group."""
     found: dict[str, dict[str, Any]] = {}
-    for node, accounts in sorted(said.items()):
-        for text, theirs in accounts.items():
+    for node, groups in sorted(said.items()):
+        for text, theirs in groups.items():
             whole = found.setdefault(
                 text,
                 {
@@ -121,7 +121,7 @@ def gathered(said: Mapping[NodeId, Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def hint(
-    reach: Reach,
+    router: Router,
     keys: KeyArray,
     deadline_s: float,
     *,
@@ -132,30 +132,30 @@ def hint(
     output_tokens: int | None = None,
 ) -> int:
     """Tell the holders of chunks what is known of them. Returns how many copies of them were there."""
-    shares = _holders(reach, keys, reach.view(deadline_s), deadline_s)
+    shares = _holders(router, keys, router.view(deadline_s), deadline_s)
     work = {
         name: partial(
-            reach.call,
+            router.call,
             name,
             messages.Hint(chunk_keys.to_bytes(keys[places]), ttl_s, priority, ended, touch, output_tokens),
             deadline_s,
         )
         for name, places in shares.items()
     }
-    answers = reach.in_parallel(work, deadline_s)
+    answers = router.in_parallel(work, deadline_s)
     return sum(answer.count for answer in answers.values() if isinstance(answer, messages.Count))
 
 
-def _holders(reach: Reach, keys: KeyArray, view: View, deadline_s: float) -> dict[NodeId, list[int]]:
+def _holders(router: Router, keys: KeyArray, view: View, deadline_s: float) -> dict[NodeId, list[int]]:
     """Places of the keys by each of their holders; this host's node is asked for all."""
-    choices, numbers, _ = reach.located(keys, deadline_s)
+    choices, numbers, _ = router.located(keys, deadline_s)
     members = {member.node_id for member in view.members}
     shares: dict[NodeId, list[int]] = {}
-    if reach.local is not None and len(keys):
-        shares[reach.local.attached.node_id] = list(range(len(keys)))
+    if router.local is not None and len(keys):
+        shares[router.local.attached.node_id] = list(range(len(keys)))
     for number, holders in enumerate(choices):
         places: list[int] = np.flatnonzero(numbers == number).tolist()
         for name in holders:
-            if places and name in members and (reach.local is None or name != reach.local.attached.node_id):
+            if places and name in members and (router.local is None or name != router.local.attached.node_id):
                 shares.setdefault(name, []).extend(places)
     return shares

@@ -19,21 +19,21 @@ import numpy.typing as npt
 
 from raykv.client.admin import configure, hint, list_namespaces, report
 from raykv.client.leases import Pins, Reservation
-from raykv.client.local_connection import LocalNode
-from raykv.client.router import Reach
-from raykv.client.slot_pool import Account
+from raykv.client.local_connection import LocalConnection
+from raykv.client.router import Router
+from raykv.client.slot_pool import QuotaGroup
+from raykv.client.trace_recorder import TraceRecorder
 from raykv.client.why import KeysUnder, Why, explain, keys_under_names, keys_under_tokens, split
 from raykv.errors import CapacityError, LostError, PeerUnavailable, ProtocolError, TransientError, UsageError
 from raykv.memory.copying import all_byte_views, byte_views
-from raykv.metrics import Tally
+from raykv.metrics import ClientMetrics
 from raykv.protocol import chunk_keys, messages
+from raykv.protocol.hints import require_hints
 from raykv.protocol.namespace import Namespace
 from raykv.protocol.placement import View
 from raykv.protocol.ticket import Ticket
-from raykv.record import Recorder
-from raykv.storage.row_hints import require_hints
 from raykv.transport.base import Link, Runs
-from raykv.transport.bulk_read import Arrivals, with_checksums
+from raykv.transport.bulk_read import ReadProgress, with_checksums
 from raykv.types import NO_HINTS, Bits, GetResult, Hints, KeyArray, Match, NodeId, PutResult, Scattered
 
 T = TypeVar("T")
@@ -55,17 +55,17 @@ class Client:
         namespace: What the chunks were computed under.
     """
 
-    def __init__(self, namespace: Namespace, reach: Reach) -> None:
+    def __init__(self, namespace: Namespace, router: Router) -> None:
         """Use `raykv.connect` or `using` instead."""
         self.namespace = namespace
         self._digest = namespace.digest
-        self._reach = reach
-        self._always_verify = reach.config.verify == "always"
-        self._recorder = Recorder(reach.tell_record, namespace.chunk_tokens)
+        self._router = router
+        self._always_verify = router.config.verify == "always"
+        self._recorder = TraceRecorder(router.tell_record, namespace.chunk_tokens)
 
     def using(self, namespace: Namespace) -> "Client":
         """A client for another namespace over the same connections."""
-        return Client(namespace, self._reach)
+        return Client(namespace, self._router)
 
     # -- keys -------------------------------------------------------------------------------------------------------
 
@@ -101,22 +101,22 @@ class Client:
             NamespaceMismatch: The ticket was made under another namespace.
         """
         keys = self._as_keys(keys)
-        reach = self._reach
-        if record and reach.local is not None and reach.local.reader.table.recording and len(keys):
+        router = self._router
+        if record and router.local is not None and router.local.reader.table.recording and len(keys):
             self._recorder.note(keys, today_s=time.time(), now_s=time.monotonic())
-        deadline_s = reach.deadline(timeout_s)
+        deadline_s = router.deadline(timeout_s)
         here = self._here(keys, deadline_s)
-        if reach.local is not None and here.all():
-            return Match(len(keys), (reach.local.attached.node_id,) * len(keys))
+        if router.local is not None and here.all():
+            return Match(len(keys), (router.local.attached.node_id,) * len(keys))
         promised = ticket.match(self.namespace, len(keys)).holders if ticket else ()
         holders: list[NodeId | None] = [*promised, *[None] * (len(keys) - len(promised))]
-        if reach.local is not None:
+        if router.local is not None:
             for place in np.flatnonzero(here).tolist():
-                holders[place] = reach.local.attached.node_id
+                holders[place] = router.local.attached.node_id
         cold: list[int] = []
         if None in holders and ticket is None:
             unknown = [place for place, holder in enumerate(holders) if holder is None]
-            found, below = reach.locate(keys[unknown], deadline_s)
+            found, below = router.locate(keys[unknown], deadline_s)
             for place, holder in zip(unknown, found, strict=True):
                 holders[place] = holder
             cold = [place for place, is_below in zip(unknown, below.tolist(), strict=True) if is_below]
@@ -126,7 +126,7 @@ class Client:
         count = holders.index(None) if None in holders else len(holders)
         cold = [place for place in cold if place < count]
         if cold and promote:
-            reach.promote(keys[cold], [holders[place] for place in cold], deadline_s)
+            router.promote(keys[cold], [holders[place] for place in cold], deadline_s)
         return Match(count, tuple(holder for holder in holders[:count] if holder is not None), len(cold))
 
     def exists(self, keys: Keys, *, timeout_s: float | None = None) -> Bits:
@@ -136,12 +136,12 @@ class Client:
             timeout_s: Owners that take longer are taken to know nothing.
         """
         keys = self._as_keys(keys)
-        deadline_s = self._reach.deadline(timeout_s)
+        deadline_s = self._router.deadline(timeout_s)
         here = self._here(keys, deadline_s)
         if not here.all():
             unknown = np.flatnonzero(~here)
             some = keys if len(unknown) == len(keys) else keys[unknown]
-            here[unknown] = self._reach.held(some, deadline_s)
+            here[unknown] = self._router.held(some, deadline_s)
         return here
 
     def get(
@@ -172,31 +172,31 @@ class Client:
         keys = self._as_keys(keys)
         if len(into) != len(keys):
             raise UsageError(f"field 'into': {len(into)} buffers for {len(keys)} keys; give one entry a key")
-        reach = self._reach
-        deadline_s = reach.deadline(timeout_s)
+        router = self._router
+        deadline_s = router.deadline(timeout_s)
         hits = None
-        if reach.local is not None:
-            hits, nbytes = self._read_here(reach.local, keys, into, deadline_s)
+        if router.local is not None:
+            hits, nbytes = self._read_here(router.local, keys, into, deadline_s)
             if len(keys) and hits.all():
-                node_id = reach.local.attached.node_id
+                node_id = router.local.attached.node_id
                 if len(keys) > 1:
-                    self._tally.gets.note(time.monotonic() - reach.begun(deadline_s, timeout_s))
+                    self._tally.gets.note(time.monotonic() - router.begun(deadline_s, timeout_s))
                 return GetResult((True,) * len(keys), {"shm": nbytes}, {(node_id, "shm"): len(keys)})
-        arrivals = Arrivals(keys, *all_byte_views(into, "into", writable=True))
-        if reach.local is not None and hits is not None:
-            arrivals.note(np.arange(len(keys)), hits, reach.local.attached.node_id, "shm")
+        progress = ReadProgress(keys, *all_byte_views(into, "into", writable=True))
+        if router.local is not None and hits is not None:
+            progress.note(np.arange(len(keys)), hits, router.local.attached.node_id, "shm")
         if ticket is not None:
             match = ticket.match(self.namespace, len(keys))
         if match is not None:
-            reach.fetch(arrivals, [*match.holders, *[None] * (len(keys) - len(match.holders))], deadline_s)
-        reach.find(arrivals, deadline_s)
-        now_s, began_s = time.monotonic(), reach.begun(deadline_s, timeout_s)
+            router.fetch(progress, [*match.holders, *[None] * (len(keys) - len(match.holders))], deadline_s)
+        router.find(progress, deadline_s)
+        now_s, began_s = time.monotonic(), router.begun(deadline_s, timeout_s)
         self._tally.gets.note(now_s - began_s)
-        if len(reach.troubles) or now_s >= deadline_s - LATE_S:
-            reach.note_end(arrivals, late=now_s >= deadline_s - LATE_S)
-        if False in arrivals.hits:
-            self._note_misses(list(map(arrivals.raw_key, arrivals.missing())), began_s)
-        return arrivals.result()
+        if len(router.read_failures) or now_s >= deadline_s - LATE_S:
+            router.note_end(progress, late=now_s >= deadline_s - LATE_S)
+        if False in progress.hits:
+            self._note_misses(list(map(progress.raw_key, progress.missing())), began_s)
+        return progress.result()
 
     def pin(self, keys: Keys, *, timeout_s: float | None = None) -> Pins:
         """View chunks of this host's node in place, without a copy, for as long as the returned context lasts.
@@ -204,7 +204,7 @@ class Client:
         Raises:
             PeerUnavailable: There is no node on this host, or it is away.
         """
-        return self._local().pin(self._as_keys(keys), deadline_s=self._reach.deadline(timeout_s))
+        return self._local().pin(self._as_keys(keys), deadline_s=self._router.deadline(timeout_s))
 
     # -- one chunk -------------------------------------------------------------------------------------------------
 
@@ -214,7 +214,7 @@ class Client:
 
     def exists_one(self, key: bytes, *, timeout_s: float | None = None) -> bool:
         """Whether somebody holds the chunk of one 16-byte key. A microsecond when this host does."""
-        local = self._reach.local
+        local = self._router.local
         try:
             if local is not None and local.reader.ready_one(key):
                 return True
@@ -224,7 +224,7 @@ class Client:
             return bool(self.exists(chunk_keys.from_bytes(key), timeout_s=timeout_s)[0])
         if len(key) != chunk_keys.KEY_NBYTES:
             raise _no_key(key)
-        return self._reach.held_one(key, self._reach.deadline(timeout_s))
+        return self._router.held_one(key, self._router.deadline(timeout_s))
 
     def get_one(
         self, key: bytes, into: Scattered, *, holder: NodeId | None = None, timeout_s: float | None = None
@@ -241,8 +241,8 @@ class Client:
         Raises:
             UsageError: The key has not 16 bytes, or `into` is no such buffer.
         """
-        reach = self._reach
-        local = reach.local
+        router = self._router
+        local = router.local
         if local is not None and not self._always_verify:
             try:
                 if local.reader.read_one(key, into):
@@ -254,13 +254,13 @@ class Client:
         if local is None or not (local.posted or self._always_verify):
             target = byte_views(into, "into", writable=True)
             if len(target) == 1:
-                began_s, deadline_s = time.monotonic(), reach.deadline(timeout_s)
-                if holder is not None and reach.fetch_one(holder, key, target[0], deadline_s):
+                began_s, deadline_s = time.monotonic(), router.deadline(timeout_s)
+                if holder is not None and router.fetch_one(holder, key, target[0], deadline_s):
                     return True
-                if reach.find_one(key, target[0], deadline_s) is not None:
+                if router.find_one(key, target[0], deadline_s) is not None:
                     return True
                 if time.monotonic() >= deadline_s - LATE_S:
-                    reach.troubles.note((key,), "timed_out", None, now_s=time.monotonic())
+                    router.read_failures.note((key,), "timed_out", None, now_s=time.monotonic())
                 self._note_misses([key], began_s)
                 return False
         return self.get(chunk_keys.from_bytes(key), [into], timeout_s=timeout_s).hits[0]
@@ -302,7 +302,7 @@ class Client:
             UsageError: `values` has not one entry a key, a value is empty or larger than an extent, or a hint is none.
         """
         keys, hints, began_s = self._as_keys(keys), _hints(ttl_s, priority), time.monotonic()
-        deadline_s = self._reach.deadline(timeout_s)
+        deadline_s = self._router.deadline(timeout_s)
         if len(values) != len(keys):
             raise UsageError(f"field 'values': {len(values)} values for {len(keys)} keys; give one entry a key")
         pieces, sizes = all_byte_views(values, "values", writable=False)
@@ -355,11 +355,11 @@ class Client:
         if len(key) != chunk_keys.KEY_NBYTES:
             raise _no_key(key)
         pieces = byte_views(value, "value", writable=False)
-        local, deadline_s = self._reach.local, self._reach.deadline(timeout_s)
+        local, deadline_s = self._router.local, self._router.deadline(timeout_s)
         hints = _hints(ttl_s, priority) if ttl_s is not None or priority else NO_HINTS
         try:
             if local is not None:
-                return local.put_one(self._account, key, pieces, wait=wait, deadline_s=deadline_s, hints=hints)
+                return local.put_one(self._group, key, pieces, wait=wait, deadline_s=deadline_s, hints=hints)
             nbytes, one = sum(map(len, pieces)), chunk_keys.from_bytes(key)
             done = self._put_remote(
                 one, [pieces], nbytes, parent=None, depth=0, chained=False, hints=hints, deadline_s=deadline_s
@@ -374,8 +374,8 @@ class Client:
         Returns:
             What became of their chunks since the last call. `posted`: chunks of which nothing is known by the deadline.
         """
-        local = self._reach.local
-        return PutResult(0, 0, 0) if local is None else local.flush(self._reach.deadline(timeout_s))
+        local = self._router.local
+        return PutResult(0, 0, 0) if local is None else local.flush(self._router.deadline(timeout_s))
 
     def reserve(
         self,
@@ -401,13 +401,13 @@ class Client:
         keys = self._as_keys(keys)
         try:
             return self._local().reserve(
-                self._account,
+                self._group,
                 keys,
                 nbytes,
                 chained=chained,
                 parent=parent,
                 depth=depth,
-                deadline_s=self._reach.deadline(timeout_s),
+                deadline_s=self._router.deadline(timeout_s),
             )
         except (TransientError, CapacityError, LostError) as error:
             return Reservation.refused(len(keys), str(error))
@@ -415,12 +415,12 @@ class Client:
     def delete(self, keys: Keys, *, timeout_s: float | None = None) -> int:
         """Drop chunks on every node. Returns how many copies went; pinned ones, and those of absent nodes, stay."""
         request = messages.Delete(chunk_keys.to_bytes(self._as_keys(keys)))
-        reach, deadline_s = self._reach, self._reach.deadline(timeout_s)
-        nodes = {member.node_id for member in reach.view(deadline_s).members}
-        if reach.local is not None:
-            nodes.add(reach.local.attached.node_id)
-        answers = reach.in_parallel(
-            {name: partial(reach.call, name, request, deadline_s) for name in nodes}, deadline_s
+        router, deadline_s = self._router, self._router.deadline(timeout_s)
+        nodes = {member.node_id for member in router.view(deadline_s).members}
+        if router.local is not None:
+            nodes.add(router.local.attached.node_id)
+        answers = router.in_parallel(
+            {name: partial(router.call, name, request, deadline_s) for name in nodes}, deadline_s
         )
         return sum(answer.count for answer in answers.values() if isinstance(answer, messages.Count))
 
@@ -442,7 +442,7 @@ class Client:
         if capacity_nbytes < 0:
             raise UsageError(f"field 'capacity_nbytes': {capacity_nbytes} is no size; 0 means no bound but the arena")
         fields = {"dram_quota_nbytes": capacity_nbytes or None}
-        return len(configure(self._reach, self.namespace, fields, self._reach.deadline(timeout_s))[0])
+        return len(configure(self._router, self.namespace, fields, self._router.deadline(timeout_s))[0])
 
     def configure(self, *, timeout_s: float | None = None, **fields: Any) -> int:
         """Change fields of the config of this namespace, with all its salts and adapters, while the cluster runs.
@@ -459,7 +459,7 @@ class Client:
             ConfigError: A field is wrong or unknown. Names it.
             PeerUnavailable: The directory is away. Nothing was changed.
         """
-        return len(configure(self._reach, self.namespace, fields, self._reach.deadline(timeout_s))[0])
+        return len(configure(self._router, self.namespace, fields, self._router.deadline(timeout_s))[0])
 
     def drop_namespace(self, *, timeout_s: float | None = None) -> int:
         """Drop all chunks of this namespace, with all its salts and adapters, on every node and tier; and its config.
@@ -472,7 +472,7 @@ class Client:
         Raises:
             PeerUnavailable: The directory is away. Nothing was dropped.
         """
-        return configure(self._reach, self.namespace, None, self._reach.deadline(timeout_s))[1]
+        return configure(self._router, self.namespace, None, self._router.deadline(timeout_s))[1]
 
     def namespaces(self, *, timeout_s: float | None = None) -> list[dict[str, Any]]:
         """Every namespace that some node knows (without salt and adapter), configured or merely in use.
@@ -483,9 +483,9 @@ class Client:
             "put_times" (as clients tell now and then), "nodes": the same of each node, "silent": nodes that did not
             answer, and why}.
         """
-        deadline_s = self._reach.deadline(timeout_s)
-        report(self._reach, self._account.digest, deadline_s)
-        return list_namespaces(self._reach, deadline_s)
+        deadline_s = self._router.deadline(timeout_s)
+        report(self._router, self._group.digest, deadline_s)
+        return list_namespaces(self._router, deadline_s)
 
     # -- hints ------------------------------------------------------------------------------------------------------
 
@@ -510,9 +510,9 @@ class Client:
             How many copies of them were there. Whoever does not answer is not counted.
         """
         require_hints(ttl_s, priority, output_tokens)
-        deadline_s = self._reach.deadline(timeout_s)
+        deadline_s = self._router.deadline(timeout_s)
         return hint(
-            self._reach,
+            self._router,
             self._as_keys(keys),
             deadline_s,
             ttl_s=ttl_s,
@@ -522,7 +522,7 @@ class Client:
 
     def touch(self, keys: Keys, *, timeout_s: float | None = None) -> int:
         """Make chunks count as read now. Returns how many copies of them were there."""
-        return hint(self._reach, self._as_keys(keys), self._reach.deadline(timeout_s), touch=True)
+        return hint(self._router, self._as_keys(keys), self._router.deadline(timeout_s), touch=True)
 
     def session_end(self, keys: Keys, *, timeout_s: float | None = None) -> int:
         """Nobody is likely to read these soon: they are the first to leave memory, for an SSD if there is one.
@@ -532,7 +532,7 @@ class Client:
         Returns:
             How many copies of them were there.
         """
-        return hint(self._reach, self._as_keys(keys), self._reach.deadline(timeout_s), ended=True)
+        return hint(self._router, self._as_keys(keys), self._router.deadline(timeout_s), ended=True)
 
     # -- why --------------------------------------------------------------------------------------------------------
 
@@ -562,20 +562,20 @@ class Client:
         elif keys is not None and not isinstance(keys, np.ndarray):
             under = keys_under_names(keys)
         assert keys is not None
-        return explain(self._reach, self.namespace, self._as_keys(keys), under, self._reach.deadline(timeout_s))
+        return explain(self._router, self.namespace, self._as_keys(keys), under, self._router.deadline(timeout_s))
 
     # -- about ------------------------------------------------------------------------------------------------------
 
     def stats(self, *, timeout_s: float | None = None) -> dict[str, Any]:
         """What every member says of itself, and the view: {"epoch", "nodes": {node_id: {...} or {"error": ...}}}."""
-        reach, deadline_s = self._reach, self._reach.deadline(timeout_s)
-        report(reach, self._account.digest, deadline_s)
-        view = reach.view(deadline_s)
+        router, deadline_s = self._router, self._router.deadline(timeout_s)
+        report(router, self._group.digest, deadline_s)
+        view = router.view(deadline_s)
         work = {
-            member.node_id: partial(reach.call, member.node_id, messages.GetStats(), deadline_s)
+            member.node_id: partial(router.call, member.node_id, messages.GetStats(), deadline_s)
             for member in view.members
         }
-        answers = reach.in_parallel(work, deadline_s)
+        answers = router.in_parallel(work, deadline_s)
         nodes = {
             name: msgspec.json.decode(answer.stats) if isinstance(answer, messages.Stats) else {"error": str(answer)}
             for name, answer in answers.items()
@@ -584,11 +584,11 @@ class Client:
 
     def view(self) -> View:
         """The members of the cluster, and its ring, as the nearest node knows them now."""
-        return self._reach.refresh(self._reach.deadline(None))
+        return self._router.refresh(self._router.deadline(None))
 
     def close(self) -> None:
         """Close all connections, also of the clients made by `using`; leases end."""
-        self._reach.close()
+        self._router.close()
 
     def __enter__(self) -> Self:
         return self
@@ -611,37 +611,37 @@ class Client:
         return keys
 
     @cached_property
-    def _tally(self) -> Tally:
-        return self._reach.tally(self._account.digest)
+    def _tally(self) -> ClientMetrics:
+        return self._router.tally(self._group.digest)
 
     def _note_misses(self, keys: Sequence[bytes], began_s: float) -> None:
         """These did not come by a call that began then. Now and then a node is told, and nobody waits for that."""
-        reach, now_s = self._reach, time.monotonic()
+        router, now_s = self._router, time.monotonic()
         reasons: Counter[str] = Counter()
         absent = []
         for key in keys:
-            trouble = reach.troubles.of(key, now_s=now_s) if len(reach.troubles) else None
+            trouble = router.read_failures.of(key, now_s=now_s) if len(router.read_failures) else None
             if trouble is not None and trouble.when_s >= began_s:
                 reasons[trouble.kind] += 1
             else:
                 absent.append(key)
         self._tally.missed(reasons, absent)
         if self._tally.due(now_s):
-            reach.in_background(partial(report, reach, self._account.digest, reach.deadline(None)))
+            router.in_background(partial(report, router, self._group.digest, router.deadline(None)))
 
     @cached_property
-    def _account(self) -> Account:
-        return Account.of(self.namespace)
+    def _group(self) -> QuotaGroup:
+        return QuotaGroup.of(self.namespace)
 
-    def _local(self) -> LocalNode:
-        local = self._reach.local
+    def _local(self) -> LocalConnection:
+        local = self._router.local
         if local is None:
             raise PeerUnavailable("no node of the cluster runs on this host")
         return local
 
     def _here(self, keys: KeyArray, deadline_s: float) -> Bits:
         """Which chunks this host's node holds."""
-        local = self._reach.local
+        local = self._router.local
         if local is None:
             return np.zeros(len(keys), np.bool_)
         here = local.reader.ready(keys, now_s=time.monotonic())
@@ -650,19 +650,19 @@ class Client:
         return here
 
     def _read_here(
-        self, local: LocalNode, keys: KeyArray, into: Sequence[Scattered], deadline_s: float
+        self, local: LocalConnection, keys: KeyArray, into: Sequence[Scattered], deadline_s: float
     ) -> tuple[Bits, int]:
         """Which chunks came from this host's node, and their bytes in all."""
-        reach = self._reach
+        router = self._router
         if len(keys) == 1 and isinstance(into[0], np.ndarray | memoryview) and not self._always_verify:
             try:
                 if local.reader.read_one(keys.tobytes(), into[0]):
                     return _ONE_HIT, into[0].nbytes
             except (BufferError, TypeError, ValueError):
                 pass  # below it is told what is wrong with it
-        hits, nbytes = reach.read_local(local.reader, keys, into)
+        hits, nbytes = router.read_local(local.reader, keys, into)
         if local.posted and not hits.all() and local.settle(deadline_s):
-            hits, nbytes = reach.read_local(local.reader, keys, into)
+            hits, nbytes = router.read_local(local.reader, keys, into)
         return hits, nbytes
 
     def _put_equal(
@@ -678,14 +678,14 @@ class Client:
         hints: Hints,
         deadline_s: float,
     ) -> PutResult:
-        local = self._reach.local
+        local = self._router.local
         if local is None:
             return self._put_remote(
                 keys, values, nbytes, parent=parent, depth=depth, chained=chained, hints=hints, deadline_s=deadline_s
             )
         try:
             return local.put(
-                self._account,
+                self._group,
                 keys,
                 values,
                 nbytes,
@@ -694,7 +694,7 @@ class Client:
                 depth=depth,
                 wait=wait,
                 deadline_s=deadline_s,
-                threads=self._reach.copy_threads,
+                threads=self._router.copy_threads,
                 hints=hints,
             )
         except (TransientError, CapacityError, LostError) as error:
@@ -713,9 +713,9 @@ class Client:
         deadline_s: float,
     ) -> PutResult:
         """Store on the owner of the first key: a chain stays together."""
-        reach, account = self._reach, self._account
+        router, group = self._router, self._group
         raw_parent = b"" if parent is None else chunk_keys.to_bytes(parent)
-        request = messages.Write(account.digest, chunk_keys.to_bytes(keys), nbytes, chained, raw_parent, depth, *hints)
+        request = messages.Write(group.digest, chunk_keys.to_bytes(keys), nbytes, chained, raw_parent, depth, *hints)
         granted = messages.Granted(b"", b"", b"")
 
         def pick(answer: messages.Answer) -> Runs:
@@ -730,17 +730,17 @@ class Client:
             try:
                 answer = link.push(request, pick, deadline_s=deadline_s)
             except LostError:  # the owner does not know this namespace (any more)
-                link.call(messages.OpenNamespace(account.text), deadline_s=deadline_s)
+                link.call(messages.OpenNamespace(group.text), deadline_s=deadline_s)
                 answer = link.push(request, pick, deadline_s=deadline_s)
             return messages.expect(messages.Count, answer).count
 
         try:
-            view = reach.view(deadline_s)
+            view = router.view(deadline_s)
             if not view.members:
                 return PutResult(0, 0, len(keys), "the cluster has no nodes")
             owner = view.member(view.ring.nodes[int(view.ring.owners(keys[:1])[0])])
             assert owner is not None
-            stored = reach.peers.ask(owner.address, push, deadline_s=deadline_s)
+            stored = router.peers.ask(owner.address, push, deadline_s=deadline_s)
         except (TransientError, CapacityError, LostError) as error:
             return PutResult(0, 0, len(keys), str(error))
         existed = len(keys) - len(granted.positions) // 4 - granted.full

@@ -18,18 +18,18 @@ from raykv.types import PutResult
 
 
 class Lender(Protocol):
-    """Who gave them: `LocalNode`."""
+    """Who gave them: `LocalConnection`."""
 
     def call(self, request: messages.Message, *, deadline_s: float, life: int | None = None) -> messages.Answer:
-        """See `LocalNode.call`."""
+        """See `LocalConnection.call`."""
         ...
 
     def holds(self, life: int, deadline_s: float) -> bool:
-        """See `LocalNode.holds`."""
+        """See `LocalConnection.holds`."""
         ...
 
     def abandon(self, rows: bytes, life: int, deadline_s: float) -> None:
-        """See `LocalNode.abandon`."""
+        """See `LocalConnection.abandon`."""
         ...
 
 

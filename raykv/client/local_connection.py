@@ -20,11 +20,11 @@ from raykv.client.slot_pool import (
     MAX_POSTED_KEYS,
     POOL_IDLE_S,
     TRUST_S,
-    Account,
-    Borrowed,
+    LentSlots,
     Outcome,
-    Pool,
+    QuotaGroup,
     Slot,
+    SlotPool,
 )
 from raykv.errors import LostError, PeerUnavailable, RayKVError, TransientError, UsageError
 from raykv.memory.copying import CopyThreads
@@ -54,7 +54,7 @@ _SPINS: Final = 200
 _NAP_S: Final = 0.0001
 
 
-class LocalNode:
+class LocalConnection:
     """The node of this host. Thread-safe.
 
     Attributes:
@@ -79,9 +79,9 @@ class LocalNode:
         self.attached = messages.Attached("", "", 0, "", "")
         self.reader: ShmReader
         self._opened: set[bytes] = set()
-        self._pools: dict[tuple[bytes, int], Pool] = {}
+        self._pools: dict[tuple[bytes, int], SlotPool] = {}
         self._trusted_until_s = self._look_at_s = 0.0
-        self._posted: deque[Borrowed] = deque()
+        self._posted: deque[LentSlots] = deque()
         self._posted_keys = 0
         self._outcome = Outcome()
         self._abandoned: list[tuple[int, bytes]] = []
@@ -209,27 +209,27 @@ class LocalNode:
             self._retry_at_s = time.monotonic() + self._retry_s
             raise PeerUnavailable(f"the local node is away: {error}") from error
 
-    def _open(self, account: Account, deadline_s: float) -> None:
-        """Make the account known to the node, once in each of its lives."""
-        if self._link is None or account.digest not in self._opened:
-            self._call(messages.OpenNamespace(account.text), deadline_s)
-            self._opened.add(account.digest)
+    def _open(self, group: QuotaGroup, deadline_s: float) -> None:
+        """Make the quota group known to the node, once in each of its lives."""
+        if self._link is None or group.digest not in self._opened:
+            self._call(messages.OpenNamespace(group.text), deadline_s)
+            self._opened.add(group.digest)
 
-    def _call_about(self, account: Account, request: messages.Message, deadline_s: float) -> messages.Answer:
-        """Ask something about an account that is open."""
-        self._open(account, deadline_s)
+    def _call_about(self, group: QuotaGroup, request: messages.Message, deadline_s: float) -> messages.Answer:
+        """Ask something about an quota group that is open."""
+        self._open(group, deadline_s)
         try:
             return self._call(request, deadline_s)
         except LostError:  # the node began anew in between, with empty hands
             self._opened.clear()
-            self._open(account, deadline_s)
+            self._open(group, deadline_s)
             return self._call(request, deadline_s)
 
     # -- writing ----------------------------------------------------------------------------------------------------
 
     def put(
         self,
-        account: Account,
+        group: QuotaGroup,
         keys: KeyArray,
         values: Sequence[Sequence[memoryview]],
         nbytes: int,
@@ -259,28 +259,28 @@ class LocalNode:
         if len(keys) == 1:
             above = _raw(parent) if chained else b""
             return self._put_one(
-                account, to_bytes(keys), values[0], nbytes, chained, above, depth, wait, deadline_s, hints
+                group, to_bytes(keys), values[0], nbytes, chained, above, depth, wait, deadline_s, hints
             )
         places = self._missing(keys)
         if not places:
             return PutResult(0, len(keys), 0)
         with self._lock:
-            borrowed = self._borrow(account, keys, len(places), nbytes, _raw(parent), deadline_s)
-        written = places[: len(borrowed.slots)]
+            lent_slots = self._borrow(group, keys, len(places), nbytes, _raw(parent), deadline_s)
+        written = places[: len(lent_slots.slots)]
         full = len(places) - len(written)
         existed = len(keys) - len(places)
         if not written:
             return PutResult(0, existed, full, "full")
         every = len(written) == len(keys)
         try:
-            reader = borrowed.reader
+            reader = lent_slots.reader
             arena = reader.arena.view
-            rows, starts, generations = map(list, zip(*borrowed.slots, strict=True))
+            rows, starts, generations = map(list, zip(*lent_slots.slots, strict=True))
             views = [arena[start : start + nbytes] for start in starts]
             checksums = threads.fill(views, [values[place] for place in written])
             raw = to_bytes(keys)
             request = messages.Store(
-                account.digest,
+                group.digest,
                 raw,
                 nbytes,
                 np.array(rows, np.int32).tobytes(),
@@ -293,11 +293,11 @@ class LocalNode:
                 *hints,
             )
             named = raw if every else to_bytes(keys[written])
-            borrowed.keys = len(keys)
-            borrowed.published = reader.publish(rows, generations, named, request.checksums, nbytes)
-            others = self._tell(request, borrowed, wait=wait, deadline_s=deadline_s)
+            lent_slots.keys = len(keys)
+            lent_slots.published = reader.publish(rows, generations, named, request.checksums, nbytes)
+            others = self._tell(request, lent_slots, wait=wait, deadline_s=deadline_s)
         except BaseException as error:
-            self._return(borrowed, whole=isinstance(error, Exception))
+            self._return(lent_slots, whole=isinstance(error, Exception))
             raise
         reason = "full" if full else ""
         if not wait:
@@ -306,7 +306,7 @@ class LocalNode:
 
     def put_one(
         self,
-        account: Account,
+        group: QuotaGroup,
         key: bytes,
         pieces: Sequence[memoryview],
         *,
@@ -324,11 +324,11 @@ class LocalNode:
         """
         nbytes = len(pieces[0]) if len(pieces) == 1 else sum(map(len, pieces))
         self._require_size(nbytes)
-        return not self._put_one(account, key, pieces, nbytes, False, b"", 0, wait, deadline_s, hints).skipped
+        return not self._put_one(group, key, pieces, nbytes, False, b"", 0, wait, deadline_s, hints).skipped
 
     def _put_one(
         self,
-        account: Account,
+        group: QuotaGroup,
         key: bytes,
         pieces: Sequence[memoryview],
         nbytes: int,
@@ -343,20 +343,18 @@ class LocalNode:
         if self.reader.known_one(key) and self._looks_at_today():
             return _EXISTED
         with self._lock:
-            borrowed = self._borrow(account, key, 1, nbytes, parent, deadline_s)
-        if not borrowed.slots:
+            lent_slots = self._borrow(group, key, 1, nbytes, parent, deadline_s)
+        if not lent_slots.slots:
             return _FULL
         try:
-            row, start, generation = borrowed.slots[0]
-            borrowed.keys = 1
-            borrowed.published, checksum = borrowed.reader.store_one(row, generation, start, key, pieces, nbytes)
+            row, start, generation = lent_slots.slots[0]
+            lent_slots.keys = 1
+            lent_slots.published, checksum = lent_slots.reader.store_one(row, generation, start, key, pieces, nbytes)
             rows = row.to_bytes(4, "little")
-            request = messages.Store(
-                account.digest, key, nbytes, rows, checksum, b"", chained, parent, depth, 0, *hints
-            )
-            others = self._tell(request, borrowed, wait=wait, deadline_s=deadline_s)
+            request = messages.Store(group.digest, key, nbytes, rows, checksum, b"", chained, parent, depth, 0, *hints)
+            others = self._tell(request, lent_slots, wait=wait, deadline_s=deadline_s)
         except BaseException as error:
-            self._return(borrowed, whole=isinstance(error, Exception))
+            self._return(lent_slots, whole=isinstance(error, Exception))
             raise
         return _EXISTED if others else _STORED if wait else _POSTED
 
@@ -403,15 +401,15 @@ class LocalNode:
 
     def _borrow(
         self,
-        account: Account,
+        group: QuotaGroup,
         keys: KeyArray | bytes,
         count: int,
         nbytes: int,
         parent: bytes,
         deadline_s: float,
-    ) -> Borrowed:
+    ) -> LentSlots:
         """Up to `count` slots to write now: from the pool, and what it lacks from the node. Fewer: it is full."""
-        where, now_s = (account.digest, slot_nbytes(nbytes)), time.monotonic()
+        where, now_s = (group.digest, slot_nbytes(nbytes)), time.monotonic()
         if now_s >= self._idle_looked_at_s + POOL_IDLE_S:
             self._idle_looked_at_s = now_s
             if self._link is not None:
@@ -421,35 +419,35 @@ class LocalNode:
             self._take_in_arrived(deadline_s)  # the answers bring slots
             pool = self._pools.get(where)  # (The pools go when the connection does.)
         if pool is None or self._link is None or len(pool.slots) < count or now_s >= self._trusted_until_s:
-            pool = self._borrow_more(account, keys, count, nbytes, parent, deadline_s)
+            pool = self._borrow_more(group, keys, count, nbytes, parent, deadline_s)
             now_s = time.monotonic()
-        return Borrowed(pool, self._life, self.reader, pool.take(count, now_s))
+        return LentSlots(pool, self._life, self.reader, pool.take(count, now_s))
 
     def _borrow_more(
         self,
-        account: Account,
+        group: QuotaGroup,
         keys: KeyArray | bytes,
         count: int,
         nbytes: int,
         parent: bytes,
         deadline_s: float,
-    ) -> Pool:
+    ) -> SlotPool:
         """The pool, with `count` slots in it if the node has them, and the node's word that they are ours."""
-        self._open(account, deadline_s)
-        where = (account.digest, slot_nbytes(nbytes))
+        self._open(group, deadline_s)
+        where = (group.digest, slot_nbytes(nbytes))
         raw = keys if isinstance(keys, bytes) else to_bytes(keys)
         while True:
             life = self._life
-            pool = self._pools.setdefault(where, Pool(where[1], self.reader.arena.nbytes))
+            pool = self._pools.setdefault(where, SlotPool(where[1], self.reader.arena.nbytes))
             needed = max(0, count - len(pool.slots))
             if needed:
                 pool.ran_short(count)
             wanted = pool.wanted
             ahead = max(0, wanted - pool.coming) if needed else 0
-            request = messages.Lend(account.digest, nbytes, needed, ahead=ahead, keys=raw, parent=parent)
-            lent = messages.expect(messages.Lent, self._call_about(account, request, deadline_s))
+            request = messages.Lend(group.digest, nbytes, needed, ahead=ahead, keys=raw, parent=parent)
+            lent = messages.expect(messages.Lent, self._call_about(group, request, deadline_s))
             # Another one, and empty, if the connection was made anew: then what the old one had is not ours any more.
-            pool = self._pools.setdefault(where, Pool(where[1], self.reader.arena.nbytes))
+            pool = self._pools.setdefault(where, SlotPool(where[1], self.reader.arena.nbytes))
             pool.wanted = max(pool.wanted, wanted)
             self._add(pool, lent.rows, lent.offsets)
             if life == self._life:  # else what we had went with the connection, and is lacking
@@ -470,68 +468,68 @@ class LocalNode:
                         pool.slots += taken  # there was no time to ask
                     return  # else they went with the connection; a new one is not worth the wait here
 
-    def _tell(self, request: messages.Store, borrowed: Borrowed, *, wait: bool, deadline_s: float) -> int:
+    def _tell(self, request: messages.Store, lent_slots: LentSlots, *, wait: bool, deadline_s: float) -> int:
         """Tell the node of slots that are written. Returns how many of their chunks others had stored.
 
         Who waits need not wait for the node's answer when all could be published: every reader sees them.
         """
         try:
             with self._lock:
-                borrowed.asked_at_s = now_s = time.monotonic()
-                borrowed.ahead = request.ahead = borrowed.pool.lacking(now_s)
+                lent_slots.asked_at_s = now_s = time.monotonic()
+                lent_slots.ahead = request.ahead = lent_slots.pool.lacking(now_s)
                 # Also if writing took too long: what was published stays in place until the node has heard of it.
                 deadline_s = max(deadline_s, now_s + LATE_S)
-                if wait and not borrowed.published:
-                    answer = self._call(request, deadline_s, life=borrowed.life)
-                    return self._stored(answer, borrowed)
+                if wait and not lent_slots.published:
+                    answer = self._call(request, deadline_s, life=lent_slots.life)
+                    return self._stored(answer, lent_slots)
                 if not wait:
-                    borrowed.outcome = self._outcome
-                self._post(request, borrowed, deadline_s)
+                    lent_slots.outcome = self._outcome
+                self._post(request, lent_slots, deadline_s)
         except TransientError:
             # The node finds it by itself, or the next one in its place, as long as the memory is the same.
-            if not borrowed.published or not borrowed.reader.is_current():
+            if not lent_slots.published or not lent_slots.reader.is_current():
                 raise
             if not wait:
-                self._outcome.note(stored=len(borrowed.slots))
+                self._outcome.note(stored=len(lent_slots.slots))
         return 0
 
-    def _post(self, request: messages.Store, borrowed: Borrowed, deadline_s: float) -> None:
+    def _post(self, request: messages.Store, lent_slots: LentSlots, deadline_s: float) -> None:
         remaining(deadline_s)  # see `_call`
         link, posted = self._link, self._posted
-        if link is None or borrowed.life != self._life:
+        if link is None or lent_slots.life != self._life:
             raise PeerUnavailable("the connection that held the lease is gone")
-        while len(posted) >= MAX_POSTED or (posted and self._posted_keys + borrowed.keys > MAX_POSTED_KEYS):
+        while len(posted) >= MAX_POSTED or (posted and self._posted_keys + lent_slots.keys > MAX_POSTED_KEYS):
             self._collect_or_drop(link, deadline_s, raising=True)
         try:
             link.post(request, deadline_s=deadline_s)
         except BaseException as error:
             self._drop_link(str(error) or "the call was interrupted")
             raise
-        posted.append(borrowed)
-        borrowed.pool.coming += borrowed.ahead
-        self._posted_keys += borrowed.keys
+        posted.append(lent_slots)
+        lent_slots.pool.coming += lent_slots.ahead
+        self._posted_keys += lent_slots.keys
         self.posted = len(posted)
         if self.posted % _COLLECT_EVERY == 0:
             self._take_in_arrived(deadline_s)
 
-    def _stored(self, answer: messages.Answer, borrowed: Borrowed) -> int:
+    def _stored(self, answer: messages.Answer, lent_slots: LentSlots) -> int:
         """Put unused slots back, and those lent anew to them. Returns how many were not used."""
         stored = messages.expect(messages.Stored, answer)
         unused: list[int] = []
         if stored.unused:
             unused = np.frombuffer(stored.unused, "<i4").tolist()
-            self._lent(borrowed.pool, [borrowed.slots[place] for place in unused])
+            self._lent(lent_slots.pool, [lent_slots.slots[place] for place in unused])
         if stored.rows:
-            self._add(borrowed.pool, stored.rows, stored.offsets)
+            self._add(lent_slots.pool, stored.rows, stored.offsets)
         return len(unused)
 
-    def _add(self, pool: Pool, rows: bytes, offsets: bytes) -> None:
+    def _add(self, pool: SlotPool, rows: bytes, offsets: bytes) -> None:
         starts = np.frombuffer(offsets, "<u8").tolist()
         self._lent(
             pool, [(row, start, 0) for row, start in zip(np.frombuffer(rows, "<i4").tolist(), starts, strict=True)]
         )
 
-    def _lent(self, pool: Pool, slots: Sequence[Slot]) -> None:
+    def _lent(self, pool: SlotPool, slots: Sequence[Slot]) -> None:
         """These are lent to us (again), but for those that we have published."""
         generation = self.reader.table.cells.generation
         pool.slots += [(row, start, now) for row, start, _ in slots if (now := generation[row]) & 1]
@@ -606,7 +604,7 @@ class LocalNode:
             waiting = sum(len(each.slots) for each in self._posted if each.outcome is not None)
         return PutResult(done.stored, done.existed, done.skipped, done.reason, waiting)
 
-    def _return(self, borrowed: Borrowed, *, whole: bool) -> None:
+    def _return(self, lent_slots: LentSlots, *, whole: bool) -> None:
         """Put slots back that were not used after all, if they are still ours.
 
         Args:
@@ -614,15 +612,15 @@ class LocalNode:
                 another thread may still write to them: the connection ends, and the node lets them rest for a while.
         """
         with self._lock:
-            if borrowed.life == self._life and self._link is not None:
+            if lent_slots.life == self._life and self._link is not None:
                 if whole:
-                    self._lent(borrowed.pool, borrowed.slots)
+                    self._lent(lent_slots.pool, lent_slots.slots)
                 else:
                     self._drop_link("a put was interrupted")
 
     def reserve(
         self,
-        account: Account,
+        group: QuotaGroup,
         keys: KeyArray,
         nbytes: int,
         *,
@@ -637,9 +635,9 @@ class LocalNode:
             PeerUnavailable: The node is away.
             UsageError: The size does not fit an extent.
         """
-        request = messages.Reserve(account.digest, to_bytes(keys), nbytes, chained, _raw(parent), depth)
+        request = messages.Reserve(group.digest, to_bytes(keys), nbytes, chained, _raw(parent), depth)
         with self._lock:
-            answer = self._call_about(account, request, deadline_s)
+            answer = self._call_about(group, request, deadline_s)
             life, reader = self._life, self.reader
         assert isinstance(answer, messages.Granted)
         return Reservation(self, life, reader, len(keys), nbytes, answer)

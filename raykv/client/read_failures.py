@@ -28,7 +28,7 @@ class Trouble(NamedTuple):
     when_s: float
 
 
-class Troubles:
+class ReadFailures:
     """The last trouble with each of a client's keys. Thread-safe."""
 
     def __init__(self) -> None:

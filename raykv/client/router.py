@@ -15,18 +15,18 @@ from typing import Any, Final, TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from raykv.client.local_connection import LocalNode
-from raykv.client.read_failures import Kind, Troubles
+from raykv.client.local_connection import LocalConnection
+from raykv.client.read_failures import Kind, ReadFailures
 from raykv.config import ClientConfig
 from raykv.errors import ConfigError, LostError, PeerUnavailable, RayKVError, TransientError
 from raykv.memory.copying import CopyThreads, default_copy_threads
 from raykv.memory.reader import ShmReader
-from raykv.metrics import Tally
+from raykv.metrics import ClientMetrics
 from raykv.protocol import chunk_keys, messages
 from raykv.protocol.chunk_keys import halves
 from raykv.protocol.placement import Member, View
 from raykv.transport.base import Link
-from raykv.transport.bulk_read import Arrivals, Load, load_one, located
+from raykv.transport.bulk_read import BulkRead, ReadProgress, load_one, located
 from raykv.transport.pool import Connect, Peers
 from raykv.transport.tcp import SocketLink
 from raykv.types import Bits, KeyArray, NodeId, Path, Scattered, host_identity
@@ -49,7 +49,7 @@ PARALLEL_PEERS: Final = 16
 """Nodes asked at the same time by one client."""
 
 
-class Reach:
+class Router:
     """A client's way to the nodes: its own node, connections to the others, and the view.
 
     Attributes:
@@ -93,14 +93,14 @@ class Reach:
         self._closed = False
         self._view = View()
         self._failures, self._doubt_s = 0, -math.inf
-        self.troubles = Troubles()
-        self._tallies: dict[bytes, Tally] = {}
-        self.local: LocalNode | None = None
+        self.read_failures = ReadFailures()
+        self._tallies: dict[bytes, ClientMetrics] = {}
+        self.local: LocalConnection | None = None
         secret = _secret(config)
         self.host = host_identity()
         deadline_s = self.deadline(None)
         if is_local:
-            self.local = LocalNode(connect, address, deadline_s=deadline_s, retry_s=config.breaker_s)
+            self.local = LocalConnection(connect, address, deadline_s=deadline_s, retry_s=config.breaker_s)
             self.host, secret = self.local.attached.host, self.local.attached.secret
         self.peers = Peers(connect, secret, breaker_s=config.breaker_s, max_idle=config.connections_per_peer)
         try:
@@ -116,7 +116,7 @@ class Reach:
         for member in self._view.members:
             if member.host == self.host and self.local is None:
                 try:
-                    self.local = LocalNode(
+                    self.local = LocalConnection(
                         connect, member.local_address, deadline_s=deadline_s, retry_s=self.config.breaker_s
                     )
                 except (TransientError, LostError):
@@ -143,7 +143,7 @@ class Reach:
             self._failures = self.peers.failures  # those of the asking are no reason to ask again
         return self._view
 
-    def _begin_anew(self, local: LocalNode) -> None:
+    def _begin_anew(self, local: LocalConnection) -> None:
         """Our node is one of a new cluster now, which has another secret, and begins its views anew."""
         with self._lock:
             self.peers.retain(())
@@ -273,38 +273,38 @@ class Reach:
                 pass
         return self.view(deadline_s).epoch > view.epoch and bool(self.held(chunk_keys.from_bytes(key), deadline_s)[0])
 
-    def find(self, arrivals: Arrivals, deadline_s: float) -> None:
+    def find(self, progress: ReadProgress, deadline_s: float) -> None:
         """Read what is missing from its owners, or from whoever they say holds it: where one has not got it, the next.
 
         Owners are asked to read at once, which saves a lookup of what they hold themselves.
         """
-        if arrivals.all_came():
+        if progress.all_came():
             return
         told: dict[int, Holders] = {}
         view = View()
-        unknown = arrivals.missing()
-        if len(unknown) == 1 and len(arrivals.targets[unknown[0]]) == 1:
+        unknown = progress.missing()
+        if len(unknown) == 1 and len(progress.targets[unknown[0]]) == 1:
             place = unknown[0]
-            came = self.find_one(arrivals.raw_key(place), arrivals.targets[place][0], deadline_s)
+            came = self.find_one(progress.raw_key(place), progress.targets[place][0], deadline_s)
             if came is not None:
-                arrivals.came([place], *came)
+                progress.came([place], *came)
             return
         # The answers tell whether the view was stale: then those who own the rest now are asked, once.
         while unknown and self.view(deadline_s).epoch > view.epoch:
             view = self._view
-            told |= self._ask_owners_for(arrivals, unknown, view, deadline_s)
-            if arrivals.all_came():
+            told |= self._ask_owners_for(progress, unknown, view, deadline_s)
+            if progress.all_came():
                 return
-            unknown = [place for place in arrivals.missing() if not told.get(place)]
+            unknown = [place for place in progress.missing() if not told.get(place)]
         for choice in range(messages.MAX_HOLDERS):
-            holders: list[NodeId | None] = [None] * len(arrivals.keys)
-            for place in arrivals.missing():
+            holders: list[NodeId | None] = [None] * len(progress.keys)
+            for place in progress.missing():
                 names = told.get(place, ())
                 if choice < len(names):
                     holders[place] = names[choice]
             if not any(holders):
                 return
-            self.fetch(arrivals, holders, deadline_s)
+            self.fetch(progress, holders, deadline_s)
 
     def find_one(self, key: bytes, target: memoryview, deadline_s: float) -> tuple[NodeId, Path] | None:
         """The same for one chunk with one buffer, in a fraction of the time.
@@ -358,19 +358,19 @@ class Reach:
         return tuple([name for name in choices[int(numbers[0])] if near or name != owner]), None
 
     def _ask_owners_for(
-        self, arrivals: Arrivals, places: list[int], view: View, deadline_s: float
+        self, progress: ReadProgress, places: list[int], view: View, deadline_s: float
     ) -> dict[int, Holders]:
         """Read what owners hold themselves. Returns who holds the rest."""
-        keys = arrivals.keys if len(places) == len(arrivals.keys) else arrivals.keys[places]
+        keys = progress.keys if len(places) == len(progress.keys) else progress.keys[places]
         loads = {
-            (owner, number): Load(arrivals, some, verify=self._verify, owner=True)
+            (owner, number): BulkRead(progress, some, verify=self._verify, owner=True)
             for owner, share in view.ring.shares(keys).items()
-            for number, some in enumerate(self._streams(arrivals, [places[place] for place in share]))
+            for number, some in enumerate(self._streams(progress, [places[place] for place in share]))
         }
-        self._run(loads, self._ask_owner_for, arrivals, deadline_s)
+        self._run(loads, self._ask_owner_for, progress, deadline_s)
         return {place: holders for load in loads.values() for place, holders in load.told.items()}
 
-    def _ask_owner_for(self, owner: NodeId, arrivals: Arrivals, load: Load, deadline_s: float) -> None:
+    def _ask_owner_for(self, owner: NodeId, progress: ReadProgress, load: BulkRead, deadline_s: float) -> None:
         """Read what an owner holds, and have it tell who holds the rest."""
         member = self._member(owner, deadline_s)
         if member.host != self.host:  # whose memory we do not read anyway
@@ -385,7 +385,7 @@ class Reach:
         rest = [place for place in load.places if place not in arrived and place not in load.told]
         if not rest:
             return
-        choices, numbers, _ = self._ask_owner(owner, arrivals.keys[rest], deadline_s)
+        choices, numbers, _ = self._ask_owner(owner, progress.keys[rest], deadline_s)
         asked = set(load.asked)
         for place, number in zip(rest, numbers.tolist(), strict=True):
             wrong = owner if place in asked else None  # what it sent was
@@ -429,9 +429,9 @@ class Reach:
         numbers = np.where((numbers > 0) & (numbers < len(choices)), numbers, np.int32(0))
         return choices, numbers, messages.unpack_bits(answer.cold, len(keys))
 
-    def tally(self, account: bytes) -> Tally:
-        """Counters of one account, by its digest."""
-        return self._tallies.setdefault(account, Tally())
+    def tally(self, group: bytes) -> ClientMetrics:
+        """Counters of one quota group, by its digest."""
+        return self._tallies.setdefault(group, ClientMetrics())
 
     def in_background(self, task: Callable[[], object]) -> None:
         """Do something that nobody waits for, unless this is closed."""
@@ -444,7 +444,7 @@ class Reach:
             pass
 
     def tell_record(self, requests: bytes) -> None:
-        """Tell the node of this host what was looked up, if it answers. See `raykv.record`."""
+        """Tell the node of this host what was looked up, if it answers. See `raykv.client.trace_recorder`."""
         if self.local is None:
             return
         deadline_s = time.monotonic() + RECORD_TIMEOUT_S
@@ -465,13 +465,13 @@ class Reach:
         near = {member.node_id for member in self._view.members if member.host == self.host}
         return tuple(sorted(holders, key=lambda name: name not in near))
 
-    def fetch(self, arrivals: Arrivals, holders: Sequence[NodeId | None], deadline_s: float) -> None:
+    def fetch(self, progress: ReadProgress, holders: Sequence[NodeId | None], deadline_s: float) -> None:
         """Read what is missing from its holders, all of them in parallel."""
-        missing = arrivals.missing()
+        missing = progress.missing()
         if not missing:
             return
-        if len(missing) == 1 and len(arrivals.targets[missing[0]]) == 1:
-            self._fetch_single(arrivals, missing[0], holders[missing[0]], deadline_s)
+        if len(missing) == 1 and len(progress.targets[missing[0]]) == 1:
+            self._fetch_single(progress, missing[0], holders[missing[0]], deadline_s)
             return
         by_holder: dict[NodeId, list[int]] = {}
         first = holders[0] if holders else None
@@ -483,51 +483,51 @@ class Reach:
                 if holder is not None:
                     by_holder.setdefault(holder, []).append(place)
         loads = {
-            (holder, number): Load(arrivals, places, verify=self._verify)
+            (holder, number): BulkRead(progress, places, verify=self._verify)
             for holder, all_places in by_holder.items()
-            for number, places in enumerate(self._streams(arrivals, all_places))
+            for number, places in enumerate(self._streams(progress, all_places))
         }
-        self._run(loads, self._fetch_from, arrivals, deadline_s)
+        self._run(loads, self._fetch_from, progress, deadline_s)
 
     def _run(
         self,
-        loads: Mapping[tuple[NodeId, int], Load],
-        ask: Callable[[NodeId, Arrivals, Load, float], None],
-        arrivals: Arrivals,
+        loads: Mapping[tuple[NodeId, int], BulkRead],
+        ask: Callable[[NodeId, ReadProgress, BulkRead, float], None],
+        progress: ReadProgress,
         deadline_s: float,
     ) -> None:
         """Ask each holder for its load, all of them in parallel, and note what came."""
         done = self.in_parallel(
-            {name: partial(ask, name[0], arrivals, load, deadline_s) for name, load in loads.items()}, deadline_s
+            {name: partial(ask, name[0], progress, load, deadline_s) for name, load in loads.items()}, deadline_s
         )
         for (holder, number), load in loads.items():  # also of those that were broken off
-            arrivals.came(load.arrived, holder, load.path)
+            progress.came(load.arrived, holder, load.path)
             if load.spoilt:
-                self._note_trouble(map(arrivals.raw_key, load.spoilt), "corrupt", holder)
+                self._note_trouble(map(progress.raw_key, load.spoilt), "corrupt", holder)
             if isinstance(done[holder, number], RayKVError):
-                self._note_trouble(map(arrivals.raw_key, set(load.places) - set(load.arrived)), "no_answer", holder)
+                self._note_trouble(map(progress.raw_key, set(load.places) - set(load.arrived)), "no_answer", holder)
             if load.gone:
-                self._report_stale(holder, arrivals.keys[load.gone], deadline_s)
+                self._report_stale(holder, progress.keys[load.gone], deadline_s)
 
-    def _streams(self, arrivals: Arrivals, places: list[int]) -> list[list[int]]:
+    def _streams(self, progress: ReadProgress, places: list[int]) -> list[list[int]]:
         """What one holder is asked for, cut for several connections if it is much."""
-        count = max(1, min(self._streams_per_peer, arrivals.nbytes(places) // STREAM_NBYTES, len(places)))
+        count = max(1, min(self._streams_per_peer, progress.nbytes(places) // STREAM_NBYTES, len(places)))
         return [places[len(places) * n // count : len(places) * (n + 1) // count] for n in range(count)]
 
-    def _fetch_from(self, holder: NodeId, arrivals: Arrivals, load: Load, deadline_s: float) -> None:
+    def _fetch_from(self, holder: NodeId, progress: ReadProgress, load: BulkRead, deadline_s: float) -> None:
         member = self._member(holder, deadline_s)
         neighbour = self._neighbour(member, deadline_s)
         if neighbour is None:
             self.peers.ask(member.address, lambda link: load.run(link, deadline_s), deadline_s=deadline_s)
             return
         places = np.array(load.places, np.int64)
-        keys = arrivals.keys[places]
-        hits, _ = self.read_local(neighbour, keys, [arrivals.targets[place] for place in load.places])
+        keys = progress.keys[places]
+        hits, _ = self.read_local(neighbour, keys, [progress.targets[place] for place in load.places])
         load.path = "shm"
         load.arrived = places[hits].tolist()
         absent = ~hits & ~neighbour.ready(keys, now_s=time.monotonic())
         if absent.any() and (member.node_id, member.incarnation) in self._tiered:
-            self._promote(member, neighbour, arrivals, load, places[absent].tolist(), deadline_s)
+            self._promote(member, neighbour, progress, load, places[absent].tolist(), deadline_s)
             absent[np.isin(places, load.arrived)] = False
         load.gone = places[absent].tolist()
 
@@ -535,8 +535,8 @@ class Reach:
         self,
         member: Member,
         neighbour: ShmReader,
-        arrivals: Arrivals,
-        load: Load,
+        progress: ReadProgress,
+        load: BulkRead,
         places: list[int],
         deadline_s: float,
     ) -> None:
@@ -547,14 +547,14 @@ class Reach:
         parts: list[list[int]] = []
         room = 0
         for place in places:
-            if not parts or room < arrivals.sizes[place]:
+            if not parts or room < progress.sizes[place]:
                 parts.append([])
                 room = PROMOTE_NBYTES
             parts[-1].append(place)
-            room -= arrivals.sizes[place]
+            room -= progress.sizes[place]
 
         def ask(part: list[int], timeout_s: float) -> None:
-            self._ask_to_promote(member, arrivals.raw_keys(part), timeout_s, deadline_s)
+            self._ask_to_promote(member, progress.raw_keys(part), timeout_s, deadline_s)
 
         for number, part in enumerate(parts):
             if number + 1 < len(parts):
@@ -562,8 +562,8 @@ class Reach:
                     ask(part, 0.0)
                 ask(parts[number + 1], 0.0)
             ask(part, max(1e-3, deadline_s - time.monotonic() - PROMOTE_SLACK_S))
-            targets = [arrivals.targets[place] for place in part]
-            hits, _ = self.read_local(neighbour, arrivals.keys[part], targets)
+            targets = [progress.targets[place] for place in part]
+            hits, _ = self.read_local(neighbour, progress.keys[part], targets)
             load.arrived += [place for place, hit in zip(part, hits.tolist(), strict=True) if hit]
 
     def _ask_to_promote(self, member: Member, keys: bytes, timeout_s: float, deadline_s: float) -> None:
@@ -573,12 +573,12 @@ class Reach:
             member.local_address, lambda link: link.call(request, deadline_s=deadline_s), deadline_s=deadline_s
         )
 
-    def _fetch_single(self, arrivals: Arrivals, place: int, holder: NodeId | None, deadline_s: float) -> None:
+    def _fetch_single(self, progress: ReadProgress, place: int, holder: NodeId | None, deadline_s: float) -> None:
         """The same for one chunk with one buffer, in a fraction of the time."""
         if holder is not None:
-            path = self._fetch_one(holder, arrivals.raw_key(place), arrivals.targets[place][0], deadline_s)
+            path = self._fetch_one(holder, progress.raw_key(place), progress.targets[place][0], deadline_s)
             if path is not None:
-                arrivals.came([place], holder, path)
+                progress.came([place], holder, path)
 
     def fetch_one(self, node_id: NodeId, key: bytes, target: memoryview, deadline_s: float) -> bool:
         """Read one chunk from a member.
@@ -659,19 +659,19 @@ class Reach:
             return reader
         return self._neighbours.get(life)
 
-    def note_end(self, arrivals: Arrivals, *, late: bool) -> None:
+    def note_end(self, progress: ReadProgress, *, late: bool) -> None:
         """A `get` is over.
 
         Args:
             late: What did not arrive was not here by its deadline.
         """
-        missing = arrivals.missing()
+        missing = progress.missing()
         if late:
-            self.troubles.note(map(arrivals.raw_key, missing), "timed_out", None, now_s=time.monotonic())
-        self.troubles.forget(arrivals.raw_key(place) for place, hit in enumerate(arrivals.hits) if hit)
+            self.read_failures.note(map(progress.raw_key, missing), "timed_out", None, now_s=time.monotonic())
+        self.read_failures.forget(progress.raw_key(place) for place, hit in enumerate(progress.hits) if hit)
 
     def _note_trouble(self, keys: Iterable[bytes], kind: Kind, node: NodeId) -> None:
-        self.troubles.note(keys, kind, node, now_s=time.monotonic())
+        self.read_failures.note(keys, kind, node, now_s=time.monotonic())
 
     def _report_stale(self, holder: NodeId, keys: KeyArray, deadline_s: float) -> None:
         """Let the holder tell the owners that it has not got these: it alone knows if that is still so by then.

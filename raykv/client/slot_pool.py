@@ -12,7 +12,7 @@ MAX_POOL_SLOTS: Final = 512
 MAX_POOL_NBYTES: Final = 256 << 20
 MAX_POOL_SHARE: Final = 16
 """A client has at most so many slots, so many bytes of them, or this part of the arena (one in so many), of one size
-for one account lent ahead of need."""
+for one quota group lent ahead of need."""
 POOL_IDLE_S: Final = 5.0
 """Slots of a pool that was not used for so long go back."""
 GROW_S: Final = 1.0
@@ -28,11 +28,11 @@ Slot = tuple[int, int, int]
 """A slot's row, where in the arena it begins, and the row's generation when it was lent."""
 
 
-class Account(NamedTuple):
+class QuotaGroup(NamedTuple):
     """What a node must know of a namespace.
 
     Attributes:
-        digest: Of the namespace's account.
+        digest: Of the namespace's quota group.
         text: Its fields as JSON.
     """
 
@@ -41,13 +41,13 @@ class Account(NamedTuple):
 
     @classmethod
     def of(cls, namespace: Namespace) -> Self:
-        """The account that the namespace's chunks count under."""
-        account = namespace.account
-        return cls(account.digest, account.model_dump_json(exclude_defaults=True).encode())
+        """The quota group that the namespace's chunks count under."""
+        group = namespace.group
+        return cls(group.digest, group.model_dump_json(exclude_defaults=True).encode())
 
 
-class Pool:
-    """Slots of one size that are lent to us for one account.
+class SlotPool:
+    """Slots of one size that are lent to us for one quota group.
 
     Attributes:
         most: Slots that it may hold.
@@ -112,7 +112,7 @@ class Outcome:
 
 
 @dataclass(slots=True, eq=False)
-class Borrowed:
+class LentSlots:
     """Slots taken from a pool, to be written now; and then the store that told of them, until it is answered.
 
     Attributes:
@@ -125,7 +125,7 @@ class Borrowed:
         outcome: Who is told what became of it, if anybody wants to know.
     """
 
-    pool: Pool
+    pool: SlotPool
     life: int
     reader: ShmReader
     slots: list[Slot]

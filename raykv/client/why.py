@@ -11,12 +11,12 @@ import numpy as np
 import numpy.typing as npt
 
 from raykv.client.read_failures import Trouble
-from raykv.client.router import Reach
+from raykv.client.router import Router
 from raykv.errors import RayKVError
 from raykv.protocol import chunk_keys, messages
 from raykv.protocol.chunk_keys import KEY_NBYTES
 from raykv.protocol.namespace import Namespace
-from raykv.storage.eviction_log import Place, Reason
+from raykv.protocol.reasons import Place, Reason
 from raykv.types import KeyArray, NodeId
 
 MAX_OTHERS: Final = 64
@@ -106,7 +106,7 @@ class _Known(NamedTuple):
 
 
 def explain(
-    reach: Reach, namespace: Namespace, keys: KeyArray, under: KeysUnder | None, deadline_s: float
+    router: Router, namespace: Namespace, keys: KeyArray, under: KeysUnder | None, deadline_s: float
 ) -> list[Why]:
     """What became of the chunks of `namespace` with these keys, one entry each.
 
@@ -114,16 +114,16 @@ def explain(
         under: Makes their keys under other namespaces; None if all we have is the keys.
         deadline_s: Members that take longer do not answer.
     """
-    said, silent = _ask(reach, keys, deadline_s)
+    said, silent = _ask(router, keys, deadline_s)
     raw = split(keys)
     found = [_from_members(said, place) for place in range(len(keys))]
     unknown = [place for place, why in enumerate(found) if why is None]
     elsewhere: dict[int, Why] = {}
     if unknown and under is not None:
-        elsewhere = _in_other_namespaces(reach, namespace, unknown, under, deadline_s)
+        elsewhere = _in_other_namespaces(router, namespace, unknown, under, deadline_s)
     back = [each.told.remembers_s for each in said if each.told.remembers_s is not None]
-    owners = reach.view(deadline_s).ring.owners(keys)
-    nodes, now_s, reasons = reach.view(deadline_s).ring.nodes, time.monotonic(), []
+    owners = router.view(deadline_s).ring.owners(keys)
+    nodes, now_s, reasons = router.view(deadline_s).ring.nodes, time.monotonic(), []
     for place, (key, why) in enumerate(zip(raw, found, strict=True)):
         why = why or elsewhere.get(place)
         if why is None:
@@ -134,19 +134,19 @@ def explain(
                 why = Why("no_answer", owner if owner in silent else min(silent))
             else:
                 why = Why("never_stored", remembers_s=min(back, default=None))
-        reasons.append(_with_trouble(why, reach.troubles.of(key, now_s=now_s), now_s))
+        reasons.append(_with_trouble(why, router.read_failures.of(key, now_s=now_s), now_s))
     return reasons
 
 
-def accounts(reach: Reach, deadline_s: float) -> list[Namespace]:
-    """The accounts that the members know."""
-    texts = {text for said in namespaces(reach, deadline_s)[0].values() for text in said}
+def groups(router: Router, deadline_s: float) -> list[Namespace]:
+    """The quota groups that the members know."""
+    texts = {text for said in namespaces(router, deadline_s)[0].values() for text in said}
     return [Namespace.model_validate_json(text) for text in sorted(texts)]
 
 
-def namespaces(reach: Reach, deadline_s: float) -> tuple[dict[NodeId, dict[str, Any]], dict[NodeId, str]]:
-    """What each member says of each account, by its fields as JSON; and why others say nothing."""
-    answers = reach.ask_all(messages.GetNamespaces(), deadline_s)
+def namespaces(router: Router, deadline_s: float) -> tuple[dict[NodeId, dict[str, Any]], dict[NodeId, str]]:
+    """What each member says of each quota group, by its fields as JSON; and why others say nothing."""
+    answers = router.ask_all(messages.GetNamespaces(), deadline_s)
     said = {
         name: msgspec.json.decode(answer.namespaces, type=dict[str, Any])
         for name, answer in answers.items()
@@ -155,9 +155,9 @@ def namespaces(reach: Reach, deadline_s: float) -> tuple[dict[NodeId, dict[str, 
     return said, {name: str(answer) for name, answer in answers.items() if isinstance(answer, RayKVError)}
 
 
-def reasons_of(reach: Reach, keys: Sequence[bytes], deadline_s: float) -> Counter[str]:
+def reasons_of(router: Router, keys: Sequence[bytes], deadline_s: float) -> Counter[str]:
     """Why chunks, by their 16-byte keys, are not there, as counts. "arrived": they are there by now."""
-    said, silent = _ask(reach, chunk_keys.from_bytes(b"".join(keys)), deadline_s)
+    said, silent = _ask(router, chunk_keys.from_bytes(b"".join(keys)), deadline_s)
     reasons: Counter[str] = Counter()
     for place in range(len(keys)):
         why = _from_members(said, place)
@@ -168,9 +168,9 @@ def reasons_of(reach: Reach, keys: Sequence[bytes], deadline_s: float) -> Counte
     return reasons
 
 
-def _ask(reach: Reach, keys: KeyArray, deadline_s: float) -> tuple[list[_Known], set[NodeId]]:
+def _ask(router: Router, keys: KeyArray, deadline_s: float) -> tuple[list[_Known], set[NodeId]]:
     """What the members say, and who says nothing."""
-    answers = reach.ask_all(messages.Why(chunk_keys.to_bytes(keys)), deadline_s)
+    answers = router.ask_all(messages.Why(chunk_keys.to_bytes(keys)), deadline_s)
     said, count = [], len(keys)
     for name, answer in answers.items():
         if isinstance(answer, messages.Told) and len(answer.places) == count:
@@ -210,10 +210,10 @@ def _from_members(said: Sequence[_Known], place: int) -> Why | None:
 
 
 def _in_other_namespaces(
-    reach: Reach, namespace: Namespace, places: list[int], under: KeysUnder, deadline_s: float
+    router: Router, namespace: Namespace, places: list[int], under: KeysUnder, deadline_s: float
 ) -> dict[int, Why]:
     """Which of the chunks are, or were, under a namespace that differs, by place; of several the most alike."""
-    others = _alike(namespace, accounts(reach, deadline_s))[: max(1, min(MAX_OTHERS, MAX_OTHER_KEYS // len(places)))]
+    others = _alike(namespace, groups(router, deadline_s))[: max(1, min(MAX_OTHERS, MAX_OTHER_KEYS // len(places)))]
     asked: list[tuple[int, Namespace]] = []
     raw: list[bytes] = []
     for other in others:
@@ -226,7 +226,7 @@ def _in_other_namespaces(
     if not raw:
         return {}
     found: dict[int, Why] = {}
-    said, _ = _ask(reach, chunk_keys.from_bytes(b"".join(raw)), deadline_s)
+    said, _ = _ask(router, chunk_keys.from_bytes(b"".join(raw)), deadline_s)
     for number, (place, other) in enumerate(asked):
         why = _from_members(said, number)
         best = found.get(place)
@@ -239,14 +239,14 @@ def _in_other_namespaces(
 def _alike(namespace: Namespace, known: Sequence[Namespace]) -> list[Namespace]:
     """Other namespaces under which the same tokens may have been stored, the most alike first.
 
-    An account does not tell which salts and adapters are in use: ours are tried, and none.
+    An quota group does not tell which salts and adapters are in use: ours are tried, and none.
     """
     made = {
         other.digest: other
-        for account in [namespace.account, *known]
+        for group in [namespace.group, *known]
         for salt in dict.fromkeys([namespace.salt, ""])
         for lora in dict.fromkeys([namespace.lora, ""])
-        if (other := account.with_fields(salt=salt, lora=lora)) != namespace
+        if (other := group.with_fields(salt=salt, lora=lora)) != namespace
     }
     return sorted(made.values(), key=lambda other: len(namespace.differences(other)))
 

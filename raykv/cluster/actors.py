@@ -15,9 +15,9 @@ from raykv.membership.membership import Directory, Pulse
 from raykv.memory.arena import sized_by_share
 from raykv.protocol.namespace import Namespace
 from raykv.protocol.placement import Member, View
-from raykv.record import Asked
+from raykv.protocol.trace_requests import TracedRequest
 from raykv.storage.orphans import ABANDONED_S, forget_unowned, sweep
-from raykv.supervisor.handle import KeptNode
+from raykv.supervisor.handle import NodeHandle
 from raykv.types import NodeId
 
 log = logging.getLogger(__name__)
@@ -194,7 +194,7 @@ class NodeActor:
             host=f"ray-{ray_node_id}" if cluster.separate_hosts else None,
             storage=cluster.storage,
         )
-        self._node: KeptNode | None = None
+        self._node: NodeHandle | None = None
         self._problem = ""
         self._stopping = threading.Event()
         self._prefix = config.file_prefix
@@ -203,7 +203,7 @@ class NodeActor:
             if cluster.arena_share is not None:
                 storage = sized_by_share(cluster.storage, cluster.arena_share)
                 config = config.model_copy(update={"storage": storage})
-            self._node = KeptNode(config, secret=secret, directory=RayDirectory(cluster.name))
+            self._node = NodeHandle(config, secret=secret, directory=RayDirectory(cluster.name))
         except ConfigError as error:
             log.error("no node here: %s", error)
             self._problem = str(error)
@@ -225,7 +225,7 @@ class NodeActor:
         figures = self._node.stats()
         return {"pid": self._node.pid, "actor_pid": os.getpid(), "starts": self._node.starts, **figures}
 
-    def record(self, on: bool) -> tuple[list[Asked], int]:
+    def record(self, on: bool) -> tuple[list[TracedRequest], int]:
         """See `Node.record`; nothing while there is no node."""
         return self._node.record(on) if self._node is not None else ([], 0)
 

@@ -10,7 +10,7 @@ import ray
 from raykv.cluster.actors import NAMESPACE, DirectoryActor, directory_name, living_ray_nodes, node_name
 from raykv.config import ClusterConfig
 from raykv.errors import ConfigError, PeerUnavailable
-from raykv.record import Asked
+from raykv.protocol.trace_requests import TracedRequest
 
 CALL_TIMEOUT_S: Final = 30.0
 POLL_S: Final = 0.05
@@ -173,7 +173,7 @@ def upgrade(name: str = "default", *, timeout_s: float = 60.0) -> Iterator[dict[
     raise PeerUnavailable(f"the directory did not come back within {timeout_s} s")
 
 
-def record(name: str = "default", *, seconds: float, every_s: float = 1.0) -> Iterator[tuple[list[Asked], int]]:
+def record(name: str = "default", *, seconds: float, every_s: float = 1.0) -> Iterator[tuple[list[TracedRequest], int]]:
     """Watch what requests ask the cluster for, for so long, or until the caller stops iterating.
 
     Yields:
@@ -194,7 +194,7 @@ def record(name: str = "default", *, seconds: float, every_s: float = 1.0) -> It
         _fetch_records(name, False)
 
 
-def _fetch_records(name: str, on: bool) -> tuple[list[Asked], int]:
+def _fetch_records(name: str, on: bool) -> tuple[list[TracedRequest], int]:
     """What all nodes have; they go on recording, or not. A node that joined meanwhile begins by it."""
     _directory(name)
     asked = []
@@ -203,7 +203,7 @@ def _fetch_records(name: str, on: bool) -> tuple[list[Asked], int]:
             asked.append(ray.get_actor(node_name(name, ray_node_id), namespace=NAMESPACE).record.remote(on))
         except ValueError:
             continue
-    requests: list[Asked] = []
+    requests: list[TracedRequest] = []
     left_out = 0
     for answer in asked:
         try:

@@ -6,7 +6,7 @@ from typing import Any
 
 from raykv.errors import ConfigError
 from raykv.eviction.base import Policy
-from raykv.eviction.user_policy import Supplied
+from raykv.eviction.user_policy import UserPolicy
 
 POLICIES = {
     "leaf_lru": "raykv.eviction.leaf_lru:LeafLRU",
@@ -54,4 +54,4 @@ def _own(found: Any, name: str) -> Policy:
         return made
     if isinstance(found, type) or not callable(found):
         raise ConfigError(f"field 'policy': {name} is neither a subclass of Policy nor a function")
-    return Supplied(found, name)
+    return UserPolicy(found, name)

@@ -87,7 +87,7 @@ def key_numbers(columns: Columns, rows: Rows) -> list[int]:
     return numbers
 
 
-class Turns:
+class QueueOrder:
     """Scores across queues and ranks: of the first `count` in order, each queue has its quota.
 
     Ranks come before scores: the lowest go first, whatever the policy says of them.
@@ -158,12 +158,12 @@ def upcoming(
     """Who would go first as things are, without second chances. Nothing changes by it."""
     if count <= 0 or not candidates.size:
         return candidates[:0]
-    scores = Turns(policy, columns, candidates, count, now, ranks).of(candidates)
+    scores = QueueOrder(policy, columns, candidates, count, now, ranks).of(candidates)
     return lowest(columns, candidates, scores, count)
 
 
 def _choose(policy: Policy, columns: Columns, candidates: Rows, count: int, now: int, ranks: Ranks | None) -> Rows:
-    scores = Turns(policy, columns, candidates, count, now, ranks).of(candidates)
+    scores = QueueOrder(policy, columns, candidates, count, now, ranks).of(candidates)
     window = count
     while True:
         order = lowest(columns, candidates, scores, window)
@@ -209,7 +209,7 @@ def _choose_upward(
     may_go: Callable[[int], bool],
     ranks: Ranks | None,
 ) -> Rows:
-    order = Turns(policy, columns, candidates, count, now, ranks)
+    order = QueueOrder(policy, columns, candidates, count, now, ranks)
     leaves = candidates[columns.children[candidates] == 0]
     leaves = lowest(columns, leaves, order.of(leaves), min(count, len(leaves)))
 

@@ -1,4 +1,4 @@
-"""The policies of one node: one for all accounts, and others for those that have their own."""
+"""The policies of one node: one for all quota groups, and others for those that have their own."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -7,7 +7,7 @@ import numpy as np
 
 from raykv.eviction.base import Policy, Ranks, upcoming, victims, victims_upward
 from raykv.eviction.leaf_lru import LeafLRU
-from raykv.eviction.user_policy import Supplied
+from raykv.eviction.user_policy import UserPolicy
 from raykv.memory.table import Columns
 from raykv.types import Rows
 
@@ -17,13 +17,13 @@ MayGo = Callable[[int], bool]
 
 
 class Policies:
-    """Chooses victims by each account's policy, and tells each policy of the chunks that come and go.
+    """Chooses victims by each quota group's policy, and tells each policy of the chunks that come and go.
 
-    Where several policies meet, their scores mean nothing to each other: each gives as many victims as its accounts
+    Where several policies meet, their scores mean nothing to each other: each gives as many victims as its quota groups
     have candidates.
 
     Attributes:
-        default: The policy for all accounts that have none of their own.
+        default: The policy for all quota groups that have none of their own.
         ranks: Which rows go before others, whatever the policies say; None while all are alike.
         remember: Whether any of them remembers something of the chunks that came.
     """
@@ -34,24 +34,24 @@ class Policies:
         self._own: dict[int, Policy] = {}
         self._note()
 
-    def use(self, account: int | None, chosen: Policy | None, here: Rows, now: int) -> None:
+    def use(self, group: int | None, chosen: Policy | None, here: Rows, now: int) -> None:
         """Another policy from now on. It goes on with what is here; what the one before had learnt is lost.
 
         Args:
-            account: None: for all accounts that have no policy of their own.
-            chosen: A new one. None: the account's own one ends, and the one for all takes over.
+            quota group: None: for all quota groups that have no policy of their own.
+            chosen: A new one. None: the quota group's own one ends, and the one for all takes over.
             here: All rows with a chunk, parents before children.
         """
         columns = self._columns
-        accounts = columns.namespace[here]
-        mine = here[~np.isin(accounts, list(self._own)) if account is None else accounts == account]
-        before = self.default if account is None else self._own.pop(account, self.default)
+        groups = columns.namespace[here]
+        mine = here[~np.isin(groups, list(self._own)) if group is None else groups == group]
+        before = self.default if group is None else self._own.pop(group, self.default)
         before.went(columns, mine, now, evicted=False)
-        if account is None:
+        if group is None:
             assert chosen is not None
             self.default = chosen
         elif chosen is not None:
-            self._own[account] = chosen
+            self._own[group] = chosen
         self._note()
         (chosen or self.default).came(columns, mine, now)
 
@@ -82,15 +82,15 @@ class Policies:
         """By which policy each of the rows would go; one name if it is the same for all."""
         if not self._own:
             return self.default.name
-        return [self._own.get(account, self.default).name for account in self._columns.namespace[rows].tolist()]
+        return [self._own.get(group, self.default).name for group in self._columns.namespace[rows].tolist()]
 
-    def own(self, account: int) -> str | None:
-        """Name of an account's own policy, if it has one."""
-        return self._own[account].name if account in self._own else None
+    def own(self, group: int) -> str | None:
+        """Name of an quota group's own policy, if it has one."""
+        return self._own[group].name if group in self._own else None
 
-    def name(self, account: int) -> str:
-        """Of an account's policy."""
-        return self._own.get(account, self.default).name
+    def name(self, group: int) -> str:
+        """Of an quota group's policy."""
+        return self._own.get(group, self.default).name
 
     def victims(self, candidates: Rows, count: int, now: int, may_go: MayGo | None = None) -> Rows:
         """Choose up to `count` rows to evict; fewer only when no more may go.
@@ -137,23 +137,23 @@ class Policies:
         try:
             return question(policy)
         except Exception:
-            if not isinstance(policy, Supplied):
+            if not isinstance(policy, UserPolicy):
                 raise
             log.exception("eviction policy %s failed; leaf_lru takes its place", policy.name)
             instead = LeafLRU()
             instead.name = "leaf_lru"
             self.default = instead if self.default is policy else self.default
-            self._own = {account: instead if own is policy else own for account, own in self._own.items()}
+            self._own = {group: instead if own is policy else own for group, own in self._own.items()}
             return question(instead)
 
     def _split(self, rows: Rows) -> Iterator[tuple[Policy, Rows]]:
         if not self._own:
             yield self.default, rows
             return
-        accounts = self._columns.namespace[rows]
+        groups = self._columns.namespace[rows]
         others = np.ones(len(rows), np.bool_)
-        for account, policy in self._own.items():
-            mine = accounts == account
+        for group, policy in self._own.items():
+            mine = groups == group
             others &= ~mine
             if mine.any():
                 yield policy, rows[mine]

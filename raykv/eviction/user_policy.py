@@ -13,7 +13,7 @@ Score = Callable[[Columns, Rows, int], Scores]
 """Scores of rows from their columns and the time in ticks, lowest first."""
 
 
-class Supplied(Policy):
+class UserPolicy(Policy):
     """Whatever the function scores lowest goes first, leaves first.
 
     Attributes:

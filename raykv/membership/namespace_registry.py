@@ -20,10 +20,10 @@ MAX_ENTRIES: Final = 1024
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What is wanted for one account.
+    """What is wanted for one quota group.
 
     Attributes:
-        namespace: The account.
+        namespace: The quota group.
         config: Its config.
         changed_ns: When it was configured or dropped last, in nanoseconds since 1970.
         dropped_ns: When it was dropped last; 0 for never. Chunks from before that are to go.
@@ -43,40 +43,40 @@ class Register:
 
     Attributes:
         version: Grows with every change of the directory's copy; others have the version that they took from it.
-        entries: By the digest of the account.
+        entries: By the digest of the quota group.
     """
 
     version: int = 0
     entries: dict[bytes, Entry] = field(default_factory=dict)
 
     def config(self, digest: bytes) -> NamespaceConfig:
-        """Of an account; the default if nobody configured it."""
+        """Of an quota group; the default if nobody configured it."""
         entry = self.entries.get(digest)
         return NamespaceConfig() if entry is None else entry.config
 
     def configure(self, namespace: Namespace, fields: dict[str, Any], *, now_ns: int) -> None:
-        """Change some fields of the config of a namespace's account; the others stay as they are.
+        """Change some fields of the config of a namespace's quota group; the others stay as they are.
 
         Raises:
             ConfigError: A field is wrong or unknown.
             UsageError: The chunk size is not that of the namespace.
             CapacityError: There are MAX_ENTRIES namespaces with a config.
         """
-        account = namespace.account
-        config = NamespaceConfig.load({**self.config(account.digest).model_dump(), **fields})
-        if config.chunk_tokens not in (None, account.chunk_tokens):
+        group = namespace.group
+        config = NamespaceConfig.load({**self.config(group.digest).model_dump(), **fields})
+        if config.chunk_tokens not in (None, group.chunk_tokens):
             raise UsageError(
-                f"field 'chunk_tokens': {config.chunk_tokens}, but chunks of this namespace have {account.chunk_tokens}"
+                f"field 'chunk_tokens': {config.chunk_tokens}, but chunks of this namespace have {group.chunk_tokens}"
                 " tokens; keys depend on it, so use another namespace: with_fields(chunk_tokens=...)"
             )
-        before = self.entries.get(account.digest)
+        before = self.entries.get(group.digest)
         if (before is None or not before.listed) and sum(each.listed for each in self.entries.values()) >= MAX_ENTRIES:
             raise CapacityError(f"{MAX_ENTRIES} namespaces have a config; drop one")
-        self._set(Entry(account, config, now_ns, before.dropped_ns if before else 0))
+        self._set(Entry(group, config, now_ns, before.dropped_ns if before else 0))
 
     def drop(self, namespace: Namespace, *, now_ns: int) -> None:
-        """All chunks of the namespace's account are to go, and its config."""
-        self._set(Entry(namespace.account, NamespaceConfig(), now_ns, now_ns, listed=False))
+        """All chunks of the namespace's quota group are to go, and its config."""
+        self._set(Entry(namespace.group, NamespaceConfig(), now_ns, now_ns, listed=False))
         self.forget()
 
     def forget(self) -> None:

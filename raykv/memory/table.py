@@ -120,7 +120,7 @@ class Columns:
         depth: Chunks before this one in its chain.
         parent: Row of the chunk before this one, if it is here, else -1.
         children: Rows whose parent this is.
-        namespace: Number of the account in the table's namespace list.
+        namespace: Number of the quota group in the table's namespace list.
         pins: Readers that hold a view of the bytes.
     """
 
@@ -207,7 +207,7 @@ class Table:
         columns: See `Columns`.
         cells: The same, for one entry at a time.
         records: The bytes of the columns of RECORD.
-        namespaces: Array of NAMESPACE; an entry with empty text is free. The text is the account's JSON.
+        namespaces: Array of NAMESPACE; an entry with empty text is free. The text is the quota group's JSON.
         extent_slots: Per extent of the arena the slot size it serves, in bytes; 0 when free.
     """
 
@@ -343,7 +343,7 @@ class Table:
 
     @property
     def recording(self) -> bool:
-        """Whether clients are to tell of the requests that they look up; see `raykv.record`."""
+        """Whether clients are to tell of the requests that they look up; see `raykv.client.trace_recorder`."""
         return bool(self._header["recording"])
 
     @recording.setter
@@ -619,12 +619,12 @@ class Table:
         rows: Rows,
         *,
         nbytes: int,
-        account: int,
+        group: int,
         chained: bool,
         parent: int,
         depth: int,
     ) -> bool:
-        """Enter rows that were published under these keys, and that are lent to this account, in one pass.
+        """Enter rows that were published under these keys, and that are lent to this quota group, in one pass.
 
         Args:
             writer: From `reader`.
@@ -634,7 +634,7 @@ class Table:
         Returns:
             False, and nothing is changed, when one of them is not that, or another row has its key.
         """
-        reused = writer.settle(rows, keys, self.rows_backed, nbytes, account, chained, parent, depth)
+        reused = writer.settle(rows, keys, self.rows_backed, nbytes, group, chained, parent, depth)
         if reused >= 0:
             self._tombstones -= reused
             self._taken[0] += len(rows)

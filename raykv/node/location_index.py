@@ -11,7 +11,7 @@ from raykv.protocol.chunk_keys import KEY_NBYTES
 from raykv.types import Bits, KeyArray, NodeId
 
 
-class Locator:
+class LocationIndex:
     """Locations of the keys that one node owns. Thread-safe."""
 
     def __init__(self, max_keys: int) -> None:

@@ -1,4 +1,4 @@
-"""The namespaces of one node: what the list of them (`raykv.membership.namespace_registry`) says, done to its shard and its tiers."""
+"""The namespaces of one node: what the list of them (`raykv.membership.namespace_registry`) says, done to its store and its tiers."""
 
 import logging
 import os
@@ -15,10 +15,10 @@ from raykv.errors import RayKVError, UsageError
 from raykv.eviction import policy
 from raykv.membership.namespace_registry import Entry, Register
 from raykv.memory.table import MAX_NAMESPACES
-from raykv.metrics import Tallies
+from raykv.metrics import NamespaceMetrics
 from raykv.protocol.namespace import Namespace
-from raykv.storage.eviction_log import Reason
-from raykv.storage.store import Shard
+from raykv.protocol.reasons import Reason
+from raykv.storage.store import Store
 from raykv.tier.mover import Tiers
 
 log = logging.getLogger(__name__)
@@ -39,16 +39,16 @@ class Namespaces:
         register: The copy. Changed by `adopt` alone.
     """
 
-    def __init__(self, shard: Shard, lock: threading.Lock, tiers: Tiers, paths: Sequence[Path]) -> None:
+    def __init__(self, store: Store, lock: threading.Lock, tiers: Tiers, paths: Sequence[Path]) -> None:
         """Do what this node knew before.
 
         Args:
-            lock: The shard's.
+            lock: The store's.
             paths: Where the list is kept, that beside the table first.
         """
-        self._shard, self._lock, self._tiers, self._paths = shard, lock, tiers, paths
+        self._shard, self._lock, self._tiers, self._paths = store, lock, tiers, paths
         self._adopting = threading.Lock()
-        self._tallies = Tallies()
+        self._tallies = NamespaceMetrics()
         self._went: dict[bytes, int] = {}
         self.register = Register()
         for path in paths:
@@ -71,7 +71,7 @@ class Namespaces:
         """
         trial = Register(entries=dict(self.register.entries))
         trial.configure(namespace, fields, now_ns=0)
-        wanted = trial.config(namespace.account.digest).policy
+        wanted = trial.config(namespace.group.digest).policy
         if wanted is not None:
             policy(wanted)
 
@@ -95,18 +95,18 @@ class Namespaces:
             self._keep()  # last: whoever dies before drops again
 
     def went(self, digest: bytes) -> int:
-        """Chunks that went when an account was dropped last, those of each tier counted."""
+        """Chunks that went when an quota group was dropped last, those of each tier counted."""
         return self._went.get(digest, 0)
 
     def list(self) -> dict[str, dict[str, Any]]:
-        """What there is of each account, by its fields as JSON, as plain values. Looks at all rows."""
-        shard, room, columns = self._shard, self._shard.room, self._shard.table.columns
-        ready = shard.table.ready_rows()
-        accounts = columns.namespace[ready]
-        chunks = np.bincount(accounts, minlength=MAX_NAMESPACES)
-        reads = np.bincount(accounts, columns.frequency[ready], MAX_NAMESPACES).astype(np.int64) + room.reads_of_gone
+        """What there is of each quota group, by its fields as JSON, as plain values. Looks at all rows."""
+        store, room, columns = self._shard, self._shard.room, self._shard.table.columns
+        ready = store.table.ready_rows()
+        groups = columns.namespace[ready]
+        chunks = np.bincount(groups, minlength=MAX_NAMESPACES)
+        reads = np.bincount(groups, columns.frequency[ready], MAX_NAMESPACES).astype(np.int64) + room.reads_of_gone
         told = {}
-        for number, text in shard.table.texts().items():
+        for number, text in store.table.texts().items():
             digest = Namespace.model_validate_json(text).digest
             went = room.departures[number].tolist()
             told[text.decode()] = {
@@ -122,45 +122,45 @@ class Namespaces:
         return told
 
     def note(self, digest: bytes, misses: dict[str, int], gets: Sequence[int], puts: Sequence[int]) -> None:
-        """What a client saw of an account. Ignored if we do not know the account, as far as it is impossible."""
-        if self._shard.accounts.find(digest) is not None:
+        """What a client saw of an quota group. Ignored if we do not know the quota group, as far as it is impossible."""
+        if self._shard.groups.find(digest) is not None:
             sane = {reason[:MAX_WORD]: count for reason, count in misses.items() if 0 < count < 1 << 48}
             if all(0 <= count < 1 << 48 for count in (*gets, *puts)):
                 self._tallies.note(digest, sane, gets, puts)
 
     def _configure(self, entry: Entry) -> None:
-        shard, number = self._shard, None
+        store, number = self._shard, None
         try:
             with self._lock:
-                number = shard.accounts.find(entry.namespace.digest)
+                number = store.groups.find(entry.namespace.digest)
                 if number is None and entry.listed:
-                    number = shard.accounts.open(entry.namespace)
+                    number = store.groups.open(entry.namespace)
                 if number is not None:
-                    shard.accounts.retire(number, retired=not entry.listed)
-                    shard.configure(number, entry.config, now_s=time.monotonic())
+                    store.groups.retire(number, retired=not entry.listed)
+                    store.configure(number, entry.config, now_s=time.monotonic())
         except RayKVError as error:
             log.error("namespace %s: %s", entry.namespace.model, error)
         if number is not None:
             self._tiers.set_quota(number, entry.config.ssd_quota_nbytes)
 
     def _drop(self, namespace: Namespace) -> int:
-        shard = self._shard
+        store = self._shard
         with self._lock:
-            number = shard.accounts.find(namespace.digest)
+            number = store.groups.find(namespace.digest)
             if number is None and self._tiers:
                 try:
-                    number = shard.accounts.open(namespace)  # what lies below is known by the account's number
+                    number = store.groups.open(namespace)  # what lies below is known by the quota group's number
                 except RayKVError as error:
                     log.error("a namespace cannot be dropped here: %s", error)
             if number is None:
                 return 0
-        with self._tiers.barring(account=number):
+        with self._tiers.barring(group=number):
             with self._lock:
-                rows, generations = shard.doomed(number, now_s=time.monotonic())
+                rows, generations = store.doomed(number, now_s=time.monotonic())
             count = self._tiers.drop(number)
             for first in range(0, len(rows), DROP_STEP):
                 with self._lock:
-                    count += shard.drop_doomed(rows[first : first + DROP_STEP], generations[first : first + DROP_STEP])
+                    count += store.drop_doomed(rows[first : first + DROP_STEP], generations[first : first + DROP_STEP])
         return count
 
     def _keep(self) -> None:

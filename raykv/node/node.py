@@ -1,6 +1,6 @@
-"""A node: one shard, its sockets, its part of the cluster's index, and its pulse.
+"""A node: one store, its sockets, its part of the cluster's index, and its pulse.
 
-All changes of the shard happen under one lock, whichever connection asks; chunk bytes never move under it. Three
+All changes of the store happen under one lock, whichever connection asks; chunk bytes never move under it. Three
 background threads: the announcer tells owners what came and went, the pulse tells the directory that we live, the
 forerunner evicts and takes memory ahead of need. If one dies of a bug, `failure` is set and the actor around the node
 ends, visibly.
@@ -25,16 +25,17 @@ from raykv.membership.membership import DirectoryPort
 from raykv.memory.copying import checksums_of
 from raykv.memory.host import give_way, has_to_spare
 from raykv.metrics import Histogram
-from raykv.node.location_index import Locator
+from raykv.node.location_index import LocationIndex
 from raykv.node.namespace_reconciler import Namespaces, register_paths
+from raykv.node.trace_buffer import TraceBuffer
 from raykv.protocol import chunk_keys, messages
+from raykv.protocol.hints import require_hints
 from raykv.protocol.namespace import Namespace
 from raykv.protocol.placement import Member, View
-from raykv.record import TAKEN_KEYS, Asked, Tape, pack
-from raykv.storage.eviction_log import Place
+from raykv.protocol.reasons import Place
+from raykv.protocol.trace_requests import TAKEN_KEYS, TracedRequest, pack
 from raykv.storage.orphans import forget
-from raykv.storage.row_hints import require_hints
-from raykv.storage.store import Shard
+from raykv.storage.store import Store
 from raykv.tier.mover import open_tiers
 from raykv.transport.base import ChunkRun, Link, Reply, Session, Targets
 from raykv.transport.memory import Network
@@ -84,7 +85,7 @@ class Node:
 
     Attributes:
         config: As given.
-        shard: Its storage.
+        store: Its storage.
         member: How others see it; known after `start`.
         view: The newest view it has heard of.
         failure: The bug that ended a background thread, if one did.
@@ -111,14 +112,14 @@ class Node:
                 f"field 'node_id': {config.local_address!r} is longer than a socket's name may be ({UNIX_PATH_MAX}); "
                 "choose a shorter node_id, cluster or shm_dir"
             )
-        self.shard = Shard.open(config.storage, config.file_prefix, now_s=time.monotonic())
+        self.store = Store.open(config.storage, config.file_prefix, now_s=time.monotonic())
         self.view = View()
         self.failure: BaseException | None = None
         self._lock = threading.Lock()
-        self.tiers = open_tiers(config, self.shard, self._lock, changed=self._note_change)
-        self.tape = Tape()
-        self.namespaces = Namespaces(self.shard, self._lock, self.tiers, register_paths(config))
-        self._locator = Locator(config.max_locations)
+        self.tiers = open_tiers(config, self.store, self._lock, changed=self._note_change)
+        self.trace_buffer = TraceBuffer()
+        self.namespaces = Namespaces(self.store, self._lock, self.tiers, register_paths(config))
+        self._location_index = LocationIndex(config.max_locations)
         self._requests: Counter[str] = Counter()
         self._errors: Counter[str] = Counter()
         self._times: defaultdict[str, Histogram] = defaultdict(Histogram)
@@ -153,7 +154,7 @@ class Node:
             messages.Hint: self._hint,
             messages.Configure: self._configure,
             messages.Adopt: lambda request, session: Reply(
-                messages.Count(self._adopt_register(request.register, request.account))
+                messages.Count(self._adopt_register(request.register, request.group))
             ),
             messages.Report: self._report,
             messages.Why: self._why,
@@ -232,13 +233,13 @@ class Node:
         self.tiers.close()
         if unlink and self.config.file_prefix is not None:
             forget(self.config.file_prefix)
-        self.shard.close()
+        self.store.close()
 
     def stats(self) -> dict[str, Any]:
         """What it holds and what it did, as plain values."""
         below, namespaces = self.tiers.stats(), self.namespaces.list()
         with self._lock:
-            shard = self.shard
+            store = self.store
             return {
                 "node_id": self.config.node_id,
                 "host": self.member.host,
@@ -246,33 +247,33 @@ class Node:
                 "local_address": self.member.local_address,
                 "incarnation": self.member.incarnation,
                 "epoch": self.view.epoch,
-                "arena_nbytes": shard.arena.nbytes,
-                "huge_nbytes": shard.arena.huge_nbytes,
-                "memory_nodes": list(shard.memory_nodes),
-                "used_nbytes": shard.used_nbytes,
-                "lent_nbytes": shard.lent_nbytes,
-                "chunks": shard.chunks,
-                "recovered": shard.recovered,
-                "extents_unbacked": shard.extents_unbacked,
-                "located": len(self._locator),
+                "arena_nbytes": store.arena.nbytes,
+                "huge_nbytes": store.arena.huge_nbytes,
+                "memory_nodes": list(store.memory_nodes),
+                "used_nbytes": store.used_nbytes,
+                "lent_nbytes": store.lent_nbytes,
+                "chunks": store.chunks,
+                "recovered": store.recovered,
+                "extents_unbacked": store.extents_unbacked,
+                "located": len(self._location_index),
                 "unannounced": sum(map(len, [*self._to_announce, *self._unheard])),
                 "refused_connections": sum(server.refused for server in self._servers),
                 "requests": dict(self._requests),
                 "errors": dict(self._errors),
                 "answer_times": {name: times.told() for name, times in sorted(self._times.items())},
-                **asdict(shard.counters),
+                **asdict(store.counters),
                 **below,
                 "namespaces": namespaces,
             }
 
-    def record(self, on: bool) -> tuple[list[Asked], int]:
+    def record(self, on: bool) -> tuple[list[TracedRequest], int]:
         """Have this host's clients tell of their requests, or no longer.
 
         Returns:
             What they told since the last call, and how many requests there was no room for.
         """
-        self.shard.table.recording = on
-        return self.tape.take()
+        self.store.table.recording = on
+        return self.trace_buffer.take()
 
     @property
     def stopped(self) -> bool:
@@ -287,8 +288,8 @@ class Node:
                 self._announcing
                 or self._to_announce
                 or self._unheard
-                or self.shard.has_changes
-                or self.shard.table.has_published
+                or self.store.has_changes
+                or self.store.table.has_published
             )
 
     # -- Service ----------------------------------------------------------------------------------------------------
@@ -348,8 +349,8 @@ class Node:
             return
         with self._lock:
             leased = np.array(sorted(session.reserved | session.lent), np.int32)
-            self.shard.abandon(leased, now_s=time.monotonic())
-            self.shard.unpin(np.array(list(session.pins.elements()), np.int32))
+            self.store.abandon(leased, now_s=time.monotonic())
+            self.store.unpin(np.array(list(session.pins.elements()), np.int32))
             session.reserved.clear()
             session.lent.clear()
             session.pins.clear()
@@ -357,14 +358,14 @@ class Node:
     # -- requests ---------------------------------------------------------------------------------------------------
 
     def _attach(self, request: messages.Attach, session: NodeSession) -> Reply:
-        shard = self.shard
+        store = self.store
         return Reply(
             messages.Attached(
                 node_id=self.config.node_id,
                 host=self.member.host,
                 incarnation=self.member.incarnation,
-                table=str(shard.table.memory.path),
-                arena=str(shard.arena.path),
+                table=str(store.table.memory.path),
+                arena=str(store.arena.path),
                 secret=self._secret if session.local else b"",
                 tiers=bool(self.tiers),
             )
@@ -373,7 +374,7 @@ class Node:
     def _open_namespace(self, request: messages.OpenNamespace, session: NodeSession) -> Reply:
         namespace = Namespace.load(messages.fields(request.namespace))
         with self._lock:
-            self.shard.accounts.open(namespace, request.capacity_nbytes)
+            self.store.groups.open(namespace, request.capacity_nbytes)
         return Reply(messages.Done())
 
     def _reserve(self, request: messages.Reserve, session: NodeSession) -> Reply:
@@ -383,10 +384,10 @@ class Node:
     def _reserve_rows(self, request: messages.Reserve | messages.Write, session: NodeSession) -> messages.Granted:
         parent = _keys(request.parent)
         with self._lock:
-            reserved = self.shard.reserve(
+            reserved = self.store.reserve(
                 _keys(request.keys),
                 request.nbytes,
-                self.shard.accounts.number(request.account),
+                self.store.groups.number(request.group),
                 chained=request.chained,
                 parent=parent if len(parent) else None,
                 depth=request.depth,
@@ -402,10 +403,10 @@ class Node:
             raise UsageError(f"{request.count} and {request.ahead} slots in one request; at most {messages.MAX_KEYS:,}")
         keys, parent = _keys(request.keys), _keys(request.parent)
         with self._lock:
-            loan = self.shard.lend(
+            loan = self.store.lend(
                 request.count,
                 request.nbytes,
-                self.shard.accounts.number(request.account),
+                self.store.groups.number(request.group),
                 ahead=request.ahead,
                 keys=keys if len(keys) else None,
                 parent=parent if len(parent) else None,
@@ -435,8 +436,8 @@ class Node:
         if not 0 < request.ahead <= messages.MAX_KEYS:
             raise UsageError(f"{request.ahead} slots ahead; at most {messages.MAX_KEYS:,}")
         with self._lock:
-            account = self.shard.accounts.number(request.account)
-            loan = self.shard.lend(0, request.nbytes, account, ahead=request.ahead, now_s=now_s)
+            group = self.store.groups.number(request.group)
+            loan = self.store.lend(0, request.nbytes, group, ahead=request.ahead, now_s=now_s)
             session.lent.update(loan.rows.tolist())
         answer.rows, answer.offsets = loan.rows.tobytes(), loan.offsets.tobytes()
 
@@ -451,14 +452,14 @@ class Node:
         for each in requests:
             if (len(each.keys), len(each.rows), len(each.checksums), each.nbytes) != sizes or each.chained:
                 return None
-            if each.account != first.account or not 0 <= each.ahead <= messages.MAX_KEYS:
+            if each.group != first.group or not 0 <= each.ahead <= messages.MAX_KEYS:
                 return None
             if each.positions or each.ttl_s or each.priority:
                 return None
         keys, rows, checksums = (
             b"".join([getattr(each, field) for each in requests]) for field in ("keys", "rows", "checksums")
         )
-        whole = messages.Store(first.account, keys, first.nbytes, rows, checksums, chained=False)
+        whole = messages.Store(first.group, keys, first.nbytes, rows, checksums, chained=False)
         try:
             unused = set(np.frombuffer(self._store_run(whole, session, now_s), "<i4").tolist())
         except RayKVError:
@@ -473,16 +474,16 @@ class Node:
 
     def _store_one(self, request: messages.Store, session: NodeSession, now_s: float) -> bytes:
         """A put of one chunk is all call and no work: no array is made for it."""
-        row, shard = _ROW.unpack(request.rows)[0], self.shard
+        row, store = _ROW.unpack(request.rows)[0], self.store
         if row not in session.lent or len(request.checksums) != _CHECKSUM.size or request.positions.strip(b"\0"):
             raise UsageError("a slot that is not lent to this connection, or not one checksum for it")
         with self._lock:
-            used = shard.store_one(
+            used = store.store_one(
                 _PAIR.unpack(request.keys),
                 row,
                 _CHECKSUM.unpack(request.checksums)[0],
                 request.nbytes,
-                shard.accounts.number(request.account),
+                store.groups.number(request.group),
                 parent=_PAIR.unpack(request.parent) if len(request.parent) == _PAIR.size and request.chained else None,
                 depth=request.depth if request.chained else 0,
                 now_s=now_s,
@@ -500,13 +501,13 @@ class Node:
         positions = _array(request.positions, "<i4") if request.positions else np.arange(len(keys), dtype=np.int32)
         checksums = _array(request.checksums, "<u8")
         with self._lock:
-            used = self.shard.store(
+            used = self.store.store(
                 keys,
                 positions,
                 rows,
                 checksums,
                 request.nbytes,
-                self.shard.accounts.number(request.account),
+                self.store.groups.number(request.group),
                 chained=request.chained,
                 parent=parent if len(parent) else None,
                 depth=request.depth,
@@ -524,7 +525,7 @@ class Node:
             raise UsageError(f"{len(rows)} rows but {len(checksums)} checksums")
         now_s = time.monotonic()
         with self._lock:
-            self.shard.commit(rows, checksums, now_s=now_s)
+            self.store.commit(rows, checksums, now_s=now_s)
             session.reserved.difference_update(rows.tolist())
         self._stay_ahead()
         self._changed.set()
@@ -533,7 +534,7 @@ class Node:
     def _abort(self, request: messages.Abort, session: NodeSession) -> Reply:
         rows = _leased(request.rows, session.reserved | session.lent)
         with self._lock:
-            self.shard.abort(rows)
+            self.store.abort(rows)
             session.reserved.difference_update(rows.tolist())
             session.lent.difference_update(rows.tolist())
         return Reply(messages.Done())
@@ -543,7 +544,7 @@ class Node:
         if self.tiers:
             self.tiers.promote(keys, until_s=time.monotonic() + PROMOTE_TIMEOUT_S)
         with self._lock:
-            pinned = self.shard.pin(keys, now_s=time.monotonic())
+            pinned = self.store.pin(keys, now_s=time.monotonic())
             session.pins.update(pinned.rows[pinned.rows >= 0].tolist())
         return Reply(
             messages.Held(
@@ -557,7 +558,7 @@ class Node:
         if given_back - session.pins:
             raise UsageError("rows are not pinned by this connection")
         with self._lock:
-            self.shard.unpin(rows)
+            self.store.unpin(rows)
             session.pins -= given_back
         return Reply(messages.Done())
 
@@ -570,7 +571,7 @@ class Node:
         with self.tiers.barring(keys):
             below = self.tiers.delete(keys)
             with self._lock:
-                count = self.shard.delete(keys, now_s=time.monotonic())
+                count = self.store.delete(keys, now_s=time.monotonic())
                 self.tiers.give_up(keys)
         count = max(count, below)
         self._changed.set()
@@ -579,18 +580,18 @@ class Node:
     def _suspect(self, request: messages.Suspect, session: NodeSession) -> Reply:
         keys = _keys(request.keys)
         with self._lock:
-            pinned = self.shard.pin(keys, now_s=time.monotonic())
-        wrong = self.shard.spoilt(pinned)  # takes its time; the pins keep the bytes where they are meanwhile
+            pinned = self.store.pin(keys, now_s=time.monotonic())
+        wrong = self.store.spoilt(pinned)  # takes its time; the pins keep the bytes where they are meanwhile
         with self._lock:
-            self.shard.unpin(pinned.rows)
-            count = self.shard.drop_spoilt(wrong)
+            self.store.unpin(pinned.rows)
+            count = self.store.drop_spoilt(wrong)
             self._to_announce.append(keys)
         self._changed.set()
         return Reply(messages.Count(count))
 
     def _locate(self, request: messages.Locate, session: NodeSession) -> Reply:
         keys = _keys(request.keys)
-        found, cold = self._locator.locate(keys), self._locator.cold(keys)
+        found, cold = self._location_index.locate(keys), self._location_index.cold(keys)
         unknown = [place for place, holders in enumerate(found) if not holders] if self.tiers else []
         if unknown:  # what lies on a tier that all share is announced by none but its writer: the owner answers for it
             below = np.array(unknown)[self.tiers.has(keys[unknown])]
@@ -603,25 +604,25 @@ class Node:
 
     def _located(self, keys: KeyArray) -> tuple[tuple[tuple[NodeId, ...], ...], bytes]:
         """What `messages.Located` says of keys that this node cannot send."""
-        return _choices(self._locator.locate(keys))
+        return _choices(self._location_index.locate(keys))
 
     def _announce(self, request: messages.Announce, session: NodeSession) -> Reply:
-        self._locator.remove(request.node_id, _keys(request.removed))
+        self._location_index.remove(request.node_id, _keys(request.removed))
         added = _keys(request.added)
         cold = messages.unpack_bits(request.cold, len(added)) if request.cold else None
-        self._locator.add(request.node_id, added, cold)
+        self._location_index.add(request.node_id, added, cold)
         return Reply(messages.Done())
 
     def _read(self, request: messages.Read, session: NodeSession) -> Reply:
         if len(request.keys) == chunk_keys.KEY_NBYTES:
             return self._read_one(request)
-        shard = self.shard
+        store = self.store
         if (
             0 < len(request.keys) <= LOCKED_KEYS * chunk_keys.KEY_NBYTES
             and not len(request.keys) % chunk_keys.KEY_NBYTES
         ):
             with self._lock:
-                held_all = shard.pin_all(request.keys, now_s=time.monotonic())
+                held_all = store.pin_all(request.keys, now_s=time.monotonic())
             if held_all is not None:
                 all_rows, outgoing, all_lengths, all_checksums = held_all
                 return Reply(
@@ -634,7 +635,7 @@ class Node:
         checksums: list[int] = []
         for first in range(0, len(keys), LOCKED_KEYS):
             with self._lock:
-                held = shard.pin_each(keys[first : first + LOCKED_KEYS], now_s=time.monotonic())
+                held = store.pin_each(keys[first : first + LOCKED_KEYS], now_s=time.monotonic())
             for into, some in zip((rows, starts, lengths, checksums), held, strict=True):
                 into += some
         if self.tiers and 0 in lengths:
@@ -643,14 +644,14 @@ class Node:
         answer = messages.Reading(struct.pack(f"<{len(keys)}I", *lengths), struct.pack(f"<{len(keys)}Q", *checksums))
         if request.locate and 0 in lengths:
             answer.choices, answer.places = self._located(keys[[not length for length in lengths]])
-        return Reply(answer, outgoing=_runs(shard.arena.view, starts, lengths), finish=self._ending(rows))
+        return Reply(answer, outgoing=_runs(store.arena.view, starts, lengths), finish=self._ending(rows))
 
     def _ending(self, rows: Sequence[int]) -> Callable[[bool], None]:
         """Ends the holds of a read."""
 
         def finish(complete: bool) -> None:
             with self._lock:
-                self.shard.unpin_each(rows)
+                self.store.unpin_each(rows)
 
         return finish
 
@@ -664,21 +665,21 @@ class Node:
             places = lacking[first : first + PROMOTED_KEYS]
             self.tiers.promote(keys[places], until_s=until_s)  # (What others bring up meanwhile is not counted there.)
             with self._lock:
-                held = self.shard.pin_each(keys[places], now_s=time.monotonic())
+                held = self.store.pin_each(keys[places], now_s=time.monotonic())
             for place, row, start, length, checksum in zip(places, *held, strict=True):
                 rows[place], starts[place], lengths[place], checksums[place] = row, start, length, checksum
 
     def _read_one(self, request: messages.Read) -> Reply:
         """The same for one key, in a fraction of the time."""
-        shard = self.shard
+        store = self.store
         hi, lo = _PAIR.unpack(request.keys)
         with self._lock:
-            row, start, nbytes, checksum = shard.pin_one(hi, lo, now_s=time.monotonic())
+            row, start, nbytes, checksum = store.pin_one(hi, lo, now_s=time.monotonic())
         if row < 0 and self.tiers:
             until_s = time.monotonic() + PROMOTE_TIMEOUT_S
             self.tiers.promote(_keys(request.keys), until_s=until_s)
             with self._lock:
-                row, start, nbytes, checksum = shard.pin_one(hi, lo, now_s=time.monotonic())
+                row, start, nbytes, checksum = store.pin_one(hi, lo, now_s=time.monotonic())
         answer = messages.Reading(_LENGTH.pack(nbytes), _CHECKSUM.pack(checksum))
         if row < 0:
             if request.locate:
@@ -687,30 +688,30 @@ class Node:
 
         def finish(complete: bool) -> None:
             with self._lock:
-                shard.unpin_one(row)
+                store.unpin_one(row)
 
-        return Reply(answer, outgoing=(shard.arena.view[start : start + nbytes],), finish=finish)
+        return Reply(answer, outgoing=(store.arena.view[start : start + nbytes],), finish=finish)
 
     def _write(self, request: messages.Write, session: NodeSession) -> Reply:
         require_hints(request.ttl_s, request.priority)
         granted = self._reserve_rows(request, session)
         rows = _array(granted.rows, "<i4")
-        arrivals = _Writing(self.shard.arena.view, _array(granted.offsets, "<u8").tolist(), request.nbytes)
+        progress = _Writing(self.store.arena.view, _array(granted.offsets, "<u8").tolist(), request.nbytes)
 
         def finish(complete: bool) -> messages.Answer | None:
-            checksums, intact = arrivals.checked(complete)
+            checksums, intact = progress.checked(complete)
             now_s = time.monotonic()
             with self._lock:
-                self.shard.commit(
+                self.store.commit(
                     rows[intact], checksums[intact], now_s=now_s, ttl_s=request.ttl_s, priority=request.priority
                 )
-                self.shard.abort(rows[~intact])
+                self.store.abort(rows[~intact])
                 session.reserved.difference_update(rows.tolist())
             self._stay_ahead()
             self._changed.set()
             return messages.Count(int(intact.sum()))
 
-        return Reply(granted, incoming=arrivals.targets(), finish=finish)
+        return Reply(granted, incoming=progress.targets(), finish=finish)
 
     # -- about chunks and namespaces ---------------------------------------------------------------------------------
 
@@ -720,14 +721,14 @@ class Node:
         policies: list[str] = []
         for first in range(0, len(keys), LOCKED_KEYS):
             with self._lock:
-                here, nbytes, went = self.shard.what_of(keys[first : first + LOCKED_KEYS], now_s=now_s)
+                here, nbytes, went = self.store.what_of(keys[first : first + LOCKED_KEYS], now_s=now_s)
             parts.append((np.where(here, Place.DRAM, Place.NOWHERE), nbytes, *went[:3]))
             policies += went.policies
         columns = [np.concatenate(column) for column in zip(*parts, strict=True)] or [np.empty(0)] * 5
         places, sizes, reasons, tiers, when_s = columns
         self._note_below(keys, places, sizes)
         names = tuple(dict.fromkeys(policies))
-        since_s = self.shard.room.ledger.since_s
+        since_s = self.store.room.eviction_log.since_s
         return Reply(
             messages.Told(
                 places.astype("u1").tobytes(),
@@ -736,14 +737,14 @@ class Node:
                 tiers.astype("u1").tobytes(),
                 np.maximum(now_s - when_s, 0.0).astype("<f4").tobytes(),
                 bytes(names.index(name) for name in policies),
-                bytes(map(bool, self._locator.locate(keys))),
+                bytes(map(bool, self._location_index.locate(keys))),
                 names,
                 None if since_s is None else now_s - since_s,
             )
         )
 
     def _report(self, request: messages.Report, session: NodeSession) -> Reply:
-        self.namespaces.note(request.account, request.misses, request.gets, request.puts)
+        self.namespaces.note(request.group, request.misses, request.gets, request.puts)
         return Reply(messages.Done())
 
     def _note_below(self, keys: KeyArray, places: npt.NDArray[Any], sizes: npt.NDArray[Any]) -> None:
@@ -757,7 +758,7 @@ class Node:
     def _hint(self, request: messages.Hint, session: NodeSession) -> Reply:
         require_hints(request.ttl_s, request.priority, request.output_tokens)
         with self._lock:
-            count = self.shard.hint(
+            count = self.store.hint(
                 _keys(request.keys),
                 ttl_s=request.ttl_s,
                 priority=request.priority,
@@ -777,26 +778,26 @@ class Node:
             register = self._directory.configure(namespace, None if request.drop else fields, mine)
         except TransientError as error:
             return Reply(messages.Configured(problem=str(error)))
-        return Reply(messages.Configured(register, self._adopt_register(register, namespace.account.digest)))
+        return Reply(messages.Configured(register, self._adopt_register(register, namespace.group.digest)))
 
-    def _adopt_register(self, register: bytes, account: bytes = b"") -> int:
-        """Returns how many chunks went when this account was dropped last, perhaps by a heartbeat just now."""
+    def _adopt_register(self, register: bytes, group: bytes = b"") -> int:
+        """Returns how many chunks went when this quota group was dropped last, perhaps by a heartbeat just now."""
         self.namespaces.adopt(register)
         self._changed.set()
         self._stay_ahead()
-        return self.namespaces.went(account)
+        return self.namespaces.went(group)
 
     def _record(self, request: messages.Record, session: NodeSession) -> Reply:
-        if self.shard.table.recording:
-            self.tape.add(request.requests)
+        if self.store.table.recording:
+            self.trace_buffer.add(request.requests)
         return Reply(messages.Done())
 
     def _take_record(self, request: messages.TakeRecord, session: NodeSession) -> Reply:
         if not session.local:
             raise UsageError("only processes of this host may take what its clients told")
-        self.shard.table.recording = request.on
-        requests, left_out = self.tape.take(TAKEN_KEYS)
-        return Reply(messages.Recorded(pack(requests), left_out, bool(self.tape)))
+        self.store.table.recording = request.on
+        requests, left_out = self.trace_buffer.take(TAKEN_KEYS)
+        return Reply(messages.Recorded(pack(requests), left_out, bool(self.trace_buffer)))
 
     # -- the cluster's index ------------------------------------------------------------------------------------------
 
@@ -806,10 +807,10 @@ class Node:
         if me in view.ring.nodes:
             mine = view.ring.nodes.index(me)
             nodes = frozenset(view.ring.nodes)
-            self._locator.keep(nodes=nodes, owned=lambda keys: view.ring.owners(keys) == mine)
+            self._location_index.keep(nodes=nodes, owned=lambda keys: view.ring.owners(keys) == mine)
         old, self.view = self.view, view
         # What comes after this is announced by the new view anyway.
-        keys = np.concatenate([self.shard.ready_keys(), self.tiers.keys()])
+        keys = np.concatenate([self.store.ready_keys(), self.tiers.keys()])
         if view.epoch == old.epoch + 1:  # else we may have been out in between, and owners have forgotten us
             keys = keys[_owner_changed(old, view, keys)]
         with self._lock:
@@ -825,7 +826,7 @@ class Node:
             below = self.tiers.take_changes()
             with self._lock:
                 again, self._to_announce, self._unheard = [*self._to_announce, *self._unheard], [], []
-                changes = [*self.shard.take_changes(), *below]
+                changes = [*self.store.take_changes(), *below]
                 keys = np.concatenate([chunk_keys.empty(), *changes, *again])
                 self._announcing = True
             if len(keys) and not self._stopping.is_set():
@@ -844,8 +845,8 @@ class Node:
                 part = theirs[start : start + ANNOUNCE_KEYS]
                 here, cold = self._which_are_here(part)
                 if owner.node_id == me:
-                    self._locator.remove(me, part[~here])
-                    self._locator.add(me, part[here], cold[here] if cold is not None else None)
+                    self._location_index.remove(me, part[~here])
+                    self._location_index.add(me, part[here], cold[here] if cold is not None else None)
                 else:
                     self._announce_to(owner, part, here, cold)
 
@@ -857,8 +858,8 @@ class Node:
         parts = [np.empty(0, np.bool_)]
         for start in range(0, len(keys), LOCKED_KEYS):
             with self._lock:
-                now = self.shard.table.ticks(time.monotonic())
-                parts.append(self.shard.table.find_ready(keys[start : start + LOCKED_KEYS], now)[0] >= 0)
+                now = self.store.table.ticks(time.monotonic())
+                parts.append(self.store.table.find_ready(keys[start : start + LOCKED_KEYS], now)[0] >= 0)
         here: Bits = np.concatenate(parts)
         if not self.tiers:
             return here, None
@@ -893,8 +894,8 @@ class Node:
         while not self._stopping.wait(self.config.heartbeat_s):
             self._beat()
             with self._lock:
-                self.shard.table.memory.touch()
-            if self.shard.sweep(self._lock, now_s=time.monotonic()):
+                self.store.table.memory.touch()
+            if self.store.sweep(self._lock, now_s=time.monotonic()):
                 self._changed.set()
             self._wanted.set()
 
@@ -902,8 +903,8 @@ class Node:
 
     def _stay_ahead(self) -> None:
         """Wake the forerunner if there is something to do for it. Cheap: asked after every write."""
-        shard = self.shard
-        if (shard.short or shard.bare_extent() >= 0 or self.tiers.due) and not self._wanted.is_set():
+        store = self.store
+        if (store.short or store.bare_extent() >= 0 or self.tiers.due) and not self._wanted.is_set():
             self._wanted.set()
 
     def _forerunner(self) -> None:
@@ -911,40 +912,40 @@ class Node:
 
         Memory beyond what the next few puts take is taken when nothing was written for `QUIET_S`.
         """
-        shard, quiet = self.shard, False
-        written, since_s = shard.written, time.monotonic()
+        store, quiet = self.store, False
+        written, since_s = store.written, time.monotonic()
         while not self._stopping.is_set():
             with self._lock:
-                young = shard.bare_extent(quiet=True) >= 0
+                young = store.bare_extent(quiet=True) >= 0
             # What could not be had although nobody wrote is asked for again at the next pulse.
             self._wanted.wait(QUIET_S if young and not quiet else None)
             self._wanted.clear()
-            if shard.written != written:
-                written, since_s = shard.written, time.monotonic()
+            if store.written != written:
+                written, since_s = store.written, time.monotonic()
             quiet, busy = time.monotonic() - since_s >= QUIET_S, True
             while busy and not self._stopping.is_set():
                 self.tiers.demote()
                 with self._lock:
                     # What is being written down goes first; until it is there, others would have to go in its place.
-                    may_wait = self.tiers.writing and not shard.room.in_need
-                    busy = not may_wait and shard.tend(now_s=time.monotonic())
-                spare = quiet and shard.written == written and has_to_spare(shard.config.shm_dir)
+                    may_wait = self.tiers.writing and not store.room.in_need
+                    busy = not may_wait and store.tend(now_s=time.monotonic())
+                spare = quiet and store.written == written and has_to_spare(store.config.shm_dir)
                 busy = self._back_ahead(quiet=spare) or busy
-                busy = busy or shard.table.use_huge_pages()
+                busy = busy or store.table.use_huge_pages()
 
     def _back_ahead(self, *, quiet: bool) -> bool:
         """Take real memory for one more extent, and for more rows, if few are left that have it. Whether there was."""
-        shard = self.shard
+        store = self.store
         with self._lock:
-            extent, rows = shard.bare_extent(quiet=quiet), shard.bare_rows()
-        backed = extent >= 0 and shard.back_extent(extent)
-        more_rows = rows > 0 and shard.table.back_rows(rows)
+            extent, rows = store.bare_extent(quiet=quiet), store.bare_rows()
+        backed = extent >= 0 and store.back_extent(extent)
+        more_rows = rows > 0 and store.table.back_rows(rows)
         with self._lock:
             if backed:
-                shard.note_backed(extent)
+                store.note_backed(extent)
             if more_rows:
-                shard.note_rows_backed()
-        return backed or more_rows  # if the file system is full, the next pulse tries again
+                store.note_rows_backed()
+        return bool(backed or more_rows)  # if the file system is full, the next pulse tries again
 
     def _beat(self) -> None:
         try:

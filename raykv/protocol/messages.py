@@ -54,16 +54,16 @@ class GetView(Message):
 
 
 class OpenNamespace(Message):
-    """Make known the account of a namespace (its fields as JSON). Answered by Done."""
+    """Make known the quota group of a namespace (its fields as JSON). Answered by Done."""
 
     namespace: bytes
     capacity_nbytes: int | None = None
 
 
 class Reserve(Message):
-    """See `Shard.reserve`; `account` is a digest. Answered by Granted; the reservation dies with the connection."""
+    """See `Store.reserve`; `group` is a digest. Answered by Granted; the reservation dies with the connection."""
 
-    account: bytes
+    group: bytes
     keys: bytes
     nbytes: int
     chained: bool = True
@@ -72,12 +72,12 @@ class Reserve(Message):
 
 
 class Lend(Message):
-    """Slots to write chunks of `nbytes` into, before anybody says which: see `Shard.lend`. Answered by Lent.
+    """Slots to write chunks of `nbytes` into, before anybody says which: see `Store.lend`. Answered by Lent.
 
     What is lent dies with the connection; Abort gives it back.
     """
 
-    account: bytes
+    group: bytes
     nbytes: int
     count: int
     ahead: int = 0
@@ -86,14 +86,14 @@ class Lend(Message):
 
 
 class Store(Message):
-    """Give keys to lent slots and make them visible: see `Shard.store`. Answered by Stored.
+    """Give keys to lent slots and make them visible: see `Store.store`. Answered by Stored.
 
     `rows` i32 and `checksums` u64 of the slots, `positions` i32 of their keys among `keys`: empty when they are all of
     them. `ahead`: how many slots the writer would like to have for what comes next. `ttl_s`, `priority`: 0 for what the
     namespace's config says.
     """
 
-    account: bytes
+    group: bytes
     keys: bytes
     nbytes: int
     rows: bytes
@@ -191,7 +191,7 @@ class Write(Message):
     The payload: the chunks that were granted, and behind them their checksums, u64 each.
     """
 
-    account: bytes
+    group: bytes
     keys: bytes
     nbytes: int
     chained: bool = True
@@ -202,7 +202,7 @@ class Write(Message):
 
 
 class Hint(Message):
-    """What a client knows of these: see `Shard.hint`. Answered by Count: how many are here."""
+    """What a client knows of these: see `Store.hint`. Answered by Count: how many are here."""
 
     keys: bytes
     ttl_s: float | None = None
@@ -213,7 +213,7 @@ class Hint(Message):
 
 
 class Configure(Message):
-    """Change these fields (JSON) of the config of a namespace's account (its fields as JSON), or drop the account.
+    """Change these fields (JSON) of the config of a namespace's quota group (its fields as JSON), or drop the quota group.
 
     Asks the directory. Answered by Configured; whoever asks then tells the others (Adopt), who else hear of it with
     their next heartbeat. `register`: from a node to a relay of the directory: see `DirectoryPort.configure`.
@@ -228,17 +228,17 @@ class Configure(Message):
 class Adopt(Message):
     """The newest list of namespaces, as `Configured` gave it. Answered by Count.
 
-    What is counted: the chunks that went from this node when this account was dropped last.
+    What is counted: the chunks that went from this node when this quota group was dropped last.
     """
 
     register: bytes
-    account: bytes = b""
+    group: bytes = b""
 
 
 class Report(Message):
-    """What a client saw of an account since its last report: see `Tally`. Answered by Done."""
+    """What a client saw of an quota group since its last report: see `ClientMetrics`. Answered by Done."""
 
-    account: bytes
+    group: bytes
     misses: dict[str, int]
     gets: tuple[int, ...] = ()
     puts: tuple[int, ...] = ()
@@ -251,7 +251,7 @@ class Why(Message):
 
 
 class GetNamespaces(Message):
-    """Which accounts do you know? Answered by NamespacesAre."""
+    """Which quota groups do you know? Answered by NamespacesAre."""
 
 
 class Record(Message):
@@ -393,8 +393,8 @@ class Configured(Message):
 class Told(Message):
     """One entry a key.
 
-    `places` u8 (`ledger.Place`) and `nbytes` u32: where it is on this node; no bytes while it is being written.
-    `reasons` u8 (`ledger.Reason`), `tiers` u8, `ages_s` f32 and `policy` u8, a place in `policies`: its last departure
+    `places` u8 (`eviction_log.Place`) and `nbytes` u32: where it is on this node; no bytes while it is being written.
+    `reasons` u8 (`eviction_log.Reason`), `tiers` u8, `ages_s` f32 and `policy` u8, a place in `policies`: its last departure
     from this node. `announced` u8: whether this node, as its owner, knows of a holder. `remembers_s`: for how long back
     departures are remembered, if any was forgotten.
     """
@@ -411,7 +411,7 @@ class Told(Message):
 
 
 class NamespacesAre(Message):
-    """What a node says of each account, by its fields as JSON: JSON text."""
+    """What a node says of each quota group, by its fields as JSON: JSON text."""
 
     namespaces: bytes
 

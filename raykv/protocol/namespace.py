@@ -17,7 +17,7 @@ class Namespace(Model):
 
     Keys are derived from the digest of all fields, so chunks of two namespaces can never meet: no comparison has to
     succeed for that, and none can be forgotten. `salt` and `lora` vary by request; all tenants and adapters of one
-    model share one account (`account`), which is what has a capacity and a policy on a node.
+    model share one quota group (`group`), which is what has a capacity and a policy on a node.
 
     Attributes:
         model: Name or path of the weights.
@@ -55,7 +55,7 @@ class Namespace(Model):
         return hashlib.blake2b(text.encode(), digest_size=DIGEST_NBYTES, person=b"raykv-namespace").digest()
 
     @property
-    def account(self) -> "Namespace":
+    def group(self) -> "Namespace":
         """The namespace that this one's chunks are counted under: the same without `salt` and `lora`."""
         return self.with_fields(salt="", lora="")
 

@@ -27,7 +27,7 @@ class Run(Model):
 
 
 class _Fields(Model):
-    account: Namespace
+    group: Namespace
     digest: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
     runs: Annotated[tuple[Run, ...], Field(max_length=MAX_RUNS)]
 
@@ -37,12 +37,12 @@ class Ticket:
     """Who holds the first chunks of one prompt.
 
     Attributes:
-        account: The namespace without salt and adapter, so that a mismatch can be explained.
+        quota group: The namespace without salt and adapter, so that a mismatch can be explained.
         digest: Digest of the whole namespace, as hexadecimal text.
         runs: Holders from the first chunk on.
     """
 
-    account: Namespace
+    group: Namespace
     digest: str
     runs: tuple[Run, ...]
 
@@ -50,7 +50,7 @@ class Ticket:
     def of(cls, namespace: Namespace, holders: Sequence[NodeId]) -> Self:
         """A ticket for chunks held by these nodes, one entry a chunk."""
         runs = tuple(Run(node_id=name, chunks=len(list(group))) for name, group in groupby(holders))
-        return cls(namespace.account, namespace.digest.hex(), runs[:MAX_RUNS])
+        return cls(namespace.group, namespace.digest.hex(), runs[:MAX_RUNS])
 
     def match(self, namespace: Namespace, wanted: int) -> Match:
         """The leading chunks, of `wanted`, that the ticket promises.
@@ -59,7 +59,7 @@ class Ticket:
             NamespaceMismatch: It was made under another namespace; names the fields.
         """
         if self.digest != namespace.digest.hex():
-            namespace.account.require_equal(self.account, what="the hand-off ticket")
+            namespace.group.require_equal(self.group, what="the hand-off ticket")
             raise NamespaceMismatch(
                 "the hand-off ticket belongs to another namespace; field that differs: salt or lora"
             )
@@ -68,7 +68,7 @@ class Ticket:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values for a JSON message."""
-        return _Fields(account=self.account, digest=self.digest, runs=self.runs).model_dump(
+        return _Fields(group=self.group, digest=self.digest, runs=self.runs).model_dump(
             mode="json", exclude_defaults=True
         )
 
@@ -80,4 +80,4 @@ class Ticket:
             ConfigError: It is no ticket; names the field.
         """
         read = _Fields.load(fields if isinstance(fields, dict) else {"ticket": fields})
-        return cls(read.account, read.digest, read.runs)
+        return cls(read.group, read.digest, read.runs)

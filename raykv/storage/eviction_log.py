@@ -1,51 +1,20 @@
 """Why chunks are not here any more: a bounded record of recent departures. Pure: no clock, no lock."""
 
 from collections.abc import Sequence
-from enum import IntEnum
 from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from raykv.protocol.reasons import Place
 from raykv.types import Bits, KeyArray
 
-LEDGER_ENTRIES: Final = 1 << 18
+EVICTION_LOG_ENTRIES: Final = 1 << 18
 """Departures that a node remembers, at 43 bytes each; beyond that the oldest are forgotten. A power of two."""
 CHAIN_STEPS: Final = 64
 """Departures of other keys that a search passes. More in one bucket means that somebody made the keys for it."""
 
 _MIX: Final = np.uint64(0x9E3779B97F4A7C15)
-
-
-class Reason(IntEnum):
-    """Why a chunk went."""
-
-    NONE = 0
-    EVICTED = 1
-    EXPIRED = 2
-    DELETED = 3
-    DROPPED = 4
-    CORRUPT = 5
-    DEMOTED = 6
-
-    @property
-    def word(self) -> str:
-        """How it is told."""
-        return self.name.lower()
-
-
-class Place(IntEnum):
-    """Where a chunk lies, or went from."""
-
-    NOWHERE = 0
-    DRAM = 1
-    SSD = 2
-    FILE = 3
-
-    @property
-    def word(self) -> str:
-        """How it is told."""
-        return self.name.lower()
 
 
 class Departures(NamedTuple):
@@ -63,10 +32,10 @@ class Departures(NamedTuple):
     policies: list[str]
 
 
-class Ledger:
+class EvictionLog:
     """A ring of departures and, by a hash of the key, chains through it from the newest to the oldest."""
 
-    def __init__(self, entries: int = LEDGER_ENTRIES) -> None:
+    def __init__(self, entries: int = EVICTION_LOG_ENTRIES) -> None:
         """Remember so many: a power of two."""
         self._entries, self._shift = entries, np.uint64(65 - entries.bit_length())
         self._next = 1  # number of the next departure; 0 is none

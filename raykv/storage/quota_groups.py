@@ -1,4 +1,4 @@
-"""The accounts of one node: under which number each namespace's chunks count, and how much room they may take.
+"""The quota groups of one node: under which number each namespace's chunks count, and how much room they may take.
 
 They lie in the table, so that they outlive the process.
 """
@@ -14,11 +14,11 @@ from raykv.memory.table import MAX_NAMESPACES, NAMESPACE_TEXT_NBYTES, Table
 from raykv.protocol.namespace import Namespace
 
 
-class Accounts:
-    """Numbers of the accounts in a table's list.
+class QuotaGroups:
+    """Numbers of the quota groups in a table's list.
 
     Attributes:
-        let_go: Asked whether nothing counts under a number, so that another account may have it.
+        let_go: Asked whether nothing counts under a number, so that another quota group may have it.
     """
 
     def __init__(self, table: Table) -> None:
@@ -38,7 +38,7 @@ class Accounts:
             raise LostError(f"{table.memory.path} is damaged: a namespace that is none") from error
 
     def open(self, namespace: Namespace, capacity_nbytes: int | None = None) -> int:
-        """Number of the account that this namespace's chunks count under, made if need be.
+        """Number of the quota group that this namespace's chunks count under, made if need be.
 
         Args:
             capacity_nbytes: The most that its slots may take here; 0 for no bound but the arena; None leaves it.
@@ -49,10 +49,10 @@ class Accounts:
         """
         if capacity_nbytes is not None and not 0 <= capacity_nbytes < 1 << 64:
             raise UsageError(f"capacity_nbytes {capacity_nbytes} is no size; 0 means no bound but the arena")
-        account = namespace.account
-        number = self._numbers.get(account.digest)
+        group = namespace.group
+        number = self._numbers.get(group.digest)
         if number is None:
-            text = account.model_dump_json(exclude_defaults=True).encode()
+            text = group.model_dump_json(exclude_defaults=True).encode()
             if len(text) > NAMESPACE_TEXT_NBYTES:
                 raise UsageError(f"namespace of {len(text)} bytes as JSON; at most {NAMESPACE_TEXT_NBYTES} can be kept")
             free = np.flatnonzero(~self._table.known_namespaces)
@@ -63,21 +63,21 @@ class Accounts:
             number = int(free[0])
             self._namespaces["capacity"][number] = 0
             self._namespaces["text"][number] = text
-            self._numbers[account.digest] = number
+            self._numbers[group.digest] = number
         if capacity_nbytes is not None:
             self._namespaces["capacity"][number] = capacity_nbytes
         return number
 
     def find(self, digest: bytes) -> int | None:
-        """Number of an account, if it was opened."""
+        """Number of an quota group, if it was opened."""
         return self._numbers.get(digest)
 
     def retire(self, number: int, *, retired: bool = True) -> None:
-        """This account was dropped: its number may be another's when there are no others left and nothing uses it."""
+        """This quota group was dropped: its number may be another's when there are no others left and nothing uses it."""
         (self._retired.add if retired else self._retired.discard)(number)
 
     def _reclaim(self) -> npt.NDArray[np.int64]:
-        """Free a number of an account that was dropped, if nothing counts under it any more."""
+        """Free a number of an quota group that was dropped, if nothing counts under it any more."""
         for number in sorted(self._retired):
             if self.let_go(number):
                 self._retired.discard(number)
@@ -87,7 +87,7 @@ class Accounts:
         return np.empty(0, np.int64)
 
     def number(self, digest: bytes) -> int:
-        """Number of an account that was opened.
+        """Number of an quota group that was opened.
 
         Raises:
             LostError: It was not, or this node began anew since. Open it (again).

@@ -1,6 +1,6 @@
-"""Who has which rows and slots, and making room: the part of a shard that gives, takes back and evicts.
+"""Who has which rows and slots, and making room: the part of a store that gives, takes back and evicts.
 
-Plain and synchronous, like the shard that owns it. Nothing here looks at all rows of a large table: victims are
+Plain and synchronous, like the store that owns it. Nothing here looks at all rows of a large table: victims are
 sought in a sample, and what is counted is counted as it changes.
 """
 
@@ -23,8 +23,9 @@ from raykv.memory import native
 from raykv.memory.rows import LENT, QUARANTINE_S, FreeRows
 from raykv.memory.slots import Pages, Slots, slot_nbytes
 from raykv.memory.table import MAX_NAMESPACES, Table
-from raykv.storage.eviction_log import Ledger, Reason
-from raykv.storage.row_hints import Marks
+from raykv.protocol.reasons import Reason
+from raykv.storage.eviction_log import EvictionLog
+from raykv.storage.row_hints import RowHints
 from raykv.types import Bits, Rows
 
 log = logging.getLogger(__name__)
@@ -35,7 +36,7 @@ SAMPLE_SHARE: Final = 128
 """A sample costs milliseconds, so this part of what it found evictable goes (one in so many): no less, and in one step
 ahead of need no more, since others wait for the lock meanwhile."""
 SCAN_SHARE: Final = 8
-"""Where all rows had to be looked at for those of a small account, this part of them goes (one in so many)."""
+"""Where all rows had to be looked at for those of a small quota group, this part of them goes (one in so many)."""
 SWEEP_ROWS: Final = 1 << 16
 """Expired chunks are sought among so many rows at a time."""
 FOREIGN_EXTENTS: Final = 64
@@ -44,7 +45,7 @@ AHEAD_SHARE: Final = 2
 """Slots are lent ahead of need from what is free above the low-water mark: one in so many at a time. With one in eight,
 who writes batches at full speed into a full arena had to ask, and to wait, before four of five of them."""
 AHEAD_OWN_SHARE: Final = 8
-"""The same of an account's capacity, and of rows."""
+"""The same of an quota group's capacity, and of rows."""
 AHEAD_TOTAL_SHARE: Final = 8
 """And all slots that are lent take at most this part of the arena (one in so many) before few go ahead of need."""
 AHEAD_LITTLE_SHARE: Final = 1024
@@ -75,11 +76,11 @@ class Room:
     Attributes:
         slots, free_rows: What is free.
         counters: See `Counters`.
-        marks: Who goes before others, and when chunks expire.
-        ledger: What went, and why.
-        departures: Chunks that went, by account and reason, since this process took over.
-        reads_of_gone: How often chunks that went had been read, by account.
-        used_nbytes: Bytes of slots that hold a chunk, are reserved or lent, by account.
+        row hints: Who goes before others, and when chunks expire.
+        eviction log: What went, and why.
+        departures: Chunks that went, by quota group and reason, since this process took over.
+        reads_of_gone: How often chunks that went had been read, by quota group.
+        used_nbytes: Bytes of slots that hold a chunk, are reserved or lent, by quota group.
         total_nbytes: Their sum.
         lent_nbytes: Bytes of those that are lent.
         chunks: Chunks that can be read.
@@ -100,13 +101,13 @@ class Room:
         self.policies = Policies(policy(config.policy), table.columns)
         self.counters = Counters()
         self.over_quota: set[int] = set()
-        self.ledger = Ledger()
+        self.eviction_log = EvictionLog()
         self.departures = np.zeros((MAX_NAMESPACES, len(Reason)), np.int64)
         self.reads_of_gone = np.zeros(MAX_NAMESPACES, np.int64)
         self.removed: list[bytes] = []
         self.used_nbytes = np.zeros(MAX_NAMESPACES, np.int64)
         expiring = self._add_up(ready)
-        self.marks = Marks(table, expiring=expiring)
+        self.row_hints = RowHints(table, expiring=expiring)
         busy = np.zeros(table.rows_backed, np.bool_)
         busy[ready] = busy[unfinished] = True
         self.free_rows = FreeRows(busy, rows=table.rows, limit=table.rows_backed)
@@ -134,8 +135,8 @@ class Room:
 
     # -- giving ------------------------------------------------------------------------------------------------------
 
-    def take(self, count: int, size: int, account: int, protected: Rows, now: int) -> tuple[Rows, Pages]:
-        """Rows with slots of `size` for the account; others are evicted for them if need be.
+    def take(self, count: int, size: int, group: int, protected: Rows, now: int) -> tuple[Rows, Pages]:
+        """Rows with slots of `size` for the quota group; others are evicted for them if need be.
 
         The rows are lent: they have no key yet, and are in no index.
 
@@ -145,16 +146,16 @@ class Room:
         Returns:
             As many rows as there is room for, and the first page of each one's slot.
         """
-        room = self._make(count, size, account, protected, now)
+        room = self._make(count, size, group, protected, now)
         pages = self.slots.take(room, size)
         if len(pages) < room:  # the file system was full: some extents are of no use, and others must be emptied
-            more = self._make(room - len(pages), size, account, protected, now)
+            more = self._make(room - len(pages), size, group, protected, now)
             pages = np.concatenate([pages, self.slots.take(more, size)])
         rows = self.free_rows.take(len(pages))
-        self._lend(rows, pages, size, account)
+        self._lend(rows, pages, size, group)
         return rows, pages
 
-    def take_ahead(self, count: int, size: int, account: int) -> tuple[Rows, Pages]:
+    def take_ahead(self, count: int, size: int, group: int) -> tuple[Rows, Pages]:
         """The same ahead of need: nothing is evicted for it, and only a part of what is free is given."""
         left_nbytes = self._arena_nbytes // AHEAD_TOTAL_SHARE - self.lent_nbytes
         if self.lent_nbytes < self._arena_nbytes // AHEAD_MOST_SHARE:
@@ -163,33 +164,33 @@ class Room:
             (self.slots.free_nbytes - int(self._config.low_water * self.slots.usable_nbytes)) // AHEAD_SHARE,
             left_nbytes,
         )
-        capacity = int(self._table.namespaces["capacity"][account])
+        capacity = int(self._table.namespaces["capacity"][group])
         if capacity:
-            spare_nbytes = min(spare_nbytes, (capacity - self._used_cells[account]) // AHEAD_OWN_SHARE)
+            spare_nbytes = min(spare_nbytes, (capacity - self._used_cells[group]) // AHEAD_OWN_SHARE)
         spare = min(spare_nbytes // size, self.slots.free_backed(size), len(self.free_rows) // AHEAD_OWN_SHARE)
         pages = self.slots.take(max(0, min(count, spare)), size)
         rows = self.free_rows.take(len(pages))
-        self._lend(rows, pages, size, account)
+        self._lend(rows, pages, size, group)
         return rows, pages
 
-    def _lend(self, rows: Rows, pages: Pages, size: int, account: int) -> None:
+    def _lend(self, rows: Rows, pages: Pages, size: int, group: int) -> None:
         if not rows.size:
             return
         columns = self._table.columns
         columns.generation[rows] |= 1
         columns.parent[rows] = LENT
         columns.page[rows] = pages
-        columns.namespace[rows] = account
+        columns.namespace[rows] = group
         columns.nbytes[rows] = size  # last: from now on the row has a slot
         columns.pins[rows] = 0
         columns.expires[rows] = 0
         columns.frequency[rows] = 0  # here, since what its writer publishes may be read before we hear of it
         self.slots.note_rows(pages, rows)
-        self._count(account, len(rows), size)
+        self._count(group, len(rows), size)
         self.lent_nbytes += len(rows) * size
 
-    def _count(self, account: int, rows: int, size: int) -> None:
-        self._used_cells[account] += rows * size
+    def _count(self, group: int, rows: int, size: int) -> None:
+        self._used_cells[group] += rows * size
         self.total_nbytes += rows * size
         self._in_use += rows
 
@@ -209,7 +210,7 @@ class Room:
 
     def _note_gone(self, rows: Rows, now: int, reason: Reason, policies: str | list[str]) -> None:
         columns, counters = self._table.columns, self.counters
-        accounts, expires = columns.namespace[rows], columns.expires[rows]
+        groups, expires = columns.namespace[rows], columns.expires[rows]
         keys = np.stack([columns.key_hi[rows], columns.key_lo[rows]], axis=1)
         reasons = np.full(len(rows), reason, np.uint8)
         if reason is Reason.EVICTED:
@@ -220,9 +221,9 @@ class Room:
         counters.deleted += counts[Reason.DELETED]
         counters.dropped += counts[Reason.DROPPED]
         counters.corrupt += counts[Reason.CORRUPT]
-        np.add.at(self.departures, (accounts, reasons), 1)
-        np.add.at(self.reads_of_gone, accounts, columns.frequency[rows])
-        self.ledger.note(keys, reasons, policies=policies, now_s=self._table.seconds(now))
+        np.add.at(self.departures, (groups, reasons), 1)
+        np.add.at(self.reads_of_gone, groups, columns.frequency[rows])
+        self.eviction_log.note(keys, reasons, policies=policies, now_s=self._table.seconds(now))
         self.chunks -= len(rows)
         self.removed.append(keys.tobytes())
 
@@ -295,7 +296,7 @@ class Room:
         return row in self._resting_rows
 
     def _unlink(self, rows: Rows) -> None:
-        """Take rows out of index, chains and accounts. They and their slots stay taken."""
+        """Take rows out of index, chains and quota groups. They and their slots stay taken."""
         table, columns = self._table, self._table.columns
         sizes = self.slot_sizes(rows)
         with table.changing():
@@ -359,11 +360,11 @@ class Room:
             rows = rows[columns.nbytes[parents[rows]] == 0] + first
             self._let_go(rows.astype(np.int32))
 
-    def let_go(self, account: int) -> bool:
-        """Whether nothing counts under an account's number. Then its counters begin anew."""
-        unused = not self._used_cells[account]
+    def let_go(self, group: int) -> bool:
+        """Whether nothing counts under an quota group's number. Then its counters begin anew."""
+        unused = not self._used_cells[group]
         if unused:
-            self.departures[account] = self.reads_of_gone[account] = 0
+            self.departures[group] = self.reads_of_gone[group] = 0
         return unused
 
     # -- ahead of need -----------------------------------------------------------------------------------------------
@@ -399,21 +400,21 @@ class Room:
             return NO_ROWS
         rows = self._candidates()
         count = self._lacking(share) if self._is_small() else math.ceil(len(rows) * share)
-        self.policies.ranks = self.marks.ranks if self.marks.active else None
+        self.policies.ranks = self.row_hints.ranks if self.row_hints.active else None
         return self.policies.upcoming(rows, count, now)
 
     def _tend_quota(self, now: int) -> None:
-        """Evict from an account that holds more than it may since its quota was lowered, in steps."""
-        account = min(self.over_quota)
-        capacity = int(self._table.namespaces["capacity"][account])
-        excess = self._used_cells[account] - capacity if capacity else 0
+        """Evict from an quota group that holds more than it may since its quota was lowered, in steps."""
+        group = min(self.over_quota)
+        capacity = int(self._table.namespaces["capacity"][group])
+        excess = self._used_cells[group] - capacity if capacity else 0
         if excess > 0:
-            rows = self._candidates(account=account, wanted=SAMPLE_SHARE)
+            rows = self._candidates(group=group, wanted=SAMPLE_SHARE)
             sizes = self.slot_sizes(rows)
             mean = int(sizes.mean()) if rows.size else 1
             if self._evict(rows, min(-(-excess // mean), self._at_once(len(rows))), now):
                 return
-        self.over_quota.discard(account)  # it keeps to it; or what is left is pinned, or lent
+        self.over_quota.discard(group)  # it keeps to it; or what is left is pinned, or lent
 
     def expired(self, first: int, now: int) -> Rows:
         """Of SWEEP_ROWS rows from the first on, those that have expired; for `drop_expired`. Needs no lock."""
@@ -438,14 +439,14 @@ class Room:
 
     # -- making room -------------------------------------------------------------------------------------------------
 
-    def _make(self, count: int, size: int, account: int, protected: Rows, now: int) -> int:
-        """Evict until `count` slots of `size` are free for the account. Returns for how many there is room."""
-        capacity = int(self._table.namespaces["capacity"][account])
-        if self._allowed(capacity, account, size, count) == count and self._free(size) >= count:
+    def _make(self, count: int, size: int, group: int, protected: Rows, now: int) -> int:
+        """Evict until `count` slots of `size` are free for the quota group. Returns for how many there is room."""
+        capacity = int(self._table.namespaces["capacity"][group])
+        if self._allowed(capacity, group, size, count) == count and self._free(size) >= count:
             return count
         with self._shielded(protected):
             if capacity:
-                count = self._make_for_account(min(count, capacity // size), size, account, now)
+                count = self._make_for_group(min(count, capacity // size), size, group, now)
             if count > len(self.free_rows):
                 self._end_parenthood(count)
                 self._evict(self._candidates(), count - len(self.free_rows), now)
@@ -456,12 +457,12 @@ class Room:
                     return self.slots.free(size)
         return count
 
-    def _make_for_account(self, count: int, size: int, account: int, now: int) -> int:
-        """Evict the account's own until it may have `count` more slots of `size`. Returns how many it may have."""
-        capacity = int(self._table.namespaces["capacity"][account])
-        while (allowed := self._allowed(capacity, account, size, count)) < count:
-            missing_nbytes = self._used_cells[account] + count * size - capacity
-            rows = self._candidates(account=account, wanted=count - allowed)
+    def _make_for_group(self, count: int, size: int, group: int, now: int) -> int:
+        """Evict the quota group's own until it may have `count` more slots of `size`. Returns how many it may have."""
+        capacity = int(self._table.namespaces["capacity"][group])
+        while (allowed := self._allowed(capacity, group, size, count)) < count:
+            missing_nbytes = self._used_cells[group] + count * size - capacity
+            rows = self._candidates(group=group, wanted=count - allowed)
             sizes = self.slot_sizes(rows)
             mean = max(1, int(sizes.mean())) if rows.size else 1
             missing = -(-missing_nbytes // mean)  # they may be smaller than what is to come
@@ -473,11 +474,11 @@ class Room:
     def _free(self, size: int) -> int:
         return min(self.slots.free(size), len(self.free_rows))
 
-    def _allowed(self, capacity: int, account: int, size: int, count: int) -> int:
-        """How many of `count` slots the account may have."""
+    def _allowed(self, capacity: int, group: int, size: int, count: int) -> int:
+        """How many of `count` slots the quota group may have."""
         if not capacity:
             return count
-        return min(count, max(0, capacity - self._used_cells[account]) // size)
+        return min(count, max(0, capacity - self._used_cells[group]) // size)
 
     def _evict_for_slots(self, missing: int, size: int, now: int) -> bool:
         """Free slots of one size: the coldest chunks of that size, or a whole extent of another that is colder yet."""
@@ -512,24 +513,24 @@ class Room:
                 return rows, int(columns.accessed[rows].max())
         return NO_ROWS, 0
 
-    def _candidates(self, *, account: int | None = None, size: int | None = None, wanted: int = 0) -> Rows:
+    def _candidates(self, *, group: int | None = None, size: int | None = None, wanted: int = 0) -> Rows:
         """Rows that may go: all of a small table, a sample of a large one.
 
         Args:
-            account: Only those of this account. If that is a small part of a large table, all rows' account numbers are
+            quota group: Only those of this quota group. If that is a small part of a large table, all rows' quota group numbers are
                 looked at (two bytes each), since a sample would have few of them.
             size: Only those in slots of this size.
         """
         columns = self._table.columns
-        if account is None or self._is_small() or self._used_cells[account] * SAMPLE_SHARE > self.total_nbytes:
+        if group is None or self._is_small() or self._used_cells[group] * SAMPLE_SHARE > self.total_nbytes:
             rows = self._table.ready_rows() if self._is_small() else self.slots.sample(SAMPLE_ROWS, self._rng, size)
             rows = rows[self.evictable(rows)]
-            if account is None:
+            if group is None:
                 return rows
-            mine: Rows = rows[columns.namespace[rows] == account]
+            mine: Rows = rows[columns.namespace[rows] == group]
             if self._is_small() or len(mine) >= max(wanted, SAMPLE_SHARE):
                 return mine
-        mine = np.flatnonzero(columns.namespace[: self.free_rows.fresh] == account).astype(np.int32)
+        mine = np.flatnonzero(columns.namespace[: self.free_rows.fresh] == group).astype(np.int32)
         if len(mine) > SAMPLE_ROWS:
             start = int(self._rng.integers(0, len(mine) - SAMPLE_ROWS))
             mine = mine[start : start + SAMPLE_ROWS]
@@ -554,11 +555,11 @@ class Room:
         self.drop(rows, now, Reason.EVICTED)
         return len(rows)
 
-    def use_policy(self, account: int | None, chosen: Policy | None, now: int) -> None:
-        """See `Shard.use_policy`. Looks at all rows."""
+    def use_policy(self, group: int | None, chosen: Policy | None, now: int) -> None:
+        """See `Store.use_policy`. Looks at all rows."""
         ready = self._table.ready_rows()
         ready = ready[self._table.columns.parent[ready] != LENT]
-        self.policies.use(account, chosen, self._in_order(ready), now)
+        self.policies.use(group, chosen, self._in_order(ready), now)
 
     def _in_order(self, rows: Rows) -> Rows:
         """Oldest first, parents before children."""
@@ -567,7 +568,7 @@ class Room:
         return ordered
 
     def _victims(self, candidates: Rows, count: int, now: int) -> Rows:
-        self.policies.ranks = self.marks.ranks if self.marks.active else None
+        self.policies.ranks = self.row_hints.ranks if self.row_hints.active else None
         return self.policies.victims(candidates, count, now, None if self._is_small() else self._may_go)
 
     def _may_go(self, row: int) -> bool:

@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 
 from raykv.config import HIGHEST_PRIORITY, NamespaceConfig
-from raykv.errors import UsageError
 from raykv.memory.rows import lazy_zeros
 from raykv.memory.table import TICKS_PER_S, Table
 from raykv.types import Bits, Rows
@@ -19,12 +18,10 @@ Ranks = npt.NDArray[np.int64]
 ENDED: Final = -HIGHEST_PRIORITY - 1
 """Rank of a chunk whose session has ended."""
 EXPIRED: Final = -HIGHEST_PRIORITY - 2
-MAX_TTL_S: Final = 365 * 86_400.0
-MOST_OUTPUT_TOKENS: Final = (1 << 31) - 1
 
 
-class Marks:
-    """Priorities and expiry of rows, and what accounts say of them.
+class RowHints:
+    """Priorities and expiry of rows, and what quota groups say of them.
 
     Attributes:
         active: Whether any row may differ from the others; if not, nothing here costs anything.
@@ -36,43 +33,43 @@ class Marks:
         self._table = table
         self._priority = lazy_zeros(table.rows, np.int8)
         self._ended = lazy_zeros(table.rows, np.uint32)  # in ticks; 0: the session goes on
-        self._ttl: dict[int, int] = {}  # ticks by account
-        self._usual: dict[int, int] = {}  # priority by account
-        self._tiers: dict[int, str] = {}  # by account, of those that say
+        self._ttl: dict[int, int] = {}  # ticks by quota group
+        self._usual: dict[int, int] = {}  # priority by quota group
+        self._tiers: dict[int, str] = {}  # by quota group, of those that say
         self.expiring = self.active = expiring
 
-    def configure(self, account: int, config: NamespaceConfig) -> None:
-        """What holds for chunks of this account that come from now on."""
-        self._ttl.pop(account, None)
-        self._usual.pop(account, None)
-        self._tiers.pop(account, None)
+    def configure(self, group: int, config: NamespaceConfig) -> None:
+        """What holds for chunks of this quota group that come from now on."""
+        self._ttl.pop(group, None)
+        self._usual.pop(group, None)
+        self._tiers.pop(group, None)
         if config.tiers != "both":
-            self._tiers[account] = config.tiers
+            self._tiers[group] = config.tiers
         if config.ttl_s is not None:
-            self._ttl[account] = ticks_of(config.ttl_s)
+            self._ttl[group] = ticks_of(config.ttl_s)
         if config.tiers == "ssd":
-            self._usual[account] = -HIGHEST_PRIORITY  # memory is only on their way
+            self._usual[group] = -HIGHEST_PRIORITY  # memory is only on their way
         elif config.priority:
-            self._usual[account] = config.priority
+            self._usual[group] = config.priority
         self.expiring = self.expiring or bool(self._ttl)
         self.active = self.active or bool(self._ttl or self._usual)
 
     def came(self, rows: Rows, now: int, ttl_s: float = 0.0, priority: int = 0) -> None:
-        """These rows hold new chunks of one account.
+        """These rows hold new chunks of one quota group.
 
         Args:
             now: In ticks.
-            ttl_s, priority: What their writer said; 0: nothing, so what the account says holds.
+            ttl_s, priority: What their writer said; 0: nothing, so what the quota group says holds.
         """
         if not (self.active or ttl_s or priority) or not rows.size:
             return
-        account = int(self._table.columns.namespace[rows[0]])
-        ticks = ticks_of(ttl_s) if ttl_s else self._ttl.get(account, 0)
+        group = int(self._table.columns.namespace[rows[0]])
+        ticks = ticks_of(ttl_s) if ttl_s else self._ttl.get(group, 0)
         if ticks:
             self.expiring = True
         self.active = True
         self._table.columns.expires[rows] = now + ticks if ticks else 0
-        self._priority[rows] = priority or self._usual.get(account, 0)
+        self._priority[rows] = priority or self._usual.get(group, 0)
         self._ended[rows] = 0
 
     def came_one(self, row: int, now: int, ttl_s: float = 0.0, priority: int = 0) -> None:
@@ -114,9 +111,9 @@ class Marks:
             return may, None
         hints = np.sign(ranks := self.ranks(rows, now))
         hints[ranks == ENDED] = 1
-        accounts = self._table.columns.namespace[rows]
-        for account, tiers in self._tiers.items():
-            mine = accounts == account
+        groups = self._table.columns.namespace[rows]
+        for group, tiers in self._tiers.items():
+            mine = groups == group
             may[mine] = tiers != "dram"
             if tiers == "ssd":
                 hints[mine & (ranks != EXPIRED)] = 1  # memory is only on their way
@@ -126,17 +123,3 @@ class Marks:
 def ticks_of(seconds: float) -> int:
     """A length of time in the table's units, at least one."""
     return max(1, round(seconds * TICKS_PER_S))
-
-
-def require_hints(ttl_s: float | None, priority: int | None, output_tokens: int | None = None) -> None:
-    """Refuse hints that are none.
-
-    Raises:
-        UsageError: Names the field.
-    """
-    if ttl_s is not None and not 0 <= ttl_s <= MAX_TTL_S:
-        raise UsageError(f"field 'ttl_s': {ttl_s} is not in 0 .. {MAX_TTL_S:.0f} s; leave it out for no expiry")
-    if priority is not None and not -HIGHEST_PRIORITY <= priority <= HIGHEST_PRIORITY:
-        raise UsageError(f"field 'priority': {priority} is not in {-HIGHEST_PRIORITY} .. {HIGHEST_PRIORITY}")
-    if output_tokens is not None and not 0 <= output_tokens <= MOST_OUTPUT_TOKENS:
-        raise UsageError(f"field 'output_tokens': {output_tokens} is not in 0 .. {MOST_OUTPUT_TOKENS}")

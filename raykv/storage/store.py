@@ -30,9 +30,9 @@ from raykv.memory.rows import LENT
 from raykv.memory.slots import FEW, Slots, slot_nbytes
 from raykv.memory.table import MAX_DEPTH, Table, table_nbytes
 from raykv.protocol import chunk_keys
-from raykv.storage.eviction_log import Departures, Reason
-from raykv.storage.eviction_log import Place as Tier
-from raykv.storage.quota_groups import Accounts
+from raykv.protocol.reasons import Place, Reason
+from raykv.storage.eviction_log import Departures
+from raykv.storage.quota_groups import QuotaGroups
 from raykv.storage.room import MAX_PINS, NO_ROWS, SWEEP_ROWS, Room
 from raykv.types import Bits, KeyArray, Rows
 
@@ -108,12 +108,12 @@ class _Place:
     depth: int
 
 
-class Shard:
+class Store:
     """The arena, the table and the slots of one node, and all that changes them.
 
     Attributes:
         table, arena: Shared with readers.
-        accounts: Who may use it.
+        quota groups: Who may use it.
         counters: See `Counters`.
         recovered: Chunks found at the start.
         memory_nodes: Memory node of each part of the arena (`numa.part_of`); () if nothing was asked of the kernel.
@@ -122,7 +122,7 @@ class Shard:
     def __init__(self, config: StorageConfig, table: Table, arena: SharedMemory, *, now_s: float) -> None:
         """Take over the table: drop what nobody finished writing, keep what was committed.
 
-        Everything that this process keeps for itself (free slots, free rows, use by account) is derived from the
+        Everything that this process keeps for itself (free slots, free rows, use by quota group) is derived from the
         columns here, so it cannot disagree with them.
         """
         self.config, self.table, self.arena = config, table, arena
@@ -141,16 +141,16 @@ class Shard:
         )
         self.room = Room(config, table, slots, ready=ready, unfinished=unfinished, now_s=now_s)
         self.counters = self.room.counters
-        self.accounts = Accounts(table)
-        self.accounts.let_go = self.room.let_go
+        self.groups = QuotaGroups(table)
+        self.groups.let_go = self.room.let_go
         self._writer = table.reader(arena.view)
         self._now = table.ticks(now_s)
-        self._doomed: dict[int, int] = {}  # pinned rows of accounts that were dropped, and their generations then
+        self._doomed: dict[int, int] = {}  # pinned rows of quota groups that were dropped, and their generations then
         self._spent: set[int] = set()  # lent rows whose chunk came and went before its writer told us of it
         self.take_in(now_s=now_s)
 
     @classmethod
-    def open(cls, config: StorageConfig, prefix: Path | None, *, now_s: float) -> "Shard":
+    def open(cls, config: StorageConfig, prefix: Path | None, *, now_s: float) -> "Store":
         """Map this node's files, or make them.
 
         Args:
@@ -168,7 +168,7 @@ class Shard:
                 log.info("starting empty: %s", str(error))  # as text: whoever keeps the record must not keep the memory
                 remove_files(prefix)
         size = config.extents * config.extent_nbytes
-        table_path, arena_path = (None, None) if prefix is None else shard_files(prefix)
+        table_path, arena_path = (None, None) if prefix is None else store_files(prefix)
         require_room(config.shm_dir, size + table_nbytes(config.rows, config.extents), field="arena_nbytes")
         arena = SharedMemory.create(arena_path, size, huge_pages=config.huge_pages)
         try:
@@ -184,8 +184,8 @@ class Shard:
         return cls(config, table, arena, now_s=now_s)
 
     @classmethod
-    def _attach(cls, config: StorageConfig, prefix: Path, *, now_s: float) -> "Shard":
-        table_path, arena_path = shard_files(prefix)
+    def _attach(cls, config: StorageConfig, prefix: Path, *, now_s: float) -> "Store":
+        table_path, arena_path = store_files(prefix)
         memory = SharedMemory.attach(table_path, writable=True, huge_pages="try")
         memory.own(timeout_s=OWN_TIMEOUT_S)
         table = Table(memory)
@@ -199,7 +199,7 @@ class Shard:
             raise LostError(f"{table_path} was made with another configuration")
         require_pages(arena, config.extent_nbytes)
         require_sound(table)
-        Accounts(table)
+        QuotaGroups(table)
         return cls(config, table, arena, now_s=now_s)
 
     # -- writing ----------------------------------------------------------------------------------------------------
@@ -208,14 +208,14 @@ class Shard:
         self,
         keys: KeyArray,
         nbytes: int,
-        account: int,
+        group: int,
         *,
         chained: bool,
         parent: KeyArray | None,
         depth: int,
         now_s: float,
     ) -> Reserved:
-        """Make room for those `keys` that this shard does not hold yet.
+        """Make room for those `keys` that this store does not hold yet.
 
         A reserved chunk is invisible until `commit`. Keys already held, or being written by another caller, are left
         out, and are not evicted to make room for the rest: storing a prefix must not lose its head. When not all find
@@ -224,7 +224,7 @@ class Shard:
         Args:
             keys: Chunks, all of the same size; a repeated key gets room once.
             nbytes: Size of each chunk in bytes.
-            account: Number from `accounts`.
+            quota group: Number from `groups`.
             chained: Whether each key follows the one before it in one prefix.
             parent: Key, shape [1, 2], of the chunk that keys[0] follows.
             depth: Place of keys[0] in its chain, in case its parent is not here to tell.
@@ -239,7 +239,7 @@ class Shard:
         place = self._find_place(keys, parent, depth, now)
         positions = _first_of_each(keys, np.flatnonzero(place.existing < 0))
         protected = np.append(place.existing, np.int32(place.anchor))
-        rows, pages = self.room.take(len(positions), slot_nbytes(nbytes), account, protected, now)
+        rows, pages = self.room.take(len(positions), slot_nbytes(nbytes), group, protected, now)
         full, positions = len(positions) - len(rows), positions[: len(rows)]
         self.counters.refused_full += full
         self._enter(keys, positions, rows, nbytes, place, chained=chained)
@@ -265,7 +265,7 @@ class Shard:
         self,
         count: int,
         nbytes: int,
-        account: int,
+        group: int,
         *,
         ahead: int = 0,
         keys: KeyArray | None = None,
@@ -280,7 +280,7 @@ class Shard:
         Args:
             count: Slots that are needed now. Others are evicted for them if need be.
             nbytes: Size of the chunks that they are for, or less than that by less than a page.
-            account: Number from `accounts`.
+            quota group: Number from `groups`.
             ahead: Slots to have beside, as far as there is plenty: nothing is evicted for them.
             keys, parent: What is about to be written, and the chunk before it: what is here of that is not evicted.
 
@@ -297,10 +297,10 @@ class Shard:
             self._wake(now_s=now_s)
             spared = (self.table.find(each) for each in (keys, parent) if each is not None)
             protected = np.concatenate([NO_ROWS, *spared])
-            rows, pages = self.room.take(count, size, account, protected, now)
+            rows, pages = self.room.take(count, size, group, protected, now)
             self.counters.refused_full += count - len(rows)
         if ahead > 0 and len(rows) == count:
-            more_rows, more_pages = self.room.take_ahead(ahead, size, account)
+            more_rows, more_pages = self.room.take_ahead(ahead, size, group)
             rows, pages = np.concatenate([rows, more_rows]), np.concatenate([pages, more_pages])
         return Loan(rows, _offsets(pages))
 
@@ -311,7 +311,7 @@ class Shard:
         rows: Rows,
         checksums: npt.NDArray[np.uint64],
         nbytes: int,
-        account: int,
+        group: int,
         *,
         chained: bool,
         parent: KeyArray | None,
@@ -327,14 +327,14 @@ class Shard:
         Args:
             keys: A run of chunks, of which some were written.
             positions, rows, checksums: Which of them, and for each its slot and the checksum of its bytes.
-            nbytes, account, chained, parent, depth, now_s: As for `reserve`.
-            ttl_s, priority: When they expire, and who goes first; 0: as the account's config says.
+            nbytes, quota group, chained, parent, depth, now_s: As for `reserve`.
+            ttl_s, priority: When they expire, and who goes first; 0: as the quota group's config says.
 
         Returns:
             Which of the slots were used. The others stay lent: somebody else stores, or is writing, their keys by now.
 
         Raises:
-            UsageError: A slot is not lent, or not to that account, or is for chunks of another size; a position is
+            UsageError: A slot is not lent, or not to that quota group, or is for chunks of another size; a position is
                 none of the keys'. Nothing was stored then.
         """
         self._require_size(nbytes, depth)
@@ -343,13 +343,13 @@ class Shard:
         if positions.size and not (positions.min() >= 0 and positions.max() < len(keys)):
             raise UsageError(f"a position beyond the {len(keys)} keys")
         now = self.table.ticks(now_s)
-        if self._settle(keys, positions, rows, nbytes, account, chained, parent, depth, now, ttl_s, priority):
+        if self._settle(keys, positions, rows, nbytes, group, chained, parent, depth, now, ttl_s, priority):
             return np.ones(len(rows), np.bool_)
         if len(rows) <= FEW:
             return self._store_few(
-                keys, positions, rows, checksums, nbytes, account, chained, parent, depth, now_s, ttl_s, priority
+                keys, positions, rows, checksums, nbytes, group, chained, parent, depth, now_s, ttl_s, priority
             )
-        self._require_lent(rows, nbytes, account)
+        self._require_lent(rows, nbytes, group)
         columns = self.table.columns
         if (columns.generation[rows] & 1).any():
             self.take_in(now_s=now_s)  # somebody may have published the keys of the others
@@ -378,7 +378,7 @@ class Shard:
         positions: npt.NDArray[np.int32],
         rows: Rows,
         nbytes: int,
-        account: int,
+        group: int,
         chained: bool,
         parent: KeyArray | None,
         depth: int,
@@ -397,13 +397,13 @@ class Shard:
         raw = np.ascontiguousarray(keys)
         with table.changing():
             if not table.settle(
-                self._writer, raw, rows, nbytes=nbytes, account=account, chained=chained, parent=anchor, depth=depth
+                self._writer, raw, rows, nbytes=nbytes, group=group, chained=chained, parent=anchor, depth=depth
             ):
                 return False
         self.room.lent_nbytes -= count * slot_nbytes(nbytes)
         self.counters.committed += count
         self.room.chunks += count
-        self.room.marks.came(rows, now, ttl_s, priority)
+        self.room.row_hints.came(rows, now, ttl_s, priority)
         self.room.policies.came(rows, now)
         self._added.append(raw.tobytes())
         return True
@@ -415,7 +415,7 @@ class Shard:
         rows: Rows,
         checksums: npt.NDArray[np.uint64],
         nbytes: int,
-        account: int,
+        group: int,
         chained: bool,
         parent: KeyArray | None,
         depth: int,
@@ -424,8 +424,8 @@ class Shard:
         priority: int,
     ) -> Bits:
         numbers, generation = rows.tolist(), self.table.cells.generation
-        if len(set(numbers)) < len(numbers) or not all(self._is_lent(row, nbytes, account) for row in numbers):
-            self._require_lent(rows, nbytes, account)  # says what is wrong
+        if len(set(numbers)) < len(numbers) or not all(self._is_lent(row, nbytes, group) for row in numbers):
+            self._require_lent(rows, nbytes, group)  # says what is wrong
         if any(generation[row] & 1 for row in numbers):
             self.take_in(now_s=now_s)
         place = self._find_place(keys, parent, depth, self.table.ticks(now_s))
@@ -463,7 +463,7 @@ class Shard:
         row: int,
         checksum: int,
         nbytes: int,
-        account: int,
+        group: int,
         *,
         parent: tuple[int, int] | None,
         depth: int,
@@ -480,8 +480,8 @@ class Shard:
             Whether the slot was used.
         """
         self._require_size(nbytes, depth)
-        if not self._is_lent(row, nbytes, account):
-            self._require_lent(np.array([row], np.int32), nbytes, account)  # says what is wrong
+        if not self._is_lent(row, nbytes, group):
+            self._require_lent(np.array([row], np.int32), nbytes, group)  # says what is wrong
         if self.table.cells.generation[row] & 1:
             self.take_in(now_s=now_s)  # somebody may have published this key
         anchor = -1 if parent is None else self.table.find_one(*parent)
@@ -533,7 +533,7 @@ class Shard:
         if existing != row:
             self._note_added(key)
             table.note_taken(published)
-        self.room.marks.came_one(row, now, ttl_s, priority)
+        self.room.row_hints.came_one(row, now, ttl_s, priority)
         self.room.policies.came_one(row, now)
         return True
 
@@ -591,7 +591,7 @@ class Shard:
         with self.table.changing():
             self.room.keep(row, cells.nbytes[row])
             cells.parent[row], cells.depth[row] = -1, 0
-        self.room.marks.came_one(row, self._now)
+        self.room.row_hints.came_one(row, self._now)
         self.room.policies.came_one(row, self._now)
 
     def _without_published(self, rows: Rows) -> Rows:
@@ -623,7 +623,7 @@ class Shard:
         """Make reserved chunks, whose bytes are written, visible to every reader.
 
         Args:
-            rows: Of one account.
+            rows: Of one quota group.
             ttl_s, priority: As for `store`.
         """
         columns, now = self.table.columns, self.table.ticks(now_s)
@@ -634,7 +634,7 @@ class Shard:
         columns.generation[rows] = np.where(even == 0, 2, even)  # 0 would mean never used
         self.counters.committed += len(rows)
         self.room.chunks += len(rows)
-        self.room.marks.came(rows, now, ttl_s, priority)
+        self.room.row_hints.came(rows, now, ttl_s, priority)
         self.room.policies.came(rows, now)
         self._added.append(self._keys(rows).tobytes())
 
@@ -795,41 +795,41 @@ class Shard:
 
     # -- which chunks go first ---------------------------------------------------------------------------------------
 
-    def use_policy(self, account: int | None, chosen: str | type[Policy] | Score | None, *, now_s: float) -> None:
+    def use_policy(self, group: int | None, chosen: str | type[Policy] | Score | None, *, now_s: float) -> None:
         """Evict by another policy from now on. It goes on with the chunks that are here. Looks at all rows.
 
         Args:
-            account: None: for all accounts that have no policy of their own.
-            chosen: A name or a user's own, as for `raykv.eviction.policy`. None: that of the config, for an account
+            quota group: None: for all quota groups that have no policy of their own.
+            chosen: A name or a user's own, as for `raykv.eviction.policy`. None: that of the config, for an quota group
                 the one for all.
 
         Raises:
             ConfigError: There is no such policy. Nothing was changed.
         """
         self.take_in(now_s=now_s)
-        if chosen is None and account is None:
+        if chosen is None and group is None:
             chosen = self.config.policy
-        self.room.use_policy(account, None if chosen is None else policy(chosen), self.table.ticks(now_s))
+        self.room.use_policy(group, None if chosen is None else policy(chosen), self.table.ticks(now_s))
 
     # -- namespaces --------------------------------------------------------------------------------------------------
 
-    def configure(self, account: int, config: NamespaceConfig, *, now_s: float) -> None:
-        """From now on an account's chunks are treated so. What is above its quota is evicted ahead of need.
+    def configure(self, group: int, config: NamespaceConfig, *, now_s: float) -> None:
+        """From now on an quota group's chunks are treated so. What is above its quota is evicted ahead of need.
 
         Raises:
             ConfigError: There is no such policy here. The rest holds all the same.
         """
-        self.table.namespaces["capacity"][account] = config.dram_quota_nbytes or 0
-        self.room.marks.configure(account, config)
-        self.room.over_quota.add(account)
-        if self.room.policies.own(account) != config.policy:
-            self.use_policy(account, config.policy, now_s=now_s)
+        self.table.namespaces["capacity"][group] = config.dram_quota_nbytes or 0
+        self.room.row_hints.configure(group, config)
+        self.room.over_quota.add(group)
+        if self.room.policies.own(group) != config.policy:
+            self.use_policy(group, config.policy, now_s=now_s)
 
-    def doomed(self, account: int, *, now_s: float) -> tuple[Rows, npt.NDArray[np.uint32]]:
-        """What is to go when an account is dropped now: rows and their generations, for `drop_doomed`."""
+    def doomed(self, group: int, *, now_s: float) -> tuple[Rows, npt.NDArray[np.uint32]]:
+        """What is to go when an quota group is dropped now: rows and their generations, for `drop_doomed`."""
         self.take_in(now_s=now_s)
         columns = self.table.columns
-        rows = np.flatnonzero(columns.namespace[: self.room.free_rows.fresh] == account).astype(np.int32)
+        rows = np.flatnonzero(columns.namespace[: self.room.free_rows.fresh] == group).astype(np.int32)
         generations = columns.generation[rows]
         ready = (generations & 1 == 0) & (generations != 0)
         return rows[ready], generations[ready]
@@ -868,7 +868,7 @@ class Shard:
         output_tokens: int | None = None,
         now_s: float,
     ) -> int:
-        """Somebody knows more of these chunks: see `Marks.hint`. Returns how many of them are here.
+        """Somebody knows more of these chunks: see `RowHints.hint`. Returns how many of them are here.
 
         Args:
             touch: They count as read now.
@@ -879,7 +879,7 @@ class Shard:
         rows, _ = self.table.find_ready(keys, now)
         rows = rows[rows >= 0]
         if rows.size:
-            self.room.marks.hint(rows, now, ttl_s, priority, ended=True if ended else False if touch else None)
+            self.room.row_hints.hint(rows, now, ttl_s, priority, ended=True if ended else False if touch else None)
             if touch:
                 self.table.touch(rows, now)
             if output_tokens is not None:
@@ -888,7 +888,7 @@ class Shard:
 
     def sweep(self, lock: AbstractContextManager[Any], *, now_s: float) -> int:
         """Drop what has expired, in steps, each of them under the lock. Returns how many chunks went."""
-        if not self.room.marks.expiring:
+        if not self.room.row_hints.expiring:
             return 0
         count, now = 0, self.table.ticks(now_s)
         for first in range(0, self.room.free_rows.fresh, SWEEP_ROWS):
@@ -911,10 +911,10 @@ class Shard:
         rows = self.table.find(keys)
         here, rows = rows >= 0, np.maximum(rows, 0)
         ready = here & (columns.generation[rows] & 1 == 0)
-        went = self.room.ledger.find(keys)
+        went = self.room.eviction_log.find(keys)
         expired = ready & (columns.expires[rows] > 0) & (columns.expires[rows] <= now)
         for place in np.flatnonzero(expired).tolist():
-            went.reasons[place], went.tiers[place] = Reason.EXPIRED, Tier.DRAM
+            went.reasons[place], went.tiers[place] = Reason.EXPIRED, Place.DRAM
             went.when_s[place] = self.table.seconds(int(columns.expires[rows[place]]))
         return here & ~expired, np.where(ready & ~expired, columns.nbytes[rows], np.uint32(0)), went
 
@@ -924,7 +924,7 @@ class Shard:
         """Evict ahead of need: when little is free, free some more. To be called after writes while `short`.
 
         Returns:
-            Whether there is more to do: a large shard is tended in steps.
+            Whether there is more to do: a large store is tended in steps.
         """
         self._wake(now_s=now_s)
         return self.room.tend(self.table.ticks(now_s))
@@ -1032,22 +1032,22 @@ class Shard:
         if not 0 <= depth < MAX_DEPTH:
             raise UsageError(f"depth {depth} is not in 0 .. {MAX_DEPTH - 1}")
 
-    def _is_lent(self, row: int, nbytes: int, account: int) -> bool:
+    def _is_lent(self, row: int, nbytes: int, group: int) -> bool:
         cells = self.table.cells
         return (
             0 <= row < self.table.rows_backed
             and cells.parent[row] == LENT
-            and cells.namespace[row] == account
+            and cells.namespace[row] == group
             and slot_nbytes(cells.nbytes[row]) == slot_nbytes(nbytes)
         )
 
-    def _require_lent(self, rows: Rows, nbytes: int, account: int) -> None:
+    def _require_lent(self, rows: Rows, nbytes: int, group: int) -> None:
         columns = self.table.columns
         if rows.size and not (rows.min() >= 0 and rows.max() < self.table.rows_backed):
             raise UsageError("rows that are none")
         if not (columns.parent[rows] == LENT).all() or len(np.unique(rows)) != len(rows):
             raise UsageError("rows that are not lent, or named twice")
-        if not (columns.namespace[rows] == account).all():
+        if not (columns.namespace[rows] == group).all():
             raise UsageError("rows that are lent for another namespace")
         if not (self.room.slot_sizes(rows) == slot_nbytes(nbytes)).all():
             raise UsageError(f"rows whose slots are not for chunks of {nbytes:,} bytes")
@@ -1139,12 +1139,12 @@ def _offsets(pages: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint64]:
     return pages.astype(np.uint64) * SLOT_ALIGNMENT_NBYTES
 
 
-def shard_files(prefix: Path) -> tuple[Path, Path]:
+def store_files(prefix: Path) -> tuple[Path, Path]:
     """Paths of a node's table and arena."""
     return prefix.with_name(prefix.name + ".table"), prefix.with_name(prefix.name + ".arena")
 
 
 def remove_files(prefix: Path) -> None:
     """Forget a node's memory. Whoever still maps it keeps it until they let go."""
-    for path in shard_files(prefix):
+    for path in store_files(prefix):
         path.unlink(missing_ok=True)

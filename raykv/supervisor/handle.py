@@ -15,7 +15,7 @@ from raykv.errors import ConfigError, PeerUnavailable, TransientError
 from raykv.membership.membership import DirectoryPort
 from raykv.membership.proxy import Relay
 from raykv.protocol import messages
-from raykv.record import Asked, unpack
+from raykv.protocol.trace_requests import TracedRequest, unpack
 from raykv.storage.orphans import forget_unowned
 from raykv.supervisor.process import STOP, Order, Word
 from raykv.transport.tcp import SocketLink, SocketServer
@@ -30,7 +30,7 @@ STOP_S: Final = 20.0
 RELAY_CONNECTIONS: Final = 64
 
 
-class KeptNode:
+class NodeHandle:
     """One node. Thread-safe.
 
     Attributes:
@@ -105,13 +105,13 @@ class KeptNode:
         found: dict[str, Any] = json.loads(messages.expect(messages.Stats, self._ask(messages.GetStats())).stats)
         return found
 
-    def record(self, on: bool) -> tuple[list[Asked], int]:
+    def record(self, on: bool) -> tuple[list[TracedRequest], int]:
         """See `Node.record`.
 
         Raises:
             PeerUnavailable: It does not answer.
         """
-        requests: list[Asked] = []
+        requests: list[TracedRequest] = []
         left_out, more = 0, True
         while more:
             told = messages.expect(messages.Recorded, self._ask(messages.TakeRecord(on)))

@@ -1,4 +1,4 @@
-"""A process that keeps a node alive: `python -m raykv.supervisor.process`, started by `raykv.supervisor.handle.KeptNode`.
+"""A process that keeps a node alive: `python -m raykv.supervisor.process`, started by `raykv.supervisor.handle.NodeHandle`.
 
 A node that is killed or crashes is back in the time it takes to map its memory. The keeper has imported everything,
 which is most of a Python process's start; it has no threads and maps no memory, so each node is a fork of it. The port

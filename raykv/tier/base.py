@@ -18,7 +18,7 @@ class Chunk(NamedTuple):
         key: 16 bytes, as `keys.to_bytes` writes them.
         offset, nbytes: Where in the arena it lies; it begins at a page, and the slot behind it goes on to a whole page.
         checksum: xxh3-64 of its bytes.
-        account: Number of its account on this node.
+        quota group: Number of its quota group on this node.
         depth: Its place in its chain.
         parent: Key of the chunk before it; b"" if there is none.
         reads: How often it was read so far.
@@ -29,7 +29,7 @@ class Chunk(NamedTuple):
     offset: int
     nbytes: int
     checksum: int
-    account: int
+    group: int
     depth: int = 0
     parent: bytes = b""
     reads: int = 0
@@ -41,7 +41,7 @@ class Found(NamedTuple):
 
     nbytes: int
     checksum: int
-    account: int
+    group: int
     depth: int
     parent: bytes
     reads: int
@@ -59,11 +59,11 @@ Arrived = Callable[[Sequence[bool]], None]
 """Called once for each `read` that was taken: which of the chunks are in the arena now, every byte as it was stored."""
 
 
-class AccountNames(Protocol):
-    """How a tier, whose files outlive the node's memory, names accounts. Thread-safe."""
+class GroupNames(Protocol):
+    """How a tier, whose files outlive the node's memory, names quota groups. Thread-safe."""
 
-    def text(self, account: int) -> bytes:
-        """The account's fields as JSON, at most `NAMESPACE_TEXT_NBYTES` bytes."""
+    def text(self, group: int) -> bytes:
+        """The quota group's fields as JSON, at most `NAMESPACE_TEXT_NBYTES` bytes."""
         ...
 
     def number(self, text: bytes) -> int | None:
@@ -116,11 +116,11 @@ class Tier(ABC):
         """Forget chunks, also across a restart. Returns how many were here."""
 
     @abstractmethod
-    def drop(self, account: int) -> int:
-        """Forget all chunks of an account, also across a restart. Returns how many there were."""
+    def drop(self, group: int) -> int:
+        """Forget all chunks of an quota group, also across a restart. Returns how many there were."""
 
-    def set_quota(self, account: int, nbytes: int | None) -> None:  # noqa: B027 - need not be overridden
-        """Bound what an account's chunks may take; the oldest go when it is more. None: no bound but the capacity."""
+    def set_quota(self, group: int, nbytes: int | None) -> None:  # noqa: B027 - need not be overridden
+        """Bound what an quota group's chunks may take; the oldest go when it is more. None: no bound but the capacity."""
 
     @abstractmethod
     def keys(self) -> KeyArray:
@@ -131,8 +131,8 @@ class Tier(ABC):
         """Of `keys`, those that came (written, or found at the start) and that went since the last call."""
 
     @abstractmethod
-    def used_nbytes(self, account: int | None = None) -> int:
-        """Bytes of chunks that are here, of one account or of all."""
+    def used_nbytes(self, group: int | None = None) -> int:
+        """Bytes of chunks that are here, of one quota group or of all."""
 
     @abstractmethod
     def stats(self) -> dict[str, Any]:

@@ -5,7 +5,7 @@ and nobody waits for a disk to get room. What is asked for and lies below is rea
 if somebody had put it, and served from there.
 
 No thread of its own: the node's forerunner calls `demote`, whoever answers a request calls `promote`, and the tiers
-call back from their threads. All changes of the shard happen under the node's lock, which no tier is asked for anything
+call back from their threads. All changes of the store happen under the node's lock, which no tier is asked for anything
 under that takes time.
 """
 
@@ -27,8 +27,8 @@ from raykv.memory.table import NAMESPACE_TEXT_NBYTES
 from raykv.protocol import chunk_keys
 from raykv.protocol.chunk_keys import KEY_NBYTES
 from raykv.protocol.namespace import Namespace
-from raykv.storage.eviction_log import Place, Reason
-from raykv.storage.store import Shard
+from raykv.protocol.reasons import Place, Reason
+from raykv.storage.store import Store
 from raykv.tier.admission import Admission
 from raykv.tier.base import Chunk, Found, Tier
 from raykv.types import Bits, KeyArray, Rows
@@ -61,14 +61,14 @@ class _Rising:
 
 
 class Names:
-    """How the tiers' files name accounts: by their fields. See `tier.base.AccountNames`."""
+    """How the tiers' files name quota groups: by their fields. See `tier.base.GroupNames`."""
 
-    def __init__(self, shard: Shard, lock: threading.Lock) -> None:
-        self._shard, self._lock = shard, lock
+    def __init__(self, store: Store, lock: threading.Lock) -> None:
+        self._shard, self._lock = store, lock
 
-    def text(self, account: int) -> bytes:
-        """The account's fields as JSON."""
-        return bytes(self._shard.table.namespaces["text"][account])
+    def text(self, group: int) -> bytes:
+        """The quota group's fields as JSON."""
+        return bytes(self._shard.table.namespaces["text"][group])
 
     def number(self, text: bytes) -> int | None:
         """Its number on this node, made if need be."""
@@ -77,7 +77,7 @@ class Names:
         try:
             namespace = Namespace.model_validate_json(text)
             with self._lock:
-                return self._shard.accounts.open(namespace)
+                return self._shard.groups.open(namespace)
         except (ValueError, RayKVError):
             return None
 
@@ -93,29 +93,29 @@ class Tiers:
 
     def __init__(
         self,
-        shard: Shard,
+        store: Store,
         lock: threading.Lock,
         tiers: Sequence[Tier],
         *,
         admissions: Sequence[Admission],
         changed: Callable[[], None],
     ) -> None:
-        """Begin to move chunks of `shard`, under the node's lock.
+        """Begin to move chunks of `store`, under the node's lock.
 
         Args:
             admissions: What each tier takes.
             changed: Called when there is something to announce.
         """
-        self.tiers, self._shard, self._lock, self._changed = tuple(tiers), shard, lock, changed
+        self.tiers, self._shard, self._lock, self._changed = tuple(tiers), store, lock, changed
         self._admissions = tuple(admissions)
         self._taking = threading.Lock()
         self._taken: list[KeyArray] = []  # changes that nobody was told of yet
         self._rising: dict[bytes, _Rising] = {}
         self._rising_nbytes = 0
-        self._most_nbytes = shard.arena.nbytes // PROMOTED_SHARE
-        self._in_hand = np.zeros(shard.table.rows, np.bool_)  # rows that a tier is writing
+        self._most_nbytes = store.arena.nbytes // PROMOTED_SHARE
+        self._in_hand = np.zeros(store.table.rows, np.bool_)  # rows that a tier is writing
         self._unwanted: set[int] = set()  # those of them whose chunks were deleted meanwhile
-        self._barred: Counter[int | bytes] = Counter()  # accounts and keys that are being forgotten right now
+        self._barred: Counter[int | bytes] = Counter()  # quota groups and keys that are being forgotten right now
         self._committed = 0  # chunks that had been stored at the last look at what would go
         self.demoted = self.promoted = self.late = 0
 
@@ -125,8 +125,8 @@ class Tiers:
     @property
     def due(self) -> bool:
         """Whether so much was stored since the last `demote` that the next one should not wait. Cheap."""
-        shard = self._shard
-        return bool(self.tiers) and shard.counters.committed - self._committed > shard.chunks // STEPS_AHEAD
+        store = self._shard
+        return bool(self.tiers) and store.counters.committed - self._committed > store.chunks // STEPS_AHEAD
 
     @property
     def writing(self) -> bool:
@@ -143,22 +143,22 @@ class Tiers:
 
     def _demote_to(self, tier: Tier, gate: Admission) -> None:
         now_s = time.monotonic()
-        shard = self._shard
+        store = self._shard
         with self._lock:
-            rows = shard.room.upcoming(AHEAD_SHARE, shard.table.ticks(now_s))
+            rows = store.room.upcoming(AHEAD_SHARE, store.table.ticks(now_s))
             rows = rows[~self._in_hand[rows]]
-            may, hints = shard.room.marks.below(rows, shard.table.ticks(now_s))
+            may, hints = store.room.row_hints.below(rows, store.table.ticks(now_s))
             rows, hints = rows[may], None if hints is None else hints[may]
             if not rows.size:
                 return
-            columns = shard.table.columns
+            columns = store.table.columns
             keys = np.stack([columns.key_hi[rows], columns.key_lo[rows]], axis=1)
             reads = columns.frequency[rows].astype(np.int64)
             above = columns.parent[rows]
             above_reads = np.where(above >= 0, columns.frequency[np.maximum(above, 0)], 0).astype(np.int64)
-            sizes = shard.room.slot_sizes(rows)
+            sizes = store.room.slot_sizes(rows)
             # What was evicted once, and was stored again since, was asked for twice.
-            reads += shard.room.ledger.find(keys).reasons == Reason.EVICTED
+            reads += store.room.eviction_log.find(keys).reasons == Reason.EVICTED
         lacking = ~tier.has(keys)
         priority = None if hints is None else hints[lacking]
         lacking[lacking] = gate.admit(
@@ -177,31 +177,31 @@ class Tiers:
 
     def _hold(self, rows: Rows, keys: KeyArray) -> tuple[list[Chunk], Rows]:
         """Pin those rows that still hold these keys. Returns what a tier must know of them, and the rows."""
-        shard = self._shard
+        store = self._shard
         chunks: list[Chunk] = []
         held: list[int] = []
         now_s, today_s = time.monotonic(), time.time()
         with self._lock:
-            cells, table = shard.table.cells, shard.table
-            sound = shard.room.evictable(rows)
+            cells, table = store.table.cells, store.table
+            sound = store.room.evictable(rows)
             now = table.ticks(now_s)
             for row, (hi, lo), fits in zip(rows.tolist(), keys.tolist(), sound.tolist(), strict=True):
                 if not fits or (cells.key_hi[row], cells.key_lo[row]) != (hi, lo) or self._in_hand[row]:
                     continue
-                if self._barred and (cells.namespace[row] in self._barred or shard.key_of(row) in self._barred):
+                if self._barred and (cells.namespace[row] in self._barred or store.key_of(row) in self._barred):
                     continue
                 expires, above = cells.expires[row], cells.parent[row]
                 if 0 < expires <= now:
                     continue
                 chunks.append(
                     Chunk(
-                        key=shard.key_of(row),
-                        offset=shard.offset_of(row),
+                        key=store.key_of(row),
+                        offset=store.offset_of(row),
                         nbytes=cells.nbytes[row],
                         checksum=cells.checksum[row],
-                        account=cells.namespace[row],
+                        group=cells.namespace[row],
                         depth=cells.depth[row],
-                        parent=shard.key_of(above) if above >= 0 else b"",
+                        parent=store.key_of(above) if above >= 0 else b"",
                         reads=cells.frequency[row],
                         expires_s=today_s + table.seconds(expires) - now_s if expires else 0.0,
                     )
@@ -220,15 +220,15 @@ class Tiers:
         return done
 
     def _let_go(self, rows: Rows) -> None:
-        shard = self._shard
+        store = self._shard
         with self._lock:
             self._in_hand[rows] = False
             gone = [row for row in rows.tolist() if row in self._unwanted] if self._unwanted else []
             self._unwanted.difference_update(gone)
-            keys = chunk_keys.from_bytes(b"".join(map(shard.key_of, gone)))
-            shard.unpin(rows)
+            keys = chunk_keys.from_bytes(b"".join(map(store.key_of, gone)))
+            store.unpin(rows)
             if gone:
-                shard.delete(keys, now_s=time.monotonic())
+                store.delete(keys, now_s=time.monotonic())
         if gone:
             self.delete(keys)
 
@@ -295,18 +295,18 @@ class Tiers:
         return list({id(run): run for run in runs if run is not None}.values())
 
     def _make_room(self, keys: KeyArray, found: list[Found]) -> _Rising | None:
-        """Slots for a run of chunks of one size, one account and one chain."""
-        shard, first, now_s = self._shard, found[0], time.monotonic()
+        """Slots for a run of chunks of one size, one quota group and one chain."""
+        store, first, now_s = self._shard, found[0], time.monotonic()
         parent = chunk_keys.from_bytes(first.parent) if first.parent else None
         chained = parent is not None or (len(found) > 1 and bool(found[1].parent))
         with self._lock:
             if self._rising and self._rising_nbytes + first.nbytes * len(keys) > self._most_nbytes:
                 return None
             try:
-                reserved = shard.reserve(
+                reserved = store.reserve(
                     keys,
                     first.nbytes,
-                    first.account,
+                    first.group,
                     chained=chained,
                     parent=parent,
                     depth=first.depth,
@@ -338,20 +338,20 @@ class Tiers:
 
     def _arrived(self, run: _Rising, arrived: Bits) -> None:
         """Make visible what is there, and give back what did not come."""
-        shard, now_s, today_s = self._shard, time.monotonic(), time.time()
+        store, now_s, today_s = self._shard, time.monotonic(), time.time()
         checksums = np.array([found.checksum for found in run.found], np.uint64)
         with self._lock:
             if run.unwanted:
                 arrived = arrived & np.array([key not in run.unwanted for key in _split(run.keys)])
-            rows, table = run.rows[arrived], shard.table
-            shard.commit(rows, checksums[arrived], now_s=now_s)
+            rows, table = run.rows[arrived], store.table
+            store.commit(rows, checksums[arrived], now_s=now_s)
             came = [found for found, here in zip(run.found, arrived.tolist(), strict=True) if here]
             for row, found in zip(rows.tolist(), came, strict=True):
                 table.cells.frequency[row] = found.reads
                 if found.expires_s:
                     table.cells.expires[row] = table.ticks(now_s + found.expires_s - today_s)
-                    shard.room.marks.expiring = shard.room.marks.active = True
-            shard.abort(run.rows[~arrived])
+                    store.room.row_hints.expiring = store.room.row_hints.active = True
+            store.abort(run.rows[~arrived])
             self.promoted += len(rows)
             self._rising_nbytes -= run.nbytes
             for key in _split(run.keys):
@@ -385,35 +385,35 @@ class Tiers:
         came, went = tier.take_changes()
         if len(went):
             with self._lock:
-                self._shard.room.ledger.note(went, reason, tier=Place[tier.name.upper()], now_s=time.monotonic())
+                self._shard.room.eviction_log.note(went, reason, tier=Place[tier.name.upper()], now_s=time.monotonic())
         return came, went
 
     def delete(self, keys: KeyArray) -> int:
         """Forget chunks; then `give_up` what is on its way. Returns how many were there, each tier's counted."""
         return self._forget(lambda tier: tier.delete(keys), Reason.DELETED)
 
-    def drop(self, account: int) -> int:
-        """Forget an account's chunks, and what is on its way. Returns how many there were."""
-        count = self._forget(lambda tier: tier.drop(account), Reason.DROPPED)
+    def drop(self, group: int) -> int:
+        """Forget an quota group's chunks, and what is on its way. Returns how many there were."""
+        count = self._forget(lambda tier: tier.drop(group), Reason.DROPPED)
         with self._lock:
             for run in self._rising.values():
-                if run.found[0].account == account:
+                if run.found[0].group == group:
                     run.unwanted.update(_split(run.keys))
             self._unwanted.update(
-                np.flatnonzero(self._in_hand & (self._shard.table.columns.namespace == account)).tolist()
+                np.flatnonzero(self._in_hand & (self._shard.table.columns.namespace == group)).tolist()
             )
         return count
 
     @contextmanager
-    def barring(self, keys: KeyArray | None = None, *, account: int | None = None) -> Iterator[None]:
-        """Until the end, nothing of these keys, or of this account, begins to go down.
+    def barring(self, keys: KeyArray | None = None, *, group: int | None = None) -> Iterator[None]:
+        """Until the end, nothing of these keys, or of this quota group, begins to go down.
 
         What is forgotten is forgotten below first and then in memory, which may have it written down again in between.
         """
         barred: list[int | bytes] = []
         if self.tiers:
             barred += [] if keys is None else _split(keys)
-            barred += [] if account is None else [account]
+            barred += [] if group is None else [group]
         with self._lock:
             self._barred.update(barred)
         try:
@@ -446,11 +446,11 @@ class Tiers:
                 self._taken += self._take(tier, reason)
         return count
 
-    def set_quota(self, account: int, nbytes: int | None) -> None:
-        """Bound what an account's chunks may take on the SSDs; None: no bound but their capacity."""
+    def set_quota(self, group: int, nbytes: int | None) -> None:
+        """Bound what an quota group's chunks may take on the SSDs; None: no bound but their capacity."""
         for tier in self.tiers:
             if tier.name == "ssd":
-                tier.set_quota(account, nbytes)
+                tier.set_quota(group, nbytes)
 
     def stats(self) -> dict[str, Any]:
         """Of each tier, by its name; and the traffic."""
@@ -468,7 +468,7 @@ class Tiers:
             tier.close()
 
 
-def open_tiers(config: NodeConfig, shard: Shard, lock: threading.Lock, *, changed: Callable[[], None]) -> Tiers:
+def open_tiers(config: NodeConfig, store: Store, lock: threading.Lock, *, changed: Callable[[], None]) -> Tiers:
     """The tiers that a node's config asks for.
 
     Raises:
@@ -480,20 +480,20 @@ def open_tiers(config: NodeConfig, shard: Shard, lock: threading.Lock, *, change
     if ssd is not None:
         from raykv.tier.ssd.tier import SsdTier
 
-        tiers.append(SsdTier(ssd, shard.arena.view, name, Names(shard, lock)))
+        tiers.append(SsdTier(ssd, store.arena.view, name, Names(store, lock)))
         admissions.append(Admission(ssd.write_nbytes_per_day, now_s=time.monotonic()))
     if config.storage.file is not None:
         from raykv.tier.file.tier import FileTier
 
-        tiers.append(FileTier(config.storage.file, shard.arena.view, name, Names(shard, lock)))
+        tiers.append(FileTier(config.storage.file, store.arena.view, name, Names(store, lock)))
         admissions.append(Admission(config.storage.file.write_nbytes_per_day, now_s=time.monotonic()))
-    return Tiers(shard, lock, tiers, admissions=admissions, changed=changed)
+    return Tiers(store, lock, tiers, admissions=admissions, changed=changed)
 
 
 def _runs(keys: KeyArray, found: list[Found | None], most_nbytes: int) -> list[slice]:
     """Cut what was found into runs that one `reserve` makes room for.
 
-    All of a run have one size and one account, and each is the next of the chain, or none is part of any. A run of
+    All of a run have one size and one quota group, and each is the next of the chain, or none is part of any. A run of
     several takes no more than `most_nbytes`.
     """
     raw = _split(keys)
@@ -513,7 +513,7 @@ def _runs(keys: KeyArray, found: list[Found | None], most_nbytes: int) -> list[s
 
 def _link(before: Found | None, now: Found | None, key_before: bytes) -> str:
     """How a chunk belongs to the run of the one before it."""
-    if before is None or now is None or (before.nbytes, before.account) != (now.nbytes, now.account):
+    if before is None or now is None or (before.nbytes, before.group) != (now.nbytes, now.group):
         return ""
     if now.parent == key_before and now.depth == before.depth + 1:
         return "chained"

@@ -24,7 +24,7 @@ PARTS_AHEAD: Final = 2
 SCRAP_NBYTES: Final = 1 << 20
 
 
-class Arrivals:
+class ReadProgress:
     """Which chunks of one `get` have arrived so far."""
 
     def __init__(self, keys: KeyArray, targets: list[list[memoryview]], sizes: list[int]) -> None:
@@ -87,7 +87,7 @@ class Arrivals:
         return GetResult(tuple(self.hits), self._nbytes, self._chunks)
 
 
-class Load:
+class BulkRead:
     """Those chunks of one `get` that one holder is asked for, over one connection.
 
     Or their owner, which may hold them: it names the holders of what it has not got, and once it has named one, it is
@@ -103,8 +103,8 @@ class Load:
         path: By which they came.
     """
 
-    def __init__(self, arrivals: Arrivals, places: list[int], *, verify: bool, owner: bool = False) -> None:
-        self._arrivals, self._verify, self._owner = arrivals, verify, owner
+    def __init__(self, progress: ReadProgress, places: list[int], *, verify: bool, owner: bool = False) -> None:
+        self._progress, self._verify, self._owner = progress, verify, owner
         self.places = places
         self.arrived: list[int] = []
         self.gone: list[int] = []
@@ -120,7 +120,7 @@ class Load:
     @property
     def nbytes(self) -> int:
         """Bytes to come."""
-        return self._arrivals.nbytes(self.places)
+        return self._progress.nbytes(self.places)
 
     def run(self, link: Link, deadline_s: float) -> None:
         """Read over `link` what has not arrived. May be called again, with another link, after it raised.
@@ -136,7 +136,7 @@ class Load:
             while True:
                 while waiting and len(under_way) < PARTS_AHEAD and not self._elsewhere:
                     part = waiting.popleft()
-                    link.post(messages.Read(self._arrivals.raw_keys(part), self._owner), deadline_s=deadline_s)
+                    link.post(messages.Read(self._progress.raw_keys(part), self._owner), deadline_s=deadline_s)
                     under_way.append(part)
                 if not under_way:
                     break
@@ -146,7 +146,7 @@ class Load:
             self._check(whole=False)
             raise
         if self.spoilt:  # it looks for itself, and drops what is wrong before anybody asks again
-            link.call(messages.Suspect(chunk_keys.to_bytes(self._arrivals.keys[self.spoilt])), deadline_s=deadline_s)
+            link.call(messages.Suspect(chunk_keys.to_bytes(self._progress.keys[self.spoilt])), deadline_s=deadline_s)
 
     def _parts(self) -> list[list[int]]:
         """Places of what has not arrived, in the shares of single requests."""
@@ -157,7 +157,7 @@ class Load:
         room = 0
         for place in self.places:
             if place not in done:
-                size = self._arrivals.sizes[place]
+                size = self._progress.sizes[place]
                 if not parts or room < size or len(parts[-1]) == PART_KEYS:
                     parts.append([])
                     room = PART_NBYTES
@@ -176,7 +176,7 @@ class Load:
                 named = located(reading, len(lacking))
                 self.told.update(zip(lacking, named, strict=True))
                 self._elsewhere |= any(named)
-        sizes = self._arrivals.sizes
+        sizes = self._progress.sizes
         wanted = sizes if len(part) == len(sizes) else [sizes[place] for place in part]
         if 0 not in lengths and list(lengths) == wanted:  # nearly always
             yield self._begin_run(part, lengths, reading.checksums)
@@ -203,7 +203,7 @@ class Load:
 
     def _begin_run(self, places: list[int], lengths: Sequence[int], checksums: bytes) -> ChunkRun:
         """What comes next: these chunks, as the holder announced them."""
-        self._run = run = ChunkRun(self._arrivals.targets_at(places), lengths, hashed=self._verify)
+        self._run = run = ChunkRun(self._progress.targets_at(places), lengths, hashed=self._verify)
         self._due = places, checksums
         return run
 

@@ -38,7 +38,7 @@ def test_an_actor_that_found_no_room_tries_again_when_what_others_left_is_gone(m
     monkeypatch.setattr(actors.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
     monkeypatch.setattr(actors, "living_ray_nodes", lambda: {"a" * 56})
     monkeypatch.setattr(actors, "sweep", sweep)
-    monkeypatch.setattr(actors, "KeptNode", no_room)
+    monkeypatch.setattr(actors, "NodeHandle", no_room)
     monkeypatch.setattr(actors, "SWEEP_AGAIN_S", 0.01)
     monkeypatch.setattr(actors.os, "_exit", end)
     storage = StorageConfig(arena_nbytes="64 MiB", shm_dir=tmp_path)

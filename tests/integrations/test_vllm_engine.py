@@ -303,7 +303,7 @@ def test_the_engines_own_node_dies(model: Path, cluster: raykv.EmbeddedCluster, 
 
 def test_damaged_bytes_never_reach_a_token(model: Path, cluster: raykv.EmbeddedCluster, answers: list[list[int]]):
     fill(model, cluster)
-    arena = cluster.nodes[0].shard.arena.view
+    arena = cluster.nodes[0].store.arena.view
     for place in range(3 * CHUNK_NBYTES, len(arena), 8 * CHUNK_NBYTES):  # a byte in every eighth chunk
         arena[place] ^= 0xFF
     with Engine(model, cluster.address(1)) as engine:
@@ -391,7 +391,7 @@ def test_a_hand_off_needs_no_lookup(
 
 def test_a_forged_ticket_is_a_miss(model: Path, cluster: raykv.EmbeddedCluster, answers: list[list[int]]):
     fill(model, cluster)
-    foreign = {"account": {"model": "x"}, "digest": "0" * 32, "runs": []}
+    foreign = {"group": {"model": "x"}, "digest": "0" * 32, "runs": []}
     with Engine(model, cluster.address(1)) as engine:
         for ticket, one, expected in zip(["text", [], ["text"], [foreign]], PROMPTS[1:], answers[1:], strict=True):
             assert engine.answer([one], params={"do_remote_prefill": True, "raykv": ticket}) == [expected]

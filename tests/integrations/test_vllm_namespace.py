@@ -192,7 +192,7 @@ def test_salts_and_adapters_share_nothing_though_they_share_an_account(model: Pa
     base = namespace(engine(model))
     names = [base.with_fields(lora=one.lora, salt=one.salt) for one in map(scopes.of, requests)]
     assert len({name.digest for name in names}) == len(requests)
-    assert {name.account.digest for name in names} == {base.digest}
+    assert {name.group.digest for name in names} == {base.digest}
     with raykv.embedded(arena_nbytes="64 MiB") as cluster:
         clients = [cluster.client(name) for name in names]
         for number, client in enumerate(clients):

@@ -324,8 +324,8 @@ def test_every_slot_holds_its_prefix(
 def test_nodes_are_told_what_a_request_made(model: Path, cluster: raykv.EmbeddedCluster):
     """Of what was done, not of what was aborted or handed over; and with the chunks of the prompt."""
     told: list[tuple[int, int]] = []
-    shard = cluster.nodes[0].shard
-    shard.room.policies.told = lambda rows, tokens, now: told.append((len(rows), tokens))
+    store = cluster.nodes[0].store
+    store.room.policies.told = lambda rows, tokens, now: told.append((len(rows), tokens))
     engine = Engine(model, cluster.address(0), random.Random(1), overlap=False, chunk_blocks=1)
     prompt = list(range(23))
     engine.add("done", prompt, max_tokens=9, salt="")

@@ -10,7 +10,7 @@ from raykv.config import StorageConfig
 from raykv.errors import ConfigError, LostError
 from raykv.memory.arena import SharedMemory, free_nbytes, require_room
 from raykv.protocol.namespace import Namespace
-from raykv.storage.store import Shard
+from raykv.storage.store import Store
 
 MIB = 1 << 20
 
@@ -122,16 +122,16 @@ def test_sizes_that_cannot_be_served_are_refused_before_anything_is_made(shm_dir
         with pytest.raises(ConfigError, match=r"'shm_dir'.*is not a directory"):
             require_room(path, 0, field="arena_nbytes")
         with pytest.raises(ConfigError, match="'shm_dir'"):
-            Shard.open(StorageConfig(shm_dir=path), path / "raykv-x", now_s=0.0)
+            Store.open(StorageConfig(shm_dir=path), path / "raykv-x", now_s=0.0)
     with pytest.raises(ConfigError, match="'arena_nbytes'"):
-        Shard.open(StorageConfig(arena_nbytes="900 TiB", max_chunks=1024, shm_dir=shm_dir), shm_dir / "x", now_s=0.0)
+        Store.open(StorageConfig(arena_nbytes="900 TiB", max_chunks=1024, shm_dir=shm_dir), shm_dir / "x", now_s=0.0)
     assert [path.name for path in shm_dir.iterdir()] == ["file"]
 
 
 def test_too_little_room_at_the_start(small_tmpfs):
     config = StorageConfig(arena_nbytes="64 MiB", extent_nbytes="1 MiB", shm_dir=small_tmpfs)
     with pytest.raises(ConfigError, match="arena_nbytes"):
-        Shard.open(config, small_tmpfs / "n", now_s=0.0)
+        Store.open(config, small_tmpfs / "n", now_s=0.0)
     assert not list(small_tmpfs.iterdir())
 
 
@@ -146,40 +146,40 @@ def test_memory_is_taken_before_it_is_touched(small_tmpfs):
 def test_when_the_file_system_fills_up_later_chunks_are_skipped_or_others_evicted(small_tmpfs, np_rng):
     """Somebody else fills /dev/shm while we run: no SIGBUS, no error, and what we have goes on being used."""
     config = StorageConfig(arena_nbytes="2 MiB", extent_nbytes="256 KiB", max_chunks=64, shm_dir=small_tmpfs)
-    shard = Shard.open(config, small_tmpfs / "n", now_s=0.0)
-    account = shard.accounts.open(Namespace(model="m"))
+    store = Store.open(config, small_tmpfs / "n", now_s=0.0)
+    group = store.groups.open(Namespace(model="m"))
 
-    def store(count: int, nbytes: int, now_s: float) -> int:
+    def fill(count: int, nbytes: int, now_s: float) -> int:
         keys = np_rng.integers(1 << 63, size=(count, 2)).astype("u8")
-        room = shard.reserve(keys, nbytes, account, chained=False, parent=None, depth=0, now_s=now_s)
+        room = store.reserve(keys, nbytes, group, chained=False, parent=None, depth=0, now_s=now_s)
         assert len(room.rows) + room.full == count
         for start in room.offsets.tolist():
-            shard.arena.view[start : start + nbytes] = b"x" * nbytes
-        shard.commit(room.rows, room.rows.astype("u8"), now_s=now_s)
+            store.arena.view[start : start + nbytes] = b"x" * nbytes
+        store.commit(room.rows, room.rows.astype("u8"), now_s=now_s)
         return len(room.rows)
 
-    assert store(2, 256 << 10, 1.0) == 2
+    assert fill(2, 256 << 10, 1.0) == 2
     ballast = small_tmpfs / "ballast"
     with ballast.open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, free_nbytes(small_tmpfs) - (300 << 10))
-    assert store(4, 256 << 10, 2.0) == 3  # one more extent, and the two that were there
-    assert shard.extents_unbacked == 5
-    assert shard.counters.evicted == 2
-    assert shard.chunks == 3
-    assert not shard.table.dirty
-    assert store(70, 4096, 3.0) == 64
-    assert shard.used_nbytes == 64 * 4096
-    while shard.tend(now_s=4.0):  # water marks are of what there is, not of what was hoped for
+    assert fill(4, 256 << 10, 2.0) == 3  # one more extent, and the two that were there
+    assert store.extents_unbacked == 5
+    assert store.counters.evicted == 2
+    assert store.chunks == 3
+    assert not store.table.dirty
+    assert fill(70, 4096, 3.0) == 64
+    assert store.used_nbytes == 64 * 4096
+    while store.tend(now_s=4.0):  # water row hints are of what there is, not of what was hoped for
         pass
-    assert shard.chunks > 32
-    assert shard.bare_extent() == -1
-    assert not shard.back_extent(shard.bare_extent(quiet=True))
+    assert store.chunks > 32
+    assert store.bare_extent() == -1
+    assert not store.back_extent(store.bare_extent(quiet=True))
     ballast.unlink()
     for left in range(4, -1, -1):
-        extent = shard.bare_extent(quiet=True)
-        assert shard.back_extent(extent)
-        shard.note_backed(extent)
-        assert shard.extents_unbacked == left
-    assert shard.bare_extent(quiet=True) == -1
-    assert store(5, 256 << 10, 5.0) == 5
-    shard.close()
+        extent = store.bare_extent(quiet=True)
+        assert store.back_extent(extent)
+        store.note_backed(extent)
+        assert store.extents_unbacked == left
+    assert store.bare_extent(quiet=True) == -1
+    assert fill(5, 256 << 10, 5.0) == 5
+    store.close()

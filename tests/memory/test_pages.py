@@ -14,7 +14,7 @@ from raykv.errors import ConfigError
 from raykv.memory import pages, table
 from raykv.memory.arena import SharedMemory, free_nbytes, require_pages
 from raykv.memory.table import ROWS_AT_START, Table
-from raykv.storage.store import Shard
+from raykv.storage.store import Store
 
 MIB = 1 << 20
 HUGE = pages.huge_nbytes()
@@ -206,15 +206,15 @@ def test_required_huge_pages_that_are_not_to_be_had_are_refused(shm_dir, monkeyp
         arena_nbytes=4 * HUGE, extent_nbytes=HUGE, max_chunks=64, shm_dir=shm_dir, huge_pages="require"
     )
     with pytest.raises(ConfigError, match=r"'extent_nbytes'.*multiple"):
-        Shard.open(config.model_copy(update={"extent_nbytes": HUGE // 2}), shm_dir / "n", now_s=0.0)
+        Store.open(config.model_copy(update={"extent_nbytes": HUGE // 2}), shm_dir / "n", now_s=0.0)
     monkeypatch.setattr(pages, "collapse", lambda *_: False)
     monkeypatch.setattr(pages, "collapse_works", lambda: True)
     with pytest.raises(ConfigError, match=r"'huge_pages'.*raykv doctor"):
-        Shard.open(config, shm_dir / "n", now_s=0.0)
+        Store.open(config, shm_dir / "n", now_s=0.0)
     assert not list(shm_dir.iterdir())
-    Shard.open(config.model_copy(update={"huge_pages": "try"}), shm_dir / "n", now_s=0.0).close()
+    Store.open(config.model_copy(update={"huge_pages": "try"}), shm_dir / "n", now_s=0.0).close()
     with pytest.raises(ConfigError, match=r"'huge_pages'.*raykv doctor"):
-        Shard.open(config, shm_dir / "n", now_s=0.0)
+        Store.open(config, shm_dir / "n", now_s=0.0)
 
 
 @needs_collapse
@@ -233,7 +233,7 @@ def test_a_hugetlbfs_without_pages_is_refused_with_words(mount):
     if free_nbytes(place):
         pytest.skip("this host has a pool of huge pages")
     with pytest.raises(ConfigError, match=r"'arena_nbytes'.*0 free"):
-        Shard.open(StorageConfig(arena_nbytes="32 MiB", shm_dir=place), place / "n", now_s=0.0)
+        Store.open(StorageConfig(arena_nbytes="32 MiB", shm_dir=place), place / "n", now_s=0.0)
     with pytest.raises(ConfigError, match="no room"):
         SharedMemory.create(place / "file", 1)
     assert not list(place.iterdir())
@@ -247,14 +247,14 @@ def test_a_hugetlbfs_with_pages_holds_arena_and_table(mount):
         arena_nbytes="8 MiB", extent_nbytes="4 MiB", max_chunks=64, shm_dir=place, huge_pages="require"
     )
     with pytest.raises(ConfigError, match="multiple"):
-        Shard.open(config.model_copy(update={"extent_nbytes": MIB}), place / "n", now_s=0.0)
+        Store.open(config.model_copy(update={"extent_nbytes": MIB}), place / "n", now_s=0.0)
     for incarnation in (1, 2):
-        shard = Shard.open(config, place / "n", now_s=0.0)
-        assert shard.table.incarnation == incarnation
-        assert shard.arena.back(4 * MIB, 4 * MIB)
-        shard.arena.view[4 * MIB :] = b"x" * (4 * MIB)
-        assert shard.arena.huge_nbytes >= 4 * MIB
-        shard.close()
+        store = Store.open(config, place / "n", now_s=0.0)
+        assert store.table.incarnation == incarnation
+        assert store.arena.back(4 * MIB, 4 * MIB)
+        store.arena.view[4 * MIB :] = b"x" * (4 * MIB)
+        assert store.arena.huge_nbytes >= 4 * MIB
+        store.close()
 
 
 def test_the_pool_as_the_kernel_tells_it(tmp_path):

@@ -221,7 +221,7 @@ def test_the_compiled_loop_adds_up_what_brute_force_does(np_rng):
             expected[cells.namespace[row]] += -(-cells.nbytes[row] // PAGE) * PAGE
         expiring = native.add_up(table.records, table.columns.namespace, rows, used)
         assert expiring is any(cells.expires[row] for row in rows.tolist())
-        assert used.tolist() == [1 + expected[account] for account in range(1024)]
+        assert used.tolist() == [1 + expected[group] for group in range(1024)]
 
 
 @compiled

@@ -342,8 +342,8 @@ def test_what_is_not_published_is_not_settled():
     assert publish(writer, keys, range(4)) == [1] * 4
     rows = np.arange(4, dtype=np.int32)
 
-    def settle(rows=rows, nbytes=100, account=0, parent=-1) -> bool:
-        told = {"nbytes": nbytes, "account": account, "chained": True, "parent": parent, "depth": 7}
+    def settle(rows=rows, nbytes=100, group=0, parent=-1) -> bool:
+        told = {"nbytes": nbytes, "group": group, "chained": True, "parent": parent, "depth": 7}
         return made.settle(writer, keys, np.array(rows, np.int32), **told)
 
     before = bytes(made.memory.view)
@@ -352,7 +352,7 @@ def test_what_is_not_published_is_not_settled():
     assert not settle(rows=[0, 1, 2, ROWS])
     assert not settle(rows=[0, 1, 2, -1])
     assert not settle(nbytes=101)
-    assert not settle(account=1)
+    assert not settle(group=1)
     assert not settle(parent=ROWS)
     with pytest.raises(ValueError, match="keys"):
         settle(rows=[0, 1, 2])

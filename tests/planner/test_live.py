@@ -46,7 +46,7 @@ def drive(trace: Trace, client: raykv.Client, nbytes: int) -> int:
         The chunks that were hit.
     """
     keys = client.keys([f"{number}" for number in range(trace.chunks)])
-    marks = np.arange(trace.chunks, dtype="<u8").view(np.uint8).reshape(-1, 8)
+    row_hints = np.arange(trace.chunks, dtype="<u8").view(np.uint8).reshape(-1, 8)
     into = np.zeros((max(len(each.chunks) for each in trace.requests), nbytes), np.uint8)
     values = np.zeros_like(into)
     began_s, hits = time.monotonic(), 0
@@ -63,9 +63,9 @@ def drive(trace: Trace, client: raykv.Client, nbytes: int) -> int:
         count = client.match(mine).count
         if count:
             got = client.get(mine[:count], list(into[:count])).prefix
-            assert (into[:got, :8] == marks[chunks[:got]]).all()
+            assert (into[:got, :8] == row_hints[chunks[:got]]).all()
             hits += got
-        values[: len(chunks), :8] = marks[chunks]
+        values[: len(chunks), :8] = row_hints[chunks]
         client.put(mine, list(values[: len(chunks)]))
     client.flush()
     return hits

@@ -1,4 +1,4 @@
-"""What the tests of the SSD tier share: an arena, names of accounts, and calls that wait for their callback."""
+"""What the tests of the SSD tier share: an arena, names of quota groups, and calls that wait for their callback."""
 
 import mmap
 import random
@@ -20,13 +20,13 @@ SEGMENT = 1 << 20
 
 
 class Names:
-    """Accounts by their texts."""
+    """Quota groups by their texts."""
 
     def __init__(self) -> None:
         self.texts: list[bytes] = [b'{"model":"m%d"}' % number for number in range(4)]
 
-    def text(self, account: int) -> bytes:
-        return self.texts[account]
+    def text(self, group: int) -> bytes:
+        return self.texts[group]
 
     def number(self, text: bytes) -> int | None:
         return self.texts.index(text) if text in self.texts else None
@@ -82,7 +82,7 @@ class Driven:
 
     def chunk(self, key: bytes, nbytes: int, **fields: Any) -> Chunk:
         content = content_of(key, nbytes)
-        fields = {"account": 0, **fields}
+        fields = {"group": 0, **fields}
         return Chunk(key, self.arena.put(content), nbytes, xxhash.xxh3_64_intdigest(content), **fields)
 
     def write(self, chunks: Sequence[Chunk], timeout_s: float = 20.0) -> list[bool]:

@@ -21,9 +21,10 @@ import xxhash
 import raykv
 from raykv.config import FileTierConfig
 from raykv.errors import ConfigError
+from raykv.tier.file import packs
 from raykv.tier.file import tier as file_tier
 from raykv.tier.file.packs import Folder
-from raykv.tier.file.tier import FileTier, packs
+from raykv.tier.file.tier import FileTier
 from raykv.tier.segments.index import key_array
 from tests.tier.ssd_fixtures import Arena, Driven, Names, all_keys, content_of, keys_for, wait_for
 
@@ -114,13 +115,13 @@ def test_what_a_chunk_is_made_of_comes_back(tmp_path):
     keys = keys_for(2)
     until_s = time.time() + 1000.0
     with Shared(tmp_path).on() as one, Shared(tmp_path, "b").on() as other:
-        one.write([one.chunk(keys[1], 5000, account=2, depth=7, parent=keys[0], reads=3, expires_s=until_s)])
+        one.write([one.chunk(keys[1], 5000, group=2, depth=7, parent=keys[0], reads=3, expires_s=until_s)])
         other.sees([keys[1]])
         for each in (one, other):
             found = each.tier.find(key_array(keys))
             assert found[0] is None
             assert found[1] is not None
-            assert (found[1].nbytes, found[1].account, found[1].depth) == (5000, 2, 7)
+            assert (found[1].nbytes, found[1].group, found[1].depth) == (5000, 2, 7)
             assert (found[1].parent, found[1].reads, found[1].expires_s) == (keys[0], 3, until_s)
 
 
@@ -235,12 +236,12 @@ def test_what_is_stored_again_after_it_was_deleted_is_there(tmp_path):
 def test_a_dropped_account_stays_so_and_may_begin_again(tmp_path):
     keys = keys_for(20)
     with Shared(tmp_path).on() as one, Shared(tmp_path, "b").on() as other:
-        one.put(keys[:10], 5000, account=1)
-        one.put(keys[10:15], 5000, account=2)
+        one.put(keys[:10], 5000, group=1)
+        one.put(keys[10:15], 5000, group=2)
         other.sees(keys[:15])
         assert other.tier.drop(1) == 10
         one.sees(keys[:10], here=False)
-        one.put(keys[15:], 5000, account=1)
+        one.put(keys[15:], 5000, group=1)
         assert all(one.has(keys[10:]))
     with Shared(tmp_path, "c").on() as later:
         later.sees(keys[10:])
@@ -253,7 +254,7 @@ def test_what_is_forgotten_before_its_pack_was_read_does_not_come(tmp_path, monk
     keys, learn, may = keys_for(10), FileTier._learn, threading.Event()
     gone, left = (keys[:4], keys[4:]) if how == "delete" else (keys, [])
     with Shared(tmp_path).on() as one:
-        one.put(keys, 5000, account=1)
+        one.put(keys, 5000, group=1)
 
     def late(self, name):
         assert may.wait(10.0)

@@ -41,7 +41,7 @@ def test_a_cluster_gets_what_another_one_left(tmp_path):
     with cluster_on(tmp_path, "b", 3) as second:
         started(second)
         wait_until(lambda: file_of(second)["chunks"] >= 30, "they are found")
-        assert second.nodes[0].shard.accounts.find(SPACE.account.digest) is None, "others' accounts take no number here"
+        assert second.nodes[0].store.groups.find(SPACE.group.digest) is None, "others' accounts take no number here"
         client = second.client(SPACE, node=1)
         wait_until(lambda: client.match(some).soon == 30, "owners answer for it")
         assert client.exists(some).all()

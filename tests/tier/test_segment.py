@@ -27,10 +27,10 @@ from raykv.tier.segments.format import (
 BLOCKS = 256
 
 
-def entries_of(*keys: int, account: int = 0, batch: int = 0) -> np.ndarray:
+def entries_of(*keys: int, group: int = 0, batch: int = 0) -> np.ndarray:
     entries = np.zeros(len(keys), ENTRY)
     entries["key"] = np.array([(key, key + 1) for key in keys], np.uint64).reshape(-1, 2)
-    entries["nbytes"], entries["account"], entries["batch"] = 5000, account, batch
+    entries["nbytes"], entries["group"], entries["batch"] = 5000, group, batch
     return entries
 
 
@@ -41,8 +41,8 @@ def gone_of(*keys: int, batch: int = 0) -> np.ndarray:
     return gone
 
 
-def dropped_of(*accounts: int, batch: int = 0) -> np.ndarray:
-    return np.array([(account, batch) for account in accounts], DROPPED)
+def dropped_of(*groups: int, batch: int = 0) -> np.ndarray:
+    return np.array([(group, batch) for group in groups], DROPPED)
 
 
 def record_of(entries=None, gone=None, dropped=None, **fields) -> Record:
@@ -161,7 +161,7 @@ def test_what_an_earlier_use_left_behind_is_not_believed(field: str):
 def test_a_summary_says_what_the_batches_say():
     file = File()
     file.add(entries=entries_of(1, 2), texts=(b"one",))
-    file.add(entries=entries_of(3, account=1), texts=(b"other", b"one"), gone=gone_of(1), dropped=dropped_of(0))
+    file.add(entries=entries_of(3, group=1), texts=(b"other", b"one"), gone=gone_of(1), dropped=dropped_of(0))
     walked, sealed = read_segment(file.read, segment_blocks=BLOCKS, blocks_there=BLOCKS)
     assert not sealed
     summary = file.seal()
@@ -171,8 +171,8 @@ def test_a_summary_says_what_the_batches_say():
     assert equal(found, walked)
     assert found.kind == SUMMARY
     assert found.number == 2
-    assert [found.texts[place] for place in found.entries["account"].tolist()] == [b"one", b"one", b"one"]
-    assert [found.texts[place] for place in found.dropped["account"].tolist()] == [b"other"]
+    assert [found.texts[place] for place in found.entries["group"].tolist()] == [b"one", b"one", b"one"]
+    assert [found.texts[place] for place in found.dropped["group"].tolist()] == [b"other"]
 
 
 def test_a_long_summary_is_found():
@@ -199,11 +199,11 @@ def test_the_latest_word_on_a_key_counts():
     file = File()
     file.add(entries=entries_of(1, 2, 3, 4))
     file.add(entries=entries_of(2, 5), gone=gone_of(1, 2))
-    file.add(entries=entries_of(6, account=1), dropped=dropped_of(1))
+    file.add(entries=entries_of(6, group=1), dropped=dropped_of(1))
     file.add(entries=entries_of(7), gone=gone_of(3, 3))
     file.add(entries=entries_of(3))
     alive = living(joined(file.records))
     assert alive["key"][:, 0].tolist() == [4, 2, 5, 6, 7, 3]
     assert alive["batch"].tolist() == [0, 1, 1, 2, 3, 4]
-    file.add(entries=entries_of(8, account=1), dropped=dropped_of(0, 1))
+    file.add(entries=entries_of(8, group=1), dropped=dropped_of(0, 1))
     assert living(joined(file.records))["key"][:, 0].tolist() == [8]

@@ -28,7 +28,7 @@ def test_what_was_written_comes_back_in_all_sizes(tmp_path: Path):
         (parent,) = keys_for(1, 99)
         for place, nbytes in enumerate(SIZES):
             (key,) = keys_for(1, place)
-            chunk = driven.chunk(key, nbytes, depth=place, parent=parent, reads=3, account=1)
+            chunk = driven.chunk(key, nbytes, depth=place, parent=parent, reads=3, group=1)
             assert driven.write([chunk]) == [True]
             assert driven.has([key]) == [True]
             assert driven.read([key], nbytes) == [content_of(key, nbytes)]
@@ -49,7 +49,7 @@ def test_a_restart_finds_everything(tmp_path: Path, direct: str, paths: int):
     places = [tmp_path / str(number) for number in range(paths)]
     keys = keys_for(200)
     with Driven(places, direct=direct).started() as driven:
-        driven.put(keys, 20_000, account=2, depth=7, expires_s=4e9)
+        driven.put(keys, 20_000, group=2, depth=7, expires_s=4e9)
         before = driven.tier.find(key_array(keys))
         assert all(path["segments"] for path in driven.tier.stats()["paths"])
     with Driven(places, direct=direct).started() as driven:
@@ -101,8 +101,8 @@ def test_too_large_is_refused_and_holds_nobody_up(tmp_path: Path):
 def test_deleted_and_dropped_chunks_stay_away(tmp_path: Path):
     keys = keys_for(60)
     with Driven(tmp_path).started() as driven:
-        for account in range(3):
-            driven.put(keys[account::3], 9000, account=account)
+        for group in range(3):
+            driven.put(keys[group::3], 9000, group=group)
         driven.tier.take_changes()
         assert driven.delete(keys[:9] + keys[:9]) == 18, "as many as were here, for each key that was asked for"
         assert driven.tier.drop(2) == 17
@@ -126,7 +126,7 @@ def test_dropping_many_chunks_takes_less_than_a_second(tmp_path: Path):
     with Driven(tmp_path, capacity_nbytes=256 << 20, segment_nbytes=16 << 20, max_chunks=30_000).started() as driven:
         offset = driven.arena.put(bytes(4096))
         checksum = driven.chunk(keys[0], 4096).checksum
-        chunks = [Chunk(key, offset, 4096, checksum, account=number % 2) for number, key in enumerate(keys)]
+        chunks = [Chunk(key, offset, 4096, checksum, group=number % 2) for number, key in enumerate(keys)]
         assert all(driven.write(chunks))
         assert driven.tier.drop(1) == len(keys) // 2
         assert driven.tier.used_chunks() == len(keys) // 2
@@ -188,11 +188,11 @@ def test_write_amplification_is_bounded_when_everything_is_read(tmp_path: Path):
 def test_quotas_hold_within_a_segment(tmp_path: Path):
     nbytes, quota = 30_000, 2 * SEGMENT
     with Driven(tmp_path).started() as driven:
-        driven.put(keys_for(50, 1), nbytes, account=1)
+        driven.put(keys_for(50, 1), nbytes, group=1)
         driven.tier.set_quota(0, quota)
         keys = keys_for(300)
         for first in range(0, len(keys), 20):
-            driven.put(keys[first : first + 20], nbytes, account=0)
+            driven.put(keys[first : first + 20], nbytes, group=0)
             assert driven.tier.used_nbytes(0) <= quota + SEGMENT
         assert quota - SEGMENT <= driven.tier.used_nbytes(0)
         assert driven.has(keys[-20:]) == [True] * 20, "the newest stay"
@@ -266,8 +266,8 @@ def test_more_and_fewer_segments_than_before(tmp_path: Path):
 
 def test_an_account_that_nobody_knows_any_more_is_not_taken_in(tmp_path: Path):
     with Driven(tmp_path).started() as driven:
-        driven.put(keys_for(5), 5000, account=0)
-        driven.put(keys_for(5, 1), 5000, account=3)
+        driven.put(keys_for(5), 5000, group=0)
+        driven.put(keys_for(5, 1), 5000, group=3)
     forgetful = Names()
     forgetful.texts.pop()
     config = SsdConfig(paths=(tmp_path,), capacity_nbytes=16 * SEGMENT, segment_nbytes=SEGMENT)
@@ -456,10 +456,10 @@ def test_what_is_forgotten_while_another_path_starts_does_not_come_from_either(t
     first, second = tmp_path / "a", tmp_path / "b"
     (key,), others, nbytes = keys_for(1), keys_for(20, 1), 60_000
     with Driven(first).started() as driven:
-        driven.put([key], nbytes, account=1)
+        driven.put([key], nbytes, group=1)
         driven.put(others, nbytes)  # into the next segment
     with Driven(second).started() as driven:
-        driven.put([key], nbytes, account=1)
+        driven.put([key], nbytes, group=1)
     entered, aside, forgotten = threading.Event(), threading.Event(), threading.Event()
     real = Scan._scan
 

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from raykv.tier.segments.index import key_array
+from raykv.tier.ssd import drive, upkeep
 from raykv.tier.ssd import tier as ssd_tier
-from raykv.tier.ssd.tier import drive, upkeep
 from tests.tier.ssd_fixtures import SEGMENT, Arena, Driven, all_keys, content_of, keys_for, wait_for
 
 NBYTES = 60_000

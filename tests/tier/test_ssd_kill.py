@@ -69,7 +69,7 @@ def child(path: Path, segments: int, seed: int) -> None:
             say(b"writing", some)
             tried.update(some)
             under_way.acquire()
-            if not driven.tier.write([driven.chunk(key, size_of(key), account=key[1] % 3) for key in some], done):
+            if not driven.tier.write([driven.chunk(key, size_of(key), group=key[1] % 3) for key in some], done):
                 under_way.release()
                 mine += some
         elif action < 0.9 and written:

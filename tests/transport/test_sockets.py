@@ -153,7 +153,7 @@ def test_what_was_wrong_is_told(node):
 def test_requests_with_impossible_fields_are_refused_one_by_one(node, rng):
     huge = (1 << 64) - 1
     link = SocketLink.connect(node.member.local_address, b"", deadline_s=soon())
-    digest = raykv.Namespace(model="m").account.digest
+    digest = raykv.Namespace(model="m").group.digest
     link.call(messages.OpenNamespace(b'{"model": "m"}'), deadline_s=soon())
     free = node.stats()["used_nbytes"]
     for request in (
@@ -242,7 +242,7 @@ def test_one_who_stops_in_the_middle_is_cut_off_and_others_are_served(node):
 
 def test_a_reader_that_does_not_read_is_cut_off_and_its_pins_end(node):
     client = raykv.Client(
-        raykv.Namespace(model="m"), raykv.client.router.Reach(raykv.ClientConfig(address=node.member.local_address))
+        raykv.Namespace(model="m"), raykv.client.router.Router(raykv.ClientConfig(address=node.member.local_address))
     )
     keys = client.keys(["big"])
     assert client.put(keys, [bytes(64 << 10)]).stored == 1
@@ -251,7 +251,7 @@ def test_a_reader_that_does_not_read_is_cut_off_and_its_pins_end(node):
         tcp._shake_hands_asking(on(sleeper), SECRET, soon())
         sleeper.sendall(messages.encode(messages.Read(keys.tobytes() * 400), 0))  # 25 MiB that nobody takes
         until_s = soon()
-        while not node.shard.table.columns.pins.any() and time.monotonic() < until_s:
+        while not node.store.table.columns.pins.any() and time.monotonic() < until_s:
             time.sleep(0.01)
         assert client.delete(keys) == 0
         while client.delete(keys) == 0:

@@ -46,7 +46,7 @@ class Catalog:
     Attributes:
         packs: By their numbers, by which rows of the index name them; also files that tell what is gone.
         known: The same, by the stems of their names.
-        names: Of accounts, as this index counts them.
+        names: Of quota groups, as this index counts them.
     """
 
     def __init__(self, writer: str, *, rows: int, now_s: float) -> None:
@@ -114,8 +114,8 @@ class Catalog:
         index, sequence = self.index, pack.name.sequence
         if not len(entries):
             return
-        accounts = np.array(self.names.take(texts, index.chunks), np.int64)
-        entries = entries[(accounts[entries["account"]] >= 0) & self.told.living(entries, texts, sequence)]
+        groups = np.array(self.names.take(texts, index.chunks), np.int64)
+        entries = entries[(groups[entries["group"]] >= 0) & self.told.living(entries, texts, sequence)]
         rows = index.look_all(np.ascontiguousarray(entries["key"]))
         there = np.flatnonzero(rows >= 0)
         later = self.sequences(rows[there]) > sequence
@@ -126,7 +126,7 @@ class Catalog:
         rows = index.take(len(entries))
         entries = entries[: len(rows)]
         if len(rows):
-            index.enter(rows, entries, accounts[entries["account"]], pack.number)
+            index.enter(rows, entries, groups[entries["group"]], pack.number)
             if pack.mine:
                 self._note(self._came, np.ascontiguousarray(entries["key"]))
 
@@ -167,14 +167,14 @@ class Catalog:
 
 
 class AccountNumbers:
-    """Numbers of accounts in this tier's index: others than the node's, which has few, and none for foreign ones."""
+    """Numbers of quota groups in this tier's index: others than the node's, which has few, and none for foreign ones."""
 
     def __init__(self) -> None:
         self.numbers: dict[bytes, int] = {}
         self.texts: dict[int, bytes] = {}
 
     def take(self, texts: Sequence[bytes], chunks: Array) -> list[int]:
-        """The number of each, made if need be; -1 where there are too many accounts.
+        """The number of each, made if need be; -1 where there are too many quota groups.
 
         Args:
             chunks: How many count under each number.

@@ -336,10 +336,10 @@ def gone_record(sequence: int, keys: Any, texts: Sequence[bytes]) -> Record:
 
     Args:
         keys: Shape [n, 2], of chunks that were deleted.
-        texts: Accounts that were dropped.
+        texts: Quota groups that were dropped.
     """
     gone, dropped = np.zeros(len(keys), GONE), np.zeros(len(texts), DROPPED)
-    gone["key"], dropped["account"] = keys, np.arange(len(texts))
+    gone["key"], dropped["group"] = keys, np.arange(len(texts))
     record = Record(SUMMARY, sequence, 1, 0, 0, 0, tuple(texts), np.zeros(0, ENTRY), gone, dropped)
     return record._replace(segment_blocks=blocks_needed(record))
 

@@ -4,7 +4,7 @@ Chunks are gathered into packs, large files in the format of `raykv.tier.segment
 
     <sequence>-<writer>-<process>.part    being filled; only its writer reads it
     <sequence>-<writer>-<process>.pack    sealed: it has its summary, and never changes again
-    <sequence>-<writer>-<process>.gone    no pack: which keys and accounts are gone from all packs begun before it
+    <sequence>-<writer>-<process>.gone    no pack: which keys and quota groups are gone from all packs begun before it
 
 A pack is published by renaming it, after it was forced to the disk, so nobody ever sees half of one. Who starts later,
 or elsewhere, or belongs to a cluster that never met this one, learns of a pack by its name, and of its chunks by its
@@ -32,7 +32,7 @@ import numpy as np
 import xxhash
 
 from raykv.config import FileTierConfig
-from raykv.tier.base import AccountNames, Arrived, Chunk, Found, Tier, Written, is_same
+from raykv.tier.base import Arrived, Chunk, Found, GroupNames, Tier, Written, is_same
 from raykv.tier.file.catalog import Catalog, Pack
 from raykv.tier.file.packs import VANISHED, Folder, Name, Part, gone_record
 from raykv.tier.segments.format import BLOCK_NBYTES, blocks_of, flat, living
@@ -91,7 +91,7 @@ class FileTier(Tier):
 
     name = "file"
 
-    def __init__(self, config: FileTierConfig, arena: memoryview, writer: str, accounts: AccountNames) -> None:
+    def __init__(self, config: FileTierConfig, arena: memoryview, writer: str, groups: GroupNames) -> None:
         """Begin to look at the directory; what is there is found little by little.
 
         Args:
@@ -101,7 +101,7 @@ class FileTier(Tier):
         Raises:
             ConfigError: There is no memory for the index.
         """
-        self._config, self._arena, self._accounts = config, arena, accounts
+        self._config, self._arena, self._accounts = config, arena, groups
         self._folder = Folder(config.path, writer)
         self._blocks = config.pack_nbytes // BLOCK_NBYTES
         self._catalog = Catalog(writer, rows=config.rows, now_s=time.time())
@@ -141,18 +141,18 @@ class FileTier(Tier):
         return here
 
     def find(self, keys: KeyArray) -> list[Found | None]:
-        """See `Tier`. Accounts that only other clusters have used so far get a number on this node here."""
+        """See `Tier`. Quota groups that only other clusters have used so far get a number on this node here."""
         with self._lock:
             if not self._readable:
                 return [None] * len(keys)
             rows = self._index.look(keys, now_s=time.time()).tolist()
             found = [self._index.found(row) if row >= 0 else None for row in rows]
-            texts = {each.account: self._catalog.names.texts[each.account] for each in found if each is not None}
-        numbers = {account: self._accounts.number(text) for account, text in texts.items()}
+            texts = {each.group: self._catalog.names.texts[each.group] for each in found if each is not None}
+        numbers = {group: self._accounts.number(text) for group, text in texts.items()}
         told: list[Found | None] = []
         for each in found:
-            number = None if each is None else numbers[each.account]
-            told.append(None if each is None or number is None else each._replace(account=number))
+            number = None if each is None else numbers[each.group]
+            told.append(None if each is None or number is None else each._replace(group=number))
         return told
 
     def keys(self) -> KeyArray:
@@ -166,9 +166,9 @@ class FileTier(Tier):
         with self._lock:
             return self._catalog.take_changes()
 
-    def used_nbytes(self, account: int | None = None) -> int:
+    def used_nbytes(self, group: int | None = None) -> int:
         """See `Tier`."""
-        text = None if account is None else self._accounts.text(account)
+        text = None if group is None else self._accounts.text(group)
         with self._lock:
             if text is None:
                 return int(self._index.nbytes.sum())
@@ -210,7 +210,7 @@ class FileTier(Tier):
 
     def write(self, chunks: Sequence[Chunk], done: Written) -> int:
         """See `Tier`."""
-        texts = {account: self._accounts.text(account) for account in {chunk.account for chunk in chunks}}
+        texts = {group: self._accounts.text(group) for group in {chunk.group for chunk in chunks}}
         taken: list[Chunk] = []
         request = results(0, lambda good: done(taken, good))
         with self._lock:
@@ -224,8 +224,8 @@ class FileTier(Tier):
                     view=view,
                     nbytes=chunk.nbytes,
                     checksum=chunk.checksum,
-                    account=chunk.account,
-                    text=texts[chunk.account],
+                    group=chunk.group,
+                    text=texts[chunk.group],
                     depth=chunk.depth,
                     parent=chunk.parent,
                     reads=min(chunk.reads, 0xFFFFFFFF),
@@ -369,9 +369,9 @@ class FileTier(Tier):
             self._lock.notify_all()
         return len(rows)
 
-    def drop(self, account: int) -> int:
+    def drop(self, group: int) -> int:
         """See `Tier`, and `delete`."""
-        text = self._accounts.text(account)
+        text = self._accounts.text(group)
         with self._lock:
             rows = self._catalog.rows_of_account(text)
             coming = self._cancel(lambda item: item.text == text)
@@ -463,9 +463,9 @@ class FileTier(Tier):
             if record is None or entries is None:
                 return True
             texts = record.texts
-            dropped = [texts[account] for account in record.dropped["account"].tolist() if account < len(texts)]
+            dropped = [texts[group] for group in record.dropped["group"].tolist() if group < len(texts)]
             self._catalog.heed(name.sequence, flat(record.gone["key"]).tolist(), dropped)
-            self._catalog.enter(pack, texts, entries[entries["account"] < len(texts)])
+            self._catalog.enter(pack, texts, entries[entries["group"] < len(texts)])
         return True
 
     def _miss(self, there: set[str], began_s: float) -> None:

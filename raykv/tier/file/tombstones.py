@@ -13,7 +13,7 @@ MAX_KEYS: Final = 1 << 20
 
 
 class Told:
-    """Keys and accounts that are gone from all packs begun before a certain one.
+    """Keys and quota groups that are gone from all packs begun before a certain one.
 
     Attributes:
         latest: The highest sequence so far.
@@ -66,7 +66,7 @@ class Told:
         self._texts = {text: told for text, told in self._texts.items() if told != sequence}
 
     def of(self, sequences: set[int]) -> tuple[list[bytes], list[bytes]]:
-        """Keys and accounts that were told of under these sequences, and not again since."""
+        """Keys and quota groups that were told of under these sequences, and not again since."""
         return (
             [key for key, told in self._keys.items() if told in sequences],
             [text for text, told in self._texts.items() if told in sequences],
@@ -83,9 +83,9 @@ class Told:
 
         Args:
             entries: Array of `segment.ENTRY`.
-            texts: What they name their accounts by.
+            texts: What they name their quota groups by.
         """
-        alive: Bits = np.array([self._texts.get(text, 0) < sequence for text in texts], np.bool_)[entries["account"]]
+        alive: Bits = np.array([self._texts.get(text, 0) < sequence for text in texts], np.bool_)[entries["group"]]
         if self._keys:
             told = self._keys
             alive &= np.array([told.get(key, 0) < sequence for key in flat(entries["key"]).tolist()], np.bool_)

@@ -5,7 +5,7 @@ A segment is a file of a fixed size, cut into blocks of BLOCK_NBYTES. It is fill
     [record][chunk][chunk] .. [record][chunk] ..                          .. [summary]
 
 A batch is a record of whole blocks, which says what is in the batch and where the next one begins, and its chunks, each
-from a block's beginning on. What is to be forgotten is in records too: keys that were deleted, and accounts that were
+from a block's beginning on. What is to be forgotten is in records too: keys that were deleted, and quota groups that were
 dropped. It holds against all batches before its own, in this segment and in those of a lower sequence number.
 
 A segment that gets no more batches is sealed by a summary: one record of all that its records say, which ends where the
@@ -67,14 +67,14 @@ ENTRY: Final = np.dtype(
         ("depth", "<u4"),
         ("reads", "<u4"),
         ("batch", "<u4"),
-        ("account", "<u2"),
+        ("group", "<u2"),
         ("chained", "<u2"),
     ]
 )
-"""A chunk. `block` counts from the segment's beginning; `account` is a place in the record's texts; `chained` is 1 if
+"""A chunk. `block` counts from the segment's beginning; `group` is a place in the record's texts; `chained` is 1 if
 `parent` is the key of the chunk before it."""
 GONE: Final = np.dtype([("key", "<u8", 2), ("batch", "<u4"), ("reserved", "<u4")])
-DROPPED: Final = np.dtype([("account", "<u4"), ("batch", "<u4")])
+DROPPED: Final = np.dtype([("group", "<u4"), ("batch", "<u4")])
 _FOOT: Final = np.dtype([("magic", "<u8"), ("blocks", "<u8")])
 """The last bytes of a summary: where it begins can be told from the file's end."""
 
@@ -90,7 +90,7 @@ class Record(NamedTuple):
         kind: BATCH or SUMMARY.
         number: Of the batch; of a summary, how many batches there are.
         next_block: Where the next batch begins.
-        texts: Accounts as JSON. Entries name them by their place here.
+        texts: Quota groups as JSON. Entries name them by their place here.
     """
 
     kind: int
@@ -246,9 +246,9 @@ def joined(records: Sequence[Record]) -> Record:
         entries.append(record.entries.copy())
         dropped.append(record.dropped.copy())
         if len(entries[-1]):
-            entries[-1]["account"] = mapped[entries[-1]["account"]]
+            entries[-1]["group"] = mapped[entries[-1]["group"]]
         if len(dropped[-1]):
-            dropped[-1]["account"] = mapped[dropped[-1]["account"]]
+            dropped[-1]["group"] = mapped[dropped[-1]["group"]]
     last, gone = records[-1], [record.gone for record in records]
     return last._replace(
         kind=SUMMARY,
@@ -276,8 +276,8 @@ def living(record: Record) -> Array:
             latest[key] = max(batch, latest.get(key, 0))
         gone_in = np.array([latest.get(key, 0) for key in keys[kept].tolist()], np.int64)
         alive &= entries["batch"][kept] >= gone_in
-    for account, batch in record.dropped.tolist():
-        alive &= (entries["account"][kept] != account) | (entries["batch"][kept] >= batch)
+    for group, batch in record.dropped.tolist():
+        alive &= (entries["group"][kept] != group) | (entries["batch"][kept] >= batch)
     survivors: Array = entries[kept[alive]]
     return survivors
 

@@ -30,7 +30,7 @@ class Index:
     Attributes:
         columns: Of the table.
         segment: The drive and segment that a row's chunk lies in; see SEGMENTS.
-        nbytes, chunks: Per account, of what is here.
+        nbytes, chunks: Per quota group, of what is here.
     """
 
     def __init__(self, rows: int, *, now_s: float) -> None:
@@ -72,7 +72,7 @@ class Index:
         return Found(
             nbytes=int(columns.nbytes[row]),
             checksum=int(columns.checksum[row]),
-            account=int(columns.namespace[row]),
+            group=int(columns.namespace[row]),
             depth=int(columns.depth[row]),
             parent=to_bytes(self._parent[row]) if self._chained[row] else b"",
             reads=int(columns.frequency[row]),
@@ -103,27 +103,27 @@ class Index:
         """Give rows back that were taken, and not entered."""
         self._free.give(rows)
 
-    def enter(self, rows: Rows, entries: npt.NDArray[Any], accounts: npt.NDArray[Any], segment: int) -> None:
+    def enter(self, rows: Rows, entries: npt.NDArray[Any], groups: npt.NDArray[Any], segment: int) -> None:
         """Enter chunks whose keys are not here.
 
         Args:
             rows: Taken before.
             entries: Array of `segment.ENTRY`.
-            accounts: Their numbers on this node.
+            quota groups: Their numbers on this node.
         """
         columns = self.columns
         ticks = np.maximum(1, (entries["expires_s"] - self._made_at_s) * TICKS_PER_S)
         columns.expires[rows] = np.where(entries["expires_s"] > 0, np.minimum(ticks, 0xFFFFFFFF), 0)
         columns.nbytes[rows], columns.checksum[rows] = entries["nbytes"], entries["checksum"]
         columns.depth[rows], columns.frequency[rows] = entries["depth"], entries["reads"]
-        columns.namespace[rows] = accounts
+        columns.namespace[rows] = groups
         self._parent[rows], self._chained[rows] = entries["parent"], entries["chained"] == 1
         self._expires_s[rows], self._reads_then[rows] = entries["expires_s"], entries["reads"]
         self.move(rows, entries, segment)
         columns.generation[rows] = 2
         self._table.insert(np.ascontiguousarray(entries["key"]), rows)
-        self.nbytes += np.bincount(accounts, entries["nbytes"], MAX_NAMESPACES).astype(np.int64)
-        self.chunks += np.bincount(accounts, minlength=MAX_NAMESPACES)
+        self.nbytes += np.bincount(groups, entries["nbytes"], MAX_NAMESPACES).astype(np.int64)
+        self.chunks += np.bincount(groups, minlength=MAX_NAMESPACES)
 
     def move(self, rows: Rows, entries: npt.NDArray[Any], segment: int) -> None:
         """Their chunks lie somewhere else now. What was read so far has earned nothing there yet."""
@@ -144,9 +144,9 @@ class Index:
         if not len(rows):
             return
         columns, table = self.columns, self._table
-        accounts = columns.namespace[rows]
-        self.nbytes -= np.bincount(accounts, columns.nbytes[rows], MAX_NAMESPACES).astype(np.int64)
-        self.chunks -= np.bincount(accounts, minlength=MAX_NAMESPACES)
+        groups = columns.namespace[rows]
+        self.nbytes -= np.bincount(groups, columns.nbytes[rows], MAX_NAMESPACES).astype(np.int64)
+        self.chunks -= np.bincount(groups, minlength=MAX_NAMESPACES)
         columns.generation[rows] = 1
         if len(rows) > REBUILD_ROWS and len(rows) * REBUILD_SHARE > len(self):
             table.rebuild_index(table.ready_rows())

@@ -60,7 +60,7 @@ class Segment:
         live_nbytes: Bytes of chunks in it that the index names.
         rows: Of the index that were entered for it. Some may belong to another one by now.
         holds: Readers that are reading from it.
-        tells: Whether a record in it tells of keys or accounts that are gone.
+        tells: Whether a record in it tells of keys or quota groups that are gone.
         end: Block at which the next batch begins.
         records: Of the batches that are on the volume, until it is sealed.
     """

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from raykv.tier.base import AccountNames
+from raykv.tier.base import GroupNames
 from raykv.tier.segments.format import BLOCK_NBYTES, flat
 from raykv.tier.segments.index import SEGMENTS, Index
 from raykv.types import KeyArray, Rows
@@ -45,7 +45,7 @@ class Item:
 
     Attributes:
         view: Its bytes, on to a whole block.
-        text: Its account as JSON.
+        text: Its quota group as JSON.
         row: Of the index, if it is there already and is moved on; else -1.
         came_from: Segment and block that it is moved from.
         waiting: Requests that it belongs to, and its place in each.
@@ -57,7 +57,7 @@ class Item:
     view: memoryview
     nbytes: int
     checksum: int
-    account: int
+    group: int
     text: bytes
     depth: int
     parent: bytes
@@ -71,20 +71,20 @@ class Item:
 
 
 class Common:
-    """See the module. Everything is under `lock`; `accounts` must not be asked under it, since it has locks too.
+    """See the module. Everything is under `lock`; `groups` must not be asked under it, since it has locks too.
 
     Attributes:
         queue: Chunks to be written that have no place yet.
         coming: Chunks on their way, by key.
         finished: Requests whose callers are to be called back.
-        texts: Accounts as JSON, by their numbers on this node.
+        texts: Quota groups as JSON, by their numbers on this node.
         ended: The tier is being closed.
     """
 
-    def __init__(self, index: Index, arena: memoryview, accounts: AccountNames, wall: Callable[[], float]) -> None:
+    def __init__(self, index: Index, arena: memoryview, groups: GroupNames, wall: Callable[[], float]) -> None:
         self.lock = threading.Lock()
         self.told = threading.Condition(self.lock)
-        self.index, self.arena, self.accounts, self.wall = index, arena, accounts, wall
+        self.index, self.arena, self.groups, self.wall = index, arena, groups, wall
         self.drives: list[Drive] = []
         self.queue: deque[Item] = deque()
         self.queued_nbytes = 0
@@ -201,22 +201,22 @@ class Common:
             self.note(self.index.keys(rows) if keys is None else keys)
             self.index.remove(rows)
 
-    def enforce(self, accounts: Iterable[int]) -> None:
-        """Drop the oldest chunks of accounts that have more than their quota."""
-        for account in accounts:
-            quota = self.quotas.get(account)
-            if quota is not None and self.index.nbytes[account] > quota:
-                self._trim(account, quota)
+    def enforce(self, groups: Iterable[int]) -> None:
+        """Drop the oldest chunks of quota groups that have more than their quota."""
+        for group in groups:
+            quota = self.quotas.get(group)
+            if quota is not None and self.index.nbytes[group] > quota:
+                self._trim(group, quota)
 
-    def _trim(self, account: int, quota: int) -> None:
+    def _trim(self, group: int, quota: int) -> None:
         columns = self.index.columns
         segments = [(segment.sequence, drive, segment) for drive in self.drives for segment in drive.log.in_order()]
         for _, drive, segment in sorted(segments, key=lambda each: each[0]):
-            over = int(self.index.nbytes[account]) - quota
+            over = int(self.index.nbytes[group]) - quota
             if over <= 0:
                 return
             rows = drive.rows_of(segment)
-            rows = rows[columns.namespace[rows] == account]
+            rows = rows[columns.namespace[rows] == group]
             rows = rows[np.argsort(columns.page[rows], kind="stable")]
             before = np.cumsum(columns.nbytes[rows].astype(np.int64)) - columns.nbytes[rows]
             self.forget(rows[before < over], tell=True)

@@ -62,7 +62,7 @@ BAD_READS: Final = 3
 
 
 @dataclass(eq=False, slots=True)
-class Load:
+class BulkRead:
     """What a batch is made of: chunks, their rows (for those that are new), and what it tells."""
 
     items: list[Item]
@@ -93,7 +93,7 @@ class Drive:
         state: "starting", "on" or "off".
         slow: An operation takes too long: it gets nothing new.
         reason: Why it is off, slow or does not grow; empty if nothing is wrong.
-        gone, dropped: Keys and accounts that a record must tell of.
+        gone, dropped: Keys and quota groups that a record must tell of.
         epoch: Counts how often all that was under way became void.
     """
 
@@ -225,8 +225,8 @@ class Drive:
         told = np.zeros(len(gone), GONE)
         told["key"] = key_array(gone)
         over = np.zeros(len(dropped), DROPPED)
-        over["account"] = [places[text] for text in dropped]
-        load = Load(items, rows, gone, dropped, self.epoch)
+        over["group"] = [places[text] for text in dropped]
+        load = BulkRead(items, rows, gone, dropped, self.epoch)
         batch = self.log.place(
             entries=entries_of(items, places), gone=told, dropped=over, texts=tuple(texts), content=load
         )
@@ -288,7 +288,7 @@ class Drive:
 
     def _write(self, batch: Batch) -> None:
         """On a thread: write a batch."""
-        load: Load = batch.content
+        load: BulkRead = batch.content
         record = self.buffer(blocks_needed(batch.record) * BLOCK_NBYTES)
         nbytes = encode(batch.record, record) * BLOCK_NBYTES
         error = None
@@ -334,13 +334,13 @@ class Drive:
             for place in np.array(new)[~keep].tolist():
                 self.disown(load.items[place].key)
             if len(rows):
-                accounts = np.array([load.items[place].account for place in chosen.tolist()], np.uint16)
-                index.enter(rows, entries[chosen], accounts, identity)
+                groups = np.array([load.items[place].group for place in chosen.tolist()], np.uint16)
+                index.enter(rows, entries[chosen], groups, identity)
                 self.log.written_nbytes += self.add(segment, rows)
                 self.common.note(entries["key"][chosen])
             for place, here in zip(new, existing >= 0, strict=True):
                 self.common.settle(load.items[place], bool(here) or not load.items[place].cancelled)
-            self.common.enforce({load.items[place].account for place in new})
+            self.common.enforce({load.items[place].group for place in new})
         for place, item in enumerate(load.items):
             if item.row >= 0:
                 self.upkeep.land(item, segment, entries[place : place + 1])
@@ -585,7 +585,7 @@ def entries_of(items: Sequence[Item], places: dict[bytes, int]) -> Any:
         entries["key"] = key_array([item.key for item in items])
         entries["parent"] = key_array([item.parent or bytes(16) for item in items])
         entries["chained"] = [bool(item.parent) for item in items]
-        entries["account"] = [places[item.text] for item in items]
+        entries["group"] = [places[item.text] for item in items]
         for field in ("checksum", "expires_s", "nbytes", "depth", "reads"):
             entries[field] = [getattr(item, field) for item in items]
     return entries

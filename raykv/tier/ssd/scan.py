@@ -90,13 +90,13 @@ class Scan:
         """See `settle`."""
         doubtful, self._doubtful = self._doubtful, []
         segments = self._drive.log.segments
-        for segment, record, entries, accounts in doubtful if self._drive.state == "on" else ():
+        for segment, record, entries, groups in doubtful if self._drive.state == "on" else ():
             if segments.get(segment.number) is segment and segment.sequence == record.sequence:
-                self._enter(segment, record, entries, accounts)
+                self._enter(segment, record, entries, groups)
         self._told_gone, self._told_dropped = {}, {}
 
     def forget(self, keys: Iterable[bytes] = (), text: bytes = b"") -> bool:
-        """These were deleted, or this account dropped, just now: what is not entered yet will not be.
+        """These were deleted, or this quota group dropped, just now: what is not entered yet will not be.
 
         Returns:
             Whether there may be such on this path.
@@ -126,15 +126,15 @@ class Scan:
             usable = found is not None
         if not usable:
             self._drive.volume.remove(number)  # nothing is in it, and there is no room for it
-        entries, accounts = np.zeros(0, ENTRY), list[int | None]()
+        entries, groups = np.zeros(0, ENTRY), list[int | None]()
         if found is not None:
             entries = living(found[0])
-            accounts = [self.common.accounts.number(text) for text in found[0].texts]
+            groups = [self.common.groups.number(text) for text in found[0].texts]
         with self.common.lock:
             if epoch != self._drive.epoch:
                 return
             if found is not None:
-                self._take_in(number, found[0], entries, accounts, sealed=found[1])
+                self._take_in(number, found[0], entries, groups, sealed=found[1])
             elif usable:
                 self._drive.log.made(number)
             self._unscanned -= 1
@@ -185,28 +185,28 @@ class Scan:
             return 0
 
     def _take_in(
-        self, number: int, record: Record, entries: Any, accounts: Sequence[int | None], *, sealed: bool
+        self, number: int, record: Record, entries: Any, groups: Sequence[int | None], *, sealed: bool
     ) -> None:
         """Enter what a segment has, unless another one knows better.
 
         Args:
             entries: Those of the record that live.
-            accounts: Number of each of the record's texts.
+            quota groups: Number of each of the record's texts.
         """
         common, sequence = self.common, record.sequence
         segment = self._drive.log.found(number, sequence, sealed=sealed, record=record)
         common.texts.update(
-            {account: text for account, text in zip(accounts, record.texts, strict=True) if account is not None}
+            {group: text for group, text in zip(groups, record.texts, strict=True) if group is not None}
         )
         self._apply_told(record)
-        self._enter(segment, record, entries, accounts)
+        self._enter(segment, record, entries, groups)
 
-    def _enter(self, segment: Segment, record: Record, entries: Any, accounts: Sequence[int | None]) -> None:
+    def _enter(self, segment: Segment, record: Record, entries: Any, groups: Sequence[int | None]) -> None:
         index, common, sequence = self.common.index, self.common, record.sequence
         keep = (entries["expires_s"] == 0) | (entries["expires_s"] > common.wall())
-        for place, (account, text) in enumerate(zip(accounts, record.texts, strict=True)):
-            if account is None or text in self._drive.dropped or self._told_dropped.get(text, 0) > sequence:
-                keep &= entries["account"] != place
+        for place, (group, text) in enumerate(zip(groups, record.texts, strict=True)):
+            if group is None or text in self._drive.dropped or self._told_dropped.get(text, 0) > sequence:
+                keep &= entries["group"] != place
         if self._told_gone or self._drive.gone:
             told = [
                 key in self._drive.gone or self._told_gone.get(key, 0) > sequence for key in raw_keys(entries["key"])
@@ -217,7 +217,7 @@ class Scan:
         mine = (existing >= 0) & (index.segment[existing] // SEGMENTS == self._drive.number)
         elsewhere = (existing >= 0) & ~mine
         if elsewhere.any() and self._others_start():
-            self._doubtful.append((segment, record, entries[elsewhere], accounts))
+            self._doubtful.append((segment, record, entries[elsewhere], groups))
         else:
             for place in np.flatnonzero(elsewhere).tolist():
                 self._drive.gone[entries["key"][place].tobytes()] = None  # it is on another path, too
@@ -227,7 +227,7 @@ class Scan:
         entries = entries[fresh]
         rows = index.take(len(entries))
         entries = entries[: len(rows)]
-        numbers = np.array([account or 0 for account in accounts], np.uint16)[entries["account"]]
+        numbers = np.array([group or 0 for group in groups], np.uint16)[entries["group"]]
         index.enter(rows, entries, numbers, self._drive.number * SEGMENTS + segment.number)
         self._drive.add(segment, rows)
         common.note(entries["key"])
@@ -241,8 +241,8 @@ class Scan:
             rows = np.unique(index.look_all(np.ascontiguousarray(record.gone["key"])))
             rows = rows[(rows >= 0) & (index.segment[rows] // SEGMENTS == self._drive.number)]
             self.common.forget(rows[self._sequences(rows) < sequence], tell=False)
-        for account in np.unique(record.dropped["account"]).tolist():
-            text = record.texts[account]
+        for group in np.unique(record.dropped["group"]).tolist():
+            text = record.texts[group]
             self._told_dropped[text] = max(sequence, self._told_dropped.get(text, 0))
             for number, known in self.common.texts.items():
                 if known == text:

@@ -22,7 +22,7 @@ import numpy as np
 
 from raykv.config import SsdConfig
 from raykv.errors import ConfigError
-from raykv.tier.base import AccountNames, Arrived, Chunk, Found, Tier, Written, is_same
+from raykv.tier.base import Arrived, Chunk, Found, GroupNames, Tier, Written, is_same
 from raykv.tier.segments.format import BLOCK_NBYTES, blocks_of
 from raykv.tier.segments.index import SEGMENTS, Index, key_array
 from raykv.tier.segments.requests import Common, Item, Request, raw_keys, results
@@ -55,7 +55,7 @@ class SsdTier(Tier):
         config: SsdConfig,
         arena: memoryview,
         directory: str,
-        accounts: AccountNames,
+        groups: GroupNames,
         *,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
@@ -73,7 +73,7 @@ class SsdTier(Tier):
         """
         self.config = config
         rows = config.max_chunks or max(1024, len(config.paths) * config.capacity_nbytes // ROW_NBYTES_OF_SSD)
-        self._common = Common(Index(rows, now_s=wall()), arena, accounts, wall)
+        self._common = Common(Index(rows, now_s=wall()), arena, groups, wall)
         self._clock = clock
         common = self._common
         for number, path in enumerate(config.paths):
@@ -126,23 +126,23 @@ class SsdTier(Tier):
             here = self._common.index.look_all(keys) >= 0
         return keys[here], keys[~here]
 
-    def used_nbytes(self, account: int | None = None) -> int:
+    def used_nbytes(self, group: int | None = None) -> int:
         """See `Tier`."""
         with self._common.lock:
             nbytes = self._common.index.nbytes
-            return int(nbytes.sum() if account is None else nbytes[account])
+            return int(nbytes.sum() if group is None else nbytes[group])
 
-    def used_chunks(self, account: int | None = None) -> int:
-        """How many chunks are here, of one account or of all."""
+    def used_chunks(self, group: int | None = None) -> int:
+        """How many chunks are here, of one quota group or of all."""
         with self._common.lock:
             chunks = self._common.index.chunks
-            return int(chunks.sum() if account is None else chunks[account])
+            return int(chunks.sum() if group is None else chunks[group])
 
     # -- down and up ------------------------------------------------------------------------------------------------
 
     def write(self, chunks: Sequence[Chunk], done: Written) -> int:
         """See `Tier`."""
-        texts = {account: self._common.accounts.text(account) for account in {chunk.account for chunk in chunks}}
+        texts = {group: self._common.groups.text(group) for group in {chunk.group for chunk in chunks}}
         request = results(0, lambda good: done(taken_chunks, good))
         common = self._common
         with common.lock:
@@ -153,7 +153,7 @@ class SsdTier(Tier):
             here = common.index.look(key_array([chunk.key for chunk in chunks]), now_s=common.wall()) >= 0
             taken = 0
             for chunk, is_here in zip(chunks, here.tolist(), strict=True):
-                if not is_here and not self._queue(chunk, request, taken, texts[chunk.account]):
+                if not is_here and not self._queue(chunk, request, taken, texts[chunk.group]):
                     break
                 if is_here:
                     request.results.append(True)
@@ -185,7 +185,7 @@ class SsdTier(Tier):
                 view=view,
                 nbytes=chunk.nbytes,
                 checksum=chunk.checksum,
-                account=chunk.account,
+                group=chunk.group,
                 text=text,
                 depth=chunk.depth,
                 parent=chunk.parent,
@@ -201,8 +201,8 @@ class SsdTier(Tier):
         return True
 
     def _fits(self, chunk: Chunk) -> bool:
-        """Whether a chunk can be written at all: into a segment, beside two records, and into its account's quota."""
-        quota = self._common.quotas.get(chunk.account)
+        """Whether a chunk can be written at all: into a segment, beside two records, and into its quota group's quota."""
+        quota = self._common.quotas.get(chunk.group)
         most = self.config.segment_nbytes - 4 * BLOCK_NBYTES
         return chunk.nbytes <= min(most, QUEUED_NBYTES) and (quota is None or chunk.nbytes <= quota)
 
@@ -268,36 +268,36 @@ class SsdTier(Tier):
                 drive.notify()
         return here
 
-    def drop(self, account: int) -> int:
+    def drop(self, group: int) -> int:
         """See `Tier`, and `delete`."""
-        text = self._common.accounts.text(account)
+        text = self._common.groups.text(group)
         common = self._common
         with common.lock:
             index = common.index
-            text = text or common.texts.get(account, b"")
-            rows = index.rows_where(index.columns.namespace[index.used()] == account)
+            text = text or common.texts.get(group, b"")
+            rows = index.rows_where(index.columns.namespace[index.used()] == group)
             common.forget(rows, tell=False)
             for item in list(common.coming.values()):
-                if item.account == account and not item.cancelled:
+                if item.group == group and not item.cancelled:
                     common.cancel(item)
             for drive in common.drives:
                 if text:
                     drive.scan.forget(text=text)
                     drive.dropped[text] = None
                 drive.notify()
-            common.texts.pop(account, None)
-            common.quotas.pop(account, None)
+            common.texts.pop(group, None)
+            common.quotas.pop(group, None)
         return len(rows)
 
-    def set_quota(self, account: int, nbytes: int | None) -> None:
-        """Bound what an account's chunks may take; the oldest go when it is more. None: no bound but the capacity."""
+    def set_quota(self, group: int, nbytes: int | None) -> None:
+        """Bound what an quota group's chunks may take; the oldest go when it is more. None: no bound but the capacity."""
         common = self._common
         with common.lock:
             if nbytes is None:
-                common.quotas.pop(account, None)
+                common.quotas.pop(group, None)
                 return
-            common.quotas[account] = nbytes
-            common.enforce([account])
+            common.quotas[group] = nbytes
+            common.enforce([group])
             for drive in common.drives:
                 drive.notify()
 
