@@ -17,7 +17,7 @@ import raykv
 from raykv.memory import native
 from raykv.memory.reader import ShmReader
 from raykv.protocol import chunk_keys
-from tests.test_node_process import SPACE, NodeProcess
+from tests.node.test_node_process import SPACE, NodeProcess
 
 NBYTES = 20_000
 KEPT = 20

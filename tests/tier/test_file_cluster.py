@@ -7,7 +7,7 @@ import pytest
 
 import raykv
 from raykv.embedded import EmbeddedCluster
-from tests.test_below_memory import MIB, SPACE, get, names, put, sink, wait_until
+from tests.tier.test_below_memory import MIB, SPACE, get, names, put, sink, wait_until
 
 
 def cluster_on(path: Path, name: str, nodes: int = 1, **storage: Any) -> EmbeddedCluster:

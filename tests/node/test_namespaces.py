@@ -15,8 +15,8 @@ from raykv.embedded import EmbeddedCluster
 from raykv.errors import ConfigError, PeerUnavailable, TransientError, UsageError
 from raykv.node.namespace_reconciler import register_paths
 from raykv.protocol import chunk_keys, messages
-from tests.test_shard import names_to_keys
-from tests.test_tiers import House, fill
+from tests.storage.test_store import names_to_keys
+from tests.tier.test_mover import House, fill
 
 MINE, OTHER = raykv.Namespace(model="mine"), raykv.Namespace(model="other")
 NBYTES = 10_000

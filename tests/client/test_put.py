@@ -22,7 +22,7 @@ from raykv.memory.slots import slot_nbytes
 from raykv.protocol import messages
 from raykv.transport.base import MAX_POSTED
 from raykv.types import PutResult
-from tests.test_node_process import NBYTES, NodeProcess, content, get, kill, names, node, put, run, wait_until
+from tests.node.test_node_process import NBYTES, NodeProcess, content, get, kill, names, node, put, run, wait_until
 
 __all__ = ["node"]  # the fixture
 

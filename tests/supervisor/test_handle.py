@@ -23,8 +23,8 @@ from raykv.protocol import messages
 from raykv.supervisor.handle import NodeHandle
 from raykv.supervisor.process import REFUSED
 from raykv.types import NodeId
+from tests.node.test_node_process import SECRET, SPACE, get, names, put, wait_until
 from tests.test_kill import BulkRead, kept
-from tests.test_node_process import SECRET, SPACE, get, names, put, wait_until
 
 OWNER = """
 import json, os, sys

@@ -18,7 +18,7 @@ from raykv.tier.admission import Admission
 from raykv.tier.base import Arrived, Chunk, Found, Tier, Written
 from raykv.tier.mover import Names, Tiers, _runs
 from raykv.types import KeyArray
-from tests.test_shard import Bench, config_for, content, names_to_keys
+from tests.storage.test_store import Bench, config_for, content, names_to_keys
 
 
 def split(keys: KeyArray) -> list[bytes]:
