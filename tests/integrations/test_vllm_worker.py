@@ -213,7 +213,8 @@ def node(shm_dir: Path) -> Iterator[tuple[str, int]]:
     fields = {"node_id": "n", "cluster": "t", "storage": {"arena_nbytes": "64 MiB", "shm_dir": str(shm_dir)}}
     command = [sys.executable, "-P", str(NODE), json.dumps(fields), secrets.token_hex(32)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdin is not None and process.stdout is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
         assert process.stdout.readline(), "the node did not start"
         yield f"unix:{shm_dir}/raykv-t-n.sock", process.pid
         os.kill(process.pid, signal.SIGCONT)
@@ -244,7 +245,8 @@ def test_a_stopped_node_holds_no_step_up_and_is_used_again(node: tuple[str, int]
     assert bench.load(holder="n") == {"r"}
     assert bench.arrived() == list(range(6))
     counts = bench.counted("stored_chunks")
-    assert counts["skipped"] % 6 == 0 and counts["stored"] % 6 == 0
+    assert counts["skipped"] % 6 == 0
+    assert counts["stored"] % 6 == 0
 
 
 def test_one_message_stores_all_saves_of_a_step(
@@ -340,7 +342,7 @@ def test_a_wrong_configuration_is_not_tried_again():
         Connection(open_client)
 
 
-def test_clients_kept_for_salts_are_bounded(cluster: raykv.EmbeddedCluster, monkeypatch: pytest.MonkeyPatch):
+def test_clients_for_salts_are_bounded(cluster: raykv.EmbeddedCluster, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("raykv.integrations.vllm.connection.MAX_SCOPED_CLIENTS", 3)
     connection = Connection(lambda: cluster.client(NAMESPACE))
     clients = [connection.client(NAMESPACE, Scope(salt=str(number))) for number in range(9)]
