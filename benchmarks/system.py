@@ -1,4 +1,4 @@
-"""What a store looks like to the measurements. Standard library and numpy only: this runs beside any client."""
+"""What a store looks like to the measurements. Standard library and numpy only: this runs in any environment."""
 
 import base64
 import ctypes
@@ -23,7 +23,7 @@ STOP_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a worker is told when it starts.
+    """What a worker knows when it starts.
 
     Attributes:
         options: Of the system: which transport, how many threads.
