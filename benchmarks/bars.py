@@ -194,7 +194,7 @@ def median(runs: Sequence[dict[str, Any]]) -> list[Bar]:
     made = []
     for bars in zip(*map(compute, runs), strict=True):
         values = [bar.value for bar in bars if bar.value is not None]
-        spread = f"runs: {', '.join(f'{value:.2f}' for value in values)}" if len(runs) > 1 else ""
+        spread = f"runs: {', '.join(f'{value:.2f}' for value in values)}" if len(values) > 1 else ""
         note = "; ".join(filter(None, [spread, bars[-1].note]))
         made.append(replace(bars[-1], value=statistics.median(values) if values else None, note=note))
     return made

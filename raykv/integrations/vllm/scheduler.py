@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 LOOKUP_AGE_S: Final = 1.0
 """vLLM asks about a waiting request in every step. A lookup stays valid this long."""
+HAND_OFF_WAIT_S: Final = 0.005
+"""The last chunks of a prompt were posted a moment ago. A ticket waits this long for the node to enter them."""
 
 _COMPLETED: Final = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 
@@ -224,8 +226,10 @@ class SchedulerSide:
         clients = self._clients(tracked.scope)
         tickets = []
         for client in clients.values():
-            keys = client.keys(names)
+            keys, deadline_s = client.keys(names), self._clock() + HAND_OFF_WAIT_S
             match = client.match(keys, timeout_s=self._config.lookup_timeout_s, record=False)
+            while match.count < len(keys) and self._clock() < deadline_s:
+                match = client.match(keys, timeout_s=self._config.lookup_timeout_s, record=False)
             tickets.append(client.ticket(keys, match=match).to_json())
         return tickets
 
