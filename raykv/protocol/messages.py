@@ -139,7 +139,7 @@ class Unpin(Message):
 
 
 class Promote(Message):
-    """Bring chunks into memory from the tiers below it. Answer: Count of those that came or are on their way.
+    """Bring chunks into memory from the tiers below it. Answer: Count of those that arrived or are on their way.
 
     `timeout_s`: how long the answer may wait for them. What takes longer still comes.
     """
