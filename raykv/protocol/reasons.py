@@ -27,6 +27,7 @@ class Place(IntEnum):
     DRAM = 1
     SSD = 2
     FILE = 3
+    OTHER = 4
 
     @property
     def word(self) -> str:

@@ -25,8 +25,8 @@ from raykv.tier.file import packs
 from raykv.tier.file import tier as file_tier
 from raykv.tier.file.packs import Folder
 from raykv.tier.file.tier import FileTier
-from raykv.tier.segments.index import key_array
-from tests.tier.ssd_fixtures import Arena, Driven, Names, all_keys, content_of, keys_for, wait_for
+from raykv.tier.segments.format import key_array
+from tests.support.tiers import Arena, Driven, Names, all_keys, content_of, keys_for, wait_for
 
 PACK = 1 << 20
 BLOCK = 4096
