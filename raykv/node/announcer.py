@@ -146,9 +146,7 @@ class Announcer:
         )
         deadline_s = time.monotonic() + ANNOUNCE_DEADLINE_S
         try:
-            self._pool.ask(
-                owner.address, lambda link: link.call(message, deadline_s=deadline_s), deadline_s=deadline_s
-            )
+            self._pool.ask(owner.address, lambda link: link.call(message, deadline_s=deadline_s), deadline_s=deadline_s)
         except RayKVError as error:
             self.failures += 1
             if not isinstance(error, TransientError):  # it would be refused again

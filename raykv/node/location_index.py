@@ -39,9 +39,7 @@ class Location(NamedTuple):
 
     def within(self, nodes: frozenset[NodeId]) -> "Location":
         """This location with those holders only."""
-        holders, below = (
-            tuple(holder for holder in some if holder in nodes) for some in (self.holders, self.below)
-        )
+        holders, below = (tuple(holder for holder in some if holder in nodes) for some in (self.holders, self.below))
         return Location(holders, below, self.nbytes)
 
 

@@ -17,7 +17,6 @@ from raykv.eviction import policy
 from raykv.membership.namespace_registry import Entry, NamespaceRegistry
 from raykv.memory.layout import MAX_NAMESPACES
 from raykv.metrics import NamespaceMetrics
-from raykv.node.group_traffic import GroupTraffic
 from raykv.protocol.namespace import Namespace
 from raykv.protocol.reasons import Reason
 from raykv.storage.store import Store
@@ -42,16 +41,10 @@ class NamespaceReconciler:
 
     Attributes:
         registry: The copy. Changed by `adopt` alone.
-        traffic: What each quota group asked of this node.
     """
 
     def __init__(
-        self,
-        store: Store,
-        lock: threading.Lock,
-        mover: TierMover,
-        paths: Sequence[Path],
-        changed: Callable[[], None],
+        self, store: Store, lock: threading.Lock, mover: TierMover, paths: Sequence[Path], changed: Callable[[], None]
     ) -> None:
         """Carry out what the files say. A file of any other content is left out.
 
@@ -63,7 +56,7 @@ class NamespaceReconciler:
         self._store, self._lock, self._mover, self._paths, self._changed = store, lock, mover, paths, changed
         self._adopting = threading.Lock()
         self._metrics = NamespaceMetrics()
-        self.traffic = GroupTraffic(lambda digest: store.groups.find(digest) is not None)
+        self._served = np.zeros((MAX_NAMESPACES, 2), np.int64)  # requests and bytes, by quota group
         self._dropped: dict[bytes, int] = {}
         self.registry = NamespaceRegistry()
         for path in paths:
@@ -130,10 +123,20 @@ class NamespaceReconciler:
                 "reads": int(reads[number]),
                 "departures": {Reason(at).word: count for at, count in enumerate(departures) if count},
                 "below_nbytes": {tier.name: tier.used_nbytes(number) for tier in self._mover.tiers},
-                **self.traffic.stats(digest),
+                "requests": int(self._served[number, 0]),
+                "served_nbytes": int(self._served[number, 1]),
                 **self._metrics.told(digest),
             }
         return found
+
+    def count_request(self, digest: bytes, nbytes: int) -> None:
+        """Count a request of a quota group, and the bytes sent. Threads that race may lose a count.
+
+        Reads of shared memory are not counted: the node does not see them.
+        """
+        number = self._store.groups.find(digest)
+        if number is not None:
+            self._served[number] += (1, nbytes)
 
     def add_report(self, digest: bytes, misses: dict[str, int], gets: Sequence[int], puts: Sequence[int]) -> None:
         """Add what a client saw of a quota group. Impossible counts, and groups unknown here, are ignored."""
@@ -168,6 +171,7 @@ class NamespaceReconciler:
                     log.error("a namespace cannot be dropped here: %s", error)
             if number is None:
                 return 0
+        self._served[number] = 0
         with self._mover.barring(group=number):
             with self._lock:
                 rows, generations = store.rows_of(number)

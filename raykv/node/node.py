@@ -30,11 +30,10 @@ from raykv.node.heartbeat import Heartbeat
 from raykv.node.location_index import LocationIndex
 from raykv.node.namespace_reconciler import NamespaceReconciler, registry_paths
 from raykv.node.reclaimer import Reclaimer
-from raykv.node.sessions import NodeSession
+from raykv.node.sessions import HandlerTable, NodeSession
 from raykv.node.trace_buffer import TraceBuffer
 from raykv.protocol import codec, messages
 from raykv.protocol.placement import Member, View
-from raykv.protocol.trace_requests import TracedRequest
 from raykv.storage.orphans import remove_all_files
 from raykv.storage.store import Store
 from raykv.tier.registry import open_tiers
@@ -97,15 +96,14 @@ class Node:
         announcer = self._announcer = Announcer(config, store, self._lock, mover, index, self._pool, changed)
         self._reclaimer = Reclaimer(config, store, self._lock, mover, announcer, due)
         self._heartbeat = Heartbeat(config, store, membership, announcer, self.reconciler)
-        self._trace_buffer = TraceBuffer()
-        self._handlers: dict[type[messages.Message], Callable[[Any, NodeSession], Reply]] = {
+        self._handlers: HandlerTable = {
             messages.Attach: self._attach,
             messages.GetView: lambda request, session: Reply(messages.ViewIs(self.view)),
             messages.GetStats: lambda request, session: Reply(messages.Stats(msgspec.json.encode(self.stats()))),
             **ReadHandler(store, self._lock, mover, index, announcer).table,
             **WriteHandler(store, self._lock, mover, announcer, self._reclaimer).table,
             **LocateHandler(config.node_id, store, self._lock, mover, index).table,
-            **AdminHandler(store, self._lock, self.reconciler, membership, self._trace_buffer).table,
+            **AdminHandler(store, self._lock, self.reconciler, membership, TraceBuffer()).table,
         }
         self._requests: Counter[str] = Counter()
         self._errors: Counter[str] = Counter()
@@ -245,15 +243,6 @@ class Node:
                 "namespaces": namespaces,
             }
 
-    def record_trace(self, on: bool) -> tuple[list[TracedRequest], int]:
-        """Have this host's clients report their requests, or stop that.
-
-        Returns:
-            What they reported since the last call, and how many requests found no room.
-        """
-        self.store.table.recording = on
-        return self._trace_buffer.drain()
-
     # -- Service ----------------------------------------------------------------------------------------------------
 
     @property
@@ -274,7 +263,7 @@ class Node:
                 raise UsageError(f"{name} is not a request to a node")
             reply = handler(request, session)
             if request.group:
-                self.reconciler.traffic.add(request.group, sum(map(len, reply.outgoing)))
+                self.reconciler.count_request(request.group, sum(map(len, reply.outgoing)))
             return reply
         except RayKVError as error:
             self._errors[name] += 1

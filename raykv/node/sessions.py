@@ -3,12 +3,19 @@
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from raykv.errors import UsageError
+from raykv.protocol.messages import Message
 from raykv.storage.store import Store
+from raykv.transport.base import Reply
 from raykv.types import Rows
+
+HandlerTable: TypeAlias = dict[type[Message], Callable[[Any, "NodeSession"], Reply]]
+"""By the type of a request, the method that serves it."""
 
 
 class NodeSession:

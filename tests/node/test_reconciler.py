@@ -138,7 +138,7 @@ def test_a_place_that_cannot_be_written_does_no_harm(shm_dir: Path, caplog):
 def test_a_wrong_message_is_refused_and_changes_nothing(request_, caplog):
     with running_node() as node:
         peer = Peer(node)
-        node.record_trace(True)
+        peer.ask(messages.FetchTrace(True))
         with pytest.raises(UsageError):
             peer.ask(request_)
         assert node.reconciler.list() == {}

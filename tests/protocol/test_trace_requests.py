@@ -11,10 +11,16 @@ import raykv
 from raykv.client.trace_recorder import SEND_KEYS, SEND_S, TraceRecorder
 from raykv.errors import UsageError
 from raykv.planner.trace import read_trace
-from raykv.protocol import chunk_keys
+from raykv.protocol import chunk_keys, messages
 from raykv.protocol.trace_requests import TracedRequest, pack, unpack
+from tests.support.nodes import Peer
 
 SPACE = raykv.Namespace(model="m", chunk_tokens=16)
+
+
+def fetched(node, on: bool) -> list[TracedRequest]:
+    """Requests that a node recorded since the last call."""
+    return list(unpack(Peer(node).ask(messages.FetchTrace(on)).requests))
 
 
 def some_keys(count: int, start: int = 0) -> np.ndarray:
@@ -67,15 +73,15 @@ def test_a_cluster_reports_its_requests_and_the_planner_reads_them(tmp_path: Pat
         here, there = (cluster.client(SPACE, node=number) for number in range(2))
         here.match(["before"])
         for node in cluster.nodes:
-            assert node.record_trace(True) == ([], 0)
+            assert fetched(node, True) == []
         prompts = [[f"a{number}" for number in range(4)], [f"a{number}" for number in range(2)] + ["b", "c"]]
         here.match(prompts[0])
         here.match(prompts[0], record=False)
         there.match(prompts[1])
         here.using(SPACE).match(prompts[0][:1])
-        reported = [node.record_trace(False)[0] for node in cluster.nodes]
+        reported = [fetched(node, False) for node in cluster.nodes]
         here.match(["after"])
-        assert [node.record_trace(False) for node in cluster.nodes] == [([], 0)] * 2
+        assert [fetched(node, False) for node in cluster.nodes] == [[], []]
     assert [len(each) for each in reported] == [2, 1]
     requests = sorted([each for some in reported for each in some], key=lambda each: each.at_s)
     assert [len(each.keys) for each in requests] == [4, 4, 1]

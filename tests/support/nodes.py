@@ -11,8 +11,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 import raykv
 from raykv.client.router import Router
 from raykv.config import ClientConfig, NodeConfig, StorageConfig
@@ -69,8 +67,9 @@ def get(client: raykv.Client, keys: list[str], **options: Any) -> tuple[bool, ..
 
 def make_node(*, secret: bytes = bytes(32), **fields: Any) -> Node:
     """A node that was not started. `fields` of NodeConfig; `storage` of StorageConfig."""
-    storage = StorageConfig.load({"arena_nbytes": "4 MiB", "extent_nbytes": "64 KiB", "shm_dir": None}
-                                 | fields.pop("storage", {}))
+    storage = StorageConfig.load(
+        {"arena_nbytes": "4 MiB", "extent_nbytes": "64 KiB", "shm_dir": None} | fields.pop("storage", {})
+    )
     config = NodeConfig.load({"node_id": "n", "storage": storage, "heartbeat_s": 0.05, **fields})
     return Node(config, secret=secret, membership=InProcessMembership(member_timeout_s=5.0))
 
@@ -155,9 +154,9 @@ class NodeProcess:
             return client.stats()["nodes"]["n"]
 
 
-@pytest.fixture
-def node(shm_dir: Path) -> Iterator[NodeProcess]:
-    """A node in a process of its own, with files in `shm_dir`."""
+@contextmanager
+def node_process(shm_dir: Path) -> Iterator[NodeProcess]:
+    """A node in a process of its own, with files in `shm_dir`. In the end it must stop cleanly, if it was not killed."""
     made = NodeProcess(shm_dir)
     yield made
     if made.process.poll() is None:

@@ -1,15 +1,13 @@
 """Requests about namespaces and recorded traces."""
 
 import threading
-from collections.abc import Callable
-from typing import Any
 
 import msgspec
 
 from raykv.errors import TransientError, UsageError
 from raykv.membership.membership import MembershipPort
 from raykv.node.namespace_reconciler import NamespaceReconciler
-from raykv.node.sessions import NodeSession
+from raykv.node.sessions import HandlerTable, NodeSession
 from raykv.node.trace_buffer import TraceBuffer
 from raykv.protocol import codec, messages
 from raykv.protocol.namespace import Namespace
@@ -31,7 +29,7 @@ class AdminHandler:
     ) -> None:
         self._store, self._lock, self._reconciler = store, lock, reconciler
         self._membership, self._trace_buffer = membership, trace_buffer
-        self.table: dict[type[messages.Message], Callable[[Any, NodeSession], Reply]] = {
+        self.table: HandlerTable = {
             messages.OpenNamespace: self._open_namespace,
             messages.Configure: self._configure,
             messages.Adopt: self._adopt,

@@ -2,7 +2,6 @@
 
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,7 @@ from raykv.errors import UsageError
 from raykv.node.below_memory import find_below
 from raykv.node.handlers.fields import LOCKED_KEYS, keys_in, numbers_in
 from raykv.node.location_index import UNKNOWN, Location, LocationIndex, located
-from raykv.node.sessions import NodeSession
+from raykv.node.sessions import HandlerTable, NodeSession
 from raykv.protocol import codec, messages
 from raykv.protocol.reasons import Place
 from raykv.storage.store import Store
@@ -24,16 +23,11 @@ class LocateHandler:
     """Answers as the owner of keys, and says what became of chunks on this node."""
 
     def __init__(
-        self,
-        node_id: NodeId,
-        store: Store,
-        lock: threading.Lock,
-        mover: TierMover,
-        location_index: LocationIndex,
+        self, node_id: NodeId, store: Store, lock: threading.Lock, mover: TierMover, location_index: LocationIndex
     ) -> None:
         self._node_id, self._store, self._lock, self._mover = node_id, store, lock, mover
         self._location_index = location_index
-        self.table: dict[type[messages.Message], Callable[[Any, NodeSession], Reply]] = {
+        self.table: HandlerTable = {
             messages.Locate: self._locate,
             messages.Announce: self._announce,
             messages.Why: self._why,

@@ -3,8 +3,7 @@
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +11,7 @@ import numpy.typing as npt
 from raykv.node.announcer import Announcer
 from raykv.node.handlers.fields import LOCKED_KEYS, keys_in, numbers_in
 from raykv.node.location_index import LocationIndex, located
-from raykv.node.sessions import NodeSession
+from raykv.node.sessions import HandlerTable, NodeSession
 from raykv.protocol import messages
 from raykv.storage.store import Pinned, Store
 from raykv.tier.mover import TierMover
@@ -29,16 +28,11 @@ class ReadHandler:
     """Pins chunks, sends their bytes from the arena, and unpins them when the bytes have left."""
 
     def __init__(
-        self,
-        store: Store,
-        lock: threading.Lock,
-        mover: TierMover,
-        location_index: LocationIndex,
-        announcer: Announcer,
+        self, store: Store, lock: threading.Lock, mover: TierMover, location_index: LocationIndex, announcer: Announcer
     ) -> None:
         self._store, self._lock, self._mover = store, lock, mover
         self._location_index, self._announcer = location_index, announcer
-        self.table: dict[type[messages.Message], Callable[[Any, NodeSession], Reply]] = {
+        self.table: HandlerTable = {
             messages.Read: self._read,
             messages.Pin: self._pin,
             messages.Unpin: self._unpin,
@@ -126,13 +120,13 @@ class ReadHandler:
             self._store.unpin(rows)
 
 
-def neighbours(
-    view: memoryview, offsets: npt.NDArray[np.uint64], nbytes: npt.NDArray[np.uint32]
-) -> list[memoryview]:
+def neighbours(view: memoryview, offsets: npt.NDArray[np.uint64], nbytes: npt.NDArray[np.uint32]) -> list[memoryview]:
     """The chunks at these offsets, in order; chunks that lie one behind the other become one view. Length 0: left out."""
     here = nbytes > 0
     starts = offsets[here].astype(np.int64)
+    if not len(starts):
+        return []
     ends = starts + nbytes[here]
-    first = np.flatnonzero(np.append(-1, ends[:-1]) != starts) if len(starts) else np.empty(0, np.intp)
-    last = np.append(first[1:], len(starts)) - 1
-    return [view[start:end] for start, end in zip(starts[first].tolist(), ends[last].tolist(), strict=False)]
+    gaps = np.flatnonzero(starts[1:] != ends[:-1]) + 1
+    first, last = np.append(0, gaps), np.append(gaps, len(starts)) - 1
+    return [view[start:end] for start, end in zip(starts[first].tolist(), ends[last].tolist(), strict=True)]

@@ -2,8 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +12,7 @@ from raykv.memory.copying import checksums_of
 from raykv.node.announcer import Announcer
 from raykv.node.handlers.fields import keys_in, numbers_in, parent_in
 from raykv.node.reclaimer import Reclaimer
-from raykv.node.sessions import NodeSession
+from raykv.node.sessions import HandlerTable, NodeSession
 from raykv.protocol import codec, messages
 from raykv.protocol.hints import require_hints
 from raykv.protocol.messages import MAX_KEYS
@@ -30,16 +29,11 @@ class WriteHandler:
     """Lends slots to writers, and enters the chunks that they have written into the store."""
 
     def __init__(
-        self,
-        store: Store,
-        lock: threading.Lock,
-        mover: TierMover,
-        announcer: Announcer,
-        reclaimer: Reclaimer,
+        self, store: Store, lock: threading.Lock, mover: TierMover, announcer: Announcer, reclaimer: Reclaimer
     ) -> None:
         self._store, self._lock, self._mover = store, lock, mover
         self._announcer, self._reclaimer = announcer, reclaimer
-        self.table: dict[type[messages.Message], Callable[[Any, NodeSession], Reply]] = {
+        self.table: HandlerTable = {
             messages.Lend: self._lend,
             messages.Commit: self._commit,
             messages.GiveBack: self._give_back,
