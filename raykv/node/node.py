@@ -270,17 +270,13 @@ class Node:
             return Reply(codec.failure(error))
         except Exception:  # a bug must not end the connection, with its leases and its other requests
             self._errors[name] += 1
-            self._log_bug(name)
+            now_s = time.monotonic()
+            if now_s >= self._bug_logged_s.get(name, 0.0):  # a peer can repeat its request
+                self._bug_logged_s[name] = now_s + BUG_LOG_S
+                log.exception("bug while serving %s", name)
             return Reply(messages.Failure("ProtocolError", f"internal error while serving {name}; see the node's log"))
         finally:
             self._times[name].note(time.perf_counter() - began_s)
-
-    def _log_bug(self, name: str) -> None:
-        """A peer can repeat its request: one log entry a minute says enough."""
-        now_s = time.monotonic()
-        if now_s >= self._bug_logged_s.get(name, 0.0):
-            self._bug_logged_s[name] = now_s + BUG_LOG_S
-            log.exception("bug while serving %s", name)
 
     def _attach(self, request: messages.Attach, session: NodeSession) -> Reply:
         return Reply(

@@ -55,7 +55,7 @@ class NodeSession:
             raise UsageError("rows that are not pinned by this connection")
 
     def close(self) -> None:
-        """End all leases. A peer may not know yet that it was cut off, and still be writing: its slots are quarantined."""
+        """End all leases. The peer may not know yet that it was cut off, and still write: its slots are quarantined."""
         if self._stopping.is_set():
             return  # the memory is about to be closed; the next process finds out what is lent
         with self._lock:

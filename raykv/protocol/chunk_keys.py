@@ -1,8 +1,8 @@
 """Keys of 128 bits from tokens or names.
 
-A key commits to its namespace and, in a chain, to every token before it. Keys are keyed BLAKE2b, not xxhash: tokens come
-from users, and a user who can make a collision can read what another user's prompt computed. (Checksums of chunks and
-places on the ring are xxhash: a collision there helps nobody.)
+A key commits to its namespace and, in a chain, to every token before it. Keys are keyed BLAKE2b, not xxhash: tokens
+come from users, and a user who can make a collision can read what another user's prompt computed. (Checksums of chunks
+and places on the ring are xxhash: a collision there helps nobody.)
 """
 
 import hashlib

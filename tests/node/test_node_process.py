@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from tests.support.nodes import NBYTES, get, kill, names, node, put, run, wait_until  # noqa: F401
+from tests.support.nodes import NBYTES, get, kill, names, node_process, put, run, wait_until
 
 WRITER = """
 import sys
@@ -20,6 +20,12 @@ for view in reservation.views:
 print(len(reservation.views), flush=True)
 sys.stdin.read()
 """
+
+
+@pytest.fixture
+def node(shm_dir):
+    with node_process(shm_dir) as made:
+        yield made
 
 
 def test_a_killed_node_is_read_on_and_comes_back_with_everything(node):

@@ -156,7 +156,7 @@ class NodeProcess:
 
 @contextmanager
 def node_process(shm_dir: Path) -> Iterator[NodeProcess]:
-    """A node in a process of its own, with files in `shm_dir`. In the end it must stop cleanly, if it was not killed."""
+    """A node in a process of its own, with files in `shm_dir`. It must stop cleanly."""
     made = NodeProcess(shm_dir)
     yield made
     if made.process.poll() is None:
