@@ -1,4 +1,4 @@
-"""What an owner knows: which nodes hold which key. It may be wrong; a wrong entry costs a miss and is then corrected."""
+"""What an owner knows: which nodes hold which key. A wrong entry costs a miss, and is then corrected."""
 
 import threading
 from collections.abc import Callable, Sequence

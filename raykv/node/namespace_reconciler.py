@@ -1,4 +1,4 @@
-"""Carries out the list of namespaces (`raykv.membership.namespace_registry`) on one node: in its store and its tiers."""
+"""Carries out the list of namespaces (`raykv.membership.namespace_registry`) in one node's store and tiers."""
 
 import logging
 import os

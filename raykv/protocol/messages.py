@@ -370,8 +370,9 @@ class Histories(Message):
     """One entry a key.
 
     `places` u8 (`reasons.Place`), `nbytes` u32: where the chunk is on this node. `reasons` u8 (`reasons.Reason`),
-    `tiers` u8, `ages_s` f32, `policy` u8 (entry in `policies`): its last departure from this node. `announced` u8: whether this
-    node, as its owner, knows a holder. `remembers_s`: how far back departures are remembered; None when all are.
+    `tiers` u8, `ages_s` f32, `policy` u8 (entry in `policies`): its last departure from this node. `announced` u8:
+    whether this node, as its owner, knows a holder. `remembers_s`: how far back departures are remembered; None when
+    all are.
     """
 
     places: bytes

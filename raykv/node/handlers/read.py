@@ -89,7 +89,7 @@ class ReadHandler:
         return Reply(messages.Count(count))
 
     def _pin_all(self, keys: KeyArray) -> Pinned:
-        """Pin chunks, those below memory too, which are promoted first. Row -1 and zeros for those that are nowhere."""
+        """Pin chunks; those below memory are promoted first. Row -1 and zeros for chunks that are nowhere."""
         count = len(keys)
         pinned = Pinned(
             np.full(count, -1, np.int32), np.zeros(count, "<u8"), np.zeros(count, "<u4"), np.zeros(count, "<u8")

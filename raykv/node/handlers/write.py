@@ -98,7 +98,7 @@ class WriteHandler:
         return Reply(messages.Done())
 
     def _write(self, request: messages.Write, session: NodeSession) -> Reply:
-        """Lend slots to the session, receive the chunks into them, commit those that arrived whole, return the others."""
+        """Lend slots to the session, receive chunks into them, commit those that arrived whole, return the others."""
         batch, now_s = _batch_in(request), time.monotonic()
         protect = [batch.keys, *(() if batch.parent is None else (batch.parent,))]
         with self._lock:
