@@ -6,37 +6,27 @@ understands (see `raykv.memory.recovery`).
 """
 
 from collections import deque
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from raykv.config import SLOT_ALIGNMENT_NBYTES, StorageConfig
+from raykv.errors import UsageError
 from raykv.eviction.base import live_parents
 from raykv.memory.free_rows import FreeRows
 from raykv.memory.layout import MAX_NAMESPACES, QUARANTINE_S, RowState
 from raykv.memory.slots import Pages, Slots
 from raykv.memory.table import Table
+from raykv.storage.batches import Chain
 from raykv.types import KeyArray, Rows
 
 AHEAD_SHARE: Final = 2
-"""Slots lent ahead of need take at most one in so many of what is free: of the bytes above the low-water mark, of the
-group's quota, and of the rows."""
+"""Slots are lent ahead of need from one part in this many of what is free: of the bytes above the low-water mark, of
+the group's quota, and of the rows."""
 AHEAD_BOUND: Final = 8
-"""No slot is lent ahead while lent slots take more than one in so many bytes of the arena."""
+"""No slot is lent ahead while lent slots take more than one part in this many of the arena."""
 NO_ROWS: Final[Rows] = np.empty(0, np.int32)
-
-
-class Chain(NamedTuple):
-    """Places of rows in their chains, one entry a row.
-
-    Attributes:
-        parents: Row of the chunk before it; -1 for none.
-        depths: Chunks before it.
-    """
-
-    parents: Rows
-    depths: npt.NDArray[np.int64]
 
 
 class Allocator:
@@ -174,6 +164,26 @@ class Allocator:
         columns.parent[rows] = -1
         self.slots.give(columns.page[rows])
         self.free_rows.give(rows)
+
+    def require_lent(self, rows: Rows, group: int | None = None, size: int = 0) -> None:
+        """Refuse rows that are not lent, or that are lent to another quota group or with slots of another size.
+
+        Raises:
+            UsageError: Says what is wrong.
+        """
+        columns, count = self._table.columns, self._table.rows_populated
+        if not rows.size:
+            return
+        if not (rows.min() >= 0 and rows.max() < count):
+            raise UsageError(f"row numbers outside the table (0 .. {count - 1})")
+        if not (columns.state[rows] == RowState.LENT).all() or len(np.unique(rows)) < len(rows):
+            raise UsageError("rows that are not lent, or named twice: a slot is committed or given back once")
+        if group is None:
+            return
+        if not (columns.group[rows] == group).all():
+            raise UsageError("slots that were lent to another namespace: lend slots for this one")
+        if not (columns.nbytes[rows] == size).all():
+            raise UsageError(f"slots of another size than {size:,} bytes: lend slots for chunks of this size")
 
     # -- counts ------------------------------------------------------------------------------------------------------
 

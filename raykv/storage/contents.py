@@ -24,7 +24,7 @@ class Contents:
     Attributes:
         table: The chunk table.
         allocator: Rows and slots.
-        evictor: What goes, and what went.
+        evictor: Makes room; removes chunks.
     """
 
     def __init__(self, table: Table, allocator: Allocator, evictor: Evictor) -> None:
@@ -62,7 +62,7 @@ class Contents:
         return rows, columns.generation[rows]
 
     def ready_keys(self) -> KeyArray:
-        """All keys that can be read. Looks at all rows. Needs no lock: without, keys that come meanwhile may be missing."""
+        """All keys that can be read. Looks at all rows. Without the lock, keys that change meanwhile may be missing."""
         columns, rows = self.table.columns, self.table.ready_rows()
         return np.stack([columns.key_hi[rows], columns.key_lo[rows]], axis=1)
 

@@ -26,16 +26,16 @@ from raykv.storage.row_hints import RowHints
 from raykv.types import Bits, Rows
 
 SAMPLE_ROWS: Final = 1 << 16
-"""Candidates are all rows of a table of this size, and a sample of this size of a larger one."""
+"""Candidates are all rows of a table of this size, and this many rows of a larger one."""
 SAMPLE_SHARE: Final = 128
-"""A sample costs milliseconds. So at least this part of it goes (one in so many); and ahead of need at most this part in
+"""A sample costs milliseconds, so at least one in this many of its rows goes. Ahead of need that is also the most for
 one step, because others wait for the lock."""
 FOREIGN_EXTENTS: Final = 64
 """Extents of other slot sizes, coldest first, among which one is sought that can be emptied."""
 MAX_PINS: Final = (1 << 16) - 1
 
 
-@dataclass(slots=True)
+@dataclass
 class Counters:
     """What happened since this process opened the store, in chunks."""
 
@@ -88,21 +88,15 @@ class Evictor:
         reasons = np.full(len(rows), reason, np.uint8)
         if evicted:
             reasons[(expires > 0) & (expires <= now)] = Reason.EXPIRED
-        self._count(np.bincount(reasons, minlength=len(Reason)).tolist())
+        for number, count in enumerate(np.bincount(reasons).tolist()):
+            if count:
+                vars(self.counters)[Reason(number).word] += count
         np.add.at(self.departures, (groups, reasons), 1)
         np.add.at(self.reads_of_departed, groups, columns.frequency[rows])
         policies = self.policies.names(rows) if evicted else ""
         self.eviction_log.add(keys, reasons, policies=policies, now_s=self._table.seconds(now))
         self.removed.append(keys.tobytes())
         self._allocator.remove(rows)
-
-    def _count(self, removed: list[int]) -> None:
-        counters = self.counters
-        counters.evicted += removed[Reason.EVICTED]
-        counters.expired += removed[Reason.EXPIRED]
-        counters.deleted += removed[Reason.DELETED]
-        counters.dropped += removed[Reason.DROPPED]
-        counters.corrupt += removed[Reason.CORRUPT]
 
     def reset_group(self, group: int) -> None:
         """Begin without a policy of its own and without counts: the number is another quota group's from now on."""
@@ -154,7 +148,7 @@ class Evictor:
         return min(self._allocator.slots.free(size), len(self._allocator.free_rows))
 
     def _as_chunks(self, nbytes: int, rows: Rows) -> int:
-        """How many chunks of the mean size of `rows` take so many bytes."""
+        """How many chunks of the mean size of `rows` take `nbytes`."""
         mean = int(self._allocator.slot_sizes(rows).mean()) if rows.size else 1
         return -(-nbytes // max(1, mean))
 
@@ -291,8 +285,10 @@ class Evictor:
         return rows[self.evictable(rows)]
 
     def _candidates_of(self, group: int, *, wanted: int) -> Rows:
-        """Rows of one quota group that may go. A sample of a large table has few of a small group: then all rows' groups
-        are looked at, two bytes each."""
+        """Rows of one quota group that may go.
+
+        A sample of a large table has few rows of a small group: then the groups of all rows are looked at.
+        """
         columns, used = self._table.columns, self._allocator.used_nbytes
         if self._is_small() or used[group] * SAMPLE_SHARE > used.sum():
             rows = self._candidates()

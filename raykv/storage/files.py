@@ -7,8 +7,9 @@ from typing import Final
 from raykv.config import StorageConfig
 from raykv.errors import ConfigError, LostError
 from raykv.memory.arena import SharedMemory, require_pages, require_room
+from raykv.memory.layout import table_nbytes
 from raykv.memory.recovery import require_sound
-from raykv.memory.table import Table, table_nbytes
+from raykv.memory.table import Table
 from raykv.storage.quota_groups import QuotaGroups
 
 log = logging.getLogger(__name__)

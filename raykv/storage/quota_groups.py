@@ -58,7 +58,9 @@ class QuotaGroups:
     def _enter(self, group: Namespace) -> int:
         text = group.model_dump_json(exclude_defaults=True).encode()
         if len(text) > NAMESPACE_TEXT_NBYTES:
-            raise UsageError(f"namespace of {len(text)} bytes as JSON, at most {NAMESPACE_TEXT_NBYTES}: shorten a field")
+            raise UsageError(
+                f"namespace of {len(text)} bytes as JSON, at most {NAMESPACE_TEXT_NBYTES}: shorten a field"
+            )
         free = np.flatnonzero(~self._table.known_namespaces)
         if not free.size:
             free = self._reclaim()

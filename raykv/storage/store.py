@@ -6,7 +6,6 @@ this host use the table and the arena directly (`raykv.memory.reader`).
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Self
 
@@ -20,7 +19,7 @@ from raykv.eviction import policy
 from raykv.eviction.base import Policy
 from raykv.eviction.user_policy import Score
 from raykv.memory.arena import SharedMemory
-from raykv.memory.layout import MAX_DEPTH, RowState
+from raykv.memory.layout import RowState
 from raykv.memory.numa import in_turns, spread, usable_nodes
 from raykv.memory.populate import Populator
 from raykv.memory.recovery import take_over
@@ -29,7 +28,8 @@ from raykv.memory.table import Table
 from raykv.protocol import chunk_keys
 from raykv.protocol.hints import require_hints
 from raykv.protocol.reasons import Reason
-from raykv.storage.allocator import NO_ROWS, Allocator, Chain
+from raykv.storage.allocator import NO_ROWS, Allocator
+from raykv.storage.batches import Written, chain_of, require_batch
 from raykv.storage.contents import Contents, is_first
 from raykv.storage.evictor import MAX_PINS, Evictor
 from raykv.storage.files import open_files
@@ -41,40 +41,17 @@ EXPIRE_ROWS: Final = 1 << 16
 """Rows among which expired chunks are sought in one step."""
 
 
-class Loan(NamedTuple):
-    """Lent slots, for a writer to fill and to commit.
-
-    Attributes:
-        rows: The row of each slot.
-        offsets: Where in the arena each slot begins.
-    """
+class LentSlots(NamedTuple):
+    """Slots for a writer to fill and to commit: the row of each, and where in the arena it begins."""
 
     rows: Rows
     offsets: npt.NDArray[np.uint64]
 
 
-class Written(NamedTuple):
-    """Which chunks of a batch were written, and where. One entry a written chunk.
-
-    Attributes:
-        positions: Place of its key in the batch.
-        rows: Row of its slot.
-        checksums: xxh3-64 of its bytes.
-    """
-
-    positions: npt.NDArray[np.int32]
-    rows: Rows
-    checksums: npt.NDArray[np.uint64]
-
-
 class Pinned(NamedTuple):
-    """Chunks that stay where they are until `unpin`. One entry a key.
+    """Chunks that stay where they are until `unpin`, one entry a key.
 
-    Attributes:
-        rows: -1 where the key is not ready. The other fields are undefined there.
-        offsets: Where in the arena the chunk begins.
-        nbytes: Its length.
-        checksums: xxh3-64 of its bytes.
+    Row -1: the key is not ready; its other entries mean nothing.
     """
 
     rows: Rows
@@ -87,13 +64,11 @@ class Store(Contents):
     """The arena, the chunk table and the slots of one node, and everything that changes them.
 
     Attributes:
-        table, arena: Shared with readers.
+        config: As it was opened.
+        arena: Shared with readers, as is the table.
         groups: The quota groups.
-        allocator: Rows, slots, and the state of each row.
-        evictor: Makes room; removes chunks.
         row_hints: Priorities and expiry.
-        eviction_log: Which chunks were removed, and why.
-        counters: See `evictor.Counters`.
+        eviction_log, counters: Of the evictor.
         recovered: Chunks that were found at the start.
         memory_nodes: Memory node of each part of the arena (`numa.part_of`); () if the kernel was asked for none.
         populator: Takes real memory ahead of need.
@@ -105,14 +80,15 @@ class Store(Contents):
         Free rows, free slots and all counts are derived from the columns, so they cannot disagree with them.
         """
         self.config, self.arena = config, arena
-        nodes = usable_nodes() if config.numa == "auto" else ()
-        self.memory_nodes = spread(arena, config.extents, config.extent_nbytes, nodes)
+        self.memory_nodes = spread(
+            arena, config.extents, config.extent_nbytes, usable_nodes() if config.numa == "auto" else ()
+        )
         ready, quarantined = take_over(table)
         self.recovered = len(ready)
         slots = Slots(
             table.extent_slots,
             config.extent_nbytes,
-            partial(_populate, arena, config.extent_nbytes),
+            lambda extent: False,  # until the populator takes over
             table.columns.page,
             np.concatenate([ready, quarantined]),
             in_turns(config.extents, len(self.memory_nodes)) if self.memory_nodes else None,
@@ -134,8 +110,7 @@ class Store(Contents):
             prefix: Path that the files' names begin with. None: anonymous memory, which ends with the process.
 
         Raises:
-            ConfigError: No room for the arena or the table, the place for them is no directory, or its pages are not
-                those that the configuration asks for.
+            ConfigError: No room for the files, no directory for them, or not the pages that the config asks for.
         """
         return cls(config, *open_files(config, prefix, now_s=now_s), now_s=now_s)
 
@@ -155,7 +130,7 @@ class Store(Contents):
         ahead: int = 0,
         protect: Sequence[KeyArray] = (),
         now_s: float,
-    ) -> Loan:
+    ) -> LentSlots:
         """Lend slots to a writer. A lent slot counts as used; no reader sees it until `commit`.
 
         Args:
@@ -174,33 +149,33 @@ class Store(Contents):
         self._require_size(nbytes)
         now, size = self.table.ticks(now_s), slot_nbytes(nbytes)
         self.allocator.release(now_s=now_s)
-        loans = [(NO_ROWS, np.empty(0, np.uint32))]
-        missing = count
+        lent, missing = [(NO_ROWS, np.empty(0, np.uint32))], count
         if count > 0:
-            protected = np.concatenate([NO_ROWS, *(self.table.find(keys) for keys in protect)])
-            for _ in range(2):  # again when extents turned out to have no memory: others must be emptied
+            protected = np.concatenate([NO_ROWS, *map(self.table.find, protect)])
+            for _ in range(2):  # again if extents turned out to have no memory: then others must be emptied
                 room = self.evictor.make_room(missing, size, group, protected, now)
-                loans.append(self.allocator.lend(room, size, group))
-                missing -= len(loans[-1][0])
-                if missing == 0 or len(loans[-1][0]) == room:
+                lent.append(self.allocator.lend(room, size, group))
+                missing -= len(lent[-1][0])
+                if not missing or len(lent[-1][0]) == room:
                     break
             self.counters.refused_full += missing
         if ahead > 0 and missing <= 0:
-            loans.append(self.allocator.lend(min(ahead, self.allocator.most_ahead(size, group)), size, group))
-        rows, pages = (np.concatenate(parts) for parts in zip(*loans, strict=True))
-        return Loan(rows, pages.astype(np.uint64) * SLOT_ALIGNMENT_NBYTES)
+            lent.append(self.allocator.lend(min(ahead, self.allocator.most_ahead(size, group)), size, group))
+        rows, pages = (np.concatenate(parts) for parts in zip(*lent, strict=True))
+        return LentSlots(rows, pages.astype(np.uint64) * SLOT_ALIGNMENT_NBYTES)
 
     def commit(self, group: int, batch: Batch, written: Written, *, now_s: float) -> Bits:
         """Give keys to lent slots, whose bytes are written, and make the chunks visible to all readers.
 
         Returns:
-            Which of the slots were used. The others stay lent: their keys are here already, or stand twice in the batch.
+            Which of the slots were used. The others stay lent: their keys are here already, or twice in the batch.
 
         Raises:
             UsageError: Names what is wrong with the batch or the slots. Nothing was stored.
         """
-        self._require_batch(batch, written)
-        self._require_lent(written.rows, group, batch.nbytes)
+        self._require_size(batch.nbytes)
+        require_batch(batch, written)
+        self.allocator.require_lent(written.rows, group, slot_nbytes(batch.nbytes))
         now = self.table.ticks(now_s)
         existing = self._without_expired(self.table.find(batch.keys), now)
         used: Bits = existing[written.positions] < 0
@@ -208,7 +183,7 @@ class Store(Contents):
         positions, rows = written.positions[used], written.rows[used]
         if rows.size:
             keys = np.ascontiguousarray(batch.keys[positions])
-            chain = self._chain(batch, existing, positions, rows)
+            chain = chain_of(self.table, batch, existing, positions, rows)
             self.row_hints.set_new(rows, batch.hints, group, now)
             self.allocator.commit(rows, keys, written.checksums[used], chain, batch.nbytes, now)
             self.evictor.policies.on_insert(rows, now)
@@ -222,7 +197,7 @@ class Store(Contents):
         Raises:
             UsageError: A row is not lent. Nothing was changed.
         """
-        self._require_lent(rows)
+        self.allocator.require_lent(rows)
         self.allocator.give_back(rows)
 
     def quarantine(self, rows: Rows, *, now_s: float) -> None:
@@ -231,23 +206,8 @@ class Store(Contents):
         Raises:
             UsageError: A row is not lent. Nothing was changed.
         """
-        self._require_lent(rows)
+        self.allocator.require_lent(rows)
         self.allocator.quarantine(rows, now_s=now_s)
-
-    def _chain(self, batch: Batch, existing: Rows, positions: npt.NDArray[np.int32], rows: Rows) -> Chain:
-        """Parents and depths of the rows that get the keys at `positions`. `existing`: the row of each key, or -1."""
-        if not batch.chained:
-            return Chain(np.full(len(rows), -1, np.int32), np.zeros(len(rows), np.int64))
-        anchor = NO_ROWS - 1 if batch.parent is None else self.table.find(batch.parent)
-        line = np.concatenate([anchor if anchor.size else np.array([-1], np.int32), existing])
-        place = np.arange(len(line))
-        # A depth is counted from the last chunk before it that was here, or from what the writer says.
-        depths = np.where(line >= 0, self.table.columns.depth[np.maximum(line, 0)], batch.depth - 1 + place)
-        counted = np.ones(len(line), np.bool_)
-        counted[1 + positions] = False
-        line[1 + positions] = rows
-        last = np.maximum.accumulate(np.where(counted, place, 0))
-        return Chain(line[positions], (depths[last] + place - last)[1 + positions])
 
     def _without_expired(self, rows: Rows, now: int) -> Rows:
         """`rows` with -1 for chunks that had expired. They are removed."""
@@ -371,7 +331,7 @@ class Store(Contents):
         return self.evictor.evict_ahead(self.table.ticks(now_s))
 
     def use_policy(self, group: int | None, chosen: str | type[Policy] | Score | None, *, now_s: float) -> None:
-        """Evict by another policy from now on. It goes on with the chunks that are here. Looks at all rows.
+        """Evict by another policy from now on. It starts from the chunks that are here. Looks at all rows.
 
         Args:
             group: None: for all quota groups that have no policy of their own.
@@ -412,7 +372,7 @@ class Store(Contents):
 
         Args:
             touch: Count it as a read.
-            output_tokens: The request that read or stored the chunks is done, and made so many tokens.
+            output_tokens: The request that read or stored the chunks is done, and generated this many tokens.
 
         Raises:
             UsageError: Names the hint that is out of range.
@@ -430,7 +390,7 @@ class Store(Contents):
         return len(rows)
 
     def _release_group(self, group: int) -> bool:
-        """Give up a quota group's number, for another group. False while any row counts under it."""
+        """Give up a quota group's number to another group. False while any row counts under it."""
         if self.allocator.used_nbytes[group]:
             return False
         self.row_hints.configure(group, NamespaceConfig())
@@ -450,46 +410,9 @@ class Store(Contents):
         self._added, self.evictor.removed = [], []
         return chunk_keys.from_bytes(added), chunk_keys.from_bytes(removed)
 
-    # -- what callers may not do -------------------------------------------------------------------------------------
-
     def _require_size(self, nbytes: int) -> None:
         if not 0 < nbytes <= self.config.extent_nbytes:
             raise UsageError(
                 f"a chunk of {nbytes:,} bytes does not fit: at least 1, and at most extent_nbytes "
                 f"({self.config.extent_nbytes:,}); raise extent_nbytes or cut the value into chunks"
             )
-
-    def _require_batch(self, batch: Batch, written: Written) -> None:
-        self._require_size(batch.nbytes)
-        require_hints(batch.hints.ttl_s, batch.hints.priority)
-        if not 0 <= batch.depth < MAX_DEPTH:
-            raise UsageError(f"field 'depth': {batch.depth} is not in 0 .. {MAX_DEPTH - 1}")
-        if batch.keys.ndim != 2 or batch.keys.shape[1] != 2:
-            raise UsageError(f"field 'keys': shape {batch.keys.shape} is not [n, 2]")
-        if batch.parent is not None and batch.parent.shape != (1, 2):
-            raise UsageError(f"field 'parent': shape {batch.parent.shape} is not [1, 2]; give one key, or None")
-        counts = tuple(map(len, written))
-        if len(set(counts)) > 1:
-            raise UsageError(f"{counts[0]} positions, {counts[1]} rows and {counts[2]} checksums: one each is needed")
-        positions = written.positions
-        if positions.size and not (positions.min() >= 0 and positions.max() < len(batch.keys)):
-            raise UsageError(f"field 'positions': not in 0 .. {len(batch.keys) - 1}, the places of the keys")
-
-    def _require_lent(self, rows: Rows, group: int | None = None, nbytes: int = 0) -> None:
-        columns, count = self.table.columns, self.table.rows_populated
-        if not rows.size:
-            return
-        if not (rows.min() >= 0 and rows.max() < count):
-            raise UsageError(f"row numbers outside the table (0 .. {count - 1})")
-        if not (columns.state[rows] == RowState.LENT).all() or len(np.unique(rows)) < len(rows):
-            raise UsageError("rows that are not lent, or named twice: each slot can be committed or given back once")
-        if group is None:
-            return
-        if not (columns.group[rows] == group).all():
-            raise UsageError("rows that are lent to another namespace: lend slots for this one")
-        if not (columns.nbytes[rows] == slot_nbytes(nbytes)).all():
-            raise UsageError(f"rows whose slots are for another size than {nbytes:,} bytes: lend slots of that size")
-
-
-def _populate(arena: SharedMemory, extent_nbytes: int, extent: int) -> bool:
-    return arena.populate(extent * extent_nbytes, extent_nbytes, hurry=True)
