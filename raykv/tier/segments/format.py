@@ -33,7 +33,7 @@ LAYOUT_VERSION: Final = 1
 BLOCK_NBYTES: Final = SLOT_ALIGNMENT_NBYTES
 """The unit of direct input and output. Slots of the arena begin and end at its multiples too."""
 TAIL_BLOCKS: Final = 32
-"""A start first reads this much of a segment's end: room for the summary of 1 700 chunks. A longer one takes two reads."""
+"""A start reads this much of a segment's end: the summary of 1 700 chunks. A longer one takes a second read."""
 BATCH, SUMMARY = 0, 1
 
 HEAD: Final = np.dtype(
@@ -106,6 +106,9 @@ class Counts(NamedTuple):
         nbytes = HEAD.itemsize + sum(2 + len(text) for text in self.texts) + _FOOT.itemsize
         nbytes += self.entries * ENTRY.itemsize + self.deleted * DELETED.itemsize + self.dropped * DROPPED.itemsize
         return blocks_of(nbytes)
+
+
+NOTHING: Final = Counts()
 
 
 class Record(NamedTuple):

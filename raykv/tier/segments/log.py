@@ -17,7 +17,7 @@ from typing import Any, Final, Literal
 import numpy as np
 import numpy.typing as npt
 
-from raykv.tier.segments.format import BATCH, BLOCK_NBYTES, Array, Counts, Record, blocks_of, joined
+from raykv.tier.segments.format import BATCH, BLOCK_NBYTES, NOTHING, Array, Counts, Record, blocks_of, joined
 
 State = Literal["free", "open", "closed", "sealing", "sealed", "reclaiming"]
 
@@ -74,7 +74,7 @@ class Segment:
     placed: int = 0
     records: list[Record] = field(default_factory=list)
     in_flight: deque[Batch] = field(default_factory=deque)
-    counts: Counts = Counts()
+    counts: Counts = NOTHING
 
 
 class Log:

@@ -131,7 +131,7 @@ class Volume:
         return nbytes
 
     def read(self, number: int, offset: int, buffers: Sequence[memoryview]) -> int:
-        """Fill buffers one after another; all aligned to blocks. Returns the number of bytes, less at the file's end."""
+        """Fill buffers one after another; all aligned to blocks. Returns the number of bytes, fewer at the end."""
         with self._file(number) as fd:
             nbytes = transfer(os.preadv, fd, buffers, offset)
             if not self.direct:

@@ -263,11 +263,9 @@ class SsdTier(Tier):
         with shared.lock:
             paths = [drive.stats() for drive in shared.drives]
             states = [path["state"] for path in paths]
-            worst = next(path for state in ("off", "slow", "starting", "on") for path in paths if path["state"] == state)
-            # One path that works is enough for the tier to be on.
-            order = ("slow", "starting", "on", "off")
+            worst = min(paths, key=lambda path: ("off", "slow", "starting", "on").index(path["state"]))
             return {
-                "state": next(state for state in order if state in states),
+                "state": next(state for state in ("slow", "starting", "on", "off") if state in states),
                 "reason": f"{worst['path']}: {worst['reason']}" if worst["reason"] else "",
                 "chunks": len(shared.index),
                 "used_nbytes": int(shared.index.nbytes.sum()),
