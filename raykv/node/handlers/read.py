@@ -97,7 +97,7 @@ class ReadHandler:
         try:
             for first in range(0, count, LOCKED_KEYS):
                 self._pin_some(keys, np.arange(first, min(first + LOCKED_KEYS, count)), pinned)
-            absent = np.flatnonzero(pinned.rows < 0) if self._mover else ()
+            absent = np.flatnonzero(pinned.rows < 0) if self._mover else np.empty(0, np.intp)
             until_s = time.monotonic() + PROMOTE_TIMEOUT_S
             for first in range(0, len(absent), PROMOTED_KEYS):
                 some = absent[first : first + PROMOTED_KEYS]
@@ -112,8 +112,9 @@ class ReadHandler:
         with self._lock:
             found = self._store.pin(keys[positions], now_s=time.monotonic())
         here = found.rows >= 0
-        for column, values in zip(pinned, found, strict=True):
-            column[positions[here]] = values[here]
+        some = positions[here]
+        pinned.rows[some], pinned.offsets[some] = found.rows[here], found.offsets[here]
+        pinned.nbytes[some], pinned.checksums[some] = found.nbytes[here], found.checksums[here]
 
     def _end_pins(self, rows: Rows) -> None:
         with self._lock:

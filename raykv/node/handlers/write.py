@@ -16,7 +16,8 @@ from raykv.node.sessions import HandlerTable, NodeSession
 from raykv.protocol import codec, messages
 from raykv.protocol.hints import require_hints
 from raykv.protocol.messages import MAX_KEYS
-from raykv.storage.store import Store, Written
+from raykv.storage.batches import Written
+from raykv.storage.store import Store
 from raykv.tier.mover import TierMover
 from raykv.transport.base import ChunkRun, Reply, Targets
 from raykv.types import Batch, Bits, Hints, Rows
