@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from raykv.memory.table import MAX_NAMESPACES
+from raykv.memory.layout import MAX_NAMESPACES
 from raykv.tier.file.folder import Name
 from raykv.tier.file.tombstones import Tombstones
 from raykv.tier.segments.format import Array, key_array

@@ -11,8 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from raykv.config import SLOT_ALIGNMENT_NBYTES
-from raykv.memory.rows import FreeRows, lazy_zeros
-from raykv.memory.table import MAX_NAMESPACES, ROWS_AT_START, TICKS_PER_S, Table
+from raykv.memory.free_rows import FreeRows, lazy_zeros
+from raykv.memory.layout import MAX_NAMESPACES, ROWS_AT_START, TICKS_PER_S
+from raykv.memory.table import Table
 from raykv.protocol.chunk_keys import empty, to_bytes
 from raykv.tier.base import Found
 from raykv.tier.segments.format import BLOCK_NBYTES, Array, flat
@@ -47,7 +48,7 @@ class Index:
         """
         self._table = Table.create(None, rows=rows, extents=1, extent_nbytes=SLOT_ALIGNMENT_NBYTES, now_s=now_s)
         self.columns = self._table.columns
-        populated = self._table.rows_backed
+        populated = self._table.rows_populated
         self._free = FreeRows(np.zeros(populated, np.bool_), rows=rows, limit=populated)
         self.rows, self._made_at_s = rows, now_s
         self.segment: npt.NDArray[np.int32] = lazy_zeros(rows, np.int32)
@@ -77,7 +78,7 @@ class Index:
         return Found(
             nbytes=int(columns.nbytes[row]),
             checksum=int(columns.checksum[row]),
-            group=int(columns.namespace[row]),
+            group=int(columns.group[row]),
             depth=int(columns.depth[row]),
             parent=to_bytes(self._parent[row]) if self._chained[row] else b"",
             reads=int(columns.frequency[row]),
@@ -102,7 +103,7 @@ class Index:
 
     def rows_of_group(self, group: int) -> Rows:
         """Rows of a quota group's chunks."""
-        return self.rows_where(self.columns.namespace[self.used()] == group)
+        return self.rows_where(self.columns.group[self.used()] == group)
 
     def expired(self, rows: Rows | slice, *, now_s: float) -> Bits:
         """Which rows have expired."""
@@ -130,10 +131,10 @@ class Index:
     def allocate(self, count: int) -> Rows:
         """Take up to `count` free rows."""
         table = self._table
-        while len(self._free) < count and table.rows_backed < self.rows:
-            if not table.back_rows(max(2 * table.rows_backed, ROWS_AT_START)):
+        while len(self._free) < count and table.rows_populated < self.rows:
+            if not table.populate_rows(max(2 * table.rows_populated, ROWS_AT_START)):
                 break  # no memory: the tier does with the rows it has
-            self._free.limit = table.rows_backed
+            self._free.limit = table.rows_populated
         return self._free.take(count)
 
     def release(self, rows: Rows) -> None:
@@ -153,7 +154,7 @@ class Index:
         columns.expires[rows] = np.where(entries["expires_s"] > 0, np.minimum(ticks, 0xFFFFFFFF), 0)
         columns.nbytes[rows], columns.checksum[rows] = entries["nbytes"], entries["checksum"]
         columns.depth[rows], columns.frequency[rows] = entries["depth"], entries["reads"]
-        columns.namespace[rows] = groups
+        columns.group[rows] = groups
         self._parent[rows], self._chained[rows] = entries["parent"], entries["chained"] == 1
         self._expires_s[rows] = entries["expires_s"]
         self.move(rows, entries, segment)
@@ -176,7 +177,7 @@ class Index:
         if not len(rows):
             return
         columns, table = self.columns, self._table
-        groups = columns.namespace[rows]
+        groups = columns.group[rows]
         self.nbytes -= np.bincount(groups, columns.nbytes[rows], MAX_NAMESPACES).astype(np.int64)
         self.chunks -= np.bincount(groups, minlength=MAX_NAMESPACES)
         columns.generation[rows] = 1

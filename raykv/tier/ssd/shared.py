@@ -209,7 +209,7 @@ class Shared:
             if excess <= 0:
                 return
             rows = self.rows_of(drive, segment)
-            rows = rows[columns.namespace[rows] == group]
+            rows = rows[columns.group[rows] == group]
             rows = rows[np.argsort(columns.page[rows], kind="stable")]
             before = np.cumsum(columns.nbytes[rows].astype(np.int64)) - columns.nbytes[rows]
             self.remove(rows[before < excess], tombstones=True)
