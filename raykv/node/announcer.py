@@ -114,8 +114,10 @@ class Announcer:
             below = self._mover.take_changes()
             with self._lock:
                 queued, self._queue, self._retried = [*self._queue, *self._retried], [], []
-                keys = np.concatenate([chunk_keys.empty(), *self._store.take_changes(), *below, *queued])
+                added, removed = self._store.take_changes()
                 self._sending = True
+            self._mover.drop_outdated(added)
+            keys = np.concatenate([added, removed, *below, *queued])
             if len(keys) and not stopping.is_set():
                 self._send(np.unique(keys, axis=0))
             self._sending = False

@@ -149,10 +149,10 @@ class WriteHandler:
         return Reply(messages.Count(max(count, below)))
 
     def _hint(self, request: messages.Hint, session: NodeSession) -> Reply:
-        require_hints(request.ttl_s, request.priority, request.output_tokens)
+        keys = keys_in(request.keys)
         with self._lock:
             count = self._store.hint(
-                keys_in(request.keys),
+                keys,
                 ttl_s=request.ttl_s,
                 priority=request.priority,
                 ended=request.ended,
@@ -160,6 +160,8 @@ class WriteHandler:
                 output_tokens=request.output_tokens,
                 now_s=time.monotonic(),
             )
+        if request.ttl_s is not None:
+            self._mover.drop_outdated(keys)
         return Reply(messages.Count(count))
 
 
