@@ -181,7 +181,7 @@ class StorageConfig(Model):
         arena_nbytes: Shared memory for chunks, in shm_dir. Taken extent by extent: ahead of what is written, and all of
             it while nothing is, as long as an eighth of the host's (and container's) memory and of shm_dir stays free.
         extent_nbytes: The arena is cut into extents; one extent serves one slot size. The largest chunk is one extent.
-        max_chunks: Rows of the chunk table. None: one for every 64 KiB of arena. A row costs 84 bytes.
+        max_chunks: Rows of the chunk table. None: one for every 64 KiB of arena. A row costs 89 bytes.
         policy: Which chunks go first when room is needed, for namespaces that do not say.
         low_water: Eviction starts when less than this share of the arena is free.
         high_water: Eviction stops when this share is free.
