@@ -259,7 +259,9 @@ def test_arc_takes_from_the_queue_that_is_too_long():
     columns.accessed[:] = [4, 3, 2, 1, 8, 7, 6, 5]
     columns.frequency[4:] = 1
     rows = inserted(made, columns)
-    assert victims(made, columns, rows, 4, 1).tolist() == [3, 2, 1, 0], "nothing returned: chunks read once are evicted first"
+    assert victims(made, columns, rows, 4, 1).tolist() == [3, 2, 1, 0], (
+        "nothing returned: chunks read once are evicted first"
+    )
     made.on_remove(columns, rows[2:4], 1, evicted=True)
     made.on_insert(columns, rows[2:4], 1)  # two chunks that were read once return
     assert made.queue(columns, rows).tolist() == [0, 0, 1, 1, 1, 1, 1, 1]
