@@ -110,7 +110,7 @@ class StorageConfig(Model):
             completely while nobody writes, but an eighth of the host's (and container's) memory and of shm_dir stays
             free.
         extent_nbytes: The arena is cut into extents; one extent serves one slot size. The largest chunk is one extent.
-        max_chunks: Rows of the chunk table. None: one per 64 KiB of the arena. A row takes about 90 bytes.
+        max_chunks: Rows of the chunk table. None: one per 64 KiB of the arena. A row takes 89 bytes.
         policy: Decides which chunks are evicted first, for namespaces without a policy of their own.
         low_water: Eviction starts when less than this share of the arena is free.
         high_water: Eviction stops when this share is free.
@@ -135,7 +135,7 @@ class StorageConfig(Model):
     numa: Literal["auto", "off"] = "auto"
     ssd: SsdConfig | None = None
     file: FileTierConfig | None = None
-    tiers: dict[Name, dict[str, Any]] = {}
+    tiers: dict[Name, dict[str, Any]] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
