@@ -10,7 +10,7 @@ from raykv.config import SLOT_ALIGNMENT_NBYTES
 from raykv.memory.layout import RowState
 from raykv.memory.table import Table
 from raykv.protocol.reasons import Place, Reason
-from raykv.storage.allocator import Allocator
+from raykv.storage.allocator import Allocator, has_duplicates
 from raykv.storage.eviction_log import Departures
 from raykv.storage.evictor import Evictor
 from raykv.types import Bits, KeyArray, Rows
@@ -101,9 +101,9 @@ class Contents:
 
 
 def is_first(keys: KeyArray) -> Bits:
-    """Which of the keys do not stand at an earlier place too."""
-    first = np.ones(len(keys), np.bool_)
-    if len(np.unique(keys[:, 1])) < len(keys):
-        first[:] = False
-        first[np.unique(keys, axis=0, return_index=True)[1]] = True
+    """Which of the keys are at no earlier place too."""
+    if not has_duplicates(keys[:, 1]):
+        return np.ones(len(keys), np.bool_)
+    first = np.zeros(len(keys), np.bool_)
+    first[np.unique(keys, axis=0, return_index=True)[1]] = True
     return first

@@ -115,7 +115,8 @@ class Evictor:
             How many there is room for.
         """
         allocator = self._allocator
-        if self._within_quota(count, size, group) < count or self._free(size) < count:
+        enough = min(allocator.slots.free(size), len(allocator.free_rows)) >= count
+        if not enough or self._within_quota(count, size, group) < count:
             with self._shielded(protected):
                 count = self._make_room_in_quota(count, size, group, now)
                 if count > len(allocator.free_rows):
@@ -143,9 +144,6 @@ class Evictor:
         if not quota:
             return count
         return min(count, max(0, quota - int(self._allocator.used_nbytes[group])) // size)
-
-    def _free(self, size: int) -> int:
-        return min(self._allocator.slots.free(size), len(self._allocator.free_rows))
 
     def _as_chunks(self, nbytes: int, rows: Rows) -> int:
         """How many chunks of the mean size of `rows` take `nbytes`."""

@@ -42,7 +42,7 @@ EXPIRE_ROWS: Final = 1 << 16
 
 
 class LentSlots(NamedTuple):
-    """Slots for a writer to fill and to commit: the row of each, and where in the arena it begins."""
+    """Slots for a writer to fill and to commit: row of each, and where in the arena it begins."""
 
     rows: Rows
     offsets: npt.NDArray[np.uint64]
@@ -51,7 +51,7 @@ class LentSlots(NamedTuple):
 class Pinned(NamedTuple):
     """Chunks that stay where they are until `unpin`, one entry a key.
 
-    Row -1: the key is not ready; its other entries mean nothing.
+    Where the row is -1 the key is not ready, and the other entries mean nothing.
     """
 
     rows: Rows
@@ -135,13 +135,13 @@ class Store(Contents):
 
         Args:
             group: Quota group, a number from `groups`.
-            nbytes: Size of the chunks that they are for.
+            nbytes: Size of the chunks to write.
             count: Slots needed now. Other chunks are evicted for them.
-            ahead: Further slots, if enough are free: nothing is evicted for them.
+            ahead: Slots for later. They come after those needed now, and nothing is evicted for them.
             protect: Keys whose chunks are not evicted: those about to be written, and the chunk before them.
 
         Returns:
-            Slots needed now, then those ahead. Fewer when the store is full.
+            Fewer slots when the store is full.
 
         Raises:
             UsageError: The size is 0 or above an extent.
@@ -192,19 +192,14 @@ class Store(Contents):
         return used
 
     def give_back(self, rows: Rows) -> None:
-        """Take lent slots back from a writer that writes to them no more.
-
-        Raises:
-            UsageError: A row is not lent. Nothing was changed.
-        """
+        """Take lent slots back from a writer that writes to them no more. UsageError if one of them is not lent."""
         self.allocator.require_lent(rows)
         self.allocator.give_back(rows)
 
     def quarantine(self, rows: Rows, *, now_s: float) -> None:
-        """Take lent slots from a writer that was cut off. They are of no use for QUARANTINE_S: it may still be writing.
+        """Take lent slots from a writer that was cut off. UsageError if one of them is not lent.
 
-        Raises:
-            UsageError: A row is not lent. Nothing was changed.
+        They are out of use for QUARANTINE_S, because the writer may still be writing.
         """
         self.allocator.require_lent(rows)
         self.allocator.quarantine(rows, now_s=now_s)
@@ -247,13 +242,12 @@ class Store(Contents):
             UsageError: A row has fewer pins than that. Nothing was changed.
         """
         pins, rows = self.table.columns.pins, rows[rows >= 0]
-        if not rows.size:
-            return
-        pinned, counts = np.unique(rows, return_counts=True)
-        if (pins[pinned] < counts).any():
+        before = pins[rows]
+        np.subtract.at(pins, rows, np.uint16(1))
+        if (pins[rows] > before).any():  # below 0, so it wrapped
+            np.add.at(pins, rows, np.uint16(1))
             raise UsageError("rows with fewer pins than are to end: unpin each row once for each pin")
-        pins[pinned] -= counts.astype(np.uint16)
-        self.allocator.free_unpinned(pinned)
+        self.allocator.free_unpinned(rows)
 
     def corrupt(self, pinned: Pinned) -> Rows:
         """Rows of the pinned chunks whose bytes are not those that were stored. Reads every byte; needs no lock."""
@@ -334,12 +328,11 @@ class Store(Contents):
         """Evict by another policy from now on. It starts from the chunks that are here. Looks at all rows.
 
         Args:
-            group: None: for all quota groups that have no policy of their own.
-            chosen: A name, or a user's policy; see `raykv.eviction.policy`. None: the config's policy, and for a quota
-                group the one for all.
+            group: None: all quota groups that have no policy of their own.
+            chosen: A name, or a user's policy. None: the one of the config, and for a quota group the one for all.
 
         Raises:
-            ConfigError: There is no such policy. Nothing was changed.
+            ConfigError: There is no such policy.
         """
         if chosen is None and group is None:
             chosen = self.config.policy
