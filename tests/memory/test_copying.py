@@ -17,7 +17,16 @@ from hypothesis import strategies as st
 
 from raykv.errors import UsageError
 from raykv.memory import native
-from raykv.memory.copying import STREAM_NBYTES, CopyThreads, all_byte_views, checksum_of, copy, gather, scatter, store
+from raykv.memory.copying import (
+    STREAM_NBYTES,
+    CopyThreads,
+    all_byte_views,
+    checksum_of,
+    copy,
+    gather,
+    gather_hashed,
+    scatter,
+)
 
 pytestmark = pytest.mark.usefixtures("loops")
 
@@ -62,7 +71,7 @@ def test_store_copies_and_hashes(rng, stream):
         pieces = cut(memoryview(source)[before : before + nbytes].tobytes(), [rng.randrange(nbytes + 1)] * 2)
         room = bytearray(b"\xaa" * (before + nbytes + behind))
         target = memoryview(room)[before : before + nbytes]
-        assert store(target, pieces, stream=stream) == xxhash.xxh3_64_intdigest(b"".join(pieces))
+        assert gather_hashed(target, pieces, stream=stream) == xxhash.xxh3_64_intdigest(b"".join(pieces))
         assert target == b"".join(pieces)
         assert room[:before] + room[before + nbytes :] == b"\xaa" * (before + behind)
 
@@ -242,7 +251,7 @@ def test_every_way_of_a_large_copy_is_tried_and_is_right(rng, loops):
         if number % 2:
             native.copy(target, part, True)
         else:
-            assert store(target, [part], stream=True) == xxhash.xxh3_64_intdigest(part)
+            assert gather_hashed(target, [part], stream=True) == xxhash.xxh3_64_intdigest(part)
         assert target == part
         assert (room[: to + before], room[to + before + nbytes :]) == around
     assert set(native.quickest(16 << 10)) <= {"fetched", "pages", "plain"}
@@ -276,14 +285,14 @@ def test_copy_threads_keep_off_the_core_of_their_caller(loops):
 SMALL_COPIES = """
 from mmap import mmap
 from raykv.memory import native
-from raykv.memory.copying import store
+from raykv.memory.copying import gather_hashed
 target, source = memoryview(mmap(-1, 1 << 20)), memoryview(bytes(1 << 20))  # a map begins at a page
 few, some = target[: 64 << 10], source[: 64 << 10]
 for _ in range(2048):
-    native.copy(few, some, True), store(few, [some], stream=True)
+    native.copy(few, some, True), gather_hashed(few, [some], stream=True)
 assert None not in native.quickest(64 << 10) and set(native.quickest(4 << 20)) == {None}
 for _ in range(64):
-    native.copy(target, source, True), store(target, [source], stream=True)
+    native.copy(target, source, True), gather_hashed(target, [source], stream=True)
 assert None not in native.quickest(4 << 20)
 """
 

@@ -33,7 +33,7 @@ class Writer:
     def __init__(self) -> None:
         self.table = Table.create(None, rows=ROWS, extents=1, extent_nbytes=ROWS * 2 * PAGE, now_s=0.0)
         self.arena = SharedMemory.create(None, ROWS * 2 * PAGE)
-        self.arena.back(0, self.arena.nbytes)
+        self.arena.populate(0, self.arena.nbytes)
         self.reader = ShmReader(str(self.table.memory.path), str(self.arena.path), writable=False)
         self.versions = dict.fromkeys(range(40), 0)
         self.holds: dict[int, int] = {}  # row -> number of the key that is ready there
@@ -256,7 +256,7 @@ def test_large_batches_are_shared_between_threads(np_rng):
     chunk, count = 1 << 20, 6
     table = Table.create(None, rows=ROWS, extents=1, extent_nbytes=count * chunk, now_s=0.0)
     arena = SharedMemory.create(None, count * chunk)
-    arena.back(0, arena.nbytes)
+    arena.populate(0, arena.nbytes)
     values = np_rng.integers(0, 256, (count, chunk), np.uint8)
     np.frombuffer(arena.view, np.uint8)[:] = values.ravel()
     rows = np.arange(count, dtype=np.int32)

@@ -266,7 +266,7 @@ def test_buffers_of_other_lengths_are_refused(np_rng):
 def test_a_chunk_that_was_taken_in_is_found_while_the_index_is_made_anew(monkeypatch):
     """Its writer, to whom the row is lent, had not told the rest when the node was killed in the middle of a change."""
     table = Table.create(None, rows=64, extents=1, extent_nbytes=64 * PAGE, now_s=0.0)
-    table.back_rows(64)
+    table.populate_rows(64)
     columns, keys = table.columns, np.array([[1, 2], [1, 2], [3, 4]], np.uint64)
     rows = np.array([5, 6, 7], np.int32)
     columns.generation[rows], columns.page[rows], columns.nbytes[rows] = 2, rows, PAGE

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from raykv.config import StorageConfig
 from raykv.errors import LostError
 from raykv.memory.arena import SharedMemory
-from raykv.memory.table import _HEADER, ROW_NBYTES, TICKS_PER_S, Table, table_nbytes
+from raykv.memory.layout import HEADER, ROW_NBYTES, TICKS_PER_S, table_nbytes
+from raykv.memory.table import Table
 
 pytestmark = pytest.mark.usefixtures("loops")
 
@@ -30,7 +31,7 @@ def keys_of(numbers) -> np.ndarray:
 def test_these_keys_crowd_the_index():
     made = table()
     made.insert(keys_of(range(6)), np.arange(6, dtype=np.int32))
-    assert np.flatnonzero(made._indexes[0]).tolist() == [0, 1, 2, 29, 30, 31]
+    assert np.flatnonzero(made.index).tolist() == [0, 1, 2, 29, 30, 31]
 
 
 class Model:
@@ -181,7 +182,7 @@ def test_a_row_costs_what_the_config_says():
         ("rows", 1 << 60),
         ("index_size", 3),
         ("active_index", 2),
-        ("rows_backed", 17),
+        ("rows_populated", 17),
         ("extents", 1 << 50),
         ("made_at_s", np.nan),
         ("made_at_s", np.inf),
@@ -189,6 +190,6 @@ def test_a_row_costs_what_the_config_says():
 )
 def test_a_damaged_header_is_refused(field, value):
     made = table()
-    np.frombuffer(made.memory.view, _HEADER, 1)[0][field] = value
+    np.frombuffer(made.memory.view, HEADER, 1)[0][field] = value
     with pytest.raises(LostError):
         Table(SharedMemory.attach(made.memory.path, writable=True))
