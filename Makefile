@@ -3,12 +3,16 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-core model demo serve test quick bench bench-quick lint format typecheck notebooks lock clean
+.PHONY: help setup setup-core model demo serve test quick soak bench bench-quick lint format typecheck notebooks lock clean
 
 PYTHON ?= python3.11
 ARGS ?=
+SOAK ?=
 venv := .venv
 core := .venv-core
+# Tests that need more than the core's packages; all others run once, with the core's packages alone.
+full_tests := tests/cluster tests/e2e tests/integrations tests/test_deployments.py tests/test_notebooks.py
+core_tests := tests $(addprefix --ignore=,$(full_tests))
 model := .cache/models/SmolLM2-135M-Instruct
 
 # PyTorch's CPU wheel comes from the folder that pip is told to look in, if it lies there, else from PyTorch's own index.
@@ -38,12 +42,16 @@ demo: setup model ## Run prefill and decode with a shared KV cache, and show wha
 serve: setup model ## The demo's deployment, left running for your own requests
 	@$(venv)/bin/python -m deployments.demo --serve $(ARGS)
 
-test: lint typecheck quick ## All that CI runs, the core also with its own few packages alone
-	@.ci/sanitize $(core)/bin/python
-	$(venv)/bin/python -m pytest tests $(ARGS)
+test: lint typecheck setup-core ## All that CI runs: at most 12 minutes on two cores
+	@$(core)/bin/python -m pytest $(core_tests) -m "not soak" $(ARGS)
+	.ci/sanitize $(core)/bin/python
+	$(venv)/bin/python -m pytest $(full_tests) -m "not soak" $(ARGS)
 
 quick: setup-core ## The tests that need only the core: under a minute
-	@$(core)/bin/python -m pytest tests -q -m "not slow and not ray and not vllm and not e2e" $(ARGS)
+	@$(core)/bin/python -m pytest $(core_tests) -q -m "not slow and not soak" $(ARGS)
+
+soak: setup-core ## The long variants: SOAK="seed=7 kills=200 seconds=600" changes seed, counts and duration
+	@RAYKV_SOAK="$(SOAK)" $(core)/bin/python -m pytest $(core_tests) -m soak -s $(ARGS)
 
 bench: setup ## Measure raykv and other stores side by side, and the machine's own limits: 20 minutes
 	@RAYKV_TORCH_SOURCE="$(torch_source)" $(venv)/bin/python -m benchmarks.compare $(ARGS)

@@ -67,7 +67,7 @@ def test_the_full_lock_has_nothing_excluded_and_torch_for_cpu():
 
 def test_makefile_has_the_promised_targets():
     everyday = {"help", "setup", "setup-core", "model", "demo", "serve", "clean"}
-    for_changes = {"test", "quick", "lint", "format", "typecheck", "notebooks", "lock"}
+    for_changes = {"test", "quick", "soak", "lint", "format", "typecheck", "notebooks", "lock"}
     listed = subprocess.run(["make", "-s", "help"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
     assert {line.split()[0] for line in listed.splitlines()} >= everyday | for_changes
 
