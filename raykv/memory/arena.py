@@ -22,7 +22,7 @@ class SharedMemory:
         view: All of its bytes.
         address: Where they begin in this process; a multiple of the huge page, unless they are fewer than that.
         page_nbytes: The file's length is a multiple of it: the size of a hugetlbfs's pages, else the host's page.
-        huge_pages: Whether `back` asks for huge pages.
+        huge_pages: Whether `populate` asks for huge pages.
     """
 
     def __init__(self, fd: int, path: Path, nbytes: int, *, writable: bool, huge_pages: HugePages = "never") -> None:
@@ -42,7 +42,7 @@ class SharedMemory:
 
     @classmethod
     def create(cls, path: Path | None, nbytes: int, *, huge_pages: HugePages = "try") -> Self:
-        """Make a file of zeros. It takes no memory yet: see `back`.
+        """Make a file of zeros. It takes no memory yet: see `populate`.
 
         Args:
             path: The file, which must not exist. None: anonymous memory that is gone with its last user.
@@ -74,7 +74,7 @@ class SharedMemory:
         """Map a file that `create` made.
 
         Args:
-            huge_pages: For processes that call `back`.
+            huge_pages: For processes that call `populate`.
 
         Raises:
             LostError: It is not there (any more), or not ours to open.
@@ -92,7 +92,7 @@ class SharedMemory:
         except OSError as error:  # a directory, say
             raise LostError(f"shared memory {path} cannot be mapped: {error.strerror}") from error
 
-    def back(self, offset: int, nbytes: int, *, hurry: bool = False) -> bool:
+    def populate(self, offset: int, nbytes: int, *, hurry: bool = False) -> bool:
         """Take real memory for a part of the file, so that touching it later cannot kill us with SIGBUS.
 
         Huge pages are used where whole ones fit, if they are wanted and to be had. 32 MiB take 2 ms, or 100 ms where a
@@ -122,7 +122,7 @@ class SharedMemory:
 
     @property
     def huge_nbytes(self) -> int:
-        """Bytes in huge pages: all that a hugetlbfs gave, or else those that `back` found or made in this process."""
+        """Bytes in huge pages: all that a hugetlbfs gave, or else those that `populate` found or made in this process."""
         if self.page_nbytes > mmap.PAGESIZE and self._close_fd.alive:
             return os.fstat(self._fd).st_blocks * 512
         return self._huge_blocks.count(1) * pages.huge_nbytes()
@@ -259,5 +259,5 @@ def require_pages(arena: SharedMemory, extent_nbytes: int) -> None:
     page = max(arena.page_nbytes, pages.huge_nbytes() if required else 0)
     if extent_nbytes % page:
         raise ConfigError(f"field 'extent_nbytes': must be a multiple of the page there, {page:,} bytes")
-    if required and not arena.back(0, page):
+    if required and not arena.populate(0, page):
         raise ConfigError("field 'huge_pages': required, but there are none to be had; 'raykv doctor' says what to do")

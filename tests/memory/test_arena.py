@@ -35,7 +35,7 @@ def descriptors() -> int:
 def test_two_mappings_see_the_same_bytes(shm_dir, named):
     made = SharedMemory.create(shm_dir / "file" if named else None, 8192)
     seen = SharedMemory.attach(made.path, writable=False)
-    assert made.back(0, 8192)
+    assert made.populate(0, 8192)
     made.view[5000] = 42
     assert seen.view[5000] == 42
     assert seen.view.readonly
@@ -137,9 +137,9 @@ def test_too_little_room_at_the_start(small_tmpfs):
 
 def test_memory_is_taken_before_it_is_touched(small_tmpfs):
     made = SharedMemory.create(small_tmpfs / "file", 64 * MIB)
-    assert made.back(0, 4 * MIB)
+    assert made.populate(0, 4 * MIB)
     made.view[: 4 * MIB] = b"x" * (4 * MIB)
-    assert not made.back(4 * MIB, 2 * MIB)
+    assert not made.populate(4 * MIB, 2 * MIB)
     made.close()
 
 

@@ -96,7 +96,7 @@ def test_a_preference_belongs_to_the_file_and_others_see_it(arena):
         assert numa.preference(memory, 2 * MIB) == (numa.MPOL_PREFERRED, {node})
         assert numa.preference(memory, 5 * MIB) == (numa.MPOL_PREFERRED, {node})
         assert numa.preference(memory, 6 * MIB) == (numa.MPOL_DEFAULT, set())
-    assert arena.back(0, 8 * MIB)
+    assert arena.populate(0, 8 * MIB)
     seen.close()
 
 

@@ -1,37 +1,31 @@
-"""Rows of the chunk table that are free. Pure bookkeeping, derived anew by every process."""
+"""Rows of a chunk table that are free. Bookkeeping of one process, derived again from the columns at every start."""
 
 import mmap
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from raykv.types import Bits, Rows
 
-LENT: Final = -2
-"""In the column `parent`: the row is lent to a writer, has no key yet, and is not in the index."""
-
-QUARANTINE_S: Final = 10.0
-"""Slots whose writer was cut off stay out of use this long: it may not know of it yet, and still be writing."""
-
 
 class FreeRows:
-    """Which rows are free: those on a stack, and all from `fresh` up to `limit`, which were never used.
+    """The free rows: those on a stack, and all from `fresh` up to `limit`, which were never used.
 
-    Four bytes a row that was used and is free again, none for others.
+    Costs four bytes for each row that was used and is free again, and nothing for the others.
 
     Attributes:
-        fresh: Rows before this one are, or were, in use.
+        fresh: Rows from here on were never used.
         limit: Rows from here on must not be used: they have no real memory yet.
     """
 
     def __init__(self, busy: Bits, *, rows: int, limit: int) -> None:
-        """Start from which rows are busy.
+        """Start from the rows that are busy.
 
         Args:
             busy: One entry for each row below `limit`.
-            rows: Rows of the table.
+            rows: Number of rows of the table.
         """
         free_at_end = int(busy[::-1].argmax()) if busy.any() else len(busy)
         self.fresh, self.limit = len(busy) - free_at_end, limit
@@ -78,7 +72,7 @@ class FreeRows:
 
 
 def lazy_zeros(count: int, kind: type[np.generic]) -> npt.NDArray[Any]:
-    """An array of zeros that takes real memory page by page, as it is written to."""
+    """An array of zeros. Its pages take real memory when they are first written to."""
     memory = mmap.mmap(-1, max(1, count * np.dtype(kind).itemsize), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
         try:
