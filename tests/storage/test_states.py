@@ -199,7 +199,7 @@ def tear(prefix: Path, rng: random.Random) -> None:
             case RowState.LENT:  # killed in a commit, before its last step
                 columns.state[row] = RowState.READY
                 columns.key_hi[row], columns.key_lo[row] = rng.getrandbits(64), rng.getrandbits(64)
-    table._header["dirty"] = 1
+    table.changing().__enter__()  # a change that never ends
     table.memory.close()
 
 
@@ -219,8 +219,8 @@ def test_states_across_crashes(shm_dir, round_, rng):
         if torn:
             tear(prefix, rng)
         again = reopen(prefix, bench.now_s + rng.choice([0.0, 3.0]), arena_nbytes=512 * KIB)
-        after, kept = states(again.store), again.store.table.columns
-        ready = [row for row in before[RowState.READY] if kept.generation[row] == columns.generation[row]]
+        after, found = states(again.store), again.store.table.columns
+        ready = [row for row in before[RowState.READY] if found.generation[row] == columns.generation[row]]
         half_done = sorted(set(before[RowState.READY]) - set(ready))
         assert after[RowState.READY] == ready
         assert torn or not half_done
