@@ -67,14 +67,12 @@ PyObject *quickest(PyObject *module, PyObject *nbytes) {
 /* -- vectors ------------------------------------------------------------------------------------------------------ */
 
 int has_avx2;
-int has_avx512; /* only where its use does not slow the processor down, as it does before Ice Lake */
 
 void use_vectors(long most) {
     (void)most;
 #if defined(__x86_64__)
     __builtin_cpu_init();
     has_avx2 = most >= 256 && __builtin_cpu_supports("avx2");
-    has_avx512 = most >= 512 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vbmi2");
 #endif
 }
 
@@ -84,7 +82,7 @@ PyObject *vectors(PyObject *module, PyObject *most) {
     if (bits == -1 && PyErr_Occurred())
         return NULL;
     use_vectors(bits);
-    return PyLong_FromLong(has_avx512 ? 512 : has_avx2 ? 256 : 0);
+    return PyLong_FromLong(has_avx2 ? 256 : 0);
 }
 
 /* -- one copy ----------------------------------------------------------------------------------------------------- */
@@ -148,32 +146,6 @@ void copy_bytes(char *to, const char *from, size_t n, int stream) {
     (void)stream;
 #endif
     memcpy(to, from, n);
-}
-
-PyObject *copy(PyObject *module, PyObject *const *arguments, Py_ssize_t count) {
-    (void)module;
-    if (count != 3) {
-        PyErr_SetString(PyExc_TypeError, "copy(target, source, stream)");
-        return NULL;
-    }
-    int stream = PyObject_IsTrue(arguments[2]);
-    Py_buffer target, source;
-    if (stream < 0 || PyObject_GetBuffer(arguments[0], &target, PyBUF_WRITABLE) < 0)
-        return NULL;
-    if (PyObject_GetBuffer(arguments[1], &source, PyBUF_SIMPLE) < 0) {
-        PyBuffer_Release(&target);
-        return NULL;
-    }
-    PyObject *result = NULL;
-    if (sized(&target, source.len, "target")) {
-        PyThreadState *state = source.len >= WITHOUT_GIL_NBYTES ? PyEval_SaveThread() : NULL;
-        copy_bytes(target.buf, source.buf, (size_t)source.len, stream);
-        if (state)
-            PyEval_RestoreThread(state);
-        result = Py_NewRef(Py_None);
-    }
-    PyBuffer_Release(&target), PyBuffer_Release(&source);
-    return result;
 }
 
 /* -- jobs --------------------------------------------------------------------------------------------------------- */

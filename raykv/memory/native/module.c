@@ -70,16 +70,13 @@ static PyMethodDef methods[] = {
      "Fill chunks of more than 240 bytes, each a list or tuple of writable buffers: from `ahead` first, then from a\n"
      "socket. Writes their checksums, unless that is None. spin_s: wait this long for bytes before sleeping. Returns 0\n"
      "(full), 1 (late), 2 (closed by the peer) or the negative error number; and how many chunks are full."},
-    {"copy", (PyCFunction)(void (*)(void))copy, METH_FASTCALL,
-     "copy(target, source, stream): copy bytes; stream: past the cache."},
     {"share", share, METH_O, "share(job): copy chunks of a batch of `read` or `fill` until none is left to begin."},
     {"quickest", quickest, METH_O,
      "quickest(nbytes) -> (str | None, str | None)\n\n"
      "The way to copy this many bytes past the cache, and to copy and hash them: 'fetched', 'pages' or 'plain'. None:\n"
      "not known yet."},
     {"vectors", vectors, METH_O,
-     "vectors(most) -> int\n\n"
-     "Use vectors of at most this many bits from now on: 512, 256, or 0 for none. Returns the widest in use."},
+     "vectors(most) -> int: use vectors of at most this many bits from now on, 256 or 0. Returns the bits in use."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -88,7 +85,7 @@ static struct PyModuleDef definition = {
 };
 
 PyMODINIT_FUNC PyInit__native(void) {
-    use_vectors(512);
+    use_vectors(256);
     PyObject *module = PyModule_Create(&definition), *reader = PyType_FromSpec(&reader_spec);
     if (!module || !reader || PyModule_AddObjectRef(module, "Reader", reader) < 0)
         Py_CLEAR(module);

@@ -60,14 +60,13 @@ typedef struct {
 
 #define GROUP (4 * 4096) /* bytes that `stream_group` copies */
 
-extern int has_avx2, has_avx512;
+extern int has_avx2;
 void use_vectors(long most);
 void copy_bytes(char *to, const char *from, size_t n, int stream);
 void stream_group(char *to, const char *from);
 trial_t begin_store(size_t nbytes);
 void end_store(trial_t trial, size_t nbytes);
 int run_job(void (*copy)(const void *, Py_ssize_t), const void *batch, Py_ssize_t count, PyObject *call, int keep_lock);
-PyObject *copy(PyObject *module, PyObject *const *arguments, Py_ssize_t count);
 PyObject *quickest(PyObject *module, PyObject *nbytes);
 PyObject *vectors(PyObject *module, PyObject *most);
 PyObject *share(PyObject *module, PyObject *job);
