@@ -60,9 +60,7 @@ def open_tier(name: str, options: Any, environment: Environment) -> Tier:
     return tier
 
 
-def open_tiers(
-    config: NodeConfig, store: Store, lock: threading.Lock, *, changed: Callable[[], None]
-) -> TierMover:
+def open_tiers(config: NodeConfig, store: Store, lock: threading.Lock, *, changed: Callable[[], None]) -> TierMover:
     """Open the tiers of a node's config.
 
     Args:
@@ -85,7 +83,7 @@ def open_tiers(
         for tier in tiers:
             tier.close()
         raise
-    return TierMover(store, lock, sorted(tiers, key=lambda tier: tier.place), changed=changed)
+    return TierMover(store, lock, sorted(tiers, key=lambda tier: tier.place), changed)
 
 
 class StoreGroupNames:
@@ -95,11 +93,9 @@ class StoreGroupNames:
         self._store, self._lock = store, lock
 
     def text(self, group: int) -> bytes:
-        """The quota group's fields."""
         return bytes(self._store.table.namespaces["text"][group])
 
     def number(self, text: bytes) -> int | None:
-        """Its number on this node, made if need be."""
         if len(text) > NAMESPACE_TEXT_NBYTES:
             return None
         try:

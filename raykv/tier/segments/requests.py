@@ -14,7 +14,6 @@ from raykv.tier.segments.io_threads import Callbacks
 from raykv.tier.segments.volume import IOV_MAX
 from raykv.types import Bits, KeyArray, Rows
 
-
 COUNTS: Final = (
     *("written_nbytes", "disk_nbytes", "moved_nbytes", "read_nbytes", "refused", "timeouts", "errors", "corrupt"),
 )
@@ -40,12 +39,10 @@ class Request:
         self._left += count
 
     def finish(self, place: int, result: bool) -> None:
-        """One of these chunks is done."""
         self._results[place] = result
         self.submit()
 
     def submit(self) -> None:
-        """The caller expects no more chunks."""
         self._left -= 1
         if not self._left:
             self._callbacks.put(lambda: self._done(self._results))
@@ -76,7 +73,6 @@ class Item:
     cancelled: bool = False
 
     def finish(self, result: bool) -> None:
-        """It is on the disk, or will not be."""
         if self.request is not None:
             self.request.finish(self.place, result)
 
@@ -154,7 +150,6 @@ class Run:
         return same
 
     def finish(self, results: Sequence[Any]) -> None:
-        """All its chunks are done."""
         for piece, result in zip(self.pieces, results, strict=True):
             self.request.finish(piece.place, bool(result))
 
