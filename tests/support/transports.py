@@ -4,6 +4,9 @@ import socket
 import threading
 import time
 
+import numpy as np
+
+from raykv.memory.copying import checksum_of
 from raykv.protocol import messages
 from raykv.protocol.codec import encode
 from raykv.transport.addresses import parse_address
@@ -140,3 +143,49 @@ class LyingServer:
     def close(self) -> None:
         self._thread.join(10.0)
         self._listener.close()
+
+
+class Holder:
+    """A service that holds chunks, and as an owner knows who holds others. Reads, Suspect and Promote only.
+
+    Attributes:
+        chunks: Bytes by 16-byte key.
+        sums: Checksums that it announces in place of the right ones, by key.
+        holders: Nodes that hold a key, as it believes.
+        reads: Keys of each Read.
+        suspects: Keys of each Suspect.
+        cut_after: It sends only this many bytes of each payload, and then nothing until `hold` is set. None: all.
+    """
+
+    epoch = 3
+
+    def __init__(self, chunks: dict[bytes, bytes]) -> None:
+        self.chunks = chunks
+        self.sums: dict[bytes, int] = {}
+        self.holders: dict[bytes, tuple[str, ...]] = {}
+        self.reads: list[list[bytes]] = []
+        self.groups: set[bytes] = set()
+        self.suspects: list[bytes] = []
+        self.cut_after: int | None = None
+
+    def session(self, *, local: bool) -> WarehouseSession:
+        return WarehouseSession(local)
+
+    def answer(self, request: messages.Message, session: object) -> Reply:
+        assert isinstance(request, messages.Read | messages.Suspect)
+        keys = [request.keys[at : at + 16] for at in range(0, len(request.keys), 16)]
+        if isinstance(request, messages.Suspect):
+            self.suspects += keys
+            return Reply(messages.Count(len(keys)))
+        self.reads.append(keys)
+        self.groups.add(request.group)
+        values = [self.chunks.get(key, b"") for key in keys]
+        sums = [self.sums.get(k, checksum_of([memoryview(v)])) for k, v in zip(keys, values, strict=True)]
+        answer = messages.Reading(
+            np.array([len(value) for value in values], "<u4").tobytes(), np.array(sums, "<u8").tobytes()
+        )
+        if request.locate:
+            named = [self.holders.get(key, ()) for key in keys if key not in self.chunks]
+            answer.choices, answer.places = tuple(named), np.arange(len(named), dtype="<i4").tobytes()
+        payload = memoryview(b"".join(values))
+        return Reply(answer, outgoing=[payload[: self.cut_after]])
