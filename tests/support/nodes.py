@@ -15,7 +15,6 @@ import numpy as np
 import xxhash
 
 import raykv
-from raykv.client.router import Router
 from raykv.config import ClientConfig, NodeConfig, StorageConfig
 from raykv.embedded import EmbeddedCluster, InProcessMembership
 from raykv.node.node import Node
@@ -58,11 +57,11 @@ def content(name: str, nbytes: int = NBYTES) -> bytes:
     return hashlib.shake_128(name.encode()).digest(nbytes)
 
 
-def put(client: raykv.Client, keys: list[str], **options: Any) -> raykv.PutResult:
+def put(client: "raykv.Client", keys: list[str], **options: Any) -> raykv.PutResult:
     return client.put(keys, [content(key) for key in keys], **options)
 
 
-def get(client: raykv.Client, keys: list[str], **options: Any) -> tuple[bool, ...]:
+def get(client: "raykv.Client", keys: list[str], **options: Any) -> tuple[bool, ...]:
     into = [bytearray(NBYTES) for _ in keys]
     hits = client.get(keys, into, **options).hits
     assert all(not hit or into[place] == content(keys[place]) for place, hit in enumerate(hits)), "wrong bytes"
@@ -177,8 +176,10 @@ class NodeProcess:
     def kill(self) -> None:
         kill(self.process)
 
-    def client(self, *, local: bool = True, **config: Any) -> raykv.Client:
+    def client(self, *, local: bool = True, **config: Any) -> "raykv.Client":
         address = self.local_address if local else self.address
+        from raykv.client.router import Router
+
         fields = {"address": address, "secret": SECRET, "breaker_s": 0.05, **config}
         return raykv.Client(SPACE, Router(ClientConfig.load(fields)))
 
