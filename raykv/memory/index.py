@@ -76,33 +76,39 @@ class HashIndex:
         """Row of one key in any state, or -1."""
         cells, index, size = self.cells, self._copy_cells[self._active[0]], self._size
         position = (((hi ^ lo) * _MIX & _LOW_64) >> 32) * size >> 32
-        for _ in range(size):
-            entry = index[position]
-            if entry >= FIRST:
-                row = entry - FIRST
-                if cells.key_lo[row] == lo and cells.key_hi[row] == hi:
-                    return row
-            elif entry == EMPTY:
-                return -1
-            position = position + 1 if position + 1 < size else 0
+        try:
+            for _ in range(size):
+                entry = index[position]
+                if entry >= FIRST:
+                    row = entry - FIRST
+                    if cells.key_lo[row] == lo and cells.key_hi[row] == hi:
+                        return row
+                elif entry == EMPTY:
+                    return -1
+                position = position + 1 if position + 1 < size else 0
+        except IndexError:
+            pass  # an entry names a row outside the table
         self._raise_damaged()
 
     def find_ready_one(self, hi: int, lo: int, now: int) -> tuple[int, int, int, int] | None:
         """(row, generation, page, nbytes) of one key if it is ready and not expired at tick `now`."""
         records, index, size = self.records, self._copy_cells[self._active[0]], self._size
         position = (((hi ^ lo) * _MIX & _LOW_64) >> 32) * size >> 32
-        for _ in range(size):
-            entry = index[position]
-            if entry >= FIRST:
-                # The generation is read first: the other fields are valid for as long as it stays the same.
-                generation, expires, page, nbytes, key_hi, key_lo = _unpack(records, (entry - FIRST) * _STRIDE)
-                if key_lo == lo and key_hi == hi:
-                    if generation & 1 or not generation or 0 < expires <= now:
-                        return None
-                    return entry - FIRST, generation, page, nbytes
-            elif entry == EMPTY:
-                return None
-            position = position + 1 if position + 1 < size else 0
+        try:
+            for _ in range(size):
+                entry = index[position]
+                if entry >= FIRST:
+                    # The generation is read first: the other fields are valid for as long as it stays the same.
+                    generation, expires, page, nbytes, key_hi, key_lo = _unpack(records, (entry - FIRST) * _STRIDE)
+                    if key_lo == lo and key_hi == hi:
+                        if generation & 1 or not generation or 0 < expires <= now:
+                            return None
+                        return entry - FIRST, generation, page, nbytes
+                elif entry == EMPTY:
+                    return None
+                position = position + 1 if position + 1 < size else 0
+        except struct.error:
+            pass  # the same
         self._raise_damaged()
 
     def unchanged(self, rows: Rows, generations: npt.NDArray[np.uint32]) -> npt.NDArray[np.bool_]:
