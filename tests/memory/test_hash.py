@@ -34,9 +34,9 @@ def test_every_length_at_the_edges(rng, stream):
         source, target = bytearray(rng.randbytes(nbytes + 64)), bytearray(nbytes + 64)
         for before in (0, 1, 32):
             place = memoryview(target)[before : before + nbytes]
-            assert gather_hashed(place, [memoryview(source)[7 : 7 + nbytes]], stream=stream) == xxhash.xxh3_64_intdigest(
-                source[7 : 7 + nbytes]
-            ), nbytes
+            assert gather_hashed(
+                place, [memoryview(source)[7 : 7 + nbytes]], stream=stream
+            ) == xxhash.xxh3_64_intdigest(source[7 : 7 + nbytes]), nbytes
             assert place == source[7 : 7 + nbytes]
 
 

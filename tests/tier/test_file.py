@@ -227,7 +227,12 @@ def test_what_is_stored_again_after_it_was_deleted_is_there(tmp_path):
             assert one.right(keys, 5000) == [False] * 4
         one.put(keys[:2], 5000)
         # The other one must have heard of it: it would take what it has still for good enough.
-        wait_for(lambda: not one.tier._catalog.tombstones.pending and other.tier._catalog.tombstones.latest == one.tier._catalog.tombstones.latest)
+        wait_for(
+            lambda: (
+                not one.tier._catalog.tombstones.pending
+                and other.tier._catalog.tombstones.latest == one.tier._catalog.tombstones.latest
+            )
+        )
         other.put(keys[2:3], 5000)
         assert one.right(keys[:2], 5000) == [True] * 2
     with Shared(tmp_path, "c").on() as later:
