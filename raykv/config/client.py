@@ -16,7 +16,7 @@ class ClientConfig(Model):
         secret: The cluster's secret, as hexadecimal text; needed only for "host:port".
         timeout_s: After this time a `get` or `match` counts what is missing as a miss.
         breaker_s: A peer that failed is not asked for this long.
-        connections_per_peer: Idle connections kept to one peer.
+        connections_per_peer: The most idle connections to one peer.
         streams_per_peer: Connections that share a large read from one peer. None: by the number of cores.
         copy_threads: Threads that copy a large batch from or into this host's memory. None: half the cores, at most 4.
         spin_s: A thread that waits for a socket polls it for this long before it sleeps. 0: off.

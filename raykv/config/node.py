@@ -16,7 +16,7 @@ class NodeConfig(Model):
     Attributes:
         cluster: Name of the cluster; part of every file and actor name.
         node_id: The node's name, unique and stable in its cluster: a restarted node finds its memory by it.
-        bind: Address to listen on, as peers reach it. Port 0 means any free port.
+        bind: Address to listen on, by which peers connect. Port 0 means any free port.
         host: Identity of the host. Nodes and clients with equal hosts read each other's shared memory. None: found out.
         weight: Share of the ring relative to others. None: the arena's GiB.
         heartbeat_s: Time between heartbeats to the directory.

@@ -12,18 +12,18 @@ pytestmark = pytest.mark.usefixtures("loops")
 EDGES = [64 * n + d for n in (3, 4, 15, 16, 17, 32, 255, 256, 257) for d in (-1, 0, 1)]
 
 
-@pytest.fixture(params=[512, 256, 0])
+@pytest.fixture(params=[256, 0])
 def width(request):
     """Vectors of so many bits; skips where the processor, or the loops, have none such."""
     if native.vectors is None:
         if request.param:
             pytest.skip("one way without the compiled loops")
     elif native.vectors(request.param) != request.param:
-        native.vectors(512)
+        native.vectors(256)
         pytest.skip("not this processor's")
     yield
     if native.vectors is not None:
-        native.vectors(512)
+        native.vectors(256)
 
 
 @pytest.mark.usefixtures("width")
