@@ -20,17 +20,17 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
-from raykv.protocol.codec import expect
-from raykv.transport.link import SocketLink
 
 from raykv.config import MIB, NodeConfig
-from raykv.embedded import InProcessDirectory
+from raykv.embedded import InProcessMembership
 from raykv.errors import RayKVError
 from raykv.memory.copying import checksum_of
 from raykv.protocol import chunk_keys, messages
+from raykv.protocol.codec import expect
 from raykv.protocol.namespace import Namespace
 from raykv.storage.store import Store, Written
 from raykv.supervisor.handle import NodeHandle
+from raykv.transport.link import SocketLink
 from raykv.types import Batch, KeyArray
 
 NBYTES = 4096
@@ -64,7 +64,7 @@ def _run(home: Path, rows: int, kills: int) -> None:
     config = NodeConfig.load({"cluster": "bench", "node_id": "n", "storage": storage})
     value = os.urandom(NBYTES)
     asked = _fill(config, rows, value)
-    node = NodeHandle(config, secret=SECRET, directory=InProcessDirectory(member_timeout_s=60.0))
+    node = NodeHandle(config, secret=SECRET, membership=InProcessMembership(member_timeout_s=60.0))
     try:
         recovered, imports = node.stats()["recovered"], []
         print(f"{recovered:,} rows; {kills} kills; milliseconds: median, and the worst")
@@ -123,7 +123,7 @@ def _until_hit(config: NodeConfig, key: KeyArray, value: bytes) -> int:
         try:
             link = SocketLink.connect(config.local_address, SECRET, deadline_s=until_s)
             try:
-                link.fetch(
+                link.call(
                     messages.Read(chunk_keys.to_bytes(key)),
                     lambda answer: [[target]] if any(expect(messages.Reading, answer).nbytes) else [],
                     deadline_s=until_s,

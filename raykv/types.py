@@ -1,4 +1,4 @@
-"""The words that every layer shares. Standard library and numpy only."""
+"""Types that all packages share. Standard library and numpy only."""
 
 import os
 from collections.abc import Sequence
@@ -22,17 +22,17 @@ Scattered: TypeAlias = Buffer | Sequence[Buffer]
 """One chunk's bytes in memory: one buffer, or several in order (an engine keeps a chunk in many pages)."""
 
 Path: TypeAlias = Literal["shm", "tcp", "memory"]
-"""By which path bytes came: shared memory on the same host, a TCP socket, or a call within the process."""
+"""How bytes travel: through shared memory on one host, a TCP socket, or a call within the process."""
 
 NodeId: TypeAlias = str
 
 
 class Hints(NamedTuple):
-    """What a writer says of its chunks.
+    """Expiry and priority that a writer gives its chunks.
 
     Attributes:
-        ttl_s: They expire so long after they were stored; 0: as their namespace's config says.
-        priority: -100 to 100; the higher go last. 0: as the config says.
+        ttl_s: Seconds from the commit to the expiry. 0: the namespace's config decides.
+        priority: -100 to 100. Higher priorities are evicted later. 0: the namespace's config decides.
     """
 
     ttl_s: float = 0.0
@@ -43,15 +43,36 @@ NO_HINTS = Hints()
 
 
 @dataclass(frozen=True, slots=True)
+class Batch:
+    """Chunks of one size that are stored together.
+
+    Attributes:
+        keys: Their keys, shape [n, 2].
+        nbytes: Size of each chunk.
+        parent: Key of the chunk before keys[0], shape [1, 2].
+        depth: Place of keys[0] in its chain. Used when the parent is not on the node.
+        chained: Whether each key follows the one before it in one chain.
+        hints: Expiry and priority.
+    """
+
+    keys: KeyArray
+    nbytes: int
+    parent: KeyArray | None = None
+    depth: int = 0
+    chained: bool = True
+    hints: Hints = NO_HINTS
+
+
+@dataclass(frozen=True, slots=True)
 class PutResult:
-    """What became of the chunks of one `put`, as counts that add up to the chunks given.
+    """The result of one `put`: counts that add up to the chunks given.
 
     Attributes:
         stored: Written and visible to every reader.
-        existed: Were there already; not written again.
-        skipped: Not stored, because the arena is full or the node is away. The caller goes on without.
+        existed: Already there, so not written again.
+        skipped: Not stored, because the arena is full or the node is away. The caller goes on without them.
         reason: Why chunks were skipped; empty when none was.
-        posted: Written, and on their way to be visible; `Client.flush` tells what became of them.
+        posted: Written, and soon visible. `Client.flush` returns their results.
     """
 
     stored: int
@@ -66,14 +87,16 @@ class Match:
     """The longest stored prefix of a list of keys.
 
     Attributes:
-        count: Leading chunks that somebody holds.
+        count: Number of leading chunks that some node holds.
         holders: For each of these chunks the node that will be asked for it.
-        soon: How many of them nobody has in memory: they come from a tier below it, and take a while longer.
+        below_memory: How many of them no node has in memory: they come from a tier below it, and take longer.
+        nbytes: Length of each of them, 0 for unknown; empty when no length is known.
     """
 
     count: int
     holders: tuple[NodeId, ...] = ()
-    soon: int = 0
+    below_memory: int = 0
+    nbytes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +104,8 @@ class GetResult:
     """Which chunks of one `get` arrived, and how.
 
     Attributes:
-        hits: One entry a key: True when its buffer now holds exactly the bytes that were put. Where it is False, the
-            buffer's content is undefined.
+        hits: One entry per key. True: its buffer holds exactly the bytes that were put. False: the buffer's content is
+            undefined.
         nbytes_by_path: Bytes that arrived, by path.
         chunks_by_source: Chunks that arrived, by (holder, path).
     """

@@ -1,9 +1,9 @@
-"""Copying chunk bytes between memory that is in one piece and memory that is in several."""
+"""Copying chunk bytes between memory in one piece and memory in several."""
 
-import ctypes
 import os
 import struct
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from queue import SimpleQueue
@@ -18,40 +18,28 @@ from raykv.memory import native
 from raykv.types import Scattered
 
 STREAM_NBYTES: Final = 512 << 10
-"""Copies of this many bytes at once go past the cache, where the compiled loops are there: what is so large leaves it
-again before anybody uses it, and the target's old bytes need not be fetched."""
+"""A batch of this many bytes is copied past the cache: it would leave the cache again before its use."""
 STREAM_ONE_NBYTES: Final = 64 << 10
-"""The same for a single chunk that is read: from here on it was measured to pay."""
-STREAM_STORE_NBYTES: Final = 16 << 10
-"""And for one that is stored: nobody on this core reads the slot next, and what is hashed on the way is read once."""
+"""The same for the read of a single chunk."""
 HASH_NBYTES: Final = 256 << 10
-"""Bytes are copied and hashed in turns of this size, so that the second pass finds them in the cache."""
+"""Bytes are copied and hashed in turns of this size: the second pass finds them in the cache."""
 CHECKSUM: Final = struct.Struct("<Q")
-_WITHOUT_GIL_NBYTES: Final = 64 << 10
 TINY_NBYTES: Final = 240
-"""Up to here the checksum is another algorithm, which the compiled loops leave to xxhash."""
-_libc = ctypes.PyDLL(None)  # it does not let go of the interpreter lock for a call of nanoseconds
-_SHARE_NBYTES: Final = 1 << 20
-"""No thread is woken for less."""
+"""Up to this size xxh3 is another algorithm, which the compiled loops leave to xxhash."""
+_WITHOUT_GIL_NBYTES: Final = 64 << 10
+_SHARE_NBYTES: Final = 1 << 20  # no thread is woken for less
 
 
-def copy(target: memoryview, source: memoryview, *, stream: bool = False) -> None:
-    """Copy bytes. Large copies let other threads run meanwhile; for small ones that would cost more than it gives."""
+def copy(target: memoryview, source: memoryview) -> None:
+    """Copy bytes. Large copies let other threads run meanwhile; for small ones that costs more than it gains."""
     if len(source) < _WITHOUT_GIL_NBYTES:
         target[:] = source
-    elif native.copy is not None:
-        native.copy(target, source, stream)
     else:
         np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 
 def scatter(source: memoryview, into: Sequence[memoryview]) -> bool:
     """Copy one run of bytes into several views, in order. False, and nothing copied, when the lengths differ."""
-    if len(into) == 1:
-        if len(into[0]) != len(source):
-            return False
-        copy(into[0], source)
-        return True
     if sum(map(len, into)) != len(source):
         return False
     start = 0
@@ -69,29 +57,28 @@ def gather(target: memoryview, pieces: Sequence[memoryview]) -> None:
         start += len(piece)
 
 
-def store(target: memoryview, pieces: Sequence[memoryview], *, stream: bool = False) -> int:
-    """Copy several views into one run of bytes, in order, and hash them on the way. The lengths must agree.
+def gather_hashed(target: memoryview, pieces: Sequence[memoryview], *, stream: bool = False) -> int:
+    """The same, with the checksum in the same pass.
 
     Args:
-        stream: Past the cache; for copies of STREAM_NBYTES and more in all, or a chunk of STREAM_STORE_NBYTES.
+        stream: Past the cache; for batches of STREAM_NBYTES and more.
 
     Returns:
-        The checksum, as `checksum_of` gives it.
+        The checksum, as from `checksum_of`.
     """
     if native.fill is not None and len(target) > TINY_NBYTES:
         checksum = np.empty(1, np.uint64)
         native.fill([target], [pieces], checksum, stream, None)
         return int(checksum[0])
-    if len(pieces) == 1 and len(target) <= HASH_NBYTES:
-        copy(target, pieces[0], stream=stream)
-        return xxhash.xxh3_64_intdigest(pieces[0])
     state, start = xxhash.xxh3_64(), 0
     for piece in pieces:
         for first in range(0, len(piece), HASH_NBYTES):
             part = piece[first : first + HASH_NBYTES]
-            copy(target[start : start + len(part)], part, stream=stream)
+            copy(target[start : start + len(part)], part)
             state.update(part)
             start += len(part)
+    if start != len(target):
+        raise ValueError(f"slot: {len(target)} bytes where {start} are needed")
     return state.intdigest()
 
 
@@ -106,7 +93,7 @@ def checksum_of(pieces: Sequence[memoryview]) -> int:
 
 
 def checksums_of(chunks: Sequence[Sequence[memoryview]]) -> bytes:
-    """The same of each of many, u64 each, as they travel."""
+    """The checksum of each chunk, as u64 in the order of the wire."""
     return b"".join([CHECKSUM.pack(checksum_of(pieces)) for pieces in chunks])
 
 
@@ -114,16 +101,12 @@ def byte_views(scattered: Scattered, name: str, *, writable: bool) -> list[memor
     """Byte views of one buffer or several.
 
     Raises:
-        UsageError: Not a buffer, not contiguous, or read-only where we write. Calls it by `name`.
+        UsageError: Not a buffer, not contiguous, or read-only where we write. Names it `name`.
     """
-    if native.wrap is not None and (wrapped := native.wrap((scattered,), writable)) is not None:
-        views: list[memoryview] = wrapped[0][0]
-        return views
-    parts = scattered if isinstance(scattered, list | tuple) else [scattered]
     views = []
-    for part in parts:
+    for part in scattered if isinstance(scattered, list | tuple) else (scattered,):
         try:
-            view = memoryview(part)  # type: ignore[arg-type]  # finding that out is what the `except` is for
+            view = memoryview(part)
         except (TypeError, ValueError):
             hint = "; for a CPU tensor pass tensor.view(torch.uint8).numpy()" if hasattr(part, "numpy") else ""
             raise UsageError(f"field '{name}': {type(part).__name__} is not a buffer{hint}") from None
@@ -131,20 +114,18 @@ def byte_views(scattered: Scattered, name: str, *, writable: bool) -> list[memor
             raise UsageError(f"field '{name}': the buffer is not contiguous; pass its pieces as a list")
         if writable and view.readonly:
             raise UsageError(f"field '{name}': the buffer is read-only")
-        views.append(view.cast("B") if view.nbytes else memoryview(bytearray()))
+        if view.format != "B" or view.ndim != 1:
+            view = view.cast("B") if view.nbytes else memoryview(bytearray())
+        views.append(view)
     return views
 
 
 def all_byte_views(many: Sequence[Scattered], name: str, *, writable: bool) -> tuple[list[list[memoryview]], list[int]]:
-    """The same of each of many, which are called by `name` and their place; and how many bytes each has.
+    """Byte views of each of many, and the number of bytes of each.
 
     Raises:
-        UsageError: As `byte_views`.
+        UsageError: As `byte_views`; with the place of the wrong one.
     """
-    if native.wrap is not None:
-        wrapped: tuple[list[list[memoryview]], list[int]] | None = native.wrap(many, writable)
-        if wrapped is not None:
-            return wrapped
     views = [byte_views(each, f"{name}[{place}]", writable=writable) for place, each in enumerate(many)]
     return views, [sum(map(len, pieces)) for pieces in views]
 
@@ -155,10 +136,10 @@ def default_copy_threads() -> int:
 
 
 class CopyThreads:
-    """Threads that share the copies of one large batch with the caller. Thread-safe.
+    """Threads that share the copies of one large batch with the caller. Thread-safe. Usable after a fork.
 
-    The caller does what nobody else does: a thread that wakes late, is busy with another batch, or has to give its core
-    away, copies less. When a call returns, also by an exception, nobody is copying any more.
+    The caller copies what the threads leave: a thread that wakes late, or is busy with another batch, copies less. When
+    a call returns, also by an exception, no thread copies for it any more.
 
     Attributes:
         count: Threads that copy at the same time, the caller included.
@@ -167,39 +148,41 @@ class CopyThreads:
     def __init__(self, count: int) -> None:
         """Threads are started at the first use."""
         self.count = count
+        self.after_fork()
+        _all_copy_threads.add(self)
+
+    def after_fork(self) -> None:
+        """In a forked child: start anew, without the parent's threads, and without its locks, which may be held."""
         self._jobs: SimpleQueue[object] = SimpleQueue()
         self._threads: list[threading.Thread] = []
-        self._process = os.getpid()
         self._lock = threading.Lock()
-        self._cores: set[int] = set()  # where the threads may run
-        self._left_out = -1
 
     def called(self, chunks: int, nbytes: int) -> Callable[[object], None] | None:
-        """What `native.read` or `native.fill` of so many chunks and bytes calls helpers with; None: nobody is worth it.
-
-        Nobody helps without the compiled loops either, nor in a child by fork, which has no such threads.
-        """
+        """The `call` of `native.read` or `native.fill` for this many chunks and bytes; None: copy alone."""
         shares = min(self.count, chunks, nbytes // _SHARE_NBYTES)
-        if shares <= 1 or native.share is None or os.getpid() != self._process:
+        if shares <= 1 or native.share is None:
             return None
         try:
             self._start(shares - 1)
         except RuntimeError:  # this process may have no more threads
             if not self._threads:
                 return None
-        self._make_way()
         return partial(self._call, shares - 1)
 
-    def fill(self, slots: list[memoryview], values: list[Sequence[memoryview]]) -> npt.NDArray[np.uint64]:
-        """Copy chunks, each from several views, into slots of the same length. Returns their checksums."""
-        nbytes = sum(map(len, slots))
+    def fill(self, targets: list[memoryview], values: list[Sequence[memoryview]]) -> npt.NDArray[np.uint64]:
+        """Copy chunks, each from several views, into targets of the same length. Returns their checksums.
+
+        Raises:
+            ValueError: The lengths differ.
+        """
+        nbytes = sum(map(len, targets))
         stream = nbytes >= STREAM_NBYTES
-        checksums = np.empty(len(slots), np.uint64)
-        if native.fill is not None and slots and len(slots[0]) > TINY_NBYTES:
-            native.fill(slots, values, checksums, stream, self.called(len(slots), nbytes))
+        checksums = np.empty(len(targets), np.uint64)
+        if native.fill is not None and targets and min(map(len, targets)) > TINY_NBYTES:
+            native.fill(targets, values, checksums, stream, self.called(len(targets), nbytes))
         else:
-            for place, (slot, value) in enumerate(zip(slots, values, strict=True)):
-                checksums[place] = store(slot, value, stream=stream)
+            for place, (target, value) in enumerate(zip(targets, values, strict=True)):
+                checksums[place] = gather_hashed(target, value, stream=stream)
         return checksums
 
     def close(self) -> None:
@@ -213,39 +196,28 @@ class CopyThreads:
         while len(self._threads) < wanted:
             with self._lock:
                 if len(self._threads) < wanted:
-                    thread = threading.Thread(target=self._work, name="raykv-copy", daemon=True)
+                    thread = threading.Thread(target=self._work, args=(self._jobs,), name="raykv-copy", daemon=True)
                     thread.start()
                     self._threads.append(thread)
-                    self._cores, self._left_out = os.sched_getaffinity(thread.native_id or 0), -1
-
-    def _make_way(self) -> None:
-        """Keep the threads off the caller's core, where it is about to copy.
-
-        A thread that wakes there, because the other cores are busy for a moment, stays: for 4 to 8 ms, until the
-        kernel looks again how work is spread. One in two batches of 128 MiB took 14 to 18 ms so, instead of 10.
-        """
-        core = _libc.sched_getcpu()
-        if core == self._left_out or len(self._cores) < 2:
-            return
-        with self._lock:
-            left, self._left_out = self._left_out, core
-            for thread in self._threads:
-                try:
-                    if not thread.is_alive() or thread.native_id is None:
-                        continue  # also in a child by fork, where the number is that of the parent's thread
-                    found = os.sched_getaffinity(thread.native_id)
-                    if found not in (self._cores, self._cores - {left}):
-                        self._cores = found  # somebody has moved us
-                    os.sched_setaffinity(thread.native_id, self._cores - {core})
-                except OSError:
-                    pass  # it has just ended, or none of these cores are ours any more
 
     def _call(self, others: int, job: object) -> None:
         for _ in range(others):
             self._jobs.put(job)
 
-    def _work(self) -> None:
+    @staticmethod
+    def _work(jobs: "SimpleQueue[object]") -> None:
         assert native.share is not None
-        while (job := self._jobs.get()) is not None:
+        while (job := jobs.get()) is not None:
             native.share(job)
             del job
+
+
+_all_copy_threads: "weakref.WeakSet[CopyThreads]" = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for threads in list(_all_copy_threads):
+        threads.after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,7 +1,7 @@
 """Which node owns which key: weighted rendezvous hashing over a fixed number of slots.
 
-Every node and client computes the same ring from the same members; only the list of members ever travels. When a node
-joins or leaves, only the slots that it wins or held move.
+Every node and client computes the same ring from the same members; only the list of members is sent. When a node joins,
+only the slots that it gets change owner; when it leaves, only those that it had.
 
 Source: Thaler and Ravishankar, "A Name-Based Mapping Scheme for Rendezvous" (1996); weights after Schindelhauer and
 Schomaker (2005).
@@ -20,8 +20,6 @@ from raykv.types import KeyArray, NodeId
 
 SLOT_BITS: Final = 12
 SLOTS: Final = 1 << SLOT_BITS
-FEW_KEYS: Final = 64
-"""Up to here a loop is quicker than array passes."""
 
 
 class Member(msgspec.Struct, frozen=True):
@@ -30,18 +28,26 @@ class Member(msgspec.Struct, frozen=True):
     Attributes:
         node_id: Its name.
         host: Identity of its host; equal hosts share memory.
-        address: "host:port" for peers.
-        local_address: "unix:..." for processes of its host.
+        endpoints: Where it is reached, by transport: "tcp" has "host:port", "unix" has "unix:..." for its own host.
         weight: Share of the ring.
-        incarnation: Grows with every start; another one means that what the node kept as an owner is gone.
+        incarnation: Grows with every start of the node. After a start, its location index is empty.
     """
 
     node_id: NodeId
     host: str
-    address: str
-    local_address: str
+    endpoints: dict[str, str]
     weight: float
     incarnation: int
+
+    @property
+    def address(self) -> str:
+        """Endpoint for other hosts; empty if there is none."""
+        return self.endpoints.get("tcp", "")
+
+    @property
+    def local_address(self) -> str:
+        """Endpoint for processes of its host; empty if there is none."""
+        return self.endpoints.get("unix", "")
 
 
 class View(msgspec.Struct, frozen=True, dict=True):
@@ -52,7 +58,7 @@ class View(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def ring(self) -> "Ring":
-        """Owners by this view."""
+        """The owners in this view."""
         return Ring([(member.node_id, member.weight) for member in self.members])
 
     def member(self, node_id: NodeId) -> Member | None:
@@ -69,7 +75,7 @@ class Ring:
 
     Attributes:
         nodes: Names, sorted; ranks refer to places in it.
-        ranks: Shape [SLOTS, nodes]: for each slot all nodes, the owner first, then where replicas go.
+        ranks: Shape [SLOTS, nodes]: for each slot all nodes in order of rank, the owner first.
     """
 
     def __init__(self, weights: Sequence[tuple[NodeId, float]]) -> None:
@@ -82,14 +88,14 @@ class Ring:
         self.ranks: npt.NDArray[np.int16] = np.argsort(share / np.log(uniform), axis=1).astype(np.int16)
 
     def owners(self, keys: KeyArray) -> npt.NDArray[np.int16]:
-        """Place in `nodes` of each key's owner; -1 where there is no node at all."""
+        """Place in `nodes` of each key's owner; -1 when there are no nodes."""
         if not self.nodes:
             return np.full(len(keys), -1, np.int16)
         owners: npt.NDArray[np.int16] = self.ranks[self.slots(keys), 0]
         return owners
 
     def owner(self, hi: int) -> NodeId | None:
-        """Owner of the key with that high half; None where there is no node at all."""
+        """Owner of the key with this high half; None when there are no nodes."""
         return self._first[hi >> 64 - SLOT_BITS] if self.nodes else None
 
     @cached_property
@@ -97,20 +103,10 @@ class Ring:
         return [self.nodes[place] for place in self.ranks[:, 0].tolist()]
 
     def shares(self, keys: KeyArray) -> dict[NodeId, list[int]]:
-        """Places of the keys that each node owns; of nodes that own some."""
-        if len(self.nodes) == 1:
-            return {self.nodes[0]: list(range(len(keys)))}
-        shares: dict[NodeId, list[int]] = {}
-        if not self.nodes:
-            return shares
-        if len(keys) <= FEW_KEYS:
-            for place, hi in enumerate(keys[:, 0].tolist()):
-                shares.setdefault(self._first[hi >> 64 - SLOT_BITS], []).append(place)
-            return shares
+        """Positions of the keys that each node owns. Nodes that own none are left out."""
         owners = self.owners(keys)
-        for owner in np.unique(owners).tolist():
-            shares[self.nodes[owner]] = np.flatnonzero(owners == owner).tolist()
-        return shares
+        some = np.unique(owners[owners >= 0]).tolist()
+        return {self.nodes[owner]: np.flatnonzero(owners == owner).tolist() for owner in some}
 
     @staticmethod
     def slots(keys: KeyArray) -> npt.NDArray[np.int64]:

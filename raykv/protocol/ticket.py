@@ -1,11 +1,10 @@
-"""The hand-off ticket: what a prefill worker gives a decode worker so that it can read at once, without a lookup.
+"""The hand-off ticket: with it a decode worker reads what a prefill worker stored, without a lookup.
 
-A ticket names holders by node name only. It travels through HTTP requests that users may forge, so it carries no
-address: a forged ticket can name nothing but members of the cluster, and at worst costs a miss.
+A ticket travels in HTTP requests, which users may forge. So it names holders by node name and carries no address: a
+forged ticket can only name members of the cluster, and costs a miss.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from typing import Annotated, Any, Self
 
@@ -26,58 +25,48 @@ class Run(Model):
     chunks: Annotated[int, Field(ge=1, le=1 << 24)]
 
 
-class _Fields(Model):
-    group: Namespace
-    digest: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
-    runs: Annotated[tuple[Run, ...], Field(max_length=MAX_RUNS)]
-
-
-@dataclass(frozen=True, slots=True)
-class Ticket:
+class Ticket(Model):
     """Who holds the first chunks of one prompt.
 
     Attributes:
-        quota group: The namespace without salt and adapter, so that a mismatch can be explained.
+        group: The namespace without salt and adapter, to explain a mismatch.
         digest: Digest of the whole namespace, as hexadecimal text.
         runs: Holders from the first chunk on.
     """
 
     group: Namespace
-    digest: str
-    runs: tuple[Run, ...]
+    digest: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+    runs: Annotated[tuple[Run, ...], Field(max_length=MAX_RUNS)]
 
     @classmethod
     def of(cls, namespace: Namespace, holders: Sequence[NodeId]) -> Self:
-        """A ticket for chunks held by these nodes, one entry a chunk."""
+        """Make a ticket for chunks that these nodes hold, one entry a chunk."""
         runs = tuple(Run(node_id=name, chunks=len(list(group))) for name, group in groupby(holders))
-        return cls(namespace.group, namespace.digest.hex(), runs[:MAX_RUNS])
+        return cls(group=namespace.group, digest=namespace.digest.hex(), runs=runs[:MAX_RUNS])
 
     def match(self, namespace: Namespace, wanted: int) -> Match:
-        """The leading chunks, of `wanted`, that the ticket promises.
+        """The leading chunks, at most `wanted`, that the ticket promises.
 
         Raises:
-            NamespaceMismatch: It was made under another namespace; names the fields.
+            NamespaceMismatch: The ticket was made under another namespace; names the fields.
         """
         if self.digest != namespace.digest.hex():
             namespace.group.require_equal(self.group, what="the hand-off ticket")
             raise NamespaceMismatch(
-                "the hand-off ticket belongs to another namespace; field that differs: salt or lora"
+                "the hand-off ticket belongs to another namespace; fields that differ: salt or lora"
             )
         holders = [run.node_id for run in self.runs for _ in range(min(run.chunks, wanted))][:wanted]
         return Match(len(holders), tuple(holders))
 
     def to_json(self) -> dict[str, Any]:
         """Plain values for a JSON message."""
-        return _Fields(group=self.group, digest=self.digest, runs=self.runs).model_dump(
-            mode="json", exclude_defaults=True
-        )
+        return self.model_dump(mode="json", exclude_defaults=True)
 
     @classmethod
     def from_json(cls, fields: Any) -> Self:
         """Read what `to_json` wrote.
 
         Raises:
-            ConfigError: It is no ticket; names the field.
+            ConfigError: A field is missing, unknown or wrong; names it.
         """
-        read = _Fields.load(fields if isinstance(fields, dict) else {"ticket": fields})
-        return cls(read.group, read.digest, read.runs)
+        return cls.load(fields if isinstance(fields, dict) else {"ticket": fields})

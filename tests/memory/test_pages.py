@@ -75,7 +75,7 @@ def test_a_mapping_goes_with_the_last_that_needs_it(shm_dir):
         return Path("/proc/self/maps").read_text().count(str(shm_dir / "file"))
 
     memory = SharedMemory.create(shm_dir / "file", 2 * HUGE)
-    memory.back(0, HUGE)
+    memory.populate(0, HUGE)
     part = memory.view[:10]
     assert mappings() == 1
     memory.close()
@@ -83,7 +83,7 @@ def test_a_mapping_goes_with_the_last_that_needs_it(shm_dir):
     assert mappings() == 1
     del part
     assert mappings() == 0
-    assert not memory.back(0, HUGE)
+    assert not memory.populate(0, HUGE)
     assert memory.huge_nbytes <= HUGE
 
 
@@ -91,7 +91,7 @@ def test_a_mapping_goes_with_the_last_that_needs_it(shm_dir):
 @pytest.mark.parametrize("named", [True, False])
 def test_memory_comes_in_huge_pages_without_any_setting(shm_dir, named):
     made = SharedMemory.create(shm_dir / "file" if named else None, 4 * HUGE)
-    assert made.back(HUGE // 2, 3 * HUGE)  # a half, two whole ones, a half
+    assert made.populate(HUGE // 2, 3 * HUGE)  # a half, two whole ones, a half
     assert blocks(made) in range(3 * HUGE, 3 * HUGE + 8192)
     assert made.huge_nbytes == mapped_huge(made) == 2 * HUGE
     made.view[HUGE // 2 : 3 * HUGE] = b"x" * (HUGE * 5 // 2)
@@ -105,11 +105,11 @@ def test_memory_comes_in_huge_pages_without_any_setting(shm_dir, named):
 @needs_collapse
 def test_who_is_in_a_hurry_gets_small_pages_that_may_become_huge_later(shm_dir):
     memory = SharedMemory.create(shm_dir / "file", 4 * HUGE, huge_pages="try")
-    assert memory.back(0, 4 * HUGE, hurry=True)
+    assert memory.populate(0, 4 * HUGE, hurry=True)
     assert blocks(memory) == 4 * HUGE
     assert memory.huge_nbytes == 0
     memory.view[5] = 7
-    assert memory.back(0, 4 * HUGE)
+    assert memory.populate(0, 4 * HUGE)
     assert memory.huge_nbytes == 4 * HUGE
     assert memory.view[5] == 7
     memory.close()
@@ -119,11 +119,11 @@ def test_who_is_in_a_hurry_gets_small_pages_that_may_become_huge_later(shm_dir):
 def test_small_pages_become_huge_ones_under_the_chunks_there(shm_dir, np_rng):
     content = np_rng.bytes(2 * HUGE)
     made = SharedMemory.create(shm_dir / "file", 2 * HUGE, huge_pages="never")
-    assert made.back(0, 2 * HUGE)
+    assert made.populate(0, 2 * HUGE)
     made.view[:] = content
     assert made.huge_nbytes == mapped_huge(made) == 0
     again = SharedMemory.attach(made.path, writable=True, huge_pages="try")
-    assert again.back(0, 2 * HUGE)
+    assert again.populate(0, 2 * HUGE)
     assert again.huge_nbytes == mapped_huge(again) == 2 * HUGE
     assert again.view == content == made.view
     again.close()
@@ -139,7 +139,7 @@ def test_a_table_that_began_in_a_hurry_and_grew_in_steps_ends_in_huge_pages(shm_
     keys = np_rng.integers(0, 1 << 64, (rows, 2), np.uint64)
     for first in range(0, rows, ROWS_AT_START):
         end = first + ROWS_AT_START
-        assert made.back_rows(end)
+        assert made.populate_rows(end)
         made.insert(keys[first:end], np.arange(first, end, dtype=np.int32))
         taken = blocks(made.memory)
         while made.use_huge_pages():
@@ -159,12 +159,12 @@ def test_a_full_tmpfs_is_an_answer_and_costs_nothing(mount, huge, collapses, mon
     monkeypatch.setattr(pages, "collapse_works", lambda: collapses)
     place = mount("tmpfs", f"size={5 * HUGE},huge={huge}")
     made = SharedMemory.create(place / "file", 16 * HUGE)
-    assert made.back(0, 2 * HUGE)
-    assert not made.back(2 * HUGE, 4 * HUGE)
+    assert made.populate(0, 2 * HUGE)
+    assert not made.populate(2 * HUGE, 4 * HUGE)
     assert blocks(made) == 2 * HUGE
-    assert made.back(2 * HUGE, 3 * HUGE)
+    assert made.populate(2 * HUGE, 3 * HUGE)
     for offset in (0, 5 * HUGE, 14 * HUGE):
-        assert made.back(offset, 2 * HUGE) == (offset == 0)
+        assert made.populate(offset, 2 * HUGE) == (offset == 0)
     assert free_nbytes(place) == 0
     made.view[: 5 * HUGE] = b"x" * (5 * HUGE)
     if collapses or huge == "advise":
@@ -175,10 +175,10 @@ def test_a_full_tmpfs_is_an_answer_and_costs_nothing(mount, huge, collapses, mon
 def test_a_kernel_that_collapses_nothing_gives_huge_pages_by_fault_if_the_mount_says_so(mount, monkeypatch):
     monkeypatch.setattr(pages, "collapse_works", lambda: False)
     made = SharedMemory.create(mount("tmpfs", "size=64m,huge=advise") / "file", 4 * HUGE)
-    assert made.back(0, 4 * HUGE)
+    assert made.populate(0, 4 * HUGE)
     assert made.huge_nbytes == mapped_huge(made) == 4 * HUGE
     plain = SharedMemory.create(mount("tmpfs", "size=64m,huge=never") / "file", 4 * HUGE)
-    assert plain.back(0, 4 * HUGE)
+    assert plain.populate(0, 4 * HUGE)
     assert blocks(plain) == 4 * HUGE
     assert plain.huge_nbytes == mapped_huge(plain) == 0
     plain.close()
@@ -221,10 +221,10 @@ def test_required_huge_pages_that_are_not_to_be_had_are_refused(shm_dir, monkeyp
 def test_an_extent_without_huge_pages_is_out_of_use_where_they_are_required(shm_dir, monkeypatch):
     memory = SharedMemory.create(shm_dir / "file", 4 * HUGE, huge_pages="require")
     require_pages(memory, HUGE)
-    assert memory.back(0, 2 * HUGE)
+    assert memory.populate(0, 2 * HUGE)
     monkeypatch.setattr(pages, "collapse", lambda *_: False)
-    assert memory.back(0, 2 * HUGE)  # has them
-    assert not memory.back(2 * HUGE, HUGE)
+    assert memory.populate(0, 2 * HUGE)  # has them
+    assert not memory.populate(2 * HUGE, HUGE)
     memory.close()
 
 
@@ -251,7 +251,7 @@ def test_a_hugetlbfs_with_pages_holds_arena_and_table(mount):
     for incarnation in (1, 2):
         store = Store.open(config, place / "n", now_s=0.0)
         assert store.table.incarnation == incarnation
-        assert store.arena.back(4 * MIB, 4 * MIB)
+        assert store.arena.populate(4 * MIB, 4 * MIB)
         store.arena.view[4 * MIB :] = b"x" * (4 * MIB)
         assert store.arena.huge_nbytes >= 4 * MIB
         store.close()
@@ -270,7 +270,7 @@ def test_the_pool_as_the_kernel_tells_it(tmp_path):
 def test_a_thread_may_read_while_the_process_ends(shm_dir):
     program = (
         "import sys, threading, time; from pathlib import Path; from raykv.memory.arena import SharedMemory\n"
-        "memory = SharedMemory.create(Path(sys.argv[1]), 8 << 20); memory.back(0, 8 << 20)\n"
+        "memory = SharedMemory.create(Path(sys.argv[1]), 8 << 20); memory.populate(0, 8 << 20)\n"
         "def read():\n    while True: bytes(memory.view)\n"
         "threading.Thread(target=read, daemon=True).start(); time.sleep(0.05)"
     )

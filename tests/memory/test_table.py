@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from raykv.config import StorageConfig
 from raykv.errors import LostError
 from raykv.memory.arena import SharedMemory
-from raykv.memory.table import _HEADER, ROW_NBYTES, TICKS_PER_S, Table, table_nbytes
+from raykv.memory.layout import HEADER, ROW_NBYTES, TICKS_PER_S, table_nbytes
+from raykv.memory.table import Table
 
 pytestmark = pytest.mark.usefixtures("loops")
 
@@ -30,7 +31,11 @@ def keys_of(numbers) -> np.ndarray:
 def test_these_keys_crowd_the_index():
     made = table()
     made.insert(keys_of(range(6)), np.arange(6, dtype=np.int32))
-    assert np.flatnonzero(made._indexes[0]).tolist() == [0, 1, 2, 29, 30, 31]
+    assert np.flatnonzero(made.index).tolist() == [0, 1, 2, 29, 30, 31]
+
+
+def unchanged(made: Table, rows: np.ndarray, generations: np.ndarray) -> np.ndarray:
+    return (rows >= 0) & (made.columns.generation[rows] == generations)
 
 
 class Model:
@@ -61,7 +66,7 @@ class Model:
         assert self.table.find(keys_of(everything)).tolist() == expected
         found, generations = self.table.find_ready(keys_of(everything), 1)
         assert found.tolist() == expected
-        assert self.table.unchanged(found, generations).tolist() == [row >= 0 for row in expected]
+        assert unchanged(self.table, found, generations).tolist() == [row >= 0 for row in expected]
         assert sorted(self.table.index_entries().tolist()) == sorted(self.rows.values())
         assert self.table.ready_rows().tolist() == sorted(self.rows.values())
 
@@ -136,9 +141,9 @@ def test_a_row_that_got_another_owner_is_seen_as_changed():
     made.columns.generation[0] = 2
     rows, generations = made.find_ready(keys_of([1]), 1)
     made.columns.generation[0] += 1  # evicted
-    assert not made.unchanged(rows, generations)[0]
-    made.columns.generation[0] += 1  # and written anew
-    assert not made.unchanged(rows, generations)[0]
+    assert not unchanged(made, rows, generations)[0]
+    made.columns.generation[0] += 1  # and written again
+    assert not unchanged(made, rows, generations)[0]
 
 
 def test_readers_find_all_keys_while_the_index_is_rebuilt():
@@ -148,6 +153,41 @@ def test_readers_find_all_keys_while_the_index_is_rebuilt():
     for _ in range(3):
         model.rebuild([])
         assert (reader.find(keys_of(range(10))) >= 0).all()
+
+
+def fill_index(made: Table, rows: int) -> None:
+    """Overwrite both copies of the index with entries of all rows but row 0: no search finds an empty one."""
+    for copy in made._copies:
+        copy[:] = 3 + np.arange(len(copy)) % (rows - 1)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("rows", [ROWS, 5000])
+def test_an_index_without_an_empty_entry_is_lost_and_not_searched_for_ever(np_rng, rows):
+    made = table(rows)
+    keys = np_rng.integers(1, 1 << 63, (3, 2)).astype(np.uint64)
+    made.insert(np_rng.integers(1, 1 << 63, (rows, 2)).astype(np.uint64), np.arange(rows, dtype=np.int32))
+    made.columns.generation[:] = 2
+    fill_index(made, rows)
+    one, three = np.array([0], np.int32), np.arange(3, dtype=np.int32)
+    for change in (
+        lambda: made.find(keys),
+        lambda: made.find_ready(keys, 1),
+        lambda: made.insert(keys, three),
+        lambda: made.insert(keys[:1], one),
+        lambda: made.remove(one),
+        lambda: made.rebuild_index(np.append(made.index_entries(), one)),
+    ):
+        with pytest.raises(LostError, match="restart the node"):
+            change()
+        fill_index(made, rows)
+
+
+@pytest.mark.parametrize("wrong", [-1, ROWS, (1 << 31) - 1])
+def test_rows_outside_the_table_are_not_entered(wrong):
+    made = table()
+    with pytest.raises(LostError):
+        made.rebuild_index(np.array([0, wrong], np.int32))
 
 
 def test_ticks_begin_at_one_and_do_not_run_backwards():
@@ -168,7 +208,7 @@ def test_a_change_that_does_not_finish_leaves_its_mark():
 
 def test_a_row_costs_what_the_config_says():
     """Both copies of the index included."""
-    assert f"A row costs {ROW_NBYTES} bytes" in str(StorageConfig.__doc__)
+    assert f"{ROW_NBYTES} bytes" in str(StorageConfig.__doc__)
     assert table_nbytes(1 << 20, 1) / (1 << 20) < ROW_NBYTES + 3  # a fixed part of 2 MB lists the namespaces
 
 
@@ -181,7 +221,7 @@ def test_a_row_costs_what_the_config_says():
         ("rows", 1 << 60),
         ("index_size", 3),
         ("active_index", 2),
-        ("rows_backed", 17),
+        ("rows_populated", 17),
         ("extents", 1 << 50),
         ("made_at_s", np.nan),
         ("made_at_s", np.inf),
@@ -189,6 +229,6 @@ def test_a_row_costs_what_the_config_says():
 )
 def test_a_damaged_header_is_refused(field, value):
     made = table()
-    np.frombuffer(made.memory.view, _HEADER, 1)[0][field] = value
+    np.frombuffer(made.memory.view, HEADER, 1)[0][field] = value
     with pytest.raises(LostError):
         Table(SharedMemory.attach(made.memory.path, writable=True))

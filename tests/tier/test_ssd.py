@@ -12,19 +12,19 @@ import pytest
 
 from raykv.config import SsdConfig
 from raykv.errors import ConfigError
-from raykv.tier.base import Chunk
-from raykv.tier.segments.index import key_array
+from raykv.tier.base import Chunk, Environment
+from raykv.tier.segments.format import key_array
 from raykv.tier.segments.log import Batch
 from raykv.tier.ssd import tier as ssd_tier
-from raykv.tier.ssd.drive import Drive
-from raykv.tier.ssd.scan import Scan
-from tests.tier.ssd_fixtures import SEGMENT, Arena, Driven, Names, all_keys, content_of, keys_for, wait_for
+from raykv.tier.ssd.recovery import Recovery
+from raykv.tier.ssd.writing import Writer
+from tests.support.tiers import SEGMENT, Arena, Names, SsdDriver, all_keys, content_of, keys_for, wait_for
 
 SIZES = [1, 100, 4095, 4096, 4097, 65_536, 100_000, SEGMENT // 2]
 
 
 def test_what_was_written_comes_back_in_all_sizes(tmp_path: Path):
-    with Driven(tmp_path).started() as driven:
+    with SsdDriver(tmp_path).started() as driven:
         (parent,) = keys_for(1, 99)
         for place, nbytes in enumerate(SIZES):
             (key,) = keys_for(1, place)
@@ -39,8 +39,7 @@ def test_what_was_written_comes_back_in_all_sizes(tmp_path: Path):
         assert stats["chunks"] == len(SIZES)
         assert stats["used_nbytes"] == driven.tier.used_nbytes(1) == sum(SIZES)
         assert stats["written_nbytes"] == stats["read_nbytes"] == sum(SIZES)
-        assert driven.tier.used_chunks() == driven.tier.used_chunks(1) == len(SIZES)
-        assert driven.tier.used_chunks(0) == 0
+        assert driven.tier.used_nbytes(0) == 0
 
 
 @pytest.mark.parametrize("direct", ["try", "never"])
@@ -48,16 +47,16 @@ def test_what_was_written_comes_back_in_all_sizes(tmp_path: Path):
 def test_a_restart_finds_everything(tmp_path: Path, direct: str, paths: int):
     places = [tmp_path / str(number) for number in range(paths)]
     keys = keys_for(200)
-    with Driven(places, direct=direct).started() as driven:
+    with SsdDriver(places, direct=direct).started() as driven:
         driven.put(keys, 20_000, group=2, depth=7, expires_s=4e9)
         before = driven.tier.find(key_array(keys))
         assert all(path["segments"] for path in driven.tier.stats()["paths"])
-    with Driven(places, direct=direct).started() as driven:
+    with SsdDriver(places, direct=direct).started() as driven:
         assert all_keys(driven.tier) == set(keys)
         assert driven.tier.find(key_array(keys)) == before
-        came, went = driven.tier.take_changes()
-        assert {row.tobytes() for row in came} == set(keys)
-        assert not len(went)
+        added, removed = driven.tier.take_changes()
+        assert {row.tobytes() for row in added} == set(keys)
+        assert not len(removed)
         for first in range(0, len(keys), 20):
             some = keys[first : first + 20]
             assert driven.read(some, 20_000) == [content_of(key, 20_000) for key in some]
@@ -65,20 +64,19 @@ def test_a_restart_finds_everything(tmp_path: Path, direct: str, paths: int):
 
 def test_what_is_here_is_not_written_again(tmp_path: Path):
     keys = keys_for(10)
-    with Driven(tmp_path).started() as driven:
+    with SsdDriver(tmp_path).started() as driven:
         driven.put(keys, 5000)
         written = driven.tier.stats()["written_nbytes"]
         assert driven.write([driven.chunk(key, 5000) for key in keys]) == [True] * 10
         assert driven.tier.stats()["written_nbytes"] == written
-        # Twice in one call: both are told when the one is there.
         (twice,) = keys_for(1, 5)
-        assert driven.write([driven.chunk(twice, 5000)] * 2) == [True, True]
+        assert driven.write([driven.chunk(twice, 5000)] * 2) == [True, False], "it is being written already"
         assert driven.tier.stats()["chunks"] == 11
 
 
 def test_what_is_not_here_does_not_come(tmp_path: Path):
     keys = keys_for(4)
-    with Driven(tmp_path).started() as driven:
+    with SsdDriver(tmp_path).started() as driven:
         driven.put(keys[:2], 5000)
         assert driven.has(keys) == [True, True, False, False]
         assert driven.read(keys, 5000) == [*(content_of(key, 5000) for key in keys[:2]), None, None]
@@ -90,9 +88,9 @@ def test_what_is_not_here_does_not_come(tmp_path: Path):
         assert driven.has([]) == []
 
 
-def test_too_large_is_refused_and_holds_nobody_up(tmp_path: Path):
+def test_a_chunk_that_is_too_large_is_refused_and_delays_no_other(tmp_path: Path):
     keys = keys_for(3)
-    with Driven(tmp_path).started() as driven:
+    with SsdDriver(tmp_path).started() as driven:
         chunks = [driven.chunk(keys[0], SEGMENT), driven.chunk(keys[1], SEGMENT - 4 * 4096), driven.chunk(keys[2], 10)]
         assert driven.write(chunks) == [False, True, True]
         assert driven.tier.stats()["refused"] == 1
@@ -100,22 +98,22 @@ def test_too_large_is_refused_and_holds_nobody_up(tmp_path: Path):
 
 def test_deleted_and_dropped_chunks_stay_away(tmp_path: Path):
     keys = keys_for(60)
-    with Driven(tmp_path).started() as driven:
+    with SsdDriver(tmp_path).started() as driven:
         for group in range(3):
             driven.put(keys[group::3], 9000, group=group)
         driven.tier.take_changes()
         assert driven.delete(keys[:9] + keys[:9]) == 18, "as many as were here, for each key that was asked for"
         assert driven.tier.drop(2) == 17
         assert driven.tier.used_nbytes(2) == 0
-        came, went = driven.tier.take_changes()
-        assert len(came) == 0
-        assert len(went) == 9 + 17
+        added, removed = driven.tier.take_changes()
+        assert len(added) == 0
+        assert len(removed) == 9 + 17
         gone = {*keys[:9], *keys[2::3]}
         assert all_keys(driven.tier) == set(keys) - gone
         assert driven.tier.flush(10.0)
         (again,) = keys[:1]
         driven.put([again], 9000)
-    with Driven(tmp_path).started() as driven:
+    with SsdDriver(tmp_path).started() as driven:
         assert all_keys(driven.tier) == (set(keys) - gone) | {again}
         assert driven.read([again], 9000) == [content_of(again, 9000)]
 
@@ -123,19 +121,19 @@ def test_deleted_and_dropped_chunks_stay_away(tmp_path: Path):
 @pytest.mark.slow
 def test_dropping_many_chunks_takes_less_than_a_second(tmp_path: Path):
     keys = keys_for(20_000)
-    with Driven(tmp_path, capacity_nbytes=256 << 20, segment_nbytes=16 << 20, max_chunks=30_000).started() as driven:
+    with SsdDriver(tmp_path, capacity_nbytes=256 << 20, segment_nbytes=16 << 20, max_chunks=30_000).started() as driven:
         offset = driven.arena.put(bytes(4096))
         checksum = driven.chunk(keys[0], 4096).checksum
         chunks = [Chunk(key, offset, 4096, checksum, group=number % 2) for number, key in enumerate(keys)]
         assert all(driven.write(chunks))
         assert driven.tier.drop(1) == len(keys) // 2
-        assert driven.tier.used_chunks() == len(keys) // 2
+        assert driven.tier.stats()["chunks"] == len(keys) // 2
 
 
 def test_expired_chunks_are_not_here(tmp_path: Path):
     now_s = [1000.0]
     keys = keys_for(10)
-    with Driven(tmp_path, wall=lambda: now_s[0]).started() as driven:
+    with SsdDriver(tmp_path, wall=lambda: now_s[0]).started() as driven:
         driven.put(keys[:5], 5000, expires_s=2000.0)
         driven.put(keys[5:], 5000)
         assert all(driven.has(keys))
@@ -143,17 +141,17 @@ def test_expired_chunks_are_not_here(tmp_path: Path):
         assert driven.has(keys) == [False] * 5 + [True] * 5
         assert driven.tier.find(key_array(keys[:5])) == [None] * 5
         assert driven.read(keys[:1], 5000) == [None]
-        driven.put(keys[:2], 5000)  # anew
+        driven.put(keys[:2], 5000)
         assert driven.has(keys[:3]) == [True, True, False]
-    with Driven(tmp_path, wall=lambda: now_s[0]).started() as driven:
+    with SsdDriver(tmp_path, wall=lambda: now_s[0]).started() as driven:
         assert all_keys(driven.tier) == {*keys[:2], *keys[5:]}
 
 
 @pytest.mark.slow
-def test_reclaiming_keeps_what_is_read_and_drops_what_is_cold(tmp_path: Path):
+def test_reclaiming_keeps_chunks_that_are_read_and_drops_the_others(tmp_path: Path):
     nbytes = 30_000
     hot, cold = keys_for(8), keys_for(2000, 1)
-    with Driven(tmp_path, capacity_nbytes=8 * SEGMENT).started() as driven:
+    with SsdDriver(tmp_path, capacity_nbytes=8 * SEGMENT).started() as driven:
         driven.put(hot, nbytes)
         for first in range(0, len(cold), 20):
             driven.put(cold[first : first + 20], nbytes)
@@ -167,7 +165,7 @@ def test_reclaiming_keeps_what_is_read_and_drops_what_is_cold(tmp_path: Path):
         assert here >= set(cold[-100:])
         assert not here & set(cold[:1000])
     here = all_keys(driven.tier)
-    with Driven(tmp_path, capacity_nbytes=20 * SEGMENT).started() as driven:  # so that it reclaims nothing
+    with SsdDriver(tmp_path, capacity_nbytes=20 * SEGMENT).started() as driven:  # so that it reclaims nothing
         assert all_keys(driven.tier) == here
         assert driven.read(hot, nbytes) == [content_of(key, nbytes) for key in hot]
 
@@ -175,7 +173,7 @@ def test_reclaiming_keeps_what_is_read_and_drops_what_is_cold(tmp_path: Path):
 @pytest.mark.slow
 def test_write_amplification_is_bounded_when_everything_is_read(tmp_path: Path):
     nbytes = 60_000
-    with Driven(tmp_path, capacity_nbytes=8 * SEGMENT).started() as driven:
+    with SsdDriver(tmp_path, capacity_nbytes=8 * SEGMENT).started() as driven:
         for salt in range(100):
             keys = keys_for(16, salt)
             driven.put(keys, nbytes)
@@ -187,7 +185,7 @@ def test_write_amplification_is_bounded_when_everything_is_read(tmp_path: Path):
 
 def test_quotas_hold_within_a_segment(tmp_path: Path):
     nbytes, quota = 30_000, 2 * SEGMENT
-    with Driven(tmp_path).started() as driven:
+    with SsdDriver(tmp_path).started() as driven:
         driven.put(keys_for(50, 1), nbytes, group=1)
         driven.tier.set_quota(0, quota)
         keys = keys_for(300)
@@ -202,14 +200,14 @@ def test_quotas_hold_within_a_segment(tmp_path: Path):
         assert driven.write([driven.chunk(keys_for(1, 7)[0], nbytes + 1)]) == [False]
         assert driven.tier.flush(10.0)
     left = all_keys(driven.tier)
-    with Driven(tmp_path).started() as driven:
+    with SsdDriver(tmp_path).started() as driven:
         assert all_keys(driven.tier) == left
 
 
 @pytest.mark.slow
 def test_rows_run_short_before_space_does(tmp_path: Path):
     keys = keys_for(3000)
-    with Driven(tmp_path, max_chunks=256, capacity_nbytes=16 * SEGMENT).started() as driven:
+    with SsdDriver(tmp_path, max_chunks=256, capacity_nbytes=16 * SEGMENT).started() as driven:
         driven.put(keys, 8000)
         here = all_keys(driven.tier)
         assert len(here) <= 256
@@ -219,7 +217,7 @@ def test_rows_run_short_before_space_does(tmp_path: Path):
 
 def test_a_full_queue_takes_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(ssd_tier, "QUEUED_CHUNKS", 8)
-    with Driven(tmp_path).started() as driven:
+    with SsdDriver(tmp_path).started() as driven:
         taken, results = 0, []
         chunks = [driven.chunk(key, 5000) for key in keys_for(100)]
         while taken < len(chunks):
@@ -232,53 +230,53 @@ def test_a_full_queue_takes_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.slow
 def test_two_processes_on_one_directory_are_refused(tmp_path: Path):
-    with Driven(tmp_path).started():
+    with SsdDriver(tmp_path).started():
         with pytest.raises(ConfigError, match="another process uses"):
-            Driven(tmp_path)
+            SsdDriver(tmp_path)
         program = f"""
 import sys
 from pathlib import Path
-from tests.tier.ssd_fixtures import Driven
-Driven(Path({str(tmp_path)!r}))
+from tests.support.tiers import SsdDriver
+SsdDriver(Path({str(tmp_path)!r}))
 """
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
         assert "ConfigError" in done.stderr
         assert "another process uses" in done.stderr
-    Driven(tmp_path).started().tier.close()
+    SsdDriver(tmp_path).started().tier.close()
 
 
 @pytest.mark.slow
 def test_more_and_fewer_segments_than_before(tmp_path: Path):
     keys = keys_for(400)
-    with Driven(tmp_path, capacity_nbytes=16 * SEGMENT).started() as driven:
+    with SsdDriver(tmp_path, capacity_nbytes=16 * SEGMENT).started() as driven:
         driven.put(keys, 30_000)
-    with Driven(tmp_path, capacity_nbytes=4 * SEGMENT).started() as driven:
+    with SsdDriver(tmp_path, capacity_nbytes=4 * SEGMENT).started() as driven:
         assert len(all_keys(driven.tier)) > 200
         driven.put(keys_for(1000, 1), 30_000)
         wait_for(lambda: driven.tier.stats()["paths"][0]["segments"] <= 4)
         assert len(list(tmp_path.glob("*/*.segment"))) <= 5
         newest = keys_for(1000, 1)[-10:]
-    with Driven(tmp_path, segment_nbytes=2 * SEGMENT).started() as driven:  # of another size: begins anew
+    with SsdDriver(tmp_path, segment_nbytes=2 * SEGMENT).started() as driven:  # of another size: begins empty
         assert not all_keys(driven.tier)
         driven.put(newest, 30_000)
         assert driven.read(newest, 30_000) == [content_of(key, 30_000) for key in newest]
 
 
-def test_an_account_that_nobody_knows_any_more_is_not_taken_in(tmp_path: Path):
-    with Driven(tmp_path).started() as driven:
+def test_chunks_of_an_unknown_group_are_not_entered(tmp_path: Path):
+    with SsdDriver(tmp_path).started() as driven:
         driven.put(keys_for(5), 5000, group=0)
         driven.put(keys_for(5, 1), 5000, group=3)
     forgetful = Names()
     forgetful.texts.pop()
     config = SsdConfig(paths=(tmp_path,), capacity_nbytes=16 * SEGMENT, segment_nbytes=SEGMENT)
-    tier = ssd_tier.SsdTier(config, Arena().view, "raykv-test-n0", forgetful)
+    tier = ssd_tier.SsdTier(config, Environment(Arena().view, "raykv-test-n0", forgetful))
     wait_for(lambda: tier.stats()["state"] == "on")
     assert all_keys(tier) == set(keys_for(5))
     tier.close()
 
 
 def test_after_closing_nothing_is_taken_and_all_are_called_back(tmp_path: Path):
-    driven = Driven(tmp_path, capacity_nbytes=64 * SEGMENT).started()
+    driven = SsdDriver(tmp_path, capacity_nbytes=64 * SEGMENT).started()
     results: list[bool] = []
     count = 0
     for salt in range(20):
@@ -289,7 +287,7 @@ def test_after_closing_nothing_is_taken_and_all_are_called_back(tmp_path: Path):
     written = results.count(True)
     assert driven.tier.write([driven.chunk(keys_for(1)[0], 10)], lambda *_: None) == 0
     assert not driven.tier.read(key_array(keys_for(1)), driven.tier.find(key_array(keys_for(1))), [0], lambda _: None)
-    with Driven(tmp_path, capacity_nbytes=64 * SEGMENT).started() as driven:
+    with SsdDriver(tmp_path, capacity_nbytes=64 * SEGMENT).started() as driven:
         assert len(all_keys(driven.tier)) == written
 
 
@@ -300,7 +298,7 @@ def test_several_threads_against_a_dictionary(tmp_path: Path, seed: int):
     sizes = [100, 4096, 20_000, 70_000]
     problems: list[str] = []
 
-    def work(number: int, driven: Driven) -> None:
+    def work(number: int, driven: SsdDriver) -> None:
         rng = np.random.default_rng([seed, number])
         keys, deleted = keys_for(150, number), set[bytes]()
         for _ in range(120):
@@ -322,7 +320,7 @@ def test_several_threads_against_a_dictionary(tmp_path: Path, seed: int):
                     problems.append("deleted, and still here")
 
     arena = Arena(256 << 20)
-    with Driven(places, arena=arena, capacity_nbytes=5 * SEGMENT).started() as driven:
+    with SsdDriver(places, arena=arena, capacity_nbytes=5 * SEGMENT).started() as driven:
         threads = [threading.Thread(target=work, args=(number, driven)) for number in range(4)]
         for thread in threads:
             thread.start()
@@ -333,7 +331,9 @@ def test_several_threads_against_a_dictionary(tmp_path: Path, seed: int):
         assert driven.tier.stats()["errors"] == 0
         assert driven.tier.flush(10.0)
     here = all_keys(driven.tier)
-    with Driven(places, arena=arena, capacity_nbytes=20 * SEGMENT).started() as driven:  # so that it reclaims nothing
+    with SsdDriver(
+        places, arena=arena, capacity_nbytes=20 * SEGMENT
+    ).started() as driven:  # so that it reclaims nothing
         assert all_keys(driven.tier) == here
         for key in here:
             nbytes = sizes[key[0] % len(sizes)]
@@ -344,52 +344,48 @@ def test_a_stale_copy_on_one_path_does_not_put_out_the_live_one_on_another(tmp_p
     """What tells that a copy is stale is read last."""
     stale, live = tmp_path / "a", tmp_path / "b"
     (key,), nbytes = keys_for(1), 60_000
-    with Driven(stale).started() as driven:
+    with SsdDriver(stale).started() as driven:
         driven.put([key], nbytes)
         driven.put(keys_for(20, 1), nbytes)  # into the next segment
         assert driven.delete([key]) == 1
-    with Driven(live).started() as driven:
+    with SsdDriver(live).started() as driven:
         driven.put([key], nbytes)
-    first_read, other_read = threading.Event(), threading.Event()
-    real = Scan._scan
+    other_on = threading.Event()
+    real = Recovery._read
 
-    def scan(self: Scan, number: int, file_nbytes: int) -> None:
-        if self._drive.number == 0:
-            assert not first_read.is_set() or other_read.wait(20.0)
-            real(self, number, file_nbytes)
-            first_read.set()
-        else:
-            assert first_read.wait(20.0)
-            real(self, number, file_nbytes)
-            if not self._unscanned:
-                other_read.set()
+    def read(self: Recovery, number: int, *arguments) -> None:
+        """The path with the stale copy reads its tombstone after the other path is on."""
+        if self._drive.number == 0 and number > 0:
+            wait_for(lambda: self._shared.drives[1].state == "on")
+            other_on.set()
+        real(self, number, *arguments)
 
-    monkeypatch.setattr(Scan, "_scan", scan)
-    for _ in range(2):  # the second start finds what the first has told to be gone
-        first_read.clear()
-        other_read.clear()
-        with Driven([stale, live]).started() as driven:
+    monkeypatch.setattr(Recovery, "_read", read)
+    for _ in range(2):  # the second start finds the tombstones of the first
+        other_on.clear()
+        with SsdDriver([stale, live]).started() as driven:
             assert all_keys(driven.tier) == {key, *keys_for(20, 1)}
             assert driven.read([key], nbytes) == [content_of(key, nbytes)]
+            assert other_on.is_set()
             assert driven.tier.flush(10.0)
 
 
-def test_a_move_that_lands_late_does_not_speak_against_what_was_stored_since(tmp_path: Path, monkeypatch):
+def test_a_late_move_does_not_delete_a_chunk_that_was_stored_since(tmp_path: Path, monkeypatch):
     (key,), nbytes = keys_for(1), 60_000
-    held, release, anew = threading.Event(), threading.Event(), threading.Event()
-    real = Drive._write
+    held, release, again = threading.Event(), threading.Event(), threading.Event()
+    real = Writer._write
 
-    def write(self: Drive, batch: Batch) -> None:
+    def write(self: Writer, batch: Batch) -> None:
         for item in batch.content.items:
-            if item.key == key and item.row >= 0:
+            if item.chunk.key == key and item.row >= 0:
                 held.set()
                 assert release.wait(20.0)
-            elif item.key == key and held.is_set():
-                anew.set()
+            elif item.chunk.key == key and held.is_set():
+                again.set()
         real(self, batch)
 
-    monkeypatch.setattr(Drive, "_write", write)
-    with Driven(tmp_path, capacity_nbytes=8 * SEGMENT).started() as driven:
+    monkeypatch.setattr(Writer, "_write", write)
+    with SsdDriver(tmp_path, capacity_nbytes=8 * SEGMENT).started() as driven:
         driven.put([key], nbytes)
         for salt in range(1, 100):
             assert driven.read([key], nbytes) == [content_of(key, nbytes)]
@@ -400,18 +396,18 @@ def test_a_move_that_lands_late_does_not_speak_against_what_was_stored_since(tmp
         assert driven.delete([key]) == 1
         writer = threading.Thread(target=driven.put, args=([key], nbytes))
         writer.start()
-        assert anew.wait(20.0)
+        assert again.wait(20.0)
         release.set()
         writer.join(20.0)
         assert driven.read([key], nbytes) == [content_of(key, nbytes)]
         assert driven.tier.flush(10.0)
-    with Driven(tmp_path, capacity_nbytes=20 * SEGMENT).started() as driven:
+    with SsdDriver(tmp_path, capacity_nbytes=20 * SEGMENT).started() as driven:
         assert driven.read([key], nbytes) == [content_of(key, nbytes)]
 
 
 def test_the_lock_is_the_directory_s(tmp_path: Path):
     with (
-        Driven(tmp_path).started(),
+        SsdDriver(tmp_path).started(),
         (tmp_path / "raykv-test-n0" / "lock").open() as file,
         pytest.raises(BlockingIOError),
     ):
@@ -419,7 +415,7 @@ def test_the_lock_is_the_directory_s(tmp_path: Path):
 
 
 def test_its_threads_do_not_interrupt_readers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    with Driven(tmp_path).started():
+    with SsdDriver(tmp_path).started():
         threads = [thread for thread in threading.enumerate() if thread.name.startswith("raykv-ssd0-")]
         assert threads
         assert {os.sched_getscheduler(thread.native_id) for thread in threads} == {os.SCHED_BATCH}
@@ -429,59 +425,38 @@ def test_its_threads_do_not_interrupt_readers(tmp_path: Path, monkeypatch: pytes
         raise PermissionError
 
     monkeypatch.setattr(os, "sched_setscheduler", refused)
-    with Driven(tmp_path).started() as driven:
+    with SsdDriver(tmp_path).started() as driven:
         assert driven.write([driven.chunk(b"k" * 16, 5000)]) == [True]
 
 
-def test_a_chunk_that_is_another_one_by_now_is_not_read(tmp_path: Path):
-    """Room was made for the first one; the second would not fit in."""
-    (key,) = keys_for(1)
-    one = key_array([key])
-    with Driven(tmp_path).started() as driven:
-        driven.put([key], 5000)
-        found = driven.tier.find(one)
-        assert driven.delete([key]) == 1
-        driven.put([key], 20_000)
-        slot, done, came = driven.arena.put(b"\xaa" * 32_768), threading.Event(), list[bool]()
-        assert driven.tier.read(one, found, [slot], lambda arrived: (came.extend(arrived), done.set()))
-        assert done.wait(20.0)
-        assert came == [False]
-        assert driven.arena.view[slot : slot + 32_768] == b"\xaa" * 32_768
-        assert driven.read([key], 20_000) == [content_of(key, 20_000)]
-
-
+@pytest.mark.parametrize("starting", [0, 1])
 @pytest.mark.parametrize("how", ["delete", "drop"])
-def test_what_is_forgotten_while_another_path_starts_does_not_come_from_either(tmp_path: Path, monkeypatch, how):
-    """The copy on one path was put aside until all of the other one is read."""
+def test_a_chunk_deleted_while_a_path_starts_is_found_on_neither_path(tmp_path: Path, monkeypatch, how, starting):
     first, second = tmp_path / "a", tmp_path / "b"
     (key,), others, nbytes = keys_for(1), keys_for(20, 1), 60_000
-    with Driven(first).started() as driven:
+    with SsdDriver(first).started() as driven:
         driven.put([key], nbytes, group=1)
         driven.put(others, nbytes)  # into the next segment
-    with Driven(second).started() as driven:
+    with SsdDriver(second).started() as driven:
         driven.put([key], nbytes, group=1)
-    entered, aside, forgotten = threading.Event(), threading.Event(), threading.Event()
-    real = Scan._scan
+    one_is_on, deleted = threading.Event(), threading.Event()
+    real = Recovery._read
 
-    def scan(self: Scan, number: int, file_nbytes: int) -> None:
-        if self._drive.number == 0:
-            assert number == 0 or forgotten.wait(20.0)
-            real(self, number, file_nbytes)
-            entered.set()  # the other segment cannot be before
-        else:
-            assert entered.wait(20.0)
-            real(self, number, file_nbytes)
-            if not self._unscanned:
-                aside.set()
+    def read(self: Recovery, number: int, *arguments) -> None:
+        if self._drive.number == starting:
+            wait_for(lambda: self._shared.drives[1 - starting].state == "on")
+            one_is_on.set()
+            assert deleted.wait(20.0)
+        real(self, number, *arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Scan, "_scan", scan)
-        with Driven([first, second]) as driven:
-            assert aside.wait(20.0)
+        patch.setattr(Recovery, "_read", read)
+        with SsdDriver([first, second]) as driven:
+            assert one_is_on.wait(20.0)
             assert (driven.delete([key]) if how == "delete" else driven.tier.drop(1)) == 1
-            forgotten.set()
+            deleted.set()
             driven.started()
             assert all_keys(driven.tier) == set(others)
             assert driven.tier.flush(10.0)
-    with Driven([first, second]).started() as driven:
+    with SsdDriver([first, second]).started() as driven:
         assert all_keys(driven.tier) == set(others)

@@ -6,14 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from raykv.tier.segments.format import BLOCK_NBYTES
-from raykv.tier.segments.index import SEGMENTS, key_array
-from tests.tier.ssd_fixtures import Arena, Driven, all_keys, content_of, keys_for
+from raykv.tier.segments.format import BLOCK_NBYTES, key_array
+from raykv.tier.segments.index import SEGMENTS
+from tests.support.soak import soak
+from tests.support.tiers import Arena, SsdDriver, all_keys, content_of, keys_for
 
 SEGMENT_NBYTES = 256 << 10
 FIELDS = {"segment_nbytes": SEGMENT_NBYTES, "capacity_nbytes": 20 * SEGMENT_NBYTES, "max_chunks": 2000, "depth": 2}
 SIZES = [500, 4096, 9000, 17_000]
-TRIALS = [pytest.param(5, id="quick"), pytest.param(200, id="long", marks=pytest.mark.slow)]
+TRIALS = [pytest.param(5, id="quick"), pytest.param(0, id="soak", marks=pytest.mark.soak)]
 
 Places = dict[bytes, tuple[int, int, int]]
 """Segment, first and last byte of each chunk."""
@@ -31,14 +32,15 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Places]:
     """A directory of sealed segments and one that is not; with deleted keys, and deletions."""
     path = tmp_path_factory.mktemp("whole")
     keys = keys_for(250)
-    with Driven(path, **FIELDS).started() as driven:
+    with SsdDriver(path, **FIELDS).started() as driven:
         for first in range(0, len(keys), 5):
             some = keys[first : first + 5]
             assert all(driven.write([driven.chunk(key, size_of(key)) for key in some]))
             driven.delete(some[:1])
         assert driven.tier.flush(10.0)
-        columns, index = driven.tier._common.index.columns, driven.tier._common.index
-        rows = index.look_all(key_array(keys))
+        index = driven.tier._shared.index
+        columns = index.columns
+        rows = index.find_all(key_array(keys))
         places = {
             key: (
                 int(index.segment[row]) % SEGMENTS,
@@ -61,7 +63,7 @@ def arena() -> Arena:
 
 def check(path: Path, arena: Arena, places: Places, intact: set[bytes], rng: random.Random) -> int:
     """Start on damaged files. Returns how many chunks are served."""
-    with Driven(path, arena=arena, **FIELDS).started() as driven:
+    with SsdDriver(path, arena=arena, **FIELDS).started() as driven:
         assert driven.tier.stats()["state"] == "on"
         served = 0
         for size in SIZES:
@@ -82,7 +84,7 @@ def test_segments_cut_at_random_offsets(
     whole: tuple[Path, Places], tmp_path: Path, arena: Arena, rng: random.Random, trials: int
 ):
     source, places = whole
-    for trial in range(trials):
+    for trial in range(trials or soak("damage", 200)):
         path = tmp_path / str(trial)
         shutil.copytree(source, path)
         number = rng.choice(sorted({segment for segment, *_ in places.values()}))
@@ -102,7 +104,7 @@ def test_segments_cut_at_random_offsets(
 def test_random_bits_flipped(whole: tuple[Path, Places], tmp_path: Path, arena: Arena, rng: random.Random, trials: int):
     source, places = whole
     lost = 0
-    for trial in range(trials):
+    for trial in range(trials or soak("damage", 200)):
         path = tmp_path / str(trial)
         shutil.copytree(source, path)
         damaged: dict[int, int] = {}
@@ -141,13 +143,13 @@ def test_wrong_bytes_are_dropped_and_stay_away(whole: tuple[Path, Places], tmp_p
     with open(path / "raykv-test-n0" / f"{segment:06}.segment", "r+b") as file:
         file.seek(first)
         file.write(b"wrong")
-    with Driven(path, arena=arena, **FIELDS).started() as driven:
+    with SsdDriver(path, arena=arena, **FIELDS).started() as driven:
         assert driven.has([key]) == [True]
         assert driven.read([key], size_of(key)) == [None]
         assert driven.tier.stats()["corrupt"] == 1
         assert driven.has([key]) == [False]
         assert driven.tier.flush(10.0)
-    with Driven(path, arena=arena, **FIELDS).started() as driven:
+    with SsdDriver(path, arena=arena, **FIELDS).started() as driven:
         assert key not in all_keys(driven.tier)
         assert len(all_keys(driven.tier)) == len(places) - 1
         assert driven.write([driven.chunk(key, size_of(key))]) == [True]

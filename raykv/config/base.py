@@ -1,0 +1,67 @@
+"""What all configs share: the base model, and types of fields."""
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from raykv.errors import ConfigError
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+SLOT_ALIGNMENT_NBYTES = 4096
+"""Slots start at multiples of a page, so that direct I/O and memory registration need no copy."""
+
+_UNITS = {"": 1, "b": 1, "kib": KIB, "mib": MIB, "gib": GIB, "tib": 1 << 40}
+
+
+def parse_nbytes(value: object) -> object:
+    """Turn text such as "512 MiB" into a number of bytes. Other types are returned unchanged.
+
+    Raises:
+        ValueError: The text is not a size. Decimal units (GB) are refused, since both meanings are common.
+    """
+    if not isinstance(value, str):
+        return value
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
+    if found is None or found[2].lower() not in _UNITS:
+        raise ValueError(f"{value!r} is not a size; write bytes as a number, or text such as '512 MiB' or '4 GiB'")
+    return int(float(found[1]) * _UNITS[found[2].lower()])
+
+
+Nbytes = Annotated[int, BeforeValidator(parse_nbytes), Field(ge=0)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+SpinSeconds = Annotated[float, Field(ge=0, le=0.001)]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
+HugePages = Literal["try", "require", "never"]
+
+ModelT = TypeVar("ModelT", bound="Model")
+
+
+class Model(BaseModel):
+    """Base of all configs: frozen, strict about names, with errors that say what to change."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @classmethod
+    def load(cls, fields: Mapping[str, Any]) -> Self:
+        """Check `fields` and make the config.
+
+        Raises:
+            ConfigError: Names every field that is wrong or unknown; lists the known fields if one is unknown.
+        """
+        try:
+            return cls(**fields)
+        except ValidationError as error:
+            raise ConfigError(_explain(cls, error)) from None
+
+
+def _explain(model: type[BaseModel], error: ValidationError) -> str:
+    lines = []
+    for problem in error.errors():
+        where = ".".join(str(part) for part in problem["loc"]) or model.__name__
+        if problem["type"] == "extra_forbidden":
+            lines.append(f"unknown field '{where}'; {model.__name__} has: {', '.join(sorted(model.model_fields))}")
+        else:
+            lines.append(f"field '{where}': {problem['msg']} (got {problem['input']!r})")
+    return f"{model.__name__}: " + "; ".join(lines)

@@ -1,0 +1,66 @@
+"""Rows of a chunk table that are free. Bookkeeping of one process, derived again from the columns at every start."""
+
+import mmap
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from raykv.types import Bits, Rows
+
+
+class FreeRows:
+    """The free rows: those on a stack, and all from `fresh` up to `limit`, which were never used.
+
+    Costs four bytes for each row that was used and is free again, and nothing for the others.
+
+    Attributes:
+        fresh: Rows from here on were never used.
+        limit: Rows from here on must not be used: they have no real memory yet.
+    """
+
+    def __init__(self, busy: Bits, *, rows: int, limit: int) -> None:
+        """Start from the rows that are busy.
+
+        Args:
+            busy: One entry for each row below `limit`.
+            rows: Number of rows of the table.
+        """
+        free_at_end = int(busy[::-1].argmax()) if busy.any() else len(busy)
+        self.fresh, self.limit = len(busy) - free_at_end, limit
+        self._stack: npt.NDArray[np.int32] = lazy_zeros(rows, np.int32)
+        holes = np.flatnonzero(~busy[: self.fresh])[::-1]
+        self._stack[: len(holes)] = holes
+        self._stacked = len(holes)
+
+    def __len__(self) -> int:
+        return self._stacked + self.limit - self.fresh
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self._stack[: self._stacked].tolist()
+        yield from range(self.fresh, self.limit)
+
+    def take(self, count: int) -> Rows:
+        """Take up to `count` rows; fewer when there are no more."""
+        reused, first = min(count, self._stacked), self.fresh
+        self._stacked -= reused
+        self.fresh = min(first + count - reused, self.limit)
+        top = self._stack[self._stacked : self._stacked + reused][::-1]
+        return np.concatenate([top, np.arange(first, self.fresh, dtype=np.int32)])
+
+    def give(self, rows: Rows) -> None:
+        """Give rows back."""
+        self._stack[self._stacked : self._stacked + len(rows)] = rows
+        self._stacked += len(rows)
+
+
+def lazy_zeros(count: int, kind: type[np.generic]) -> npt.NDArray[Any]:
+    """An array of zeros. Its pages take real memory when they are first written to."""
+    memory = mmap.mmap(-1, max(1, count * np.dtype(kind).itemsize), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        try:
+            memory.madvise(mmap.MADV_NOHUGEPAGE)
+        except OSError:
+            pass  # a kernel without huge pages
+    return np.frombuffer(memory, kind, count)

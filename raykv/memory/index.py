@@ -1,0 +1,206 @@
+"""The hash index of a chunk table: from a 128-bit key to a row. Open addressing with linear probing.
+
+One process writes; any number read without a lock. An entry is empty, removed (a search goes on there), or a row. There
+are two copies, and one of them is in use: `rebuild_index` fills the other one, then switches.
+
+No loop is endless: an index without an empty entry is full or damaged, and raises LostError. A restart rebuilds it.
+"""
+
+from typing import Final, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from raykv.errors import LostError
+from raykv.memory import native
+from raykv.memory.layout import Cells, Columns
+from raykv.types import KeyArray, Rows
+
+EMPTY: Final = 0
+"""Fresh pages are zero, so a fresh index is empty."""
+REMOVED: Final = 1
+FIRST: Final = 2
+"""The entry of row 0."""
+MOST_REMOVED_SHARE: Final = 4
+"""When more than one entry in this many is a removed one, the index is rebuilt."""
+
+_MIX: Final = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio: the product spreads neighbours
+_LOW_64: Final = (1 << 64) - 1
+_LONG_SEARCH: Final = 256  # steps of a numpy search before it looks for an empty entry
+
+
+class HashIndex:
+    """Lookups for readers, and changes for the one writer.
+
+    Attributes:
+        columns: The columns as arrays.
+        cells: The columns for one entry at a time.
+        records: The bytes of the columns of RECORD.
+        removed: Number of removed entries in the copy in use. Only the writer keeps it up to date.
+    """
+
+    columns: Columns
+    cells: Cells
+    records: memoryview
+    removed: int
+    _copies: "list[npt.NDArray[np.int32]]"
+    _copy_cells: "list[memoryview[int]]"
+    _active: "memoryview[int]"
+    _size: int
+
+    def _populate_copy(self, number: int) -> bool:
+        """Take real memory for a copy of the index."""
+        raise NotImplementedError
+
+    def find(self, keys: KeyArray) -> Rows:
+        """Row of each key in any state, or -1.
+
+        A key whose entry moves meanwhile may be missed: a miss to a reader. A row may change right after it was found:
+        compare its generation before and after use.
+
+        Raises:
+            LostError: See the module. The same for all methods here.
+        """
+        return self._lookup(keys, None)[0]
+
+    def find_ready(self, keys: KeyArray, now: int) -> tuple[Rows, npt.NDArray[np.uint32]]:
+        """Rows of the keys that are ready and not expired at tick `now`, else -1; and their generations."""
+        return self._lookup(keys, now)
+
+    def _lookup(self, keys: KeyArray, now: int | None) -> tuple[Rows, npt.NDArray[np.uint32]]:
+        """Rows and generations; with `now`, of ready rows only."""
+        if native.find is not None:
+            rows, generations = np.empty(len(keys), np.int32), np.empty(len(keys), np.uint32)
+            index, tick = self.index, -1 if now is None else now
+            if not native.find(self.records, index, np.ascontiguousarray(keys), rows, generations, tick):
+                self._raise_damaged()
+            return rows, generations
+        rows = self._probe(keys)
+        columns, safe = self.columns, np.maximum(rows, 0)
+        generations = columns.generation[safe]
+        if now is None:
+            return rows, generations
+        ready = (rows >= 0) & ((generations & 1) == 0) & (generations != 0)
+        # Compare the key again after reading the generation: the row may have got another key since the probe.
+        ready &= (columns.key_hi[safe] == keys[:, 0]) & (columns.key_lo[safe] == keys[:, 1])
+        expires = columns.expires[safe]
+        ready &= (expires == 0) | (expires > now)
+        return np.where(ready, rows, np.int32(-1)), generations
+
+    def _probe(self, keys: KeyArray) -> Rows:
+        """Row of each key, or -1."""
+        hi, lo = keys[:, 0], keys[:, 1]
+        index, columns = self.index, self.columns
+        position = self._home(hi, lo)
+        rows = np.full(len(keys), -1, np.int32)
+        pending, last_row = np.arange(len(keys)), len(columns.key_lo) - 1
+        for step in range(1, self._size + 1):
+            entry = index[position[pending]]
+            # Row 0 always has real memory; a row beyond `rows_populated` may have none.
+            row = np.where((entry >= FIRST) & (entry <= last_row + FIRST), entry - FIRST, 0)
+            found = (entry >= FIRST) & (columns.key_lo[row] == lo[pending]) & (columns.key_hi[row] == hi[pending])
+            rows[pending[found]] = row[found]
+            pending = pending[~found & (entry != EMPTY)]
+            if not pending.size:
+                return rows
+            position[pending] += 1
+            position[position == self._size] = 0
+            if step == _LONG_SEARCH and not (index == EMPTY).any():
+                break
+        return self._raise_damaged()
+
+    def _home(self, hi: npt.NDArray[np.uint64], lo: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
+        """Where the search for each key begins. The halves are mixed, since a caller's keys need not be hashes."""
+        mixed = (hi ^ lo) * np.uint64(_MIX) >> np.uint64(32)
+        return (mixed * np.uint64(self._size) >> np.uint64(32)).astype(np.int64)
+
+    def _raise_damaged(self) -> NoReturn:
+        raise LostError("the index of the chunk table is full or damaged; restart the node, which rebuilds it")
+
+    # -- changes, by the one writer ---------------------------------------------------------------------------------
+
+    @property
+    def index(self) -> npt.NDArray[np.int32]:
+        """The entries of the copy in use."""
+        return self._copies[self._active[0]]
+
+    def index_entries(self) -> Rows:
+        """The rows in the index, in no order."""
+        entries: Rows = self.index[(self.index != EMPTY) & (self.index != REMOVED)] - np.int32(FIRST)
+        return entries
+
+    def insert(self, keys: KeyArray, rows: Rows) -> None:
+        """Enter rows under keys that are not in the index. Writes the keys to their columns first."""
+        self.columns.key_hi[rows], self.columns.key_lo[rows] = keys[:, 0], keys[:, 1]
+        self._enter(self.index, rows)
+
+    def remove(self, rows: Rows) -> None:
+        """Take rows out of the index; a row that is not in it is passed over. Their generations must be odd by now."""
+        for row in rows.tolist():
+            self._remove_one(row)
+
+    def _remove_one(self, row: int) -> None:
+        index, size, wanted = self._copy_cells[self._active[0]], self._size, row + FIRST
+        mixed = (self.cells.key_hi[row] ^ self.cells.key_lo[row]) * _MIX & _LOW_64
+        position = (mixed >> 32) * size >> 32  # as in `_home`
+        for _ in range(size):
+            entry = index[position]
+            if entry == wanted:
+                break
+            if entry == EMPTY:
+                return
+            position = position + 1 if position + 1 < size else 0
+        else:
+            self._raise_damaged()
+        if index[position + 1 if position + 1 < size else 0] != EMPTY:
+            index[position] = REMOVED
+            self.removed += 1
+            if self.removed > size // MOST_REMOVED_SHARE:
+                self.rebuild_index(self.index_entries())
+            return
+        # Nothing lies behind it: no search has to go on here, nor at the removed entries just before.
+        index[position] = EMPTY
+        position = position - 1 if position else size - 1
+        while index[position] == REMOVED:
+            index[position] = EMPTY
+            self.removed -= 1
+            position = position - 1 if position else size - 1
+
+    def rebuild_index(self, rows: Rows) -> None:
+        """Fill the other copy with `rows`, then switch to it: a lookup during one rebuild finds all of them."""
+        number = 1 - self._active[0]
+        if not self._populate_copy(number):
+            number = self._active[0]  # no memory for a second copy: readers miss rows that are not entered yet
+        self._copies[number][:] = EMPTY
+        self._enter(self._copies[number], rows)
+        self._active[0] = number
+        self.removed = 0
+
+    def _enter(self, index: npt.NDArray[np.int32], rows: Rows) -> None:
+        """Put each row at the first free entry from its key's home on."""
+        if native.enter is not None:
+            reused = native.enter(self.records, index, np.ascontiguousarray(rows))
+            if reused < 0:
+                self._raise_damaged()
+            self.removed -= reused
+            return
+        if rows.size and not (rows.min() >= 0 and rows.max() < len(self.columns.key_lo)):
+            self._raise_damaged()
+        position = self._home(self.columns.key_hi[rows], self.columns.key_lo[rows])
+        pending = np.arange(len(rows))
+        for step in range(1, self._size + 1):
+            free = pending[index[position[pending]] < FIRST]
+            _, first = np.unique(position[free], return_index=True)  # one place goes to one row
+            placed = free[first]
+            self.removed -= int(np.count_nonzero(index[position[placed]] == REMOVED))
+            index[position[placed]] = rows[placed] + FIRST
+            waiting = np.ones(len(rows), np.bool_)
+            waiting[placed] = False
+            pending = pending[waiting[pending]]
+            if not pending.size:
+                return
+            position[pending] += 1
+            position[position == self._size] = 0
+            if step == _LONG_SEARCH and (index < FIRST).sum() < pending.size:
+                break
+        self._raise_damaged()

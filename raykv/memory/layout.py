@@ -1,0 +1,181 @@
+"""The layout of a chunk table in shared memory: header, one row per chunk, an array per column."""
+
+from enum import IntEnum
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from raykv.config import SLOT_ALIGNMENT_NBYTES
+
+MAGIC: Final = 0x0031_564B_5941_52  # "RAYKV1"
+LAYOUT_VERSION: Final = 4
+MAX_NAMESPACES: Final = 1024
+NAMESPACE_TEXT_NBYTES: Final = 2000
+MAX_DEPTH: Final = 1 << 31
+TICKS_PER_S: Final = 64
+"""Times in the table are 32-bit ticks since the table was made. They wrap after two years."""
+ROWS_AT_START: Final = 1 << 16
+"""Rows that get real memory when a table is made. `Table.populate_rows` adds more."""
+QUARANTINE_S: Final = 10.0
+"""A slot stays out of use this long after its writer was cut off: the writer may still be filling it."""
+
+
+class RowState(IntEnum):
+    """The state of a row. Only the node changes it; docs/storage.md shows who moves a row where."""
+
+    FREE = 0
+    """No slot, no key."""
+    LENT = 1
+    """A writer fills the slot. No key yet."""
+    READY = 2
+    """Holds a chunk; in the index."""
+    QUARANTINED = 3
+    """The writer was cut off and may still write. The slot is free again after QUARANTINE_S."""
+    PENDING_DELETE = 4
+    """Deleted while pinned: not in the index, and free after the last unpin."""
+
+
+HEADER: Final = np.dtype(
+    [
+        ("magic", "<u8"),
+        ("layout_version", "<u8"),
+        ("incarnation", "<u8"),
+        ("dirty", "<u8"),
+        ("rows", "<u8"),
+        ("index_size", "<u8"),
+        ("active_index", "<u8"),
+        ("rows_populated", "<u8"),
+        ("extents", "<u8"),
+        ("extent_nbytes", "<u8"),
+        ("made_at_s", "<f8"),
+        ("recording", "<u8"),
+    ]
+)
+NAMESPACE: Final = np.dtype([("capacity", "<u8"), ("text", f"S{NAMESPACE_TEXT_NBYTES}")])
+TEXT_OFFSET: Final = NAMESPACE.itemsize - NAMESPACE_TEXT_NBYTES
+RECORD: Final = np.dtype(
+    [
+        ("generation", "<u4"),
+        ("expires", "<u4"),
+        ("page", "<u4"),
+        ("nbytes", "<u4"),
+        ("key_hi", "<u8"),
+        ("key_lo", "<u8"),
+    ]
+)
+"""What lookups and reads need. Two records fill one cache line, so one cache miss fetches all of a row."""
+COLUMNS: Final[dict[str, str]] = {
+    "checksum": "<u8",
+    "inserted": "<u4",
+    "accessed": "<u4",
+    "frequency": "<u4",
+    "depth": "<u4",
+    "parent": "<i4",
+    "parent_generation": "<u4",
+    "children": "<i4",
+    "group": "<u2",
+    "pins": "<u2",
+    "state": "<u1",
+}
+INDEX_ENTRIES_PER_ROW: Final = 2
+INDEX_COPIES: Final = 2
+ROW_NBYTES: Final = (
+    RECORD.itemsize
+    + sum(np.dtype(kind).itemsize for kind in COLUMNS.values())
+    + INDEX_COPIES * INDEX_ENTRIES_PER_ROW * np.dtype(np.int32).itemsize
+)
+"""Memory of one row, both copies of the index included."""
+
+
+class Columns:
+    """The columns as numpy arrays over shared memory, one entry per row. Those of RECORD are strided views.
+
+    Attributes:
+        key_hi, key_lo: The key.
+        checksum: xxh3-64 of the chunk's bytes.
+        generation: Even and not 0: readable. Odd, or 0 (never used): not readable. It changes with every new content.
+        page: Where the slot begins in the arena, in units of SLOT_ALIGNMENT_NBYTES.
+        nbytes: Length of the chunk; of a lent row, size of the slot.
+        inserted, accessed, expires: In ticks; 0 in `expires` means never. Readers write `accessed` and `frequency`
+            without a lock: a lost update does no harm.
+        frequency: Number of reads.
+        depth: Number of chunks before this one in its chain.
+        parent, parent_generation: Row of the chunk before this one, and its generation then. -1: no parent. When the
+            generation differs by now, the parent is gone, and the row has none.
+        children: Number of READY rows whose live parent this row is.
+        group: Number of the quota group in the table's list of namespaces.
+        pins: Number of readers that hold a view of the bytes.
+        state: See `RowState`.
+    """
+
+    key_hi: npt.NDArray[np.uint64]
+    key_lo: npt.NDArray[np.uint64]
+    checksum: npt.NDArray[np.uint64]
+    generation: npt.NDArray[np.uint32]
+    page: npt.NDArray[np.uint32]
+    nbytes: npt.NDArray[np.uint32]
+    inserted: npt.NDArray[np.uint32]
+    accessed: npt.NDArray[np.uint32]
+    expires: npt.NDArray[np.uint32]
+    frequency: npt.NDArray[np.uint32]
+    depth: npt.NDArray[np.uint32]
+    parent: npt.NDArray[np.int32]
+    parent_generation: npt.NDArray[np.uint32]
+    children: npt.NDArray[np.int32]
+    group: npt.NDArray[np.uint16]
+    pins: npt.NDArray[np.uint16]
+    state: npt.NDArray[np.uint8]
+
+    def __init__(self, arrays: dict[str, npt.NDArray[np.generic]]) -> None:
+        self.__dict__.update(arrays)
+
+
+class Cells:
+    """The same columns as memoryviews: one entry is read or written in 40 ns, where numpy needs a microsecond."""
+
+    def __init__(self, columns: Columns) -> None:
+        self.__dict__.update({name: memoryview(array) for name, array in vars(columns).items()})
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> "memoryview[int]": ...
+
+
+class Layout:
+    """Where each part lies in the file. Depends on two numbers alone."""
+
+    def __init__(self, rows: int, extents: int) -> None:
+        self.index_size = INDEX_ENTRIES_PER_ROW * rows
+        self._end = 0
+        self.header = self._add(HEADER.itemsize)
+        self.namespaces = self._add(MAX_NAMESPACES * NAMESPACE.itemsize)
+        self.extent_slots = self._add(4 * extents)
+        self.indexes = [self._add(4 * self.index_size) for _ in range(INDEX_COPIES)]
+        self.records = self._add(rows * RECORD.itemsize)
+        self.columns = {name: self._add(rows * np.dtype(kind).itemsize) for name, kind in COLUMNS.items()}
+        self.nbytes = self._end
+
+    def _add(self, nbytes: int) -> int:
+        start = self._end
+        self._end = -(-(start + nbytes) // SLOT_ALIGNMENT_NBYTES) * SLOT_ALIGNMENT_NBYTES
+        return start
+
+    def parts_of_rows(self, first: int, end: int) -> list[tuple[int, int]]:
+        """(offset, nbytes) of everything that belongs to rows first .. end - 1."""
+        widths = [(self.records, RECORD.itemsize)]
+        widths += [(start, np.dtype(COLUMNS[name]).itemsize) for name, start in self.columns.items()]
+        return [(start + first * width, (end - first) * width) for start, width in widths]
+
+
+def table_nbytes(rows: int, extents: int) -> int:
+    """Size of a table's file in bytes."""
+    return Layout(rows, extents).nbytes
+
+
+def header_cell(view: memoryview, field: str) -> "memoryview[int]":
+    """One integer of the header, which is cheaper to read than a field of a numpy array."""
+    fields = HEADER.fields
+    assert fields is not None
+    start = fields[field][1]
+    return view[start : start + 8].cast("Q")

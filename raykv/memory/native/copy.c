@@ -1,0 +1,228 @@
+/* Copying bytes: past the cache where they are many, and by several threads. */
+
+#include "native.h"
+#include <sched.h>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+/* -- the quickest way --------------------------------------------------------------------------------------------- */
+
+/* Which way is the quickest depends on the processor: what gains a third on one costs a third on another. So the first
+   copies of a process try the ways in turn, and the way with the lowest cost stays. Small and large copies choose apart:
+   a small one finds part of its bytes in a cache. */
+#define TRIES (5 * WAYS)
+#define LARGE_NBYTES (128 << 10)
+#define TRIED_NBYTES (16 << 10) /* smaller copies are not timed */
+
+typedef struct {
+    uint32_t begun, ended, cost[WAYS]; /* tries; ps per byte of the best try, 0: none yet */
+} choice_t;
+
+static choice_t copying[2], storing[2]; /* small, large */
+
+static int best_way(const choice_t *choice) {
+    int best = 0;
+    for (int way = 1; way < WAYS; way++)
+        if (__atomic_load_n(&choice->cost[way], __ATOMIC_RELAXED) < __atomic_load_n(&choice->cost[best], __ATOMIC_RELAXED))
+            best = way;
+    return best;
+}
+
+static trial_t trial_begin(choice_t *choice, size_t nbytes) {
+    if (nbytes < TRIED_NBYTES || __atomic_load_n(&choice->begun, __ATOMIC_RELAXED) >= TRIES)
+        return (trial_t){best_way(choice), 0};
+    return (trial_t){(int)(__atomic_fetch_add(&choice->begun, 1, __ATOMIC_RELAXED) % WAYS), monotonic_ns()};
+}
+
+static void trial_end(choice_t *choice, trial_t trial, size_t nbytes) {
+    if (!trial.began_ns)
+        return;
+    double cost = 1e3 * (double)(monotonic_ns() - trial.began_ns) / (double)nbytes;
+    uint32_t now = cost < 1 ? 1 : cost < 1e9 ? (uint32_t)cost : 1000000000;
+    uint32_t before = __atomic_load_n(&choice->cost[trial.way], __ATOMIC_RELAXED);
+    if (!before || now < before)
+        __atomic_store_n(&choice->cost[trial.way], now, __ATOMIC_RELAXED);
+    __atomic_add_fetch(&choice->ended, 1, __ATOMIC_RELAXED);
+}
+
+trial_t begin_store(size_t nbytes) { return trial_begin(&storing[nbytes >= LARGE_NBYTES], nbytes); }
+
+void end_store(trial_t trial, size_t nbytes) { trial_end(&storing[nbytes >= LARGE_NBYTES], trial, nbytes); }
+
+static const char *name_of(const choice_t *choice) {
+    static const char *const names[WAYS] = {"fetched", "pages", "plain"};
+    return __atomic_load_n(&choice->ended, __ATOMIC_RELAXED) < TRIES ? NULL : names[best_way(choice)];
+}
+
+PyObject *quickest(PyObject *module, PyObject *nbytes) {
+    (void)module;
+    size_t size = PyLong_AsSize_t(nbytes);
+    if (size == (size_t)-1 && PyErr_Occurred())
+        return NULL;
+    return Py_BuildValue("(zz)", name_of(&copying[size >= LARGE_NBYTES]), name_of(&storing[size >= LARGE_NBYTES]));
+}
+
+/* -- vectors ------------------------------------------------------------------------------------------------------ */
+
+int has_avx2;
+
+void use_vectors(long most) {
+    (void)most;
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    has_avx2 = most >= 256 && __builtin_cpu_supports("avx2");
+#endif
+}
+
+PyObject *vectors(PyObject *module, PyObject *most) {
+    (void)module;
+    long bits = PyLong_AsLong(most);
+    if (bits == -1 && PyErr_Occurred())
+        return NULL;
+    use_vectors(bits);
+    return PyLong_FromLong(has_avx2 ? 256 : 0);
+}
+
+/* -- one copy ----------------------------------------------------------------------------------------------------- */
+
+#if defined(__x86_64__)
+__attribute__((target("avx2"))) static inline void stream_128(char *to, const char *from) {
+    __m256i a = _mm256_loadu_si256((const __m256i *)from);
+    __m256i b = _mm256_loadu_si256((const __m256i *)(from + 32));
+    __m256i c = _mm256_loadu_si256((const __m256i *)(from + 64));
+    __m256i d = _mm256_loadu_si256((const __m256i *)(from + 96));
+    _mm256_stream_si256((__m256i *)to, a);
+    _mm256_stream_si256((__m256i *)(to + 32), b);
+    _mm256_stream_si256((__m256i *)(to + 64), c);
+    _mm256_stream_si256((__m256i *)(to + 96), d);
+}
+
+/* Four pages at the same time: the processor fetches ahead within each page, and never beyond its end. */
+__attribute__((target("avx2"))) void stream_group(char *to, const char *from) {
+    for (size_t at = 0; at < GROUP / 4; at += 128)
+        for (size_t page = 0; page < GROUP; page += GROUP / 4)
+            stream_128(to + page + at, from + page + at);
+}
+
+/* Stores past the cache: the target's old lines are not read first, which saves a third of the memory traffic. FETCHED:
+   the source is fetched past the outer caches too, so that a large copy leaves other data in them. */
+__attribute__((target("avx2"))) static void stream_avx2(char *to, const char *from, size_t n, int way) {
+    size_t head = (size_t)(-(intptr_t)to) & 63;
+    head = head > n ? n : head;
+    memcpy(to, from, head);
+    to += head, from += head, n -= head;
+    if (way == PAGES) {
+        for (; n >= GROUP; to += GROUP, from += GROUP, n -= GROUP)
+            stream_group(to, from);
+        for (; n >= 128; to += 128, from += 128, n -= 128)
+            stream_128(to, from);
+    } else {
+        for (; n >= 256; to += 256, from += 256, n -= 256) {
+            for (int line = 0; line < 256; line += 64)
+                _mm_prefetch(from + 2048 + line, _MM_HINT_NTA);
+            stream_128(to, from), stream_128(to + 128, from + 128);
+        }
+    }
+    memcpy(to, from, n);
+    _mm_sfence(); /* streamed stores are weakly ordered: later stores must not overtake them */
+}
+#endif
+
+void copy_bytes(char *to, const char *from, size_t n, int stream) {
+#if defined(__x86_64__)
+    if (stream && has_avx2 && n >= 4096) {
+        choice_t *choice = &copying[n >= LARGE_NBYTES];
+        trial_t trial = trial_begin(choice, n);
+        if (trial.way == PLAIN)
+            memcpy(to, from, n);
+        else
+            stream_avx2(to, from, n, trial.way);
+        trial_end(choice, trial, n);
+        return;
+    }
+#else
+    (void)stream;
+#endif
+    memcpy(to, from, n);
+}
+
+/* -- jobs --------------------------------------------------------------------------------------------------------- */
+
+/* The chunks of one batch. Several threads copy them without the interpreter's lock; a free thread takes the next ones.
+   The caller's thread holds the buffers, and copies what the helpers leave: they may come late, or never. */
+typedef struct {
+    void (*copy)(const void *batch, Py_ssize_t at);
+    const void *batch; /* belongs to the caller: only to be used by a thread that has begun a chunk */
+    Py_ssize_t count, step, begun, ended; /* in chunks; a thread takes `step` of them at once */
+} job_t;
+
+#define JOB "raykv.job"
+#define SPIN_NS 300000 /* waking a thread takes this long on a virtual machine */
+#define NAP_NS 50000
+#define STEPS_A_JOB 64
+
+static void work(job_t *job) {
+    for (Py_ssize_t first; (first = __atomic_fetch_add(&job->begun, job->step, __ATOMIC_RELAXED)) < job->count;) {
+        Py_ssize_t end = job->count - first < job->step ? job->count : first + job->step;
+        for (Py_ssize_t at = first; at < end; at++)
+            job->copy(job->batch, at);
+        __atomic_fetch_add(&job->ended, end - first, __ATOMIC_RELEASE);
+    }
+}
+
+/* Let no thread begin another chunk, and wait for the chunks that were begun. */
+static void end_job(job_t *job) {
+    Py_ssize_t begun = __atomic_exchange_n(&job->begun, job->count, __ATOMIC_RELAXED);
+    begun = begun < job->count ? begun : job->count;
+    int64_t since_ns = monotonic_ns();
+    while (__atomic_load_n(&job->ended, __ATOMIC_ACQUIRE) < begun) {
+        if (monotonic_ns() - since_ns < SPIN_NS)
+            sched_yield();
+        else
+            nanosleep(&(struct timespec){0, NAP_NS}, NULL);
+    }
+}
+
+static void free_job(PyObject *capsule) { PyMem_Free(PyCapsule_GetPointer(capsule, JOB)); }
+
+/* Copy all chunks of a batch. `call` is called with the job, to bring helpers; None: no helpers. Fails only when `call`
+   does; no thread copies any more then. */
+int run_job(void (*copy)(const void *, Py_ssize_t), const void *batch, Py_ssize_t count, PyObject *call, int keep_lock) {
+    job_t alone = {copy, batch, count, count / STEPS_A_JOB + 1, 0, 0}, *job = &alone;
+    PyObject *capsule = NULL, *called = NULL;
+    if (call != Py_None) {
+        if (!(job = PyMem_Malloc(sizeof *job))) {
+            PyErr_NoMemory();
+            return 0;
+        }
+        *job = alone;
+        if (!(capsule = PyCapsule_New(job, JOB, free_job))) {
+            PyMem_Free(job);
+            return 0;
+        }
+        called = PyObject_CallOneArg(call, capsule);
+    }
+    PyThreadState *state = keep_lock ? NULL : PyEval_SaveThread();
+    if (!capsule || called)
+        work(job);
+    if (capsule)
+        end_job(job);
+    if (state)
+        PyEval_RestoreThread(state);
+    int done = !capsule || called;
+    Py_XDECREF(called), Py_XDECREF(capsule);
+    return done;
+}
+
+PyObject *share(PyObject *module, PyObject *capsule) {
+    (void)module;
+    job_t *job = PyCapsule_GetPointer(capsule, JOB);
+    if (!job)
+        return NULL;
+    PyThreadState *state = PyEval_SaveThread();
+    work(job);
+    PyEval_RestoreThread(state);
+    Py_RETURN_NONE;
+}

@@ -1,0 +1,289 @@
+/* Checksums, and copying with the checksum in the same pass.
+
+   xxh3-64 (seed 0) of more than HASH_LEAST bytes, in steps: bytes are hashed while the copy has them in the cache, and
+   without the interpreter's lock. The same as the xxhash package, which the tests compare it to. */
+
+#include "native.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#define STRIPES_A_BLOCK 16
+#define PRIME32_1 UINT32_C(0x9E3779B1)
+#define PRIME32_2 UINT32_C(0x85EBCA77)
+#define PRIME32_3 UINT32_C(0xC2B2AE3D)
+#define PRIME64_1 UINT64_C(0x9E3779B185EBCA87)
+#define PRIME64_2 UINT64_C(0xC2B2AE3D27D4EB4F)
+#define PRIME64_3 UINT64_C(0x165667B19E3779F9)
+#define PRIME64_4 UINT64_C(0x85EBCA77C2B2AE63)
+#define PRIME64_5 UINT64_C(0x27D4EB2F165667C5)
+
+static const uint8_t secret[192] = {
+    0xb8, 0xfe, 0x6c, 0x39, 0x23, 0xa4, 0x4b, 0xbe, 0x7c, 0x01, 0x81, 0x2c, 0xf7, 0x21, 0xad, 0x1c,
+    0xde, 0xd4, 0x6d, 0xe9, 0x83, 0x90, 0x97, 0xdb, 0x72, 0x40, 0xa4, 0xa4, 0xb7, 0xb3, 0x67, 0x1f,
+    0xcb, 0x79, 0xe6, 0x4e, 0xcc, 0xc0, 0xe5, 0x78, 0x82, 0x5a, 0xd0, 0x7d, 0xcc, 0xff, 0x72, 0x21,
+    0xb8, 0x08, 0x46, 0x74, 0xf7, 0x43, 0x24, 0x8e, 0xe0, 0x35, 0x90, 0xe6, 0x81, 0x3a, 0x26, 0x4c,
+    0x3c, 0x28, 0x52, 0xbb, 0x91, 0xc3, 0x00, 0xcb, 0x88, 0xd0, 0x65, 0x8b, 0x1b, 0x53, 0x2e, 0xa3,
+    0x71, 0x64, 0x48, 0x97, 0xa2, 0x0d, 0xf9, 0x4e, 0x38, 0x19, 0xef, 0x46, 0xa9, 0xde, 0xac, 0xd8,
+    0xa8, 0xfa, 0x76, 0x3f, 0xe3, 0x9c, 0x34, 0x3f, 0xf9, 0xdc, 0xbb, 0xc7, 0xc7, 0x0b, 0x4f, 0x1d,
+    0x8a, 0x51, 0xe0, 0x4b, 0xcd, 0xb4, 0x59, 0x31, 0xc8, 0x9f, 0x7e, 0xc9, 0xd9, 0x78, 0x73, 0x64,
+    0xea, 0xc5, 0xac, 0x83, 0x34, 0xd3, 0xeb, 0xc3, 0xc5, 0x81, 0xa0, 0xff, 0xfa, 0x13, 0x63, 0xeb,
+    0x17, 0x0d, 0xdd, 0x51, 0xb7, 0xf0, 0xda, 0x49, 0xd3, 0x16, 0x55, 0x26, 0x29, 0xd4, 0x68, 0x9e,
+    0x2b, 0x16, 0xbe, 0x58, 0x7d, 0x47, 0xa1, 0xfc, 0x8f, 0xf8, 0xb8, 0xd1, 0x7a, 0xd0, 0x31, 0xce,
+    0x45, 0xcb, 0x3a, 0x8f, 0x95, 0x16, 0x04, 0x28, 0xaf, 0xd7, 0xfb, 0xca, 0xbb, 0x4b, 0x40, 0x7e,
+};
+
+static inline uint64_t read64(const uint8_t *at) {
+    uint64_t value;
+    memcpy(&value, at, sizeof value);
+#if __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
+    value = __builtin_bswap64(value);
+#endif
+    return value;
+}
+
+static void stripes_plain(uint64_t *lanes, const uint8_t *from, const uint8_t *key, size_t count) {
+    for (size_t stripe = 0; stripe < count; stripe++, from += STRIPE, key += 8) {
+        for (int lane = 0; lane < 8; lane++) {
+            uint64_t value = read64(from + 8 * lane), mixed = value ^ read64(key + 8 * lane);
+            lanes[lane ^ 1] += value;
+            lanes[lane] += (mixed & 0xFFFFFFFF) * (mixed >> 32);
+        }
+    }
+}
+
+static void scramble(uint64_t *lanes) {
+    for (int lane = 0; lane < 8; lane++)
+        lanes[lane] = (lanes[lane] ^ lanes[lane] >> 47 ^ read64(secret + 128 + 8 * lane)) * PRIME32_1;
+}
+
+static void blocks_plain(uint64_t *lanes, const uint8_t *from, size_t count) {
+    for (size_t block = 0; block < count; block++, from += HASH_BLOCK) {
+        stripes_plain(lanes, from, secret, STRIPES_A_BLOCK);
+        scramble(lanes);
+    }
+}
+
+#if defined(__x86_64__)
+__attribute__((target("avx2"))) static inline __m256i stripe_half(__m256i lanes, const uint8_t *from, const uint8_t *key) {
+    __m256i value = _mm256_loadu_si256((const __m256i *)from);
+    __m256i mixed = _mm256_xor_si256(value, _mm256_loadu_si256((const __m256i *)key));
+    __m256i product = _mm256_mul_epu32(mixed, _mm256_srli_epi64(mixed, 32));
+    return _mm256_add_epi64(product, _mm256_add_epi64(lanes, _mm256_shuffle_epi32(value, 0x4E)));
+}
+
+__attribute__((target("avx2"))) static inline __m256i scramble_half(__m256i lanes, const uint8_t *key) {
+    const __m256i prime = _mm256_set1_epi32((int)PRIME32_1);
+    __m256i mixed = _mm256_xor_si256(_mm256_xor_si256(lanes, _mm256_srli_epi64(lanes, 47)),
+                                     _mm256_loadu_si256((const __m256i *)key));
+    __m256i high = _mm256_slli_epi64(_mm256_mul_epu32(_mm256_srli_epi64(mixed, 32), prime), 32);
+    return _mm256_add_epi64(_mm256_mul_epu32(mixed, prime), high);
+}
+
+/* With `to`, a multiple of 32, the bytes are also streamed there, in the same pass. */
+__attribute__((target("avx2"))) static inline void blocks_avx2(uint64_t *lanes, const uint8_t *from, size_t count,
+                                                               uint8_t *to) {
+    __m256i low = _mm256_loadu_si256((__m256i *)lanes), high = _mm256_loadu_si256((__m256i *)(lanes + 4));
+    for (size_t block = 0; block < count; block++) {
+        for (int stripe = 0; stripe < STRIPES_A_BLOCK; stripe++, from += STRIPE) {
+            if (to)
+                _mm_prefetch((const char *)from + 2048, _MM_HINT_NTA);
+            else
+                _mm_prefetch((const char *)from + 1024, _MM_HINT_T0);
+            low = stripe_half(low, from, secret + 8 * stripe);
+            high = stripe_half(high, from + 32, secret + 8 * stripe + 32);
+            if (to) {
+                _mm256_stream_si256((__m256i *)to, _mm256_loadu_si256((const __m256i *)from));
+                _mm256_stream_si256((__m256i *)(to + 32), _mm256_loadu_si256((const __m256i *)(from + 32)));
+                to += STRIPE;
+            }
+        }
+        low = scramble_half(low, secret + 128), high = scramble_half(high, secret + 160);
+    }
+    _mm256_storeu_si256((__m256i *)lanes, low), _mm256_storeu_si256((__m256i *)(lanes + 4), high);
+}
+#endif
+
+static void hash_begin(uint64_t *lanes) {
+    const uint64_t start[8] = {PRIME32_3, PRIME64_1, PRIME64_2, PRIME64_3, PRIME64_4, PRIME32_2, PRIME64_5, PRIME32_1};
+    memcpy(lanes, start, sizeof start);
+}
+
+static void hash_blocks(uint64_t *lanes, const uint8_t *from, size_t count) {
+#if defined(__x86_64__)
+    if (has_avx2) {
+        blocks_avx2(lanes, from, count, NULL);
+        return;
+    }
+#endif
+    blocks_plain(lanes, from, count);
+}
+
+/* The sum of all `nbytes` bytes, after hashing the last `left` of them, 1 to HASH_BLOCK. At least a stripe is in memory
+   before `tail + left`. */
+static uint64_t hash_tail(uint64_t *lanes, const uint8_t *tail, size_t left, size_t nbytes) {
+    stripes_plain(lanes, tail, secret, (left - 1) / STRIPE);
+    stripes_plain(lanes, tail + left - STRIPE, secret + 121, 1);
+    uint64_t sum = nbytes * PRIME64_1;
+    for (int pair = 0; pair < 4; pair++) {
+        unsigned __int128 product = (unsigned __int128)(lanes[2 * pair] ^ read64(secret + 11 + 16 * pair)) *
+                                    (lanes[2 * pair + 1] ^ read64(secret + 19 + 16 * pair));
+        sum += (uint64_t)product ^ (uint64_t)(product >> 64);
+    }
+    sum ^= sum >> 37;
+    sum *= UINT64_C(0x165667919E3779F9);
+    return sum ^ sum >> 32;
+}
+
+/* -- bytes that come in parts ------------------------------------------------------------------------------------- */
+
+/* The last bytes of each part are kept back, behind the stripe before them: more may follow. */
+
+void hasher_begin(hasher_t *hasher) {
+    hash_begin(hasher->lanes);
+    hasher->nbytes = hasher->kept = 0;
+}
+
+void hasher_feed(hasher_t *hasher, const uint8_t *from, size_t n) {
+    uint8_t *kept = hasher->tail + STRIPE;
+    hasher->nbytes += n;
+    if (hasher->kept + n > HASH_BLOCK) {
+        if (hasher->kept) {
+            size_t more = HASH_BLOCK - hasher->kept;
+            memcpy(kept + hasher->kept, from, more);
+            hash_blocks(hasher->lanes, kept, 1);
+            memcpy(hasher->tail, kept + HASH_BLOCK - STRIPE, STRIPE);
+            from += more, n -= more, hasher->kept = 0;
+        }
+        size_t whole = (n - 1) / HASH_BLOCK * HASH_BLOCK;
+        if (whole) {
+            hash_blocks(hasher->lanes, from, whole / HASH_BLOCK);
+            memcpy(hasher->tail, from + whole - STRIPE, STRIPE);
+            from += whole, n -= whole;
+        }
+    }
+    memcpy(kept + hasher->kept, from, n);
+    hasher->kept += n;
+}
+
+uint64_t hasher_end(hasher_t *hasher) {
+    return hash_tail(hasher->lanes, hasher->tail + STRIPE, hasher->kept, hasher->nbytes);
+}
+
+/* -- copying with the checksum ------------------------------------------------------------------------------------ */
+
+#define TURN (16 * HASH_BLOCK) /* bytes hashed and copied in turns: they stay in the innermost cache in between */
+
+#if defined(__x86_64__)
+/* The same by streamed stores, up to the last block. Returns the number of bytes. */
+__attribute__((target("avx2"))) static size_t store_streamed(uint64_t *lanes, char *to, const char *from, size_t blocks,
+                                                             int way) {
+    size_t done = 0;
+    if (way == PAGES) {
+        for (; done + GROUP <= blocks * HASH_BLOCK; done += GROUP) {
+            stream_group(to + done, from + done);
+            blocks_avx2(lanes, (const uint8_t *)from + done, GROUP / HASH_BLOCK, NULL); /* from the innermost cache */
+        }
+    }
+    blocks_avx2(lanes, (const uint8_t *)from + done, blocks - done / HASH_BLOCK, (uint8_t *)to + done);
+    _mm_sfence();
+    return blocks * HASH_BLOCK;
+}
+#endif
+
+/* Copy one run of bytes and hash it. The source is read from memory once. */
+static uint64_t store_run(char *to, const char *from, size_t nbytes, int stream) {
+    uint64_t lanes[8];
+    hash_begin(lanes);
+    size_t blocks = (nbytes - 1) / HASH_BLOCK, done = 0;
+    trial_t trial = {PLAIN, 0};
+#if defined(__x86_64__)
+    if (stream && has_avx2 && ((uintptr_t)to & 31) == 0) {
+        trial = begin_store(nbytes);
+        if (trial.way != PLAIN)
+            done = store_streamed(lanes, to, from, blocks, trial.way);
+    }
+#else
+    (void)stream;
+#endif
+    for (size_t turn; done < blocks * HASH_BLOCK; done += turn) {
+        turn = blocks * HASH_BLOCK - done < TURN ? blocks * HASH_BLOCK - done : TURN;
+        hash_blocks(lanes, (const uint8_t *)from + done, turn / HASH_BLOCK);
+        memcpy(to + done, from + done, turn);
+    }
+    memcpy(to + done, from + done, nbytes - done);
+    end_store(trial, nbytes);
+    return hash_tail(lanes, (const uint8_t *)from + done, nbytes - done, nbytes);
+}
+
+/* Copy several runs behind each other. The target is hashed as it fills, while the cache has it. */
+static uint64_t store_runs(char *to, const Py_buffer *pieces, Py_ssize_t count, size_t nbytes) {
+    uint64_t lanes[8];
+    hash_begin(lanes);
+    size_t filled = 0, hashed = 0;
+    for (Py_ssize_t at = 0; at < count; at++) {
+        memcpy(to + filled, pieces[at].buf, (size_t)pieces[at].len);
+        filled += (size_t)pieces[at].len;
+        size_t blocks = filled == nbytes ? (nbytes - hashed - 1) / HASH_BLOCK : (filled - hashed) / HASH_BLOCK;
+        hash_blocks(lanes, (const uint8_t *)to + hashed, blocks);
+        hashed += blocks * HASH_BLOCK;
+    }
+    return hash_tail(lanes, (const uint8_t *)to + hashed, nbytes - hashed, nbytes);
+}
+
+typedef struct {
+    const Py_buffer *slots, *pieces;
+    const chunk_t *chunks;
+    uint64_t *checksums;
+    int stream;
+} stores_t;
+
+static void fill_one(const void *batch, Py_ssize_t at) {
+    const stores_t *stores = batch;
+    const Py_buffer *slot = &stores->slots[at], *piece = &stores->pieces[stores->chunks[at].first];
+    Py_ssize_t count = stores->chunks[at].end - stores->chunks[at].first;
+    stores->checksums[at] = count == 1 ? store_run(slot->buf, piece->buf, (size_t)slot->len, stores->stream)
+                                       : store_runs(slot->buf, piece, count, (size_t)slot->len);
+}
+
+PyObject *fill(PyObject *module, PyObject *arguments) {
+    (void)module;
+    PyObject *slots, *values, *call, *result = NULL;
+    Py_buffer checksums;
+    int stream;
+    if (!PyArg_ParseTuple(arguments, "O!O!w*pO", &PyList_Type, &slots, &PyList_Type, &values, &checksums, &stream,
+                          &call))
+        return NULL;
+    buffers_t targets = {NULL, 0, 0}, pieces = {NULL, 0, 0};
+    Py_ssize_t count = PyList_GET_SIZE(slots);
+    chunk_t *chunks = PyMem_Calloc((size_t)count + 1, sizeof *chunks);
+    if (!chunks) {
+        PyErr_NoMemory();
+        goto done;
+    }
+    if (PyList_GET_SIZE(values) != count || checksums.len != 8 * count) {
+        PyErr_SetString(PyExc_ValueError, "slots, values and checksums differ in length");
+        goto done;
+    }
+    for (Py_ssize_t at = 0; at < count; at++) {
+        size_t nbytes = 0;
+        Py_buffer *slot = hold(&targets, PyList_GET_ITEM(slots, at), PyBUF_WRITABLE);
+        if (!slot || !hold_chunk(&pieces, PyList_GET_ITEM(values, at), PyBUF_SIMPLE, &chunks[at], &nbytes))
+            goto done;
+        if (slot->len <= HASH_LEAST) {
+            PyErr_SetString(PyExc_ValueError, "slots: each must have more than 240 bytes");
+            goto done;
+        }
+        if (!sized(slot, (Py_ssize_t)nbytes, "slot"))
+            goto done;
+    }
+    stores_t stores = {targets.held, pieces.held, chunks, checksums.buf, stream};
+    if (run_job(fill_one, &stores, count, call, 0))
+        result = Py_NewRef(Py_None);
+done:
+    let_go(&targets), let_go(&pieces);
+    PyMem_Free(chunks);
+    PyBuffer_Release(&checksums);
+    return result;
+}

@@ -1,0 +1,104 @@
+/* What the C files share. They hold the loops that profiling found: probing the chunk table for many keys, copying many
+   chunks out of the arena and into it, receiving many from a socket. The Python modules say what these loops do, and do
+   the same without them.
+
+   No loop trusts what it reads: a row or a place outside the buffers is a miss. */
+
+#ifndef RAYKV_NATIVE_H
+#define RAYKV_NATIVE_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stdint.h>
+#include <string.h>
+#include <time.h>
+
+#define PAGE_SHIFT 12
+#define HASH_LEAST 240                /* xxh3 of fewer bytes is another algorithm: Python's part */
+#define WITHOUT_GIL_NBYTES (32 << 10) /* from this size on a copy lets other threads run */
+#define WITHOUT_GIL_ONE_NBYTES (256 << 10)
+#define WITHOUT_GIL_KEYS 4096
+
+typedef struct {
+    uint32_t generation, expires, page, nbytes;
+    uint64_t key_hi, key_lo;
+} record_t; /* layout.py: RECORD */
+
+static inline int64_t monotonic_ns(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+#pragma GCC visibility push(hidden) /* these names are no other library's */
+
+/* -- module.c: the buffers of a call ------------------------------------------------------------------------------ */
+
+typedef struct {
+    Py_buffer *held;
+    Py_ssize_t count, room;
+} buffers_t; /* released together */
+
+typedef struct {
+    const char *from;      /* NULL: a miss */
+    Py_ssize_t first, end; /* its pieces among the buffers of the call */
+} chunk_t;
+
+int sized(const Py_buffer *buffer, Py_ssize_t nbytes, const char *name);
+Py_buffer *hold(buffers_t *buffers, PyObject *object, int flags);
+int hold_chunk(buffers_t *pieces, PyObject *chunk, int flags, chunk_t *place, size_t *nbytes);
+void let_go(buffers_t *buffers);
+
+/* -- copy.c ------------------------------------------------------------------------------------------------------- */
+
+enum { FETCHED, PAGES, PLAIN, WAYS }; /* ways of a large copy */
+
+typedef struct {
+    int way;
+    int64_t began_ns; /* 0: not timed */
+} trial_t;
+
+#define GROUP (4 * 4096) /* bytes that `stream_group` copies */
+
+extern int has_avx2;
+void use_vectors(long most);
+void copy_bytes(char *to, const char *from, size_t n, int stream);
+void stream_group(char *to, const char *from);
+trial_t begin_store(size_t nbytes);
+void end_store(trial_t trial, size_t nbytes);
+int run_job(void (*copy)(const void *, Py_ssize_t), const void *batch, Py_ssize_t count, PyObject *call, int keep_lock);
+PyObject *quickest(PyObject *module, PyObject *nbytes);
+PyObject *vectors(PyObject *module, PyObject *most);
+PyObject *share(PyObject *module, PyObject *job);
+
+/* -- hash.c ------------------------------------------------------------------------------------------------------- */
+
+#define STRIPE 64
+#define HASH_BLOCK (16 * STRIPE)
+
+typedef struct {
+    uint64_t lanes[8];
+    size_t nbytes, kept;
+    uint8_t tail[STRIPE + HASH_BLOCK];
+} hasher_t; /* a checksum of bytes that come in parts */
+
+void hasher_begin(hasher_t *hasher);
+void hasher_feed(hasher_t *hasher, const uint8_t *from, size_t n);
+uint64_t hasher_end(hasher_t *hasher);
+PyObject *fill(PyObject *module, PyObject *arguments);
+
+/* -- probe.c ------------------------------------------------------------------------------------------------------ */
+
+int32_t probe(const record_t *records, size_t rows, const int32_t *index, size_t size, const uint64_t *key, int64_t now,
+              uint32_t *generation);
+PyObject *find(PyObject *module, PyObject *arguments);
+PyObject *enter(PyObject *module, PyObject *arguments);
+
+/* -- reader.c, receive.c ------------------------------------------------------------------------------------------ */
+
+extern PyType_Spec reader_spec;
+PyObject *read_chunks(PyObject *module, PyObject *arguments);
+PyObject *receive(PyObject *module, PyObject *arguments);
+
+#pragma GCC visibility pop
+#endif

@@ -1,0 +1,156 @@
+/* Receiving chunks from a socket into their places, with their checksums: see transport/stream.py. */
+
+#include "native.h"
+#include <errno.h>
+#include <sched.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+
+#define STEP_NBYTES (256 << 10) /* most bytes of one system call: they are hashed before they leave the cache */
+#define STEP_PIECES 256
+
+enum { FULL, LATE, CLOSED, FAILED }; /* how a call ends */
+
+/* What is being filled, and how far it is. */
+typedef struct {
+    const chunk_t *chunks;
+    const Py_buffer *pieces;
+    uint64_t *checksums; /* NULL: not wanted */
+    Py_ssize_t count, chunk, piece;
+    size_t filled; /* of the piece */
+    hasher_t hasher;
+} filling_t;
+
+/* n more bytes are in place: hash them, and go on to the place of the next one. */
+static void advance(filling_t *filling, size_t n) {
+    while (filling->chunk < filling->count) {
+        const chunk_t *chunk = &filling->chunks[filling->chunk];
+        for (; filling->piece < chunk->end; filling->piece++, filling->filled = 0) {
+            const Py_buffer *piece = &filling->pieces[filling->piece];
+            size_t step = (size_t)piece->len - filling->filled;
+            step = step > n ? n : step;
+            if (filling->checksums && step)
+                hasher_feed(&filling->hasher, (const uint8_t *)piece->buf + filling->filled, step);
+            filling->filled += step, n -= step;
+            if (filling->filled < (size_t)piece->len)
+                return;
+        }
+        if (filling->checksums) {
+            filling->checksums[filling->chunk] = hasher_end(&filling->hasher);
+            hasher_begin(&filling->hasher);
+        }
+        filling->chunk++;
+    }
+}
+
+/* The places of the next bytes. The pieces of all chunks lie behind each other. */
+static size_t next_places(const filling_t *filling, struct iovec *places) {
+    size_t count = 0, nbytes = 0, skip = filling->filled;
+    Py_ssize_t end = filling->chunks[filling->count - 1].end;
+    for (Py_ssize_t at = filling->piece; at < end && count < STEP_PIECES && nbytes < STEP_NBYTES; at++, skip = 0) {
+        size_t step = (size_t)filling->pieces[at].len - skip;
+        if (!step)
+            continue;
+        if (step > STEP_NBYTES - nbytes)
+            step = STEP_NBYTES - nbytes;
+        places[count].iov_base = (char *)filling->pieces[at].buf + skip, places[count++].iov_len = step;
+        nbytes += step;
+    }
+    return count;
+}
+
+/* Bytes that were received before. */
+static void fill_from(filling_t *filling, const char *from, size_t left) {
+    struct iovec places[STEP_PIECES];
+    while (left) {
+        size_t count = next_places(filling, places), moved = 0;
+        for (size_t at = 0; at < count && left; at++) {
+            size_t step = places[at].iov_len < left ? places[at].iov_len : left;
+            memcpy(places[at].iov_base, from, step);
+            from += step, left -= step, moved += step;
+        }
+        advance(filling, moved);
+    }
+}
+
+/* Fill it all from a socket: spin as long as bytes come within `spin_ns` of each other; then sleep for the rest. Runs
+   without the interpreter's lock, and ends with EINTR when Python has to handle a signal. */
+static int fill_from_socket(filling_t *filling, int fd, int64_t deadline_ns, int64_t spin_ns, int *sleeps) {
+    struct iovec places[STEP_PIECES];
+    int64_t came_ns = monotonic_ns();
+    while (filling->chunk < filling->count) {
+        struct msghdr message = {.msg_iov = places, .msg_iovlen = next_places(filling, places)};
+        ssize_t got = recvmsg(fd, &message, *sleeps ? MSG_WAITALL : MSG_DONTWAIT);
+        if (got == 0)
+            return CLOSED;
+        if (got > 0) {
+            advance(filling, (size_t)got);
+            if (filling->chunk == filling->count)
+                break;
+        } else if (errno != EAGAIN && errno != EWOULDBLOCK) {
+            return FAILED;
+        }
+        int64_t now_ns = monotonic_ns();
+        if (now_ns >= deadline_ns)
+            return LATE;
+        if (got > 0)
+            came_ns = now_ns;
+        else if (now_ns - came_ns < spin_ns)
+            sched_yield();
+        else
+            *sleeps = 1; /* the socket's own time limit ends each wait */
+    }
+    return FULL;
+}
+
+PyObject *receive(PyObject *module, PyObject *arguments) {
+    (void)module;
+    int fd;
+    Py_buffer ahead, sums = {.obj = NULL, .buf = NULL};
+    PyObject *chunks, *checksums, *result = NULL;
+    double deadline_s, spin_s;
+    if (!PyArg_ParseTuple(arguments, "iy*O!Odd", &fd, &ahead, &PyList_Type, &chunks, &checksums, &deadline_s, &spin_s))
+        return NULL;
+    buffers_t pieces = {NULL, 0, 0};
+    Py_ssize_t count = PyList_GET_SIZE(chunks);
+    size_t total = 0;
+    chunk_t *places = PyMem_Calloc((size_t)count + 1, sizeof *places);
+    if (!places) {
+        PyErr_NoMemory();
+        goto done;
+    }
+    if (checksums != Py_None && (PyObject_GetBuffer(checksums, &sums, PyBUF_WRITABLE) < 0 ||
+                                 !sized(&sums, 8 * count, "checksums")))
+        goto done;
+    for (Py_ssize_t at = 0; at < count; at++) {
+        size_t nbytes = 0;
+        if (!hold_chunk(&pieces, PyList_GET_ITEM(chunks, at), PyBUF_WRITABLE, &places[at], &nbytes))
+            goto done;
+        if (nbytes <= HASH_LEAST) {
+            PyErr_SetString(PyExc_ValueError, "chunks: each must have more than 240 bytes");
+            goto done;
+        }
+        total += nbytes;
+    }
+    filling_t filling = {places, pieces.held, sums.buf, count, 0, 0, 0, {{0}, 0, 0, {0}}};
+    hasher_begin(&filling.hasher);
+    fill_from(&filling, ahead.buf, (size_t)ahead.len < total ? (size_t)ahead.len : total);
+    int64_t deadline_ns = deadline_s < 9e9 ? (int64_t)(deadline_s * 1e9) : INT64_MAX;
+    int end = FULL, sleeps = spin_s <= 0, problem = 0;
+    while (filling.chunk < count) {
+        PyThreadState *state = PyEval_SaveThread();
+        end = fill_from_socket(&filling, fd, deadline_ns, (int64_t)(spin_s * 1e9), &sleeps);
+        problem = errno;
+        PyEval_RestoreThread(state);
+        if (end != FAILED || problem != EINTR)
+            break;
+        if (PyErr_CheckSignals() < 0)
+            goto done;
+    }
+    result = Py_BuildValue("(in)", end == FAILED ? -problem : end, filling.chunk);
+done:
+    let_go(&pieces);
+    PyMem_Free(places);
+    PyBuffer_Release(&sums), PyBuffer_Release(&ahead);
+    return result;
+}

@@ -1,0 +1,215 @@
+"""The ways by which chunk bytes get from a node to a reader, and the one place that chooses between them."""
+
+import time
+from collections.abc import Collection, Iterable
+from typing import Final, Protocol
+
+from raykv.errors import LostError, TransientError
+from raykv.memory.copying import CopyThreads
+from raykv.memory.reader import ONE_THREAD, ShmReader
+from raykv.protocol import messages
+from raykv.protocol.codec import expect
+from raykv.protocol.placement import Member
+from raykv.transport.bulk_read import BulkRead, ReadRun
+from raykv.transport.pool import ConnectionPool
+from raykv.types import NodeId
+
+PROMOTE_NBYTES: Final = 16 << 20
+"""A node on this host is asked to bring this much into its memory at once: one part is read while the next comes."""
+PROMOTE_SLACK_S: Final = 0.05
+"""Time of a call that is left, after a promotion, to read what was promoted."""
+
+
+class DataPath(Protocol):
+    """One way to read chunks from members. Thread-safe. `name`: such as "shm" or "tcp"."""
+
+    name: str
+
+    def leads_to(self, member: Member, *, deadline_s: float) -> bool:
+        """Whether a member can be read this way. The first call for a member may connect to it.
+
+        Raises nothing: to a member that does not answer, no path leads.
+        """
+        ...
+
+    def read(self, member: Member, run: ReadRun, *, deadline_s: float) -> None:
+        """Read the chunks of a run, and fill in its outcome. Afterwards nobody writes to the buffers any more.
+
+        Raises:
+            RayKVError: The member does not answer, or refuses. What the run says is right all the same.
+        """
+        ...
+
+    def retain(self, members: Collection[Member]) -> None:
+        """Release what belongs to other members, or to earlier lives of these. Reads in progress go on."""
+
+    def close(self) -> None:
+        """Release everything. Nothing may be read any more."""
+
+
+class DataPaths:
+    """The paths of one reader, in order of preference."""
+
+    def __init__(self, paths: Iterable[DataPath]) -> None:
+        self._paths = tuple(paths)
+
+    def choose(self, member: Member, *, deadline_s: float) -> DataPath:
+        """Return the first path that leads to a member.
+
+        Raises:
+            TransientError: None does.
+        """
+        for path in self._paths:
+            if path.leads_to(member, deadline_s=deadline_s):
+                return path
+        tried, offered = (", ".join(names) or "none" for names in ([p.name for p in self._paths], member.endpoints))
+        raise TransientError(f"no data path ({tried}) leads to {member.node_id!r}; its endpoints: {offered}")
+
+    def retain(self, members: Collection[Member]) -> None:
+        """See `DataPath.retain`."""
+        for path in self._paths:
+            path.retain(members)
+
+    def close(self) -> None:
+        """Close all paths."""
+        for path in self._paths:
+            path.close()
+
+
+class LinkPath(DataPath):
+    """Reads over the links of a pool: TCP, or the in-process network."""
+
+    def __init__(self, pool: ConnectionPool, *, verify: bool = True, name: str = "tcp") -> None:
+        """Use a pool, which stays the caller's.
+
+        Args:
+            verify: Compare checksums.
+            name: Of the path, and of the members' endpoint for it.
+        """
+        self.name, self._pool, self._verify = name, pool, verify
+
+    def leads_to(self, member: Member, *, deadline_s: float) -> bool:
+        return self.name in member.endpoints
+
+    def read(self, member: Member, run: ReadRun, *, deadline_s: float) -> None:
+        bulk = BulkRead(run, verify=self._verify)
+        address = member.endpoints[self.name]
+        self._pool.ask(address, lambda link: bulk.read(link, deadline_s=deadline_s), deadline_s=deadline_s)
+
+
+class ShmPath(DataPath):
+    """Copies out of the shared memory of nodes on this host. No request, unless a chunk has to be promoted first."""
+
+    name = "shm"
+
+    def __init__(
+        self, pool: ConnectionPool, host: str, *, verify: bool = False, threads: CopyThreads = ONE_THREAD
+    ) -> None:
+        """Map nothing yet.
+
+        Args:
+            pool: For requests to the nodes; it stays the caller's.
+            host: Identity of this host.
+            verify: Compare checksums.
+            threads: Share large copies.
+        """
+        self._pool, self._host, self._verify, self._threads = pool, host, verify, threads
+        self._readers: dict[tuple[NodeId, int], ShmReader | None] = {}  # by life of a node; None: cannot be mapped
+        self._tiered: set[tuple[NodeId, int]] = set()  # lives that have tiers below memory
+
+    def leads_to(self, member: Member, *, deadline_s: float) -> bool:
+        return member.host == self._host and self._reader(member, deadline_s) is not None
+
+    def read(self, member: Member, run: ReadRun, *, deadline_s: float) -> None:
+        reader = self._reader(member, deadline_s)
+        if reader is None:
+            raise LostError(f"the memory of {member.node_id!r} cannot be mapped here")
+        run.begin("shm")
+        absent = self._copy(reader, run, run.missing)
+        if not run.locate:  # an owner may hold none of them: the caller looks up who does
+            if absent and (member.node_id, member.incarnation) in self._tiered:
+                absent = self._promote(member, reader, run, absent, deadline_s)
+            run.gone = absent
+        if run.corrupt:
+            self._call(member, messages.Suspect(run.progress.raw_keys(sorted(run.corrupt))), deadline_s)
+
+    def _copy(self, reader: ShmReader, run: ReadRun, places: list[int]) -> list[int]:
+        """Copy chunks into their buffers. Returns the places of those that are not in memory."""
+        progress, now_s = run.progress, time.monotonic()
+        keys, targets = progress.keys[places], progress.targets_at(places)
+        hits, _ = reader.read(keys, targets, verify=self._verify, now_s=now_s, threads=self._threads)
+        if hits.all():
+            run.arrived += places
+            return []
+        absent: list[int] = []
+        lengths = reader.lengths(keys, now_s=now_s)
+        for place, hit, length in zip(places, hits.tolist(), lengths.tolist(), strict=True):
+            if hit:
+                run.arrived.append(place)
+            elif not length:
+                absent.append(place)
+            elif length != progress.sizes[place]:
+                run.other_size.append(place)
+            elif self._verify:  # or it was replaced while it was copied: the node finds out
+                run.corrupt.append(place)
+        return absent
+
+    def _promote(
+        self, member: Member, reader: ShmReader, run: ReadRun, places: list[int], deadline_s: float
+    ) -> list[int]:
+        """Have a node bring chunks into its memory, and read them there: one part while the next is on its way.
+
+        Returns:
+            Places of those that did not get there.
+        """
+        progress = run.progress
+        parts = progress.cut(places, nbytes=PROMOTE_NBYTES, keys=messages.MAX_KEYS)
+        absent: list[int] = []
+
+        def promote(part: list[int], timeout_s: float) -> None:
+            request = messages.Promote(progress.raw_keys(part), timeout_s, group=progress.group)
+            self._call(member, request, deadline_s)
+
+        if len(parts) > 1:
+            promote(parts[0], 0.0)
+        for number, part in enumerate(parts, start=1):
+            if number < len(parts):
+                promote(parts[number], 0.0)
+            promote(part, max(1e-3, deadline_s - time.monotonic() - PROMOTE_SLACK_S))
+            absent += self._copy(reader, run, part)
+        return absent
+
+    def _call(self, member: Member, request: messages.Message, deadline_s: float) -> messages.Answer:
+        """Ask a node over its Unix socket, by the pool: writers of this host never wait for it."""
+        address = member.endpoints["unix"]
+        return self._pool.ask(address, lambda link: link.call(request, deadline_s=deadline_s), deadline_s=deadline_s)
+
+    def _reader(self, member: Member, deadline_s: float) -> ShmReader | None:
+        """The memory of a member, mapped at the first call for this life of it."""
+        life = member.node_id, member.incarnation
+        if life not in self._readers:
+            reader = None
+            try:
+                attached = expect(messages.Attached, self._call(member, messages.Attach(), deadline_s))
+                if attached.tiers:
+                    self._tiered.add(life)
+                reader = ShmReader(attached.table, attached.arena, writable=False)
+            except (TransientError, KeyError):
+                return None  # not now; the next call tries again
+            except LostError:
+                pass  # its files are not visible in this container
+            self._readers[life] = reader
+            return reader
+        return self._readers.get(life)
+
+    def retain(self, members: Collection[Member]) -> None:
+        """Readers are not closed, since another thread may be copying: they are unmapped with their last user."""
+        lives = {(member.node_id, member.incarnation) for member in members}
+        self._readers = {life: reader for life, reader in list(self._readers.items()) if life in lives}
+        self._tiered &= lives
+
+    def close(self) -> None:
+        for reader in self._readers.values():
+            if reader is not None:
+                reader.close()
+        self._readers = {}
