@@ -106,7 +106,7 @@ def status(name: str = "default", *, timeout_s: float = CALL_TIMEOUT_S) -> dict[
 
 
 def stop(name: str = "default", *, timeout_s: float = CALL_TIMEOUT_S) -> bool:
-    """End a cluster: its processes and its memory on all hosts of the Ray cluster. False if none of that name ran."""
+    """End a cluster: its processes, and its memory on all hosts that are there. False if none of that name ran."""
     try:
         directory = _directory(name)
     except PeerUnavailable:
@@ -135,7 +135,7 @@ def upgrade(name: str = "default", *, timeout_s: float = 60.0) -> Iterator[dict[
         without chunks.
 
     Raises:
-        PeerUnavailable: No cluster of that name runs; or a node did not come back in time: the others are not restarted.
+        PeerUnavailable: No cluster of that name runs; or a node did not come back in time: the others stay.
     """
     for ray_node_id, before in status(name)["nodes"].items():
         if "pid" not in before:

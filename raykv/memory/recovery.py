@@ -105,15 +105,14 @@ def take_over(table: Table) -> tuple[Rows, Rows]:
 def _index_is_exact(table: Table, ready: Rows) -> bool:
     """Whether the index names each ready row once, and nothing else. Counts its removed entries on the way.
 
-    Compares the number, the sum and the XOR of its entries: entries that were overwritten differ in one of them.
+    Compares the number of its entries, their sum and the sum of their squares: damage changes one of them.
     """
-    index = table.index
-    table.removed = int(np.count_nonzero(index == REMOVED))
-    entries = np.count_nonzero(index) - table.removed
-    named, expected = index.sum() - table.removed, ready.sum() + FIRST * len(ready)
-    lowest, highest = index.min(), index.max(initial=0)
-    bits = np.bitwise_xor.reduce(index) ^ (table.removed & 1) ^ np.bitwise_xor.reduce(ready + np.int32(FIRST))
-    return bool(entries == len(ready) and named == expected and not bits and lowest >= 0 and highest < table.rows + FIRST)
+    index, expected = table.index, ready + np.int32(FIRST)
+    table.removed = removed = int(np.count_nonzero(index == REMOVED))
+    if np.count_nonzero(index) - removed != len(ready) or index.min() < 0 or index.max() >= table.rows + FIRST:
+        return False
+    sums = index.sum() - removed, index.dot(index) - np.int32(removed)
+    return sums == (expected.sum(), expected.dot(expected))
 
 
 def _relink(table: Table, ready: Rows, generations: npt.NDArray[np.uint32]) -> None:

@@ -42,32 +42,20 @@ class Allocator:
     def __init__(
         self, config: StorageConfig, table: Table, slots: Slots, *, ready: Rows, quarantined: Rows, now_s: float
     ) -> None:
-        """Derive everything from the columns.
-
-        Args:
-            ready, quarantined: Rows in these states; all others are free.
-        """
+        """Derive everything from the columns. Rows that are neither ready nor quarantined are free."""
         self._table, self.slots = table, slots
-        self._arena_nbytes = config.extents * config.extent_nbytes
-        self._low_water = config.low_water
+        self._arena_nbytes, self._low_water = config.extents * config.extent_nbytes, config.low_water
         busy = np.zeros(table.rows_populated, np.bool_)
         busy[ready] = busy[quarantined] = True
         self.free_rows = FreeRows(busy, rows=table.rows, limit=table.rows_populated)
-        self.used_nbytes = np.zeros(MAX_NAMESPACES, np.int64)
-        self.lent_nbytes = np.zeros(MAX_NAMESPACES, np.int64)
+        self.used_nbytes, self.lent_nbytes = np.zeros((2, MAX_NAMESPACES), np.int64)
         self._add(self.used_nbytes, ready, 1)
         self._add(self.used_nbytes, quarantined, 1)
         self.chunks = len(ready)
         self._quarantine = self._resume_quarantine(quarantined, now_s)
 
-    # -- the states of rows ------------------------------------------------------------------------------------------
-
     def lend(self, count: int, size: int, group: int) -> tuple[Rows, Pages]:
-        """FREE to LENT: up to `count` rows, with slots of `size` bytes.
-
-        Returns:
-            The rows, fewer when no more are free, and the first page of each one's slot.
-        """
+        """FREE to LENT: up to `count` rows, with slots of `size` bytes. Returns the rows, and the page of each slot."""
         pages = self.slots.take(min(count, len(self.free_rows)), size)
         rows = self.free_rows.take(len(pages))
         if not rows.size:
@@ -77,10 +65,7 @@ class Allocator:
         columns.page[rows] = pages
         columns.group[rows] = group
         columns.nbytes[rows] = size
-        columns.pins[rows] = 0
-        columns.expires[rows] = 0
-        columns.frequency[rows] = 0
-        columns.parent[rows] = -1
+        columns.pins[rows] = columns.expires[rows] = columns.frequency[rows] = 0
         columns.state[rows] = RowState.LENT  # last: the row has a slot
         self.slots.set_rows(pages, rows)
         self.used_nbytes[group] += len(rows) * size
@@ -100,13 +85,13 @@ class Allocator:
         columns.parent[rows] = parents
         # A parent that is in this commit too gets its even generation below.
         columns.parent_generation[rows] = np.where(linked, _even(columns.generation[np.maximum(parents, 0)]), 0)
-        self._add(self.lent_nbytes, rows, -1)
         with self._table.changing():
             columns.nbytes[rows] = nbytes
+            self._table.insert(keys, rows)  # before anything is counted: a damaged index raises LostError
             columns.state[rows] = RowState.READY
             np.add.at(columns.children, parents[linked], 1)
-            self._table.insert(keys, rows)
             columns.generation[rows] = _even(columns.generation[rows])  # last: from here on readers see the chunks
+        self._add(self.lent_nbytes, rows, -1)
         self.chunks += len(rows)
 
     def give_back(self, rows: Rows) -> None:
@@ -161,16 +146,11 @@ class Allocator:
         self._add(self.used_nbytes, rows, -1)
         columns.state[rows] = RowState.FREE
         columns.nbytes[rows] = 0
-        columns.parent[rows] = -1
         self.slots.give(columns.page[rows])
         self.free_rows.give(rows)
 
     def require_lent(self, rows: Rows, group: int | None = None, size: int = 0) -> None:
-        """Refuse rows that are not lent, or that are lent to another quota group or with slots of another size.
-
-        Raises:
-            UsageError: Says what is wrong.
-        """
+        """Raise UsageError for rows that are not lent, or not to this quota group, or not with slots of this size."""
         columns, count = self._table.columns, self._table.rows_populated
         if not rows.size:
             return
@@ -178,14 +158,10 @@ class Allocator:
             raise UsageError(f"row numbers outside the table (0 .. {count - 1})")
         if not (columns.state[rows] == RowState.LENT).all() or has_duplicates(rows):
             raise UsageError("rows that are not lent, or named twice: a slot is committed or given back once")
-        if group is None:
-            return
-        if not (columns.group[rows] == group).all():
+        if group is not None and not (columns.group[rows] == group).all():
             raise UsageError("slots that were lent to another namespace: lend slots for this one")
-        if not (columns.nbytes[rows] == size).all():
+        if group is not None and not (columns.nbytes[rows] == size).all():
             raise UsageError(f"slots of another size than {size:,} bytes: lend slots for chunks of this size")
-
-    # -- counts ------------------------------------------------------------------------------------------------------
 
     def most_ahead(self, size: int, group: int) -> int:
         """How many slots of `size` may be lent ahead of need. They are free and have real memory."""
@@ -208,14 +184,16 @@ class Allocator:
 
     def slot_sizes(self, rows: Rows) -> npt.NDArray[np.int64]:
         """Bytes of each row's slot."""
-        pages = -(-self._table.columns.nbytes[rows].astype(np.int64) // SLOT_ALIGNMENT_NBYTES)
-        sizes: npt.NDArray[np.int64] = pages * SLOT_ALIGNMENT_NBYTES
-        return sizes
+        nbytes = self._table.columns.nbytes[rows].astype(np.int64)
+        return nbytes + (SLOT_ALIGNMENT_NBYTES - 1) & -SLOT_ALIGNMENT_NBYTES
 
     def _add(self, counts: npt.NDArray[np.int64], rows: Rows, sign: int) -> None:
         """Add the bytes of these rows' slots to counts by quota group."""
-        sizes = np.bincount(self._table.columns.group[rows], self.slot_sizes(rows), MAX_NAMESPACES)
-        counts += sign * sizes.astype(np.int64)
+        groups, sizes = self._table.columns.group[rows], self.slot_sizes(rows)
+        if (groups == groups[:1]).all():  # nearly always
+            counts[groups[:1]] += sign * sizes.sum()
+        else:
+            counts += sign * np.bincount(groups, sizes, MAX_NAMESPACES).astype(np.int64)
 
     def _resume_quarantine(self, rows: Rows, now_s: float) -> deque[tuple[float, Rows]]:
         """Rows that an earlier process had in quarantine stay for the rest of their time, all others for all of it.

@@ -28,11 +28,7 @@ class Chain(NamedTuple):
 
 
 def require_batch(batch: Batch, written: Written) -> None:
-    """Refuse what cannot be stored.
-
-    Raises:
-        UsageError: Names the field.
-    """
+    """Raise UsageError, which names the field, for what cannot be stored."""
     require_hints(batch.hints.ttl_s, batch.hints.priority)
     if not 0 <= batch.depth < MAX_DEPTH:
         raise UsageError(f"field 'depth': {batch.depth} is not in 0 .. {MAX_DEPTH - 1}")
@@ -51,14 +47,7 @@ def chain_of(table: Table, batch: Batch, existing: Rows, positions: npt.NDArray[
     """Parents and depths of the rows that get the keys at `positions`.
 
     The parent is the chunk before it, new or old. The depth is counted from the last old chunk before it, or from what
-    the writer says where a chunk between is missing.
-
-    Args:
-        table: The rows of old chunks are in it.
-        batch: Names the chunk before its first key.
-        existing: Row of each key, -1 where there is none yet.
-        positions: Places in the batch.
-        rows: One a position.
+    the writer says where a chunk between is missing. `existing`: the row of each key of the batch, or -1.
     """
     if not batch.chained:
         return Chain(np.full(len(rows), -1, np.int32), np.zeros(len(rows), np.int64))

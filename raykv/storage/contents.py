@@ -19,13 +19,7 @@ _KEY: Final = struct.Struct("<QQ")
 
 
 class Contents:
-    """The half of a store that reads. See `Store`, which adds everything that changes it.
-
-    Attributes:
-        table: The chunk table.
-        allocator: Rows and slots.
-        evictor: Makes room; removes chunks.
-    """
+    """The half of a store that only looks. `Store` adds everything that changes it."""
 
     def __init__(self, table: Table, allocator: Allocator, evictor: Evictor) -> None:
         self.table, self.allocator, self.evictor = table, allocator, evictor
@@ -37,20 +31,15 @@ class Contents:
         return absent[is_first(keys[absent])].astype(np.int32)
 
     def history(self, keys: KeyArray, *, now_s: float) -> tuple[Bits, npt.NDArray[np.uint32], Departures]:
-        """What is known of keys, one entry each.
-
-        Returns:
-            Whether the chunk is here; its length, 0 if it is not; and its last departure.
-        """
+        """Of each key: whether the chunk is here; its length, 0 if it is not; and its last departure."""
         columns, now = self.table.columns, self.table.ticks(now_s)
         rows = self.table.find(keys)
         here, rows = rows >= 0, np.maximum(rows, 0)
         departures = self.evictor.eviction_log.find(keys)
         expires = columns.expires[rows]
         expired = here & (expires > 0) & (expires <= now)  # still here, but no reader gets it
-        for place in np.flatnonzero(expired).tolist():
-            departures.reasons[place], departures.tiers[place] = Reason.EXPIRED, Place.DRAM
-            departures.when_s[place] = self.table.seconds(int(expires[place]))
+        departures.reasons[expired], departures.tiers[expired] = Reason.EXPIRED, Place.DRAM
+        departures.when_s[expired] = [self.table.seconds(tick) for tick in expires[expired].tolist()]
         here &= ~expired
         return here, np.where(here, columns.nbytes[rows], np.uint32(0)), departures
 

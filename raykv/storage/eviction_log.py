@@ -18,13 +18,7 @@ _MIX: Final = np.uint64(0x9E3779B97F4A7C15)
 
 
 class Departures(NamedTuple):
-    """The last departure of keys, one entry each; reason NONE where the log has none.
-
-    Attributes:
-        reasons, tiers: Of `Reason` and `Place`.
-        when_s: Time of the departure, by the clock that `add` was given.
-        policies: Names of the policies that chose; "" where none did.
-    """
+    """The last departure of keys, one entry each: `Reason` (NONE: not in the log), `Place`, time, policy that chose."""
 
     reasons: npt.NDArray[np.uint8]
     tiers: npt.NDArray[np.uint8]
@@ -36,11 +30,7 @@ class EvictionLog:
     """A ring of departures and, by a hash of the key, chains through it from the newest to the oldest."""
 
     def __init__(self, entries: int = EVICTION_LOG_ENTRIES) -> None:
-        """Make an empty log.
-
-        Args:
-            entries: A power of two.
-        """
+        """Make an empty log of `entries` places, a power of two."""
         self._entries, self._shift = entries, np.uint64(65 - entries.bit_length())
         self._next = 1  # number of the next departure; 0 is none
         self._keys = np.zeros((entries, 2), np.uint64)
@@ -71,27 +61,18 @@ class EvictionLog:
         policies: str | Sequence[str] = "",
         now_s: float,
     ) -> None:
-        """Log the departure of chunks.
-
-        Args:
-            keys: Shape [n, 2].
-            reasons: One for all, or one each.
-            policies: Names of the policies that chose them: one for all, or one each.
-        """
+        """Log the departure of chunks. `reasons`, and `policies` that chose them: one for all, or one each."""
         if len(keys) > self._entries:
             skipped = len(keys) - self._entries
             reasons = reasons if np.ndim(reasons) == 0 else np.asarray(reasons)[skipped:]
             keys, policies = keys[skipped:], policies if isinstance(policies, str) else policies[skipped:]
-        count = len(keys)
-        if not count:
+        if not (count := len(keys)):
             return
         numbers = np.arange(self._next, self._next + count)
         at, buckets = numbers % self._entries, self._buckets(keys)
         self._keys[at], self._when_s[at], self._tier[at] = keys, now_s, tier
         self._reason[at] = reasons
-        self._policy[at] = (
-            self._number(policies) if isinstance(policies, str) else [self._number(name) for name in policies]
-        )
+        self._policy[at] = self._number(policies) if isinstance(policies, str) else list(map(self._number, policies))
         # Within a bucket each departure points to the one before it; the bucket points to the newest.
         order = np.argsort(buckets, kind="stable")
         sorted_, chained = buckets[order], numbers[order]

@@ -1,7 +1,6 @@
-"""Which chunks go, and why: eviction by policy, and the one way out of the store for every reason.
+"""Eviction by policy, and the one way out of the store for every reason.
 
-Nothing here looks at all rows of a large table, except for the rows of a small quota group: victims are sought in a
-sample.
+In a large table victims are sought in a sample. Only for a small quota group are the groups of all rows looked at.
 """
 
 import math
@@ -88,9 +87,8 @@ class Evictor:
         reasons = np.full(len(rows), reason, np.uint8)
         if evicted:
             reasons[(expires > 0) & (expires <= now)] = Reason.EXPIRED
-        for number, count in enumerate(np.bincount(reasons).tolist()):
-            if count:
-                vars(self.counters)[Reason(number).word] += count
+        for number, count in zip(*(part.tolist() for part in np.unique(reasons, return_counts=True)), strict=True):
+            vars(self.counters)[Reason(number).word] += count
         np.add.at(self.departures, (groups, reasons), 1)
         np.add.at(self.reads_of_departed, groups, columns.frequency[rows])
         policies = self.policies.names(rows) if evicted else ""
@@ -106,10 +104,7 @@ class Evictor:
     # -- for a writer that waits -------------------------------------------------------------------------------------
 
     def make_room(self, count: int, size: int, group: int, protected: Rows, now: int) -> int:
-        """Evict until `count` slots of `size` are free for the quota group.
-
-        Args:
-            protected: Rows that stay; entries of -1 are passed over.
+        """Evict until `count` slots of `size` are free for the quota group, but no `protected` rows (-1: none).
 
         Returns:
             How many there is room for.
@@ -196,11 +191,7 @@ class Evictor:
         return self._lacking(self._config.low_water / 2) > 0
 
     def evict_ahead(self, now: int) -> bool:
-        """Evict down to the quotas, and up to the high-water mark when below the low one. One step.
-
-        Returns:
-            Whether there is more to do.
-        """
+        """Evict down to lowered quotas, and from the low-water mark to the high one. One step; True: there is more."""
         if self.over_quota:
             self._evict_over_quota(now)
             if self.over_quota:
@@ -209,8 +200,7 @@ class Evictor:
         if not self.needs_eviction or count <= 0 or not self._allocator.chunks:
             self._evicting_ahead = False
             return False
-        rows = self._candidates()
-        gone = self._evict(rows, min(count, self._step(len(rows))), now)
+        gone = self._evict(self._candidates(), count, now, one_step=True)
         self._evicting_ahead = 0 < gone < count
         return self._evicting_ahead
 
@@ -231,7 +221,7 @@ class Evictor:
         excess = int(self._allocator.used_nbytes[group]) - quota if quota else 0
         if excess > 0:
             rows = self._candidates_of(group, wanted=SAMPLE_SHARE)
-            if self._evict(rows, min(self._as_chunks(excess, rows), self._step(len(rows))), now):
+            if self._evict(rows, self._as_chunks(excess, rows), now, one_step=True):
                 return
         self.over_quota.discard(group)  # within its quota, or the rest is pinned or lent
 
@@ -252,8 +242,9 @@ class Evictor:
         self.policies.use(group, chosen, self._in_order(self._table.ready_rows()), now)
 
     def learn(self, rows: Rows, now: int) -> None:
-        """Tell the policies of the chunks that were found at the start."""
-        self.policies.on_insert(self._in_order(rows), now)
+        """Report the chunks that were found at the start, unless the policy remembers nothing: the order costs time."""
+        if type(self.policies.default).on_insert is not Policy.on_insert:
+            self.policies.on_insert(self._in_order(rows), now)
 
     def _in_order(self, rows: Rows) -> Rows:
         """Oldest first, parents before children."""
@@ -273,11 +264,7 @@ class Evictor:
         return cells.state[row] == RowState.READY and cells.pins[row] == 0
 
     def _candidates(self, *, size: int | None = None) -> Rows:
-        """Rows that may go: all of a small table, a sample of a large one.
-
-        Args:
-            size: Only rows in slots of this size, in a large table.
-        """
+        """Rows that may go: all of a small table; a sample of a large one, only of slots of `size` if that is given."""
         small = self._is_small()
         rows = self._table.ready_rows() if small else self._allocator.slots.sample(SAMPLE_ROWS, self._rng, size)
         return rows[self.evictable(rows)]
@@ -299,9 +286,10 @@ class Evictor:
             mine = mine[start : start + SAMPLE_ROWS]
         return mine[self.evictable(mine)]
 
-    def _evict(self, candidates: Rows, count: int, now: int) -> int:
+    def _evict(self, candidates: Rows, count: int, now: int, *, one_step: bool = False) -> int:
+        """Evict `count` of the candidates. Of a sample at least its share goes, and in `one_step` just that share."""
         if not self._is_small() and count > 0:
-            count = max(count, len(candidates) // SAMPLE_SHARE)
+            count = max(1 if one_step else count, len(candidates) // SAMPLE_SHARE)
         rows = self._victims(candidates, count, now)
         self.remove(rows, now, Reason.EVICTED)
         return len(rows)
@@ -313,10 +301,6 @@ class Evictor:
     def _is_small(self) -> bool:
         """Whether looking at all rows costs no more than a sample."""
         return self._allocator.free_rows.fresh <= SAMPLE_ROWS
-
-    def _step(self, candidates: int) -> int:
-        """How many chunks may go in one step ahead of need."""
-        return candidates if self._is_small() else max(1, candidates // SAMPLE_SHARE)
 
     @cached_property
     def _rng(self) -> "np.random.Generator":

@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 OWN_TIMEOUT_S: Final = 10.0
 """How long a start waits for the process that owned the memory before, which may be dying."""
 MOST_TICKS: Final = 1 << 31
-"""Age of a table, about a year, from which on it is made new: its times would wrap."""
+"""A table of this age, about a year, is made new: its times would wrap."""
 
 
 def store_files(prefix: Path) -> tuple[Path, Path]:
@@ -32,14 +32,7 @@ def remove_files(prefix: Path) -> None:
 
 
 def open_files(config: StorageConfig, prefix: Path | None, *, now_s: float) -> tuple[Table, SharedMemory]:
-    """Map a node's table and arena as their one writer. Files that are missing, different or damaged are made new.
-
-    Args:
-        prefix: Path that the files' names begin with. None: anonymous memory, which ends with the process.
-
-    Raises:
-        ConfigError: See `Store.open`.
-    """
+    """Map a node's table and arena as their one writer; see `Store.open`. Missing or damaged files are made new."""
     require_room(config.shm_dir, 0, field="shm_dir")
     if prefix is not None:
         try:

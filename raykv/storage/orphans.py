@@ -13,8 +13,7 @@ from raykv.storage.files import remove_files
 log = logging.getLogger(__name__)
 
 ABANDONED_S: Final = 300.0
-"""Age of the last use from which on memory is abandoned. A living node touches its table with every heartbeat, and one
-that was killed is restarted long before."""
+"""Memory is abandoned this long after its last use. A node touches its table with every heartbeat."""
 
 
 def remove_orphans(config: NodeConfig, alive: Container[str], *, now_s: float) -> list[str]:
@@ -38,11 +37,10 @@ def remove_orphans(config: NodeConfig, alive: Container[str], *, now_s: float) -
         node_id = table.name.removeprefix(start).removesuffix(".table")
         if "-" in node_id:
             continue  # of a cluster whose name begins as ours does: a Ray node's name has no dash
-        if node_id in alive or not _is_abandoned(table, now_s):
-            continue
-        log.info("removing the memory of node %s, which is gone", node_id)
-        remove_all_files(table.with_suffix(""))
-        removed.append(node_id)
+        if node_id not in alive and _is_abandoned(table, now_s):
+            log.info("removing the memory of node %s, which is gone", node_id)
+            remove_all_files(table.with_suffix(""))
+            removed.append(node_id)
     return removed
 
 

@@ -6,7 +6,6 @@ The list lies in the chunk table, so it outlives the process.
 from collections.abc import Callable
 
 import numpy as np
-import numpy.typing as npt
 
 from raykv.errors import CapacityError, LostError, UsageError
 from raykv.memory.layout import MAX_NAMESPACES, NAMESPACE_TEXT_NBYTES
@@ -42,15 +41,14 @@ class QuotaGroups:
             capacity_nbytes: The most bytes that its slots may take here; 0 for no bound but the arena; None leaves it.
 
         Raises:
-            CapacityError: All MAX_NAMESPACES numbers are taken.
-            UsageError: The namespace's fields are too long for the list, or the capacity is out of range.
+            CapacityError: All numbers are taken.
+            UsageError: The namespace's fields are too long, or the capacity is out of range.
         """
         if capacity_nbytes is not None and not 0 <= capacity_nbytes < 1 << 64:
             raise UsageError(f"field 'capacity_nbytes': {capacity_nbytes} is not in 0 .. 2**64 - 1; 0 is no bound")
-        group = namespace.group
-        number = self._numbers.get(group.digest)
+        number = self._numbers.get(namespace.group.digest)
         if number is None:
-            number = self._enter(group)
+            number = self._enter(namespace.group)
         if capacity_nbytes is not None:
             self._namespaces["capacity"][number] = capacity_nbytes
         return number
@@ -62,11 +60,9 @@ class QuotaGroups:
                 f"namespace of {len(text)} bytes as JSON, at most {NAMESPACE_TEXT_NBYTES}: shorten a field"
             )
         free = np.flatnonzero(~self._table.known_namespaces)
-        if not free.size:
-            free = self._reclaim()
-        if not free.size:
+        number = int(free[0]) if free.size else self._reclaim()
+        if number < 0:
             raise CapacityError(f"all {MAX_NAMESPACES} namespaces of this node are in use; drop one")
-        number = int(free[0])
         self._namespaces["capacity"][number] = 0
         self._namespaces["text"][number] = text
         self._numbers[group.digest] = number
@@ -77,11 +73,7 @@ class QuotaGroups:
         return self._numbers.get(digest)
 
     def number(self, digest: bytes) -> int:
-        """Number of a quota group that was opened.
-
-        Raises:
-            LostError: It was not opened, or this node has started empty since. Open it.
-        """
+        """Number of a quota group that was opened. LostError if it was not, or if this node started empty since."""
         number = self._numbers.get(digest)
         if number is None:
             raise LostError("this namespace is not open on this node")
@@ -91,12 +83,12 @@ class QuotaGroups:
         """Mark a quota group as dropped: another may get its number when no others are left and nothing uses it."""
         (self._retired.add if retired else self._retired.discard)(number)
 
-    def _reclaim(self) -> npt.NDArray[np.int64]:
-        """Free the number of one quota group that was dropped."""
+    def _reclaim(self) -> int:
+        """Free the number of one quota group that was dropped; -1 if there is none."""
         for number in sorted(self._retired):
             if self._release(number):
                 self._retired.discard(number)
                 self._numbers = {digest: other for digest, other in self._numbers.items() if other != number}
                 self._namespaces["text"][number] = b""
-                return np.array([number])
-        return np.empty(0, np.int64)
+                return number
+        return -1

@@ -31,11 +31,7 @@ class RowHints:
     """
 
     def __init__(self, table: Table, *, expiring: bool) -> None:
-        """Start without hints.
-
-        Args:
-            expiring: Whether any row of the table expires.
-        """
+        """Start without hints, except for the expiry in the table."""
         self._table = table
         self._priority = lazy_zeros(table.rows, np.int8)
         self._ended = lazy_zeros(table.rows, np.uint32)  # tick at which the session ended; 0: it goes on
@@ -70,12 +66,7 @@ class RowHints:
         self._ended[rows] = 0
 
     def update(self, rows: Rows, now: int, ttl_s: float | None, priority: int | None, *, ended: bool | None) -> None:
-        """Change the hints of rows. None leaves a hint as it is.
-
-        Args:
-            ttl_s: Seconds from now to the expiry; 0 for never.
-            ended: Whether the session has ended. A read of the chunk undoes that.
-        """
+        """Change the hints of rows. None leaves a hint as it is; ttl_s 0 is never; a read undoes `ended`."""
         self.active = True
         if ttl_s is not None:
             self.expiring = self.expiring or bool(ttl_s)

@@ -216,11 +216,7 @@ class Store(Contents):
     # -- reading with a pin ------------------------------------------------------------------------------------------
 
     def pin(self, keys: KeyArray, *, now_s: float, touch: bool = True) -> Pinned:
-        """Keep the bytes of those keys that are ready in place until `unpin`, even if they are deleted.
-
-        Args:
-            touch: Count it as a read.
-        """
+        """Keep the bytes of those keys that are ready in place until `unpin`. `touch`: count it as a read."""
         columns, now = self.table.columns, self.table.ticks(now_s)
         rows, _ = self.table.find_ready(keys, now)
         pinned = rows[rows >= 0]
@@ -236,11 +232,7 @@ class Store(Contents):
         return Pinned(rows, offsets, columns.nbytes[safe], columns.checksum[safe])
 
     def unpin(self, rows: Rows) -> None:
-        """End pins that `pin` gave; entries of -1 are passed over. Chunks deleted meanwhile are freed with the last.
-
-        Raises:
-            UsageError: A row has fewer pins than that. Nothing was changed.
-        """
+        """End pins; entries of -1 are passed over. UsageError, and nothing changes, if a row has fewer pins."""
         pins, rows = self.table.columns.pins, rows[rows >= 0]
         before = pins[rows]
         np.subtract.at(pins, rows, np.uint16(1))
@@ -261,25 +253,14 @@ class Store(Contents):
     # -- removing ----------------------------------------------------------------------------------------------------
 
     def delete(self, keys: KeyArray, *, now_s: float) -> int:
-        """Remove chunks. Nobody finds them any more; pinned ones keep their slots until the last `unpin`.
-
-        Returns:
-            How many of the keys were here.
-        """
+        """Remove chunks; pinned ones keep their slots until the last `unpin`. Returns how many were here."""
         rows = self.table.find(keys)
         rows = np.unique(rows[rows >= 0])
         self.evictor.remove(rows, self.table.ticks(now_s), Reason.DELETED)
         return len(rows)
 
     def drop(self, rows: Rows, generations: npt.NDArray[np.uint32], *, now_s: float) -> int:
-        """Remove those of the rows that still hold the same chunks. Lent slots stay with their writers.
-
-        Args:
-            rows, generations: From `rows_of`.
-
-        Returns:
-            How many chunks were removed.
-        """
+        """Remove what `rows_of` gave, if it is still the same chunk. Returns how many chunks were removed."""
         columns = self.table.columns
         rows = rows[(columns.generation[rows] == generations) & (columns.state[rows] == RowState.READY)]
         self.evictor.remove(rows, self.table.ticks(now_s), Reason.DROPPED)
@@ -316,11 +297,7 @@ class Store(Contents):
         return self.evictor.needs_eviction
 
     def evict_ahead(self, *, now_s: float) -> bool:
-        """Evict ahead of need, one step. To be called after writes while `needs_eviction`.
-
-        Returns:
-            Whether there is more to do.
-        """
+        """Evict ahead of need, one step: after writes, while `needs_eviction`. Returns whether there is more to do."""
         self.allocator.release(now_s=now_s)
         return self.evictor.evict_ahead(self.table.ticks(now_s))
 
@@ -389,8 +366,6 @@ class Store(Contents):
         self.row_hints.configure(group, NamespaceConfig())
         self.evictor.reset_group(group)
         return True
-
-    # -- changes -----------------------------------------------------------------------------------------------------
 
     @property
     def has_changes(self) -> bool:

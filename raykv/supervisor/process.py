@@ -1,8 +1,8 @@
 """A process that keeps one node running: `python -m raykv.supervisor.process`, started by `raykv.supervisor.handle`.
 
 A node that is killed or crashes is back in the time that it takes to map its memory. The supervisor has imported
-everything, which is most of a Python process's start. It has no threads and maps no memory, so each node is a fork of it.
-It also holds the port of the first node for those after it: peers find them without a new view.
+everything, which is most of a Python process's start. It has no threads and maps no memory, so each node can be a fork
+of it. It also holds the port of the first node for those after it: peers find them without a new view.
 
     stdin   one line of JSON, the `NodeSpec`; later "stop", on a line. At the end of stdin the node is killed at once.
     stdout  one line of JSON, a `NodeReport`, for each node that was started.
@@ -101,9 +101,7 @@ class Supervisor:
             log.warning("node %s, process %d, ended by itself (%d); restarting", self._config.node_id, pid, status)
             if time.monotonic() - began_s >= STEADY_S:
                 delay_s = 0.0
-            if select.select([0], [], [], delay_s)[0]:
-                self._receive()
-            if self._signal is not None:
+            if self._stopped_within(delay_s):
                 return 0
             delay_s = min(MAX_DELAY_S, max(MIN_DELAY_S, 2 * delay_s))
 
@@ -137,6 +135,11 @@ class Supervisor:
                         os.kill(pid, self._signal)
         finally:
             os.close(ended)
+
+    def _stopped_within(self, seconds: float) -> bool:
+        if select.select([0], [], [], seconds)[0]:
+            self._receive()
+        return self._signal is not None
 
     def _receive(self) -> bool:
         """Read commands of the owner. False at the end of stdin: the owner is gone."""

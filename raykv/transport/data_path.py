@@ -35,7 +35,7 @@ class DataPath(Protocol):
 
     name: str
 
-    def can_reach(self, member: Member, *, deadline_s: float) -> bool:
+    def leads_to(self, member: Member, *, deadline_s: float) -> bool:
         """Whether this path leads to a member. The first call for a member may connect to it.
 
         Raises nothing: a member that does not answer cannot be reached.
@@ -76,7 +76,7 @@ class DataPaths:
             TransientError: None does.
         """
         for path in self._by_name.values():
-            if path.can_reach(member, deadline_s=deadline_s):
+            if path.leads_to(member, deadline_s=deadline_s):
                 return path
         raise TransientError(
             f"no data path ({', '.join(self._by_name)}) leads to {member.node_id!r}, "
@@ -107,7 +107,7 @@ class LinkPath(DataPath):
         self.name = name
         self._pool, self._verify = pool, verify
 
-    def can_reach(self, member: Member, *, deadline_s: float) -> bool:
+    def leads_to(self, member: Member, *, deadline_s: float) -> bool:
         return self.name in member.endpoints
 
     def read(self, member: Member, run: ReadRun, *, deadline_s: float) -> None:
@@ -162,14 +162,14 @@ class ShmPath(DataPath):
         """The mappings are good in a child too; the lock may be held by a thread that the child does not have."""
         self._lock = threading.Lock()
 
-    def can_reach(self, member: Member, *, deadline_s: float) -> bool:
+    def leads_to(self, member: Member, *, deadline_s: float) -> bool:
         return member.host == self._host and self._mapped(member, deadline_s).reader is not None
 
     def read(self, member: Member, run: ReadRun, *, deadline_s: float) -> None:
         mapped = self._mapped(member, deadline_s)
         if mapped.reader is None:
             raise LostError(f"the memory of {member.node_id!r} cannot be mapped here")
-        run.path = self.name
+        run.path = "shm"
         run.gone, run.corrupt, run.other_size = [], [], []
         absent = self._copy(mapped.reader, run, run.missing)
         if not run.locate:  # an owner may hold none of them: the caller looks up who does

@@ -100,6 +100,8 @@ class MemoryLink(Link):
         raw = encode(request, self.epoch, self._next_id)
         try:
             self._network.send(self._address, deadline_s)
+            if self._network.services.get(self._address) is not self._service:
+                raise PeerUnavailable(f"{self._address} was restarted")
             request_id = decode_header(raw[: HEADER.size]).request_id
             self._posted.append(_Posted(request_id, self._service.answer(decode(raw[HEADER.size :]), self._session)))
         except BaseException:
@@ -112,7 +114,7 @@ class MemoryLink(Link):
         return self._finish(lambda reply: _move([reply.outgoing], placed(reply.answer)), deadline_s)
 
     def wait_ready(self, timeout_s: float) -> bool:
-        return bool(self._posted)
+        return self.closed or bool(self._posted)
 
     def close(self) -> None:
         if not self.closed:

@@ -6,7 +6,6 @@ import sys
 import threading
 import time
 from itertools import pairwise
-from mmap import mmap
 from types import SimpleNamespace
 
 import numpy as np
@@ -62,7 +61,7 @@ def test_large_and_small_copies(nbytes, rng):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_store_copies_and_hashes(rng, stream):
+def test_gather_hashed_copies_and_hashes(rng, stream):
     """Any alignment and length, and nothing around the target is touched."""
     for _ in range(30):
         nbytes = rng.choice([0, 1, 63, 4095, 4096, 4097, 70_000, (256 << 10) + 1, STREAM_NBYTES + 333])
@@ -122,7 +121,7 @@ class Helpers:
 
 
 @pytest.mark.parametrize("loops", ["compiled"], indirect=True)
-def test_who_helps_takes_each_chunk_once_or_comes_too_late(rng, loops):
+def test_a_helper_takes_each_chunk_once_or_comes_too_late(rng, loops):
     for number in range(200):
         slots, values, checksums = batch(rng, rng.randrange(1, 40), rng.choice([241, 5000, 100_000]))
         helpers = Helpers(rng.randrange(4))
@@ -136,11 +135,11 @@ def test_who_helps_takes_each_chunk_once_or_comes_too_late(rng, loops):
             value[0].release()
         native.share(helpers.job)
         helpers.join()
-        assert all(room.count(0) == len(room) for room in memory), "who came too late wrote all the same"
+        assert all(room.count(0) == len(room) for room in memory), "a late helper wrote all the same"
 
 
 @pytest.mark.parametrize("loops", ["compiled"], indirect=True)
-def test_nobody_copies_any_more_when_the_call_has_failed(rng, loops):
+def test_no_thread_copies_any_more_when_the_call_has_failed(rng, loops):
     slots, values, checksums = batch(rng, 200, 100_000)
     begun = 0
     for number in range(40):
@@ -182,7 +181,7 @@ def test_threads_that_were_called_copy(rng, loops, monkeypatch):
     threads.close()
 
 
-def test_a_child_by_fork_and_who_may_have_no_more_threads_copies_alone(monkeypatch, rng):
+def test_a_process_that_may_have_no_more_threads_copies_alone(monkeypatch, rng):
     threads = CopyThreads(2)
 
     def refused(wanted: int) -> None:
@@ -191,11 +190,26 @@ def test_a_child_by_fork_and_who_may_have_no_more_threads_copies_alone(monkeypat
     monkeypatch.setattr(threads, "_start", refused)
     slots, values, _ = batch(rng, 4, 1 << 20)
     assert threads.fill(slots, values).tolist() == [checksum_of(value) for value in values]
-    monkeypatch.undo()
-    child = os.fork()
-    if not child:
-        os._exit(0 if threads.called(4, 4 << 20) is None else 1)
+
+
+@pytest.mark.parametrize("loops", ["compiled"], indirect=True)
+def test_a_child_by_fork_has_threads_of_its_own(rng, loops):
+    """Forked while the parent's threads have work, and while another thread holds the lock."""
+    threads = CopyThreads(2)
+    slots, values, _ = batch(rng, 4, 1 << 20)
+    expected = [checksum_of(value) for value in values]
+    assert threads.fill(slots, values).tolist() == expected
+    with threads._lock:
+        child = os.fork()
+        if not child:
+            for slot in slots:
+                slot[:] = bytes(len(slot))
+            right = True
+            for _ in range(100):
+                right = right and threads.fill(slots, values).tolist() == expected
+            os._exit(0 if right and threading.active_count() == 2 else 1)
     assert os.waitpid(child, 0)[1] == 0
+    assert threads.fill(slots, values).tolist() == expected
     threads.close()
 
 
@@ -239,11 +253,24 @@ def test_views_that_will_not_do_are_named():
 
 
 def test_every_way_of_a_large_copy_is_tried_and_is_right(rng, loops):
-    if native.copy is None or native.quickest is None:
-        pytest.skip("only one way without the compiled loops")
-    room, source = mmap(-1, 128 << 10), memoryview(rng.randbytes(128 << 10))  # a map begins at a page
-    for number in range(2200):  # each way is tried at least once in 1024 copies, and in 1024 stores
-        nbytes, to = rng.randrange(16 << 10, 64 << 10), 64 * rng.randrange(512)
+    """In a new process: the first copies try the ways, and the best one stays."""
+    if native.copy is None or native.vectors is None or not native.vectors(256):
+        pytest.skip("only one way here")
+    subprocess.run([sys.executable, "-c", WAYS, str(rng.randrange(1 << 30))], check=True)
+
+
+WAYS = """
+import random, sys, xxhash
+from mmap import mmap
+from raykv.memory import native
+from raykv.memory.copying import gather_hashed
+rng = random.Random(int(sys.argv[1]))
+room, source = mmap(-1, 1 << 20), memoryview(rng.randbytes(1 << 20))  # a map begins at a page
+ways = {"fetched", "pages", "plain"}
+for small, large, rounds in ((16 << 10, 64 << 10, 60), (128 << 10, 512 << 10, 40)):
+    assert native.quickest(small) == native.quickest(large) == (None, None)
+    for number in range(rounds):
+        nbytes, to = rng.randrange(small, large), 64 * rng.randrange(512)
         start, before = rng.randrange(64 << 10), rng.choice([0, 32, rng.randrange(64)])
         part, target = source[start : start + nbytes], memoryview(room)[to + before : to + before + nbytes]
         target[:] = bytes(nbytes)
@@ -254,50 +281,12 @@ def test_every_way_of_a_large_copy_is_tried_and_is_right(rng, loops):
             assert gather_hashed(target, [part], stream=True) == xxhash.xxh3_64_intdigest(part)
         assert target == part
         assert (room[: to + before], room[to + before + nbytes :]) == around
-    assert set(native.quickest(16 << 10)) <= {"fetched", "pages", "plain"}
-
-
-@pytest.mark.parametrize("loops", ["compiled"], indirect=True)
-def test_copy_threads_keep_off_the_core_of_their_caller(loops):
-    mine = os.sched_getaffinity(0)
-    if len(mine) < 2:
-        pytest.skip("one core only")
-    threads = CopyThreads(2)
-
-    def cores_of_the_thread() -> set[int]:
-        assert threads.called(2, 2 << 20) is not None
-        return os.sched_getaffinity(threads._threads[0].native_id or 0)
-
-    try:
-        assert len(cores_of_the_thread()) == len(mine) - 1
-        for core in sorted(mine) * 2:
-            os.sched_setaffinity(0, {core})
-            assert cores_of_the_thread() == mine - {core}
-        bound = CopyThreads(2)  # begun where there is one core: it stays there
-        threads.close()
-        threads = bound
-        assert cores_of_the_thread() == {core}
-    finally:
-        os.sched_setaffinity(0, mine)
-        threads.close()
-
-
-SMALL_COPIES = """
-from mmap import mmap
-from raykv.memory import native
-from raykv.memory.copying import gather_hashed
-target, source = memoryview(mmap(-1, 1 << 20)), memoryview(bytes(1 << 20))  # a map begins at a page
-few, some = target[: 64 << 10], source[: 64 << 10]
-for _ in range(2048):
-    native.copy(few, some, True), gather_hashed(few, [some], stream=True)
-assert None not in native.quickest(64 << 10) and set(native.quickest(4 << 20)) == {None}
-for _ in range(64):
-    native.copy(target, source, True), gather_hashed(target, [source], stream=True)
-assert None not in native.quickest(4 << 20)
+    assert native.quickest(small)[0] in ways, native.quickest(small)
+    for _ in range(15):
+        gather_hashed(memoryview(room)[:large], [source[:large]], stream=True)
+    chosen = native.quickest(small)
+    assert set(chosen) <= ways
+    for _ in range(50):
+        native.copy(memoryview(room)[:large], source[:large], True)
+    assert native.quickest(small) == chosen
 """
-
-
-def test_small_copies_do_not_decide_how_large_ones_are_made(loops):
-    if native.copy is None or native.vectors is None or not native.vectors(512):
-        pytest.skip("only one way here")
-    subprocess.run([sys.executable, "-c", SMALL_COPIES], check=True)

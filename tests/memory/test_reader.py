@@ -1,6 +1,9 @@
 """Reads that race with the writer, step by step: whatever it did in between, the reader has right bytes or a miss."""
 
 import hashlib
+import random
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -48,7 +51,7 @@ class Writer:
             self.holds.pop(row, None)
             cells.generation[row] |= 1
             yield
-            self.table.remove_one(row)
+            self.table.remove(np.array([row], np.int32))
             del self.indexed[row]
             yield
         cells.generation[row] |= 1
@@ -60,8 +63,7 @@ class Writer:
         self.arena.view[start : start + len(value) // 2] = value[: len(value) // 2]
         yield
         self.arena.view[start + len(value) // 2 : start + len(value)] = value[len(value) // 2 :]
-        hi, lo = KEYS[number].tolist()
-        self.table.insert_one(hi, lo, row)
+        self.table.insert(KEYS[number : number + 1], np.array([row], np.int32))
         self.indexed[row] = number
         yield
         cells.generation[row] = cells.generation[row] + 1 & 0xFFFFFFFF or 2
@@ -190,7 +192,7 @@ def test_chunks_lie_in_many_pieces(writer, np_rng):
     assert joined == [bytearray(content(number, 1)) for number in range(ROWS)]
 
 
-def test_reads_are_noted(writer):
+def test_reads_are_counted(writer):
     writer.put(5, 9)
     for _ in range(3):
         writer.reader.read(KEYS[9:10], [bytearray(SIZES[1])], verify=False, now_s=10.0)
@@ -209,6 +211,81 @@ def test_an_expired_chunk_is_a_miss(writer):
     assert not writer.reader.read(KEYS[9:10], [bytearray(SIZES[1])], verify=False, now_s=10.0)[0].any()
 
 
+def test_lengths_of_what_is_ready(writer):
+    for row in range(4):
+        writer.put(row, row)
+    writer.table.columns.generation[1] += 1
+    writer.table.columns.expires[2] = 1
+    lengths = writer.reader.lengths(KEYS[[0, 1, 2, 3, 4, 3]], now_s=10.0)
+    assert lengths.dtype == np.uint32
+    assert lengths.tolist() == [SIZES[0], 0, 0, SIZES[3], 0, SIZES[3]]
+    assert writer.reader.lengths(KEYS[:0], now_s=10.0).tolist() == []
+
+
+@pytest.mark.parametrize("entry", [2 + 5, 2 + ROWS, (1 << 31) - 1, -1])
+def test_an_index_without_an_empty_entry_makes_misses(writer, entry):
+    writer.put(5, 9)
+    writer.table.index[:] = entry
+    key, target = KEYS[8], bytearray(SIZES[0])
+    assert not writer.reader.ready_one(key.tobytes())
+    assert not writer.reader.read_one(key.tobytes(), target)
+    assert not writer.reader.ready(key[None], now_s=1.0).any()
+    assert not writer.reader.lengths(key[None], now_s=1.0).any()
+    assert not writer.reader.read(key[None], [target], verify=False, now_s=1.0)[0].any()
+
+
+@pytest.mark.slow
+def test_readers_miss_no_chunk_that_is_there_while_the_index_changes(rng: random.Random):
+    """A key that was committed is found from then on, while others are added and removed and the index is rebuilt.
+
+    A lookup that takes longer than from one rebuild to the next may miss. So both readers start again between two rebuilds.
+    """
+    rows, steps = 512, 4000
+    table = Table.create(None, rows=rows, extents=1, extent_nbytes=rows * PAGE, now_s=0.0)
+    arena = SharedMemory.create(None, rows * PAGE)
+    reader = ShmReader(str(table.memory.path), str(arena.path), writable=False)
+    keys = chunk_keys.from_bytes(rng.randbytes(16 * rows))
+    stay, stopping, missed, rounds = rows // 2, threading.Event(), list[int](), [0, 0]
+    table.columns.nbytes[:] = 100
+    table.insert(keys[:stay], np.arange(stay, dtype=np.int32))
+    table.columns.generation[:stay] = 2
+
+    def read(place: int) -> None:
+        mine, target = random.Random(rng.random()), bytearray(100)
+        while not stopping.is_set():
+            number = mine.randrange(stay)
+            if not reader.ready(keys[:stay], now_s=1.0).all() or not reader.ready_one(keys[number].tobytes()):
+                missed.append(number)
+            if not reader.read_one(keys[number].tobytes(), target):
+                missed.append(number)
+            rounds[place] += 1
+
+    threads = [threading.Thread(target=read, args=(place,)) for place in range(2)]
+    for thread in threads:
+        thread.start()
+    here: list[int] = []
+    for step in range(steps):
+        if here and (len(here) == stay or rng.random() < 0.5):
+            row = here.pop(rng.randrange(len(here)))
+            table.cells.generation[row] += 1
+            table.remove(np.array([row], np.int32))
+        else:
+            row = rng.choice([row for row in range(stay, rows) if row not in here])
+            here.append(row)
+            table.insert(keys[row : row + 1], np.array([row], np.int32))
+            table.cells.generation[row] = (table.cells.generation[row] | 1) + 1
+        if step % 200 == 0:
+            begun = list(rounds)
+            while any(now < before + 2 for now, before in zip(rounds, begun, strict=True)):
+                time.sleep(0)
+            table.rebuild_index(table.index_entries())
+    stopping.set()
+    for thread in threads:
+        thread.join()
+    reader.close()
+    assert missed == []
+
+
 def test_another_length_is_a_miss_and_nothing_is_written(writer):
     writer.put(5, 9)
     for length in (0, SIZES[1] - 1, SIZES[1] + 1, 3 * PAGE):
@@ -222,7 +299,7 @@ def test_another_length_is_a_miss_and_nothing_is_written(writer):
 @pytest.mark.parametrize(
     "wrong", [b"read-only", "text", 5, None, np.zeros((40, 40), np.uint8)[:, ::2], [bytearray(4), b"read-only"]]
 )
-def test_what_is_no_buffer_is_named(writer, wrong):
+def test_a_target_that_is_not_a_buffer_is_named(writer, wrong):
     writer.put(5, 9)
     good = bytearray(SIZES[1])
     with pytest.raises(UsageError, match=r"into\[1\]"):

@@ -1,36 +1,43 @@
-"""Going through a whole table at a start: the compiled loops against numpy's, on random and on damaged tables."""
+"""Taking over a table, sound or damaged, against brute force: row by row, with dicts."""
 
 from collections import Counter
 from collections.abc import Callable
-from typing import TypeVar
 
 import numpy as np
 import pytest
 
 from raykv.config import SLOT_ALIGNMENT_NBYTES as PAGE
 from raykv.errors import LostError
-from raykv.memory import native, recovery
-from raykv.memory.rows import LENT
+from raykv.memory import recovery
+from raykv.memory.layout import RowState
 from raykv.memory.slots import Slots
-from raykv.memory.table import RECORD, Table
-
-compiled = pytest.mark.skipif(not native.available, reason="the compiled loops were not built, or RAYKV_NATIVE is 0")
+from raykv.memory.table import Table
 
 ROWS, EXTENTS, EXTENT_PAGES = 300, 6, 64
 STEPS = (1, 2, 3, 7, 64, 0)
 """Pages of a slot, by extent; the last one is free."""
-ACCOUNTS = 3
+GROUPS = 3
 TRIALS = 60
 
-T = TypeVar("T")
+
+def small_table(rows: int = 64) -> Table:
+    """One extent of one-page slots, in which row n has slot n."""
+    table = Table.create(None, rows=rows, extents=1, extent_nbytes=rows * PAGE, now_s=0.0)
+    table.populate_rows(rows)
+    table.extent_slots[0] = PAGE
+    table.namespaces["text"][0] = b"{}"
+    table.columns.page[:] = np.arange(rows)
+    table.columns.nbytes[:] = PAGE
+    table.columns.parent[:] = -1
+    return table
 
 
 def random_table(rng: np.random.Generator) -> Table:
     """Rows in every state that a killed process may leave, some of them without real memory; and an index of them."""
     table = Table.create(None, rows=ROWS, extents=EXTENTS, extent_nbytes=EXTENT_PAGES * PAGE, now_s=0.0)
-    table._rows_backed[0] = backed = int(rng.integers(200, ROWS))
+    table._rows_populated[0] = populated = int(rng.integers(200, ROWS))
     table.extent_slots[:] = np.array(STEPS) * PAGE
-    table.namespaces["text"][:ACCOUNTS] = b"{}"
+    table.namespaces["text"][:GROUPS] = b"{}"
     columns = table.columns
     firsts = [
         extent * EXTENT_PAGES + slot * step
@@ -38,32 +45,79 @@ def random_table(rng: np.random.Generator) -> Table:
         if step
         for slot in range(EXTENT_PAGES // step)
     ]
-    pages = rng.permutation(firsts)[: int(rng.integers(1, len(firsts)))]
-    rows = rng.permutation(backed)[: len(pages)].astype(np.int32)
-    pages = pages[: len(rows)]
-    columns.generation[:backed] = rng.choice([0, 1, 7], backed)  # never used, and free again
+    rows = rng.permutation(populated)[: int(rng.integers(1, len(firsts)))].astype(np.int32)
+    pages = rng.permutation(firsts)[: len(rows)]
+    columns.generation[:populated] = rng.choice([0, 1, 7], populated)  # never used, and free again
     columns.generation[rows] = rng.choice([2, 4, 1 << 31, 3, 0xFFFFFFFF], len(rows))
+    odd = columns.generation[rows] & 1 == 1
+    columns.state[rows] = np.where(
+        odd, rng.choice([RowState.LENT, RowState.READY, RowState.QUARANTINED], len(rows)),
+        rng.choice([RowState.READY, RowState.READY, RowState.LENT, RowState.PENDING_DELETE], len(rows)),
+    )  # fmt: skip
     columns.page[rows] = pages
     columns.nbytes[rows] = [int(rng.integers(1, STEPS[page // EXTENT_PAGES] * PAGE + 1)) for page in pages.tolist()]
-    columns.namespace[rows] = rng.integers(0, ACCOUNTS, len(rows))
-    columns.parent[:backed] = rng.integers(-1, backed, backed)
-    columns.parent[rows[rng.random(len(rows)) < 0.1]] = LENT
-    columns.children[:backed] = rng.integers(-3, 3, backed)
-    columns.expires[rows] = rng.choice([0, 0, 0, 9], len(rows)) if rng.random() < 0.5 else 0
-    told = rows[columns.parent[rows] != LENT]
-    keys = rng.integers(0, 1 << 63, (len(told), 2), dtype=np.uint64)
-    table.insert(keys, told)
-    gone = told[(columns.generation[told] & 1 == 1) & (rng.random(len(told)) < 0.5)]
-    table.remove(gone)
+    columns.group[rows] = rng.integers(0, GROUPS, len(rows))
+    columns.pins[:populated] = rng.integers(0, 3, populated)
+    columns.parent[:populated] = rng.integers(-1, populated, populated)
+    columns.depth[:populated] = rng.integers(0, 3, populated)
+    linked = np.maximum(columns.parent[:populated], 0)
+    columns.parent_generation[:populated] = np.where(
+        rng.random(populated) < 0.8, columns.generation[linked], rng.integers(0, 9, populated)
+    )
+    columns.children[:populated] = rng.integers(-3, 3, populated)
+    indexed = rows[~odd & (columns.state[rows] != RowState.PENDING_DELETE)]
+    keys = rng.integers(0, 1 << 63, (len(indexed) + 30, 2), dtype=np.uint64)
+    table.insert(keys[: len(indexed)], indexed)
+    others = np.flatnonzero(columns.generation[:populated] & 1)[:30].astype(np.int32)
+    table.insert(keys[len(indexed) : len(indexed) + len(others)], others)
+    table.remove(others)  # leaves removed entries
     return table
 
 
+def brute_states(table: Table) -> tuple[list[int], list[int]]:
+    """Rows that are ready after a start, and those that are quarantined."""
+    cells, ready, quarantined = table.cells, [], []
+    for row in range(table.rows_populated):
+        generation, state = cells.generation[row], cells.state[row]
+        if generation % 2:
+            if state != RowState.FREE:
+                quarantined.append(row)
+        elif generation and state != RowState.PENDING_DELETE:
+            ready.append(row)
+    return ready, quarantined
+
+
+def brute_problem(table: Table) -> str:
+    """What is wrong with a table; "" if nothing is."""
+    cells, sizes = table.cells, table.extent_slots.tolist()
+    if any(size % PAGE or size > EXTENT_PAGES * PAGE for size in sizes):
+        return "extents of impossible slot sizes"
+    known = table.known_namespaces.tolist()
+    used: Counter[int] = Counter()
+    for row in range(table.rows_populated):
+        generation, state, page = cells.generation[row], cells.state[row], cells.page[row]
+        if state > max(RowState):
+            return "any"
+        if not generation or (generation % 2 and state == RowState.FREE):
+            continue
+        extent, within = divmod(page, EXTENT_PAGES)
+        if extent >= EXTENTS or not sizes[extent]:
+            return "any"
+        step = sizes[extent] // PAGE
+        if within % step or within + step > EXTENT_PAGES or not 0 < cells.nbytes[row] <= step * PAGE:
+            return "any"
+        if not -1 <= cells.parent[row] < ROWS or cells.group[row] >= len(known) or not known[cells.group[row]]:
+            return "any"
+        used[page] += 1
+    return "two chunks in one slot" if used and max(used.values()) > 1 else ""
+
+
 def some(rng: np.random.Generator, table: Table) -> np.ndarray:
-    return rng.integers(0, table.rows_backed, int(rng.integers(1, 4)))
+    return rng.integers(0, table.rows_populated, int(rng.integers(1, 4)))
 
 
 def noise(rng: np.random.Generator, part: np.ndarray, where: np.ndarray) -> None:
-    """Overwrite some entries: with anything, or with what is just beyond what they may be."""
+    """Overwrite some entries: with anything, or with the values just beyond."""
     anything = rng.integers(0, 256, len(where) * part.itemsize, np.uint8).view(part.dtype)
     part[where] = anything if rng.random() < 0.5 else part[where] + rng.integers(-1, 2, len(where)).astype(part.dtype)
 
@@ -76,203 +130,119 @@ def damage_all(rng: np.random.Generator, table: Table) -> None:
 DAMAGES: dict[str, Callable[[np.random.Generator, Table], None]] = {
     "none": lambda rng, table: None,
     "generation": lambda rng, table: noise(rng, table.columns.generation, some(rng, table)),
+    "state": lambda rng, table: noise(rng, table.columns.state, some(rng, table)),
     "page": lambda rng, table: noise(rng, table.columns.page, some(rng, table)),
     "nbytes": lambda rng, table: noise(rng, table.columns.nbytes, some(rng, table)),
     "no bytes": lambda rng, table: table.columns.nbytes.__setitem__(some(rng, table), 0),
     "parent": lambda rng, table: noise(rng, table.columns.parent, some(rng, table)),
-    "namespace": lambda rng, table: noise(rng, table.columns.namespace, some(rng, table)),
+    "group": lambda rng, table: noise(rng, table.columns.group, some(rng, table)),
     "extents": lambda rng, table: noise(rng, table.extent_slots, rng.integers(0, EXTENTS, 1)),
-    "index": lambda rng, table: noise(rng, table.index, rng.integers(0, len(table.index), 3)),
     "everything": damage_all,
+}
+PROBLEMS = {
+    "none": {""},
+    "page": {"", "two chunks in one slot", "chunks outside the arena", "chunks off their slots"},
+    "nbytes": {"", "chunks without bytes, or larger than their slots"},
+    "no bytes": {"", "chunks without bytes, or larger than their slots"},
+    "parent": {"", "parents that are no rows"},
+    "group": {"", "chunks of unknown namespaces"},
 }
 
 
-def both(monkeypatch: pytest.MonkeyPatch, name: str, ask: Callable[[], T]) -> tuple[T, T]:
-    """What the compiled loop of that name makes of it, and what numpy does."""
-    assert getattr(native, name) is not None
-    fast = ask()
-    with monkeypatch.context() as patched:
-        patched.setattr(native, name, None)
-        return fast, ask()
-
-
-@compiled
-@pytest.mark.slow
 @pytest.mark.parametrize("how", DAMAGES)
-def test_both_ways_find_the_same_wrong_with_a_table(np_rng, monkeypatch, how):
-    told: Counter[str] = Counter()
+def test_a_table_that_contradicts_itself_is_refused(np_rng, monkeypatch, how):
+    monkeypatch.setattr(recovery, "BLOCK_ROWS", 64)
+    seen: Counter[str] = Counter()
     for _ in range(TRIALS):
         table = random_table(np_rng)
         DAMAGES[how](np_rng, table)
-        known = table.namespaces["text"] != b""
-
-        def judge(table: Table = table) -> str:
-            try:
-                recovery.require_sound(table)
-            except LostError as error:
-                return str(error).partition("damaged: ")[2]
-            return ""
-
-        def look(table: Table = table, known: np.ndarray = known) -> tuple[int, bytes]:
-            taken = np.zeros(EXTENTS * EXTENT_PAGES, np.bool_)
-            way = recovery._look if native.check is None else recovery._look_compiled
-            found = way(table, known, taken, slice(3, table.rows_backed))
-            return found, taken.tobytes() if found >= 0 else b""
-
-        fast, plain = both(monkeypatch, "check", judge)
-        assert fast == plain
-        told[plain] += 1
-        if "impossible slot sizes" not in plain:
-            fast, plain = both(monkeypatch, "check", look)
-            assert fast == plain
-    expected = {
-        "none": {""},
-        "page": {"", "two chunks in one slot", *recovery.COMPLAINTS[:3]},
-        "no bytes": {"", "chunks without bytes"},
-        "parent": {"", "parents that are no rows"},
-        "namespace": {"", "chunks of unknown namespaces"},
-    }
-    assert told.keys() <= expected.get(how, told.keys())
-    assert how in ("none", "index") or len(told) > 1
+        expected = brute_problem(table)
+        try:
+            recovery.require_sound(table)
+            found = ""
+        except LostError as error:
+            found = str(error).partition("damaged: ")[2]
+        assert found == expected or (found and expected == "any")
+        seen[found] += 1
+    assert seen.keys() <= PROBLEMS.get(how, seen.keys())
+    assert how == "none" or len(seen) > 1
 
 
-@compiled
-def test_both_ways_sort_out_the_same_rows(np_rng, monkeypatch):
+@pytest.mark.usefixtures("loops")
+@pytest.mark.parametrize("dirty", [False, True])
+def test_what_was_committed_stays_and_everything_else_goes(np_rng, dirty):
     for _ in range(TRIALS):
         table = random_table(np_rng)
-        fast, plain = both(monkeypatch, "sort_out", lambda table=table: recovery._sort_out(table))
-        cells = table.cells
-        ready = [row for row in range(table.rows_backed) if cells.generation[row] and cells.generation[row] % 2 == 0]
-        unfinished = [row for row in range(table.rows_backed) if cells.generation[row] % 2 and cells.nbytes[row]]
-        brute = ready, unfinished, [row for row in ready if cells.parent[row] == LENT]
-        for one, other, expected in zip(fast, plain, brute, strict=True):
-            assert one.dtype == other.dtype == np.int32
-            assert one.tolist() == other.tolist() == expected
+        columns = table.columns
+        ready, quarantined = brute_states(table)
+        table._header["dirty"] = dirty
+        if dirty:  # the index is torn
+            noise(np_rng, table.index, np_rng.integers(0, len(table.index), 5))
+        keys = np.stack([columns.key_hi, columns.key_lo], axis=1)[ready]
+        before = {name: part.copy() for name, part in vars(columns).items()}
+        incarnation = table.incarnation
+        found, unfinished = recovery.take_over(table)
+        assert found.dtype == unfinished.dtype == np.int32
+        assert (found.tolist(), unfinished.tolist()) == (ready, quarantined)
+        assert not table.dirty
+        assert table.incarnation == incarnation + 1
+        states = [RowState.FREE] * table.rows_populated
+        for row in ready:
+            states[row] = RowState.READY
+        for row in quarantined:
+            states[row] = RowState.QUARANTINED
+        assert columns.state[: table.rows_populated].tolist() == states
+        assert not columns.pins.any()
+        assert table.ready_rows().tolist() == ready
+        assert sorted(table.index_entries().tolist()) == ready
+        assert table.find(keys).tolist() == ready
+        assert table.removed == np.count_nonzero(table.index == 1)
+        for name in ("page", "nbytes", "group", "checksum", "depth"):
+            assert (getattr(columns, name) == before[name]).all()
+        assert (columns.generation[ready] == before["generation"][ready]).all()
+        children: Counter[int] = Counter()
+        for row in ready:
+            above, depth = int(before["parent"][row]), int(before["depth"][row])
+            live = above >= 0 and above in ready and before["parent_generation"][row] == before["generation"][above]
+            live = live and depth == before["depth"][above] + 1
+            assert columns.parent[row] == (above if live else -1)
+            children[above] += live
+        assert columns.children[: table.rows_populated].tolist() == [children[row] for row in range(len(states))]
 
 
-@compiled
-@pytest.mark.parametrize("how", ["none", "index", "generation"])
-def test_both_ways_see_whether_an_index_is_whole(np_rng, monkeypatch, how):
-    told: Counter[bool] = Counter()
-    for _ in range(TRIALS):
-        table = random_table(np_rng)
-        DAMAGES[how](np_rng, table)
-        ready, _, published = recovery._sort_out(table)
-        ready = np.setdiff1d(ready, published)
-        fast, plain = both(
-            monkeypatch, "survey", lambda table=table, ready=ready: recovery.removed_entries(table, ready)
-        )
-        named = Counter((table.index[table.index != 0] - 2).tolist())
-        removed = named.pop(-1, 0)
-        whole = all(0 <= row < ROWS for row in named) and all(named[row] == 1 for row in ready.tolist())
-        assert fast == plain == (removed if whole else -1)
-        told[whole] += 1
-    assert told[True]
-    assert told[False] or how == "none"
+@pytest.mark.parametrize("how", ["removed", "row", "outside", "twice", "swapped"])
+def test_an_index_that_does_not_name_each_ready_row_once_is_rebuilt(np_rng, how):
+    table = small_table()
+    keys = np_rng.integers(0, 1 << 63, (40, 2), dtype=np.uint64)
+    rows = np.arange(40, dtype=np.int32)
+    table.insert(keys, rows)
+    table.columns.generation[rows] = 2
+    table.columns.state[rows] = RowState.READY
+    places = np.flatnonzero(table.index >= 2)
+    if how == "removed":
+        table.index[places[3]] = 1
+    elif how == "row":
+        table.index[places[3]] = 2 + 50
+    elif how == "outside":
+        table.index[places[3]] = -5
+    elif how == "twice":
+        table.index[places[3]] = table.index[places[4]]
+    else:
+        entries = table.index[places]
+        table.index[[places[entries == 10][0], places[entries == 21][0]]] = [11, 20]  # the same sum and XOR
+    assert not table.dirty
+    ready, _ = recovery.take_over(table)
+    assert ready.tolist() == rows.tolist()
+    assert table.find(keys).tolist() == rows.tolist()
 
 
-@compiled
-def test_both_ways_count_the_same_children(np_rng, monkeypatch):
-    for _ in range(TRIALS):
-        table = random_table(np_rng)
-        ready = recovery._sort_out(table)[0]
-        columns, backed = table.columns, table.rows_backed
-        columns.parent[ready[columns.parent[ready] == LENT]] = -1
-        before = columns.parent.copy(), columns.children.copy()
-
-        def count(table: Table = table, ready: np.ndarray = ready, before: tuple = before) -> tuple[list, list]:
-            table.columns.parent[:], table.columns.children[:] = before
-            recovery._chain(table, ready)
-            return table.columns.parent.tolist(), table.columns.children.tolist()
-
-        fast, plain = both(monkeypatch, "chain", count)
-        assert fast == plain
-        here, parents = set(ready.tolist()), before[0].tolist()
-        expected = [parent if row not in here or parent in here else -1 for row, parent in enumerate(parents)]
-        assert plain[0] == expected
-        counts = Counter(expected[row] for row in here)
-        assert plain[1] == [counts[row] for row in range(backed)] + before[1][backed:].tolist()
-
-
-@compiled
-def test_both_ways_derive_the_same_slots(np_rng, monkeypatch):
-    for _ in range(TRIALS):
-        table = random_table(np_rng)
-        ready, unfinished, _ = recovery._sort_out(table)
-        rows = np_rng.permutation(np.concatenate([ready, unfinished]))
-
-        def derive(table: Table = table, rows: np.ndarray = rows) -> list:
-            column = table.extent_slots.copy()
-            made = Slots(column, EXTENT_PAGES * PAGE, lambda extent: True, table.columns.page, rows)
-            arrays = made._row_at, made._stack, made._stacked, made._fresh, column
-            return [*(array.tolist() for array in arrays), made._open, made._free, made.free_nbytes, made._backed]
-
-        fast, plain = both(monkeypatch, "note_slots", derive)
-        assert fast == plain
-
-
-@compiled
-def test_the_compiled_loop_adds_up_what_brute_force_does(np_rng):
-    for _ in range(TRIALS):
-        table = random_table(np_rng)
-        rows, cells = recovery._sort_out(table)[0], table.cells
-        used, expected = np.ones(1024, np.int64), Counter[int]()
-        for row in rows.tolist():
-            expected[cells.namespace[row]] += -(-cells.nbytes[row] // PAGE) * PAGE
-        expiring = native.add_up(table.records, table.columns.namespace, rows, used)
-        assert expiring is any(cells.expires[row] for row in rows.tolist())
-        assert used.tolist() == [1 + expected[group] for group in range(1024)]
-
-
-@compiled
-@pytest.mark.parametrize("wrong", [-1, -(1 << 31), ROWS, (1 << 31) - 1])
-def test_rows_that_are_none_are_refused(np_rng, wrong):
-    table = random_table(np_rng)
-    columns, rows = table.columns, np.array([0, wrong], np.int32)
-    columns.page[:] = 0
-    used = np.zeros(1024, np.int64)
-    with pytest.raises(ValueError, match="no row"):
-        native.chain(columns.parent, columns.children, rows)
-    with pytest.raises(ValueError, match="no row"):
-        native.add_up(table.records, columns.namespace, rows, used)
-    with pytest.raises(ValueError, match="no row"):
-        Slots(table.extent_slots, EXTENT_PAGES * PAGE, lambda extent: True, columns.page, rows)
-    assert native.survey(table.index, table.rows, rows) == -1
-
-
-@compiled
-def test_buffers_of_other_lengths_are_refused(np_rng):
-    table = random_table(np_rng)
-    columns, short = table.columns, table.columns.parent[:-1]
-    rows, known, taken = np.empty(ROWS, np.int32), np.ones(1024, np.bool_), np.zeros(EXTENTS * EXTENT_PAGES, np.bool_)
-    slots, records, namespace = table.extent_slots, table.records, columns.namespace
-    counts = np.zeros((2, EXTENTS), np.int64)
-    with pytest.raises(ValueError, match="bytes where"):
-        native.check(records, short, namespace, slots, known, taken, ROWS, EXTENT_PAGES * PAGE)
-    with pytest.raises(ValueError, match="bytes where"):
-        native.check(records, columns.parent, namespace, slots, known, taken[:-1], ROWS, EXTENT_PAGES * PAGE)
-    with pytest.raises(ValueError, match="bytes where"):
-        native.sort_out(records[RECORD.itemsize :], columns.parent, rows, rows, rows)
-    with pytest.raises(ValueError, match="bytes where"):
-        native.chain(columns.parent, short, rows)
-    with pytest.raises(ValueError, match="bytes where"):
-        native.add_up(records, namespace[1:], rows, np.zeros(1024, np.int64))
-    with pytest.raises(ValueError, match="no slot"):  # page 0 would be in no extent
-        native.note_slots(rows[:0], slots, columns.page, np.zeros(1, np.int32), *counts)
-    with pytest.raises(ValueError, match="bytes where"):
-        native.note_slots(rows, slots, columns.page, np.zeros(1, np.int32), counts[0][:1], counts[1])
-
-
-def test_a_chunk_that_was_taken_in_is_found_while_the_index_is_made_anew(monkeypatch):
-    """Its writer, to whom the row is lent, had not told the rest when the node was killed in the middle of a change."""
-    table = Table.create(None, rows=64, extents=1, extent_nbytes=64 * PAGE, now_s=0.0)
-    table.populate_rows(64)
-    columns, keys = table.columns, np.array([[1, 2], [1, 2], [3, 4]], np.uint64)
-    rows = np.array([5, 6, 7], np.int32)
-    columns.generation[rows], columns.page[rows], columns.nbytes[rows] = 2, rows, PAGE
-    columns.parent[rows] = LENT
-    columns.key_hi[rows], columns.key_lo[rows] = keys[:, 0], keys[:, 1]  # 6: published twice, not taken in
-    table.insert(keys[[0, 2]], rows[[0, 2]])
+def test_readers_find_every_chunk_while_the_index_is_rebuilt(monkeypatch):
+    """The node was killed in the middle of a change."""
+    table = small_table()
+    rows, keys = np.array([5, 6, 7], np.int32), np.array([[1, 2], [5, 6], [3, 4]], np.uint64)
+    table.insert(keys, rows)
+    table.columns.generation[rows] = [2, 3, 2]
+    table.columns.state[rows] = RowState.READY  # 6: killed before its generation became even
     table._header["dirty"] = 1
     rebuild, found = table.rebuild_index, []
 
@@ -281,7 +251,37 @@ def test_a_chunk_that_was_taken_in_is_found_while_the_index_is_made_anew(monkeyp
         found.append(table.find(keys).tolist())
 
     monkeypatch.setattr(table, "rebuild_index", watched)
+    ready, quarantined = recovery.take_over(table)
+    assert found == [[5, -1, 7]]
+    assert (ready.tolist(), quarantined.tolist()) == ([5, 7], [6])
+
+
+def test_a_link_whose_depths_do_not_agree_is_dropped():
+    """A chunk may have been stored with another depth than its parent's place says: the chain would lie."""
+    table = small_table()
+    columns, rows = table.columns, np.arange(4, dtype=np.int32)
+    table.insert(np.arange(1, 9, dtype=np.uint64).reshape(4, 2), rows)
+    columns.generation[rows], columns.state[rows] = 2, RowState.READY
+    columns.parent[rows], columns.parent_generation[rows] = rows - 1, 2
+    columns.depth[rows] = [0, 1, 7, 8]
     recovery.take_over(table)
-    assert found == [[5, 5, 7]]
-    assert table.find(keys).tolist() == [5, 5, 7]
-    assert (columns.generation[rows] & 1).tolist() == [0, 1, 0]
+    assert columns.parent[rows].tolist() == [-1, 0, -1, 2]
+    assert columns.children[rows].tolist() == [1, 0, 1, 0]
+    assert columns.depth[rows].tolist() == [0, 1, 7, 8]
+
+
+def test_slots_are_derived_from_the_rows(np_rng):
+    for _ in range(TRIALS):
+        table = random_table(np_rng)
+        ready, quarantined = brute_states(table)
+        rows = np_rng.permutation(np.array(ready + quarantined, np.int32))
+        column, pages = table.extent_slots.copy(), table.columns.page
+        slots = Slots(column, EXTENT_PAGES * PAGE, lambda extent: True, pages, rows)
+        free = 0
+        for extent, step in enumerate(STEPS):
+            mine = sorted(row for row in rows.tolist() if pages[row] // EXTENT_PAGES == extent)
+            assert sorted(slots.rows_in(extent).tolist()) == mine
+            assert slots.used(np.array([extent])).tolist() == [len(mine)]
+            assert column[extent] == (step * PAGE if mine else 0)
+            free += (EXTENT_PAGES // step - len(mine)) * step * PAGE if mine else EXTENT_PAGES * PAGE
+        assert slots.free_nbytes == free

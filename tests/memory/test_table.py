@@ -151,6 +151,41 @@ def test_readers_find_all_keys_while_the_index_is_rebuilt():
         assert (reader.find(keys_of(range(10))) >= 0).all()
 
 
+def fill_index(made: Table, rows: int) -> None:
+    """Overwrite both copies of the index with entries of all rows but row 0: no search finds an empty one."""
+    for copy in made._copies:
+        copy[:] = 3 + np.arange(len(copy)) % (rows - 1)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("rows", [ROWS, 5000])
+def test_an_index_without_an_empty_entry_is_lost_and_not_searched_for_ever(np_rng, rows):
+    made = table(rows)
+    keys = np_rng.integers(1, 1 << 63, (3, 2)).astype(np.uint64)
+    made.insert(np_rng.integers(1, 1 << 63, (rows, 2)).astype(np.uint64), np.arange(rows, dtype=np.int32))
+    made.columns.generation[:] = 2
+    fill_index(made, rows)
+    one, three = np.array([0], np.int32), np.arange(3, dtype=np.int32)
+    for change in (
+        lambda: made.find(keys),
+        lambda: made.find_ready(keys, 1),
+        lambda: made.insert(keys, three),
+        lambda: made.insert(keys[:1], one),
+        lambda: made.remove(one),
+        lambda: made.rebuild_index(np.append(made.index_entries(), one)),
+    ):
+        with pytest.raises(LostError, match="restart the node"):
+            change()
+        fill_index(made, rows)
+
+
+@pytest.mark.parametrize("wrong", [-1, ROWS, (1 << 31) - 1])
+def test_rows_outside_the_table_are_not_entered(wrong):
+    made = table()
+    with pytest.raises(LostError):
+        made.rebuild_index(np.array([0, wrong], np.int32))
+
+
 def test_ticks_begin_at_one_and_do_not_run_backwards():
     made = table()
     assert made.ticks(100.0) == made.ticks(-5.0) == 1

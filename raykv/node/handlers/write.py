@@ -14,7 +14,6 @@ from raykv.node.handlers.fields import keys_in, numbers_in, parent_in
 from raykv.node.reclaimer import Reclaimer
 from raykv.node.sessions import HandlerTable, NodeSession
 from raykv.protocol import codec, messages
-from raykv.protocol.hints import require_hints
 from raykv.protocol.messages import MAX_KEYS
 from raykv.storage.batches import Written
 from raykv.storage.store import Store
@@ -149,10 +148,10 @@ class WriteHandler:
         return Reply(messages.Count(max(count, below)))
 
     def _hint(self, request: messages.Hint, session: NodeSession) -> Reply:
-        require_hints(request.ttl_s, request.priority, request.output_tokens)
+        keys = keys_in(request.keys)
         with self._lock:
             count = self._store.hint(
-                keys_in(request.keys),
+                keys,
                 ttl_s=request.ttl_s,
                 priority=request.priority,
                 ended=request.ended,
@@ -160,6 +159,8 @@ class WriteHandler:
                 output_tokens=request.output_tokens,
                 now_s=time.monotonic(),
             )
+        if request.ttl_s is not None:
+            self._mover.drop_outdated(keys)
         return Reply(messages.Count(count))
 
 
@@ -189,7 +190,6 @@ class _Incoming:
 
 
 def _batch_in(request: messages.Run | messages.Write) -> Batch:
-    require_hints(request.ttl_s, request.priority)
     return Batch(
         keys_in(request.keys),
         request.nbytes,

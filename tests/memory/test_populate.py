@@ -1,0 +1,148 @@
+"""Real memory ahead of need: three states of an extent, and never a page that is touched without memory behind it."""
+
+import os
+import subprocess
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from raykv.config import SLOT_ALIGNMENT_NBYTES as PAGE
+from raykv.memory import populate
+from raykv.memory.arena import SharedMemory, free_nbytes
+from raykv.memory.free_rows import FreeRows
+from raykv.memory.layout import ROWS_AT_START
+from raykv.memory.populate import Populator
+from raykv.memory.slots import Slots
+from raykv.memory.table import Table
+
+MIB = 1 << 20
+EXTENTS, EXTENT_NBYTES = 16, MIB
+LOCK = threading.Lock()
+
+
+class Memory:
+    """An arena with its slots and rows, as a node has them."""
+
+    def __init__(self, path: Path | None = None, rows: int = 64) -> None:
+        size = {"extents": EXTENTS, "extent_nbytes": EXTENT_NBYTES}
+        self.table = Table.create(None, rows=rows, now_s=0.0, **size)
+        self.arena = SharedMemory.create(path, EXTENTS * EXTENT_NBYTES, huge_pages="never")
+        nothing = np.empty(0, np.int32)
+        self.slots = Slots(
+            self.table.extent_slots, EXTENT_NBYTES, lambda extent: False, self.table.columns.page, nothing
+        )
+        populated = self.table.rows_populated
+        self.free_rows = FreeRows(np.zeros(populated, np.bool_), rows=rows, limit=populated)
+        self.populator = Populator(self.arena, self.table, self.slots, self.free_rows)
+        self.hooked: list[tuple[int, int]] = []
+        self.populator.on_populated.append(lambda offset, nbytes: self.hooked.append((offset, nbytes)))
+
+    def taken(self) -> int:
+        return os.stat(self.arena.path).st_blocks * 512
+
+    def step_all(self, *, quiet: bool) -> int:
+        steps = 0
+        while self.populator.step(LOCK, quiet=quiet):
+            steps += 1
+        return steps
+
+
+@pytest.fixture
+def small_tmpfs(shm_dir):
+    place = shm_dir / "small"
+    place.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=5m", "tmpfs", place], capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"cannot mount a tmpfs here: {mounted.stderr.strip()}")
+    yield place
+    subprocess.run(["umount", "-l", place], check=True)
+
+
+def test_some_extents_are_populated_ahead_and_all_when_nobody_writes():
+    memory = Memory()
+    ahead = EXTENTS // populate.AHEAD_SHARE
+    assert memory.populator.due
+    assert memory.step_all(quiet=False) == ahead
+    assert not memory.populator.due
+    assert memory.slots.free_populated_nbytes == memory.taken() == ahead * EXTENT_NBYTES
+    memory.slots.take(1, EXTENT_NBYTES)
+    assert memory.populator.due
+    assert memory.step_all(quiet=False) == 1
+    assert memory.step_all(quiet=True) == EXTENTS - ahead - 1
+    assert memory.taken() == EXTENTS * EXTENT_NBYTES == memory.populator.populated_nbytes
+    assert memory.slots.first_unpopulated() == memory.slots.first_failed() == -1
+
+
+def test_each_extent_is_announced_once_before_its_first_use():
+    memory = Memory()
+    memory.populator.step(LOCK, quiet=False)
+    assert memory.hooked == [(0, EXTENT_NBYTES)]
+    pages = memory.slots.take(3, EXTENT_NBYTES)
+    assert sorted(offset for offset, _ in memory.hooked) == sorted(page * PAGE for page in pages.tolist())
+    memory.slots.give(pages)
+    memory.slots.take(2, EXTENT_NBYTES)
+    memory.step_all(quiet=True)
+    assert sorted(memory.hooked) == [(extent * EXTENT_NBYTES, EXTENT_NBYTES) for extent in range(EXTENTS)]
+
+
+def test_an_extent_that_was_claimed_meanwhile_stays_claimed(monkeypatch):
+    memory = Memory()
+    extent, take = memory.slots.first_unpopulated(), memory.arena.populate
+
+    def claimed(offset: int, nbytes: int, *, hurry: bool = False) -> bool:
+        if not hurry:
+            memory.slots.take(1, EXTENT_NBYTES)
+        return take(offset, nbytes, hurry=hurry)
+
+    monkeypatch.setattr(memory.arena, "populate", claimed)
+    assert memory.populator.step(LOCK, quiet=False)
+    assert memory.slots.free_populated_nbytes == 0
+    assert memory.slots.used(np.array([extent])).tolist() == [1]
+
+
+def test_the_lock_is_free_while_memory_is_taken(monkeypatch):
+    memory = Memory()
+    held: list[bool] = []
+
+    def watched(offset: int, nbytes: int, *, hurry: bool = False) -> bool:
+        held.append(LOCK.locked())
+        return True
+
+    monkeypatch.setattr(memory.arena, "populate", watched)
+    memory.populator.step(LOCK, quiet=True)
+    assert held == [False]
+
+
+def test_an_extent_without_memory_is_out_of_use_until_there_is_some(small_tmpfs):
+    """Another process fills the file system: no SIGBUS, no error, and what has memory stays in use."""
+    memory = Memory(small_tmpfs / "arena")
+    pages = memory.slots.take(2, EXTENT_NBYTES)
+    ballast = small_tmpfs / "ballast"
+    with ballast.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, free_nbytes(small_tmpfs) - EXTENT_NBYTES)
+    assert len(memory.slots.take(5, EXTENT_NBYTES)) == 1
+    assert memory.slots.extents_failed == EXTENTS - 3
+    assert memory.slots.usable_nbytes == 3 * EXTENT_NBYTES
+    assert memory.slots.free_nbytes == 0
+    assert memory.step_all(quiet=False) == memory.step_all(quiet=True) == 0
+    memory.slots.give(pages)
+    assert memory.slots.free_nbytes == 2 * EXTENT_NBYTES
+    ballast.unlink()
+    assert memory.step_all(quiet=True) == 2
+    assert memory.slots.extents_failed == EXTENTS - 5
+    assert len(memory.slots.take(9, EXTENT_NBYTES)) == 4
+
+
+def test_rows_are_populated_ahead(monkeypatch):
+    monkeypatch.setattr(populate, "AHEAD_ROWS", 2 * ROWS_AT_START)
+    memory = Memory(rows=5 * ROWS_AT_START)
+    assert memory.table.rows_populated == ROWS_AT_START == len(memory.free_rows)
+    memory.step_all(quiet=False)
+    assert memory.table.rows_populated == memory.free_rows.limit == 3 * ROWS_AT_START
+    memory.free_rows.take(2 * ROWS_AT_START)
+    assert memory.populator.due
+    memory.step_all(quiet=False)
+    assert memory.free_rows.limit == memory.table.rows == 5 * ROWS_AT_START
+    assert not memory.populator.step(LOCK, quiet=False)
