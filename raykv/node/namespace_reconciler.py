@@ -184,7 +184,11 @@ class NamespaceReconciler:
 
     def _load(self, path: Path) -> None:
         try:
-            registry = NamespaceRegistry.decode(_read(path))
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            with os.fdopen(descriptor, "rb") as file:
+                if not stat.S_ISREG(os.fstat(descriptor).st_mode):  # all users may write to the directory
+                    raise OSError("not a regular file")
+                registry = NamespaceRegistry.decode(file.read(MAX_FILE_NBYTES))
             registry.encode()  # the next heartbeat does
             self.registry.merge(registry)
         except FileNotFoundError:
@@ -207,16 +211,6 @@ class NamespaceReconciler:
                 fresh.replace(path)
             except OSError as error:
                 log.warning("the list of namespaces cannot be written to %s: %s", path, error)
-
-
-def _read(path: Path) -> bytes:
-    """The content of a regular file. The directory may be writable to all users: links and pipes are refused."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    with os.fdopen(descriptor, "rb") as file:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_FILE_NBYTES:
-            raise OSError(f"not a regular file of at most {MAX_FILE_NBYTES:,} bytes")
-        return file.read(MAX_FILE_NBYTES)
 
 
 def registry_paths(config: NodeConfig) -> list[Path]:
