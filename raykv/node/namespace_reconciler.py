@@ -125,7 +125,7 @@ class NamespaceReconciler:
                 "below_nbytes": {tier.name: tier.used_nbytes(number) for tier in self._mover.tiers},
                 "requests": int(self._served[number, 0]),
                 "served_nbytes": int(self._served[number, 1]),
-                **self._metrics.told(digest),
+                **self._metrics.summary(digest),
             }
         return found
 
@@ -143,7 +143,7 @@ class NamespaceReconciler:
         if self._store.groups.find(digest) is not None:
             possible = {reason[:MAX_REASON_LETTERS]: count for reason, count in misses.items() if 0 < count < MAX_COUNT}
             if all(0 <= count < MAX_COUNT for count in (*gets, *puts)):
-                self._metrics.note(digest, possible, gets, puts)
+                self._metrics.add_report(digest, possible, gets, puts)
 
     def _configure(self, entry: Entry) -> None:
         store, number = self._store, None
