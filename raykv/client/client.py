@@ -102,7 +102,7 @@ class Client(AdminCalls):
         if low and flag("promote", promote):
             self._fetcher.promote(found[low], [holders[place] for place in low], deadline_s)
         named = tuple(holder for holder in holders[:count] if holder is not None)
-        return Match(count, named, len(low), tuple(nbytes[:count].tolist()))
+        return Match(count, named, len(low), tuple(nbytes[:count].tolist()) if nbytes[:count].any() else ())
 
     def exists(self, keys: Keys, *, timeout_s: float | None = None) -> Bits:
         """Which chunks some node holds, shape [n]. Changes nothing.
