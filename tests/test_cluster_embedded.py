@@ -459,7 +459,7 @@ def test_a_put_to_another_host_that_has_no_room_for_the_namespace_stores_nothing
         with raykv.Client(SPACE, Router(ClientConfig.load(config))) as client:
             monkeypatch.setitem(running.nodes[0]._handlers, messages.Write, refuse)
             monkeypatch.setitem(running.nodes[0]._handlers, messages.OpenNamespace, refuse)
-            assert client._router.local is None
+            assert client.router.local is None
             result = put(client, ["a", "b"])
         assert (result.stored, result.existed, result.skipped) == (0, 0, 2)
         assert "no room" in result.reason
@@ -695,7 +695,7 @@ def test_a_namespace_keeps_to_its_capacity_on_every_node_and_leaves_the_others_a
             put(client, names(20), chained=False)
             assert sum(get(client, names(20), timeout_s=0.5).hits) >= 5
         for node, client in enumerate(bounded):
-            assert int(client._router.local.reader.ready(client.keys(names(20)), now_s=time.monotonic()).sum()) == 5, (
+            assert int(client.router.local.reader.ready(client.keys(names(20)), now_s=time.monotonic()).sum()) == 5, (
                 node
             )
         assert get(other, names(10)).prefix == 10
@@ -712,11 +712,11 @@ def test_what_is_done_in_the_background_leaves_the_others_their_threads(monkeypa
 
         def report() -> None:
             assert go.wait(5.0)
-            client._router.ask_all(messages.GetStats(), client._router.deadline(1.0))
+            client.router.ask_all(messages.GetStats(), client.router.deadline(1.0))
             done.release()
 
         for _ in range(2):
-            client._router.parallel.in_background(report)
+            client.router.parallel.in_background(report)
         go.set()
         assert done.acquire(timeout=5.0)
         assert done.acquire(timeout=5.0)
@@ -734,7 +734,7 @@ def test_a_call_does_not_wait_beyond_its_deadline_for_the_threads_of_others(monk
             return "came"
 
         def hang_both() -> None:
-            late.append(client._router.parallel.run({"a": hang, "b": hang}, until_s))
+            late.append(client.router.parallel.run({"a": hang, "b": hang}, until_s))
 
         others = threading.Thread(target=hang_both)
         others.start()
@@ -743,7 +743,7 @@ def test_a_call_does_not_wait_beyond_its_deadline_for_the_threads_of_others(monk
             assert begun.acquire(timeout=5.0)
             ran, buffer = [], bytearray(8)
             work = {name: partial(ran.append, memoryview(buffer)) for name in ("c", "d")}
-            answers = client._router.parallel.run(work, time.monotonic() + 0.2)
+            answers = client.router.parallel.run(work, time.monotonic() + 0.2)
             work.clear()
             buffer.append(1)  # nobody holds on to it, although the threads have not found out yet
             assert {type(each) for each in answers.values()} == {PeerUnavailable}
