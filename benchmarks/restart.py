@@ -28,7 +28,7 @@ from raykv.protocol import chunk_keys, messages
 from raykv.protocol.namespace import Namespace
 from raykv.storage.store import Store
 from raykv.supervisor.handle import NodeHandle
-from raykv.transport.tcp import SocketLink
+from raykv.transport.link import SocketLink
 from raykv.types import KeyArray
 
 NBYTES = 4096
@@ -120,7 +120,7 @@ def _until_hit(config: NodeConfig, key: KeyArray, value: bytes) -> int:
         try:
             link = SocketLink.connect(config.local_address, SECRET, deadline_s=until_s)
             try:
-                link.fetch(
+                link.call(
                     messages.Read(chunk_keys.to_bytes(key)),
                     lambda answer: [[target]] if any(messages.expect(messages.Reading, answer).nbytes) else [],
                     deadline_s=until_s,

@@ -4,6 +4,7 @@ Functions that look take the root of the file system, so that tests can show the
 """
 
 import importlib.util
+import mmap
 import os
 import platform
 import resource
@@ -15,6 +16,7 @@ from typing import Any, Final, Literal
 
 from raykv.config import GIB, KIB, MIB
 from raykv.memory import native, numa, pages
+from raykv.memory.copying import CopyThreads
 from raykv.memory.host import UNLIMITED, cgroup_file, cgroup_memory, lines_of
 from raykv.transport.tcp import PACED
 
@@ -313,15 +315,14 @@ def clock(root: Path) -> Finding:
 
 
 def _quickest_copy() -> str | None:
-    """Have the compiled part find out by which way it copies best: see `_native.c`. Takes some 5 ms."""
-    if native.copy is None or native.quickest is None:
+    """Let the compiled part find the quickest way to store chunks; see native/copy.c. Takes some 5 ms."""
+    if native.quickest is None:
         return None
-    source, target = bytearray(COPIED_NBYTES), bytearray(COPIED_NBYTES)
+    source, target = memoryview(bytes(COPIED_NBYTES)), memoryview(mmap.mmap(-1, COPIED_NBYTES))
     parts = [slice(start, start + COPY_NBYTES) for start in range(0, COPIED_NBYTES, COPY_NBYTES)]
     for _ in range(COPY_ROUNDS):
-        for part in parts:
-            native.copy(memoryview(target)[part], memoryview(source)[part], True)
-    way: str | None = native.quickest(COPY_NBYTES)[0]
+        CopyThreads(1).fill([target[part] for part in parts], [[source[part]] for part in parts])
+    way: str | None = native.quickest(COPY_NBYTES)[1]
     return way
 
 

@@ -12,7 +12,7 @@ log = logging.getLogger(__name__)
 
 
 class IoThreads:
-    """Threads that run tasks one after another, and the time that each has spent on its present one.
+    """Threads that run tasks one after another, and how long each has been at its present one.
 
     They run as background threads (SCHED_BATCH): a thread that a drive wakes takes an idle core or waits for its turn,
     and does not interrupt readers of memory.
