@@ -6,6 +6,7 @@ covers: one on the drive, or one in a drive's queue.
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Final
@@ -33,10 +34,8 @@ class Shared:
     Attributes:
         queue: Chunks to be written that have no place yet.
         coming: Chunks to be written, by key, until they are in the index.
-        texts: Quota groups as JSON, by their numbers on this node.
-        quotas: In bytes, by quota group.
+        texts, quotas: Quota groups as JSON, and their quotas in bytes, by their numbers on this node.
         ended: The tier is being closed.
-        tombstones_written: Notified when a batch is done.
     """
 
     def __init__(self, index: Index, arena: memoryview, groups: GroupNames, wall: Callable[[], float]) -> None:
@@ -239,7 +238,7 @@ class Shared:
             log.warning("SSD path %s is off: %s", drive.volume.path, reason)
         drive.logged_reason = drive.reason = reason
         drive.state = "off"
-        drive.retry_at_s = drive.clock() + RETRY_S
+        drive.retry_at_s = time.monotonic() + RETRY_S
         self.counts["errors"] += 1
         self.refuse_reads(drive)
         drive.epoch += 1
