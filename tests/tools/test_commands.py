@@ -30,9 +30,9 @@ def running(shm_dir) -> Iterator[EmbeddedCluster]:
 def run(running: EmbeddedCluster, capsys: pytest.CaptureFixture[str]):
     def command(*arguments: str, fails: bool = False) -> str:
         code = main([*arguments, "--node", running.address(1)])
-        told = capsys.readouterr()
-        assert code == fails, told.err
-        return told.err if fails else told.out
+        said = capsys.readouterr()
+        assert code == fails, said.err
+        return said.err if fails else said.out
 
     return command
 
@@ -40,12 +40,12 @@ def run(running: EmbeddedCluster, capsys: pytest.CaptureFixture[str]):
 def test_why(run, running, tmp_path):
     lines = run("why", "a", "c").splitlines()
     assert lines[0] == "a: here: 5,000 bytes in the dram of node-0"
-    assert lines[1] == "c: never stored, as far as the nodes remember (since they were started)"
+    assert lines[1] == "c: never stored (the nodes remember since they were started)"
     prompt = tmp_path / "prompt.json"
     prompt.write_text(json.dumps([*range(8), 99, 98, 97, 96]))
-    told = json.loads(run("why", "--tokens", str(prompt), "--json"))
-    assert [each["reason"] for each in told] == ["here", "here", "never_stored"]
-    assert told[1]["chunk"] == "tokens 4..7"
+    said = json.loads(run("why", "--tokens", str(prompt), "--json"))
+    assert [each["reason"] for each in said] == ["here", "here", "never_stored"]
+    assert said[1]["chunk"] == "tokens 4..7"
     salted = run("why", "a", "--namespace", '{"model": "mine", "dtype": "fp8", "chunk_tokens": 4}')
     assert "another namespace (in the dram of node-0); fields that differ: dtype" in salted
     running.client(MINE).delete(["a"])
@@ -56,10 +56,10 @@ def test_why(run, running, tmp_path):
 def test_namespaces_are_listed_set_and_dropped(run, running):
     assert "mine (dtype=bf16, chunk_tokens=4): 5 chunks in " in run("namespace", "list")
     wanted = ["ttl_s=500", "policy=lfu", "dram_quota_nbytes=1 MiB"]
-    assert "2 nodes have taken note" in run("namespace", "set", "--namespace", "mine", *wanted)
+    assert "2 nodes have applied it" in run("namespace", "set", "--namespace", "mine", *wanted)
     run("namespace", "set", "--namespace", "mine", "ttl_s=none")
-    (told,) = json.loads(run("namespace", "list", "--json"))
-    assert NamespaceConfig.load(told["config"]) == NamespaceConfig(policy="lfu", dram_quota_nbytes=1 << 20)
+    (said,) = json.loads(run("namespace", "list", "--json"))
+    assert NamespaceConfig.load(said["config"]) == NamespaceConfig(policy="lfu", dram_quota_nbytes=1 << 20)
     assert "policy=lfu, dram_quota_nbytes=1048576" in run("namespace", "list")
     assert "5 chunks dropped" in run("namespace", "drop", "--namespace", "mine")
     assert "0 chunks" in run("namespace", "list")
@@ -71,7 +71,7 @@ def test_namespaces_are_listed_set_and_dropped(run, running):
 
 def test_what_is_wrong_is_named(run, running, tmp_path):
     assert "there are 2" in _with_another(run, running, "why", "a")
-    assert "no JSON list" in run("why", "--tokens", _file(tmp_path, '["a"]'), "--namespace", "mine", fails=True)
+    assert "not a JSON list" in run("why", "--tokens", _file(tmp_path, '["a"]'), "--namespace", "mine", fails=True)
     assert "32 hexadecimal digits" in run("why", "--keys", "abc", fails=True)
     assert "give names" in run("why", fails=True)
     assert "unknown field 'ttl'" in run("namespace", "set", "--namespace", "mine", "ttl=3", fails=True)

@@ -1,0 +1,47 @@
+"""Reports finished requests to the nodes, on a thread of its own: no step of the engine waits for it."""
+
+from concurrent.futures import ThreadPoolExecutor
+from threading import BoundedSemaphore
+from typing import TYPE_CHECKING, Final
+
+from vllm.logger import init_logger
+
+from raykv.errors import RayKVError
+
+if TYPE_CHECKING:
+    from raykv import Client
+
+logger = init_logger("vllm.raykv.reporter")
+
+MAX_WAITING: Final = 1024
+"""Requests that wait to be reported. Further ones are dropped: eviction decides a little worse."""
+
+
+class RequestReporter:
+    """Reports how many tokens each request produced. Policies learn from it which chunks are read again."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="raykv-report")
+        self._room = BoundedSemaphore(MAX_WAITING)
+        self._closing = self._failed = False
+
+    def report(self, client: "Client", names: list[bytes], output_tokens: int) -> None:
+        """Queue a report for the holders of a request's chunks. Never waits, never raises."""
+        if self._room.acquire(blocking=False):
+            self._thread.submit(self._send, client, names, output_tokens)
+
+    def close(self) -> None:
+        """Send what waits while nodes answer, and end. No report may follow."""
+        self._closing = True
+        self._thread.shutdown()
+
+    def _send(self, client: "Client", names: list[bytes], output_tokens: int) -> None:
+        try:
+            if not (self._closing and self._failed):
+                client.hint(client.keys(names), output_tokens=output_tokens)
+                self._failed = False
+        except RayKVError as error:
+            self._failed = True
+            logger.debug("no node learnt of a request's %d output tokens: %s", output_tokens, error)
+        finally:
+            self._room.release()
