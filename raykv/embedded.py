@@ -7,51 +7,56 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from raykv.config import ClientConfig, NodeConfig, StorageConfig
-from raykv.membership.membership import Directory, Pulse
+from raykv.membership.membership import HeartbeatAnswer, Membership
 from raykv.node.node import Node
 from raykv.protocol.namespace import Namespace
 from raykv.protocol.placement import Member, View
 from raykv.transport.memory import Network
-from raykv.transport.tcp import SocketLink
+from raykv.transport.link import SocketLink
 from raykv.types import NodeId
 
 if TYPE_CHECKING:
     from raykv.client.client import Client
 
 
-class InProcessDirectory:
-    """The directory as a plain object: what `raykv.cluster` does by an actor."""
+class InProcessMembership:
+    """The directory as an object of this process, where `raykv.cluster` has an actor. Thread-safe.
+
+    Attributes:
+        logic: Members, view and namespaces.
+    """
 
     def __init__(self, *, member_timeout_s: float) -> None:
-        self.logic = Directory(member_timeout_s=member_timeout_s)
+        self.logic = Membership(member_timeout_s=member_timeout_s)
         self._lock = threading.Lock()
 
     def beat(
-        self, member: Member, epoch: int, view: View | None = None, version: int = 0, register: bytes | None = None
-    ) -> Pulse:
-        """See DirectoryPort."""
+        self, member: Member, epoch: int, view: View | None = None, version: int = 0, registry: bytes | None = None
+    ) -> HeartbeatAnswer:
+        """See `MembershipPort`."""
         with self._lock:
             now_s = time.monotonic()
             self.logic.expire(now_s=now_s)
-            return self.logic.beat(member, epoch, view, now_s=now_s, version=version, register=register)
+            return self.logic.beat(member, epoch, view, now_s=now_s, version=version, registry=registry)
 
-    def configure(self, namespace: Namespace, fields: dict[str, Any] | None, register: bytes | None = None) -> bytes:
-        """See DirectoryPort."""
+    def configure(self, namespace: Namespace, fields: dict[str, Any] | None, registry: bytes | None = None) -> bytes:
+        """See `MembershipPort`."""
         with self._lock:
-            return self.logic.configure(namespace, fields, register, now_ns=time.time_ns())
+            return self.logic.configure(namespace, fields, registry, now_ns=time.time_ns())
 
     def leave(self, node_id: NodeId) -> None:
-        """See DirectoryPort."""
+        """See `MembershipPort`."""
         with self._lock:
             self.logic.leave(node_id)
 
 
 class EmbeddedCluster:
-    """Nodes and a directory in this process; real sockets unless a `network` is given.
+    """Nodes and a directory in this process, with real sockets unless a `network` is given.
 
     Attributes:
-        nodes: By number; a killed one stays in the list.
-        secret: For clients that come by "host:port", as hexadecimal text.
+        membership: The directory.
+        nodes: By number; killed nodes stay in the list.
+        secret: For clients that connect by "host:port", as hexadecimal text.
     """
 
     def __init__(
@@ -71,7 +76,7 @@ class EmbeddedCluster:
         self._network, self._storage, self._name = network, storage, name
         self._separate_hosts, self._heartbeat_s = separate_hosts, heartbeat_s
         self._clients: list[Client] = []
-        self.directory = InProcessDirectory(member_timeout_s=member_timeout_s)
+        self.membership = InProcessMembership(member_timeout_s=member_timeout_s)
         self.nodes: list[Node] = []
         try:
             for _ in range(nodes):
@@ -93,7 +98,7 @@ class EmbeddedCluster:
                 "heartbeat_s": self._heartbeat_s,
             }
         )
-        node = Node(config, secret=self._secret, directory=self.directory, network=self._network)
+        node = Node(config, secret=self._secret, membership=self.membership, network=self._network)
         self.nodes.append(node)
         node.start()
         return number
@@ -112,36 +117,36 @@ class EmbeddedCluster:
         return made
 
     def address(self, node: int = 0) -> str:
-        """Where processes of this host (and user) reach that node."""
+        """The address of that node for processes of this host and user."""
         return self.nodes[node].member.local_address
 
     def kill(self, node: int) -> None:
-        """End a node without a word to anybody. Its memory goes with it."""
+        """End a node without notice to others. Its memory is freed."""
         victim = self.nodes[node]
         if self._network is not None:
             self._network.dead.add(victim.config.node_id)
         victim.stop(leave=False)
 
     def settle(self, *, timeout_s: float = 10.0) -> None:
-        """Wait until all living nodes have the directory's view and every chunk is known to its owner.
+        """Wait until all living nodes have the directory's view and have announced all chunks to their owners.
 
         Raises:
-            TimeoutError: They do not come to rest.
+            TimeoutError: They have not within `timeout_s`.
         """
         until_s = time.monotonic() + timeout_s
         while time.monotonic() < until_s:
             living = [node for node in self.nodes if not node.stopped]
-            view = self.directory.logic.view
+            view = self.membership.logic.view
             names = {node.config.node_id for node in living}
             if {member.node_id for member in view.members} == names and all(
                 node.view.epoch == view.epoch and node.announced for node in living
             ):
                 return
             time.sleep(0.01)
-        raise TimeoutError(f"the cluster did not come to rest within {timeout_s} s")
+        raise TimeoutError(f"the nodes do not agree on the view within {timeout_s} s")
 
     def close(self) -> None:
-        """Stop everything; all memory is freed."""
+        """Stop everything, and free all memory."""
         for client in self._clients:
             client.close()
         for node in self.nodes:
@@ -168,13 +173,16 @@ def embedded(
     member_timeout_s: float = 1.0,
     **storage: Any,
 ) -> EmbeddedCluster:
-    """Start a cluster in this process; close it, or use it as a context.
+    """Start a cluster in this process. Close it, or use it in a `with` statement.
 
     Args:
-        nodes: How many.
+        nodes: Number of nodes.
         arena_nbytes: Memory of each, in bytes or as text such as "256 MiB".
-        separate_hosts: Treat the nodes as hosts of their own, so that bytes between them cross a socket.
+        name: Of the cluster.
+        separate_hosts: Treat each node as a host of its own, so that bytes between them cross a socket.
         network: An in-memory network in place of sockets, for tests that lose messages on purpose.
+        heartbeat_s: Time between heartbeats of a node.
+        member_timeout_s: A node that is silent for this long leaves the view.
         storage: Other fields of StorageConfig.
     """
     fields = {"arena_nbytes": arena_nbytes, "shm_dir": None, **storage}

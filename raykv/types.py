@@ -28,11 +28,11 @@ NodeId: TypeAlias = str
 
 
 class Hints(NamedTuple):
-    """What a writer says of its chunks.
+    """Expiry and priority that a writer gives its chunks.
 
     Attributes:
-        ttl_s: They expire so long after they were stored; 0: as their namespace's config says.
-        priority: -100 to 100; the higher go last. 0: as the config says.
+        ttl_s: Seconds from the commit to the expiry. 0: the namespace's config decides.
+        priority: -100 to 100. Higher priorities are evicted later. 0: the namespace's config decides.
     """
 
     ttl_s: float = 0.0
@@ -40,6 +40,27 @@ class Hints(NamedTuple):
 
 
 NO_HINTS = Hints()
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Chunks of one size that are stored together.
+
+    Attributes:
+        keys: Their keys, shape [n, 2].
+        nbytes: Size of each chunk.
+        parent: Key of the chunk before keys[0], shape [1, 2].
+        depth: Place of keys[0] in its chain. Used when the parent is not on the node.
+        chained: Whether each key follows the one before it in one chain.
+        hints: Expiry and priority.
+    """
+
+    keys: KeyArray
+    nbytes: int
+    parent: KeyArray | None = None
+    depth: int = 0
+    chained: bool = True
+    hints: Hints = NO_HINTS
 
 
 @dataclass(frozen=True, slots=True)

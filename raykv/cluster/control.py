@@ -1,4 +1,4 @@
-"""Start, stop and look at a raykv cluster on the Ray cluster that this process has joined."""
+"""Start, stop and inspect a raykv cluster on the Ray cluster that this process has joined."""
 
 import secrets
 import time
@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import ray
 
-from raykv.cluster.actors import NAMESPACE, DirectoryActor, directory_name, living_ray_nodes, node_name
+from raykv.cluster.actors import NAMESPACE, DirectoryActor, directory_name, node_name, ray_nodes
 from raykv.config import ClusterConfig
 from raykv.errors import ConfigError, PeerUnavailable
 from raykv.protocol.trace_requests import TracedRequest
@@ -17,21 +17,22 @@ POLL_S: Final = 0.05
 
 
 def start(config: ClusterConfig | None = None, *, timeout_s: float = 60.0, **fields: Any) -> dict[str, Any]:
-    """Put a node on every Ray node, now and whenever one joins, and wait until all are members and know one another.
+    """Put a node on every Ray node, now and when one joins later, and wait until all have the same view.
 
-    Safe to call again: a running cluster of the same configuration is left as it is.
+    Safe to call again: a running cluster of the same configuration does not change.
 
     Args:
-        config: What to start. Its fields may also be given by name.
-        timeout_s: How long to wait for the nodes.
+        config: Of the cluster. Its fields may also be given by name.
+        timeout_s: Time for the nodes to come up.
+        fields: Of ClusterConfig.
 
     Returns:
         As `status`.
 
     Raises:
         ConfigError: A cluster of this name runs with another configuration (names the fields); a field is wrong; or a
-            node cannot serve it, for want of memory say: then `stop` it, and start with another.
-        PeerUnavailable: The nodes did not come up in time; says which, and why if Ray knows.
+            node cannot serve it (too little memory, for example): then `stop` it, and start with another.
+        PeerUnavailable: The nodes did not come up in time; names them, with the reason if Ray knows it.
     """
     wanted = ClusterConfig.load({**(config.model_dump(exclude_unset=True) if config else {}), **fields})
     directory = (
@@ -72,7 +73,7 @@ def start(config: ClusterConfig | None = None, *, timeout_s: float = 60.0, **fie
 
 
 def status(name: str = "default", *, timeout_s: float = CALL_TIMEOUT_S) -> dict[str, Any]:
-    """What runs.
+    """The processes of a cluster, and their figures.
 
     Returns:
         {"name", "epoch", "directory": {"pid"}, "nodes": {ray node id: {"member": bool, "pid", figures...} or
@@ -85,7 +86,7 @@ def status(name: str = "default", *, timeout_s: float = CALL_TIMEOUT_S) -> dict[
     members = {member.node_id for member in described["view"].members}
     nodes: dict[str, dict[str, Any]] = {}
     asked = {}
-    for ray_node_id in sorted(living_ray_nodes()):
+    for ray_node_id in sorted(ray_nodes()):
         try:
             asked[ray_node_id] = ray.get_actor(node_name(name, ray_node_id), namespace=NAMESPACE).describe.remote()
         except ValueError:
@@ -105,7 +106,7 @@ def status(name: str = "default", *, timeout_s: float = CALL_TIMEOUT_S) -> dict[
 
 
 def stop(name: str = "default", *, timeout_s: float = CALL_TIMEOUT_S) -> bool:
-    """End a cluster: its processes and its memory. False if none of that name ran."""
+    """End a cluster: its processes and its memory on all hosts of the Ray cluster. False if none of that name ran."""
     try:
         directory = _directory(name)
     except PeerUnavailable:
@@ -123,22 +124,22 @@ def stop(name: str = "default", *, timeout_s: float = CALL_TIMEOUT_S) -> bool:
 
 
 def upgrade(name: str = "default", *, timeout_s: float = 60.0) -> Iterator[dict[str, Any]]:
-    """Replace every process of a cluster by one that runs the code which is installed now, node after node.
+    """Restart every process of a cluster with the code that is installed now, node after node.
 
-    Memory stays where it is: reads on a node's own host go on meanwhile, chunks are found again by the process that
-    comes after, and puts go on as far as slots were lent ahead. The next node waits until the one before is a member
-    again. A version that lays out memory in another way begins empty.
+    Memory stays: reads on a node's own host continue, puts continue while there are slots lent ahead, and the new
+    process finds all chunks. The next node waits until this one is a member again. A version with another layout of
+    memory starts empty.
 
     Yields:
-        For each node {"node", "pid_before", "pid", "chunks_before", "recovered", "seconds"}; last the directory,
+        For each node {"node", "pid_before", "pid", "chunks_before", "recovered", "seconds"}; at last the directory,
         without chunks.
 
     Raises:
-        PeerUnavailable: No cluster of that name runs; or a node did not come back in time: the rest is left as it is.
+        PeerUnavailable: No cluster of that name runs; or a node did not come back in time: the others are not restarted.
     """
     for ray_node_id, before in status(name)["nodes"].items():
         if "pid" not in before:
-            raise PeerUnavailable(f"node {ray_node_id} is not up ({before.get('error')}): nothing more is replaced")
+            raise PeerUnavailable(f"node {ray_node_id} is not up ({before.get('error')}): no further node is restarted")
         began_s = time.monotonic()
         actor = ray.get_actor(node_name(name, ray_node_id), namespace=NAMESPACE)
         try:
@@ -174,10 +175,10 @@ def upgrade(name: str = "default", *, timeout_s: float = 60.0) -> Iterator[dict[
 
 
 def record(name: str = "default", *, seconds: float, every_s: float = 1.0) -> Iterator[tuple[list[TracedRequest], int]]:
-    """Watch what requests ask the cluster for, for so long, or until the caller stops iterating.
+    """Record the requests of the cluster for some time, or until the caller stops iterating.
 
     Yields:
-        Every so often the requests since the last time, in order of time, and how many there was no room for.
+        Every `every_s` the requests since the last time, in order of time, and how many did not fit the buffers.
 
     Raises:
         PeerUnavailable: No cluster of that name runs.
@@ -195,10 +196,10 @@ def record(name: str = "default", *, seconds: float, every_s: float = 1.0) -> It
 
 
 def _fetch_records(name: str, on: bool) -> tuple[list[TracedRequest], int]:
-    """What all nodes have; they go on recording, or not. A node that joined meanwhile begins by it."""
+    """Fetch the recorded requests of all nodes. `on`: they go on recording, and nodes that joined meanwhile start."""
     _directory(name)
     asked = []
-    for ray_node_id in sorted(living_ray_nodes()):
+    for ray_node_id in sorted(ray_nodes()):
         try:
             asked.append(ray.get_actor(node_name(name, ray_node_id), namespace=NAMESPACE).record.remote(on))
         except ValueError:
@@ -209,14 +210,14 @@ def _fetch_records(name: str, on: bool) -> tuple[list[TracedRequest], int]:
         try:
             some, lost = ray.get(answer, timeout=CALL_TIMEOUT_S)
         except ray.exceptions.RayError:
-            continue  # it is being replaced; what it had is a gap in the trace
+            continue  # it is being restarted: the trace has a gap
         requests += some
         left_out += lost
     return sorted(requests, key=lambda each: each.at_s), left_out
 
 
 def _wait_for_other(name: str, ray_node_id: str, pid: int, until_s: float) -> dict[str, Any]:
-    """Figures of a node once it is a member again, by another process."""
+    """Wait until a node is a member again, as another process. Returns its figures."""
     problem = "it did not answer"
     while time.monotonic() < until_s:
         try:
@@ -228,11 +229,11 @@ def _wait_for_other(name: str, ray_node_id: str, pid: int, until_s: float) -> di
         except (PeerUnavailable, ray.exceptions.RayError) as error:
             problem = str(error)
         time.sleep(POLL_S)
-    raise PeerUnavailable(f"node {ray_node_id} did not come back in time ({problem}): nothing more is replaced")
+    raise PeerUnavailable(f"node {ray_node_id} did not come back in time ({problem}): no further node is restarted")
 
 
 def find_address(name: str = "default", *, timeout_s: float = CALL_TIMEOUT_S) -> dict[str, str]:
-    """How to reach the node on this process's own Ray node, as fields of ClientConfig.
+    """The address of the node on this process's own Ray node, as fields of ClientConfig.
 
     Raises:
         PeerUnavailable: No cluster of that name runs, or it has no node here.

@@ -1,4 +1,4 @@
-"""Eviction policies by name; each is a file here, imported when it is first asked for."""
+"""Eviction policies by name. Each is a file in this package, imported on first use."""
 
 from collections.abc import Callable
 from importlib import import_module
@@ -21,19 +21,18 @@ POLICIES = {
 
 
 def policy(name: str | Callable[..., Any]) -> Policy:
-    """A new policy.
+    """Make a policy.
 
     Args:
-        name: One of POLICIES, or "module:attribute" of a user's own: a subclass of `Policy`, or a function from
-            columns, rows and the time in ticks to scores, lowest first. Or such a class or function itself.
+        name: One of POLICIES, or "module:attribute" of a user's own. That is a subclass of `Policy`, or a function from
+            columns, rows and the time in ticks to scores (the lowest is evicted first). Or such a class or function.
 
     Raises:
-        ConfigError: There is none of that name (lists those there are), or the user's own is no policy.
+        ConfigError: There is no policy of that name (lists all names), or the user's own is not a policy.
     """
     if not isinstance(name, str):
-        return _own(name, getattr(name, "__qualname__", repr(name)))
-    known = name in POLICIES
-    if not known and ":" not in name:
+        return _made_of(name, getattr(name, "__qualname__", repr(name)))
+    if name not in POLICIES and ":" not in name:
         raise ConfigError(
             f"field 'policy': unknown policy {name!r}; there are: {', '.join(sorted(POLICIES))}, or 'module:attribute'"
         )
@@ -44,10 +43,10 @@ def policy(name: str | Callable[..., Any]) -> Policy:
             found = getattr(found, part)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"field 'policy': {name!r} cannot be imported: {error}") from error
-    return _own(found, name)
+    return _made_of(found, name)
 
 
-def _own(found: Any, name: str) -> Policy:
+def _made_of(found: Any, name: str) -> Policy:
     if isinstance(found, type) and issubclass(found, Policy):
         made: Policy = found()
         made.name = made.name or name

@@ -1,4 +1,4 @@
-"""Adaptive replacement: recency and frequency share the cache, and misses say how."""
+"""Adaptive replacement cache: two queues share the memory, and misses move the border between them."""
 
 from collections.abc import Sequence
 
@@ -7,18 +7,18 @@ import numpy.typing as npt
 
 from raykv.eviction.base import Policy, Queues, key_numbers
 from raykv.eviction.ghosts import Ghosts, by_row
-from raykv.memory.table import Columns
+from raykv.memory.layout import Columns
 from raykv.types import Rows
 
 
 class ARC(Policy):
-    """Two LRU queues: chunks that were not read since they came (`_once`, 0), and the others (`_more`, 1).
+    """Two LRU queues: chunks that were not read since they were stored (`_once`, 0), and all others (`_more`, 1).
 
-    Of each queue the keys that went last are remembered. One that comes back was evicted too early: its queue is to
-    be longer. What comes back stands in the second queue.
+    The keys last evicted from each queue are remembered. If one of them is stored again, it was evicted too early: its
+    queue gets a larger target. A chunk that is stored again enters the second queue.
 
-    Source: ARC (Megiddo and Modha, FAST 2003). Reads are seen when victims are chosen, and a batch of victims uses one
-    target.
+    Source: ARC (Megiddo and Modha, FAST 2003). Here reads are seen when victims are chosen, and all victims of one
+    choice use the same target.
     """
 
     leaf_first = True
@@ -26,10 +26,10 @@ class ARC(Policy):
 
     def __init__(self) -> None:
         self._returned = np.zeros(0, np.bool_)
-        self._gone = (Ghosts(), Ghosts())
+        self._ghosts = (Ghosts(), Ghosts())
         self._held = 0
         self._once = 0
-        self._target = 0.0  # how long the first queue should be
+        self._target = 0.0  # length that the first queue should have
 
     def score(self, columns: Columns, rows: Rows, now: int) -> npt.NDArray[np.uint32]:
         return columns.accessed[rows]
@@ -38,7 +38,7 @@ class ARC(Policy):
         self._returned = by_row(self._returned, len(columns.frequency))
         return ((columns.frequency[rows] > 0) | self._returned[rows]).astype(np.int8)
 
-    def quota(self, sizes: Sequence[int], count: int) -> list[int]:
+    def shares(self, sizes: Sequence[int], count: int) -> list[int]:
         once, more = sizes
         total = once + more
         scale = total / self._held if self._held else 1.0  # the candidates may be a sample
@@ -47,22 +47,22 @@ class ARC(Policy):
         from_more = min(count - from_once, more)
         return [count - from_more, from_more]
 
-    def came(self, columns: Columns, rows: Rows, now: int) -> None:
+    def on_insert(self, columns: Columns, rows: Rows, now: int) -> None:
         self._returned = by_row(self._returned, len(columns.frequency))
         self._held += len(rows)
-        once, more = self._gone
+        once, more = self._ghosts
         for row, key in zip(rows.tolist(), key_numbers(columns, rows), strict=True):
             before = len(once), len(more)
-            if back := once.take(key):
+            if back := once.remove(key):
                 self._target = min(float(self._held), self._target + max(1.0, before[1] / before[0]))
-            elif back := more.take(key):
+            elif back := more.remove(key):
                 self._target = max(0.0, self._target - max(1.0, before[0] / before[1]))
             self._returned[row] = back
 
-    def went(self, columns: Columns, rows: Rows, now: int, *, evicted: bool) -> None:
+    def on_remove(self, columns: Columns, rows: Rows, now: int, *, evicted: bool) -> None:
         if evicted:
             queue, keys = self.queue(columns, rows), np.array(key_numbers(columns, rows), np.uint64)
-            once, more = self._gone
+            once, more = self._ghosts
             once.add(keys[queue == 0].tolist(), self._held - self._once)
             more.add(keys[queue == 1].tolist(), self._held - len(once))
         self._held -= len(rows)

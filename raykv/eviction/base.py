@@ -1,9 +1,8 @@
-"""What a policy is, and how victims are chosen by it.
+"""The interface of an eviction policy, and the choice of victims.
 
-A policy is an array expression: scores of rows from their columns, lowest leaves first. What else it may say has
-defaults: queues, of which one has the next turn (ARC), second chances (S3-FIFO), and what it remembers of chunks that
-came and went. `victims` and `victims_upward` choose from many candidates at once, as a node does;
-`raykv.eviction.order` gives one victim after the other. Both ask the policy the same questions.
+A policy gives each row a score, computed from the table's columns; the lowest score is evicted first. It may also sort
+rows into several queues (ARC), give second chances (S3-FIFO), and remember chunks that came and left. `victims` chooses
+many rows at once, as a node does. `raykv.eviction.order` gives one victim after another, as the planner needs them.
 """
 
 import heapq
@@ -14,31 +13,32 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from raykv.memory.table import Columns
+from raykv.memory.layout import COLUMNS, RECORD, Columns
 from raykv.types import Bits, Rows
 
 Scores = npt.NDArray[np.generic]
 Ranks = Callable[[Rows, int], npt.NDArray[np.int64]]
-"""A rank a row, at that tick; 0 for most."""
+"""The rank of each row at a tick; 0 for most rows. Low ranks are evicted before high ones, whatever the scores are."""
 Queues = npt.NDArray[np.integer[Any]]
+MayGo = Callable[[int], bool]
 
-CHANCES: Final = 16
-"""Rounds of second chances in one choice. Who uses them all up goes by the order there is then."""
+SECOND_CHANCE_ROUNDS: Final = 16
+"""Rounds of second chances in one choice. After the last round rows are evicted in the order of that moment."""
 
 
 class Policy(ABC):
-    """One eviction policy.
+    """An eviction policy. Only `score` must be written.
 
-    Reads are seen lazily, in the columns. What a policy remembers beside them lies in arrays by row and in bounded
-    sets by key; `came` for all rows there are, oldest first, makes it anew.
+    Policies see reads late, as changed columns. They keep their own state in arrays by row and in bounded sets by key.
+    After a restart, one `on_insert` with all rows, oldest first, restores that state.
 
     Attributes:
-        name: What to call it in reports.
-        leaf_first: A chunk goes only after all chunks that follow it in its chains: without its parent, a chunk can
-            never be matched again and only takes up room.
-        drifts: Scores change as time passes, not only when a row is read.
-        queues: How many queues there are.
-        capacity: Chunks that the cache holds when it is full, if its owner knows and says so.
+        name: Shown in reports.
+        leaf_first: Evict a chunk only after all chunks that follow it in its chains. A chunk without its parent can
+            never be matched.
+        drifts: Scores change with time, not only with reads.
+        queues: Number of queues.
+        capacity: Chunks in a full cache, if the owner knows it.
     """
 
     name: str = ""
@@ -49,49 +49,56 @@ class Policy(ABC):
 
     @abstractmethod
     def score(self, columns: Columns, rows: Rows, now: int) -> Scores:
-        """One score a row, any ordered type; `now` in ticks. Scores are compared within a queue."""
-
-    def score_one(self, columns: Columns, row: int, now: int) -> Any:
-        """The same for one row, as a plain value."""
-        return self.score(columns, np.array([row], np.int32), now).tolist()[0]
+        """One score per row, of any ordered type; `now` is in ticks. Scores are compared within one queue."""
 
     def queue(self, columns: Columns, rows: Rows) -> Queues:
-        """Number of the queue that each row stands in."""
+        """The number of the queue of each row."""
         return np.zeros(len(rows), np.int8)
 
-    def quota(self, sizes: Sequence[int], count: int) -> list[int]:
-        """How many of the next `count` victims each queue gives, where the queues have these sizes."""
+    def shares(self, sizes: Sequence[int], count: int) -> list[int]:
+        """How many of the next `count` victims each queue gives. `sizes` are the lengths of the queues."""
         return [count]
 
-    def spare(self, columns: Columns, rows: Rows, now: int) -> Bits:
-        """Which of the rows whose turn it is get another chance. Their scores or queues are others from now on."""
+    def second_chance(self, columns: Columns, rows: Rows, now: int) -> Bits:
+        """Which of these chosen rows stay this time. Their scores or queues change by this call."""
         return np.zeros(len(rows), np.bool_)
 
-    def came(self, columns: Columns, rows: Rows, now: int) -> None:  # noqa: B027 - need not be overridden
-        """These rows hold new chunks, as a rule parents before children; their columns are set."""
+    def on_insert(self, columns: Columns, rows: Rows, now: int) -> None:  # noqa: B027 - optional
+        """These rows hold new chunks, parents before children. Their columns are set."""
 
-    def told(  # noqa: B027 - nor this
+    def on_request_done(  # noqa: B027 - optional
         self, columns: Columns, rows: Rows, output_tokens: int, now: int
     ) -> None:
-        """The request that read or stored these rows is done, and made so many tokens. Nobody need say so."""
+        """The request that read or stored these rows has ended, and generated this many tokens. Engines may omit it."""
 
-    def went(  # noqa: B027 - nor this
-        self, columns: Columns, rows: Rows, now: int, *, evicted: bool
-    ) -> None:
-        """These rows' chunks are about to go: evicted, or deleted. Their columns are still as they were."""
+    def on_remove(self, columns: Columns, rows: Rows, now: int, *, evicted: bool) -> None:  # noqa: B027 - optional
+        """These rows' chunks are about to be evicted or deleted. Their columns are still unchanged."""
+
+
+def empty_columns(rows: int) -> Columns:
+    """Columns outside of any table, all zeros but the parents: -1."""
+    kinds = {name: RECORD[name] for name in RECORD.names or ()} | {name: np.dtype(k) for name, k in COLUMNS.items()}
+    columns = Columns({name: np.zeros(rows, kind) for name, kind in kinds.items()})
+    columns.parent[:] = -1
+    return columns
+
+
+def live_parents(columns: Columns, rows: Rows) -> Rows:
+    """The row of each row's parent; -1 if there is none, or if that row holds another chunk by now."""
+    parents = columns.parent[rows]
+    live = (parents >= 0) & (columns.generation[parents] == columns.parent_generation[rows])
+    found: Rows = np.where(live, parents, np.int32(-1))
+    return found
 
 
 def key_numbers(columns: Columns, rows: Rows) -> list[int]:
-    """Half of each row's key: a number by which a policy may remember it."""
+    """One half of each row's key. Policies remember chunks by it."""
     numbers: list[int] = columns.key_lo[rows].tolist()
     return numbers
 
 
 class QueueOrder:
-    """Scores across queues and ranks: of the first `count` in order, each queue has its quota.
-
-    Ranks come before scores: the lowest go first, whatever the policy says of them.
-    """
+    """One order over all queues and ranks: among the next `count` rows, each queue has its share."""
 
     def __init__(
         self, policy: Policy, columns: Columns, candidates: Rows, count: int, now: int, ranks: Ranks | None = None
@@ -104,10 +111,10 @@ class QueueOrder:
             return
         queue, scores = policy.queue(columns, candidates), policy.score(columns, candidates, now)
         self._sorted = [np.sort(scores[queue == number]) for number in range(policy.queues)]
-        self._quota = policy.quota([len(members) for members in self._sorted], count)
+        self._shares = policy.shares([len(members) for members in self._sorted], count)
 
-    def of(self, rows: Rows) -> Scores:
-        """A score a row, lowest first."""
+    def scores(self, rows: Rows) -> Scores:
+        """One score per row, lowest first."""
         if self._ranks is None:
             return self._within_rank(rows)
         places: Any = self._within_rank(rows)
@@ -122,120 +129,102 @@ class QueueOrder:
         scores = self._policy.score(self._columns, rows, self._now)
         if self._policy.queues == 1:
             return scores
-        queue, turns = self._policy.queue(self._columns, rows), np.zeros(len(rows), np.int64)
+        queue, found = self._policy.queue(self._columns, rows), np.zeros(len(rows), np.int64)
         behind = sum(len(members) for members in self._sorted)
         for number, members in enumerate(self._sorted):
             mine = queue == number
             places = np.searchsorted(members, scores[mine])
-            turns[mine] = np.where(places < self._quota[number], places, places + behind)
-        return turns
+            found[mine] = np.where(places < self._shares[number], places, places + behind)
+        return found
 
 
 def victims(
-    policy: Policy, columns: Columns, candidates: Rows, count: int, now: int, ranks: Ranks | None = None
+    policy: Policy,
+    columns: Columns,
+    candidates: Rows,
+    count: int,
+    now: int,
+    ranks: Ranks | None = None,
+    may_go: MayGo | None = None,
 ) -> Rows:
-    """Choose up to `count` of the candidates to evict.
+    """Choose up to `count` rows to evict.
 
     Args:
-        candidates: Rows that may go: ready, unpinned, not protected.
-        ranks: If there are any.
+        policy: Its scores decide.
+        columns: Of the chunk table.
+        candidates: Rows that may be evicted: ready, unpinned, not protected.
+        count: Rows to choose.
+        now: In ticks.
+        ranks: None if all rows have rank 0.
+        may_go: Given when the candidates are a sample. A leaf-first policy then also takes parents outside the sample
+            when their last child is chosen, if `may_go(parent)`.
 
     Returns:
-        Rows in the order of eviction. Fewer than `count` only when no more may go.
+        Rows in the order of eviction. Fewer than `count` only when no more may be evicted.
     """
+    chosen = candidates[:0]
     if count <= 0 or not candidates.size:
-        return candidates[:0]
-    for _ in range(CHANCES):
-        chosen = _choose(policy, columns, candidates, count, now, ranks)
-        if not policy.spare(columns, chosen, now).any():
-            return chosen
-    return _choose(policy, columns, candidates, count, now, ranks)
+        return chosen
+    for rounds_left in range(SECOND_CHANCE_ROUNDS, -1, -1):
+        order = QueueOrder(policy, columns, candidates, count, now, ranks)
+        if may_go is not None and policy.leaf_first:
+            chosen = _from_sample(columns, candidates, count, order, may_go)
+        else:
+            chosen = _from_all(columns, candidates, count, order, leaf_first=policy.leaf_first)
+        if not rounds_left or not policy.second_chance(columns, chosen, now).any():
+            break
+    return chosen
 
 
 def upcoming(
     policy: Policy, columns: Columns, candidates: Rows, count: int, now: int, ranks: Ranks | None = None
 ) -> Rows:
-    """Who would go first as things are, without second chances. Nothing changes by it."""
+    """The rows that would be evicted first, without second chances. Changes nothing."""
     if count <= 0 or not candidates.size:
         return candidates[:0]
-    scores = QueueOrder(policy, columns, candidates, count, now, ranks).of(candidates)
+    scores = QueueOrder(policy, columns, candidates, count, now, ranks).scores(candidates)
     return lowest(columns, candidates, scores, count)
 
 
-def _choose(policy: Policy, columns: Columns, candidates: Rows, count: int, now: int, ranks: Ranks | None) -> Rows:
-    scores = QueueOrder(policy, columns, candidates, count, now, ranks).of(candidates)
-    window = count
+def _from_all(columns: Columns, candidates: Rows, count: int, order: QueueOrder, *, leaf_first: bool) -> Rows:
+    scores, window = order.scores(candidates), count
     while True:
-        order = lowest(columns, candidates, scores, window)
-        chosen = _closed(columns, order) if policy.leaf_first else order
-        if len(chosen) >= count or window >= len(candidates):
-            return _first(columns, chosen, count) if policy.leaf_first else chosen[:count]
-        window *= 2  # reads raced, so that some low scores have children with higher ones: look further
-
-
-def victims_upward(
-    policy: Policy,
-    columns: Columns,
-    candidates: Rows,
-    count: int,
-    now: int,
-    may_go: Callable[[int], bool],
-    ranks: Ranks | None = None,
-) -> Rows:
-    """Choose up to `count` rows to evict, leaves first, when the candidates are a mere sample.
-
-    A sample seldom has a chunk and all that follow it. So it is taken for its leaves alone, and what they hang on comes
-    next in turn as soon as it has nothing left below it, in the sample or not.
-
-    Args:
-        may_go: Whether a row that is no candidate may be evicted too.
-
-    Returns:
-        Rows in the order of eviction.
-    """
-    for _ in range(CHANCES):
-        chosen = _choose_upward(policy, columns, candidates, count, now, may_go, ranks)
-        if not policy.spare(columns, chosen, now).any():
+        chosen = lowest(columns, candidates, scores, window)
+        if not leaf_first:
             return chosen
-    return _choose_upward(policy, columns, candidates, count, now, may_go, ranks)
+        chosen = _without_parents_of_others(columns, chosen)
+        if len(chosen) >= count or window >= len(candidates):
+            return _first(columns, chosen, count)
+        window *= 2  # some low scores have children with higher ones: look further
 
 
-def _choose_upward(
-    policy: Policy,
-    columns: Columns,
-    candidates: Rows,
-    count: int,
-    now: int,
-    may_go: Callable[[int], bool],
-    ranks: Ranks | None,
-) -> Rows:
-    order = QueueOrder(policy, columns, candidates, count, now, ranks)
+def _from_sample(columns: Columns, candidates: Rows, count: int, order: QueueOrder, may_go: MayGo) -> Rows:
+    """Take leaves of the sample in order, and each parent when its last child has been taken."""
     leaves = candidates[columns.children[candidates] == 0]
-    leaves = lowest(columns, leaves, order.of(leaves), min(count, len(leaves)))
+    leaves = lowest(columns, leaves, order.scores(leaves), min(count, len(leaves)))
 
-    def turns(rows: Rows) -> list[tuple[Any, int, int]]:
-        scores, depths = order.of(rows).tolist(), columns.depth[rows].tolist()
-        return [(score, -depth, row) for score, depth, row in zip(scores, depths, rows.tolist(), strict=True)]
+    def entries(rows: Rows) -> list[tuple[Any, int, int, int]]:
+        scores, depths = order.scores(rows).tolist(), (-columns.depth[rows].astype(np.int64)).tolist()
+        return list(zip(scores, depths, rows.tolist(), live_parents(columns, rows).tolist(), strict=True))
 
-    heap = turns(leaves)
+    heap = entries(leaves)
     heapq.heapify(heap)
-    below: dict[int, int] = {}  # of rows above those that were chosen: children that stay
+    children: dict[int, int] = {}  # that are left, of the parents of chosen rows
     chosen: list[int] = []
     while heap and len(chosen) < count:
-        row = heapq.heappop(heap)[2]
+        _, _, row, parent = heapq.heappop(heap)
         chosen.append(row)
-        parent = int(columns.parent[row])
         if parent >= 0:
-            below[parent] = below.get(parent, int(columns.children[parent])) - 1
-            if not below[parent] and may_go(parent):
-                heapq.heappush(heap, turns(np.array([parent], np.int32))[0])
+            children[parent] = children.get(parent, int(columns.children[parent])) - 1
+            if not children[parent] and may_go(parent):
+                heapq.heappush(heap, entries(np.array([parent], np.int32))[0])
     return np.array(chosen, np.int32)
 
 
 def lowest(columns: Columns, candidates: Rows, scores: Scores, count: int) -> Rows:
     """The `count` candidates with the lowest scores, in order.
 
-    Equal scores are common (a batch of reads shares a tick): among them the deepest comes first.
+    Equal scores are common, since all reads of a batch share a tick. Among equals the deepest comes first.
     """
     if 0 < count < len(candidates):
         worst = np.partition(scores, count - 1)[count - 1]
@@ -246,14 +235,14 @@ def lowest(columns: Columns, candidates: Rows, scores: Scores, count: int) -> Ro
     return order
 
 
-def _closed(columns: Columns, chosen: Rows) -> Rows:
-    """`chosen` without those that would leave a child behind.
+def _without_parents_of_others(columns: Columns, chosen: Rows) -> Rows:
+    """`chosen` without the rows that have a child outside of it.
 
-    Usually that is all of them, since reading a chunk reads its ancestors too. Where one must stay, so must all above
-    it: they are found in steps of 1, 2, 4, ... generations, since chains may be very long.
+    Usually that is all of `chosen`: a read of a chunk also reads its ancestors. If a row must stay, all its ancestors
+    must stay too. They are found in steps of 1, 2, 4, ... generations, since chains may be very long.
     """
     nobody = len(chosen)
-    above = np.append(_places(chosen, columns.parent[chosen], nobody), nobody)
+    above = np.append(_places(chosen, live_parents(columns, chosen), nobody), nobody)
     stays = np.append(columns.children[chosen] > np.bincount(above, minlength=nobody + 1)[:nobody], False)
     for _ in range(nobody.bit_length()):
         if not stays.any():
@@ -266,11 +255,11 @@ def _closed(columns: Columns, chosen: Rows) -> Rows:
 
 
 def _first(columns: Columns, chosen: Rows, count: int) -> Rows:
-    """At most `count` of a set that is closed under children, staying closed."""
+    """At most `count` rows of a set that contains all children of its rows. The result does too."""
     if len(chosen) <= count:
         return chosen
-    # A chunk cannot go before its children: its place is the last of theirs, and depth settles the rest.
-    above = _places(chosen, columns.parent[chosen], -1)
+    # A chunk cannot be evicted before its children: it gets the latest place of them, and depth breaks the tie.
+    above = _places(chosen, live_parents(columns, chosen), -1)
     if not ((above >= 0) & (above < np.arange(len(chosen)))).any():
         return chosen[:count]
     depth = columns.depth[chosen].astype(np.int64)
@@ -284,7 +273,7 @@ def _first(columns: Columns, chosen: Rows, count: int) -> Rows:
 
 
 def _places(chosen: Rows, rows: Rows, missing: int) -> npt.NDArray[np.int64]:
-    """Where in `chosen` each of `rows` stands; `missing` for those that do not."""
+    """The place of each of `rows` in `chosen`; `missing` if it is not there."""
     if not chosen.size:
         return np.full(len(rows), missing, np.int64)
     order = np.argsort(chosen)

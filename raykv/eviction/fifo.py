@@ -4,12 +4,12 @@ import numpy as np
 import numpy.typing as npt
 
 from raykv.eviction.base import Policy
-from raykv.memory.table import Columns
+from raykv.memory.layout import Columns
 from raykv.types import Rows
 
 
 class FIFO(Policy):
-    """The chunk that was stored first goes first, read or not."""
+    """Evict the chunk that was stored first, read or not."""
 
     def score(self, columns: Columns, rows: Rows, now: int) -> npt.NDArray[np.uint32]:
         return columns.inserted[rows]

@@ -1,4 +1,4 @@
-"""What policies remember: a value a row, and the keys of chunks that went."""
+"""What policies remember: one value per row, and keys of evicted chunks."""
 
 from collections.abc import Iterable
 from typing import TypeVar
@@ -10,7 +10,7 @@ Scalar = TypeVar("Scalar", bound=np.generic)
 
 
 def by_row(held: npt.NDArray[Scalar], rows: int) -> npt.NDArray[Scalar]:
-    """The array, or a longer one with zeros behind, so that there is an entry for each of `rows`."""
+    """The same array, or a longer copy that ends in zeros, with at least `rows` entries."""
     if len(held) >= rows:
         return held
     longer = np.zeros(rows, held.dtype)
@@ -19,7 +19,7 @@ def by_row(held: npt.NDArray[Scalar], rows: int) -> npt.NDArray[Scalar]:
 
 
 class Ghosts:
-    """Keys of chunks that went, oldest first, up to a bound."""
+    """Keys of evicted chunks, oldest first, up to a limit."""
 
     def __init__(self) -> None:
         self._keys: dict[int, None] = {}
@@ -28,17 +28,13 @@ class Ghosts:
         return len(self._keys)
 
     def add(self, keys: Iterable[int], limit: int) -> None:
-        """Note keys as the newest. The oldest beyond the limit are forgotten."""
+        """Add keys as the newest, and drop the oldest beyond the limit."""
         for key in keys:
             self._keys.pop(key, None)
             self._keys[key] = None
-        self.keep(limit)
-
-    def keep(self, limit: int) -> None:
-        """Forget the oldest beyond the limit."""
         while len(self._keys) > max(0, limit):
             del self._keys[next(iter(self._keys))]
 
-    def take(self, key: int) -> bool:
-        """Whether the key was noted. It is forgotten."""
+    def remove(self, key: int) -> bool:
+        """Remove a key. Returns whether it was here."""
         return self._keys.pop(key, self) is None

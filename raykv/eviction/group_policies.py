@@ -1,143 +1,122 @@
-"""The policies of one node: one for all quota groups, and others for those that have their own."""
+"""The policies of one node: a default, and one for each quota group that has its own."""
 
 import logging
 from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import numpy as np
 
-from raykv.eviction.base import Policy, Ranks, upcoming, victims, victims_upward
+from raykv.config import POLICY_NAMES
+from raykv.eviction.base import MayGo, Policy, Ranks, upcoming, victims
 from raykv.eviction.leaf_lru import LeafLRU
-from raykv.eviction.user_policy import UserPolicy
-from raykv.memory.table import Columns
+from raykv.memory.layout import Columns
 from raykv.types import Rows
 
 log = logging.getLogger(__name__)
 
-MayGo = Callable[[int], bool]
+T = TypeVar("T")
 
 
-class Policies:
-    """Chooses victims by each quota group's policy, and tells each policy of the chunks that come and go.
+class GroupPolicies:
+    """Chooses victims by the policy of each quota group, and reports inserts, removals and ended requests to it.
 
-    Where several policies meet, their scores mean nothing to each other: each gives as many victims as its quota groups
-    have candidates.
+    Scores of different policies cannot be compared. So each policy gives victims in proportion to its candidates.
+    A user's own policy that raises is reported once, and `leaf_lru` takes its place.
 
     Attributes:
-        default: The policy for all quota groups that have none of their own.
-        ranks: Which rows go before others, whatever the policies say; None while all are alike.
-        remember: Whether any of them remembers something of the chunks that came.
+        default: The policy of all quota groups without one of their own.
+        ranks: Ranks of rows, which come before the policies' scores; None while all rows are alike.
     """
 
     def __init__(self, default: Policy, columns: Columns) -> None:
         self.default, self._columns = default, columns
         self.ranks: Ranks | None = None
         self._own: dict[int, Policy] = {}
-        self._note()
 
-    def use(self, group: int | None, chosen: Policy | None, here: Rows, now: int) -> None:
-        """Another policy from now on. It goes on with what is here; what the one before had learnt is lost.
+    def use(self, group: int | None, policy: Policy | None, rows_in_order: Rows, now: int) -> None:
+        """Replace a policy. The new one starts from the rows that are here; what the old one learned is lost.
 
         Args:
-            quota group: None: for all quota groups that have no policy of their own.
-            chosen: A new one. None: the quota group's own one ends, and the one for all takes over.
-            here: All rows with a chunk, parents before children.
+            group: None: the default policy.
+            policy: A new one. None: the quota group gives up its own and uses the default.
+            rows_in_order: All rows with a chunk, parents before children.
+            now: In ticks.
         """
         columns = self._columns
-        groups = columns.namespace[here]
-        mine = here[~np.isin(groups, list(self._own)) if group is None else groups == group]
+        groups = columns.group[rows_in_order]
+        mine = rows_in_order[~np.isin(groups, list(self._own)) if group is None else groups == group]
         before = self.default if group is None else self._own.pop(group, self.default)
-        before.went(columns, mine, now, evicted=False)
-        if group is None:
-            assert chosen is not None
-            self.default = chosen
-        elif chosen is not None:
-            self._own[group] = chosen
-        self._note()
-        (chosen or self.default).came(columns, mine, now)
+        self._ask(before, lambda asked: asked.on_remove(columns, mine, now, evicted=False))
+        if group is not None and policy is not None:
+            self._own[group] = policy
+        elif policy is not None:
+            self.default = policy
+        self._ask(policy or self.default, lambda asked: asked.on_insert(columns, mine, now))
 
-    def came(self, rows: Rows, now: int) -> None:
-        """These rows hold new chunks that have their place in a chain, parents before children."""
-        if self.remember:
-            for policy, mine in self._split(rows):
-                policy.came(self._columns, mine, now)
+    def on_insert(self, rows: Rows, now: int) -> None:
+        """These rows hold new chunks with their place in a chain, parents before children."""
+        self._report(rows, lambda policy, mine: policy.on_insert(self._columns, mine, now))
 
-    def came_one(self, row: int, now: int) -> None:
-        """The same for one."""
-        if self.remember:
-            self.came(np.array([row], np.int32), now)
+    def on_request_done(self, rows: Rows, output_tokens: int, now: int) -> None:
+        """The request that read or stored these rows has ended, and generated this many tokens."""
+        self._report(rows, lambda policy, mine: policy.on_request_done(self._columns, mine, output_tokens, now))
 
-    def told(self, rows: Rows, output_tokens: int, now: int) -> None:
-        """The request that read or stored these rows is done, and made so many tokens."""
-        if self.remember:
-            for policy, mine in self._split(rows):
-                policy.told(self._columns, mine, output_tokens, now)
-
-    def went(self, rows: Rows, now: int, *, evicted: bool) -> None:
-        """These rows' chunks are about to go."""
-        if self.remember:
-            for policy, mine in self._split(rows):
-                policy.went(self._columns, mine, now, evicted=evicted)
+    def on_remove(self, rows: Rows, now: int, *, evicted: bool) -> None:
+        """These rows' chunks are about to be evicted or deleted."""
+        self._report(rows, lambda policy, mine: policy.on_remove(self._columns, mine, now, evicted=evicted))
 
     def names(self, rows: Rows) -> str | list[str]:
-        """By which policy each of the rows would go; one name if it is the same for all."""
+        """The name of the policy of each row; one name if it is the same for all."""
         if not self._own:
             return self.default.name
-        return [self._own.get(group, self.default).name for group in self._columns.namespace[rows].tolist()]
+        return [self.name(group) for group in self._columns.group[rows].tolist()]
 
     def own(self, group: int) -> str | None:
-        """Name of an quota group's own policy, if it has one."""
+        """The name of a quota group's own policy; None if it has none."""
         return self._own[group].name if group in self._own else None
 
     def name(self, group: int) -> str:
-        """Of an quota group's policy."""
+        """The name of the policy that a quota group uses."""
         return self._own.get(group, self.default).name
 
-    def victims(self, candidates: Rows, count: int, now: int, may_go: MayGo | None = None) -> Rows:
-        """Choose up to `count` rows to evict; fewer only when no more may go.
+    def victims(self, rows: Rows, count: int, now: int, may_go: MayGo | None = None) -> Rows:
+        """Choose up to `count` of these rows to evict; see `base.victims`."""
 
-        Args:
-            candidates: See `base.victims`.
-            may_go: If the candidates are a mere sample: see `base.victims_upward`.
-        """
-        if not self._own:
-            return self._choose(self.default, candidates, count, now, may_go)
-        shares, chosen = list(self._split(candidates)), []
-        left, among = max(0, count), len(candidates)
-        for policy, mine in shares:
-            chosen.append(self._choose(policy, mine, -(-left * len(mine) // among), now, may_go))
+        def choose(policy: Policy, mine: Rows, share: int) -> Rows:
+            ranks, columns = self.ranks, self._columns
+            return self._ask(policy, lambda asked: victims(asked, columns, mine, share, now, ranks, may_go))
+
+        parts, chosen = list(self._by_policy(rows)), []
+        left, among = max(0, count), len(rows)
+        for policy, mine in parts:
+            chosen.append(choose(policy, mine, -(-left * len(mine) // max(1, among))))
             left, among = left - len(chosen[-1]), among - len(mine)
-        for place, (policy, mine) in enumerate(shares):
-            if left > 0:  # some had fewer that may go than their share
-                more = self._choose(policy, mine, len(chosen[place]) + left, now, may_go)
+        for place, (policy, mine) in enumerate(parts):
+            if left > 0 and len(parts) > 1:  # another policy had fewer than its share
+                more = choose(policy, mine, len(chosen[place]) + left)
                 left, chosen[place] = left - len(more) + len(chosen[place]), more
-        return np.concatenate(chosen) if chosen else candidates[:0]
+        return np.concatenate(chosen) if chosen else rows[:0]
 
-    def upcoming(self, candidates: Rows, count: int, now: int) -> Rows:
-        """Who would go first as things are; see `base.upcoming`."""
-        if not candidates.size:
-            return candidates
+    def upcoming(self, rows: Rows, count: int, now: int) -> Rows:
+        """Those of these rows that would be evicted first; see `base.upcoming`."""
 
-        def first(mine: Rows) -> Callable[[Policy], Rows]:
-            share = -(-count * len(mine) // len(candidates))
-            return lambda policy: upcoming(policy, self._columns, mine, share, now, self.ranks)
+        def choose(policy: Policy, mine: Rows) -> Rows:
+            share, ranks, columns = -(-count * len(mine) // max(1, len(rows))), self.ranks, self._columns
+            return self._ask(policy, lambda asked: upcoming(asked, columns, mine, share, now, ranks))
 
-        found = [self._ask(policy, first(mine)) for policy, mine in list(self._split(candidates))]
-        return np.concatenate(found)[:count] if found else candidates[:0]
+        found = [choose(policy, mine) for policy, mine in list(self._by_policy(rows))]
+        return np.concatenate(found)[:count] if found else rows[:0]
 
-    def _choose(self, policy: Policy, candidates: Rows, count: int, now: int, may_go: MayGo | None) -> Rows:
-        def choose(policy: Policy) -> Rows:
-            if may_go is None or not policy.leaf_first:
-                return victims(policy, self._columns, candidates, count, now, self.ranks)
-            return victims_upward(policy, self._columns, candidates, count, now, may_go, self.ranks)
+    def _report(self, rows: Rows, report: Callable[[Policy, Rows], None]) -> None:
+        for policy, mine in list(self._by_policy(rows)):
+            self._ask(policy, lambda asked, mine=mine: report(asked, mine))  # type: ignore[misc]
 
-        return self._ask(policy, choose)
-
-    def _ask(self, policy: Policy, question: Callable[[Policy], Rows]) -> Rows:
-        """Ask a policy. One of a user's own that fails does no harm: it is told of once, and replaced."""
+    def _ask(self, policy: Policy, question: Callable[[Policy], T]) -> T:
+        """Ask a policy. If a user's own raises, log it, let `leaf_lru` take its place, and ask that one."""
         try:
             return question(policy)
         except Exception:
-            if not isinstance(policy, UserPolicy):
+            if policy.name in POLICY_NAMES:
                 raise
             log.exception("eviction policy %s failed; leaf_lru takes its place", policy.name)
             instead = LeafLRU()
@@ -146,11 +125,11 @@ class Policies:
             self._own = {group: instead if own is policy else own for group, own in self._own.items()}
             return question(instead)
 
-    def _split(self, rows: Rows) -> Iterator[tuple[Policy, Rows]]:
+    def _by_policy(self, rows: Rows) -> Iterator[tuple[Policy, Rows]]:
         if not self._own:
             yield self.default, rows
             return
-        groups = self._columns.namespace[rows]
+        groups = self._columns.group[rows]
         others = np.ones(len(rows), np.bool_)
         for group, policy in self._own.items():
             mine = groups == group
@@ -159,7 +138,3 @@ class Policies:
                 yield policy, rows[mine]
         if others.any():
             yield self.default, rows[others]
-
-    def _note(self) -> None:
-        everyone = [self.default, *self._own.values()]
-        self.remember = any(type(policy).came is not Policy.came for policy in everyone)

@@ -1,4 +1,4 @@
-"""What is known of how likely chunks are read again, and when."""
+"""How likely chunks are read again, by their class and by the time since their last read."""
 
 from array import array
 from typing import Any, Final
@@ -10,14 +10,14 @@ Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
 
 AGES: Final = 65
-"""Buckets of ages, two for each doubling, in ticks: all that 32 bits can tell."""
+"""Buckets of ages in ticks, two per doubling: enough for 32 bits."""
 AHEAD: Final = 8
 AT_ONCE: Final = 1 << 16
-"""What was seen is kept until it is asked for or so much, and counted then, all at once."""
+"""Observations are collected, and counted together: when they are needed, or when there are this many."""
 LEVEL: Final = 2.0
 BELIEF: Final = 4.0
-"""So many reads must be seen in a class before these count more than what is known of its like: all of its reads for
-how often it is read at all, those in one bucket for how often at that age."""
+"""Prior weights, in reads: of a class as a whole, and of one bucket of a class. With fewer reads than this a class is
+taken to be like the classes next to it."""
 
 _EDGES: Final = np.concatenate([[0.0], 2.0 ** (np.arange(AGES) / 2)])
 _WIDTHS: Final = np.diff(_EDGES)
@@ -25,65 +25,50 @@ _MIDDLES: Final = np.sqrt(np.maximum(_EDGES[:-1], 0.5) * _EDGES[1:])
 
 
 class Hazards:
-    """How often chunks of a class are read, by the time since they were last read.
+    """How often chunks of a class are read, by the time since their last read.
 
-    Classes are numbers whose digits are features, the most telling first. A class of which little was seen is taken to
-    be like those that share all its digits but the last, these like those that share all but two, and so on.
+    A class is a number whose digits are features, the most telling first. A class with few observations is taken to be
+    like all classes that share its digits except the last; these like all that share all but the last two; and so on.
 
     Attributes:
         seen: Reads so far.
-        ages: Buckets up to the oldest that was seen, and AHEAD more.
+        ages: Buckets up to the oldest observation, and AHEAD more.
     """
 
     def __init__(self, digits: tuple[int, ...]) -> None:
         self._digits, self.classes = digits, int(np.prod(digits))
         self._reads = np.zeros((self.classes, AGES))
-        self._ticks = np.zeros((self.classes, AGES))  # in the first and last bucket of each stay
-        self._whole = np.zeros((self.classes, AGES + 1))  # stays through a bucket, as differences to the one before
-        self._new_reads, self._new_stays = _Seen(2), _Seen(3)
+        self._ticks = np.zeros((self.classes, AGES))  # in the first and last bucket of each interval
+        self._whole = np.zeros((self.classes, AGES + 1))  # intervals that cover a bucket, as differences to the one before
+        self._new_reads, self._new_intervals = _Pending(2), _Pending(3)
         self.seen = 0.0
         self.ages = AHEAD
 
-    def read(self, classes: Integers, ages: Integers, weights: Floats) -> None:
-        """Chunks of these classes and ages were read."""
+    def add_reads(self, classes: Integers, ages: Integers, weights: Floats) -> None:
+        """Chunks of these classes were read at these ages."""
         self._new_reads.add(weights, classes, ages)
         self.seen += float(weights.sum())
         if len(self._new_reads.weights) >= AT_ONCE:
-            self._add()
+            self._count()
 
-    def read_one(self, number: int, age: int, weight: float) -> None:
-        """The same of one chunk, of the class of that number."""
-        self._new_reads.add_one(weight, number, age)
-        self.seen += weight
-        if len(self._new_reads.weights) >= AT_ONCE:
-            self._add()
+    def add_unread(self, classes: Integers, first: Integers, last: Integers, weights: Floats) -> None:
+        """Chunks of these classes were not read between two ages. Negative ages (clocks differ) count as 0."""
+        self._new_intervals.add(weights, classes, first, last)
+        if len(self._new_intervals.weights) >= AT_ONCE:
+            self._count()
 
-    def stay(self, classes: Integers, first: Integers, last: Integers, weights: Floats) -> None:
-        """Chunks of these classes went unread from one age to another. Ages below 0, of clocks that differ, are 0."""
-        self._new_stays.add(weights, classes, first, last)
-        if len(self._new_stays.weights) >= AT_ONCE:
-            self._add()
-
-    def stay_one(self, number: int, first: int, last: int, weight: float) -> None:
-        """The same of one chunk."""
-        self._new_stays.add_one(weight, number, first, last)
-        if len(self._new_stays.weights) >= AT_ONCE:
-            self._add()
-
-    def _add(self) -> None:
-        """Count what is new; many at once take little longer than one."""
-        weights, classes, ages = self._new_reads.take()
+    def _count(self) -> None:
+        weights, classes, ages = self._new_reads.drain()
         if weights.size:
             np.add.at(self._reads, (classes, bucket(ages)), weights)
-        weights, classes, first, last = self._new_stays.take()
+        weights, classes, first, last = self._new_intervals.drain()
         if weights.size:
-            self._add_stays(classes, first, last, weights)
+            self._count_intervals(classes, first, last, weights)
 
-    def _add_stays(self, classes: Integers, first: Integers, last: Integers, weights: Floats) -> None:
+    def _count_intervals(self, classes: Integers, first: Integers, last: Integers, weights: Floats) -> None:
         first, last = np.maximum(first, 0), np.maximum(last, 0)
         some = last > first
-        if not some.all():
-            classes, first, last, weights = classes[some], first[some], last[some], weights[some]
+        classes, first, last, weights = classes[some], first[some], last[some], weights[some]
         if not last.size:
             return
         begin, end = bucket(first), bucket(last)
@@ -95,15 +80,15 @@ class Hazards:
         np.add.at(self._whole, (classes, end), np.where(same, 0.0, -weights))
 
     def fade(self) -> None:
-        """Let all that was seen count half from now on."""
-        self._add()
-        for seen in (self._reads, self._ticks, self._whole):
-            seen /= 2
+        """Halve the weight of all observations so far."""
+        self._count()
+        for counts in (self._reads, self._ticks, self._whole):
+            counts /= 2
         self.seen /= 2
 
     def per_tick(self) -> Floats:
-        """Chance of a read per tick, of each class and bucket up to `ages`: shape [classes, ages]."""
-        self._add()
+        """The chance of a read per tick, for each class and bucket up to `ages`: shape [classes, ages]."""
+        self._count()
         shape, upto, middles = (*self._digits, self.ages), slice(0, self.ages), _MIDDLES[: self.ages]
         reads = self._reads[:, upto].reshape(shape)
         whole = np.cumsum(self._whole[:, upto], axis=1) * _WIDTHS[upto]
@@ -112,7 +97,7 @@ class Hazards:
         for _ in self._digits:
             sums.append(tuple(each.sum(axis=-2) for each in sums[-1]))
         all_reads, all_ticks = sums.pop()
-        # Before anything is known: the longer ago, the less likely, at all scales alike.
+        # The prior: the longer ago the last read, the less likely the next, in the same way at all scales.
         chance = (all_reads.sum() + 1.0) / ((all_ticks / middles).sum() + 1.0) / middles
         chance = (all_reads + BELIEF) / (all_ticks + BELIEF / chance)
         for reads_here, ticks_here in reversed(sums):
@@ -124,8 +109,8 @@ class Hazards:
         return found
 
 
-class _Seen:
-    """What was seen: a weight and some whole numbers each time."""
+class _Pending:
+    """Observations that are not counted yet: a weight and some integers each."""
 
     def __init__(self, numbers: int) -> None:
         self.weights = array("d")
@@ -133,23 +118,18 @@ class _Seen:
 
     def add(self, weights: Floats, *numbers: npt.NDArray[np.integer[Any]]) -> None:
         self.weights.frombytes(weights.tobytes())
-        for seen, values in zip(self._numbers, numbers, strict=True):
-            seen.frombytes(values.astype(np.int64).tobytes())
+        for held, values in zip(self._numbers, numbers, strict=True):
+            held.frombytes(values.astype(np.int64).tobytes())
 
-    def add_one(self, weight: float, *numbers: int) -> None:
-        self.weights.append(weight)
-        for seen, number in zip(self._numbers, numbers, strict=True):
-            seen.append(number)
-
-    def take(self) -> tuple[npt.NDArray[Any], ...]:
-        """All of it, weights first; it is forgotten."""
-        taken = np.frombuffer(self.weights, np.float64), *(np.frombuffer(seen, np.int64) for seen in self._numbers)
+    def drain(self) -> tuple[npt.NDArray[Any], ...]:
+        """Remove and return all of them, weights first."""
+        drained = np.frombuffer(self.weights, np.float64), *(np.frombuffer(held, np.int64) for held in self._numbers)
         self.weights, self._numbers = array("d"), tuple(array("q") for _ in self._numbers)
-        return taken
+        return drained
 
 
 def bucket(ages: npt.NDArray[np.integer[Any] | np.floating[Any]]) -> Integers:
-    """Bucket of each age: the first is less than a tick."""
+    """The bucket of each age. The first holds ages below one tick."""
     found: Integers = np.floor(scale(ages)).astype(np.int64)
     return found
 
@@ -161,26 +141,21 @@ def scale(ages: npt.NDArray[np.integer[Any] | np.floating[Any]]) -> Floats:
     return scaled
 
 
-def scale_one(age: int) -> float:
-    """The same for one age, to the last digit."""
-    return float(age) if age < 1 else min(AGES - 1e-9, 1 + 2 * float(np.log2(age)))
-
-
 def density(chance: Floats) -> Floats:
-    """The best hits per tick that a chunk promises, by the bucket whose beginning it has reached: shape [n, ages + 1].
+    """The best ratio of expected hits to expected ticks of a chunk, by the bucket that it enters: shape [n, ages + 1].
 
-    To keep it up to some age costs the time until then or until it is read, whichever comes first, and gains a hit if
-    it is read. Of all such ages, the best one counts.
+    To keep a chunk up to some age costs the time until its next read or until that age, whichever is earlier. It gains
+    one hit if the chunk is read. The result is the best ratio over all such ages.
 
-    Source: the Gittins index; as in EHC's and LHD's hit density (Beckmann, Chen and Cidon, NSDI 2018).
+    Source: the Gittins index; also the hit density of EHC and LHD (Beckmann, Chen and Cidon, NSDI 2018).
     """
     ages = chance.shape[1]
     until = np.concatenate([np.zeros((len(chance), 1)), np.cumsum(chance * _WIDTHS[:ages], axis=1)], axis=1)
-    spent = -np.expm1(-chance * _WIDTHS[:ages]) / chance  # expected ticks in a bucket from its beginning
+    expected = -np.expm1(-chance * _WIDTHS[:ages]) / chance  # ticks in a bucket, from its beginning
     best = np.empty((len(chance), ages + 1))
     for first in range(ages):
         stays = np.exp(until[:, first : first + 1] - until[:, first:])
-        cost = np.cumsum(stays[:, :-1] * spent[:, first:], axis=1)
+        cost = np.cumsum(stays[:, :-1] * expected[:, first:], axis=1)
         best[:, first] = ((1 - stays[:, 1:]) / cost).max(axis=1)
     best[:, ages] = best[:, ages - 1]
     return best

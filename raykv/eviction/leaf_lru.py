@@ -4,9 +4,9 @@ from raykv.eviction.lru import LRU
 
 
 class LeafLRU(LRU):
-    """LRU that never takes a chunk before those that follow it in a chain.
+    """LRU that never evicts a chunk before the chunks that follow it in a chain.
 
-    Source: SGLang's RadixAttention evicts leaves by recency (Zheng et al., 2024).
+    Source: SGLang's RadixAttention (Zheng et al., 2024) evicts leaves by recency.
     """
 
     leaf_first = True

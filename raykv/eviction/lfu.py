@@ -4,12 +4,12 @@ import numpy as np
 import numpy.typing as npt
 
 from raykv.eviction.base import Policy
-from raykv.memory.table import Columns
+from raykv.memory.layout import Columns
 from raykv.types import Rows
 
 
 class LFU(Policy):
-    """The chunk with the fewest reads goes first; among equals, the one that was not read for longest."""
+    """Evict the chunk with the fewest reads; among equals, the one whose last read is oldest."""
 
     leaf_first = True
 

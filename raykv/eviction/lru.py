@@ -4,12 +4,12 @@ import numpy as np
 import numpy.typing as npt
 
 from raykv.eviction.base import Policy
-from raykv.memory.table import Columns
+from raykv.memory.layout import Columns
 from raykv.types import Rows
 
 
 class LRU(Policy):
-    """The chunk that was not read for longest goes first."""
+    """Evict the chunk whose last read is oldest."""
 
     def score(self, columns: Columns, rows: Rows, now: int) -> npt.NDArray[np.uint32]:
         return columns.accessed[rows]

@@ -1,4 +1,4 @@
-"""Soonest expiry first."""
+"""Earliest expiry first."""
 
 from typing import Final
 
@@ -6,14 +6,14 @@ import numpy as np
 import numpy.typing as npt
 
 from raykv.eviction.base import Policy
-from raykv.memory.table import Columns
+from raykv.memory.layout import Columns
 from raykv.types import Rows
 
 _NEVER: Final = np.uint64(np.iinfo(np.uint32).max)
 
 
 class TTL(Policy):
-    """The chunk that expires first goes first; among those that expire together or never, by LRU."""
+    """Evict the chunk that expires first; LRU among chunks that expire together or never."""
 
     leaf_first = True
 

@@ -1,23 +1,23 @@
-"""A policy that its user wrote: a function from columns to scores."""
+"""A policy that a user wrote as a function from columns to scores."""
 
 from collections.abc import Callable
 
 import numpy as np
 
 from raykv.errors import ConfigError
-from raykv.eviction.base import Policy, Scores
-from raykv.memory.table import COLUMNS, RECORD, Columns
+from raykv.eviction.base import Policy, Scores, empty_columns
+from raykv.memory.layout import Columns
 from raykv.types import Rows
 
 Score = Callable[[Columns, Rows, int], Scores]
-"""Scores of rows from their columns and the time in ticks, lowest first."""
+"""From columns, rows and the time in ticks to one score per row; the lowest is evicted first."""
 
 
 class UserPolicy(Policy):
-    """Whatever the function scores lowest goes first, leaves first.
+    """Evicts the rows that the function scores lowest, leaves first.
 
     Attributes:
-        name: What to call it in reports.
+        name: Shown in reports.
     """
 
     leaf_first = True
@@ -27,11 +27,10 @@ class UserPolicy(Policy):
         """Try the function on a few rows.
 
         Raises:
-            ConfigError: It fails, or gives something other than a number a row.
+            ConfigError: It raises, or does not return one number per row.
         """
         self._function, self.name = function, name
-        kinds = {field: RECORD[field].str for field in RECORD.names or ()} | COLUMNS
-        columns, rows = Columns({field: np.ones(4, kind) for field, kind in kinds.items()}), np.array([0, 2], np.int32)
+        columns, rows = empty_columns(4), np.array([0, 2], np.int32)
         for some in (rows, rows[:0]):
             try:
                 self.score(columns, some, 2)
@@ -44,7 +43,7 @@ class UserPolicy(Policy):
         scores = np.asarray(self._function(columns, rows, now))
         if scores.shape != rows.shape or scores.dtype.kind not in "biuf":
             raise ConfigError(
-                f"field 'policy': {self.name} gave {scores.dtype} of shape {scores.shape} for {len(rows)} rows; "
-                "it must give one number a row"
+                f"field 'policy': {self.name} returned {scores.dtype} of shape {scores.shape} for {len(rows)} rows; "
+                "it must return one number per row"
             )
         return np.nan_to_num(scores, nan=-np.inf) if scores.dtype.kind == "f" else scores

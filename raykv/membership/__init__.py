@@ -1,1 +1,1 @@
-"""Who is a member, and what the cluster knows of namespaces. Logic only."""
+"""The members of a cluster, and its list of namespaces. Logic, and a proxy for nodes without Ray."""

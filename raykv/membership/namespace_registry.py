@@ -1,7 +1,7 @@
-"""The namespaces that somebody configured or dropped: a list that the directory keeps, and every node copies. Pure.
+"""The list of namespaces that were configured or dropped. The directory keeps it, and every node copies it.
 
-Whoever is told of another copy takes from it what is newer, entry by entry. So it does no harm if the directory is
-reborn with empty hands, or a node was away while a namespace was dropped.
+It is a last-writer-wins map with a version: copies that merge agree, entry by entry, after a node or the directory was
+away or lost its copy.
 """
 
 from dataclasses import dataclass, field, replace
@@ -15,19 +15,19 @@ from raykv.errors import CapacityError, RayKVError, UsageError
 from raykv.protocol.namespace import Namespace
 
 MAX_ENTRIES: Final = 1024
-"""Namespaces with a config. As many more that were dropped are remembered, so that a node that was away drops them."""
+"""Namespaces with a config. The same number of dropped ones is remembered, so that a node that was away drops them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What is wanted for one quota group.
+    """The state of one quota group.
 
     Attributes:
         namespace: The quota group.
         config: Its config.
-        changed_ns: When it was configured or dropped last, in nanoseconds since 1970.
-        dropped_ns: When it was dropped last; 0 for never. Chunks from before that are to go.
-        listed: Whether it was configured since.
+        changed_ns: Time of the last change, in nanoseconds since 1970. The later change wins.
+        dropped_ns: Time of the last drop; 0 for never. Chunks stored before it are deleted.
+        listed: Whether it was configured after the last drop.
     """
 
     namespace: Namespace
@@ -38,11 +38,11 @@ class Entry:
 
 
 @dataclass(slots=True)
-class Register:
+class NamespaceRegistry:
     """The list.
 
     Attributes:
-        version: Grows with every change of the directory's copy; others have the version that they took from it.
+        version: Grows with every change of the directory's copy. A node's copy has the version that it was copied from.
         entries: By the digest of the quota group.
     """
 
@@ -50,16 +50,16 @@ class Register:
     entries: dict[bytes, Entry] = field(default_factory=dict)
 
     def config(self, digest: bytes) -> NamespaceConfig:
-        """Of an quota group; the default if nobody configured it."""
+        """The config of a quota group; the default if it has none."""
         entry = self.entries.get(digest)
         return NamespaceConfig() if entry is None else entry.config
 
     def configure(self, namespace: Namespace, fields: dict[str, Any], *, now_ns: int) -> None:
-        """Change some fields of the config of a namespace's quota group; the others stay as they are.
+        """Change these fields of the config of a namespace's quota group, and no others.
 
         Raises:
             ConfigError: A field is wrong or unknown.
-            UsageError: The chunk size is not that of the namespace.
+            UsageError: `chunk_tokens` differs from the namespace's.
             CapacityError: There are MAX_ENTRIES namespaces with a config.
         """
         group = namespace.group
@@ -75,19 +75,19 @@ class Register:
         self._set(Entry(group, config, now_ns, before.dropped_ns if before else 0))
 
     def drop(self, namespace: Namespace, *, now_ns: int) -> None:
-        """All chunks of the namespace's quota group are to go, and its config."""
+        """Have all chunks of the namespace's quota group deleted, and reset its config."""
         self._set(Entry(namespace.group, NamespaceConfig(), now_ns, now_ns, listed=False))
-        self.forget()
+        self.trim()
 
-    def forget(self) -> None:
-        """Of the namespaces that were dropped, remember the last MAX_ENTRIES."""
-        gone = self._dropped()
-        if len(gone) > MAX_ENTRIES:
-            old = {digest for _, digest in gone[:-MAX_ENTRIES]}
+    def trim(self) -> None:
+        """Keep only the last MAX_ENTRIES of the dropped namespaces."""
+        dropped = self._dropped()
+        if len(dropped) > MAX_ENTRIES:
+            old = {digest for _, digest in dropped[:-MAX_ENTRIES]}
             self.entries = {digest: each for digest, each in self.entries.items() if digest not in old}
 
     def _dropped(self) -> list[tuple[int, bytes]]:
-        """When they were, and which; the first one first."""
+        """(time, digest) of the dropped namespaces, oldest first."""
         return sorted((each.changed_ns, digest) for digest, each in self.entries.items() if not each.listed)
 
     def _set(self, entry: Entry) -> None:
@@ -98,52 +98,52 @@ class Register:
         self.entries[entry.namespace.digest] = entry
         self.version += 1
 
-    def newer(self, other: "Register") -> list[Entry]:
-        """What to take from another copy, as it is to be here."""
+    def newer(self, other: "NamespaceRegistry") -> list[Entry]:
+        """The entries in which this copy must change to include another one."""
         found = []
-        gone = self._dropped()
-        forgotten = gone[-MAX_ENTRIES] if len(gone) >= MAX_ENTRIES else None
+        dropped = self._dropped()
+        trimmed = dropped[-MAX_ENTRIES] if len(dropped) >= MAX_ENTRIES else None  # what is older was trimmed here
         for digest, theirs in other.entries.items():
             mine = self.entries.get(digest)
             if mine is None:
-                if theirs.listed or forgotten is None or (theirs.changed_ns, digest) > forgotten:
+                if theirs.listed or trimmed is None or (theirs.changed_ns, digest) > trimmed:
                     found.append(theirs)
             elif theirs.changed_ns > mine.changed_ns or theirs.dropped_ns > mine.dropped_ns:
                 latest = theirs if theirs.changed_ns > mine.changed_ns else mine
                 found.append(replace(latest, dropped_ns=max(mine.dropped_ns, theirs.dropped_ns)))
         return found
 
-    def merge(self, other: "Register") -> None:
-        """The directory's copy takes in a node's; the version grows if theirs lacks anything now."""
+    def merge(self, other: "NamespaceRegistry") -> None:
+        """Merge a node's copy into the directory's. The version grows if the node's copy lacks anything now."""
         for entry in self.newer(other):
             self.entries[entry.namespace.digest] = entry
-        self.forget()
+        self.trim()
         lacking = any(other.entries.get(digest) != entry for digest, entry in self.entries.items())
         self.version = max(self.version, other.version) + lacking
 
     def encode(self) -> bytes:
-        """As JSON."""
+        """The list as JSON."""
         entries = [
-            {
-                "namespace": entry.namespace.model_dump(mode="json", exclude_defaults=True),
-                "config": entry.config.model_dump(mode="json", exclude_defaults=True),
-                "changed_ns": entry.changed_ns,
-                "dropped_ns": entry.dropped_ns,
-                "listed": entry.listed,
-            }
+            _EntryFields(
+                entry.namespace.model_dump(mode="json", exclude_defaults=True),
+                entry.config.model_dump(mode="json", exclude_defaults=True),
+                entry.changed_ns,
+                entry.dropped_ns,
+                entry.listed,
+            )
             for entry in self.entries.values()
         ]
-        return msgspec.json.encode({"version": self.version, "entries": entries})
+        return msgspec.json.encode(_Fields(self.version, entries))
 
     @classmethod
     def decode(cls, text: bytes) -> Self:
         """Read what `encode` wrote.
 
         Raises:
-            UsageError: It is not that.
+            UsageError: The bytes are anything else.
         """
         try:
-            raw = msgspec.json.decode(text, type=_Written)
+            fields = msgspec.json.decode(text, type=_Fields)
             entries = [
                 Entry(
                     Namespace.load(each.namespace),
@@ -152,16 +152,16 @@ class Register:
                     each.dropped_ns,
                     each.listed,
                 )
-                for each in raw.entries
+                for each in fields.entries
             ]
         except (msgspec.MsgspecError, ValidationError, RayKVError) as error:
-            raise UsageError(f"no list of namespaces: {error}") from error
+            raise UsageError(f"not a list of namespaces: {error}") from error
         if len(entries) > 2 * MAX_ENTRIES:
-            raise UsageError(f"a list of {len(entries)} namespaces; at most {2 * MAX_ENTRIES} are taken")
-        return cls(raw.version, {entry.namespace.digest: entry for entry in entries})
+            raise UsageError(f"a list of {len(entries)} namespaces; at most {2 * MAX_ENTRIES} are accepted")
+        return cls(fields.version, {entry.namespace.digest: entry for entry in entries})
 
 
-class _WrittenEntry(msgspec.Struct):
+class _EntryFields(msgspec.Struct):
     namespace: dict[str, Any]
     config: dict[str, Any]
     changed_ns: int
@@ -169,6 +169,6 @@ class _WrittenEntry(msgspec.Struct):
     listed: bool
 
 
-class _Written(msgspec.Struct):
+class _Fields(msgspec.Struct):
     version: int
-    entries: list[_WrittenEntry]
+    entries: list[_EntryFields]

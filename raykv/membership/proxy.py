@@ -1,128 +1,109 @@
-"""The directory through another process: a node without Ray asks the process around it, which asks for it.
+"""The directory for a node without Ray: the process that owns the node asks it on the node's behalf.
 
-It is heard on the loopback interface, by whoever proves the cluster's secret, and speaks for one node alone.
+The proxy server listens on the loopback interface and serves one node, which must prove the cluster's secret.
 """
 
 import time
-from collections.abc import Sequence
 from typing import Any, Final
 
 import msgspec
 
 from raykv.errors import PeerUnavailable, RayKVError, TransientError, UsageError
-from raykv.membership.membership import DirectoryPort, Pulse
-from raykv.protocol import messages
+from raykv.membership.membership import HeartbeatAnswer, MembershipPort
+from raykv.protocol import codec, messages
 from raykv.protocol.namespace import Namespace
 from raykv.protocol.placement import Member, View
 from raykv.transport.base import Reply, Session
-from raykv.transport.tcp import SocketLink
+from raykv.transport.link import SocketLink
 from raykv.types import NodeId
 
-ASK_S: Final = 4.0
-"""The directory has so long to answer, its way through the relay included."""
+ANSWER_S: Final = 4.0
+"""Time for an answer of the directory, by way of the proxy."""
 
 
 class _NoLeases:
-    """What hangs on a connection to a relay: nothing."""
+    """The session of a connection to the proxy server: nothing to release."""
 
     def close(self) -> None:
         pass
 
 
-class Relay:
-    """The answering end: a service around a directory. Thread-safe if that is.
+class MembershipProxyServer:
+    """The answering side: a service that passes a node's calls on. Thread-safe if the directory is.
 
     Attributes:
-        epoch: 0: it has no view of its own.
+        epoch: Always 0: it has no view.
     """
 
     epoch = 0
-    joined: frozenset[type[messages.Message]] = frozenset()
 
-    def __init__(self, directory: DirectoryPort, node_id: NodeId) -> None:
-        """Args: node_id: The only node whose beats are passed on."""
-        self._directory, self._node_id = directory, node_id
+    def __init__(self, membership: MembershipPort, node_id: NodeId) -> None:
+        """Args: node_id: The only node whose heartbeats are passed on."""
+        self._membership, self._node_id = membership, node_id
 
     def session(self, *, local: bool) -> Session:
         return _NoLeases()
 
     def answer(self, request: messages.Message, session: Session) -> Reply:
-        """Ask the directory. That it is away is an answer, too."""
+        """Ask the directory. If it is away, the answer says so."""
         try:
             return Reply(self._answer(request))
+        except TransientError as error:
+            away = messages.Configured if isinstance(request, messages.Configure) else messages.HeartbeatAnswered
+            return Reply(away(problem=str(error)))
         except RayKVError as error:
-            return Reply(messages.failure(error))
-
-    def answer_joined(self, requests: Sequence[messages.Message], session: Session) -> list[messages.Answer]:
-        """One by one."""
-        return [self.answer(request, session).answer for request in requests]
+            return Reply(codec.failure(error))
 
     def _answer(self, request: messages.Message) -> messages.Answer:
-        directory = self._directory
-        try:
-            match request:
-                case messages.Beat() if request.member.node_id == self._node_id:
-                    pulse = directory.beat(
-                        request.member, request.view_epoch, request.view, request.version, request.register
-                    )
-                    return messages.Beaten(pulse.view, pulse.tell_view, pulse.register, pulse.tell_register)
-                case messages.Configure():
-                    namespace = Namespace.load(messages.fields(request.namespace))
-                    fields = None if request.drop else messages.fields(request.fields)
-                    return messages.Configured(directory.configure(namespace, fields, request.register))
-                case messages.Leave() if request.node_id == self._node_id:
-                    directory.leave(request.node_id)
-                    return messages.Done()
-        except TransientError as error:
-            problem = str(error)
-            return (
-                messages.Configured(problem=problem)
-                if isinstance(request, messages.Configure)
-                else messages.Beaten(problem=problem)
-            )
-        raise UsageError(f"{type(request).__name__} is not for this relay: it asks the directory for {self._node_id!r}")
+        match request:
+            case messages.Heartbeat(member=member) if member.node_id == self._node_id:
+                found = self._membership.beat(
+                    member, request.view_epoch, request.view, request.version, request.registry
+                )
+                return messages.HeartbeatAnswered(found.view, found.want_view, found.registry, found.want_registry)
+            case messages.Configure():
+                namespace = Namespace.load(codec.fields(request.namespace))
+                fields = None if request.drop else codec.fields(request.fields)
+                return messages.Configured(self._membership.configure(namespace, fields, request.registry))
+            case messages.Leave() if request.node_id == self._node_id:
+                self._membership.leave(request.node_id)
+                return messages.Done()
+        raise UsageError(f"{type(request).__name__} is not for this proxy: it serves node {self._node_id!r} alone")
 
 
-class RelayedDirectory:
-    """The asking end: a `DirectoryPort` for a node. Thread-safe: each call has a connection of its own."""
+class MembershipProxy:
+    """The asking side: a `MembershipPort` for a node. Thread-safe: each call makes its own connection."""
 
     def __init__(self, address: str, secret: bytes) -> None:
-        """Args: address: Of the relay, "host:port"."""
+        """Args: address: Of the proxy server, "host:port"."""
         self._address, self._secret = address, secret
 
     def beat(
-        self, member: Member, epoch: int, view: View | None = None, version: int = 0, register: bytes | None = None
-    ) -> Pulse:
-        """See `DirectoryPort`."""
-        told = self._ask(messages.Beat(member, epoch, view, version, register))
-        return Pulse(told.view, told.tell_view, told.register, told.tell_register)
+        self, member: Member, epoch: int, view: View | None = None, version: int = 0, registry: bytes | None = None
+    ) -> HeartbeatAnswer:
+        """See `MembershipPort`."""
+        request = messages.Heartbeat(member=member, view_epoch=epoch, view=view, version=version, registry=registry)
+        found = codec.expect(messages.HeartbeatAnswered, self._call(request))
+        return HeartbeatAnswer(found.view, found.want_view, found.registry, found.want_registry)
 
-    def configure(self, namespace: Namespace, fields: dict[str, Any] | None, register: bytes | None = None) -> bytes:
-        """See `DirectoryPort`."""
+    def configure(self, namespace: Namespace, fields: dict[str, Any] | None, registry: bytes | None = None) -> bytes:
+        """See `MembershipPort`."""
         name = namespace.model_dump_json(exclude_defaults=True).encode()
         changes = b"{}" if fields is None else msgspec.json.encode(fields)
-        answer = self._call(messages.Configure(name, changes, fields is None, register))
-        configured = messages.expect(messages.Configured, answer)
-        if configured.problem:
-            raise PeerUnavailable(configured.problem)
-        return configured.register
+        request = messages.Configure(namespace=name, fields=changes, drop=fields is None, registry=registry)
+        return codec.expect(messages.Configured, self._call(request)).registry
 
     def leave(self, node_id: NodeId) -> None:
-        """See `DirectoryPort`."""
-        answer = self._call(messages.Leave(node_id))
-        if isinstance(answer, messages.Beaten):
-            raise PeerUnavailable(answer.problem)
-
-    def _ask(self, request: messages.Beat) -> messages.Beaten:
-        told = messages.expect(messages.Beaten, self._call(request))
-        if told.problem:
-            raise PeerUnavailable(told.problem)
-        return told
+        """See `MembershipPort`."""
+        self._call(messages.Leave(node_id=node_id))
 
     def _call(self, request: messages.Message) -> messages.Answer:
-        deadline_s = time.monotonic() + ASK_S
+        deadline_s = time.monotonic() + ANSWER_S
         link = SocketLink.connect(self._address, self._secret, deadline_s=deadline_s)
         try:
-            return link.call(request, deadline_s=deadline_s)
+            answer = link.call(request, deadline_s=deadline_s)
         finally:
             link.close()
+        if isinstance(answer, messages.HeartbeatAnswered | messages.Configured) and answer.problem:
+            raise PeerUnavailable(answer.problem)
+        return answer

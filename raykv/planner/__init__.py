@@ -1,17 +1,18 @@
-"""The capacity planner: replay a trace over any policy and size, beside Belady's bound.
+"""The capacity planner: replay a trace with any policy and size, and compare with Belady's bound.
 
 records = plan(read_trace("trace.jsonl"), sizes=["5%", "64 GiB"], policies=["leaf_lru", "belady"])
 print(as_table(records))
 """
 
 from raykv.planner.model import ModelShape
-from raykv.planner.records import Record, as_csv, as_json, as_table, plan
+from raykv.planner.records import Record, SsdOptions, as_csv, as_json, as_table, plan
 from raykv.planner.trace import Request, Trace, parse_trace, read_trace
 
 __all__ = [
     "ModelShape",
     "Record",
     "Request",
+    "SsdOptions",
     "Trace",
     "as_csv",
     "as_json",

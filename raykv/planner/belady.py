@@ -1,4 +1,4 @@
-"""Belady's bound: what a cache of a given size would save if it knew the future."""
+"""Belady's bound: what a cache of a given size would save if it knew all future reads."""
 
 import heapq
 from typing import Final
@@ -10,9 +10,9 @@ _NEVER: Final = 1 << 62
 
 
 def belady(trace: Trace, capacity: int) -> Outcome:
-    """Replay with the policy that evicts what will not be read for longest, each access by itself.
+    """Replay with the policy that evicts the chunk whose next read is latest. Each chunk is read by itself.
 
-    No policy has more hits, whether chains are heeded or not. All hits are counted as usable.
+    No policy has more hits, with or without chains. All hits count as usable.
 
     Source: Belady, 1966.
     """
@@ -21,7 +21,7 @@ def belady(trace: Trace, capacity: int) -> Outcome:
     for at in range(len(accesses) - 1, -1, -1):
         following[at], last[accesses[at]] = last[accesses[at]], at
     outcome, at = Outcome(), 0
-    next_read = [-1] * trace.chunks  # of those that are here
+    next_read = [-1] * trace.chunks  # of the chunks that are here; -1 for others
     heap: list[tuple[int, int]] = []
     for request in trace.requests:
         for place, (chunk, tokens) in enumerate(zip(request.chunks, trace.tokens_of(request), strict=True)):

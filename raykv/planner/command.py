@@ -6,19 +6,19 @@ import math
 from raykv.config import parse_nbytes
 from raykv.errors import UsageError
 from raykv.planner.model import DTYPE_NBYTES, ModelShape
-from raykv.planner.records import as_csv, as_json, as_table, plan
+from raykv.planner.records import SsdOptions, as_csv, as_json, as_table, plan
 from raykv.planner.trace import read_trace
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `raykv plan` may be told."""
+    """Add the options of `raykv plan`."""
     shape = ModelShape()
     parser.add_argument(
         "trace", metavar="TRACE", help="JSON lines, plain or .gz: Mooncake's, vLLM's KV events, raykv's"
     )
     parser.add_argument("--sizes", default="5%,10%,25%,50%", help="'10%%' of the trace's chunks, or '64 GiB'; comma")
     parser.add_argument("--policies", default="leaf_lru,belady", help="names, 'module:attribute', or all; comma")
-    parser.add_argument("--objects", action="store_true", help="each access by itself, without regard to chains")
+    parser.add_argument("--objects", action="store_true", help="read each chunk by itself, and ignore chains")
     parser.add_argument("--ssd-sizes", default="0", help="of a second tier, as --sizes; 0 for none; comma")
     parser.add_argument("--ssd-per-day", metavar="SIZE", help="the most to write to it in a day, such as '2 TiB'")
     parser.add_argument(
@@ -41,10 +41,10 @@ def plan_command(options: argparse.Namespace) -> str:
     """Run `raykv plan`.
 
     Returns:
-        What to print.
+        The text to print.
 
     Raises:
-        UsageError: A file, a line of it, a size or a policy is wrong; says which.
+        UsageError: A file, one of its lines, a size or a policy is wrong; names it.
     """
     model = ModelShape(
         options.layers, options.kv_heads, options.head_size, options.dtype, options.hidden, options.parameters
@@ -60,8 +60,10 @@ def plan_command(options: argparse.Namespace) -> str:
         model=model,
         mode="objects" if options.objects else "prefix",
         ttl_s=options.ttl,
-        ssd_sizes=[size.strip() for size in options.ssd_sizes.split(",")],
-        ssd_nbytes_per_day=None if options.ssd_per_day is None else _nbytes(options.ssd_per_day),
+        ssd=SsdOptions(
+            [size.strip() for size in options.ssd_sizes.split(",")],
+            None if options.ssd_per_day is None else _nbytes(options.ssd_per_day),
+        ),
     )
     if options.plot:
         from raykv.planner.plot import save

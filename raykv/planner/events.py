@@ -3,8 +3,8 @@
 A line is a batch, as an object (`{"ts": ..., "events": [...]}`) or as vLLM sends it (`[ts, [...], rank]`). An event is
 an object (`{"type": "BlockStored", ...}`) or an array (`["BlockStored", hashes, parent, token_ids, block_size, ...]`).
 
-Events tell only of blocks that are new. What their request read before them is the chain that they hang on. Of a
-request for which all was there they say nothing: such a trace has fewer hits than the engine had.
+Events name only new blocks. The blocks before them in their chain are taken as read by the same request. A request
+whose blocks were all cached makes no event: such a trace has fewer hits than the engine had.
 """
 
 import re
@@ -17,7 +17,7 @@ import msgspec
 from raykv.errors import UsageError
 
 CONTINUES_S: Final = 2.0
-"""Blocks that follow the last one of a request within this time are the same request's: it is still being computed."""
+"""Blocks that continue a request within this time belong to it: its prefill is still running."""
 
 Key = Annotated[int, msgspec.Meta(ge=-(1 << 63))] | Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
@@ -26,7 +26,7 @@ Found = TypeVar("Found")
 
 @dataclass(slots=True)
 class Raw:
-    """A request as its trace tells it."""
+    """One request as its trace describes it."""
 
     at_s: float
     keys: list[int | str]
@@ -55,13 +55,13 @@ _OTHERS: Final = ("BlockRemoved", "AllBlocksCleared")
 
 
 def requests_of(lines: Iterable[tuple[str, bytes]]) -> Iterator[Raw]:
-    """Requests from lines and their places.
+    """Requests from (place, line) pairs.
 
     Raises:
         UsageError: A line is wrong; names it and the field.
     """
     before: dict[int | str, int | str | None] = {}
-    growing: dict[int | str, tuple[Raw, float]] = {}  # by its last block: a request, and when that came
+    growing: dict[int | str, tuple[Raw, float]] = {}  # by last block: a request, and the time of that block
     requests: list[Raw] = []
     for where, line in lines:
         for at_s, event in _stored(where, line):
@@ -80,7 +80,7 @@ def requests_of(lines: Iterable[tuple[str, bytes]]) -> Iterator[Raw]:
 
 
 def _chain(last: int | str | None, before: dict[int | str, int | str | None]) -> list[int | str]:
-    """Blocks up to this one, as far as they were told of."""
+    """The known blocks up to this one, first to last."""
     chain: dict[int | str, None] = {}
     while last is not None and last not in chain:
         chain[last] = None
@@ -104,7 +104,7 @@ def _stored(where: str, line: bytes) -> Iterator[tuple[float, BlockStored]]:
         if kind == "BlockStored":
             yield batch.ts, _convert(BlockStored, where, f"{field}.", fields)
         elif kind not in _OTHERS:
-            raise UsageError(f"{where}: field '{field}': no event of vLLM: {str(kind)[:40]!r}")
+            raise UsageError(f"{where}: field '{field}': not an event of vLLM: {str(kind)[:40]!r}")
 
 
 def _convert(form: type[Found], where: str, prefix: str, found: Any) -> Found:
@@ -118,7 +118,7 @@ def decode(form: type[Found], where: str, line: bytes) -> Found:
     """A line as a value of that type.
 
     Raises:
-        UsageError: It is none; names the line and the field.
+        UsageError: It is not; names the line and the field.
     """
     try:
         return msgspec.json.decode(line, type=form)
@@ -127,7 +127,7 @@ def decode(form: type[Found], where: str, line: bytes) -> Found:
 
 
 def explain(error: Exception, prefix: str = "") -> str:
-    """What is wrong, with the field first."""
+    """The problem, with the field first."""
     text = str(error)
     found = re.fullmatch(r"(.*) - at `\$\.?(.*)`", text) or re.fullmatch(
         r"(Object missing required field) `(.*)`", text

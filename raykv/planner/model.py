@@ -1,4 +1,4 @@
-"""The shape of a model: what a token's keys and values weigh, and what computing them costs."""
+"""The shape of a model: the size of a token's keys and values, and the cost of computing them."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -11,11 +11,11 @@ class ModelShape:
     """A decoder's shape; the defaults are those of Llama 3.1 8B.
 
     Attributes:
-        layers: With attention.
+        layers: Layers with attention.
         kv_heads, head_size: Of keys and values.
         dtype: Of keys and values; one of DTYPE_NBYTES.
         hidden: Width of attention: query heads times head size.
-        parameters: That each token passes through.
+        parameters: Active for each token.
     """
 
     layers: int = 32
@@ -34,6 +34,6 @@ class ModelShape:
         """Floating-point operations to compute tokens.
 
         Args:
-            attended: Sum over them of the tokens before each, to which its attention extends.
+            attended: For each token the number of tokens before it, summed: its attention extends to them.
         """
         return 2.0 * self.parameters * tokens + 4.0 * self.layers * self.hidden * (attended + tokens)

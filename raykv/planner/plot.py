@@ -10,7 +10,7 @@ from raykv.planner.records import Record
 
 
 def figure(records: Sequence[Record]) -> Any:
-    """Usable hits over the size of the cache, a line a policy, as a matplotlib figure.
+    """Usable hits by size of the cache, one line per policy, as a matplotlib figure.
 
     Raises:
         UsageError: matplotlib is not installed.
@@ -44,5 +44,5 @@ def figure(records: Sequence[Record]) -> Any:
 
 
 def save(records: Sequence[Record], path: Path | str) -> None:
-    """Write the chart to a file; its ending says the format."""
+    """Write the chart to a file. The format is that of the file's ending."""
     figure(records).savefig(path)

@@ -1,4 +1,4 @@
-"""Plans: a record for each policy and size, and these as text."""
+"""Plans: a record for each policy and size, and records as text."""
 
 import csv
 import io
@@ -9,21 +9,21 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import product
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from raykv.config import GIB, MIB, parse_nbytes
 from raykv.errors import UsageError
 from raykv.eviction import POLICIES, policy
 from raykv.planner.belady import belady
 from raykv.planner.model import ModelShape
-from raykv.planner.replay import Mode, replay
+from raykv.planner.replay import Mode, Outcome, replay
 from raykv.planner.ssd import Ssd
 from raykv.planner.trace import Trace
 from raykv.tier.admission import DAY_S, Admission
 
 BELADY: Final = "belady"
 SEGMENT_NBYTES: Final = 64 * MIB
-"""Of the SSD's log, as `SsdConfig` has it unless told otherwise; what is given up at once."""
+"""Segment of the SSD's log, as in `SsdConfig`. It is reclaimed as a whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,19 +31,19 @@ class Record:
     """What one policy saves with one size of cache.
 
     Attributes:
-        trace, policy, mode: What was replayed, and how (`raykv.planner.replay.replay`).
-        size_chunks, size_nbytes: Of the cache.
-        size_share: The same as a part of the trace's different chunks.
-        requests, chunks, tokens: Of the trace; chunks are accesses.
-        prefix_hits, prefix_hit_ratio: Hits that an engine can use, since all before them in the request hit too.
+        trace, policy, mode: Of the replay; see `raykv.planner.replay.replay`.
+        size_chunks, size_nbytes: Size of the cache.
+        size_share: Size of the cache as a share of the trace's different chunks.
+        requests, chunks, tokens: Of the trace; each read of a chunk counts.
+        prefix_hits, prefix_hit_ratio: Hits that an engine can use: all chunks before them in the request hit too.
         plain_hits, plain_hit_ratio: All hits.
         tokens_hit, token_hit_ratio: Tokens of the prefix hits.
-        saved_flops, saved_gib: Prefill that they save, and what they weigh.
+        saved_flops, saved_gib: Prefill work that the hits save, and bytes that they read.
         stored, evicted: Chunks.
-        ssd_chunks, ssd_nbytes: Size of the tier below; 0 if there is none.
-        ssd_hits: Of the prefix hits, those that came from there.
-        ssd_written_nbytes, ssd_written_nbytes_per_day: Written there; a day as busy as the trace.
-        ssd_write_amplification: All that was written, over what came from memory.
+        ssd_chunks, ssd_nbytes: Size of the SSD; 0 for none.
+        ssd_hits: Prefix hits from the SSD.
+        ssd_written_nbytes, ssd_written_nbytes_per_day: Bytes written to it, in all and in a day as busy as the trace.
+        ssd_write_amplification: All bytes written, divided by the bytes that came from memory.
         took_s: Time of the replay.
     """
 
@@ -75,6 +75,19 @@ class Record:
     took_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class SsdOptions:
+    """A second tier below memory.
+
+    Attributes:
+        sizes: As for memory; 0 for none. Each is tried with each size of memory.
+        nbytes_per_day: The most that may be written to it in a day; see `raykv.tier.admission`. None: no limit.
+    """
+
+    sizes: Sequence[str | int] = (0,)
+    nbytes_per_day: float | None = None
+
+
 def plan(
     trace: Trace,
     sizes: Sequence[str | int],
@@ -83,75 +96,86 @@ def plan(
     model: ModelShape | None = None,
     mode: Mode = "prefix",
     ttl_s: float = math.inf,
-    ssd_sizes: Sequence[str | int] = (0,),
-    ssd_nbytes_per_day: float | None = None,
+    ssd: SsdOptions | None = None,
 ) -> list[Record]:
     """Replay a trace with each policy and size.
 
     Args:
+        trace: See `raykv.planner.read_trace`.
         sizes: Such as "10%" of the trace's different chunks, "64 GiB", or a number of chunks.
         policies: Names, "module:attribute", functions or classes as for `raykv.eviction.policy`, "belady" for the
             bound, or "all" for all names.
-        model: Tells what a chunk weighs and costs. None: `ModelShape()`.
+        model: Gives the size and cost of a chunk. None: `ModelShape()`.
         mode, ttl_s: See `replay`.
-        ssd_sizes: Of a second tier, as `sizes`; 0 for none. Each is tried with each size of memory.
-        ssd_nbytes_per_day: The most that may be written to it; see `raykv.tier.admission`. None: no limit.
+        ssd: None: no second tier.
 
     Raises:
         UsageError: A size cannot be read.
         ConfigError: There is no such policy.
     """
-    model = model or ModelShape()
+    model, ssd = model or ModelShape(), ssd or SsdOptions()
     chunk_nbytes = trace.chunk_tokens * model.token_nbytes
     capacities = [_capacity(size, trace.chunks, chunk_nbytes) for size in sizes]
-    below = [0 if _is_none(size) else _capacity(size, trace.chunks, chunk_nbytes) for size in ssd_sizes]
+    below = [0 if _is_none(size) else _capacity(size, trace.chunks, chunk_nbytes) for size in ssd.sizes]
     if mode == "objects" and any(below):
         raise UsageError("a second tier holds chains of chunks: leave out the SSD's sizes, or mode 'objects'")
     records = []
     for chosen in _expanded(policies):
         for capacity, ssd_chunks in product(capacities, below):
-            began_s = time.perf_counter()
-            ssd = None
+            began_s, log = time.perf_counter(), None
             if chosen == BELADY:
                 outcome = belady(trace, capacity + ssd_chunks)
             else:
                 if ssd_chunks:
-                    gate = Admission(ssd_nbytes_per_day, now_s=0.0)
-                    ssd = Ssd(ssd_chunks, SEGMENT_NBYTES // chunk_nbytes, gate, model.token_nbytes)
-                outcome = replay(trace, policy(chosen), capacity, mode=mode, ttl_s=ttl_s, ssd=ssd)
-            took_s = time.perf_counter() - began_s
-            written_nbytes = ssd.tokens * model.token_nbytes if ssd else 0
-            records.append(
-                Record(
-                    trace=trace.name,
-                    policy=chosen if isinstance(chosen, str) else getattr(chosen, "__qualname__", repr(chosen)),
-                    mode=mode,
-                    size_chunks=capacity,
-                    size_nbytes=capacity * chunk_nbytes,
-                    size_share=capacity / trace.chunks,
-                    requests=len(trace.requests),
-                    chunks=trace.accesses,
-                    tokens=trace.tokens,
-                    prefix_hits=outcome.prefix_hits,
-                    prefix_hit_ratio=outcome.prefix_hits / trace.accesses,
-                    plain_hits=outcome.plain_hits,
-                    plain_hit_ratio=outcome.plain_hits / trace.accesses,
-                    tokens_hit=outcome.tokens_hit,
-                    token_hit_ratio=outcome.tokens_hit / max(1, trace.tokens),
-                    saved_flops=model.prefill_flops(outcome.tokens_hit, outcome.attended),
-                    saved_gib=outcome.tokens_hit * model.token_nbytes / GIB,
-                    stored=outcome.stored,
-                    evicted=outcome.evicted,
-                    ssd_chunks=ssd_chunks,
-                    ssd_nbytes=ssd_chunks * chunk_nbytes,
-                    ssd_hits=outcome.ssd_hits,
-                    ssd_written_nbytes=written_nbytes,
-                    ssd_written_nbytes_per_day=written_nbytes * DAY_S / max(1.0, trace.seconds),
-                    ssd_write_amplification=1 + ssd.moved / max(1, ssd.written) if ssd else 1.0,
-                    took_s=took_s,
-                )
-            )
+                    admission = Admission(ssd.nbytes_per_day, now_s=0.0)
+                    log = Ssd(ssd_chunks, SEGMENT_NBYTES // chunk_nbytes, admission, model.token_nbytes)
+                outcome = replay(trace, policy(chosen), capacity, mode=mode, ttl_s=ttl_s, ssd=log)
+            found = _Replayed(chosen, mode, capacity, ssd_chunks, outcome, log, time.perf_counter() - began_s)
+            records.append(_record(trace, model, found))
     return records
+
+
+class _Replayed(NamedTuple):
+    policy: str | Callable[..., Any]
+    mode: Mode
+    capacity: int
+    ssd_chunks: int
+    outcome: Outcome
+    ssd: Ssd | None
+    took_s: float
+
+
+def _record(trace: Trace, model: ModelShape, found: _Replayed) -> Record:
+    chunk_nbytes, outcome, ssd = trace.chunk_tokens * model.token_nbytes, found.outcome, found.ssd
+    written_nbytes = ssd.tokens * model.token_nbytes if ssd else 0
+    return Record(
+        trace=trace.name,
+        policy=found.policy if isinstance(found.policy, str) else getattr(found.policy, "__qualname__", "?"),
+        mode=found.mode,
+        size_chunks=found.capacity,
+        size_nbytes=found.capacity * chunk_nbytes,
+        size_share=found.capacity / trace.chunks,
+        requests=len(trace.requests),
+        chunks=trace.accesses,
+        tokens=trace.tokens,
+        prefix_hits=outcome.prefix_hits,
+        prefix_hit_ratio=outcome.prefix_hits / trace.accesses,
+        plain_hits=outcome.plain_hits,
+        plain_hit_ratio=outcome.plain_hits / trace.accesses,
+        tokens_hit=outcome.tokens_hit,
+        token_hit_ratio=outcome.tokens_hit / max(1, trace.tokens),
+        saved_flops=model.prefill_flops(outcome.tokens_hit, outcome.attended),
+        saved_gib=outcome.tokens_hit * model.token_nbytes / GIB,
+        stored=outcome.stored,
+        evicted=outcome.evicted,
+        ssd_chunks=found.ssd_chunks,
+        ssd_nbytes=found.ssd_chunks * chunk_nbytes,
+        ssd_hits=outcome.ssd_hits,
+        ssd_written_nbytes=written_nbytes,
+        ssd_written_nbytes_per_day=written_nbytes * DAY_S / max(1.0, trace.seconds),
+        ssd_write_amplification=1 + ssd.moved / max(1, ssd.written) if ssd else 1.0,
+        took_s=found.took_s,
+    )
 
 
 def _expanded(policies: Iterable[str | Callable[..., Any]]) -> list[str | Callable[..., Any]]:

@@ -1,35 +1,35 @@
-"""Replay a trace through a cache of a given size: how much a policy would have saved."""
+"""Replay a trace through a cache of a given size, and count what a policy saves."""
 
 import heapq
 import math
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 import numpy as np
 
 from raykv.eviction.base import Policy
-from raykv.memory.table import TICKS_PER_S
+from raykv.memory.layout import TICKS_PER_S
 from raykv.planner.cache import Cache
 from raykv.planner.ssd import Ssd
 from raykv.planner.trace import Request, Trace
 
 DECODE_S: Final = 0.03
-"""Time that a request is taken to need for each token that it makes."""
+"""Assumed time per generated token, by which a replay knows when a request ends."""
 
 Mode = Literal["prefix", "objects"]
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What a replay counted, in chunks, but for tokens.
+    """The counts of a replay.
 
     Attributes:
-        prefix_hits: Hits with all chunks before them in their request hit too: those that an engine can use.
-        plain_hits: Chunks that were there when they were asked for.
+        prefix_hits: Chunks hit together with all chunks before them in their request: those that an engine can use.
+        plain_hits: All chunks hit.
         tokens_hit: Tokens of the prefix hits.
-        attended: Sum over those tokens of the tokens before them in their request.
+        attended: For each of these tokens the number of tokens before it in its request, summed.
         stored, evicted: Chunks.
-        ssd_hits: Of the prefix hits, those that came from the SSD.
+        ssd_hits: Prefix hits from the SSD.
     """
 
     prefix_hits: int = 0
@@ -40,7 +40,7 @@ class Outcome:
     evicted: int = 0
     ssd_hits: int = 0
 
-    def note(self, trace: Trace, request: Request, prefix: int, plain: int) -> None:
+    def add(self, trace: Trace, request: Request, prefix: int, plain: int) -> None:
         tokens = min(request.tokens, prefix * trace.chunk_tokens)
         self.prefix_hits += prefix
         self.plain_hits += plain
@@ -56,30 +56,41 @@ def replay(
     mode: Mode = "prefix",
     ttl_s: float = math.inf,
     ssd: Ssd | None = None,
+    decode_s: float = DECODE_S,
 ) -> Outcome:
     """Replay a trace.
 
     Args:
-        policy: A new one: what it learns stays with it.
-        capacity: Chunks that the cache holds.
-        mode: "prefix", as a node does it: a request reads the leading chunks that are there, and stores the others,
-            for which nothing of its own is evicted; what finds no room is left out. Or "objects", as caches are
-            compared: each access is by itself, and each miss evicts one.
-        ttl_s: Time from store to expiry. Only a policy that looks at expiry makes use of it.
-        ssd: A second tier, empty: what is evicted is offered to it, and what is read from it is stored in memory again.
-            In mode "prefix" only.
+        trace: Requests in order of time.
+        policy: A new one, since it learns.
+        capacity: Chunks that fit into the cache.
+        mode: "prefix", as on a node: a request reads the leading chunks that are here, and stores the others. For them
+            none of its own chunks are evicted; chunks that do not fit are left out. Or "objects", as caches are usually
+            compared: each chunk is read by itself, and each miss evicts one.
+        ttl_s: Time from store to expiry. Only the policy `ttl` uses it.
+        ssd: A second tier, empty, in mode "prefix" only. Evicted chunks are offered to it; chunks read from it are
+            stored in memory again.
+        decode_s: Time per generated token.
     """
     cache = Cache(policy, max(1, capacity), trace.chunks, ssd)
     outcome = Outcome()
     if mode == "prefix":
-        _by_prefix(trace, cache, ssd, outcome, ttl_s)
+        _by_prefix(trace, cache, ssd, outcome, _Times(ttl_s, decode_s))
     else:
-        _by_object(trace, cache, outcome, ttl_s)
+        _by_object(trace, cache, outcome, _Times(ttl_s, decode_s))
     outcome.stored, outcome.evicted = cache.stored, cache.evicted
     return outcome
 
 
-def _by_prefix(trace: Trace, cache: Cache, ssd: Ssd | None, outcome: Outcome, ttl_s: float) -> None:
+class _Times(NamedTuple):
+    ttl_s: float
+    decode_s: float
+
+    def expiry(self, now: int) -> int:
+        return 0 if self.ttl_s == math.inf else now + math.ceil(self.ttl_s * TICKS_PER_S)
+
+
+def _by_prefix(trace: Trace, cache: Cache, ssd: Ssd | None, outcome: Outcome, times: _Times) -> None:
     now = 0
     running: list[tuple[float, int]] = []
     for place, request in enumerate(trace.requests):
@@ -87,29 +98,23 @@ def _by_prefix(trace: Trace, cache: Cache, ssd: Ssd | None, outcome: Outcome, tt
         now = max(now + 1, math.ceil((request.at_s - trace.requests[0].at_s) * TICKS_PER_S))
         while running and running[0][0] <= request.at_s:
             done = trace.requests[heapq.heappop(running)[1]]
-            cache.told(done.chunks, done.output_tokens, now)
+            cache.request_done(done.chunks, done.output_tokens, now)
         if request.output_tokens:
-            heapq.heappush(running, (request.at_s + DECODE_S * request.output_tokens, place))
+            heapq.heappush(running, (request.at_s + times.decode_s * request.output_tokens, place))
         rows = cache.row_of[chunks]
         here = rows >= 0
         found = here if ssd is None else here | [ssd.has(chunk) for chunk in request.chunks]
         prefix = len(rows) if found.all() else int(found.argmin())
-        outcome.note(trace, request, prefix, int(found.sum()))
+        outcome.add(trace, request, prefix, int(found.sum()))
         cache.read(rows[:prefix][here[:prefix]], now)
         reads = {} if ssd is None else {chunk: ssd.read(chunk) for chunk in chunks[:prefix][~here[:prefix]].tolist()}
         outcome.ssd_hits += len(reads)
         if not here.all():
-            cache.hold(rows[here], True)
-            cache.make_room(len(set(chunks[~here].tolist())), now)
-            cache.hold(rows[here], False)
-            cache.store(request.chunks, trace.tokens_of(request), _expiry(now, ttl_s), now, reads)
+            cache.make_room(len(set(chunks[~here].tolist())), now, protect=rows[here])
+            cache.store(request.chunks, trace.tokens_of(request), times.expiry(now), now, reads)
 
 
-def _expiry(now: int, ttl_s: float) -> int:
-    return 0 if ttl_s == math.inf else now + math.ceil(ttl_s * TICKS_PER_S)
-
-
-def _by_object(trace: Trace, cache: Cache, outcome: Outcome, ttl_s: float) -> None:
+def _by_object(trace: Trace, cache: Cache, outcome: Outcome, times: _Times) -> None:
     now, rows = 0, cache.row_of.data
     for request in trace.requests:
         sizes = trace.tokens_of(request)
@@ -120,8 +125,8 @@ def _by_object(trace: Trace, cache: Cache, outcome: Outcome, ttl_s: float) -> No
             if row >= 0:
                 plain += 1
                 prefix += prefix == at
-                cache.read_one(row, now)
+                cache.read(np.array([row], np.int32), now)
             else:
                 cache.make_room(1, now)
-                cache.store([chunk], sizes[at : at + 1], _expiry(now, ttl_s), now)
-        outcome.note(trace, request, prefix, plain)
+                cache.store([chunk], sizes[at : at + 1], times.expiry(now), now)
+        outcome.add(trace, request, prefix, plain)

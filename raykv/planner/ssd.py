@@ -1,4 +1,4 @@
-"""An SSD below the cache of a replay: which chunks are written to it, and which it still has. No bytes."""
+"""An SSD below the cache of a replay: which chunks are written to it, and which it still holds. No bytes."""
 
 from collections import deque
 from typing import Any, Final
@@ -6,11 +6,11 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from raykv.memory.table import TICKS_PER_S
+from raykv.memory.layout import TICKS_PER_S
 from raykv.tier.admission import Admission
 
 MOVED_SHARE: Final = 4
-"""Chunks that are written again: at most one for so many that came from memory."""
+"""At most one chunk is written again per four chunks that came from memory."""
 
 Numbers = npt.NDArray[np.integer[Any]]
 
@@ -18,20 +18,23 @@ Numbers = npt.NDArray[np.integer[Any]]
 class Ssd:
     """A log of segments, as the live tier keeps one.
 
-    When there is no room, the oldest segment is given up whole: what was read from it since it was written is written
-    again at the other end, as far as few such writes were made, and the rest is gone. A chunk that is read back into
-    memory stays here too, so that it need not be written again.
+    When the log is full, the oldest segment is reclaimed. Its chunks that were read since they were written are
+    written again at the end of the log, within MOVED_SHARE; the others are lost. A chunk that is read back into memory
+    stays here too, so that it is not written again when memory evicts it.
 
     Attributes:
-        written, moved: Chunks that came from memory, and that were written again.
-        tokens: Of both.
+        written: Chunks that came from memory.
+        moved: Chunks that were written again.
+        tokens: Tokens of both.
     """
 
     def __init__(self, capacity: int, segment: int, admission: Admission, token_nbytes: int) -> None:
-        """Begin empty.
+        """Start empty.
 
         Args:
             capacity, segment: Chunks in all, and in one segment; there are at least two segments.
+            admission: Decides which chunks are written.
+            token_nbytes: Size of a token.
         """
         self._segment = max(1, min(segment, capacity // 2))
         self._most = max(2, capacity // self._segment)
@@ -44,13 +47,13 @@ class Ssd:
         return chunk in self._held
 
     def read(self, chunk: int) -> int:
-        """Read a chunk that is here. Returns how often it was read so far, this time included."""
+        """Read a chunk that is here. Returns its number of reads, with this one."""
         tokens, reads, _ = self._held[chunk]
         self._held[chunk] = tokens, reads + 1, True
         return reads + 1
 
     def offer(self, chunks: list[int], reads: Numbers, parent_reads: Numbers, tokens: Numbers, now: int) -> None:
-        """Write those of the chunks, which memory evicts, that are not here and deserve it; see `Admission.admit`."""
+        """Write those of the evicted chunks that are not here and are admitted; see `Admission.admit`."""
         new = np.array([chunk not in self._held for chunk in chunks], np.bool_)
         if not new.any():
             return

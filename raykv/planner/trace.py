@@ -1,9 +1,9 @@
-"""Traces: requests, and the chunks that each of them reads from its first token on.
+"""Traces: requests, and the chunks of each request from its first token on.
 
-Three forms, a JSON value a line, plain or gzipped; which one it is, the first line tells.
+Three formats, one JSON value per line, plain or gzipped. The first line decides which one it is.
 
 Mooncake's: `{"timestamp": ms, "input_length": tokens, "output_length": tokens, "hash_ids": [...]}`, blocks of 512
-tokens, of which the last may be partial.
+tokens; the last one may be partial.
 
 Our own: `{"at_s": 12.5, "tokens": 1300, "output_tokens": 20, "chunk_tokens": 512, "keys": ["9f0c...", ...]}`, keys as
 strings or numbers; `output_tokens` and `chunk_tokens` may be left out.
@@ -35,10 +35,10 @@ class Request:
     """One request.
 
     Attributes:
-        at_s: When it came.
+        at_s: Time of its arrival.
         chunks: Numbers of its chunks, first to last.
-        tokens: Of its prompt.
-        output_tokens: That it made.
+        tokens: Length of its prompt.
+        output_tokens: Number of generated tokens.
     """
 
     at_s: float
@@ -52,9 +52,9 @@ class Trace:
     """Requests in order of time.
 
     Attributes:
-        name: Where they came from.
+        name: Of the file.
         requests: See `Request`.
-        chunks: How many different chunks they name; these are numbered from 0.
+        chunks: Number of different chunks; they are numbered from 0.
         chunk_tokens: Tokens of a full chunk.
     """
 
@@ -76,13 +76,13 @@ class Trace:
         return self.requests[-1].at_s - self.requests[0].at_s
 
     def tokens_of(self, request: Request) -> list[int]:
-        """Tokens of each chunk of a request: all full, but for the last one perhaps."""
+        """Tokens of each chunk of a request. Only the last one may be partial."""
         size = self.chunk_tokens
         return [min(size, max(0, request.tokens - at * size)) for at in range(len(request.chunks))]
 
 
 class MooncakeLine(msgspec.Struct):
-    """A line of Mooncake's form; the timestamp is in milliseconds."""
+    """A line of Mooncake's format; the timestamp is in milliseconds."""
 
     keys_field: ClassVar[str] = "hash_ids"
     timestamp: Annotated[float, msgspec.Meta(ge=0, le=1e15)]
@@ -95,7 +95,7 @@ class MooncakeLine(msgspec.Struct):
 
 
 class RecordedLine(msgspec.Struct):
-    """A line of our own form."""
+    """A line of our own format."""
 
     keys_field: ClassVar[str] = "keys"
     at_s: Seconds
@@ -112,7 +112,7 @@ def read_trace(path: Path | str, chunk_tokens: int | None = None) -> Trace:
     """Read a trace from a file.
 
     Args:
-        chunk_tokens: Of a full chunk, where the trace does not say. None: MOONCAKE_TOKENS.
+        chunk_tokens: Of a full chunk, if the trace does not say. None: MOONCAKE_TOKENS.
 
     Raises:
         UsageError: It cannot be read, has no request, or a line is wrong; names the line and the field.
@@ -128,7 +128,7 @@ def read_trace(path: Path | str, chunk_tokens: int | None = None) -> Trace:
 
 
 def parse_trace(lines: Iterable[bytes | str], name: str = "trace", chunk_tokens: int | None = None) -> Trace:
-    """The same from its lines."""
+    """Read a trace from its lines."""
     numbers: dict[int | str, int] = {}
     requests: list[Request] = []
     size = 0
@@ -175,7 +175,7 @@ def _placed(lines: Iterable[bytes | str], name: str) -> Iterator[tuple[str, byte
 
 
 def _form(where: str, line: bytes) -> type[MooncakeLine] | type[RecordedLine] | None:
-    """What form a trace has, by its first line; None for events."""
+    """The format of a trace, by its first line; None for events."""
     found = decode(Any, where, line)
     if isinstance(found, list) or (isinstance(found, dict) and "events" in found):
         return None
@@ -184,6 +184,6 @@ def _form(where: str, line: bytes) -> type[MooncakeLine] | type[RecordedLine] | 
     if isinstance(found, dict) and "keys" in found:
         return RecordedLine
     raise UsageError(
-        f"{where}: no known form: a request has field 'hash_ids' (Mooncake) or 'keys' (raykv), a batch of events has "
+        f"{where}: unknown format: a request has field 'hash_ids' (Mooncake) or 'keys' (raykv), a batch of events has "
         "field 'events' (vLLM)"
     )

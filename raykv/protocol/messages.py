@@ -1,83 +1,66 @@
-"""Messages and their bytes.
+"""The messages of the protocol: requests, and the answers to them. `raykv.protocol.codec` turns them into bytes.
 
-A message is a typed struct in MessagePack behind a fixed header; nothing else is ever decoded, and nothing is
-unpickled. Arrays travel as raw little-endian bytes. Some replies are followed by a payload of chunk bytes, whose
-length the reply tells.
+Arrays are raw little-endian bytes; their element types stand in the docstrings (i32, u64, ...). Keys are 16 bytes each,
+as `chunk_keys.to_bytes` writes them. Some answers are followed by a payload of chunk bytes.
 
-    header:  magic "RK" | version u8 | 0 u8 | epoch u32 | length u32      then `length` bytes of MessagePack
-
-`epoch` is that of the sender's view, so that every answer tells whether one's own is stale.
+A lease is what one connection holds: slots lent to it, and pins. Leases end with the connection.
 """
 
-import hashlib
-import hmac
-import struct
-from typing import Any, Final, TypeVar
+from typing import Final
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
-from raykv.errors import CapacityError, ConfigError, LostError, NamespaceMismatch, ProtocolError, RayKVError, UsageError
 from raykv.protocol.placement import Member, View
-from raykv.types import Bits, NodeId
+from raykv.types import NodeId
 
-T = TypeVar("T")
-
-VERSION: Final = 3
-MAX_MESSAGE_NBYTES: Final = 32 << 20
 MAX_KEYS: Final = 1 << 20
+"""Most keys in one request."""
 MAX_HOLDERS: Final = 3
-"""Holders of one key that an owner tells of."""
-HEADER: Final = struct.Struct("<2sBBII")
-MAGIC: Final = b"RK"
-
-GREETING: Final = struct.Struct("<5sH32s")
-"""First bytes of both ends: "raykv", version, nonce."""
-GREETING_MAGIC: Final = b"raykv"
-PROOF_NBYTES: Final = 32
+"""Most holders of one key in an answer."""
 
 
-class Message(msgspec.Struct, tag=True, omit_defaults=True):
-    """What all messages share."""
+class Message(msgspec.Struct, tag=True, omit_defaults=True, kw_only=True):
+    """Base of all messages.
+
+    Attributes:
+        group: Digest of the quota group that a request is for; the node counts requests and bytes by it. Empty: none.
+    """
+
+    group: bytes = b""
 
 
 # -- requests ---------------------------------------------------------------------------------------------------------
 
 
 class Attach(Message):
-    """Who are you, and where is your memory? Answered by Attached."""
+    """Ask for the node's name and the files of its memory. Answer: Attached."""
 
 
 class GetView(Message):
-    """Answered by ViewIs."""
+    """Ask for the node's view of the cluster. Answer: ViewIs."""
+
+
+class GetStats(Message):
+    """Ask for the node's counters. Answer: Stats."""
 
 
 class OpenNamespace(Message):
-    """Make known the quota group of a namespace (its fields as JSON). Answered by Done."""
+    """Give the quota group of a namespace (JSON) a number on this node. Answer: Done.
+
+    `capacity_nbytes`: the most that its slots may take here; 0 for no bound, None to leave it.
+    """
 
     namespace: bytes
     capacity_nbytes: int | None = None
 
 
-class Reserve(Message):
-    """See `Store.reserve`; `group` is a digest. Answered by Granted; the reservation dies with the connection."""
-
-    group: bytes
-    keys: bytes
-    nbytes: int
-    chained: bool = True
-    parent: bytes = b""
-    depth: int = 0
-
-
 class Lend(Message):
-    """Slots to write chunks of `nbytes` into, before anybody says which: see `Store.lend`. Answered by Lent.
+    """Lend slots for chunks of `nbytes` to this connection. Answer: Lent, with fewer than `count` when memory is full.
 
-    What is lent dies with the connection; Abort gives it back.
+    `ahead`: further slots that the writer would like; nothing is evicted for them. `keys`, `parent`: chunks that must
+    not be evicted to make room, since the writer is about to extend them.
     """
 
-    group: bytes
     nbytes: int
     count: int
     ahead: int = 0
@@ -85,15 +68,14 @@ class Lend(Message):
     parent: bytes = b""
 
 
-class Store(Message):
-    """Give keys to lent slots and make them visible: see `Store.store`. Answered by Stored.
+class Run(msgspec.Struct, array_like=True):
+    """Chunks of one size to be committed together: see `raykv.types.Batch`.
 
-    `rows` i32 and `checksums` u64 of the slots, `positions` i32 of their keys among `keys`: empty when they are all of
-    them. `ahead`: how many slots the writer would like to have for what comes next. `ttl_s`, `priority`: 0 for what the
-    namespace's config says.
+    `rows` i32 and `checksums` u64 of the lent slots; `positions` i32: which of `keys` each slot holds, empty when the
+    slots hold all keys in order. `ahead`: slots of this size that the writer would like next. `ttl_s`, `priority`: 0 for
+    the namespace's own.
     """
 
-    group: bytes
     keys: bytes
     nbytes: int
     rows: bytes
@@ -108,90 +90,23 @@ class Store(Message):
 
 
 class Commit(Message):
-    """Rows i32 and checksums u64 of chunks whose bytes are written. Answered by Done."""
+    """Make chunks visible whose bytes are in lent slots. Answer: Committed. A wrong run does not stop the others."""
+
+    runs: tuple[Run, ...]
+
+
+class GiveBack(Message):
+    """Return lent slots that were not committed: rows i32. Answer: Done."""
 
     rows: bytes
-    checksums: bytes
-
-
-class Abort(Message):
-    """Rows i32, reserved or lent, to give up. Answered by Done."""
-
-    rows: bytes
-
-
-class Pin(Message):
-    """Answered by Held; the pins die with the connection."""
-
-    keys: bytes
-
-
-class Unpin(Message):
-    """Rows i32. Answered by Done."""
-
-    rows: bytes
-
-
-class Promote(Message):
-    """Bring these into memory from the tiers below it. Answered by Count: how many are on their way, or came.
-
-    `timeout_s`: how long the answer waits for them; they come all the same.
-    """
-
-    keys: bytes
-    timeout_s: float = 0.0
-
-
-class Delete(Message):
-    """Answered by Count."""
-
-    keys: bytes
-
-
-class Suspect(Message):
-    """These were not to be had from you, or their bytes were wrong: check them, and tell their owners what is true.
-
-    Answered by Count: how many were dropped.
-    """
-
-    keys: bytes
-
-
-class Locate(Message):
-    """Who holds these? To their owner. Answered by Located."""
-
-    keys: bytes
-
-
-class Announce(Message):
-    """`node_id` holds these, and no longer holds those. To their owner. Answered by Done.
-
-    `cold`: a bit for each of `added`, set for those that lie below memory; empty when none does.
-    """
-
-    node_id: NodeId
-    added: bytes = b""
-    removed: bytes = b""
-    cold: bytes = b""
-
-
-class Read(Message):
-    """Send the bytes of these chunks. Answered by Reading and the payload.
-
-    `locate`: as their owner, say too who holds those that are not here.
-    """
-
-    keys: bytes
-    locate: bool = False
 
 
 class Write(Message):
-    """Store these chunks of equal size. Answered by Granted; then the payload goes out, answered by Count.
+    """Store chunks of equal size from another host. Answer: Accepted; then the payload; then Count of those stored.
 
-    The payload: the chunks that were granted, and behind them their checksums, u64 each.
+    Payload: the chunks that were accepted, and behind them the checksum of each, u64.
     """
 
-    group: bytes
     keys: bytes
     nbytes: int
     chained: bool = True
@@ -201,8 +116,55 @@ class Write(Message):
     priority: int = 0
 
 
+class Read(Message):
+    """Ask for the bytes of chunks. Answer: Reading, and the payload.
+
+    `locate`: the node also says, as the keys' owner, which nodes hold the chunks that it lacks.
+    """
+
+    keys: bytes
+    locate: bool = False
+
+
+class Pin(Message):
+    """Hold chunks in memory until Unpin. Answer: Held."""
+
+    keys: bytes
+
+
+class Unpin(Message):
+    """End pins of this connection: rows i32. Answer: Done."""
+
+    rows: bytes
+
+
+class Promote(Message):
+    """Bring chunks into memory from the tiers below it. Answer: Count of those that came or are on their way.
+
+    `timeout_s`: how long the answer may wait for them. What takes longer still comes.
+    """
+
+    keys: bytes
+    timeout_s: float = 0.0
+
+
+class Delete(Message):
+    """Drop chunks from memory and from the tiers. Answer: Count."""
+
+    keys: bytes
+
+
+class Suspect(Message):
+    """A reader could not get these chunks here, or got wrong bytes: check them, and announce the result.
+
+    Answer: Count of the chunks that were dropped.
+    """
+
+    keys: bytes
+
+
 class Hint(Message):
-    """What a client knows of these: see `Store.hint`. Answered by Count: how many are here."""
+    """What a client knows of chunks: see `Store.hint`. Answer: Count of those that are here."""
 
     keys: bytes
     ttl_s: float | None = None
@@ -212,100 +174,108 @@ class Hint(Message):
     output_tokens: int | None = None
 
 
-class Configure(Message):
-    """Change these fields (JSON) of the config of a namespace's quota group (its fields as JSON), or drop the quota group.
+class Locate(Message):
+    """Ask the owner of keys which nodes hold them. Answer: Located."""
 
-    Asks the directory. Answered by Configured; whoever asks then tells the others (Adopt), who else hear of it with
-    their next heartbeat. `register`: from a node to a relay of the directory: see `DirectoryPort.configure`.
+    keys: bytes
+
+
+class Announce(Message):
+    """A holder reports to the owner of keys: it holds those in `added`, and no longer those in `removed`. Answer: Done.
+
+    `nbytes` u32: length of each added chunk. `below_memory`: a bit for each added key, set when the chunk is in a tier
+    below memory only; empty when no bit is set.
+    """
+
+    node_id: NodeId
+    added: bytes = b""
+    removed: bytes = b""
+    nbytes: bytes = b""
+    below_memory: bytes = b""
+
+
+class Why(Message):
+    """Ask where chunks are on this node, and why they left it. Answer: Histories."""
+
+    keys: bytes
+
+
+class Configure(Message):
+    """Change fields (JSON) of a namespace's config, or drop the namespace (its fields as JSON). Answer: Configured.
+
+    The node asks the directory. `registry`: the node's own list of namespaces, from a node to the membership proxy; see
+    `MembershipPort.configure`.
     """
 
     namespace: bytes
     fields: bytes = b"{}"
     drop: bool = False
-    register: bytes | None = None
+    registry: bytes | None = None
 
 
 class Adopt(Message):
-    """The newest list of namespaces, as `Configured` gave it. Answered by Count.
+    """Follow this list of namespaces, which Configured gave. Answer: Count of the chunks dropped from `group`."""
 
-    What is counted: the chunks that went from this node when this quota group was dropped last.
-    """
-
-    register: bytes
-    group: bytes = b""
+    registry: bytes
 
 
 class Report(Message):
-    """What a client saw of an quota group since its last report: see `ClientMetrics`. Answered by Done."""
+    """What a client saw of `group` since its last report: see `ClientMetrics`. Answer: Done."""
 
-    group: bytes
     misses: dict[str, int]
     gets: tuple[int, ...] = ()
     puts: tuple[int, ...] = ()
 
 
-class Why(Message):
-    """What do you know of these? Answered by Told."""
-
-    keys: bytes
-
-
 class GetNamespaces(Message):
-    """Which quota groups do you know? Answered by NamespacesAre."""
+    """Ask for the quota groups of this node. Answer: NamespacesAre."""
 
 
-class Record(Message):
-    """Requests that a client looked up, as `record.pack` writes them. Answered by Done."""
+class RecordTrace(Message):
+    """Requests of a client, as `trace_requests.pack` writes them, for a trace that is being recorded. Answer: Done."""
 
     requests: bytes
 
 
-class TakeRecord(Message):
-    """What clients told of their requests (see Record); they go on telling, or not. Answered by Recorded.
-
-    For processes of the node's own host and user alone.
-    """
+class FetchTrace(Message):
+    """Fetch the requests recorded so far; `on`: go on recording. From this host and user only. Answer: Trace."""
 
     on: bool
 
 
-class GetStats(Message):
-    """Answered by Stats."""
-
-
-class Beat(Message):
-    """To a relay of the directory: see `DirectoryPort.beat`. Answered by Beaten."""
+class Heartbeat(Message):
+    """See `MembershipPort.beat`. Answer: HeartbeatAnswered."""
 
     member: Member
     view_epoch: int
     view: View | None = None
     version: int = 0
-    register: bytes | None = None
+    registry: bytes | None = None
 
 
 class Leave(Message):
-    """To a relay of the directory: see `DirectoryPort.leave`. Answered by Done, or Beaten with a problem."""
+    """See `MembershipPort.leave`. Answer: Done, or HeartbeatAnswered with a problem."""
 
     node_id: NodeId
 
 
-# -- replies ----------------------------------------------------------------------------------------------------------
+# -- answers ----------------------------------------------------------------------------------------------------------
 
 
 class Done(Message):
-    """It is done."""
+    """The request was carried out."""
 
 
 class Count(Message):
-    """How many."""
+    """A number; its meaning is the request's."""
 
     count: int
 
 
 class Attached(Message):
-    """Where a node's memory lies; `secret` only goes to processes of the same user on the same host.
+    """Name and memory of a node. `secret` goes only to processes of the same user on the same host.
 
-    `tiers`: whether it has any below memory, so that what is not in its memory may be promoted.
+    `tiers`: whether the node has tiers below memory, so that a chunk that is not in memory may be promoted.
     """
 
     node_id: NodeId
@@ -316,39 +286,54 @@ class Attached(Message):
     secret: bytes = b""
     tiers: bool = False
 
+    def __repr__(self) -> str:
+        """All fields except the value of the secret: this text may end in a log."""
+        shown = ((name, getattr(self, name)) for name in self.__struct_fields__ if name not in ("group", "secret"))
+        fields = ", ".join(f"{name}={value!r}" for name, value in shown)
+        return f"Attached({fields}, secret={'set' if self.secret else 'empty'})"
+
 
 class ViewIs(Message):
-    """The node's view."""
+    """The node's view of the cluster."""
 
     view: View
 
 
-class Granted(Message):
-    """positions i32, rows i32, offsets u64: see `Reserved`; and how many keys found no room."""
-
-    positions: bytes
-    rows: bytes
-    offsets: bytes
-    full: int = 0
-
-
 class Lent(Message):
-    """rows i32, offsets u64 of slots: those that were needed first, then those ahead."""
+    """Lent slots, rows i32 and offsets u64: the needed ones first, then those ahead."""
 
     rows: bytes = b""
     offsets: bytes = b""
 
 
-class Stored(Message):
-    """Places, i32, of the slots that were not used, since others had stored their keys; and the slots lent ahead."""
+class CommittedRun(msgspec.Struct, array_like=True):
+    """What became of one Run.
+
+    `unused` i32: places, among the run's rows, of slots whose keys another writer had stored; they stay lent. `rows` i32
+    and `offsets` u64: slots lent ahead. `problem`: why the run was refused; all its slots stay lent.
+    """
 
     unused: bytes = b""
     rows: bytes = b""
     offsets: bytes = b""
+    problem: str = ""
+
+
+class Committed(Message):
+    """One entry for each run of a Commit."""
+
+    runs: tuple[CommittedRun, ...]
+
+
+class Accepted(Message):
+    """Positions, i32, of the keys whose chunks the node wants; `full`: how many others found no room."""
+
+    positions: bytes
+    full: int = 0
 
 
 class Held(Message):
-    """rows i32 (-1: not here), offsets u64, nbytes u32, checksums u64: one entry a key."""
+    """Pinned chunks, one entry a key: rows i32 (-1: not here), offsets u64, nbytes u32, checksums u64."""
 
     rows: bytes
     offsets: bytes
@@ -356,21 +341,10 @@ class Held(Message):
     checksums: bytes
 
 
-class Located(Message):
-    """Place in `choices` of each key's holders (at most MAX_HOLDERS of them), i32; -1 for unknown.
-
-    `cold`: a bit for each key, set for those that no holder has in memory; empty when there are none such.
-    """
-
-    choices: tuple[tuple[NodeId, ...], ...]
-    places: bytes
-    cold: bytes = b""
-
-
 class Reading(Message):
-    """nbytes u32 (0: not here) and checksums u64, one entry a key; the payload is the chunks one after another.
+    """One entry a key: nbytes u32 (0: not here), checksums u64. Payload: the chunks that are here, in order.
 
-    `choices` and `places`, if they were asked for: as in Located, for those keys that are not here.
+    `choices`, `places`: as in Located, for the keys that are not here, when Read asked for them.
     """
 
     nbytes: bytes
@@ -379,24 +353,25 @@ class Reading(Message):
     places: bytes = b""
 
 
-class Configured(Message):
-    """The list of namespaces as it is now (`Register.encode`), and of this node what Adopt answers.
+class Located(Message):
+    """Holders of each key: `places` i32 is its entry in `choices` (at most MAX_HOLDERS nodes each), -1 for none known.
 
-    `problem`: why the directory could not be asked; nothing was changed then.
+    `nbytes` u32: length of each chunk, 0 for unknown; empty when none is known. `below_memory`: a bit for each key, set
+    when all its holders have it in a tier below memory only; empty when no bit is set.
     """
 
-    register: bytes = b""
-    count: int = 0
-    problem: str = ""
+    choices: tuple[tuple[NodeId, ...], ...]
+    places: bytes
+    nbytes: bytes = b""
+    below_memory: bytes = b""
 
 
-class Told(Message):
+class Histories(Message):
     """One entry a key.
 
-    `places` u8 (`eviction_log.Place`) and `nbytes` u32: where it is on this node; no bytes while it is being written.
-    `reasons` u8 (`eviction_log.Reason`), `tiers` u8, `ages_s` f32 and `policy` u8, a place in `policies`: its last departure
-    from this node. `announced` u8: whether this node, as its owner, knows of a holder. `remembers_s`: for how long back
-    departures are remembered, if any was forgotten.
+    `places` u8 (`reasons.Place`), `nbytes` u32: where the chunk is on this node. `reasons` u8 (`reasons.Reason`), `tiers`
+    u8, `ages_s` f32, `policy` u8 (entry in `policies`): its last departure from this node. `announced` u8: whether this
+    node, as its owner, knows a holder. `remembers_s`: how far back departures are remembered; None when all are.
     """
 
     places: bytes
@@ -410,27 +385,38 @@ class Told(Message):
     remembers_s: float | None = None
 
 
+class Configured(Message):
+    """The list of namespaces after a change, and how many chunks the answering node dropped.
+
+    `problem`: why the directory could not be asked; nothing was changed then.
+    """
+
+    registry: bytes = b""
+    count: int = 0
+    problem: str = ""
+
+
 class NamespacesAre(Message):
-    """What a node says of each quota group, by its fields as JSON: JSON text."""
+    """The quota groups of a node, by their fields as JSON: JSON text."""
 
     namespaces: bytes
 
 
-class Recorded(Message):
-    """Requests as `record.pack` writes them, how many there was no room for, and whether there are more to be taken."""
+class Trace(Message):
+    """Recorded requests; how many did not fit the node's buffer; whether there are more to fetch."""
 
     requests: bytes
     left_out: int = 0
     more: bool = False
 
 
-class Beaten(Message):
-    """A `Pulse`. `problem`: why the directory could not be asked."""
+class HeartbeatAnswered(Message):
+    """A `HeartbeatAnswer`. `problem`: why the directory could not be asked."""
 
     view: View | None = None
-    tell_view: bool = False
-    register: bytes | None = None
-    tell_register: bool = False
+    want_view: bool = False
+    registry: bytes | None = None
+    want_registry: bool = False
     problem: str = ""
 
 
@@ -441,159 +427,18 @@ class Stats(Message):
 
 
 class Failure(Message):
-    """The request failed; `kind` names the error class."""
+    """The request failed; `kind` is the name of the error class."""
 
     kind: str
     text: str
 
 
 Request = (
-    Attach | GetView | OpenNamespace | Reserve | Lend | Store | Commit | Abort | Pin | Unpin | Promote | Delete
-    | Suspect | Locate | Announce | Read | Write | Hint | Configure | Adopt | Report
-    | Why | GetNamespaces | Record | TakeRecord | GetStats | Beat | Leave
+    Attach | GetView | GetStats | OpenNamespace | Lend | Commit | GiveBack | Write | Read | Pin | Unpin | Promote
+    | Delete | Suspect | Hint | Locate | Announce | Why | Configure | Adopt | Report | GetNamespaces | RecordTrace
+    | FetchTrace | Heartbeat | Leave
 )  # fmt: skip
 Answer = (
-    Done | Count | Attached | ViewIs | Granted | Lent | Stored | Held | Located | Reading | Told
-    | Configured | NamespacesAre | Recorded | Beaten | Stats | Failure
+    Done | Count | Attached | ViewIs | Lent | Committed | Accepted | Held | Reading | Located | Histories | Configured
+    | NamespacesAre | Trace | HeartbeatAnswered | Stats | Failure
 )  # fmt: skip
-
-_encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[Request | Answer] = msgspec.msgpack.Decoder(Request | Answer)
-_FAILURES: dict[str, type[RayKVError]] = {
-    kind.__name__: kind
-    for kind in (UsageError, ConfigError, NamespaceMismatch, CapacityError, LostError, ProtocolError)
-}
-
-
-def encode(message: Message, epoch: int) -> bytes:
-    """Header and body of a message.
-
-    Raises:
-        UsageError: It is longer than a message may be.
-    """
-    body = _encoder.encode(message)
-    if len(body) > MAX_MESSAGE_NBYTES:
-        raise UsageError(f"message of {len(body):,} bytes; at most {MAX_MESSAGE_NBYTES:,}: ask for fewer keys at once")
-    return HEADER.pack(MAGIC, VERSION, 0, epoch & 0xFFFFFFFF, len(body)) + body
-
-
-def decode_header(header: bytes | bytearray | memoryview) -> tuple[int, int]:
-    """(epoch, length of the body).
-
-    Raises:
-        ProtocolError: Not our protocol, another version, or a length above the limit.
-    """
-    magic, version, _, epoch, length = HEADER.unpack(header)
-    if magic != MAGIC:
-        raise ProtocolError(f"not a raykv message (it begins with {bytes(magic)!r})")
-    if version != VERSION:
-        raise ProtocolError(f"the peer speaks protocol version {version}, we speak {VERSION}: upgrade the older one")
-    if length > MAX_MESSAGE_NBYTES:
-        raise ProtocolError(f"message of {length:,} bytes announced; at most {MAX_MESSAGE_NBYTES:,} are taken")
-    return epoch, length
-
-
-def decode(body: bytes | bytearray | memoryview) -> Request | Answer:
-    """The message in a body.
-
-    Raises:
-        ProtocolError: It is none of ours.
-    """
-    try:
-        return _decoder.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"a message that is none of ours: {error}") from error
-
-
-def array(raw: bytes, kind: str, count: int) -> npt.NDArray[Any]:
-    """The array in a field of an answer.
-
-    Raises:
-        ProtocolError: It has not `count` entries.
-    """
-    if len(raw) != count * np.dtype(kind).itemsize:
-        raise ProtocolError(f"{len(raw)} bytes where {count} entries of {kind} were due")
-    return np.frombuffer(raw, kind)
-
-
-def pack_bits(bits: Bits | None) -> bytes:
-    """Bits as they travel: empty when none is set."""
-    return np.packbits(bits, bitorder="little").tobytes() if bits is not None and bits.any() else b""
-
-
-def unpack_bits(raw: bytes, count: int) -> Bits:
-    """The same back.
-
-    Raises:
-        ProtocolError: They are not of `count` entries.
-    """
-    if not raw:
-        return np.zeros(count, np.bool_)
-    if len(raw) != -(-count // 8):
-        raise ProtocolError(f"{len(raw)} bytes where {count} bits were due")
-    return np.unpackbits(np.frombuffer(raw, np.uint8), count=count, bitorder="little").astype(np.bool_)
-
-
-def fields(text: bytes) -> dict[str, Any]:
-    """Fields of a namespace, or of its config, which travel as JSON.
-
-    Raises:
-        UsageError: They are none.
-    """
-    try:
-        return msgspec.json.decode(text, type=dict[str, Any])
-    except msgspec.MsgspecError as error:
-        raise UsageError(f"no fields as JSON: {error}") from error
-
-
-def expect(kind: type[T], answer: Answer) -> T:
-    """The answer, which must be of this kind.
-
-    Raises:
-        ProtocolError: It is not.
-    """
-    if not isinstance(answer, kind):
-        raise ProtocolError(f"{type(answer).__name__} where {kind.__name__} was due")
-    return answer
-
-
-def failure(error: RayKVError) -> Failure:
-    """How an error travels."""
-    kind = type(error).__name__
-    return Failure(kind if kind in _FAILURES else UsageError.__name__, str(error))
-
-
-def raise_failure(answer: Failure) -> None:
-    """Raise at the asking end what went wrong at the other.
-
-    Raises:
-        RayKVError: Always; of the class that the failure names.
-    """
-    raise _FAILURES.get(answer.kind, ProtocolError)(answer.text)
-
-
-# -- handshake --------------------------------------------------------------------------------------------------------
-
-
-def greeting(nonce: bytes) -> bytes:
-    """First bytes of either end."""
-    return GREETING.pack(GREETING_MAGIC, VERSION, nonce)
-
-
-def read_greeting(raw: bytes | bytearray) -> bytes:
-    """The nonce of the other end.
-
-    Raises:
-        ProtocolError: The other end does not speak raykv, or another version.
-    """
-    magic, version, nonce = GREETING.unpack(raw)
-    if magic != GREETING_MAGIC:
-        raise ProtocolError(f"the peer does not speak raykv (it begins with {bytes(magic)!r})")
-    if version != VERSION:
-        raise ProtocolError(f"the peer speaks protocol version {version}, we speak {VERSION}: upgrade the older one")
-    return bytes(nonce)
-
-
-def proof(secret: bytes, role: str, client_nonce: bytes, server_nonce: bytes) -> bytes:
-    """What only a holder of the secret can say, once, in this role."""
-    return hmac.digest(secret, role.encode() + client_nonce + server_nonce, hashlib.sha256)

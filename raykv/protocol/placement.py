@@ -30,18 +30,26 @@ class Member(msgspec.Struct, frozen=True):
     Attributes:
         node_id: Its name.
         host: Identity of its host; equal hosts share memory.
-        address: "host:port" for peers.
-        local_address: "unix:..." for processes of its host.
+        endpoints: Where it is reached, by transport: "tcp" has "host:port", "unix" has "unix:..." for its own host.
         weight: Share of the ring.
-        incarnation: Grows with every start; another one means that what the node kept as an owner is gone.
+        incarnation: Grows with every start of the node. After a start, its location index is empty.
     """
 
     node_id: NodeId
     host: str
-    address: str
-    local_address: str
+    endpoints: dict[str, str]
     weight: float
     incarnation: int
+
+    @property
+    def address(self) -> str:
+        """Endpoint for other hosts; empty if there is none."""
+        return self.endpoints.get("tcp", "")
+
+    @property
+    def local_address(self) -> str:
+        """Endpoint for processes of its host; empty if there is none."""
+        return self.endpoints.get("unix", "")
 
 
 class View(msgspec.Struct, frozen=True, dict=True):

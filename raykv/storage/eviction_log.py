@@ -1,4 +1,4 @@
-"""Why chunks are not here any more: a bounded record of recent departures. Pure: no clock, no lock."""
+"""Why chunks are not here any more: a bounded log of recent departures. Pure: no clock, no lock."""
 
 from collections.abc import Sequence
 from typing import Final, NamedTuple
@@ -10,21 +10,15 @@ from raykv.protocol.reasons import Place
 from raykv.types import Bits, KeyArray
 
 EVICTION_LOG_ENTRIES: Final = 1 << 18
-"""Departures that a node remembers, at 43 bytes each; beyond that the oldest are forgotten. A power of two."""
+"""Departures in a node's log, at 43 bytes each. New ones replace the oldest. A power of two."""
 CHAIN_STEPS: Final = 64
-"""Departures of other keys that a search passes. More in one bucket means that somebody made the keys for it."""
+"""Departures of other keys that a search passes. More in one bucket means keys that were made for it."""
 
 _MIX: Final = np.uint64(0x9E3779B97F4A7C15)
 
 
 class Departures(NamedTuple):
-    """What is remembered of keys, one entry each; reason NONE where nothing is.
-
-    Attributes:
-        reasons, tiers: Of `Reason` and `Place`.
-        when_s: Time of the departure, by the clock that `note` was given.
-        policies: Names of the policies that chose; "" where none did.
-    """
+    """The last departure of keys, one entry each: `Reason` (NONE: not in the log), `Place`, time, policy that chose."""
 
     reasons: npt.NDArray[np.uint8]
     tiers: npt.NDArray[np.uint8]
@@ -36,7 +30,7 @@ class EvictionLog:
     """A ring of departures and, by a hash of the key, chains through it from the newest to the oldest."""
 
     def __init__(self, entries: int = EVICTION_LOG_ENTRIES) -> None:
-        """Remember so many: a power of two."""
+        """Make an empty log of `entries` places, a power of two."""
         self._entries, self._shift = entries, np.uint64(65 - entries.bit_length())
         self._next = 1  # number of the next departure; 0 is none
         self._keys = np.zeros((entries, 2), np.uint64)
@@ -53,12 +47,12 @@ class EvictionLog:
 
     @property
     def since_s(self) -> float | None:
-        """When the oldest departure was that is remembered; None while nothing was forgotten yet."""
+        """Time of the oldest departure in the log; None while no entry was replaced."""
         if self._next <= self._entries:
             return None
         return float(self._when_s[self._next % self._entries])
 
-    def note(
+    def add(
         self,
         keys: KeyArray,
         reasons: npt.ArrayLike,
@@ -67,28 +61,19 @@ class EvictionLog:
         policies: str | Sequence[str] = "",
         now_s: float,
     ) -> None:
-        """These chunks went.
-
-        Args:
-            keys: Shape [n, 2].
-            reasons: One for all, or one each.
-            policies: Names of the policies that chose them: one for all, or one each.
-        """
+        """Log the departure of chunks. `reasons`, and `policies` that chose them: one for all, or one each."""
         if len(keys) > self._entries:
             skipped = len(keys) - self._entries
             reasons = reasons if np.ndim(reasons) == 0 else np.asarray(reasons)[skipped:]
             keys, policies = keys[skipped:], policies if isinstance(policies, str) else policies[skipped:]
-        count = len(keys)
-        if not count:
+        if not (count := len(keys)):
             return
         numbers = np.arange(self._next, self._next + count)
         at, buckets = numbers % self._entries, self._buckets(keys)
         self._keys[at], self._when_s[at], self._tier[at] = keys, now_s, tier
         self._reason[at] = reasons
-        self._policy[at] = (
-            self._number(policies) if isinstance(policies, str) else [self._number(name) for name in policies]
-        )
-        # Of several in one bucket, each comes before the next, and the last is the newest.
+        self._policy[at] = self._number(policies) if isinstance(policies, str) else list(map(self._number, policies))
+        # Within a bucket each departure points to the one before it; the bucket points to the newest.
         order = np.argsort(buckets, kind="stable")
         sorted_, chained = buckets[order], numbers[order]
         same = sorted_[1:] == sorted_[:-1]
@@ -100,13 +85,13 @@ class EvictionLog:
         self._next += count
 
     def find(self, keys: KeyArray) -> Departures:
-        """The last departure of each key that is remembered."""
+        """The last departure of each key in the log."""
         number = self._newest[self._buckets(keys)]
         found = np.zeros(len(keys), np.int64)
         pending = np.arange(len(keys))
         for _ in range(CHAIN_STEPS):
-            # A number that is too old names an entry that others have by now; what lies behind is older yet.
-            pending = pending[self._remembered(number[pending])]
+            # The entry of a number that is too old was replaced; those behind it are older still.
+            pending = pending[self._in_log(number[pending])]
             if not pending.size:
                 break
             at = number[pending] % self._entries
@@ -122,7 +107,7 @@ class EvictionLog:
             [self._names[number] for number in np.where(known, self._policy[at], 0).tolist()],
         )
 
-    def _remembered(self, numbers: npt.NDArray[np.int64]) -> Bits:
+    def _in_log(self, numbers: npt.NDArray[np.int64]) -> Bits:
         recent: Bits = numbers >= max(1, self._next - self._entries)
         return recent
 
@@ -130,7 +115,7 @@ class EvictionLog:
         return ((keys[:, 0] ^ keys[:, 1]) * _MIX >> self._shift).astype(np.int64)
 
     def _number(self, name: str) -> int:
-        """Of a policy's name. There are few, but users' own may come and go: the last number is for all beyond."""
+        """Number of a policy's name; 0 for names beyond the first 254 (users may bring policies of their own)."""
         if name not in self._names:
             if len(self._names) == np.iinfo(np.uint8).max:
                 return 0

@@ -1,6 +1,6 @@
-"""What is wanted for rows beyond what the table says: who goes before others, and when chunks expire.
+"""Hints for rows: eviction priority, ended session, expiry.
 
-Kept by the node's process alone, but for the expiry: after a restart all rows are alike again.
+The expiry is in the table. The rest ends with the process: after a restart all rows have the same priority.
 """
 
 from typing import Final
@@ -9,82 +9,64 @@ import numpy as np
 import numpy.typing as npt
 
 from raykv.config import HIGHEST_PRIORITY, NamespaceConfig
-from raykv.memory.rows import lazy_zeros
-from raykv.memory.table import TICKS_PER_S, Table
-from raykv.types import Bits, Rows
+from raykv.memory.free_rows import lazy_zeros
+from raykv.memory.layout import TICKS_PER_S
+from raykv.memory.table import Table
+from raykv.types import Bits, Hints, Rows
 
 Ranks = npt.NDArray[np.int64]
 
 ENDED: Final = -HIGHEST_PRIORITY - 1
 """Rank of a chunk whose session has ended."""
 EXPIRED: Final = -HIGHEST_PRIORITY - 2
+"""Rank of a chunk that has expired."""
 
 
 class RowHints:
-    """Priorities and expiry of rows, and what quota groups say of them.
+    """Priorities and expiry of rows, and the defaults of quota groups.
 
     Attributes:
-        active: Whether any row may differ from the others; if not, nothing here costs anything.
-        expiring: Whether any may expire.
+        active: Whether any row may have hints. Without, nothing here costs anything.
+        expiring: Whether any row may expire.
     """
 
     def __init__(self, table: Table, *, expiring: bool) -> None:
-        """Start with rows that are alike, but for those that expire, if there are any."""
+        """Start without hints, except for the expiry in the table."""
         self._table = table
         self._priority = lazy_zeros(table.rows, np.int8)
-        self._ended = lazy_zeros(table.rows, np.uint32)  # in ticks; 0: the session goes on
-        self._ttl: dict[int, int] = {}  # ticks by quota group
-        self._usual: dict[int, int] = {}  # priority by quota group
-        self._tiers: dict[int, str] = {}  # by quota group, of those that say
+        self._ended = lazy_zeros(table.rows, np.uint32)  # tick at which the session ended; 0: it goes on
+        self._group_ttl: dict[int, int] = {}  # in ticks
+        self._group_priority: dict[int, int] = {}
+        self._group_tiers: dict[int, str] = {}
         self.expiring = self.active = expiring
 
     def configure(self, group: int, config: NamespaceConfig) -> None:
-        """What holds for chunks of this quota group that come from now on."""
-        self._ttl.pop(group, None)
-        self._usual.pop(group, None)
-        self._tiers.pop(group, None)
+        """Set the defaults for chunks that this quota group stores from now on."""
+        for defaults in (self._group_ttl, self._group_priority, self._group_tiers):
+            defaults.pop(group, None)
         if config.tiers != "both":
-            self._tiers[group] = config.tiers
+            self._group_tiers[group] = config.tiers
         if config.ttl_s is not None:
-            self._ttl[group] = ticks_of(config.ttl_s)
+            self._group_ttl[group] = ticks_of(config.ttl_s)
         if config.tiers == "ssd":
-            self._usual[group] = -HIGHEST_PRIORITY  # memory is only on their way
+            self._group_priority[group] = -HIGHEST_PRIORITY  # they are in memory only on their way
         elif config.priority:
-            self._usual[group] = config.priority
-        self.expiring = self.expiring or bool(self._ttl)
-        self.active = self.active or bool(self._ttl or self._usual)
+            self._group_priority[group] = config.priority
+        self.expiring = self.expiring or bool(self._group_ttl)
+        self.active = self.active or bool(self._group_ttl or self._group_priority)
 
-    def came(self, rows: Rows, now: int, ttl_s: float = 0.0, priority: int = 0) -> None:
-        """These rows hold new chunks of one quota group.
-
-        Args:
-            now: In ticks.
-            ttl_s, priority: What their writer said; 0: nothing, so what the quota group says holds.
-        """
-        if not (self.active or ttl_s or priority) or not rows.size:
+    def set_new(self, rows: Rows, hints: Hints, group: int, now: int) -> None:
+        """Set the hints of rows that get new chunks of one quota group. The group's defaults fill in."""
+        if not (self.active or hints.ttl_s or hints.priority):
             return
-        group = int(self._table.columns.namespace[rows[0]])
-        ticks = ticks_of(ttl_s) if ttl_s else self._ttl.get(group, 0)
-        if ticks:
-            self.expiring = True
-        self.active = True
+        ticks = ticks_of(hints.ttl_s) if hints.ttl_s else self._group_ttl.get(group, 0)
+        self.active, self.expiring = True, self.expiring or bool(ticks)
         self._table.columns.expires[rows] = now + ticks if ticks else 0
-        self._priority[rows] = priority or self._usual.get(group, 0)
+        self._priority[rows] = hints.priority or self._group_priority.get(group, 0)
         self._ended[rows] = 0
 
-    def came_one(self, row: int, now: int, ttl_s: float = 0.0, priority: int = 0) -> None:
-        """The same for one."""
-        if self.active or ttl_s or priority:
-            self.came(np.array([row], np.int32), now, ttl_s, priority)
-
-    def hint(self, rows: Rows, now: int, ttl_s: float | None, priority: int | None, *, ended: bool | None) -> None:
-        """Somebody knows more of these chunks.
-
-        Args:
-            ttl_s: They expire so long from now; 0 for never. None: as before.
-            priority: None: as before.
-            ended: Whether nobody is likely to read them soon; a read undoes that. None: as before.
-        """
+    def update(self, rows: Rows, now: int, ttl_s: float | None, priority: int | None, *, ended: bool | None) -> None:
+        """Change the hints of rows. None leaves a hint as it is; ttl_s 0 is never; a read undoes `ended`."""
         self.active = True
         if ttl_s is not None:
             self.expiring = self.expiring or bool(ttl_s)
@@ -95,7 +77,7 @@ class RowHints:
             self._ended[rows] = now if ended else 0
 
     def ranks(self, rows: Rows, now: int) -> Ranks:
-        """One a row: whatever the policy says, the lower go first."""
+        """One rank a row. Lower ranks are evicted first, whatever the policy says."""
         columns = self._table.columns
         ranks: Ranks = self._priority[rows].astype(np.int64)
         ended = self._ended[rows]
@@ -105,19 +87,20 @@ class RowHints:
         return ranks
 
     def below(self, rows: Rows, now: int) -> tuple[Bits, Ranks | None]:
-        """Which rows may go below memory, and a hint for each, as `Admission.admit` takes it."""
+        """Which rows may go to the tiers below memory, and a priority for each, as `Admission.admit` takes it."""
         may = np.ones(len(rows), np.bool_)
-        if not (self.active or self._tiers):
+        if not (self.active or self._group_tiers):
             return may, None
-        hints = np.sign(ranks := self.ranks(rows, now))
-        hints[ranks == ENDED] = 1
-        groups = self._table.columns.namespace[rows]
-        for group, tiers in self._tiers.items():
+        ranks = self.ranks(rows, now)
+        priorities = np.sign(ranks)
+        priorities[ranks == ENDED] = 1
+        groups = self._table.columns.group[rows]
+        for group, tiers in self._group_tiers.items():
             mine = groups == group
             may[mine] = tiers != "dram"
             if tiers == "ssd":
-                hints[mine & (ranks != EXPIRED)] = 1  # memory is only on their way
-        return may, hints
+                priorities[mine & (ranks != EXPIRED)] = 1
+        return may, priorities
 
 
 def ticks_of(seconds: float) -> int:

@@ -1,1 +1,1 @@
-"""A process that starts nodes by fork, and the handle of the process that owns it."""
+"""A process that starts a node by fork and restarts it, and the handle of the process that owns it."""

@@ -1,4 +1,7 @@
-"""A node in a process of its own that is made anew when it ends: the handle of whoever owns it. See `raykv.supervisor.process`."""
+"""A node in a process of its own that is restarted when it ends: the handle for its owner.
+
+See `raykv.supervisor.process`.
+"""
 
 import json
 import logging
@@ -12,22 +15,23 @@ import msgspec
 
 from raykv.config import NodeConfig, environment_of_child
 from raykv.errors import ConfigError, PeerUnavailable, TransientError
-from raykv.membership.membership import DirectoryPort
-from raykv.membership.proxy import Relay
-from raykv.protocol import messages
+from raykv.membership.membership import MembershipPort
+from raykv.membership.proxy import MembershipProxyServer
+from raykv.protocol import codec, messages
 from raykv.protocol.trace_requests import TracedRequest, unpack
-from raykv.storage.orphans import forget_unowned
-from raykv.supervisor.process import STOP, Order, Word
-from raykv.transport.tcp import SocketLink, SocketServer
+from raykv.storage.orphans import remove_unowned
+from raykv.supervisor.process import STOP, NodeReport, NodeSpec
+from raykv.transport.link import SocketLink
+from raykv.transport.server import SocketServer
 
 log = logging.getLogger(__name__)
 
 START_S: Final = 60.0
-ASK_S: Final = 10.0
+ANSWER_S: Final = 10.0
 RETRY_S: Final = 0.02
 STOP_S: Final = 20.0
-"""How long a node may take to stop in order. Then it is killed, and its memory stays as it is."""
-RELAY_CONNECTIONS: Final = 64
+"""Time for a node to stop in order. After it the node is killed, and its memory stays as it is."""
+PROXY_CONNECTIONS: Final = 64
 
 
 class NodeHandle:
@@ -35,166 +39,170 @@ class NodeHandle:
 
     Attributes:
         config: As given.
-        pid: Process of the node, 0 before there is one; another one after each of its deaths.
-        first_ns: When that process ran its first line, by the monotonic clock.
-        starts: How often a node was made.
+        pid: Process of the node; 0 before the first start. It changes with each restart.
+        first_ns: Time of that process's first line, by the monotonic clock.
+        starts: Number of starts.
     """
 
-    def __init__(self, config: NodeConfig, *, secret: bytes, directory: DirectoryPort) -> None:
-        """Start it, and wait until it serves.
+    def __init__(self, config: NodeConfig, *, secret: bytes, membership: MembershipPort) -> None:
+        """Start the node, and wait until it serves.
 
         Args:
+            config: Of the node.
             secret: The cluster's secret.
-            directory: Asked by this process for the node.
+            membership: The directory. This process asks it on the node's behalf.
 
         Raises:
-            ConfigError: It cannot be served here; says why.
-            PeerUnavailable: Its process ended, or does not answer within START_S; what it wrote to stderr says why.
+            ConfigError: The config cannot be served here; says why.
+            PeerUnavailable: The process ended, or does not report within START_S; its stderr says why.
         """
         self.config = config
         self.pid = self.first_ns = self.starts = 0
-        self._directory = directory
+        self._membership = membership
         self._address = self._problem = ""
-        self._news = threading.Condition()
+        self._reported = threading.Condition()
         self._ended = False
         self._stopping = threading.Lock()
-        self._relay = SocketServer(
-            Relay(directory, config.node_id),
+        self._proxy = SocketServer(
+            MembershipProxyServer(membership, config.node_id),
             "127.0.0.1:0",
             secret,
-            io_timeout_s=ASK_S,
-            max_connections=RELAY_CONNECTIONS,
+            io_timeout_s=ANSWER_S,
+            max_connections=PROXY_CONNECTIONS,
         )
-        self._relay.serve()
+        self._proxy.serve()
         try:
-            self._keeper = subprocess.Popen(
+            self._supervisor = subprocess.Popen(
                 [sys.executable, "-P", "-m", "raykv.supervisor.process"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 env=environment_of_child(),
-                process_group=0,  # who interrupts this process from its terminal leaves the end of the node to it
+                process_group=0,  # an interrupt from the terminal is for the owner, which then stops the node
             )
         except OSError:
-            self._relay.close()
+            self._proxy.close()
             raise
-        self._listener = threading.Thread(target=self._listen, name="raykv-kept", daemon=True)
+        self._listener = threading.Thread(target=self._listen, name="raykv-supervised", daemon=True)
         self._listener.start()
         try:
-            self._say(msgspec.json.encode(Order(config.model_dump(mode="json"), secret.hex(), self._relay.address)))
-            with self._news:
-                self._news.wait_for(lambda: self.starts or self._problem or self._ended, START_S)
+            self._send(msgspec.json.encode(NodeSpec(config.model_dump(mode="json"), secret.hex(), self._proxy.address)))
+            with self._reported:
+                self._reported.wait_for(lambda: self.starts or self._problem or self._ended, START_S)
             if self._problem:
                 raise ConfigError(self._problem)
             if not self.starts:
-                raise PeerUnavailable("the node's process does not come up; what it wrote to stderr says why")
+                raise PeerUnavailable("the node's process does not start; its stderr says why")
         except BaseException:
             self._end()
             raise
 
     @property
+    def supervisor_pid(self) -> int:
+        """Process of the supervisor."""
+        return self._supervisor.pid
+
+    @property
     def ended(self) -> bool:
-        """Whether nobody keeps the node any more."""
+        """Whether the supervisor has ended: the node is not restarted any more."""
         return self._ended
 
     def stats(self) -> dict[str, Any]:
-        """See `Node.stats`. Waits for a node that is being made anew.
+        """See `Node.stats`. Waits for a node that is being restarted.
 
         Raises:
             PeerUnavailable: It does not answer.
         """
-        found: dict[str, Any] = json.loads(messages.expect(messages.Stats, self._ask(messages.GetStats())).stats)
+        found: dict[str, Any] = json.loads(codec.expect(messages.Stats, self._ask(messages.GetStats())).stats)
         return found
 
-    def record(self, on: bool) -> tuple[list[TracedRequest], int]:
-        """See `Node.record`.
+    def record_trace(self, on: bool) -> tuple[list[TracedRequest], int]:
+        """Fetch the requests recorded so far, and how many did not fit the buffer. `on`: go on recording.
 
         Raises:
-            PeerUnavailable: It does not answer.
+            PeerUnavailable: The node does not answer.
         """
         requests: list[TracedRequest] = []
         left_out, more = 0, True
         while more:
-            told = messages.expect(messages.Recorded, self._ask(messages.TakeRecord(on)))
-            requests += unpack(told.requests)
-            left_out, more = left_out + told.left_out, told.more
+            trace = codec.expect(messages.Trace, self._ask(messages.FetchTrace(on)))
+            requests += unpack(trace.requests)
+            left_out, more = left_out + trace.left_out, trace.more
         return requests, left_out
 
     def stop(self, *, unlink: bool = False) -> None:
-        """Stop serving, for good. Safe to call again.
+        """Stop the node for good. Safe to call again.
 
         Args:
-            unlink: Also leave the cluster, and forget the memory. Else it is there for the process that comes next.
+            unlink: Also leave the cluster and remove the memory. Otherwise it stays for the next process.
         """
         with self._stopping:
             if not self._ended:
-                self._say(STOP)
+                self._send(STOP)
                 try:
-                    self._keeper.wait(STOP_S)
+                    self._supervisor.wait(STOP_S)
                 except subprocess.TimeoutExpired:
                     log.warning("node %s does not stop in order; it is killed", self.config.node_id)
             self._end()
             if not unlink:
                 return
             try:
-                self._directory.leave(self.config.node_id)
+                self._membership.leave(self.config.node_id)
             except TransientError:
-                pass  # it will notice the silence
+                pass  # the directory will notice the silence
             if self.config.file_prefix is not None:
-                forget_unowned(self.config.file_prefix)
+                remove_unowned(self.config.file_prefix)
 
     def _end(self) -> None:
-        """No process of ours is left after it, and no thread."""
-        assert self._keeper.stdin is not None
+        """End the supervisor with its node, the listener and the proxy server."""
+        assert self._supervisor.stdin is not None
         try:
-            self._keeper.stdin.close()  # its sign to kill the node, and go
+            self._supervisor.stdin.close()  # on which the supervisor kills the node, and ends
         except BrokenPipeError:
             pass
         try:
-            self._keeper.wait(STOP_S)
+            self._supervisor.wait(STOP_S)
         except subprocess.TimeoutExpired:
-            self._keeper.kill()  # the node goes with it
-            self._keeper.wait()
+            self._supervisor.kill()  # the node ends with it
+            self._supervisor.wait()
         self._listener.join(STOP_S)
-        self._relay.close()
+        self._proxy.close()
 
-    def _say(self, line: bytes) -> None:
-        assert self._keeper.stdin is not None
+    def _send(self, line: bytes) -> None:
+        assert self._supervisor.stdin is not None
         try:
-            self._keeper.stdin.write(line + b"\n")
-            self._keeper.stdin.flush()
+            self._supervisor.stdin.write(line + b"\n")
+            self._supervisor.stdin.flush()
         except BrokenPipeError:
-            pass  # it is gone, as `ended` tells
+            pass  # it has ended; `ended` says so
 
     def _listen(self) -> None:
-        assert self._keeper.stdout is not None
+        assert self._supervisor.stdout is not None
         try:
-            with self._keeper.stdout as lines:
+            with self._supervisor.stdout as lines:
                 for line in lines:
-                    self._note(msgspec.json.decode(line, type=Word))
+                    report = msgspec.json.decode(line, type=NodeReport)
+                    with self._reported:
+                        self._problem = report.problem
+                        if not report.problem:
+                            self.pid, self.first_ns, self._address = report.pid, report.first_ns, report.address
+                            self.starts += 1
+                        self._reported.notify_all()
         finally:
-            with self._news:
+            with self._reported:
                 self._ended = True
-                self._news.notify_all()
-
-    def _note(self, word: Word) -> None:
-        with self._news:
-            self._problem = word.problem
-            if not word.problem:
-                self.pid, self.first_ns, self._address = word.pid, word.first_ns, word.address
-                self.starts += 1
-            self._news.notify_all()
+                self._reported.notify_all()
 
     def _ask(self, request: messages.Message) -> messages.Answer:
-        link = self._connect(time.monotonic() + ASK_S)
+        link = self._connect(time.monotonic() + ANSWER_S)
         try:
-            return link.call(request, deadline_s=time.monotonic() + ASK_S)
+            return link.call(request, deadline_s=time.monotonic() + ANSWER_S)
         except TransientError as error:
             raise PeerUnavailable(f"the node does not answer: {error}") from error
         finally:
             link.close()
 
     def _connect(self, deadline_s: float) -> SocketLink:
-        """Connect to the node, or the next one."""
+        """Connect to the node, or to the one after it."""
         while True:
             try:
                 return SocketLink.connect(self._address, b"", deadline_s=deadline_s)

@@ -18,8 +18,8 @@ def keys_of(numbers) -> np.ndarray:
 def test_what_went_is_known_by_its_last_departure():
     eviction_log = EvictionLog(16)
     assert eviction_log.since_s is None
-    eviction_log.note(keys_of([1, 2, 3, 1]), Reason.EVICTED, policies="lru", now_s=1.0)
-    eviction_log.note(keys_of([2]), Reason.CORRUPT, tier=Place.SSD, now_s=2.0)
+    eviction_log.add(keys_of([1, 2, 3, 1]), Reason.EVICTED, policies="lru", now_s=1.0)
+    eviction_log.add(keys_of([2]), Reason.CORRUPT, tier=Place.SSD, now_s=2.0)
     found = eviction_log.find(keys_of([1, 2, 3, 4]))
     assert found.reasons.tolist() == [Reason.EVICTED, Reason.CORRUPT, Reason.EVICTED, Reason.NONE]
     assert found.tiers.tolist() == [Place.DRAM, Place.SSD, Place.DRAM, Place.NOWHERE]
@@ -30,7 +30,7 @@ def test_what_went_is_known_by_its_last_departure():
 
 def test_no_keys():
     eviction_log = EvictionLog(16)
-    eviction_log.note(keys_of([]), Reason.DELETED, now_s=1.0)
+    eviction_log.add(keys_of([]), Reason.DELETED, now_s=1.0)
     assert len(eviction_log) == 0
     assert eviction_log.find(keys_of([])).policies == []
 
@@ -38,7 +38,7 @@ def test_no_keys():
 def test_more_at_once_than_it_can_remember():
     eviction_log = EvictionLog(16)
     reasons = [Reason.EVICTED] * 30 + [Reason.EXPIRED] * 10
-    eviction_log.note(keys_of(range(40)), reasons, policies=["lru"] * 39 + ["fifo"], now_s=5.0)
+    eviction_log.add(keys_of(range(40)), reasons, policies=["lru"] * 39 + ["fifo"], now_s=5.0)
     found = eviction_log.find(keys_of(range(40)))
     assert np.flatnonzero(found.reasons).tolist() == list(range(24, 40))
     assert found.reasons[-11:].tolist() == reasons[-11:]
@@ -52,7 +52,7 @@ def test_random_departures(round_, rng: random.Random):
     for now in range(300):
         batch = [rng.randrange(100) for _ in range(rng.randrange(10))]
         reason = rng.choice(list(Reason)[1:])
-        eviction_log.note(keys_of(batch), reason, policies=rng.choice(["", "lru", "arc"]), now_s=float(now))
+        eviction_log.add(keys_of(batch), reason, policies=rng.choice(["", "lru", "arc"]), now_s=float(now))
         told += [(number, reason, now) for number in batch]
         remembered = {number: (reason, now) for number, reason, now in told[-64:]}
         found = eviction_log.find(keys_of(range(100)))
@@ -64,14 +64,14 @@ def test_random_departures(round_, rng: random.Random):
 def test_keys_made_to_collide_cost_a_bounded_search():
     eviction_log = EvictionLog(1 << 10)
     bad = np.array([[number, number] for number in range(500)], np.uint64)  # the halves cancel out
-    eviction_log.note(bad, Reason.EVICTED, now_s=1.0)
+    eviction_log.add(bad, Reason.EVICTED, now_s=1.0)
     assert np.flatnonzero(eviction_log.find(bad).reasons).tolist() == list(range(500 - CHAIN_STEPS, 500))
 
 
 def test_policies_of_users_own_may_come_and_go_without_end():
     eviction_log = EvictionLog(1 << 10)
     for number in range(300):
-        eviction_log.note(keys_of([number]), Reason.EVICTED, policies=f"own:{number}", now_s=1.0)
+        eviction_log.add(keys_of([number]), Reason.EVICTED, policies=f"own:{number}", now_s=1.0)
     found = eviction_log.find(keys_of(range(300)))
     assert found.reasons.all()
     assert found.policies[:254] == [f"own:{number}" for number in range(254)]
@@ -84,5 +84,5 @@ def test_what_an_eviction_costs(np_rng):
         keys = np_rng.integers(0, 1 << 63, (200, batch, 2), np.uint64)
         began_s = time.perf_counter()
         for some in keys:
-            eviction_log.note(some, Reason.EVICTED, policies="leaf_lru", now_s=1.0)
+            eviction_log.add(some, Reason.EVICTED, policies="leaf_lru", now_s=1.0)
         print(f"{batch} departures at once: {(time.perf_counter() - began_s) / 200 / batch * 1e6:.2f} us each")

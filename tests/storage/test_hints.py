@@ -1,251 +1,146 @@
 """Hints: priorities, sessions that ended, times to live; whatever the policy."""
 
-import time
-
 import numpy as np
 import pytest
 
-import raykv
-from raykv.config import StorageConfig
-from raykv.embedded import EmbeddedCluster
+from raykv.config import SLOT_ALIGNMENT_NBYTES as PAGE
+from raykv.config import NamespaceConfig
 from raykv.errors import UsageError
 from raykv.eviction import POLICIES
-from raykv.protocol.chunk_keys import named
-from raykv.protocol.namespace import Namespace
-from raykv.storage.store import Store
+from raykv.eviction.lru import LRU
+from tests.support.stores import FULL, LETTERS, Bench, names_to_keys
 
-SPACE = raykv.Namespace(model="m")
-NBYTES = 4096
-COUNT = 32
+COUNT = len(LETTERS)
 
 
-def cluster(nodes: int, **options) -> EmbeddedCluster:
-    fields = {"arena_nbytes": COUNT * NBYTES, "extent_nbytes": 16_384, "heartbeat_s": 0.03, "low_water": 0.0, **options}
-    return raykv.embedded(nodes, **fields)
+class FullBench(Bench):
+    """A chunk in each slot, stored one after the other."""
 
+    @classmethod
+    def filled(cls, policy: str, *, chained: bool = False) -> "FullBench":
+        bench = cls.open(policy=policy, low_water=0.0, **FULL)
+        for place, name in enumerate(LETTERS):
+            bench.put(name, parent=LETTERS[place - 1] if chained and place else None, chained=chained)
+        return bench
 
-def names(count: int, prefix: str = "n") -> list[str]:
-    return [f"{prefix}{number}" for number in range(count)]
-
-
-def put(client: raykv.Client, keys: list[str], **options) -> raykv.PutResult:
-    done = client.put(keys, [bytes(NBYTES)] * len(keys), **{"chained": False, **options})
-    client.flush()
-    return done
-
-
-class Bench:
-    """A full store: a chunk in each slot, stored one after the other."""
-
-    def __init__(self, policy: str, *, chained: bool = False) -> None:
-        storage = StorageConfig(
-            arena_nbytes=COUNT * NBYTES, extent_nbytes=16_384, max_chunks=64, policy=policy, low_water=0.0
-        )
-        self.store = Store.open(storage, None, now_s=0.0)
-        self.group = self.store.groups.open(Namespace(model="m"))
-        self.now_s = 1.0
-        self.keys = named(b"k" * 16, names(COUNT))
-        for place in range(COUNT):
-            self.put(self.keys[place : place + 1], parent=self.keys[place - 1 : place] if chained and place else None)
-
-    def put(self, keys: np.ndarray, *, parent: np.ndarray | None = None, **hints) -> int:
+    def read(self, places) -> None:
         self.now_s += 1.0
-        loan = self.store.lend(len(keys), NBYTES, self.group, keys=keys, parent=parent, now_s=self.now_s)
-        rows, places = loan.rows, np.arange(len(loan.rows), dtype=np.int32)
-        self.store.store(
-            keys,
-            places,
-            rows,
-            np.zeros(len(rows), np.uint64),
-            NBYTES,
-            self.group,
-            chained=parent is not None,
-            parent=parent,
-            depth=0,
-            now_s=self.now_s,
-            **hints,
-        )
-        return len(rows)
+        self.store.unpin(self.pin([LETTERS[place] for place in places]))
 
-    def read(self, places: list[int]) -> None:
-        self.now_s += 1.0
-        self.store.unpin(self.store.pin(self.keys[places], now_s=self.now_s).rows)
-
-    def hint(self, places: list[int], **fields) -> int:
-        fields = {"ttl_s": None, "priority": None, "ended": False, "touch": False, **fields}
-        return self.store.hint(self.keys[places], now_s=self.now_s, **fields)
+    def hint(self, places, **fields) -> int:
+        return self.store.hint(names_to_keys([LETTERS[place] for place in places]), now_s=self.now_s, **fields)
 
     def gone(self) -> list[int]:
-        return np.flatnonzero(self.store.table.find(self.keys) < 0).tolist()
+        return np.flatnonzero(self.store.table.find(names_to_keys(LETTERS)) < 0).tolist()
+
+    def put_new(self, count: int, prefix: str = "x") -> int:
+        return self.put([f"{prefix}{number}" for number in range(count)], chained=False)
 
 
 @pytest.fixture(params=POLICIES)
-def bench(request: pytest.FixtureRequest) -> Bench:
-    return Bench(request.param)
+def bench(request):
+    made = FullBench.filled(request.param)
+    yield made
+    made.close()
 
 
-def test_low_goes_before_all_and_high_after_all(bench: Bench):
-    bench.read([*range(0, COUNT, 3)])
+def test_low_goes_before_all_and_high_after_all(bench):
+    bench.read(range(0, COUNT, 3))
     assert bench.hint([5, 11, 30], priority=-1) == 3
     assert bench.hint([0, 1, 2, 3], priority=7) == 4
-    assert bench.put(named(b"x" * 16, names(3))) == 3
+    assert bench.put_new(3) == 3
     assert bench.gone() == [5, 11, 30]
-    bench.put(named(b"y" * 16, names(25)))
+    bench.put_new(25, "y")
     assert not {0, 1, 2, 3} & set(bench.gone())
-    bench.store.close()
 
 
-def test_an_ended_session_goes_first_unless_somebody_reads_it(bench: Bench):
+def test_an_ended_session_goes_first_unless_somebody_reads_it(bench):
     assert bench.hint([20, 21, 22, 23], ended=True) == 4
     bench.hint([7], priority=-100)
     bench.read([22])
-    bench.put(named(b"x" * 16, names(3)))
+    bench.put_new(3)
     assert bench.gone() == [20, 21, 23]
-    bench.put(named(b"y" * 16, names(1)))
+    bench.put_new(1, "y")
     assert bench.gone() == [7, 20, 21, 23]
-    bench.store.close()
 
 
-def test_what_has_expired_goes_before_everything(bench: Bench):
+def test_what_has_expired_goes_before_everything(bench):
     bench.hint([3, 4], ttl_s=5.0)
     bench.hint([9], ended=True)
     bench.hint([9], ttl_s=1000.0, ended=True)
     bench.now_s += 100.0
-    bench.put(named(b"x" * 16, names(2)))
+    bench.put_new(2)
     assert bench.gone() == [3, 4]
-    counters = bench.store.counters
-    assert (counters.expired, counters.evicted) == (2, 0)
-    bench.put(named(b"y" * 16, names(1)))
+    assert (bench.store.counters.expired, bench.store.counters.evicted) == (2, 0)
+    bench.put_new(1, "y")
     assert bench.gone() == [3, 4, 9]
-    bench.store.close()
 
 
-def test_a_row_that_is_used_again_has_no_marks_of_the_chunk_before(bench: Bench):
-    bench.hint([*range(COUNT)], ttl_s=50.0, priority=-5, ended=True)
-    bench.put(named(b"x" * 16, names(4)))
-    rows = bench.store.table.find(named(b"x" * 16, names(4)))
-    assert not bench.store.room.row_hints.ranks(rows, bench.store.table.ticks(bench.now_s)).any()
-    assert not bench.store.table.columns.expires[rows].any()
-    bench.store.close()
+def test_a_row_that_is_used_again_has_no_hints_of_the_chunk_before(bench):
+    bench.hint(range(COUNT), ttl_s=50.0, priority=-5, ended=True)
+    bench.put("wxyz", chained=False)
+    rows = bench.store.table.find(names_to_keys("wxyz"))
+    assert not bench.store.row_hints.ranks(rows, bench.store.table.ticks(bench.now_s)).any()
+    assert bench.column("expires", "wxyz") == [0] * 4
 
 
-def test_hints_of_the_writer(bench: Bench):
-    new = named(b"x" * 16, names(4))
-    bench.put(new[1:4], priority=3)
-    bench.put(new[:1], ttl_s=10.0, priority=-3)
-    columns, rows = bench.store.table.columns, bench.store.table.find(new)
-    now = bench.store.table.ticks(bench.now_s)
-    assert bench.store.room.row_hints.ranks(rows, now).tolist() == [-3, 3, 3, 3]
-    assert (columns.expires[rows] > 0).tolist() == [True, False, False, False]
-    assert abs(int(columns.expires[rows[0]]) - int(columns.inserted[rows[0]]) - 640) <= 1
-    bench.store.close()
+def test_defaults_of_the_group_and_hints_of_the_writer(bench):
+    bench.store.configure(bench.group, NamespaceConfig(priority=4, ttl_s=50.0), now_s=bench.now_s)
+    bench.put("w")
+    bench.put("x", hints={"ttl_s": 10.0, "priority": -3})
+    rows, now = bench.store.table.find(names_to_keys("wx")), bench.store.table.ticks(bench.now_s)
+    assert bench.store.row_hints.ranks(rows, now).tolist() == [4, -3]
+    expires, inserted = bench.column("expires", "wx"), bench.column("inserted", "wx")
+    assert [end - begin for end, begin in zip(expires, inserted, strict=True)] == [50 * 64, 10 * 64]
+
+
+def test_what_may_go_below_memory(bench):
+    rows, now = bench.store.table.find(names_to_keys("ABC")), bench.store.table.ticks(bench.now_s)
+    assert bench.store.row_hints.below(rows, now)[1] is None
+    bench.hint([0], priority=-5)
+    bench.hint([1], ended=True)
+    may, priorities = bench.store.row_hints.below(rows, now)
+    assert (may.all(), priorities.tolist()) == (True, [-1, 1, 0])
+    bench.store.configure(bench.group, NamespaceConfig(tiers="dram"), now_s=bench.now_s)
+    assert not bench.store.row_hints.below(rows, now)[0].any()
+    bench.store.configure(bench.group, NamespaceConfig(tiers="ssd"), now_s=bench.now_s)
+    assert bench.store.row_hints.below(rows, now)[1].tolist() == [1, 1, 1]
 
 
 @pytest.mark.parametrize("policy", ["leaf_lru", "density", "ttl"])
-def test_a_chain_still_goes_from_its_end(policy: str):
-    bench = Bench(policy, chained=True)
-    bench.hint([*range(COUNT // 2)], ended=True)  # the beginning, which others hang on
-    bench.put(named(b"x" * 16, names(5)))
+def test_a_chain_still_goes_from_its_end(policy):
+    bench = FullBench.filled(policy, chained=True)
+    bench.hint(range(COUNT // 2), ended=True)  # the beginning, which others hang on
+    bench.put_new(5)
     assert bench.gone() == [*range(COUNT - 5, COUNT)]
-    bench.store.close()
+    bench.close()
 
 
-def test_after_a_restart_only_the_expiry_is_left(shm_dir):
-    storage = StorageConfig(arena_nbytes=COUNT * NBYTES, extent_nbytes=16_384, max_chunks=64, shm_dir=shm_dir)
-    first = Store.open(storage, shm_dir / "n", now_s=0.0)
-    bench = Bench.__new__(Bench)
-    bench.store, bench.now_s, bench.keys = first, 1.0, named(b"k" * 16, names(4))
-    bench.group = first.groups.open(Namespace(model="m"))
-    bench.put(bench.keys, ttl_s=5.0, priority=9)
-    first.close()
-    again = Store.open(storage, shm_dir / "n", now_s=3.0)
-    assert again.room.row_hints.expiring
-    assert again.chunks == 4
-    rows = again.table.find(bench.keys)
-    assert not again.room.row_hints.ranks(rows, again.table.ticks(3.0)).any()
-    assert again.room.drop_expired(rows, again.table.ticks(20.0)) == 4
-    again.close()
+class Requests(LRU):
+    """LRU that remembers the requests that were reported."""
+
+    def __init__(self) -> None:
+        self.done: list[tuple[int, int]] = []
+
+    def on_request_done(self, columns, rows, output_tokens, now):
+        self.done.append((len(rows), output_tokens))
 
 
-# -- through a cluster ------------------------------------------------------------------------------------------------
+def test_policies_learn_of_requests_that_are_done():
+    bench = FullBench.filled("lru")
+    bench.store.use_policy(None, Requests, now_s=bench.now_s)
+    assert bench.store.hint(names_to_keys("AB?"), output_tokens=300, now_s=bench.now_s) == 2
+    assert bench.store.hint(names_to_keys("?"), output_tokens=300, now_s=bench.now_s) == 0
+    assert bench.store.hint(names_to_keys("A"), touch=True, now_s=bench.now_s) == 1
+    assert bench.store.evictor.policies.default.done == [(2, 300)]
+    assert bench.column("frequency", "AB") == [1, 0]
+    assert bench.store.used_nbytes == COUNT * PAGE
+    bench.close()
 
 
-def test_a_client_hints_at_what_others_hold():
-    with cluster(3) as running:
-        writer, client = running.client(SPACE), running.client(SPACE, node=2)
-        put(writer, names(COUNT // 2))
-        running.settle()
-        assert client.hint(names(4), priority=-2) == 4
-        assert client.session_end(names(8)[4:]) == 4
-        assert client.touch(names(8)[6:]) == 2
-        assert client.hint(["nowhere"], priority=3) == 0
-        assert client.hint([]) == 0
-        put(client, names(2))
-        running.settle()
-        assert client.hint(names(4), ttl_s=0.05) == 6, "of every copy"
-        assert writer.hint(names(4), ttl_s=100.0) == 6
-        assert writer.exists(names(4)).all()
-        writer.hint(names(1), ttl_s=0.02)
-        until_s = time.monotonic() + 5.0
-        while writer.exists(names(1)).any():
-            assert time.monotonic() < until_s
-            time.sleep(0.01)
-
-
-def test_puts_with_hints_through_every_path():
-    with cluster(2) as running:
-        client = running.client(SPACE)
-        put(client, ["a", "b"], ttl_s=50, priority=3)
-        put(client, ["c"], ttl_s=50, priority=3)
-        put(client, ["d", "e"], ttl_s=50, priority=3, wait=False)
-        assert client.put_one(client.key("f"), bytes(NBYTES), ttl_s=50, priority=3)
-        client.flush()
-        outside = raykv.Client(
-            SPACE,
-            raykv.client.router.Router(
-                raykv.ClientConfig(address=running.nodes[0].member.address, secret=running.secret)
-            ),
-        )
-        put(outside, ["g"], ttl_s=50, priority=3)
-        running.settle()
-        marked = 0
-        for node in running.nodes:
-            store = node.store
-            rows = store.table.ready_rows()
-            marked += len(rows)
-            assert (store.table.columns.expires[rows] > 0).all()
-            assert (store.room.row_hints.ranks(rows, store.table.ticks(time.monotonic())) == 3).all()
-        assert marked == 7
-        outside.close()
-
-
-def test_policies_hear_what_a_request_made():
-    with cluster(2, policy="density") as running:
-        client, told = running.client(SPACE), []
-        put(client, names(5))
-        running.settle()
-        density = running.nodes[0].store.room.policies.default
-        density.told = lambda columns, rows, tokens, now: told.append((len(rows), tokens))
-        other = running.client(SPACE, node=1)
-        assert other.hint(names(4), output_tokens=300) == 4
-        assert other.hint(names(4), priority=1) == 4
-        assert other.hint(["nowhere"], output_tokens=300) == 0
-        assert told == [(4, 300)]
-        for wrong in (-1, 1 << 31):
-            with pytest.raises(UsageError, match="output_tokens"):
-                client.hint(names(1), output_tokens=wrong)
-
-
-@pytest.mark.parametrize("fields", [{"ttl_s": -1}, {"ttl_s": 1e12}, {"priority": 101}, {"ttl_s": float("nan")}])
-def test_a_hint_that_is_none_is_named(fields):
-    with cluster(1) as running:
-        client = running.client(SPACE)
-        for call in (client.put, client.put_one):
-            keys, values = (["a"], [b"x"]) if call == client.put else (client.key("a"), b"x")
-            with pytest.raises(UsageError, match=next(iter(fields))):
-                call(keys, values, **fields)
-        with pytest.raises(UsageError, match=next(iter(fields))):
-            client.hint(["a"], **fields)
-        with pytest.raises(UsageError, match="at once"):
-            client.put(["a"], [b"x"], ttl_s=0)
-        assert not client.exists(["a"]).any()
+@pytest.mark.parametrize("fields", [{"ttl_s": -1.0}, {"ttl_s": float("nan")}, {"priority": 101}, {"output_tokens": -1}])
+def test_a_hint_out_of_range_is_refused(fields):
+    bench = FullBench.filled("lru")
+    with pytest.raises(UsageError, match=next(iter(fields))):
+        bench.hint([0], **fields)
+    bench.close()

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from raykv.config import NodeConfig, StorageConfig
-from raykv.storage.orphans import ABANDONED_S, sweep
-from raykv.storage.store import Store, store_files
+from raykv.storage.files import store_files
+from raykv.storage.orphans import ABANDONED_S, remove_orphans
+from raykv.storage.store import Store
 
 
 def config(directory: Path, node_id: str, cluster: str = "c") -> NodeConfig:
@@ -33,29 +34,29 @@ def test_old_memory_of_nodes_that_are_gone_is_removed(here, tmp_path):
     store = leave(tmp_path, "gone", age_s=2 * ABANDONED_S)
     files = store_files(config(tmp_path, "gone").file_prefix)
     store.close()
-    assert sweep(here, {"me"}, now_s=time.time()) == ["gone"]
+    assert remove_orphans(here, {"me"}, now_s=time.time()) == ["gone"]
     assert not any(path.exists() for path in files)
 
 
 def test_memory_that_another_process_owns_stays(here, tmp_path):
     """It may be of another Ray cluster, with a raykv cluster of the same name."""
     store = leave(tmp_path, "stranger", age_s=2 * ABANDONED_S)
-    assert sweep(here, {"me"}, now_s=time.time()) == []
+    assert remove_orphans(here, {"me"}, now_s=time.time()) == []
     store.close()
 
 
 def test_memory_that_was_used_lately_stays(here, tmp_path):
     """Its node may have been killed a moment ago, and be on its way back."""
     leave(tmp_path, "killed", age_s=5.0).close()
-    assert sweep(here, {"me"}, now_s=time.time()) == []
+    assert remove_orphans(here, {"me"}, now_s=time.time()) == []
 
 
 def test_memory_of_living_nodes_and_of_other_clusters_stays(here, tmp_path):
     leave(tmp_path, "alive", age_s=2 * ABANDONED_S).close()
     leave(tmp_path, "gone", age_s=2 * ABANDONED_S, cluster="other").close()
-    assert sweep(here, {"me", "alive"}, now_s=time.time()) == []
+    assert remove_orphans(here, {"me", "alive"}, now_s=time.time()) == []
 
 
 def test_memory_of_a_cluster_whose_name_begins_as_ours_stays(here, tmp_path):
     leave(tmp_path, "gone", age_s=2 * ABANDONED_S, cluster="c-two").close()
-    assert sweep(here, {"me"}, now_s=time.time()) == []
+    assert remove_orphans(here, {"me"}, now_s=time.time()) == []

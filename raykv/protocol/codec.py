@@ -1,0 +1,169 @@
+"""Messages as bytes.
+
+A message is a typed struct in MessagePack behind a fixed header. Nothing else is ever decoded; nothing is unpickled.
+
+    header:  magic "RK" | version u8 | 0 u8 | epoch u32 | request u32 | length u32      then `length` bytes of MessagePack
+
+`epoch` is that of the sender's view: a receiver sees whether its own view is old. `request` numbers the requests of one
+connection; every answer carries the number of its request, so an answer can never be taken for that of another one.
+"""
+
+import struct
+from typing import Any, Final, NamedTuple, TypeVar
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from raykv.errors import CapacityError, ConfigError, LostError, NamespaceMismatch, ProtocolError, RayKVError, UsageError
+from raykv.protocol.messages import Answer, Failure, Message, Request
+from raykv.types import Bits
+
+T = TypeVar("T")
+
+VERSION: Final = 4
+MAX_MESSAGE_NBYTES: Final = 32 << 20
+MAX_ERROR_CHARACTERS: Final = 2000
+"""An error text beyond this is cut: it may quote what a peer sent."""
+HEADER: Final = struct.Struct("<2sBBIII")
+MAGIC: Final = b"RK"
+_U32: Final = 0xFFFFFFFF
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Request | Answer] = msgspec.msgpack.Decoder(Request | Answer)
+_FAILURES: dict[str, type[RayKVError]] = {
+    kind.__name__: kind
+    for kind in (UsageError, ConfigError, NamespaceMismatch, CapacityError, LostError, ProtocolError)
+}
+
+
+class Header(NamedTuple):
+    """What stands before a message's body.
+
+    Attributes:
+        epoch: Of the sender's view.
+        length: Of the body, in bytes.
+        request_id: Number of the request that this is, or that this answers.
+    """
+
+    epoch: int
+    length: int
+    request_id: int
+
+
+def encode(message: Message, epoch: int, request_id: int) -> bytes:
+    """Header and body of a message. Numbers beyond 32 bits wrap.
+
+    Raises:
+        UsageError: The message is too long.
+    """
+    body = _encoder.encode(message)
+    if len(body) > MAX_MESSAGE_NBYTES:
+        raise UsageError(f"message of {len(body):,} bytes; at most {MAX_MESSAGE_NBYTES:,}: ask for fewer keys at once")
+    return HEADER.pack(MAGIC, VERSION, 0, epoch & _U32, request_id & _U32, len(body)) + body
+
+
+def decode_header(header: bytes | bytearray | memoryview) -> Header:
+    """Read HEADER.size bytes.
+
+    Raises:
+        ProtocolError: Not our protocol, another version, or a length above the limit.
+    """
+    magic, version, _, epoch, request_id, length = HEADER.unpack(header)
+    if magic != MAGIC:
+        raise ProtocolError(f"not a raykv message (it begins with {bytes(magic)!r})")
+    if version != VERSION:
+        raise ProtocolError(f"the peer speaks protocol version {version}, we speak {VERSION}: upgrade the older one")
+    if length > MAX_MESSAGE_NBYTES:
+        raise ProtocolError(f"message of {length:,} bytes announced; at most {MAX_MESSAGE_NBYTES:,} are accepted")
+    return Header(epoch, length, request_id)
+
+
+def decode(body: bytes | bytearray | memoryview) -> Request | Answer:
+    """Read the message in a body.
+
+    Raises:
+        ProtocolError: It is no message of this protocol.
+    """
+    try:
+        return _decoder.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"not a message of this protocol: {_short(error)}") from error
+
+
+# -- values in messages -----------------------------------------------------------------------------------------------
+
+
+def array(raw: bytes, kind: str, count: int) -> npt.NDArray[Any]:
+    """Read an array of an answer.
+
+    Raises:
+        ProtocolError: It does not have `count` entries.
+    """
+    if len(raw) != count * np.dtype(kind).itemsize:
+        raise ProtocolError(f"{len(raw)} bytes where {count} entries of {kind} were due")
+    return np.frombuffer(raw, kind)
+
+
+def pack_bits(bits: Bits | None) -> bytes:
+    """Write bits: empty when none is set."""
+    return np.packbits(bits, bitorder="little").tobytes() if bits is not None and bits.any() else b""
+
+
+def unpack_bits(raw: bytes, count: int) -> Bits:
+    """Read what `pack_bits` wrote.
+
+    Raises:
+        ProtocolError: There are not `count` bits.
+    """
+    if not raw:
+        return np.zeros(count, np.bool_)
+    if len(raw) != -(-count // 8):
+        raise ProtocolError(f"{len(raw)} bytes where {count} bits were due")
+    return np.unpackbits(np.frombuffer(raw, np.uint8), count=count, bitorder="little").astype(np.bool_)
+
+
+def fields(text: bytes) -> dict[str, Any]:
+    """Read the fields of a namespace, or of its config, from JSON.
+
+    Raises:
+        UsageError: The text is not a JSON object in UTF-8.
+    """
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise UsageError(f"fields must be a JSON object in UTF-8: {_short(error)}") from error
+
+
+# -- answers ----------------------------------------------------------------------------------------------------------
+
+
+def expect(kind: type[T], answer: Answer) -> T:
+    """Return an answer that must be of this kind.
+
+    Raises:
+        ProtocolError: It is of another kind.
+    """
+    if not isinstance(answer, kind):
+        raise ProtocolError(f"{type(answer).__name__} where {kind.__name__} was due")
+    return answer
+
+
+def failure(error: RayKVError) -> Failure:
+    """Put an error into an answer."""
+    kind = type(error).__name__
+    return Failure(kind if kind in _FAILURES else UsageError.__name__, _short(error))
+
+
+def raise_failure(answer: Failure) -> None:
+    """Raise the error that an answer carries.
+
+    Raises:
+        RayKVError: Always; of the class that the answer names.
+    """
+    raise _FAILURES.get(answer.kind, ProtocolError)(answer.text)
+
+
+def _short(error: Exception) -> str:
+    text = str(error)
+    return text if len(text) <= MAX_ERROR_CHARACTERS else text[:MAX_ERROR_CHARACTERS] + " ..."

@@ -1,0 +1,216 @@
+"""Rows and slots of one node, and the state of each row.
+
+Each method that moves rows is one arrow of the diagram in docs/storage.md. Nothing else writes the column `state`.
+A process may be killed between any two writes here: the order of the writes leaves each row in a state that recovery
+understands (see `raykv.memory.recovery`).
+"""
+
+from collections import deque
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from raykv.config import SLOT_ALIGNMENT_NBYTES, StorageConfig
+from raykv.errors import UsageError
+from raykv.eviction.base import live_parents
+from raykv.memory.free_rows import FreeRows
+from raykv.memory.layout import MAX_NAMESPACES, QUARANTINE_S, RowState
+from raykv.memory.slots import Pages, Slots
+from raykv.memory.table import Table
+from raykv.storage.batches import Chain
+from raykv.types import KeyArray, Rows
+
+AHEAD_SHARE: Final = 2
+"""Slots are lent ahead of need from one part in this many of what is free: of the bytes above the low-water mark, of
+the group's quota, and of the rows."""
+AHEAD_BOUND: Final = 8
+"""No slot is lent ahead while lent slots take more than one part in this many of the arena."""
+NO_ROWS: Final[Rows] = np.empty(0, np.int32)
+
+
+class Allocator:
+    """The rows and slots of a store, and their states.
+
+    Attributes:
+        slots, free_rows: What is free.
+        used_nbytes: Bytes in slots of rows that are not free, by quota group.
+        lent_nbytes: Bytes in slots of lent rows, by quota group.
+        chunks: Rows that are ready.
+    """
+
+    def __init__(
+        self, config: StorageConfig, table: Table, slots: Slots, *, ready: Rows, quarantined: Rows, now_s: float
+    ) -> None:
+        """Derive everything from the columns. Rows that are neither ready nor quarantined are free."""
+        self._table, self.slots = table, slots
+        self._arena_nbytes, self._low_water = config.extents * config.extent_nbytes, config.low_water
+        busy = np.zeros(table.rows_populated, np.bool_)
+        busy[ready] = busy[quarantined] = True
+        self.free_rows = FreeRows(busy, rows=table.rows, limit=table.rows_populated)
+        self.used_nbytes, self.lent_nbytes = np.zeros((2, MAX_NAMESPACES), np.int64)
+        self._add(self.used_nbytes, ready, 1)
+        self._add(self.used_nbytes, quarantined, 1)
+        self.chunks = len(ready)
+        self._quarantine = self._resume_quarantine(quarantined, now_s)
+
+    def lend(self, count: int, size: int, group: int) -> tuple[Rows, Pages]:
+        """FREE to LENT: up to `count` rows, with slots of `size` bytes. Returns the rows, and the page of each slot."""
+        pages = self.slots.take(min(count, len(self.free_rows)), size)
+        rows = self.free_rows.take(len(pages))
+        if not rows.size:
+            return rows, pages
+        columns = self._table.columns
+        columns.generation[rows] |= 1  # 0, of a row that was never used, becomes odd
+        columns.page[rows] = pages
+        columns.group[rows] = group
+        columns.nbytes[rows] = size
+        columns.pins[rows] = columns.expires[rows] = columns.frequency[rows] = 0
+        columns.state[rows] = RowState.LENT  # last: the row has a slot
+        self.slots.set_rows(pages, rows)
+        self.used_nbytes[group] += len(rows) * size
+        self.lent_nbytes[group] += len(rows) * size
+        return rows, pages
+
+    def commit(
+        self, rows: Rows, keys: KeyArray, checksums: npt.NDArray[np.uint64], chain: Chain, nbytes: int, now: int
+    ) -> None:
+        """LENT to READY. The keys are in no row yet."""
+        columns, parents = self._table.columns, chain.parents
+        linked = parents >= 0
+        columns.checksum[rows] = checksums
+        columns.inserted[rows] = columns.accessed[rows] = now
+        columns.depth[rows] = chain.depths
+        columns.children[rows] = 0
+        columns.parent[rows] = parents
+        # A parent that is in this commit too gets its even generation below.
+        columns.parent_generation[rows] = np.where(linked, _even(columns.generation[np.maximum(parents, 0)]), 0)
+        with self._table.changing():
+            columns.nbytes[rows] = nbytes
+            self._table.insert(keys, rows)  # before anything is counted: a damaged index raises LostError
+            columns.state[rows] = RowState.READY
+            np.add.at(columns.children, parents[linked], 1)
+            columns.generation[rows] = _even(columns.generation[rows])  # last: from here on readers see the chunks
+        self._add(self.lent_nbytes, rows, -1)
+        self.chunks += len(rows)
+
+    def give_back(self, rows: Rows) -> None:
+        """LENT to FREE."""
+        self._add(self.lent_nbytes, rows, -1)
+        self._free(rows)
+
+    def quarantine(self, rows: Rows, *, now_s: float) -> None:
+        """LENT to QUARANTINED. `release` ends it after QUARANTINE_S, also in a later process."""
+        if not rows.size:
+            return
+        columns, until_s = self._table.columns, now_s + QUARANTINE_S
+        self._add(self.lent_nbytes, rows, -1)
+        columns.inserted[rows] = self._table.ticks(until_s)
+        columns.state[rows] = RowState.QUARANTINED
+        self._quarantine.append((until_s, rows))
+
+    def release(self, *, now_s: float) -> None:
+        """QUARANTINED to FREE: the rows whose time is over."""
+        while self._quarantine and now_s >= self._quarantine[0][0]:
+            self._free(self._quarantine.popleft()[1])
+
+    def remove(self, rows: Rows) -> None:
+        """READY to FREE, or to PENDING_DELETE while pinned. Nobody finds the chunks any more."""
+        table, columns = self._table, self._table.columns
+        pinned = columns.pins[rows] > 0
+        unpinned = rows[~pinned]
+        parents = live_parents(columns, rows)
+        with table.changing():
+            columns.generation[unpinned] |= 1  # first: readers turn away
+            columns.state[rows[pinned]] = RowState.PENDING_DELETE
+            table.remove(rows)
+            np.subtract.at(columns.children, parents[parents >= 0], 1)
+            columns.parent[rows] = -1
+        self.chunks -= len(rows)
+        self._free(unpinned)
+
+    def free_unpinned(self, rows: Rows) -> None:
+        """PENDING_DELETE to FREE: those of the rows that nobody pins any more."""
+        columns = self._table.columns
+        rows = rows[(columns.state[rows] == RowState.PENDING_DELETE) & (columns.pins[rows] == 0)]
+        if rows.size:
+            rows = np.unique(rows)
+            columns.generation[rows] |= 1
+            self._free(rows)
+
+    def _free(self, rows: Rows) -> None:
+        """The last step to FREE. The generations are odd."""
+        if not rows.size:
+            return
+        columns = self._table.columns
+        self._add(self.used_nbytes, rows, -1)
+        columns.state[rows] = RowState.FREE
+        columns.nbytes[rows] = 0
+        self.slots.give(columns.page[rows])
+        self.free_rows.give(rows)
+
+    def require_lent(self, rows: Rows, group: int | None = None, size: int = 0) -> None:
+        """Raise UsageError for rows that are not lent, or not to this quota group, or not with slots of this size."""
+        columns, count = self._table.columns, self._table.rows_populated
+        if not rows.size:
+            return
+        if not (rows.min() >= 0 and rows.max() < count):
+            raise UsageError(f"row numbers outside the table (0 .. {count - 1})")
+        if not (columns.state[rows] == RowState.LENT).all() or has_duplicates(rows):
+            raise UsageError("rows that are not lent, or named twice: a slot is committed or given back once")
+        if group is not None and not (columns.group[rows] == group).all():
+            raise UsageError("slots that were lent to another namespace: lend slots for this one")
+        if group is not None and not (columns.nbytes[rows] == size).all():
+            raise UsageError(f"slots of another size than {size:,} bytes: lend slots for chunks of this size")
+
+    def most_ahead(self, size: int, group: int) -> int:
+        """How many slots of `size` may be lent ahead of need. They are free and have real memory."""
+        low_water = int(self._low_water * self.slots.usable_nbytes)
+        nbytes = (self.slots.free_nbytes - low_water) // AHEAD_SHARE
+        nbytes = min(nbytes, self._arena_nbytes // AHEAD_BOUND - int(self.lent_nbytes.sum()))
+        if quota := int(self._table.namespaces["capacity"][group]):
+            nbytes = min(nbytes, (quota - int(self.used_nbytes[group])) // AHEAD_SHARE)
+        return max(0, min(nbytes // size, self.slots.free_populated(size), len(self.free_rows) // AHEAD_SHARE))
+
+    @property
+    def rows_in_use(self) -> int:
+        """Rows that are not free."""
+        return self.free_rows.limit - len(self.free_rows)
+
+    @property
+    def quarantined(self) -> Rows:
+        """Rows whose slots are out of use."""
+        return np.concatenate([NO_ROWS, *(rows for _, rows in self._quarantine)])
+
+    def slot_sizes(self, rows: Rows) -> npt.NDArray[np.int64]:
+        """Bytes of each row's slot."""
+        pages = -(-self._table.columns.nbytes[rows].astype(np.int64) // SLOT_ALIGNMENT_NBYTES)
+        sizes: npt.NDArray[np.int64] = pages * SLOT_ALIGNMENT_NBYTES
+        return sizes
+
+    def _add(self, counts: npt.NDArray[np.int64], rows: Rows, sign: int) -> None:
+        """Add the bytes of these rows' slots to counts by quota group."""
+        sizes = np.bincount(self._table.columns.group[rows], self.slot_sizes(rows), MAX_NAMESPACES)
+        counts += sign * sizes.astype(np.int64)
+
+    def _resume_quarantine(self, rows: Rows, now_s: float) -> deque[tuple[float, Rows]]:
+        """Rows that an earlier process had in quarantine stay for the rest of their time, all others for all of it.
+
+        A row's column `inserted` holds the end. Only a row in quarantine has one that lies ahead.
+        """
+        table, inserted = self._table, self._table.columns.inserted
+        now, latest = table.ticks(now_s), table.ticks(now_s + QUARANTINE_S)
+        ends = inserted[rows]
+        inserted[rows] = ends = np.where((ends > now) & (ends <= latest), ends, np.uint32(latest))
+        return deque((table.seconds(end), rows[ends == end]) for end in sorted(set(ends.tolist())))
+
+
+def has_duplicates(numbers: npt.NDArray[np.integer[Any]]) -> bool:
+    """Whether a number is there twice. For few numbers this costs less than `np.unique`."""
+    return len(set(numbers.tolist())) < len(numbers)
+
+
+def _even(generations: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
+    """The generation that each row has, or will have when it is ready. 0 stands for "never used"."""
+    even = generations + (generations & 1)
+    return np.where(even == 0, np.uint32(2), even)

@@ -1,0 +1,62 @@
+"""Batches that are committed: what can be wrong with them, and where their chunks go in a chain."""
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from raykv.errors import UsageError
+from raykv.memory.layout import MAX_DEPTH
+from raykv.memory.table import Table
+from raykv.protocol.hints import require_hints
+from raykv.types import Batch, Rows
+
+
+class Written(NamedTuple):
+    """Written chunks of a batch, one entry each: place in the batch, row of the slot, xxh3-64 of the bytes."""
+
+    positions: npt.NDArray[np.int32]
+    rows: Rows
+    checksums: npt.NDArray[np.uint64]
+
+
+class Chain(NamedTuple):
+    """Places in chains, one entry a row: row of the chunk before it (-1 for none), number of chunks before it."""
+
+    parents: Rows
+    depths: npt.NDArray[np.int64]
+
+
+def require_batch(batch: Batch, written: Written) -> None:
+    """Raise UsageError, which names the field, for what cannot be stored."""
+    require_hints(batch.hints.ttl_s, batch.hints.priority)
+    if not 0 <= batch.depth < MAX_DEPTH:
+        raise UsageError(f"field 'depth': {batch.depth} is not in 0 .. {MAX_DEPTH - 1}")
+    if batch.keys.ndim != 2 or batch.keys.shape[1] != 2:
+        raise UsageError(f"field 'keys': shape {batch.keys.shape} is not [n, 2]")
+    if batch.parent is not None and batch.parent.shape != (1, 2):
+        raise UsageError(f"field 'parent': shape {batch.parent.shape} is not [1, 2]; give one key, or None")
+    positions, rows, checksums = written
+    if not len(positions) == len(rows) == len(checksums):
+        raise UsageError(f"{len(positions)} positions, {len(rows)} rows, {len(checksums)} checksums: give one of each")
+    if positions.size and not (positions.min() >= 0 and positions.max() < len(batch.keys)):
+        raise UsageError(f"field 'positions': not in 0 .. {len(batch.keys) - 1}, the places of the keys")
+
+
+def chain_of(table: Table, batch: Batch, existing: Rows, positions: npt.NDArray[np.int32], rows: Rows) -> Chain:
+    """Parents and depths of the rows that get the keys at `positions`.
+
+    The parent is the chunk before it, new or old. The depth is counted from the last old chunk before it, or from what
+    the writer says where a chunk between is missing. `existing`: the row of each key of the batch, or -1.
+    """
+    if not batch.chained:
+        return Chain(np.full(len(rows), -1, np.int32), np.zeros(len(rows), np.int64))
+    before = np.full(1, -1, np.int32) if batch.parent is None else table.find(batch.parent)
+    line = np.concatenate([before, existing])
+    place = np.arange(len(line))
+    depths = np.where(line >= 0, table.columns.depth[np.maximum(line, 0)], batch.depth - 1 + place)
+    old = np.ones(len(line), np.bool_)
+    old[1 + positions] = False
+    line[1 + positions] = rows
+    last = np.maximum.accumulate(np.where(old, place, 0))
+    return Chain(line[positions], (depths[last] + place - last)[1 + positions])

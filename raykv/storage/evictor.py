@@ -1,0 +1,323 @@
+"""Which chunks go, and why: eviction by policy, and the one way out of the store for every reason.
+
+Nothing here looks at all rows of a large table, except for the rows of a small quota group: victims are sought in a
+sample.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final
+
+import numpy as np
+
+from raykv.config import StorageConfig
+from raykv.eviction import policy
+from raykv.eviction.base import Policy
+from raykv.eviction.group_policies import GroupPolicies
+from raykv.memory.layout import MAX_NAMESPACES, RowState
+from raykv.memory.table import Table
+from raykv.protocol.reasons import Reason
+from raykv.storage.allocator import NO_ROWS, Allocator
+from raykv.storage.eviction_log import EvictionLog
+from raykv.storage.row_hints import RowHints
+from raykv.types import Bits, Rows
+
+SAMPLE_ROWS: Final = 1 << 16
+"""Candidates are all rows of a table of this size, and this many rows of a larger one."""
+SAMPLE_SHARE: Final = 128
+"""A sample costs milliseconds, so at least one in this many of its rows goes. Ahead of need that is also the most for
+one step, because others wait for the lock."""
+FOREIGN_EXTENTS: Final = 64
+"""Extents of other slot sizes, coldest first, among which one is sought that can be emptied."""
+MAX_PINS: Final = (1 << 16) - 1
+
+
+@dataclass
+class Counters:
+    """What happened since this process opened the store, in chunks."""
+
+    committed: int = 0
+    evicted: int = 0
+    expired: int = 0
+    deleted: int = 0
+    dropped: int = 0
+    refused_full: int = 0
+    corrupt: int = 0
+
+
+class Evictor:
+    """Makes room in a store.
+
+    Attributes:
+        policies: The eviction policy of each quota group.
+        eviction_log: What was removed, and why.
+        counters: See `Counters`.
+        departures: Chunks removed since this process opened the store, by quota group and reason.
+        reads_of_departed: How often they had been read, by quota group.
+        removed: Keys of chunks removed since the store's last `take_changes`, 16 bytes each.
+        over_quota: Quota groups that may hold more than their quota, which was lowered.
+    """
+
+    def __init__(self, config: StorageConfig, table: Table, allocator: Allocator, row_hints: RowHints) -> None:
+        self._config, self._table, self._allocator, self._row_hints = config, table, allocator, row_hints
+        self.policies = GroupPolicies(policy(config.policy), table.columns)
+        self.eviction_log = EvictionLog()
+        self.counters = Counters()
+        self.departures = np.zeros((MAX_NAMESPACES, len(Reason)), np.int64)
+        self.reads_of_departed = np.zeros(MAX_NAMESPACES, np.int64)
+        self.removed: list[bytes] = []
+        self.over_quota: set[int] = set()
+        self._evicting_ahead = False
+
+    # -- the way out -------------------------------------------------------------------------------------------------
+
+    def remove(self, rows: Rows, now: int, reason: Reason) -> None:
+        """Remove ready chunks. Pinned ones keep their rows until the last `unpin`.
+
+        An evicted chunk that had expired counts as expired.
+        """
+        if not rows.size:
+            return
+        columns, evicted = self._table.columns, reason is Reason.EVICTED
+        self.policies.on_remove(rows, now, evicted=evicted)
+        groups, expires = columns.group[rows], columns.expires[rows]
+        keys = np.stack([columns.key_hi[rows], columns.key_lo[rows]], axis=1)
+        reasons = np.full(len(rows), reason, np.uint8)
+        if evicted:
+            reasons[(expires > 0) & (expires <= now)] = Reason.EXPIRED
+        for number, count in zip(*(part.tolist() for part in np.unique(reasons, return_counts=True)), strict=True):
+            vars(self.counters)[Reason(number).word] += count
+        np.add.at(self.departures, (groups, reasons), 1)
+        np.add.at(self.reads_of_departed, groups, columns.frequency[rows])
+        policies = self.policies.names(rows) if evicted else ""
+        self.eviction_log.add(keys, reasons, policies=policies, now_s=self._table.seconds(now))
+        self.removed.append(keys.tobytes())
+        self._allocator.remove(rows)
+
+    def reset_group(self, group: int) -> None:
+        """Begin without a policy of its own and without counts: the number is another quota group's from now on."""
+        self.policies.use(group, None, NO_ROWS, 1)
+        self.departures[group] = self.reads_of_departed[group] = 0
+
+    # -- for a writer that waits -------------------------------------------------------------------------------------
+
+    def make_room(self, count: int, size: int, group: int, protected: Rows, now: int) -> int:
+        """Evict until `count` slots of `size` are free for the quota group, but no `protected` rows (-1: none).
+
+        Returns:
+            How many there is room for.
+        """
+        allocator = self._allocator
+        enough = min(allocator.slots.free(size), len(allocator.free_rows)) >= count
+        if not enough or self._within_quota(count, size, group) < count:
+            with self._shielded(protected):
+                count = self._make_room_in_quota(count, size, group, now)
+                if count > len(allocator.free_rows):
+                    self._evict(self._candidates(), count - len(allocator.free_rows), now)
+                    count = min(count, len(allocator.free_rows))
+                while (missing := count - allocator.slots.free(size)) > 0:
+                    if not self._evict_for_slots(missing, size, now):
+                        return allocator.slots.free(size)
+        return count
+
+    def _make_room_in_quota(self, count: int, size: int, group: int, now: int) -> int:
+        """Evict the quota group's own chunks until it may have `count` more slots. Returns how many it may have."""
+        quota = int(self._table.namespaces["capacity"][group])
+        count = min(count, quota // size) if quota else count
+        while (allowed := self._within_quota(count, size, group)) < count:
+            rows = self._candidates_of(group, wanted=count - allowed)
+            missing_nbytes = int(self._allocator.used_nbytes[group]) + count * size - quota
+            if not self._evict(rows, self._as_chunks(missing_nbytes, rows), now):
+                break
+        return allowed
+
+    def _within_quota(self, count: int, size: int, group: int) -> int:
+        """How many of `count` slots the quota group may have."""
+        quota = int(self._table.namespaces["capacity"][group])
+        if not quota:
+            return count
+        return min(count, max(0, quota - int(self._allocator.used_nbytes[group])) // size)
+
+    def _as_chunks(self, nbytes: int, rows: Rows) -> int:
+        """How many chunks of the mean size of `rows` take `nbytes`."""
+        mean = int(self._allocator.slot_sizes(rows).mean()) if rows.size else 1
+        return -(-nbytes // max(1, mean))
+
+    def _evict_for_slots(self, missing: int, size: int, now: int) -> bool:
+        """Free slots of one size: the coldest chunks of that size, or a whole extent of another that is colder yet."""
+        columns = self._table.columns
+        rows = self._candidates()
+        if self._is_small():
+            own = rows[self._allocator.slot_sizes(rows) == size]
+        else:
+            own = self._candidates(size=size)
+            missing = max(missing, len(own) // SAMPLE_SHARE)
+        victims = self._victims(own, missing, now)
+        foreign, last_access = self._coldest_foreign_extent(size, rows)
+        if foreign.size and (not victims.size or last_access < int(columns.accessed[victims].min())):
+            victims = foreign
+        self.remove(victims, now, Reason.EVICTED)
+        return bool(victims.size)
+
+    def _coldest_foreign_extent(self, size: int, candidates: Rows) -> tuple[Rows, int]:
+        """Rows of the extent whose last read is longest ago, among those of other sizes that can be emptied.
+
+        The candidates, which may be a sample, give the order. The extent that is chosen is looked at whole.
+        """
+        columns, slots = self._table.columns, self._allocator.slots
+        last = np.full(self._table.extents, np.iinfo(np.int64).max)
+        home = slots.extent_of(columns.page[candidates])
+        last[home] = -1
+        np.maximum.at(last, home, columns.accessed[candidates].astype(np.int64))
+        extents = slots.extents_serving_others(size)
+        for extent in extents[np.argsort(last[extents], kind="stable")][:FOREIGN_EXTENTS].tolist():
+            rows = slots.rows_in(extent)
+            if rows.size and self.evictable(rows).all():
+                return rows, int(columns.accessed[rows].max())
+        return NO_ROWS, 0
+
+    # -- ahead of need -----------------------------------------------------------------------------------------------
+
+    @property
+    def needs_eviction(self) -> bool:
+        """Whether `evict_ahead` has something to do. Cheap."""
+        return self._evicting_ahead or bool(self.over_quota) or self._lacking(self._config.low_water) > 0
+
+    @property
+    def nearly_full(self) -> bool:
+        """Whether so little is free that eviction must not wait for the tiers below."""
+        return self._lacking(self._config.low_water / 2) > 0
+
+    def evict_ahead(self, now: int) -> bool:
+        """Evict down to lowered quotas, and from the low-water mark to the high one. One step; True: there is more."""
+        if self.over_quota:
+            self._evict_over_quota(now)
+            if self.over_quota:
+                return True
+        count = self._lacking(self._config.high_water)
+        if not self.needs_eviction or count <= 0 or not self._allocator.chunks:
+            self._evicting_ahead = False
+            return False
+        rows = self._candidates()
+        gone = self._evict_step(rows, count, now)
+        self._evicting_ahead = 0 < gone < count
+        return self._evicting_ahead
+
+    def upcoming(self, share: float, now: int) -> Rows:
+        """The chunks that would be evicted first, until this share of the arena is free. Nothing changes."""
+        count = self._lacking(share)
+        if count <= 0 or not self._allocator.chunks:
+            return NO_ROWS
+        rows = self._candidates()
+        if not self._is_small():
+            count = math.ceil(len(rows) * share)
+        self.policies.ranks = self._row_hints.ranks if self._row_hints.active else None
+        return self.policies.upcoming(rows, count, now)
+
+    def _evict_over_quota(self, now: int) -> None:
+        group = min(self.over_quota)
+        quota = int(self._table.namespaces["capacity"][group])
+        excess = int(self._allocator.used_nbytes[group]) - quota if quota else 0
+        if excess > 0:
+            rows = self._candidates_of(group, wanted=SAMPLE_SHARE)
+            if self._evict_step(rows, self._as_chunks(excess, rows), now):
+                return
+        self.over_quota.discard(group)  # within its quota, or the rest is pinned or lent
+
+    def _evict_step(self, rows: Rows, count: int, now: int) -> int:
+        return self._evict(rows, count if self._is_small() else min(count, max(1, len(rows) // SAMPLE_SHARE)), now)
+
+    def _lacking(self, share: float) -> int:
+        """Chunks that must go until this share of the arena, and of the rows, is free."""
+        allocator, slots = self._allocator, self._allocator.slots
+        by_rows = math.ceil(share * self._table.rows) - (self._table.rows - allocator.rows_in_use)
+        nbytes = share * slots.usable_nbytes - slots.free_nbytes
+        if nbytes <= 0 or not allocator.rows_in_use:
+            return max(0, by_rows)
+        mean = int(allocator.used_nbytes.sum()) / allocator.rows_in_use
+        return max(by_rows, int(nbytes / mean) + 1)
+
+    # -- victims -----------------------------------------------------------------------------------------------------
+
+    def use_policy(self, group: int | None, chosen: Policy | None, now: int) -> None:
+        """See `Store.use_policy`."""
+        self.policies.use(group, chosen, self._in_order(self._table.ready_rows()), now)
+
+    def learn(self, rows: Rows, now: int) -> None:
+        """Tell the policies of the chunks that were found at the start."""
+        self.policies.on_insert(self._in_order(rows), now)
+
+    def _in_order(self, rows: Rows) -> Rows:
+        """Oldest first, parents before children."""
+        columns = self._table.columns
+        ordered: Rows = rows[np.lexsort((columns.depth[rows], columns.inserted[rows]))]
+        return ordered
+
+    def evictable(self, rows: Rows) -> Bits:
+        """Which rows hold a chunk that nobody pins."""
+        columns = self._table.columns
+        mask: Bits = (columns.state[rows] == RowState.READY) & (columns.pins[rows] == 0)
+        return mask
+
+    def _may_evict(self, row: int) -> bool:
+        """What `evictable` says of one row."""
+        cells = self._table.cells
+        return cells.state[row] == RowState.READY and cells.pins[row] == 0
+
+    def _candidates(self, *, size: int | None = None) -> Rows:
+        """Rows that may go: all of a small table; a sample of a large one, only of slots of `size` if that is given."""
+        small = self._is_small()
+        rows = self._table.ready_rows() if small else self._allocator.slots.sample(SAMPLE_ROWS, self._rng, size)
+        return rows[self.evictable(rows)]
+
+    def _candidates_of(self, group: int, *, wanted: int) -> Rows:
+        """Rows of one quota group that may go.
+
+        A sample of a large table has few rows of a small group: then the groups of all rows are looked at.
+        """
+        columns, used = self._table.columns, self._allocator.used_nbytes
+        if self._is_small() or used[group] * SAMPLE_SHARE > used.sum():
+            rows = self._candidates()
+            mine: Rows = rows[columns.group[rows] == group]
+            if self._is_small() or len(mine) >= max(wanted, SAMPLE_SHARE):
+                return mine
+        mine = np.flatnonzero(columns.group[: self._allocator.free_rows.fresh] == group).astype(np.int32)
+        if len(mine) > SAMPLE_ROWS:
+            start = int(self._rng.integers(0, len(mine) - SAMPLE_ROWS))
+            mine = mine[start : start + SAMPLE_ROWS]
+        return mine[self.evictable(mine)]
+
+    def _evict(self, candidates: Rows, count: int, now: int) -> int:
+        if not self._is_small() and count > 0:
+            count = max(count, len(candidates) // SAMPLE_SHARE)
+        rows = self._victims(candidates, count, now)
+        self.remove(rows, now, Reason.EVICTED)
+        return len(rows)
+
+    def _victims(self, candidates: Rows, count: int, now: int) -> Rows:
+        self.policies.ranks = self._row_hints.ranks if self._row_hints.active else None
+        return self.policies.victims(candidates, count, now, None if self._is_small() else self._may_evict)
+
+    def _is_small(self) -> bool:
+        """Whether looking at all rows costs no more than a sample."""
+        return self._allocator.free_rows.fresh <= SAMPLE_ROWS
+
+    @cached_property
+    def _rng(self) -> "np.random.Generator":
+        """For samples. Made at first use: the import of `numpy.random` would delay a start."""
+        return np.random.default_rng(self._table.incarnation)
+
+    @contextmanager
+    def _shielded(self, rows: Rows) -> Iterator[None]:
+        """Pin rows against eviction. Pins do not outlive the process, so a crash within leaves no trace."""
+        pins = self._table.columns.pins
+        rows = np.unique(rows[rows >= 0])
+        rows = rows[pins[rows] < MAX_PINS]
+        pins[rows] += 1
+        try:
+            yield
+        finally:
+            pins[rows] -= 1

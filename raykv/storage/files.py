@@ -1,0 +1,78 @@
+"""The two files of a node's memory, the chunk table and the arena: found, made, removed."""
+
+import logging
+from pathlib import Path
+from typing import Final
+
+from raykv.config import StorageConfig
+from raykv.errors import ConfigError, LostError
+from raykv.memory.arena import SharedMemory, require_pages, require_room
+from raykv.memory.layout import table_nbytes
+from raykv.memory.recovery import require_sound
+from raykv.memory.table import Table
+from raykv.storage.quota_groups import QuotaGroups
+
+log = logging.getLogger(__name__)
+
+OWN_TIMEOUT_S: Final = 10.0
+"""How long a start waits for the process that owned the memory before, which may be dying."""
+MOST_TICKS: Final = 1 << 31
+"""A table of this age, about a year, is made new: its times would wrap."""
+
+
+def store_files(prefix: Path) -> tuple[Path, Path]:
+    """Paths of a node's table and arena."""
+    return prefix.with_name(prefix.name + ".table"), prefix.with_name(prefix.name + ".arena")
+
+
+def remove_files(prefix: Path) -> None:
+    """Remove a node's memory. Processes that map it keep it until they close it."""
+    for path in store_files(prefix):
+        path.unlink(missing_ok=True)
+
+
+def open_files(config: StorageConfig, prefix: Path | None, *, now_s: float) -> tuple[Table, SharedMemory]:
+    """Map a node's table and arena as their one writer; see `Store.open`. Missing or damaged files are made new."""
+    require_room(config.shm_dir, 0, field="shm_dir")
+    if prefix is not None:
+        try:
+            return _attach(config, prefix, now_s=now_s)
+        except LostError as error:
+            log.info("starting empty: %s", str(error))  # as text: a log record must not keep the memory open
+            remove_files(prefix)
+    return _create(config, prefix, now_s=now_s)
+
+
+def _attach(config: StorageConfig, prefix: Path, *, now_s: float) -> tuple[Table, SharedMemory]:
+    table_path, arena_path = store_files(prefix)
+    memory = SharedMemory.attach(table_path, writable=True, huge_pages="try")
+    memory.own(timeout_s=OWN_TIMEOUT_S)
+    table = Table(memory)
+    arena = SharedMemory.attach(arena_path, writable=True, huge_pages=config.huge_pages)
+    made_for = (table.rows, table.extents, table.extent_nbytes, arena.nbytes)
+    if made_for != (config.rows, config.extents, config.extent_nbytes, config.extents * config.extent_nbytes):
+        raise LostError(f"{table_path} was made for another configuration")
+    if table.ticks(now_s) >= MOST_TICKS:
+        raise LostError(f"{table_path} is too old for its 32-bit times")
+    require_pages(arena, config.extent_nbytes)
+    require_sound(table)
+    QuotaGroups(table)  # raises LostError if the list is damaged
+    return table, arena
+
+
+def _create(config: StorageConfig, prefix: Path | None, *, now_s: float) -> tuple[Table, SharedMemory]:
+    arena_nbytes = config.extents * config.extent_nbytes
+    table_path, arena_path = (None, None) if prefix is None else store_files(prefix)
+    require_room(config.shm_dir, arena_nbytes + table_nbytes(config.rows, config.extents), field="arena_nbytes")
+    arena = SharedMemory.create(arena_path, arena_nbytes, huge_pages=config.huge_pages)
+    try:
+        require_pages(arena, config.extent_nbytes)
+        table = Table.create(
+            table_path, rows=config.rows, extents=config.extents, extent_nbytes=config.extent_nbytes, now_s=now_s
+        )
+    except ConfigError:
+        if prefix is not None:
+            remove_files(prefix)
+        raise
+    table.memory.own(timeout_s=OWN_TIMEOUT_S)
+    return table, arena

@@ -1,0 +1,59 @@
+"""One example of every message, with a value in every field."""
+
+from raykv.protocol import messages
+from raykv.protocol.placement import Member, View
+
+
+def member(name: str = "a", *, host: str = "h", weight: float = 1.0, incarnation: int = 1) -> Member:
+    return Member(name, host, {"tcp": f"{name}:1", "unix": f"unix:/{name}"}, weight, incarnation)
+
+
+VIEW = View(3, (member("a", weight=1.5, incarnation=7), member("b", weight=0.5, incarnation=1 << 60)))
+RUN = messages.Run(b"keys", 4096, b"rows", b"sums", b"places", False, b"parent", 9, 7, 60.0, -3)
+EXAMPLES = [
+    messages.Attach(),
+    messages.GetView(),
+    messages.GetStats(),
+    messages.OpenNamespace(b"{}", 5),
+    messages.Lend(4096, 3, 7, b"keys", b"parent"),
+    messages.Commit((RUN, RUN)),
+    messages.GiveBack(b"rows"),
+    messages.Write(b"keys", 4096, False, b"parent", 9, 60.0, -3),
+    messages.Read(b"keys", True),
+    messages.Pin(b"keys"),
+    messages.Unpin(b"rows"),
+    messages.Promote(b"keys", 1.5),
+    messages.Delete(b"keys"),
+    messages.Suspect(b"keys"),
+    messages.Hint(b"keys", 60.0, -3, True, True, 512),
+    messages.Locate(b"keys"),
+    messages.Announce("a", b"added", b"removed", b"lengths", b"bits"),
+    messages.Why(b"keys"),
+    messages.Configure(b"{}", b'{"ttl_s": 1}', True, b"{}"),
+    messages.Adopt(b"{}"),
+    messages.Report({"evicted": 3}, (0, 1), (2,)),
+    messages.GetNamespaces(),
+    messages.RecordTrace(b"requests"),
+    messages.FetchTrace(True),
+    messages.Heartbeat(VIEW.members[0], 3, VIEW, 5, b"{}"),
+    messages.Leave("a"),
+    messages.Done(),
+    messages.Count(3),
+    messages.Attached("a", "h", 7, "/t", "/a", b"secret", True),
+    messages.ViewIs(VIEW),
+    messages.Lent(b"r", b"o"),
+    messages.Committed((messages.CommittedRun(b"u", b"r", b"o", "why not"),)),
+    messages.Accepted(b"p", 2),
+    messages.Held(b"r", b"o", b"n", b"c"),
+    messages.Reading(b"n", b"c", (("a",), ("b", "a")), b"places"),
+    messages.Located((("a", "b"), ("b",)), b"places", b"lengths", b"bits"),
+    messages.Histories(b"p", b"n", b"r", b"t", b"a", b"o", b"k", ("lru",), 1.5),
+    messages.Configured(b"{}", 3, "why not"),
+    messages.NamespacesAre(b"{}"),
+    messages.Trace(b"requests", 3, True),
+    messages.HeartbeatAnswered(VIEW, True, b"{}", True, "away"),
+    messages.Stats(b"{}"),
+    messages.Failure("UsageError", "no"),
+]
+for example in EXAMPLES:
+    example.group = b"digest"
