@@ -11,8 +11,8 @@ from raykv.membership.membership import HeartbeatAnswer, Membership
 from raykv.node.node import Node
 from raykv.protocol.namespace import Namespace
 from raykv.protocol.placement import Member, View
-from raykv.transport.memory import Network
 from raykv.transport.link import SocketLink
+from raykv.transport.memory import Network
 from raykv.types import NodeId
 
 if TYPE_CHECKING:

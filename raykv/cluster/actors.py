@@ -60,8 +60,8 @@ def _names(ray_node_ids: Iterable[str]) -> set[str]:
 class DirectoryActor:
     """The directory, and the loop that puts a node actor on every Ray node.
 
-    After a crash Ray restarts it with the same arguments: it has the secret and the configuration, finds the node actors
-    by their names, and adopts the view of the first node that calls.
+    After a crash Ray restarts it with the same arguments, so it has the secret and the configuration. It finds the node
+    actors by their names, and adopts the view of the first node that calls.
     """
 
     def __init__(self, config: ClusterConfig, secret: bytes) -> None:
@@ -268,7 +268,7 @@ class NodeActor:
     def _await_room(self) -> None:
         """End this process when memory that other nodes left here is gone: Ray restarts it, and it may fit then.
 
-        A Ray node that restarts on its host finds the memory of its former node there, which counts as used for a while.
+        A Ray node that restarts on its host finds the memory of its former node there, which counts as used at first.
         """
         while not self._stopping.wait(RETRY_ROOM_S):
             try:

@@ -1,7 +1,7 @@
 """The interface of an eviction policy, and the choice of victims.
 
 A policy gives each row a score, computed from the table's columns; the lowest score is evicted first. It may also sort
-rows into several queues (ARC), give second chances (S3-FIFO), and remember chunks that came and left. `victims` chooses
+rows into several queues (ARC), give second chances (S3-FIFO), and remember chunks that were evicted. `victims` chooses
 many rows at once, as a node does. `raykv.eviction.order` gives one victim after another, as the planner needs them.
 """
 

@@ -39,7 +39,9 @@ class Hazards:
         self._digits, self.classes = digits, int(np.prod(digits))
         self._reads = np.zeros((self.classes, AGES))
         self._ticks = np.zeros((self.classes, AGES))  # in the first and last bucket of each interval
-        self._whole = np.zeros((self.classes, AGES + 1))  # intervals that cover a bucket, as differences to the one before
+        self._whole = np.zeros(
+            (self.classes, AGES + 1)
+        )  # intervals that cover a bucket, as differences to the one before
         self._new_reads, self._new_intervals = _Pending(2), _Pending(3)
         self.seen = 0.0
         self.ages = AHEAD

@@ -54,8 +54,8 @@ class EvictionOrder:
     def next(self, now: int, protected: Bits) -> int:
         """Remove and return the row to evict next, among those not protected; -1 if there is none.
 
-        The caller evicts it: it lowers the parent's count of children, calls `on_childless` if that is 0 then, and calls
-        `on_remove`, for one or many such rows at a time, while their columns are unchanged.
+        The caller evicts it. It lowers the parent's count of children, and calls `on_childless` if that is 0 then. It
+        calls `on_remove` for one or many such rows, while their columns are unchanged.
         """
         if self._policy.drifts and self._until_rescore <= 0:
             self._rescore(now, RESCORE_LEAST + 2 * sum(self._sizes) // RESCORE_SHARE)

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final, Self
 
 import msgspec
-from pydantic import ValidationError
 
 from raykv.config import NamespaceConfig
 from raykv.errors import CapacityError, RayKVError, UsageError
@@ -154,7 +153,7 @@ class NamespaceRegistry:
                 )
                 for each in fields.entries
             ]
-        except (msgspec.MsgspecError, ValidationError, RayKVError) as error:
+        except (msgspec.MsgspecError, ValueError, RecursionError, RayKVError) as error:  # ValueError: UTF-8, pydantic
             raise UsageError(f"not a list of namespaces: {error}") from error
         if len(entries) > 2 * MAX_ENTRIES:
             raise UsageError(f"a list of {len(entries)} namespaces; at most {2 * MAX_ENTRIES} are accepted")

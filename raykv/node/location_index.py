@@ -1,100 +1,136 @@
-"""What an owner knows: who holds which key. Soft state; a wrong entry costs a miss, and is corrected by it."""
+"""What an owner knows: which nodes hold which key. A wrong entry costs a miss, and is then corrected."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import islice, repeat
+from typing import Final, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from raykv.protocol import chunk_keys
 from raykv.protocol.chunk_keys import KEY_NBYTES
+from raykv.protocol.codec import pack_bits
+from raykv.protocol.messages import MAX_HOLDERS, Located
 from raykv.types import Bits, KeyArray, NodeId
+
+MAX_SHARED: Final = 1 << 16
+"""Distinct locations that keys share as one object. Beyond it, sharing starts again."""
+
+
+class Location(NamedTuple):
+    """Where one chunk is.
+
+    Attributes:
+        holders: Nodes that announced it; the last one most recently.
+        below: Those of them that have it in a tier below memory only.
+        nbytes: Its length; 0 for unknown.
+    """
+
+    holders: tuple[NodeId, ...] = ()
+    below: tuple[NodeId, ...] = ()
+    nbytes: int = 0
+
+    def added(self, node_id: NodeId, nbytes: int, below: bool) -> "Location":
+        """This location with one more holder, or with another length and place for it."""
+        holders = self.holders if node_id in self.holders else (*self.holders, node_id)
+        others = tuple(holder for holder in self.below if holder != node_id)
+        return Location(holders, (*others, node_id) if below else others, nbytes)
+
+    def within(self, nodes: frozenset[NodeId]) -> "Location":
+        """This location with those holders only."""
+        holders, below = (tuple(holder for holder in some if holder in nodes) for some in (self.holders, self.below))
+        return Location(holders, below, self.nbytes)
+
+
+UNKNOWN: Final = Location()
 
 
 class LocationIndex:
-    """Locations of the keys that one node owns. Thread-safe."""
+    """Locations of the keys that one node owns. Thread-safe.
+
+    Equal locations are one object: a key costs its 16 bytes and an entry of a dict.
+    """
 
     def __init__(self, max_keys: int) -> None:
-        """Keep at most `max_keys`; beyond that, those announced first are forgotten."""
+        """Keep at most `max_keys`; beyond it the oldest announcements go."""
         self._max_keys = max_keys
-        self._holders: dict[bytes, tuple[NodeId, ...]] = {}
-        self._cold: dict[bytes, frozenset[NodeId]] = {}  # of holders those that have it below memory only
+        self._locations: dict[bytes, Location] = {}
+        self._shared: dict[tuple[Location, NodeId, int, bool], Location] = {}
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
-        return len(self._holders)
+        return len(self._locations)
 
-    def add(self, node_id: NodeId, keys: KeyArray, cold: Bits | None = None) -> None:
-        """`node_id` holds these; those in `cold` not in memory but in a tier below it."""
-        alone = (node_id,)
+    def add(self, node_id: NodeId, keys: KeyArray, nbytes: npt.NDArray[np.uint32], below: Bits | None = None) -> None:
+        """`node_id` holds these chunks, of these lengths; those in `below` in a tier below memory only."""
+        bits = repeat(False) if below is None else below.tolist()
         with self._lock:
-            if self._cold or cold is not None:
-                self._note_cold(node_id, keys, cold)
-            for key in _split(keys):
-                holders = self._holders.get(key)
-                if holders is None:
-                    self._holders[key] = alone
-                elif node_id not in holders:
-                    self._holders[key] = (*holders, node_id)
-            excess = len(self._holders) - self._max_keys
-            if excess > 0:  # some more at once: finding the first entry of a dict means passing all that were deleted
-                for key in list(islice(self._holders, excess + self._max_keys // 16)):
-                    del self._holders[key]
-                    self._cold.pop(key, None)
-
-    def _note_cold(self, node_id: NodeId, keys: KeyArray, cold: Bits | None) -> None:
-        bits = [False] * len(keys) if cold is None else cold.tolist()
-        for key, is_cold in zip(_split(keys), bits, strict=True):
-            before = self._cold.get(key, frozenset())
-            after = before | {node_id} if is_cold else before - {node_id}
-            if after:
-                self._cold[key] = after
-            elif before:
-                del self._cold[key]
+            shared, locations = self._shared, self._locations
+            if len(shared) > MAX_SHARED:
+                shared.clear()
+            for key, length, is_below in zip(_split(keys), nbytes.tolist(), bits, strict=False):
+                before = locations.get(key, UNKNOWN)
+                change = (before, node_id, length, is_below)
+                after = shared.get(change)
+                if after is None:
+                    after = shared[change] = before.added(node_id, length, is_below)
+                locations[key] = after
+            excess = len(locations) - self._max_keys
+            if excess > 0:  # drop some more at once: finding a dict's first entry passes all that were deleted before
+                for key in list(islice(locations, excess + self._max_keys // 16)):
+                    del locations[key]
 
     def remove(self, node_id: NodeId, keys: KeyArray) -> None:
-        """`node_id` no longer holds these."""
+        """`node_id` no longer holds these chunks."""
         with self._lock:
-            if self._cold:
-                self._note_cold(node_id, keys, None)
             for key in _split(keys):
-                holders = self._holders.get(key, ())
-                if holders == (node_id,):
-                    del self._holders[key]
-                elif node_id in holders:
-                    self._holders[key] = tuple(holder for holder in holders if holder != node_id)
+                before = self._locations.get(key, UNKNOWN)
+                if before.holders == (node_id,):
+                    del self._locations[key]
+                elif node_id in before.holders:
+                    self._locations[key] = before.within(frozenset(before.holders) - {node_id})
 
-    def locate(self, keys: KeyArray) -> list[tuple[NodeId, ...]]:
-        """Holders of each key; none where nobody told."""
-        return list(map(self._holders.get, _split(keys), repeat(())))
+    def locate(self, keys: KeyArray) -> list[Location]:
+        """Location of each key; UNKNOWN where no holder is known."""
+        return list(map(self._locations.get, _split(keys), repeat(UNKNOWN)))
 
-    def cold(self, keys: KeyArray) -> Bits | None:
-        """Which keys no holder has in memory; None if there are none such."""
-        if not self._cold:
-            return None
-        marked = list(map(self._cold.get, _split(keys)))
-        if not any(marked):
-            return None
-        holders = self.locate(keys)
-        bits = [some is not None and some >= set(them) for some, them in zip(marked, holders, strict=True)]
-        return np.array(bits, np.bool_)
-
-    def keep(self, *, nodes: frozenset[NodeId], owned: Callable[[KeyArray], Bits]) -> None:
-        """After a change of view: forget holders that left, and keys that others own now."""
+    def follow_view(self, *, nodes: frozenset[NodeId], owned: Callable[[KeyArray], Bits]) -> None:
+        """Drop holders that are not among `nodes`, and keys that this node no longer owns."""
         with self._lock:
-            if not self._holders:
+            if not self._locations:
                 return
-            raw = list(self._holders)
+            raw = list(self._locations)
             stays = owned(chunk_keys.from_bytes(b"".join(raw)))
-            kept = {}
-            for place in np.flatnonzero(stays).tolist():
-                holders = tuple(holder for holder in self._holders[raw[place]] if holder in nodes)
-                if holders:
-                    kept[raw[place]] = holders
-            self._holders = kept
-            self._cold = {key: left for key, some in self._cold.items() if key in kept and (left := some & nodes)}
+            left: dict[bytes, Location] = {}
+            for position in np.flatnonzero(stays).tolist():
+                location = self._locations[raw[position]]
+                if not nodes.issuperset(location.holders):
+                    location = location.within(nodes)
+                if location.holders:
+                    left[raw[position]] = location
+            self._locations = left
+
+
+def located(locations: Sequence[Location]) -> Located:
+    """The answer that describes these locations, one a key."""
+    distinct = {id(location): location for location in locations}
+    numbers: dict[tuple[NodeId, ...], int] = {}
+    entries: dict[int, tuple[int, int, bool]] = {}
+    for identity, (holders, below, nbytes) in distinct.items():
+        shown = holders[-MAX_HOLDERS:]
+        number = numbers.setdefault(shown, len(numbers)) if shown else -1
+        entries[identity] = (number, nbytes, bool(holders) and len(below) == len(holders))
+    columns = np.array([entries[id(location)] for location in locations], np.int64).reshape(-1, 3)
+    lengths = columns[:, 1].astype("<u4")
+    return Located(
+        choices=tuple(numbers),
+        places=columns[:, 0].astype("<i4").tobytes(),
+        nbytes=lengths.tobytes() if lengths.any() else b"",
+        below_memory=pack_bits(columns[:, 2] != 0),
+    )
 
 
 def _split(keys: KeyArray) -> list[bytes]:
-    keys_of: list[bytes] = np.frombuffer(chunk_keys.to_bytes(keys), f"V{KEY_NBYTES}").tolist()
-    return keys_of
+    raw: list[bytes] = np.frombuffer(chunk_keys.to_bytes(keys), f"V{KEY_NBYTES}").tolist()
+    return raw

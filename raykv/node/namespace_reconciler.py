@@ -1,135 +1,152 @@
-"""The namespaces of one node: what the list of them (`raykv.membership.namespace_registry`) says, done to its store and its tiers."""
+"""Carries out the list of namespaces (`raykv.membership.namespace_registry`) in one node's store and tiers."""
 
 import logging
 import os
+import stat
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
 from raykv.config import NodeConfig
-from raykv.errors import RayKVError, UsageError
+from raykv.errors import RayKVError
 from raykv.eviction import policy
-from raykv.membership.namespace_registry import Entry, Register
-from raykv.memory.table import MAX_NAMESPACES
+from raykv.membership.namespace_registry import Entry, NamespaceRegistry
+from raykv.memory.layout import MAX_NAMESPACES
 from raykv.metrics import NamespaceMetrics
 from raykv.protocol.namespace import Namespace
 from raykv.protocol.reasons import Reason
 from raykv.storage.store import Store
-from raykv.tier.mover import Tiers
+from raykv.tier.mover import TierMover
 
 log = logging.getLogger(__name__)
 
-MAX_WORD: Final = 32
-"""Letters of a reason for a miss."""
-DROP_STEP: Final = 8192
-"""Chunks of a dropped namespace that go at once; then others get the lock."""
+MAX_REASON_LETTERS: Final = 32
+"""A client's name for a miss is cut to this length."""
+MAX_COUNT: Final = 1 << 48
+"""A client's counts beyond this are ignored."""
+DROPPED_AT_ONCE: Final = 8192
+"""Chunks of a dropped namespace that go in one step, under the lock."""
+MAX_FILE_NBYTES: Final = 64 << 20
 
 
-class Namespaces:
-    """A node's copy of the list. Thread-safe.
+class NamespaceReconciler:
+    """A node's copy of the list of namespaces. Thread-safe.
 
-    The copy outlives the process as long as chunks do, in a file beside the table and one beside those of the SSDs: who
-    was away while a namespace was dropped knows by it that its chunks are to go.
+    Files next to the chunks keep the copy as long as the chunks: a node that was away while a namespace was dropped
+    finds out that its chunks must go.
 
     Attributes:
-        register: The copy. Changed by `adopt` alone.
+        registry: The copy. Changed by `adopt` alone.
     """
 
-    def __init__(self, store: Store, lock: threading.Lock, tiers: Tiers, paths: Sequence[Path]) -> None:
-        """Do what this node knew before.
+    def __init__(
+        self, store: Store, lock: threading.Lock, mover: TierMover, paths: Sequence[Path], changed: Callable[[], None]
+    ) -> None:
+        """Carry out what the files say. A file of any other content is left out.
 
         Args:
             lock: The store's.
-            paths: Where the list is kept, that beside the table first.
+            paths: See `registry_paths`.
+            changed: Called when chunks were dropped, or quotas were changed.
         """
-        self._shard, self._lock, self._tiers, self._paths = store, lock, tiers, paths
+        self._store, self._lock, self._mover, self._paths, self._changed = store, lock, mover, paths, changed
         self._adopting = threading.Lock()
-        self._tallies = NamespaceMetrics()
-        self._went: dict[bytes, int] = {}
-        self.register = Register()
+        self._metrics = NamespaceMetrics()
+        self._served = np.zeros((MAX_NAMESPACES, 2), np.int64)  # requests and bytes, by quota group
+        self._dropped: dict[bytes, int] = {}
+        self.registry = NamespaceRegistry()
         for path in paths:
-            try:
-                self.register.merge(Register.decode(path.read_bytes()))
-            except FileNotFoundError:
-                pass
-            except (OSError, UsageError) as error:
-                log.warning("the list of namespaces in %s is of no use, the directory will tell: %s", path, error)
-        self.register.version = min(self.register.version, 1)  # it may be old: so the directory tells its own
-        for entry in self.register.entries.values():
+            self._load(path)
+        self.registry.version = min(self.registry.version, 1)  # perhaps old: so the directory sends its own
+        for entry in self.registry.entries.values():
             self._configure(entry)
 
     def require(self, namespace: Namespace, fields: dict[str, Any]) -> None:
-        """Refuse a config that this node could not follow, before the directory keeps it.
+        """Refuse a config that this node could not follow, before the directory adds it to the list.
 
         Raises:
-            UsageError, CapacityError: As `Register.configure`.
+            UsageError, CapacityError: As `NamespaceRegistry.configure`.
             ConfigError: There is no such policy here.
         """
-        trial = Register(entries=dict(self.register.entries))
+        trial = NamespaceRegistry(entries=dict(self.registry.entries))
         trial.configure(namespace, fields, now_ns=0)
         wanted = trial.config(namespace.group.digest).policy
         if wanted is not None:
             policy(wanted)
 
     def adopt(self, text: bytes) -> None:
-        """Do what a newer list says.
+        """Follow a list of namespaces, where it is newer.
 
         Raises:
-            UsageError: It is no such list.
+            UsageError: The text is no such list.
         """
-        told = Register.decode(text)
+        theirs = NamespaceRegistry.decode(text)
         with self._adopting:
-            for entry in self.register.newer(told):
-                before = self.register.entries.get(entry.namespace.digest)
+            for entry in self.registry.newer(theirs):
+                digest = entry.namespace.digest
+                before = self.registry.entries.get(digest)
                 if entry.dropped_ns > (before.dropped_ns if before else 0):
-                    self._went[entry.namespace.digest] = self._drop(entry.namespace)
+                    self._dropped[digest] = self._drop(entry.namespace)
                 self._configure(entry)
-                self.register.entries = {**self.register.entries, entry.namespace.digest: entry}
-            self.register.forget()
-            if told.version > self.register.version:
-                self.register.version = told.version
-            self._keep()  # last: whoever dies before drops again
+                self.registry.entries = {**self.registry.entries, digest: entry}
+            self.registry.trim()
+            self.registry.version = max(self.registry.version, theirs.version)
+            self._save()  # last: a node that dies before this drops the chunks again
+        self._changed()
 
-    def went(self, digest: bytes) -> int:
-        """Chunks that went when an quota group was dropped last, those of each tier counted."""
-        return self._went.get(digest, 0)
+    def dropped_chunks(self, digest: bytes) -> int:
+        """Chunks that the last drop of this quota group removed here, counted in each tier."""
+        return self._dropped.get(digest, 0)
 
     def list(self) -> dict[str, dict[str, Any]]:
-        """What there is of each quota group, by its fields as JSON, as plain values. Looks at all rows."""
-        store, room, columns = self._shard, self._shard.room, self._shard.table.columns
+        """What there is of each quota group, as plain values, by its fields as JSON. Looks at all rows."""
+        store, columns = self._store, self._store.table.columns
+        evictor = store.evictor
         ready = store.table.ready_rows()
-        groups = columns.namespace[ready]
+        groups = columns.group[ready]
         chunks = np.bincount(groups, minlength=MAX_NAMESPACES)
-        reads = np.bincount(groups, columns.frequency[ready], MAX_NAMESPACES).astype(np.int64) + room.reads_of_gone
-        told = {}
+        reads = np.bincount(groups, columns.frequency[ready], MAX_NAMESPACES).astype(np.int64)
+        reads += evictor.reads_of_departed
+        found = {}
         for number, text in store.table.texts().items():
             digest = Namespace.model_validate_json(text).digest
-            went = room.departures[number].tolist()
-            told[text.decode()] = {
-                "config": self.register.config(digest).model_dump(mode="json", exclude_defaults=True),
-                "policy": room.policies.name(number),
+            departures = evictor.departures[number].tolist()
+            found[text.decode()] = {
+                "config": self.registry.config(digest).model_dump(mode="json", exclude_defaults=True),
+                "policy": evictor.policies.name(number),
                 "chunks": int(chunks[number]),
-                "used_nbytes": int(room.used_nbytes[number]),
+                "used_nbytes": int(store.allocator.used_nbytes[number]),
                 "reads": int(reads[number]),
-                "departures": {Reason(at).word: count for at, count in enumerate(went) if count},
-                "below_nbytes": {tier.name: tier.used_nbytes(number) for tier in self._tiers.tiers},
-                **self._tallies.told(digest),
+                "departures": {Reason(at).word: count for at, count in enumerate(departures) if count},
+                "below_nbytes": {tier.name: tier.used_nbytes(number) for tier in self._mover.tiers},
+                "requests": int(self._served[number, 0]),
+                "served_nbytes": int(self._served[number, 1]),
+                **self._metrics.told(digest),
             }
-        return told
+        return found
 
-    def note(self, digest: bytes, misses: dict[str, int], gets: Sequence[int], puts: Sequence[int]) -> None:
-        """What a client saw of an quota group. Ignored if we do not know the quota group, as far as it is impossible."""
-        if self._shard.groups.find(digest) is not None:
-            sane = {reason[:MAX_WORD]: count for reason, count in misses.items() if 0 < count < 1 << 48}
-            if all(0 <= count < 1 << 48 for count in (*gets, *puts)):
-                self._tallies.note(digest, sane, gets, puts)
+    def count_request(self, digest: bytes, nbytes: int) -> None:
+        """Count a request of a quota group, and the bytes sent. Threads that race may lose a count.
+
+        Reads of shared memory are not counted: the node does not see them.
+        """
+        number = self._store.groups.find(digest)
+        if number is not None:
+            self._served[number] += (1, nbytes)
+
+    def add_report(self, digest: bytes, misses: dict[str, int], gets: Sequence[int], puts: Sequence[int]) -> None:
+        """Add what a client saw of a quota group. Impossible counts, and groups unknown here, are ignored."""
+        if self._store.groups.find(digest) is not None:
+            possible = {reason[:MAX_REASON_LETTERS]: count for reason, count in misses.items() if 0 < count < MAX_COUNT}
+            if all(0 <= count < MAX_COUNT for count in (*gets, *puts)):
+                self._metrics.note(digest, possible, gets, puts)
 
     def _configure(self, entry: Entry) -> None:
-        store, number = self._shard, None
+        store, number = self._store, None
         try:
             with self._lock:
                 number = store.groups.find(entry.namespace.digest)
@@ -141,46 +158,69 @@ class Namespaces:
         except RayKVError as error:
             log.error("namespace %s: %s", entry.namespace.model, error)
         if number is not None:
-            self._tiers.set_quota(number, entry.config.ssd_quota_nbytes)
+            self._mover.set_quota(number, entry.config.ssd_quota_nbytes)
 
     def _drop(self, namespace: Namespace) -> int:
-        store = self._shard
+        store = self._store
         with self._lock:
             number = store.groups.find(namespace.digest)
-            if number is None and self._tiers:
+            if number is None and self._mover:
                 try:
-                    number = store.groups.open(namespace)  # what lies below is known by the quota group's number
+                    number = store.groups.open(namespace)  # the tiers know their chunks by the group's number
                 except RayKVError as error:
                     log.error("a namespace cannot be dropped here: %s", error)
             if number is None:
                 return 0
-        with self._tiers.barring(group=number):
+        self._served[number] = 0
+        with self._mover.barring(group=number):
             with self._lock:
-                rows, generations = store.doomed(number, now_s=time.monotonic())
-            count = self._tiers.drop(number)
-            for first in range(0, len(rows), DROP_STEP):
+                rows, generations = store.rows_of(number)
+            count = self._mover.drop(number)
+            for first in range(0, len(rows), DROPPED_AT_ONCE):
+                some = slice(first, first + DROPPED_AT_ONCE)
                 with self._lock:
-                    count += store.drop_doomed(rows[first : first + DROP_STEP], generations[first : first + DROP_STEP])
+                    count += store.drop(rows[some], generations[some], now_s=time.monotonic())
         return count
 
-    def _keep(self) -> None:
-        """Write the list, so that a reader finds the one before or this one whole."""
-        text = self.register.encode()
+    def _load(self, path: Path) -> None:
+        try:
+            registry = NamespaceRegistry.decode(_read(path))
+            registry.encode()  # the next heartbeat does
+            self.registry.merge(registry)
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError, RecursionError, OverflowError) as error:
+            log.warning("no list of namespaces in %s; the directory sends its own: %s", path, error)
+
+    def _save(self) -> None:
+        """Write the list, so that a reader finds either the old or the new one, whole."""
+        text = self.registry.encode()
         for path in self._paths:
             fresh = path.with_name(path.name + ".new")
             try:
-                descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+                fresh.unlink(missing_ok=True)
+                descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
                 with os.fdopen(descriptor, "wb") as file:
                     file.write(text)
                     file.flush()
                     os.fsync(file.fileno())
                 fresh.replace(path)
             except OSError as error:
-                log.warning("the list of namespaces cannot be kept in %s: %s", path, error)
+                log.warning("the list of namespaces cannot be written to %s: %s", path, error)
 
 
-def register_paths(config: NodeConfig) -> list[Path]:
-    """Where a node keeps its list: wherever chunks of it outlive its process."""
+def _read(path: Path) -> bytes:
+    """The content of a regular file. The directory may be writable to all users: links and pipes are refused."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    with os.fdopen(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_FILE_NBYTES:
+            raise OSError(f"not a regular file of at most {MAX_FILE_NBYTES:,} bytes")
+        return file.read(MAX_FILE_NBYTES)
+
+
+def registry_paths(config: NodeConfig) -> list[Path]:
+    """Files for a node's list of namespaces: one in each place where its chunks outlive the process, memory first."""
     prefix, ssd = config.file_prefix, config.storage.ssd
     paths = [] if prefix is None else [prefix.with_name(prefix.name + ".namespaces")]
     if ssd is not None:

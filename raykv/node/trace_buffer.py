@@ -1,4 +1,4 @@
-"""What clients report while `raykv record` runs, until somebody fetches it."""
+"""Requests that clients report while a trace is recorded, until they are fetched."""
 
 import threading
 from collections import deque
@@ -7,14 +7,14 @@ from typing import Final
 from raykv.protocol.trace_requests import TracedRequest, unpack
 
 MAX_BUFFER_KEYS: Final = 1 << 21
-"""Keys of requests that nobody has fetched from a node yet; beyond that requests are left out, and counted."""
+"""Most keys of requests in the buffer. Requests beyond it are left out, and counted."""
 
 
 class TraceBuffer:
-    """A node's part: what clients told, until somebody fetches it. Thread-safe.
+    """Recorded requests of this node's clients, oldest first. Thread-safe.
 
     Attributes:
-        left_out: Requests that there was no room for.
+        left_out: Requests that found no room since the last `drain`.
     """
 
     def __init__(self) -> None:
@@ -23,10 +23,10 @@ class TraceBuffer:
         self._lock = threading.Lock()
 
     def add(self, raw: bytes) -> None:
-        """What a client told.
+        """Add requests, as `trace_requests.pack` writes them.
 
         Raises:
-            UsageError: It is damaged. What comes before the damage is kept.
+            UsageError: The bytes are damaged. The requests before the damage are added.
         """
         for each in unpack(raw):
             with self._lock:
@@ -37,19 +37,23 @@ class TraceBuffer:
                 self._requests.append(each)
                 self._keys += weight
 
-    def take(self, most_keys: int = MAX_BUFFER_KEYS) -> tuple[list[TracedRequest], int]:
-        """All of it, or as much as has so many keys, and how many were left out since the last time."""
+    def drain(self, max_keys: int = MAX_BUFFER_KEYS) -> tuple[list[TracedRequest], int]:
+        """Remove the oldest requests, with at most `max_keys` keys or one request.
+
+        Returns:
+            The requests, and how many were left out since the last time.
+        """
         requests: list[TracedRequest] = []
         with self._lock:
-            taken, left_out = 0, self.left_out
-            while self._requests and (not taken or taken + max(1, len(self._requests[0].keys)) <= most_keys):
+            drained, left_out = 0, self.left_out
+            while self._requests and (not drained or drained + max(1, len(self._requests[0].keys)) <= max_keys):
                 each = self._requests.popleft()
                 requests.append(each)
-                taken += max(1, len(each.keys))
-            self._keys -= taken
+                drained += max(1, len(each.keys))
+            self._keys -= drained
             self.left_out = 0
         return requests, left_out
 
     def __bool__(self) -> bool:
-        """Whether there is anything to take."""
+        """Whether there are requests in the buffer."""
         return bool(self._requests)

@@ -43,7 +43,7 @@ class Record:
         ssd_chunks, ssd_nbytes: Size of the SSD; 0 for none.
         ssd_hits: Prefix hits from the SSD.
         ssd_written_nbytes, ssd_written_nbytes_per_day: Bytes written to it, in all and in a day as busy as the trace.
-        ssd_write_amplification: All bytes written, divided by the bytes that came from memory.
+        ssd_write_amplification: All bytes written, divided by the bytes evicted from memory.
         took_s: Time of the replay.
     """
 

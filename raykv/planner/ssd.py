@@ -10,7 +10,7 @@ from raykv.memory.layout import TICKS_PER_S
 from raykv.tier.admission import Admission
 
 MOVED_SHARE: Final = 4
-"""At most one chunk is written again per four chunks that came from memory."""
+"""At most one chunk is written again per four chunks evicted from memory."""
 
 Numbers = npt.NDArray[np.integer[Any]]
 
@@ -23,7 +23,7 @@ class Ssd:
     stays here too, so that it is not written again when memory evicts it.
 
     Attributes:
-        written: Chunks that came from memory.
+        written: Chunks evicted from memory.
         moved: Chunks that were written again.
         tokens: Tokens of both.
     """

@@ -1,1 +1,1 @@
-"""What both ends know: names, keys, placement and messages. Pure: no input, no output, no clock."""
+"""What nodes and clients both know: names, keys, placement and messages. Pure: no input, no output, no clock."""

@@ -1,8 +1,8 @@
-"""From tokens or names to 128-bit keys.
+"""Keys of 128 bits from tokens or names.
 
-A key commits to its namespace and, in a chain, to every token before it. We use keyed BLAKE2b rather than xxhash:
-tokens come from users, and a hash that can be collided on purpose would let one read what another's prompt computed.
-(xxhash keeps its two jobs where nobody gains from a collision: checksums of chunks, and places on the ring.)
+A key commits to its namespace and, in a chain, to every token before it. Keys are keyed BLAKE2b, not xxhash: tokens
+come from users, and a user who can make a collision can read what another user's prompt computed. (Checksums of chunks
+and places on the ring are xxhash: a collision there helps nobody.)
 """
 
 import hashlib
@@ -25,7 +25,7 @@ def empty() -> KeyArray:
 
 
 def from_bytes(raw: bytes | bytearray | memoryview) -> KeyArray:
-    """Read keys as `to_bytes` wrote them.
+    """Read what `to_bytes` wrote.
 
     Raises:
         UsageError: The length is not a multiple of 16.
@@ -44,10 +44,10 @@ def halves(key: bytes) -> tuple[int, int]:
     """(high, low) half of one key.
 
     Raises:
-        ValueError: It has not 16 bytes.
+        ValueError: The key does not have 16 bytes.
     """
     if len(key) != KEY_NBYTES:
-        raise ValueError(f"key: {len(key)} bytes; {KEY_NBYTES} are due")
+        raise ValueError(f"key: {len(key)} bytes; a key has {KEY_NBYTES}")
     hi, lo = _HALVES.unpack(key)
     return hi, lo
 
@@ -57,7 +57,7 @@ def named(digest: bytes, names: Iterable[bytes | str]) -> KeyArray:
 
     Args:
         digest: Digest of the namespace.
-        names: Text is taken as UTF-8.
+        names: Text is encoded as UTF-8.
 
     Returns:
         Shape [n, 2].
@@ -85,7 +85,7 @@ def chain(
         digest: Digest of the namespace.
         tokens: Token ids from the first one on, each in 0 .. 2**32 - 1.
         chunk_tokens: Tokens in a chunk; a last part that does not fill a chunk has no key.
-        parent: Key of the chunk before the first one, as `to_bytes` writes it; empty at the start of a prompt.
+        parent: Key of the chunk before the first one, 16 bytes; empty at the start of a prompt.
 
     Returns:
         Shape [len(tokens) // chunk_tokens, 2].

@@ -2,7 +2,7 @@
 
 A message is a typed struct in MessagePack behind a fixed header. Nothing else is ever decoded; nothing is unpickled.
 
-    header:  magic "RK" | version u8 | 0 u8 | epoch u32 | request u32 | length u32      then `length` bytes of MessagePack
+    header:  magic "RK" | version u8 | 0 u8 | epoch u32 | request u32 | length u32    then `length` bytes of MessagePack
 
 `epoch` is that of the sender's view: a receiver sees whether its own view is old. `request` numbers the requests of one
 connection; every answer carries the number of its request, so an answer can never be taken for that of another one.

@@ -1,4 +1,4 @@
-"""What callers may say of chunks: time to live, priority, output tokens. And its limits."""
+"""Limits of what callers may say about chunks: time to live, priority, output tokens."""
 
 from typing import Final
 
@@ -10,7 +10,7 @@ MOST_OUTPUT_TOKENS: Final = (1 << 31) - 1
 
 
 def require_hints(ttl_s: float | None, priority: int | None, output_tokens: int | None = None) -> None:
-    """Refuse hints that are none.
+    """Refuse hints out of range. None: not given.
 
     Raises:
         UsageError: Names the field.

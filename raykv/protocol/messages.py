@@ -72,8 +72,8 @@ class Run(msgspec.Struct, array_like=True):
     """Chunks of one size to be committed together: see `raykv.types.Batch`.
 
     `rows` i32 and `checksums` u64 of the lent slots; `positions` i32: which of `keys` each slot holds, empty when the
-    slots hold all keys in order. `ahead`: slots of this size that the writer would like next. `ttl_s`, `priority`: 0 for
-    the namespace's own.
+    slots hold all keys in order. `ahead`: slots of this size that the writer would like next. `ttl_s`, `priority`: 0
+    for the namespace's own.
     """
 
     keys: bytes
@@ -139,7 +139,7 @@ class Unpin(Message):
 
 
 class Promote(Message):
-    """Bring chunks into memory from the tiers below it. Answer: Count of those that came or are on their way.
+    """Bring chunks into memory from the tiers below it. Answer: Count of those that arrived or are on their way.
 
     `timeout_s`: how long the answer may wait for them. What takes longer still comes.
     """
@@ -309,8 +309,8 @@ class Lent(Message):
 class CommittedRun(msgspec.Struct, array_like=True):
     """What became of one Run.
 
-    `unused` i32: places, among the run's rows, of slots whose keys another writer had stored; they stay lent. `rows` i32
-    and `offsets` u64: slots lent ahead. `problem`: why the run was refused; all its slots stay lent.
+    `unused` i32: places, among the run's rows, of slots whose keys another writer had stored; they stay lent. `rows`
+    i32 and `offsets` u64: slots lent ahead. `problem`: why the run was refused; all its slots stay lent.
     """
 
     unused: bytes = b""
@@ -369,9 +369,10 @@ class Located(Message):
 class Histories(Message):
     """One entry a key.
 
-    `places` u8 (`reasons.Place`), `nbytes` u32: where the chunk is on this node. `reasons` u8 (`reasons.Reason`), `tiers`
-    u8, `ages_s` f32, `policy` u8 (entry in `policies`): its last departure from this node. `announced` u8: whether this
-    node, as its owner, knows a holder. `remembers_s`: how far back departures are remembered; None when all are.
+    `places` u8 (`reasons.Place`), `nbytes` u32: where the chunk is on this node. `reasons` u8 (`reasons.Reason`),
+    `tiers` u8, `ages_s` f32, `policy` u8 (entry in `policies`): its last departure from this node. `announced` u8:
+    whether this node, as its owner, knows a holder. `remembers_s`: how far back departures are remembered; None when
+    all are.
     """
 
     places: bytes

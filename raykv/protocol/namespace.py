@@ -1,4 +1,4 @@
-"""The namespace: everything that must be equal before bytes may be reused."""
+"""The namespace: everything that must be equal before stored KV may be reused."""
 
 import hashlib
 import json
@@ -15,19 +15,18 @@ DIGEST_NBYTES = 16
 class Namespace(Model):
     """The conditions under which chunks were computed.
 
-    Keys are derived from the digest of all fields, so chunks of two namespaces can never meet: no comparison has to
-    succeed for that, and none can be forgotten. `salt` and `lora` vary by request; all tenants and adapters of one
-    model share one quota group (`group`), which is what has a capacity and a policy on a node.
+    Keys derive from the digest of all fields, so two namespaces never share a key. `salt` and `lora` vary by request;
+    all tenants and adapters of one model form one quota group (`group`), which has a capacity and a policy on a node.
 
     Attributes:
         model: Name or path of the weights.
-        revision: Which weights exactly: a commit, or a digest of the files.
+        revision: Version of the weights: a commit, or a digest of the files.
         dtype: Element type of the stored KV.
-        layout: Shape and order of a chunk's bytes, as the engine lays them out.
+        layout: Shape and order of the engine's bytes in a chunk.
         chunk_tokens: Tokens in a chunk.
-        tp_rank, tp_size, pp_rank, pp_size: Whose share of the model's KV a chunk is.
-        attention_backend: Kernel family (and its instruction set, where that packs the bytes differently).
-        hash_algorithm: How the engine hashes tokens; its seed is part of it.
+        tp_rank, tp_size, pp_rank, pp_size: The rank whose part of the model's KV a chunk holds.
+        attention_backend: Kernel family, and its instruction set where that changes the layout of the bytes.
+        hash_algorithm: How the engine hashes tokens, with the seed.
         lora: Adapter, by name and path; empty for none.
         salt: The tenant's salt; empty for none.
         extra: Anything else that must match.
@@ -56,7 +55,7 @@ class Namespace(Model):
 
     @property
     def group(self) -> "Namespace":
-        """The namespace that this one's chunks are counted under: the same without `salt` and `lora`."""
+        """The quota group of its chunks: this namespace without `salt` and `lora`."""
         return self.with_fields(salt="", lora="")
 
     def with_fields(self, **fields: object) -> Self:
@@ -69,10 +68,10 @@ class Namespace(Model):
         return [field for field in mine if mine[field] != theirs[field]]
 
     def require_equal(self, other: "Namespace", *, what: str) -> None:
-        """Refuse `what`, which was made under `other`.
+        """Refuse `what`, which was made under `other`, if the two differ.
 
         Raises:
-            NamespaceMismatch: Names each differing field with both values. A salt's values are not shown.
+            NamespaceMismatch: Names each differing field with both values, a salt without them.
         """
         mine, theirs = self.model_dump(), other.model_dump()
         texts = [

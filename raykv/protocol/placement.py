@@ -1,7 +1,7 @@
 """Which node owns which key: weighted rendezvous hashing over a fixed number of slots.
 
-Every node and client computes the same ring from the same members; only the list of members ever travels. When a node
-joins or leaves, only the slots that it wins or held move.
+Every node and client computes the same ring from the same members; only the list of members is sent. When a node joins,
+only the slots that it gets change owner; when it leaves, only those that it had.
 
 Source: Thaler and Ravishankar, "A Name-Based Mapping Scheme for Rendezvous" (1996); weights after Schindelhauer and
 Schomaker (2005).
@@ -21,7 +21,7 @@ from raykv.types import KeyArray, NodeId
 SLOT_BITS: Final = 12
 SLOTS: Final = 1 << SLOT_BITS
 FEW_KEYS: Final = 64
-"""Up to here a loop is quicker than array passes."""
+"""Up to this many keys, a loop is quicker than array operations."""
 
 
 class Member(msgspec.Struct, frozen=True):
@@ -60,7 +60,7 @@ class View(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def ring(self) -> "Ring":
-        """Owners by this view."""
+        """The owners in this view."""
         return Ring([(member.node_id, member.weight) for member in self.members])
 
     def member(self, node_id: NodeId) -> Member | None:
@@ -77,7 +77,7 @@ class Ring:
 
     Attributes:
         nodes: Names, sorted; ranks refer to places in it.
-        ranks: Shape [SLOTS, nodes]: for each slot all nodes, the owner first, then where replicas go.
+        ranks: Shape [SLOTS, nodes]: for each slot all nodes in order of rank, the owner first.
     """
 
     def __init__(self, weights: Sequence[tuple[NodeId, float]]) -> None:
@@ -90,14 +90,14 @@ class Ring:
         self.ranks: npt.NDArray[np.int16] = np.argsort(share / np.log(uniform), axis=1).astype(np.int16)
 
     def owners(self, keys: KeyArray) -> npt.NDArray[np.int16]:
-        """Place in `nodes` of each key's owner; -1 where there is no node at all."""
+        """Place in `nodes` of each key's owner; -1 when there are no nodes."""
         if not self.nodes:
             return np.full(len(keys), -1, np.int16)
         owners: npt.NDArray[np.int16] = self.ranks[self.slots(keys), 0]
         return owners
 
     def owner(self, hi: int) -> NodeId | None:
-        """Owner of the key with that high half; None where there is no node at all."""
+        """Owner of the key with this high half; None when there are no nodes."""
         return self._first[hi >> 64 - SLOT_BITS] if self.nodes else None
 
     @cached_property
@@ -105,7 +105,7 @@ class Ring:
         return [self.nodes[place] for place in self.ranks[:, 0].tolist()]
 
     def shares(self, keys: KeyArray) -> dict[NodeId, list[int]]:
-        """Places of the keys that each node owns; of nodes that own some."""
+        """Positions of the keys that each node owns. Nodes that own none are left out."""
         if len(self.nodes) == 1:
             return {self.nodes[0]: list(range(len(keys)))}
         shares: dict[NodeId, list[int]] = {}

@@ -1,10 +1,10 @@
-"""Why a chunk is gone, and where one lies. The numbers travel in messages."""
+"""Why a chunk left a node, and where it is. The numbers travel in messages."""
 
 from enum import IntEnum
 
 
 class Reason(IntEnum):
-    """Why a chunk went."""
+    """Why a chunk left."""
 
     NONE = 0
     EVICTED = 1
@@ -16,19 +16,20 @@ class Reason(IntEnum):
 
     @property
     def word(self) -> str:
-        """How it is told."""
+        """For people."""
         return self.name.lower()
 
 
 class Place(IntEnum):
-    """Where a chunk lies, or went from."""
+    """Where a chunk is, or left from."""
 
     NOWHERE = 0
     DRAM = 1
     SSD = 2
     FILE = 3
+    OTHER = 4
 
     @property
     def word(self) -> str:
-        """How it is told."""
+        """For people."""
         return self.name.lower()

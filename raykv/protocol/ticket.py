@@ -1,7 +1,7 @@
-"""The hand-off ticket: what a prefill worker gives a decode worker so that it can read at once, without a lookup.
+"""The hand-off ticket: with it a decode worker reads what a prefill worker stored, without a lookup.
 
-A ticket names holders by node name only. It travels through HTTP requests that users may forge, so it carries no
-address: a forged ticket can name nothing but members of the cluster, and at worst costs a miss.
+A ticket travels in HTTP requests, which users may forge. So it names holders by node name and carries no address: a
+forged ticket can only name members of the cluster, and costs a miss.
 """
 
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ class Ticket:
     """Who holds the first chunks of one prompt.
 
     Attributes:
-        quota group: The namespace without salt and adapter, so that a mismatch can be explained.
+        group: The namespace without salt and adapter, to explain a mismatch.
         digest: Digest of the whole namespace, as hexadecimal text.
         runs: Holders from the first chunk on.
     """
@@ -48,15 +48,15 @@ class Ticket:
 
     @classmethod
     def of(cls, namespace: Namespace, holders: Sequence[NodeId]) -> Self:
-        """A ticket for chunks held by these nodes, one entry a chunk."""
+        """Make a ticket for chunks that these nodes hold, one entry a chunk."""
         runs = tuple(Run(node_id=name, chunks=len(list(group))) for name, group in groupby(holders))
         return cls(namespace.group, namespace.digest.hex(), runs[:MAX_RUNS])
 
     def match(self, namespace: Namespace, wanted: int) -> Match:
-        """The leading chunks, of `wanted`, that the ticket promises.
+        """The leading chunks, at most `wanted`, that the ticket promises.
 
         Raises:
-            NamespaceMismatch: It was made under another namespace; names the fields.
+            NamespaceMismatch: The ticket was made under another namespace; names the fields.
         """
         if self.digest != namespace.digest.hex():
             namespace.group.require_equal(self.group, what="the hand-off ticket")
@@ -77,7 +77,7 @@ class Ticket:
         """Read what `to_json` wrote.
 
         Raises:
-            ConfigError: It is no ticket; names the field.
+            ConfigError: A field is missing, unknown or wrong; names it.
         """
         read = _Fields.load(fields if isinstance(fields, dict) else {"ticket": fields})
         return cls(read.group, read.digest, read.runs)

@@ -1,7 +1,8 @@
-"""A trace of a live cluster: which chunks each request asked for, as its clients tell the node of their host.
+"""Recorded requests of a live cluster: which chunks each one asked for.
 
-Reads of shared memory leave no message, so who reads tells: a flag in the chunk table says when somebody wants to know,
-and costs a look at it while nobody does. A `match` is a request: its keys are those of the whole prompt.
+Reads of shared memory send no message, so clients report them to the node of their host while a trace is recorded. A
+flag in the chunk table says so; while it is off, recording costs one look at it. A `match` is a request; its keys are
+those of the whole prompt.
 """
 
 import json
@@ -14,8 +15,8 @@ from raykv.protocol import chunk_keys
 from raykv.protocol.chunk_keys import KEY_NBYTES
 from raykv.types import KeyArray
 
-TAKEN_KEYS: Final = 1 << 19
-"""Keys that travel in one message at most, but for one request that has more."""
+FETCHED_KEYS: Final = 1 << 19
+"""Most keys in one message, unless a single request has more."""
 _ENTRY: Final = struct.Struct("<dII")
 
 
@@ -23,9 +24,9 @@ class TracedRequest(NamedTuple):
     """One request.
 
     Attributes:
-        at_s: When, in seconds since 1970.
-        chunk_tokens: Of the namespace.
-        keys: Of its chunks, first to last.
+        at_s: Its time, in seconds since 1970.
+        chunk_tokens: Tokens in a chunk of its namespace.
+        keys: Its chunks, first to last.
     """
 
     at_s: float
@@ -33,7 +34,7 @@ class TracedRequest(NamedTuple):
     keys: KeyArray
 
     def line(self, since_s: float = 0.0) -> str:
-        """As the planner reads it; times count from `since_s`."""
+        """Write it as the planner reads it; times count from `since_s`."""
         raw = chunk_keys.to_bytes(self.keys)
         names = [raw[at : at + KEY_NBYTES].hex() for at in range(0, len(raw), KEY_NBYTES)]
         fields = {
@@ -46,7 +47,7 @@ class TracedRequest(NamedTuple):
 
 
 def pack(requests: list[TracedRequest]) -> bytes:
-    """Requests as bytes; `unpack` reads them."""
+    """Write requests as bytes."""
     parts: list[bytes] = []
     for each in requests:
         parts += [_ENTRY.pack(each.at_s, each.chunk_tokens, len(each.keys)), chunk_keys.to_bytes(each.keys)]
@@ -54,19 +55,19 @@ def pack(requests: list[TracedRequest]) -> bytes:
 
 
 def unpack(raw: bytes) -> Iterator[TracedRequest]:
-    """The requests in some bytes.
+    """Read what `pack` wrote.
 
     Raises:
-        UsageError: They are none.
+        UsageError: The bytes end within a request, or a time is impossible.
     """
     at = 0
     while at < len(raw):
         if len(raw) - at < _ENTRY.size:
-            raise UsageError("a record of requests that ends in the middle")
+            raise UsageError("recorded requests that end in the middle")
         at_s, chunk_tokens, count = _ENTRY.unpack_from(raw, at)
         at += _ENTRY.size
         end = at + KEY_NBYTES * count
         if end > len(raw) or not 0.0 <= at_s < 1e12:
-            raise UsageError("a record of requests that ends in the middle")
+            raise UsageError("recorded requests that end in the middle")
         yield TracedRequest(at_s, chunk_tokens, chunk_keys.from_bytes(raw[at:end]))
         at = end

@@ -1,8 +1,8 @@
 """A process that keeps one node running: `python -m raykv.supervisor.process`, started by `raykv.supervisor.handle`.
 
 A node that is killed or crashes is back in the time that it takes to map its memory. The supervisor has imported
-everything, which is most of a Python process's start. It has no threads and maps no memory, so each node is a fork of it.
-It also holds the port of the first node for those after it: peers find them without a new view.
+everything, which is most of a Python process's start. It has no threads and maps no memory, so each node can be a fork
+of it. It also holds the port of the first node for those after it: peers find them without a new view.
 
     stdin   one line of JSON, the `NodeSpec`; later "stop", on a line. At the end of stdin the node is killed at once.
     stdout  one line of JSON, a `NodeReport`, for each node that was started.

@@ -1,11 +1,12 @@
-"""What a transport is: the asking end (`Link`) and the answering end (`Service`).
+"""The contract of a transport: `Link` is the asking end of a connection, `Service` the answering end.
 
-A transport moves a request one way and an answer back. A request may read: then chunk bytes follow the answer, from
-the answering side's arena to buffers of the asking side. Or it may write: then chunk bytes follow the answer the
-other way. Bytes are never gathered in between.
+A transport carries a request one way and an answer back. For a read, chunk bytes follow the answer, from the node's
+arena to the buffers of the asking end. For a write, chunk bytes follow the answer the other way. Bytes are never
+gathered in between.
 
-Requests may be sent ahead: `post` sends one and does not wait, `collect` takes the answers, in the order of the
-requests. So a big read is asked for in parts: the holder prepares the next part while this one is on its way.
+Requests may be sent ahead: `post` sends one without waiting, `collect` receives the answers, in the order of the
+requests. So a large read is split into requests: the node prepares the next part while the network carries this one.
+Each request of a link has a number, and its answer carries the same number.
 """
 
 import time
@@ -17,28 +18,25 @@ from raykv.protocol.messages import Answer, Message
 from raykv.types import Path
 
 MAX_POSTED: Final = 64
-"""Requests on one link whose answers were not collected yet. A peer answers into the sockets' buffers until then."""
+"""Most requests on one link whose answers were not collected. Until then the answers wait in the sockets' buffers."""
 
 RUN_NBYTES: Final = 128 << 10
-"""Small chunks are moved together, about so many bytes in a system call, and checked before they leave the cache."""
+"""Small chunks are moved together, about this many bytes in a system call, and checked before they leave the cache."""
 
 Runs: TypeAlias = Iterable[Sequence[memoryview]]
-"""Bytes in order, as runs of views. Whoever moves them asks for the next run only when the one before has moved: a
-generator sees each run when it is full (or gone), and can check it while it is in the processor's cache."""
+"""Bytes in order, as runs of views. The next run is requested when the one before has been moved: a generator sees each
+run when it is full (or sent), and can check it while it is in the processor's cache."""
 
 
 class ChunkRun:
-    """A run of whole chunks to be filled, one after another. Whoever fills it may hash them as they come.
-
-    So a long run is filled in one call, and each chunk is hashed while the cache has it.
+    """Whole chunks to be filled one after another, in one call; each is hashed while it is in the processor's cache.
 
     Attributes:
-        chunks: The views of each; to go through the run itself is to go through all of these.
+        chunks: The views of each chunk. Iterating over the run gives all of them.
         sizes: Their lengths in bytes.
         hashed: Whether checksums are wanted.
-        full: So many chunks, from the first on, are known to be full. It holds also when filling was broken off; when
-            filling ended well, all of them are.
-        checksums: Of as many chunks, from the first on, as were hashed: u64 each. Not more than are full.
+        full: This many chunks, from the first one on, are full. It is right also when filling was broken off.
+        checksums: u64 each, of at most `full` chunks, from the first one on.
     """
 
     __slots__ = ("checksums", "chunks", "full", "hashed", "sizes")
@@ -53,11 +51,11 @@ class ChunkRun:
 
 
 Targets: TypeAlias = Iterable[Sequence[memoryview] | ChunkRun]
-"""The same for bytes that come: what they fill."""
+"""Buffers that are filled in order; requested one by one, as `Runs` are."""
 
 
-def nothing_more(complete: bool) -> Answer | None:
-    """For replies that end with the answer."""
+def no_second_answer(complete: bool) -> Answer | None:
+    """The `finish` of replies that end with the answer and its bytes."""
     return None
 
 
@@ -66,9 +64,9 @@ class Reply:
 
     Attributes:
         answer: Sent first.
-        outgoing: Sent after it, in order; the memory must stay as it is until `finish`.
-        incoming: Filled after it, in order, from what the asking side sends.
-        finish: Called exactly once when the bytes have moved (True) or cannot any more (False). What it returns is sent
+        outgoing: Sent after it, in order; the memory must not change until `finish`.
+        incoming: Filled after it, in order, with what the asking end sends.
+        finish: Called exactly once, when the bytes have moved (True) or never will (False). What it returns is sent
             as a second answer.
     """
 
@@ -80,28 +78,21 @@ class Reply:
         *,
         outgoing: Sequence[memoryview] = (),
         incoming: Targets = (),
-        finish: Callable[[bool], Answer | None] = nothing_more,
+        finish: Callable[[bool], Answer | None] = no_second_answer,
     ) -> None:
         self.answer, self.outgoing, self.incoming, self.finish = answer, outgoing, incoming, finish
 
 
 class Session(Protocol):
-    """One connection at the answering end; leases hang on it."""
+    """One connection, at the answering end. Leases belong to it."""
 
     def close(self) -> None:
-        """The connection is gone: its leases end."""
+        """End the leases: the connection is closed."""
         ...
 
 
 class Service(Protocol):
-    """The answering end, whatever the transport.
-
-    Attributes:
-        joined: Kinds of requests of which several are answered together where they have arrived together. No bytes go
-            with them, either way.
-    """
-
-    joined: frozenset[type[Message]]
+    """The answering end, independent of the transport."""
 
     @property
     def epoch(self) -> int:
@@ -109,68 +100,63 @@ class Service(Protocol):
         ...
 
     def session(self, *, local: bool) -> Session:
-        """A connection came up; `local` when the kernel vouches that it is the same user on the same host."""
+        """Accept a connection; `local` when the kernel vouches for the same user on the same host."""
         ...
 
     def answer(self, request: Message, session: Session) -> Reply:
-        """Serve one request. Errors are answers too: this raises nothing but bugs."""
-        ...
-
-    def answer_joined(self, requests: Sequence[Message], session: Session) -> Sequence[Answer]:
-        """Serve requests of kinds that are `joined`, in order, and answer each as `answer` would."""
+        """Serve one request. Errors are answers too: only a bug raises."""
         ...
 
 
 class Link(Protocol):
-    """The asking end: one connection. Not thread-safe.
+    """The asking end of one connection. Not thread-safe.
 
     `call`, `fetch` and `push` need all posted requests to be collected before.
 
     Attributes:
-        path: What `GetResult` calls bytes that come this way.
-        epoch: The greatest epoch that the other end told of.
+        path: How `GetResult` names bytes that arrive this way.
+        epoch: The greatest epoch in an answer so far.
+        closed: Whether the link is of no more use.
     """
 
     path: Path
     epoch: int
+    closed: bool
 
     def call(self, request: Message, *, deadline_s: float) -> Answer:
-        """Ask, and wait for the answer.
+        """Send a request, and wait for the answer.
 
         Args:
             deadline_s: By the monotonic clock.
 
         Raises:
-            PeerUnavailable: No answer by the deadline, or the connection broke. The link is of no more use.
-            ProtocolError: The other end speaks something else. Likewise.
-            RayKVError: The request failed at the other end, which told why. The link is fine.
+            PeerUnavailable: No answer by the deadline, or the connection broke. The link is closed.
+            ProtocolError: The peer sent something else than this answer. Likewise.
+            RayKVError: The node refused the request. The link is still good.
         """
         ...
 
     def fetch(self, request: Message, place: Callable[[Answer], Targets], *, deadline_s: float) -> Answer:
-        """Ask for bytes. `place` sees the answer and gives the buffers that the payload fills exactly, in order.
+        """Read bytes. `place` gets the answer, and returns the buffers that the payload fills exactly, in order.
 
-        What it yielded and was not asked to follow up may still be half filled when this raises; nobody writes to it
-        afterwards.
+        When this raises, a buffer may be half filled. Nobody writes to it afterwards.
         """
         ...
 
     def push(self, request: Message, pick: Callable[[Answer], Runs], *, deadline_s: float) -> Answer:
-        """Offer bytes. `pick` sees the first answer and gives what to send; returns the second answer."""
+        """Write bytes. `pick` gets the first answer, and returns what to send. Returns the second answer."""
         ...
 
     def post(self, request: Message, *, deadline_s: float) -> None:
-        """Send a request that is neither a read nor a write of chunks, or a read; its answer is for `collect`.
-
-        At most MAX_POSTED may be under way.
+        """Send a request, but no Write, and leave its answer for `collect`. At most MAX_POSTED may be in flight.
 
         Raises:
-            PeerUnavailable: The connection broke, or takes nothing more by the deadline. The link is of no more use.
+            PeerUnavailable: The connection broke, or the peer accepts nothing by the deadline. The link is closed.
         """
         ...
 
     def collect(self, place: Callable[[Answer], Targets] | None = None, *, deadline_s: float) -> Answer:
-        """The answer to the oldest posted request that was not collected yet.
+        """Wait for the answer to the oldest posted request that was not collected yet.
 
         Args:
             place: As for `fetch`, if that request was a read.
@@ -180,17 +166,24 @@ class Link(Protocol):
         """
         ...
 
-    def ready(self) -> bool:
-        """Whether `collect` would not have to wait. False when nothing was posted."""
+    def wait_ready(self, timeout_s: float) -> bool:
+        """Wait until `collect` would not have to wait; 0 only looks. False when the time is over or nothing was posted.
+
+        The link stays good in any case. A broken connection is True: `collect` raises the error.
+        """
         ...
 
+    def ready(self) -> bool:
+        """Whether `collect` would not have to wait."""
+        return self.wait_ready(0.0)
+
     def close(self) -> None:
-        """Let go; leases of this connection end at the other side."""
+        """Close the connection; its leases end at the other side."""
         ...
 
 
 def no_payload(answer: Answer) -> Targets:
-    """For answers that no chunk bytes follow."""
+    """The `place` for answers that no chunk bytes follow."""
     return ()
 
 

@@ -1,63 +1,69 @@
-"""Chunks on their way over a connection: those of a `get` that have arrived, those of a `put` that go out."""
+"""Reads of many chunks over a link: what one reader has so far, what it asks of one holder, and the requests for it."""
 
 import struct
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from raykv.errors import ProtocolError
 from raykv.memory.copying import checksum_of, checksums_of
 from raykv.protocol import chunk_keys, messages
 from raykv.protocol.chunk_keys import KEY_NBYTES
+from raykv.protocol.codec import array, expect
 from raykv.transport.base import RUN_NBYTES, ChunkRun, Link, Runs, Targets
-from raykv.types import Bits, GetResult, KeyArray, NodeId, Path
+from raykv.types import GetResult, KeyArray, NodeId, Path
 
 PART_NBYTES: Final = 8 << 20
 PART_KEYS: Final = 256
-"""A holder is asked for this much at once, so that it pins no more while it sends."""
+"""Limits of one request: the holder pins at most this much while it sends."""
 PARTS_AHEAD: Final = 2
-"""Requests under way on one connection: the holder looks up the next part while this one travels."""
+"""Requests in flight on one link: the holder looks up the next part while the network carries this one."""
 SCRAP_NBYTES: Final = 1 << 20
 
 
 class ReadProgress:
-    """Which chunks of one `get` have arrived so far."""
+    """Which chunks of one `get` have arrived. Not thread-safe.
 
-    def __init__(self, keys: KeyArray, targets: list[list[memoryview]], sizes: list[int]) -> None:
-        """Nothing has.
+    Attributes:
+        keys: Shape [n, 2].
+        targets: The buffers of each chunk.
+        sizes: Their lengths in bytes, one entry a chunk.
+        group: Digest of the quota group; each request carries it.
+        hits: Whether each chunk has arrived.
+    """
 
-        Args:
-            keys, targets, sizes: One entry a chunk; `sizes` are the lengths of `targets` in bytes.
-        """
-        self.keys, self.targets, self.sizes = keys, targets, sizes
+    def __init__(
+        self, keys: KeyArray, targets: list[list[memoryview]], sizes: list[int], *, group: bytes = b""
+    ) -> None:
+        self.keys, self.targets, self.sizes, self.group = keys, targets, sizes, group
         self._raw, self._total = chunk_keys.to_bytes(keys), sum(sizes)
         self.hits, self._count = [False] * len(keys), 0
         self._nbytes: dict[Path, int] = {}
         self._chunks: dict[tuple[NodeId, Path], int] = {}
 
-    def raw_key(self, place: int) -> bytes:
-        """One of the keys, as 16 bytes."""
-        return self._raw[KEY_NBYTES * place : KEY_NBYTES * (place + 1)]
-
-    def raw_keys(self, places: Sequence[int]) -> bytes:
-        """Those at rising places, 16 bytes each."""
-        if places[-1] - places[0] + 1 == len(places):
-            return self._raw[KEY_NBYTES * places[0] : KEY_NBYTES * (places[-1] + 1)]
-        return b"".join(map(self.raw_key, places))
-
-    def all_came(self) -> bool:
-        """Whether there is nothing left to arrive."""
+    @property
+    def complete(self) -> bool:
+        """Whether all chunks have arrived."""
         return self._count == len(self.hits)
 
     def missing(self) -> list[int]:
-        """Places of what has not."""
+        """Places of the chunks that have not arrived."""
         if self._count in (0, len(self.hits)):
             return list(range(len(self.hits) - self._count))
         return [place for place, hit in enumerate(self.hits) if not hit]
+
+    def raw_key(self, place: int) -> bytes:
+        """The key of one chunk, as 16 bytes."""
+        return self._raw[KEY_NBYTES * place : KEY_NBYTES * (place + 1)]
+
+    def raw_keys(self, places: Sequence[int]) -> bytes:
+        """The keys at rising places, 16 bytes each."""
+        if places and places[-1] - places[0] + 1 == len(places):
+            return self._raw[KEY_NBYTES * places[0] : KEY_NBYTES * (places[-1] + 1)]
+        return b"".join(map(self.raw_key, places))
 
     def nbytes(self, places: Sequence[int]) -> int:
         """Bytes of the chunks at rising places."""
@@ -67,206 +73,186 @@ class ReadProgress:
         """Buffers of the chunks at rising places."""
         return self.targets if len(places) == len(self.hits) else [self.targets[place] for place in places]
 
-    def note(self, places: npt.NDArray[np.int64], hits: Bits, node_id: NodeId, path: Path) -> None:
-        """Of the chunks at `places`, those in `hits` came from that node by that path."""
-        self.came(places[hits].tolist(), node_id, path)
+    def cut(self, places: Sequence[int], *, nbytes: int, keys: int) -> list[list[int]]:
+        """Split places into parts of at most `keys` chunks and about `nbytes` bytes; a larger chunk is a part alone."""
+        if len(places) <= keys and self.nbytes(places) <= nbytes:
+            return [list(places)] if places else []
+        parts: list[list[int]] = []
+        room = 0
+        for place in places:
+            size = self.sizes[place]
+            if not parts or room < size or len(parts[-1]) == keys:
+                parts.append([])
+                room = nbytes
+            parts[-1].append(place)
+            room -= size
+        return parts
 
-    def came(self, places: Sequence[int], node_id: NodeId, path: Path) -> None:
-        """The chunks at `places`, none of which had, came from that node by that path."""
-        if places:
-            if len(places) == len(self.hits):
-                self.hits = [True] * len(places)
-            else:
-                for place in places:
-                    self.hits[place] = True
-            self._count += len(places)
-            self._nbytes[path] = self._nbytes.get(path, 0) + self.nbytes(places)
-            self._chunks[node_id, path] = self._chunks.get((node_id, path), 0) + len(places)
+    def record(self, places: Sequence[int], node_id: NodeId, path: Path) -> None:
+        """Count chunks that have arrived from a node; none of them had arrived before."""
+        if not places:
+            return
+        if len(places) == len(self.hits):
+            self.hits = [True] * len(places)
+        else:
+            for place in places:
+                self.hits[place] = True
+        self._count += len(places)
+        self._nbytes[path] = self._nbytes.get(path, 0) + self.nbytes(places)
+        self._chunks[node_id, path] = self._chunks.get((node_id, path), 0) + len(places)
 
     def result(self) -> GetResult:
         return GetResult(tuple(self.hits), self._nbytes, self._chunks)
 
 
-class BulkRead:
-    """Those chunks of one `get` that one holder is asked for, over one connection.
+class ReadRun:
+    """The chunks of one `get` that one holder is asked for, and the outcome. A data path fills in the outcome.
 
-    Or their owner, which may hold them: it names the holders of what it has not got, and once it has named one, it is
-    asked for no more.
+    Every list holds places in the `get`. They are right also when the read was broken off by an error.
 
     Attributes:
-        places: Of the chunks, in the `get`.
-        arrived: Places whose buffers are right by now, also when `run` was broken off.
-        gone: Places that the holder does not have.
-        spoilt: Places whose bytes are not what the holder said.
-        told: By place, holders that the owner named, as it named them.
-        asked: Places that the holder has answered for.
-        path: By which they came.
+        progress: The `get`.
+        holder: The node that is asked.
+        places: The chunks to read, at rising places.
+        locate: The holder owns the keys: it reads what it has, and names the holders of the rest in `named`. Chunks
+            that are neither in `arrived` nor in `named` need a lookup (Locate).
+        arrived: The buffer holds the chunk.
+        gone: The holder does not have the chunk, though it or the caller believed so.
+        corrupt: The bytes did not match the checksum. The holder has been told to check them.
+        other_size: The holder's chunk has another length than the buffer.
+        named: Other nodes that hold a chunk, as the owner knows; empty where it knows of none.
+        path: How the chunks arrived.
     """
 
-    def __init__(self, progress: ReadProgress, places: list[int], *, verify: bool, owner: bool = False) -> None:
-        self._progress, self._verify, self._owner = progress, verify, owner
-        self.places = places
+    def __init__(self, progress: ReadProgress, holder: NodeId, places: list[int], *, locate: bool = False) -> None:
+        self.progress, self.holder, self.places, self.locate = progress, holder, places, locate
         self.arrived: list[int] = []
         self.gone: list[int] = []
-        self.spoilt: list[int] = []
-        self.told: dict[int, tuple[NodeId, ...]] = {}
-        self.asked: list[int] = []
+        self.corrupt: list[int] = []
+        self.other_size: list[int] = []
+        self.named: dict[int, tuple[NodeId, ...]] = {}
         self.path: Path = "tcp"
-        self._elsewhere = False
-        self._run: ChunkRun | None = None
-        self._due: tuple[list[int], bytes] = [], b""
-        """Places of the chunks in the run under way, and their checksums as the holder announced them."""
 
     @property
-    def nbytes(self) -> int:
-        """Bytes to come."""
-        return self._progress.nbytes(self.places)
+    def missing(self) -> list[int]:
+        """Places that have not arrived."""
+        if not self.arrived:
+            return self.places
+        arrived = set(self.arrived)
+        return [place for place in self.places if place not in arrived]
 
-    def run(self, link: Link, deadline_s: float) -> None:
-        """Read over `link` what has not arrived. May be called again, with another link, after it raised.
+
+class BulkRead:
+    """Reads a run over one link: in parts, with checksums, the next part requested while this one travels.
+
+    An owner that names holders gets no further requests: the caller looks up the rest in one call.
+    """
+
+    def __init__(self, run: ReadRun, *, verify: bool) -> None:
+        """Prepare; nothing is sent.
+
+        Args:
+            verify: Compare checksums.
+        """
+        self._run, self._verify = run, verify
+        self._named_any = False
+        self._filling: ChunkRun | None = None
+        self._expected: tuple[list[int], bytes] = [], b""
+        """Places of the chunks that are being filled, and their checksums as the holder announced them."""
+
+    def read(self, link: Link, *, deadline_s: float) -> None:
+        """Read what has not arrived. After an error it may be called again, with another link.
 
         Raises:
             RayKVError: As `Link.collect` does; the link is closed.
         """
-        self.path = link.path
-        self.gone, self.spoilt, self._elsewhere = [], [], False
-        waiting = deque(self._parts())
-        under_way: deque[list[int]] = deque()
+        run, progress = self._run, self._run.progress
+        run.path = link.path
+        run.gone, run.corrupt, run.other_size, self._named_any = [], [], [], False
+        waiting = deque(progress.cut(run.missing, nbytes=PART_NBYTES, keys=PART_KEYS))
+        in_flight: deque[list[int]] = deque()
         try:
             while True:
-                while waiting and len(under_way) < PARTS_AHEAD and not self._elsewhere:
+                while waiting and len(in_flight) < PARTS_AHEAD and not self._named_any:
                     part = waiting.popleft()
-                    link.post(messages.Read(self._progress.raw_keys(part), self._owner), deadline_s=deadline_s)
-                    under_way.append(part)
-                if not under_way:
+                    request = messages.Read(progress.raw_keys(part), run.locate, group=progress.group)
+                    link.post(request, deadline_s=deadline_s)
+                    in_flight.append(part)
+                if not in_flight:
                     break
-                link.collect(partial(self._place, under_way.popleft()), deadline_s=deadline_s)
+                link.collect(partial(self._place, in_flight.popleft()), deadline_s=deadline_s)
         except BaseException:
-            link.close()  # more answers may be on their way
+            link.close()  # answers to other parts may still arrive on it
             self._check(whole=False)
             raise
-        if self.spoilt:  # it looks for itself, and drops what is wrong before anybody asks again
-            link.call(messages.Suspect(chunk_keys.to_bytes(self._progress.keys[self.spoilt])), deadline_s=deadline_s)
-
-    def _parts(self) -> list[list[int]]:
-        """Places of what has not arrived, in the shares of single requests."""
-        if not self.arrived and len(self.places) <= PART_KEYS and self.nbytes <= PART_NBYTES:
-            return [self.places]
-        done = set(self.arrived)
-        parts: list[list[int]] = []
-        room = 0
-        for place in self.places:
-            if place not in done:
-                size = self._progress.sizes[place]
-                if not parts or room < size or len(parts[-1]) == PART_KEYS:
-                    parts.append([])
-                    room = PART_NBYTES
-                parts[-1].append(place)
-                room -= size
-        return parts
+        if run.corrupt:  # the holder checks its chunks, and drops the corrupt ones before the next reader asks
+            link.call(messages.Suspect(progress.raw_keys(run.corrupt)), deadline_s=deadline_s)
 
     def _place(self, part: list[int], answer: messages.Answer) -> Targets:
-        """The buffers for the payload."""
-        reading = messages.expect(messages.Reading, answer)
+        """Give the buffers for the payload of one answer."""
+        reading = expect(messages.Reading, answer)
         lengths = announced(reading, len(part))
-        if self._owner:
-            self.asked += part
-            if 0 in lengths:
-                lacking = [place for place, length in zip(part, lengths, strict=True) if not length]
-                named = located(reading, len(lacking))
-                self.told.update(zip(lacking, named, strict=True))
-                self._elsewhere |= any(named)
-        sizes = self._progress.sizes
-        wanted = sizes if len(part) == len(sizes) else [sizes[place] for place in part]
-        if 0 not in lengths and list(lengths) == wanted:  # nearly always
-            yield self._begin_run(part, lengths, reading.checksums)
-            self._check()
-            return
+        sizes = self._run.progress.sizes
+        if 0 in lengths:
+            self._add_absent([place for place, length in zip(part, lengths, strict=True) if not length], reading)
         places: list[int] = []
         checksums = b""
         for number, (place, length) in enumerate(zip(part, lengths, strict=True)):
-            if not length:
-                if not self._owner:
-                    self.gone.append(place)
-            elif length == sizes[place]:
+            if length == sizes[place] and length:
                 places.append(place)
                 checksums += reading.checksums[8 * number : 8 * number + 8]
-            else:
-                if places:
-                    yield self._begin_run(places, [sizes[each] for each in places], checksums)
-                    self._check()
-                    places, checksums = [], b""
+            elif length:
+                yield from self._fill(places, checksums)
+                places, checksums = [], b""
+                self._run.other_size.append(place)
                 yield drain(length)
-        if places:
-            yield self._begin_run(places, [sizes[each] for each in places], checksums)
-            self._check()
+        yield from self._fill(places, checksums)
 
-    def _begin_run(self, places: list[int], lengths: Sequence[int], checksums: bytes) -> ChunkRun:
-        """What comes next: these chunks, as the holder announced them."""
-        self._run = run = ChunkRun(self._progress.targets_at(places), lengths, hashed=self._verify)
-        self._due = places, checksums
-        return run
+    def _add_absent(self, places: list[int], reading: messages.Reading) -> None:
+        """Record chunks that the holder does not have, and the holders that it names as their owner."""
+        run = self._run
+        if not run.locate:
+            run.gone += places
+            return
+        for place, holders in zip(places, located(reading, len(places)), strict=True):
+            if run.holder in holders:
+                run.gone.append(place)
+            run.named[place] = tuple([name for name in holders if name != run.holder])
+            self._named_any |= bool(holders)
+
+    def _fill(self, places: list[int], checksums: bytes) -> Targets:
+        """Give the buffers of these chunks, and check them once they are full."""
+        if not places:
+            return
+        progress = self._run.progress
+        sizes = [progress.sizes[place] for place in places]
+        self._filling = filling = ChunkRun(progress.targets_at(places), sizes, hashed=self._verify)
+        self._expected = places, checksums
+        yield filling
+        self._check()
 
     def _check(self, *, whole: bool = True) -> None:
-        """Tell right chunks from wrong ones among those of the run that are full: all of them, if it is `whole`."""
-        run, (places, checksums) = self._run, self._due
-        if run is None:
+        """Sort the chunks being filled into arrived and corrupt; all of them are full if it is `whole`."""
+        filling, (places, expected) = self._filling, self._expected
+        if filling is None:
             return
         if not whole:
-            places = places[: run.full]
+            places = places[: filling.full]
         if self._verify:
-            found = run.checksums[: 8 * len(places)]
-            found += checksums_of(run.chunks[len(found) // 8 : len(places)])
-            if found != checksums[: len(found)]:
-                right = [found[at : at + 8] == checksums[at : at + 8] for at in range(0, len(found), 8)]
-                self.spoilt += [place for place, fine in zip(places, right, strict=True) if not fine]
+            found = filling.checksums[: 8 * len(places)]
+            found += checksums_of(filling.chunks[len(found) // 8 : len(places)])
+            if found != expected[: len(found)]:
+                right = [found[at : at + 8] == expected[at : at + 8] for at in range(0, len(found), 8)]
+                self._run.corrupt += [place for place, fine in zip(places, right, strict=True) if not fine]
                 places = [place for place, fine in zip(places, right, strict=True) if fine]
-        self.arrived += places
-        self._run = None
-
-
-class One(NamedTuple):
-    """What became of one chunk that one holder was asked for.
-
-    Attributes:
-        path: By which it arrived, if it did.
-        gone: Whether the holder does not have it.
-        told: Holders that it named.
-        spoilt: Whether its bytes were not what the holder said.
-    """
-
-    path: Path | None
-    gone: bool
-    told: tuple[NodeId, ...] = ()
-    spoilt: bool = False
-
-
-def load_one(
-    link: Link, key: bytes, target: memoryview, verify: bool, deadline_s: float, *, owner: bool = False
-) -> One:
-    """Read the chunk of one 16-byte key into a byte view of its length, from a holder or from its owner."""
-    lengths: list[int] = []
-    run = ChunkRun([[target]], [len(target)], hashed=verify)
-
-    def place(answer: messages.Answer) -> Targets:
-        lengths[:] = announced(messages.expect(messages.Reading, answer), 1)
-        return (run,) if lengths[0] == len(target) else (drain(lengths[0]),)
-
-    reading = messages.expect(messages.Reading, link.fetch(messages.Read(key, owner), place, deadline_s=deadline_s))
-    if not lengths[0]:
-        return One(None, True, located(reading, 1)[0] if owner else ())
-    if lengths[0] != len(target):
-        return One(None, False)
-    if verify and (run.checksums or checksums_of(run.chunks)) != reading.checksums:
-        link.call(messages.Suspect(key), deadline_s=deadline_s)
-        return One(None, False, spoilt=True)
-    return One(link.path, False)
+        self._run.arrived += places
+        self._filling = None
 
 
 def with_checksums(values: Sequence[Sequence[memoryview]], places: Sequence[int]) -> Runs:
-    """What is sent of the values at `places`: their bytes, and behind all of them their checksums, u64 each.
+    """The payload of a Write: the values at `places`, and behind all of them their checksums, u64 each.
 
-    A chunk is hashed just before it is sent: its bytes are fetched from memory once.
+    Each chunk is hashed just before it is sent: its bytes are read from memory once.
     """
     checksums: list[int] = []
     run: list[memoryview] = []
@@ -279,14 +265,14 @@ def with_checksums(values: Sequence[Sequence[memoryview]], places: Sequence[int]
         if nbytes >= RUN_NBYTES:
             yield run
             run, nbytes = [], 0
-    yield [*run, memoryview(struct.pack(f"<{len(checksums)}Q", *checksums))]
+    yield [*run, memoryview(np.array(checksums, "<u8").tobytes())]
 
 
 def announced(reading: messages.Reading, count: int) -> tuple[int, ...]:
-    """Lengths that a holder announces for `count` keys; there are as many checksums.
+    """Lengths of `count` chunks, as a holder announces them.
 
     Raises:
-        ProtocolError: There are more or fewer.
+        ProtocolError: There are not `count` lengths and checksums.
     """
     if len(reading.nbytes) != 4 * count or len(reading.checksums) != 8 * count:
         raise ProtocolError(f"{len(reading.nbytes)} and {len(reading.checksums)} bytes where {count} entries were due")
@@ -294,18 +280,18 @@ def announced(reading: messages.Reading, count: int) -> tuple[int, ...]:
 
 
 def located(answer: messages.Located | messages.Reading, count: int) -> list[tuple[NodeId, ...]]:
-    """Holders of `count` keys, as an owner names them.
+    """Holders of `count` keys, as their owner names them.
 
     Raises:
-        ProtocolError: It names those of more keys, or of fewer.
+        ProtocolError: There are not `count` entries.
     """
     choices = answer.choices
-    numbers = messages.array(answer.places, "<i4", count).tolist()
+    numbers = array(answer.places, "<i4", count).tolist()
     return [choices[number] if 0 <= number < len(choices) else () for number in numbers]
 
 
 def drain(nbytes: int) -> list[memoryview]:
-    """Views to receive bytes into that nobody wants: the same memory again and again."""
+    """Views to receive bytes that nobody needs: the same memory again and again."""
     scrap = memoryview(bytearray(min(nbytes, SCRAP_NBYTES)))
     whole, rest = divmod(nbytes, SCRAP_NBYTES)
     return [scrap] * whole + [scrap[:rest]]

@@ -1,17 +1,20 @@
-"""A transport within one process, for embedded clusters and tests: the same services, no socket.
+"""A transport within one process, for embedded clusters and tests: the same services, without sockets.
 
-Chance and death are parameters, so that a test can replay what it saw.
+Loss, delay and death are parameters, so that a test can repeat what it saw.
 """
 
 import random
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import NamedTuple
 
 from raykv.errors import PeerUnavailable, ProtocolError
 from raykv.memory.copying import copy
-from raykv.protocol.messages import HEADER, Answer, Failure, Message, decode, decode_header, encode, raise_failure
+from raykv.protocol.codec import HEADER, decode, decode_header, encode, raise_failure
+from raykv.protocol.messages import Answer, Failure, Message
 from raykv.transport.base import MAX_POSTED, Link, Reply, Runs, Service, Targets, no_payload, remaining
+from raykv.transport.forking import drop_after_fork
 from raykv.types import Path
 
 
@@ -19,9 +22,10 @@ class Network:
     """Services by address, and what can go wrong between them.
 
     Attributes:
-        loss: Chance that a request is lost on its way, or its answer on its way back.
-        delay_s: How long a request takes at least.
-        dead: Addresses that nobody answers at.
+        services: By address.
+        dead: Addresses that do not answer.
+        loss: Chance that a request, or its answer, is lost.
+        delay_s: A request takes at least this long.
     """
 
     def __init__(self, rng: random.Random | None = None, *, loss: float = 0.0, delay_s: float = 0.0) -> None:
@@ -31,19 +35,19 @@ class Network:
         self._rng = rng or random.Random(0)
 
     def connect(self, address: str, secret: bytes, *, deadline_s: float) -> "MemoryLink":
-        """A connection to the service at that address.
+        """Connect to the service at an address.
 
         Raises:
             PeerUnavailable: There is none, or it is dead.
         """
-        self.trouble(address, deadline_s)
+        self.send(address, deadline_s)
         return MemoryLink(self, address, self.services[address])
 
-    def trouble(self, address: str, deadline_s: float) -> None:
-        """Let happen what may happen to one message.
+    def send(self, address: str, deadline_s: float) -> None:
+        """Stand for one message: it takes its time, or is lost.
 
         Raises:
-            PeerUnavailable: It did.
+            PeerUnavailable: It is lost, or late.
         """
         if address in self.dead or address not in self.services:
             raise PeerUnavailable(f"{address} does not answer")
@@ -54,10 +58,15 @@ class Network:
             raise PeerUnavailable(f"a message to or from {address} was lost")
 
 
-class MemoryLink(Link):
-    """The asking end. Messages are encoded and decoded all the same, so that their limits hold.
+class _Posted(NamedTuple):
+    request_id: int
+    reply: Reply
 
-    A posted request is answered at once; its answer, its bytes and what befell them wait for `collect`.
+
+class MemoryLink(Link):
+    """The asking end. Requests are encoded and decoded all the same, so that the limits of messages hold.
+
+    A posted request is answered at once; the answer and its bytes wait for `collect`.
     """
 
     path: Path = "memory"
@@ -65,9 +74,11 @@ class MemoryLink(Link):
     def __init__(self, network: Network, address: str, service: Service) -> None:
         self._network, self._address, self._service = network, address, service
         self._session = service.session(local=True)
-        self._posted: deque[Reply] = deque()
-        self._closed = False
+        self._posted: deque[_Posted] = deque()
+        self._next_id = self._due_id = 1
+        self.closed = False
         self.epoch = 0
+        drop_after_fork(self)
 
     def call(self, request: Message, *, deadline_s: float) -> Answer:
         return self.fetch(request, no_payload, deadline_s=deadline_s)
@@ -84,40 +95,49 @@ class MemoryLink(Link):
 
     def post(self, request: Message, *, deadline_s: float) -> None:
         assert len(self._posted) < MAX_POSTED
-        if self._closed:
+        if self.closed:
             raise PeerUnavailable("the connection is closed")
+        raw = encode(request, self.epoch, self._next_id)
         try:
-            self._network.trouble(self._address, deadline_s)
-            raw = encode(request, self.epoch)
-            decode_header(raw[: HEADER.size])
-            self._posted.append(self._service.answer(decode(raw[HEADER.size :]), self._session))
+            self._network.send(self._address, deadline_s)
+            request_id = decode_header(raw[: HEADER.size]).request_id
+            self._posted.append(_Posted(request_id, self._service.answer(decode(raw[HEADER.size :]), self._session)))
         except BaseException:
             self.close()
             raise
+        self._next_id += 1
 
     def collect(self, place: Callable[[Answer], Targets] | None = None, *, deadline_s: float) -> Answer:
         placed = place or no_payload
         return self._finish(lambda reply: _move([reply.outgoing], placed(reply.answer)), deadline_s)
 
-    def ready(self) -> bool:
+    def wait_ready(self, timeout_s: float) -> bool:
         return bool(self._posted)
 
     def close(self) -> None:
-        if not self._closed:
-            self._closed = True
+        if not self.closed:
+            self.closed = True
             while self._posted:
-                self._posted.popleft().finish(False)
+                self._posted.popleft().reply.finish(False)
             self._session.close()
 
+    def after_fork(self) -> None:
+        """The session stays the parent's: its service shares memory with the parent's."""
+        self.closed = True
+        self._posted.clear()
+
     def _finish(self, move: Callable[[Reply], None], deadline_s: float) -> Answer:
-        if self._closed:
+        """Move the bytes of the oldest posted request, and return its last answer."""
+        if self.closed:
             raise PeerUnavailable("the connection is closed")
         assert self._posted
-        reply = self._posted.popleft()
+        request_id, reply = self._posted.popleft()
         try:
             complete = False
             try:
-                self._network.trouble(self._address, deadline_s)
+                self._network.send(self._address, deadline_s)
+                if request_id != self._due_id:
+                    raise ProtocolError(f"an answer to request {request_id}, where one to {self._due_id} was due")
                 if not isinstance(reply.answer, Failure):
                     move(reply)
                 complete = True
@@ -126,6 +146,7 @@ class MemoryLink(Link):
         except BaseException:
             self.close()
             raise
+        self._due_id += 1
         self.epoch = max(self.epoch, self._service.epoch)
         answer = second or reply.answer
         if isinstance(answer, Failure):
@@ -134,7 +155,7 @@ class MemoryLink(Link):
 
 
 def _move(sources: Runs, targets: Targets) -> None:
-    """Copy a stream of runs into another; both are as long as each other, and each is asked for as the other needs."""
+    """Copy runs of bytes into buffers; both are equally long in all, and each is requested when the other needs it."""
     pieces = (piece for run in targets for piece in run if len(piece))
     target = next(pieces, None)
     for run in sources:
@@ -142,11 +163,11 @@ def _move(sources: Runs, targets: Targets) -> None:
             rest = source
             while len(rest):
                 if target is None:
-                    raise ProtocolError("the peer sent more bytes than it said")
+                    raise ProtocolError("the peer sent more bytes than it announced")
                 step = min(len(rest), len(target))
                 copy(target[:step], rest[:step])
                 rest, target = rest[step:], target[step:]
                 if not len(target):
                     target = next(pieces, None)
     if target is not None:
-        raise ProtocolError("the peer sent fewer bytes than it said")
+        raise ProtocolError("the peer sent fewer bytes than it announced")

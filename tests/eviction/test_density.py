@@ -5,7 +5,6 @@ import pytest
 
 from raykv.eviction import density as density_module
 from raykv.eviction import policy
-from raykv.eviction.base import Policy
 from raykv.eviction.density import HitDensity
 from raykv.eviction.hazards import AGES, BELIEF, LEVEL, Hazards, bucket, density
 from raykv.planner.cache import Cache
@@ -28,11 +27,11 @@ def test_chances_are_reads_over_time_drawn_towards_those_of_the_like(np_rng):
         kind, first = int(np_rng.integers(0, 6)), int(np_rng.integers(0, 2000))
         last, weight = first + int(np_rng.integers(0, 3000)), float(np_rng.random())
         kinds, weights = np.array([kind]), np.array([weight])
-        hazards.stay(kinds, np.array([first]), np.array([last]), weights)
+        hazards.add_unread(kinds, np.array([first]), np.array([last]), weights)
         for place in range(AGES):
             ticks[kind, place] += weight * max(0.0, min(last, EDGES[place + 1]) - max(first, EDGES[place]))
         if np_rng.random() < 0.4:
-            hazards.read(kinds, np.array([last]), weights)
+            hazards.add_reads(kinds, np.array([last]), weights)
             reads[kind, int(bucket(np.array([last]))[0])] += weight
     assert hazards.seen == pytest.approx(reads.sum())
     found = hazards.per_tick()
@@ -114,7 +113,7 @@ def test_on_chats_and_scans_it_is_no_worse_than_lru(scans, share, rng):
 @pytest.mark.parametrize("share", [0.1])
 @pytest.mark.parametrize("kind", ["popular", "popular for a while", "recent", "loop", "scan"])
 def test_on_single_chunks_it_is_no_worse_than_lru(kind, share, rng):
-    """Where there are no chains to learn from: it must not do harm."""
+    """Without chains there is little to learn: it must not do harm."""
     trace = trace_of([([name], 0) for name in singles(rng, kind, 4000)])
     size = round(share * trace.chunks)
     ours, lru = (replay(trace, policy(name), size).prefix_hits for name in ("density", "lru"))
@@ -144,7 +143,7 @@ def singles(rng, kind: str, count: int) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.slow
-def test_it_learns_who_comes_back_from_what_it_is_told(rng):
+def test_it_learns_from_reported_output_tokens_which_prompts_return(rng):
     """Prompts alike in all but the length of their answers: those with short ones come again, once, after a while."""
     requests: list[tuple[list[tuple[int, ...]], int]] = []
     due: dict[int, list[tuple[int, ...]]] = {}
@@ -158,35 +157,10 @@ def test_it_learns_who_comes_back_from_what_it_is_told(rng):
             due[at + rng.randrange(30, 90)] = names
     trace = trace_of(requests)
     size = 150
-    told = replay(trace, policy("density"), size).prefix_hits
-    untold = [Request(r.at_s, r.chunks, r.tokens, 0) for r in trace.requests]
-    without = replay(Trace("made", untold, trace.chunks, 4), policy("density"), size).prefix_hits
-    assert told > 1.5 * max(without, replay(trace, policy("leaf_lru"), size).prefix_hits)
-
-
-class Arrays(HitDensity):
-    """Takes a single chunk as it takes many."""
-
-    def score_one(self, columns, row, now):
-        return Policy.score_one(self, columns, row, now)
-
-    def _came_one(self, columns, row, now):
-        self._came_many(columns, np.array([row], np.int32), now)
-
-    def _went_one(self, columns, row, now, *, evicted):
-        self._went_many(columns, np.array([row], np.int32), now, evicted=evicted)
-
-
-@pytest.mark.parametrize("mode", ["prefix", "objects"])
-def test_a_single_chunk_is_taken_as_many_are(mode, rng):
-    trace = chats(rng, 300, 0.3, outputs=True)
-    one, many = HitDensity(), Arrays()
-    found = [replay(trace, each, 120, mode=mode) for each in (one, many)]
-    assert found[0] == found[1]
-    assert found[0].plain_hits > 0
-    assert one._ghosts == many._ghosts
-    assert (one._hazards.per_tick() == many._hazards.per_tick()).all()
-    assert (one._index == many._index).all()
+    reported = replay(trace, policy("density"), size).prefix_hits
+    silent = [Request(r.at_s, r.chunks, r.tokens, 0) for r in trace.requests]
+    without = replay(Trace("made", silent, trace.chunks, 4), policy("density"), size).prefix_hits
+    assert reported > 1.5 * max(without, replay(trace, policy("leaf_lru"), size).prefix_hits)
 
 
 def test_what_it_remembers_is_bounded(rng, monkeypatch):
@@ -197,7 +171,7 @@ def test_what_it_remembers_is_bounded(rng, monkeypatch):
         first = rng.randrange(2990)
         cache.make_room(10, now)
         cache.store(list(range(first, first + 10)), [1] * 10, 0, now)
-    assert len(made._ghosts) <= 100 + density_module.LOOK_LEAST
+    assert len(made._ghosts) <= 100 + density_module.OBSERVE_LEAST
 
 
 @pytest.mark.slow

@@ -8,9 +8,9 @@ import pytest
 
 from raykv.errors import ConfigError
 from raykv.eviction import POLICIES, policy
-from raykv.eviction.base import Policy, victims, victims_upward
-from raykv.eviction.order import Order
-from raykv.memory.table import COLUMNS, RECORD, Columns
+from raykv.eviction.base import Policy, empty_columns, victims
+from raykv.eviction.order import EvictionOrder
+from raykv.memory.layout import Columns
 from raykv.planner.cache import Cache
 from raykv.planner.replay import replay
 from raykv.planner.trace import Request, Trace
@@ -141,9 +141,7 @@ REFERENCES = {"lru": lru, "fifo": fifo, "lfu": lfu, "arc": arc, "s3fifo": s3fifo
 
 
 def table(rows: int) -> Columns:
-    kinds = {name: RECORD[name] for name in RECORD.names} | COLUMNS
-    columns = Columns({name: np.zeros(rows, kind) for name, kind in kinds.items()})
-    columns.parent[:] = -1
+    columns = empty_columns(rows)
     columns.key_lo[:] = np.arange(rows)
     return columns
 
@@ -179,8 +177,8 @@ def test_hits_are_those_of_the_reference(name, rng):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "tolerance"), [("arc", 0.01), ("s3fifo", 0.002)])
-def test_hits_are_those_of_the_reference_but_for_a_few(name, tolerance, rng):
-    """What was remembered of a chunk has its effect after room was made for it; there before."""
+def test_hits_differ_little_from_the_reference(name, tolerance, rng):
+    """Here a remembered chunk has its effect after room was made for it; in the reference before."""
     for _ in range(8):
         accesses, size = skewed(rng, 4000), rng.randrange(10, 500)
         share = REFERENCES[name](accesses, size) / len(accesses)
@@ -197,7 +195,7 @@ def test_one_by_one_and_in_batches_the_same_go(name, rng):
     for _ in range(30):
         count = rng.randrange(2, 60)
         columns = table(count)
-        order = Order(policy(name), columns)
+        order = EvictionOrder(policy(name), columns)
         for now in range(2 * count):
             row = now if now < count else rng.randrange(count)
             if row == now:
@@ -206,39 +204,39 @@ def test_one_by_one_and_in_batches_the_same_go(name, rng):
                 if parent >= 0:
                     columns.children[parent] += 1
                     columns.depth[row] = columns.depth[parent] + 1
-                order.came(np.array([row], np.int32), now)
+                order.on_insert(np.array([row], np.int32), now)
             while row >= 0:
                 columns.accessed[row] = (now + 1) * count - columns.depth[row]
                 columns.frequency[row] += 1
-                order.read_one(row, now)
+                order.on_read(np.array([row], np.int32), now)
                 row = int(columns.parent[row])
         everybody = np.arange(count, dtype=np.int32)
         wanted = [set(victims(policy(name), columns, everybody, some, 0).tolist()) for some in range(count + 1)]
-        held, gone = memoryview(bytearray(count)), []
-        while (row := order.next(0, held)) >= 0:
+        protected, gone = np.zeros(count, np.bool_), []
+        while (row := order.next(0, protected)) >= 0:
             gone.append(row)
             parent = int(columns.parent[row])
             if parent >= 0:
                 columns.children[parent] -= 1
                 if not columns.children[parent]:
-                    order.childless(parent, 0)
+                    order.on_childless(parent, 0)
         assert [set(gone[:some]) for some in range(count + 1)] == wanted
 
 
-def test_what_is_held_stays_and_keeps_its_turn():
+def test_protected_rows_stay_and_keep_their_place():
     columns = table(4)
-    order = Order(policy("lru"), columns)
+    order = EvictionOrder(policy("lru"), columns)
     columns.accessed[:] = [1, 2, 3, 4]
-    order.came(np.arange(4, dtype=np.int32), 4)
-    held = bytearray([1, 0, 1, 0])
-    assert [order.next(5, memoryview(held)) for _ in range(3)] == [1, 3, -1]
-    held[:] = bytes(4)
-    assert [order.next(5, memoryview(held)) for _ in range(3)] == [0, 2, -1]
+    order.on_insert(np.arange(4, dtype=np.int32), 4)
+    protected = np.array([True, False, True, False])
+    assert [order.next(5, protected) for _ in range(3)] == [1, 3, -1]
+    protected[:] = False
+    assert [order.next(5, protected) for _ in range(3)] == [0, 2, -1]
 
 
-def arrived(made: Policy, columns: Columns) -> np.ndarray:
+def inserted(made: Policy, columns: Columns) -> np.ndarray:
     rows = np.arange(len(columns.accessed), dtype=np.int32)
-    made.came(columns, rows, 1)
+    made.on_insert(columns, rows, 1)
     return rows
 
 
@@ -260,10 +258,12 @@ def test_arc_takes_from_the_queue_that_is_too_long():
     columns, made = table(8), policy("arc")
     columns.accessed[:] = [4, 3, 2, 1, 8, 7, 6, 5]
     columns.frequency[4:] = 1
-    rows = arrived(made, columns)
-    assert victims(made, columns, rows, 4, 1).tolist() == [3, 2, 1, 0], "none came back: what was read once goes first"
-    made.went(columns, rows[2:4], 1, evicted=True)
-    made.came(columns, rows[2:4], 1)  # two that were read once come back
+    rows = inserted(made, columns)
+    assert victims(made, columns, rows, 4, 1).tolist() == [3, 2, 1, 0], (
+        "nothing returned: chunks read once are evicted first"
+    )
+    made.on_remove(columns, rows[2:4], 1, evicted=True)
+    made.on_insert(columns, rows[2:4], 1)  # two chunks that were read once return
     assert made.queue(columns, rows).tolist() == [0, 0, 1, 1, 1, 1, 1, 1]
     assert victims(made, columns, rows, 3, 1).tolist() == [3, 2, 7], "now the first queue may have two"
 
@@ -271,18 +271,18 @@ def test_arc_takes_from_the_queue_that_is_too_long():
 def test_s3fifo_gives_second_chances_in_batches_too():
     columns, made = table(20), policy("s3fifo")
     columns.inserted[:] = np.arange(1, 21)
-    rows = arrived(made, columns)
+    rows = inserted(made, columns)
     columns.frequency[[0, 1, 5]] = [2, 1, 7]
     gone = victims(made, columns, rows, 6, 1)
     assert gone.tolist() == [1, 2, 3, 4, 6, 7]
-    made.went(columns, gone, 1, evicted=True)
-    made.came(columns, gone[:1], 1)
-    assert np.flatnonzero(made.queue(columns, rows)).tolist() == [0, 1, 5], "read twice, or come back"
+    made.on_remove(columns, gone, 1, evicted=True)
+    made.on_insert(columns, gone[:1], 1)
+    assert np.flatnonzero(made.queue(columns, rows)).tolist() == [0, 1, 5], "read twice, or returned"
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
-def test_a_policy_can_be_made_anew_from_the_columns(name, rng):
-    """After a restart, or when another policy takes over: it goes on with what is there."""
+def test_a_policy_can_start_from_the_columns(name, rng):
+    """After a restart, or when a policy replaces another: it starts from the chunks that are here."""
     cache = Cache(policy("leaf_lru"), 200, 2000)
     for now in range(1, 60):
         first = rng.randrange(1900)
@@ -291,13 +291,13 @@ def test_a_policy_can_be_made_anew_from_the_columns(name, rng):
     columns = cache.columns
     rows = np.sort(cache.row_of[cache.row_of >= 0])
     made = policy(name)
-    made.came(columns, rows[np.argsort(columns.inserted[rows], kind="stable")], 60)
+    made.on_insert(columns, rows[np.argsort(columns.inserted[rows], kind="stable")], 60)
     gone = victims(made, columns, rows, 50, 60)
     assert len(set(gone.tolist())) == 50
-    made.went(columns, gone, 60, evicted=True)
+    made.on_remove(columns, gone, 60, evicted=True)
     sample = rows[~np.isin(rows, gone)][::2]
-    for row in victims_upward(made, columns, sample, 10, 60, lambda row: True).tolist():
-        assert row in sample or columns.children[row], "a row of the sample, or one above"
+    for row in victims(made, columns, sample, 10, 60, may_go=lambda row: True).tolist():
+        assert row in sample or columns.children[row], "a row of the sample, or a parent of one"
 
 
 def oldest_first(columns: Columns, rows: np.ndarray, now: int) -> np.ndarray:
@@ -325,7 +325,7 @@ def test_a_policy_of_ones_own():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (broken, "broken gave uint32 of shape"),
+        (broken, "broken returned uint32 of shape"),
         (lambda columns, rows, now: columns.nothing[rows], "no attribute 'nothing'"),
         (lambda columns: columns, "positional argument"),
         (int, "neither a subclass of Policy nor a function"),
@@ -335,6 +335,6 @@ def test_a_policy_of_ones_own():
         (":x", "cannot be imported"),
     ],
 )
-def test_a_policy_that_is_none_is_refused_at_once(given, message):
+def test_what_is_not_a_policy_is_refused_at_once(given, message):
     with pytest.raises(ConfigError, match=message):
         policy(given)

@@ -8,8 +8,7 @@ import pytest
 from raykv.config import POLICY_NAMES, StorageConfig
 from raykv.errors import ConfigError
 from raykv.eviction import POLICIES, policy
-from raykv.eviction.base import victims, victims_upward
-from raykv.memory.table import COLUMNS, Columns
+from raykv.eviction.base import empty_columns, live_parents, victims
 
 
 class Forest:
@@ -17,7 +16,7 @@ class Forest:
 
     def __init__(self, parents: list[int], accessed: list[int], inserted: list[int] | None = None) -> None:
         rows = len(parents)
-        self.columns = Columns({name: np.zeros(rows, kind) for name, kind in COLUMNS.items()})
+        self.columns = empty_columns(rows)
         self.columns.parent[:] = parents
         self.columns.accessed[:] = accessed
         self.columns.inserted[:] = inserted or accessed
@@ -52,7 +51,7 @@ class Forest:
 
 
 def random_forest(rng: random.Random, *, orderly: bool) -> Forest:
-    """`orderly`: who reads a chunk reads its ancestors too, so none was read after its parent."""
+    """`orderly`: a read of a chunk also reads its ancestors, so none was read after its parent."""
     rows = rng.randrange(1, 60)
     parents, accessed = [], []
     for row in range(rows):
@@ -60,7 +59,7 @@ def random_forest(rng: random.Random, *, orderly: bool) -> Forest:
         parents.append(parent)
         newest = accessed[parent] if orderly and parent >= 0 else rng.choice([8, 1000])
         accessed.append(rng.randint(1, newest))
-    order = rng.sample(range(rows), rows)  # rows in no order
+    order = rng.sample(range(rows), rows)  # rows in random order
     place = {row: order.index(row) for row in range(rows)}
     return Forest(
         [place[parents[row]] if parents[row] >= 0 else -1 for row in order],
@@ -78,7 +77,7 @@ def choose(name: str, forest: Forest, candidates: set[int], count: int) -> list[
 
 
 def some(rng: random.Random, forest: Forest) -> set[int]:
-    """Candidates: all, most, or few of the rows (others are pinned, or being written)."""
+    """Candidates: all, most, or few of the rows (others are pinned)."""
     share = rng.choice([1.0, 1.0, 0.9, 0.5])
     return {row for row in range(len(forest.parents)) if rng.random() < share}
 
@@ -114,7 +113,7 @@ def test_leaf_first_is_the_greedy_choice(rng):
 
 @pytest.mark.timeout(10)
 def test_one_pinned_leaf_holds_a_long_chain_and_costs_no_time():
-    """Every ancestor must stay; finding that out takes a few array passes, not one a generation."""
+    """Every ancestor must stay. That takes a few array passes, not one per generation."""
     length = 100_000
     forest = Forest([-1] * (length + 10), [1] * length + [2] * 10)
     forest.columns.parent[1:length] = np.arange(length - 1)
@@ -128,8 +127,29 @@ def test_one_pinned_leaf_holds_a_long_chain_and_costs_no_time():
 
 def test_a_chain_read_backwards_is_still_taken_from_its_end():
     length = 1000
-    forest = Forest([-1, *range(length - 1)], list(range(1, length + 1)))  # the root is the coldest
+    forest = Forest([-1, *range(length - 1)], list(range(1, length + 1)))  # the root was read first
     assert choose("leaf_lru", forest, set(range(length)), 3) == [length - 1, length - 2, length - 3]
+
+
+def test_a_parent_whose_row_holds_another_chunk_is_no_parent(rng):
+    """A chunk may be deleted before its children. Its row is used again, with another generation."""
+    for _ in range(300):
+        forest = random_forest(rng, orderly=False)
+        columns, reused = forest.columns, {row for row in range(len(forest.parents)) if rng.random() < 0.3}
+        for row in reused:
+            columns.generation[row] += 2
+        links = forest.parents
+        forest.parents = [-1 if parent in reused else parent for parent in links]
+        columns.children[:] = [forest.parents.count(row) for row in range(len(links))]
+        assert live_parents(columns, np.arange(len(links), dtype=np.int32)).tolist() == forest.parents
+        candidates, count = some(rng, forest), rng.randrange(0, 70)
+        assert len(choose("leaf_lru", forest, candidates, count)) == min(count, forest.most(candidates))
+        rows = np.array(sorted(candidates), np.int32)
+        gone: set[int] = set()
+        for row in victims(policy("leaf_lru"), columns, rows, count, 0, may_go=candidates.__contains__).tolist():
+            assert row in forest.evictable_leaves(candidates, gone)
+            gone.add(row)
+        policy("density").on_insert(columns, rows, 1)  # no child of another chunk's row
 
 
 def test_every_policy_has_a_name_in_the_config():
@@ -141,20 +161,20 @@ def test_every_policy_has_a_name_in_the_config():
         policy("sieve")
 
 
-def test_from_a_sample_the_leaves_go_and_what_they_hang_on_in_turn(rng):
+def test_from_a_sample_leaves_are_evicted_and_then_their_parents(rng):
     for _ in range(500):
         forest = random_forest(rng, orderly=True)
         everybody, count = set(range(len(forest.parents))), rng.randrange(1, 70)
         held = {row for row in everybody if rng.random() < 0.1}
         sample = {row for row in everybody - held if rng.random() < rng.choice([0.3, 1.0])}
         rows = np.array(sorted(sample), np.int32)
-        chosen = victims_upward(
-            policy("leaf_lru"), forest.columns, rows, count, 0, lambda row, held=held: row not in held
+        chosen = victims(
+            policy("leaf_lru"), forest.columns, rows, count, 0, may_go=lambda row, held=held: row not in held
         ).tolist()
         assert len(chosen) == len(set(chosen)) <= count
         assert not set(chosen) & held
         gone: set[int] = set()
-        for row in chosen:  # in this order, nobody is ever left behind
+        for row in chosen:  # in this order, no chunk ever loses its parent
             assert row in forest.evictable_leaves(everybody - held, gone)
             gone.add(row)
         if sample == everybody - held:

@@ -1,4 +1,4 @@
-"""The list of namespaces: what the directory keeps and nodes copy."""
+"""The list of namespaces, which the directory keeps and nodes copy."""
 
 import random
 
@@ -6,8 +6,8 @@ import pytest
 
 from raykv.config import NamespaceConfig
 from raykv.errors import CapacityError, ConfigError, UsageError
-from raykv.membership.membership import Directory
-from raykv.membership.namespace_registry import MAX_ENTRIES, Entry, Register
+from raykv.membership.membership import Membership
+from raykv.membership.namespace_registry import MAX_ENTRIES, Entry, NamespaceRegistry
 from raykv.protocol.namespace import Namespace
 from raykv.protocol.placement import Member
 
@@ -15,16 +15,16 @@ A, B = Namespace(model="a", chunk_tokens=16), Namespace(model="b", extra={"x": "
 
 
 def member(name: str) -> Member:
-    return Member(name, "h", f"{name}:1", f"unix:/{name}", 1.0, 1)
+    return Member(name, "h", {"tcp": f"{name}:1"}, 1.0, 1)
 
 
 def test_fields_change_one_by_one():
-    register = Register()
-    register.configure(A, {"ttl_s": 60, "policy": "fifo"}, now_ns=1)
-    register.configure(A.with_fields(salt="s"), {"ttl_s": None, "dram_quota_nbytes": "1 GiB"}, now_ns=2)
-    assert register.config(A.digest) == NamespaceConfig(policy="fifo", dram_quota_nbytes=1 << 30)
-    assert register.config(B.digest) == NamespaceConfig()
-    assert register.version == 2
+    registry = NamespaceRegistry()
+    registry.configure(A, {"ttl_s": 60, "policy": "fifo"}, now_ns=1)
+    registry.configure(A.with_fields(salt="s"), {"ttl_s": None, "dram_quota_nbytes": "1 GiB"}, now_ns=2)
+    assert registry.config(A.digest) == NamespaceConfig(policy="fifo", dram_quota_nbytes=1 << 30)
+    assert registry.config(B.digest) == NamespaceConfig()
+    assert registry.version == 2
 
 
 @pytest.mark.parametrize(
@@ -39,80 +39,107 @@ def test_fields_change_one_by_one():
     ],
 )
 def test_a_wrong_field_is_named(fields, words):
-    register = Register()
+    registry = NamespaceRegistry()
     with pytest.raises(ConfigError, match=words):
-        register.configure(A, fields, now_ns=1)
-    assert not register.entries
+        registry.configure(A, fields, now_ns=1)
+    assert not registry.entries
 
 
 def test_the_chunk_size_is_part_of_the_namespace():
-    register = Register()
-    register.configure(A, {"chunk_tokens": 16}, now_ns=1)
+    registry = NamespaceRegistry()
+    registry.configure(A, {"chunk_tokens": 16}, now_ns=1)
     with pytest.raises(UsageError, match=r"16\D*tokens; keys depend on it, so use another namespace: with_fields"):
-        register.configure(A, {"chunk_tokens": 32}, now_ns=1)
+        registry.configure(A, {"chunk_tokens": 32}, now_ns=1)
 
 
 def test_a_drop_ends_the_config_and_is_remembered():
-    register = Register()
-    register.configure(A, {"ttl_s": 60}, now_ns=5)
-    register.drop(A, now_ns=3)  # the clock went back
-    entry = register.entries[A.digest]
+    registry = NamespaceRegistry()
+    registry.configure(A, {"ttl_s": 60}, now_ns=5)
+    registry.drop(A, now_ns=3)  # the clock went back
+    entry = registry.entries[A.digest]
     assert (entry.config, entry.listed, entry.dropped_ns > 5) == (NamespaceConfig(), False, True)
-    register.configure(A, {"ttl_s": 30}, now_ns=10)
-    again = register.entries[A.digest]
+    registry.configure(A, {"ttl_s": 30}, now_ns=10)
+    again = registry.entries[A.digest]
     assert (again.config.ttl_s, again.listed, again.dropped_ns) == (30, True, entry.dropped_ns)
 
 
 @pytest.mark.slow
 def test_it_is_bounded():
-    register = Register()
+    registry = NamespaceRegistry()
     for number in range(MAX_ENTRIES):
-        register.configure(Namespace(model=str(number)), {}, now_ns=number)
+        registry.configure(Namespace(model=str(number)), {}, now_ns=number)
     with pytest.raises(CapacityError, match="drop one"):
-        register.configure(A, {}, now_ns=5000)
+        registry.configure(A, {}, now_ns=5000)
     for number in range(2 * MAX_ENTRIES):
-        register.drop(Namespace(model=str(number)), now_ns=10_000 + number)
-    assert len(register.entries) == MAX_ENTRIES
-    assert len(Register.decode(register.encode()).entries) == MAX_ENTRIES
+        registry.drop(Namespace(model=str(number)), now_ns=10_000 + number)
+    assert len(registry.entries) == MAX_ENTRIES
+    assert len(NamespaceRegistry.decode(registry.encode()).entries) == MAX_ENTRIES
 
 
 @pytest.mark.slow
-def test_what_one_has_forgotten_does_not_come_back_from_another():
-    """Else the list grows until nobody can follow it, as the directory takes from nodes what it has just forgotten."""
-    register, node = Register(), Register()
+def test_a_trimmed_entry_does_not_come_back_from_another_copy():
+    """Otherwise the list grows without end: the directory takes from nodes the entries that it has just trimmed."""
+    registry, node = NamespaceRegistry(), NamespaceRegistry()
     for number in range(MAX_ENTRIES + 700):
-        register.drop(Namespace(model=str(number)), now_ns=10_000 + number)
+        registry.drop(Namespace(model=str(number)), now_ns=10_000 + number)
         if number % 100 == 99:
-            for entry in node.newer(register):  # as `Namespaces.adopt`
+            for entry in node.newer(registry):  # as a node does
                 node.entries = {**node.entries, entry.namespace.digest: entry}
-            node.forget()
-            node.version = register.version
-            register.merge(node)
-            assert register.version == node.version, "there was nothing new"
-    assert len(register.entries) == MAX_ENTRIES
+            node.trim()
+            node.version = registry.version
+            registry.merge(node)
+            assert registry.version == node.version, "there was nothing new"
+    assert len(registry.entries) == MAX_ENTRIES
     node.entries[A.group.digest] = Entry(A.group, NamespaceConfig(), 5, 5, listed=False)
-    node.merge(register)
-    register.merge(node)
-    assert node.entries == register.entries
-    assert len(Register.decode(node.encode()).entries) == MAX_ENTRIES
-    assert A.group.digest not in register.entries
-    register.configure(A, {"ttl_s": 5}, now_ns=6)  # what has a config is never forgotten
-    node.merge(register)
+    node.merge(registry)
+    registry.merge(node)
+    assert node.entries == registry.entries
+    assert len(NamespaceRegistry.decode(node.encode()).entries) == MAX_ENTRIES
+    assert A.group.digest not in registry.entries
+    registry.configure(A, {"ttl_s": 5}, now_ns=6)  # an entry with a config is never trimmed
+    node.merge(registry)
     assert node.config(A.group.digest).ttl_s == 5
 
 
 def test_written_and_read():
-    register = Register()
-    register.configure(A, {"ttl_s": 60, "policy": "own:policy", "tiers": "ssd"}, now_ns=5)
-    register.drop(B, now_ns=6)
-    assert Register.decode(register.encode()) == register
-    for text in (b"", b"[]", b'{"version": 1}', b'{"version": 1, "entries": [{}]}', register.encode()[:-9]):
+    registry = NamespaceRegistry()
+    registry.configure(A, {"ttl_s": 60, "policy": "own:policy", "tiers": "ssd"}, now_ns=5)
+    registry.drop(B, now_ns=6)
+    assert NamespaceRegistry.decode(registry.encode()) == registry
+    for text in (b"", b"[]", b'{"version": 1}', b'{"version": 1, "entries": [{}]}', registry.encode()[:-9]):
         with pytest.raises(UsageError, match="list of namespaces"):
-            Register.decode(text)
+            NamespaceRegistry.decode(text)
 
 
-def test_copies_that_meet_agree(rng: random.Random):
-    copies = [Register() for _ in range(4)]
+def test_bytes_that_are_not_a_list_raise_usage_error(rng: random.Random):
+    """A byte that is not UTF-8 in a node's file kept the node from ever starting."""
+    registry = NamespaceRegistry()
+    registry.configure(A, {"ttl_s": 60, "policy": "own:policy"}, now_ns=5)
+    registry.drop(B, now_ns=6)
+    good = registry.encode()
+    hostile = [good.replace(b'"a"', b'"\xff"'), good.replace(b'"a"', b'"\\ud800"'), b"\xfe\xff", b"[" * 100_000]
+    for _ in range(2000):
+        text = bytearray(good)
+        match rng.randrange(4):
+            case 0:
+                text = text[: rng.randrange(len(text))]
+            case 1:
+                text = bytearray(rng.randbytes(rng.randrange(1, 200)))
+            case 2:
+                text[rng.randrange(len(text))] ^= 1 << rng.randrange(8)
+            case 3:
+                at = rng.randrange(len(text))
+                text[at : at + rng.randrange(9)] = rng.choice([b"-1", b"null", b"1e400", b"9" * 400, b"\xc0\x80", b'"'])
+        hostile.append(bytes(text))
+    for text in hostile:
+        try:
+            NamespaceRegistry.decode(text).encode()
+        except UsageError:
+            pass
+
+
+def test_copies_that_merge_agree(rng: random.Random):
+    copies = [NamespaceRegistry() for _ in range(4)]
     for now_ns in range(300):
         copy = rng.choice(copies)
         match rng.randrange(4):
@@ -130,33 +157,33 @@ def test_copies_that_meet_agree(rng: random.Random):
     assert all(copy.entries[space.digest].dropped_ns for copy in copies for space in (A, B))
 
 
-def test_the_directory_tells_nodes_and_learns_from_them():
-    directory, node = Directory(member_timeout_s=5.0), member("n")
-    assert directory.beat(node, 0, None, now_s=0.0).register is None
+def test_the_directory_sends_the_list_and_learns_from_nodes():
+    directory, node = Membership(member_timeout_s=5.0), member("n")
+    assert directory.beat(node, 0, None, now_s=0.0).registry is None
     text = directory.configure(A, {"ttl_s": 60}, now_ns=1)
-    pulse = directory.beat(node, 1, None, now_s=0.0)
-    assert (pulse.register, pulse.tell_register) == (text, False)
-    mine = Register.decode(text)
-    assert directory.beat(node, 1, None, now_s=0.0, version=mine.version).tell_register, "it may know more than we"
-    pulse = directory.beat(node, 1, None, now_s=0.0, version=mine.version, register=text)
-    assert (pulse.register, pulse.tell_register) == (None, False)
-    reborn = Directory(member_timeout_s=5.0)
-    reborn.configure(B, {"ttl_s": 30}, now_ns=2)
-    pulse = reborn.beat(node, 1, None, now_s=0.0, version=mine.version)
-    assert pulse.tell_register
-    pulse = reborn.beat(node, 1, None, now_s=0.0, version=mine.version, register=mine.encode())
-    both = Register.decode(pulse.register)
+    answer = directory.beat(node, 1, None, now_s=0.0)
+    assert (answer.registry, answer.want_registry) == (text, False)
+    mine = NamespaceRegistry.decode(text)
+    assert directory.beat(node, 1, None, now_s=0.0, version=mine.version).want_registry, "it may know more"
+    answer = directory.beat(node, 1, None, now_s=0.0, version=mine.version, registry=text)
+    assert (answer.registry, answer.want_registry) == (None, False)
+    restarted = Membership(member_timeout_s=5.0)
+    restarted.configure(B, {"ttl_s": 30}, now_ns=2)
+    answer = restarted.beat(node, 1, None, now_s=0.0, version=mine.version)
+    assert answer.want_registry
+    answer = restarted.beat(node, 1, None, now_s=0.0, version=mine.version, registry=mine.encode())
+    both = NamespaceRegistry.decode(answer.registry)
     assert {entry.config.ttl_s for entry in both.entries.values()} == {60, 30}
     assert both.version > mine.version
     other = member("o")
-    assert reborn.beat(other, 0, None, now_s=0.0).register == pulse.register
+    assert restarted.beat(other, 0, None, now_s=0.0).registry == answer.registry
 
 
-def test_a_reborn_directory_builds_a_change_on_what_the_asking_node_knows():
-    known = Directory(member_timeout_s=5.0).configure(A, {"policy": "lfu", "ttl_s": 60}, now_ns=1)
-    reborn = Directory(member_timeout_s=5.0)
-    told = Register.decode(reborn.configure(A, {"priority": 3}, known, now_ns=2))
-    assert told.config(A.group.digest) == NamespaceConfig(policy="lfu", ttl_s=60, priority=3)
-    assert told.version > Register.decode(known).version
-    dropped = Register.decode(Directory(member_timeout_s=5.0).configure(B, None, known, now_ns=2))
+def test_a_restarted_directory_builds_on_the_list_of_the_calling_node():
+    known = Membership(member_timeout_s=5.0).configure(A, {"policy": "lfu", "ttl_s": 60}, now_ns=1)
+    restarted = Membership(member_timeout_s=5.0)
+    changed = NamespaceRegistry.decode(restarted.configure(A, {"priority": 3}, known, now_ns=2))
+    assert changed.config(A.group.digest) == NamespaceConfig(policy="lfu", ttl_s=60, priority=3)
+    assert changed.version > NamespaceRegistry.decode(known).version
+    dropped = NamespaceRegistry.decode(Membership(member_timeout_s=5.0).configure(B, None, known, now_ns=2))
     assert dropped.config(A.group.digest) == NamespaceConfig(policy="lfu", ttl_s=60)

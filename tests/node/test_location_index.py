@@ -1,83 +1,105 @@
-"""What owners know, against a dict of sets."""
+"""What owners know, against plain dicts."""
+
+import random
 
 import numpy as np
 
-from raykv.node.location_index import LocationIndex
+from raykv.node import location_index as module
+from raykv.node.location_index import UNKNOWN, Location, LocationIndex, located
 from raykv.protocol import chunk_keys
+from raykv.protocol.codec import unpack_bits
+from raykv.protocol.messages import MAX_HOLDERS
 
 
 def keys(numbers) -> np.ndarray:
     return np.array([(n, n) for n in numbers], np.uint64).reshape(-1, 2)
 
 
-def test_random_announcements(rng):
-    location_index, model = LocationIndex(1000), {n: [] for n in range(30)}
-    for _ in range(500):
+def add(index: LocationIndex, node: str, numbers, nbytes: int = 4096) -> None:
+    index.add(node, keys(numbers), np.full(len(numbers), nbytes, np.uint32))
+
+
+def test_random_announcements(rng: random.Random, monkeypatch):
+    """Holders, lengths and what is below memory, over adds, removals and changes of view."""
+    monkeypatch.setattr(module, "MAX_SHARED", 50)
+    index = LocationIndex(1000)
+    model: dict[int, dict[str, bool]] = {n: {} for n in range(30)}
+    lengths: dict[int, int] = {}
+    for _ in range(800):
         node, numbers = rng.choice("abcd"), rng.sample(range(30), rng.randrange(8))
-        match rng.choice(["add", "add", "remove", "keep"]):
+        match rng.choice(["add", "add", "remove", "view"]):
             case "add":
-                location_index.add(node, keys(numbers))
-                for n in numbers:
-                    model[n] += [node] if node not in model[n] else []
+                bits = [rng.random() < 0.4 for _ in numbers]
+                sizes = [rng.choice([1, 4096, 1 << 31]) for _ in numbers]
+                below = np.array(bits, np.bool_) if any(bits) or rng.random() < 0.5 else None
+                index.add(node, keys(numbers), np.array(sizes, np.uint32), below)
+                for n, bit, size in zip(numbers, bits, sizes, strict=True):
+                    model[n][node], lengths[n] = bit, size
             case "remove":
-                location_index.remove(node, keys(numbers))
+                index.remove(node, keys(numbers))
                 for n in numbers:
-                    model[n] = [holder for holder in model[n] if holder != node]
-            case "keep":
+                    model[n].pop(node, None)
+            case "view":
                 left = frozenset(rng.sample("abcd", 3))
-                location_index.keep(nodes=left, owned=lambda some: ~np.isin(some[:, 0], numbers))  # noqa: B023
-                for n in model:
-                    model[n] = [] if n in numbers else [holder for holder in model[n] if holder in left]
-        assert [list(holders) for holders in location_index.locate(keys(range(30)))] == list(model.values())
-        assert len(location_index) == sum(map(bool, model.values()))
+                index.follow_view(nodes=left, owned=lambda some: ~np.isin(some[:, 0], numbers))  # noqa: B023
+                for n, held in model.items():
+                    model[n] = {} if n in numbers else {holder: bit for holder, bit in held.items() if holder in left}
+        found = index.locate(keys(range(30)))
+        assert [list(each.holders) for each in found] == [list(held) for held in model.values()]
+        assert [set(each.below) for each in found] == [{h for h, bit in held.items() if bit} for held in model.values()]
+        assert [each.nbytes for each in found] == [lengths[n] if held else 0 for n, held in model.items()]
+        assert len(index) == sum(map(bool, model.values()))
+        answer = located(found)
+        assert unpack_bits(answer.below_memory, 30).tolist() == [
+            bool(held) and all(held.values()) for held in model.values()
+        ]
 
 
-def test_what_lies_below_memory_everywhere_is_cold(rng):
-    location_index, held = LocationIndex(1000), {}
-    for _ in range(400):
-        node, numbers = rng.choice("abc"), rng.sample(range(20), rng.randrange(6))
-        if rng.random() < 0.7:
-            bits = [rng.random() < 0.5 for _ in numbers]
-            location_index.add(
-                node, keys(numbers), np.array(bits, np.bool_) if any(bits) or rng.random() < 0.5 else None
-            )
-            for n, bit in zip(numbers, bits, strict=True):
-                held.setdefault(n, {})[node] = bit
-        else:
-            location_index.remove(node, keys(numbers))
-            for n in numbers:
-                held.get(n, {}).pop(node, None)
-        expected = [bool(held.get(n)) and all(held[n].values()) for n in range(20)]
-        found = location_index.cold(keys(range(20)))
-        assert (found.tolist() if found is not None else [False] * 20) == expected
+def test_the_answer_of_an_owner():
+    four = Location(("a", "b", "c", "d"), (), 7)
+    answer = located([four, UNKNOWN, Location(("a",), ("a",), 9), four, Location(("a",), (), 0)])
+    assert answer.choices == (("b", "c", "d"), ("a",))
+    assert len(answer.choices[0]) == MAX_HOLDERS
+    assert np.frombuffer(answer.places, "<i4").tolist() == [0, -1, 1, 0, 1]
+    assert np.frombuffer(answer.nbytes, "<u4").tolist() == [7, 0, 9, 7, 0]
+    assert unpack_bits(answer.below_memory, 5).tolist() == [False, False, True, False, False]
+    assert located([]).choices == ()
+    assert located([UNKNOWN]).nbytes == located([UNKNOWN]).below_memory == b""
+
+
+def test_equal_locations_share_one_object():
+    index = LocationIndex(1000)
+    add(index, "a", range(100))
+    add(index, "b", range(50))
+    assert len({id(each) for each in index.locate(keys(range(100)))}) == 2
 
 
 def test_nothing_known_and_nothing_asked():
-    location_index = LocationIndex(10)
-    location_index.keep(nodes=frozenset(), owned=lambda some: np.ones(len(some), np.bool_))
-    location_index.remove("a", keys([1]))
-    assert location_index.locate(keys([1])) == [()]
-    assert location_index.locate(chunk_keys.empty()) == []
+    index = LocationIndex(10)
+    index.follow_view(nodes=frozenset(), owned=lambda some: np.ones(len(some), np.bool_))
+    index.remove("a", keys([1]))
+    assert index.locate(keys([1])) == [UNKNOWN]
+    assert index.locate(chunk_keys.empty()) == []
 
 
-def test_beyond_the_bound_the_first_are_forgotten():
-    location_index = LocationIndex(100)
+def test_beyond_the_bound_the_oldest_go():
+    index = LocationIndex(100)
     for start in range(0, 1000, 10):
-        location_index.add("a", keys(range(start, start + 10)))
-        assert len(location_index) <= 100
-    known = [n for n, holders in enumerate(location_index.locate(keys(range(1000)))) if holders]
+        add(index, "a", range(start, start + 10))
+        assert len(index) <= 100
+    known = [n for n, each in enumerate(index.locate(keys(range(1000)))) if each.holders]
     assert known == list(range(known[0], 1000))
     assert len(known) > 80
 
 
-def test_a_full_locator_stays_quick(np_rng):
-    """Forgetting is not a walk over all that was forgotten before."""
+def test_a_full_index_stays_quick(np_rng):
+    """Dropping the oldest does not walk over all entries that were dropped before."""
     import time
 
-    location_index = LocationIndex(100_000)
+    index, lengths = LocationIndex(100_000), np.full(100_000, 4096, np.uint32)
     many = np_rng.integers(0, 1 << 63, (100_000, 2)).astype(np.uint64)
-    location_index.add("a", many)
+    index.add("a", many, lengths)
     began_s = time.process_time()
     for start in range(0, 20_000, 10):
-        location_index.add("a", many[start : start + 10] ^ np.uint64(1))
+        index.add("a", many[start : start + 10] ^ np.uint64(1), lengths[:10])
     assert time.process_time() - began_s < 2.0

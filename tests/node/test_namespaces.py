@@ -8,23 +8,23 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.support.stores import names_to_keys
 
 import raykv
 from raykv.config import NamespaceConfig
-from raykv.embedded import EmbeddedCluster
-from raykv.errors import ConfigError, PeerUnavailable, TransientError, UsageError
-from raykv.node.namespace_reconciler import register_paths
-from raykv.protocol import chunk_keys, messages
-from tests.storage.test_store import names_to_keys
-from tests.tier.test_mover import House, fill
+from raykv.errors import ConfigError, PeerUnavailable, TransientError
+from raykv.node.namespace_reconciler import registry_paths
+from raykv.node.node import Node
+from raykv.protocol import chunk_keys
+from tests.support.nodes import cluster, wait_until
 
 MINE, OTHER = raykv.Namespace(model="mine"), raykv.Namespace(model="other")
 NBYTES = 10_000
 SLOT = 12_288
 
 
-def cluster(nodes: int, **options) -> EmbeddedCluster:
-    return raykv.embedded(nodes, **{"arena_nbytes": "4 MiB", "extent_nbytes": "64 KiB", "heartbeat_s": 0.03, **options})
+def names(count: int, prefix: str = "n") -> list[str]:
+    return [f"{prefix}{number}" for number in range(count)]
 
 
 def put(client: raykv.Client, names: list[str], **options) -> raykv.PutResult:
@@ -40,20 +40,17 @@ def here(client: raykv.Client, names: list[str]) -> int:
     return sum(result.hits)
 
 
-def until(condition, timeout_s: float = 10.0) -> None:
-    end_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end_s
-        time.sleep(0.01)
-
-
-def names(count: int, prefix: str = "n") -> list[str]:
-    return [f"{prefix}{number}" for number in range(count)]
-
-
 def listed(client: raykv.Client, namespace: raykv.Namespace) -> dict:
     (found,) = [each for each in client.namespaces() if each["namespace"] == namespace]
     return found
+
+
+def next_life(node: Node, running, *, start: bool = True) -> Node:
+    """A new process of a node that was stopped."""
+    made = Node(node.config, secret=bytes.fromhex(running.secret), membership=running.membership)
+    if start:
+        made.start()
+    return made
 
 
 # -- configs ----------------------------------------------------------------------------------------------------------
@@ -68,12 +65,12 @@ def test_configured_on_all_nodes_and_on_those_that_come_later():
         assert listed(client, MINE)["config"] == wanted
         running.add()
         running.settle()
-        until(lambda: len(listed(client, MINE)["nodes"]) == 3)
+        wait_until(lambda: len(listed(client, MINE)["nodes"]) == 3)
         found = listed(client, MINE)
         assert {node["policy"] for node in found["nodes"].values()} == {"fifo"}
         for node in range(3):
             assert put(running.client(MINE, node=node), names(20, f"of-{node}-")).stored >= 5
-            assert running.nodes[node].store.room.used_nbytes[0] <= 5 * SLOT
+            assert running.nodes[node].store.allocator.used_nbytes[0] <= 5 * SLOT
         assert client.configure(policy=None, dram_quota_nbytes=None) == 3
         assert put(client, names(20, "more")).stored == 20
         assert listed(client, MINE)["nodes"]["node-1"]["policy"] == "leaf_lru"
@@ -89,7 +86,7 @@ def test_a_wrong_config_is_refused_before_anything_happens():
         assert listed(client, MINE)["config"] == NamespaceConfig(ttl_s=100)
 
 
-def test_a_change_right_after_the_directory_was_reborn_keeps_the_fields_before(monkeypatch):
+def test_a_change_right_after_the_directory_was_restarted_keeps_the_fields_before(monkeypatch):
     with cluster(2) as running:
         client = running.client(MINE)
         assert client.configure(policy="lfu", ttl_s=5000) == 2
@@ -97,8 +94,8 @@ def test_a_change_right_after_the_directory_was_reborn_keeps_the_fields_before(m
         def away(*arguments):
             raise TransientError("the directory is away")
 
-        monkeypatch.setattr(running.directory, "beat", away)  # no node tells it anything before the change comes
-        running.directory.logic.__init__(member_timeout_s=1.0)
+        monkeypatch.setattr(running.membership, "beat", away)  # no node tells it anything before the change comes
+        running.membership.logic.__init__(member_timeout_s=1.0)
         assert client.configure(priority=3) == 2
         (found,) = client.namespaces()
         assert found["config"] == NamespaceConfig(policy="lfu", ttl_s=5000, priority=3)
@@ -111,20 +108,20 @@ def test_without_a_directory_nothing_is_changed(monkeypatch):
         def away(*arguments):
             raise TransientError("the directory is away")
 
-        monkeypatch.setattr(running.directory, "configure", away)
+        monkeypatch.setattr(running.membership, "configure", away)
         with pytest.raises(PeerUnavailable, match="directory is away"):
             client.configure(ttl_s=100)
         with pytest.raises(PeerUnavailable, match="directory is away"):
             client.drop_namespace()
 
 
-def test_a_lowered_quota_holds_at_once_and_nobody_else_gives_anything():
+def test_a_lowered_quota_holds_at_once_and_other_namespaces_give_nothing():
     with cluster(1, arena_nbytes="8 MiB") as running:
         client, other = running.client(MINE), running.client(OTHER)
         put(client, names(200))
         put(other, names(200))
         client.configure(dram_quota_nbytes=50 * SLOT)
-        until(lambda: listed(client, MINE)["used_nbytes"] <= 50 * SLOT)
+        wait_until(lambda: listed(client, MINE)["used_nbytes"] <= 50 * SLOT)
         assert here(other, names(200)) == 200
         found = listed(client, MINE)
         assert found["departures"] == {"evicted": 200 - found["chunks"]}
@@ -150,7 +147,7 @@ def test_each_by_its_own_policy():
 # -- expiry -----------------------------------------------------------------------------------------------------------
 
 
-def test_what_a_namespace_stores_expires_and_is_swept():
+def test_what_a_namespace_stores_expires():
     with cluster(2) as running:
         client, other = running.client(MINE), running.client(OTHER)
         put(client, names(3, "before"))
@@ -162,19 +159,19 @@ def test_what_a_namespace_stores_expires_and_is_swept():
         client.flush()
         running.settle()
         store = running.nodes[0].store
-        until(lambda: store.chunks == 8)
+        wait_until(lambda: store.chunks == 8)
         assert here(client, names(5)) == 0
         assert (here(client, names(3, "before")), here(other, names(5))) == (3, 5)
         assert listed(client, MINE)["departures"] == {"expired": 6}
         assert {why.reason for why in client.why([*names(5), "alone"])} == {"expired"}
-        until(lambda: {why.reason for why in client.why(names(5))} == {"expired"})
-        assert put(client, names(5)).stored == 5, "it may come again"
+        wait_until(lambda: {why.reason for why in client.why(names(5))} == {"expired"})
+        assert put(client, names(5)).stored == 5, "it may be stored again"
 
 
 # -- dropping ---------------------------------------------------------------------------------------------------------
 
 
-def test_dropped_on_all_nodes_and_from_nobody_else():
+def test_dropped_on_all_nodes_and_from_no_other_namespace():
     with cluster(3) as running:
         clients = [running.client(MINE, node=node) for node in range(3)]
         others = [running.client(OTHER, node=node) for node in range(3)]
@@ -192,7 +189,7 @@ def test_dropped_on_all_nodes_and_from_nobody_else():
         found = listed(clients[0], MINE)
         assert (found["chunks"], found["config"]) == (0, NamespaceConfig())
         assert found["departures"] == {"dropped": 99}
-        assert put(clients[0], names(30, "of-0-")).stored == 30, "it opens anew"
+        assert put(clients[0], names(30, "of-0-")).stored == 30, "it is opened again"
         assert here(clients[0], names(30, "of-0-")) == 30
         assert clients[1].drop_namespace() == 30, "and again"
 
@@ -220,7 +217,7 @@ def test_a_hundred_thousand_chunks_are_dropped():
         running.settle()
         assert other.exists(theirs).all()
         assert not client.exists(mine).any()
-        assert int(node.store.room.slots.free_nbytes) >= count * 4096
+        assert int(node.store.allocator.slots.free_nbytes) >= count * 4096
 
 
 def test_pinned_chunks_go_when_they_are_unpinned():
@@ -278,8 +275,6 @@ def test_writers_go_on_while_their_namespace_is_dropped():
         client.drop_namespace()
         for each in clients:
             each.close()
-        room = running.nodes[0].store.room
-        room.wake(now_s=time.monotonic() + 100)
         assert running.nodes[0].store.chunks == 0
 
 
@@ -293,90 +288,20 @@ def test_a_node_that_was_away_drops_when_it_is_back(shm_dir: Path):
         asleep.flush()
         running.settle()
         node = running.nodes[1]
-        path = register_paths(node.config)[0]
+        path = registry_paths(node.config)[0]
         assert path.exists()
         node.stop(leave=True)
-        config = node.config
-        reborn = raykv.node.node.Node(config, secret=bytes.fromhex(running.secret), directory=running.directory)
-        assert reborn.store.recovered == 20
-        assert reborn.namespaces.register.config(MINE.digest).policy == "fifo", "before it has heard of anybody"
-        assert reborn.store.room.policies.name(reborn.store.groups.find(MINE.digest)) == "fifo"
-        reborn.store.close()
+        restarted = next_life(node, running, start=False)
+        assert restarted.store.recovered == 20
+        assert restarted.reconciler.registry.config(MINE.digest).policy == "fifo", "before it heard from the directory"
+        assert restarted.store.evictor.policies.name(restarted.store.groups.find(MINE.digest)) == "fifo"
+        restarted.store.close()
         assert client.drop_namespace() == 10
-        again = raykv.node.node.Node(config, secret=bytes.fromhex(running.secret), directory=running.directory)
-        again.start()
+        again = next_life(node, running)
         assert again.store.chunks == 10, "those of the other namespace"
-        assert again.namespaces.register.config(MINE.digest) == NamespaceConfig()
+        assert again.reconciler.registry.config(MINE.digest) == NamespaceConfig()
         again.stop(unlink=True)
         assert not path.exists()
-
-
-def test_a_damaged_list_does_no_harm(shm_dir: Path, caplog):
-    with cluster(1, shm_dir=str(shm_dir)) as running:
-        running.client(MINE).configure(ttl_s=500)
-        node = running.nodes[0]
-        node.stop(leave=False)
-        (path,) = register_paths(node.config)
-        path.write_bytes(b"{")  # not before it stopped: it may write it once more
-        again = raykv.node.node.Node(node.config, secret=bytes(32), directory=running.directory)
-        again.start()
-        assert "of no use" in caplog.text
-        assert again.namespaces.register.config(MINE.digest).ttl_s == 500, "the directory told"
-        again.stop(unlink=True)
-
-
-def test_a_place_that_cannot_be_written_does_no_harm(tmp_path: Path, caplog):
-    ssd = {"paths": [tmp_path / "ssd"], "capacity_nbytes": "32 MiB", "segment_nbytes": "1 MiB"}
-    with cluster(1, ssd=ssd) as running:
-        (path,) = register_paths(running.nodes[0].config)
-        path.with_name(path.name + ".new").mkdir()
-        assert running.client(MINE).configure(ttl_s=500) == 1
-        assert "cannot be kept" in caplog.text
-        assert running.client(MINE).drop_namespace() == 0
-
-
-@pytest.mark.parametrize(
-    "request_",
-    [
-        messages.Configure(b"{"),
-        messages.Configure(b'{"model": "m"}', b"[]"),
-        messages.Configure(b'{"color": 1}', b"{}", True),
-        messages.Configure(b'{"model": "m"}', b'{"policy": 5}'),
-        messages.Adopt(b"garbage"),
-        messages.Adopt(b'{"version": 1, "entries": [{}]}'),
-        messages.Hint(b"k" * 16, ttl_s=float("nan")),
-        messages.Hint(b"k" * 16, priority=1000),
-        messages.Hint(b"k" * 15),
-        messages.Why(b"k" * 15),
-    ],
-)
-def test_a_message_that_is_wrong_is_refused(request_):
-    with cluster(1) as running:
-        client = running.client(MINE)
-        put(client, ["a"])
-        with pytest.raises(UsageError):
-            client._router.call("node-0", request_, time.monotonic() + 5)
-        client._router.call("node-0", messages.Report(b"nobody", {"x": 1}), time.monotonic() + 5)
-        mine = MINE.group.digest
-        client._router.call("node-0", messages.Report(mine, {"x" * 99: 5, "y": -1}, (-3,)), time.monotonic() + 5)
-        assert here(client, ["a"]) == 1
-        assert [each["namespace"] for each in client.namespaces()] == [MINE]
-
-
-@pytest.mark.slow
-def test_numbers_of_dropped_accounts_are_used_again():
-    with cluster(1) as running:
-        client, node = running.client(MINE), running.nodes[0]
-        for number in range(1024):
-            with node._lock:
-                node.store.groups.open(raykv.Namespace(model=f"m{number}"))
-        full = put(client, ["a"])
-        assert full.skipped == 1
-        assert "drop one" in full.reason
-        running.client(raykv.Namespace(model="m7")).drop_namespace()
-        assert put(client, ["a"]).stored == 1
-        assert here(client, ["a"]) == 1
-        assert listed(client, MINE)["nodes"]["node-0"]["chunks"] == 1
 
 
 # -- quotas under writers of several processes ------------------------------------------------------------------------
@@ -411,13 +336,13 @@ def test_a_quota_holds_under_writers_of_several_processes(shm_dir: Path, seed: i
             )
             for number in range(3)
         ]
-        room = running.nodes[0].store.room
+        allocator = running.nodes[0].store.allocator
         for writer in writers:
             writer.stdin.write("go\n")
             writer.stdin.flush()
         most = 0
         while any(writer.poll() is None for writer in writers):
-            most = max(most, int(room.used_nbytes[running.nodes[0].store.groups.find(MINE.digest)]))
+            most = max(most, int(allocator.used_nbytes[running.nodes[0].store.groups.find(MINE.digest)]))
             time.sleep(0.001)
         for writer in writers:
             writer.stdin.close()
@@ -486,7 +411,7 @@ def test_an_ssd_is_part_of_it(shm_dir: Path, tmp_path: Path):
         def below(namespace: raykv.Namespace) -> int:
             return listed(client, namespace)["below_nbytes"]["ssd"]
 
-        until(lambda: below(MINE) > 1 << 20)
+        wait_until(lambda: below(MINE) > 1 << 20)
         print(f"{below(MINE):,} bytes on the SSD")
         assert below(MINE) <= 2 << 20
         assert below(OTHER) == 0
@@ -507,14 +432,12 @@ def test_an_ssd_is_part_of_it(shm_dir: Path, tmp_path: Path):
         client.configure(tiers="ssd")
         put(client, names(300, "again"))
         client.flush()
-        until(lambda: below(MINE) > 0)
-        config = node.config
+        wait_until(lambda: below(MINE) > 0)
         node.stop(leave=True)
         for path in shm_dir.iterdir():  # the host is started again
             path.unlink()
-        reborn = raykv.node.node.Node(config, secret=bytes.fromhex(running.secret), directory=running.directory)
-        reborn.start()
-        until(lambda: reborn.tiers.stats()["tiers"]["ssd"]["state"] == "on")
-        number = reborn.store.groups.find(MINE.digest)
-        assert reborn.tiers.tiers[0].used_nbytes(number) > 0, "what was stored since the drop is still there"
-        reborn.stop(unlink=True)
+        restarted = next_life(node, running)
+        wait_until(lambda: restarted.mover.stats()["tiers"]["ssd"]["state"] == "on")
+        number = restarted.store.groups.find(MINE.digest)
+        assert restarted.mover.tiers[0].used_nbytes(number) > 0, "what was stored since the drop is still there"
+        restarted.stop(unlink=True)

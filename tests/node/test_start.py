@@ -8,12 +8,13 @@ import pytest
 import raykv
 from raykv.client.router import Router
 from raykv.config import ClientConfig, ClusterConfig, NodeConfig, StorageConfig
-from raykv.embedded import InProcessDirectory
+from raykv.embedded import InProcessMembership
 from raykv.errors import ConfigError
 from raykv.memory import arena, pages
 from raykv.memory.arena import sized_by_share
-from raykv.node import node as node_module
-from raykv.node.node import QUIET_S, Node
+from raykv.node import reclaimer
+from raykv.node.node import Node
+from raykv.node.reclaimer import QUIET_S
 
 MIB, GIB = 1 << 20, 1 << 30
 FIRST_ANSWER_NBYTES = 160 * MIB
@@ -25,7 +26,7 @@ def test_little_memory_is_taken_before_the_first_answer(shm_dir, monkeypatch, ro
     monkeypatch.setattr(arena, "free_nbytes", lambda _: 1 << 50)  # whatever this machine has
     storage = StorageConfig(arena_nbytes=16 * GIB, max_chunks=rows, shm_dir=shm_dir)
     config = NodeConfig(node_id="n", storage=storage)
-    node = Node(config, secret=b"s" * 32, directory=InProcessDirectory(member_timeout_s=5.0))
+    node = Node(config, secret=b"s" * 32, membership=InProcessMembership(member_timeout_s=5.0))
     taken = sum(os.stat(path).st_blocks for path in shm_dir.iterdir()) * 512
     assert taken <= most_nbytes
     node.start()
@@ -42,7 +43,7 @@ def test_the_memory_of_a_start_does_not_depend_on_the_arena(shm_dir):
     for size in ("64 MiB", "4 GiB"):
         storage = StorageConfig.load({"arena_nbytes": size, "max_chunks": 1024, "shm_dir": shm_dir})
         node = Node(
-            NodeConfig(node_id="n", storage=storage), secret=b"", directory=InProcessDirectory(member_timeout_s=5.0)
+            NodeConfig(node_id="n", storage=storage), secret=b"", membership=InProcessMembership(member_timeout_s=5.0)
         )
         taken.append(sum(os.stat(path).st_blocks for path in shm_dir.iterdir()))
         node.start()
@@ -53,7 +54,7 @@ def test_the_memory_of_a_start_does_not_depend_on_the_arena(shm_dir):
 def test_a_node_tells_what_pages_it_has(shm_dir):
     storage = StorageConfig(arena_nbytes=64 * MIB, shm_dir=shm_dir)
     node = Node(
-        NodeConfig(node_id="n", storage=storage), secret=b"", directory=InProcessDirectory(member_timeout_s=5.0)
+        NodeConfig(node_id="n", storage=storage), secret=b"", membership=InProcessMembership(member_timeout_s=5.0)
     )
     node.start()
     try:
@@ -68,7 +69,7 @@ def test_the_table_gets_huge_pages_when_nobody_waits_for_them(shm_dir):
     storage = StorageConfig(arena_nbytes=64 * MIB, max_chunks=100_000, shm_dir=shm_dir)
     for life in ("first", "second"):
         node = Node(
-            NodeConfig(node_id="n", storage=storage), secret=b"", directory=InProcessDirectory(member_timeout_s=5.0)
+            NodeConfig(node_id="n", storage=storage), secret=b"", membership=InProcessMembership(member_timeout_s=5.0)
         )
         memory = node.store.table.memory
         whole = memory.nbytes // pages.huge_nbytes() * pages.huge_nbytes()
@@ -101,14 +102,14 @@ def young(shm_dir):
     """A node that has just started, with an arena of 256 MiB in extents of 8 MiB."""
     storage = StorageConfig(arena_nbytes=256 * MIB, extent_nbytes=8 * MIB, shm_dir=shm_dir)
     config = NodeConfig(node_id="n", storage=storage, heartbeat_s=0.05)
-    node = Node(config, secret=b"", directory=InProcessDirectory(member_timeout_s=5.0))
+    node = Node(config, secret=b"", membership=InProcessMembership(member_timeout_s=5.0))
     yield node
     node.stop(unlink=True)
 
 
 @pytest.mark.parametrize("spare", [True, False])
 def test_an_idle_node_takes_the_memory_of_its_whole_arena_if_the_host_can_spare_it(young, monkeypatch, spare):
-    monkeypatch.setattr(node_module, "has_to_spare", lambda directory: spare)
+    monkeypatch.setattr(reclaimer, "has_to_spare", lambda directory: spare)
     young.start()
     wait_for_memory(young, 256 * MIB if spare else 32 * MIB)
     time.sleep(5 * QUIET_S)
@@ -116,8 +117,8 @@ def test_an_idle_node_takes_the_memory_of_its_whole_arena_if_the_host_can_spare_
 
 
 def test_while_chunks_are_written_no_more_memory_is_taken_than_the_next_ones_need(young, monkeypatch):
-    monkeypatch.setattr(node_module, "has_to_spare", lambda directory: True)
-    monkeypatch.setattr(node_module, "QUIET_S", 0.5)
+    monkeypatch.setattr(reclaimer, "has_to_spare", lambda directory: True)
+    monkeypatch.setattr(reclaimer, "QUIET_S", 0.5)
     written = iter(range(1 << 30))
     monkeypatch.setattr(type(young.store), "written", property(lambda store: next(written)))
     young.start()
@@ -125,7 +126,7 @@ def test_while_chunks_are_written_no_more_memory_is_taken_than_the_next_ones_nee
     time.sleep(1.0)
     assert taken_nbytes(young) == 32 * MIB
     monkeypatch.undo()
-    monkeypatch.setattr(node_module, "has_to_spare", lambda directory: True)
+    monkeypatch.setattr(reclaimer, "has_to_spare", lambda directory: True)
     wait_for_memory(young, 256 * MIB)
 
 

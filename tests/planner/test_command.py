@@ -11,7 +11,7 @@ import pytest
 from raykv.config import GIB
 from raykv.errors import ConfigError, UsageError
 from raykv.eviction import POLICIES
-from raykv.planner import ModelShape, as_csv, as_json, as_table, parse_trace, plan
+from raykv.planner import ModelShape, SsdOptions, as_csv, as_json, as_table, parse_trace, plan
 from raykv.tools.cli import main
 
 LINES = [
@@ -48,27 +48,27 @@ def test_sizes_are_shares_bytes_or_chunks():
 
 
 @pytest.mark.parametrize("size", ["", "-5%", "5%%", "much", "1 GB", "0%", "100 B", 0, "nan%"])
-def test_a_size_that_is_none_is_named(size):
+def test_a_wrong_size_is_named(size):
     with pytest.raises(UsageError, match="size"):
         plan(parse_trace(LINES), [size], model=SMALL)
 
 
 def test_a_second_tier_is_tried_with_each_size_of_memory():
     trace = parse_trace(LINES)
-    records = plan(trace, [3, 5], ["leaf_lru", "belady"], model=SMALL, ssd_sizes=["0", "100%"])
+    records = plan(trace, [3, 5], ["leaf_lru", "belady"], model=SMALL, ssd=SsdOptions(["0", "100%"]))
     assert [(record.size_chunks, record.ssd_chunks) for record in records] == [(3, 0), (3, 7), (5, 0), (5, 7)] * 2
     without, below = records[:2]
     assert (without.ssd_nbytes, without.ssd_hits, without.ssd_written_nbytes) == (0, 0, 0)
     assert below.ssd_nbytes == 7 * 512 * 64
     assert below.prefix_hits == without.prefix_hits + below.ssd_hits
-    assert below.ssd_written_nbytes == 6 * 512 * 64, "each once, but for the first, which never leaves memory"
+    assert below.ssd_written_nbytes == 6 * 512 * 64, "each once, except the first, which never leaves memory"
     assert below.ssd_written_nbytes_per_day == below.ssd_written_nbytes * 86_400, "the trace is shorter than a second"
     assert below.ssd_write_amplification == 1.0
     assert records[5].prefix_hits == 20, "the bound is that of both together"
-    poor = plan(trace, [3], model=SMALL, ssd_sizes=["100%"], ssd_nbytes_per_day=24 * 512 * 64)
+    poor = plan(trace, [3], model=SMALL, ssd=SsdOptions(["100%"], 24 * 512 * 64))
     assert poor[0].ssd_written_nbytes == 512 * 64, "one chunk an hour"
     with pytest.raises(UsageError, match="objects"):
-        plan(trace, [3], mode="objects", ssd_sizes=["100%"])
+        plan(trace, [3], mode="objects", ssd=SsdOptions(["100%"]))
 
 
 def test_policies_are_names_functions_or_all():

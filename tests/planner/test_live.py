@@ -1,16 +1,18 @@
-"""The planner's word against a real node: the same trace, through sockets, an arena, and threads that work ahead."""
+"""The planner against a real node: the same trace, through sockets, an arena, and background threads."""
 
 import heapq
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 
 import raykv
 from raykv.eviction import policy
-from raykv.memory.table import TICKS_PER_S
+from raykv.memory.layout import TICKS_PER_S
 from raykv.planner.replay import DECODE_S, replay
 from raykv.planner.ssd import Ssd
 from raykv.planner.trace import Trace, read_trace
@@ -20,17 +22,18 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 TRACE = Path(__file__).parents[1] / "data" / "mooncake_synthetic_trace.jsonl.gz"
 FASTER = 16
-"""The trace has four requests a second; here they come a tick apart."""
+"""The trace has four requests per second; here they are one tick apart."""
 LATE_S = (0.0, 0.0, 0.0, 0.005, 0.01, 0.03)
 SPACE = raykv.Namespace(model="m")
 NBYTES = 4096
 
 
 def paced(trace: Trace, *, silent: bool = True) -> Trace:
-    """The same requests a tick apart: as fast as their order in time is still told by the columns.
+    """The same requests one tick apart: the columns cannot tell shorter times apart.
 
     Args:
-        silent: Nobody says how many tokens they made.
+        trace: In order of time.
+        silent: Without the numbers of generated tokens.
     """
     requests = [
         replace(each, at_s=place / TICKS_PER_S, output_tokens=0 if silent else each.output_tokens)
@@ -39,40 +42,47 @@ def paced(trace: Trace, *, silent: bool = True) -> Trace:
     return replace(trace, requests=requests)
 
 
-def drive(trace: Trace, client: raykv.Client, nbytes: int) -> int:
-    """Ask for what each request asks for, and store what it lacked; when it is done, say what it made.
+class Clock(NamedTuple):
+    """Time as the replay sees it: `now` and `sleep` in seconds of the trace, `decode_s` per generated token."""
 
-    Returns:
-        The chunks that were hit.
-    """
+    now: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+    decode_s: float = DECODE_S / FASTER
+
+
+CLOCK = Clock()
+
+
+def drive(trace: Trace, client: raykv.Client, nbytes: int, clock: Clock) -> int:
+    """Read each request's chunks and store the missing ones; when it ends, report its tokens. Returns the hits."""
     keys = client.keys([f"{number}" for number in range(trace.chunks)])
-    row_hints = np.arange(trace.chunks, dtype="<u8").view(np.uint8).reshape(-1, 8)
+    stamps = np.arange(trace.chunks, dtype="<u8").view(np.uint8).reshape(-1, 8)
     into = np.zeros((max(len(each.chunks) for each in trace.requests), nbytes), np.uint8)
     values = np.zeros_like(into)
-    began_s, hits = time.monotonic(), 0
+    began_s, hits = clock.now(), 0
     running: list[tuple[float, int]] = []
     for place, request in enumerate(trace.requests):
-        time.sleep(max(0.0, began_s + request.at_s - time.monotonic()))
+        clock.sleep(max(0.0, began_s + request.at_s - clock.now()))
         while running and running[0][0] <= request.at_s:
             done = trace.requests[heapq.heappop(running)[1]]
             client.hint(keys[done.chunks], output_tokens=done.output_tokens)
         if request.output_tokens:
-            heapq.heappush(running, (request.at_s + DECODE_S / FASTER * request.output_tokens, place))
+            heapq.heappush(running, (request.at_s + clock.decode_s * request.output_tokens, place))
         chunks = request.chunks
         mine = keys[chunks]
         count = client.match(mine).count
         if count:
             got = client.get(mine[:count], list(into[:count])).prefix
-            assert (into[:got, :8] == row_hints[chunks[:got]]).all()
+            assert (into[:got, :8] == stamps[chunks[:got]]).all()
             hits += got
-        values[: len(chunks), :8] = row_hints[chunks]
+        values[: len(chunks), :8] = stamps[chunks]
         client.put(mine, list(values[: len(chunks)]))
     client.flush()
     return hits
 
 
 def jittered(trace: Trace, seed: int) -> Trace:
-    """The same requests, some of them a little late, as happens to a real client. Seed 0: as they are."""
+    """The same requests, some of them a little late, as with a real client. Seed 0: unchanged."""
     random, requests, now_s = np.random.default_rng(seed), [], 0.0
     for request in trace.requests:
         now_s = max(now_s, request.at_s + (random.choice(LATE_S) if seed else 0.0))
@@ -87,11 +97,11 @@ def test_a_node_hits_as_often_as_the_planner_says(name):
     assert abs(live_hits(trace, name) - planned) < 0.01
 
 
-def test_a_node_that_hears_what_requests_made_hits_as_often_as_the_planner_says(monkeypatch):
+def test_a_node_with_reported_tokens_hits_as_often_as_the_planner_says():
     """A request that is late by a tick or two makes density decide otherwise: on this trace, hits vary by a point."""
-    monkeypatch.setattr("raykv.planner.replay.DECODE_S", DECODE_S / FASTER)
     trace = paced(read_trace(TRACE), silent=False)
-    replays = (replay(jittered(trace, seed), policy("density"), trace.chunks // 10) for seed in range(5))
+    late = (jittered(trace, seed) for seed in range(5))
+    replays = (replay(each, policy("density"), trace.chunks // 10, decode_s=CLOCK.decode_s) for each in late)
     planned = [outcome.prefix_hits / trace.accesses for outcome in replays]
     print(f"planned {planned}")
     assert min(planned) - 0.01 < live_hits(trace, "density") < max(planned) + 0.01
@@ -102,7 +112,7 @@ def live_hits(trace: Trace, name: str) -> float:
     capacity = trace.chunks // 10
     storage = {"extent_nbytes": "256 KiB", "max_chunks": 2 * capacity, "low_water": 0.0, "high_water": 0.001}
     with raykv.embedded(1, arena_nbytes=capacity * NBYTES, policy=name, **storage) as cluster:
-        live = drive(trace, cluster.client(SPACE), NBYTES) / trace.accesses
+        live = drive(trace, cluster.client(SPACE), NBYTES, CLOCK) / trace.accesses
         print(f"{name}: live {live:.4f}, {cluster.nodes[0].stats()}")
     return live
 
@@ -122,7 +132,7 @@ def test_a_node_with_an_ssd_hits_as_often_as_the_planner_says(tmp_path):
     }
     storage = {"extent_nbytes": "1 MiB", "max_chunks": 2 * capacity, "low_water": 0.0, "high_water": 0.001}
     with raykv.embedded(1, arena_nbytes=capacity * nbytes, ssd=drives, **storage) as cluster:
-        live = drive(trace, cluster.client(SPACE), nbytes) / trace.accesses
+        live = drive(trace, cluster.client(SPACE), nbytes, CLOCK) / trace.accesses
         stats = cluster.nodes[0].stats()
     tier = stats["tiers"]["ssd"]
     print(f"planned {planned:.4f}, {ssd.written} written, {ssd.moved} moved; live {live:.4f}, {stats}")

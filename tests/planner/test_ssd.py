@@ -1,10 +1,10 @@
-"""The second tier of a replay: who is let in, what a segment's end costs, and what holds for every size."""
+"""The second tier of a replay: admission, the cost of a reclaimed segment, and what holds for every size."""
 
 import numpy as np
 import pytest
 
 from raykv.eviction import POLICIES, policy
-from raykv.memory.table import TICKS_PER_S
+from raykv.memory.layout import TICKS_PER_S
 from raykv.planner.belady import belady
 from raykv.planner.replay import replay
 from raykv.planner.ssd import Ssd
@@ -25,26 +25,26 @@ def held(ssd: Ssd, chunks: int = 40) -> list[int]:
     return [chunk for chunk in range(chunks) if ssd.has(chunk)]
 
 
-def test_the_oldest_segment_goes_whole_but_what_was_read_is_moved_on():
+def test_the_oldest_segment_is_reclaimed_and_chunks_that_were_read_are_moved():
     ssd = ssd_of(8)
     offer(ssd, list(range(8)))
     assert ssd.read(1) == 2
     offer(ssd, [8])
-    assert held(ssd) == [1, 2, 3, 4, 5, 6, 7, 8], "0 went with its segment"
+    assert held(ssd) == [1, 2, 3, 4, 5, 6, 7, 8], "0 is lost with its segment"
     assert (ssd.written, ssd.moved, ssd.tokens) == (9, 1, 10)
     offer(ssd, [9, 10])
     assert held(ssd) == [1, 4, 5, 6, 7, 8, 9, 10], "2 and 3 were not read"
     assert ssd.read(1) == 3, "reads are remembered"
 
 
-def test_what_is_here_is_not_written_again():
+def test_a_chunk_that_is_here_is_not_written_again():
     ssd = ssd_of(8)
     offer(ssd, [1, 2])
     offer(ssd, [2, 3])
     assert (held(ssd), ssd.written) == ([1, 2, 3], 3)
 
 
-def test_what_comes_for_the_second_time_is_let_in():
+def test_a_chunk_offered_twice_is_admitted():
     ssd = ssd_of(8)
     offer(ssd, [1, 2], reads=0)
     assert held(ssd) == []
@@ -52,7 +52,7 @@ def test_what_comes_for_the_second_time_is_let_in():
     assert held(ssd) == [2]
 
 
-def test_few_are_moved_for_each_that_came(rng):
+def test_few_chunks_are_moved_per_chunk_written(rng):
     ssd = ssd_of(20, 5)
     for chunk in range(1000):
         offer(ssd, [chunk])

@@ -1,4 +1,4 @@
-"""Reading traces in each form, and what is said of lines that are wrong."""
+"""Reading traces of each format, and the messages for wrong lines."""
 
 import gzip
 import json
@@ -15,7 +15,7 @@ MOONCAKE = [
 STORED = {"type": "BlockStored", "block_hashes": [1, 2], "parent_block_hash": None, "token_ids": [], "block_size": 16}
 
 
-def test_mooncakes_form():
+def test_mooncakes_format():
     trace = parse_trace(MOONCAKE, "m")
     assert (trace.name, trace.chunks, trace.chunk_tokens, trace.accesses, trace.tokens) == ("m", 4, 512, 5, 2124)
     first, second = trace.requests
@@ -26,7 +26,7 @@ def test_mooncakes_form():
     assert trace.seconds == 2.5
 
 
-def test_our_own_form():
+def test_our_own_format():
     trace = parse_trace(
         [
             '{"at_s": 5, "tokens": 300, "chunk_tokens": 256, "keys": ["aa"]}',
@@ -39,7 +39,7 @@ def test_our_own_form():
 
 
 @pytest.mark.parametrize("array", [False, True])
-def test_events_tell_of_requests(array):
+def test_events_become_requests(array):
     def batch(at_s, *events):
         rows = [list({**event}.values()) if array else event for event in events]
         return json.dumps([at_s, rows, 0] if array else {"ts": at_s, "events": rows})
@@ -52,10 +52,8 @@ def test_events_tell_of_requests(array):
         [
             batch(1.0, stored(["a", "b"], None), stored([7], None)),
             batch(1.5, stored(["c"], "b")),  # the same request goes on
-            batch(9.0, stored(["d"], "c"), cleared),  # a later one, which read a, b and c
-            batch(
-                9.1, stored(["e"], "b"), stored(["y"], "x")
-            ),  # b is the last of no request any more; x was never told
+            batch(9.0, stored(["d"], "c"), cleared),  # a later request, which read a, b and c
+            batch(9.1, stored(["e"], "b"), stored(["y"], "x")),  # b is no longer the last of a request; x is unknown
             batch(20.0, {"type": "BlockRemoved", "block_hashes": ["a"], "medium": None}),
         ]
     )
@@ -111,9 +109,9 @@ def test_a_wrong_line_is_named_with_its_field(line, message):
         ([], "no request with a chunk"),
         (["", "  "], "no request with a chunk"),
         ([LINE.replace("[1, 2]", "[]")], "no request with a chunk"),
-        (['{"a": 1}'], "line 1: no known form"),
+        (['{"a": 1}'], "line 1: unknown format"),
         (["[" * 100_000], "line 1: "),
-        (["7"], "line 1: no known form"),
+        (["7"], "line 1: unknown format"),
         (
             ['{"at_s": 0, "tokens": 9, "keys": [1], "chunk_tokens": 16}', '{"at_s": 0, "tokens": 9, "keys": [1]}'],
             "request 2: field 'chunk_tokens': 512, where it was 16 before",
@@ -122,8 +120,8 @@ def test_a_wrong_line_is_named_with_its_field(line, message):
         (["[1]"], "line 1: field 'events': Object missing"),
         (['[1, [["BlockStored", [1]]]]'], r"line 1: field 'events\[0\].parent_block_hash': Object missing"),
         (['[1, [["BlockStored", [1], null, [], 0]]]'], r"line 1: field 'events\[0\].block_size'"),
-        (["[1, [[]]]"], r"line 1: field 'events\[0\]': no event of vLLM"),
-        (['[1, [{"type": "Other"}]]'], r"line 1: field 'events\[0\]': no event of vLLM: 'Other'"),
+        (["[1, [[]]]"], r"line 1: field 'events\[0\]': not an event of vLLM"),
+        (['[1, [{"type": "Other"}]]'], r"line 1: field 'events\[0\]': not an event of vLLM: 'Other'"),
     ],
 )
 def test_a_wrong_trace_says_what_is_wrong(lines, message):
@@ -131,12 +129,12 @@ def test_a_wrong_trace_says_what_is_wrong(lines, message):
         parse_trace(lines)
 
 
-def test_a_chain_of_events_that_bites_its_tail_ends():
+def test_a_chain_of_events_in_a_circle_ends():
     lines = [json.dumps([1, [["BlockStored", [1], 2, [], 16]]]), json.dumps([9, [["BlockStored", [2], 1, [], 16]]])]
     assert len(parse_trace(lines).requests) == 2
 
 
-def test_a_file_that_is_none(tmp_path):
+def test_a_file_that_cannot_be_read(tmp_path):
     with pytest.raises(UsageError, match="No such file"):
         read_trace(tmp_path / "nothing")
     (tmp_path / "cut.gz").write_bytes(gzip.compress("\n".join(MOONCAKE).encode())[:-9])

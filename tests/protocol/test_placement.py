@@ -109,7 +109,9 @@ def test_owners_of_keys(np_rng):
 
 
 def test_a_view_knows_its_members():
-    member = Member("a", "h", "x:1", "unix:/x", 1.0, 1)
+    member = Member("a", "h", {"tcp": "x:1", "unix": "unix:/x"}, 1.0, 1)
+    assert (member.address, member.local_address) == ("x:1", "unix:/x")
+    assert Member("b", "h", {}, 1.0, 1).address == ""
     view = View(3, (member,))
     assert view.member("a") is member
     assert view.member("b") is None

@@ -10,12 +10,17 @@ import pytest
 import raykv
 from raykv.client.trace_recorder import SEND_KEYS, SEND_S, TraceRecorder
 from raykv.errors import UsageError
-from raykv.node.trace_buffer import MAX_BUFFER_KEYS, TraceBuffer
 from raykv.planner.trace import read_trace
-from raykv.protocol import chunk_keys
+from raykv.protocol import chunk_keys, messages
 from raykv.protocol.trace_requests import TracedRequest, pack, unpack
+from tests.support.nodes import Peer
 
 SPACE = raykv.Namespace(model="m", chunk_tokens=16)
+
+
+def fetched(node, on: bool) -> list[TracedRequest]:
+    """Requests that a node recorded since the last call."""
+    return list(unpack(Peer(node).ask(messages.FetchTrace(on)).requests))
 
 
 def some_keys(count: int, start: int = 0) -> np.ndarray:
@@ -38,7 +43,7 @@ def test_every_cut_and_damage_is_refused():
     raw = pack([TracedRequest(12.5, 16, some_keys(3)), TracedRequest(13.0, 16, some_keys(2))])
     whole = {0, 16 + 48}
     for cut in set(range(len(raw))) - whole:
-        with pytest.raises(UsageError, match="ends in the middle"):
+        with pytest.raises(UsageError, match="end in the middle"):
             list(unpack(raw[:cut]))
     seed = random.randrange(1 << 30)
     print("seed", seed)
@@ -63,56 +68,22 @@ def test_a_client_gathers_for_a_moment_and_sends_much_at_once():
     assert [len(each) for each in sent] == [1, 2, 1]
 
 
-def test_a_node_keeps_only_so_much():
-    trace_buffer = TraceBuffer()
-    raw = pack([TracedRequest(1.0, 16, some_keys(1 << 12))])
-    for _ in range(MAX_BUFFER_KEYS >> 12):
-        trace_buffer.add(raw)
-    trace_buffer.add(raw)
-    requests, left_out = trace_buffer.take()
-    assert (len(requests), left_out) == (MAX_BUFFER_KEYS >> 12, 1)
-    trace_buffer.add(raw)
-    assert (len(trace_buffer.take()[0]), trace_buffer.take()) == (1, ([], 0))
-
-
-def test_requests_without_keys_take_room_too(monkeypatch):
-    monkeypatch.setattr("raykv.node.trace_buffer.MAX_BUFFER_KEYS", 100)
-    trace_buffer = TraceBuffer()
-    trace_buffer.add(pack([TracedRequest(1.0, 16, some_keys(0))] * 101))
-    assert (len(trace_buffer.take()[0]), trace_buffer.left_out) == (100, 0)
-    trace_buffer.add(pack([TracedRequest(1.0, 16, some_keys(0))] * 101))
-    assert trace_buffer.left_out == 1
-
-
-def test_a_tape_is_taken_in_parts_and_in_order(monkeypatch):
-    monkeypatch.setattr("raykv.node.trace_buffer.MAX_BUFFER_KEYS", 1000)
-    trace_buffer = TraceBuffer()
-    sizes = [5, 1, 0, 7, 30, 2]
-    trace_buffer.add(pack([TracedRequest(float(place), 16, some_keys(size)) for place, size in enumerate(sizes)]))
-    parts = []
-    while trace_buffer:
-        parts.append([len(each.keys) for each in trace_buffer.take(8)[0]])
-    assert parts == [[5, 1, 0], [7], [30], [2]]
-    trace_buffer.add(pack([TracedRequest(1.0, 16, some_keys(1000))]))
-    assert len(trace_buffer.take(8)[0]) == 1, "and all its room is there again"
-
-
-def test_a_cluster_tells_what_was_asked_for_and_the_planner_reads_it(tmp_path: Path):
+def test_a_cluster_reports_its_requests_and_the_planner_reads_them(tmp_path: Path):
     with raykv.embedded(2) as cluster:
         here, there = (cluster.client(SPACE, node=number) for number in range(2))
         here.match(["before"])
         for node in cluster.nodes:
-            assert node.record(True) == ([], 0)
+            assert fetched(node, True) == []
         prompts = [[f"a{number}" for number in range(4)], [f"a{number}" for number in range(2)] + ["b", "c"]]
         here.match(prompts[0])
         here.match(prompts[0], record=False)
         there.match(prompts[1])
         here.using(SPACE).match(prompts[0][:1])
-        told = [node.record(False)[0] for node in cluster.nodes]
+        reported = [fetched(node, False) for node in cluster.nodes]
         here.match(["after"])
-        assert [node.record(False) for node in cluster.nodes] == [([], 0)] * 2
-    assert [len(each) for each in told] == [2, 1]
-    requests = sorted([each for some in told for each in some], key=lambda each: each.at_s)
+        assert [fetched(node, False) for node in cluster.nodes] == [[], []]
+    assert [len(each) for each in reported] == [2, 1]
+    requests = sorted([each for some in reported for each in some], key=lambda each: each.at_s)
     assert [len(each.keys) for each in requests] == [4, 4, 1]
     path = tmp_path / "trace.jsonl"
     path.write_text("".join(each.line(requests[0].at_s) + "\n" for each in requests))

@@ -21,12 +21,14 @@ import xxhash
 import raykv
 from raykv.config import FileTierConfig
 from raykv.errors import ConfigError
-from raykv.tier.file import packs
+from raykv.tier.base import Environment
+from raykv.tier.file import folder, part, state, writing
 from raykv.tier.file import tier as file_tier
-from raykv.tier.file.packs import Folder
+from raykv.tier.file.folder import Folder
+from raykv.tier.file.scanning import Scanner
 from raykv.tier.file.tier import FileTier
-from raykv.tier.segments.index import key_array
-from tests.tier.ssd_fixtures import Arena, Driven, Names, all_keys, content_of, keys_for, wait_for
+from raykv.tier.segments.format import key_array
+from tests.support.tiers import Arena, Driven, Names, all_keys, content_of, keys_for, wait_for
 
 PACK = 1 << 20
 BLOCK = 4096
@@ -34,8 +36,8 @@ BLOCK = 4096
 
 @pytest.fixture(autouse=True)
 def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_tier, "RETRY_S", 0.1)
-    monkeypatch.setattr(file_tier, "TELL_S", 0.02)
+    monkeypatch.setattr(state, "RETRY_S", 0.1)
+    monkeypatch.setattr(writing, "TOMBSTONES_S", 0.02)
 
 
 class Shared(Driven):
@@ -44,7 +46,7 @@ class Shared(Driven):
     def __init__(self, path: Path, writer: str = "a", arena: Arena | None = None, **fields: Any) -> None:
         self.arena = arena or Arena(16 << 20)
         config = {"path": path, "capacity_nbytes": 64 * PACK, "pack_nbytes": PACK, "scan_s": 0.03, "seal_s": 0.1}
-        self.tier = FileTier(FileTierConfig.load({**config, **fields}), self.arena.view, writer, Names())  # type: ignore[assignment]
+        self.tier = FileTier(FileTierConfig.load({**config, **fields}), Environment(self.arena.view, writer, Names()))  # type: ignore[assignment]
         self.folder = path / "raykv"
 
     def __enter__(self) -> "Shared":
@@ -225,7 +227,7 @@ def test_what_is_stored_again_after_it_was_deleted_is_there(tmp_path):
             assert one.right(keys, 5000) == [False] * 4
         one.put(keys[:2], 5000)
         # The other one must have heard of it: it would take what it has still for good enough.
-        wait_for(lambda: not one.tier._told.pending and other.tier._told.latest == one.tier._told.latest)
+        wait_for(lambda: not one.tier._catalog.tombstones.pending and other.tier._catalog.tombstones.latest == one.tier._catalog.tombstones.latest)
         other.put(keys[2:3], 5000)
         assert one.right(keys[:2], 5000) == [True] * 2
     with Shared(tmp_path, "c").on() as later:
@@ -251,7 +253,7 @@ def test_a_dropped_account_stays_so_and_may_begin_again(tmp_path):
 
 @pytest.mark.parametrize("how", ["delete", "drop"])
 def test_what_is_forgotten_before_its_pack_was_read_does_not_come(tmp_path, monkeypatch, how):
-    keys, learn, may = keys_for(10), FileTier._learn, threading.Event()
+    keys, learn, may = keys_for(10), Scanner._learn, threading.Event()
     gone, left = (keys[:4], keys[4:]) if how == "delete" else (keys, [])
     with Shared(tmp_path).on() as one:
         one.put(keys, 5000, group=1)
@@ -260,17 +262,17 @@ def test_what_is_forgotten_before_its_pack_was_read_does_not_come(tmp_path, monk
         assert may.wait(10.0)
         return learn(self, name)
 
-    monkeypatch.setattr(FileTier, "_learn", late)
+    monkeypatch.setattr(Scanner, "_learn", late)
     with Shared(tmp_path) as later:
         assert (later.delete(gone) if how == "delete" else later.tier.drop(1)) == 0, "it does not know of them"
         may.set()
-        wait_for(lambda: later.tier._whole)
+        wait_for(lambda: later.tier._state.complete)
         assert not any(later.has(gone))
         later.sees(left)
-        wait_for(lambda: not later.tier._told.pending)
+        wait_for(lambda: not later.tier._catalog.tombstones.pending)
         assert not any(later.has(gone))
     with Shared(tmp_path, "c").on() as third:
-        wait_for(lambda: third.tier._whole)
+        wait_for(lambda: third.tier._state.complete)
         third.sees(left)
         assert not any(third.has(gone))
 
@@ -293,21 +295,21 @@ def test_a_chunk_that_is_another_one_by_now_is_not_read_into_its_room(tmp_path):
 
 def test_a_part_without_chunks_closes_its_file_once(tmp_path, monkeypatch):
     """The number may be another file's by the time that removing it is tried again."""
-    folder = Folder(tmp_path, "a")
-    folder.prepare()
-    part, remove = packs.Part(folder, 7, nbytes=PACK), Folder.remove
+    directory = Folder(tmp_path, "a")
+    directory.prepare()
+    filling, remove = part.Part(directory, 7, nbytes=PACK), Folder.remove
     monkeypatch.setattr(Folder, "remove", lambda self, name: (_ for _ in ()).throw(OSError(errno.EIO, "gone away")))
     with pytest.raises(OSError, match="gone away"):
-        part.seal()
+        filling.seal()
     monkeypatch.setattr(Folder, "remove", remove)
     with open(os.devnull) as other:
-        assert part.seal() is None
-        part.close()
+        assert filling.seal() is None
+        filling.close()
         assert os.fstat(other.fileno())
 
 
-def test_what_is_gone_is_told_though_an_attempt_left_its_part(tmp_path, monkeypatch):
-    keys, write, broken = keys_for(4), packs._write, [True]
+def test_tombstones_are_written_though_a_failed_attempt_left_its_part(tmp_path, monkeypatch):
+    keys, write, broken = keys_for(4), folder.write_all, [True]
 
     def once(fd, pieces, offset):
         if broken and os.readlink(f"/proc/self/fd/{fd}").endswith(".part") and len(pieces) == 1:
@@ -317,11 +319,11 @@ def test_what_is_gone_is_told_though_an_attempt_left_its_part(tmp_path, monkeypa
 
     with Shared(tmp_path).on() as one:
         one.put(keys, 5000)
-        wait_for(lambda: one.tier._part is None)  # it is sealed
-        monkeypatch.setattr(packs, "_write", once)
-        monkeypatch.setattr(Folder, "_discard", lambda self, name: None)
+        wait_for(lambda: one.tier._state.filling is None)  # it is sealed
+        monkeypatch.setattr(folder, "write_all", once)
+        monkeypatch.setattr(Folder, "discard", lambda self, name: None)
         assert one.delete(keys[:2]) == 2
-        wait_for(lambda: not broken and not one.tier._told.pending)
+        wait_for(lambda: not broken and not one.tier._catalog.tombstones.pending)
         one.on()
     with Shared(tmp_path, "b").on() as later:
         later.sees(keys[2:])
@@ -354,22 +356,22 @@ def test_what_is_deleted_while_it_is_written_is_not_there(tmp_path, monkeypatch)
 
 @pytest.mark.slow
 def test_files_that_tell_what_is_gone_stay_few_and_go_when_nothing_older_is_left(tmp_path, monkeypatch):
-    monkeypatch.setattr(file_tier, "TELL_S", 0.0)
-    monkeypatch.setattr(file_tier, "MERGE_FILES", 4)
+    monkeypatch.setattr(writing, "TOMBSTONES_S", 0.0)
+    monkeypatch.setattr(writing, "MERGE_FILES", 4)
     keys = keys_for(40)
     with Shared(tmp_path, seal_s=0.2).on() as one:
         one.put(keys, 5000)
         wait_for(lambda: len(one.packs()) == 1)
         for key in keys[:30]:
             one.delete([key])
-            wait_for(lambda: not one.tier._told.pending)
-        assert 1 <= len(list(one.folder.glob("*.gone"))) <= 6
+            wait_for(lambda: not one.tier._catalog.tombstones.pending)
+        assert 1 <= len(list(one.folder.glob("*.tombs"))) <= 6
         with Shared(tmp_path, "b").on() as other:
             other.sees(keys[30:])
             assert not any(other.has(keys[:30]))
         one.packs()[0].unlink()
         wait_for(lambda: not list(one.folder.iterdir()))
-        wait_for(lambda: not len(one.tier._told))
+        wait_for(lambda: not len(one.tier._catalog.tombstones))
 
 
 # -- room -----------------------------------------------------------------------------------------------------------
@@ -415,9 +417,8 @@ import sys, time, os, threading
 from pathlib import Path
 sys.path.insert(0, {root!r})
 from tests.tier import test_file
-from raykv.tier.file.tier import tier
-from raykv.tier.file.tier import packs
-tier.TELL_S = 0.02
+from raykv.tier.file import writing
+writing.TOMBSTONES_S = 0.02
 path, writer, salt, count, size, capacity = Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:7])
 with test_file.Shared(path, writer, capacity_nbytes=capacity, seal_s=0.2).on() as tier:
     keys = test_file.keys_for(count, salt)
@@ -553,11 +554,11 @@ def damage(path: Path, rng: random.Random, rounds: int) -> None:
         flips = hurt(victim, rng)
         with Shared(path / "hurt", "b").on() as later:
             wait_for(lambda later=later, count=count: later.tier.stats()["packs"] == count)
-            if victim.suffix != ".gone":
-                wait_for(lambda later=later: later.tier._told.latest > 0)
+            if victim.suffix != ".tombs":
+                wait_for(lambda later=later: later.tier._catalog.tombstones.latest > 0)
             came = later.right(keys, nbytes)
             assert later.state == "on"
-            assert victim.suffix == ".gone" or not any(came[:3])
+            assert victim.suffix == ".tombs" or not any(came[:3])
             assert flips != 1 or sum(came[3:]) >= 96, "one bit is in one chunk, or in what is there twice"
         shutil.rmtree(path / "hurt")
 
@@ -763,7 +764,7 @@ def test_a_read_error_turns_it_off_for_a_while(tmp_path, monkeypatch):
 
     with Shared(tmp_path).on() as one:
         one.put(keys, 5000)
-        monkeypatch.setattr(file_tier, "RETRY_S", 0.3)
+        monkeypatch.setattr(state, "RETRY_S", 0.3)
         monkeypatch.setattr(os, "preadv", bad)
         assert one.right(keys[:2], 5000) == [False] * 2
         assert one.state == "off"
@@ -788,7 +789,7 @@ def test_what_is_being_written_is_not_given_back_before_its_time(tmp_path, monke
         one.put(keys[:2], 5000)
         monkeypatch.setattr(os, "pwritev", slow)
         one.tier.write([one.chunk(keys[2], 5000)], lambda chunks, good: done.append(list(good)))
-        wait_for(lambda: one.tier._flying)
+        wait_for(lambda: one.tier._state.in_flight)
         one.tier.write([one.chunk(keys[3], 5000)], lambda chunks, good: done.append(list(good)))
         monkeypatch.setattr(os, "preadv", bad)
         assert one.right(keys[:1], 5000) == [False]
@@ -798,7 +799,8 @@ def test_what_is_being_written_is_not_given_back_before_its_time(tmp_path, monke
 
 
 def test_without_locks_two_of_one_name_still_read_right_bytes(tmp_path, monkeypatch):
-    monkeypatch.setattr(packs, "_lock", lambda fd: True)
+    monkeypatch.setattr(folder, "lock", lambda fd: True)
+    monkeypatch.setattr(part, "lock", lambda fd: True)
     keys = keys_for(60)
     with Shared(tmp_path, seal_s=60.0).on() as one:
         one.put(keys[:10], 30_000)
@@ -870,7 +872,7 @@ def test_close_does_not_wait_for_ever(tmp_path, monkeypatch):
 
 
 def test_a_queue_that_is_full_takes_no_more(tmp_path, monkeypatch):
-    monkeypatch.setattr(file_tier, "WRITE_QUEUE_CHUNKS", 4)
+    monkeypatch.setattr(file_tier, "QUEUED_CHUNKS", 4)
     keys, real, block, done = keys_for(30), os.pwritev, threading.Event(), []
 
     def slow(*given):

@@ -4,7 +4,7 @@ import random
 
 import numpy as np
 
-from raykv.tier.segments.format import BLOCK_NBYTES, DROPPED, ENTRY, GONE, Record, blocks_needed
+from raykv.tier.segments.format import BLOCK_NBYTES, DELETED, DROPPED, ENTRY, Counts, Record
 from raykv.tier.segments.log import MOVED_SHARE, Log, second_chance
 
 BLOCKS = 64
@@ -13,57 +13,57 @@ BLOCKS = 64
 def a_log(limit: int = 4, made: int = 4) -> Log:
     log = Log(limit=limit, segment_blocks=BLOCKS, incarnation=1)
     for number in range(made):
-        log.made(number)
+        log.add_free(number)
     return log
 
 
-def place(log: Log, *blocks: int, gone: int = 0, text: bytes = b"t"):
+def place(log: Log, *blocks: int, deleted: int = 0, text: bytes = b"t"):
     entries = np.zeros(len(blocks), ENTRY)
     entries["nbytes"] = [count * BLOCK_NBYTES for count in blocks]
     return log.place(
-        entries=entries, gone=np.zeros(gone, GONE), dropped=np.zeros(0, DROPPED), texts=(text,), content=None
+        entries=entries, deleted=np.zeros(deleted, DELETED), dropped=np.zeros(0, DROPPED), texts=(text,), content=None
     )
 
 
 def fits(log: Log, blocks: int, entries: int = 1) -> bool:
-    return log.fits(blocks=blocks, entries=entries, texts={b"t"})
+    return log.fits(Counts(entries, texts=frozenset([b"t"])), blocks=blocks)
 
 
-def fill(log: Log, keep: int = 0):
+def fill(log: Log, spare: int = 0):
     """Open a segment and fill it; returns it."""
-    segment = log.begin(keep=keep)
+    segment = log.open_next(spare=spare)
     assert segment is not None
     while fits(log, 10):
         batch = place(log, 10)
-        assert log.finished(batch) == [batch]
+        assert log.finish(batch) == [batch]
     return segment
 
 
 def sealed(log: Log, count: int):
     """So many segments, full and sealed, and one open."""
     segments = [fill(log) for _ in range(count)]
-    log.begin()
+    log.open_next()
     for segment in segments:
-        assert log.to_seal() is segment
-        log.sealed(segment)
+        assert log.next_to_seal() is segment
+        log.mark_sealed(segment)
     return segments
 
 
 def test_segments_are_made_up_to_a_limit():
     log = a_log(limit=3, made=0)
-    assert log.begin() is None
+    assert log.open_next() is None
     for number in range(3):
         assert log.absent() == number
-        log.made(number)
+        log.add_free(number)
     assert log.absent() is None
     assert sorted(log.free()) == [0, 1, 2]
-    log.gone(1)
+    log.remove_free(1)
     assert log.absent() == 1
 
 
 def test_batches_lie_one_after_another_and_leave_room_for_the_summary(rng: random.Random):
     log = a_log(made=1)
-    segment = log.begin()
+    segment = log.open_next()
     end = 0
     while True:
         sizes = [rng.randrange(1, 4) for _ in range(rng.randrange(1, 4))]
@@ -71,34 +71,34 @@ def test_batches_lie_one_after_another_and_leave_room_for_the_summary(rng: rando
             break
         batch = place(log, *sizes)
         assert batch.start == end
-        assert batch.record.entries["block"][0] == end + blocks_needed(batch.record)
+        assert batch.record.entries["block"][0] == end + batch.record.blocks()
         assert np.diff(batch.record.entries["block"]).tolist() == sizes[:-1]
         end = batch.record.next_block
-        log.finished(batch)
-    assert end + blocks_needed(log.summary(segment)) <= BLOCKS
+        log.finish(batch)
+    assert end + log.summary(segment).blocks() <= BLOCKS
     assert not fits(log, BLOCKS)
 
 
 def test_batches_are_told_of_in_order():
     log = a_log()
-    log.begin()
+    log.open_next()
     first, second, third = place(log, 1), place(log, 1), place(log, 1)
-    assert log.finished(second) == []
-    assert log.finished(first) == [first, second]
+    assert log.finish(second) == []
+    assert log.finish(first) == [first, second]
     segment = first.segment
-    log.begin()
-    assert log.to_seal() is None, "one is still being written"
-    assert log.finished(third) == [third]
-    assert log.to_seal() is segment
-    assert log.to_seal() is None
+    log.open_next()
+    assert log.next_to_seal() is None, "one is still being written"
+    assert log.finish(third) == [third]
+    assert log.next_to_seal() is segment
+    assert log.next_to_seal() is None
 
 
 def test_the_last_free_segment_can_be_kept():
     log = a_log(made=2)
-    assert log.begin(keep=1) is not None
-    assert log.begin(keep=1) is None
-    assert log.begin() is not None
-    assert log.begin() is None
+    assert log.open_next(spare=1) is not None
+    assert log.open_next(spare=1) is None
+    assert log.open_next() is not None
+    assert log.open_next() is None
 
 
 def test_the_oldest_is_reclaimed_first_one_at_a_time():
@@ -107,76 +107,76 @@ def test_the_oldest_is_reclaimed_first_one_at_a_time():
     for segment in (oldest, second):
         segment.live_nbytes = 1
     assert log.wants_space()
-    assert log.victim() is oldest
-    assert log.victim() is None
+    assert log.choose_victim() is oldest
+    assert log.choose_victim() is None
     assert not log.wants_space()
-    log.wiped(oldest)
+    log.mark_wiped(oldest)
     assert oldest.number in log.free()
-    assert log.victim() is second
+    assert log.choose_victim() is second
 
 
 def test_what_is_not_sealed_is_not_overtaken():
     log = a_log()
     oldest, second = fill(log), fill(log)
-    log.begin()
-    assert log.to_seal() is oldest
-    assert log.to_seal() is second
-    log.sealed(second)
+    log.open_next()
+    assert log.next_to_seal() is oldest
+    assert log.next_to_seal() is second
+    log.mark_sealed(second)
     second.live_nbytes = 1
-    assert log.victim() is None
-    log.sealed(oldest)
+    assert log.choose_victim() is None
+    log.mark_sealed(oldest)
     oldest.live_nbytes = 1
-    assert log.victim() is oldest
+    assert log.choose_victim() is oldest
 
 
 def test_an_empty_segment_goes_before_its_turn_unless_it_tells_of_something():
     log = a_log()
     oldest, empty = sealed(log, 2)
     oldest.live_nbytes = 1
-    assert log.victim() is empty
-    log.wiped(empty)
+    assert log.choose_victim() is empty
+    log.mark_wiped(empty)
 
     log = a_log()
     oldest, telling = sealed(log, 2)
-    oldest.live_nbytes, telling.tells = 1, True
-    assert log.victim() is oldest
+    oldest.live_nbytes, telling.has_tombstones = 1, True
+    assert log.choose_victim() is oldest
 
 
 def test_a_segment_knows_whether_it_tells_of_something():
     log = a_log()
-    segment = log.begin()
+    segment = log.open_next()
     assert segment is not None
     place(log, 1)
-    assert not segment.tells
-    place(log, gone=1)
-    assert segment.tells
+    assert not segment.has_tombstones
+    place(log, deleted=1)
+    assert segment.has_tombstones
 
 
 def test_a_segment_that_is_being_read_is_not_begun_again():
     log = a_log(limit=2, made=2)
     (oldest,) = sealed(log, 1)
-    oldest.holds = 1
-    assert log.victim() is oldest
-    log.wiped(oldest)
+    oldest.readers = 1
+    assert log.choose_victim() is oldest
+    log.mark_wiped(oldest)
     assert log.free() == []
-    assert log.begin() is None
-    log.segments[oldest.number].holds -= 1
-    assert log.begin() is not None
+    assert log.open_next() is None
+    log.segments[oldest.number].readers -= 1
+    assert log.open_next() is not None
 
 
 def test_a_start_goes_on_after_what_it_found():
     log = Log(limit=4, segment_blocks=BLOCKS, incarnation=1)
-    nothing = np.zeros(0, GONE)
+    nothing = np.zeros(0, DELETED)
     record = Record(1, 1, 1, 1, 5, BLOCKS, (), np.zeros(0, ENTRY), nothing, np.zeros(0, DROPPED))
-    newest = log.found(2, 9, sealed=True, record=record)
-    older = log.found(0, 4, sealed=False, record=record._replace(gone=np.zeros(1, GONE)))
+    newest = log.add_found(2, sealed=True, record=record._replace(sequence=9))
+    older = log.add_found(0, sealed=False, record=record._replace(sequence=4, deleted=np.zeros(1, DELETED)))
     assert log.in_order() == [older, newest]
-    assert older.tells
-    assert not newest.tells
-    assert log.to_seal() is older
+    assert older.has_tombstones
+    assert not newest.has_tombstones
+    assert log.next_to_seal() is older
     assert log.absent() == 1
-    log.made(1)
-    segment = log.begin()
+    log.add_free(1)
+    segment = log.open_next()
     assert segment is not None
     assert segment.sequence == 10
     assert log.in_order() == [older, newest, segment]

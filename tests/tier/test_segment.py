@@ -10,11 +10,10 @@ from raykv.tier.segments.format import (
     BLOCK_NBYTES,
     DROPPED,
     ENTRY,
-    GONE,
+    DELETED,
     SUMMARY,
     Record,
     batches,
-    blocks_needed,
     blocks_of,
     decode,
     encode,
@@ -34,18 +33,18 @@ def entries_of(*keys: int, group: int = 0, batch: int = 0) -> np.ndarray:
     return entries
 
 
-def gone_of(*keys: int, batch: int = 0) -> np.ndarray:
-    gone = np.zeros(len(keys), GONE)
-    gone["key"] = np.array([(key, key + 1) for key in keys], np.uint64).reshape(-1, 2)
-    gone["batch"] = batch
-    return gone
+def deleted_of(*keys: int, batch: int = 0) -> np.ndarray:
+    deleted = np.zeros(len(keys), DELETED)
+    deleted["key"] = np.array([(key, key + 1) for key in keys], np.uint64).reshape(-1, 2)
+    deleted["batch"] = batch
+    return deleted
 
 
 def dropped_of(*groups: int, batch: int = 0) -> np.ndarray:
     return np.array([(group, batch) for group in groups], DROPPED)
 
 
-def record_of(entries=None, gone=None, dropped=None, **fields) -> Record:
+def record_of(entries=None, deleted=None, dropped=None, **fields) -> Record:
     given = {
         "kind": BATCH,
         "incarnation": 7,
@@ -55,7 +54,7 @@ def record_of(entries=None, gone=None, dropped=None, **fields) -> Record:
         "segment_blocks": BLOCKS,
         "texts": (b"one", b"another"),
         "entries": entries_of(1, 2, 3) if entries is None else entries,
-        "gone": gone_of() if gone is None else gone,
+        "deleted": deleted_of() if deleted is None else deleted,
         "dropped": dropped_of() if dropped is None else dropped,
     }
     return Record(**{**given, **fields})
@@ -66,8 +65,8 @@ def equal(one: Record, other: Record) -> bool:
 
 
 def written(record: Record) -> bytearray:
-    target = bytearray(blocks_needed(record) * BLOCK_NBYTES)
-    assert encode(record, memoryview(target)) * BLOCK_NBYTES == len(target)
+    target = bytearray(record.blocks() * BLOCK_NBYTES)
+    assert encode(record, memoryview(target)) == len(target)
     return target
 
 
@@ -81,8 +80,8 @@ class File:
     def add(self, chunk_blocks: int = 3, **fields) -> Record:
         number = len(self.records)
         record = record_of(**{"number": number, **fields})
-        record = record._replace(next_block=self.end + blocks_needed(record) + chunk_blocks)
-        for part in (record.entries, record.gone, record.dropped):
+        record = record._replace(next_block=self.end + record.blocks() + chunk_blocks)
+        for part in (record.entries, record.deleted, record.dropped):
             part["batch"] = number
         self.put(self.end, record)
         self.end = record.next_block
@@ -95,7 +94,7 @@ class File:
 
     def seal(self) -> Record:
         summary = joined(self.records)
-        self.put(BLOCKS - blocks_needed(summary), summary)
+        self.put(BLOCKS - summary.blocks(), summary)
         return summary
 
     def read(self, offset: int, nbytes: int) -> memoryview:
@@ -107,7 +106,7 @@ class File:
 
 @pytest.mark.parametrize("count", [0, 1, 50, 3000])
 def test_a_record_is_read_as_it_was_written(count: int):
-    record = record_of(entries_of(*range(count)), gone_of(*range(count)), dropped_of(1))
+    record = record_of(entries_of(*range(count)), deleted_of(*range(count)), dropped_of(1))
     raw = written(record)
     found = decode(memoryview(raw))
     assert found is not None
@@ -117,7 +116,7 @@ def test_a_record_is_read_as_it_was_written(count: int):
 
 
 def test_no_flipped_bit_is_believed(rng: random.Random):
-    raw = written(record_of(gone=gone_of(4, 5), dropped=dropped_of(0)))
+    raw = written(record_of(deleted=deleted_of(4, 5), dropped=dropped_of(0)))
     for bit in [*range(1100), *(rng.randrange(8 * len(raw)) for _ in range(1000))]:
         raw[bit // 8] ^= 1 << bit % 8
         assert decode(memoryview(raw)) is None
@@ -161,7 +160,7 @@ def test_what_an_earlier_use_left_behind_is_not_believed(field: str):
 def test_a_summary_says_what_the_batches_say():
     file = File()
     file.add(entries=entries_of(1, 2), texts=(b"one",))
-    file.add(entries=entries_of(3, group=1), texts=(b"other", b"one"), gone=gone_of(1), dropped=dropped_of(0))
+    file.add(entries=entries_of(3, group=1), texts=(b"other", b"one"), deleted=deleted_of(1), dropped=dropped_of(0))
     walked, sealed = read_segment(file.read, segment_blocks=BLOCKS, blocks_there=BLOCKS)
     assert not sealed
     summary = file.seal()
@@ -198,9 +197,9 @@ def test_an_empty_file_has_nothing():
 def test_the_latest_word_on_a_key_counts():
     file = File()
     file.add(entries=entries_of(1, 2, 3, 4))
-    file.add(entries=entries_of(2, 5), gone=gone_of(1, 2))
+    file.add(entries=entries_of(2, 5), deleted=deleted_of(1, 2))
     file.add(entries=entries_of(6, group=1), dropped=dropped_of(1))
-    file.add(entries=entries_of(7), gone=gone_of(3, 3))
+    file.add(entries=entries_of(7), deleted=deleted_of(3, 3))
     file.add(entries=entries_of(3))
     alive = living(joined(file.records))
     assert alive["key"][:, 0].tolist() == [4, 2, 5, 6, 7, 3]

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from raykv.tier.segments.format import BLOCK_NBYTES
-from raykv.tier.segments.index import SEGMENTS, key_array
-from tests.tier.ssd_fixtures import Arena, Driven, all_keys, content_of, keys_for
+from raykv.tier.segments.format import key_array
+from raykv.tier.segments.index import SEGMENTS
+from tests.support.tiers import Arena, Driven, all_keys, content_of, keys_for
 
 SEGMENT_NBYTES = 256 << 10
 FIELDS = {"segment_nbytes": SEGMENT_NBYTES, "capacity_nbytes": 20 * SEGMENT_NBYTES, "max_chunks": 2000, "depth": 2}
@@ -37,8 +38,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Places]:
             assert all(driven.write([driven.chunk(key, size_of(key)) for key in some]))
             driven.delete(some[:1])
         assert driven.tier.flush(10.0)
-        columns, index = driven.tier._common.index.columns, driven.tier._common.index
-        rows = index.look_all(key_array(keys))
+        index = driven.tier._shared.index
+        columns = index.columns
+        rows = index.find_all(key_array(keys))
         places = {
             key: (
                 int(index.segment[row]) % SEGMENTS,

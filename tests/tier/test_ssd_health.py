@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from raykv.tier.segments.index import key_array
-from raykv.tier.ssd import drive, upkeep
+from raykv.tier.segments.format import key_array
+from raykv.tier.ssd import shared, upkeep
 from raykv.tier.ssd import tier as ssd_tier
-from tests.tier.ssd_fixtures import SEGMENT, Arena, Driven, all_keys, content_of, keys_for, wait_for
+from tests.support.tiers import SEGMENT, Arena, Driven, all_keys, content_of, keys_for, wait_for
 
 NBYTES = 60_000
 FREEZE, THAW, SHUT_DOWN = 0xC0045877, 0xC0045878, 0x8004587D
@@ -30,7 +30,7 @@ QUICK_S = 0.5
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is tried again is tried again soon."""
-    monkeypatch.setattr(drive, "RETRY_S", 0.15)
+    monkeypatch.setattr(shared, "RETRY_S", 0.15)
     monkeypatch.setattr(upkeep, "GROW_S", 0.15)
     monkeypatch.setattr(ssd_tier, "TIDY_S", 0.05)
     monkeypatch.setattr(ssd_tier, "WATCH_S", 0.05)
@@ -145,7 +145,7 @@ def test_files_that_must_not_grow(tmp_path: Path):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     with Driven(tmp_path).started() as driven:
         wait_for(lambda: driven.tier.stats()["paths"][0]["segments"] == 2)
-        wait_for(lambda: not driven.tier._common.drives[0].io.busy())
+        wait_for(lambda: not driven.tier._workers[0].io.busy())
         try:
             resource.setrlimit(resource.RLIMIT_FSIZE, (SEGMENT // 2, before[1]))
             (tmp_path / "raykv-test-n0" / "000000.segment").chmod(0o600)

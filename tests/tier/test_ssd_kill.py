@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tier.ssd_fixtures import SEGMENT, Arena, Driven, all_keys, content_of, keys_for, wait_for
+from tests.support.tiers import SEGMENT, Arena, Driven, all_keys, content_of, keys_for, wait_for
 
 SIZES = [1000, 9000, 30_000, 100_000]
 SMALL, LARGE = 10, 4000

@@ -1,24 +1,27 @@
-"""What was told to be gone from a directory of packs. Pure; not thread-safe."""
+"""Tombstones of a shared pack directory: deleted keys and dropped quota groups. Pure; not thread-safe.
+
+A tombstone has a sequence number, and covers the chunk, or the group's chunks, in all packs with a lower one.
+"""
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
-from raykv.tier.segments.format import flat
+from raykv.tier.segments.format import Array, raw_keys
 from raykv.types import Bits
 
 MAX_KEYS: Final = 1 << 20
-"""Deleted keys that are remembered; those that were told first are forgotten beyond it."""
+"""Deleted keys that are remembered; beyond it the oldest are dropped."""
 
 
-class Told:
-    """Keys and quota groups that are gone from all packs begun before a certain one.
+class Tombstones:
+    """Those that lie in the directory, and those that this node is still to write.
 
     Attributes:
         latest: The highest sequence so far.
-        pending_keys, pending_texts: What is to be written down yet.
-        pending_sequence: Under which sequence.
+        pending_keys, pending_texts: What is to be written.
+        pending_sequence: With at least this sequence.
     """
 
     def __init__(self) -> None:
@@ -33,26 +36,26 @@ class Told:
 
     @property
     def pending(self) -> bool:
-        """Whether anything is to be written down."""
+        """Whether any are to be written."""
         return bool(self.pending_keys or self.pending_texts)
 
-    def add(self, sequence: int, keys: Iterable[bytes] = (), texts: Iterable[bytes] = ()) -> None:
-        """These are to be told of: they are gone from what was begun before."""
+    def add_pending(self, sequence: int, keys: Iterable[bytes] = (), texts: Iterable[bytes] = ()) -> None:
+        """These are to be written."""
         self.pending_sequence = max(self.pending_sequence, sequence)
         self.pending_keys.update(dict.fromkeys(keys))
         self.pending_texts.update(dict.fromkeys(texts))
         while len(self.pending_keys) > MAX_KEYS:
             del self.pending_keys[next(iter(self.pending_keys))]
 
-    def written(self, keys: Iterable[bytes], texts: Iterable[bytes]) -> None:
-        """These were."""
+    def remove_pending(self, keys: Iterable[bytes], texts: Iterable[bytes]) -> None:
+        """These are written."""
         for key in keys:
             self.pending_keys.pop(key, None)
         for text in texts:
             self.pending_texts.pop(text, None)
 
-    def note(self, sequence: int, keys: Iterable[bytes], texts: Iterable[bytes]) -> None:
-        """These are gone from all packs with a lower sequence."""
+    def add(self, sequence: int, keys: Iterable[bytes], texts: Iterable[bytes]) -> None:
+        """These hold from now on."""
         for known, names in ((self._keys, keys), (self._texts, texts)):
             for name in names:
                 known[name] = max(sequence, known.pop(name, 0))
@@ -60,33 +63,32 @@ class Told:
         while len(self._keys) > MAX_KEYS:
             del self._keys[next(iter(self._keys))]
 
-    def forget(self, sequence: int) -> None:
-        """Nothing is left that was told of under this sequence."""
-        self._keys = {key: told for key, told in self._keys.items() if told != sequence}
-        self._texts = {text: told for text, told in self._texts.items() if told != sequence}
+    def remove(self, sequence: int) -> None:
+        """The file of this sequence was removed: there is nothing left that it covers."""
+        self._keys = {key: latest for key, latest in self._keys.items() if latest != sequence}
+        self._texts = {text: latest for text, latest in self._texts.items() if latest != sequence}
 
     def of(self, sequences: set[int]) -> tuple[list[bytes], list[bytes]]:
-        """Keys and quota groups that were told of under these sequences, and not again since."""
+        """Keys and quota groups whose latest tombstone has one of these sequences."""
         return (
-            [key for key, told in self._keys.items() if told in sequences],
-            [text for text, told in self._texts.items() if told in sequences],
+            [key for key, latest in self._keys.items() if latest in sequences],
+            [text for text, latest in self._texts.items() if latest in sequences],
         )
 
-    def speaks_against(self, key: bytes, text: bytes, sequence: int) -> bool:
-        """Whether a chunk, stored now, would be thought gone in a pack of this sequence."""
+    def covers(self, key: bytes, text: bytes, sequence: int) -> bool:
+        """Whether a chunk in a pack of this sequence would count as deleted."""
         if key in self.pending_keys or text in self.pending_texts:
             return True
         return max(self._keys.get(key, 0), self._texts.get(text, 0)) > sequence
 
-    def living(self, entries: Any, texts: Sequence[bytes], sequence: int) -> Bits:
-        """Which entries of a pack nothing speaks against.
+    def uncovered(self, entries: Array, texts: Sequence[bytes], sequence: int) -> Bits:
+        """Which entries of a pack no tombstone covers.
 
         Args:
-            entries: Array of `segment.ENTRY`.
-            texts: What they name their quota groups by.
+            entries: Array of `format.ENTRY`.
+            texts: Quota groups; entries name them by their index here.
         """
         alive: Bits = np.array([self._texts.get(text, 0) < sequence for text in texts], np.bool_)[entries["group"]]
         if self._keys:
-            told = self._keys
-            alive &= np.array([told.get(key, 0) < sequence for key in flat(entries["key"]).tolist()], np.bool_)
+            alive &= np.array([self._keys.get(key, 0) < sequence for key in raw_keys(entries["key"])], np.bool_)
         return alive

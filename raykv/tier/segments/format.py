@@ -1,21 +1,20 @@
-"""The format of what tiers below memory keep in files: segments, and the batches of chunks in them. Pure.
+"""The format of segments and packs: files with batches of chunks. Pure.
 
-A segment is a file of a fixed size, cut into blocks of BLOCK_NBYTES. It is filled from the front, batch by batch:
+A segment is a file of fixed size, cut into blocks of BLOCK_NBYTES. It is filled from the front, batch by batch:
 
     [record][chunk][chunk] .. [record][chunk] ..                          .. [summary]
 
-A batch is a record of whole blocks, which says what is in the batch and where the next one begins, and its chunks, each
-from a block's beginning on. What is to be forgotten is in records too: keys that were deleted, and quota groups that were
-dropped. It holds against all batches before its own, in this segment and in those of a lower sequence number.
+A batch is a record and its chunks. The record says what the batch holds and where the next batch begins. Each chunk
+begins at a block. Records also hold tombstones: deleted keys and dropped quota groups. A tombstone covers all batches
+before its own, in this segment and in segments with a lower sequence number.
 
-A segment that gets no more batches is sealed by a summary: one record of all that its records say, which ends where the
-file ends. Readers take the summary if it is whole, so a start reads one piece a segment. Otherwise they walk from batch
-to batch, up to the first record that is not whole (`read_segment`).
+A full segment is sealed by a summary: one record with the content of all its records, which ends where the file ends.
+A start reads the summary, one read per segment. Without a whole summary it walks from batch to batch, up to the first
+record that is not whole.
 
-All of a record, its padding included, is under one xxh3-64, and nothing in it is believed if that is wrong. It does
-not cover the chunks: each entry has its chunk's checksum, to be compared whenever the chunk is read. A segment's
-incarnation and sequence number together are unique, so what an earlier use of the file left behind is never taken for
-a part of it.
+A checksum (xxh3-64) covers each record with its padding; nothing in a record is believed when it is wrong. It does not
+cover the chunks: each entry has the checksum of its chunk, which is compared whenever the chunk is read. Incarnation
+and sequence number together are unique, so leftovers of an earlier use of the file are never read as part of it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -26,13 +25,15 @@ import numpy.typing as npt
 import xxhash
 
 from raykv.config import SLOT_ALIGNMENT_NBYTES
+from raykv.protocol.chunk_keys import from_bytes
+from raykv.types import KeyArray
 
 MAGIC: Final = 0x3147_4553_564B_5941  # "AYKVSEG1"
 LAYOUT_VERSION: Final = 1
 BLOCK_NBYTES: Final = SLOT_ALIGNMENT_NBYTES
 """The unit of direct input and output. Slots of the arena begin and end at its multiples too."""
 TAIL_BLOCKS: Final = 32
-"""A start reads so much of a segment's end at once: the summary of 1 700 chunks fits. A longer one takes two reads."""
+"""A start reads this much of a segment's end: the summary of 1 700 chunks. A longer one takes a second read."""
 BATCH, SUMMARY = 0, 1
 
 HEAD: Final = np.dtype(
@@ -49,13 +50,13 @@ HEAD: Final = np.dtype(
         ("texts", "<u4"),
         ("texts_nbytes", "<u4"),
         ("entries", "<u4"),
-        ("gone", "<u4"),
+        ("deleted", "<u4"),
         ("dropped", "<u4"),
         ("reserved", "<u4", 3),
         ("digest", "<u8"),
     ]
 )
-"""The first bytes of a record. `number` counts the batches of a segment; `digest` is taken with itself as 0."""
+"""The first bytes of a record. `number` counts the batches of a segment; `digest` is computed with itself as 0."""
 ENTRY: Final = np.dtype(
     [
         ("key", "<u8", 2),
@@ -71,26 +72,53 @@ ENTRY: Final = np.dtype(
         ("chained", "<u2"),
     ]
 )
-"""A chunk. `block` counts from the segment's beginning; `group` is a place in the record's texts; `chained` is 1 if
+"""A chunk. `block` counts from the segment's beginning. `group` is an index into the record's texts. `chained` is 1 if
 `parent` is the key of the chunk before it."""
-GONE: Final = np.dtype([("key", "<u8", 2), ("batch", "<u4"), ("reserved", "<u4")])
+DELETED: Final = np.dtype([("key", "<u8", 2), ("batch", "<u4"), ("reserved", "<u4")])
 DROPPED: Final = np.dtype([("group", "<u4"), ("batch", "<u4")])
 _FOOT: Final = np.dtype([("magic", "<u8"), ("blocks", "<u8")])
-"""The last bytes of a summary: where it begins can be told from the file's end."""
+"""The last bytes of a summary, from which its beginning follows."""
 
 Array = npt.NDArray[Any]
 Read = Callable[[int, int], memoryview]
 """(offset, nbytes) to those bytes of a segment, or fewer where the file ends. They may change at the next call."""
 
 
+class Counts(NamedTuple):
+    """How much a record holds."""
+
+    entries: int = 0
+    deleted: int = 0
+    dropped: int = 0
+    texts: frozenset[bytes] = frozenset()
+
+    def plus(self, other: "Counts") -> "Counts":
+        """Of both together; a text that both have counts once."""
+        return Counts(
+            self.entries + other.entries,
+            self.deleted + other.deleted,
+            self.dropped + other.dropped,
+            self.texts | other.texts,
+        )
+
+    def blocks(self) -> int:
+        """Blocks of such a record."""
+        nbytes = HEAD.itemsize + sum(2 + len(text) for text in self.texts) + _FOOT.itemsize
+        nbytes += self.entries * ENTRY.itemsize + self.deleted * DELETED.itemsize + self.dropped * DROPPED.itemsize
+        return blocks_of(nbytes)
+
+
+NOTHING: Final = Counts()
+
+
 class Record(NamedTuple):
-    """What one record says; arrays of ENTRY, GONE and DROPPED.
+    """The content of one record; arrays of ENTRY, DELETED and DROPPED.
 
     Attributes:
         kind: BATCH or SUMMARY.
-        number: Of the batch; of a summary, how many batches there are.
+        number: Of the batch; of a summary, the number of batches.
         next_block: Where the next batch begins.
-        texts: Quota groups as JSON. Entries name them by their place here.
+        texts: Quota groups as JSON, all different. Entries name them by their index here.
     """
 
     kind: int
@@ -101,55 +129,49 @@ class Record(NamedTuple):
     segment_blocks: int
     texts: tuple[bytes, ...]
     entries: Array
-    gone: Array
+    deleted: Array
     dropped: Array
+
+    def counts(self) -> Counts:
+        """How much it holds."""
+        return Counts(len(self.entries), len(self.deleted), len(self.dropped), frozenset(self.texts))
+
+    def blocks(self) -> int:
+        """Blocks that it takes in a file."""
+        return self.counts().blocks()
+
+    def dropped_texts(self) -> list[bytes]:
+        """The dropped quota groups."""
+        return [self.texts[group] for group in np.unique(self.dropped["group"]).tolist() if group < len(self.texts)]
 
 
 def blocks_of(nbytes: int) -> int:
-    """Blocks that so many bytes of a chunk take; at least one."""
+    """Blocks that a chunk of this length takes; at least one."""
     return max(1, -(-nbytes // BLOCK_NBYTES))
 
 
-def record_blocks(*, entries: int, gone: int, dropped: int, texts_nbytes: int, texts: int) -> int:
-    """Blocks of a record that holds so much."""
-    nbytes = HEAD.itemsize + 2 * texts + texts_nbytes + _FOOT.itemsize
-    nbytes += entries * ENTRY.itemsize + gone * GONE.itemsize + dropped * DROPPED.itemsize
-    return blocks_of(nbytes)
-
-
-def blocks_needed(record: Record) -> int:
-    """Blocks that this record takes when it is written."""
-    return record_blocks(
-        entries=len(record.entries),
-        gone=len(record.gone),
-        dropped=len(record.dropped),
-        texts=len(record.texts),
-        texts_nbytes=sum(map(len, record.texts)),
-    )
-
-
 def encode(record: Record, target: memoryview) -> int:
-    """Write a record to the front of `target`, which has room for it. Returns how many blocks it took."""
-    blocks = blocks_needed(record)
+    """Write a record to the front of `target`, which has room for it. Returns its length in bytes."""
+    blocks = record.blocks()
     nbytes = blocks * BLOCK_NBYTES
     head = np.zeros((), HEAD)
-    head["magic"], head["layout_version"], head["kind"], head["blocks"] = MAGIC, LAYOUT_VERSION, record.kind, blocks
-    for field in ("incarnation", "sequence", "number", "next_block", "segment_blocks"):
+    head["magic"], head["layout_version"], head["blocks"] = MAGIC, LAYOUT_VERSION, blocks
+    for field in ("kind", "incarnation", "sequence", "number", "next_block", "segment_blocks"):
         head[field] = getattr(record, field)
     texts = b"".join(len(text).to_bytes(2, "little") + text for text in record.texts)
     head["texts"], head["texts_nbytes"] = len(record.texts), len(texts)
-    head["entries"], head["gone"], head["dropped"] = len(record.entries), len(record.gone), len(record.dropped)
+    head["entries"], head["deleted"], head["dropped"] = record.counts()[:3]
     foot = np.array((MAGIC, blocks), _FOOT)
-    body = head.tobytes() + texts + record.entries.tobytes() + record.gone.tobytes() + record.dropped.tobytes()
+    body = head.tobytes() + texts + record.entries.tobytes() + record.deleted.tobytes() + record.dropped.tobytes()
     target[: len(body)] = body
     target[len(body) : nbytes] = bytes(nbytes - len(body) - _FOOT.itemsize) + foot.tobytes()
     head["digest"] = xxhash.xxh3_64_intdigest(target[:nbytes])
     target[: HEAD.itemsize] = head.tobytes()
-    return blocks
+    return nbytes
 
 
 def claimed_blocks(first: memoryview) -> int:
-    """How long the record claims to be whose first block this is; 0 if it is none. Not to be believed yet."""
+    """Length that the record with this first block claims; 0 if it is no record. Not verified yet."""
     if len(first) < BLOCK_NBYTES:
         return 0
     head = np.frombuffer(first, HEAD, 1)[0]
@@ -157,7 +179,7 @@ def claimed_blocks(first: memoryview) -> int:
 
 
 def decode(view: memoryview) -> Record | None:
-    """Read a record that takes all of `view`; None if a bit of it is wrong. What it says stays when `view` changes."""
+    """Read the record that fills `view`; None if any bit is wrong. The record stays valid when `view` changes."""
     raw = bytearray(view)
     if len(raw) < BLOCK_NBYTES or claimed_blocks(memoryview(raw)) * BLOCK_NBYTES != len(raw):
         return None
@@ -171,29 +193,19 @@ def decode(view: memoryview) -> Record | None:
         texts.append(bytes(raw[start + 2 : start + 2 + size]))
         start += 2 + size
     parts = []
-    for kind, count in ((ENTRY, head["entries"]), (GONE, head["gone"]), (DROPPED, head["dropped"])):
-        parts.append(np.frombuffer(raw, kind, int(count), start))
-        start += int(count) * kind.itemsize
-    return Record(
-        kind=int(head["kind"]),
-        incarnation=int(head["incarnation"]),
-        sequence=int(head["sequence"]),
-        number=int(head["number"]),
-        next_block=int(head["next_block"]),
-        segment_blocks=int(head["segment_blocks"]),
-        texts=tuple(texts),
-        entries=parts[0],
-        gone=parts[1],
-        dropped=parts[2],
-    )
+    for dtype, count in ((ENTRY, head["entries"]), (DELETED, head["deleted"]), (DROPPED, head["dropped"])):
+        parts.append(np.frombuffer(raw, dtype, int(count), start))
+        start += int(count) * dtype.itemsize
+    kind, incarnation, sequence, number, next_block, segment_blocks = (int(head[name]) for name in Record._fields[:6])
+    return Record(kind, incarnation, sequence, number, next_block, segment_blocks, tuple(texts), *parts)
 
 
 def batches(read: Read, *, segment_blocks: int, blocks_there: int) -> Iterator[Record]:
-    """The batches of a segment, from the first up to what is not whole, or was left by an earlier use of the file.
+    """The batches of a segment, up to the first that is not whole or belongs to an earlier use of the file.
 
     Args:
-        segment_blocks: Size that the segment has when it is whole.
-        blocks_there: Blocks that the file has.
+        segment_blocks: Size of a whole segment.
+        blocks_there: Size of the file.
     """
     start, number, life = 0, 0, None
     while start < blocks_there:
@@ -212,7 +224,7 @@ def batches(read: Read, *, segment_blocks: int, blocks_there: int) -> Iterator[R
 
 
 def read_summary(read: Read, *, segment_blocks: int) -> Record | None:
-    """The summary of a sealed segment; None where there is none that is whole."""
+    """The summary of a sealed segment; None without a whole one."""
     tail = min(TAIL_BLOCKS, segment_blocks)
     view = read((segment_blocks - tail) * BLOCK_NBYTES, tail * BLOCK_NBYTES)
     if len(view) != tail * BLOCK_NBYTES:
@@ -228,7 +240,7 @@ def read_summary(read: Read, *, segment_blocks: int) -> Record | None:
 
 
 def read_segment(read: Read, *, segment_blocks: int, blocks_there: int) -> tuple[Record, bool] | None:
-    """All that a segment's records say, as one of kind SUMMARY; and whether it is sealed. None: it has no batch."""
+    """The content of all records of a segment, as a SUMMARY, and whether it is sealed. None: it has no batch."""
     if blocks_there >= segment_blocks:
         sealed = read_summary(read, segment_blocks=segment_blocks)
         if sealed is not None:
@@ -238,50 +250,60 @@ def read_segment(read: Read, *, segment_blocks: int, blocks_there: int) -> tuple
 
 
 def joined(records: Sequence[Record]) -> Record:
-    """One record, of kind SUMMARY, of all that the batches of one segment say."""
-    places: dict[bytes, int] = {}
+    """One SUMMARY with the content of all batches of one segment."""
+    indexes: dict[bytes, int] = {}
     entries, dropped = [], []
     for record in records:
-        mapped = np.array([places.setdefault(text, len(places)) for text in record.texts], np.uint32)
+        mapped = np.array([indexes.setdefault(text, len(indexes)) for text in record.texts], np.uint32)
         entries.append(record.entries.copy())
         dropped.append(record.dropped.copy())
-        if len(entries[-1]):
-            entries[-1]["group"] = mapped[entries[-1]["group"]]
-        if len(dropped[-1]):
-            dropped[-1]["group"] = mapped[dropped[-1]["group"]]
-    last, gone = records[-1], [record.gone for record in records]
+        for part in (entries[-1], dropped[-1]):
+            if len(part):
+                part["group"] = mapped[part["group"]]
+    last = records[-1]
     return last._replace(
         kind=SUMMARY,
         number=last.number + (last.kind == BATCH),
-        texts=tuple(places),
+        texts=tuple(indexes),
         entries=np.concatenate(entries),
-        gone=np.concatenate(gone),
+        deleted=np.concatenate([record.deleted for record in records]),
         dropped=np.concatenate(dropped),
     )
 
 
 def living(record: Record) -> Array:
-    """Entries of a segment that nothing in it speaks against: neither a later entry of the key, nor that it is gone."""
+    """Entries of a segment that nothing later in it covers: no later entry of the key, and no tombstone."""
     entries = record.entries
     if not len(entries):
         return entries
     keys = flat(entries["key"])
-    # The last entry of each key: `unique` names the first one of those in front of it.
+    # The last entry of each key: `unique` gives the first one of the reversed keys.
     _, first = np.unique(keys[::-1], return_index=True)
-    kept = np.sort(len(entries) - 1 - first)
-    alive = np.ones(len(kept), np.bool_)
-    if len(record.gone):
-        latest: dict[bytes, int] = {}
-        for key, batch in zip(flat(record.gone["key"]).tolist(), record.gone["batch"].tolist(), strict=True):
-            latest[key] = max(batch, latest.get(key, 0))
-        gone_in = np.array([latest.get(key, 0) for key in keys[kept].tolist()], np.int64)
-        alive &= entries["batch"][kept] >= gone_in
+    latest = np.sort(len(entries) - 1 - first)
+    alive = np.ones(len(latest), np.bool_)
+    if len(record.deleted):
+        deleted: dict[bytes, int] = {}
+        for key, batch in zip(flat(record.deleted["key"]).tolist(), record.deleted["batch"].tolist(), strict=True):
+            deleted[key] = max(batch, deleted.get(key, 0))
+        deleted_in = np.array([deleted.get(key, 0) for key in keys[latest].tolist()], np.int64)
+        alive &= entries["batch"][latest] >= deleted_in
     for group, batch in record.dropped.tolist():
-        alive &= (entries["group"][kept] != group) | (entries["batch"][kept] >= batch)
-    survivors: Array = entries[kept[alive]]
+        alive &= (entries["group"][latest] != group) | (entries["batch"][latest] >= batch)
+    survivors: Array = entries[latest[alive]]
     return survivors
 
 
 def flat(keys: Array) -> Array:
     """Keys of shape [n, 2] as n values of 16 bytes, which compare, sort and hash whole."""
     return np.ascontiguousarray(keys, "<u8").view("V16").reshape(-1)
+
+
+def raw_keys(keys: KeyArray) -> list[bytes]:
+    """Each key as 16 bytes."""
+    raw: list[bytes] = flat(keys).tolist()
+    return raw
+
+
+def key_array(keys: Sequence[bytes]) -> KeyArray:
+    """Keys of 16 bytes as an array."""
+    return from_bytes(b"".join(keys))

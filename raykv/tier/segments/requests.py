@@ -1,233 +1,196 @@
-"""What the paths of one SSD tier share: the lock, the index, what waits to be written, and who waits for what."""
+"""Calls of `write` and `read` until their callback, and the chunks on their way to and from a disk."""
 
-import logging
-import threading
-from collections import deque
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
 
 import numpy as np
+import xxhash
 
-from raykv.tier.base import GroupNames
-from raykv.tier.segments.format import BLOCK_NBYTES, flat
-from raykv.tier.segments.index import SEGMENTS, Index
-from raykv.types import KeyArray, Rows
-
-if TYPE_CHECKING:
-    from raykv.tier.ssd.drive import Drive
-
-log = logging.getLogger(__name__)
-
-CHANGES: Final = 1 << 22
-"""Keys that came or went, kept until somebody asks; older ones are forgotten beyond it."""
+from raykv.tier.base import Chunk, Found, is_same
+from raykv.tier.segments.format import BLOCK_NBYTES, ENTRY, Array, blocks_of, key_array
+from raykv.tier.segments.index import Index
+from raykv.tier.segments.io_threads import Callbacks
+from raykv.tier.segments.volume import IOV_MAX
+from raykv.types import Bits, KeyArray, Rows
 
 
-@dataclass(eq=False, slots=True)
+COUNTS: Final = (
+    *("written_nbytes", "disk_nbytes", "moved_nbytes", "read_nbytes", "refused", "timeouts", "errors", "corrupt"),
+)
+"""What every tier counts; see `Tier.stats`."""
+
+
 class Request:
-    """A call of `write` or `read`, until its caller has been called back."""
+    """A call of `write` or `read`. Called back once, when all its chunks are done. Used under the tier's lock."""
 
-    done: Callable[[list[bool]], None]
-    results: list[bool]
-    left: int
+    def __init__(self, callbacks: Callbacks, done: Callable[[list[bool]], None], *, chunks: int = 0) -> None:
+        self._callbacks, self._done = callbacks, done
+        self._results = [False] * chunks
+        self._left = 1  # for `submit`
 
-    def call(self) -> None:
-        """Call back, on a thread of the tier, without its lock."""
-        try:
-            self.done(self.results)
-        except Exception:  # the caller's own; the thread must go on for others
-            log.exception("a tier's caller failed in its callback")
+    def add(self, result: bool | None = None) -> int:
+        """Add a chunk; None: its result is not known yet. Returns its place."""
+        self._results.append(bool(result))
+        self.expect(result is None)
+        return len(self._results) - 1
+
+    def expect(self, count: int) -> None:
+        """Results of this many chunks are to come."""
+        self._left += count
+
+    def finish(self, place: int, result: bool) -> None:
+        """One of these chunks is done."""
+        self._results[place] = result
+        self.submit()
+
+    def submit(self) -> None:
+        """The caller expects no more chunks."""
+        self._left -= 1
+        if not self._left:
+            self._callbacks.put(lambda: self._done(self._results))
 
 
 @dataclass(eq=False, slots=True)
 class Item:
-    """A chunk on its way to a drive, as in `tier.base.Chunk`.
+    """A chunk on its way to a disk.
 
     Attributes:
-        view: Its bytes, on to a whole block.
+        view: Its bytes, up to a whole block.
         text: Its quota group as JSON.
-        row: Of the index, if it is there already and is moved on; else -1.
-        came_from: Segment and block that it is moved from.
-        waiting: Requests that it belongs to, and its place in each.
+        request, place: Whose it is; none for a chunk that is moved.
+        row: Of the index, if the chunk is moved; else -1.
+        moved_from: Segment and block that it is moved from.
         placed: Whether it has its place in a batch.
         cancelled: It was deleted meanwhile.
     """
 
-    key: bytes
+    chunk: Chunk
     view: memoryview
-    nbytes: int
-    checksum: int
-    group: int
     text: bytes
-    depth: int
-    parent: bytes
-    reads: int
-    expires_s: float
+    request: Request | None = None
+    place: int = 0
     row: int = -1
-    came_from: tuple[int, int] = (-1, -1)
-    waiting: list[tuple[Request, int]] = field(default_factory=list)
+    moved_from: tuple[int, int] = (-1, -1)
     placed: bool = False
     cancelled: bool = False
 
+    def finish(self, result: bool) -> None:
+        """It is on the disk, or will not be."""
+        if self.request is not None:
+            self.request.finish(self.place, result)
 
-class Common:
-    """See the module. Everything is under `lock`; `groups` must not be asked under it, since it has locks too.
+
+def item_of(chunk: Chunk, arena: memoryview, text: bytes, request: Request) -> Item:
+    """A chunk of the arena, as the next of a request."""
+    view = arena[chunk.offset : chunk.offset + blocks_of(chunk.nbytes) * BLOCK_NBYTES]
+    return Item(chunk, view, text, request, request.add())
+
+
+def entries_of(items: Sequence[Item], indexes: dict[bytes, int]) -> Array:
+    """Array of ENTRY of chunks to be written, without their places.
+
+    Args:
+        indexes: Of the texts in the record.
+    """
+    entries = np.zeros(len(items), ENTRY)
+    if items:
+        entries["key"] = key_array([item.chunk.key for item in items])
+        entries["parent"] = key_array([item.chunk.parent or bytes(16) for item in items])
+        entries["chained"] = [bool(item.chunk.parent) for item in items]
+        entries["group"] = [indexes[item.text] for item in items]
+        for field in ("checksum", "expires_s", "nbytes", "depth", "reads"):
+            entries[field] = [getattr(item.chunk, field) for item in items]
+    return entries
+
+
+class Piece(NamedTuple):
+    """A chunk to be read.
 
     Attributes:
-        queue: Chunks to be written that have no place yet.
-        coming: Chunks on their way, by key.
-        finished: Requests whose callers are to be called back.
-        texts: Quota groups as JSON, by their numbers on this node.
-        ended: The tier is being closed.
+        row, segment, block, nbytes, checksum: From the index.
+        offset: In the arena.
+        place: In its request.
     """
 
-    def __init__(self, index: Index, arena: memoryview, groups: GroupNames, wall: Callable[[], float]) -> None:
-        self.lock = threading.Lock()
-        self.told = threading.Condition(self.lock)
-        self.index, self.arena, self.groups, self.wall = index, arena, groups, wall
-        self.drives: list[Drive] = []
-        self.queue: deque[Item] = deque()
-        self.queued_nbytes = 0
-        self.coming: dict[bytes, Item] = {}
-        self.finished: deque[Request] = deque()
-        self.texts: dict[int, bytes] = {}
-        self.quotas: dict[int, int] = {}
-        self.ended = False
-        self._changes: list[KeyArray] = []
-        self._changed = 0
-        self.written_nbytes = self.disk_nbytes = self.moved_nbytes = self.read_nbytes = 0
-        self.refused = self.timeouts = self.errors = self.corrupt = 0
-
-    # -- requests ---------------------------------------------------------------------------------------------------
-
-    def answer(self, request: Request, place: int, good: bool) -> None:
-        """One chunk of a request is done."""
-        request.results[place] = good
-        request.left -= 1
-        if not request.left:
-            self.finished.append(request)
-            for drive in self.drives:
-                drive.wake.notify()
-
-    def settle(self, item: Item, good: bool) -> None:
-        """A chunk is on the drive, or will not be."""
-        if self.coming.get(item.key) is item:
-            del self.coming[item.key]
-        self.written_nbytes += item.nbytes if good else 0
-        for request, place in item.waiting:
-            self.answer(request, place, good)
-
-    def next_item(self) -> Item | None:
-        """The first chunk that waits to be written; it stays in the queue."""
-        while self.queue and self.queue[0].cancelled:
-            self.queue.popleft()
-        return self.queue[0] if self.queue else None
-
-    def put_back(self, item: Item) -> None:
-        """A chunk that was taken from the queue is the first one again."""
-        self.queue.appendleft(item)
-        self.queued_nbytes += item.nbytes
-
-    def cancel(self, item: Item) -> None:
-        """A chunk on its way was deleted."""
-        item.cancelled = True
-        if not item.placed:
-            self.queued_nbytes -= item.nbytes
-            self.settle(item, False)
-
-    def fail_queue_if_off(self) -> None:
-        """If no path takes anything, nothing waits for one."""
-        if any(drive.on for drive in self.drives) and not self.ended:
-            return
-        for item in self.queue:
-            if not item.cancelled:
-                self.settle(item, False)
-        self.queue.clear()
-        self.queued_nbytes = 0
-
-    def tell(self) -> None:
-        """Wake who waits for what is to be told."""
-        self.told.notify_all()
-
-    # -- the index --------------------------------------------------------------------------------------------------
-
-    def note(self, keys: Any) -> None:
-        """Keys came or went."""
-        self._changes.append(np.ascontiguousarray(keys).reshape(-1, 2))
-        self._changed += len(keys)
-        while self._changed > CHANGES and len(self._changes) > 1:
-            self._changed -= len(self._changes.pop(0))
-
-    def take_changes(self) -> KeyArray:
-        """Keys that came or went, each once."""
-        changes, self._changes, self._changed = self._changes, [], 0
-        if not changes:
-            return np.empty((0, 2), np.uint64)
-        keys = np.concatenate(changes)
-        return keys[np.unique(flat(keys), return_index=True)[1]]
-
-    def lighten(self, rows: Rows) -> None:
-        """Chunks leave the segments that they lie in."""
-        nbytes = self.index.columns.nbytes[rows].astype(np.int64)
-        nbytes = -(-nbytes // BLOCK_NBYTES) * BLOCK_NBYTES
-        segments, inverse = np.unique(self.index.segment[rows], return_inverse=True)
-        for identity, total in zip(segments.tolist(), np.bincount(inverse, nbytes).tolist(), strict=True):
-            drive, segment = self._where(identity)
-            if segment in drive.log.segments:
-                drive.log.segments[segment].live_nbytes -= int(total)
-
-    def _where(self, identity: int) -> "tuple[Drive, int]":
-        number, segment = divmod(identity, SEGMENTS)
-        return self.drives[number], segment
-
-    def forget(self, rows: Rows, *, tell: bool) -> None:
-        """Take chunks out of the index; all different.
-
-        Args:
-            tell: Write it down, so that no start finds them.
-        """
-        if not len(rows):
-            return
-        keys = self.index.keys(rows)
-        if tell:
-            for identity, key in zip(self.index.segment[rows].tolist(), flat(keys).tolist(), strict=True):
-                self._where(identity)[0].gone[key] = None
-        self.lighten(rows)
-        self.drop_rows(rows, keys)
-
-    def drop_rows(self, rows: Rows, keys: KeyArray | None = None) -> None:
-        """The same for rows whose segments are of no interest any more."""
-        if len(rows):
-            self.note(self.index.keys(rows) if keys is None else keys)
-            self.index.remove(rows)
-
-    def enforce(self, groups: Iterable[int]) -> None:
-        """Drop the oldest chunks of quota groups that have more than their quota."""
-        for group in groups:
-            quota = self.quotas.get(group)
-            if quota is not None and self.index.nbytes[group] > quota:
-                self._trim(group, quota)
-
-    def _trim(self, group: int, quota: int) -> None:
-        columns = self.index.columns
-        segments = [(segment.sequence, drive, segment) for drive in self.drives for segment in drive.log.in_order()]
-        for _, drive, segment in sorted(segments, key=lambda each: each[0]):
-            over = int(self.index.nbytes[group]) - quota
-            if over <= 0:
-                return
-            rows = drive.rows_of(segment)
-            rows = rows[columns.namespace[rows] == group]
-            rows = rows[np.argsort(columns.page[rows], kind="stable")]
-            before = np.cumsum(columns.nbytes[rows].astype(np.int64)) - columns.nbytes[rows]
-            self.forget(rows[before < over], tell=True)
+    row: int
+    segment: int
+    block: int
+    nbytes: int
+    checksum: int
+    offset: int
+    place: int
 
 
-def results(count: int, done: Callable[[list[bool]], None]) -> Request:
-    """A request for so many chunks."""
-    return Request(done, [False] * count, count)
+class Run:
+    """Neighbours in a segment, read by one call."""
+
+    def __init__(self, request: Request, pieces: list[Piece]) -> None:
+        self.request, self.pieces = request, pieces
+        self.segment, self.block = pieces[0].segment, pieces[0].block
+
+    @property
+    def rows(self) -> Rows:
+        return np.array([piece.row for piece in self.pieces], np.int32)
+
+    def views(self, arena: memoryview) -> list[memoryview]:
+        """Where the chunks go, in whole blocks."""
+        return [arena[each.offset : each.offset + blocks_of(each.nbytes) * BLOCK_NBYTES] for each in self.pieces]
+
+    def verify(self, views: Sequence[memoryview], got: int) -> Bits:
+        """Which chunks are right, when `got` bytes were read. Looks at every byte."""
+        right, end = np.zeros(len(views), np.bool_), 0
+        for number, (piece, view) in enumerate(zip(self.pieces, views, strict=True)):
+            whole = end + piece.nbytes <= got
+            right[number] = whole and xxhash.xxh3_64_intdigest(view[: piece.nbytes]) == piece.checksum
+            end += len(view)
+        return right
+
+    def unchanged(self, index: Index) -> Bits:
+        """Whose rows still are the chunks that were asked for."""
+        rows, pieces = self.rows, np.array([piece[1:5] for piece in self.pieces], np.uint64).reshape(-1, 4)
+        same: Bits = index.segment[rows] == pieces[:, 0].astype(np.int64)
+        same &= (index.columns.page[rows] == pieces[:, 1]) & (index.columns.checksum[rows] == pieces[:, 3])
+        return same
+
+    def finish(self, results: Sequence[Any]) -> None:
+        """All its chunks are done."""
+        for piece, result in zip(self.pieces, results, strict=True):
+            self.request.finish(piece.place, bool(result))
 
 
-def raw_keys(keys: KeyArray) -> list[bytes]:
-    """Each as 16 bytes."""
-    raw: list[bytes] = flat(keys).tolist()
-    return raw
+def pieces_of(
+    index: Index, keys: KeyArray, found: Sequence[Found | None], offsets: Sequence[int], *, now_s: float
+) -> list[Piece]:
+    """The chunks of a `read` that are still what `find` returned, in the order of their places on the disk."""
+    rows, columns = index.find(keys, now_s=now_s), index.columns
+    values = zip(
+        rows.tolist(),
+        index.segment[rows].tolist(),
+        columns.page[rows].tolist(),
+        columns.nbytes[rows].tolist(),
+        columns.checksum[rows].tolist(),
+        offsets,
+        range(len(keys)),
+        strict=True,
+    )
+    pieces = [Piece(*each) for each in values if each[0] >= 0]
+    same = [each for each in pieces if is_same(found[each.place], each.nbytes, each.checksum)]
+    return sorted(same, key=lambda piece: (piece.segment, piece.block))
+
+
+def runs_of(request: Request, pieces: Sequence[Piece], *, most_nbytes: int) -> list[Run]:
+    """Put neighbours together, up to `most_nbytes` each. The request expects them."""
+    request.expect(len(pieces))
+    runs: list[Run] = []
+    end, nbytes = (-1, -1), 0
+    for piece in pieces:
+        size = blocks_of(piece.nbytes) * BLOCK_NBYTES
+        if (piece.segment, piece.block) != end or nbytes + size > most_nbytes or len(runs[-1].pieces) == IOV_MAX:
+            runs.append(Run(request, [piece]))
+            nbytes = 0
+        else:
+            runs[-1].pieces.append(piece)
+        nbytes += size
+        end = (piece.segment, piece.block + blocks_of(piece.nbytes))
+    return runs

@@ -1,235 +1,175 @@
-"""The segments of one path of an SSD tier: made, sealed, reclaimed, wiped. See `raykv.tier.ssd.drive`.
+"""Makes, seals, reclaims and wipes the segments of one drive. See `raykv.tier.ssd.tier`.
 
-A segment leaves in this order: what is to be moved on is written elsewhere, the first and the last block are wiped,
-its chunks leave the index, it is free. So what a start would find is in the index at all times.
-
-Everything is under the tier's lock, but for the methods that say "on a thread": these wait for the disk.
+A segment is reclaimed in this order: chunks that were read since are moved to another segment, the first and the last
+block are wiped, its chunks leave the index, it is free. So the index holds at all times what a start would find.
 """
 
 import errno
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final
+from typing import Final
 
 import numpy as np
+import xxhash
 
-from raykv.memory.copying import checksum_of
-from raykv.tier.segments.format import BLOCK_NBYTES, Record, blocks_needed, blocks_of, encode
-from raykv.tier.segments.index import SEGMENTS
+from raykv.tier.base import Chunk
+from raykv.tier.segments.format import BLOCK_NBYTES, encode
 from raykv.tier.segments.log import Segment, second_chance
-from raykv.tier.segments.requests import Item, raw_keys
+from raykv.tier.segments.requests import Item
 from raykv.tier.segments.volume import aligned
-
-if TYPE_CHECKING:
-    from raykv.tier.ssd.drive import Drive
+from raykv.tier.ssd.drive import Drive
+from raykv.tier.ssd.shared import Shared
 
 FEWEST_SEGMENTS: Final = 2
-"""With less room on the drive, the path is off."""
-ROWS_SPARE: Final = 2048
-"""With fewer rows free in the index, or than an eighth of all, a segment is reclaimed."""
+"""With less space on the drive, it is off."""
+SPARE_ROWS: Final = 2048
+"""With fewer free rows in the index, or fewer than an eighth of all, a segment is reclaimed."""
 GROW_S: Final = 30.0
-"""A path that was full may grow again after so long."""
+"""A drive that was full may grow again after this time."""
 
 
 class Upkeep:
-    """See the module."""
+    """See the module. `next_task` needs the tier's lock; the tasks run on a thread and wait for the disk."""
 
-    def __init__(self, drive: "Drive") -> None:
-        self._drive, self.common = drive, drive.common
-        self._rows_spare = min(ROWS_SPARE, drive.common.index.rows // 8)
-        self._grow_at_s = 0.0
-        self._moving = 0
-        self._making = False
+    def __init__(self, shared: Shared, drive: Drive) -> None:
+        self._shared, self._drive = shared, drive
+        self._spare_rows = min(SPARE_ROWS, shared.index.rows // 8)
 
-    def reset(self) -> None:
-        """All that was under way is void."""
-        self._moving, self._making = 0, False
-
-    def next(self) -> Callable[[], None] | None:
-        """Something that keeps the log going."""
-        if self._drive.tasks:
-            return self._drive.tasks.popleft()
-        if self._drive.state != "on":
+    def next_task(self) -> Callable[[], None] | None:
+        """The next task that keeps the log going."""
+        drive, log, epoch = self._drive, self._drive.log, self._drive.epoch
+        if drive.tasks:
+            return drive.tasks.popleft()
+        if drive.state != "on":
             return None
-        to_seal = self._drive.log.to_seal()
-        if to_seal is not None:
-            return lambda: self._seal(to_seal)
-        if self.common.ended:
+        if (to_seal := log.next_to_seal()) is not None:
+            return lambda: self._seal(to_seal, epoch)
+        if self._shared.ended:
             return None
-        if self._drive.log.wants_space() and not self._making:
-            number = self._drive.log.absent() if self._drive.clock() >= self._grow_at_s else None
-            if number is not None:
-                self._making = True
-                return lambda: self._make(number)
-        short = self._drive.log.wants_space() or self.common.index.free_rows() < self._rows_spare
-        if short and not self._making and (victim := self._drive.log.victim()) is not None:
-            return lambda: self._reclaim(victim)
+        if log.reclaiming is not None and drive.moves_left == 0:
+            drive.moves_left, moved = None, log.reclaiming
+            return lambda: self._free(moved, epoch)
+        if drive.making:
+            return None
+        if log.wants_space() and drive.clock() >= drive.grow_at_s and (number := log.absent()) is not None:
+            drive.making, absent = True, number
+            return lambda: self._make(absent, epoch)
+        short = log.wants_space() or self._shared.index.free_rows() < self._spare_rows
+        if short and (victim := log.choose_victim()) is not None:
+            return lambda: self._reclaim(victim, epoch)
         return None
 
-    def _make(self, number: int) -> None:
-        """On a thread: one segment more; or find that there is no room for it."""
-        with self.common.lock:
-            epoch = self._drive.epoch
-        try:
-            self._drive.volume.make(number)
-            self.wipe_blocks(number)
-        except OSError as error:
-            with self.common.lock:
-                self._making = False
-                if epoch != self._drive.epoch:
-                    return
-                if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                    self._drive.fail(error)
-                    return
-                self._grow_at_s = self._drive.clock() + GROW_S
-                self._drive.reason = f"does not grow: {error.strerror}"
-                if len(self._drive.log.segments) < FEWEST_SEGMENTS:
-                    self._drive.fail(error)
-                self._drive.notify()
-            return
-        with self.common.lock:
-            self._making = False
-            if epoch == self._drive.epoch:
-                self._drive.log.made(number)
-                self._drive.reason = ""
-                self._drive.notify()
+    def wipe(self, number: int) -> None:
+        """On a thread: overwrite the blocks by which a start finds a segment's chunks.
 
-    def _seal(self, segment: Segment) -> None:
-        """On a thread: write a full segment's summary."""
-        with self.common.lock:
-            epoch = self._drive.epoch
-            record = self._drive.log.summary(segment) if segment.records else None
+        After a power cut before the next sync, a start may find its old chunks again. If something was written over
+        them, their checksums are wrong.
+        """
+        drive, zeros = self._drive, aligned(BLOCK_NBYTES)
+        nbytes = 0
+        for block in (0, drive.segment_blocks - 1):
+            nbytes += drive.volume.write(number, block * BLOCK_NBYTES, [zeros])
+        self._count_written(nbytes)
+
+    def _count_written(self, nbytes: int) -> None:
+        with self._shared.lock:
+            self._shared.counts["disk_nbytes"] += nbytes
+
+    def _make(self, number: int, epoch: int) -> None:
+        """Make one more segment; or find that there is no space for it."""
+        drive, problem = self._drive, None
+        try:
+            drive.volume.make(number)
+            self.wipe(number)
+        except OSError as error:
+            problem = error
+        with self._shared.lock:
+            if epoch != drive.epoch:
+                return
+            drive.making, drive.reason = False, ""
+            if problem is None:
+                drive.log.add_free(number)
+            else:
+                drive.grow_at_s = drive.clock() + GROW_S
+                drive.reason = f"does not grow: {problem.strerror}"
+                full = problem.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+                if not full or len(drive.log.segments) < FEWEST_SEGMENTS:
+                    self._shared.fail(drive, problem)
+            drive.notify()
+
+    def _seal(self, segment: Segment, epoch: int) -> None:
+        """Write a full segment's summary."""
+        drive = self._drive
+        with self._shared.lock:
+            record = drive.log.summary(segment) if segment.records else None
         try:
             if record is not None:
-                self._write_summary(segment.number, record)
+                blocks = record.blocks()
+                buffer = aligned(blocks * BLOCK_NBYTES)
+                start = (drive.segment_blocks - blocks) * BLOCK_NBYTES
+                views = [buffer[: encode(record, buffer)]]
+                self._count_written(drive.volume.write(segment.number, start, views, sync=True))
         except OSError as error:
-            self._drive.fail_in(epoch, error)
+            self._shared.fail_later(drive, error, epoch)
             return
-        with self.common.lock:
-            if epoch == self._drive.epoch:
-                self._drive.log.sealed(segment)
-                self._drive.notify()
+        with self._shared.lock:
+            if epoch == drive.epoch:
+                drive.log.mark_sealed(segment)
+                drive.notify()
 
-    def _write_summary(self, number: int, record: Record) -> None:
-        blocks = blocks_needed(record)
-        buffer = self._drive.buffer(blocks * BLOCK_NBYTES)
-        encode(record, buffer)
-        nbytes = blocks * BLOCK_NBYTES
-        total = self._drive.volume.write(
-            number, (self._drive.segment_blocks - blocks) * BLOCK_NBYTES, [buffer[:nbytes]]
-        )
-        self._drive.volume.sync(number)
-        with self.common.lock:
-            self._drive.buffers.append(buffer)
-            self.common.disk_nbytes += total
-
-    def wipe_blocks(self, number: int) -> None:
-        """On a thread: see to it that nothing is found in a segment.
-
-        After a power cut that comes before the next `sync`, its old chunks may be found again; those that something
-        else was written over are noticed when they are read.
-        """
-        zeros = aligned(BLOCK_NBYTES)
-        total = 0
-        for block in (0, self._drive.segment_blocks - 1):
-            total += self._drive.volume.write(number, block * BLOCK_NBYTES, [zeros])
-        with self.common.lock:
-            self.common.disk_nbytes += total
-
-    def _reclaim(self, segment: Segment) -> None:
-        """On a thread: read what a segment moves on, and queue it to be written."""
-        with self.common.lock:
-            epoch, index = self._drive.epoch, self.common.index
-            rows = self._drive.rows_of(segment)
-            rows = rows[~index.over(rows, now_s=self.common.wall())]
-            sizes = -(-index.columns.nbytes[rows].astype(np.int64) // BLOCK_NBYTES) * BLOCK_NBYTES
-            chosen = second_chance(index.reads_since(rows), sizes, most_nbytes=self._drive.log.may_move_nbytes())
-            pieces = [self._copy_of(row) for row in rows[chosen].tolist()]
-        buffer = aligned(int(sizes[chosen].sum()))
-        items, start = [], 0
+    def _reclaim(self, segment: Segment, epoch: int) -> None:
+        """Read the chunks that are moved out of a segment, and queue them to be written."""
+        drive, index = self._drive, self._shared.index
+        with self._shared.lock:
+            rows = self._shared.rows_of(drive, segment)
+            rows = rows[~index.expired(rows, now_s=self._shared.wall())]
+            sizes = index.disk_nbytes(rows)
+            chosen = second_chance(index.reads_since_write(rows), sizes, most_nbytes=drive.log.may_move_nbytes())
+            items = [self._item_of(row) for row in rows[chosen].tolist()]
+        buffer, end, moves = aligned(int(sizes[chosen].sum())), 0, []
         try:
-            for item, block, checksum in pieces:
-                view = buffer[start : start + blocks_of(item.nbytes) * BLOCK_NBYTES]
-                start += len(view)
-                got = self._drive.volume.read(segment.number, block * BLOCK_NBYTES, [view])
-                if got >= item.nbytes and checksum_of([view[: item.nbytes]]) == checksum:
-                    item.view = view
-                    items.append(item)
+            for item, size in zip(items, sizes[chosen].tolist(), strict=True):
+                item.view, end = buffer[end : end + size], end + size
+                got = drive.volume.read(segment.number, item.moved_from[1] * BLOCK_NBYTES, [item.view])
+                nbytes = item.chunk.nbytes
+                if got >= nbytes and xxhash.xxh3_64_intdigest(item.view[:nbytes]) == item.chunk.checksum:
+                    moves.append(item)
         except OSError as error:
-            self._drive.fail_in(epoch, error)
+            self._shared.fail_later(drive, error, epoch)
             return
-        with self.common.lock:
-            if epoch == self._drive.epoch:
-                self._drive.moves.extend(items)
-                self._moving = len(items)
-                if not items:
-                    self._drive.tasks.append(lambda: self._wipe(segment))
-                self._drive.notify()
+        with self._shared.lock:
+            if epoch == drive.epoch:
+                drive.moves.extend(moves)
+                drive.moves_left = len(moves)
+                drive.notify()
 
-    def _copy_of(self, row: int) -> tuple[Item, int, int]:
-        """A chunk to be moved on; its view is still missing. And its block and checksum."""
-        index = self.common.index
-        found = index.found(row)
-        (key,) = raw_keys(index.keys(np.array([row], np.int32)))
-        item = Item(
-            key=key,
-            view=memoryview(b""),
-            nbytes=found.nbytes,
-            checksum=found.checksum,
-            group=found.group,
-            text=self.common.texts[found.group],
-            depth=found.depth,
-            parent=found.parent,
-            reads=found.reads,
-            expires_s=found.expires_s,
-            row=row,
+    def _item_of(self, row: int) -> Item:
+        """A chunk to be moved, without its bytes."""
+        index = self._shared.index
+        found, key = index.found(row), index.keys(np.array([row], np.int32)).tobytes()
+        chunk = Chunk(
+            key, 0, found.nbytes, found.checksum, found.group, found.depth, found.parent, found.reads, found.expires_s
         )
-        item.came_from = int(index.segment[row]), int(index.columns.page[row])
-        return item, item.came_from[1], found.checksum
+        moved_from = int(index.segment[row]), int(index.columns.page[row])
+        return Item(chunk, memoryview(b""), self._shared.texts[found.group], row=row, moved_from=moved_from)
 
-    def still_there(self, item: Item) -> bool:
-        segment, block = item.came_from
-        return self._drive.is_at(item.row, segment - self._drive.number * SEGMENTS, block, item.checksum)
-
-    def land(self, item: Item, segment: Segment, entry: Any) -> None:
-        """A chunk was moved on."""
-        index, common = self.common.index, self.common
-        if self.still_there(item):
-            row = np.array([item.row], np.int32)
-            common.lighten(row)
-            index.move(row, entry, self._drive.number * SEGMENTS + segment.number)
-            self._drive.log.moved_nbytes += self._drive.add(segment, row)
-            common.moved_nbytes += item.nbytes
-        else:
-            self._drive.disown(item.key)
-        self.moved(item)
-
-    def moved(self, item: Item) -> None:
-        """One less to be moved on before the segment may be wiped."""
-        self._moving -= 1
-        leaving = self._drive.log.leaving
-        if not self._moving and leaving is not None:
-            self._drive.tasks.append(lambda: self._wipe(leaving))
-            self._drive.notify()
-
-    def _wipe(self, segment: Segment) -> None:
-        """On a thread: make a segment free."""
-        with self.common.lock:
-            epoch, number = self._drive.epoch, segment.number
+    def _free(self, segment: Segment, epoch: int) -> None:
+        """Wipe a segment whose chunks were moved, and make it free."""
+        drive, number = self._drive, segment.number
         try:
-            if segment.tells:  # what it speaks against was wiped before it, and must not come back without it
-                self._drive.volume.sync(number)
-            self.wipe_blocks(number)
+            if segment.has_tombstones:  # what they cover was wiped before, and must not come back without them
+                drive.volume.sync(number)
+            self.wipe(number)
         except OSError as error:
-            self._drive.fail_in(epoch, error)
+            self._shared.fail_later(drive, error, epoch)
             return
-        with self.common.lock:
-            if epoch != self._drive.epoch:
+        with self._shared.lock:
+            if epoch != drive.epoch:
                 return
-            self.common.forget(self._drive.rows_of(segment), tell=False)
-            self._drive.log.wiped(segment)
-            too_many = len(self._drive.log.segments) > self._drive.log.limit and not segment.holds
-            if too_many:
-                self._drive.log.gone(number)
-            self._drive.notify()
-        if too_many:
-            self._drive.volume.remove(number)
+            self._shared.remove(self._shared.rows_of(drive, segment), tombstones=False)
+            drive.log.mark_wiped(segment)
+            surplus = len(drive.log.segments) > drive.log.limit and not segment.readers
+            if surplus:
+                drive.log.remove_free(number)
+            drive.notify()
+        if surplus:
+            drive.volume.remove(number)

@@ -1,4 +1,4 @@
-"""What the tests of the SSD tier share: an arena, names of quota groups, and calls that wait for their callback."""
+"""For tests of tiers: an arena, names of quota groups, and calls that wait for their callback."""
 
 import mmap
 import random
@@ -11,8 +11,8 @@ import numpy as np
 import xxhash
 
 from raykv.config import SsdConfig
-from raykv.tier.base import Chunk
-from raykv.tier.segments.index import key_array
+from raykv.tier.base import Chunk, Environment, Tier
+from raykv.tier.segments.format import key_array
 from raykv.tier.ssd.tier import SsdTier
 
 BLOCK = 4096
@@ -68,7 +68,7 @@ class Driven:
         clocks = {name: fields.pop(name) for name in ("clock", "wall") if name in fields}
         paths = (path,) if isinstance(path, Path) else tuple(path)
         config = {"paths": paths, "capacity_nbytes": 16 * SEGMENT, "segment_nbytes": SEGMENT, **fields}
-        self.tier = SsdTier(SsdConfig.load(config), self.arena.view, "raykv-test-n0", Names(), **clocks)
+        self.tier = SsdTier(SsdConfig.load(config), Environment(self.arena.view, "raykv-test-n0", Names()), **clocks)
 
     def __enter__(self) -> "Driven":
         return self
@@ -149,5 +149,5 @@ def wait_for(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
     raise AssertionError("it did not come about")
 
 
-def all_keys(tier: SsdTier) -> set[bytes]:
+def all_keys(tier: Tier) -> set[bytes]:
     return {row.tobytes() for row in np.ascontiguousarray(tier.keys())}

@@ -1,0 +1,56 @@
+"""Settings of one storage node."""
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+
+from raykv.config.base import Model, Name, Seconds, SpinSeconds
+from raykv.config.storage import StorageConfig
+
+
+class NodeConfig(Model):
+    """One storage node.
+
+    Attributes:
+        cluster: Name of the cluster; part of every file and actor name.
+        node_id: The node's name, unique and stable in its cluster: a restarted node finds its memory by it.
+        bind: Address to listen on, by which peers connect. Port 0 means any free port.
+        host: Identity of the host. Nodes and clients with equal hosts read each other's shared memory. None: found out.
+        weight: Share of the ring relative to others. None: the arena's GiB.
+        heartbeat_s: Time between heartbeats to the directory.
+        announce_s: The longest time from a commit to its announcement to the owners of its keys.
+        io_timeout_s: A peer that stalls this long in the middle of a message is disconnected.
+        spin_s: A thread that waits for a socket polls it for this long before it sleeps. 0: off.
+        max_connections: Connections served at once; others are refused.
+        max_locations: Keys whose locations this node keeps as an owner. The oldest beyond it are dropped.
+        storage: The node's memory.
+    """
+
+    cluster: Name = "default"
+    node_id: Name
+    bind: Annotated[str, Field(pattern=r"^[^:\s]+:\d{1,5}$")] = "127.0.0.1:0"
+    host: str | None = None
+    weight: Annotated[float, Field(gt=0)] | None = None
+    storage: StorageConfig = StorageConfig()
+    heartbeat_s: Seconds = 1.0
+    announce_s: Seconds = 0.01
+    io_timeout_s: Seconds = 10.0
+    spin_s: SpinSeconds = 0.0
+    max_connections: Annotated[int, Field(ge=4, le=65536)] = 1024
+    max_locations: Annotated[int, Field(ge=1024)] = 1 << 22
+
+    @property
+    def file_prefix(self) -> Path | None:
+        """The path with which all files of this node in shared memory begin; None for anonymous memory."""
+        if self.storage.shm_dir is None:
+            return None
+        return self.storage.shm_dir / f"raykv-{self.cluster}-{self.node_id}"
+
+    @property
+    def local_address(self) -> str:
+        """The node's address for processes of this host: a file, or a name in the kernel for anonymous memory."""
+        if self.file_prefix is None:
+            return f"unix:@raykv-{self.cluster}-{self.node_id}-{os.getpid()}"
+        return f"unix:{self.file_prefix}.sock"

@@ -1,0 +1,1 @@
+"""What a node does for each request: one class for each group of messages."""

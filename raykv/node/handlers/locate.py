@@ -1,0 +1,83 @@
+"""Requests about where chunks are: Locate, Announce, Why."""
+
+import threading
+import time
+from typing import Any
+
+import numpy as np
+
+from raykv.errors import UsageError
+from raykv.node.below_memory import find_below
+from raykv.node.handlers.fields import LOCKED_KEYS, keys_in, numbers_in
+from raykv.node.location_index import UNKNOWN, Location, LocationIndex, located
+from raykv.node.sessions import HandlerTable, NodeSession
+from raykv.protocol import codec, messages
+from raykv.protocol.reasons import Place
+from raykv.storage.store import Store
+from raykv.tier.mover import TierMover
+from raykv.transport.base import Reply
+from raykv.types import NodeId
+
+
+class LocateHandler:
+    """Answers as the owner of keys, and says what became of chunks on this node."""
+
+    def __init__(
+        self, node_id: NodeId, store: Store, lock: threading.Lock, mover: TierMover, location_index: LocationIndex
+    ) -> None:
+        self._node_id, self._store, self._lock, self._mover = node_id, store, lock, mover
+        self._location_index = location_index
+        self.table: HandlerTable = {
+            messages.Locate: self._locate,
+            messages.Announce: self._announce,
+            messages.Why: self._why,
+        }
+
+    def _locate(self, request: messages.Locate, session: NodeSession) -> Reply:
+        keys = keys_in(request.keys)
+        locations = self._location_index.locate(keys)
+        unknown = [position for position, each in enumerate(locations) if each is UNKNOWN] if self._mover else []
+        if unknown:  # a shared tier is announced by the node that wrote to it only: the owner answers for it
+            places, nbytes = find_below(self._mover, keys[unknown])
+            here = (self._node_id,)
+            for position, place, length in zip(unknown, places.tolist(), nbytes.tolist(), strict=True):
+                if place != Place.NOWHERE:
+                    locations[position] = Location(here, here, length)
+        return Reply(located(locations))
+
+    def _announce(self, request: messages.Announce, session: NodeSession) -> Reply:
+        added, nbytes = keys_in(request.added), numbers_in(request.nbytes, "<u4")
+        if len(nbytes) != len(added):
+            raise UsageError(f"field 'nbytes': {len(nbytes)} lengths for {len(added)} keys")
+        below = codec.unpack_bits(request.below_memory, len(added)) if request.below_memory else None
+        self._location_index.remove(request.node_id, keys_in(request.removed))
+        self._location_index.add(request.node_id, added, nbytes, below)
+        return Reply(messages.Done())
+
+    def _why(self, request: messages.Why, session: NodeSession) -> Reply:
+        keys, now_s = keys_in(request.keys), time.monotonic()
+        parts: list[tuple[Any, ...]] = []
+        policies: list[str] = []
+        for first in range(0, len(keys), LOCKED_KEYS):
+            with self._lock:
+                here, lengths, departures = self._store.history(keys[first : first + LOCKED_KEYS], now_s=now_s)
+            parts.append((np.where(here, Place.DRAM, Place.NOWHERE), lengths, *departures[:3]))
+            policies += departures.policies
+        columns = [np.concatenate(column) for column in zip(*parts, strict=True)] or [np.empty(0)] * 5
+        places, nbytes, reasons, tiers, when_s = columns
+        absent = np.flatnonzero(places == Place.NOWHERE)
+        places[absent], nbytes[absent] = find_below(self._mover, keys[absent])
+        names, since_s = tuple(dict.fromkeys(policies)), self._store.eviction_log.since_s
+        return Reply(
+            messages.Histories(
+                places.astype("u1").tobytes(),
+                nbytes.astype("<u4").tobytes(),
+                reasons.astype("u1").tobytes(),
+                tiers.astype("u1").tobytes(),
+                np.maximum(now_s - when_s, 0.0).astype("<f4").tobytes(),
+                bytes(map({name: number for number, name in enumerate(names)}.__getitem__, policies)),
+                bytes(bool(each.holders) for each in self._location_index.locate(keys)),
+                names,
+                None if since_s is None else now_s - since_s,
+            )
+        )

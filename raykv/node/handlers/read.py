@@ -1,0 +1,133 @@
+"""Requests that read chunks: Read, Pin, Unpin, Promote, Suspect."""
+
+import threading
+import time
+from collections import Counter
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from raykv.node.announcer import Announcer
+from raykv.node.handlers.fields import LOCKED_KEYS, keys_in, numbers_in
+from raykv.node.location_index import LocationIndex, located
+from raykv.node.sessions import HandlerTable, NodeSession
+from raykv.protocol import messages
+from raykv.storage.store import Pinned, Store
+from raykv.tier.mover import TierMover
+from raykv.transport.base import Reply
+from raykv.types import KeyArray, Rows
+
+PROMOTE_TIMEOUT_S: Final = 4.0
+"""The longest time that one request waits for chunks below memory."""
+PROMOTED_KEYS: Final = 64
+"""Keys promoted at once: what arrived is pinned before the next ones need room."""
+
+
+class ReadHandler:
+    """Pins chunks, sends their bytes from the arena, and unpins them when the bytes have left."""
+
+    def __init__(
+        self, store: Store, lock: threading.Lock, mover: TierMover, location_index: LocationIndex, announcer: Announcer
+    ) -> None:
+        self._store, self._lock, self._mover = store, lock, mover
+        self._location_index, self._announcer = location_index, announcer
+        self.table: HandlerTable = {
+            messages.Read: self._read,
+            messages.Pin: self._pin,
+            messages.Unpin: self._unpin,
+            messages.Promote: self._promote,
+            messages.Suspect: self._suspect,
+        }
+
+    def _read(self, request: messages.Read, session: NodeSession) -> Reply:
+        keys = keys_in(request.keys)
+        pinned = self._pin_all(keys)
+        answer = messages.Reading(pinned.nbytes.tobytes(), pinned.checksums.tobytes())
+        absent = pinned.rows < 0
+        if request.locate and absent.any():
+            elsewhere = located(self._location_index.locate(keys[absent]))
+            answer.choices, answer.places = elsewhere.choices, elsewhere.places
+
+        def finish(complete: bool) -> None:
+            self._end_pins(pinned.rows)
+
+        outgoing = neighbours(self._store.arena.view, pinned.offsets, pinned.nbytes)
+        return Reply(answer, outgoing=outgoing, finish=finish)
+
+    def _pin(self, request: messages.Pin, session: NodeSession) -> Reply:
+        pinned = self._pin_all(keys_in(request.keys))
+        with self._lock:
+            session.pins.update(pinned.rows[pinned.rows >= 0].tolist())
+        return Reply(messages.Held(*(column.tobytes() for column in pinned)))
+
+    def _unpin(self, request: messages.Unpin, session: NodeSession) -> Reply:
+        rows = numbers_in(request.rows, "<i4")
+        rows = rows[rows >= 0]
+        counts = Counter(rows.tolist())
+        session.require_pinned(counts)
+        with self._lock:
+            self._store.unpin(rows)
+            session.pins -= counts
+        return Reply(messages.Done())
+
+    def _promote(self, request: messages.Promote, session: NodeSession) -> Reply:
+        until_s = time.monotonic() + min(request.timeout_s, PROMOTE_TIMEOUT_S) if request.timeout_s > 0 else 0.0
+        return Reply(messages.Count(self._mover.promote(keys_in(request.keys), until_s=until_s)))
+
+    def _suspect(self, request: messages.Suspect, session: NodeSession) -> Reply:
+        keys = keys_in(request.keys)
+        with self._lock:
+            pinned = self._store.pin(keys, now_s=time.monotonic(), touch=False)
+        try:
+            corrupt = self._store.corrupt(pinned)  # hashes every byte, without the lock
+            with self._lock:
+                count = self._store.drop_corrupt(corrupt, now_s=time.monotonic())
+        finally:
+            self._end_pins(pinned.rows)
+        self._announcer.announce(keys)
+        return Reply(messages.Count(count))
+
+    def _pin_all(self, keys: KeyArray) -> Pinned:
+        """Pin chunks; those below memory are promoted first. Row -1 and zeros for chunks that are nowhere."""
+        count = len(keys)
+        pinned = Pinned(
+            np.full(count, -1, np.int32), np.zeros(count, "<u8"), np.zeros(count, "<u4"), np.zeros(count, "<u8")
+        )
+        try:
+            for first in range(0, count, LOCKED_KEYS):
+                self._pin_some(keys, np.arange(first, min(first + LOCKED_KEYS, count)), pinned)
+            absent = np.flatnonzero(pinned.rows < 0) if self._mover else np.empty(0, np.intp)
+            until_s = time.monotonic() + PROMOTE_TIMEOUT_S
+            for first in range(0, len(absent), PROMOTED_KEYS):
+                some = absent[first : first + PROMOTED_KEYS]
+                self._mover.promote(keys[some], until_s=until_s)
+                self._pin_some(keys, some, pinned)
+        except BaseException:
+            self._end_pins(pinned.rows)
+            raise
+        return pinned
+
+    def _pin_some(self, keys: KeyArray, positions: npt.NDArray[np.intp], pinned: Pinned) -> None:
+        with self._lock:
+            found = self._store.pin(keys[positions], now_s=time.monotonic())
+        here = found.rows >= 0
+        some = positions[here]
+        pinned.rows[some], pinned.offsets[some] = found.rows[here], found.offsets[here]
+        pinned.nbytes[some], pinned.checksums[some] = found.nbytes[here], found.checksums[here]
+
+    def _end_pins(self, rows: Rows) -> None:
+        with self._lock:
+            self._store.unpin(rows)
+
+
+def neighbours(view: memoryview, offsets: npt.NDArray[np.uint64], nbytes: npt.NDArray[np.uint32]) -> list[memoryview]:
+    """The chunks at these offsets, in order; chunks that lie one behind the other become one view. Length 0: left out."""
+    here = nbytes > 0
+    starts = offsets[here].astype(np.int64)
+    if not len(starts):
+        return []
+    ends = starts + nbytes[here]
+    gaps = np.flatnonzero(starts[1:] != ends[:-1]) + 1
+    first, last = np.append(0, gaps), np.append(gaps, len(starts)) - 1
+    return [view[start:end] for start, end in zip(starts[first].tolist(), ends[last].tolist(), strict=True)]

@@ -1,0 +1,207 @@
+"""Requests that store and drop chunks: Lend, Commit, GiveBack, Write, Delete, Hint."""
+
+import threading
+import time
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from raykv.errors import RayKVError, UsageError
+from raykv.memory.copying import checksums_of
+from raykv.node.announcer import Announcer
+from raykv.node.handlers.fields import keys_in, numbers_in, parent_in
+from raykv.node.reclaimer import Reclaimer
+from raykv.node.sessions import HandlerTable, NodeSession
+from raykv.protocol import codec, messages
+from raykv.protocol.hints import require_hints
+from raykv.protocol.messages import MAX_KEYS
+from raykv.storage.batches import Written
+from raykv.storage.store import Store
+from raykv.tier.mover import TierMover
+from raykv.transport.base import ChunkRun, Reply, Targets
+from raykv.types import Batch, Bits, Hints, Rows
+
+RECEIVED_NBYTES: Final = 1 << 20
+"""Small chunks are received and hashed together, about this many bytes at once."""
+
+
+class WriteHandler:
+    """Lends slots to writers, and enters the chunks that they have written into the store."""
+
+    def __init__(
+        self, store: Store, lock: threading.Lock, mover: TierMover, announcer: Announcer, reclaimer: Reclaimer
+    ) -> None:
+        self._store, self._lock, self._mover = store, lock, mover
+        self._announcer, self._reclaimer = announcer, reclaimer
+        self.table: HandlerTable = {
+            messages.Lend: self._lend,
+            messages.Commit: self._commit,
+            messages.GiveBack: self._give_back,
+            messages.Write: self._write,
+            messages.Delete: self._delete,
+            messages.Hint: self._hint,
+        }
+
+    def _lend(self, request: messages.Lend, session: NodeSession) -> Reply:
+        _require_count("count", request.count)
+        _require_count("ahead", request.ahead)
+        parent = parent_in(request.parent)
+        protect = [keys_in(request.keys), *(() if parent is None else (parent,))]
+        with self._lock:
+            slots = self._store.lend(
+                self._store.groups.number(request.group),
+                request.nbytes,
+                request.count,
+                ahead=request.ahead,
+                protect=protect,
+                now_s=time.monotonic(),
+            )
+            session.lent.update(slots.rows.tolist())
+        self._reclaimer.wake_if_due()
+        return Reply(messages.Lent(slots.rows.tobytes(), slots.offsets.tobytes()))
+
+    def _commit(self, request: messages.Commit, session: NodeSession) -> Reply:
+        with self._lock:
+            group = self._store.groups.number(request.group)
+        committed = []
+        for run in request.runs:
+            try:
+                committed.append(self._commit_run(group, run, session))
+            except RayKVError as error:
+                committed.append(messages.CommittedRun(problem=codec.failure(error).text))
+        self._announcer.wake()
+        self._reclaimer.wake_if_due()
+        return Reply(messages.Committed(tuple(committed)))
+
+    def _commit_run(self, group: int, run: messages.Run, session: NodeSession) -> messages.CommittedRun:
+        _require_count("ahead", run.ahead)
+        batch, rows = _batch_in(run), numbers_in(run.rows, "<i4")
+        positions = numbers_in(run.positions, "<i4") if run.positions else np.arange(len(batch.keys), dtype=np.int32)
+        written = Written(positions, rows, numbers_in(run.checksums, "<u8"))
+        session.require_lent(rows)
+        answer, now_s = messages.CommittedRun(), time.monotonic()
+        with self._lock:
+            used = self._store.commit(group, batch, written, now_s=now_s)
+            session.lent.difference_update(rows[used].tolist())
+            if run.ahead:
+                slots = self._store.lend(group, run.nbytes, 0, ahead=run.ahead, now_s=now_s)
+                session.lent.update(slots.rows.tolist())
+                answer.rows, answer.offsets = slots.rows.tobytes(), slots.offsets.tobytes()
+        if not used.all():
+            answer.unused = np.flatnonzero(~used).astype("<i4").tobytes()
+        return answer
+
+    def _give_back(self, request: messages.GiveBack, session: NodeSession) -> Reply:
+        rows = numbers_in(request.rows, "<i4")
+        session.require_lent(rows)
+        self._return_slots(rows, session)
+        return Reply(messages.Done())
+
+    def _write(self, request: messages.Write, session: NodeSession) -> Reply:
+        """Lend slots to the session, receive chunks into them, commit those that arrived whole, return the others."""
+        batch, now_s = _batch_in(request), time.monotonic()
+        protect = [batch.keys, *(() if batch.parent is None else (batch.parent,))]
+        with self._lock:
+            group = self._store.groups.number(request.group)
+            missing = self._store.missing(batch.keys, now_s=now_s)
+            slots = self._store.lend(group, request.nbytes, len(missing), protect=protect, now_s=now_s)
+            session.lent.update(slots.rows.tolist())
+        positions = missing[: len(slots.rows)]
+        incoming = _Incoming(self._store.arena.view, slots.offsets.tolist(), request.nbytes)
+
+        def finish(complete: bool) -> messages.Answer:
+            checksums, intact = incoming.checked(complete)
+            try:
+                count = self._commit_received(
+                    group, batch, Written(positions[intact], slots.rows[intact], checksums[intact]), session
+                )
+            except RayKVError as error:
+                return codec.failure(error)
+            finally:
+                self._return_slots(np.array([row for row in slots.rows.tolist() if row in session.lent]), session)
+            return messages.Count(count)
+
+        accepted = messages.Accepted(positions.astype("<i4").tobytes(), len(missing) - len(positions))
+        return Reply(accepted, incoming=incoming.targets(), finish=finish)
+
+    def _commit_received(self, group: int, batch: Batch, written: Written, session: NodeSession) -> int:
+        with self._lock:
+            used = self._store.commit(group, batch, written, now_s=time.monotonic())
+            session.lent.difference_update(written.rows[used].tolist())
+        self._announcer.wake()
+        self._reclaimer.wake_if_due()
+        return int(used.sum())
+
+    def _return_slots(self, rows: Rows, session: NodeSession) -> None:
+        with self._lock:
+            self._store.give_back(rows.astype(np.int32))
+            session.lent.difference_update(rows.tolist())
+
+    def _delete(self, request: messages.Delete, session: NodeSession) -> Reply:
+        keys = keys_in(request.keys)
+        with self._mover.barring(keys):
+            below = self._mover.delete(keys)
+            with self._lock:
+                count = self._store.delete(keys, now_s=time.monotonic())
+                self._mover.give_up(keys)
+        self._announcer.wake()
+        return Reply(messages.Count(max(count, below)))
+
+    def _hint(self, request: messages.Hint, session: NodeSession) -> Reply:
+        keys = keys_in(request.keys)
+        with self._lock:
+            count = self._store.hint(
+                keys,
+                ttl_s=request.ttl_s,
+                priority=request.priority,
+                ended=request.ended,
+                touch=request.touch,
+                output_tokens=request.output_tokens,
+                now_s=time.monotonic(),
+            )
+        if request.ttl_s is not None:
+            self._mover.drop_outdated(keys)
+        return Reply(messages.Count(count))
+
+
+class _Incoming:
+    """Chunks of one size on their way into slots, and their checksums behind them. Each is hashed as it arrives."""
+
+    def __init__(self, view: memoryview, starts: list[int], nbytes: int) -> None:
+        self._expected = bytearray(8 * len(starts))
+        step = max(1, RECEIVED_NBYTES // nbytes)
+        self._runs = [
+            ChunkRun([[view[start : start + nbytes]] for start in some], [nbytes] * len(some))
+            for some in (starts[first : first + step] for first in range(0, len(starts), step))
+        ]
+
+    def targets(self) -> Targets:
+        """Where the payload goes."""
+        return [*self._runs, (memoryview(self._expected),)]
+
+    def checked(self, complete: bool) -> tuple[npt.NDArray[np.uint64], Bits]:
+        """Checksums of the chunks, and which chunks are what was sent; none are when the payload is not complete."""
+        expected = np.frombuffer(self._expected, "<u8")
+        if not complete:
+            return expected, np.zeros(len(expected), np.bool_)
+        found = b"".join(run.checksums + checksums_of(run.chunks[len(run.checksums) // 8 :]) for run in self._runs)
+        checksums = np.frombuffer(found, "<u8")
+        return checksums, checksums == expected
+
+
+def _batch_in(request: messages.Run | messages.Write) -> Batch:
+    require_hints(request.ttl_s, request.priority)
+    return Batch(
+        keys_in(request.keys),
+        request.nbytes,
+        parent=parent_in(request.parent),
+        depth=request.depth,
+        chained=request.chained,
+        hints=Hints(request.ttl_s, request.priority),
+    )
+
+
+def _require_count(field: str, count: int) -> None:
+    if not 0 <= count <= MAX_KEYS:
+        raise UsageError(f"field '{field}': {count:,} slots in one request; at most {MAX_KEYS:,}")

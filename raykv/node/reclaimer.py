@@ -1,0 +1,68 @@
+"""The reclaimer: work that writers would otherwise wait for."""
+
+import threading
+import time
+from typing import Final
+
+from raykv.config import NodeConfig
+from raykv.memory.host import has_to_spare
+from raykv.node.announcer import Announcer
+from raykv.storage.store import Store
+from raykv.tier.mover import TierMover
+
+QUIET_S: Final = 0.1
+"""After this long without a write, memory is populated further ahead."""
+
+
+class Reclaimer:
+    """Demotes, evicts, expires, and populates memory ahead of need, on a thread of its own. Long parts need no lock."""
+
+    def __init__(
+        self,
+        config: NodeConfig,
+        store: Store,
+        lock: threading.Lock,
+        mover: TierMover,
+        announcer: Announcer,
+        due: threading.Event,
+    ) -> None:
+        """Args: due: Set when there is work."""
+        self._config, self._store, self._lock, self._mover = config, store, lock, mover
+        self._announcer, self._due = announcer, due
+        self._written = store.written
+        self._written_s = self._expired_s = time.monotonic()
+
+    def wake_if_due(self) -> None:
+        """Wake the thread if there is work. Cheap: called after every write."""
+        store = self._store
+        if not self._due.is_set() and (store.needs_eviction or self._mover.due or store.populator.due):
+            self._due.set()
+
+    def run(self, stopping: threading.Event) -> None:
+        """The thread: work until `stopping`."""
+        while not stopping.is_set():
+            while self._step() and not stopping.is_set():
+                pass
+            self._due.wait(self._config.heartbeat_s if self._quiet() else QUIET_S)
+            self._due.clear()
+
+    def _quiet(self) -> bool:
+        if self._store.written != self._written:
+            self._written, self._written_s = self._store.written, time.monotonic()
+        return time.monotonic() - self._written_s >= QUIET_S
+
+    def _step(self) -> bool:
+        """Do some of everything. Returns whether there is more to do."""
+        store, quiet = self._store, self._quiet()
+        if time.monotonic() >= self._expired_s + self._config.heartbeat_s:
+            self._expired_s = time.monotonic()
+            if store.expire(self._lock, now_s=self._expired_s):
+                self._announcer.wake()
+        self._mover.demote()
+        with self._lock:
+            # While a tier writes chunks down, these go first; without waiting, others would be evicted in their place.
+            wait = self._mover.writing and not store.evictor.nearly_full
+            more = not wait and store.evict_ahead(now_s=time.monotonic())
+        all_of_it = quiet and not self._due.is_set() and has_to_spare(store.config.shm_dir)
+        more = store.populator.step(self._lock, quiet=all_of_it) or more
+        return more or store.table.use_huge_pages()

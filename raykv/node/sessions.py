@@ -1,0 +1,65 @@
+"""The leases of one connection to a node."""
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from raykv.errors import UsageError
+from raykv.protocol.messages import Message
+from raykv.storage.store import Store
+from raykv.transport.base import Reply
+from raykv.types import Rows
+
+HandlerTable: TypeAlias = dict[type[Message], Callable[[Any, "NodeSession"], Reply]]
+"""By the type of a request, the method that serves it."""
+
+
+class NodeSession:
+    """One connection: the slots lent to it, and its pins. Changed under the node's lock.
+
+    Attributes:
+        local: Whether the other end is a process of the same user on this host.
+        lent: Rows of the slots lent to it.
+        pins: How often it pinned each row.
+    """
+
+    def __init__(self, store: Store, lock: threading.Lock, stopping: threading.Event, *, local: bool) -> None:
+        self._store, self._lock, self._stopping = store, lock, stopping
+        self.local = local
+        self.lent: set[int] = set()
+        self.pins: Counter[int] = Counter()
+
+    def require_lent(self, rows: Rows) -> None:
+        """Refuse rows that are not lent to this connection, or that are named twice.
+
+        Raises:
+            UsageError: Says so.
+        """
+        numbers = rows.tolist()
+        if not self.lent.issuperset(numbers) or len(set(numbers)) != len(numbers):
+            raise UsageError(
+                "rows that are not lent to this connection, or named twice (slots go back when their connection ends)"
+            )
+
+    def require_pinned(self, rows: Counter[int]) -> None:
+        """Refuse rows that this connection has not pinned as often.
+
+        Raises:
+            UsageError: Says so.
+        """
+        if rows - self.pins:
+            raise UsageError("rows that are not pinned by this connection")
+
+    def close(self) -> None:
+        """End all leases. The peer may not know yet that it was cut off, and still write: its slots are quarantined."""
+        if self._stopping.is_set():
+            return  # the memory is about to be closed; the next process finds out what is lent
+        with self._lock:
+            self._store.quarantine(np.array(sorted(self.lent), np.int32), now_s=time.monotonic())
+            self._store.unpin(np.array(list(self.pins.elements()), np.int32))
+            self.lent.clear()
+            self.pins.clear()

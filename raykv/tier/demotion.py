@@ -1,0 +1,164 @@
+"""Chunks on their way down: written to the tiers before memory evicts them.
+
+So eviction writes nothing, and no writer waits for a disk to get room in memory.
+"""
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Final
+
+import numpy as np
+
+from raykv.eviction.base import live_parents
+from raykv.memory.slots import slot_nbytes
+from raykv.protocol.reasons import Reason
+from raykv.storage.store import Pinned, Store
+from raykv.tier.admission import Admission
+from raykv.tier.base import Chunk, Tier, Written
+from raykv.tier.segments.format import raw_keys
+from raykv.types import KeyArray, Rows
+
+AHEAD_SHARE: Final = 0.125
+"""The chunks that eviction would take to free this share of the arena are written ahead. A burst of writers may take
+this much at once before a disk has to keep up."""
+NEW_SHARE: Final = 32
+"""Demotion is due again when one chunk in 32 is new."""
+STEP_CHUNKS: Final = 1024
+"""Chunks that are handed to a tier at once."""
+
+
+class Demotion:
+    """See the module. Thread-safe.
+
+    Attributes:
+        demoted: Chunks that a tier wrote.
+    """
+
+    def __init__(self, store: Store, lock: threading.Lock, tiers: Sequence[Tier], changed: Callable[[], None]) -> None:
+        self._store, self._lock, self._tiers, self._changed = store, lock, tiers, changed
+        now_s = time.monotonic()
+        self._admissions = [Admission(tier.write_nbytes_per_day, now_s=now_s) for tier in tiers]
+        self._writing = 0  # chunks
+        self._barred: Counter[int | bytes] = Counter()  # quota groups and keys that are being deleted right now
+        self._committed = 0  # by the store, at the last `demote`
+        self.demoted = 0
+
+    @property
+    def due(self) -> bool:
+        """Whether enough was stored since the last `demote` that the next one should not wait. Cheap."""
+        store = self._store
+        return bool(self._tiers) and store.counters.committed - self._committed > store.chunks // NEW_SHARE
+
+    @property
+    def writing(self) -> bool:
+        """Whether a tier is writing chunks."""
+        return self._writing > 0
+
+    def demote(self) -> None:
+        """Hand the tiers the chunks that memory would evict next. Call it often, before evictions."""
+        self._committed = self._store.counters.committed
+        for tier, admission in zip(self._tiers, self._admissions, strict=True):
+            self._demote_to(tier, admission)
+
+    def _demote_to(self, tier: Tier, admission: Admission) -> None:
+        now_s, store, columns = time.monotonic(), self._store, self._store.table.columns
+        with self._lock:
+            now = store.table.ticks(now_s)
+            rows = store.evictor.upcoming(AHEAD_SHARE, now)
+            rows = rows[store.evictor.evictable(rows)]
+            may, priority = store.row_hints.below(rows, now)
+            rows, priority = rows[may], None if priority is None else priority[may]
+            keys = np.stack([columns.key_hi[rows], columns.key_lo[rows]], axis=1)
+            parents = live_parents(columns, rows)
+            parent_reads = np.where(parents >= 0, columns.frequency[parents], 0).astype(np.int64)
+            sizes = store.allocator.slot_sizes(rows)
+            # A chunk that was evicted once, and was stored again since, was asked for twice.
+            evicted_before = store.eviction_log.find(keys).reasons == Reason.EVICTED
+            reads = columns.frequency[rows].astype(np.int64) + evicted_before
+        missing = ~tier.has(keys)
+        missing[missing] = admission.admit(
+            reads[missing],
+            parent_reads[missing],
+            sizes[missing],
+            now_s=now_s,
+            priority=None if priority is None else priority[missing],
+        )
+        chosen = np.flatnonzero(missing)
+        for first in range(0, len(chosen), STEP_CHUNKS):
+            some = chosen[first : first + STEP_CHUNKS]
+            chunks, taken = self.write(tier, rows[some], keys[some])
+            if taken < len(chunks):  # the tier has enough to do
+                taken_nbytes = sum(slot_nbytes(chunk.nbytes) for chunk in chunks[:taken])
+                admission.spend(taken_nbytes - int(sizes[chosen[first:]].sum()), now_s=now_s)
+                return
+
+    def write(self, tier: Tier, rows: Rows, keys: KeyArray) -> tuple[list[Chunk], int]:
+        """Hand a tier those of the chunks that may still be evicted. Returns these, and how many the tier took."""
+        chunks, pinned = self._pin(rows, keys)
+        taken = tier.write(chunks, self._written(pinned.rows)) if chunks else 0
+        self._unpin(pinned.rows[taken:])
+        return chunks, taken
+
+    def _pin(self, rows: Rows, keys: KeyArray) -> tuple[list[Chunk], Pinned]:
+        store, columns, now_s = self._store, self._store.table.columns, time.monotonic()
+        with self._lock:
+            wanted = store.evictor.evictable(rows)
+            if self._barred:
+                wanted &= [key not in self._barred for key in raw_keys(keys)]
+                wanted &= [group not in self._barred for group in columns.group[rows].tolist()]
+            pinned = store.pin(keys[wanted], now_s=now_s, touch=False)
+            here = pinned.rows >= 0
+            pinned = Pinned(*(part[here] for part in pinned))
+            rows = pinned.rows
+            self._writing += len(rows)
+            parents = live_parents(columns, rows)
+            fields = zip(
+                map(store.key_of, rows.tolist()),
+                pinned.offsets.tolist(),
+                pinned.nbytes.tolist(),
+                pinned.checksums.tolist(),
+                columns.group[rows].tolist(),
+                columns.depth[rows].tolist(),
+                [store.key_of(parent) if parent >= 0 else b"" for parent in parents.tolist()],
+                columns.frequency[rows].tolist(),
+                [self._wall_s(expires, now_s) for expires in columns.expires[rows].tolist()],
+                strict=True,
+            )
+            return [Chunk(*each) for each in fields], pinned
+
+    def _wall_s(self, ticks: int, now_s: float) -> float:
+        """An expiry of the table in seconds since 1970; 0 for never."""
+        return time.time() + self._store.table.seconds(ticks) - now_s if ticks else 0.0
+
+    def _written(self, rows: Rows) -> Written:
+        def done(chunks: Sequence[Chunk], written: Sequence[bool]) -> None:
+            self._unpin(rows[: len(chunks)])
+            self.demoted += sum(written)
+            self._changed()
+
+        return done
+
+    def _unpin(self, rows: Rows) -> None:
+        with self._lock:
+            self._store.unpin(rows)
+            self._writing -= len(rows)
+
+    @contextmanager
+    def barring(self, keys: KeyArray | None = None, *, group: int | None = None) -> Iterator[None]:
+        """Hand out none of these keys, or of this quota group, meanwhile.
+
+        Chunks are deleted in the tiers first and then in memory, which might write them again in between.
+        """
+        barred: list[int | bytes] = [] if keys is None or not self._tiers else [*raw_keys(keys)]
+        barred += [] if group is None or not self._tiers else [group]
+        with self._lock:
+            self._barred.update(barred)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._barred.subtract(barred)
+                self._barred = +self._barred

@@ -1,0 +1,284 @@
+"""The files of a pack directory: their names, what they hold, and how one is published.
+
+Methods wait for the file system. `Folder.longest_s` returns the age of the oldest operation under way.
+"""
+
+import errno
+import fcntl
+import os
+import re
+import secrets
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final, Literal, NamedTuple, cast
+
+import numpy as np
+
+from raykv.tier.segments.format import (
+    BLOCK_NBYTES,
+    DELETED,
+    DROPPED,
+    ENTRY,
+    HEAD,
+    SUMMARY,
+    Record,
+    claimed_blocks,
+    encode,
+    key_array,
+    read_segment,
+)
+from raykv.tier.segments.volume import aligned, make_directory, transfer, write_all
+
+Kind = Literal["part", "pack", "tombs"]
+VANISHED: Final = frozenset({errno.ENOENT, errno.ESTALE})
+"""Errors of a file that another node has removed."""
+PROBE_NBYTES: Final = 64 << 10
+WRITE: Final = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
+_NAME: Final = re.compile(r"(\d{19})-(.{1,180})-([0-9a-f]{8})\.(part|pack|tombs)")
+
+
+class Name(NamedTuple):
+    """A file's name.
+
+    Attributes:
+        sequence: Nanoseconds since 1970 when the file was begun. Of two files that name a key the later one counts.
+        writer, token: The node, and the process of it, that wrote the file.
+    """
+
+    sequence: int
+    writer: str
+    token: str
+    kind: Kind
+
+    @property
+    def stem(self) -> str:
+        """The part of the name that does not change when a part becomes a pack."""
+        return f"{self.sequence:019}-{self.writer}-{self.token}"
+
+    def __str__(self) -> str:
+        return f"{self.stem}.{self.kind}"
+
+
+class Folder:
+    """One directory, as one process of a node sees it. Thread-safe.
+
+    Attributes:
+        writer, token: Of the names of this process's own files.
+    """
+
+    def __init__(self, root: Path, writer: str) -> None:
+        """Touches nothing yet.
+
+        Args:
+            root: The files lie in the directory "raykv" there.
+            writer: Name of the node.
+        """
+        self.root, self.path = root, root / "raykv"
+        self.writer, self.token = writer, secrets.token_hex(4)
+        self._made = False
+        self._since: dict[int, float] = {}
+
+    def longest_s(self) -> float:
+        """Age of the oldest operation under way; 0 without one."""
+        now_s = time.monotonic()
+        return max((now_s - since_s for since_s in list(self._since.values())), default=0.0)
+
+    @contextmanager
+    def operation(self) -> Iterator[None]:
+        """An operation of the calling thread, for `longest_s`."""
+        self._since[threading.get_ident()] = time.monotonic()
+        try:
+            yield
+        finally:
+            del self._since[threading.get_ident()]
+
+    def prepare(self) -> None:
+        """Make the directory. Its root is made once only: if it vanishes later, nothing is mounted there."""
+        with self.operation():
+            if not self._made:
+                make_directory(self.path)
+            self.path.mkdir(mode=0o700, exist_ok=True)
+            self._made = True
+
+    def probe(self, sequence: int) -> None:
+        """Fail as a write would fail."""
+        with self.operation():
+            path = self.path / str(self.name(sequence, "part"))
+            fd = os.open(path, WRITE | os.O_CREAT | os.O_EXCL, 0o600)
+            try:
+                write_all(fd, [memoryview(bytes(PROBE_NBYTES))], 0)
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+                path.unlink()
+
+    def name(self, sequence: int, kind: Kind) -> Name:
+        """Name of a file of this process."""
+        return Name(sequence, self.writer, self.token, kind)
+
+    def names(self) -> list[Name]:
+        """All files that are there."""
+        with self.operation(), os.scandir(self.path) as entries:
+            matches = [match for entry in entries if (match := _NAME.fullmatch(entry.name))]
+        return [Name(int(match[1]), match[2], match[3], cast(Kind, match[4])) for match in matches]
+
+    def stat(self, name: Name) -> os.stat_result | None:
+        """Status of a file; None if it is gone. A part may have become a pack meanwhile."""
+        with self.operation():
+            for kind in (name.kind, "pack"):
+                try:
+                    return os.stat(self.path / f"{name.stem}.{kind}")
+                except OSError as error:
+                    if error.errno not in VANISHED:
+                        raise
+        return None
+
+    def remove(self, name: Name) -> None:
+        """Remove a file, if it is there."""
+        with self.operation():
+            try:
+                os.unlink(self.path / str(name))
+            except OSError as error:
+                if error.errno not in VANISHED:
+                    raise
+
+    def touch(self, name: Name) -> None:
+        """Mark a pack as used now, by the file system's clock."""
+        with self.operation():
+            os.utime(self.path / str(name))
+
+    def read(self, name: Name, offset: int, buffers: Sequence[memoryview]) -> int:
+        """Fill buffers one after another. Returns the number of bytes, less at the file's end."""
+        with self.operation():
+            try:
+                fd = os.open(self.path / str(name), os.O_RDONLY | os.O_CLOEXEC)
+            except FileNotFoundError:
+                if name.kind != "part":
+                    raise
+                fd = os.open(self.path / f"{name.stem}.pack", os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                return transfer(os.preadv, fd, buffers, offset)
+            finally:
+                os.close(fd)
+
+    def record_of(self, name: Name) -> tuple[Record | None, int]:
+        """The whole records of a file, as one; and the space in bytes that it takes, by its content."""
+        with self.operation():
+            fd = os.open(self.path / str(name), os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                nbytes = os.fstat(fd).st_size
+                found = _records(fd, nbytes)
+            finally:
+                os.close(fd)
+        if found is None:
+            return None, nbytes
+        return found[0], (found[0].next_block + found[0].blocks()) * BLOCK_NBYTES
+
+    def write_tombstones(self, name: Name, keys: Sequence[bytes], texts: Sequence[bytes]) -> int:
+        """Write and publish a tombstone file, which is one summary. Returns its length.
+
+        A failed attempt may have left its part, which could not be removed either.
+        """
+        deleted, dropped = np.zeros(len(keys), DELETED), np.zeros(len(texts), DROPPED)
+        deleted["key"], dropped["group"] = key_array(keys), np.arange(len(texts))
+        entries = np.zeros(0, ENTRY)
+        record = Record(SUMMARY, name.sequence, 1, 0, 0, 0, tuple(texts), entries, deleted, dropped)
+        record = record._replace(segment_blocks=record.blocks())
+        part, buffer = name._replace(kind="part"), aligned(record.blocks() * BLOCK_NBYTES)
+        with self.operation():
+            fd = os.open(self.path / str(part), WRITE | os.O_CREAT | os.O_TRUNC, 0o600)
+            try:
+                nbytes = write_all(fd, [buffer[: encode(record, buffer)]], 0)
+                self.publish(fd, part, "tombs")
+            except OSError:
+                self.discard(part)
+                raise
+            finally:
+                os.close(fd)
+        return nbytes
+
+    def discard(self, name: Name) -> None:
+        """Remove a useless file, if possible."""
+        try:
+            os.unlink(self.path / str(name))
+        except OSError:
+            pass
+
+    def take_over(self, name: Name) -> None:
+        """Seal a part that an earlier process of this node left, if it has chunks; else remove it.
+
+        If that process still lives, and the file system has no locks to show it, it finds its part sealed.
+        """
+        with self.operation():
+            fd = os.open(self.path / str(name), WRITE)
+            try:
+                if not lock(fd):
+                    return
+                found = _records(fd, os.fstat(fd).st_size)
+                if found is None or not len(found[0].entries):
+                    os.unlink(self.path / str(name))
+                    return
+                record, sealed = found
+                if not sealed:
+                    os.ftruncate(fd, record.segment_blocks * BLOCK_NBYTES)
+                    write_summary(fd, record)
+                self.publish(fd, name, "pack")
+            finally:
+                os.close(fd)
+
+    def publish(self, fd: int, name: Name, kind: Kind) -> None:
+        """Give a part its final name, once it survives a power cut. So no reader ever sees half a pack."""
+        os.fsync(fd)
+        final = self.path / f"{name.stem}.{kind}"
+        try:
+            os.rename(self.path / str(name), final)
+        except FileNotFoundError:
+            if not final.exists():  # else it was published before
+                raise
+        directory = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(directory)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # a file system that cannot
+                raise
+        finally:
+            os.close(directory)
+
+
+def _records(fd: int, nbytes: int) -> tuple[Record, bool] | None:
+    """`read_segment` of a file, whole or cut short."""
+
+    def read(offset: int, size: int) -> memoryview:
+        buffer = memoryview(bytearray(min(size, max(0, nbytes - offset))))
+        return buffer[: transfer(os.preadv, fd, [buffer], offset)]
+
+    blocks = nbytes // BLOCK_NBYTES
+    if not blocks:
+        return None
+    found = read_segment(read, segment_blocks=blocks, blocks_there=blocks)
+    first = read(0, BLOCK_NBYTES)
+    if found is None and claimed_blocks(first):  # it was longer once
+        once = int(np.frombuffer(first, HEAD, 1)[0]["segment_blocks"])
+        found = read_segment(read, segment_blocks=once, blocks_there=blocks) if once > blocks else None
+    return found
+
+
+def write_summary(fd: int, record: Record) -> int:
+    """Write a summary to where it belongs. Returns its length."""
+    buffer = aligned(record.blocks() * BLOCK_NBYTES)
+    nbytes = encode(record, buffer)
+    return write_all(fd, [buffer[:nbytes]], record.segment_blocks * BLOCK_NBYTES - nbytes)
+
+
+def lock(fd: int) -> bool:
+    """Lock a file for this process, if the file system has locks. False: another process has it."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass  # no locks here; without them work is wasted, and nothing breaks
+    return True

@@ -1,0 +1,130 @@
+"""The state of a file tier that its threads share: queues, catalog, health. Everything is under one lock."""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Final, Literal
+
+from raykv.config import FileTierConfig
+from raykv.tier.base import Environment
+from raykv.tier.file.catalog import Catalog, Pack
+from raykv.tier.file.folder import VANISHED, Folder
+from raykv.tier.segments.io_threads import Callbacks
+from raykv.tier.segments.requests import COUNTS, Item, Run
+
+log = logging.getLogger(__name__)
+
+RETRY_S: Final = 5.0
+"""After an error the directory is left alone for this time."""
+
+
+class State:
+    """See the module.
+
+    Attributes:
+        lock: Notified when there is something to do.
+        queue, in_flight: Chunks to be written, and those being written.
+        runs, reading: Reads to be done, and the count of chunks in them and in those under way.
+        filling: The pack that this node is writing.
+        readable, writable: Whether the directory can be read and written.
+        complete: All packs of the last scan are known.
+        closed: The tier is being closed.
+    """
+
+    def __init__(self, config: FileTierConfig, environment: Environment) -> None:
+        self.config, self.arena, self.groups = config, environment.arena, environment.groups
+        self.folder = Folder(config.path, environment.node)
+        self.catalog = Catalog(environment.node, rows=config.rows)
+        self.callbacks = Callbacks("raykv-file-callbacks")
+        self.lock = threading.Condition()
+        self.queue: deque[Item] = deque()
+        self.queued_nbytes = 0
+        self.in_flight: list[Item] = []
+        self.runs: deque[Run] = deque()
+        self.reading = 0
+        self.filling: Pack | None = None
+        self.closed = self.readable = self.writable = self.complete = self._slow = False
+        self.reason, self.retry_s, self.next_scan_s = "", 0.0, 0.0
+        self.counts = dict.fromkeys(COUNTS, 0)
+        self.packs_removed = 0
+
+    # -- queues -----------------------------------------------------------------------------------------------------
+
+    def enqueue(self, item: Item) -> None:
+        """Queue a chunk to be written."""
+        self.queue.append(item)
+        self.queued_nbytes += item.chunk.nbytes
+
+    def dequeue(self) -> Item:
+        """Take the first chunk of the queue."""
+        item = self.queue.popleft()
+        self.queued_nbytes -= item.chunk.nbytes
+        return item
+
+    def cancel(self, which: Callable[[Item], bool]) -> list[bytes]:
+        """Cancel some of the chunks that are queued or being written. Returns their keys."""
+        found = [item for item in (*self.queue, *self.in_flight) if which(item)]
+        for item in found:
+            item.cancelled = True
+        return [item.chunk.key for item in found]
+
+    def refuse_writes(self) -> None:
+        """Call queued writes back as not done. Chunks being written go on: the disk may still use their bytes."""
+        while self.queue:
+            self.dequeue().finish(False)
+
+    def refuse_reads(self) -> None:
+        """Call queued reads back as not done."""
+        while self.runs:
+            run = self.runs.popleft()
+            self.reading -= len(run.pieces)
+            run.finish([False] * len(run.pieces))
+
+    # -- health -----------------------------------------------------------------------------------------------------
+
+    def status(self) -> Literal["starting", "on", "slow", "off"]:
+        """The tier's state, as `stats` reports it."""
+        if self.folder.longest_s() > self.config.io_timeout_s and not self.closed:
+            if not self._slow:
+                self._slow = True
+                self.counts["timeouts"] += 1
+                log.warning("%s is slow", self.folder.path)
+            return "slow"
+        self._slow = False
+        if self.readable and self.writable and not self.closed:
+            return "on"
+        return "off" if self.reason or self.closed else "starting"
+
+    def fail(self, error: Exception, *, reading: bool = False) -> None:
+        """Turn off for a while. Takes the lock.
+
+        Args:
+            reading: Not only writes fail.
+        """
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        with self.lock:
+            if reason != self.reason:
+                log.warning("%s: the file tier is off: %s", self.folder.path, reason)
+            self.counts["errors"] += 1
+            self.reason, self.writable = reason, False
+            self.retry_s = time.monotonic() + RETRY_S
+            self.refuse_writes()
+            if reading:
+                self.readable, self.complete, self.next_scan_s = False, False, self.retry_s
+                self.refuse_reads()
+            self.lock.notify_all()
+
+    def count_error(self, action: str, error: OSError) -> None:
+        """An operation failed that the tier can do without. Takes the lock."""
+        if error.errno not in VANISHED:
+            with self.lock:
+                self.counts["errors"] += 1
+            log.debug("%s: %s: %s", self.folder.path, action, error)
+
+    def recover(self) -> None:
+        """The tier is on again, if it can be read and written."""
+        if self.readable and self.writable and self.reason:
+            log.warning("%s: the file tier is on again", self.folder.path)
+            self.reason = ""

@@ -1,0 +1,201 @@
+"""Fills and publishes the packs of one node, and writes its tombstones. See `raykv.tier.file.tier`."""
+
+import logging
+import math
+import time
+from itertools import islice
+from typing import Final
+
+import numpy as np
+
+from raykv.tier.file.catalog import Pack
+from raykv.tier.file.part import Part
+from raykv.tier.file.scanning import Scanner
+from raykv.tier.file.state import State
+from raykv.tier.segments.format import BLOCK_NBYTES, Counts, blocks_of, key_array
+from raykv.tier.segments.requests import Item, entries_of
+
+log = logging.getLogger(__name__)
+
+BATCH_CHUNKS: Final = 256
+BATCH_NBYTES: Final = 32 << 20
+TOMBSTONES_S: Final = 1.0
+TOMBSTONE_KEYS: Final = 1 << 14
+"""Tombstones are written this often at most, and with this number of keys in a file."""
+MERGE_FILES: Final = 32
+"""With more tombstone files of this node, they are merged into one."""
+
+
+class Writer:
+    """See the module. One thread's, except `due_s`."""
+
+    def __init__(self, state: State, scanner: Scanner) -> None:
+        self._state, self._scanner = state, scanner
+        self._blocks = state.config.pack_nbytes // BLOCK_NBYTES
+        self._part: Part | None = None
+        self._sequence = 0
+        self._tombstones_s = 0.0
+
+    def due_s(self) -> float:
+        """When there is something to do; monotonic. Under the lock."""
+        state = self._state
+        if not state.writable:
+            return state.retry_s
+        if state.queue:
+            return 0.0
+        tombstones_s = self._tombstones_s if state.catalog.tombstones.pending else math.inf
+        return min(tombstones_s, self._part.begun_s + state.config.seal_s if self._part else math.inf)
+
+    def step(self) -> None:
+        """Do what is due."""
+        try:
+            self._step()
+        except OSError as error:
+            self._state.fail(error)
+
+    def finish(self) -> None:
+        """The tier is being closed: publish what there is."""
+        try:
+            self._seal()
+            while self._state.catalog.tombstones.pending and self._state.writable:
+                self._write_tombstones()
+        except OSError as error:
+            log.warning("%s: chunks or tombstones were not published: %s", self._state.folder.path, error)
+            if self._part is not None:
+                self._part.close()
+
+    def _step(self) -> None:
+        state, now_s = self._state, time.monotonic()
+        if not state.writable:
+            state.folder.prepare()
+            state.folder.probe(self._next_sequence())
+            self._seal()  # the part that was being filled when it failed
+            with state.lock:
+                state.writable = True
+                state.recover()
+            return
+        if state.catalog.tombstones.pending and now_s >= self._tombstones_s:
+            self._write_tombstones()
+        part, pack = self._part, state.filling
+        lost = part is not None and (part.broken or (pack is not None and pack.removed))
+        if part is not None and (lost or now_s >= part.begun_s + state.config.seal_s):
+            self._seal()
+        with state.lock:
+            items = state.in_flight = self._next_batch()
+        if items and self._part is not None and state.filling is not None:
+            self._write(self._part, state.filling, items)
+        elif state.queue:
+            self._begin()
+
+    # -- chunks -----------------------------------------------------------------------------------------------------
+
+    def _next_batch(self) -> list[Item]:
+        """Take the next batch from the queue. Empty, with chunks left in the queue: a new part is due."""
+        state, part = self._state, self._part
+        items, blocks, texts = dict[bytes, Item](), 0, frozenset[bytes]()
+        ahead = list(islice(state.queue, BATCH_CHUNKS))
+        there = state.catalog.index.find(key_array([item.chunk.key for item in ahead]), now_s=time.time()) >= 0
+        for item, here in zip(ahead, there.tolist(), strict=True):
+            size, key = blocks_of(item.chunk.nbytes), item.chunk.key
+            if here or item.cancelled or size > self._blocks - 4:
+                state.dequeue().finish(here and not item.cancelled)
+                continue
+            if part is None or key in items or (items and (blocks + size) * BLOCK_NBYTES > BATCH_NBYTES):
+                break
+            if state.catalog.tombstones.covers(key, item.text, part.name.sequence):
+                break
+            if not part.fits(Counts(len(items) + 1, texts=texts | {item.text}), blocks=blocks + size):
+                break
+            items[key] = state.dequeue()
+            texts |= {item.text}
+            blocks += size
+        return list(items.values())
+
+    def _write(self, part: Part, pack: Pack, items: list[Item]) -> None:
+        """Write a batch and enter it, so that this node can read it at once."""
+        state, catalog = self._state, self._state.catalog
+        texts = tuple(dict.fromkeys(item.text for item in items))
+        entries = entries_of(items, {text: index for index, text in enumerate(texts)})
+        try:
+            nbytes = part.write(entries, texts, [item.view for item in items])
+        except OSError:
+            with state.lock:
+                state.in_flight = []
+                for item in items:
+                    item.finish(False)
+            raise
+        with state.lock:
+            state.in_flight, pack.nbytes = [], part.nbytes
+            state.counts["disk_nbytes"] += nbytes
+            if not pack.removed:
+                catalog.insert(pack, texts, entries[np.array([not item.cancelled for item in items], np.bool_)])
+            here = catalog.index.find_all(key_array([item.chunk.key for item in items])) >= 0
+            for item, is_here in zip(items, here.tolist(), strict=True):
+                state.counts["written_nbytes"] += item.chunk.nbytes if is_here else 0
+                item.finish(is_here)
+
+    def _next_sequence(self, above: int = 0) -> int:
+        """The time, but above `above` and everything that this process has used."""
+        with self._state.lock:
+            self._sequence = max(time.time_ns(), self._sequence + 1, above + 1)
+            return self._sequence
+
+    def _begin(self) -> None:
+        """Begin a part. Earlier tombstones do not cover it."""
+        state = self._state
+        self._seal()
+        if state.catalog.tombstones.pending:
+            self._write_tombstones()
+        self._scanner.make_space()
+        sequence = self._next_sequence(state.catalog.tombstones.latest)
+        part = Part(state.folder, sequence, nbytes=state.config.pack_nbytes)
+        with state.lock:
+            self._part, state.filling = part, state.catalog.add_pack(part.name, 0)
+
+    def _seal(self) -> None:
+        """Publish the part."""
+        state, part, pack = self._state, self._part, self._state.filling
+        if part is None or pack is None:
+            return
+        name = part.seal()
+        with state.lock:
+            self._part = state.filling = None
+            state.counts["disk_nbytes"] += part.nbytes - pack.nbytes
+            if name is None:
+                state.catalog.remove_pack(pack)
+            else:
+                pack.name, pack.nbytes = name, part.nbytes
+
+    # -- tombstones -------------------------------------------------------------------------------------------------
+
+    def _write_tombstones(self) -> None:
+        """Write the pending tombstones, merged with older files of this node if these are many."""
+        state, catalog, tombstones = self._state, self._state.catalog, self._state.catalog.tombstones
+        with state.lock:
+            keys, texts = list(islice(tombstones.pending_keys, TOMBSTONE_KEYS)), list(tombstones.pending_texts)
+            old = [pack for pack in catalog.known.values() if pack.name.kind == "tombs" and pack.mine]
+            sequence = max([tombstones.pending_sequence, *(pack.name.sequence + 1 for pack in old)])
+            while state.folder.name(sequence, "tombs").stem in catalog.known:
+                sequence += 1
+            catalog.apply_tombstones(sequence, keys, texts)
+            merged = self._merged(old) if len(old) >= MERGE_FILES else None
+        if merged is None:
+            old, merged = [], ([], [])
+        name = state.folder.name(sequence, "tombs")
+        nbytes = state.folder.write_tombstones(name, [*keys, *merged[0]], [*texts, *merged[1]])
+        with state.lock:
+            self._tombstones_s = time.monotonic() + TOMBSTONES_S
+            tombstones.remove_pending(keys, texts)
+            catalog.apply_tombstones(sequence, *merged)
+            catalog.add_pack(name, nbytes)
+        for pack in old:
+            state.folder.remove(pack.name)
+
+    def _merged(self, old: list[Pack]) -> tuple[list[bytes], list[bytes]] | None:
+        """Tombstones of these files, without chunks that were stored again; None if they are too many for one file."""
+        catalog = self._state.catalog
+        keys, texts = catalog.tombstones.of({pack.name.sequence for pack in old})
+        here = catalog.index.find_all(key_array(keys)) >= 0
+        keys = [key for key, is_here in zip(keys, here.tolist(), strict=True) if not is_here]
+        texts = [text for text in texts if not len(catalog.rows_of_group(text))]
+        return (keys, texts) if len(keys) + len(texts) <= TOMBSTONE_KEYS else None

@@ -1,0 +1,220 @@
+"""Chunks on their way up: read from a tier into lent slots of the arena, and committed as if a client had put them."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+
+from raykv.errors import RayKVError
+from raykv.storage.store import Loan, Store, Written
+from raykv.tier.base import Found, Tier
+from raykv.tier.segments.format import key_array, raw_keys
+from raykv.types import Batch, Bits, KeyArray, Rows
+
+log = logging.getLogger(__name__)
+
+PROMOTED_SHARE: Final = 8
+RUNS_AT_ONCE: Final = 4
+"""Chunks on their way up take at most an eighth of the arena, and one run a quarter of that."""
+
+
+@dataclass(slots=True)
+class _Run:
+    """Chunks of one run on their way up. The tier may write to their slots until it calls back.
+
+    Attributes:
+        positions: Places in the batch of the chunks that are read.
+        found: What the tier knows of each of these.
+        unwanted: Keys that were deleted meanwhile.
+    """
+
+    batch: Batch
+    positions: list[int]
+    loan: Loan
+    found: list[Found]
+    unwanted: set[bytes] = field(default_factory=set)
+    ended: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def nbytes(self) -> int:
+        return self.batch.nbytes * len(self.positions)
+
+    def keys(self) -> list[bytes]:
+        """Of the chunks that are read."""
+        return raw_keys(self.batch.keys[self.positions])
+
+
+class Promotion:
+    """See the module. Thread-safe.
+
+    Attributes:
+        promoted: Chunks that arrived.
+        late: Calls that did not wait for the end of a read.
+        nbytes: On their way up.
+    """
+
+    def __init__(self, store: Store, lock: threading.Lock, tiers: Sequence[Tier], changed: Callable[[], None]) -> None:
+        self._store, self._lock, self._tiers, self._changed = store, lock, tiers, changed
+        self._runs: dict[bytes, _Run] = {}  # by each of its keys
+        self._most_nbytes = store.arena.nbytes // PROMOTED_SHARE
+        self.nbytes = self.promoted = self.late = 0
+
+    def promote(self, keys: KeyArray, *, until_s: float) -> int:
+        """Bring those of the keys into memory that are not there, and wait for them until `until_s`.
+
+        A read that takes longer goes on. With `until_s` 0 the call does not wait.
+
+        Returns:
+            How many chunks are on their way, or have arrived.
+        """
+        with self._lock:
+            wanted = keys[self._store.missing(keys, now_s=time.monotonic())]
+        runs: dict[int, _Run] = {}
+        for tier in self._tiers:
+            if not len(wanted):
+                break
+            found = tier.find(wanted)
+            left = [entry is None for entry in found]
+            for some in split_into_runs(wanted, found, self._most_nbytes // RUNS_AT_ONCE):
+                entries = [entry for entry in found[some] if entry is not None]
+                self._wait_for_room(entries[0].nbytes * len(entries), until_s)
+                run, others = self._begin(wanted[some], entries)
+                runs.update({id(each): each for each in others})
+                if run is not None and self._read(tier, run):
+                    runs[id(run)] = run
+                elif run is not None:  # the tier is slow, or has too much to do: the next one may have it too
+                    left[some] = [True] * len(entries)
+            wanted = wanted[left]
+        for run in runs.values():
+            if not run.ended.wait(max(0.0, until_s - time.monotonic())):
+                self.late += until_s > 0
+                break
+        return sum(len(run.positions) for run in runs.values())
+
+    def _wait_for_room(self, nbytes: int, until_s: float) -> None:
+        """Wait until other chunks have arrived, if too many are on their way."""
+        while self.nbytes + nbytes > self._most_nbytes:
+            with self._lock:
+                first = next(iter(self._runs.values()), None)
+            if first is None or not first.ended.wait(max(0.0, until_s - time.monotonic())):
+                return
+
+    def _begin(self, keys: KeyArray, found: list[Found]) -> tuple[_Run | None, list[_Run]]:
+        """Borrow slots for a run, all of one size and quota group.
+
+        Returns:
+            The run; and the runs that already read some of its chunks, which are not read twice.
+        """
+        store, first, now_s, raw = self._store, found[0], time.monotonic(), raw_keys(keys)
+        chained = bool(first.parent) or (len(found) > 1 and bool(found[1].parent))
+        parent = key_array([first.parent]) if first.parent else None
+        batch = Batch(keys, first.nbytes, parent=parent, depth=first.depth, chained=chained)
+        with self._lock:
+            others = [self._runs[key] for key in raw if key in self._runs]
+            if self._runs and self.nbytes + first.nbytes * len(keys) > self._most_nbytes:
+                return None, others
+            positions = [each for each in store.missing(keys, now_s=now_s).tolist() if raw[each] not in self._runs]
+            protect = [keys] if parent is None else [keys, parent]
+            try:
+                loan = store.lend(first.group, first.nbytes, len(positions), protect=protect, now_s=now_s)
+            except RayKVError as error:
+                log.warning("a chunk below memory that does not fit into it: %s", error)
+                return None, others
+            positions = positions[: len(loan.rows)]
+            if not positions:
+                return None, others
+            run = _Run(batch, positions, loan, [found[each] for each in positions])
+            self.nbytes += run.nbytes
+            self._runs.update(dict.fromkeys(run.keys(), run))
+        return run, others
+
+    def _read(self, tier: Tier, run: _Run) -> bool:
+        """Have a tier read a run. False when it refuses."""
+
+        def done(arrived: Sequence[bool]) -> None:
+            self._arrive(run, np.array(arrived, np.bool_))
+
+        if tier.read(run.batch.keys[run.positions], run.found, run.loan.offsets.tolist(), done):
+            return True
+        self._arrive(run, np.zeros(len(run.positions), np.bool_))
+        return False
+
+    def _arrive(self, run: _Run, arrived: Bits) -> None:
+        """Commit the chunks that arrived, and give the other slots back."""
+        store, rows, now_s, keys = self._store, run.loan.rows, time.monotonic(), run.keys()
+        with self._lock:
+            arrived &= np.array([key not in run.unwanted for key in keys])
+            positions = np.array(run.positions, np.int32)[arrived]
+            checksums = np.array([found.checksum for found in run.found], np.uint64)[arrived]
+            used = np.zeros(len(rows), np.bool_)
+            try:
+                written = Written(positions, rows[arrived], checksums)
+                used[arrived] = store.commit(run.found[0].group, run.batch, written, now_s=now_s)
+            except RayKVError as error:
+                log.warning("chunks of a tier that could not be stored: %s", error)
+            self._restore(rows[used], [run.found[place] for place in np.flatnonzero(used)], now_s)
+            store.give_back(rows[~used])
+            self.promoted += int(used.sum())
+            self.nbytes -= run.nbytes
+            for key in keys:
+                del self._runs[key]
+        run.ended.set()
+        self._changed()
+
+    def _restore(self, rows: Rows, found: Sequence[Found], now_s: float) -> None:
+        """Give chunks the reads and the expiry that they had. The expiry is an absolute time."""
+        store, today_s = self._store, time.time()
+        columns, table = store.table.columns, store.table
+        columns.frequency[rows] = [each.reads for each in found]
+        columns.expires[rows] = [
+            table.ticks(now_s + each.expires_s - today_s) if each.expires_s else 0 for each in found
+        ]
+        if any(each.expires_s for each in found):
+            store.row_hints.expiring = store.row_hints.active = True
+
+    def give_up(self, keys: KeyArray) -> None:
+        """These were deleted: do not commit them when they arrive. Under the node's lock, as their deletion in memory."""
+        for key in raw_keys(keys) if self._runs else ():
+            if (run := self._runs.get(key)) is not None:
+                run.unwanted.add(key)
+
+    def give_up_group(self, group: int) -> None:
+        """A quota group was dropped: commit none of its chunks that are on their way."""
+        with self._lock:
+            for run in self._runs.values():
+                if run.found[0].group == group:
+                    run.unwanted.update(run.keys())
+
+
+def split_into_runs(keys: KeyArray, found: Sequence[Found | None], most_nbytes: int) -> list[slice]:
+    """Cut the chunks that were found into runs that are stored as one batch.
+
+    Chunks of a run have one size and one quota group, and either each follows the one before it in its chain, or none
+    is part of a chain. A run of several takes at most `most_nbytes`.
+    """
+    raw, kind = raw_keys(keys), ""
+    runs: list[slice] = []
+    for place, entry in enumerate(found):
+        if entry is None:
+            continue
+        if runs and runs[-1].stop == place:
+            length = place - runs[-1].start
+            link = _link(found[place - 1], entry, raw[place - 1])
+            if link and (length + 1) * entry.nbytes <= most_nbytes and (length == 1 or link == kind):
+                runs[-1], kind = slice(runs[-1].start, place + 1), link
+                continue
+        runs.append(slice(place, place + 1))
+    return runs
+
+
+def _link(before: Found | None, entry: Found, key_before: bytes) -> str:
+    """How a chunk belongs to the run of the one before it; "" if it does not."""
+    if before is None or (before.nbytes, before.group) != (entry.nbytes, entry.group):
+        return ""
+    if entry.parent == key_before and entry.depth == before.depth + 1:
+        return "chained"
+    return "apart" if not (before.parent or entry.parent) else ""

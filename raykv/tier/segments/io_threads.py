@@ -1,0 +1,114 @@
+"""Threads that wait for a disk, and the one thread that calls a tier's callers back."""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from raykv.memory.host import give_way
+
+log = logging.getLogger(__name__)
+
+
+class IoThreads:
+    """Threads that run tasks one after another, and the time that each has spent on its present one.
+
+    They run as background threads (SCHED_BATCH): a thread that a drive wakes takes an idle core or waits for its turn,
+    and does not interrupt readers of memory.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        name: str,
+        next_task: Callable[[int], Callable[[], None] | None],
+        *,
+        failed: Callable[[Exception], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Start them.
+
+        Args:
+            next_task: Called with the thread's number; waits for a task, and returns None to end the thread.
+            failed: Called with an exception that a task should have handled.
+            clock: Monotonic seconds.
+        """
+        self._next_task, self._failed, self._clock = next_task, failed, clock
+        self._since: list[float | None] = [None] * count
+        self.threads = [
+            threading.Thread(target=self._work, args=(number,), name=f"{name}-{number}", daemon=True)
+            for number in range(count)
+        ]
+        for thread in self.threads:
+            thread.start()
+
+    def longest_s(self) -> float:
+        """Time that the oldest task under way has taken so far; 0 without one."""
+        now_s = self._clock()
+        return max((now_s - since for since in self._since if since is not None), default=0.0)
+
+    def busy(self) -> int:
+        """How many are at a task."""
+        return sum(since is not None for since in self._since)
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait until all have ended. False if one has not: the disk holds it, and nothing can be done about that."""
+        return join(self.threads, timeout_s)
+
+    def _work(self, number: int) -> None:
+        give_way()
+        while (task := self._next_task(number)) is not None:
+            self._since[number] = self._clock()
+            try:
+                task()
+            except Exception as error:  # the tier turns off visibly, and the thread stays
+                log.exception("an unforeseen error in a tier's input or output")
+                self._failed(error)
+            del task
+            self._since[number] = None
+
+
+class Callbacks:
+    """The thread that calls back. A caller may take locks and time; the threads that move chunks never wait for it."""
+
+    def __init__(self, name: str) -> None:
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._threads: Sequence[threading.Thread] = ()
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
+
+    def put(self, call: Callable[[], None]) -> None:
+        """Have this called soon. Never waits."""
+        self._queue.put(call)
+
+    def close(self, threads: Sequence[threading.Thread], timeout_s: float) -> None:
+        """Serve what is queued, then end. If one of `threads` hangs in the disk, its calls are served when it ends."""
+        self._threads = threads
+        self._queue.put(None)
+        self._thread.join(timeout_s)
+
+    def _work(self) -> None:
+        give_way()
+        while (call := self._queue.get()) is not None:
+            self._call(call)
+            del call
+        for thread in self._threads:
+            thread.join()
+        while not self._queue.empty():
+            self._call(self._queue.get())
+
+    def _call(self, call: Callable[[], None] | None) -> None:
+        try:
+            if call is not None:
+                call()
+        except Exception:  # the caller's own; the thread must go on for others
+            log.exception("a tier's caller failed in its callback")
+
+
+def join(threads: Sequence[threading.Thread], timeout_s: float) -> bool:
+    """Wait for threads to end. False if one has not by then."""
+    until_s = time.monotonic() + timeout_s
+    for thread in threads:
+        thread.join(max(0.0, until_s - time.monotonic()))
+    return not any(thread.is_alive() for thread in threads)

@@ -1,0 +1,211 @@
+"""Finds the chunks on one drive at its start. See `raykv.tier.ssd.tier`.
+
+First the records of all segments are read, by several threads: one read per sealed segment. An unsealed segment is
+walked, and its chunks are compared with their checksums, which cuts off a torn tail. Then the segments are entered,
+newest first: a key that a newer segment has, or that a newer tombstone covers, is left out.
+
+The tasks run on threads and wait for the disk; `Shared` is changed under its lock.
+"""
+
+import errno
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Final
+
+import numpy as np
+import xxhash
+
+from raykv.errors import ConfigError
+from raykv.tier.segments.format import (
+    BLOCK_NBYTES,
+    TAIL_BLOCKS,
+    Array,
+    Record,
+    blocks_of,
+    living,
+    raw_keys,
+    read_segment,
+)
+from raykv.tier.segments.index import SEGMENTS
+from raykv.tier.segments.volume import aligned
+from raykv.tier.ssd.drive import Drive
+from raykv.tier.ssd.shared import Shared
+from raykv.types import Bits
+
+log = logging.getLogger(__name__)
+
+VERIFY_NBYTES: Final = 8 << 20
+"""Size of the first buffer for the chunks of an unsealed segment."""
+
+
+class Recovery:
+    """See the module."""
+
+    def __init__(self, shared: Shared, drive: Drive, wipe: Callable[[int], None]) -> None:
+        """Begin with `open` or `list_segments`.
+
+        Args:
+            wipe: Overwrites what a start finds of a segment.
+        """
+        self._shared, self._drive, self._wipe = shared, drive, wipe
+        self._unread = 0
+        self._found: list[tuple[int, Record, bool]] = []
+
+    def open(self) -> None:
+        """Lock the directory again, and go on with `list_segments`."""
+        try:
+            self._drive.volume.open()
+        except (OSError, ConfigError) as error:
+            self._shared.fail_later(self._drive, error)
+            return
+        self.list_segments()
+
+    def list_segments(self) -> None:
+        """Find the segments, and queue a task for each."""
+        drive = self._drive
+        try:
+            numbers = drive.volume.numbers()
+        except OSError as error:
+            self._shared.fail_later(drive, error)
+            return
+        with self._shared.lock:
+            self._unread, self._found, epoch = len(numbers), [], drive.epoch
+            drive.tasks.extend(partial(self._read, number, nbytes, epoch) for number, nbytes in numbers.items())
+            if not numbers:
+                drive.tasks.append(partial(self._enter_all, epoch))
+            drive.notify()
+
+    def _read(self, number: int, file_nbytes: int, epoch: int) -> None:
+        """Read one segment's records. The last task of the drive goes on with `_enter_all`."""
+        drive, found, usable = self._drive, None, True
+        try:
+            if drive.drop_everything:
+                self._wipe(number)
+            else:
+                found = self._records(number, file_nbytes)
+            if file_nbytes != drive.config.segment_nbytes:
+                drive.volume.make(number)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                self._shared.fail_later(drive, error, epoch)
+                return
+            usable = found is not None
+        if not usable:
+            drive.volume.remove(number)  # it is empty, and there is no space for it
+        with self._shared.lock:
+            if epoch != drive.epoch:
+                return
+            if found is not None:
+                self._found.append((number, *found))
+            elif usable:
+                drive.log.add_free(number)
+            self._unread -= 1
+            last = not self._unread
+        if last:
+            self._enter_all(epoch)
+
+    def _records(self, number: int, file_nbytes: int) -> tuple[Record, bool] | None:
+        """Content of a segment's records; of an unsealed one, without its torn tail."""
+        buffer = aligned(TAIL_BLOCKS * BLOCK_NBYTES)
+
+        def read(offset: int, nbytes: int) -> memoryview:
+            nonlocal buffer
+            if len(buffer) < nbytes:
+                buffer = aligned(nbytes)
+            return buffer[: self._read_bytes(number, offset, buffer[:nbytes])]
+
+        found = read_segment(read, segment_blocks=self._drive.segment_blocks, blocks_there=file_nbytes // BLOCK_NBYTES)
+        if found is None or found[1]:
+            return found
+        record = found[0]
+        return record._replace(entries=record.entries[self._whole(number, record.entries)]), False
+
+    def _whole(self, number: int, entries: Array) -> Bits:
+        """Which chunks of an unsealed segment have their checksum."""
+        whole, buffer = np.zeros(len(entries), np.bool_), aligned(VERIFY_NBYTES)
+        for place, (block, nbytes, checksum) in enumerate(entries[["block", "nbytes", "checksum"]].tolist()):
+            size = blocks_of(nbytes) * BLOCK_NBYTES
+            if size > self._drive.config.segment_nbytes:
+                continue
+            if size > len(buffer):
+                buffer = aligned(size)
+            got = self._read_bytes(number, block * BLOCK_NBYTES, buffer[:size])
+            whole[place] = got >= nbytes and xxhash.xxh3_64_intdigest(buffer[:nbytes]) == checksum
+        return whole
+
+    def _read_bytes(self, number: int, offset: int, target: memoryview) -> int:
+        """Read; a bad spot counts as the end of the file."""
+        try:
+            return self._drive.volume.read(number, offset, [target])
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            self._shared.counts["errors"] += 1
+            return 0
+
+    def _enter_all(self, epoch: int) -> None:
+        """Enter all segments, newest first, and turn the drive on."""
+        shared, drive = self._shared, self._drive
+        deleted, dropped = set[bytes](), set[bytes]()
+        numbers: dict[bytes, int | None] = {}
+        found, self._found = sorted(self._found, key=lambda each: each[1].sequence, reverse=True), []
+        for number, record, sealed in found:
+            for text in record.texts:
+                if text not in numbers:
+                    numbers[text] = shared.groups.number(text)  # without our lock: it takes the node's
+            entries = living(record)
+            known = [numbers[text] is not None and text not in dropped for text in record.texts]
+            keep = np.array(known, np.bool_)[entries["group"]]
+            if deleted:
+                keep &= np.array([key not in deleted for key in raw_keys(entries["key"])], np.bool_)
+            with shared.lock:
+                if epoch != drive.epoch:
+                    return
+                self._enter(number, record, entries[keep], [numbers[text] for text in record.texts], sealed=sealed)
+            deleted.update(raw_keys(record.deleted["key"]))
+            dropped.update(record.dropped_texts())
+        with shared.lock:
+            if epoch == drive.epoch:
+                self._finish()
+
+    def _enter(
+        self, number: int, record: Record, entries: Array, groups: Sequence[int | None], *, sealed: bool
+    ) -> None:
+        """Enter those chunks of a segment that no newer segment has.
+
+        Args:
+            entries: Of the record, without those that a tombstone covers.
+            groups: Number of each of the record's texts.
+        """
+        shared, drive, index = self._shared, self._drive, self._shared.index
+        segment = drive.log.add_found(number, sealed=sealed, record=record)
+        texts = zip(groups, record.texts, strict=True)
+        shared.texts.update({group: text for group, text in texts if group is not None})
+        keep = (entries["expires_s"] == 0) | (entries["expires_s"] > shared.wall())
+        if drive.dropped:  # meanwhile, as below
+            keep &= np.array([text not in drive.dropped for text in record.texts], np.bool_)[entries["group"]]
+        if drive.deleted:
+            keep &= np.array([key not in drive.deleted for key in raw_keys(entries["key"])], np.bool_)
+        entries = entries[keep]
+        existing = index.find_all(np.ascontiguousarray(entries["key"]))
+        elsewhere = (existing >= 0) & (index.segment[existing] // SEGMENTS != drive.number)
+        for key in raw_keys(entries["key"][elsewhere]):
+            drive.deleted[key] = None  # another drive has it too: one copy is enough
+        entries = entries[existing < 0]
+        rows = index.allocate(len(entries))
+        entries = entries[: len(rows)]
+        numbers = np.array([group or 0 for group in groups], np.uint16)[entries["group"]]
+        shared.insert(drive, segment, rows, entries, numbers)
+
+    def _finish(self) -> None:
+        shared, drive = self._shared, self._drive
+        if drive.drop_everything and drive.log.in_order():
+            shared.fail(drive, ConfigError("too many chunks were deleted during the start; it is emptied"))
+            return
+        if drive.logged_reason:
+            log.info("SSD path %s is on again", drive.volume.path)
+        drive.state, drive.reason, drive.logged_reason = "on", "", ""
+        drive.drop_everything = False
+        drive.notify()
+        shared.tombstones_written.notify_all()

@@ -1,0 +1,276 @@
+"""What the drives of one SSD tier share: the lock, the index, the queue of chunks to be written.
+
+Everything is under the lock. The index holds at all times what a start would find, except for chunks that a tombstone
+covers: one on the drive, or one in a drive's queue.
+"""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Final
+
+import numpy as np
+
+from raykv.tier.base import GroupNames
+from raykv.tier.segments.format import Array, flat, key_array
+from raykv.tier.segments.index import SEGMENTS, Changes, Index
+from raykv.tier.segments.io_threads import Callbacks
+from raykv.tier.segments.log import Batch, Segment
+from raykv.tier.segments.requests import COUNTS, Item, Run
+from raykv.tier.ssd.drive import Drive
+from raykv.types import KeyArray, Rows
+
+log = logging.getLogger(__name__)
+
+RETRY_S: Final = 30.0
+"""A drive that failed is tried again after this time."""
+
+
+class Shared:
+    """See the module.
+
+    Attributes:
+        queue: Chunks to be written that have no place yet.
+        coming: Chunks to be written, by key, until they are in the index.
+        texts: Quota groups as JSON, by their numbers on this node.
+        quotas: In bytes, by quota group.
+        ended: The tier is being closed.
+        tombstones_written: Notified when a batch is done.
+    """
+
+    def __init__(self, index: Index, arena: memoryview, groups: GroupNames, wall: Callable[[], float]) -> None:
+        self.lock = threading.Lock()
+        self.tombstones_written = threading.Condition(self.lock)
+        self.index, self.arena, self.groups, self.wall = index, arena, groups, wall
+        self.callbacks = Callbacks("raykv-ssd-callbacks")
+        self.drives: list[Drive] = []
+        self.queue: deque[Item] = deque()
+        self.queued_nbytes = 0
+        self.coming: dict[bytes, Item] = {}
+        self.texts: dict[int, bytes] = {}
+        self.quotas: dict[int, int] = {}
+        self.changes = Changes()
+        self.counts = dict.fromkeys(COUNTS, 0)
+        self.ended = False
+
+    # -- the queue --------------------------------------------------------------------------------------------------
+
+    def enqueue(self, item: Item) -> None:
+        """Queue a new chunk."""
+        self.coming[item.chunk.key] = item
+        self.queue.append(item)
+        self.queued_nbytes += item.chunk.nbytes
+
+    def dequeue(self) -> Item:
+        """Take the first chunk of the queue, which is the one that `next_item` returned."""
+        item = self.queue.popleft()
+        self.queued_nbytes -= item.chunk.nbytes
+        item.placed = True
+        return item
+
+    def put_back(self, item: Item) -> None:
+        """Undo `dequeue`."""
+        self.queue.appendleft(item)
+        self.queued_nbytes += item.chunk.nbytes
+        item.placed = False
+
+    def next_item(self) -> Item | None:
+        """The first chunk of the queue, if any."""
+        while self.queue and self.queue[0].cancelled:
+            self.queue.popleft()
+        return self.queue[0] if self.queue else None
+
+    def finish(self, item: Item, result: bool) -> None:
+        """A chunk is on a drive, or will not be."""
+        self.coming.pop(item.chunk.key, None)
+        self.counts["written_nbytes"] += item.chunk.nbytes if result else 0
+        item.finish(result)
+
+    def cancel(self, item: Item) -> None:
+        """A chunk was deleted before it was written."""
+        if item.cancelled:
+            return
+        item.cancelled = True
+        if not item.placed:
+            self.queued_nbytes -= item.chunk.nbytes
+            self.finish(item, False)
+
+    def fail_queue_if_off(self) -> None:
+        """If no drive takes chunks, call the queue back as not done."""
+        if any(drive.on for drive in self.drives) and not self.ended:
+            return
+        while self.next_item() is not None:
+            self.finish(self.dequeue(), False)
+
+    def notify(self) -> None:
+        """There is something to do for all drives."""
+        for drive in self.drives:
+            drive.notify()
+
+    # -- the index --------------------------------------------------------------------------------------------------
+
+    def rows_of(self, drive: Drive, segment: Segment) -> Rows:
+        """Rows of the live chunks of a segment."""
+        if not segment.rows:
+            return np.empty(0, np.int32)
+        rows = np.unique(np.frombuffer(segment.rows, np.int32))
+        here: Rows = rows[self.index.segment[rows] == drive.identity(segment)]
+        return here
+
+    def is_at(self, row: int, moved_from: tuple[int, int], checksum: int) -> bool:
+        """Whether a row still is the chunk at this segment and block."""
+        index, columns = self.index, self.index.columns
+        place = int(index.segment[row]), int(columns.page[row])
+        return place == moved_from and int(columns.checksum[row]) == checksum
+
+    def insert(self, drive: Drive, segment: Segment, rows: Rows, entries: Array, groups: Array) -> int:
+        """Enter chunks of a segment; keys that are not here. Returns their bytes on the drive."""
+        if not len(rows):
+            return 0
+        self.index.insert(rows, entries, groups, drive.identity(segment))
+        self.changes.add(entries["key"])
+        return self._add_to(segment, rows)
+
+    def _add_to(self, segment: Segment, rows: Rows) -> int:
+        segment.rows.extend(rows.tolist())
+        nbytes = int(self.index.disk_nbytes(rows).sum())
+        segment.live_nbytes += nbytes
+        return nbytes
+
+    def _remove_from_segments(self, rows: Rows) -> None:
+        identities, inverse = np.unique(self.index.segment[rows], return_inverse=True)
+        totals = np.bincount(inverse, self.index.disk_nbytes(rows))
+        for identity, total in zip(identities.tolist(), totals.tolist(), strict=True):
+            segments = self.drives[identity // SEGMENTS].log.segments
+            if identity % SEGMENTS in segments:
+                segments[identity % SEGMENTS].live_nbytes -= int(total)
+
+    def remove(self, rows: Rows, *, tombstones: bool) -> None:
+        """Take chunks, all different, out of the index.
+
+        Args:
+            tombstones: Have them written, so that no start finds the chunks.
+        """
+        if not len(rows):
+            return
+        keys = self.index.keys(rows)
+        if tombstones:
+            for identity, key in zip(self.index.segment[rows].tolist(), flat(keys).tolist(), strict=True):
+                self.drives[identity // SEGMENTS].deleted[key] = None
+        self._remove_from_segments(rows)
+        self._remove_rows(rows, keys)
+
+    def _remove_rows(self, rows: Rows, keys: KeyArray) -> None:
+        self.changes.add(keys)
+        self.index.remove(rows)
+
+    def remove_expired(self) -> None:
+        """Take expired chunks out of the index."""
+        index = self.index
+        self.remove(index.rows_where(index.expired(index.used(), now_s=self.wall())), tombstones=False)
+
+    def land(self, drive: Drive, item: Item, segment: Segment, entry: Array) -> None:
+        """A chunk was moved to another segment."""
+        if self.is_at(item.row, item.moved_from, item.chunk.checksum):
+            row = np.array([item.row], np.int32)
+            self._remove_from_segments(row)
+            self.index.move(row, entry, drive.identity(segment))
+            drive.log.moved_nbytes += self._add_to(segment, row)
+            self.counts["moved_nbytes"] += item.chunk.nbytes
+        else:
+            self.disown(drive, item.chunk.key)
+
+    def disown(self, drive: Drive, key: bytes) -> None:
+        """A copy on the drive is not in the index: write a tombstone, or a start would find the copy.
+
+        No tombstone if the chunk was stored on this drive again: a start takes the newer copy, and a tombstone written
+        after that copy would cover it too.
+        """
+        row = int(self.index.find_all(key_array([key]))[0])
+        if row >= 0 and int(self.index.segment[row]) // SEGMENTS == drive.number:
+            return
+        coming = (item for batch in drive.in_flight for item in batch.content.items)
+        if not any(item.chunk.key == key and item.row < 0 and not item.cancelled for item in coming):
+            drive.deleted[key] = None
+
+    def enforce_quotas(self, groups: Iterable[int]) -> None:
+        """Delete the oldest chunks of quota groups above their quota."""
+        for group in groups:
+            quota = self.quotas.get(group)
+            if quota is not None and self.index.nbytes[group] > quota:
+                self._trim(group, quota)
+
+    def _trim(self, group: int, quota: int) -> None:
+        columns = self.index.columns
+        segments = [(segment.sequence, drive, segment) for drive in self.drives for segment in drive.log.in_order()]
+        for _, drive, segment in sorted(segments, key=lambda each: each[0]):
+            excess = int(self.index.nbytes[group]) - quota
+            if excess <= 0:
+                return
+            rows = self.rows_of(drive, segment)
+            rows = rows[columns.group[rows] == group]
+            rows = rows[np.argsort(columns.page[rows], kind="stable")]
+            before = np.cumsum(columns.nbytes[rows].astype(np.int64)) - columns.nbytes[rows]
+            self.remove(rows[before < excess], tombstones=True)
+
+    # -- failure ----------------------------------------------------------------------------------------------------
+
+    def refuse_reads(self, drive: Drive) -> None:
+        """Call queued reads of a drive back as not done."""
+        for run in drive.reads:
+            self.finish_read(drive, run, [False] * len(run.pieces), drive.epoch)
+        drive.reads.clear()
+        drive.reads_queued = 0
+
+    def finish_read(self, drive: Drive, run: Run, results: Iterable[bool], epoch: int) -> None:
+        """A run is read, or will not be."""
+        if epoch == drive.epoch:
+            drive.log.segments[run.segment % SEGMENTS].readers -= 1
+        run.finish([*results])
+
+    def void(self, drive: Drive, batch: Batch) -> None:
+        """The drive failed before this batch was published."""
+        drive.in_flight.discard(batch)
+        self.index.release(batch.content.rows)
+        for item in batch.content.items:
+            if item.row < 0:
+                self.finish(item, False)
+
+    def fail(self, drive: Drive, error: Exception, epoch: int | None = None) -> None:
+        """Turn a drive off. Its chunks are not available until it is back.
+
+        Args:
+            epoch: Do nothing if the drive has failed since this epoch; None: in any case.
+        """
+        if epoch is not None and epoch != drive.epoch:
+            return
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        if reason != drive.logged_reason:
+            log.warning("SSD path %s is off: %s", drive.volume.path, reason)
+        drive.logged_reason = drive.reason = reason
+        drive.state = "off"
+        drive.retry_at_s = drive.clock() + RETRY_S
+        self.counts["errors"] += 1
+        self.refuse_reads(drive)
+        drive.epoch += 1
+        in_flight = drive.in_flight
+        for batch in list(in_flight):
+            content = batch.content
+            cancelled = [item.chunk.key for item in content.items if item.cancelled]
+            drive.deleted.update(dict.fromkeys([*content.deleted, *cancelled]))
+            drive.dropped.update(dict.fromkeys(content.dropped))
+            if batch.finished:
+                self.void(drive, batch)
+        index = self.index
+        rows = index.rows_where(index.segment[index.used()] // SEGMENTS == drive.number)
+        self._remove_rows(rows, index.keys(rows))
+        drive.reset()
+        drive.in_flight = in_flight
+        self.fail_queue_if_off()
+        drive.notify()
+
+    def fail_later(self, drive: Drive, error: Exception, epoch: int | None = None) -> None:
+        """`fail`, from a thread without the lock."""
+        with self.lock:
+            self.fail(drive, error, epoch)

@@ -1,0 +1,213 @@
+"""Writes batches of chunks and tombstones to one drive. See `raykv.tier.ssd.tier`."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+
+from raykv.tier.segments.format import (
+    BLOCK_NBYTES,
+    DELETED,
+    DROPPED,
+    Array,
+    Counts,
+    blocks_of,
+    encode,
+    key_array,
+)
+from raykv.tier.segments.log import Batch
+from raykv.tier.segments.requests import Item, entries_of
+from raykv.tier.segments.volume import IOV_MAX, aligned
+from raykv.tier.ssd.drive import Content, Drive
+from raykv.tier.ssd.shared import Shared
+from raykv.types import Rows
+
+BATCH_NBYTES: Final = 8 << 20
+BATCH_CHUNKS: Final = IOV_MAX - 1
+"""Chunks of one batch at most; its record is one more buffer of the same call."""
+BATCH_DELETED: Final = 1 << 14
+"""Deleted keys in one record."""
+FEW_SEGMENTS: Final = 3
+
+
+@dataclass(slots=True)
+class _Draft:
+    """The next batch while it is put together."""
+
+    deleted: list[bytes]
+    dropped: list[bytes]
+    items: list[Item] = field(default_factory=list)
+    blocks: int = 0
+    texts: set[bytes] = field(default_factory=set)
+
+    def counts(self, item: Item | None = None) -> Counts:
+        """How much its record holds, with one more chunk."""
+        texts = frozenset([*self.texts, *self.dropped, *([item.text] if item else [])])
+        return Counts(len(self.items) + (item is not None), len(self.deleted), len(self.dropped), texts)
+
+    def add(self, item: Item) -> None:
+        self.items.append(item)
+        self.texts.add(item.text)
+        self.blocks += blocks_of(item.chunk.nbytes)
+
+
+class Writer:
+    """See the module. Methods need the tier's lock, except `_write`, which runs on a thread and waits for the disk."""
+
+    def __init__(self, shared: Shared, drive: Drive) -> None:
+        self._shared, self._drive = shared, drive
+
+    def next_task(self) -> Callable[[], None] | None:
+        """Give the next batch its place. Returns the task that writes it."""
+        shared, drive = self._shared, self._drive
+        if drive.state != "on" or not (drive.deleted or drive.dropped or drive.moves or shared.queue):
+            return None
+        draft = self._draft()
+        if draft is None:
+            return None
+        rows = self._allocate_rows(draft)
+        if not (draft.items or draft.deleted or draft.dropped):
+            return None
+        for key in draft.deleted:
+            del drive.deleted[key]
+        drive.dropped.clear()
+        batch = self._place(draft, rows)
+        drive.in_flight.add(batch)
+        if shared.queue or drive.moves:
+            drive.wake.notify()
+        drive.under_way += 1
+        return lambda: self._write(batch)
+
+    def _draft(self) -> _Draft | None:
+        """Choose the content of the next batch, and open a segment that it fits into. None without any."""
+        drive = self._drive
+        for _ in range(2):
+            draft = _Draft(list(drive.deleted)[:BATCH_DELETED], list(drive.dropped))
+            item = self._fill(draft)
+            if draft.items:
+                return draft
+            tombstones = bool(draft.deleted or draft.dropped)
+            if tombstones and drive.log.fits(draft.counts(), blocks=0):
+                return draft
+            if item is None and not tombstones:
+                return None
+            # The last free segment is for moved chunks and tombstones. With very few segments none can be spared.
+            ordinary = not drive.moves and not tombstones
+            spare = 1 if ordinary and len(drive.log.segments) > FEW_SEGMENTS else 0
+            if drive.log.open_next(spare=spare) is None:
+                while drive.moves:  # no space for them: they go with their segment
+                    drive.moves.popleft()
+                    self._finish_move()
+                return None
+        return None
+
+    def _fill(self, draft: _Draft) -> Item | None:
+        """Add the chunks that fit. Returns the first that does not, if any."""
+        shared, drive = self._shared, self._drive
+        # With more tombstones than one record holds, all of them are written before any chunk: a tombstone that was
+        # written after a newer copy would cover that copy too.
+        tombstones_alone = len(draft.deleted) < len(drive.deleted)
+        while (item := self._next_item(tombstones_alone)) is not None:
+            blocks = draft.blocks + blocks_of(item.chunk.nbytes)
+            full = draft.items and (blocks * BLOCK_NBYTES > BATCH_NBYTES or len(draft.items) == BATCH_CHUNKS)
+            if full or not drive.log.fits(draft.counts(item), blocks=blocks):
+                break
+            if item.row >= 0:
+                drive.moves.popleft()
+            else:
+                shared.dequeue()
+            draft.add(item)
+        return item
+
+    def _next_item(self, tombstones_alone: bool) -> Item | None:
+        moves = self._drive.moves
+        while moves:
+            if self._shared.is_at(moves[0].row, moves[0].moved_from, moves[0].chunk.checksum):
+                return moves[0]
+            moves.popleft()
+            self._finish_move()
+        return None if tombstones_alone else self._shared.next_item()
+
+    def _finish_move(self) -> None:
+        if self._drive.moves_left is not None:
+            self._drive.moves_left -= 1
+            self._drive.wake_upkeep.notify()
+
+    def _allocate_rows(self, draft: _Draft) -> Rows:
+        """Rows of the index for new chunks. Chunks without a row go back to the queue."""
+        new = [item for item in draft.items if item.row < 0]
+        rows = self._shared.index.allocate(len(new))
+        for item in reversed(new[len(rows) :]):
+            self._shared.put_back(item)
+        draft.items = [item for item in draft.items if item.row >= 0] + new[: len(rows)]
+        return rows
+
+    def _place(self, draft: _Draft, rows: Rows) -> Batch:
+        texts = list(dict.fromkeys([*(item.text for item in draft.items), *draft.dropped]))
+        indexes = {text: index for index, text in enumerate(texts)}
+        deleted, dropped = np.zeros(len(draft.deleted), DELETED), np.zeros(len(draft.dropped), DROPPED)
+        deleted["key"] = key_array(draft.deleted)
+        dropped["group"] = [indexes[text] for text in draft.dropped]
+        return self._drive.log.place(
+            entries=entries_of(draft.items, indexes),
+            deleted=deleted,
+            dropped=dropped,
+            texts=tuple(texts),
+            content=Content(draft.items, rows, draft.deleted, draft.dropped, self._drive.epoch),
+        )
+
+    def _write(self, batch: Batch) -> None:
+        shared, drive, content = self._shared, self._drive, batch.content
+        record, problem, nbytes = aligned(batch.record.blocks() * BLOCK_NBYTES), None, 0
+        buffers = [record[: encode(batch.record, record)], *(item.view for item in content.items)]
+        try:
+            sync = bool(content.deleted or content.dropped)
+            nbytes = drive.volume.write(batch.segment.number, batch.start * BLOCK_NBYTES, buffers, sync=sync)
+        except OSError as error:
+            problem = error
+        with shared.lock:
+            drive.finish_operation()
+            shared.counts["disk_nbytes"] += nbytes
+            if problem is not None:
+                shared.fail(drive, problem, content.epoch)
+            if content.epoch != drive.epoch:
+                shared.void(drive, batch)
+            else:
+                for each in drive.log.finish(batch):
+                    drive.in_flight.discard(each)
+                    self._publish(each)
+            shared.tombstones_written.notify_all()
+            drive.notify()
+
+    def _publish(self, batch: Batch) -> None:
+        """A start would find the batch from now on: enter it."""
+        content, entries = batch.content, batch.record.entries
+        new = [place for place, item in enumerate(content.items) if item.row < 0]
+        if new:
+            self._publish_new(batch, [content.items[place] for place in new], entries[new])
+        for place, item in enumerate(content.items):
+            if item.row >= 0:
+                self._shared.land(self._drive, item, batch.segment, entries[place : place + 1])
+                self._finish_move()
+
+    def _publish_new(self, batch: Batch, items: Sequence[Item], entries: Array) -> None:
+        shared, drive, index = self._shared, self._drive, self._shared.index
+        existing = index.find_all(np.ascontiguousarray(entries["key"]))
+        others = existing[existing >= 0]
+        if len(others):  # expired, or found on another drive meanwhile
+            expired = others[index.expired(others, now_s=shared.wall())]
+            shared.remove(np.unique(expired), tombstones=False)
+            existing[np.isin(existing, expired)] = -1
+        here = existing >= 0
+        chosen = ~np.array([item.cancelled for item in items]) & ~here
+        index.release(batch.content.rows[~chosen])
+        groups = np.array([item.chunk.group for item in items], np.uint16)
+        drive.log.written_nbytes += shared.insert(
+            drive, batch.segment, batch.content.rows[chosen], entries[chosen], groups[chosen]
+        )
+        for item, is_here, is_chosen in zip(items, here.tolist(), chosen.tolist(), strict=True):
+            if not is_chosen:
+                shared.disown(drive, item.chunk.key)
+            shared.finish(item, is_here or is_chosen)
+        shared.enforce_quotas({item.chunk.group for item in items})

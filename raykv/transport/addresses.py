@@ -1,0 +1,67 @@
+"""Addresses of nodes as text, and the sockets for them."""
+
+import os
+import socket
+from typing import Final
+
+from raykv.errors import ConfigError
+
+BACKLOG: Final = 128
+
+
+def parse_address(address: str) -> tuple[socket.AddressFamily, str | tuple[str, int]]:
+    """Family and address for the socket calls.
+
+    Raises:
+        ConfigError: The text is neither "host:port" nor "unix:...".
+    """
+    if address.startswith("unix:"):
+        name = address.removeprefix("unix:")
+        return socket.AF_UNIX, "\0" + name[1:] if name.startswith("@") else name
+    host, colon, port = address.rpartition(":")
+    if not colon or not host or not port.isdigit():
+        raise ConfigError(f"field 'address': {address!r} is neither 'host:port' nor 'unix:/path'")
+    return (socket.AF_INET6 if ":" in host else socket.AF_INET), (host.strip("[]"), int(port))
+
+
+def listen(address: str) -> tuple[socket.socket, str]:
+    """Listen on an address. Returns the socket, and the address with the port that was free.
+
+    Raises:
+        ConfigError: The address cannot be used here.
+    """
+    family, where = parse_address(address)
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        if isinstance(where, str):
+            _bind_unix(listener, where)
+        else:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(where)
+            address = "{}:{}".format(*listener.getsockname()[:2])
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"field 'bind': cannot listen on {address}: {error.strerror}") from error
+    return listener, address
+
+
+def _bind_unix(listener: socket.socket, where: str) -> None:
+    if where.startswith("\0"):
+        listener.bind(where)
+        return
+    if os.path.exists(where):
+        os.unlink(where)  # left by a node that was killed; no two nodes have the same name
+    old = os.umask(0o177)
+    try:
+        listener.bind(where)
+    finally:
+        os.umask(old)
+
+
+def tune(connection: socket.socket) -> None:
+    """Have TCP send at once, and notice within a minute that the peer's host is gone: leases depend on connections."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3)):
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)

@@ -1,0 +1,36 @@
+"""What a process drops when it is the child of a fork.
+
+A connection belongs to the parent. The child closes its descriptors and sends nothing: a shutdown or a message would
+reach the parent's peer. Objects connect again at their first use in the child.
+"""
+
+import os
+from typing import Protocol
+from weakref import WeakSet
+
+
+class Forkable(Protocol):
+    """Holds something that a forked child must not share with its parent."""
+
+    def after_fork(self) -> None:
+        """Called in the child, before anything else runs there. Must not send, and must take no lock.
+
+        Locks that the object has may be held by threads that the child does not have: make new ones.
+        """
+        ...
+
+
+_registered: WeakSet[Forkable] = WeakSet()
+
+
+def drop_after_fork(each: Forkable) -> None:
+    """Have `each.after_fork()` called in every child that this process forks, as long as the object lives."""
+    _registered.add(each)
+
+
+def _after_fork_in_child() -> None:
+    for each in list(_registered):
+        each.after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,0 +1,101 @@
+"""Who may connect: how the two ends of a new connection learn that the other one belongs to the cluster.
+
+Over TCP both ends prove that they know the cluster's secret: an HMAC over fresh nonces of both. Over a Unix socket the
+kernel says who the other end is, and only the same user is accepted; the secret is empty then.
+
+    client                                 server
+    "raykv", version, nonce          ->
+                                     <-    "raykv", version, nonce; proof
+    proof                            ->
+                                     <-    one byte: accepted
+"""
+
+import hashlib
+import hmac
+import os
+import secrets
+import socket
+import struct
+from collections.abc import Callable
+from typing import Final
+
+from raykv.errors import PeerUnavailable, ProtocolError
+from raykv.protocol.codec import VERSION
+from raykv.transport.stream import Stream
+
+GREETING: Final = struct.Struct("<5sH32s")
+"""First bytes of either end: GREETING_MAGIC, version, nonce."""
+GREETING_MAGIC: Final = b"raykv"
+PROOF_NBYTES: Final = 32
+_ACCEPTED: Final = b"\x01"
+
+
+def greet_server(stream: Stream, secret: bytes, deadline_s: float) -> None:
+    """The client's side.
+
+    Raises:
+        PeerUnavailable: The server does not answer, refuses, or has another secret.
+        ProtocolError: The server speaks something else, or another version.
+    """
+    nonce = secrets.token_bytes(32)
+    stream.send(greeting(nonce), deadline_s)
+    theirs = read_greeting(stream.exactly(GREETING.size, deadline_s))
+    if not hmac.compare_digest(stream.exactly(PROOF_NBYTES, deadline_s), proof(secret, "answering", nonce, theirs)):
+        raise PeerUnavailable("the peer does not know this cluster's secret: it belongs to another cluster")
+    stream.send(proof(secret, "asking", nonce, theirs), deadline_s)
+    if stream.exactly(1, deadline_s) != _ACCEPTED:
+        raise PeerUnavailable("the peer refused the connection")
+
+
+def greet_client(stream: Stream, secret: bytes, admit: Callable[[], None], deadline_s: float) -> None:
+    """The server's side. When the client has proved that it is a member, `admit` may still raise to refuse it.
+
+    Raises:
+        PeerUnavailable: The client does not answer, or `admit` refused it.
+        ProtocolError: The client speaks something else, or has another version or secret.
+    """
+    nonce = secrets.token_bytes(32)
+    hello = stream.exactly(GREETING.size, deadline_s)
+    stream.send(greeting(nonce), deadline_s)  # also to strangers: a client of another version learns ours
+    theirs = read_greeting(hello)
+    stream.send(proof(secret, "answering", theirs, nonce), deadline_s)
+    if not hmac.compare_digest(stream.exactly(PROOF_NBYTES, deadline_s), proof(secret, "asking", theirs, nonce)):
+        raise ProtocolError("the peer does not know this cluster's secret")
+    admit()
+    stream.send(_ACCEPTED, deadline_s)
+
+
+def greeting(nonce: bytes) -> bytes:
+    """First bytes of either end."""
+    return GREETING.pack(GREETING_MAGIC, VERSION, nonce)
+
+
+def read_greeting(raw: bytes | bytearray) -> bytes:
+    """Return the nonce of the other end.
+
+    Raises:
+        ProtocolError: The other end does not speak raykv, or another version.
+    """
+    magic, version, nonce = GREETING.unpack(raw)
+    if magic != GREETING_MAGIC:
+        raise ProtocolError(f"the peer does not speak raykv (it begins with {bytes(magic)!r})")
+    if version != VERSION:
+        raise ProtocolError(f"the peer speaks protocol version {version}, we speak {VERSION}: upgrade the older one")
+    return bytes(nonce)
+
+
+def proof(secret: bytes, role: str, client_nonce: bytes, server_nonce: bytes) -> bytes:
+    """What only an end with the secret can compute, for one connection and one role."""
+    return hmac.digest(secret, role.encode() + client_nonce + server_nonce, hashlib.sha256)
+
+
+def require_same_user(connection: socket.socket) -> None:
+    """Check the other end of a Unix socket.
+
+    Raises:
+        PeerUnavailable: It is another user's.
+    """
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    user = struct.unpack("3i", raw)[1]
+    if user != os.getuid():
+        raise PeerUnavailable(f"the other end of this Unix socket is user {user}, we are {os.getuid()}")

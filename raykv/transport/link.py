@@ -1,0 +1,148 @@
+"""The asking end of a connection over TCP or a Unix socket."""
+
+import socket
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+from raykv.errors import PeerUnavailable, ProtocolError, RayKVError
+from raykv.protocol.codec import encode, raise_failure
+from raykv.protocol.messages import Answer, Failure, Message
+from raykv.transport.addresses import parse_address, tune
+from raykv.transport.base import MAX_POSTED, Link, Runs, Targets, remaining
+from raykv.transport.forking import drop_after_fork
+from raykv.transport.handshake import greet_server, require_same_user
+from raykv.transport.stream import Stream
+from raykv.types import Path
+
+TICK_S: Final = 0.01
+"""A call over a link may end this much later than its deadline."""
+MAX_REQUEST_ID: Final = 0xFFFFFFFF
+
+
+class SocketLink(Link):
+    """One connection. In a forked child it is closed, without a word to the peer."""
+
+    path: Path = "tcp"
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+        self._posted: deque[int] = deque()
+        """Numbers of the requests whose answers were not collected, the oldest first."""
+        self._next_id = 1
+        self.epoch = 0
+        self.closed = False
+        drop_after_fork(self)
+
+    @classmethod
+    def connect(cls, address: str, secret: bytes, *, deadline_s: float, spin_s: float = 0.0) -> "SocketLink":
+        """Connect and shake hands.
+
+        Args:
+            address: "host:port", "unix:/path", or "unix:@name" for a name without a file.
+            secret: The cluster's secret; not used over Unix sockets.
+            spin_s: See `Stream`.
+
+        Raises:
+            PeerUnavailable: Nothing listens there, or it is too late, or the secret differs.
+            ProtocolError: The peer speaks something else, or another version.
+        """
+        family, where = parse_address(address)
+        try:
+            connection = socket.socket(family, socket.SOCK_STREAM)
+        except OSError as error:  # out of descriptors
+            raise PeerUnavailable(f"{address}: cannot make a socket: {error.strerror or error}") from error
+        try:
+            connection.settimeout(remaining(deadline_s))
+            connection.connect(where)
+            if family == socket.AF_UNIX:
+                require_same_user(connection)
+                secret = b""
+            else:
+                tune(connection)
+            stream = Stream(connection, tick_s=TICK_S, spin_s=spin_s)
+            greet_server(stream, secret, deadline_s)
+        except (OSError, OverflowError, UnicodeError, RayKVError) as error:  # (a port or a name that cannot be)
+            connection.close()
+            if isinstance(error, RayKVError):
+                raise
+            raise PeerUnavailable(f"{address}: {getattr(error, 'strerror', None) or error}") from error
+        return cls(stream)
+
+    def call(self, request: Message, *, deadline_s: float) -> Answer:
+        assert not self._posted
+        self.post(request, deadline_s=deadline_s)
+        return self.collect(deadline_s=deadline_s)
+
+    def fetch(self, request: Message, place: Callable[[Answer], Targets], *, deadline_s: float) -> Answer:
+        assert not self._posted
+        self.post(request, deadline_s=deadline_s)
+        return self.collect(place, deadline_s=deadline_s)
+
+    def push(self, request: Message, pick: Callable[[Answer], Runs], *, deadline_s: float) -> Answer:
+        request_id = self._next_id
+        first = self.call(request, deadline_s=deadline_s)
+        try:
+            self._stream.send_runs(pick(first), deadline_s)
+            answer = self._receive(request_id, deadline_s)
+        except BaseException:
+            self.close()
+            raise
+        if isinstance(answer, Failure):
+            raise_failure(answer)
+        return answer
+
+    def post(self, request: Message, *, deadline_s: float) -> None:
+        assert len(self._posted) < MAX_POSTED
+        request_id = self._next_id
+        message = encode(request, self.epoch, request_id)
+        try:
+            if time.monotonic() >= deadline_s:
+                raise PeerUnavailable("the deadline has passed")
+            self._stream.send(message, deadline_s)
+        except BaseException:
+            self.close()
+            raise
+        self._next_id = request_id % MAX_REQUEST_ID + 1  # 0 stands for no request
+        self._posted.append(request_id)
+
+    def collect(self, place: Callable[[Answer], Targets] | None = None, *, deadline_s: float) -> Answer:
+        assert self._posted
+        try:
+            answer = self._receive(self._posted[0], deadline_s)
+            self._posted.popleft()
+            if place is not None and not isinstance(answer, Failure):
+                for run in place(answer):
+                    self._stream.fill(run, deadline_s)
+        except BaseException:
+            self.close()  # nobody can use what is left in the socket
+            raise
+        if isinstance(answer, Failure):
+            raise_failure(answer)
+        return answer
+
+    def _receive(self, request_id: int, deadline_s: float) -> Answer:
+        """Receive the answer to one request.
+
+        Raises:
+            ProtocolError: It is the answer to another one.
+        """
+        answer, header = self._stream.message(deadline_s)
+        self.epoch = max(self.epoch, header.epoch)
+        if header.request_id != request_id:
+            if header.request_id == 0 and isinstance(answer, Failure):  # the peer could not read our request
+                raise_failure(answer)
+            raise ProtocolError(f"an answer to request {header.request_id}, where one to {request_id} was due")
+        return answer  # type: ignore[return-value]  # callers check the kind; a request is no answer they expect
+
+    def wait_ready(self, timeout_s: float) -> bool:
+        return bool(self._posted) and self._stream.wait_ready(timeout_s)
+
+    def close(self) -> None:
+        self.closed = True
+        self._stream.socket.close()
+
+    def after_fork(self) -> None:
+        """The descriptor goes; the connection stays the parent's, since nothing is shut down."""
+        self.close()

@@ -1,0 +1,217 @@
+"""The answering end of connections over TCP and Unix sockets.
+
+The server has a thread for each connection, and blocking sockets. Most of the work is system calls that run without the
+interpreter lock, and a slow reader delays its own thread only. Bytes go from the arena to the socket, and from the
+socket to the arena, without a copy of our own.
+"""
+
+import logging
+import socket
+import threading
+import time
+from functools import partial
+from typing import Final
+
+from raykv.errors import PeerUnavailable, ProtocolError, RayKVError
+from raykv.memory.host import give_way
+from raykv.protocol.codec import encode, failure
+from raykv.protocol.messages import Message
+from raykv.transport.addresses import listen, tune
+from raykv.transport.base import Service, Session
+from raykv.transport.forking import drop_after_fork
+from raykv.transport.handshake import greet_client, require_same_user
+from raykv.transport.log_limit import LogLimit
+from raykv.transport.stream import Stream
+
+log = logging.getLogger(__name__)
+
+TICK_S: Final = 0.01
+HANDSHAKE_TIMEOUT_S: Final = 5.0
+MAX_HANDSHAKES: Final = 64
+"""Most connections that shake hands at once; one more, and the oldest of them is closed."""
+
+
+class SocketServer:
+    """Listens on one address, and serves each connection in a thread of its own.
+
+    Connections that shake hands are counted apart: strangers do not use up the connections of members.
+
+    Attributes:
+        address: Where it listens, with the port that was free.
+        refused: Connections that failed the handshake, or were one too many.
+        bugs: Connections that ended by an error that nobody expected; the log has the stacks.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        address: str,
+        secret: bytes,
+        *,
+        io_timeout_s: float,
+        max_connections: int,
+        spin_s: float = 0.0,
+    ) -> None:
+        """Listen. Clients that connect before `serve` wait.
+
+        Args:
+            secret: The cluster's secret; not used over Unix sockets.
+            io_timeout_s: A peer that stalls for this long in the middle of a message or payload is disconnected.
+            spin_s: See `Stream`; for TCP only, since peers on this host need the cores.
+
+        Raises:
+            ConfigError: The address cannot be used here.
+        """
+        self._service, self._io_timeout_s, self._max_connections = service, io_timeout_s, max_connections
+        self._listener, self.address = listen(address)
+        self._local = self._listener.family == socket.AF_UNIX
+        self._secret, self._spin_s = (b"", 0.0) if self._local else (secret, spin_s)
+        self._shaking: dict[socket.socket, threading.Thread] = {}  # oldest first
+        self._connections: dict[socket.socket, threading.Thread] = {}
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._log = LogLimit(log)
+        self.refused = self.bugs = 0
+        self._thread = threading.Thread(target=self._accept, name=f"raykv-accept-{self.address}", daemon=True)
+        drop_after_fork(self)
+
+    def serve(self) -> None:
+        """Begin to accept connections."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop listening, and end all connections. After it no request is being served."""
+        self._closed.set()
+        with self._lock:
+            connections = {**self._shaking, **self._connections}
+        for each in (self._listener, *connections):
+            _cut(each)
+        self._listener.close()
+        for thread in (self._thread, *connections.values()):
+            if thread.ident is not None:
+                thread.join(HANDSHAKE_TIMEOUT_S)
+
+    def after_fork(self) -> None:
+        """The child serves nothing: its descriptors go, the connections stay the parent's."""
+        self._lock, self._closed = threading.Lock(), threading.Event()
+        self._closed.set()
+        for each in (self._listener, *self._shaking, *self._connections):
+            each.close()
+        self._shaking, self._connections = {}, {}
+
+    def _accept(self) -> None:
+        while not self._closed.is_set():
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                if self._closed.is_set():
+                    return
+                time.sleep(0.05)  # out of descriptors, most likely; they become free as connections end
+                continue
+            if not self._start_thread(connection):
+                self.refused += 1
+                connection.close()
+
+    def _start_thread(self, connection: socket.socket) -> bool:
+        """False when the connection cannot be served."""
+        thread = threading.Thread(target=self._serve, args=(connection,), name="raykv-serve", daemon=True)
+        with self._lock:
+            if self._closed.is_set():
+                return False
+            if len(self._shaking) >= MAX_HANDSHAKES:
+                _cut(next(iter(self._shaking)))
+            try:
+                thread.start()
+            except RuntimeError:
+                return False  # the process may have no more threads
+            self._shaking[connection] = thread
+        return True
+
+    def _admit(self, connection: socket.socket) -> None:
+        """Count a connection as a member's.
+
+        Raises:
+            PeerUnavailable: There are too many already.
+        """
+        with self._lock:
+            if self._closed.is_set() or len(self._connections) >= self._max_connections:
+                raise PeerUnavailable(f"{self._max_connections} connections already")
+            self._connections[connection] = self._shaking.pop(connection)
+
+    def _serve(self, connection: socket.socket) -> None:
+        session: Session | None = None
+        try:
+            stream = self._shake_hands(connection)
+            session = self._service.session(local=self._local)
+            while stream.wait():
+                self._serve_one(stream, session)
+        except (OSError, RayKVError) as error:
+            if not self._closed.is_set():
+                self.refused += session is None
+                wrong = session is not None and isinstance(error, ProtocolError)
+                self._log.write(logging.WARNING if wrong else logging.DEBUG, "connection ended: %s", error)
+        except Exception:  # a bug in the service ends this connection, not the server
+            self.bugs += 1
+            self._log.write(logging.ERROR, "connection ended by a bug", trace=True)
+        finally:
+            if session is not None:
+                session.close()
+            with self._lock:
+                self._connections.pop(connection, None)
+                self._shaking.pop(connection, None)
+            connection.close()
+
+    def _shake_hands(self, connection: socket.socket) -> Stream:
+        """Find out who the client is.
+
+        Raises:
+            RayKVError: Not a member, or one too many.
+        """
+        if self._local:
+            give_way()
+            require_same_user(connection)
+        else:
+            tune(connection)
+        stream = Stream(connection, tick_s=TICK_S, spin_s=self._spin_s)
+        admit = partial(self._admit, connection)
+        greet_client(stream, self._secret, admit, time.monotonic() + HANDSHAKE_TIMEOUT_S)
+        stream.set_tick(self._io_timeout_s)
+        return stream
+
+    def _request(self, stream: Stream) -> tuple[Message, int]:
+        """Receive one request and its number. The peer learns what is wrong with one that cannot be decoded."""
+        stall_s, request_id = self._io_timeout_s, 0
+        try:
+            header = stream.header(time.monotonic() + stall_s)
+            request_id = header.request_id
+            return stream.body(header, time.monotonic() + stall_s), request_id
+        except ProtocolError as error:
+            stream.send(encode(failure(error), self._service.epoch, request_id), time.monotonic() + stall_s)
+            raise
+
+    def _serve_one(self, stream: Stream, session: Session) -> None:
+        stall_s = self._io_timeout_s
+        request, request_id = self._request(stream)
+        reply = self._service.answer(request, session)
+        complete = False
+        try:
+            message = encode(reply.answer, self._service.epoch, request_id)
+            if reply.outgoing:
+                stream.send_with(message, reply.outgoing, stall_s=stall_s)
+            else:
+                stream.send(message, time.monotonic() + stall_s)
+            for run in reply.incoming:
+                stream.fill(run, time.monotonic() + stall_s)
+            complete = True
+        finally:
+            second = reply.finish(complete)
+        if second is not None:
+            stream.send(encode(second, self._service.epoch, request_id), time.monotonic() + stall_s)
+
+
+def _cut(connection: socket.socket) -> None:
+    """End a connection that another thread may be waiting on; that thread closes it."""
+    try:
+        connection.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        pass

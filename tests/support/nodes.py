@@ -1,0 +1,166 @@
+"""Nodes for tests: embedded ones, and one as a process that can be killed."""
+
+import hashlib
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import raykv
+from raykv.client.router import Router
+from raykv.config import ClientConfig, NodeConfig, StorageConfig
+from raykv.embedded import EmbeddedCluster, InProcessMembership
+from raykv.node.node import Node
+from raykv.node.sessions import NodeSession
+from raykv.protocol import codec, messages
+from raykv.transport.base import Reply
+
+SPACE = raykv.Namespace(model="m")
+SECRET = "5e" * 32
+NBYTES = 50_000
+
+NODE = """
+import json, sys
+from raykv.config import NodeConfig
+from raykv.embedded import InProcessMembership
+from raykv.node.node import Node
+
+membership = InProcessMembership(member_timeout_s=5.0)
+node = Node(NodeConfig.load(json.loads(sys.argv[1])), secret=bytes.fromhex(sys.argv[2]), membership=membership)
+node.start()
+print(node.member.address, flush=True)
+sys.stdin.read()
+node.stop(unlink=True)
+"""
+
+
+def wait_until(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
+    until_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < until_s, "it never became true"
+        time.sleep(0.01)
+
+
+def names(count: int, prefix: str = "chunk") -> list[str]:
+    return [f"{prefix}-{number}" for number in range(count)]
+
+
+def content(name: str, nbytes: int = NBYTES) -> bytes:
+    return hashlib.shake_128(name.encode()).digest(nbytes)
+
+
+def put(client: raykv.Client, keys: list[str], **options: Any) -> raykv.PutResult:
+    return client.put(keys, [content(key) for key in keys], **options)
+
+
+def get(client: raykv.Client, keys: list[str], **options: Any) -> tuple[bool, ...]:
+    into = [bytearray(NBYTES) for _ in keys]
+    hits = client.get(keys, into, **options).hits
+    assert all(not hit or into[place] == content(keys[place]) for place, hit in enumerate(hits)), "wrong bytes"
+    return hits
+
+
+def make_node(*, secret: bytes = bytes(32), **fields: Any) -> Node:
+    """A node that was not started. `fields` of NodeConfig; `storage` of StorageConfig."""
+    storage = StorageConfig.load(
+        {"arena_nbytes": "4 MiB", "extent_nbytes": "64 KiB", "shm_dir": None} | fields.pop("storage", {})
+    )
+    config = NodeConfig.load({"node_id": "n", "storage": storage, "heartbeat_s": 0.05, **fields})
+    return Node(config, secret=secret, membership=InProcessMembership(member_timeout_s=5.0))
+
+
+@contextmanager
+def running_node(**fields: Any) -> Iterator[Node]:
+    """A node that is started, and stopped in the end."""
+    node = make_node(**fields)
+    try:
+        node.start()
+        yield node
+    finally:
+        node.stop(unlink=True)
+
+
+class Peer:
+    """One connection to a node without a transport: requests go straight to its handlers."""
+
+    def __init__(self, node: Node, *, local: bool = True) -> None:
+        self.node = node
+        self.session: NodeSession = node.session(local=local)
+
+    def reply(self, request: messages.Message) -> Reply:
+        """As it is; whoever takes it must call `finish`."""
+        raw = codec.encode(request, 0, 0)
+        reply = self.node.answer(codec.decode(raw[codec.HEADER.size :]), self.session)
+        if isinstance(reply.answer, messages.Failure):
+            codec.raise_failure(reply.answer)
+        return reply
+
+    def ask(self, request: messages.Message) -> Any:
+        """The answer, after `finish`."""
+        reply = self.reply(request)
+        second = reply.finish(True)
+        if isinstance(second, messages.Failure):
+            codec.raise_failure(second)
+        return second or reply.answer
+
+    def close(self) -> None:
+        self.session.close()
+
+
+def cluster(nodes: int, **options: Any) -> EmbeddedCluster:
+    return raykv.embedded(nodes, **{"arena_nbytes": "4 MiB", "extent_nbytes": "64 KiB", "heartbeat_s": 0.03, **options})
+
+
+def run(program: str, *arguments: str) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-W", "error", "-c", program, *arguments]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def kill(process: "subprocess.Popen[str]") -> None:
+    process.kill()
+    process.communicate()
+
+
+class NodeProcess:
+    """A node that can be killed and started again."""
+
+    def __init__(self, shm_dir: Path) -> None:
+        storage = {"arena_nbytes": 32 << 20, "extent_nbytes": 1 << 20, "shm_dir": str(shm_dir)}
+        self.fields = {"node_id": "n", "cluster": "p", "host": "elsewhere", "storage": storage, "heartbeat_s": 0.05}
+        self.local_address = f"unix:{shm_dir}/raykv-p-n.sock"
+        self.start()
+
+    def start(self) -> None:
+        self.process = run(NODE, json.dumps(self.fields), SECRET)
+        assert self.process.stdout is not None
+        self.address = self.process.stdout.readline().strip()
+        assert self.address, "the node did not start"
+
+    def kill(self) -> None:
+        kill(self.process)
+
+    def client(self, *, local: bool = True, **config: Any) -> raykv.Client:
+        address = self.local_address if local else self.address
+        fields = {"address": address, "secret": SECRET, "breaker_s": 0.05, **config}
+        return raykv.Client(SPACE, Router(ClientConfig.load(fields)))
+
+    def stats(self) -> dict[str, Any]:
+        with self.client() as client:
+            return client.stats()["nodes"]["n"]
+
+
+@contextmanager
+def node_process(shm_dir: Path) -> Iterator[NodeProcess]:
+    """A node in a process of its own, with files in `shm_dir`. It must stop cleanly."""
+    made = NodeProcess(shm_dir)
+    yield made
+    if made.process.poll() is None:
+        made.process.send_signal(signal.SIGCONT)
+        made.process.communicate(timeout=30)  # the node stops when its input ends
+        assert made.process.returncode == 0
+        assert not list(shm_dir.iterdir()), "files stay behind"
