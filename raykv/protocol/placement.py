@@ -20,8 +20,6 @@ from raykv.types import KeyArray, NodeId
 
 SLOT_BITS: Final = 12
 SLOTS: Final = 1 << SLOT_BITS
-FEW_KEYS: Final = 64
-"""Up to this many keys, a loop is quicker than array operations."""
 
 
 class Member(msgspec.Struct, frozen=True):
@@ -106,19 +104,9 @@ class Ring:
 
     def shares(self, keys: KeyArray) -> dict[NodeId, list[int]]:
         """Positions of the keys that each node owns. Nodes that own none are left out."""
-        if len(self.nodes) == 1:
-            return {self.nodes[0]: list(range(len(keys)))}
-        shares: dict[NodeId, list[int]] = {}
-        if not self.nodes:
-            return shares
-        if len(keys) <= FEW_KEYS:
-            for place, hi in enumerate(keys[:, 0].tolist()):
-                shares.setdefault(self._first[hi >> 64 - SLOT_BITS], []).append(place)
-            return shares
         owners = self.owners(keys)
-        for owner in np.unique(owners).tolist():
-            shares[self.nodes[owner]] = np.flatnonzero(owners == owner).tolist()
-        return shares
+        some = np.unique(owners[owners >= 0]).tolist()
+        return {self.nodes[owner]: np.flatnonzero(owners == owner).tolist() for owner in some}
 
     @staticmethod
     def slots(keys: KeyArray) -> npt.NDArray[np.int64]:

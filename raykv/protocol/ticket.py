@@ -5,7 +5,6 @@ forged ticket can only name members of the cluster, and costs a miss.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from typing import Annotated, Any, Self
 
@@ -26,14 +25,7 @@ class Run(Model):
     chunks: Annotated[int, Field(ge=1, le=1 << 24)]
 
 
-class _Fields(Model):
-    group: Namespace
-    digest: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
-    runs: Annotated[tuple[Run, ...], Field(max_length=MAX_RUNS)]
-
-
-@dataclass(frozen=True, slots=True)
-class Ticket:
+class Ticket(Model):
     """Who holds the first chunks of one prompt.
 
     Attributes:
@@ -43,14 +35,14 @@ class Ticket:
     """
 
     group: Namespace
-    digest: str
-    runs: tuple[Run, ...]
+    digest: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+    runs: Annotated[tuple[Run, ...], Field(max_length=MAX_RUNS)]
 
     @classmethod
     def of(cls, namespace: Namespace, holders: Sequence[NodeId]) -> Self:
         """Make a ticket for chunks that these nodes hold, one entry a chunk."""
         runs = tuple(Run(node_id=name, chunks=len(list(group))) for name, group in groupby(holders))
-        return cls(namespace.group, namespace.digest.hex(), runs[:MAX_RUNS])
+        return cls(group=namespace.group, digest=namespace.digest.hex(), runs=runs[:MAX_RUNS])
 
     def match(self, namespace: Namespace, wanted: int) -> Match:
         """The leading chunks, at most `wanted`, that the ticket promises.
@@ -61,16 +53,14 @@ class Ticket:
         if self.digest != namespace.digest.hex():
             namespace.group.require_equal(self.group, what="the hand-off ticket")
             raise NamespaceMismatch(
-                "the hand-off ticket belongs to another namespace; field that differs: salt or lora"
+                "the hand-off ticket belongs to another namespace; fields that differ: salt or lora"
             )
         holders = [run.node_id for run in self.runs for _ in range(min(run.chunks, wanted))][:wanted]
         return Match(len(holders), tuple(holders))
 
     def to_json(self) -> dict[str, Any]:
         """Plain values for a JSON message."""
-        return _Fields(group=self.group, digest=self.digest, runs=self.runs).model_dump(
-            mode="json", exclude_defaults=True
-        )
+        return self.model_dump(mode="json", exclude_defaults=True)
 
     @classmethod
     def from_json(cls, fields: Any) -> Self:
@@ -79,5 +69,4 @@ class Ticket:
         Raises:
             ConfigError: A field is missing, unknown or wrong; names it.
         """
-        read = _Fields.load(fields if isinstance(fields, dict) else {"ticket": fields})
-        return cls(read.group, read.digest, read.runs)
+        return cls.load(fields if isinstance(fields, dict) else {"ticket": fields})

@@ -169,7 +169,7 @@ class Link(Protocol):
     def wait_ready(self, timeout_s: float) -> bool:
         """Wait until `collect` would not have to wait; 0 only looks. False when the time is over or nothing was posted.
 
-        The link stays good in any case. A broken connection is True: `collect` raises the error.
+        The link stays good in any case. True also for a broken or closed connection: `collect` raises the error.
         """
         ...
 

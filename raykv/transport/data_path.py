@@ -169,7 +169,7 @@ class ShmPath(DataPath):
         mapped = self._mapped(member, deadline_s)
         if mapped.reader is None:
             raise LostError(f"the memory of {member.node_id!r} cannot be mapped here")
-        run.path = self.name
+        run.path = "shm"
         run.gone, run.corrupt, run.other_size = [], [], []
         absent = self._copy(mapped.reader, run, run.missing)
         if not run.locate:  # an owner may hold none of them: the caller looks up who does

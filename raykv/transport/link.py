@@ -94,6 +94,7 @@ class SocketLink(Link):
         return answer
 
     def post(self, request: Message, *, deadline_s: float) -> None:
+        self._require_open()
         assert len(self._posted) < MAX_POSTED
         request_id = self._next_id
         message = encode(request, self.epoch, request_id)
@@ -108,6 +109,7 @@ class SocketLink(Link):
         self._posted.append(request_id)
 
     def collect(self, place: Callable[[Answer], Targets] | None = None, *, deadline_s: float) -> Answer:
+        self._require_open()
         assert self._posted
         try:
             answer = self._receive(self._posted[0], deadline_s)
@@ -137,10 +139,15 @@ class SocketLink(Link):
         return answer  # type: ignore[return-value]  # callers check the kind; a request is no answer they expect
 
     def wait_ready(self, timeout_s: float) -> bool:
-        return bool(self._posted) and self._stream.wait_ready(timeout_s)
+        return self.closed or (bool(self._posted) and self._stream.wait_ready(timeout_s))
+
+    def _require_open(self) -> None:
+        if self.closed:
+            raise PeerUnavailable("the connection is closed")
 
     def close(self) -> None:
         self.closed = True
+        self._posted.clear()
         self._stream.socket.close()
 
     def after_fork(self) -> None:

@@ -112,7 +112,7 @@ class MemoryLink(Link):
         return self._finish(lambda reply: _move([reply.outgoing], placed(reply.answer)), deadline_s)
 
     def wait_ready(self, timeout_s: float) -> bool:
-        return bool(self._posted)
+        return self.closed or bool(self._posted)
 
     def close(self) -> None:
         if not self.closed:

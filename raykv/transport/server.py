@@ -20,7 +20,6 @@ from raykv.transport.addresses import listen, tune
 from raykv.transport.base import Service, Session
 from raykv.transport.forking import drop_after_fork
 from raykv.transport.handshake import greet_client, require_same_user
-from raykv.transport.log_limit import LogLimit
 from raykv.transport.stream import Stream
 
 log = logging.getLogger(__name__)
@@ -29,6 +28,36 @@ TICK_S: Final = 0.01
 HANDSHAKE_TIMEOUT_S: Final = 5.0
 MAX_HANDSHAKES: Final = 64
 """Most connections that shake hands at once; one more, and the oldest of them is closed."""
+MAX_LOG_LINES: Final = 5
+LOG_EVERY_S: Final = 60.0
+"""Peers can make a server log this many lines in this time."""
+
+
+class LogLimit:
+    """Writes at most `max_lines` lines in `every_s` seconds; the next line says how many were left out. Thread-safe."""
+
+    def __init__(self, log: logging.Logger, *, max_lines: int = MAX_LOG_LINES, every_s: float = LOG_EVERY_S) -> None:
+        self._log, self._max_lines, self._every_s = log, max_lines, every_s
+        self._lock = threading.Lock()
+        self._began_s = -every_s
+        self._lines = self._left_out = 0
+
+    def write(self, level: int, text: str, *arguments: object, trace: bool = False) -> None:
+        """Write a line, or count it. `trace`: with the stack of the error that is being handled."""
+        if not self._log.isEnabledFor(level):
+            return
+        now_s = time.monotonic()
+        with self._lock:
+            if now_s - self._began_s >= self._every_s:
+                self._began_s, self._lines = now_s, 0
+            if self._lines >= self._max_lines:
+                self._left_out += 1
+                return
+            self._lines += 1
+            left_out, self._left_out = self._left_out, 0
+        if left_out:
+            text += f" ({left_out} similar lines were left out)"
+        self._log.log(level, text, *arguments, exc_info=trace)
 
 
 class SocketServer:
@@ -150,7 +179,7 @@ class SocketServer:
                 self.refused += session is None
                 wrong = session is not None and isinstance(error, ProtocolError)
                 self._log.write(logging.WARNING if wrong else logging.DEBUG, "connection ended: %s", error)
-        except Exception:  # a bug in the service ends this connection, not the server
+        except Exception:  # noqa: BLE001  a bug in the service ends this connection, not the server
             self.bugs += 1
             self._log.write(logging.ERROR, "connection ended by a bug", trace=True)
         finally:

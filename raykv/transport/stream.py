@@ -46,8 +46,8 @@ _LATE_END: Final = 1
 class Stream:
     """Both directions of one connection. Not thread-safe.
 
-    After PeerUnavailable (the deadline has passed, the peer is gone) the stream may be in the middle of a message: it is
-    of no more use.
+    After PeerUnavailable (the deadline has passed, the peer is gone) the stream may be in the middle of a message: it
+    is of no more use.
     """
 
     def __init__(self, connection: socket.socket, *, tick_s: float, spin_s: float = 0.0) -> None:
@@ -55,7 +55,7 @@ class Stream:
 
         Args:
             tick_s: See `set_tick`.
-            spin_s: Poll the socket for this long before sleeping. It saves the time to wake a thread, and uses up a core
+            spin_s: Poll the socket for this long before sleeping. It saves the time to wake a thread, and uses a core
                 meanwhile. 0: sleep at once.
         """
         self.socket = connection
@@ -181,7 +181,8 @@ class Stream:
         here = self._ahead[self._start : self._end]
         if len(here) < _HEADER_NBYTES:
             return False
-        return len(here) >= min(_HEADER_NBYTES + HEADER.unpack_from(here)[-1], READ_AHEAD_NBYTES)
+        length: int = HEADER.unpack_from(here)[-1]
+        return len(here) >= min(_HEADER_NBYTES + length, READ_AHEAD_NBYTES)
 
     def _receive_some(self, view: memoryview) -> int:
         """`recv_into`; spins before it sleeps, if that is wanted."""

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.support.stores import names_to_keys
 
 import raykv
 from raykv.config import NamespaceConfig
@@ -17,6 +16,7 @@ from raykv.node.namespace_reconciler import registry_paths
 from raykv.node.node import Node
 from raykv.protocol import chunk_keys
 from tests.support.nodes import cluster, wait_until
+from tests.support.stores import names_to_keys
 
 MINE, OTHER = raykv.Namespace(model="mine"), raykv.Namespace(model="other")
 NBYTES = 10_000

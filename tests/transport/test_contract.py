@@ -1,8 +1,9 @@
-"""What every transport must do: one suite, subclassed in a few lines by each."""
+"""The contract of every transport: one suite, subclassed in a few lines by each."""
 
+import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
@@ -10,79 +11,11 @@ import pytest
 
 from raykv.errors import CapacityError, PeerUnavailable, ProtocolError, UsageError
 from raykv.protocol import messages
-from raykv.transport.base import MAX_POSTED, Link, Reply, Runs
+from raykv.transport.base import MAX_POSTED, Link, Runs
+from raykv.transport.link import SocketLink
 from raykv.transport.memory import Network
-from raykv.transport.tcp import SocketLink, SocketServer
-
-SECRET = b"s" * 32
-
-
-def soon(seconds: float = 10.0) -> float:
-    return time.monotonic() + seconds
-
-
-class Warehouse:
-    """A service with one run of bytes, that remembers what was done to it."""
-
-    epoch = 7
-
-    def __init__(self, stock: bytes) -> None:
-        self.joined = frozenset({messages.Abort})
-        self.stock = stock
-        self.received = bytearray(len(stock))
-        self.finished: list[bool] = []
-        self.together: list[int] = []
-        self.sessions: list[WarehouseSession] = []
-        self.hold = threading.Event()
-        self.hold.set()
-
-    def session(self, *, local: bool) -> "WarehouseSession":
-        self.sessions.append(WarehouseSession(local))
-        return self.sessions[-1]
-
-    def answer_joined(self, requests: Sequence[messages.Message], session: object) -> list[messages.Answer]:
-        self.together.append(len(requests))
-        return [self.answer(request, session).answer for request in requests]
-
-    def answer(self, request: messages.Message, session: object) -> Reply:
-        self.hold.wait(10.0)
-        match request:
-            case messages.Read():
-                view = memoryview(self.stock)
-                pieces = [view[:1], view[1:1], view[1:]]
-                return Reply(
-                    messages.Reading(b"n", b"c"), outgoing=pieces, finish=lambda whole: self.finished.append(whole)
-                )
-            case messages.Write():
-                return Reply(messages.Granted(b"", b"", b""), incoming=[self._shelves()], finish=self._stored)
-            case messages.Delete():
-                return Reply(messages.failure(UsageError("not for deletion")))
-            case messages.Commit():
-                return Reply(messages.failure(CapacityError("full")))
-            case messages.Abort():
-                if request.rows == b"bad":
-                    return Reply(messages.failure(CapacityError("bad")))
-                return Reply(messages.Stats(request.rows))
-        return Reply(messages.Stats(type(request).__name__.encode()))
-
-    def _shelves(self) -> list[memoryview]:
-        view = memoryview(self.received)
-        half = len(view) // 3
-        return [view[:half], view[half:]]
-
-    def _stored(self, whole: bool) -> messages.Answer | None:
-        self.finished.append(whole)
-        return messages.Count(len(self.received)) if whole else None
-
-
-class WarehouseSession:
-    def __init__(self, local: bool) -> None:
-        self.local = local
-        self.closed = threading.Event()
-
-    def close(self) -> None:
-        assert not self.closed.is_set()
-        self.closed.set()
+from raykv.transport.server import SocketServer
+from tests.support.transports import SECRET, Warehouse, soon
 
 
 class LinkContract:
@@ -131,31 +64,8 @@ class LinkContract:
         with pytest.raises(UsageError, match="not for deletion"):
             link.call(messages.Delete(b""), deadline_s=soon())
         with pytest.raises(CapacityError, match="full"):
-            link.call(messages.Commit(b"", b""), deadline_s=soon())
+            link.call(messages.Commit(()), deadline_s=soon())
         assert link.call(messages.GetStats(), deadline_s=soon()) == messages.Stats(b"GetStats")
-
-    def test_what_is_served_together_is_answered_one_by_one_and_in_order(self, connect, service, rng):
-        link = connect()
-        assert link.call(messages.Abort(b"0"), deadline_s=soon()) == messages.Stats(b"0")
-        if isinstance(link, SocketLink):
-            service.hold.clear()  # so that many arrive meanwhile
-        sent: list[messages.Message] = [messages.Abort(b"first")]
-        for number in range(MAX_POSTED - 1):
-            kind = rng.random()
-            rows = b"bad" if kind < 0.1 else b"x" * 5000 if kind < 0.2 else b"%d" % number
-            sent.append(messages.GetStats() if kind > 0.9 else messages.Abort(rows))
-        for request in sent:
-            link.post(request, deadline_s=soon())
-        service.hold.set()
-        for request in sent:
-            if isinstance(request, messages.Abort) and request.rows == b"bad":
-                with pytest.raises(CapacityError, match="bad"):
-                    link.collect(deadline_s=soon())
-            else:
-                expected = request.rows if isinstance(request, messages.Abort) else b"GetStats"
-                assert link.collect(deadline_s=soon()) == messages.Stats(expected)
-        assert not isinstance(link, SocketLink) or sum(service.together) > MAX_POSTED // 4
-        assert all(1 < count <= MAX_POSTED for count in service.together)
 
     @pytest.mark.parametrize("cuts", [[], [1], [5, 5, 100_000], [1_000_000, 2_000_000]])
     def test_fetched_bytes_land_in_the_callers_buffers(self, connect, service, cuts):
@@ -182,7 +92,7 @@ class LinkContract:
         edges = [0, *cuts, len(self.stock)]
         pieces = [memoryview(self.stock)[a:b] for a, b in pairwise(edges)]
         link = connect()
-        answer = link.push(messages.Write(b"", b"", 1), lambda granted: [pieces], deadline_s=soon())
+        answer = link.push(messages.Write(b"", 1), lambda granted: [pieces], deadline_s=soon())
         assert answer == messages.Count(len(self.stock))
         assert service.received == self.stock
         assert service.finished == [True]
@@ -208,21 +118,22 @@ class LinkContract:
                 made.append(start)
                 yield [memoryview(self.stock)[start : start + 100_000]]
 
-        assert connect().push(messages.Write(b"", b"", 1), pick, deadline_s=soon()) == messages.Count(len(self.stock))
+        assert connect().push(messages.Write(b"", 1), pick, deadline_s=soon()) == messages.Count(len(self.stock))
         assert service.received == self.stock
         assert len(made) == 24
 
     def test_posted_requests_are_answered_in_order(self, connect, service):
         link = connect()
         assert not link.ready()
+        assert not link.wait_ready(0.01)
         for request in (messages.GetStats(), messages.Attach(), messages.Delete(b""), messages.GetView()):
             link.post(request, deadline_s=soon())
         assert link.collect(deadline_s=soon()) == messages.Stats(b"GetStats")
         assert link.collect(deadline_s=soon()) == messages.Stats(b"Attach")
         with pytest.raises(UsageError, match="not for deletion"):
             link.collect(deadline_s=soon())
-        while not link.ready():
-            time.sleep(0.001)
+        assert link.wait_ready(10.0)
+        assert link.ready()
         assert link.collect(deadline_s=soon()) == messages.Stats(b"GetView")
         assert not link.ready()
         assert link.call(messages.GetStats(), deadline_s=soon()) == messages.Stats(b"GetStats")
@@ -300,8 +211,10 @@ class LinkContract:
     def test_closing_ends_the_session(self, connect, service):
         link = connect()
         link.call(messages.GetStats(), deadline_s=soon())
+        assert not link.closed
         link.close()
         link.close()
+        assert link.closed
         assert service.sessions[0].closed.wait(5.0)
 
     def test_many_links_at_once(self, connect, service):
@@ -316,6 +229,35 @@ class LinkContract:
                 assert buffers == [self.stock] * 5
         assert len(service.sessions) == 6
 
+    def test_a_bug_in_the_service_ends_one_connection(self, connect, service):
+        link, other = connect(), connect()
+        other.call(messages.GetStats(), deadline_s=soon())
+        with pytest.raises((PeerUnavailable, RuntimeError)):
+            link.call(messages.Why(b""), deadline_s=soon())
+        with pytest.raises(PeerUnavailable):
+            link.call(messages.GetStats(), deadline_s=soon())
+        assert other.call(messages.GetStats(), deadline_s=soon()) == messages.Stats(b"GetStats")
+
+    def test_a_link_in_a_forked_child_is_closed_and_the_parents_is_not(self, connect, service):
+        link = connect()
+        link.call(messages.GetStats(), deadline_s=soon())
+        link.post(messages.GetStats(), deadline_s=soon())
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                assert link.closed
+                link.close()
+                link.call(messages.GetStats(), deadline_s=soon())
+            except (PeerUnavailable, AssertionError):
+                status = 0
+            finally:
+                os._exit(status)
+        assert os.waitpid(child, 0)[1] == 0
+        assert link.collect(deadline_s=soon()) == messages.Stats(b"GetStats")
+        assert link.call(messages.GetStats(), deadline_s=soon()) == messages.Stats(b"GetStats")
+        assert not service.sessions[0].closed.is_set()
+
     def test_nobody_there(self, connect, shm_dir):
         other, stop = self.serve(Warehouse(b"x"), str(shm_dir / "other"))
         stop()
@@ -325,6 +267,29 @@ class LinkContract:
 
 class SocketContract(LinkContract):
     """What only sockets can show: they wait."""
+
+    def test_waiting_for_an_answer_costs_no_more_than_the_given_time(self, connect, service):
+        link = connect()
+        service.hold.clear()
+        link.post(messages.GetStats(), deadline_s=soon())
+        began_s = time.monotonic()
+        assert not link.wait_ready(0.05)
+        assert not link.wait_ready(0.0)
+        assert 0.05 <= time.monotonic() - began_s < 1.0
+        threading.Timer(0.05, service.hold.set).start()
+        assert link.wait_ready(10.0)
+        assert link.collect(deadline_s=soon()) == messages.Stats(b"GetStats")
+        assert link.call(messages.GetStats(), deadline_s=soon()) == messages.Stats(b"GetStats")
+
+    def test_a_broken_connection_is_ready(self, connect, service):
+        link = connect()
+        service.hold.clear()
+        link.post(messages.Why(b""), deadline_s=soon())
+        assert not link.wait_ready(0.01)
+        service.hold.set()
+        assert link.wait_ready(10.0)
+        with pytest.raises(PeerUnavailable):
+            link.collect(deadline_s=soon())
 
     def address(self, tmp: str) -> str:
         raise NotImplementedError

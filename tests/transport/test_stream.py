@@ -1,5 +1,6 @@
-"""Chunks that arrive on a socket: filled and hashed, however they are cut, and never counted before they are there."""
+"""Chunks that arrive on a socket: filled and hashed, with any cuts, and never counted before they are complete."""
 
+import random
 import signal
 import socket
 import struct
@@ -13,23 +14,21 @@ import xxhash
 from raykv.errors import PeerUnavailable
 from raykv.memory import native
 from raykv.protocol import messages
+from raykv.protocol.codec import HEADER, Header, encode
 from raykv.transport import stream as stream_module
 from raykv.transport.base import ChunkRun
 from raykv.transport.stream import Stream
+from tests.support.transports import soon
 
 SIZES = [1, 240, 241, 305, 1023, 1024, 1025, 1088, 2048, 4096, 5000, 70_000, 256 << 10, (256 << 10) + 1, 600_000]
 
 
-def soon(seconds: float = 10.0) -> float:
-    return time.monotonic() + seconds
-
-
-@pytest.fixture
-def ends():
-    """A stream, and the other end of its socket."""
+@pytest.fixture(params=[0.0, 2e-4], ids=["sleeps", "spins"])
+def ends(request):
+    """A stream that sleeps at once or spins before, and the other end of its socket."""
     here, there = socket.socketpair()
     with here, there:
-        yield Stream(here, tick_s=0.01), there
+        yield Stream(here, tick_s=0.01, spin_s=request.param), there
 
 
 def cut(raw: bytearray, rng) -> list[memoryview]:
@@ -60,24 +59,24 @@ def dribble(there: socket.socket, raw: bytes, rng) -> None:
 
 @pytest.mark.parametrize("tiny", [False, True])
 @pytest.mark.parametrize("hashed", [False, True])
-def test_chunks_arrive_whole_and_hashed_however_they_are_cut(loops, ends, rng, hashed, tiny):
+def test_chunks_arrive_whole_and_hashed_with_any_cuts(loops, ends, rng, hashed, tiny):
     stream, there = ends
     sizes = SIZES if tiny else [size for size in SIZES if size > 240]
     for _ in range(15):
         values = [rng.randbytes(rng.choice(sizes)) for _ in range(rng.randrange(12))]
         # A message in front: what is read ahead with it belongs to the chunks. And one behind, which does not.
-        front, behind = messages.encode(messages.Count(1), 3), messages.encode(messages.Count(2), 4)
+        front, behind = encode(messages.Count(1), 3, 8), encode(messages.Count(2), 4, 9)
         sent = front + b"".join(values) + behind
         sender = threading.Thread(target=dribble, args=(there, sent, rng))
         sender.start()
-        assert stream.message(soon()) == (messages.Count(1), 3)
+        assert stream.message(soon()) == (messages.Count(1), Header(3, len(front) - HEADER.size, 8))
         targets = [bytearray(len(value)) for value in values]
         run = run_of(targets, rng, hashed=hashed)
         stream.fill(run, soon())
         assert targets == values
         assert run.full == len(values)
         assert run.checksums == sums_of(values) * hashed
-        assert stream.message(soon()) == (messages.Count(2), 4)
+        assert stream.message(soon()) == (messages.Count(2), Header(4, len(behind) - HEADER.size, 9))
         sender.join()
 
 
@@ -146,11 +145,80 @@ def test_the_compiled_way_refuses_what_would_not_fit(ends):
     ]:
         with pytest.raises(error):
             native.receive(number, b"", chunks, sums, soon(), 0.0)
-    assert native.receive(number, b"", [], None, soon(), 0.0) == (0, 0, False)
-    assert native.receive(number, b"x" * 1000, good, None, soon(), 0.0) == (0, 1, False)
+    assert native.receive(number, b"", [], None, soon(), 0.0)[:2] == (0, 0)
+    assert native.receive(number, b"x" * 1000, good, None, soon(), 0.0)[:2] == (0, 1)
     assert good == [[bytearray(b"x" * 300)]]
-    end, full, _ = native.receive(stream.socket.fileno() + 1000, b"", good, None, soon(), 0.0)
+    end, full = native.receive(stream.socket.fileno() + 1000, b"", good, None, soon(), 0.0)[:2]
     assert (end < 0, full) == (True, 0)
     sums = bytearray(8)
     assert native.receive(number, b"y" * 299, good, sums, soon(), 1e-4)[:2] == (0, 1)
     assert struct.unpack("=Q", sums)[0] == xxhash.xxh3_64_intdigest(b"y" * 299 + b"\0")
+
+
+def test_views_that_are_filled_bit_by_bit(ends, rng):
+    receiver, there = ends
+    sent = rng.randbytes(400_000)
+    thread = threading.Thread(target=dribble, args=(there, sent, random.Random(rng.random())))
+    thread.start()
+    got, start = bytearray(len(sent)), 0
+    while start < len(sent):
+        run = []
+        for _ in range(rng.randrange(1, 5)):
+            step = min(rng.choice([0, 1, 7, 3000, 50_000]), len(sent) - start)
+            run.append(memoryview(got)[start : start + step])
+            start += step
+        receiver.fill(run, soon())
+    thread.join()
+    assert got == sent
+
+
+def test_bytes_that_do_not_arrive(ends):
+    receiver, there = ends
+    for _ in range(3):
+        there.sendall(b"abc")
+        began_s = time.monotonic()
+        with pytest.raises(PeerUnavailable, match="deadline"):
+            receiver.fill([memoryview(bytearray(2)), memoryview(bytearray(2))], began_s + 0.05)
+        assert 0.05 <= time.monotonic() - began_s < 1.0
+    there.sendall(b"abc")
+    there.close()
+    with pytest.raises(PeerUnavailable, match="closed"):
+        receiver.fill([memoryview(bytearray(2)), memoryview(bytearray(2))], soon())
+    with pytest.raises(PeerUnavailable, match="closed"):
+        receiver.fill([memoryview(bytearray(1))], soon())
+
+
+def test_messages_that_arrive_soon_or_late(ends):
+    receiver, there = ends
+    for pause_s in (0, 0, 0.002, 0, 0.02, 0, 0, 0):
+        timer = threading.Timer(pause_s, there.sendall, [encode(messages.Count(7), 3, 1)])
+        timer.start()
+        assert receiver.message(soon())[0] == messages.Count(7)
+        timer.join()
+    there.close()
+    assert not receiver.wait()
+
+
+def test_a_message_is_ready_when_it_is_whole_or_its_beginning_is_here(ends):
+    receiver, there = ends
+    short, long = encode(messages.Count(7), 3, 1), encode(messages.Stats(bytes(100_000)), 3, 2)
+    for raw, enough in ((short, len(short)), (long, stream_module.READ_AHEAD_NBYTES)):
+        there.sendall(raw[: enough - 1])
+        assert not receiver.wait_ready(0.0)
+        assert not receiver.wait_ready(0.01)
+        threading.Timer(0.02, there.sendall, [raw[enough - 1 :]]).start()
+        assert receiver.wait_ready(10.0)
+        assert receiver.message(soon())[1].epoch == 3
+    there.close()
+    assert receiver.wait_ready(10.0)
+
+
+def test_spinning_is_bounded(ends):
+    receiver, there = ends
+    before_s = time.thread_time()
+    with pytest.raises(PeerUnavailable, match="deadline"):
+        receiver.message(soon(0.3))
+    with pytest.raises(PeerUnavailable, match="deadline"):
+        receiver.fill(run_of([bytearray(5000)]), soon(0.3))
+    assert time.thread_time() - before_s < 0.3
+    there.close()

@@ -122,7 +122,7 @@ class ReadHandler:
 
 
 def neighbours(view: memoryview, offsets: npt.NDArray[np.uint64], nbytes: npt.NDArray[np.uint32]) -> list[memoryview]:
-    """The chunks at these offsets, in order; chunks that lie one behind the other become one view. Length 0: left out."""
+    """The chunks at these offsets, in order; neighbours in memory become one view. Length 0: left out."""
     here = nbytes > 0
     starts = offsets[here].astype(np.int64)
     if not len(starts):

@@ -14,7 +14,6 @@ from raykv.node.handlers.fields import keys_in, numbers_in, parent_in
 from raykv.node.reclaimer import Reclaimer
 from raykv.node.sessions import HandlerTable, NodeSession
 from raykv.protocol import codec, messages
-from raykv.protocol.hints import require_hints
 from raykv.protocol.messages import MAX_KEYS
 from raykv.storage.batches import Written
 from raykv.storage.store import Store
@@ -191,7 +190,6 @@ class _Incoming:
 
 
 def _batch_in(request: messages.Run | messages.Write) -> Batch:
-    require_hints(request.ttl_s, request.priority)
     return Batch(
         keys_in(request.keys),
         request.nbytes,

@@ -1,0 +1,191 @@
+"""Services to test transports with, and peers that speak the protocol badly."""
+
+import socket
+import threading
+import time
+
+import numpy as np
+
+from raykv.memory.copying import checksum_of
+from raykv.protocol import messages
+from raykv.protocol.codec import encode
+from raykv.transport.addresses import parse_address
+from raykv.transport.base import Reply
+from raykv.transport.handshake import greet_client, greet_server
+from raykv.transport.stream import Stream
+
+SECRET = b"s" * 32
+
+
+def soon(seconds: float = 10.0) -> float:
+    return time.monotonic() + seconds
+
+
+class Warehouse:
+    """A service with one run of bytes, that records what was done to it. Answers wait while `hold` is not set."""
+
+    epoch = 7
+
+    def __init__(self, stock: bytes = b"stock") -> None:
+        self.stock = stock
+        self.received = bytearray(len(stock))
+        self.finished: list[bool] = []
+        self.sessions: list[WarehouseSession] = []
+        self.hold = threading.Event()
+        self.hold.set()
+
+    def session(self, *, local: bool) -> "WarehouseSession":
+        self.sessions.append(WarehouseSession(local))
+        return self.sessions[-1]
+
+    def answer(self, request: messages.Message, session: object) -> Reply:
+        self.hold.wait(10.0)
+        match request:
+            case messages.Read():
+                view = memoryview(self.stock)
+                pieces = [view[:1], view[1:1], view[1:]]
+                return Reply(
+                    messages.Reading(b"n", b"c"), outgoing=pieces, finish=lambda whole: self.finished.append(whole)
+                )
+            case messages.Write():
+                return Reply(messages.Accepted(b""), incoming=[self._shelves()], finish=self._stored)
+            case messages.Delete():
+                return Reply(messages.Failure("UsageError", "not for deletion"))
+            case messages.Commit():
+                return Reply(messages.Failure("CapacityError", "full"))
+            case messages.Locate():  # says what it was asked: for tests that tell answers apart
+                return Reply(messages.Stats(request.keys))
+            case messages.Why():
+                raise RuntimeError("a bug")
+        return Reply(messages.Stats(type(request).__name__.encode()))
+
+    def _shelves(self) -> list[memoryview]:
+        view = memoryview(self.received)
+        third = len(view) // 3
+        return [view[:third], view[third:]]
+
+    def _stored(self, whole: bool) -> messages.Answer | None:
+        self.finished.append(whole)
+        return messages.Count(len(self.received)) if whole else None
+
+
+class WarehouseSession:
+    def __init__(self, local: bool) -> None:
+        self.local = local
+        self.closed = threading.Event()
+
+    def close(self) -> None:
+        assert not self.closed.is_set()
+        self.closed.set()
+
+
+def raw_socket(address: str) -> socket.socket:
+    """A connection to a server that has sent nothing yet."""
+    family, where = parse_address(address)
+    connection = socket.socket(family, socket.SOCK_STREAM)
+    connection.settimeout(5.0)
+    connection.connect(where)
+    return connection
+
+
+def member_socket(address: str, secret: bytes = SECRET) -> socket.socket:
+    """A connection past the handshake, to send any bytes over."""
+    connection = raw_socket(address)
+    greet_server(stream_on(connection), b"" if address.startswith("unix:") else secret, soon())
+    return connection
+
+
+def stream_on(connection: socket.socket) -> Stream:
+    return Stream(connection, tick_s=5.0)
+
+
+def is_closed(connection: socket.socket, after: bytes | None = None) -> bool:
+    """Wait until the other end has closed; `after` is all that we send before."""
+    try:
+        if after is not None:
+            connection.sendall(after)
+            connection.shutdown(socket.SHUT_WR)
+        while connection.recv(1 << 16):
+            pass
+    except TimeoutError:
+        return False
+    except OSError:  # reset, since it had not read everything
+        pass
+    return True
+
+
+class LyingServer:
+    """Accepts one connection, and sends answers that the test chose.
+
+    Attributes:
+        address: Where it listens.
+    """
+
+    def __init__(self, sends: list[tuple[messages.Answer, int]], *, after: int) -> None:
+        """Send these answers, with these request ids, when `after` requests have arrived."""
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = "{}:{}".format(*self._listener.getsockname())
+        self._sends, self._after = sends, after
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        connection, _ = self._listener.accept()
+        with connection:
+            stream = stream_on(connection)
+            greet_client(stream, SECRET, lambda: None, soon())
+            for _ in range(self._after):
+                stream.message(soon())
+            for answer, request_id in self._sends:
+                stream.send(encode(answer, 0, request_id), soon())
+            is_closed(connection)
+
+    def close(self) -> None:
+        self._thread.join(10.0)
+        self._listener.close()
+
+
+class Holder:
+    """A service that holds chunks, and as an owner knows who holds others. Reads, Suspect and Promote only.
+
+    Attributes:
+        chunks: Bytes by 16-byte key.
+        sums: Checksums that it announces in place of the right ones, by key.
+        holders: Nodes that hold a key, as it believes.
+        reads: Keys of each Read.
+        suspects: Keys of each Suspect.
+        cut_after: It sends only this many bytes of each payload, and then nothing until `hold` is set. None: all.
+    """
+
+    epoch = 3
+
+    def __init__(self, chunks: dict[bytes, bytes]) -> None:
+        self.chunks = chunks
+        self.sums: dict[bytes, int] = {}
+        self.holders: dict[bytes, tuple[str, ...]] = {}
+        self.reads: list[list[bytes]] = []
+        self.groups: set[bytes] = set()
+        self.suspects: list[bytes] = []
+        self.cut_after: int | None = None
+
+    def session(self, *, local: bool) -> WarehouseSession:
+        return WarehouseSession(local)
+
+    def answer(self, request: messages.Message, session: object) -> Reply:
+        assert isinstance(request, messages.Read | messages.Suspect)
+        keys = [request.keys[at : at + 16] for at in range(0, len(request.keys), 16)]
+        if isinstance(request, messages.Suspect):
+            self.suspects += keys
+            return Reply(messages.Count(len(keys)))
+        self.reads.append(keys)
+        self.groups.add(request.group)
+        values = [self.chunks.get(key, b"") for key in keys]
+        sums = [self.sums.get(k, checksum_of([memoryview(v)])) for k, v in zip(keys, values, strict=True)]
+        answer = messages.Reading(
+            np.array([len(value) for value in values], "<u4").tobytes(), np.array(sums, "<u8").tobytes()
+        )
+        if request.locate:
+            named = [self.holders.get(key, ()) for key in keys if key not in self.chunks]
+            answer.choices, answer.places = tuple(named), np.arange(len(named), dtype="<i4").tobytes()
+        payload = memoryview(b"".join(values))
+        return Reply(answer, outgoing=[payload[: self.cut_after]])

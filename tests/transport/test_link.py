@@ -1,0 +1,75 @@
+"""Answers belong to their requests: a link that gets another one is closed."""
+
+import contextlib
+
+import pytest
+
+from raykv.errors import PeerUnavailable, ProtocolError, UsageError
+from raykv.protocol import messages
+from raykv.transport import link as link_module
+from raykv.transport.link import SocketLink
+from raykv.transport.server import SocketServer
+from tests.support.transports import SECRET, LyingServer, Warehouse, soon
+
+
+def stats(number: int) -> messages.Stats:
+    return messages.Stats(str(number).encode())
+
+
+@pytest.mark.parametrize(
+    ("ids", "good"),
+    [([1, 2, 3], 3), ([2, 1, 3], 0), ([1, 3, 2], 1), ([1, 1, 2], 1), ([1, 2, 0], 2), ([9, 2, 3], 0)],
+    ids=["in-order", "swapped", "swapped-later", "repeated", "zero", "unknown"],
+)
+def test_an_answer_to_another_request_closes_the_link(ids, good):
+    lying = LyingServer([(stats(number), number) for number in ids], after=3)
+    link = SocketLink.connect(lying.address, SECRET, deadline_s=soon())
+    with contextlib.closing(lying), contextlib.closing(link):
+        for _ in range(3):
+            link.post(messages.GetStats(), deadline_s=soon())
+        for number in range(good):
+            assert link.collect(deadline_s=soon()) == stats(number + 1)
+        if good < 3:
+            with pytest.raises(ProtocolError, match="request"):
+                link.collect(deadline_s=soon())
+            assert link.closed
+            with pytest.raises(PeerUnavailable):
+                link.collect(deadline_s=soon())
+            with pytest.raises(PeerUnavailable):
+                link.call(messages.GetStats(), deadline_s=soon())
+
+
+def test_an_answer_without_its_request_that_says_why():
+    lying = LyingServer([(messages.Failure("ProtocolError", "version 9, we speak 4"), 0)], after=1)
+    link = SocketLink.connect(lying.address, SECRET, deadline_s=soon())
+    with contextlib.closing(lying), contextlib.closing(link):
+        with pytest.raises(ProtocolError, match="version 9"):
+            link.call(messages.GetStats(), deadline_s=soon())
+        assert link.closed
+
+
+def test_the_second_answer_of_a_write_has_the_number_of_its_request():
+    for second_id in (1, 2):
+        lying = LyingServer([(messages.Accepted(b""), 1), (messages.Count(0), second_id)], after=1)
+        link = SocketLink.connect(lying.address, SECRET, deadline_s=soon())
+        with contextlib.closing(lying), contextlib.closing(link):
+            request = messages.Write(b"", 1)
+            if second_id == 1:
+                assert link.push(request, lambda answer: [], deadline_s=soon()) == messages.Count(0)
+                continue
+            with pytest.raises(ProtocolError, match="request 2, where one to 1"):
+                link.push(request, lambda answer: [], deadline_s=soon())
+            assert link.closed
+
+
+def test_numbers_start_again_before_they_are_too_large(monkeypatch):
+    monkeypatch.setattr(link_module, "MAX_REQUEST_ID", 3)
+    server = SocketServer(Warehouse(), "127.0.0.1:0", SECRET, io_timeout_s=5.0, max_connections=8)
+    server.serve()
+    with contextlib.closing(SocketLink.connect(server.address, SECRET, deadline_s=soon())) as link:
+        for number in range(8):
+            assert link.call(messages.Locate(b"%d" % number), deadline_s=soon()) == stats(number)
+        with pytest.raises(UsageError):
+            link.push(messages.Delete(b""), lambda answer: [], deadline_s=soon())
+        assert link.push(messages.Write(b"", 1), lambda answer: [[memoryview(b"stock")]], deadline_s=soon())
+    server.close()

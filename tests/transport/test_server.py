@@ -1,0 +1,321 @@
+"""Strangers, liars and sleepers on a server's socket: they are disconnected, and everybody else is served."""
+
+import contextlib
+import logging
+import random
+import socket
+import threading
+import time
+
+import pytest
+
+from raykv.errors import ConfigError, PeerUnavailable, ProtocolError, RayKVError, TransientError
+from raykv.protocol import codec, messages
+from raykv.transport import handshake, server
+from raykv.transport.addresses import parse_address
+from raykv.transport.link import SocketLink
+from raykv.transport.server import SocketServer
+from tests.support.transports import SECRET, Warehouse, is_closed, member_socket, raw_socket, soon, stream_on
+
+VERSION = codec.VERSION
+
+
+@pytest.fixture
+def service():
+    return Warehouse(bytes(30 << 20))
+
+
+@pytest.fixture(params=["tcp", "unix"])
+def served(request, service):
+    address = "127.0.0.1:0" if request.param == "tcp" else f"unix:@raykv-test-{time.monotonic_ns()}"
+    made = SocketServer(service, address, SECRET, io_timeout_s=0.3, max_connections=8)
+    made.serve()
+    yield made
+    made.close()
+    assert made.bugs == 0
+    assert all(session.closed.wait(5.0) for session in service.sessions)
+
+
+def connect(served: SocketServer, seconds: float = 5.0) -> SocketLink:
+    return SocketLink.connect(served.address, SECRET, deadline_s=soon(seconds))
+
+
+def serves(served: SocketServer) -> bool:
+    with contextlib.closing(connect(served)) as link:
+        return link.call(messages.GetView(), deadline_s=soon()) == messages.Stats(b"GetView")
+
+
+def header(length: int, version: int = VERSION, request_id: int = 1) -> bytes:
+    return codec.HEADER.pack(codec.MAGIC, version, 0, 0, request_id, length)
+
+
+def test_garbage_before_the_handshake(served, rng):
+    for length in (0, 1, 10, 38, 39, 40, 71, 200, 100_000):
+        with raw_socket(served.address) as stream:
+            assert is_closed(stream, after=rng.randbytes(length))
+        assert serves(served)
+    assert served.refused == 9
+
+
+def test_garbage_after_the_handshake(served, rng):
+    for body in (
+        b"GET / HTTP/1.1\r\n\r\n",
+        header(5) + b"\xff" * 5,
+        header(1 << 31),
+        header(0, version=VERSION + 1),
+        header(100_000) + b"\x91" * 100_000,
+        *(rng.randbytes(1000) for _ in range(20)),
+    ):
+        with member_socket(served.address) as stream:
+            assert is_closed(stream, after=body)
+    assert serves(served)
+
+
+def test_random_frames_never_stop_a_server(served, rng, recwarn):
+    """Valid messages with a few bytes changed: an answer or an error, and no exception that nobody expected."""
+    group, keys = b"g" * 16, b"k" * 32
+    run = messages.Run(keys, 4096, bytes(8), bytes(16), parent=keys[:16], depth=3, ttl_s=1.5)
+    samples = [
+        messages.Commit((run, run), group=group),
+        messages.Lend(4096, 2, keys=keys, group=group),
+        messages.Configure('{"model": "ä"}'.encode(), fields=b'{"a": [1, {"b": 2}]}'),
+        messages.OpenNamespace('{"model": "ä"}'.encode(), capacity_nbytes=1 << 40),
+        messages.Announce("nöde", keys, keys),
+        messages.Report({"gone": 3, "ä": 4}, gets=(1, 2)),
+    ]
+    connection = None
+    for number in range(600):
+        body = bytearray(codec.encode(rng.choice(samples), 1, number + 1))
+        for _ in range(rng.randrange(1, 5)):
+            body[rng.randrange(codec.HEADER.size, len(body))] = rng.choice([0x80, 0xC3, 0xFF, rng.randrange(256)])
+        if rng.random() < 0.2:  # cut or extended within the announced length
+            body = body[: codec.HEADER.size] + rng.randbytes(len(body) - codec.HEADER.size)
+        if connection is None:
+            connection = stream_on(member_socket(served.address))
+        connection.send(bytes(body), soon())
+        answer, head = connection.message(soon())
+        assert head.request_id == number + 1
+        if isinstance(answer, messages.Failure) and answer.kind == "ProtocolError":
+            assert is_closed(connection.socket)
+            connection.socket.close()
+            connection = None
+    if connection is not None:
+        connection.socket.close()
+    assert serves(served)
+
+
+def test_text_that_is_not_utf8_is_a_protocol_error(served):
+    whole = codec.encode(messages.Leave("node-0"), 0, 5)
+    for wrong in (b"\xff", b"\xc3", b"\x80"):
+        with member_socket(served.address) as connection:
+            connection.sendall(whole.replace(b"n", wrong, 1))
+            answer, head = stream_on(connection).message(soon())
+            assert (type(answer), head.request_id) == (messages.Failure, 5)
+            assert answer.kind == "ProtocolError"
+            assert is_closed(connection)
+
+
+def test_the_log_says_little_about_a_thousand_bad_frames(served, caplog):
+    caplog.set_level(logging.DEBUG)
+    for number in range(1000):
+        with member_socket(served.address) as stream:
+            stream.sendall(header(5) + b"\xff" * 5 if number % 2 else header(9, version=99))
+            assert is_closed(stream)
+    assert 1 <= len(caplog.records) <= server.MAX_LOG_LINES
+    assert max(len(record.getMessage()) for record in caplog.records) < 500
+    assert serves(served)
+
+
+def test_the_log_counts_what_it_left_out(caplog):
+    caplog.set_level(logging.DEBUG)
+    limit = server.LogLimit(logging.getLogger("x"), max_lines=2, every_s=0.05)
+    for number in range(5):
+        limit.write(logging.WARNING, "line %d", number)
+    assert [record.getMessage() for record in caplog.records] == ["line 0", "line 1"]
+    until_s = soon()
+    while len(caplog.records) < 3 and time.monotonic() < until_s:
+        limit.write(logging.WARNING, "line %d", 9)
+    assert caplog.records[2].getMessage().startswith("line 9 (")
+    assert "left out" in caplog.records[2].getMessage()
+
+
+def test_the_peer_learns_what_was_wrong(served):
+    with member_socket(served.address) as stream:
+        stream.sendall(header(0, version=VERSION + 1))
+        answer, head = stream_on(stream).message(soon())
+        assert isinstance(answer, messages.Failure)
+        assert head.request_id == 0
+        assert f"version {VERSION + 1}" in answer.text
+
+
+def test_one_that_stalls_in_a_message_is_disconnected_and_others_are_served(served):
+    with member_socket(served.address) as stalled:
+        stalled.sendall(header(100) + b"half")
+        assert serves(served)
+        assert is_closed(stalled)  # by io_timeout_s
+
+
+def test_one_that_does_not_read_is_disconnected(served, service):
+    with raw_socket(served.address) as sleeper:
+        sleeper.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        secret = b"" if served.address.startswith("unix:") else SECRET
+        handshake.greet_server(stream_on(sleeper), secret, soon())
+        sleeper.sendall(codec.encode(messages.Read(b""), 0, 1))  # 30 MiB that nobody reads
+        assert serves(served)
+        until_s = soon()
+        while not service.finished:
+            assert time.monotonic() < until_s
+            time.sleep(0.01)
+        assert service.finished == [False]
+
+
+def test_more_connections_than_allowed(served):
+    links = [connect(served) for _ in range(8)]
+    with pytest.raises(TransientError):
+        connect(served)
+    for link in links:
+        assert link.call(messages.GetView(), deadline_s=soon()) == messages.Stats(b"GetView")
+    links.pop().close()
+    until_s = soon()
+    while True:
+        try:
+            assert serves(served)
+            break
+        except TransientError:
+            assert time.monotonic() < until_s
+            time.sleep(0.01)
+    for link in links:
+        link.close()
+
+
+def test_strangers_that_dawdle_do_not_use_up_the_connections_of_members(served):
+    strangers = [raw_socket(served.address) for _ in range(20)]  # of 8 connections that are allowed
+    links = [connect(served) for _ in range(8)]
+    for link in links:
+        assert link.call(messages.GetView(), deadline_s=soon()) == messages.Stats(b"GetView")
+        link.close()
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_of_too_many_handshakes_the_oldest_is_ended(served, monkeypatch):
+    monkeypatch.setattr(server, "MAX_HANDSHAKES", 4)
+    strangers = [raw_socket(served.address) for _ in range(4)]
+    assert serves(served)
+    assert is_closed(strangers[0])
+    strangers[3].settimeout(0.05)
+    with pytest.raises(TimeoutError):
+        strangers[3].recv(1)
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_requests_in_flight_end_with_the_server(service):
+    made = SocketServer(service, "127.0.0.1:0", SECRET, io_timeout_s=5.0, max_connections=8)
+    made.serve()
+    link = connect(made)
+    link.call(messages.GetView(), deadline_s=soon())
+    service.hold.clear()
+    for _ in range(3):
+        link.post(messages.GetStats(), deadline_s=soon())
+    assert not link.ready()
+    closing = threading.Thread(target=made.close)
+    closing.start()
+    with pytest.raises(PeerUnavailable):
+        link.collect(deadline_s=soon())
+    service.hold.set()
+    closing.join()
+
+
+def test_a_vanished_host_is_noticed(service):
+    made = SocketServer(service, "127.0.0.1:0", SECRET, io_timeout_s=5.0, max_connections=8)
+    made.serve()
+    with member_socket(made.address) as plain, contextlib.closing(connect(made)) as link:
+        assert not plain.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        ours = link._stream.socket
+        assert ours.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert ours.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) <= 60
+    made.close()
+
+
+def test_the_congestion_control_is_the_systems_choice(service):
+    made = SocketServer(service, "127.0.0.1:0", SECRET, io_timeout_s=5.0, max_connections=8)
+    with contextlib.closing(socket.socket()) as plain:
+        chosen = plain.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+    made.serve()
+    with contextlib.closing(connect(made)) as link:
+        assert link._stream.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16) == chosen
+    made.close()
+
+
+def test_addresses_that_are_none():
+    for address in ("", "host", "host:", ":1", "host:port", "http://host:1x"):
+        with pytest.raises(ConfigError, match="address"):
+            parse_address(address)
+
+
+def test_an_address_in_use(served, service):
+    with pytest.raises(ConfigError, match="bind"):
+        SocketServer(service, served.address, SECRET, io_timeout_s=1.0, max_connections=4)
+
+
+# -- handshake --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("served", ["tcp"], indirect=True)
+def test_a_wrong_secret(served):
+    with pytest.raises(PeerUnavailable, match="another cluster"):
+        SocketLink.connect(served.address, b"wrong", deadline_s=soon())
+    with raw_socket(served.address) as stream:  # one that ignores the server's proof
+        stream.sendall(handshake.greeting(b"n" * 32))
+        theirs = handshake.read_greeting(stream_on(stream).exactly(handshake.GREETING.size, soon()))
+        stream_on(stream).exactly(handshake.PROOF_NBYTES, soon())
+        stream.sendall(handshake.proof(b"wrong", "asking", b"n" * 32, theirs))
+        assert stream.recv(1) == b""
+    with raw_socket(served.address) as stream:  # one that sends the server's own proof back
+        stream.sendall(handshake.greeting(b"n" * 32))
+        stream_on(stream).exactly(handshake.GREETING.size, soon())
+        stream.sendall(stream_on(stream).exactly(handshake.PROOF_NBYTES, soon()))
+        assert stream.recv(1) == b""
+    assert serves(served)
+
+
+def test_a_server_of_another_version_says_so():
+    asking, answering = socket.socketpair()
+    with asking, answering:
+        answering.sendall(handshake.GREETING.pack(handshake.GREETING_MAGIC, 99, b"n" * 32))
+        with pytest.raises(ProtocolError, match=f"version 99, we speak {VERSION}: upgrade"):
+            handshake.greet_server(stream_on(asking), SECRET, soon())
+
+
+def test_a_client_of_another_version_learns_ours(served):
+    with raw_socket(served.address) as stream:
+        stream.sendall(handshake.GREETING.pack(handshake.GREETING_MAGIC, 99, b"n" * 32))
+        raw = stream_on(stream).exactly(handshake.GREETING.size, soon())
+        assert handshake.GREETING.unpack(raw)[:2] == (handshake.GREETING_MAGIC, VERSION)
+        assert stream.recv(1) == b""
+
+
+def test_something_else_behind_the_port():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        waiting = socket.create_connection(listener.getsockname())
+        stream, _ = listener.accept()
+        stream.sendall(b"220 mail.example.org ESMTP\r\n" + b" " * 60)
+        with waiting, stream, pytest.raises(ProtocolError, match="does not speak raykv"):
+            handshake.greet_server(stream_on(waiting), SECRET, soon())
+        with pytest.raises(PeerUnavailable):
+            SocketLink.connect(address, SECRET, deadline_s=soon(0.2))  # it listens, and says nothing
+
+
+def test_a_handshake_of_random_bytes(served, rng: random.Random):
+    """Each step of the handshake with wrong bytes: the server goes on."""
+    for _ in range(50):
+        with raw_socket(served.address) as stream, contextlib.suppress(OSError, RayKVError):
+            hello = bytearray(handshake.greeting(rng.randbytes(32)))
+            if rng.random() < 0.5:
+                hello[rng.randrange(len(hello))] ^= rng.randrange(1, 256)
+            stream.sendall(hello + rng.randbytes(rng.choice([0, 5, 32, 64])))
+            stream.shutdown(socket.SHUT_WR)
+            assert is_closed(stream)
+    assert serves(served)
