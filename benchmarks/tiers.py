@@ -1,4 +1,4 @@
-"""What an SSD tier reaches, beside `fio` with O_DIRECT at the same block size and depth.
+"""What an SSD tier achieves, compared with `fio` with O_DIRECT at the same block size and depth.
 
 Run by hand: `python -m benchmarks.tiers --directory /path/on/the/drive`
 
@@ -53,7 +53,7 @@ class Bench:
     def __init__(self, directory: Path, *, chunk_nbytes: int, total_nbytes: int, depth: int, arena_nbytes: int) -> None:
         self.chunk_nbytes, self.count = chunk_nbytes, total_nbytes // chunk_nbytes
         self.memory = SharedMemory.create(None, arena_nbytes, huge_pages="try")
-        self.memory.back(0, arena_nbytes)
+        self.memory.populate(0, arena_nbytes)
         self.arena = self.memory.view
         random = np.random.default_rng(1)
         for start in range(0, arena_nbytes, 16 * MIB):
@@ -138,7 +138,7 @@ class Bench:
 def fio(files: Sequence[Path], mode: str, *, chunk_nbytes: int, total_nbytes: int, depth: int, engine: str) -> float:
     """Bytes a second that fio reaches."""
     words = [
-        "fio", "--name=beside", f"--filename={':'.join(map(str, files))}", f"--size={total_nbytes}", f"--rw={mode}",
+        "fio", "--name=peer", f"--filename={':'.join(map(str, files))}", f"--size={total_nbytes}", f"--rw={mode}",
         f"--bs={chunk_nbytes}", "--direct=1", f"--ioengine={engine}", f"--iodepth={depth}", "--output-format=json",
         "--fallocate=posix", "--file_service_type=sequential",
     ]  # fmt: skip
@@ -158,12 +158,12 @@ def compare(directory: Path, *, chunk_nbytes: int, total_nbytes: int, depth: int
     for _ in range(2):  # takes all of its room: blocks that were never written cost a file system more
         mine.write()
         mine.clear()
-    beside = [directory / "fio"]
-    fio(beside, "write", **given)
+    files = [directory / "fio"]
+    fio(files, "write", **given)
     for number in range(rounds):
         turns: dict[str, Callable[[], float]] = {
             "write": mine.write,
-            "fio write": lambda: fio(beside, "write", **given),
+            "fio write": lambda: fio(files, "write", **given),
         }
         for name in sorted(turns, reverse=bool(number % 2)):  # who comes after a pause, or after reads, is slower
             speeds[name].append(turns[name]())
@@ -177,8 +177,8 @@ def compare(directory: Path, *, chunk_nbytes: int, total_nbytes: int, depth: int
     for name in ("write", "read"):
         ours, theirs = statistics.median(speeds[name]), statistics.median(speeds[f"fio {name}"])
         shown = " ".join(
-            f"{value / MIB:.0f}/{beside / MIB:.0f}"
-            for value, beside in zip(speeds[name], speeds[f"fio {name}"], strict=True)
+            f"{value / MIB:.0f}/{peer / MIB:.0f}"
+            for value, peer in zip(speeds[name], speeds[f"fio {name}"], strict=True)
         )
         print(
             f"{name:5} {chunk_nbytes // MIB} MiB, depth {depth}: {ours / MIB:6.0f} MiB/s, fio ({engine}) "

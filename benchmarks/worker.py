@@ -1,4 +1,4 @@
-"""A process that measures one store, told what to do line by line.
+"""A process that measures one store, as its input says line by line.
 
     python -m benchmarks.worker '{"module": ..., "class": ..., ...}'
 

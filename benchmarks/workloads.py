@@ -33,7 +33,7 @@ CALLS: Final = {
 LOOKUP_CALLS: Final = {1: 1000, LOOKUP_BATCH: 20}
 MANY_LOOKUP_CALLS: Final = 200
 FIRST_LOOKUP_CALLS: Final = 20
-"""The same among very many keys: batches in all, and those that are also told apart, since they come after a pause."""
+"""The same among very many keys: all batches, and the first ones after a pause, which are also shown apart."""
 LOOKUP_NBYTES: Final = 16
 """Size of the objects of the lookups among a million of them."""
 

@@ -147,8 +147,6 @@ PLACE = struct.Struct("<QQ")
 """Of each object in a request: where it begins, how long it is."""
 REQUEST_NBYTES = 4096
 """A request is small enough to arrive in one piece."""
-UNPACED = b"reno"
-"""Congestion control that sends at once, in place of the system's, which may be BBR: see `raykv.transport.tcp`."""
 GATHERED_NBYTES = 256 * KIB
 """Smaller objects of a batch go in one system call, larger ones in one each: whichever is faster."""
 
@@ -191,17 +189,10 @@ def receive(connection: socket.socket, into: Sequence[memoryview]) -> None:
         raise ConnectionError(f"{got} of {wanted} bytes")
 
 
-def send_parts(path: str, port: int, unpaced_port: int) -> None:
-    """The other process: answer each request with the bytes it names, by the system's congestion control or another."""
-    fd = os.open(path, os.O_RDWR)
-    arena = memoryview(mmap.mmap(fd, 0))
-    unpaced = socket.create_server(("127.0.0.1", unpaced_port))
-    unpaced.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, UNPACED)
-    threading.Thread(target=_accept, args=(unpaced, arena), daemon=True).start()
-    _accept(socket.create_server(("127.0.0.1", port)), arena)
-
-
-def _accept(listener: socket.socket, arena: memoryview) -> None:
+def send_parts(path: str, port: int) -> None:
+    """The other process: answer each request with the bytes it names."""
+    arena = memoryview(mmap.mmap(os.open(path, os.O_RDWR), 0))
+    listener = socket.create_server(("127.0.0.1", port))
     while True:
         connection, _ = listener.accept()
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -232,11 +223,10 @@ class Store(System):
         self._places: dict[str, tuple[int, int]] = {}
         self._private: Memory | None = None
         if self.setting.options.get("remote"):
-            ports = free_port(), free_port()
-            command = [sys.executable, "-m", "benchmarks.systems.limits", str(self._path), *map(str, ports)]
-            self.server("sockets", command).wait_for(lambda: all(map(answers, ports)))
-            system, unpaced = (Sockets(port, self._places) for port in ports)
-            self._faces: dict[str, Face] = {"sockets": system, "sockets unpaced": unpaced}
+            port = free_port()
+            command = [sys.executable, "-m", "benchmarks.systems.limits", str(self._path), str(port)]
+            self.server("sockets", command).wait_for(lambda: answers(port))
+            self._faces: dict[str, Face] = {"sockets": Sockets(port, self._places)}
         else:
             private = self._private = Memory(self.allocate(nbytes))
             self._faces = {
@@ -260,7 +250,7 @@ class Store(System):
 
 
 class Loader(Face):
-    """Takes the objects at the start, for all lines; is none itself."""
+    """Stores the objects at the start, for all lines. It is no line itself."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -280,4 +270,4 @@ class Loader(Face):
 
 
 if __name__ == "__main__":
-    send_parts(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    send_parts(sys.argv[1], int(sys.argv[2]))

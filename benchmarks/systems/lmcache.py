@@ -105,7 +105,7 @@ class Store(System):
         memory = L1MemoryManagerConfig(self.setting.store_nbytes, False, shm_name="", **aligned)
         self._manager = L1Manager(L1ManagerConfig(memory))
         self._face = L1(self._manager)
-        self._written, self._kept = 0, deque[str]()
+        self._written, self._stored = 0, deque[str]()
 
     def faces(self) -> dict[str, Face]:
         return {"": self._face}
@@ -114,7 +114,7 @@ class Store(System):
         return {name: importlib.metadata.version(name) for name in ("lmcache", "torch")}
 
     def special(self, name: str, fields: dict[str, Any]) -> dict[str, Any]:
-        """A writer beside the reader must be a thread here, since no other process can be one.
+        """The writer is a thread here, since no other process can write.
 
         `write` starts it and returns at once; `wrote` waits for its end and says how much it wrote.
         """
@@ -138,9 +138,9 @@ class Store(System):
             try:
                 self._face.put(self._face.keys(names), values)
             except MissingError:
-                self._face.delete([self._kept.popleft() for _ in range(EVICTED * batch)])
+                self._face.delete([self._stored.popleft() for _ in range(EVICTED * batch)])
                 continue
-            self._kept.extend(names)
+            self._stored.extend(names)
             self._written += batch
             done += batch
         self._wrote_gb_per_s = done * nbytes / fields["seconds"] / 1e9

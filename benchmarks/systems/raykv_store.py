@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from raykv.memory.layout import RowState
 
 import raykv
 import raykv.protocol.chunk_keys
@@ -112,7 +113,7 @@ class General(Raykv):
 
 
 class Posted(Raykv):
-    """Puts that return when the bytes are in the arena and the commit is on its way."""
+    """Puts that return when the bytes are in the arena and the commit is posted."""
 
     def supports(self, workload: Workload) -> bool:
         return workload.operation == "put"
@@ -128,7 +129,7 @@ class Posted(Raykv):
 
 
 class Matched(Raykv):
-    """Gets that are told the holders, which were looked up outside the clock."""
+    """Gets with known holders, which were looked up outside the clock."""
 
     def supports(self, workload: Workload) -> bool:
         return workload.operation == "get"
@@ -239,7 +240,7 @@ class Store(System):
     def _startup(self, arena_nbytes: int) -> dict[str, Any]:
         """Seconds from the node's first line of code to the answer to its first request.
 
-        A fresh client is made over and over until it gets its answer, as an engine that comes up beside the node would.
+        A new client tries again and again until it has its answer, as an engine that starts with the node would.
         """
         node = NodeProcess(self, "start", {"arena_nbytes": arena_nbytes})
         path = Path(node.local_address.removeprefix("unix:"))
@@ -265,18 +266,19 @@ class Store(System):
         }
 
     def fill(self, keys: Keys, seconds: float) -> tuple[Face, int]:
-        """A table of so many rows, filled here beside its node: no row has bytes. What was filled before goes."""
+        """A table of as many rows, filled from this process: no row has bytes. The node of an earlier call ends."""
         self._let_go()
         rows = len(keys)
         node = NodeProcess(self, f"rows{rows}", {"arena_nbytes": GIB, "max_chunks": rows})
         self._nodes = [node]
         table = Table(SharedMemory.attach(Path(node.wait()["table"]), writable=True, huge_pages="try"))
-        if not table.back_rows(rows):
+        if not table.populate_rows(rows):
             raise MemoryError("no room for the table")
         columns = table.columns
         columns.key_hi[:], columns.key_lo[:] = keys[:, 0], keys[:, 1]
         columns.nbytes[:] = 1
         columns.expires[:] = 0
+        columns.state[:] = RowState.READY
         columns.generation[:] = 2
         table.rebuild_index(np.arange(rows, dtype=np.int32))
         while table.use_huge_pages():  # as the node does by and by

@@ -48,7 +48,7 @@ class Connection:
         """Read exactly this.
 
         Raises:
-            Exception: Something else came: of the kind given as `missing`.
+            Exception: The answer differs: of the kind given as `missing`.
         """
         got = bytearray(len(answer))
         if self._socket.recv_into(got, len(got), socket.MSG_WAITALL) != len(got) or got != answer:

@@ -1,34 +1,36 @@
-"""Where a block's bytes lie in the engine's KV cache, and how they get out of it and back in.
+"""Where a block's bytes lie in an engine's KV cache, and how they get out of it and back in. Needs no engine.
 
-vLLM hands a worker one view `[blocks, heads, tokens, content]` per layer into shared allocations. In memory the four
-axes may come in many orders (vLLM names them LBHNC, BLNHC and so on), and a kernel may read its blocks packed by
-instruction set. We do not interpret any of that: a chunk is the bytes of its blocks, and a block is a list of dense
-runs of bytes, which strides alone tell. Whatever makes the same bytes mean something else is part of the namespace.
+An engine hands a worker one view `[blocks, ...]` per layer into shared allocations. The axes may lie in memory in many
+orders (vLLM names them LBHNC, BLNHC and so on), and a kernel may pack a block by instruction set. A chunk is therefore
+opaque: the bytes of its blocks, where a block is a list of dense runs that follow from the strides alone. Everything
+that gives the same bytes another meaning is part of the namespace.
 """
 
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from raykv.errors import ConfigError
-from raykv.memory.copying import gather
 
-MAX_RUNS_PER_LAYER = 64
-"""A layout that tears a block into more pieces than this is not one that we know."""
+if TYPE_CHECKING:
+    import torch
+
+MAX_RUNS_PER_LAYER: Final = 64
+"""A layout that cuts a block into more pieces is none that we know."""
+MAX_STAGED_CHUNKS: Final = 32
+MAX_STAGED_NBYTES: Final = 256 << 20
+"""Chunks of a device that pass through pinned host memory at once."""
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Bytes of every block that lie side by side: block `b` has them at `offset + b * stride` of an allocation.
+class Run(NamedTuple):
+    """Adjacent bytes of every block: those of block `b` start at `offset + b * stride` of an allocation.
 
     Attributes:
-        allocation: Which of the KV cache's allocations.
-        offset: Of block 0.
-        stride: From one block to the next.
-        nbytes: Length of the run.
+        allocation: Index of the allocation.
+        offset: Start in block 0.
+        stride: Distance from one block to the next.
+        nbytes: Length.
     """
 
     allocation: int
@@ -37,17 +39,17 @@ class Run:
     nbytes: int
 
 
-def runs_of(name: str, cache: torch.Tensor, num_blocks: int, allocation: int = 0) -> list[Run]:
-    """Find the dense runs of one layer's blocks, in the order of their addresses.
+def runs_of(name: str, cache: "torch.Tensor", num_blocks: int, allocation: int = 0) -> list[Run]:
+    """Find the dense runs of one layer's blocks, by address.
 
     Args:
-        name: The layer's, for the error.
-        cache: Shape [num_blocks * k, ...]: the kernel may cut each block into k consecutive ones.
+        name: Name of the layer, for error messages.
+        cache: Shape [num_blocks * k, ...]: the kernel may divide each block into k consecutive ones.
         num_blocks: Blocks as the engine counts them.
-        allocation: Recorded in the runs.
+        allocation: Goes into the runs.
 
     Raises:
-        ConfigError: The strides are not those of a KV cache layout that we know.
+        ConfigError: The strides belong to no KV cache layout that we know.
     """
     if cache.dim() < 2 or not num_blocks or cache.shape[0] % num_blocks:
         raise ConfigError(
@@ -56,11 +58,10 @@ def runs_of(name: str, cache: torch.Tensor, num_blocks: int, allocation: int = 0
         )
     item = cache.element_size()
     split = cache.shape[0] // num_blocks
-    inner = [(split, cache.stride(0) * item)]
-    inner += [(size, stride * item) for size, stride in zip(cache.shape[1:], cache.stride()[1:], strict=True)]
+    axes = [(split, cache.stride(0)), *zip(cache.shape[1:], cache.stride()[1:], strict=True)]
     dense = item
     outer: list[range] = []
-    for size, stride in sorted(((s, t) for s, t in inner if s > 1), key=lambda axis: axis[1]):
+    for size, stride in sorted(((size, stride * item) for size, stride in axes if size > 1), key=lambda axis: axis[1]):
         if stride == dense and not outer:
             dense *= size
         elif stride >= dense:
@@ -80,25 +81,20 @@ def runs_of(name: str, cache: torch.Tensor, num_blocks: int, allocation: int = 0
 
 
 def merged(runs: Sequence[Run]) -> list[Run]:
-    """Join runs that follow each other without a gap, such as all layers of a block in a block-outermost layout."""
+    """Join runs that follow each other without a gap: all layers of a block, where blocks are outermost."""
     joined: list[Run] = []
     for run in runs:
         last = joined[-1] if joined else None
-        if last and (last.allocation, last.stride, last.offset + last.nbytes) == (
-            run.allocation,
-            run.stride,
-            run.offset,
-        ):
-            joined[-1] = Run(last.allocation, last.offset, last.stride, last.nbytes + run.nbytes)
+        if last and run[:3] == (last.allocation, last.offset + last.nbytes, last.stride):
+            joined[-1] = last._replace(nbytes=last.nbytes + run.nbytes)
         else:
             joined.append(run)
     return joined
 
 
-def describe(name: str, cache: torch.Tensor) -> str:
-    """Tell shape, order in memory and element type of one layer's blocks: what must be equal for bytes to be."""
-    axes = range(1, cache.dim())
-    order = sorted(axes, key=lambda axis: (-cache.stride(axis), axis))
+def describe(cache: "torch.Tensor") -> str:
+    """Shape, order in memory and element type of one layer's blocks. Equal bytes mean the same only if these agree."""
+    order = sorted(range(1, cache.dim()), key=lambda axis: (-cache.stride(axis), axis))
     return f"{list(cache.shape[1:])}/{''.join(map(str, order))}/{str(cache.dtype).removeprefix('torch.')}"
 
 
@@ -108,131 +104,153 @@ class Layout(ABC):
     Attributes:
         chunk_nbytes: Size of every chunk.
         description: Goes into the namespace.
-        batch_chunks: Chunks to load at once, where their landing place is bounded; None where it is not.
+        batch_chunks: Most chunks for one `read`, or one load; None: no limit.
     """
 
     batch_chunks: int | None = None
 
-    def __init__(self, caches: Mapping[str, torch.Tensor], num_blocks: int, chunk_blocks: int) -> None:
-        """Learn the layout of `caches`, in their order; layers that share a tensor are taken once.
+    def __init__(self, caches: Mapping[str, "torch.Tensor"], num_blocks: int, chunk_blocks: int) -> None:
+        """Learn the layout of `caches`, in their order. Layers that share a tensor count once.
 
         Raises:
-            ConfigError: A layer's layout is unknown, or there is nothing to store.
+            ConfigError: The layout of a layer is unknown, or there is no layer.
         """
+        import torch
+
         self._allocations: list[torch.Tensor] = []
         runs: list[Run] = []
-        seen: dict[int, int] = {}
-        layers: dict[int, tuple[str, torch.Tensor]] = {}
+        known: dict[int, int] = {}
+        layers: dict[int, torch.Tensor] = {}
         for name, cache in caches.items():
             if cache.data_ptr() in layers:
                 continue
-            layers[cache.data_ptr()] = (name, cache)
+            layers[cache.data_ptr()] = cache
             storage = cache.untyped_storage()
-            if storage.data_ptr() not in seen:
-                seen[storage.data_ptr()] = len(self._allocations)
+            if storage.data_ptr() not in known:
+                known[storage.data_ptr()] = len(self._allocations)
                 self._allocations.append(torch.empty(0, dtype=torch.uint8, device=cache.device).set_(storage))
-            runs += runs_of(name, cache, num_blocks, seen[storage.data_ptr()])
+            runs += runs_of(name, cache, num_blocks, known[storage.data_ptr()])
         if not runs:
             raise ConfigError("this worker has no KV cache; a KV connector has nothing to do here")
         self._runs = merged(runs)
         self._block_nbytes = sum(run.nbytes for run in self._runs)
         self.chunk_nbytes = self._block_nbytes * chunk_blocks
-        kinds = [
-            (kind, len(list(group))) for kind, group in itertools.groupby(describe(*one) for one in layers.values())
-        ]
-        self.description = ";".join(f"{count}x{kind}" for kind, count in kinds)
-
-    @property
-    def device(self) -> torch.device:
-        return self._allocations[0].device
+        kinds = itertools.groupby(map(describe, layers.values()))
+        self.description = ";".join(f"{len(list(group))}x{kind}" for kind, group in kinds)
 
     @abstractmethod
-    def read(self, blocks: Sequence[int], view: memoryview) -> None:
-        """Copy a chunk out of the KV cache; `view` holds it when this returns.
+    def read(self, chunks: Sequence[Sequence[int]]) -> list[list[memoryview]]:
+        """The bytes of chunks in host memory, each as views in order. Valid until the next call, or the next step.
 
         Args:
-            blocks: The chunk's blocks in order, computed by kernels that are done or queued on the current stream.
-            view: Writable, `chunk_nbytes` long.
+            chunks: The blocks of each chunk, in order. Their kernels are done, or queued on the current stream.
         """
 
     @abstractmethod
-    def landing(self, blocks: Sequence[int | None]) -> list[memoryview]:
-        """Name the places to which a chunk's bytes go, in order, `chunk_nbytes` in all.
+    def targets(self, blocks: Sequence[int | None]) -> list[memoryview]:
+        """Views that a chunk is loaded into, in order, `chunk_nbytes` in all.
 
         Args:
-            blocks: The chunk's blocks; None for one that must stay as it is.
+            blocks: The chunk's blocks; None for a block that must not change.
         """
 
     @abstractmethod
-    def landed(self, arrived: Sequence[tuple[Sequence[int | None], list[memoryview]]]) -> None:
-        """Bring chunks whose bytes are in their `landing` into the KV cache; they are there when this returns."""
+    def load(self, chunks: Sequence[tuple[Sequence[int | None], list[memoryview]]]) -> None:
+        """Bring chunks that arrived in their `targets` into the KV cache. They are there when this returns."""
 
 
 class HostLayout(Layout):
-    """A KV cache in host memory: bytes are copied once, straight between the arena (or a socket) and the blocks."""
+    """A KV cache in host memory: its blocks are read and written in place."""
 
-    def __init__(self, caches: Mapping[str, torch.Tensor], num_blocks: int, chunk_blocks: int) -> None:
+    def __init__(self, caches: Mapping[str, "torch.Tensor"], num_blocks: int, chunk_blocks: int) -> None:
         super().__init__(caches, num_blocks, chunk_blocks)
-        self._bytes = [memoryview(allocation.numpy()) for allocation in self._allocations]
+        views = [memoryview(allocation.numpy()) for allocation in self._allocations]
+        self._places = [(views[run.allocation], run.offset, run.stride, run.nbytes) for run in self._runs]
 
-    def read(self, blocks: Sequence[int], view: memoryview) -> None:
-        gather(view, self.landing(blocks))
+    def read(self, chunks: Sequence[Sequence[int]]) -> list[list[memoryview]]:
+        return [[view for block in blocks for view in self._views(block)] for blocks in chunks]
 
-    def landing(self, blocks: Sequence[int | None]) -> list[memoryview]:
-        pieces = []
+    def targets(self, blocks: Sequence[int | None]) -> list[memoryview]:
+        pieces: list[memoryview] = []
         for block in blocks:
-            if block is None:  # a place of its own: a checksum is taken of where the bytes have landed
-                pieces.append(memoryview(bytearray(self._block_nbytes)))
-                continue
-            for run in self._runs:
-                start = run.offset + block * run.stride
-                pieces.append(self._bytes[run.allocation][start : start + run.nbytes])
+            # A block that must not change is received elsewhere: the checksum covers the whole chunk.
+            pieces += [memoryview(bytearray(self._block_nbytes))] if block is None else self._views(block)
         return pieces
 
-    def landed(self, arrived: Sequence[tuple[Sequence[int | None], list[memoryview]]]) -> None:
-        pass
+    def load(self, chunks: Sequence[tuple[Sequence[int | None], list[memoryview]]]) -> None:
+        """Nothing to do: the targets are the blocks."""
+
+    def _views(self, block: int) -> list[memoryview]:
+        return [
+            view[(start := offset + block * stride) : start + nbytes] for view, offset, stride, nbytes in self._places
+        ]
 
 
 class DeviceLayout(Layout):
-    """A KV cache in device memory: bytes go through host memory, one transfer a chunk each way.
+    """A KV cache in device memory: its bytes pass through pinned host memory, one transfer a chunk.
 
-    The plain way, correct by stream order: a save gathers the chunk on the current stream and waits for its transfer; a
-    load lands in pinned memory and is scattered by the loading thread, which waits for its stream before the load is
-    reported. No overlap with computation yet, and no direct transfer between the NIC and the device.
+    Correct by stream order. A save gathers chunks on the current stream and waits for the transfer. A load is scattered
+    by the loading thread, which waits for its stream before the load is reported.
     """
 
-    batch_chunks = 32
+    def __init__(self, caches: Mapping[str, "torch.Tensor"], num_blocks: int, chunk_blocks: int) -> None:
+        super().__init__(caches, num_blocks, chunk_blocks)
+        self.batch_chunks = max(1, min(MAX_STAGED_CHUNKS, MAX_STAGED_NBYTES // self.chunk_nbytes))
+        self._staged: list[torch.Tensor] = []
 
-    def read(self, blocks: Sequence[int], view: memoryview) -> None:
-        chunk = torch.cat([piece for block in blocks for piece in self._pieces(block)])
-        torch.frombuffer(view, dtype=torch.uint8).copy_(chunk)
+    def read(self, chunks: Sequence[Sequence[int]]) -> list[list[memoryview]]:
+        import torch
 
-    def landing(self, blocks: Sequence[int | None]) -> list[memoryview]:
-        # torch keeps freed pinned memory for the next request of that size, so this costs one allocation per place.
-        pinned = torch.empty(self.chunk_nbytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
-        return [memoryview(pinned.numpy())]
+        while len(self._staged) < len(chunks):
+            self._staged.append(self._pinned())
+        staged = self._staged[: len(chunks)]
+        for blocks, buffer in zip(chunks, staged, strict=True):
+            chunk = torch.cat([piece for block in blocks for piece in self._pieces(block)])
+            buffer.copy_(chunk, non_blocking=True)
+        self._synchronize()
+        return [[memoryview(buffer.numpy())] for buffer in staged]
 
-    def landed(self, arrived: Sequence[tuple[Sequence[int | None], list[memoryview]]]) -> None:
-        for blocks, (buffer,) in arrived:
-            chunk = torch.frombuffer(buffer, dtype=torch.uint8).to(self.device, non_blocking=True)
+    def targets(self, blocks: Sequence[int | None]) -> list[memoryview]:
+        # torch reuses freed pinned memory of this size, so a target costs an allocation only once.
+        return [memoryview(self._pinned().numpy())]
+
+    def load(self, chunks: Sequence[tuple[Sequence[int | None], list[memoryview]]]) -> None:
+        import torch
+
+        sizes = [run.nbytes for run in self._runs]
+        for blocks, (buffer,) in chunks:
+            chunk = torch.frombuffer(buffer, dtype=torch.uint8).to(self._device, non_blocking=True)
             for block, part in zip(blocks, chunk.split(self._block_nbytes), strict=True):
                 if block is not None:
-                    sizes = [run.nbytes for run in self._runs]
                     for piece, source in zip(self._pieces(block), part.split(sizes), strict=True):
                         piece.copy_(source)
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
+        self._synchronize()
 
-    def _pieces(self, block: int) -> list[torch.Tensor]:
+    @property
+    def _device(self) -> "torch.device":
+        return self._allocations[0].device
+
+    def _pinned(self) -> "torch.Tensor":
+        import torch
+
+        return torch.empty(self.chunk_nbytes, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+
+    def _synchronize(self) -> None:
+        import torch
+
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+
+    def _pieces(self, block: int) -> "list[torch.Tensor]":
         starts = [(run, run.offset + block * run.stride) for run in self._runs]
         return [self._allocations[run.allocation][start : start + run.nbytes] for run, start in starts]
 
 
-def layout_of(caches: Mapping[str, torch.Tensor], num_blocks: int, chunk_blocks: int) -> Layout:
-    """Build the layout for wherever these caches lie.
+def layout_of(caches: Mapping[str, "torch.Tensor"], num_blocks: int, chunk_blocks: int) -> Layout:
+    """Build the layout for the device that holds these caches.
 
     Raises:
-        ConfigError: The layout, or the device, is unknown.
+        ConfigError: The layout or the device is not supported.
     """
     devices = {cache.device.type for cache in caches.values()}
     if devices == {"cpu"}:

@@ -1,6 +1,6 @@
 """What this host grants a node or a client, and how to get more: `raykv doctor`.
 
-Functions that look take the root of the file system, so that tests can show them another host's; `report` prints.
+Each check takes the root of the file system, so that tests can show it another host. `report` prints the findings.
 """
 
 import importlib.util
@@ -16,7 +16,6 @@ from typing import Any, Final, Literal
 from raykv.config import GIB, KIB, MIB
 from raykv.memory import native, numa, pages
 from raykv.memory.host import UNLIMITED, cgroup_file, cgroup_memory, lines_of
-from raykv.transport.tcp import PACED
 
 Grade = Literal["ok", "better", "wrong"]
 
@@ -31,21 +30,20 @@ PACKAGES: Final = {
     "cupy": "pip install 'raykv[gpu]'",
     "pyverbs": "apt-get install python3-pyverbs",
 }
-COPIED_NBYTES: Final = 4 * MIB
-COPY_NBYTES: Final = 256 * KIB
-COPY_ROUNDS: Final = 4
+PACED: Final = "bbr"
+"""Congestion control that paces its sender with timers."""
 _IO_URING_SETUP: Final = 425  # the same on all processors
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at.
+    """The result of one check.
 
     Attributes:
-        name: Of the thing.
-        grade: "ok"; "better" when it works, and something could be better; "wrong" when raykv cannot work well so.
+        name: What was checked.
+        grade: "ok"; "better": raykv works, and something could be better; "wrong": raykv cannot work well.
         says: What was found.
-        remedy: A command line or a step that would mend or better it; empty when nothing need be done.
+        remedy: A command or a step that helps; empty when nothing is to be done.
     """
 
     name: str
@@ -55,38 +53,21 @@ class Finding:
 
 
 def examine(root: Path = Path("/")) -> list[Finding]:
-    """Look at everything. Changes nothing; takes some 20 ms and, for a moment, a few MiB of memory."""
-    looks: tuple[Callable[[Path], Finding | list[Finding]], ...] = (
-        shared_memory,
-        memory_limit,
-        huge_pages,
-        hugetlb_pools,
-        memory_nodes,
-        cores,
-        locked_memory,
-        open_files,
-        kernel,
-        compiled_loops,
-        packages,
-        rdma_devices,
-        tcp,
-        io_uring,
-        clock,
-    )
+    """Run all checks. Changes nothing."""
     found: list[Finding] = []
-    for look in looks:
-        one = look(root)
+    for check in CHECKS:
+        one = check(root)
         found += one if isinstance(one, list) else [one]
     return found
 
 
 def as_json(findings: Iterable[Finding]) -> list[dict[str, Any]]:
-    """For programs."""
+    """Findings for programs."""
     return [asdict(finding) for finding in findings]
 
 
 def report(findings: Iterable[Finding]) -> str:
-    """For people: one line a finding, and the remedy below it."""
+    """Findings for people: one line each, and the remedy below it."""
     words = {"ok": "ok", "better": "could be better", "wrong": "WRONG"}
     lines = []
     for finding in findings:
@@ -100,7 +81,7 @@ def report(findings: Iterable[Finding]) -> str:
 
 
 def shared_memory(root: Path) -> Finding:
-    """Size and room of /dev/shm, where arenas lie."""
+    """Size and free space of /dev/shm, which holds the arenas."""
     name, place = "shared memory", root / "dev/shm"
     remount = (
         "mount -o remount,size=80% /dev/shm (containers: docker run --shm-size=64g, or an emptyDir of medium Memory)"
@@ -108,7 +89,7 @@ def shared_memory(root: Path) -> Finding:
     if not place.is_dir():
         return Finding(name, "wrong", "there is no /dev/shm", "mount -t tmpfs -o size=80% tmpfs /dev/shm")
     if not os.access(place, os.W_OK):
-        return Finding(name, "wrong", "/dev/shm is not ours to write to", "chmod 1777 /dev/shm")
+        return Finding(name, "wrong", "/dev/shm is not writable", "chmod 1777 /dev/shm")
     stat, total = os.statvfs(place), _memory(root).get("MemTotal", 0)
     size, free = stat.f_blocks * stat.f_frsize, stat.f_bavail * stat.f_frsize
     says = f"/dev/shm has {_size(size)}, {_size(free)} free"
@@ -120,7 +101,7 @@ def shared_memory(root: Path) -> Finding:
 
 
 def memory_limit(root: Path) -> Finding:
-    """The container's limit, which counts shared memory too."""
+    """The memory limit of the container. Shared memory counts."""
     name, (limit, used) = "memory limit", cgroup_memory(root)
     if limit is None:
         return Finding(name, "ok", "no limit of a container")
@@ -128,21 +109,17 @@ def memory_limit(root: Path) -> Finding:
     size = stat.f_blocks * stat.f_frsize if stat else 0
     says = f"this container may use {_size(limit)}, shared memory included, and uses {_size(used)}"
     if size > limit:
-        return Finding(name, "better", f"{says}; /dev/shm promises {_size(size)}", _LIMIT_REMEDY)
+        remedy = "keep arena_nbytes well below the limit, or raise it (docker run --memory, resources.limits.memory)"
+        return Finding(name, "better", f"{says}; /dev/shm promises {_size(size)}", remedy)
     return Finding(name, "ok", says)
 
 
-_LIMIT_REMEDY: Final = (
-    "keep arena_nbytes well below the limit, or raise it (docker run --memory, resources.limits.memory)"
-)
-
-
 def huge_pages(root: Path) -> Finding:
-    """Whether shared memory comes in huge pages; tried on one."""
+    """Whether the kernel gives huge pages for shared memory. Tries one."""
     name, setting = "huge pages", _chosen(root / "sys/kernel/mm/transparent_hugepage/shmem_enabled")
     size = _size(pages.huge_nbytes())
     if pages.try_collapse():
-        return Finding(name, "ok", f"shared memory comes in pages of {size} on request (shmem_enabled: {setting})")
+        return Finding(name, "ok", f"shared memory gets pages of {size} on request (shmem_enabled: {setting})")
     remedy = "mount -o remount,huge=advise /dev/shm, or update the kernel to 6.1 or later"
     if setting in ("always", "force", "advise", "within_size"):
         return Finding(name, "better", f"this kernel gives pages of {size} by the mount's setting alone", remedy)
@@ -150,7 +127,7 @@ def huge_pages(root: Path) -> Finding:
 
 
 def hugetlb_pools(root: Path) -> list[Finding]:
-    """Pools of pages set aside, and where they are mounted. Nobody needs them where `huge_pages` is ok."""
+    """Pools of reserved huge pages, and their mounts. Not needed where `huge_pages` is ok."""
     found = []
     mounts = [line.split() for line in lines_of(root / "proc/mounts")]
     places = [fields[1] for fields in mounts if len(fields) > 2 and fields[2] == "hugetlbfs"]
@@ -171,7 +148,7 @@ def hugetlb_pools(root: Path) -> list[Finding]:
 
 
 def memory_nodes(root: Path) -> Finding:
-    """NUMA: nodes with memory that we may use."""
+    """NUMA nodes whose memory we may use."""
     nodes = numa.usable_nodes(root)
     sizes = []
     for node in nodes:
@@ -187,13 +164,13 @@ def memory_nodes(root: Path) -> Finding:
 
 
 def cores(root: Path) -> Finding:
-    """Cores that we may use."""
+    """CPU cores that we may use."""
     allowed, total = len(os.sched_getaffinity(0)), os.cpu_count() or 1
     quota = cgroup_file(root, "cpu.max").split()
     says = f"{allowed} of {total}"
     if quota and quota[0].isdigit():
         share = int(quota[0]) / int(quota[1])
-        says += f", for {share:.1f} cores' time"
+        says += f", limited to the time of {share:.1f} cores"
         allowed = min(allowed, round(share))
     if allowed < 2:
         return Finding("cores", "better", says, "give the node 2 cores or more (docker run --cpus, taskset, num_cpus)")
@@ -201,17 +178,17 @@ def cores(root: Path) -> Finding:
 
 
 def locked_memory(root: Path) -> Finding:
-    """How much memory may be registered with an RDMA device."""
+    """How much memory we may register with an RDMA device."""
     name, nbytes = "locked memory", _limit(resource.RLIMIT_MEMLOCK)[0]
     if nbytes >= UNLIMITED:
         return Finding(name, "ok", "no limit")
     grade: Grade = "better" if _devices(root) else "ok"
     remedy = "ulimit -l unlimited (or LimitMEMLOCK=infinity; docker run --ulimit memlock=-1)" if grade != "ok" else ""
-    return Finding(name, grade, f"{_size(nbytes)}; matters for RDMA alone", remedy)
+    return Finding(name, grade, f"{_size(nbytes)}; matters only for RDMA", remedy)
 
 
 def open_files(root: Path) -> Finding:
-    """How many connections a node can hold."""
+    """How many connections a node can have."""
     count, most = _limit(resource.RLIMIT_NOFILE)
     if count < MIN_FILES:
         remedy = f"ulimit -n {min(65536, most)} (or LimitNOFILE=65536; docker run --ulimit nofile=65536)"
@@ -223,7 +200,7 @@ def open_files(root: Path) -> Finding:
 
 
 def kernel(root: Path) -> Finding:
-    """Kernel, C library, and what the processor can do."""
+    """Kernel, C library and vector units."""
     release = "".join(lines_of(root / "proc/sys/kernel/osrelease")) or os.uname().release
     flags = {
         word
@@ -244,16 +221,13 @@ def kernel(root: Path) -> Finding:
 def compiled_loops(root: Path) -> Finding:
     """Whether the compiled part was built."""
     if native.available:
-        way = _quickest_copy()
-        return Finding(
-            "compiled loops", "ok", f"built; the quickest way of large copies here is '{way}'" if way else "built"
-        )
+        return Finding("compiled loops", "ok", "built")
     remedy = "install a C compiler and Python's headers, then: pip install --force-reinstall --no-deps raykv"
-    return Finding("compiled loops", "better", "not built, or turned off by RAYKV_NATIVE=0: lookups are slower", remedy)
+    return Finding("compiled loops", "better", "not built, or RAYKV_NATIVE=0 is set: lookups are slower", remedy)
 
 
 def packages(root: Path) -> list[Finding]:
-    """Optional packages. None is needed for the core."""
+    """Optional packages. The core needs none."""
     found = []
     for package, remedy in PACKAGES.items():
         if importlib.util.find_spec(package) is not None:
@@ -264,27 +238,27 @@ def packages(root: Path) -> list[Finding]:
 
 
 def rdma_devices(root: Path) -> Finding:
-    """RDMA devices, and whether they may be opened."""
+    """RDMA devices, and whether we may open them."""
     devices = _devices(root)
     if not devices:
         return Finding("RDMA", "ok", "no device; bytes go over TCP")
     closed = [path for path in (root / "dev/infiniband").glob("uverbs*") if not os.access(path, os.R_OK | os.W_OK)]
     if closed or not (root / "dev/infiniband").is_dir():
         remedy = "docker run --device /dev/infiniband --cap-add IPC_LOCK"
-        return Finding("RDMA", "better", f"{', '.join(devices)}, but /dev/infiniband is not open to us", remedy)
+        return Finding("RDMA", "better", f"{', '.join(devices)}, but we may not open /dev/infiniband", remedy)
     return Finding("RDMA", "ok", ", ".join(devices))
 
 
 def tcp(root: Path) -> Finding:
-    """How TCP between hosts chooses its pace. Within a host nothing is paced."""
-    chosen = "".join(lines_of(root / "proc/sys/net/ipv4/tcp_congestion_control")) or "unknown"
-    if chosen.startswith(PACED.decode()):
-        says = f"congestion control between hosts is {chosen}: its timers cost a sender a quarter of its time"
+    """The congestion control of TCP between hosts."""
+    chosen = _text(root / "proc/sys/net/ipv4/tcp_congestion_control")
+    says = f"congestion control is {chosen}"
+    if chosen.startswith(PACED):
         remedy = (
             "inside a datacenter: sysctl net.ipv4.tcp_congestion_control=cubic (or ip route change ... congctl cubic)"
         )
-        return Finding("TCP", "better", says, remedy)
-    return Finding("TCP", "ok", f"congestion control between hosts is {chosen}")
+        return Finding("TCP", "better", f"{says}: its timers take up to a quarter of a sender's time", remedy)
+    return Finding("TCP", "ok", says)
 
 
 def io_uring(root: Path) -> Finding:
@@ -297,8 +271,8 @@ def io_uring(root: Path) -> Finding:
 
 
 def clock(root: Path) -> Finding:
-    """Where the time comes from: every call reads it."""
-    source = "".join(lines_of(root / "sys/devices/system/clocksource/clocksource0/current_clocksource")) or "unknown"
+    """The clock source. Every call reads the clock."""
+    source = _text(root / "sys/devices/system/clocksource/clocksource0/current_clocksource")
     began_s = time.perf_counter()
     for _ in range(1000):
         time.monotonic()
@@ -309,24 +283,16 @@ def clock(root: Path) -> Finding:
     return Finding("clock", "ok", f"{source}, {cost_ns:.0f} ns a reading")
 
 
-# -- inside ------------------------------------------------------------------------------------------------------------
+CHECKS: Final[tuple[Callable[[Path], Finding | list[Finding]], ...]] = (
+    *(shared_memory, memory_limit, huge_pages, hugetlb_pools, memory_nodes, cores, locked_memory, open_files),
+    *(kernel, compiled_loops, packages, rdma_devices, tcp, io_uring, clock),
+)
 
-
-def _quickest_copy() -> str | None:
-    """Have the compiled part find out by which way it copies best: see `_native.c`. Takes some 5 ms."""
-    if native.copy is None or native.quickest is None:
-        return None
-    source, target = bytearray(COPIED_NBYTES), bytearray(COPIED_NBYTES)
-    parts = [slice(start, start + COPY_NBYTES) for start in range(0, COPIED_NBYTES, COPY_NBYTES)]
-    for _ in range(COPY_ROUNDS):
-        for part in parts:
-            native.copy(memoryview(target)[part], memoryview(source)[part], True)
-    way: str | None = native.quickest(COPY_NBYTES)[0]
-    return way
+# -- helpers -----------------------------------------------------------------------------------------------------------
 
 
 def _io_uring_answers() -> bool:
-    # Without parameters an allowed call says EFAULT; a forbidden one EPERM or ENOSYS.
+    # Without parameters an allowed call fails with EFAULT, a forbidden one with EPERM or ENOSYS.
     return pages.syscall_error(_IO_URING_SETUP, 1, 0) not in (1, 38)
 
 
@@ -339,13 +305,17 @@ def _limit(which: int) -> tuple[int, int]:
     return soft, hard
 
 
+def _text(path: Path) -> str:
+    return "".join(lines_of(path)) or "unknown"
+
+
 def _number(path: Path) -> int | None:
-    text = "".join(lines_of(path)).strip()
+    text = _text(path).strip()
     return int(text) if text.isdigit() else None
 
 
 def _chosen(path: Path) -> str:
-    text = "".join(lines_of(path))
+    text = _text(path)
     return text[text.index("[") + 1 : text.index("]")] if "[" in text and "]" in text else "unknown"
 
 

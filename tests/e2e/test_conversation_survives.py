@@ -44,13 +44,13 @@ WORDS = [
     "crew",
     "spare",
 ]
-QUESTIONS = ("Say in one sentence what this is.", "Which word came first?", "And which came last?")
-BACK_WITHIN_S = 120.0
+QUESTIONS = ("Say in one sentence what this is.", "Which word is the first?", "And which is the last?")
+RESTART_S = 120.0
 
 
 @dataclass
 class Conversation:
-    """What was asked, what came back, and who came back."""
+    """Questions, answers, and the victim."""
 
     messages: list[demo.Messages] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
@@ -124,13 +124,13 @@ def converse(client: Any, seed: int, victim: Callable[[], int], after_tokens: in
     messages: demo.Messages = []
     for number, question in enumerate(QUESTIONS):
         messages = [*messages, {"role": "user", "content": f"{document(seed)}\n{question}" if not number else question}]
-        doomed = victim() if number == 1 else 0
+        victim_pid = victim() if number == 1 else 0
 
-        def kill(count: int, doomed: int = doomed) -> None:
-            if doomed and not talk.killed and count >= after_tokens:
-                talk.killed = doomed
+        def kill(count: int, victim_pid: int = victim_pid) -> None:
+            if victim_pid and not talk.killed and count >= after_tokens:
+                talk.killed = victim_pid
                 when_s = 0.1 if after_tokens == 0 else 0.0
-                threading.Timer(when_s, os.kill, (doomed, signal.SIGKILL)).start()
+                threading.Timer(when_s, os.kill, (victim_pid, signal.SIGKILL)).start()
 
         text, tokens, finish = ask(client, messages, kill)
         assert finish, "the stream ended without saying why"
@@ -143,7 +143,7 @@ def converse(client: Any, seed: int, victim: Callable[[], int], after_tokens: in
 
 
 def wait_for_another(victim: Callable[[], int], old: int) -> int:
-    until_s = time.monotonic() + BACK_WITHIN_S
+    until_s = time.monotonic() + RESTART_S
     while time.monotonic() < until_s:
         try:
             pid = victim()
@@ -152,7 +152,7 @@ def wait_for_another(victim: Callable[[], int], old: int) -> int:
         if pid not in (0, old):
             return pid
         time.sleep(0.1)
-    raise AssertionError(f"not back within {BACK_WITHIN_S} s")
+    raise AssertionError(f"not back within {RESTART_S} s")
 
 
 @pytest.fixture(scope="module")
@@ -183,7 +183,7 @@ def test_every_request_is_answered_as_by_a_plain_engine(outcome, victim: str) ->
 
 
 @pytest.mark.parametrize("victim", VICTIMS)
-def test_who_was_killed_comes_back_by_itself(outcome, victim: str) -> None:
+def test_a_killed_process_comes_back_by_itself(outcome, victim: str) -> None:
     talk, _ = outcome[victim]
     assert talk.revived not in (0, talk.killed)
 

@@ -27,10 +27,10 @@ def ray_processes() -> set[int]:
     found = set()
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            told = (process / "cmdline").read_bytes() + (process / "environ").read_bytes()
+            text = (process / "cmdline").read_bytes() + (process / "environ").read_bytes()
         except OSError:
             continue
-        if b"/tmp/raykv-ray-" in told:
+        if b"/tmp/raykv-ray-" in text:
             found.add(int(process.name))
     return found
 

@@ -96,7 +96,8 @@ class Engine:
             "kv_connector_module_path": "raykv.integrations.vllm",
             "kv_role": "kv_both",
             "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"address": address, **(extra or {})},
+            # Patient, so that a busy machine skips nothing.
+            "kv_connector_extra_config": {"address": address, "store_timeout_s": 5.0, **(extra or {})},
             **(transfer or {}),
         }
         self.llm = LLM(

@@ -74,8 +74,8 @@ def media(**fields: Any) -> Any:
 
 
 def namespace(vllm_config: Any, *, config: ConnectorConfig | None = None, **changes: Any) -> Namespace:
-    told = {"rank": (0, 0), "block_tokens": 32, "layout": "2x[2, 32, 64]/123/bfloat16", "attention": "CPU_ATTN/amx"}
-    return namespace_of(vllm_config, config or ConnectorConfig(), **{**told, **changes})
+    known = {"rank": (0, 0), "block_tokens": 32, "layout": "2x[2, 32, 64]/123/bfloat16", "attention": "CPU_ATTN/amx"}
+    return namespace_of(vllm_config, config or ConnectorConfig(), **{**known, **changes})
 
 
 @pytest.fixture
@@ -116,7 +116,7 @@ def test_a_file_of_an_unknown_format_is_sampled_throughout(tmp_path: Path):
     assert content_digest(path) != before
 
 
-def test_a_model_that_cannot_be_told_is_refused_until_its_revision_is_stated():
+def test_a_model_that_cannot_be_identified_is_refused_until_its_revision_is_stated():
     with pytest.raises(ConfigError, match="'revision'"):
         namespace(engine("s3://bucket/model"))
     stated = [namespace(engine("s3://bucket/model"), config=ConnectorConfig(revision=one)) for one in ("1", "2")]

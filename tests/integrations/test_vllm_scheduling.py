@@ -35,6 +35,7 @@ from vllm.v1.structured_output import StructuredOutputManager  # noqa: E402
 
 import raykv  # noqa: E402
 from raykv.integrations.vllm import connector as connector_module  # noqa: E402
+from raykv.integrations.vllm import worker as worker_module  # noqa: E402
 from raykv.integrations.vllm.connector import RayKVConnector  # noqa: E402
 
 pytestmark = pytest.mark.vllm
@@ -109,7 +110,8 @@ class Engine:
                 "kv_connector_module_path": "raykv.integrations.vllm",
                 "kv_role": "kv_both",
                 "kv_load_failure_policy": "recompute",
-                "kv_connector_extra_config": {"address": address, "chunk_blocks": chunk_blocks},
+                # Patient, so that a busy machine skips nothing.
+                "kv_connector_extra_config": {"address": address, "chunk_blocks": chunk_blocks, "store_timeout_s": 5.0},
             },
         ).create_engine_config()
         config.scheduler_config.async_scheduling = overlap
@@ -135,8 +137,10 @@ class Engine:
         )
         self.worker = RayKVConnector(config, KVConnectorRole.WORKER, cache)
         self.slots = torch.full((LAYERS, BLOCKS, 1, BLOCK_TOKENS, 2), -1, dtype=torch.int64)
-        self.worker.register_kv_caches(dict(zip(names, self.slots, strict=True)))
-        self.worker._worker._threads = self.loads = Slow(rng)
+        self.loads = Slow(rng)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(worker_module, "ThreadPoolExecutor", lambda *_, **__: self.loads)
+            self.worker.register_kv_caches(dict(zip(names, self.slots, strict=True)))
         self.scheduler.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): self.worker.get_handshake_metadata()})
         self.hasher = get_request_block_hasher(BLOCK_TOKENS, get_hash_fn_by_name("sha256"))
         self.rng, self.overlap = rng, overlap
@@ -315,17 +319,17 @@ def test_every_slot_holds_its_prefix(
         for name, tokens in engine.outputs.items():
             assert tokens == expected(*prompts[name]), name
         assert engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == BLOCKS - 1
-        assert not engine.scheduler.connector._scheduler._tracked
-        assert not engine.worker._worker._loading
+        assert not engine.scheduler.connector.scheduler_side.requests
+        assert not engine.worker.worker_side.loading
         engine.close()
     assert aborted
 
 
-def test_nodes_are_told_what_a_request_made(model: Path, cluster: raykv.EmbeddedCluster):
-    """Of what was done, not of what was aborted or handed over; and with the chunks of the prompt."""
-    told: list[tuple[int, int]] = []
+def test_finished_requests_are_reported_to_the_nodes(model: Path, cluster: raykv.EmbeddedCluster):
+    """Not those that were aborted or handed over; and with the chunks of the prompt."""
+    reports: list[tuple[int, int]] = []
     store = cluster.nodes[0].store
-    store.room.policies.told = lambda rows, tokens, now: told.append((len(rows), tokens))
+    store.evictor.policies.on_request_done = lambda rows, tokens, now: reports.append((len(rows), tokens))
     engine = Engine(model, cluster.address(0), random.Random(1), overlap=False, chunk_blocks=1)
     prompt = list(range(23))
     engine.add("done", prompt, max_tokens=9, salt="")
@@ -336,4 +340,4 @@ def test_nodes_are_told_what_a_request_made(model: Path, cluster: raykv.Embedded
             engine.abort("aborted")
         engine.step()
     engine.close()
-    assert told == [(len(prompt) // BLOCK_TOKENS, 9)]
+    assert reports == [(len(prompt) // BLOCK_TOKENS, 9)]

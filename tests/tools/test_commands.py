@@ -30,9 +30,9 @@ def running(shm_dir) -> Iterator[EmbeddedCluster]:
 def run(running: EmbeddedCluster, capsys: pytest.CaptureFixture[str]):
     def command(*arguments: str, fails: bool = False) -> str:
         code = main([*arguments, "--node", running.address(1)])
-        told = capsys.readouterr()
-        assert code == fails, told.err
-        return told.err if fails else told.out
+        said = capsys.readouterr()
+        assert code == fails, said.err
+        return said.err if fails else said.out
 
     return command
 
@@ -43,9 +43,9 @@ def test_why(run, running, tmp_path):
     assert lines[1] == "c: never stored, as far as the nodes remember (since they were started)"
     prompt = tmp_path / "prompt.json"
     prompt.write_text(json.dumps([*range(8), 99, 98, 97, 96]))
-    told = json.loads(run("why", "--tokens", str(prompt), "--json"))
-    assert [each["reason"] for each in told] == ["here", "here", "never_stored"]
-    assert told[1]["chunk"] == "tokens 4..7"
+    said = json.loads(run("why", "--tokens", str(prompt), "--json"))
+    assert [each["reason"] for each in said] == ["here", "here", "never_stored"]
+    assert said[1]["chunk"] == "tokens 4..7"
     salted = run("why", "a", "--namespace", '{"model": "mine", "dtype": "fp8", "chunk_tokens": 4}')
     assert "another namespace (in the dram of node-0); fields that differ: dtype" in salted
     running.client(MINE).delete(["a"])
@@ -58,8 +58,8 @@ def test_namespaces_are_listed_set_and_dropped(run, running):
     wanted = ["ttl_s=500", "policy=lfu", "dram_quota_nbytes=1 MiB"]
     assert "2 nodes have taken note" in run("namespace", "set", "--namespace", "mine", *wanted)
     run("namespace", "set", "--namespace", "mine", "ttl_s=none")
-    (told,) = json.loads(run("namespace", "list", "--json"))
-    assert NamespaceConfig.load(told["config"]) == NamespaceConfig(policy="lfu", dram_quota_nbytes=1 << 20)
+    (said,) = json.loads(run("namespace", "list", "--json"))
+    assert NamespaceConfig.load(said["config"]) == NamespaceConfig(policy="lfu", dram_quota_nbytes=1 << 20)
     assert "policy=lfu, dram_quota_nbytes=1048576" in run("namespace", "list")
     assert "5 chunks dropped" in run("namespace", "drop", "--namespace", "mine")
     assert "0 chunks" in run("namespace", "list")

@@ -202,8 +202,6 @@ def test_compiled_loops(host, monkeypatch, built):
     monkeypatch.setattr(native, "available", built)
     found = doctor.compiled_loops(host.root)
     assert found.grade == ("ok" if built else "better")
-    if built and native.quickest is not None and native.quickest(1 << 20)[0]:
-        assert any(f"'{way}'" in found.says for way in ("fetched", "pages", "plain"))
 
 
 @pytest.mark.parametrize(("source", "grade"), [("tsc", "ok"), ("hpet", "better")])
@@ -214,7 +212,7 @@ def test_clock(host, source, grade):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wrong", [True, False])
-def test_the_command_needs_no_ray_and_its_status_tells(wrong):
+def test_the_command_needs_no_ray_and_its_status_shows_the_grade(wrong):
     program = f"""
 import sys
 sys.modules["ray"] = None

@@ -1,4 +1,4 @@
-"""vLLM: a KV connector that stores what an engine computes and loads what any engine has stored.
+"""vLLM: a KV connector that stores what an engine computes, and loads what any engine has stored.
 
     --kv-transfer-config '{"kv_connector": "RayKVConnector",
                            "kv_connector_module_path": "raykv.integrations.vllm",
@@ -6,37 +6,33 @@
                            "kv_load_failure_policy": "recompute",
                            "kv_connector_extra_config": {"address": "unix:/dev/shm/raykv-default-node0.sock"}}'
 
-Files, in the order of a request's life: `connector` (vLLM's hooks, by role), `scheduler` (what to load and to save;
-`tracked` is what it knows of a request), `metadata` (those orders), `worker` (carries them out), `layout` (where a
-block's bytes lie); `config`, `checks`, `namespace`, `revision` and `connection` at start; `stats` all along.
+`docs/vllm.md` says which file does what.
 """
 
-from typing import TYPE_CHECKING, Any
+import importlib
+from typing import Any
 
-if TYPE_CHECKING:
-    from raykv.integrations.vllm.connector import RayKVConnector
-
-__all__ = ["RayKVConnector", "register"]
+CONNECTOR = "RayKVConnector"
+_MODULE = f"{__name__}.connector"
 
 
 def register() -> None:
-    """Make `RayKVConnector` known to vLLM by its name alone; calling it again does nothing.
+    """Register `RayKVConnector` by its name alone; calling this again does nothing.
 
-    vLLM looks a connector up by name, without its module path, in two places: inside `MultiConnector`, and when the
-    statistics of such a child are logged, where an unknown name stops the engine. Importing the connector registers it
-    in that process; an entry point in vLLM's group `vllm.general_plugins` would in every process of an engine.
+    vLLM looks a connector up by name, without its module path, inside `MultiConnector` and when it logs the statistics
+    of such a child, where an unknown name stops the engine. Importing the connector registers it in that process; the
+    entry point in vLLM's group `vllm.general_plugins` does so in every process of an engine.
     """
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     try:
-        KVConnectorFactory.register_connector("RayKVConnector", "raykv.integrations.vllm.connector", "RayKVConnector")
+        KVConnectorFactory.register_connector(CONNECTOR, _MODULE, CONNECTOR)
     except ValueError:
-        pass  # it is known already
+        pass  # registered already
 
 
 def __getattr__(name: str) -> Any:
-    if name == "RayKVConnector":
-        from raykv.integrations.vllm.connector import RayKVConnector
-
-        return RayKVConnector
+    """`RayKVConnector`, imported at first use: this module needs no vLLM, and the connector imports this module."""
+    if name == CONNECTOR:
+        return getattr(importlib.import_module(_MODULE), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""What an engine must be like for this connector to be right; anything else is refused at start, by name and remedy."""
+"""Engines that the connector supports. Others are refused at the start, with the field and the remedy."""
 
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,7 @@ _KNOWN_SPECS = (FullAttentionSpec, MLAAttentionSpec)
 
 
 def check_engine(vllm_config: "VllmConfig") -> None:
-    """Refuse an engine whose requests could fail by a miss, or whose KV is not a function of a prefix alone.
+    """Refuse an engine in which a miss could fail a request, or whose KV depends on more than the prefix.
 
     Raises:
         ConfigError: Names the field of vLLM's configuration, and what to set.
@@ -22,7 +22,7 @@ def check_engine(vllm_config: "VllmConfig") -> None:
     transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
     if transfer.kv_load_failure_policy != "recompute":
         raise ConfigError(
-            f"kv_transfer_config.kv_load_failure_policy is {transfer.kv_load_failure_policy!r}, by which vLLM fails a "
+            f"kv_transfer_config.kv_load_failure_policy is {transfer.kv_load_failure_policy!r}: vLLM would fail a "
             "request whose KV could not be loaded; set it to 'recompute'"
         )
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
@@ -38,27 +38,27 @@ def check_engine(vllm_config: "VllmConfig") -> None:
     media = vllm_config.model_config.multimodal_config
     if media is not None and not media.mm_processor_cache_gb and not vllm_config.cache_config.enable_prefix_caching:
         raise ConfigError(
-            "mm_processor_cache_gb=0 together with enable_prefix_caching=False has vLLM number images rather than hash "
-            "them, so that different ones would share KV; leave one of the two on"
+            "mm_processor_cache_gb=0 with enable_prefix_caching=False: vLLM then numbers images instead of hashing "
+            "them, and different images would share KV; leave one of the two on"
         )
     if vllm_config.num_lookahead_tokens > 0:
         raise ConfigError(
-            "speculative_config names a drafter with a KV cache of its own, which runs ahead of the tokens; "
-            "RayKVConnector does not support that yet, use a drafter without one (ngram) or none"
+            "speculative_config names a drafter with its own KV cache, which RayKVConnector does not support yet; "
+            "use a drafter without one (ngram), or none"
         )
 
 
 def check_cache(kv_cache_config: "KVCacheConfig") -> int:
     """Refuse a KV cache that is not one group of full attention.
 
-    In other groups a block may be gone (a sliding window) or hold a running state instead of tokens, and with several
+    In other groups a block may be missing (a sliding window) or hold a running state instead of tokens. With several
     groups vLLM cannot recompute from the first block that failed to load.
 
     Returns:
         Tokens in a block.
 
     Raises:
-        ConfigError: Names what the cache consists of.
+        ConfigError: Names the unsupported parts of the cache.
     """
     specs = [spec for group in kv_cache_config.kv_cache_groups for spec in _specs(group.kv_cache_spec)]
     unknown = sorted({type(spec).__name__ for spec in specs if type(spec) not in _KNOWN_SPECS})
@@ -71,7 +71,7 @@ def check_cache(kv_cache_config: "KVCacheConfig") -> int:
         )
     if any(getattr(spec, "non_causal", False) for spec in specs):
         raise ConfigError(
-            "this model attends to later tokens, so its KV is no function of a prefix and cannot be reused"
+            "this model attends to later tokens, so its KV depends on more than the prefix and cannot be reused"
         )
     return kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
 

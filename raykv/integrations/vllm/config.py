@@ -1,4 +1,4 @@
-"""The connector's settings, as `kv_connector_extra_config` holds them."""
+"""The connector's settings: the fields of `kv_connector_extra_config`."""
 
 from typing import Annotated
 
@@ -8,19 +8,20 @@ from raykv.config import Model
 
 
 class ConnectorConfig(Model):
-    """What an engine may choose.
+    """Settings of one engine.
 
     Attributes:
-        address: The raykv node to talk to: "unix:/path" on this host, "host:port" elsewhere. None: RAYKV_ADDRESS, else
-            the node that Ray started here.
+        address: The raykv node to use: "unix:/path" on this host, "host:port" elsewhere. None: RAYKV_ADDRESS, else
+            the node that Ray started on this host.
         chunk_blocks: Blocks of the engine in one chunk.
         store_decode: Also store chunks that fill up while decoding, not only those of prompts.
         lookup_timeout_s: A lookup that takes longer is a miss. The engine's scheduler waits for it.
         load_timeout_s: What has not arrived by then is recomputed. The request waits for it, the engine does not.
-        store_timeout_s: A node that does not take a save in this time loses it. The engine's step waits for it.
-        load_threads: Loads in flight at once; more wait in line, within their timeout.
+        store_timeout_s: The longest that one step of the engine waits for its chunks to be stored; chunks without a
+            slot by then are skipped. With no node on the engine's host, stores cross the network: set it to seconds.
+        load_threads: Loads in flight at once. More wait in line, within their timeout.
         revision: Which weights these are. None: a digest of the files, or the commit of the hub. Needed only where
-            neither can be known.
+            neither is known.
     """
 
     address: str | None = None
@@ -28,6 +29,6 @@ class ConnectorConfig(Model):
     store_decode: bool = True
     lookup_timeout_s: Annotated[float, Field(gt=0)] = 0.2
     load_timeout_s: Annotated[float, Field(gt=0)] = 5.0
-    store_timeout_s: Annotated[float, Field(gt=0)] = 1.0
+    store_timeout_s: Annotated[float, Field(gt=0)] = 0.003
     load_threads: Annotated[int, Field(ge=1, le=64)] = 4
     revision: Annotated[str, Field(min_length=1)] | None = None

@@ -1,9 +1,9 @@
-"""A client that may not be there yet: an engine starts, and serves, whether or not its raykv node does."""
+"""A client that may come later: an engine starts and serves also while its raykv node is away."""
 
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from vllm.logger import init_logger
 
@@ -14,26 +14,26 @@ from raykv.protocol.namespace import Namespace
 if TYPE_CHECKING:
     from raykv import Client
 
-# Below vLLM's own logger, so that its handlers and level apply.
+# A child of vLLM's logger, so that its handlers and level apply.
 logger = init_logger("vllm.raykv.connection")
 
-FIRST_RETRY_S = 0.5
-LAST_RETRY_S = 30.0
-MAX_SCOPED_CLIENTS = 1024
-"""Salts come from users, so what is kept for each is bounded."""
+FIRST_RETRY_S: Final = 0.5
+LAST_RETRY_S: Final = 30.0
+MAX_SCOPED_CLIENTS: Final = 1024
+"""Users choose salts, so the number of clients must be bounded."""
 
 
 class Connection:
-    """Opens a client, in the background if need be, and hands out its views by scope."""
+    """Opens a client, in the background if the node is away, and returns a client for each scope."""
 
     def __init__(self, open_client: Callable[[], "Client"]) -> None:
-        """Open the client, or start trying.
+        """Open the client, or start to retry in the background.
 
         Args:
-            open_client: Called until it does not raise.
+            open_client: Called until it succeeds.
 
         Raises:
-            UsageError: The configuration is wrong; trying again would not help.
+            UsageError: The configuration is wrong; a retry would not help.
         """
         self._open_client = open_client
         self._client: Client | None = None
@@ -45,12 +45,12 @@ class Connection:
         except UsageError:
             raise
         except RayKVError as error:
-            logger.warning("raykv is not there yet (%s); serving without it and trying on", error)
+            logger.warning("raykv is away (%s); the engine serves without it, and connects later", error)
             self._retrying = threading.Thread(target=self._retry, name="raykv-connect", daemon=True)
             self._retrying.start()
 
     def client(self, namespace: Namespace, scope: Scope) -> "Client | None":
-        """Give the client whose keys are those of `scope` within `namespace`; None while there is no node."""
+        """The client for the keys of `scope` within `namespace`; None while there is no node."""
         if self._client is None:
             return None
         key = (namespace.digest, scope)
@@ -63,7 +63,7 @@ class Connection:
         return found
 
     def close(self) -> None:
-        """Stop trying and close the client. No call may be in flight, and none may follow."""
+        """Stop retrying and close the client. No call may be in flight or follow."""
         self._closed.set()
         if self._retrying is not None:
             self._retrying.join()
@@ -76,11 +76,11 @@ class Connection:
             try:
                 self._client = self._open_client()
             except UsageError:
-                logger.exception("raykv refuses this engine; it serves without a cache until it is restarted")
+                logger.exception("raykv refuses this engine, which serves without a cache until it is restarted")
                 return
             except RayKVError as error:
                 delay_s = min(2 * delay_s, LAST_RETRY_S)
-                logger.warning("raykv is still not there (%s); next try in %.0f s", error, delay_s)
+                logger.warning("raykv is still away (%s); next try in %.0f s", error, delay_s)
             else:
-                logger.info("raykv is there")
+                logger.info("raykv is connected")
                 return

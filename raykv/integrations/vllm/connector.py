@@ -1,15 +1,16 @@
 """The connector that vLLM loads: its hooks, by role, and nothing else.
 
-Each hook goes to the scheduler's or the worker's side, is timed, and turns a `RayKVError` into what a cache that has
-nothing would answer. Nothing else is caught: a defect should be seen.
+Each hook calls the scheduler's or the worker's side and is timed. A `RayKVError` becomes the answer of an empty cache.
+Nothing else is caught: a defect must show.
 
-It does not support vLLM's hybrid memory allocator. With it a model may have several groups of blocks, and then vLLM
-recomputes a whole request when one block fails to load; without it there is one group, and it goes on from that block.
+vLLM's hybrid memory allocator is not supported. With it a model may have several groups of blocks, and vLLM recomputes
+a whole request when one block fails to load. Without it there is one group, and vLLM recomputes from that block on.
 """
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -28,7 +29,7 @@ from raykv.integrations.vllm import register
 from raykv.integrations.vllm.checks import check_cache, check_engine
 from raykv.integrations.vllm.config import ConnectorConfig
 from raykv.integrations.vllm.connection import Connection
-from raykv.integrations.vllm.metadata import Introduction, StepOrders
+from raykv.integrations.vllm.metadata import StepOrders, WorkerNamespace
 from raykv.integrations.vllm.namespace import attention_of, namespace_of
 from raykv.integrations.vllm.scheduler import SchedulerSide
 from raykv.integrations.vllm.stats import RayKVPromMetrics, RayKVStats
@@ -47,26 +48,32 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.raykv.connector")
 register()
 
-LOG_EVERY_S = 30.0
+CONNECT_TIMEOUT_S: Final = 1.0
+LOG_INTERVAL_S: Final = 30.0
+PREPARED_STEPS: Final = 2
+"""Slots for the chunks of this many full steps are asked for at the start."""
 ResultT = TypeVar("ResultT")
 
 
 class RayKVConnector(KVConnectorBase_V1):
     """Stores what this engine computes in raykv, and loads what any engine has stored there.
 
-    vLLM makes one for its scheduler and one for each worker, and calls each by its role only; the other role's side
-    does not exist there.
+    vLLM makes one for its scheduler and one for each worker, and calls the hooks of that role only.
+
+    Attributes:
+        scheduler_side: Exists in the scheduler's role only.
+        worker_side: Exists in a worker's role only, once the KV caches are registered.
     """
 
-    _scheduler: SchedulerSide
-    _worker: WorkerSide
-    _introduction: Introduction | None = None
+    scheduler_side: SchedulerSide
+    worker_side: WorkerSide
+    _worker_namespace: WorkerNamespace | None = None
 
     def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
-        """Check that this engine can be served.
+        """Check that this engine is supported.
 
         Raises:
-            ConfigError: It cannot; names the field and the remedy.
+            ConfigError: It is not. Names the field and the remedy.
         """
         super().__init__(vllm_config, role, kv_cache_config)
         check_engine(vllm_config)
@@ -77,7 +84,7 @@ class RayKVConnector(KVConnectorBase_V1):
         self._close: Callable[[], None] = lambda: None
         if role == KVConnectorRole.SCHEDULER:
             logger.info("raykv connector: %r", self._config)
-            self._scheduler = SchedulerSide(
+            self.scheduler_side = SchedulerSide(
                 self._config,
                 self._stats,
                 block_tokens=self._block_tokens,
@@ -88,39 +95,40 @@ class RayKVConnector(KVConnectorBase_V1):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A save that is dropped is a miss later, no more: nothing has to be recomputed for its sake."""
+        """A dropped save is only a later miss: nothing is recomputed because of it."""
         return False
 
-    # -- the scheduler's hooks ------------------------------------------------------------------------------------
+    # -- hooks of the scheduler -----------------------------------------------------------------------------------
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        namespaces = {rank: one.namespace for rank, one in metadata.items() if isinstance(one, Introduction)}
-        self._scheduler.connect(self._connect(next(iter(namespaces.values()))), namespaces)
-        self._close = self._scheduler.close
+        namespaces = {rank: one.namespace for rank, one in metadata.items() if isinstance(one, WorkerNamespace)}
+        connection = Connection(partial(self._connect, next(iter(namespaces.values()))))
+        self.scheduler_side.connect(connection, namespaces)
+        self._close = self.scheduler_side.close
 
     def on_new_request(self, request: "Request") -> None:
-        self._scheduler.add(request)
+        self.scheduler_side.add(request)
 
     def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int, bool]:
-        tokens = self._run("lookup", 0, self._scheduler.match, request, num_computed_tokens)
+        tokens = self._run("lookup", 0, self.scheduler_side.match, request, num_computed_tokens)
         return tokens, tokens > 0
 
     def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
-        self._run("order_load", None, self._scheduler.order_load, request, blocks, num_external_tokens)
+        self._run("order_load", None, self.scheduler_side.order_load, request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
-        return self._run("orders", StepOrders(), self._scheduler.orders, scheduler_output)
+        return self._run("orders", StepOrders(), self.scheduler_side.orders, scheduler_output)
 
     def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        return False, self._run("finish", None, self._scheduler.finish, request)
+        return False, self._run("finish", None, self.scheduler_side.finish, request)
 
     def reset_cache(self) -> bool:
-        """Refuse: what is stored is other engines' too. After a change of weights, restart with another `revision`."""
+        """Refuse: other engines use what is stored. After a change of weights, restart with another `revision`."""
         return False
 
-    # -- the worker's hooks, in the order of a step ---------------------------------------------------------------
+    # -- hooks of a worker, in the order of a step ----------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         layout = layout_of(kv_caches, self._kv_cache_config.num_blocks, self._config.chunk_blocks)
@@ -134,47 +142,47 @@ class RayKVConnector(KVConnectorBase_V1):
             attention=attention_of(self._vllm_config, list(kv_caches)),
         )
         logger.info("raykv namespace: %r", namespace)
-        self._introduction = Introduction(namespace)
-        connection = self._connect(namespace)
-        self._worker = WorkerSide(
+        self._worker_namespace = WorkerNamespace(namespace)
+        connection = Connection(partial(self._connect_writer, namespace, layout.chunk_nbytes))
+        self.worker_side = WorkerSide(
             self._config, self._stats, layout=layout, namespace=namespace, rank=rank, connection=connection
         )
-        self._close = self._worker.close
+        self._close = self.worker_side.close
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        return self._introduction
+        return self._worker_namespace
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Start the step's loads: this is its first hook, so they run beside the forward pass, not after it."""
-        self._run("start_loads", None, self._worker.start_loads, kv_connector_metadata)
+        """Start the step's loads. This is its first hook, so they run during the forward pass, not after it."""
+        self._run("start_loads", None, self.worker_side.start_loads, kv_connector_metadata)
 
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
-        self._run("start_loads", None, self._worker.start_loads, self._get_connector_metadata())
+        self._run("start_loads", None, self.worker_side.start_loads, self._get_connector_metadata())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing to wait for: a request is scheduled when its load is over."""
+        """Nothing to wait for: vLLM schedules a request when its load has ended."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: "AttentionMetadata", **kwargs: Any
     ) -> None:
-        """Nothing to do yet: a chunk holds all layers and is saved when the last is computed."""
+        """Nothing to do yet: a chunk holds all layers, and is saved when the last one is computed."""
 
     def wait_for_save(self) -> None:
         orders = self._get_connector_metadata()
         assert isinstance(orders, StepOrders)
         if orders.saves:
-            self._log_seldom("save", self._run("save", "", self._worker.save, orders.saves))
+            self._log_rarely("save", self._run("save", "", self.worker_side.save, orders.saves))
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         orders = self._get_connector_metadata()
         assert isinstance(orders, StepOrders)
         if not orders.computes:
-            self._worker.await_load()  # not timed: the engine has nothing else to do
+            self.worker_side.await_load()  # not timed: the engine has nothing else to do
         nothing: set[str] = set()
-        return None, self._run("finished", nothing, self._worker.take_finished)
+        return None, self._run("finished", nothing, self.worker_side.pop_finished)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return self._worker.take_failed_blocks()
+        return self.worker_side.pop_failed_blocks()
 
     # -- both -----------------------------------------------------------------------------------------------------
 
@@ -182,7 +190,9 @@ class RayKVConnector(KVConnectorBase_V1):
         self._close()
 
     def get_kv_connector_stats(self) -> RayKVStats | None:
-        return self._stats.take()
+        if self._worker_namespace is not None and self.worker_side.posted_chunks:
+            self._run("count_posted", None, self.worker_side.count_posted)
+        return self._stats.pop()
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> RayKVStats:
@@ -194,25 +204,30 @@ class RayKVConnector(KVConnectorBase_V1):
     ) -> RayKVPromMetrics:
         return RayKVPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
-    def _connect(self, namespace: Namespace) -> Connection:
-        return Connection(
-            lambda: raykv.connect(namespace, address=self._config.address, timeout_s=self._config.store_timeout_s)
-        )
+    def _connect(self, namespace: Namespace) -> raykv.Client:
+        return raykv.connect(namespace, address=self._config.address, timeout_s=CONNECT_TIMEOUT_S)
+
+    def _connect_writer(self, namespace: Namespace, chunk_nbytes: int) -> raykv.Client:
+        """Connect, and ask for slots, so that the first saves find some at hand."""
+        client = self._connect(namespace)
+        step_tokens = self._vllm_config.scheduler_config.max_num_batched_tokens
+        client.prepare(chunk_nbytes, PREPARED_STEPS * -(-step_tokens // namespace.chunk_tokens))
+        return client
 
     def _run(self, hook: str, nothing: ResultT, call: Callable[..., ResultT], *arguments: Any) -> ResultT:
-        """Make one call for a hook, timed; a `RayKVError` becomes `nothing`: a cache never fails a request."""
+        """Make one timed call for a hook. A `RayKVError` becomes `nothing`: a cache never fails a request."""
         start_s = time.perf_counter()
         try:
             return call(*arguments)
         except RayKVError as error:
             self._stats.count("errors", 1, hook, type(error).__name__)
-            self._log_seldom(hook, str(error))
+            self._log_rarely(hook, str(error))
             return nothing
         finally:
             self._stats.count("hook_seconds", time.perf_counter() - start_s, hook)
 
-    def _log_seldom(self, hook: str, reason: str) -> None:
+    def _log_rarely(self, hook: str, reason: str) -> None:
         now_s = time.monotonic()
-        if reason and now_s - self._logged_s.get(hook, -LOG_EVERY_S) >= LOG_EVERY_S:
+        if reason and now_s - self._logged_s.get(hook, -LOG_INTERVAL_S) >= LOG_INTERVAL_S:
             self._logged_s[hook] = now_s
-            logger.warning("raykv, %s: %s; going on without", hook, reason)
+            logger.warning("raykv, %s: %s; the engine goes on without", hook, reason)

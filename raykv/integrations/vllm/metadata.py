@@ -1,7 +1,7 @@
-"""What the scheduler's side orders and the worker's side carries out, one `StepOrders` a step.
+"""What the scheduler's side orders and the worker's side does: one `StepOrders` a step.
 
-Chunks travel as names (the engine's hash of the last block of each), not as keys: a key holds the namespace of one
-rank, and every worker derives the keys of its own.
+Orders name chunks by the engine's hash of the last block of each, not by key: a key holds the namespace of one rank,
+and each worker derives its own.
 """
 
 from dataclasses import dataclass, field
@@ -12,16 +12,16 @@ from raykv.protocol.namespace import Namespace
 from raykv.types import Match
 
 Rank = tuple[int, int]
-"""(pipeline rank, tensor rank) of a worker, as vLLM names them in its handshake."""
+"""(pipeline rank, tensor rank) of a worker, as vLLM's handshake names them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """What varies by request within one namespace.
+    """The part of a namespace that varies by request.
 
     Attributes:
         lora: Adapter, by name and content; empty for none.
-        salt: The tenant's salt; empty for none. Never logged.
+        salt: Salt of the tenant; empty for none. Never logged.
     """
 
     lora: str = ""
@@ -30,15 +30,15 @@ class Scope:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Bring consecutive chunks of one request into its blocks.
+    """Load consecutive chunks of one request into its blocks.
 
     Attributes:
-        request_id: Whose blocks these are. The engine keeps them untouched until the load is reported finished.
-        scope: Under which keys.
-        names: Of the chunks, first to last.
-        blocks: For each chunk the ids of its blocks in order; None for a block that must not be written, because the
-            engine has it already and other requests may be reading it.
-        matches: What each rank's lookup, or hand-off ticket, found; aligned with `names`.
+        request_id: The request. The engine leaves its blocks alone until the load is reported as finished.
+        scope: Scope of the keys.
+        names: Names of the chunks, first to last.
+        blocks: Block ids of each chunk, in order. None: the engine has this block already, and other requests may read
+            it, so it must not be written.
+        matches: What the lookup, or the hand-off ticket, found for each rank; aligned with `names`.
     """
 
     request_id: str
@@ -50,16 +50,16 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """Store consecutive chunks of one request, which are computed by the end of this step.
+    """Store consecutive chunks of one request. They are computed by the end of this step.
 
     Attributes:
-        scope: Under which keys.
-        names: Of the chunks, first to last.
-        blocks: For each chunk the ids of its blocks in order.
+        scope: Scope of the keys.
+        names: Names of the chunks, first to last.
+        blocks: Block ids of each chunk, in order.
         parent: Name of the chunk before the first one; None at the start of a prompt.
         depth: Place of the first chunk in its chain.
-        cached: The engine found these in its own cache. Most are stored somewhere, not always on this node, so it is
-            asked first; but some may have been evicted since, or computed while there was no node.
+        cached: The engine found these in its own cache. Most are stored on some node, so the worker looks them up
+            first; some may be evicted by now, or were computed while there was no node.
     """
 
     scope: Scope
@@ -75,9 +75,9 @@ class StepOrders(KVConnectorMetadata):
     """The orders of one step.
 
     Attributes:
-        loads: Taken out by the worker as it starts them.
-        saves: Done when the step's forward pass is over.
-        computes: Whether the step computes anything. One that does not is spun through while loads are in flight.
+        loads: The worker empties this list when it starts them.
+        saves: Carried out after the step's forward pass.
+        computes: Whether the step computes anything. The engine spins through idle steps while loads are in flight.
     """
 
     loads: list[Load] = field(default_factory=list)
@@ -86,10 +86,7 @@ class StepOrders(KVConnectorMetadata):
 
 
 @dataclass(frozen=True, slots=True)
-class Introduction(KVConnectorHandshakeMetadata):
-    """A worker tells the scheduler under which namespace it stores.
-
-    Only a worker sees the tensors and the attention kernel, so only it can know; telling beats deriving it twice.
-    """
+class WorkerNamespace(KVConnectorHandshakeMetadata):
+    """Handshake: the namespace under which a worker stores. Only a worker sees the tensors and the attention kernel."""
 
     namespace: Namespace

@@ -1,4 +1,4 @@
-"""From vLLM's configuration to a raykv namespace: all that must be equal before one engine may use another's KV."""
+"""The raykv namespace of an engine: everything that must be equal before one engine may use another's KV."""
 
 import hashlib
 import json
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 _VOLATILE_FIELDS = ("_name_or_path", "transformers_version", "_commit_hash", "torch_dtype", "dtype")
-"""Fields of a model's own configuration that differ between hosts or are told elsewhere."""
+"""Fields of a model's own configuration that differ between hosts, or are part of the namespace already."""
 
 
 def namespace_of(
@@ -35,16 +35,16 @@ def namespace_of(
         config: The connector's.
         rank: Of this worker.
         block_tokens: Tokens in a block.
-        layout: How a block's bytes lie, by `Layout.description`.
-        attention: Kernel and instruction set, by `attention_of`.
+        layout: `Layout.description`.
+        attention: Kernel and instruction set, from `attention_of`.
 
     Raises:
-        ConfigError: The weights' revision, or a reproducible hash, cannot be known.
+        ConfigError: The revision of the weights is unknown, or the hash of blocks is not reproducible.
     """
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     path = Path(model.model)
     return Namespace(
-        # The revision tells the content, so a model may lie elsewhere on every host.
+        # The revision stands for the content, so hosts may hold the model under different paths.
         model=path.resolve().name if path.exists() else model.model,
         revision=revision_of(vllm_config, config),
         dtype=f"{str(model.dtype).removeprefix('torch.')}/{cache.cache_dtype}",
@@ -67,10 +67,10 @@ def namespace_of(
 
 
 def revision_of(vllm_config: "VllmConfig", config: ConnectorConfig) -> str:
-    """Say which weights an engine has loaded.
+    """Identify the weights that an engine has loaded.
 
     Raises:
-        ConfigError: They are neither files here nor a commit of the hub; the remedy is `revision`.
+        ConfigError: They are neither local files nor a commit of the hub; the remedy is `revision`.
     """
     model, load = vllm_config.model_config, vllm_config.load_config
     prefix = "dummy:" if str(load.load_format) == "dummy" else ""
@@ -83,23 +83,23 @@ def revision_of(vllm_config: "VllmConfig", config: ConnectorConfig) -> str:
     if commit:
         return f"{prefix}commit:{commit}"
     raise ConfigError(
-        f"cannot tell which weights {model.model!r} are: they are no local files and have no commit; "
-        "state it in kv_connector_extra_config as 'revision' (any text that changes whenever the weights do)"
+        f"cannot identify the weights of {model.model!r}: they are no local files and have no commit; "
+        "set 'revision' in kv_connector_extra_config (any text that changes whenever the weights do)"
     )
 
 
 def config_digest(hf_config: Any) -> str:
-    """Digest a model's own configuration as loaded: overrides, such as another rope scaling, change its KV."""
+    """Digest a model's own configuration as loaded. Overrides, such as another rope scaling, change its KV."""
     fields = {key: value for key, value in hf_config.to_dict().items() if key not in _VOLATILE_FIELDS}
     text = json.dumps(fields, sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def media_digest(config: Any) -> dict[str, str]:
-    """Digest how an engine prepares images and the like, of which the engine's hash knows what a request says alone.
+    """Digest how an engine prepares images and other media: the hashes of its blocks cover only the requests.
 
     Args:
-        config: The multimodal configuration; None for a model of text, which has nothing of the kind.
+        config: The multimodal configuration; None for a model of text.
     """
     if config is None:
         return {}
@@ -112,7 +112,7 @@ def hash_algorithm(name: str) -> str:
     """Name the engine's hash of token blocks together with the seed it starts from.
 
     Raises:
-        ConfigError: The seed is drawn anew in every process, so no two engines, and no restarted one, could share.
+        ConfigError: Every process draws another seed, so engines could share nothing, not even after a restart.
     """
     function = get_hash_fn_by_name(name)
     seed = resolve_none_hash_seed(function)
@@ -125,7 +125,7 @@ def hash_algorithm(name: str) -> str:
 
 
 def attention_of(vllm_config: "VllmConfig", layer_names: list[str]) -> str:
-    """Name the attention kernels of these layers; on CPU also the instruction set, by which they pack a block."""
+    """Name the attention kernels of these layers, on CPU also the instruction set: it decides how a block is packed."""
     layers = vllm_config.compilation_config.static_forward_context
     names = {
         f"{layers[name].get_attn_backend().get_name()}/{getattr(layers[name], 'isa', '')}"
@@ -138,19 +138,19 @@ def attention_of(vllm_config: "VllmConfig", layer_names: list[str]) -> str:
 class Scopes:
     """The scope of each request: its salt, and its adapter by name and content.
 
-    An adapter whose files change while this process runs shares with nobody outside from then on, and with nothing from
-    before: its files do not tell which weights the engine has loaded, nor which made what its own prefix cache holds.
-    New weights under a new path are shared as any.
+    If the files of an adapter change while this process runs, they no longer say which weights the engine has loaded,
+    or which weights made what its own prefix cache holds. From then on the adapter shares with no other process, and
+    with nothing stored before. New weights under a new path are shared as usual.
     """
 
     MAX_ADAPTERS = 16_384
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, str], tuple[Any, str]] = {}
-        """By name and path: what the files looked like at the last look, and the adapter's part of the scope."""
+        """By name and path: the last `signature` of the files, and the adapter's part of the scope."""
 
     def of(self, request: "Request") -> Scope:
-        """Say under which keys a request's chunks lie."""
+        """The scope of a request."""
         adapter = request.lora_request
         return Scope(lora="" if adapter is None else self._adapter(adapter), salt=request.cache_salt or "")
 
@@ -163,9 +163,9 @@ class Scopes:
             now = () if path is None else signature(path)
             if seen == now:
                 return scope
-            # Without files here we cannot tell which adapter this is, so it shares with this process alone.
+            # Without files we cannot identify the adapter, so only this process shares it.
             scope = private if seen or not now or path is None else f"{name}:{content_digest(path)}"
-        except (OSError, RuntimeError):  # not to be read; a "~" of nobody
+        except (OSError, RuntimeError):  # not readable; "~" of an unknown user
             return private
         if seen is None and len(self._known) >= self.MAX_ADAPTERS:
             return private
@@ -174,15 +174,11 @@ class Scopes:
 
 
 def adapter_files(place: str) -> Path | None:
-    """Where an adapter lies on this host: given as a path, or as the hub's name of one that was fetched.
-
-    Returns:
-        None if it is neither.
-    """
+    """The directory of an adapter on this host, given by path or by the hub's name; None if it is not here."""
     path = Path(place).expanduser()
     if path.exists():
         return path
     try:
         return Path(snapshot_download(place, local_files_only=True))
-    except (OSError, ValueError):  # not fetched; no name of the hub's
+    except (OSError, ValueError):  # not downloaded; no name of the hub
         return None

@@ -1,8 +1,8 @@
-"""Which weights are these? A digest of their content that costs milliseconds.
+"""Identifies weights by a digest of their content that takes milliseconds.
 
-File times and paths differ between hosts that hold the same model, so they cannot say; reading all bytes takes minutes.
-Training changes a tensor nearly everywhere, so we read the first kibibytes of every tensor, which the header of a
-safetensors file locates, plus the header itself; of other files, windows spread evenly.
+Times and paths of equal files differ between hosts, and to read all bytes takes minutes. Training changes nearly all of
+a tensor, so we read the header of a safetensors file and the first kibibytes of every tensor. Of other files we read
+windows at equal distances.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ WINDOW_NBYTES = 4096
 WINDOWS_PER_FILE = 256
 MAX_HEADER_NBYTES = 100 << 20
 SMALL_NBYTES = 1 << 20
-"""Files up to this size are read whole: every configuration file is, and so are small adapters."""
+"""Files up to this size are read whole: all configuration files, and small adapters."""
 
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _CONFIG_NAMES = ("config.json", "adapter_config.json", "quantize_config.json", "hf_quant_config.json")
@@ -25,10 +25,10 @@ def content_digest(path: Path) -> str:
     """Digest the weights in a directory, or in one file, by content only.
 
     Args:
-        path: A model's or an adapter's directory as the hub lays it out, or one file such as a GGUF.
+        path: Directory of a model or an adapter, as on the hub, or one file such as a GGUF.
 
     Returns:
-        32 hexadecimal digits; equal for copies of the same files, wherever they lie.
+        32 hexadecimal digits, equal for all copies of the same files.
 
     Raises:
         OSError: A file cannot be read.
@@ -46,7 +46,7 @@ def content_digest(path: Path) -> str:
 
 
 def signature(path: Path) -> tuple[tuple[str, int, int], ...]:
-    """Tell, without reading them, whether files have changed on this host: name, size and time of each."""
+    """Name, size and time of each file: these differ when files have changed on this host."""
     files = [path] if path.is_file() else [one for one in path.iterdir() if _matters(one)]
     return tuple(sorted((file.name, (stat := file.stat()).st_size, stat.st_mtime_ns) for file in files))
 
@@ -56,7 +56,7 @@ def _matters(file: Path) -> bool:
 
 
 def _windows(descriptor: int, suffix: str, nbytes: int) -> Iterator[tuple[int, int]]:
-    """Which parts of a file to read, as (offset, length)."""
+    """The parts of a file to read, as (offset, length)."""
     if nbytes <= SMALL_NBYTES:
         yield 0, nbytes
         return
@@ -67,7 +67,7 @@ def _windows(descriptor: int, suffix: str, nbytes: int) -> Iterator[tuple[int, i
 
 
 def _tensor_windows(descriptor: int) -> list[tuple[int, int]]:
-    """The header of a safetensors file and the beginning of each tensor; nothing if it is not one after all."""
+    """The header of a safetensors file and the start of each tensor; empty if the header is not valid."""
     header_nbytes = int.from_bytes(os.pread(descriptor, 8, 0), "little")
     if header_nbytes > MAX_HEADER_NBYTES:
         return []

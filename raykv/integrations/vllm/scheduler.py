@@ -1,11 +1,11 @@
 """The scheduler's side: decides what to load and what to save, and moves no bytes.
 
-It looks at requests only through what vLLM tells of them, keeps one `Tracked` for each, and writes `StepOrders`.
+It holds one `Tracked` for each request, and writes the `StepOrders` of each step.
 """
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from vllm.v1.request import RequestStatus
 
@@ -13,8 +13,8 @@ from raykv.integrations.vllm.config import ConnectorConfig
 from raykv.integrations.vllm.connection import Connection
 from raykv.integrations.vllm.metadata import Load, Rank, Save, Scope, StepOrders
 from raykv.integrations.vllm.namespace import Scopes
+from raykv.integrations.vllm.reporter import RequestReporter
 from raykv.integrations.vllm.stats import RayKVStats
-from raykv.integrations.vllm.telling import Teller
 from raykv.integrations.vllm.tracked import Lookup, Tracked
 from raykv.protocol.namespace import Namespace
 from raykv.protocol.ticket import Ticket
@@ -27,14 +27,20 @@ if TYPE_CHECKING:
 
     from raykv import Client
 
-LOOKUP_AGE_S = 1.0
-"""A request that waits for room is asked about in every step; what was found stays good this long."""
+LOOKUP_AGE_S: Final = 1.0
+"""vLLM asks about a waiting request in every step. A lookup stays valid this long."""
+HAND_OFF_WAIT_S: Final = 0.005
+"""The last chunks of a prompt were posted a moment ago. A ticket waits this long for the node to enter them."""
 
-_COMPLETED = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
+_COMPLETED: Final = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 
 
 class SchedulerSide:
-    """One engine's decisions."""
+    """One engine's decisions.
+
+    Attributes:
+        requests: Every request between `add` and `finish`, by its id.
+    """
 
     def __init__(
         self,
@@ -47,15 +53,15 @@ class SchedulerSide:
         stores: bool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start with no node; `connect` brings one.
+        """Start without a node; see `connect`.
 
         Args:
             config: The connector's.
             stats: Counts lookups.
             block_tokens: Tokens in a block.
-            hash_tokens: Tokens that each of a request's `block_hashes` stands for.
-            loads: Whether this engine consumes.
-            stores: Whether it produces.
+            hash_tokens: Tokens of each of a request's `block_hashes`.
+            loads: Whether this engine loads.
+            stores: Whether this engine stores.
             clock: Monotonic seconds.
         """
         self._config, self._stats, self._clock = config, stats, clock
@@ -65,33 +71,33 @@ class SchedulerSide:
         self._hashes_per_chunk = self._chunk_tokens // hash_tokens
         self._may_load, self._may_store = loads, stores
         self._scopes = Scopes()
-        self._tracked: dict[str, Tracked] = {}
+        self.requests: dict[str, Tracked] = {}
         self._ordered_loads: list[Load] = []
         self._connection: Connection | None = None
-        self._teller = Teller()
+        self._reporter = RequestReporter()
         self._namespaces: dict[Rank, Namespace] = {}
 
     def connect(self, connection: Connection, namespaces: Mapping[Rank, Namespace]) -> None:
-        """Look up from now on, in the namespaces that the workers introduced themselves with."""
+        """Look up from now on, in the namespaces that the workers sent."""
         self._connection = connection
         self._namespaces = dict(sorted(namespaces.items()))
 
     def close(self) -> None:
-        """End, and close the connection. No call may be in flight, and none may follow."""
-        self._teller.close()
+        """End, and close the connection. No call may be in flight or follow."""
+        self._reporter.close()
         if self._connection is not None:
             self._connection.close()
 
     # -- a request's life, in vLLM's order ------------------------------------------------------------------------
 
     def add(self, request: "Request") -> None:
-        """Track a request. Called once, before anything else about it."""
-        self._tracked[request.request_id] = Tracked(request, self._scopes.of(request))
+        """Track a new request."""
+        self.requests[request.request_id] = Tracked(request, self._scopes.of(request))
 
     def match(self, request: "Request", computed: int) -> int:
-        """Find how many tokens beyond `computed` can be loaded. Changes nothing, may be asked again.
+        """How many tokens beyond `computed` can be loaded. vLLM may ask again; only the lookup is remembered.
 
-        The last token is always left to compute: the engine needs its output to sample the next one.
+        The last token is always computed: the engine needs its output to sample the next one.
         """
         tracked = self._current(request)
         first, last = computed // self._chunk_tokens, (request.num_tokens - 1) // self._chunk_tokens
@@ -103,7 +109,7 @@ class SchedulerSide:
         return (first + lookup.count) * self._chunk_tokens - computed if lookup.count else 0
 
     def order_load(self, request: "Request", blocks: "KVCacheBlocks", tokens: int) -> None:
-        """Take up that `tokens` are to be loaded into `blocks`, which begin with those the engine has already."""
+        """Order a load of `tokens` into `blocks`, which begin with the blocks that the engine has already."""
         tracked = self._current(request)
         if not tokens:
             return
@@ -128,26 +134,26 @@ class SchedulerSide:
         tracked.ordered, tracked.loaded = True, chunks
 
     def orders(self, step: "SchedulerOutput") -> StepOrders:
-        """Give the orders for a step that has been scheduled."""
+        """The orders of a step that was scheduled."""
         loads, self._ordered_loads = self._ordered_loads, []
         saves = []
         if self._may_store:
             resolve = step.kv_connector_block_state.resolve_block_ids
             for request_id, tokens in step.num_scheduled_tokens.items():
-                saves += self._saves(self._tracked[request_id], tokens, resolve)
+                saves += self._saves(self.requests[request_id], tokens, resolve)
         return StepOrders(loads, saves, computes=step.total_num_scheduled_tokens > 0)
 
     def finish(self, request: "Request") -> dict[str, Any] | None:
-        """Forget a request.
+        """Stop tracking a request.
 
         Returns:
-            What vLLM passes on to the decode engine, when this one was the prefill engine: a ticket for each rank.
+            What vLLM passes on to the decode engine if this is the prefill engine: a ticket for each rank.
         """
-        tracked = self._tracked.pop(request.request_id, None)
+        tracked = self.requests.pop(request.request_id, None)
         if tracked is None or request.status not in _COMPLETED:
             return None
         if not (request.kv_transfer_params or {}).get("do_remote_decode"):
-            self._tell(tracked)
+            self._report(tracked)
             return None
         handed: dict[str, Any] = {"do_remote_prefill": True}
         if self._may_store:
@@ -157,14 +163,14 @@ class SchedulerSide:
     # -- lookups --------------------------------------------------------------------------------------------------
 
     def _current(self, request: "Request") -> Tracked:
-        tracked = self._tracked[request.request_id]
+        tracked = self.requests[request.request_id]
         if tracked.admission != request.num_preemptions:
             tracked = Tracked(request, tracked.scope, admission=request.num_preemptions)
-            self._tracked[request.request_id] = tracked
+            self.requests[request.request_id] = tracked
         return tracked
 
     def _clients(self, scope: Scope) -> dict[Rank, "Client"]:
-        """A client for each rank; none at all while there is no node."""
+        """One client a rank; empty while there is no node."""
         if self._connection is None:
             return {}
         found = {rank: self._connection.client(namespace, scope) for rank, namespace in self._namespaces.items()}
@@ -173,7 +179,7 @@ class SchedulerSide:
     def _look_up(self, tracked: Tracked, computed: int, first: int, last: int) -> Lookup:
         request = tracked.request
         clients = self._clients(tracked.scope)
-        # A preempted request has decoded since, and its ticket has aged: ask anew.
+        # A preempted request has decoded more tokens, and its ticket is old: look up again.
         tickets = None if tracked.admission else _tickets_of(request)
         if tickets:
             matches = self._redeem(clients, tickets, self._names(request, range(last)), first)
@@ -186,14 +192,14 @@ class SchedulerSide:
         return Lookup(computed, first, count, matches, self._clock())
 
     def _ask(self, clients: Mapping[Rank, "Client"], names: list[bytes], *, record: bool) -> dict[Rank, Match]:
-        """Ask who holds these chunks, of every rank: a prefix counts only as far as all ranks can have it."""
+        """Look these chunks up for every rank. Only a prefix that all ranks can load counts."""
         matches: dict[Rank, Match] = {}
         deadline_s = self._clock() + self._config.lookup_timeout_s
         for rank, client in clients.items():
             left_s = deadline_s - self._clock()
             if not names or left_s <= 0:
                 return {}
-            is_new = record and not matches  # one rank stands for the request
+            is_new = record and not matches  # the first rank stands for the request
             matches[rank] = client.match(client.keys(names), timeout_s=left_s, promote=True, record=is_new)
             names = names[: matches[rank].count]
         return matches
@@ -201,10 +207,10 @@ class SchedulerSide:
     def _redeem(
         self, clients: Mapping[Rank, "Client"], tickets: Any, names: list[bytes], first: int
     ) -> dict[Rank, Match]:
-        """Read from the prefill engine's tickets, one a rank, who holds the chunks from `first` on: no lookup.
+        """Read the holders of the chunks from `first` on from the prefill engine's tickets, one a rank: no lookup.
 
         Args:
-            names: From the start of the prompt, as a ticket counts.
+            names: Names from the start of the prompt, where tickets begin.
         """
         if not isinstance(tickets, list) or len(tickets) != len(clients):
             return {}
@@ -215,42 +221,43 @@ class SchedulerSide:
         return matches
 
     def _tickets(self, tracked: Tracked) -> list[dict[str, Any]]:
-        """Tickets for all full chunks of the prompt, wherever they lie: stored just now, or loaded from elsewhere."""
+        """Tickets for all full chunks of the prompt, stored just now or loaded from other nodes."""
         names = self._names(tracked.request, range(tracked.request.num_prompt_tokens // self._chunk_tokens))
         clients = self._clients(tracked.scope)
         tickets = []
         for client in clients.values():
-            keys = client.keys(names)
+            keys, deadline_s = client.keys(names), self._clock() + HAND_OFF_WAIT_S
             match = client.match(keys, timeout_s=self._config.lookup_timeout_s, record=False)
+            while match.count < len(keys) and self._clock() < deadline_s:
+                match = client.match(keys, timeout_s=self._config.lookup_timeout_s, record=False)
             tickets.append(client.ticket(keys, match=match).to_json())
         return tickets
 
-    def _tell(self, tracked: Tracked) -> None:
-        """Tell nodes how many tokens a request made; of one that was handed over, the engine that decoded does so."""
+    def _report(self, tracked: Tracked) -> None:
+        """Report a finished request. After a hand-off only the decode engine does so."""
         request = tracked.request
         names = self._names(request, range(request.num_prompt_tokens // self._chunk_tokens))
         if names and request.num_output_tokens:
             for client in self._clients(tracked.scope).values():
-                self._teller.tell(client, names, request.num_output_tokens)
+                self._reporter.report(client, names, request.num_output_tokens)
 
     # -- chunks ---------------------------------------------------------------------------------------------------
 
     def _names(self, request: "Request", chunks: range) -> list[bytes]:
-        """Names of chunks: the engine's hash of everything up to the last token of each."""
+        """Names of chunks: for each the engine's hash of all tokens up to its last."""
         return [bytes(request.block_hashes[(chunk + 1) * self._hashes_per_chunk - 1]) for chunk in chunks]
 
     def _blocks_of(self, chunk: int) -> range:
         return range(chunk * self._chunk_blocks, (chunk + 1) * self._chunk_blocks)
 
     def _saves(self, tracked: Tracked, tokens: int, resolve: Callable[[str], Sequence[Sequence[int]]]) -> list[Save]:
-        """Order the chunks that will be full when this step's `tokens` are computed and were not offered before.
+        """Order the chunks that this step's `tokens` fill, and that were not offered before.
 
-        Only tokens that are known count: of those that an asynchronous scheduler has scheduled ahead, or a drafter has
-        guessed, neither content nor hash is known yet, so their chunk is stored in the step after they are.
+        Only known tokens count. An asynchronous scheduler or a drafter schedules tokens whose content and hash are not
+        known yet; their chunk is stored in the step after they are.
 
         Args:
-            resolve: Gives the ids of a request's blocks, by group; costly, so not called in the many steps that fill no
-                chunk.
+            resolve: Returns the block ids of a request, by group. It is costly, and most steps fill no chunk.
         """
         request = tracked.request
         if not tracked.started:
@@ -261,7 +268,7 @@ class SchedulerSide:
         full = min(known // self._chunk_tokens, len(request.block_hashes) // self._hashes_per_chunk)
         if full <= tracked.offered:
             return []
-        # What the prefill engine handed over is stored: it has just looked.
+        # Chunks that the prefill engine handed over are stored: it has just looked.
         cached = range(tracked.offered, 0 if _tickets_of(request) else min(full, tracked.cached))
         computed = range(max(tracked.offered, tracked.cached, tracked.loaded.stop), full)
         tracked.offered = full
@@ -276,7 +283,7 @@ class SchedulerSide:
 
 
 def _tickets_of(request: "Request") -> Any:
-    """What the prefill engine handed over; it came through an HTTP request, so it may be anything."""
+    """Tickets from the prefill engine. They passed through an HTTP request, so they may be anything."""
     return (request.kv_transfer_params or {}).get("raykv")
 
 

@@ -1,6 +1,6 @@
 """What the connector did, as counters that travel from the workers and the scheduler to vLLM's loggers.
 
-Every metric is a counter, so adding up is the only way to combine them: over ranks, steps, and log intervals.
+Every metric is a counter, so that values add up: over ranks, steps, and log intervals.
 """
 
 from dataclasses import dataclass
@@ -9,18 +9,18 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 METRICS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "lookups": ("Requests looked up, by what was found: hit, miss or ticket.", ("outcome",)),
-    "matched_tokens": ("Prompt tokens that lookups found stored beyond the engine's own cache.", ()),
+    "lookups": ("Lookups of requests, by outcome: hit, miss or ticket.", ("outcome",)),
+    "matched_tokens": ("Prompt tokens found stored beyond the engine's own cache.", ()),
     "loads": ("Loads by how they ended: whole, partial or lost.", ("outcome",)),
     "reused_tokens": ("Prompt tokens loaded instead of computed.", ()),
     "lost_tokens": ("Prompt tokens found stored that did not arrive and were recomputed.", ()),
-    "loaded_tokens": ("Tokens that arrived, by the node that held them and the path they took.", ("holder", "path")),
-    "loaded_bytes": ("Bytes that arrived, by the path they took.", ("path",)),
-    "load_seconds": ("Time loads took, from order to end; requests wait for it.", ()),
-    "stored_chunks": ("Chunks offered for storing, by what became of them: stored, existed or skipped.", ("outcome",)),
+    "loaded_tokens": ("Tokens that arrived, by holder and path.", ("holder", "path")),
+    "loaded_bytes": ("Bytes that arrived, by path.", ("path",)),
+    "load_seconds": ("Seconds from the order of a load to its end; its request waits.", ()),
+    "stored_chunks": ("Chunks offered, by outcome: stored, existed or skipped.", ("outcome",)),
     "stored_bytes": ("Bytes copied into the node's memory.", ()),
-    "hook_seconds": ("Time the engine spent inside the connector.", ("hook",)),
-    "errors": ("Errors that became misses, by where and what.", ("hook", "error")),
+    "hook_seconds": ("Seconds that the engine spent inside the connector.", ("hook",)),
+    "errors": ("Errors that became misses, by hook and error.", ("hook", "error")),
 }
 """Name -> (meaning, labels)."""
 
@@ -29,10 +29,9 @@ _SEPARATOR = "|"
 
 @dataclass
 class RayKVStats(KVConnectorStats):
-    """Counters since the last time they were taken.
+    """Counters since the last `pop`.
 
-    `data` maps a metric's name to its values by label, joined to one text: a form that survives every serialiser on the
-    way.
+    `data` maps a metric to its values by label. Labels are joined to one text, which every serialiser can carry.
     """
 
     def count(self, metric: str, amount: float = 1, *labels: str) -> None:
@@ -41,13 +40,13 @@ class RayKVStats(KVConnectorStats):
         label = _SEPARATOR.join(labels)
         values[label] = values.get(label, 0) + amount
 
-    def take(self) -> "RayKVStats | None":
-        """Hand out what was counted and start anew; None when that is nothing."""
+    def pop(self) -> "RayKVStats | None":
+        """Return what was counted since the last call; None for nothing."""
         if self.is_empty():
             return None
-        taken = RayKVStats(self.data)
+        popped = RayKVStats(self.data)
         self.reset()
-        return taken
+        return popped
 
     def reset(self) -> None:
         self.data: dict[str, dict[str, float]] = {}

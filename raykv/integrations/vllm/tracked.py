@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Lookup:
-    """What was found beyond the engine's own hit of `computed` tokens: chunks from `first` on, by rank."""
+    """What was found beyond the engine's own hit of `computed` tokens: `count` chunks from `first` on, by rank."""
 
     computed: int
     first: int
@@ -23,18 +23,18 @@ class Lookup:
 
 @dataclass(slots=True)
 class Tracked:
-    """What is known of a request since it was last admitted.
+    """A request since it was last admitted.
 
     Attributes:
         request: The engine's.
-        scope: Under which keys its chunks lie.
-        admission: How often it had been preempted by then; a new admission starts anew.
-        lookup: What was found last.
-        ordered: A load was ordered. Not a second time: one that brought nothing would be repeated for ever.
-        started: It was scheduled, so what follows is known.
+        scope: The scope of its keys.
+        admission: How often it had been preempted by then. A new admission resets everything but the scope.
+        lookup: The last lookup.
+        ordered: A load was ordered. There is no second one: a load that brings nothing would repeat for ever.
+        started: It was scheduled, so the fields below are known.
         cached: Leading chunks that the engine found in its own cache.
-        loaded: Chunks that the load brought, after those.
-        offered: Leading chunks that need no more thought: loaded, or handed to the worker to be stored.
+        loaded: Chunks after those that the load brought.
+        offered: Leading chunks that are loaded, or handed to the worker to be stored.
     """
 
     request: "Request"
@@ -48,7 +48,7 @@ class Tracked:
     offered: int = 0
 
     def start(self, computed: int) -> None:
-        """Take up how many chunks the engine has when it begins to compute: fewer than ordered, if the load failed."""
+        """Record how many chunks the engine has when it starts to compute: fewer than ordered, if the load failed."""
         self.started = True
         self.loaded = range(self.loaded.start, max(self.loaded.start, min(self.loaded.stop, computed)))
         self.cached = self.loaded.start if self.loaded else computed

@@ -1,15 +1,17 @@
-"""The worker's side: carries out the orders, copying between the KV cache and raykv.
+"""The worker's side: copies between the KV cache and raykv, as the scheduler's side ordered.
 
-Saves happen on the engine's thread when a step's forward pass is over, because the blocks may be another request's in
-the next step. Loads happen on threads of their own: the engine leaves a loading request's blocks alone, even if it is
-aborted meanwhile, until the load is reported finished, so every load is reported exactly once, whatever becomes of it.
+Saves run on the engine's thread after a step's forward pass, because the next step may give the blocks to another
+request. They copy the bytes into slots of the node's memory and post one message; the answer is read in a later step.
+Loads run on threads of their own. The engine leaves the blocks of a loading request alone, even after an abort, until
+the load is reported as finished: every load is reported exactly once, whatever its result.
 """
 
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from itertools import islice
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from vllm.logger import init_logger
 
@@ -17,35 +19,45 @@ from raykv.errors import RayKVError
 from raykv.integrations.kv_layout import Layout
 from raykv.integrations.vllm.config import ConnectorConfig
 from raykv.integrations.vllm.connection import Connection
-from raykv.integrations.vllm.metadata import Load, Rank, Save, StepOrders
+from raykv.integrations.vllm.metadata import Load, Rank, Save, Scope, StepOrders
 from raykv.integrations.vllm.stats import RayKVStats
 from raykv.protocol.namespace import Namespace
-from raykv.types import Match, NodeId, Path
+from raykv.types import KeyArray, Match, NodeId, Path, Put, PutResult
 
 if TYPE_CHECKING:
     from raykv import Client
 
 logger = init_logger("vllm.raykv.worker")
 
-IDLE_WAIT_S = 0.005
-"""A step that computes nothing waits this long for a load, instead of being spun through: an engine that runs in one
-process with its loads would starve them of the interpreter. A new request waits no longer than this."""
+IDLE_WAIT_S: Final = 0.005
+"""A step that computes nothing waits this long for a load. An engine that runs in one process with its loads would
+otherwise spin, and take the interpreter from them. A new request waits no longer than this."""
 
-REST_PER_HANG = 10.0
-"""After a save that ran into its timeout, none is tried for this many times as long: a node that hangs, which is worse
-than one that is gone, costs the engine a tenth of its time at most."""
+
+class _Run(NamedTuple):
+    """Consecutive chunks to store: their keys, their blocks, and their place in the chain."""
+
+    keys: KeyArray
+    blocks: Sequence[Sequence[int]]
+    parent: KeyArray | None
+    depth: int
+
+    def part(self, start: int, stop: int) -> "_Run":
+        """Some of the chunks."""
+        parent = self.keys[start - 1 : start] if start else self.parent
+        return _Run(self.keys[start:stop], self.blocks[start:stop], parent, self.depth + start)
 
 
 @dataclass(slots=True)
-class _Arrived:
-    """What became of one load.
+class _LoadResult:
+    """The result of one load.
 
     Attributes:
         chunks: Leading chunks that are in the KV cache.
-        nbytes: Bytes that came, by path.
-        sources: Chunks that came, by holder and path.
-        seconds: From order to end.
-        error: What went wrong, by name; empty where nothing did, or only chunks were missing.
+        nbytes: Bytes that arrived, by path.
+        sources: Chunks that arrived, by holder and path.
+        seconds: From the order to the end.
+        error: Name of the error; empty for none, also where chunks were merely missing.
     """
 
     chunks: int = 0
@@ -56,7 +68,12 @@ class _Arrived:
 
 
 class WorkerSide:
-    """One worker's copies."""
+    """One worker's copies.
+
+    Attributes:
+        loading: Loads in flight, by request.
+        posted_chunks: Chunks whose commit is posted and, when last looked at, not answered.
+    """
 
     def __init__(
         self,
@@ -73,10 +90,10 @@ class WorkerSide:
 
         Args:
             config: The connector's.
-            stats: Counts what is moved. Touched on the engine's thread only.
-            layout: Of the KV cache.
-            namespace: Of the chunks in it.
-            rank: Whose they are. Tokens are counted by the first rank alone, as all ranks have a share of the same.
+            stats: Counters; touched on the engine's thread only.
+            layout: Layout of the KV cache.
+            namespace: Namespace of its chunks.
+            rank: This worker's. Every rank holds a share of the same tokens, so the first rank alone counts tokens.
             connection: To the node.
             clock: Monotonic seconds.
         """
@@ -84,9 +101,9 @@ class WorkerSide:
         self._layout, self._namespace, self._rank, self._connection = layout, namespace, rank, connection
         self._counts_tokens = rank == (0, 0)
         self._threads = ThreadPoolExecutor(config.load_threads, thread_name_prefix="raykv-load")
-        self._loading: dict[str, tuple[Load, Future[_Arrived]]] = {}
+        self.loading: dict[str, tuple[Load, Future[_LoadResult]]] = {}
         self._failed_blocks: set[int] = set()
-        self._saves_again_s = 0.0
+        self.posted_chunks = 0
 
     # -- loads ----------------------------------------------------------------------------------------------------
 
@@ -95,135 +112,149 @@ class WorkerSide:
         for load in orders.loads:
             client = self._connection.client(self._namespace, load.scope)
             future = self._threads.submit(self._load, client, load, self._clock())
-            self._loading[load.request_id] = (load, future)
+            self.loading[load.request_id] = (load, future)
         orders.loads = []
 
     def await_load(self) -> None:
         """Wait a moment for the next load to end, if any is in flight."""
-        if self._loading:
-            wait([future for _, future in self._loading.values()], IDLE_WAIT_S, FIRST_COMPLETED)
+        if self.loading:
+            wait([future for _, future in self.loading.values()], IDLE_WAIT_S, FIRST_COMPLETED)
 
-    def take_finished(self) -> set[str]:
-        """Say whose loads have ended, well or not; blocks that did not arrive are in `take_failed_blocks` by then."""
-        finished = {request_id for request_id, (_, future) in self._loading.items() if future.done()}
+    def pop_finished(self) -> set[str]:
+        """Requests whose loads have ended, well or not. Blocks that did not arrive are in `pop_failed_blocks`."""
+        finished = {request_id for request_id, (_, future) in self.loading.items() if future.done()}
         for request_id in finished:
-            load, future = self._loading.pop(request_id)
-            self._settle(load, future.result())
+            load, future = self.loading.pop(request_id)
+            self._count_load(load, future.result())
         return finished
 
-    def take_failed_blocks(self) -> set[int]:
-        """Say which blocks hold nothing that could be used, of the loads that ended."""
+    def pop_failed_blocks(self) -> set[int]:
+        """Blocks of ended loads that hold nothing of use."""
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 
-    def _settle(self, load: Load, arrived: _Arrived) -> None:
-        count, wanted = self._stats.count, len(load.names)
-        lost = {block for blocks in load.blocks[arrived.chunks :] for block in blocks if block is not None}
+    def _count_load(self, load: Load, result: _LoadResult) -> None:
+        count = self._stats.count
+        lost = {block for blocks in load.blocks[result.chunks :] for block in blocks if block is not None}
         self._failed_blocks |= lost
-        count("loads", 1, "whole" if arrived.chunks == wanted else "partial" if arrived.chunks else "lost")
-        count("load_seconds", arrived.seconds)
-        if arrived.error:
-            count("errors", 1, "load", arrived.error)
-        for path, nbytes in arrived.nbytes.items():
+        whole = result.chunks == len(load.names)
+        count("loads", 1, "whole" if whole else "partial" if result.chunks else "lost")
+        count("load_seconds", result.seconds)
+        if result.error:
+            count("errors", 1, "load", result.error)
+        for path, nbytes in result.nbytes.items():
             count("loaded_bytes", nbytes, path)
         if self._counts_tokens:
-            chunk_tokens, block_tokens = self._namespace.chunk_tokens, self._block_tokens
-            written = sum(block is not None for blocks in load.blocks[: arrived.chunks] for block in blocks)
+            chunk_tokens = self._namespace.chunk_tokens
+            block_tokens = chunk_tokens // self._config.chunk_blocks
+            written = sum(block is not None for blocks in load.blocks[: result.chunks] for block in blocks)
             count("reused_tokens", written * block_tokens)
             count("lost_tokens", len(lost) * block_tokens)
-            for source, chunks in arrived.sources.items():
+            for source, chunks in result.sources.items():
                 count("loaded_tokens", chunks * chunk_tokens, *source)
 
-    @property
-    def _block_tokens(self) -> int:
-        return self._namespace.chunk_tokens // self._config.chunk_blocks
-
-    def _load(self, client: "Client | None", load: Load, ordered_s: float) -> _Arrived:
-        """Bring one request's chunks, batch by batch, until one is missing. Runs on a loading thread; never raises."""
-        arrived = _Arrived()
+    def _load(self, client: "Client | None", load: Load, ordered_s: float) -> _LoadResult:
+        """Load one request's chunks, batch by batch, up to the first that is missing. Never raises."""
+        result = _LoadResult()
+        size = self._layout.batch_chunks or len(load.names)
         try:
-            for start, stop in self._batches(len(load.names)):
+            for start in range(0, len(load.names), size):
                 left_s = ordered_s + self._config.load_timeout_s - self._clock()
                 if client is None or left_s <= 0:
                     break
-                if not self._load_batch(client, load, range(start, stop), left_s, arrived):
+                if not self._load_batch(client, load, slice(start, start + size), left_s, result):
                     break
         except RayKVError as error:
-            arrived.error = type(error).__name__
+            result.error = type(error).__name__
         except Exception as error:
-            # A defect. The engine must hear of this load all the same, or its request would wait for ever.
-            logger.exception("a load failed in a way it should not; its request is recomputed")
-            arrived.error = type(error).__name__
-        arrived.seconds = self._clock() - ordered_s
-        return arrived
+            # A defect. The load must be reported all the same, or its request would wait for ever.
+            logger.exception("a load failed unexpectedly; its request is recomputed")
+            result.error = type(error).__name__
+        result.seconds = self._clock() - ordered_s
+        return result
 
-    def _batches(self, chunks: int) -> Iterator[tuple[int, int]]:
-        size = self._layout.batch_chunks or max(1, chunks)
-        return ((start, min(start + size, chunks)) for start in range(0, chunks, size))
-
-    def _load_batch(self, client: "Client", load: Load, chunks: range, timeout_s: float, arrived: _Arrived) -> bool:
-        """Bring some of a load's chunks, add them to `arrived`, and say whether all came."""
-        part = slice(chunks.start, chunks.stop)
+    def _load_batch(self, client: "Client", load: Load, part: slice, timeout_s: float, result: _LoadResult) -> bool:
+        """Load some chunks, add them to `result`, and return whether all of them arrived."""
         blocks, holders = load.blocks[part], load.matches[self._rank].holders[part]
-        landings = [self._layout.landing(one) for one in blocks]
+        targets = [self._layout.targets(each) for each in blocks]
         keys, match = client.keys(load.names[part]), Match(len(holders), holders)
-        result = client.get(keys, landings, match=match, timeout_s=timeout_s)
-        self._layout.landed(list(zip(blocks, landings, strict=True))[: result.prefix])
-        arrived.chunks += result.prefix
-        for path, nbytes in result.nbytes_by_path.items():
-            arrived.nbytes[path] = arrived.nbytes.get(path, 0) + nbytes
-        for source, count in result.chunks_by_source.items():
-            arrived.sources[source] = arrived.sources.get(source, 0) + count
-        return result.prefix == len(chunks)
+        got = client.get(keys, targets, match=match, timeout_s=timeout_s)
+        self._layout.load(list(zip(blocks, targets, strict=True))[: got.prefix])
+        result.chunks += got.prefix
+        for path, nbytes in got.nbytes_by_path.items():
+            result.nbytes[path] = result.nbytes.get(path, 0) + nbytes
+        for source, count in got.chunks_by_source.items():
+            result.sources[source] = result.sources.get(source, 0) + count
+        return got.prefix == len(blocks)
 
     # -- saves ----------------------------------------------------------------------------------------------------
 
     def save(self, saves: Sequence[Save]) -> str:
-        """Store chunks that are computed. Those that are stored already cost a look.
+        """Copy computed chunks into the node's memory, and post one message that commits them all.
+
+        Waits for no other process while slots are at hand, and never longer than `store_timeout_s`.
 
         Returns:
-            Why some were skipped: no room, or no node. Empty when none was.
+            Why some chunks were skipped: no room, no node, or no answer in time. Empty when none was.
 
         Raises:
-            RayKVError: Something is wrong; the rest was not stored.
+            RayKVError: A call was wrong; the rest was not stored.
         """
-        now_s = self._clock()
-        if now_s < self._saves_again_s:
-            self._stats.count("stored_chunks", sum(len(save.names) for save in saves), "skipped")
-            return "the node hung a moment ago"
-        reason = next(filter(None, [self._save(save) for save in saves]), "")
-        took_s = self._clock() - now_s
-        if reason and took_s >= self._config.store_timeout_s:
-            self._saves_again_s = self._clock() + REST_PER_HANG * took_s
+        deadline_s = self._clock() + self._config.store_timeout_s
+        client = self._connection.client(self._namespace, Scope())
+        if client is None:
+            return self._count_saved(_skipped(sum(len(save.names) for save in saves), "the node is not there yet"))
+        reason = ""
+        for batch in self._batches([run for save in saves if (run := self._run(save, deadline_s)).blocks]):
+            values = iter(self._layout.read([blocks for run in batch for blocks in run.blocks]))
+            puts = [Put(run.keys, list(islice(values, len(run.blocks))), run.parent, run.depth) for run in batch]
+            result = client.put_many(puts, wait=False, timeout_s=max(0.0, deadline_s - self._clock()))
+            self.posted_chunks += result.posted
+            reason = self._count_saved(result) or reason
         return reason
 
-    def _save(self, save: Save) -> str:
+    def count_posted(self) -> None:
+        """Count the posted chunks that the node has answered for by now."""
+        client = self._connection.client(self._namespace, Scope()) if self.posted_chunks else None
+        if client is not None:
+            result = client.flush(timeout_s=0.0)
+            self.posted_chunks = result.posted
+            self._count_saved(result)
+
+    def _run(self, save: Save, deadline_s: float) -> _Run:
+        """The chunks of a save that are to be stored."""
         client = self._connection.client(self._namespace, save.scope)
-        if client is None:
-            self._stats.count("stored_chunks", len(save.names), "skipped")
-            return "the node is not there yet"
-        timeout_s = self._config.store_timeout_s
-        keys = client.keys(save.names)
-        parent = None if save.parent is None else client.keys([save.parent])
-        held = client.match(keys, timeout_s=timeout_s, record=False).count if save.cached else 0
-        if held == len(keys):
-            return ""
-        if held:
-            parent, keys = keys[held - 1 : held], keys[held:]
-        reservation = client.reserve(
-            keys, self._layout.chunk_nbytes, parent=parent, depth=save.depth + held, timeout_s=timeout_s
-        )
-        try:
-            for index, view in zip(reservation.index.tolist(), reservation.views, strict=True):
-                if not reservation.valid(timeout_s=timeout_s):
-                    reservation.abort(timeout_s=timeout_s)
-                    self._stats.count("stored_chunks", len(reservation.views), "skipped")
-                    return "the node does not answer, or was restarted"
-                self._layout.read(save.blocks[held + index], view)
-        except BaseException:
-            reservation.abort(timeout_s=timeout_s)
-            raise
-        result = reservation.commit(timeout_s=timeout_s)
+        assert client is not None, "clients of all scopes are made from one"
+        above = [] if save.parent is None else [save.parent]
+        keys, start = client.keys([*above, *save.names]), len(above)
+        run = _Run(keys[start:], save.blocks, keys[:start] if above else None, save.depth)
+        if not save.cached:
+            return run
+        held = client.match(run.keys, timeout_s=max(0.0, deadline_s - self._clock()), record=False).count
+        if self._clock() >= deadline_s and held < len(run.keys):
+            self._count_saved(_skipped(len(run.keys), ""))  # the engine still has them, and offers them again
+            held = len(run.keys)
+        return run.part(held, len(run.keys))
+
+    def _batches(self, runs: Sequence[_Run]) -> Iterator[list[_Run]]:
+        """The same chunks, at most as many at once as the layout can read."""
+        most = self._layout.batch_chunks or max(1, sum(len(run.blocks) for run in runs))
+        batch: list[_Run] = []
+        room = most
+        for run in runs:
+            start = 0
+            while start < len(run.blocks):
+                part = run.part(start, start + room)
+                batch.append(part)
+                start, room = start + len(part.blocks), room - len(part.blocks)
+                if not room:
+                    yield batch
+                    batch, room = [], most
+        if batch:
+            yield batch
+
+    def _count_saved(self, result: PutResult) -> str:
+        """Count what became of chunks. Returns why some were skipped."""
         self._stats.count("stored_bytes", result.stored * self._layout.chunk_nbytes)
         for outcome, chunks in (("stored", result.stored), ("existed", result.existed), ("skipped", result.skipped)):
             if chunks:
@@ -231,6 +262,10 @@ class WorkerSide:
         return result.reason
 
     def close(self) -> None:
-        """End the loads: those that run are waited for, within their timeout, as they write into the KV cache."""
+        """End the loads. Those that run are waited for, within their timeout, as they write into the KV cache."""
         self._threads.shutdown(wait=True, cancel_futures=True)
         self._connection.close()
+
+
+def _skipped(chunks: int, reason: str) -> PutResult:
+    return PutResult(0, 0, chunks, reason)

@@ -1,27 +1,29 @@
-"""Where a block's bytes lie: against brute force by torch's own indexing, for every layout that vLLM names."""
+"""Where a block's bytes lie: against brute force by torch's own indexing, for every order of the axes. No engine."""
+
+import itertools
+import subprocess
+import sys
 
 import pytest
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("vllm")
-
-from vllm.v1.kv_cache_layout import KVCacheLayout  # noqa: E402
 
 from raykv.errors import ConfigError  # noqa: E402
 from raykv.integrations.kv_layout import DeviceLayout, HostLayout, Layout, layout_of, runs_of  # noqa: E402
 
-pytestmark = pytest.mark.vllm
-
 LAYERS, BLOCKS, HEADS, TOKENS, CONTENT = 3, 7, 2, 4, 10
+AXES = "LBHNC"
+ORDERS = ["".join(order) + "C" for order in itertools.permutations(AXES[:4])]
+"""Of layers, blocks, heads and tokens in memory. vLLM's layouts are some of these; the content is innermost in all."""
 BLOCK_BYTES = LAYERS * HEADS * TOKENS * CONTENT * 2
 
 
-def caches(layout: KVCacheLayout, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
+def caches(order: str, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
     """Layers of a KV cache, each [blocks, heads, tokens, content], in one allocation of that order; random bytes."""
     logical = (LAYERS, BLOCKS, HEADS, TOKENS, CONTENT)
-    physical = torch.empty([logical[axis] for axis in layout.value], dtype=dtype)
+    physical = torch.empty([logical[AXES.index(axis)] for axis in order], dtype=dtype)
     physical.view(torch.uint8).random_(generator=torch.Generator().manual_seed(1))
-    inverse = [layout.value.index(axis) for axis in range(5)]
+    inverse = [order.index(axis) for axis in AXES]
     return {f"layer.{number}": view for number, view in enumerate(physical.permute(inverse))}
 
 
@@ -34,20 +36,19 @@ def bits(block: torch.Tensor) -> list[int]:
 
 
 def carry(layout: Layout, source: list[int], target: list[int | None]) -> None:
-    chunk = bytearray(layout.chunk_nbytes)
-    layout.read(source, memoryview(chunk))
-    landing = layout.landing(target)
-    assert sum(map(len, landing)) == layout.chunk_nbytes
+    chunk = b"".join(layout.read([source])[0])
+    targets = layout.targets(target)
+    assert sum(map(len, targets)) == len(chunk) == layout.chunk_nbytes
     start = 0
-    for piece in landing:
+    for piece in targets:
         piece[:] = chunk[start : start + len(piece)]
         start += len(piece)
-    layout.landed([(target, landing)])
+    layout.load([(target, targets)])
 
 
 @pytest.mark.parametrize("kind", [HostLayout, DeviceLayout])
-@pytest.mark.parametrize("order", list(KVCacheLayout), ids=lambda order: order.name)
-def test_a_chunk_carries_exactly_its_blocks(order: KVCacheLayout, kind: type[Layout]):
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_chunk_carries_exactly_its_blocks(order: str, kind: type[Layout]):
     layers = caches(order)
     before = {name: [bits(block) for block in layer] for name, layer in layers.items()}
     carry(built(kind, layers, 3), [5, 1, 6], [0, None, 3])
@@ -57,12 +58,35 @@ def test_a_chunk_carries_exactly_its_blocks(order: KVCacheLayout, kind: type[Lay
 
 
 def test_all_layers_of_a_block_are_one_run_where_blocks_are_outermost():
-    assert len(built(HostLayout, caches(KVCacheLayout.BLHNC), 1)._runs) == 1
-    assert len(built(HostLayout, caches(KVCacheLayout.LBHNC), 1)._runs) == LAYERS
+    assert len(built(HostLayout, caches("BLHNC"), 1).targets([0])) == 1
+    assert len(built(HostLayout, caches("LBHNC"), 1).targets([0])) == LAYERS
+
+
+@pytest.mark.parametrize("kind", [HostLayout, DeviceLayout])
+def test_several_chunks_are_read_at_once(kind: type[Layout]):
+    layers = caches("LBNHC")
+    layout = built(kind, layers, 2)
+    chunks = [[0, 3], [6, 1], [3, 2]]
+    expected = [b"".join(layout.read([blocks])[0]) for blocks in chunks]
+    assert [b"".join(views) for views in layout.read(chunks)] == expected
+    assert len(set(expected)) == 3
+
+
+def test_a_device_reads_a_bounded_number_of_chunks_at_once(monkeypatch: pytest.MonkeyPatch):
+    assert built(DeviceLayout, caches("LBNHC"), 1).batch_chunks == 32
+    monkeypatch.setattr("raykv.integrations.kv_layout.MAX_STAGED_NBYTES", 2 * BLOCK_BYTES)
+    assert built(DeviceLayout, caches("LBNHC"), 1).batch_chunks == 2
+    assert built(DeviceLayout, caches("LBNHC"), 7).batch_chunks == 1
+
+
+def test_it_is_imported_without_torch_and_without_an_engine():
+    code = "import sys; import raykv.integrations.kv_layout; print({'torch', 'vllm', 'ray'} & {*sys.modules})"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "set()"
 
 
 def test_layers_that_share_a_tensor_are_taken_once():
-    layers = caches(KVCacheLayout.LBNHC)
+    layers = caches("LBNHC")
     layers["shared"] = layers["layer.0"]
     assert built(HostLayout, layers, 1).chunk_nbytes == BLOCK_BYTES
 
@@ -77,8 +101,8 @@ def test_blocks_that_the_kernel_splits_are_carried_whole():
 
 def test_equal_descriptions_mean_equal_meaning_of_bytes():
     descriptions = {
-        (order.name, dtype): built(HostLayout, caches(order, dtype), 1).description
-        for order in KVCacheLayout
+        (order, dtype): built(HostLayout, caches(order, dtype), 1).description
+        for order in ORDERS
         for dtype in (torch.bfloat16, torch.float16)
     }
     assert descriptions["LBHNC", torch.bfloat16] == descriptions["BLHNC", torch.bfloat16]

@@ -1,0 +1,234 @@
+"""What the vLLM connector costs the engine's thread: time inside its hooks, waits for other processes, a stopped node.
+
+Run by hand: `python -m benchmarks.vllm_hooks`
+
+SmolLM2 on CPU with one thread, in this process; a raykv node in another. Every round prefills one cold prompt in
+steps. Prints for each hook its time in a prefill and the share of the prefill's CPU time, and how often the engine's
+thread waited for another process there. Then the node is stopped with SIGSTOP: the longest store of a step.
+"""
+
+import argparse
+import json
+import os
+import random
+import secrets
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import wraps
+from pathlib import Path
+from typing import Any, Final
+
+THREADS: Final = "1"
+os.environ.update(
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    VLLM_CPU_OMP_THREADS_BIND="nobind",
+    HF_HUB_OFFLINE="1",
+    OMP_NUM_THREADS=THREADS,
+    VLLM_LOGGING_LEVEL="WARNING",
+)
+
+import torch  # noqa: E402  (it reads the environment)
+
+torch.set_num_threads(int(THREADS))
+
+from raykv.transport.link import SocketLink  # noqa: E402
+from vllm import LLM, SamplingParams  # noqa: E402
+
+from benchmarks.system import die_with_parent  # noqa: E402
+from deployments.model import ensure_model  # noqa: E402
+from raykv.integrations.vllm.connector import RayKVConnector  # noqa: E402
+
+NODE: Final = Path(__file__).parent / "systems" / "raykv_node.py"
+HOOKS: Final = (
+    *("on_new_request", "get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta"),
+    *("handle_preemptions", "start_load_kv", "wait_for_save", "get_finished", "get_block_ids_with_load_errors"),
+    *("get_kv_connector_stats", "request_finished"),
+)
+VOCABULARY: Final = range(1000, 40000)
+BAR_SHARE: Final = 0.002
+BAR_STOPPED_S: Final = 0.005
+
+
+@dataclass
+class Hooks:
+    """What happened inside the hooks since the last `reset`.
+
+    Attributes:
+        wall_s, cpu_s: Seconds on the engine's thread, by hook.
+        longest_s: The longest call, by hook.
+        waits: Times that the thread waited for an answer, by hook.
+    """
+
+    wall_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    cpu_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    longest_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    waits: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    current: str = ""
+
+    def reset(self) -> None:
+        for values in (self.wall_s, self.cpu_s, self.longest_s, self.waits):
+            values.clear()
+
+    def watch(self) -> None:
+        """Time every hook of the connector, and count the waits of its links on this thread."""
+        thread = threading.get_ident()
+        for name in HOOKS:
+            setattr(RayKVConnector, name, self._timed(name, getattr(RayKVConnector, name)))
+        collect, wait_ready = SocketLink.collect, SocketLink.wait_ready
+
+        def count(link: SocketLink) -> None:
+            if self.current and threading.get_ident() == thread and not wait_ready(link, 0.0):
+                self.waits[self.current] += 1
+
+        def counted_collect(link: SocketLink, *arguments: Any, **options: Any) -> Any:
+            count(link)
+            return collect(link, *arguments, **options)
+
+        def counted_wait_ready(link: SocketLink, timeout_s: float) -> bool:
+            if timeout_s > 0:
+                count(link)
+            return wait_ready(link, timeout_s)
+
+        setattr(SocketLink, "collect", counted_collect)  # noqa: B010 - a checker sees a method here
+        setattr(SocketLink, "wait_ready", counted_wait_ready)  # noqa: B010
+
+    def _timed(self, name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(hook)
+        def timed(*arguments: Any, **options: Any) -> Any:
+            self.current, wall_s, cpu_s = name, time.perf_counter(), time.thread_time()
+            try:
+                return hook(*arguments, **options)
+            finally:
+                took_s = time.perf_counter() - wall_s
+                self.wall_s[name] += took_s
+                self.cpu_s[name] += time.thread_time() - cpu_s
+                self.longest_s[name] = max(self.longest_s[name], took_s)
+                self.current = ""
+
+        return timed
+
+
+@contextmanager
+def node_process(arena: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """A node in another process, and its address."""
+    home = Path(tempfile.mkdtemp(prefix="rkb-", dir="/dev/shm"))
+    fields = {"node_id": "n", "cluster": "hooks", "storage": {"arena_nbytes": arena, "shm_dir": str(home)}}
+    command = [sys.executable, "-P", str(NODE), json.dumps(fields), secrets.token_hex(32)]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, preexec_fn=die_with_parent)
+    try:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        if not process.stdout.readline():
+            raise RuntimeError("the node did not start")
+        yield f"unix:{home}/raykv-hooks-n.sock", process
+        process.send_signal(signal.SIGCONT)
+        process.stdin.close()
+        process.wait(20.0)
+    finally:
+        process.kill()
+        process.wait()
+        shutil.rmtree(home, ignore_errors=True)
+
+
+def make_engine(model: Path, address: str, options: argparse.Namespace) -> LLM:
+    return LLM(
+        str(model),
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        block_size=options.block,
+        max_model_len=options.tokens + 128,
+        max_num_batched_tokens=options.step,
+        enforce_eager=True,
+        seed=0,
+        kv_cache_memory_bytes=256 << 20,
+        distributed_executor_backend="uni",
+        disable_log_stats=False,
+        kv_transfer_config={
+            "kv_connector": "RayKVConnector",
+            "kv_connector_module_path": "raykv.integrations.vllm",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"address": address},
+        },
+    )
+
+
+def stored(engine: LLM) -> dict[str, int]:
+    """Chunks so far, by outcome."""
+    metrics = [metric for metric in engine.get_metrics() if metric.name == "vllm:raykv_stored_chunks"]
+    return {metric.labels["outcome"]: int(metric.value) for metric in metrics if metric.value}
+
+
+def prefill(engine: LLM, tokens: int, rng: random.Random) -> float:
+    """Prefill one cold prompt. Returns the CPU seconds of this thread."""
+    prompt = {"prompt_token_ids": rng.choices(VOCABULARY, k=tokens)}
+    began_s = time.thread_time()
+    engine.generate([prompt], SamplingParams(max_tokens=1, detokenize=False), use_tqdm=False)
+    return time.thread_time() - began_s
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--stopped-rounds", type=int, default=3, help="prefills while the node is stopped")
+    parser.add_argument("--tokens", type=int, default=2000, help="of a prompt")
+    parser.add_argument("--step", type=int, default=512, help="tokens in a step")
+    parser.add_argument("--block", type=int, default=128, help="tokens in a block")
+    parser.add_argument("--arena", default="2 GiB")
+    parser.add_argument("--model", type=Path, help="folder (default: the demo's model)")
+    options = parser.parse_args()
+    hooks, rng = Hooks(), random.Random(0)
+    hooks.watch()
+    with node_process(options.arena) as (address, node):
+        engine = make_engine(options.model or ensure_model(), address, options)
+        try:
+            prefill(engine, options.tokens, rng)  # warms up, and lets the pool of slots grow
+            prefills, walls, cpus, waits = [], defaultdict(list), defaultdict(list), defaultdict(int)
+            for _ in range(options.rounds):
+                hooks.reset()
+                prefills.append(prefill(engine, options.tokens, rng))
+                for name in HOOKS:
+                    walls[name].append(hooks.wall_s[name])
+                    cpus[name].append(hooks.cpu_s[name])
+                    waits[name] += hooks.waits[name]
+            show(prefills, walls, cpus, waits)
+            print(f"chunks: {stored(engine)}")
+            node.send_signal(signal.SIGSTOP)
+            hooks.reset()
+            for _ in range(options.stopped_rounds):
+                prefill(engine, options.tokens, rng)
+            longest_s = hooks.longest_s["wait_for_save"]
+            print(f"node stopped: longest wait_for_save {longest_s * 1e3:.2f} ms (bar {BAR_STOPPED_S * 1e3:.0f} ms)")
+            node.send_signal(signal.SIGCONT)
+        finally:
+            engine.llm_engine.engine_core.shutdown()
+
+
+def show(prefills: list[float], walls: dict[str, list[float]], cpus: dict[str, list[float]], waits: Any) -> None:
+    """Medians over the rounds."""
+    prefill_s = statistics.median(prefills)
+    print(f"{len(prefills)} cold prefills, CPU time {prefill_s:.2f} s (median)")
+    print(f"{'hook':32} {'wall ms':>8} {'CPU ms':>8} {'share':>8} {'waits':>6}")
+    for name in sorted(HOOKS, key=lambda name: -statistics.median(walls[name])):
+        wall_s, cpu_s = statistics.median(walls[name]), statistics.median(cpus[name])
+        print(f"{name:32} {wall_s * 1e3:8.3f} {cpu_s * 1e3:8.3f} {wall_s / prefill_s:8.3%} {waits[name]:6}")
+    totals = [statistics.median(map(sum, zip(*times.values(), strict=True))) for times in (walls, cpus)]
+    share = totals[0] / prefill_s
+    met = "met" if share <= BAR_SHARE else "NOT MET"
+    print(f"{'all':32} {totals[0] * 1e3:8.3f} {totals[1] * 1e3:8.3f} {share:8.3%}  (bar {BAR_SHARE:.1%}: {met})")
+
+
+if __name__ == "__main__":
+    main()
