@@ -1,4 +1,4 @@
-"""The words that every layer shares. Standard library and numpy only."""
+"""Types that all packages share. Standard library and numpy only."""
 
 import os
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ Scattered: TypeAlias = Buffer | Sequence[Buffer]
 """One chunk's bytes in memory: one buffer, or several in order (an engine keeps a chunk in many pages)."""
 
 Path: TypeAlias = Literal["shm", "tcp", "memory"]
-"""By which path bytes came: shared memory on the same host, a TCP socket, or a call within the process."""
+"""How bytes travel: through shared memory on one host, a TCP socket, or a call within the process."""
 
 NodeId: TypeAlias = str
 
@@ -65,14 +65,14 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class PutResult:
-    """What became of the chunks of one `put`, as counts that add up to the chunks given.
+    """The result of one `put`: counts that add up to the chunks given.
 
     Attributes:
         stored: Written and visible to every reader.
-        existed: Were there already; not written again.
-        skipped: Not stored, because the arena is full or the node is away. The caller goes on without.
+        existed: Already there, so not written again.
+        skipped: Not stored, because the arena is full or the node is away. The caller goes on without them.
         reason: Why chunks were skipped; empty when none was.
-        posted: Written, and on their way to be visible; `Client.flush` tells what became of them.
+        posted: Written, and soon visible. `Client.flush` returns their results.
     """
 
     stored: int
@@ -102,8 +102,8 @@ class GetResult:
     """Which chunks of one `get` arrived, and how.
 
     Attributes:
-        hits: One entry a key: True when its buffer now holds exactly the bytes that were put. Where it is False, the
-            buffer's content is undefined.
+        hits: One entry per key. True: its buffer holds exactly the bytes that were put. False: the buffer's content is
+            undefined.
         nbytes_by_path: Bytes that arrived, by path.
         chunks_by_source: Chunks that arrived, by (holder, path).
     """

@@ -30,7 +30,6 @@ class FreeRows:
         free_at_end = int(busy[::-1].argmax()) if busy.any() else len(busy)
         self.fresh, self.limit = len(busy) - free_at_end, limit
         self._stack: npt.NDArray[np.int32] = lazy_zeros(rows, np.int32)
-        self._cells = self._stack.data
         holes = np.flatnonzero(~busy[: self.fresh])[::-1]
         self._stack[: len(holes)] = holes
         self._stacked = len(holes)
@@ -50,25 +49,10 @@ class FreeRows:
         top = self._stack[self._stacked : self._stacked + reused][::-1]
         return np.concatenate([top, np.arange(first, self.fresh, dtype=np.int32)])
 
-    def take_one(self) -> int:
-        """Take a row; -1 when there is none."""
-        if self._stacked:
-            self._stacked -= 1
-            return self._cells[self._stacked]
-        if self.fresh < self.limit:
-            self.fresh += 1
-            return self.fresh - 1
-        return -1
-
     def give(self, rows: Rows) -> None:
         """Give rows back."""
         self._stack[self._stacked : self._stacked + len(rows)] = rows
         self._stacked += len(rows)
-
-    def give_one(self, row: int) -> None:
-        """Give one row back."""
-        self._cells[self._stacked] = row
-        self._stacked += 1
 
 
 def lazy_zeros(count: int, kind: type[np.generic]) -> npt.NDArray[Any]:

@@ -6,7 +6,6 @@ are two copies, and one of them is in use: `rebuild_index` fills the other one, 
 No loop is endless: an index without an empty entry is full or damaged, and raises LostError. A restart rebuilds it.
 """
 
-import struct
 from typing import Final, NoReturn
 
 import numpy as np
@@ -14,7 +13,7 @@ import numpy.typing as npt
 
 from raykv.errors import LostError
 from raykv.memory import native
-from raykv.memory.layout import RECORD, Cells, Columns
+from raykv.memory.layout import Cells, Columns
 from raykv.types import KeyArray, Rows
 
 EMPTY: Final = 0
@@ -27,9 +26,7 @@ MOST_REMOVED_SHARE: Final = 4
 
 _MIX: Final = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio: the product spreads neighbours
 _LOW_64: Final = (1 << 64) - 1
-_STRIDE: Final = RECORD.itemsize
 _LONG_SEARCH: Final = 256  # steps of a numpy search before it looks for an empty entry
-_unpack: Final = struct.Struct("IIIIQQ").unpack_from  # native order: each field is read at once, in this order
 
 
 class HashIndex:
@@ -71,45 +68,6 @@ class HashIndex:
     def find_ready(self, keys: KeyArray, now: int) -> tuple[Rows, npt.NDArray[np.uint32]]:
         """Rows of the keys that are ready and not expired at tick `now`, else -1; and their generations."""
         return self._lookup(keys, now)
-
-    def find_one(self, hi: int, lo: int) -> int:
-        """Row of one key in any state, or -1."""
-        cells, index, size = self.cells, self._copy_cells[self._active[0]], self._size
-        position = (((hi ^ lo) * _MIX & _LOW_64) >> 32) * size >> 32
-        try:
-            for _ in range(size):
-                entry = index[position]
-                if entry >= FIRST:
-                    row = entry - FIRST
-                    if cells.key_lo[row] == lo and cells.key_hi[row] == hi:
-                        return row
-                elif entry == EMPTY:
-                    return -1
-                position = position + 1 if position + 1 < size else 0
-        except IndexError:
-            pass  # an entry names a row outside the table
-        self._raise_damaged()
-
-    def find_ready_one(self, hi: int, lo: int, now: int) -> tuple[int, int, int, int] | None:
-        """(row, generation, page, nbytes) of one key if it is ready and not expired at tick `now`."""
-        records, index, size = self.records, self._copy_cells[self._active[0]], self._size
-        position = (((hi ^ lo) * _MIX & _LOW_64) >> 32) * size >> 32
-        try:
-            for _ in range(size):
-                entry = index[position]
-                if entry >= FIRST:
-                    # The generation is read first: the other fields are valid for as long as it stays the same.
-                    generation, expires, page, nbytes, key_hi, key_lo = _unpack(records, (entry - FIRST) * _STRIDE)
-                    if key_lo == lo and key_hi == hi:
-                        if generation & 1 or not generation or 0 < expires <= now:
-                            return None
-                        return entry - FIRST, generation, page, nbytes
-                elif entry == EMPTY:
-                    return None
-                position = position + 1 if position + 1 < size else 0
-        except struct.error:
-            pass  # the same
-        self._raise_damaged()
 
     def unchanged(self, rows: Rows, generations: npt.NDArray[np.uint32]) -> npt.NDArray[np.bool_]:
         """Whether each row still has the generation that `find_ready` returned."""
@@ -156,7 +114,7 @@ class HashIndex:
             position[position == self._size] = 0
             if step == _LONG_SEARCH and not (index == EMPTY).any():
                 break
-        self._raise_damaged()
+        return self._raise_damaged()
 
     def _home(self, hi: npt.NDArray[np.uint64], lo: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
         """Where the search for each key begins. The halves are mixed, since a caller's keys need not be hashes."""
@@ -184,29 +142,15 @@ class HashIndex:
         self.columns.key_hi[rows], self.columns.key_lo[rows] = keys[:, 0], keys[:, 1]
         self._enter(self.index, rows)
 
-    def insert_one(self, hi: int, lo: int, row: int) -> None:
-        """Enter one row under a key that is not in the index."""
-        cells, index, size = self.cells, self._copy_cells[self._active[0]], self._size
-        cells.key_hi[row], cells.key_lo[row] = hi, lo
-        position = (((hi ^ lo) * _MIX & _LOW_64) >> 32) * size >> 32
-        for _ in range(size):
-            if (entry := index[position]) < FIRST:
-                index[position] = row + FIRST
-                self.removed -= entry == REMOVED
-                return
-            position = position + 1 if position + 1 < size else 0
-        self._raise_damaged()
-
     def remove(self, rows: Rows) -> None:
         """Take rows out of the index; a row that is not in it is passed over. Their generations must be odd by now."""
         for row in rows.tolist():
-            self.remove_one(row)
+            self._remove_one(row)
 
-    def remove_one(self, row: int) -> None:
-        """Take one row out of the index, if it is in it. Its generation must be odd by now."""
-        cells, index, size = self.cells, self._copy_cells[self._active[0]], self._size
-        hi, lo, wanted = cells.key_hi[row], cells.key_lo[row], row + FIRST
-        position = (((hi ^ lo) * _MIX & _LOW_64) >> 32) * size >> 32
+    def _remove_one(self, row: int) -> None:
+        index, size, wanted = self._copy_cells[self._active[0]], self._size, row + FIRST
+        mixed = (self.cells.key_hi[row] ^ self.cells.key_lo[row]) * _MIX & _LOW_64
+        position = (mixed >> 32) * size >> 32  # as in `_home`
         for _ in range(size):
             entry = index[position]
             if entry == wanted:

@@ -1,7 +1,7 @@
 """The layout of a chunk table in shared memory: header, one row per chunk, an array per column."""
 
 from enum import IntEnum
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -134,27 +134,12 @@ class Columns:
 class Cells:
     """The same columns as memoryviews: one entry is read or written in 40 ns, where numpy needs a microsecond."""
 
-    generation: "memoryview[int]"
-    expires: "memoryview[int]"
-    page: "memoryview[int]"
-    nbytes: "memoryview[int]"
-    key_hi: "memoryview[int]"
-    key_lo: "memoryview[int]"
-    checksum: "memoryview[int]"
-    inserted: "memoryview[int]"
-    accessed: "memoryview[int]"
-    frequency: "memoryview[int]"
-    depth: "memoryview[int]"
-    parent: "memoryview[int]"
-    parent_generation: "memoryview[int]"
-    children: "memoryview[int]"
-    group: "memoryview[int]"
-    pins: "memoryview[int]"
-    state: "memoryview[int]"
-
     def __init__(self, columns: Columns) -> None:
-        for name, array in vars(columns).items():
-            setattr(self, name, memoryview(array))
+        self.__dict__.update({name: memoryview(array) for name, array in vars(columns).items()})
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> "memoryview[int]": ...
 
 
 class Layout:

@@ -67,7 +67,7 @@ class ShmReader:
         """
         if self._one is not None:
             return self._one.ready(key)
-        return self._find_one(key, self.table.ticks(time.monotonic())) is not None
+        return bool(self.ready(_one_key(key), now_s=time.monotonic())[0])
 
     def read(
         self,
@@ -133,12 +133,8 @@ class ShmReader:
             return self._one.read(key, into, STREAM_ONE_NBYTES)
         if isinstance(into, list | tuple):
             raise TypeError("into: several buffers")
-        now = self.table.ticks(time.monotonic())
-        found = self._find_one(key, now)
-        if found is None:
-            return False
-        row, generation, page, nbytes = found
-        return self._copy(row, generation, page, nbytes, byte_views(into, "into", writable=True), now)
+        byte_views(into, "into", writable=True)
+        return bool(self.read(_one_key(key), [into], verify=False, now_s=time.monotonic())[0][0])
 
     def is_current(self) -> bool:
         """Whether the mapped files are the ones that the names lead to now."""
@@ -155,13 +151,6 @@ class ShmReader:
         except LostError:
             return np.full(len(keys), -1, np.int32), np.zeros(len(keys), np.uint32)
 
-    def _find_one(self, key: bytes, now: int) -> tuple[int, int, int, int] | None:
-        hi, lo = halves(key)
-        try:
-            return self.table.find_ready_one(hi, lo, now)
-        except LostError:
-            return None
-
     def _read(
         self,
         rows: Rows,
@@ -171,19 +160,17 @@ class ShmReader:
         now: int,
     ) -> None:
         """The same as `read` in native/reader.c."""
-        cells = self.table.cells
+        columns, view = self.table.columns, self.arena.view
         for place, row in enumerate(rows.tolist()):
             target = byte_views(into[place], f"into[{place}]", writable=True)
-            if row >= 0:
-                generation = int(generations[place])
-                hits[place] = self._copy(row, generation, cells.page[row], cells.nbytes[row], target, now)
+            if row < 0:
+                continue
+            start, length = int(columns.page[row]) * SLOT_ALIGNMENT_NBYTES, int(columns.nbytes[row])
+            copied = scatter(view[start : start + length], target)
+            if copied and columns.generation[row] == generations[place]:
+                hits[place] = True
+                self.table.touch(rows[place : place + 1], now)
 
-    def _copy(self, row: int, generation: int, page: int, nbytes: int, into: list[memoryview], now: int) -> bool:
-        """Copy one chunk, and count the read. False: lengths differ, or the row changed meanwhile."""
-        start = page * SLOT_ALIGNMENT_NBYTES
-        if not scatter(self.arena.view[start : start + nbytes], into):
-            return False
-        if self.table.cells.generation[row] != generation:
-            return False
-        self.table.touch_one(row, now)
-        return True
+
+def _one_key(key: bytes) -> KeyArray:
+    return np.array([halves(key)], np.uint64)

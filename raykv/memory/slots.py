@@ -24,8 +24,6 @@ Extents = npt.NDArray[np.int64]
 
 RUN_SLOTS = 128
 """A sample consists of runs of this many neighbours: chunks of one chain often lie next to each other."""
-FEW = 4
-"""Up to this many slots are taken or given one by one: that costs less than numpy's fixed costs."""
 
 
 def slot_nbytes(nbytes: int) -> int:
@@ -58,7 +56,9 @@ def slot_places(pages: Pages, extent_slots: npt.NDArray[np.uint32], extent_nbyte
     steps = extent_slots[extents] // np.uint32(SLOT_ALIGNMENT_NBYTES)
     if steps.size and (steps == steps[0]).all():
         steps = steps[:1]  # division by one number is ten times quicker
-    return Places(starts + (pages - starts) // np.maximum(steps, np.uint32(1)), extents, starts, steps, int(extent_pages))
+    return Places(
+        starts + (pages - starts) // np.maximum(steps, np.uint32(1)), extents, starts, steps, int(extent_pages)
+    )
 
 
 class Slots:
@@ -101,8 +101,6 @@ class Slots:
         )
         self._row_at = lazy_zeros(extents * self._extent_pages, np.int32)  # row + 1 by extent and slot; 0: none
         self._stacked, self._fresh = np.zeros(extents, np.int64), np.zeros(extents, np.int64)
-        self._stack_cells, self._row_cells = self._stack.data, self._row_at.data
-        self._stacked_cells, self._fresh_cells = self._stacked.data, self._fresh.data
         self._open: dict[int, dict[int, None]] = {}  # by slot size: extents with free slots
         self._free: dict[int, int] = {}  # by slot size: free slots in them
         self._populated: deque[int] = deque()  # free extents; the last used one is the last
@@ -151,42 +149,25 @@ class Slots:
 
     def take(self, count: int, size: int) -> Pages:
         """Take up to `count` slots of `size`; fewer when there are no more."""
-        if count <= FEW:
-            few = [self.take_one(size) for _ in range(count)]
-            return np.array([page for page in few if page >= 0], np.uint32)
         parts, step = [], size // SLOT_ALIGNMENT_NBYTES
         while count > 0 and (extent := self._open_extent(size)) >= 0:
             start, slots = extent * self._extent_pages, self._extent_nbytes // size
-            stacked, fresh = self._stacked_cells[extent], self._fresh_cells[extent]
+            stacked, fresh = int(self._stacked[extent]), int(self._fresh[extent])
             reused = min(count, stacked)
             new = min(count - reused, slots - fresh)
             parts.append(start + self._stack[start + stacked - reused : start + stacked].astype(np.int64) * step)
             parts.append(start + np.arange(fresh, fresh + new) * step)
-            self._count_taken(extent, size, stacked - reused, fresh + new, reused + new)
+            self._stacked[extent], self._fresh[extent] = stacked - reused, fresh + new
+            self._free[size] -= reused + new
+            self.free_nbytes -= (reused + new) * size
             count -= reused + new
+            if reused == stacked and fresh + new == slots:
+                del self._open[size][extent]
         pages: Pages = np.concatenate([np.empty(0, np.int64), *parts]).astype(np.uint32)
         return pages
 
-    def take_one(self, size: int) -> int:
-        """Take a slot of `size`; -1 when there is none."""
-        extent = self._open_extent(size)
-        if extent < 0:
-            return -1
-        stacked, fresh = self._stacked_cells[extent], self._fresh_cells[extent]
-        if stacked:
-            stacked -= 1
-            slot = self._stack_cells[extent * self._extent_pages + stacked]
-        else:
-            slot, fresh = fresh, fresh + 1
-        self._count_taken(extent, size, stacked, fresh, 1)
-        return extent * self._extent_pages + slot * (size // SLOT_ALIGNMENT_NBYTES)
-
     def give(self, pages: Pages) -> None:
         """Give slots back."""
-        if len(pages) <= FEW:
-            for page in pages.tolist():
-                self.give_one(page)
-            return
         places = slot_places(pages, self._extent_slots, self._extent_nbytes)
         order = np.argsort(places.extents, kind="stable")
         numbers, extents = places.numbers[order].astype(np.int64), places.extents[order].astype(np.int64)
@@ -199,31 +180,13 @@ class Slots:
         for extent, count in zip(which.tolist(), counts.tolist(), strict=True):
             self._count_given(extent, count)
 
-    def give_one(self, page: int) -> None:
-        """Give one slot back."""
-        extent = page // self._extent_pages
-        start = extent * self._extent_pages
-        slot = (page - start) // (int(self._extent_slots[extent]) // SLOT_ALIGNMENT_NBYTES)
-        stacked = self._stacked_cells[extent]
-        self._row_cells[start + slot] = 0
-        self._stack_cells[start + stacked] = slot
-        self._stacked_cells[extent] = stacked + 1
-        self._count_given(extent, 1)
-
-    def _count_taken(self, extent: int, size: int, stacked: int, fresh: int, count: int) -> None:
-        self._stacked_cells[extent], self._fresh_cells[extent] = stacked, fresh
-        self._free[size] -= count
-        self.free_nbytes -= count * size
-        if not stacked and fresh == self._extent_nbytes // size:
-            del self._open[size][extent]
-
     def _count_given(self, extent: int, count: int) -> None:
         size = int(self._extent_slots[extent])
         self._free[size] += count
         self.free_nbytes += count * size
         self._open[size][extent] = None
-        if self._stacked_cells[extent] == self._fresh_cells[extent]:  # that was its last slot in use
-            self._stacked_cells[extent] = self._fresh_cells[extent] = 0
+        if self._stacked[extent] == self._fresh[extent]:  # that was its last slot in use
+            self._stacked[extent] = self._fresh[extent] = 0
             self._free[size] -= self._extent_nbytes // size
             self.free_nbytes += self._extent_nbytes % size
             del self._open[size][extent]

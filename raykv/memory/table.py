@@ -234,12 +234,6 @@ class Table(HashIndex):
         self.columns.accessed[rows] = tick
         self.columns.frequency[rows] += 1
 
-    def touch_one(self, row: int, tick: int) -> None:
-        """Count a read of one row."""
-        cells = self.cells
-        cells.accessed[row] = tick
-        cells.frequency[row] = cells.frequency[row] + 1 & 0xFFFFFFFF
-
     def ready_rows(self) -> Rows:
         """All rows that hold a chunk and are not pending delete. Looks at every row: not for each request."""
         generation, state = (part[: self.rows_populated] for part in (self.columns.generation, self.columns.state))

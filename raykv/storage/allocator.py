@@ -184,14 +184,16 @@ class Allocator:
 
     def slot_sizes(self, rows: Rows) -> npt.NDArray[np.int64]:
         """Bytes of each row's slot."""
-        pages = -(-self._table.columns.nbytes[rows].astype(np.int64) // SLOT_ALIGNMENT_NBYTES)
-        sizes: npt.NDArray[np.int64] = pages * SLOT_ALIGNMENT_NBYTES
-        return sizes
+        nbytes = self._table.columns.nbytes[rows].astype(np.int64)
+        return nbytes + (SLOT_ALIGNMENT_NBYTES - 1) & -SLOT_ALIGNMENT_NBYTES
 
     def _add(self, counts: npt.NDArray[np.int64], rows: Rows, sign: int) -> None:
         """Add the bytes of these rows' slots to counts by quota group."""
-        sizes = np.bincount(self._table.columns.group[rows], self.slot_sizes(rows), MAX_NAMESPACES)
-        counts += sign * sizes.astype(np.int64)
+        groups, sizes = self._table.columns.group[rows], self.slot_sizes(rows)
+        if (groups == groups[:1]).all():  # nearly always
+            counts[groups[:1]] += sign * sizes.sum()
+        else:
+            counts += sign * np.bincount(groups, sizes, MAX_NAMESPACES).astype(np.int64)
 
     def _resume_quarantine(self, rows: Rows, now_s: float) -> deque[tuple[float, Rows]]:
         """Rows that an earlier process had in quarantine stay for the rest of their time, all others for all of it.

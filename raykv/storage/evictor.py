@@ -1,7 +1,6 @@
-"""Which chunks go, and why: eviction by policy, and the one way out of the store for every reason.
+"""Eviction by policy, and the one way out of the store for every reason.
 
-Nothing here looks at all rows of a large table, except for the rows of a small quota group: victims are sought in a
-sample.
+In a large table victims are sought in a sample. Only for a small quota group are the groups of all rows looked at.
 """
 
 import math
@@ -201,8 +200,7 @@ class Evictor:
         if not self.needs_eviction or count <= 0 or not self._allocator.chunks:
             self._evicting_ahead = False
             return False
-        rows = self._candidates()
-        gone = self._evict_step(rows, count, now)
+        gone = self._evict(self._candidates(), count, now, one_step=True)
         self._evicting_ahead = 0 < gone < count
         return self._evicting_ahead
 
@@ -223,12 +221,9 @@ class Evictor:
         excess = int(self._allocator.used_nbytes[group]) - quota if quota else 0
         if excess > 0:
             rows = self._candidates_of(group, wanted=SAMPLE_SHARE)
-            if self._evict_step(rows, self._as_chunks(excess, rows), now):
+            if self._evict(rows, self._as_chunks(excess, rows), now, one_step=True):
                 return
         self.over_quota.discard(group)  # within its quota, or the rest is pinned or lent
-
-    def _evict_step(self, rows: Rows, count: int, now: int) -> int:
-        return self._evict(rows, count if self._is_small() else min(count, max(1, len(rows) // SAMPLE_SHARE)), now)
 
     def _lacking(self, share: float) -> int:
         """Chunks that must go until this share of the arena, and of the rows, is free."""
@@ -247,8 +242,9 @@ class Evictor:
         self.policies.use(group, chosen, self._in_order(self._table.ready_rows()), now)
 
     def learn(self, rows: Rows, now: int) -> None:
-        """Tell the policies of the chunks that were found at the start."""
-        self.policies.on_insert(self._in_order(rows), now)
+        """Report the chunks that were found at the start, unless the policy remembers nothing: the order costs time."""
+        if type(self.policies.default).on_insert is not Policy.on_insert:
+            self.policies.on_insert(self._in_order(rows), now)
 
     def _in_order(self, rows: Rows) -> Rows:
         """Oldest first, parents before children."""
@@ -290,9 +286,10 @@ class Evictor:
             mine = mine[start : start + SAMPLE_ROWS]
         return mine[self.evictable(mine)]
 
-    def _evict(self, candidates: Rows, count: int, now: int) -> int:
+    def _evict(self, candidates: Rows, count: int, now: int, *, one_step: bool = False) -> int:
+        """Evict `count` of the candidates. Of a sample at least its share goes, and in `one_step` just that share."""
         if not self._is_small() and count > 0:
-            count = max(count, len(candidates) // SAMPLE_SHARE)
+            count = max(1 if one_step else count, len(candidates) // SAMPLE_SHARE)
         rows = self._victims(candidates, count, now)
         self.remove(rows, now, Reason.EVICTED)
         return len(rows)

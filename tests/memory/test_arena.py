@@ -3,14 +3,17 @@
 import os
 import subprocess
 import sys
+import threading
 
+import numpy as np
 import pytest
 
 from raykv.config import StorageConfig
 from raykv.errors import ConfigError, LostError
 from raykv.memory.arena import SharedMemory, free_nbytes, require_room
 from raykv.protocol.namespace import Namespace
-from raykv.storage.store import Store
+from raykv.storage.store import Store, Written
+from raykv.types import Batch
 
 MIB = 1 << 20
 
@@ -144,42 +147,40 @@ def test_memory_is_taken_before_it_is_touched(small_tmpfs):
 
 
 def test_when_the_file_system_fills_up_later_chunks_are_skipped_or_others_evicted(small_tmpfs, np_rng):
-    """Somebody else fills /dev/shm while we run: no SIGBUS, no error, and what we have goes on being used."""
+    """Another process fills /dev/shm while we run: no SIGBUS, no error, and what has memory stays in use."""
     config = StorageConfig(arena_nbytes="2 MiB", extent_nbytes="256 KiB", max_chunks=64, shm_dir=small_tmpfs)
-    store = Store.open(config, small_tmpfs / "n", now_s=0.0)
+    store, lock = Store.open(config, small_tmpfs / "n", now_s=0.0), threading.Lock()
     group = store.groups.open(Namespace(model="m"))
 
     def fill(count: int, nbytes: int, now_s: float) -> int:
         keys = np_rng.integers(1 << 63, size=(count, 2)).astype("u8")
-        room = store.reserve(keys, nbytes, group, chained=False, parent=None, depth=0, now_s=now_s)
-        assert len(room.rows) + room.full == count
-        for start in room.offsets.tolist():
+        loan = store.lend(group, nbytes, count, now_s=now_s)
+        for start in loan.offsets.tolist():
             store.arena.view[start : start + nbytes] = b"x" * nbytes
-        store.commit(room.rows, room.rows.astype("u8"), now_s=now_s)
-        return len(room.rows)
+        positions = np.arange(len(loan.rows), dtype=np.int32)
+        written = Written(positions, loan.rows, loan.rows.astype("u8"))
+        assert store.commit(group, Batch(keys, nbytes, chained=False), written, now_s=now_s).all()
+        return len(loan.rows)
 
     assert fill(2, 256 << 10, 1.0) == 2
     ballast = small_tmpfs / "ballast"
     with ballast.open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, free_nbytes(small_tmpfs) - (300 << 10))
     assert fill(4, 256 << 10, 2.0) == 3  # one more extent, and the two that were there
-    assert store.extents_unbacked == 5
+    assert store.extents_failed == 5
     assert store.counters.evicted == 2
     assert store.chunks == 3
     assert not store.table.dirty
     assert fill(70, 4096, 3.0) == 64
     assert store.used_nbytes == 64 * 4096
-    while store.tend(now_s=4.0):  # water row hints are of what there is, not of what was hoped for
+    while store.evict_ahead(now_s=4.0):  # its bounds are shares of what there is, not of what was hoped for
         pass
     assert store.chunks > 32
-    assert store.bare_extent() == -1
-    assert not store.back_extent(store.bare_extent(quiet=True))
+    assert not store.populator.step(lock, quiet=True)
     ballast.unlink()
     for left in range(4, -1, -1):
-        extent = store.bare_extent(quiet=True)
-        assert store.back_extent(extent)
-        store.note_backed(extent)
-        assert store.extents_unbacked == left
-    assert store.bare_extent(quiet=True) == -1
+        assert store.populator.step(lock, quiet=True)
+        assert store.extents_failed == left
+    assert not store.populator.step(lock, quiet=True)
     assert fill(5, 256 << 10, 5.0) == 5
     store.close()

@@ -254,7 +254,7 @@ def test_views_that_will_not_do_are_named():
 
 def test_every_way_of_a_large_copy_is_tried_and_is_right(rng, loops):
     """In a new process: the first copies try the ways, and the best one stays."""
-    if native.copy is None or native.vectors is None or not native.vectors(512):
+    if native.copy is None or native.vectors is None or not native.vectors(256):
         pytest.skip("only one way here")
     subprocess.run([sys.executable, "-c", WAYS, str(rng.randrange(1 << 30))], check=True)
 

@@ -51,7 +51,7 @@ class Writer:
             self.holds.pop(row, None)
             cells.generation[row] |= 1
             yield
-            self.table.remove_one(row)
+            self.table.remove(np.array([row], np.int32))
             del self.indexed[row]
             yield
         cells.generation[row] |= 1
@@ -63,8 +63,7 @@ class Writer:
         self.arena.view[start : start + len(value) // 2] = value[: len(value) // 2]
         yield
         self.arena.view[start + len(value) // 2 : start + len(value)] = value[len(value) // 2 :]
-        hi, lo = KEYS[number].tolist()
-        self.table.insert_one(hi, lo, row)
+        self.table.insert(KEYS[number : number + 1], np.array([row], np.int32))
         self.indexed[row] = number
         yield
         cells.generation[row] = cells.generation[row] + 1 & 0xFFFFFFFF or 2
@@ -269,11 +268,11 @@ def test_readers_miss_no_chunk_that_is_there_while_the_index_changes(rng: random
         if here and (len(here) == stay or rng.random() < 0.5):
             row = here.pop(rng.randrange(len(here)))
             table.cells.generation[row] += 1
-            table.remove_one(row)
+            table.remove(np.array([row], np.int32))
         else:
             row = rng.choice([row for row in range(stay, rows) if row not in here])
             here.append(row)
-            table.insert_one(*keys[row].tolist(), row)
+            table.insert(keys[row : row + 1], np.array([row], np.int32))
             table.cells.generation[row] = (table.cells.generation[row] | 1) + 1
         if step % 200 == 0:
             begun = list(rounds)

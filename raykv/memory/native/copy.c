@@ -67,14 +67,12 @@ PyObject *quickest(PyObject *module, PyObject *nbytes) {
 /* -- vectors ------------------------------------------------------------------------------------------------------ */
 
 int has_avx2;
-int has_avx512; /* only where its use does not slow the processor down, as it does before Ice Lake */
 
 void use_vectors(long most) {
     (void)most;
 #if defined(__x86_64__)
     __builtin_cpu_init();
     has_avx2 = most >= 256 && __builtin_cpu_supports("avx2");
-    has_avx512 = most >= 512 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vbmi2");
 #endif
 }
 
@@ -84,7 +82,7 @@ PyObject *vectors(PyObject *module, PyObject *most) {
     if (bits == -1 && PyErr_Occurred())
         return NULL;
     use_vectors(bits);
-    return PyLong_FromLong(has_avx512 ? 512 : has_avx2 ? 256 : 0);
+    return PyLong_FromLong(has_avx2 ? 256 : 0);
 }
 
 /* -- one copy ----------------------------------------------------------------------------------------------------- */

@@ -103,23 +103,6 @@ __attribute__((target("avx2"))) static inline void blocks_avx2(uint64_t *lanes, 
     }
     _mm256_storeu_si256((__m256i *)lanes, low), _mm256_storeu_si256((__m256i *)(lanes + 4), high);
 }
-
-__attribute__((target("avx512f"))) static void blocks_avx512(uint64_t *lanes, const uint8_t *from, size_t count) {
-    const __m512i prime = _mm512_set1_epi32((int)PRIME32_1), key = _mm512_loadu_si512(secret + 128);
-    __m512i all = _mm512_loadu_si512(lanes);
-    for (size_t block = 0; block < count; block++) {
-        for (int stripe = 0; stripe < STRIPES_A_BLOCK; stripe++, from += STRIPE) {
-            __m512i value = _mm512_loadu_si512(from);
-            __m512i mixed = _mm512_xor_si512(value, _mm512_loadu_si512(secret + 8 * stripe));
-            __m512i product = _mm512_mul_epu32(mixed, _mm512_srli_epi64(mixed, 32));
-            all = _mm512_add_epi64(product, _mm512_add_epi64(all, _mm512_shuffle_epi32(value, (_MM_PERM_ENUM)0x4E)));
-        }
-        __m512i mixed = _mm512_xor_si512(_mm512_xor_si512(all, _mm512_srli_epi64(all, 47)), key);
-        __m512i high = _mm512_slli_epi64(_mm512_mul_epu32(_mm512_srli_epi64(mixed, 32), prime), 32);
-        all = _mm512_add_epi64(_mm512_mul_epu32(mixed, prime), high);
-    }
-    _mm512_storeu_si512(lanes, all);
-}
 #endif
 
 static void hash_begin(uint64_t *lanes) {
@@ -129,10 +112,6 @@ static void hash_begin(uint64_t *lanes) {
 
 static void hash_blocks(uint64_t *lanes, const uint8_t *from, size_t count) {
 #if defined(__x86_64__)
-    if (has_avx512) {
-        blocks_avx512(lanes, from, count);
-        return;
-    }
     if (has_avx2) {
         blocks_avx2(lanes, from, count, NULL);
         return;

@@ -78,8 +78,7 @@ static PyMethodDef methods[] = {
      "The way to copy this many bytes past the cache, and to copy and hash them: 'fetched', 'pages' or 'plain'. None:\n"
      "not known yet."},
     {"vectors", vectors, METH_O,
-     "vectors(most) -> int\n\n"
-     "Use vectors of at most this many bits from now on: 512, 256, or 0 for none. Returns the widest in use."},
+     "vectors(most) -> int: use vectors of at most this many bits from now on, 256 or 0. Returns the bits in use."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -88,7 +87,7 @@ static struct PyModuleDef definition = {
 };
 
 PyMODINIT_FUNC PyInit__native(void) {
-    use_vectors(512);
+    use_vectors(256);
     PyObject *module = PyModule_Create(&definition), *reader = PyType_FromSpec(&reader_spec);
     if (!module || !reader || PyModule_AddObjectRef(module, "Reader", reader) < 0)
         Py_CLEAR(module);

@@ -60,7 +60,7 @@ typedef struct {
 
 #define GROUP (4 * 4096) /* bytes that `stream_group` copies */
 
-extern int has_avx2, has_avx512;
+extern int has_avx2;
 void use_vectors(long most);
 void copy_bytes(char *to, const char *from, size_t n, int stream);
 void stream_group(char *to, const char *from);
