@@ -60,44 +60,21 @@ class EmbeddedCluster:
     """
 
     def __init__(
-        self,
-        nodes: int,
-        *,
-        name: str,
-        storage: StorageConfig,
-        separate_hosts: bool,
-        network: Network | None,
-        heartbeat_s: float,
-        member_timeout_s: float,
+        self, config: NodeConfig, *, separate_hosts: bool, network: Network | None, member_timeout_s: float
     ) -> None:
-        """Use `raykv.embedded` instead."""
+        """Use `raykv.embedded` instead. Args: config: Of each node, except for its name and host."""
         self._secret = secrets.token_bytes(32)
         self.secret = self._secret.hex()
-        self._network, self._storage, self._name = network, storage, name
-        self._separate_hosts, self._heartbeat_s = separate_hosts, heartbeat_s
+        self._config, self._separate_hosts, self._network = config, separate_hosts, network
         self._clients: list[Client] = []
         self.membership = InProcessMembership(member_timeout_s=member_timeout_s)
         self.nodes: list[Node] = []
-        try:
-            for _ in range(nodes):
-                self.add()
-            self.settle()
-        except BaseException:
-            self.close()
-            raise
 
     def add(self) -> int:
         """Start one more node. Returns its number."""
         number = len(self.nodes)
-        config = NodeConfig.load(
-            {
-                "cluster": self._name,
-                "node_id": f"node-{number}",
-                "host": f"host-{number}" if self._separate_hosts else None,
-                "storage": self._storage,
-                "heartbeat_s": self._heartbeat_s,
-            }
-        )
+        host = f"host-{number}" if self._separate_hosts else None
+        config = self._config.model_copy(update={"node_id": f"node-{number}", "host": host})
         node = Node(config, secret=self._secret, membership=self.membership, network=self._network)
         self.nodes.append(node)
         node.start()
@@ -186,12 +163,15 @@ def embedded(
         storage: Other fields of StorageConfig.
     """
     fields = {"arena_nbytes": arena_nbytes, "shm_dir": None, **storage}
-    return EmbeddedCluster(
-        nodes,
-        name=name,
-        storage=StorageConfig.load(fields),
-        separate_hosts=separate_hosts,
-        network=network,
-        heartbeat_s=heartbeat_s,
-        member_timeout_s=member_timeout_s,
+    config = NodeConfig.load(
+        {"cluster": name, "node_id": "node", "storage": StorageConfig.load(fields), "heartbeat_s": heartbeat_s}
     )
+    cluster = EmbeddedCluster(config, separate_hosts=separate_hosts, network=network, member_timeout_s=member_timeout_s)
+    try:
+        for _ in range(nodes):
+            cluster.add()
+        cluster.settle()
+    except BaseException:
+        cluster.close()
+        raise
+    return cluster

@@ -135,7 +135,7 @@ def upgrade(name: str = "default", *, timeout_s: float = 60.0) -> Iterator[dict[
         without chunks.
 
     Raises:
-        PeerUnavailable: No cluster of that name runs; or a node did not come back in time: the others are not restarted.
+        PeerUnavailable: No cluster of that name runs; or a node did not come back in time: the others stay.
     """
     for ray_node_id, before in status(name)["nodes"].items():
         if "pid" not in before:

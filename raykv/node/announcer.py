@@ -65,7 +65,7 @@ class Announcer:
         self._location_index, self._pool, self._changed = location_index, pool, changed
         self._queue: list[KeyArray] = []
         self._retried: list[KeyArray] = []  # their owners did not answer
-        self._sending = False
+        self._sending = self._adopting = False
         self.view = View()
         self.failures = 0
 
@@ -89,7 +89,7 @@ class Announcer:
     def done(self) -> bool:
         """Whether everything is announced."""
         with self._lock:
-            return not (self._sending or self._queue or self._retried or self._store.has_changes)
+            return not (self._sending or self._adopting or self._queue or self._retried or self._store.has_changes)
 
     def adopt(self, view: View) -> None:
         """Follow a newer view: drop locations that others own now, and announce the keys that have another owner."""
@@ -98,11 +98,13 @@ class Announcer:
             mine = view.ring.nodes.index(me)
             nodes = frozenset(view.ring.nodes)
             self._location_index.follow_view(nodes=nodes, owned=lambda keys: view.ring.owners(keys) == mine)
+        self._adopting = True
         old, self.view = self.view, view
         keys = np.concatenate([self._store.ready_keys(), self._mover.keys()])  # later ones go by the new view anyway
         if view.epoch == old.epoch + 1:  # after a gap this node may have been out of the view, and owners dropped it
             keys = keys[_owner_changed(old, view, keys)]
         self.announce(keys)
+        self._adopting = False
 
     def run(self, stopping: threading.Event) -> None:
         """The thread: announce until `stopping`."""

@@ -41,14 +41,14 @@ from raykv.transport.base import Reply, Session
 from raykv.transport.link import SocketLink
 from raykv.transport.memory import Network
 from raykv.transport.pool import ConnectionPool
-from raykv.transport.server import SocketServer
+from raykv.transport.server import LogLimit, SocketServer
 from raykv.types import host_identity
 
 log = logging.getLogger(__name__)
 
 UNIX_PATH_MAX: Final = 107
 BUG_LOG_S: Final = 60.0
-"""A bug in a handler is logged at most this often for each type of message; all are counted."""
+"""A bug in a handler is logged once in this time for each type of message; a peer can repeat its request."""
 JOIN_S: Final = 5.0
 
 
@@ -90,7 +90,7 @@ class Node:
         store = self.store = Store.open(config.storage, config.file_prefix, now_s=time.monotonic())
         mover = self.mover = open_tiers(config, store, self._lock, changed=self._wake_all)
         self.reconciler = NamespaceReconciler(store, self._lock, mover, registry_paths(config), self._wake_all)
-        connect = network.connect if network is not None else SocketLink.connect
+        connect = network.connect if network is not None else partial(SocketLink.connect, spin_s=config.spin_s)
         self._pool = ConnectionPool(connect, secret, breaker_s=config.heartbeat_s, max_idle=2)
         self._location_index = index = LocationIndex(config.max_locations)
         announcer = self._announcer = Announcer(config, store, self._lock, mover, index, self._pool, changed)
@@ -108,7 +108,7 @@ class Node:
         self._requests: Counter[str] = Counter()
         self._errors: Counter[str] = Counter()
         self._times: defaultdict[str, Histogram] = defaultdict(Histogram)
-        self._bug_logged_s: dict[str, float] = {}
+        self._bug_logs: defaultdict[str, LogLimit] = defaultdict(lambda: LogLimit(log, max_lines=1, every_s=BUG_LOG_S))
         self._servers: list[SocketServer] = []
         self._threads: list[threading.Thread] = []
 
@@ -131,6 +131,7 @@ class Node:
                     self._secret,
                     io_timeout_s=config.io_timeout_s,
                     max_connections=config.max_connections,
+                    spin_s=config.spin_s,
                 )
                 self._servers.append(server)
                 endpoints[name] = server.address
@@ -268,12 +269,9 @@ class Node:
         except RayKVError as error:
             self._errors[name] += 1
             return Reply(codec.failure(error))
-        except Exception:  # a bug must not end the connection, with its leases and its other requests
+        except Exception:  # noqa: BLE001 - a bug must not end the connection, with its leases and other requests
             self._errors[name] += 1
-            now_s = time.monotonic()
-            if now_s >= self._bug_logged_s.get(name, 0.0):  # a peer can repeat its request
-                self._bug_logged_s[name] = now_s + BUG_LOG_S
-                log.exception("bug while serving %s", name)
+            self._bug_logs[name].write(logging.ERROR, "bug while serving %s", name, trace=True)
             return Reply(messages.Failure("ProtocolError", f"internal error while serving {name}; see the node's log"))
         finally:
             self._times[name].note(time.perf_counter() - began_s)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import product
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from raykv.config import GIB, MIB, parse_nbytes
 from raykv.errors import UsageError
@@ -130,31 +130,22 @@ def plan(
                     admission = Admission(ssd.nbytes_per_day, now_s=0.0)
                     log = Ssd(ssd_chunks, SEGMENT_NBYTES // chunk_nbytes, admission, model.token_nbytes)
                 outcome = replay(trace, policy(chosen), capacity, mode=mode, ttl_s=ttl_s, ssd=log)
-            found = _Replayed(chosen, mode, capacity, ssd_chunks, outcome, log, time.perf_counter() - began_s)
-            records.append(_record(trace, model, found))
+            labels = {"policy": _name(chosen), "mode": mode, "size_chunks": capacity, "ssd_chunks": ssd_chunks}
+            records.append(_record(trace, model, outcome, log, took_s=time.perf_counter() - began_s, **labels))
     return records
 
 
-class _Replayed(NamedTuple):
-    policy: str | Callable[..., Any]
-    mode: Mode
-    capacity: int
-    ssd_chunks: int
-    outcome: Outcome
-    ssd: Ssd | None
-    took_s: float
+def _name(chosen: str | Callable[..., Any]) -> str:
+    return chosen if isinstance(chosen, str) else getattr(chosen, "__qualname__", repr(chosen))
 
 
-def _record(trace: Trace, model: ModelShape, found: _Replayed) -> Record:
-    chunk_nbytes, outcome, ssd = trace.chunk_tokens * model.token_nbytes, found.outcome, found.ssd
+def _record(trace: Trace, model: ModelShape, outcome: Outcome, ssd: Ssd | None, **labels: Any) -> Record:
+    chunk_nbytes = trace.chunk_tokens * model.token_nbytes
     written_nbytes = ssd.tokens * model.token_nbytes if ssd else 0
     return Record(
         trace=trace.name,
-        policy=found.policy if isinstance(found.policy, str) else getattr(found.policy, "__qualname__", "?"),
-        mode=found.mode,
-        size_chunks=found.capacity,
-        size_nbytes=found.capacity * chunk_nbytes,
-        size_share=found.capacity / trace.chunks,
+        size_nbytes=labels["size_chunks"] * chunk_nbytes,
+        size_share=labels["size_chunks"] / trace.chunks,
         requests=len(trace.requests),
         chunks=trace.accesses,
         tokens=trace.tokens,
@@ -168,13 +159,12 @@ def _record(trace: Trace, model: ModelShape, found: _Replayed) -> Record:
         saved_gib=outcome.tokens_hit * model.token_nbytes / GIB,
         stored=outcome.stored,
         evicted=outcome.evicted,
-        ssd_chunks=found.ssd_chunks,
-        ssd_nbytes=found.ssd_chunks * chunk_nbytes,
+        ssd_nbytes=labels["ssd_chunks"] * chunk_nbytes,
         ssd_hits=outcome.ssd_hits,
         ssd_written_nbytes=written_nbytes,
         ssd_written_nbytes_per_day=written_nbytes * DAY_S / max(1.0, trace.seconds),
         ssd_write_amplification=1 + ssd.moved / max(1, ssd.written) if ssd else 1.0,
-        took_s=found.took_s,
+        **labels,
     )
 
 

@@ -101,9 +101,7 @@ class Supervisor:
             log.warning("node %s, process %d, ended by itself (%d); restarting", self._config.node_id, pid, status)
             if time.monotonic() - began_s >= STEADY_S:
                 delay_s = 0.0
-            if select.select([0], [], [], delay_s)[0]:
-                self._receive()
-            if self._signal is not None:
+            if self._stopped_within(delay_s):
                 return 0
             delay_s = min(MAX_DELAY_S, max(MIN_DELAY_S, 2 * delay_s))
 
@@ -137,6 +135,11 @@ class Supervisor:
                         os.kill(pid, self._signal)
         finally:
             os.close(ended)
+
+    def _stopped_within(self, seconds: float) -> bool:
+        if select.select([0], [], [], seconds)[0]:
+            self._receive()
+        return self._signal is not None
 
     def _receive(self) -> bool:
         """Read commands of the owner. False at the end of stdin: the owner is gone."""

@@ -15,7 +15,7 @@ import numpy as np
 from raykv.eviction.base import live_parents
 from raykv.memory.slots import slot_nbytes
 from raykv.protocol.reasons import Reason
-from raykv.storage.store import Pinned, Store
+from raykv.storage.store import Store
 from raykv.tier.admission import Admission
 from raykv.tier.base import Chunk, Tier, Written
 from raykv.tier.segments.format import raw_keys
@@ -98,11 +98,11 @@ class Demotion:
     def write(self, tier: Tier, rows: Rows, keys: KeyArray) -> tuple[list[Chunk], int]:
         """Hand a tier those of the chunks that may still be evicted. Returns these, and how many the tier took."""
         chunks, pinned = self._pin(rows, keys)
-        taken = tier.write(chunks, self._written(pinned.rows)) if chunks else 0
-        self._unpin(pinned.rows[taken:])
+        taken = tier.write(chunks, self._written(pinned)) if chunks else 0
+        self._unpin(pinned[taken:])
         return chunks, taken
 
-    def _pin(self, rows: Rows, keys: KeyArray) -> tuple[list[Chunk], Pinned]:
+    def _pin(self, rows: Rows, keys: KeyArray) -> tuple[list[Chunk], Rows]:
         store, columns, now_s = self._store, self._store.table.columns, time.monotonic()
         with self._lock:
             wanted = store.evictor.evictable(rows)
@@ -111,15 +111,14 @@ class Demotion:
                 wanted &= [group not in self._barred for group in columns.group[rows].tolist()]
             pinned = store.pin(keys[wanted], now_s=now_s, touch=False)
             here = pinned.rows >= 0
-            pinned = Pinned(*(part[here] for part in pinned))
-            rows = pinned.rows
+            rows = pinned.rows[here]
             self._writing += len(rows)
             parents = live_parents(columns, rows)
             fields = zip(
                 map(store.key_of, rows.tolist()),
-                pinned.offsets.tolist(),
-                pinned.nbytes.tolist(),
-                pinned.checksums.tolist(),
+                pinned.offsets[here].tolist(),
+                pinned.nbytes[here].tolist(),
+                pinned.checksums[here].tolist(),
                 columns.group[rows].tolist(),
                 columns.depth[rows].tolist(),
                 [store.key_of(parent) if parent >= 0 else b"" for parent in parents.tolist()],
@@ -127,7 +126,7 @@ class Demotion:
                 [self._wall_s(expires, now_s) for expires in columns.expires[rows].tolist()],
                 strict=True,
             )
-            return [Chunk(*each) for each in fields], pinned
+            return [Chunk(*each) for each in fields], rows
 
     def _wall_s(self, ticks: int, now_s: float) -> float:
         """An expiry of the table in seconds since 1970; 0 for never."""

@@ -10,7 +10,8 @@ from typing import Final
 import numpy as np
 
 from raykv.errors import RayKVError
-from raykv.storage.store import Loan, Store, Written
+from raykv.storage.batches import Written
+from raykv.storage.store import LentSlots, Store
 from raykv.tier.base import Found, Tier
 from raykv.tier.segments.format import key_array, raw_keys
 from raykv.types import Batch, Bits, KeyArray, Rows
@@ -34,7 +35,7 @@ class _Run:
 
     batch: Batch
     positions: list[int]
-    loan: Loan
+    slots: LentSlots
     found: list[Found]
     unwanted: set[bytes] = field(default_factory=set)
     ended: threading.Event = field(default_factory=threading.Event)
@@ -120,14 +121,14 @@ class Promotion:
             positions = [each for each in store.missing(keys, now_s=now_s).tolist() if raw[each] not in self._runs]
             protect = [keys] if parent is None else [keys, parent]
             try:
-                loan = store.lend(first.group, first.nbytes, len(positions), protect=protect, now_s=now_s)
+                slots = store.lend(first.group, first.nbytes, len(positions), protect=protect, now_s=now_s)
             except RayKVError as error:
                 log.warning("a chunk below memory that does not fit into it: %s", error)
                 return None, others
-            positions = positions[: len(loan.rows)]
+            positions = positions[: len(slots.rows)]
             if not positions:
                 return None, others
-            run = _Run(batch, positions, loan, [found[each] for each in positions])
+            run = _Run(batch, positions, slots, [found[each] for each in positions])
             self.nbytes += run.nbytes
             self._runs.update(dict.fromkeys(run.keys(), run))
         return run, others
@@ -138,14 +139,14 @@ class Promotion:
         def done(arrived: Sequence[bool]) -> None:
             self._arrive(run, np.array(arrived, np.bool_))
 
-        if tier.read(run.batch.keys[run.positions], run.found, run.loan.offsets.tolist(), done):
+        if tier.read(run.batch.keys[run.positions], run.found, run.slots.offsets.tolist(), done):
             return True
         self._arrive(run, np.zeros(len(run.positions), np.bool_))
         return False
 
     def _arrive(self, run: _Run, arrived: Bits) -> None:
         """Commit the chunks that arrived, and give the other slots back."""
-        store, rows, now_s, keys = self._store, run.loan.rows, time.monotonic(), run.keys()
+        store, rows, now_s, keys = self._store, run.slots.rows, time.monotonic(), run.keys()
         with self._lock:
             arrived &= np.array([key not in run.unwanted for key in keys])
             positions = np.array(run.positions, np.int32)[arrived]
@@ -177,7 +178,7 @@ class Promotion:
             store.row_hints.expiring = store.row_hints.active = True
 
     def give_up(self, keys: KeyArray) -> None:
-        """These were deleted: do not commit them when they arrive. Under the node's lock, as their deletion in memory."""
+        """Do not commit these when they arrive: they were deleted. Under the node's lock."""
         for key in raw_keys(keys) if self._runs else ():
             if (run := self._runs.get(key)) is not None:
                 run.unwanted.add(key)

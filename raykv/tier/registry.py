@@ -60,9 +60,7 @@ def open_tier(name: str, options: Any, environment: Environment) -> Tier:
     return tier
 
 
-def open_tiers(
-    config: NodeConfig, store: Store, lock: threading.Lock, *, changed: Callable[[], None]
-) -> TierMover:
+def open_tiers(config: NodeConfig, store: Store, lock: threading.Lock, *, changed: Callable[[], None]) -> TierMover:
     """Open the tiers of a node's config.
 
     Args:
@@ -85,7 +83,7 @@ def open_tiers(
         for tier in tiers:
             tier.close()
         raise
-    return TierMover(store, lock, sorted(tiers, key=lambda tier: tier.place), changed=changed)
+    return TierMover(store, lock, sorted(tiers, key=lambda tier: tier.place), changed)
 
 
 class StoreGroupNames:

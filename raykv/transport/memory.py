@@ -100,6 +100,8 @@ class MemoryLink(Link):
         raw = encode(request, self.epoch, self._next_id)
         try:
             self._network.send(self._address, deadline_s)
+            if self._network.services.get(self._address) is not self._service:
+                raise PeerUnavailable(f"{self._address} was restarted")
             request_id = decode_header(raw[: HEADER.size]).request_id
             self._posted.append(_Posted(request_id, self._service.answer(decode(raw[HEADER.size :]), self._session)))
         except BaseException:

@@ -1,4 +1,4 @@
-"""A node that asks its directory through another process."""
+"""A node that asks its directory by way of another process."""
 
 import threading
 import time
@@ -8,23 +8,24 @@ from typing import Any
 import pytest
 
 from raykv.config import NodeConfig, StorageConfig
-from raykv.embedded import InProcessDirectory
+from raykv.embedded import InProcessMembership
 from raykv.errors import ConfigError, PeerUnavailable, RayKVError, UsageError
-from raykv.membership.membership import Pulse
-from raykv.membership.namespace_registry import Register
-from raykv.membership.proxy import Relay, RelayedDirectory
+from raykv.membership.membership import HeartbeatAnswer
+from raykv.membership.namespace_registry import NamespaceRegistry
+from raykv.membership.proxy import MembershipProxy, MembershipProxyServer
 from raykv.node.node import Node
 from raykv.protocol import messages
 from raykv.protocol.namespace import Namespace
 from raykv.protocol.placement import Member, View
-from raykv.transport.tcp import SocketLink, SocketServer
+from raykv.transport.link import SocketLink
+from raykv.transport.server import SocketServer
 
 SECRET = b"known to the node"
-MEMBER = Member("a", "h", "x:1", "unix:/x", 1.5, 7)
+MEMBER = Member("a", "h", {"tcp": "x:1", "unix": "unix:/x"}, 1.5, 7)
 SPACE = Namespace(model="m", chunk_tokens=16)
 
 
-class Fickle(InProcessDirectory):
+class Fickle(InProcessMembership):
     """A directory that may be away."""
 
     def __init__(self) -> None:
@@ -32,13 +33,13 @@ class Fickle(InProcessDirectory):
         self.away = ""
         self.left: list[str] = []
 
-    def beat(self, *arguments: Any, **fields: Any) -> Pulse:
+    def beat(self, *arguments: Any, **fields: Any) -> HeartbeatAnswer:
         self._require()
         return super().beat(*arguments, **fields)
 
-    def configure(self, namespace: Namespace, fields: dict[str, Any] | None, register: bytes | None = None) -> bytes:
+    def configure(self, namespace: Namespace, fields: dict[str, Any] | None, registry: bytes | None = None) -> bytes:
         self._require()
-        return super().configure(namespace, fields, register)
+        return super().configure(namespace, fields, registry)
 
     def leave(self, node_id: str) -> None:
         self._require()
@@ -57,49 +58,49 @@ def directory() -> Fickle:
 
 @pytest.fixture
 def address(directory: Fickle) -> Iterator[str]:
-    server = SocketServer(Relay(directory, "a"), "127.0.0.1:0", SECRET, io_timeout_s=5.0, max_connections=16)
+    server = SocketServer(MembershipProxyServer(directory, "a"), "127.0.0.1:0", SECRET, io_timeout_s=5.0, max_connections=16)
     server.serve()
     yield server.address
     server.close()
 
 
-def test_beats_and_what_is_heard_back_pass_whole(directory, address):
-    asked = RelayedDirectory(address, SECRET)
+def test_heartbeats_and_their_answers_pass_unchanged(directory, address):
+    asked = MembershipProxy(address, SECRET)
     first = asked.beat(MEMBER, 0)
-    assert first == Pulse(View(1, (MEMBER,)))
-    assert asked.beat(MEMBER, 1) == Pulse()
-    assert asked.beat(MEMBER, 9) == Pulse(tell_view=True)
-    assert asked.beat(MEMBER, 9, View(9, (MEMBER,))) == Pulse()
-    register = Register()
-    register.configure(SPACE, {"priority": 3}, now_ns=1)
-    told = asked.beat(MEMBER, 9, None, register.version, register.encode())
-    assert directory.logic.register.entries.keys() == register.entries.keys()
-    assert told == Pulse()
+    assert first == HeartbeatAnswer(View(1, (MEMBER,)))
+    assert asked.beat(MEMBER, 1) == HeartbeatAnswer()
+    assert asked.beat(MEMBER, 9) == HeartbeatAnswer(want_view=True)
+    assert asked.beat(MEMBER, 9, View(9, (MEMBER,))) == HeartbeatAnswer()
+    registry = NamespaceRegistry()
+    registry.configure(SPACE, {"priority": 3}, now_ns=1)
+    answer = asked.beat(MEMBER, 9, None, registry.version, registry.encode())
+    assert directory.logic.registry.entries.keys() == registry.entries.keys()
+    assert answer == HeartbeatAnswer()
     asked.leave("a")
     assert directory.left == ["a"]
 
 
-def test_configs_of_namespaces_are_changed_through_it_and_errors_come_back_as_they_were(directory, address):
-    asked = RelayedDirectory(address, SECRET)
-    listed = Register.decode(asked.configure(SPACE, {"policy": "lfu"}))
+def test_configs_are_changed_through_it_and_errors_keep_their_class(directory, address):
+    asked = MembershipProxy(address, SECRET)
+    listed = NamespaceRegistry.decode(asked.configure(SPACE, {"policy": "lfu"}))
     assert [entry.config.policy for entry in listed.entries.values()] == ["lfu"]
     with pytest.raises(ConfigError, match="sieve"):
         asked.configure(SPACE, {"policy": "sieve"})
-    (dropped,) = Register.decode(asked.configure(SPACE, None)).entries.values()
+    (dropped,) = NamespaceRegistry.decode(asked.configure(SPACE, None)).entries.values()
     assert dropped.dropped_ns
-    assert directory.logic.register.entries.keys() == listed.entries.keys()
+    assert directory.logic.registry.entries.keys() == listed.entries.keys()
 
 
 def test_a_directory_that_is_away_is_away_for_the_node_too(directory, address):
-    asked = RelayedDirectory(address, SECRET)
-    directory.away = "gone to lunch"
+    asked = MembershipProxy(address, SECRET)
+    directory.away = "restarting"
     for call in (lambda: asked.beat(MEMBER, 0), lambda: asked.configure(SPACE, {}), lambda: asked.leave("a")):
-        with pytest.raises(PeerUnavailable, match="gone to lunch"):
+        with pytest.raises(PeerUnavailable, match="restarting"):
             call()
     directory.away = ""
     assert asked.beat(MEMBER, 0).view is not None
     with pytest.raises(PeerUnavailable):
-        RelayedDirectory("unix:@raykv-test-nobody", SECRET).beat(MEMBER, 0)
+        MembershipProxy("unix:@raykv-test-nobody", SECRET).beat(MEMBER, 0)
 
 
 def test_it_answers_for_nothing_else_and_survives_nonsense(directory, address):
@@ -107,7 +108,7 @@ def test_it_answers_for_nothing_else_and_survives_nonsense(directory, address):
     for message, problem in (
         (messages.Attach(), UsageError),
         (messages.GetStats(), UsageError),
-        (messages.Beat(Member("b", "h", "x:1", "unix:/x", 1.5, 7), 0), UsageError),
+        (messages.Heartbeat(Member("b", "h", {"tcp": "x:1"}, 1.5, 7), 0), UsageError),
         (messages.Leave("b"), UsageError),
         (messages.Configure(b"not json", b"{}"), UsageError),
         (messages.Configure(b'{"model": 5}', b"{}"), ConfigError),
@@ -116,25 +117,25 @@ def test_it_answers_for_nothing_else_and_survives_nonsense(directory, address):
         with pytest.raises(problem):
             link.call(message, deadline_s=time.monotonic() + 5.0)
     link.close()
-    assert RelayedDirectory(address, SECRET).beat(MEMBER, 0).view is not None
+    assert MembershipProxy(address, SECRET).beat(MEMBER, 0).view is not None
 
 
-def test_strangers_are_not_heard(directory, address):
+def test_a_wrong_secret_is_refused(directory, address):
     with pytest.raises(PeerUnavailable, match="secret"):
-        RelayedDirectory(address, b"something else").beat(MEMBER, 0)
+        MembershipProxy(address, b"something else").beat(MEMBER, 0)
     assert not directory.logic.view.members
 
 
-def test_many_ask_at_once(directory, address):
+def test_many_calls_at_once(directory, address):
     problems: list[RayKVError] = []
-    heard: list[int] = []
+    epochs: list[int] = []
 
     def live(number: int) -> None:
         try:
             for life in range(20):
-                member = Member("a", "h", f"x:{number}", "unix:/x", 1.0, life)
-                pulse = RelayedDirectory(address, SECRET).beat(member, 0)
-                heard.append(pulse.view.epoch)
+                member = Member("a", "h", {"tcp": f"x:{number}"}, 1.0, life)
+                answer = MembershipProxy(address, SECRET).beat(member, 0)
+                epochs.append(answer.view.epoch)
         except RayKVError as error:
             problems.append(error)
 
@@ -144,15 +145,15 @@ def test_many_ask_at_once(directory, address):
     for thread in threads:
         thread.join()
     assert not problems
-    assert len(heard) == 160
-    assert max(heard) == directory.logic.view.epoch
+    assert len(epochs) == 160
+    assert max(epochs) == directory.logic.view.epoch
 
 
-def test_a_node_lives_behind_it(directory, address, shm_dir):
+def test_a_node_joins_and_leaves_through_it(directory, address, shm_dir):
     storage = StorageConfig.load({"arena_nbytes": 1 << 20, "extent_nbytes": 1 << 16, "shm_dir": str(shm_dir)})
     config = NodeConfig(node_id="a", storage=storage, heartbeat_s=0.05)
     directory.away = "not yet"
-    node = Node(config, secret=b"s", directory=RelayedDirectory(address, SECRET))
+    node = Node(config, secret=b"s", membership=MembershipProxy(address, SECRET))
     node.start()
     try:
         assert not node.view.members

@@ -6,21 +6,15 @@ import numpy as np
 import pytest
 import xxhash
 
-import raykv
 from raykv.errors import ProtocolError, UsageError
 from raykv.node.handlers.read import neighbours
 from raykv.node.node import Node
-from raykv.protocol import chunk_keys, messages
+from raykv.protocol import messages
 from raykv.protocol.chunk_keys import KEY_NBYTES
-from tests.support.nodes import Peer, content, make_node, running_node
+from tests.support.nodes import SPACE, Peer, content, keys_of, make_node, running_node
 
-SPACE = raykv.Namespace(model="m")
 DIGEST = SPACE.group.digest
 PAGE = 4096
-
-
-def keys_of(names) -> bytes:
-    return chunk_keys.to_bytes(chunk_keys.named(SPACE.digest, names))
 
 
 def numbers(raw: bytes, kind: str = "<i4") -> list[int]:
@@ -35,32 +29,19 @@ def node():
 
 
 def opened(node: Node) -> Peer:
-    peer = Peer(node)
-    peer.ask(messages.OpenNamespace(SPACE.model_dump_json().encode()))
-    return peer
+    return Peer(node).open()
 
 
 def lend(peer: Peer, count: int, nbytes: int = PAGE, **fields) -> messages.Lent:
-    return peer.ask(messages.Lend(nbytes, count, group=DIGEST, **fields))
-
-
-def fill(node: Node, offsets: bytes, names, nbytes: int) -> bytes:
-    """Write chunks into slots. Returns their checksums."""
-    checksums = []
-    for start, name in zip(numbers(offsets, "<u8"), names, strict=False):
-        node.store.arena.view[start : start + nbytes] = content(name, nbytes)
-        checksums.append(xxhash.xxh3_64_intdigest(content(name, nbytes)))
-    return np.array(checksums, "<u8").tobytes()
+    return peer.lend(count, nbytes, **fields)
 
 
 def filled(peer: Peer, names, nbytes: int = PAGE, **fields) -> messages.Run:
-    """Lend slots for these chunks and fill them."""
-    lent = lend(peer, len(names), nbytes)
-    return messages.Run(keys_of(names), nbytes, lent.rows, fill(peer.node, lent.offsets, names, nbytes), **fields)
+    return peer.filled(names, nbytes, **fields)
 
 
 def commit(peer: Peer, *runs: messages.Run) -> list[messages.CommittedRun]:
-    return list(peer.ask(messages.Commit(runs, group=DIGEST)).runs)
+    return peer.commit(*runs)
 
 
 def read(peer: Peer, names, nbytes: int = PAGE) -> list[bool]:
@@ -274,8 +255,7 @@ def test_chunks_stay_while_they_are_sent(node):
     reply = peer.reply(messages.Read(keys_of(["a", "b"]), group=DIGEST))
     assert pins(node) == 2
     assert opened(node).ask(messages.Delete(keys_of(["a", "b"]))).count == 2
-    lent = lend(peer, 10)
-    fill(node, lent.offsets, [f"other-{number}" for number in range(10)], PAGE)
+    filled(peer, [f"other-{number}" for number in range(10)])
     assert b"".join(reply.outgoing) == content("a", PAGE) + content("b", PAGE)
     reply.finish(False)
     assert pins(node) == 0

@@ -5,9 +5,7 @@ import time
 
 import pytest
 
-import raykv
-from raykv.client.router import Router
-from raykv.config import ClientConfig, ClusterConfig, NodeConfig, StorageConfig
+from raykv.config import ClusterConfig, NodeConfig, StorageConfig
 from raykv.embedded import InProcessMembership
 from raykv.errors import ConfigError
 from raykv.memory import arena, pages
@@ -15,6 +13,8 @@ from raykv.memory.arena import sized_by_share
 from raykv.node import reclaimer
 from raykv.node.node import Node
 from raykv.node.reclaimer import QUIET_S
+from raykv.protocol import messages
+from raykv.transport.link import SocketLink
 
 MIB, GIB = 1 << 20, 1 << 30
 FIRST_ANSWER_NBYTES = 160 * MIB
@@ -31,9 +31,10 @@ def test_little_memory_is_taken_before_the_first_answer(shm_dir, monkeypatch, ro
     assert taken <= most_nbytes
     node.start()
     try:
-        router = Router(ClientConfig(address=node.member.local_address))
-        with raykv.Client(raykv.Namespace(model="m"), router) as client:
-            assert client.get(["k"], [bytearray(1)]).hits == (False,)
+        deadline_s = time.monotonic() + 10.0
+        link = SocketLink.connect(node.member.local_address, b"", deadline_s=deadline_s)
+        assert link.call(messages.Read(bytes(16)), deadline_s=deadline_s).nbytes == bytes(4)
+        link.close()
     finally:
         node.stop(unlink=True)
 

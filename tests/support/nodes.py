@@ -6,19 +6,22 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import xxhash
+
 import raykv
-from raykv.client.router import Router
 from raykv.config import ClientConfig, NodeConfig, StorageConfig
 from raykv.embedded import EmbeddedCluster, InProcessMembership
 from raykv.node.node import Node
 from raykv.node.sessions import NodeSession
-from raykv.protocol import codec, messages
+from raykv.protocol import chunk_keys, codec, messages
 from raykv.transport.base import Reply
+from raykv.transport.memory import Network
 
 SPACE = raykv.Namespace(model="m")
 SECRET = "5e" * 32
@@ -54,24 +57,30 @@ def content(name: str, nbytes: int = NBYTES) -> bytes:
     return hashlib.shake_128(name.encode()).digest(nbytes)
 
 
-def put(client: raykv.Client, keys: list[str], **options: Any) -> raykv.PutResult:
+def put(client: "raykv.Client", keys: list[str], **options: Any) -> raykv.PutResult:
     return client.put(keys, [content(key) for key in keys], **options)
 
 
-def get(client: raykv.Client, keys: list[str], **options: Any) -> tuple[bool, ...]:
+def get(client: "raykv.Client", keys: list[str], **options: Any) -> tuple[bool, ...]:
     into = [bytearray(NBYTES) for _ in keys]
     hits = client.get(keys, into, **options).hits
     assert all(not hit or into[place] == content(keys[place]) for place, hit in enumerate(hits)), "wrong bytes"
     return hits
 
 
-def make_node(*, secret: bytes = bytes(32), **fields: Any) -> Node:
+def make_node(
+    *,
+    secret: bytes = bytes(32),
+    membership: InProcessMembership | None = None,
+    network: Network | None = None,
+    **fields: Any,
+) -> Node:
     """A node that was not started. `fields` of NodeConfig; `storage` of StorageConfig."""
-    storage = StorageConfig.load(
-        {"arena_nbytes": "4 MiB", "extent_nbytes": "64 KiB", "shm_dir": None} | fields.pop("storage", {})
-    )
+    given = {"arena_nbytes": "4 MiB", "extent_nbytes": "64 KiB", "shm_dir": None, **fields.pop("storage", {})}
+    storage = StorageConfig.load(given)
     config = NodeConfig.load({"node_id": "n", "storage": storage, "heartbeat_s": 0.05, **fields})
-    return Node(config, secret=secret, membership=InProcessMembership(member_timeout_s=5.0))
+    directory = membership or InProcessMembership(member_timeout_s=5.0)
+    return Node(config, secret=secret, membership=directory, network=network)
 
 
 @contextmanager
@@ -92,8 +101,12 @@ class Peer:
         self.node = node
         self.session: NodeSession = node.session(local=local)
 
+    def open(self, namespace: raykv.Namespace = SPACE) -> "Peer":
+        self.ask(messages.OpenNamespace(namespace.model_dump_json().encode()))
+        return self
+
     def reply(self, request: messages.Message) -> Reply:
-        """As it is; whoever takes it must call `finish`."""
+        """The caller must call `finish` of it."""
         raw = codec.encode(request, 0, 0)
         reply = self.node.answer(codec.decode(raw[codec.HEADER.size :]), self.session)
         if isinstance(reply.answer, messages.Failure):
@@ -108,8 +121,27 @@ class Peer:
             codec.raise_failure(second)
         return second or reply.answer
 
+    def lend(self, count: int, nbytes: int, **fields: Any) -> messages.Lent:
+        return self.ask(messages.Lend(nbytes, count, group=SPACE.group.digest, **fields))
+
+    def filled(self, names: Sequence[str], nbytes: int, **fields: Any) -> messages.Run:
+        """Lend slots for these chunks and write them there."""
+        lent = self.lend(len(names), nbytes)
+        checksums = []
+        for start, name in zip(np.frombuffer(lent.offsets, "<u8").tolist(), names, strict=False):
+            self.node.store.arena.view[start : start + nbytes] = content(name, nbytes)
+            checksums.append(xxhash.xxh3_64_intdigest(content(name, nbytes)))
+        return messages.Run(keys_of(names), nbytes, lent.rows, np.array(checksums, "<u8").tobytes(), **fields)
+
+    def commit(self, *runs: messages.Run) -> list[messages.CommittedRun]:
+        return list(self.ask(messages.Commit(runs, group=SPACE.group.digest)).runs)
+
     def close(self) -> None:
         self.session.close()
+
+
+def keys_of(names: Sequence[str]) -> bytes:
+    return chunk_keys.to_bytes(chunk_keys.named(SPACE.digest, names))
 
 
 def cluster(nodes: int, **options: Any) -> EmbeddedCluster:
@@ -144,8 +176,10 @@ class NodeProcess:
     def kill(self) -> None:
         kill(self.process)
 
-    def client(self, *, local: bool = True, **config: Any) -> raykv.Client:
+    def client(self, *, local: bool = True, **config: Any) -> "raykv.Client":
         address = self.local_address if local else self.address
+        from raykv.client.router import Router
+
         fields = {"address": address, "secret": SECRET, "breaker_s": 0.05, **config}
         return raykv.Client(SPACE, Router(ClientConfig.load(fields)))
 

@@ -5,18 +5,19 @@ import random
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import xxhash
 
-from raykv.config import SsdConfig
+from raykv.config import FileTierConfig, SsdConfig
 from raykv.tier.base import Chunk, Environment, Tier
+from raykv.tier.file.tier import FileTier
 from raykv.tier.segments.format import key_array
 from raykv.tier.ssd.tier import SsdTier
 
 BLOCK = 4096
-SEGMENT = 1 << 20
+SEGMENT = PACK = 1 << 20
 
 
 class Names:
@@ -60,24 +61,24 @@ def content_of(key: bytes, nbytes: int) -> bytes:
     return random.Random(key).randbytes(nbytes)
 
 
-class Driven:
-    """A tier, with calls that wait."""
+class Driver:
+    """A tier, with calls that wait for their callback. Checks that each callback comes once."""
 
-    def __init__(self, path: Path | Sequence[Path], arena: Arena | None = None, **fields: Any) -> None:
-        self.arena = arena or Arena()
-        clocks = {name: fields.pop(name) for name in ("clock", "wall") if name in fields}
-        paths = (path,) if isinstance(path, Path) else tuple(path)
-        config = {"paths": paths, "capacity_nbytes": 16 * SEGMENT, "segment_nbytes": SEGMENT, **fields}
-        self.tier = SsdTier(SsdConfig.load(config), Environment(self.arena.view, "raykv-test-n0", Names()), **clocks)
+    def __init__(self, tier: Tier, arena: Arena) -> None:
+        self.tier, self.arena = tier, arena
 
-    def __enter__(self) -> "Driven":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.tier.close()
 
-    def started(self, timeout_s: float = 20.0) -> "Driven":
-        wait_for(lambda: self.tier.stats()["state"] != "starting", timeout_s)
+    @property
+    def state(self) -> str:
+        return str(self.tier.stats()["state"])
+
+    def started(self, timeout_s: float = 20.0) -> Self:
+        wait_for(lambda: self.state != "starting", timeout_s)
         return self
 
     def chunk(self, key: bytes, nbytes: int, **fields: Any) -> Chunk:
@@ -135,18 +136,68 @@ class Driven:
         return self.tier.delete(key_array(keys))
 
 
+class SsdDriver(Driver):
+    """An SSD tier of 16 segments."""
+
+    tier: SsdTier
+
+    def __init__(self, path: Path | Sequence[Path], arena: Arena | None = None, **fields: Any) -> None:
+        clocks = {name: fields.pop(name) for name in ("clock", "wall") if name in fields}
+        paths = (path,) if isinstance(path, Path) else tuple(path)
+        config = {"paths": paths, "capacity_nbytes": 16 * SEGMENT, "segment_nbytes": SEGMENT, **fields}
+        arena = arena or Arena()
+        super().__init__(SsdTier(SsdConfig.load(config), environment(arena), **clocks), arena)
+
+
+class FileDriver(Driver):
+    """A file tier of 64 packs, which looks at its directory often."""
+
+    tier: FileTier
+
+    def __init__(self, path: Path, writer: str = "a", arena: Arena | None = None, **fields: Any) -> None:
+        config = {"path": path, "capacity_nbytes": 64 * PACK, "pack_nbytes": PACK, "scan_s": 0.03, "seal_s": 0.1}
+        arena = arena or Arena(16 << 20)
+        super().__init__(FileTier(FileTierConfig.load({**config, **fields}), environment(arena, writer)), arena)
+        self.folder = path / "raykv"
+
+    def on(self) -> Self:
+        wait_for(lambda: self.state == "on")
+        return self
+
+    def sees(self, keys: list[bytes], *, here: bool = True) -> None:
+        wait_for(lambda: self.has(keys) == [here] * len(keys))
+
+    def packs(self) -> list[Path]:
+        return sorted(self.folder.glob("*.pack"))
+
+    def right(self, keys: list[bytes], nbytes: int) -> list[bool]:
+        """Which of them can be read; their bytes are right."""
+        right: list[bool] = []
+        step = max(1, (4 << 20) // nbytes)  # the arena's slots are used again and again
+        for first in range(0, len(keys), step):
+            some = keys[first : first + step]
+            for key, content in zip(some, self.read(some, nbytes), strict=True):
+                assert content is None or content == content_of(key, nbytes)
+                right.append(content is not None)
+        return right
+
+
+def environment(arena: Arena, node: str = "raykv-test-n0") -> Environment:
+    return Environment(arena.view, node, Names())
+
+
 def keys_for(count: int, salt: int = 0) -> list[bytes]:
     return [xxhash.xxh3_128_digest(b"%d %d" % (salt, number)) for number in range(count)]
 
 
 def wait_for(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    """Until it is so."""
+    """Wait until the condition holds."""
     event = threading.Event()
     for _ in range(int(timeout_s / 0.005)):
         if condition():
             return
         event.wait(0.005)
-    raise AssertionError("it did not come about")
+    raise AssertionError(f"not within {timeout_s} s")
 
 
 def all_keys(tier: Tier) -> set[bytes]:

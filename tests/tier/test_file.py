@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import xxhash
@@ -21,61 +20,18 @@ import xxhash
 import raykv
 from raykv.config import FileTierConfig
 from raykv.errors import ConfigError
-from raykv.tier.base import Environment
 from raykv.tier.file import folder, part, state, writing
 from raykv.tier.file import tier as file_tier
 from raykv.tier.file.folder import Folder
 from raykv.tier.file.scanning import Scanner
-from raykv.tier.file.tier import FileTier
 from raykv.tier.segments.format import key_array
-from tests.support.tiers import Arena, Driven, Names, all_keys, content_of, keys_for, wait_for
-
-PACK = 1 << 20
-BLOCK = 4096
+from tests.support.tiers import BLOCK, PACK, Arena, FileDriver, all_keys, keys_for, wait_for
 
 
 @pytest.fixture(autouse=True)
 def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state, "RETRY_S", 0.1)
     monkeypatch.setattr(writing, "TOMBSTONES_S", 0.02)
-
-
-class Shared(Driven):
-    """A file tier, with calls that wait."""
-
-    def __init__(self, path: Path, writer: str = "a", arena: Arena | None = None, **fields: Any) -> None:
-        self.arena = arena or Arena(16 << 20)
-        config = {"path": path, "capacity_nbytes": 64 * PACK, "pack_nbytes": PACK, "scan_s": 0.03, "seal_s": 0.1}
-        self.tier = FileTier(FileTierConfig.load({**config, **fields}), Environment(self.arena.view, writer, Names()))  # type: ignore[assignment]
-        self.folder = path / "raykv"
-
-    def __enter__(self) -> "Shared":
-        return self
-
-    @property
-    def state(self) -> str:
-        return self.tier.stats()["state"]
-
-    def on(self) -> "Shared":
-        wait_for(lambda: self.state == "on")
-        return self
-
-    def sees(self, keys: list[bytes], *, here: bool = True) -> None:
-        wait_for(lambda: self.has(keys) == [here] * len(keys))
-
-    def packs(self) -> list[Path]:
-        return sorted(self.folder.glob("*.pack"))
-
-    def right(self, keys: list[bytes], nbytes: int) -> list[bool]:
-        """Which of them come; what comes is right."""
-        came: list[bool] = []
-        step = max(1, (4 << 20) // nbytes)  # the arena's slots come round again
-        for first in range(0, len(keys), step):
-            some = keys[first : first + step]
-            for key, content in zip(some, self.read(some, nbytes), strict=True):
-                assert content is None or content == content_of(key, nbytes)
-                came.append(content is not None)
-        return came
 
 
 def used_nbytes(folder: Path) -> int:
@@ -102,7 +58,7 @@ def used_nbytes(folder: Path) -> int:
 )
 def test_what_is_written_is_read_at_once_and_by_others(tmp_path, nbytes):
     keys = keys_for(5)
-    with Shared(tmp_path, seal_s=0.05).on() as one, Shared(tmp_path, "b").on() as other:
+    with FileDriver(tmp_path, seal_s=0.05).on() as one, FileDriver(tmp_path, "b").on() as other:
         one.put(keys, nbytes)
         assert one.right(keys, nbytes) == [True] * 5
         other.sees(keys)
@@ -116,7 +72,7 @@ def test_what_is_written_is_read_at_once_and_by_others(tmp_path, nbytes):
 def test_what_a_chunk_is_made_of_comes_back(tmp_path):
     keys = keys_for(2)
     until_s = time.time() + 1000.0
-    with Shared(tmp_path).on() as one, Shared(tmp_path, "b").on() as other:
+    with FileDriver(tmp_path).on() as one, FileDriver(tmp_path, "b").on() as other:
         one.write([one.chunk(keys[1], 5000, group=2, depth=7, parent=keys[0], reads=3, expires_s=until_s)])
         other.sees([keys[1]])
         for each in (one, other):
@@ -129,7 +85,7 @@ def test_what_a_chunk_is_made_of_comes_back(tmp_path):
 
 def test_each_tells_of_its_own_packs_alone(tmp_path):
     keys = keys_for(6)
-    with Shared(tmp_path).on() as one, Shared(tmp_path, "b").on() as other:
+    with FileDriver(tmp_path).on() as one, FileDriver(tmp_path, "b").on() as other:
         one.put(keys[:4], 5000)
         other.put(keys[4:], 5000)
         other.sees(keys)
@@ -145,7 +101,7 @@ def test_each_tells_of_its_own_packs_alone(tmp_path):
 
 def test_what_is_too_large_or_there_already_is_not_written(tmp_path):
     keys = keys_for(3)
-    with Shared(tmp_path).on() as one:
+    with FileDriver(tmp_path).on() as one:
         assert one.write([one.chunk(keys[0], PACK), one.chunk(keys[1], 5000)]) == [False, True]
         before = one.tier.stats()["disk_nbytes"]
         assert one.write([one.chunk(keys[1], 5000), one.chunk(keys[1], 5000)]) == [True, True]
@@ -154,21 +110,21 @@ def test_what_is_too_large_or_there_already_is_not_written(tmp_path):
 
 def test_a_start_finds_what_was_written_before_by_anybody(tmp_path):
     keys = keys_for(40)
-    with Shared(tmp_path, seal_s=60.0).on() as one:
+    with FileDriver(tmp_path, seal_s=60.0).on() as one:
         one.put(keys, 60_000)
         packs = len(one.packs())
         assert packs >= 2
     assert len(list(one.folder.glob("*.part"))) == 0
     assert len(one.packs()) == packs + 1
     for writer in ("a", "stranger"):
-        with Shared(tmp_path, writer).on() as later:
+        with FileDriver(tmp_path, writer).on() as later:
             later.sees(keys)
             assert later.right(keys, 60_000) == [True] * 40
             assert all_keys(later.tier) == (set(keys) if writer == "a" else set())
 
 
 def test_a_pack_is_published_when_it_is_old_enough(tmp_path):
-    with Shared(tmp_path, seal_s=0.1).on() as one:
+    with FileDriver(tmp_path, seal_s=0.1).on() as one:
         one.put(keys_for(1), 5000)
         wait_for(lambda: len(one.packs()) == 1)
         assert one.right(keys_for(1), 5000) == [True]
@@ -178,10 +134,10 @@ def test_a_pack_is_published_when_it_is_old_enough(tmp_path):
 
 def test_of_two_copies_the_later_one_stays_when_the_other_goes(tmp_path):
     key = keys_for(1)
-    with Shared(tmp_path, seal_s=60.0).on() as one, Shared(tmp_path, "b", seal_s=60.0).on() as other:
+    with FileDriver(tmp_path, seal_s=60.0).on() as one, FileDriver(tmp_path, "b", seal_s=60.0).on() as other:
         one.put(key, 5000)
         other.put(key, 5000)
-    with Shared(tmp_path, "c").on() as third:
+    with FileDriver(tmp_path, "c").on() as third:
         third.sees(key)
         third.packs()[0].unlink()
         wait_for(lambda: third.tier.stats()["packs"] == 1)
@@ -190,12 +146,12 @@ def test_of_two_copies_the_later_one_stays_when_the_other_goes(tmp_path):
 
 def test_with_too_few_rows_the_newest_packs_are_known(tmp_path):
     keys = keys_for(300)
-    with Shared(tmp_path, max_chunks=100).on() as one:
+    with FileDriver(tmp_path, max_chunks=100).on() as one:
         for first in range(0, 300, 30):
             one.put(keys[first : first + 30], 20_000)
         assert one.tier.stats()["chunks"] <= 100
         assert all(one.has(keys[-30:]))
-    with Shared(tmp_path, "b", max_chunks=100).on() as other:
+    with FileDriver(tmp_path, "b", max_chunks=100).on() as other:
         other.sees(keys[-30:])
 
 
@@ -204,7 +160,7 @@ def test_with_too_few_rows_the_newest_packs_are_known(tmp_path):
 
 def test_what_is_deleted_stays_so_for_others_and_after_a_restart(tmp_path):
     keys = keys_for(30)
-    with Shared(tmp_path).on() as one, Shared(tmp_path, "b").on() as other:
+    with FileDriver(tmp_path).on() as one, FileDriver(tmp_path, "b").on() as other:
         one.put(keys[:20], 20_000)
         other.put(keys[20:], 20_000)
         one.sees(keys)
@@ -213,31 +169,36 @@ def test_what_is_deleted_stays_so_for_others_and_after_a_restart(tmp_path):
         assert not any(one.has(keys[10:25]))
         other.sees(keys[10:25], here=False)
         assert all(other.has(keys[:10] + keys[25:]))
-    with Shared(tmp_path, "c").on() as later:
+    with FileDriver(tmp_path, "c").on() as later:
         later.sees(keys[:10] + keys[25:])
         assert not any(later.has(keys[10:25]))
 
 
 def test_what_is_stored_again_after_it_was_deleted_is_there(tmp_path):
     keys = keys_for(4)
-    with Shared(tmp_path, seal_s=60.0).on() as one, Shared(tmp_path, "b").on() as other:
+    with FileDriver(tmp_path, seal_s=60.0).on() as one, FileDriver(tmp_path, "b").on() as other:
         for _ in range(3):
             one.put(keys, 5000)
             assert one.delete(keys) == 4
             assert one.right(keys, 5000) == [False] * 4
         one.put(keys[:2], 5000)
         # The other one must have heard of it: it would take what it has still for good enough.
-        wait_for(lambda: not one.tier._catalog.tombstones.pending and other.tier._catalog.tombstones.latest == one.tier._catalog.tombstones.latest)
+        wait_for(
+            lambda: (
+                not one.tier._catalog.tombstones.pending
+                and other.tier._catalog.tombstones.latest == one.tier._catalog.tombstones.latest
+            )
+        )
         other.put(keys[2:3], 5000)
         assert one.right(keys[:2], 5000) == [True] * 2
-    with Shared(tmp_path, "c").on() as later:
+    with FileDriver(tmp_path, "c").on() as later:
         later.sees(keys[:3])
         assert later.right(keys, 5000) == [True, True, True, False]
 
 
 def test_a_dropped_account_stays_so_and_may_begin_again(tmp_path):
     keys = keys_for(20)
-    with Shared(tmp_path).on() as one, Shared(tmp_path, "b").on() as other:
+    with FileDriver(tmp_path).on() as one, FileDriver(tmp_path, "b").on() as other:
         one.put(keys[:10], 5000, group=1)
         one.put(keys[10:15], 5000, group=2)
         other.sees(keys[:15])
@@ -245,7 +206,7 @@ def test_a_dropped_account_stays_so_and_may_begin_again(tmp_path):
         one.sees(keys[:10], here=False)
         one.put(keys[15:], 5000, group=1)
         assert all(one.has(keys[10:]))
-    with Shared(tmp_path, "c").on() as later:
+    with FileDriver(tmp_path, "c").on() as later:
         later.sees(keys[10:])
         assert not any(later.has(keys[:10]))
         assert later.tier.used_nbytes(1) == 5 * 5000
@@ -255,7 +216,7 @@ def test_a_dropped_account_stays_so_and_may_begin_again(tmp_path):
 def test_what_is_forgotten_before_its_pack_was_read_does_not_come(tmp_path, monkeypatch, how):
     keys, learn, may = keys_for(10), Scanner._learn, threading.Event()
     gone, left = (keys[:4], keys[4:]) if how == "delete" else (keys, [])
-    with Shared(tmp_path).on() as one:
+    with FileDriver(tmp_path).on() as one:
         one.put(keys, 5000, group=1)
 
     def late(self, name):
@@ -263,7 +224,7 @@ def test_what_is_forgotten_before_its_pack_was_read_does_not_come(tmp_path, monk
         return learn(self, name)
 
     monkeypatch.setattr(Scanner, "_learn", late)
-    with Shared(tmp_path) as later:
+    with FileDriver(tmp_path) as later:
         assert (later.delete(gone) if how == "delete" else later.tier.drop(1)) == 0, "it does not know of them"
         may.set()
         wait_for(lambda: later.tier._state.complete)
@@ -271,7 +232,7 @@ def test_what_is_forgotten_before_its_pack_was_read_does_not_come(tmp_path, monk
         later.sees(left)
         wait_for(lambda: not later.tier._catalog.tombstones.pending)
         assert not any(later.has(gone))
-    with Shared(tmp_path, "c").on() as third:
+    with FileDriver(tmp_path, "c").on() as third:
         wait_for(lambda: third.tier._state.complete)
         third.sees(left)
         assert not any(third.has(gone))
@@ -280,7 +241,7 @@ def test_what_is_forgotten_before_its_pack_was_read_does_not_come(tmp_path, monk
 def test_a_chunk_that_is_another_one_by_now_is_not_read_into_its_room(tmp_path):
     (key,) = keys_for(1)
     one_key = key_array([key])
-    with Shared(tmp_path).on() as one:
+    with FileDriver(tmp_path).on() as one:
         one.put([key], 5000)
         found = one.tier.find(one_key)
         assert one.delete([key]) == 1
@@ -317,7 +278,7 @@ def test_tombstones_are_written_though_a_failed_attempt_left_its_part(tmp_path, 
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return write(fd, pieces, offset)
 
-    with Shared(tmp_path).on() as one:
+    with FileDriver(tmp_path).on() as one:
         one.put(keys, 5000)
         wait_for(lambda: one.tier._state.filling is None)  # it is sealed
         monkeypatch.setattr(folder, "write_all", once)
@@ -325,7 +286,7 @@ def test_tombstones_are_written_though_a_failed_attempt_left_its_part(tmp_path, 
         assert one.delete(keys[:2]) == 2
         wait_for(lambda: not broken and not one.tier._catalog.tombstones.pending)
         one.on()
-    with Shared(tmp_path, "b").on() as later:
+    with FileDriver(tmp_path, "b").on() as later:
         later.sees(keys[2:])
         assert not any(later.has(keys[:2]))
 
@@ -338,7 +299,7 @@ def test_what_is_deleted_while_it_is_written_is_not_there(tmp_path, monkeypatch)
         gone.wait(5.0)
         return real(*given)
 
-    with Shared(tmp_path).on() as one:
+    with FileDriver(tmp_path).on() as one:
         monkeypatch.setattr(os, "pwritev", slow)
         done = threading.Event()
         results = []
@@ -349,7 +310,7 @@ def test_what_is_deleted_while_it_is_written_is_not_there(tmp_path, monkeypatch)
         assert done.wait(5.0)
         assert results == [False]
         assert one.has(key) == [False]
-    with Shared(tmp_path, "b").on() as later:
+    with FileDriver(tmp_path, "b").on() as later:
         time.sleep(0.2)
         assert later.has(key) == [False]
 
@@ -359,14 +320,14 @@ def test_files_that_tell_what_is_gone_stay_few_and_go_when_nothing_older_is_left
     monkeypatch.setattr(writing, "TOMBSTONES_S", 0.0)
     monkeypatch.setattr(writing, "MERGE_FILES", 4)
     keys = keys_for(40)
-    with Shared(tmp_path, seal_s=0.2).on() as one:
+    with FileDriver(tmp_path, seal_s=0.2).on() as one:
         one.put(keys, 5000)
         wait_for(lambda: len(one.packs()) == 1)
         for key in keys[:30]:
             one.delete([key])
             wait_for(lambda: not one.tier._catalog.tombstones.pending)
         assert 1 <= len(list(one.folder.glob("*.tombs"))) <= 6
-        with Shared(tmp_path, "b").on() as other:
+        with FileDriver(tmp_path, "b").on() as other:
             other.sees(keys[30:])
             assert not any(other.has(keys[:30]))
         one.packs()[0].unlink()
@@ -380,7 +341,7 @@ def test_files_that_tell_what_is_gone_stay_few_and_go_when_nothing_older_is_left
 @pytest.mark.slow
 def test_the_packs_that_were_used_longest_ago_go_first(tmp_path):
     keys = [keys_for(16, number) for number in range(8)]  # what a pack holds of this size
-    with Shared(tmp_path, capacity_nbytes=6 * PACK, scan_s=60.0).on() as one:
+    with FileDriver(tmp_path, capacity_nbytes=6 * PACK, scan_s=60.0).on() as one:
         for number in range(4):
             one.put(keys[number], 60_000)
         wait_for(lambda: len(one.packs()) == 4)
@@ -400,7 +361,7 @@ def test_the_packs_that_were_used_longest_ago_go_first(tmp_path):
 @pytest.mark.slow
 def test_the_directory_keeps_within_its_capacity(tmp_path):
     keys = keys_for(400)
-    with Shared(tmp_path, capacity_nbytes=5 * PACK, seal_s=0.2).on() as one:
+    with FileDriver(tmp_path, capacity_nbytes=5 * PACK, seal_s=0.2).on() as one:
         for first in range(0, 400, 10):
             one.put(keys[first : first + 10], 60_000)
             assert used_nbytes(one.folder) <= 5 * PACK
@@ -416,12 +377,12 @@ PROGRAM = """
 import sys, time, os, threading
 from pathlib import Path
 sys.path.insert(0, {root!r})
-from tests.tier import test_file
+from tests.support import tiers
 from raykv.tier.file import writing
 writing.TOMBSTONES_S = 0.02
 path, writer, salt, count, size, capacity = Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:7])
-with test_file.Shared(path, writer, capacity_nbytes=capacity, seal_s=0.2).on() as tier:
-    keys = test_file.keys_for(count, salt)
+with tiers.FileDriver(path, writer, capacity_nbytes=capacity, seal_s=0.2).on() as tier:
+    keys = tiers.keys_for(count, salt)
     print("ready", flush=True)
     for first in range(0, count, 8):
         good = tier.write([tier.chunk(key, size) for key in keys[first : first + 8]])
@@ -447,7 +408,7 @@ def end(process: subprocess.Popen) -> None:
 
 @pytest.mark.slow
 def test_two_processes_see_what_each_other_writes(tmp_path):
-    with Shared(tmp_path).on() as one:
+    with FileDriver(tmp_path).on() as one:
         process = child(tmp_path, "b", 1, 60, 30_000)
         one.put(keys_for(60), 30_000)
         one.sees(keys_for(60, 1))
@@ -469,7 +430,7 @@ def kill_and_look(path: Path, rng: random.Random, number: int) -> None:
     process.stdout.close()
     written = sum(int(words[1]) for words in said)
     keys = keys_for(4000, number)
-    with Shared(path, "n0", capacity_nbytes=1000 * PACK).on() as after:
+    with FileDriver(path, "n0", capacity_nbytes=1000 * PACK).on() as after:
         wait_for(lambda: not list(after.folder.glob("*.part")))
         wait_for(lambda: after.tier.stats()["packs"] == len(after.packs()))
         here = after.has(keys)
@@ -544,7 +505,7 @@ def hurt(victim: Path, rng: random.Random) -> int:
 
 def damage(path: Path, rng: random.Random, rounds: int) -> None:
     nbytes, keys = 9000, keys_for(100)
-    with Shared(path / "whole").on() as one:
+    with FileDriver(path / "whole").on() as one:
         one.put(keys, nbytes)
         one.delete(keys[:3])
     for _ in range(rounds):
@@ -552,7 +513,7 @@ def damage(path: Path, rng: random.Random, rounds: int) -> None:
         files = sorted((path / "hurt/raykv").iterdir())
         count, victim = len(files) - 1, rng.choice(files)
         flips = hurt(victim, rng)
-        with Shared(path / "hurt", "b").on() as later:
+        with FileDriver(path / "hurt", "b").on() as later:
             wait_for(lambda later=later, count=count: later.tier.stats()["packs"] == count)
             if victim.suffix != ".tombs":
                 wait_for(lambda later=later: later.tier._catalog.tombstones.latest > 0)
@@ -574,12 +535,12 @@ def test_files_damaged_at_many_places_cost_misses_only(tmp_path, rng):
 
 def test_all_before_a_cut_is_served(tmp_path):
     keys = keys_for(20)
-    with Shared(tmp_path, seal_s=60.0).on() as one:
+    with FileDriver(tmp_path, seal_s=60.0).on() as one:
         for key in keys:  # a batch each: 4096 for its record and 8192 for the chunk
             one.put([key], 8000)
     pack = one.packs()[0]
     os.truncate(pack, 10 * 3 * BLOCK + 100)
-    with Shared(tmp_path, "b").on() as later:
+    with FileDriver(tmp_path, "b").on() as later:
         later.sees(keys[:10])
         assert later.right(keys, 8000) == [True] * 10 + [False] * 10
         assert later.tier.stats()["corrupt"] == 0
@@ -587,12 +548,12 @@ def test_all_before_a_cut_is_served(tmp_path):
 
 def test_a_wrong_bit_in_a_chunk_is_a_miss_and_the_chunk_is_dropped(tmp_path):
     keys = keys_for(3)
-    with Shared(tmp_path).on() as one:
+    with FileDriver(tmp_path).on() as one:
         one.put(keys, 4096)
     with one.packs()[0].open("r+b") as opened:
         opened.seek(2 * BLOCK + 77)
         opened.write(b"\xff\x00\xff")
-    with Shared(tmp_path, "b").on() as later:
+    with FileDriver(tmp_path, "b").on() as later:
         later.sees(keys)
         assert later.right(keys, 4096) == [True, False, True]
         assert later.tier.stats()["corrupt"] == 1
@@ -607,19 +568,19 @@ def test_parts_that_nobody_will_seal_are_removed(tmp_path):
         (folder.path / str(name)).write_bytes(bytes(BLOCK))
     os.utime(folder.path / str(old), (1.0, 1.0))
     (folder.path / "something else").write_text("not ours")
-    with Shared(tmp_path, "b").on():
+    with FileDriver(tmp_path, "b").on():
         wait_for(lambda: not (folder.path / str(old)).exists())
         assert (folder.path / str(fresh)).exists()
-    with Shared(tmp_path, "dead").on():
+    with FileDriver(tmp_path, "dead").on():
         wait_for(lambda: not (folder.path / str(fresh)).exists())
     assert (folder.path / "something else").exists()
 
 
 def test_two_of_one_name_leave_each_other_s_parts_alone(tmp_path):
     keys = keys_for(4)
-    with Shared(tmp_path, seal_s=60.0).on() as one:
+    with FileDriver(tmp_path, seal_s=60.0).on() as one:
         one.put(keys[:2], 5000)
-        with Shared(tmp_path).on() as other:
+        with FileDriver(tmp_path).on() as other:
             other.put(keys[2:], 5000)
             assert other.has(keys) == [False, False, True, True]
             assert len(list(one.folder.glob("*.part"))) == 2
@@ -631,10 +592,10 @@ def test_two_of_one_name_leave_each_other_s_parts_alone(tmp_path):
 
 def test_what_vanishes_costs_misses(tmp_path):
     keys = keys_for(40)
-    with Shared(tmp_path).on() as one, Shared(tmp_path, "b", scan_s=60.0).on() as blind:
+    with FileDriver(tmp_path).on() as one, FileDriver(tmp_path, "b", scan_s=60.0).on() as blind:
         one.put(keys, 60_000)
         wait_for(lambda: not list(one.folder.glob("*.part")))
-        with Shared(tmp_path, "c").on() as other:
+        with FileDriver(tmp_path, "c").on() as other:
             other.sees(keys)
             gone = one.packs()[0]
             gone.unlink()
@@ -650,7 +611,7 @@ def test_what_vanishes_costs_misses(tmp_path):
 def test_a_directory_that_is_removed_turns_it_off_until_it_is_back(tmp_path):
     keys = keys_for(10)
     root = tmp_path / "mount"
-    with Shared(root).on() as one:
+    with FileDriver(root).on() as one:
         one.put(keys, 5000)
         shutil.rmtree(root)
         wait_for(lambda: one.state == "off")
@@ -671,7 +632,7 @@ def test_a_full_file_system_turns_it_off_for_writing_alone(tmp_path):
     keys = keys_for(40)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    with Shared(tmp_path).on() as one:
+    with FileDriver(tmp_path).on() as one:
         one.put(keys[:10], 30_000)
         wait_for(lambda: len(one.packs()) == 1)
         try:
@@ -703,7 +664,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 def test_a_full_disk(small_disk):
     keys = keys_for(200)
-    with Shared(small_disk, capacity_nbytes=32 * PACK).on() as one:
+    with FileDriver(small_disk, capacity_nbytes=32 * PACK).on() as one:
         with contextlib.suppress(AssertionError):
             one.write([one.chunk(key, 60_000) for key in keys], timeout_s=0.5)
         wait_for(lambda: one.state == "off")
@@ -717,10 +678,10 @@ def test_a_full_disk(small_disk):
 
 def test_a_read_only_file_system_is_read(small_disk):
     keys = keys_for(10)
-    with Shared(small_disk).on() as one:
+    with FileDriver(small_disk).on() as one:
         one.put(keys, 5000)
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-    with Shared(small_disk, "b") as later:
+    with FileDriver(small_disk, "b") as later:
         wait_for(lambda: later.state == "off")
         later.sees(keys)
         assert "Read-only" in later.tier.stats()["reason"]
@@ -728,14 +689,14 @@ def test_a_read_only_file_system_is_read(small_disk):
         assert later.delete(keys[:2]) == 2
         subprocess.run(["mount", "-o", "remount,rw", str(small_disk)], check=True)
         later.on()
-    with Shared(small_disk, "c").on() as third:
+    with FileDriver(small_disk, "c").on() as third:
         third.sees(keys[2:])
         assert not any(third.has(keys[:2]))
 
 
 def test_a_path_that_is_none_does_not_stop_a_start(tmp_path):
     (tmp_path / "file").write_text("no directory")
-    with Shared(tmp_path / "file") as one:
+    with FileDriver(tmp_path / "file") as one:
         wait_for(lambda: one.state == "off")
         assert one.tier.write([one.chunk(keys_for(1)[0], 5000)], lambda chunks, good: None) == 0
         assert not one.tier.read(
@@ -745,10 +706,10 @@ def test_a_path_that_is_none_does_not_stop_a_start(tmp_path):
 
 def test_a_read_only_directory_that_holds_too_much_is_read(small_disk):
     keys = keys_for(30)
-    with Shared(small_disk).on() as one:
+    with FileDriver(small_disk).on() as one:
         one.put(keys, 60_000)
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-    with Shared(small_disk, "b", capacity_nbytes=256 << 10, pack_nbytes=64 << 10) as later:
+    with FileDriver(small_disk, "b", capacity_nbytes=256 << 10, pack_nbytes=64 << 10) as later:
         later.sees(keys)
         wait_for(lambda: later.tier.stats()["errors"] > 2)
         assert later.right(keys, 60_000) == [True] * 30
@@ -762,7 +723,7 @@ def test_a_read_error_turns_it_off_for_a_while(tmp_path, monkeypatch):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return real(*given)
 
-    with Shared(tmp_path).on() as one:
+    with FileDriver(tmp_path).on() as one:
         one.put(keys, 5000)
         monkeypatch.setattr(state, "RETRY_S", 0.3)
         monkeypatch.setattr(os, "preadv", bad)
@@ -785,7 +746,7 @@ def test_what_is_being_written_is_not_given_back_before_its_time(tmp_path, monke
     def bad(*given):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    with Shared(tmp_path).on() as one:
+    with FileDriver(tmp_path).on() as one:
         one.put(keys[:2], 5000)
         monkeypatch.setattr(os, "pwritev", slow)
         one.tier.write([one.chunk(keys[2], 5000)], lambda chunks, good: done.append(list(good)))
@@ -802,14 +763,14 @@ def test_without_locks_two_of_one_name_still_read_right_bytes(tmp_path, monkeypa
     monkeypatch.setattr(folder, "lock", lambda fd: True)
     monkeypatch.setattr(part, "lock", lambda fd: True)
     keys = keys_for(60)
-    with Shared(tmp_path, seal_s=60.0).on() as one:
+    with FileDriver(tmp_path, seal_s=60.0).on() as one:
         one.put(keys[:10], 30_000)
-        with Shared(tmp_path).on() as other:
+        with FileDriver(tmp_path).on() as other:
             other.sees(keys[:10])
             one.put(keys[10:], 30_000)
             assert one.right(keys, 30_000) == [True] * 60
             other.right(keys, 30_000)
-    with Shared(tmp_path, "c").on() as later:
+    with FileDriver(tmp_path, "c").on() as later:
         later.sees(keys)
         assert later.right(keys, 30_000) == [True] * 60
 
@@ -822,7 +783,7 @@ def test_nobody_waits_for_a_slow_file_system(tmp_path, monkeypatch, call):
         block.wait(10.0)
         return real(*given)
 
-    with Shared(tmp_path, io_timeout_s=0.1, seal_s=0.1, scan_s=60.0).on() as one:
+    with FileDriver(tmp_path, io_timeout_s=0.1, seal_s=0.1, scan_s=60.0).on() as one:
         one.put(keys[:4], 5000)
         monkeypatch.setattr(os, call, slow)
         done = []
@@ -859,7 +820,7 @@ def test_close_does_not_wait_for_ever(tmp_path, monkeypatch):
         block.wait(10.0)
         return real(*given)
 
-    one = Shared(tmp_path).on()
+    one = FileDriver(tmp_path).on()
     monkeypatch.setattr(os, "pwritev", slow)
     for key in keys:
         one.tier.write([one.chunk(key, 5000)], lambda chunks, good: done.append(list(good)))
@@ -879,7 +840,7 @@ def test_a_queue_that_is_full_takes_no_more(tmp_path, monkeypatch):
         block.wait(10.0)
         return real(*given)
 
-    with Shared(tmp_path).on() as one:
+    with FileDriver(tmp_path).on() as one:
         monkeypatch.setattr(os, "pwritev", slow)
         taken = [one.tier.write([one.chunk(key, 5000)], lambda chunks, good: done.append(list(good))) for key in keys]
         assert 4 <= sum(taken) <= 8
@@ -900,7 +861,7 @@ def test_what_cannot_work_is_said():
 class Visitor(threading.Thread):
     """Stores, deletes and reads chunks that nobody else does; knows what must be there."""
 
-    def __init__(self, tier: Shared, number: int, seed: float, steps: int) -> None:
+    def __init__(self, tier: FileDriver, number: int, seed: float, steps: int) -> None:
         super().__init__()
         self.tier, self.keys, self.rng, self.steps = tier, keys_for(40, number), random.Random(seed), steps
         self.sizes = {key: self.rng.choice((100, 5000, 60_000)) for key in self.keys}
@@ -930,7 +891,7 @@ class Visitor(threading.Thread):
 
 def traffic(path: Path, rng: random.Random, steps: int) -> None:
     """Three threads on two tiers: whoever looks, then or later, finds what was stored, and nothing that was deleted."""
-    with Shared(path, arena=Arena(64 << 20)).on() as one, Shared(path, "b", arena=Arena(64 << 20)).on() as two:
+    with FileDriver(path, arena=Arena(64 << 20)).on() as one, FileDriver(path, "b", arena=Arena(64 << 20)).on() as two:
         visitors = [Visitor(tier, number, rng.random(), steps) for number, tier in enumerate((one, two, one))]
         for visitor in visitors:
             visitor.start()
@@ -941,7 +902,7 @@ def traffic(path: Path, rng: random.Random, steps: int) -> None:
         expected = [key in visitor.stored for visitor in visitors for key in visitor.keys]
         for each in (one, two):
             wait_for(lambda each=each: each.has(keys) == expected)
-    with Shared(path, "later").on() as later:
+    with FileDriver(path, "later").on() as later:
         wait_for(lambda: later.has(keys) == expected)
         for visitor in visitors:
             for key in visitor.stored:

@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from tests.storage.test_store import Bench, config_for, content, names_to_keys
 
 from raykv.config import SLOT_ALIGNMENT_NBYTES as PAGE
 from raykv.memory.slots import slot_nbytes
@@ -18,7 +19,6 @@ from raykv.tier.admission import Admission
 from raykv.tier.base import Arrived, Chunk, Found, Tier, Written
 from raykv.tier.mover import Names, Tiers, _runs
 from raykv.types import KeyArray
-from tests.storage.test_store import Bench, config_for, content, names_to_keys
 
 
 def split(keys: KeyArray) -> list[bytes]:

@@ -8,9 +8,9 @@ import pytest
 from raykv.tier.segments.format import (
     BATCH,
     BLOCK_NBYTES,
+    DELETED,
     DROPPED,
     ENTRY,
-    DELETED,
     SUMMARY,
     Record,
     batches,

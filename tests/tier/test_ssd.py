@@ -18,13 +18,13 @@ from raykv.tier.segments.log import Batch
 from raykv.tier.ssd import tier as ssd_tier
 from raykv.tier.ssd.recovery import Recovery
 from raykv.tier.ssd.writing import Writer
-from tests.support.tiers import SEGMENT, Arena, Driven, Names, all_keys, content_of, keys_for, wait_for
+from tests.support.tiers import SEGMENT, Arena, Names, SsdDriver, all_keys, content_of, keys_for, wait_for
 
 SIZES = [1, 100, 4095, 4096, 4097, 65_536, 100_000, SEGMENT // 2]
 
 
 def test_what_was_written_comes_back_in_all_sizes(tmp_path: Path):
-    with Driven(tmp_path).started() as driven:
+    with SsdDriver(tmp_path).started() as driven:
         (parent,) = keys_for(1, 99)
         for place, nbytes in enumerate(SIZES):
             (key,) = keys_for(1, place)
@@ -47,11 +47,11 @@ def test_what_was_written_comes_back_in_all_sizes(tmp_path: Path):
 def test_a_restart_finds_everything(tmp_path: Path, direct: str, paths: int):
     places = [tmp_path / str(number) for number in range(paths)]
     keys = keys_for(200)
-    with Driven(places, direct=direct).started() as driven:
+    with SsdDriver(places, direct=direct).started() as driven:
         driven.put(keys, 20_000, group=2, depth=7, expires_s=4e9)
         before = driven.tier.find(key_array(keys))
         assert all(path["segments"] for path in driven.tier.stats()["paths"])
-    with Driven(places, direct=direct).started() as driven:
+    with SsdDriver(places, direct=direct).started() as driven:
         assert all_keys(driven.tier) == set(keys)
         assert driven.tier.find(key_array(keys)) == before
         came, went = driven.tier.take_changes()
@@ -64,7 +64,7 @@ def test_a_restart_finds_everything(tmp_path: Path, direct: str, paths: int):
 
 def test_what_is_here_is_not_written_again(tmp_path: Path):
     keys = keys_for(10)
-    with Driven(tmp_path).started() as driven:
+    with SsdDriver(tmp_path).started() as driven:
         driven.put(keys, 5000)
         written = driven.tier.stats()["written_nbytes"]
         assert driven.write([driven.chunk(key, 5000) for key in keys]) == [True] * 10
@@ -76,7 +76,7 @@ def test_what_is_here_is_not_written_again(tmp_path: Path):
 
 def test_what_is_not_here_does_not_come(tmp_path: Path):
     keys = keys_for(4)
-    with Driven(tmp_path).started() as driven:
+    with SsdDriver(tmp_path).started() as driven:
         driven.put(keys[:2], 5000)
         assert driven.has(keys) == [True, True, False, False]
         assert driven.read(keys, 5000) == [*(content_of(key, 5000) for key in keys[:2]), None, None]
@@ -90,7 +90,7 @@ def test_what_is_not_here_does_not_come(tmp_path: Path):
 
 def test_too_large_is_refused_and_holds_nobody_up(tmp_path: Path):
     keys = keys_for(3)
-    with Driven(tmp_path).started() as driven:
+    with SsdDriver(tmp_path).started() as driven:
         chunks = [driven.chunk(keys[0], SEGMENT), driven.chunk(keys[1], SEGMENT - 4 * 4096), driven.chunk(keys[2], 10)]
         assert driven.write(chunks) == [False, True, True]
         assert driven.tier.stats()["refused"] == 1
@@ -98,7 +98,7 @@ def test_too_large_is_refused_and_holds_nobody_up(tmp_path: Path):
 
 def test_deleted_and_dropped_chunks_stay_away(tmp_path: Path):
     keys = keys_for(60)
-    with Driven(tmp_path).started() as driven:
+    with SsdDriver(tmp_path).started() as driven:
         for group in range(3):
             driven.put(keys[group::3], 9000, group=group)
         driven.tier.take_changes()
@@ -113,7 +113,7 @@ def test_deleted_and_dropped_chunks_stay_away(tmp_path: Path):
         assert driven.tier.flush(10.0)
         (again,) = keys[:1]
         driven.put([again], 9000)
-    with Driven(tmp_path).started() as driven:
+    with SsdDriver(tmp_path).started() as driven:
         assert all_keys(driven.tier) == (set(keys) - gone) | {again}
         assert driven.read([again], 9000) == [content_of(again, 9000)]
 
@@ -121,7 +121,7 @@ def test_deleted_and_dropped_chunks_stay_away(tmp_path: Path):
 @pytest.mark.slow
 def test_dropping_many_chunks_takes_less_than_a_second(tmp_path: Path):
     keys = keys_for(20_000)
-    with Driven(tmp_path, capacity_nbytes=256 << 20, segment_nbytes=16 << 20, max_chunks=30_000).started() as driven:
+    with SsdDriver(tmp_path, capacity_nbytes=256 << 20, segment_nbytes=16 << 20, max_chunks=30_000).started() as driven:
         offset = driven.arena.put(bytes(4096))
         checksum = driven.chunk(keys[0], 4096).checksum
         chunks = [Chunk(key, offset, 4096, checksum, group=number % 2) for number, key in enumerate(keys)]
@@ -133,7 +133,7 @@ def test_dropping_many_chunks_takes_less_than_a_second(tmp_path: Path):
 def test_expired_chunks_are_not_here(tmp_path: Path):
     now_s = [1000.0]
     keys = keys_for(10)
-    with Driven(tmp_path, wall=lambda: now_s[0]).started() as driven:
+    with SsdDriver(tmp_path, wall=lambda: now_s[0]).started() as driven:
         driven.put(keys[:5], 5000, expires_s=2000.0)
         driven.put(keys[5:], 5000)
         assert all(driven.has(keys))
@@ -143,7 +143,7 @@ def test_expired_chunks_are_not_here(tmp_path: Path):
         assert driven.read(keys[:1], 5000) == [None]
         driven.put(keys[:2], 5000)  # anew
         assert driven.has(keys[:3]) == [True, True, False]
-    with Driven(tmp_path, wall=lambda: now_s[0]).started() as driven:
+    with SsdDriver(tmp_path, wall=lambda: now_s[0]).started() as driven:
         assert all_keys(driven.tier) == {*keys[:2], *keys[5:]}
 
 
@@ -151,7 +151,7 @@ def test_expired_chunks_are_not_here(tmp_path: Path):
 def test_reclaiming_keeps_what_is_read_and_drops_what_is_cold(tmp_path: Path):
     nbytes = 30_000
     hot, cold = keys_for(8), keys_for(2000, 1)
-    with Driven(tmp_path, capacity_nbytes=8 * SEGMENT).started() as driven:
+    with SsdDriver(tmp_path, capacity_nbytes=8 * SEGMENT).started() as driven:
         driven.put(hot, nbytes)
         for first in range(0, len(cold), 20):
             driven.put(cold[first : first + 20], nbytes)
@@ -165,7 +165,7 @@ def test_reclaiming_keeps_what_is_read_and_drops_what_is_cold(tmp_path: Path):
         assert here >= set(cold[-100:])
         assert not here & set(cold[:1000])
     here = all_keys(driven.tier)
-    with Driven(tmp_path, capacity_nbytes=20 * SEGMENT).started() as driven:  # so that it reclaims nothing
+    with SsdDriver(tmp_path, capacity_nbytes=20 * SEGMENT).started() as driven:  # so that it reclaims nothing
         assert all_keys(driven.tier) == here
         assert driven.read(hot, nbytes) == [content_of(key, nbytes) for key in hot]
 
@@ -173,7 +173,7 @@ def test_reclaiming_keeps_what_is_read_and_drops_what_is_cold(tmp_path: Path):
 @pytest.mark.slow
 def test_write_amplification_is_bounded_when_everything_is_read(tmp_path: Path):
     nbytes = 60_000
-    with Driven(tmp_path, capacity_nbytes=8 * SEGMENT).started() as driven:
+    with SsdDriver(tmp_path, capacity_nbytes=8 * SEGMENT).started() as driven:
         for salt in range(100):
             keys = keys_for(16, salt)
             driven.put(keys, nbytes)
@@ -185,7 +185,7 @@ def test_write_amplification_is_bounded_when_everything_is_read(tmp_path: Path):
 
 def test_quotas_hold_within_a_segment(tmp_path: Path):
     nbytes, quota = 30_000, 2 * SEGMENT
-    with Driven(tmp_path).started() as driven:
+    with SsdDriver(tmp_path).started() as driven:
         driven.put(keys_for(50, 1), nbytes, group=1)
         driven.tier.set_quota(0, quota)
         keys = keys_for(300)
@@ -200,14 +200,14 @@ def test_quotas_hold_within_a_segment(tmp_path: Path):
         assert driven.write([driven.chunk(keys_for(1, 7)[0], nbytes + 1)]) == [False]
         assert driven.tier.flush(10.0)
     left = all_keys(driven.tier)
-    with Driven(tmp_path).started() as driven:
+    with SsdDriver(tmp_path).started() as driven:
         assert all_keys(driven.tier) == left
 
 
 @pytest.mark.slow
 def test_rows_run_short_before_space_does(tmp_path: Path):
     keys = keys_for(3000)
-    with Driven(tmp_path, max_chunks=256, capacity_nbytes=16 * SEGMENT).started() as driven:
+    with SsdDriver(tmp_path, max_chunks=256, capacity_nbytes=16 * SEGMENT).started() as driven:
         driven.put(keys, 8000)
         here = all_keys(driven.tier)
         assert len(here) <= 256
@@ -217,7 +217,7 @@ def test_rows_run_short_before_space_does(tmp_path: Path):
 
 def test_a_full_queue_takes_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(ssd_tier, "QUEUED_CHUNKS", 8)
-    with Driven(tmp_path).started() as driven:
+    with SsdDriver(tmp_path).started() as driven:
         taken, results = 0, []
         chunks = [driven.chunk(key, 5000) for key in keys_for(100)]
         while taken < len(chunks):
@@ -230,40 +230,40 @@ def test_a_full_queue_takes_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.slow
 def test_two_processes_on_one_directory_are_refused(tmp_path: Path):
-    with Driven(tmp_path).started():
+    with SsdDriver(tmp_path).started():
         with pytest.raises(ConfigError, match="another process uses"):
-            Driven(tmp_path)
+            SsdDriver(tmp_path)
         program = f"""
 import sys
 from pathlib import Path
-from tests.support.tiers import Driven
-Driven(Path({str(tmp_path)!r}))
+from tests.support.tiers import SsdDriver
+SsdDriver(Path({str(tmp_path)!r}))
 """
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
         assert "ConfigError" in done.stderr
         assert "another process uses" in done.stderr
-    Driven(tmp_path).started().tier.close()
+    SsdDriver(tmp_path).started().tier.close()
 
 
 @pytest.mark.slow
 def test_more_and_fewer_segments_than_before(tmp_path: Path):
     keys = keys_for(400)
-    with Driven(tmp_path, capacity_nbytes=16 * SEGMENT).started() as driven:
+    with SsdDriver(tmp_path, capacity_nbytes=16 * SEGMENT).started() as driven:
         driven.put(keys, 30_000)
-    with Driven(tmp_path, capacity_nbytes=4 * SEGMENT).started() as driven:
+    with SsdDriver(tmp_path, capacity_nbytes=4 * SEGMENT).started() as driven:
         assert len(all_keys(driven.tier)) > 200
         driven.put(keys_for(1000, 1), 30_000)
         wait_for(lambda: driven.tier.stats()["paths"][0]["segments"] <= 4)
         assert len(list(tmp_path.glob("*/*.segment"))) <= 5
         newest = keys_for(1000, 1)[-10:]
-    with Driven(tmp_path, segment_nbytes=2 * SEGMENT).started() as driven:  # of another size: begins anew
+    with SsdDriver(tmp_path, segment_nbytes=2 * SEGMENT).started() as driven:  # of another size: begins anew
         assert not all_keys(driven.tier)
         driven.put(newest, 30_000)
         assert driven.read(newest, 30_000) == [content_of(key, 30_000) for key in newest]
 
 
 def test_an_account_that_nobody_knows_any_more_is_not_taken_in(tmp_path: Path):
-    with Driven(tmp_path).started() as driven:
+    with SsdDriver(tmp_path).started() as driven:
         driven.put(keys_for(5), 5000, group=0)
         driven.put(keys_for(5, 1), 5000, group=3)
     forgetful = Names()
@@ -276,7 +276,7 @@ def test_an_account_that_nobody_knows_any_more_is_not_taken_in(tmp_path: Path):
 
 
 def test_after_closing_nothing_is_taken_and_all_are_called_back(tmp_path: Path):
-    driven = Driven(tmp_path, capacity_nbytes=64 * SEGMENT).started()
+    driven = SsdDriver(tmp_path, capacity_nbytes=64 * SEGMENT).started()
     results: list[bool] = []
     count = 0
     for salt in range(20):
@@ -287,7 +287,7 @@ def test_after_closing_nothing_is_taken_and_all_are_called_back(tmp_path: Path):
     written = results.count(True)
     assert driven.tier.write([driven.chunk(keys_for(1)[0], 10)], lambda *_: None) == 0
     assert not driven.tier.read(key_array(keys_for(1)), driven.tier.find(key_array(keys_for(1))), [0], lambda _: None)
-    with Driven(tmp_path, capacity_nbytes=64 * SEGMENT).started() as driven:
+    with SsdDriver(tmp_path, capacity_nbytes=64 * SEGMENT).started() as driven:
         assert len(all_keys(driven.tier)) == written
 
 
@@ -298,7 +298,7 @@ def test_several_threads_against_a_dictionary(tmp_path: Path, seed: int):
     sizes = [100, 4096, 20_000, 70_000]
     problems: list[str] = []
 
-    def work(number: int, driven: Driven) -> None:
+    def work(number: int, driven: SsdDriver) -> None:
         rng = np.random.default_rng([seed, number])
         keys, deleted = keys_for(150, number), set[bytes]()
         for _ in range(120):
@@ -320,7 +320,7 @@ def test_several_threads_against_a_dictionary(tmp_path: Path, seed: int):
                     problems.append("deleted, and still here")
 
     arena = Arena(256 << 20)
-    with Driven(places, arena=arena, capacity_nbytes=5 * SEGMENT).started() as driven:
+    with SsdDriver(places, arena=arena, capacity_nbytes=5 * SEGMENT).started() as driven:
         threads = [threading.Thread(target=work, args=(number, driven)) for number in range(4)]
         for thread in threads:
             thread.start()
@@ -331,7 +331,9 @@ def test_several_threads_against_a_dictionary(tmp_path: Path, seed: int):
         assert driven.tier.stats()["errors"] == 0
         assert driven.tier.flush(10.0)
     here = all_keys(driven.tier)
-    with Driven(places, arena=arena, capacity_nbytes=20 * SEGMENT).started() as driven:  # so that it reclaims nothing
+    with SsdDriver(
+        places, arena=arena, capacity_nbytes=20 * SEGMENT
+    ).started() as driven:  # so that it reclaims nothing
         assert all_keys(driven.tier) == here
         for key in here:
             nbytes = sizes[key[0] % len(sizes)]
@@ -342,11 +344,11 @@ def test_a_stale_copy_on_one_path_does_not_put_out_the_live_one_on_another(tmp_p
     """What tells that a copy is stale is read last."""
     stale, live = tmp_path / "a", tmp_path / "b"
     (key,), nbytes = keys_for(1), 60_000
-    with Driven(stale).started() as driven:
+    with SsdDriver(stale).started() as driven:
         driven.put([key], nbytes)
         driven.put(keys_for(20, 1), nbytes)  # into the next segment
         assert driven.delete([key]) == 1
-    with Driven(live).started() as driven:
+    with SsdDriver(live).started() as driven:
         driven.put([key], nbytes)
     other_on = threading.Event()
     real = Recovery._read
@@ -361,7 +363,7 @@ def test_a_stale_copy_on_one_path_does_not_put_out_the_live_one_on_another(tmp_p
     monkeypatch.setattr(Recovery, "_read", read)
     for _ in range(2):  # the second start finds what the first has told to be gone
         other_on.clear()
-        with Driven([stale, live]).started() as driven:
+        with SsdDriver([stale, live]).started() as driven:
             assert all_keys(driven.tier) == {key, *keys_for(20, 1)}
             assert driven.read([key], nbytes) == [content_of(key, nbytes)]
             assert other_on.is_set()
@@ -383,7 +385,7 @@ def test_a_move_that_lands_late_does_not_speak_against_what_was_stored_since(tmp
         real(self, batch)
 
     monkeypatch.setattr(Writer, "_write", write)
-    with Driven(tmp_path, capacity_nbytes=8 * SEGMENT).started() as driven:
+    with SsdDriver(tmp_path, capacity_nbytes=8 * SEGMENT).started() as driven:
         driven.put([key], nbytes)
         for salt in range(1, 100):
             assert driven.read([key], nbytes) == [content_of(key, nbytes)]
@@ -399,13 +401,13 @@ def test_a_move_that_lands_late_does_not_speak_against_what_was_stored_since(tmp
         writer.join(20.0)
         assert driven.read([key], nbytes) == [content_of(key, nbytes)]
         assert driven.tier.flush(10.0)
-    with Driven(tmp_path, capacity_nbytes=20 * SEGMENT).started() as driven:
+    with SsdDriver(tmp_path, capacity_nbytes=20 * SEGMENT).started() as driven:
         assert driven.read([key], nbytes) == [content_of(key, nbytes)]
 
 
 def test_the_lock_is_the_directory_s(tmp_path: Path):
     with (
-        Driven(tmp_path).started(),
+        SsdDriver(tmp_path).started(),
         (tmp_path / "raykv-test-n0" / "lock").open() as file,
         pytest.raises(BlockingIOError),
     ):
@@ -413,7 +415,7 @@ def test_the_lock_is_the_directory_s(tmp_path: Path):
 
 
 def test_its_threads_do_not_interrupt_readers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    with Driven(tmp_path).started():
+    with SsdDriver(tmp_path).started():
         threads = [thread for thread in threading.enumerate() if thread.name.startswith("raykv-ssd0-")]
         assert threads
         assert {os.sched_getscheduler(thread.native_id) for thread in threads} == {os.SCHED_BATCH}
@@ -423,7 +425,7 @@ def test_its_threads_do_not_interrupt_readers(tmp_path: Path, monkeypatch: pytes
         raise PermissionError
 
     monkeypatch.setattr(os, "sched_setscheduler", refused)
-    with Driven(tmp_path).started() as driven:
+    with SsdDriver(tmp_path).started() as driven:
         assert driven.write([driven.chunk(b"k" * 16, 5000)]) == [True]
 
 
@@ -431,7 +433,7 @@ def test_a_chunk_that_is_another_one_by_now_is_not_read(tmp_path: Path):
     """Room was made for the first one; the second would not fit in."""
     (key,) = keys_for(1)
     one = key_array([key])
-    with Driven(tmp_path).started() as driven:
+    with SsdDriver(tmp_path).started() as driven:
         driven.put([key], 5000)
         found = driven.tier.find(one)
         assert driven.delete([key]) == 1
@@ -449,10 +451,10 @@ def test_a_chunk_that_is_another_one_by_now_is_not_read(tmp_path: Path):
 def test_a_chunk_deleted_while_a_path_starts_is_found_on_neither_path(tmp_path: Path, monkeypatch, how, starting):
     first, second = tmp_path / "a", tmp_path / "b"
     (key,), others, nbytes = keys_for(1), keys_for(20, 1), 60_000
-    with Driven(first).started() as driven:
+    with SsdDriver(first).started() as driven:
         driven.put([key], nbytes, group=1)
         driven.put(others, nbytes)  # into the next segment
-    with Driven(second).started() as driven:
+    with SsdDriver(second).started() as driven:
         driven.put([key], nbytes, group=1)
     one_is_on, deleted = threading.Event(), threading.Event()
     real = Recovery._read
@@ -466,12 +468,12 @@ def test_a_chunk_deleted_while_a_path_starts_is_found_on_neither_path(tmp_path: 
 
     with monkeypatch.context() as patch:
         patch.setattr(Recovery, "_read", read)
-        with Driven([first, second]) as driven:
+        with SsdDriver([first, second]) as driven:
             assert one_is_on.wait(20.0)
             assert (driven.delete([key]) if how == "delete" else driven.tier.drop(1)) == 1
             deleted.set()
             driven.started()
             assert all_keys(driven.tier) == set(others)
             assert driven.tier.flush(10.0)
-    with Driven([first, second]).started() as driven:
+    with SsdDriver([first, second]).started() as driven:
         assert all_keys(driven.tier) == set(others)

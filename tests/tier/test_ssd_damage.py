@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from raykv.tier.segments.format import BLOCK_NBYTES
-from raykv.tier.segments.format import key_array
+from raykv.tier.segments.format import BLOCK_NBYTES, key_array
 from raykv.tier.segments.index import SEGMENTS
-from tests.support.tiers import Arena, Driven, all_keys, content_of, keys_for
+from tests.support.tiers import Arena, SsdDriver, all_keys, content_of, keys_for
 
 SEGMENT_NBYTES = 256 << 10
 FIELDS = {"segment_nbytes": SEGMENT_NBYTES, "capacity_nbytes": 20 * SEGMENT_NBYTES, "max_chunks": 2000, "depth": 2}
@@ -32,7 +31,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Places]:
     """A directory of sealed segments and one that is not; with deleted keys, and deletions."""
     path = tmp_path_factory.mktemp("whole")
     keys = keys_for(250)
-    with Driven(path, **FIELDS).started() as driven:
+    with SsdDriver(path, **FIELDS).started() as driven:
         for first in range(0, len(keys), 5):
             some = keys[first : first + 5]
             assert all(driven.write([driven.chunk(key, size_of(key)) for key in some]))
@@ -63,7 +62,7 @@ def arena() -> Arena:
 
 def check(path: Path, arena: Arena, places: Places, intact: set[bytes], rng: random.Random) -> int:
     """Start on damaged files. Returns how many chunks are served."""
-    with Driven(path, arena=arena, **FIELDS).started() as driven:
+    with SsdDriver(path, arena=arena, **FIELDS).started() as driven:
         assert driven.tier.stats()["state"] == "on"
         served = 0
         for size in SIZES:
@@ -143,13 +142,13 @@ def test_wrong_bytes_are_dropped_and_stay_away(whole: tuple[Path, Places], tmp_p
     with open(path / "raykv-test-n0" / f"{segment:06}.segment", "r+b") as file:
         file.seek(first)
         file.write(b"wrong")
-    with Driven(path, arena=arena, **FIELDS).started() as driven:
+    with SsdDriver(path, arena=arena, **FIELDS).started() as driven:
         assert driven.has([key]) == [True]
         assert driven.read([key], size_of(key)) == [None]
         assert driven.tier.stats()["corrupt"] == 1
         assert driven.has([key]) == [False]
         assert driven.tier.flush(10.0)
-    with Driven(path, arena=arena, **FIELDS).started() as driven:
+    with SsdDriver(path, arena=arena, **FIELDS).started() as driven:
         assert key not in all_keys(driven.tier)
         assert len(all_keys(driven.tier)) == len(places) - 1
         assert driven.write([driven.chunk(key, size_of(key))]) == [True]

@@ -18,7 +18,7 @@ import pytest
 from raykv.tier.segments.format import key_array
 from raykv.tier.ssd import shared, upkeep
 from raykv.tier.ssd import tier as ssd_tier
-from tests.support.tiers import SEGMENT, Arena, Driven, all_keys, content_of, keys_for, wait_for
+from tests.support.tiers import SEGMENT, Arena, SsdDriver, all_keys, content_of, keys_for, wait_for
 
 NBYTES = 60_000
 FREEZE, THAW, SHUT_DOWN = 0xC0045877, 0xC0045878, 0x8004587D
@@ -83,7 +83,7 @@ def thaw(path: Path) -> None:
         pass  # it is not frozen
 
 
-def state(driven: Driven, number: int = 0) -> str:
+def state(driven: SsdDriver, number: int = 0) -> str:
     return str(driven.tier.stats()["paths"][number]["state"])
 
 
@@ -94,7 +94,7 @@ def quickly(call: Callable[[], object]) -> object:
     return result
 
 
-def offer(driven: Driven, salt: int, results: list[bool] | None = None) -> int:
+def offer(driven: SsdDriver, salt: int, results: list[bool] | None = None) -> int:
     """Offer chunks without waiting. Returns how many were taken."""
     chunks = [driven.chunk(key, NBYTES) for key in keys_for(20, salt)]
 
@@ -109,7 +109,7 @@ def offer(driven: Driven, salt: int, results: list[bool] | None = None) -> int:
 def test_a_full_drive_reclaims_what_it_has(mount, kind: str):
     path = mount(kind, 24 * SEGMENT)
     (path / "other").write_bytes(bytes(12 * SEGMENT))
-    with Driven(path, capacity_nbytes=64 * SEGMENT).started() as driven:
+    with SsdDriver(path, capacity_nbytes=64 * SEGMENT).started() as driven:
         for salt in range(40):
             driven.put(keys_for(20, salt), NBYTES)
         stats = driven.tier.stats()
@@ -131,7 +131,7 @@ def test_a_full_drive_reclaims_what_it_has(mount, kind: str):
 @pytest.mark.slow
 def test_a_drive_that_is_full_from_the_beginning_is_off(mount):
     path = mount("tmpfs", SEGMENT // 2)
-    with Driven(path).started() as driven:
+    with SsdDriver(path).started() as driven:
         wait_for(lambda: state(driven) == "off")
         assert "No space left" in driven.tier.stats()["reason"]
         assert offer(driven, 0) == 0
@@ -143,7 +143,7 @@ def test_a_drive_that_is_full_from_the_beginning_is_off(mount):
 @pytest.mark.slow
 def test_files_that_must_not_grow(tmp_path: Path):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with Driven(tmp_path).started() as driven:
+    with SsdDriver(tmp_path).started() as driven:
         wait_for(lambda: driven.tier.stats()["paths"][0]["segments"] == 2)
         wait_for(lambda: not driven.tier._workers[0].io.busy())
         try:
@@ -162,7 +162,7 @@ def test_files_that_must_not_grow(tmp_path: Path):
 def test_a_read_only_directory(mount):
     path = mount("tmpfs", 64 * SEGMENT)
     assert run("mount", "-o", "remount,ro", str(path))
-    with Driven(path).started() as driven:
+    with SsdDriver(path).started() as driven:
         assert state(driven) == "off"
         assert "Read-only" in driven.tier.stats()["reason"]
         assert offer(driven, 0) == 0
@@ -184,7 +184,7 @@ def test_one_of_two_read_only_while_running(mount, tmp_path: Path):
     trigger = Path(f"/sys/fs/ext4/{Path(device).name}/trigger_fs_error")
     if not trigger.exists():
         pytest.skip("the kernel has no trigger_fs_error")
-    with Driven([path, tmp_path / "other"]).started() as driven:
+    with SsdDriver([path, tmp_path / "other"]).started() as driven:
         for salt in range(5):
             driven.put(keys_for(20, salt), NBYTES)
         trigger.write_text("for a test")
@@ -196,7 +196,7 @@ def test_one_of_two_read_only_while_running(mount, tmp_path: Path):
 
 
 def test_a_directory_removed_while_running(tmp_path: Path):
-    with Driven(tmp_path / "ssd").started() as driven:
+    with SsdDriver(tmp_path / "ssd").started() as driven:
         driven.put(keys_for(20), NBYTES)
         (tmp_path / "ssd").rename(tmp_path / "removed")  # at once, or the tier makes it anew in between
         shutil.rmtree(tmp_path / "removed")
@@ -206,7 +206,7 @@ def test_a_directory_removed_while_running(tmp_path: Path):
         assert driven.tier.stats()["errors"] > 0
         driven.put(keys_for(20, 1), NBYTES)
         assert driven.read(keys_for(1, 1), NBYTES) == [content_of(keys_for(1, 1)[0], NBYTES)]
-    with Driven(tmp_path / "ssd").started() as driven:
+    with SsdDriver(tmp_path / "ssd").started() as driven:
         assert all_keys(driven.tier) == set(keys_for(20, 1))
 
 
@@ -214,7 +214,7 @@ def test_a_directory_removed_while_running(tmp_path: Path):
 def test_a_drive_that_breaks_and_comes_back(mount):
     path = mount("ext4", 64 * SEGMENT)
     arena = Arena()
-    with Driven(path, arena).started() as driven:
+    with SsdDriver(path, arena).started() as driven:
         driven.put(keys_for(20), NBYTES)
         driven.delete(keys_for(20)[:5])
         assert driven.tier.flush(10.0)
@@ -235,7 +235,7 @@ def test_a_drive_that_breaks_and_comes_back(mount):
         left = set(keys_for(20)[10:])
         assert all_keys(driven.tier) >= left
         assert driven.read(sorted(left), NBYTES) == [content_of(key, NBYTES) for key in sorted(left)]
-    with Driven(path, arena).started() as driven:
+    with SsdDriver(path, arena).started() as driven:
         assert all_keys(driven.tier) >= left
         assert not any(driven.has(keys_for(20)[:10]))
 
@@ -244,7 +244,7 @@ def test_a_drive_that_breaks_and_comes_back(mount):
 def test_a_drive_that_hangs(mount):
     """A frozen file system: what is being written hangs in the kernel until it is thawed."""
     path = mount("ext4", 64 * SEGMENT)
-    with Driven(path, io_timeout_s=0.4).started() as driven:
+    with SsdDriver(path, io_timeout_s=0.4).started() as driven:
         driven.put(keys_for(20), NBYTES)
         control(path, FREEZE)
         try:
@@ -275,7 +275,7 @@ def test_a_drive_that_hangs(mount):
         assert driven.tier.flush(10.0)
         driven.put(keys_for(20, 7), NBYTES)
         assert driven.tier.stats()["errors"] == 0
-    with Driven(path).started() as driven:
+    with SsdDriver(path).started() as driven:
         assert not any(driven.has(keys_for(3)))
         assert all(driven.has(keys_for(20)[3:]))
 
@@ -283,7 +283,7 @@ def test_a_drive_that_hangs(mount):
 @pytest.mark.slow
 def test_one_of_two_that_hangs_does_not_hold_up_the_other(mount, tmp_path: Path):
     path = mount("ext4", 64 * SEGMENT)
-    with Driven([path, tmp_path / "other"], io_timeout_s=0.4, capacity_nbytes=50 * SEGMENT).started() as driven:
+    with SsdDriver([path, tmp_path / "other"], io_timeout_s=0.4, capacity_nbytes=50 * SEGMENT).started() as driven:
         control(path, FREEZE)
         try:
             results: list[bool] = []
@@ -308,7 +308,7 @@ def test_reads_that_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         hung.wait(20.0)
         return preadv(*arguments)
 
-    with Driven(tmp_path, io_timeout_s=0.3, depth=2).started() as driven:
+    with SsdDriver(tmp_path, io_timeout_s=0.3, depth=2).started() as driven:
         keys = keys_for(20)
         for key in keys:
             driven.put([key], NBYTES)
@@ -343,7 +343,7 @@ def test_a_bad_spot_costs_its_chunk_and_many_turn_the_path_off(tmp_path: Path, m
         return preadv(*arguments)
 
     monkeypatch.setattr(os, "preadv", bad_preadv)
-    with Driven(tmp_path).started() as driven:
+    with SsdDriver(tmp_path).started() as driven:
         keys = keys_for(20)
         bad[0] = 0
         for key in keys:
@@ -360,5 +360,5 @@ def test_a_bad_spot_costs_its_chunk_and_many_turn_the_path_off(tmp_path: Path, m
         wait_for(lambda: state(driven) == "on")
         assert driven.has(keys[5:]) == [True] * 15, "found again"
         assert driven.tier.flush(5.0)
-    with Driven(tmp_path).started() as driven:
+    with SsdDriver(tmp_path).started() as driven:
         assert driven.has(keys) == [False, True, False, False, False] + [True] * 15

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.tiers import SEGMENT, Arena, Driven, all_keys, content_of, keys_for, wait_for
+from tests.support.tiers import SEGMENT, Arena, SsdDriver, all_keys, content_of, keys_for, wait_for
 
 SIZES = [1000, 9000, 30_000, 100_000]
 SMALL, LARGE = 10, 4000
@@ -41,9 +41,9 @@ def size_of(key: bytes) -> int:
     return SIZES[key[0] % len(SIZES)]
 
 
-def driven_at(path: Path, segments: int, arena: Arena | None = None) -> Driven:
+def driven_at(path: Path, segments: int, arena: Arena | None = None) -> SsdDriver:
     paths = [path / "a", path / "b"]
-    return Driven(paths, arena, capacity_nbytes=segments * SEGMENT, max_chunks=200_000, depth=3)
+    return SsdDriver(paths, arena, capacity_nbytes=segments * SEGMENT, max_chunks=200_000, depth=3)
 
 
 def child(path: Path, segments: int, seed: int) -> None:
@@ -148,7 +148,7 @@ class Model:
             if what != "started":
                 self.state[key] = what
 
-    def check(self, driven: Driven, *, must_be_there: set[bytes]) -> int:
+    def check(self, driven: SsdDriver, *, must_be_there: set[bytes]) -> int:
         here = all_keys(driven.tier)
         state = self.state
         assert not {key for key in here if state.get(key) == "deleted"}, "deleted, and back again"

@@ -14,7 +14,6 @@ from raykv.tier.segments.io_threads import Callbacks
 from raykv.tier.segments.volume import IOV_MAX
 from raykv.types import Bits, KeyArray, Rows
 
-
 COUNTS: Final = (
     *("written_nbytes", "disk_nbytes", "moved_nbytes", "read_nbytes", "refused", "timeouts", "errors", "corrupt"),
 )
