@@ -10,7 +10,8 @@ Each request of a link has a number, and its answer carries the same number.
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from dataclasses import dataclass
 from typing import Final, Protocol, TypeAlias
 
 from raykv.errors import PeerUnavailable
@@ -20,14 +21,12 @@ from raykv.types import Path
 MAX_POSTED: Final = 64
 """Most requests on one link whose answers were not collected. Until then the answers wait in the sockets' buffers."""
 
-RUN_NBYTES: Final = 128 << 10
-"""Small chunks are moved together, about this many bytes in a system call, and checked before they leave the cache."""
-
 Runs: TypeAlias = Iterable[Sequence[memoryview]]
 """Bytes in order, as runs of views. The next run is requested when the one before has been moved: a generator sees each
 run when it is full (or sent), and can check it while it is in the processor's cache."""
 
 
+@dataclass(slots=True)
 class ChunkRun:
     """Whole chunks to be filled one after another, in one call; each is hashed while it is in the processor's cache.
 
@@ -39,12 +38,11 @@ class ChunkRun:
         checksums: u64 each, of at most `full` chunks, from the first one on.
     """
 
-    __slots__ = ("checksums", "chunks", "full", "hashed", "sizes")
-
-    def __init__(self, chunks: list[list[memoryview]], sizes: Sequence[int], *, hashed: bool = True) -> None:
-        self.chunks, self.sizes, self.hashed = chunks, sizes, hashed
-        self.full = 0
-        self.checksums = b""
+    chunks: list[list[memoryview]]
+    sizes: Sequence[int]
+    hashed: bool = True
+    full: int = 0
+    checksums: bytes = b""
 
     def __iter__(self) -> Iterator[memoryview]:
         return (piece for chunk in self.chunks for piece in chunk)
@@ -54,11 +52,7 @@ Targets: TypeAlias = Iterable[Sequence[memoryview] | ChunkRun]
 """Buffers that are filled in order; requested one by one, as `Runs` are."""
 
 
-def no_second_answer(complete: bool) -> Answer | None:
-    """The `finish` of replies that end with the answer and its bytes."""
-    return None
-
-
+@dataclass(slots=True)
 class Reply:
     """An answer and the chunk bytes that go with it.
 
@@ -66,21 +60,14 @@ class Reply:
         answer: Sent first.
         outgoing: Sent after it, in order; the memory must not change until `finish`.
         incoming: Filled after it, in order, with what the asking end sends.
-        finish: Called exactly once, when the bytes have moved (True) or never will (False). What it returns is sent
-            as a second answer.
+        finish: Called exactly once, when the bytes have moved (True) or never will (False). What it returns is sent as
+            a second answer.
     """
 
-    __slots__ = ("answer", "finish", "incoming", "outgoing")
-
-    def __init__(
-        self,
-        answer: Answer,
-        *,
-        outgoing: Sequence[memoryview] = (),
-        incoming: Targets = (),
-        finish: Callable[[bool], Answer | None] = no_second_answer,
-    ) -> None:
-        self.answer, self.outgoing, self.incoming, self.finish = answer, outgoing, incoming, finish
+    answer: Answer
+    outgoing: Sequence[memoryview] = ()
+    incoming: Targets = ()
+    finish: Callable[[bool], Answer | None] = lambda complete: None
 
 
 class Session(Protocol):
@@ -111,8 +98,6 @@ class Service(Protocol):
 class Link(Protocol):
     """The asking end of one connection. Not thread-safe.
 
-    `call`, `fetch` and `push` need all posted requests to be collected before.
-
     Attributes:
         path: How `GetResult` names bytes that arrive this way.
         epoch: The greatest epoch in an answer so far.
@@ -122,33 +107,13 @@ class Link(Protocol):
     path: Path
     epoch: int
     closed: bool
-
-    def call(self, request: Message, *, deadline_s: float) -> Answer:
-        """Send a request, and wait for the answer.
-
-        Args:
-            deadline_s: By the monotonic clock.
-
-        Raises:
-            PeerUnavailable: No answer by the deadline, or the connection broke. The link is closed.
-            ProtocolError: The peer sent something else than this answer. Likewise.
-            RayKVError: The node refused the request. The link is still good.
-        """
-        ...
-
-    def fetch(self, request: Message, place: Callable[[Answer], Targets], *, deadline_s: float) -> Answer:
-        """Read bytes. `place` gets the answer, and returns the buffers that the payload fills exactly, in order.
-
-        When this raises, a buffer may be half filled. Nobody writes to it afterwards.
-        """
-        ...
-
-    def push(self, request: Message, pick: Callable[[Answer], Runs], *, deadline_s: float) -> Answer:
-        """Write bytes. `pick` gets the first answer, and returns what to send. Returns the second answer."""
-        ...
+    _posted: Sized
 
     def post(self, request: Message, *, deadline_s: float) -> None:
         """Send a request, but no Write, and leave its answer for `collect`. At most MAX_POSTED may be in flight.
+
+        Args:
+            deadline_s: By the monotonic clock.
 
         Raises:
             PeerUnavailable: The connection broke, or the peer accepts nothing by the deadline. The link is closed.
@@ -159,10 +124,26 @@ class Link(Protocol):
         """Wait for the answer to the oldest posted request that was not collected yet.
 
         Args:
-            place: As for `fetch`, if that request was a read.
+            place: For a read: gets the answer, and returns the buffers that the payload fills exactly, in order. When
+                this raises, a buffer may be half filled; nobody writes to it afterwards.
 
         Raises:
-            RayKVError: As for `call`.
+            PeerUnavailable: No answer by the deadline, or the connection broke. The link is closed.
+            ProtocolError: The peer sent something else than this answer. Likewise.
+            RayKVError: The node refused the request. The link is still good.
+        """
+        ...
+
+    def call(self, request: Message, place: Callable[[Answer], Targets] | None = None, *, deadline_s: float) -> Answer:
+        """Post a request and collect its answer. All posted requests must have been collected before."""
+        assert not self._posted
+        self.post(request, deadline_s=deadline_s)
+        return self.collect(place, deadline_s=deadline_s)
+
+    def push(self, request: Message, pick: Callable[[Answer], Runs], *, deadline_s: float) -> Answer:
+        """Write bytes. `pick` gets the first answer, and returns what to send. Returns the second answer.
+
+        Raises as `collect` does. All posted requests must have been collected before.
         """
         ...
 
@@ -180,11 +161,6 @@ class Link(Protocol):
     def close(self) -> None:
         """Close the connection; its leases end at the other side."""
         ...
-
-
-def no_payload(answer: Answer) -> Targets:
-    """The `place` for answers that no chunk bytes follow."""
-    return ()
 
 
 def remaining(deadline_s: float) -> float:

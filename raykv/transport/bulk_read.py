@@ -3,17 +3,16 @@
 import struct
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
-import numpy as np
-
 from raykv.errors import ProtocolError
-from raykv.memory.copying import checksum_of, checksums_of
+from raykv.memory.copying import checksums_of
 from raykv.protocol import chunk_keys, messages
 from raykv.protocol.chunk_keys import KEY_NBYTES
 from raykv.protocol.codec import array, expect
-from raykv.transport.base import RUN_NBYTES, ChunkRun, Link, Runs, Targets
+from raykv.transport.base import ChunkRun, Link, Runs, Targets
 from raykv.types import GetResult, KeyArray, NodeId, Path
 
 PART_NBYTES: Final = 8 << 20
@@ -25,7 +24,7 @@ SCRAP_NBYTES: Final = 1 << 20
 
 
 class ReadProgress:
-    """Which chunks of one `get` have arrived. Not thread-safe.
+    """Which chunks of one `get` have arrived. A place is the number of a chunk in the `get`. Not thread-safe.
 
     Attributes:
         keys: Shape [n, 2].
@@ -74,9 +73,7 @@ class ReadProgress:
         return self.targets if len(places) == len(self.hits) else [self.targets[place] for place in places]
 
     def cut(self, places: Sequence[int], *, nbytes: int, keys: int) -> list[list[int]]:
-        """Split places into parts of at most `keys` chunks and about `nbytes` bytes; a larger chunk is a part alone."""
-        if len(places) <= keys and self.nbytes(places) <= nbytes:
-            return [list(places)] if places else []
+        """Split places into parts of at most `keys` chunks and `nbytes` bytes; a larger chunk is a part of its own."""
         parts: list[list[int]] = []
         room = 0
         for place in places:
@@ -105,41 +102,46 @@ class ReadProgress:
         return GetResult(tuple(self.hits), self._nbytes, self._chunks)
 
 
+@dataclass(slots=True)
 class ReadRun:
-    """The chunks of one `get` that one holder is asked for, and the outcome. A data path fills in the outcome.
+    """The chunks of one `get` that one holder is asked for, and the outcome, which a data path fills in.
 
-    Every list holds places in the `get`. They are right also when the read was broken off by an error.
+    All lists hold places, and are right also when the read was broken off by an error.
 
     Attributes:
         progress: The `get`.
         holder: The node that is asked.
-        places: The chunks to read, at rising places.
-        locate: The holder owns the keys: it reads what it has, and names the holders of the rest in `named`. Chunks
-            that are neither in `arrived` nor in `named` need a lookup (Locate).
+        places: The chunks to read, in rising order.
+        locate: The holder owns the keys: it sends what it has, and names the holders of the rest. Chunks that are
+            neither in `arrived` nor in `named` need a lookup (Locate).
         arrived: The buffer holds the chunk.
         gone: The holder does not have the chunk, though it or the caller believed so.
-        corrupt: The bytes did not match the checksum. The holder has been told to check them.
+        corrupt: The bytes did not match the checksum. The holder was asked to check them.
         other_size: The holder's chunk has another length than the buffer.
-        named: Other nodes that hold a chunk, as the owner knows; empty where it knows of none.
+        named: Other nodes that hold a chunk, as its owner knows; empty where it knows of none.
         path: How the chunks arrived.
     """
 
-    def __init__(self, progress: ReadProgress, holder: NodeId, places: list[int], *, locate: bool = False) -> None:
-        self.progress, self.holder, self.places, self.locate = progress, holder, places, locate
-        self.arrived: list[int] = []
-        self.gone: list[int] = []
-        self.corrupt: list[int] = []
-        self.other_size: list[int] = []
-        self.named: dict[int, tuple[NodeId, ...]] = {}
-        self.path: Path = "tcp"
+    progress: ReadProgress
+    holder: NodeId
+    places: list[int]
+    locate: bool = False
+    arrived: list[int] = field(default_factory=list)
+    gone: list[int] = field(default_factory=list)
+    corrupt: list[int] = field(default_factory=list)
+    other_size: list[int] = field(default_factory=list)
+    named: dict[int, tuple[NodeId, ...]] = field(default_factory=dict)
+    path: Path = "tcp"
 
     @property
     def missing(self) -> list[int]:
         """Places that have not arrived."""
-        if not self.arrived:
-            return self.places
         arrived = set(self.arrived)
         return [place for place in self.places if place not in arrived]
+
+    def begin(self, path: Path) -> None:
+        """Keep what has arrived; the rest of the outcome starts again."""
+        self.path, self.gone, self.corrupt, self.other_size = path, [], [], []
 
 
 class BulkRead:
@@ -149,16 +151,11 @@ class BulkRead:
     """
 
     def __init__(self, run: ReadRun, *, verify: bool) -> None:
-        """Prepare; nothing is sent.
-
-        Args:
-            verify: Compare checksums.
-        """
+        """Prepare; nothing is sent. `verify`: compare checksums."""
         self._run, self._verify = run, verify
         self._named_any = False
         self._filling: ChunkRun | None = None
-        self._expected: tuple[list[int], bytes] = [], b""
-        """Places of the chunks that are being filled, and their checksums as the holder announced them."""
+        self._expected: tuple[list[int], bytes] = [], b""  # places of the chunks being filled, and their checksums
 
     def read(self, link: Link, *, deadline_s: float) -> None:
         """Read what has not arrived. After an error it may be called again, with another link.
@@ -167,8 +164,8 @@ class BulkRead:
             RayKVError: As `Link.collect` does; the link is closed.
         """
         run, progress = self._run, self._run.progress
-        run.path = link.path
-        run.gone, run.corrupt, run.other_size, self._named_any = [], [], [], False
+        run.begin(link.path)
+        self._named_any = False
         waiting = deque(progress.cut(run.missing, nbytes=PART_NBYTES, keys=PART_KEYS))
         in_flight: deque[list[int]] = deque()
         try:
@@ -191,14 +188,15 @@ class BulkRead:
     def _place(self, part: list[int], answer: messages.Answer) -> Targets:
         """Give the buffers for the payload of one answer."""
         reading = expect(messages.Reading, answer)
-        lengths = announced(reading, len(part))
-        sizes = self._run.progress.sizes
+        if len(reading.nbytes) != 4 * len(part) or len(reading.checksums) != 8 * len(part):
+            raise ProtocolError(f"lengths or checksums for other than {len(part)} keys in the answer to a read")
+        lengths: tuple[int, ...] = struct.unpack(f"<{len(part)}I", reading.nbytes)
         if 0 in lengths:
             self._add_absent([place for place, length in zip(part, lengths, strict=True) if not length], reading)
         places: list[int] = []
         checksums = b""
         for number, (place, length) in enumerate(zip(part, lengths, strict=True)):
-            if length == sizes[place] and length:
+            if length and length == self._run.progress.sizes[place]:
                 places.append(place)
                 checksums += reading.checksums[8 * number : 8 * number + 8]
             elif length:
@@ -222,18 +220,18 @@ class BulkRead:
 
     def _fill(self, places: list[int], checksums: bytes) -> Targets:
         """Give the buffers of these chunks, and check them once they are full."""
-        if not places:
-            return
-        progress = self._run.progress
-        sizes = [progress.sizes[place] for place in places]
-        self._filling = filling = ChunkRun(progress.targets_at(places), sizes, hashed=self._verify)
-        self._expected = places, checksums
-        yield filling
-        self._check()
+        if places:
+            progress = self._run.progress
+            sizes = [progress.sizes[place] for place in places]
+            self._filling = ChunkRun(progress.targets_at(places), sizes, hashed=self._verify)
+            self._expected = places, checksums
+            yield self._filling
+            self._check()
 
     def _check(self, *, whole: bool = True) -> None:
         """Sort the chunks being filled into arrived and corrupt; all of them are full if it is `whole`."""
         filling, (places, expected) = self._filling, self._expected
+        self._filling = None
         if filling is None:
             return
         if not whole:
@@ -241,12 +239,10 @@ class BulkRead:
         if self._verify:
             found = filling.checksums[: 8 * len(places)]
             found += checksums_of(filling.chunks[len(found) // 8 : len(places)])
-            if found != expected[: len(found)]:
-                right = [found[at : at + 8] == expected[at : at + 8] for at in range(0, len(found), 8)]
-                self._run.corrupt += [place for place, fine in zip(places, right, strict=True) if not fine]
-                places = [place for place, fine in zip(places, right, strict=True) if fine]
+            right = [found[at : at + 8] == expected[at : at + 8] for at in range(0, len(found), 8)]
+            self._run.corrupt += [place for place, fine in zip(places, right, strict=True) if not fine]
+            places = [place for place, fine in zip(places, right, strict=True) if fine]
         self._run.arrived += places
-        self._filling = None
 
 
 def with_checksums(values: Sequence[Sequence[memoryview]], places: Sequence[int]) -> Runs:
@@ -254,29 +250,11 @@ def with_checksums(values: Sequence[Sequence[memoryview]], places: Sequence[int]
 
     Each chunk is hashed just before it is sent: its bytes are read from memory once.
     """
-    checksums: list[int] = []
-    run: list[memoryview] = []
-    nbytes = 0
+    checksums = b""
     for place in places:
-        value = values[place]
-        checksums.append(checksum_of(value))
-        run += value
-        nbytes += sum(map(len, value))
-        if nbytes >= RUN_NBYTES:
-            yield run
-            run, nbytes = [], 0
-    yield [*run, memoryview(np.array(checksums, "<u8").tobytes())]
-
-
-def announced(reading: messages.Reading, count: int) -> tuple[int, ...]:
-    """Lengths of `count` chunks, as a holder announces them.
-
-    Raises:
-        ProtocolError: There are not `count` lengths and checksums.
-    """
-    if len(reading.nbytes) != 4 * count or len(reading.checksums) != 8 * count:
-        raise ProtocolError(f"{len(reading.nbytes)} and {len(reading.checksums)} bytes where {count} entries were due")
-    return struct.unpack(f"<{count}I", reading.nbytes)
+        checksums += checksums_of([values[place]])
+        yield values[place]
+    yield [memoryview(checksums)]
 
 
 def located(answer: messages.Located | messages.Reading, count: int) -> list[tuple[NodeId, ...]]:

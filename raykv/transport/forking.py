@@ -1,7 +1,7 @@
 """What a process drops when it is the child of a fork.
 
-A connection belongs to the parent. The child closes its descriptors and sends nothing: a shutdown or a message would
-reach the parent's peer. Objects connect again at their first use in the child.
+A connection is the parent's. The child closes its descriptors and sends nothing: a shutdown or a message would get to
+the parent's peer. Objects connect again at their first use in the child.
 """
 
 import os
@@ -13,9 +13,9 @@ class Forkable(Protocol):
     """Holds something that a forked child must not share with its parent."""
 
     def after_fork(self) -> None:
-        """Called in the child, before anything else runs there. Must not send, and must take no lock.
+        """Called in the child, before anything else runs there: send nothing, take no lock, make new locks.
 
-        Locks that the object has may be held by threads that the child does not have: make new ones.
+        A lock may be held by a thread that the child does not have.
         """
         ...
 
@@ -24,13 +24,8 @@ _registered: WeakSet[Forkable] = WeakSet()
 
 
 def drop_after_fork(each: Forkable) -> None:
-    """Have `each.after_fork()` called in every child that this process forks, as long as the object lives."""
+    """Have `each.after_fork()` called in every child that this process forks, while the object lives."""
     _registered.add(each)
 
 
-def _after_fork_in_child() -> None:
-    for each in list(_registered):
-        each.after_fork()
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)
+os.register_at_fork(after_in_child=lambda: [each.after_fork() for each in list(_registered)])

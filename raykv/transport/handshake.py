@@ -3,11 +3,7 @@
 Over TCP both ends prove that they know the cluster's secret: an HMAC over fresh nonces of both. Over a Unix socket the
 kernel says who the other end is, and only the same user is accepted; the secret is empty then.
 
-    client                                 server
-    "raykv", version, nonce          ->
-                                     <-    "raykv", version, nonce; proof
-    proof                            ->
-                                     <-    one byte: accepted
+    client: "raykv", version, nonce   ->   server: "raykv", version, nonce, proof   ->   client: proof   ->   server: 1
 """
 
 import hashlib
@@ -24,7 +20,6 @@ from raykv.protocol.codec import VERSION
 from raykv.transport.stream import Stream
 
 GREETING: Final = struct.Struct("<5sH32s")
-"""First bytes of either end: GREETING_MAGIC, version, nonce."""
 GREETING_MAGIC: Final = b"raykv"
 PROOF_NBYTES: Final = 32
 _ACCEPTED: Final = b"\x01"
@@ -70,7 +65,7 @@ def greeting(nonce: bytes) -> bytes:
     return GREETING.pack(GREETING_MAGIC, VERSION, nonce)
 
 
-def read_greeting(raw: bytes | bytearray) -> bytes:
+def read_greeting(raw: bytes) -> bytes:
     """Return the nonce of the other end.
 
     Raises:
@@ -78,7 +73,7 @@ def read_greeting(raw: bytes | bytearray) -> bytes:
     """
     magic, version, nonce = GREETING.unpack(raw)
     if magic != GREETING_MAGIC:
-        raise ProtocolError(f"the peer does not speak raykv (it begins with {bytes(magic)!r})")
+        raise ProtocolError(f"the peer does not speak raykv (it begins with {magic!r})")
     if version != VERSION:
         raise ProtocolError(f"the peer speaks protocol version {version}, we speak {VERSION}: upgrade the older one")
     return bytes(nonce)
@@ -90,11 +85,7 @@ def proof(secret: bytes, role: str, client_nonce: bytes, server_nonce: bytes) ->
 
 
 def require_same_user(connection: socket.socket) -> None:
-    """Check the other end of a Unix socket.
-
-    Raises:
-        PeerUnavailable: It is another user's.
-    """
+    """Raise PeerUnavailable if the other end of a Unix socket is another user's."""
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     user = struct.unpack("3i", raw)[1]
     if user != os.getuid():

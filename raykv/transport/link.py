@@ -28,8 +28,7 @@ class SocketLink(Link):
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
-        self._posted: deque[int] = deque()
-        """Numbers of the requests whose answers were not collected, the oldest first."""
+        self._posted: deque[int] = deque()  # numbers of the requests, the oldest first
         self._next_id = 1
         self.epoch = 0
         self.closed = False
@@ -69,16 +68,6 @@ class SocketLink(Link):
                 raise
             raise PeerUnavailable(f"{address}: {getattr(error, 'strerror', None) or error}") from error
         return cls(stream)
-
-    def call(self, request: Message, *, deadline_s: float) -> Answer:
-        assert not self._posted
-        self.post(request, deadline_s=deadline_s)
-        return self.collect(deadline_s=deadline_s)
-
-    def fetch(self, request: Message, place: Callable[[Answer], Targets], *, deadline_s: float) -> Answer:
-        assert not self._posted
-        self.post(request, deadline_s=deadline_s)
-        return self.collect(place, deadline_s=deadline_s)
 
     def push(self, request: Message, pick: Callable[[Answer], Runs], *, deadline_s: float) -> Answer:
         request_id = self._next_id

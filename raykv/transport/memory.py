@@ -7,13 +7,12 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
 
 from raykv.errors import PeerUnavailable, ProtocolError
 from raykv.memory.copying import copy
 from raykv.protocol.codec import HEADER, decode, decode_header, encode, raise_failure
 from raykv.protocol.messages import Answer, Failure, Message
-from raykv.transport.base import MAX_POSTED, Link, Reply, Runs, Service, Targets, no_payload, remaining
+from raykv.transport.base import MAX_POSTED, Link, Reply, Runs, Service, Targets, remaining
 from raykv.transport.forking import drop_after_fork
 from raykv.types import Path
 
@@ -58,11 +57,6 @@ class Network:
             raise PeerUnavailable(f"a message to or from {address} was lost")
 
 
-class _Posted(NamedTuple):
-    request_id: int
-    reply: Reply
-
-
 class MemoryLink(Link):
     """The asking end. Requests are encoded and decoded all the same, so that the limits of messages hold.
 
@@ -74,19 +68,11 @@ class MemoryLink(Link):
     def __init__(self, network: Network, address: str, service: Service) -> None:
         self._network, self._address, self._service = network, address, service
         self._session = service.session(local=True)
-        self._posted: deque[_Posted] = deque()
+        self._posted: deque[tuple[int, Reply]] = deque()
         self._next_id = self._due_id = 1
         self.closed = False
         self.epoch = 0
         drop_after_fork(self)
-
-    def call(self, request: Message, *, deadline_s: float) -> Answer:
-        return self.fetch(request, no_payload, deadline_s=deadline_s)
-
-    def fetch(self, request: Message, place: Callable[[Answer], Targets], *, deadline_s: float) -> Answer:
-        assert not self._posted
-        self.post(request, deadline_s=deadline_s)
-        return self.collect(place, deadline_s=deadline_s)
 
     def push(self, request: Message, pick: Callable[[Answer], Runs], *, deadline_s: float) -> Answer:
         assert not self._posted
@@ -103,15 +89,16 @@ class MemoryLink(Link):
             if self._network.services.get(self._address) is not self._service:
                 raise PeerUnavailable(f"{self._address} was restarted")
             request_id = decode_header(raw[: HEADER.size]).request_id
-            self._posted.append(_Posted(request_id, self._service.answer(decode(raw[HEADER.size :]), self._session)))
+            self._posted.append((request_id, self._service.answer(decode(raw[HEADER.size :]), self._session)))
         except BaseException:
             self.close()
             raise
         self._next_id += 1
 
     def collect(self, place: Callable[[Answer], Targets] | None = None, *, deadline_s: float) -> Answer:
-        placed = place or no_payload
-        return self._finish(lambda reply: _move([reply.outgoing], placed(reply.answer)), deadline_s)
+        return self._finish(
+            lambda reply: _move([reply.outgoing], place(reply.answer) if place is not None else ()), deadline_s
+        )
 
     def wait_ready(self, timeout_s: float) -> bool:
         return self.closed or bool(self._posted)
@@ -120,7 +107,7 @@ class MemoryLink(Link):
         if not self.closed:
             self.closed = True
             while self._posted:
-                self._posted.popleft().reply.finish(False)
+                self._posted.popleft()[1].finish(False)
             self._session.close()
 
     def after_fork(self) -> None:

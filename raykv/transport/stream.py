@@ -21,16 +21,14 @@ import xxhash
 
 from raykv.errors import PeerUnavailable
 from raykv.memory import native
-from raykv.memory.copying import CHECKSUM, HASH_NBYTES, TINY_NBYTES, checksums_of
+from raykv.memory.copying import CHECKSUM, HASH_NBYTES, TINY_NBYTES
 from raykv.protocol.codec import HEADER, Header, decode, decode_header
 from raykv.protocol.messages import Answer, Request
-from raykv.transport.base import RUN_NBYTES, ChunkRun, Runs
+from raykv.transport.base import ChunkRun, Runs
 
 READ_AHEAD_NBYTES: Final = 4096
 STEP_NBYTES: Final = 1 << 20
 """Most bytes of one `sendmsg`; a peer that accepts less than this within a stall time-out is disconnected."""
-FIRST_NBYTES: Final = 32 << 10
-"""Bytes of the first `sendmsg` of several: the reader copies these while we copy the rest."""
 STEP_PIECES: Final = 1024
 """Most views of one `sendmsg` or `recvmsg_into`: the kernel's limit."""
 
@@ -39,8 +37,7 @@ _WAITALL: Final = socket.MSG_WAITALL
 _DONTWAIT: Final = socket.MSG_DONTWAIT
 _CLOSED: Final = "the peer closed the connection"
 _LATE: Final = "the deadline has passed"
-_LATE_END: Final = 1
-"""The result of `native.receive` for a deadline that has passed."""
+_LATE_END: Final = 1  # the result of `native.receive` for a deadline that has passed
 
 
 class Stream:
@@ -238,8 +235,7 @@ class Stream:
         assert native.receive is not None
         ahead = self._ahead[self._start : self._end]
         checksums = bytearray(8 * len(run.sizes)) if run.hashed else None
-        result = native.receive(self.socket.fileno(), ahead, run.chunks, checksums, deadline_s, self._spin_s)
-        end, run.full = result[0], result[1]
+        end, run.full = native.receive(self.socket.fileno(), ahead, run.chunks, checksums, deadline_s, self._spin_s)
         self._start += min(len(ahead), sum(run.sizes))
         if checksums is not None:
             run.checksums = bytes(checksums[: 8 * run.full])
@@ -250,33 +246,18 @@ class Stream:
             raise PeerUnavailable(_LATE if end == _LATE_END else _CLOSED)
 
     def _fill_chunks(self, run: ChunkRun, deadline_s: float) -> None:
-        """The same without the compiled loops: small chunks together, and large ones in parts."""
-        first = nbytes = 0
-        for place, size in enumerate(run.sizes):
-            nbytes += size
-            if size > HASH_NBYTES:
-                self._fill_small(run, first, place, deadline_s)
-                state = xxhash.xxh3_64()
-                for part in _parts(run.chunks[place]):
+        """The same without the compiled loops."""
+        for chunk in run.chunks:
+            state = xxhash.xxh3_64()
+            for piece in chunk:
+                for first in range(0, len(piece), HASH_NBYTES):
+                    part = piece[first : first + HASH_NBYTES]
                     self._fill_views((part,), deadline_s)
                     if run.hashed:
                         state.update(part)
-                if run.hashed:
-                    run.checksums += CHECKSUM.pack(state.intdigest())
-                run.full += 1
-            elif nbytes < RUN_NBYTES and place + 1 < len(run.sizes):
-                continue
-            else:
-                self._fill_small(run, first, place + 1, deadline_s)
-            first, nbytes = place + 1, 0
-
-    def _fill_small(self, run: ChunkRun, first: int, end: int, deadline_s: float) -> None:
-        """Fill these chunks of a run together."""
-        chunks = run.chunks[first:end]
-        self._fill_views([piece for chunk in chunks for piece in chunk], deadline_s)
-        if run.hashed:
-            run.checksums += checksums_of(chunks)
-        run.full += len(chunks)
+            if run.hashed:
+                run.checksums += CHECKSUM.pack(state.intdigest())
+            run.full += 1
 
     def _fill_views(self, views: Sequence[memoryview], deadline_s: float) -> None:
         pieces = [piece for piece in self._use_read_ahead(views) if len(piece)]
@@ -308,9 +289,8 @@ class Stream:
 
 
 def _steps(message: memoryview, pieces: Sequence[memoryview]) -> Iterator[list[memoryview]]:
-    """The message and the pieces, in lists for one `sendmsg` each. What fits into two first steps is sent as one."""
-    small = len(message) + sum(map(len, pieces)) <= 2 * FIRST_NBYTES
-    step, room = [message], STEP_NBYTES if small else FIRST_NBYTES
+    """The message and the pieces, in lists for one `sendmsg` each."""
+    step, room = [message], STEP_NBYTES
     for piece in pieces:
         rest = piece
         while len(rest) > room or len(step) == STEP_PIECES:
@@ -321,15 +301,7 @@ def _steps(message: memoryview, pieces: Sequence[memoryview]) -> Iterator[list[m
             step, room = [], STEP_NBYTES
         step.append(rest)
         room -= len(rest)
-    if step:
-        yield step
-
-
-def _parts(chunk: Sequence[memoryview]) -> Iterator[memoryview]:
-    """A chunk in parts that fit into the processor's cache."""
-    for piece in chunk:
-        for first in range(0, len(piece), HASH_NBYTES):
-            yield piece[first : first + HASH_NBYTES]
+    yield step
 
 
 def _after(pieces: list[memoryview], moved: int) -> list[memoryview]:

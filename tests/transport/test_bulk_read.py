@@ -10,6 +10,7 @@ import time
 
 import numpy as np
 import pytest
+from raykv.transport.tcp import SocketLink
 
 import raykv
 from raykv.client.router import Router
@@ -21,7 +22,6 @@ from raykv.transport import bulk_read, stream, tcp
 from raykv.transport.base import Reply
 from raykv.transport.bulk_read import BulkRead
 from raykv.transport.stream import Stream
-from raykv.transport.tcp import SocketLink
 
 SPACE = raykv.Namespace(model="m")
 NBYTES = 5000

@@ -80,7 +80,7 @@ class LinkContract:
 
         link = connect()
         for _ in range(2):
-            answer = link.fetch(messages.Read(b""), place, deadline_s=soon())
+            answer = link.call(messages.Read(b""), place, deadline_s=soon())
             assert buffer == self.stock
             assert answer == seen.pop() == messages.Reading(b"n", b"c")
             buffer[:] = bytes(len(buffer))
@@ -107,7 +107,7 @@ class LinkContract:
                 yield [memoryview(buffer)[first:end]]
                 checked.append(buffer[first:end] == self.stock[first:end])
 
-        connect().fetch(messages.Read(b""), place, deadline_s=soon())
+        connect().call(messages.Read(b""), place, deadline_s=soon())
         assert checked == [True] * 5
 
     def test_what_goes_out_is_made_as_it_goes(self, connect, service):
@@ -151,7 +151,7 @@ class LinkContract:
         with pytest.raises(AssertionError):
             link.call(messages.GetStats(), deadline_s=soon())
         with pytest.raises(AssertionError):
-            link.fetch(messages.Read(b""), lambda answer: [], deadline_s=soon())
+            link.call(messages.Read(b""), lambda answer: [], deadline_s=soon())
         assert link.collect(deadline_s=soon()) == messages.Stats(b"GetStats")
         with pytest.raises(AssertionError):
             link.collect(deadline_s=soon())
@@ -186,7 +186,7 @@ class LinkContract:
     def test_a_failure_instead_of_bytes(self, connect):
         link = connect()
         with pytest.raises(UsageError):
-            link.fetch(messages.Delete(b""), lambda answer: pytest.fail("asked for buffers"), deadline_s=soon())
+            link.call(messages.Delete(b""), lambda answer: pytest.fail("asked for buffers"), deadline_s=soon())
         with pytest.raises(UsageError):
             link.push(messages.Delete(b""), lambda answer: pytest.fail("asked for bytes"), deadline_s=soon())
         link.call(messages.GetStats(), deadline_s=soon())
@@ -198,7 +198,7 @@ class LinkContract:
             raise ProtocolError("not what I wanted")
 
         with pytest.raises(ProtocolError):
-            link.fetch(messages.Read(b""), refuse, deadline_s=soon())
+            link.call(messages.Read(b""), refuse, deadline_s=soon())
         assert service.sessions[0].closed.wait(5.0)
         assert len(service.finished) == 1  # False, unless all was on its way already
         with pytest.raises(PeerUnavailable):
@@ -221,7 +221,7 @@ class LinkContract:
         def use(link: Link) -> list[bytes]:
             buffers = [bytearray(len(self.stock)) for _ in range(5)]
             for buffer in buffers:
-                link.fetch(messages.Read(b""), lambda answer, into=buffer: [[memoryview(into)]], deadline_s=soon())
+                link.call(messages.Read(b""), lambda answer, into=buffer: [[memoryview(into)]], deadline_s=soon())
             return buffers
 
         with ThreadPoolExecutor(6) as pool:

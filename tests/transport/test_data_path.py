@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from raykv.errors import PeerUnavailable, ProtocolError, RayKVError, TransientError
+from raykv.memory.copying import checksum_of
 from raykv.protocol import messages
 from raykv.protocol.placement import Member
 from raykv.transport import bulk_read, stream
@@ -60,7 +61,6 @@ def reached(request, holder):
 def small_parts(loops, monkeypatch):
     """Many requests for few chunks, with the compiled loops and without."""
     monkeypatch.setattr(bulk_read, "PART_KEYS", 3)
-    monkeypatch.setattr(stream, "RUN_NBYTES", 2 * NBYTES)
 
 
 def progress_of(numbers: list[int], sizes: list[int] | None = None) -> tuple[ReadProgress, list[bytearray]]:
@@ -164,7 +164,6 @@ def test_an_answer_of_the_wrong_shape(reached, holder):
 
 
 def test_a_holder_that_stalls_costs_the_rest_and_not_what_has_arrived(holder, loops, monkeypatch):
-    monkeypatch.setattr(stream, "RUN_NBYTES", 1)
     server = SocketServer(holder, "127.0.0.1:0", SECRET, io_timeout_s=5.0, max_connections=8)
     server.serve()
     pool = ConnectionPool(SocketLink.connect, SECRET, breaker_s=0.1, max_idle=2)
@@ -248,7 +247,7 @@ class Toy(DataPath):
 
     name = "toy"
 
-    def can_reach(self, there, *, deadline_s):
+    def leads_to(self, there, *, deadline_s):
         return "toy" in there.endpoints
 
     def read(self, there, run, *, deadline_s):
@@ -257,18 +256,13 @@ class Toy(DataPath):
                 piece[:] = bytes(len(piece))
         run.arrived, run.path = list(run.places), "toy"
 
-    def retain(self, members):
-        pass
-
-    def close(self):
-        pass
-
 
 def test_the_first_path_that_leads_to_a_member_is_chosen():
     pool = ConnectionPool(SocketLink.connect, SECRET, breaker_s=0.1, max_idle=2)
-    paths = DataPaths([Toy(), ShmPath(pool, "host"), LinkPath(pool)])
-    assert paths.choose(member(toy="x", tcp="y:1"), deadline_s=soon()) is paths["toy"]
-    assert paths.choose(member(tcp="y:1"), deadline_s=soon()) is paths["tcp"]  # its memory cannot be mapped
+    toy, shm, tcp = Toy(), ShmPath(pool, "host"), LinkPath(pool)
+    paths = DataPaths([toy, shm, tcp])
+    assert paths.choose(member(toy="x", tcp="y:1"), deadline_s=soon()) is toy
+    assert paths.choose(member(tcp="y:1"), deadline_s=soon()) is tcp  # its memory cannot be mapped
     with pytest.raises(TransientError, match=r"toy, shm, tcp.*'n'.*carrier-pigeon"):
         paths.choose(member(**{"carrier-pigeon": "z"}), deadline_s=soon())
     progress, _ = progress_of([1, 2])
@@ -289,12 +283,12 @@ def test_a_node_of_this_host_whose_files_cannot_be_mapped_is_read_over_tcp(holde
     pool = ConnectionPool(SocketLink.connect, SECRET, breaker_s=0.1, max_idle=2)
     shm = ShmPath(pool, "host")
     there = member(unix=address, tcp="y:1")
-    assert not shm.can_reach(there, deadline_s=soon())
-    assert not shm.can_reach(there, deadline_s=soon())
+    assert not shm.leads_to(there, deadline_s=soon())
+    assert not shm.leads_to(there, deadline_s=soon())
     assert len(answers) == 0  # it was asked once
     with pytest.raises(RayKVError):
         shm.read(there, ReadRun(progress_of([1])[0], "n", [0]), deadline_s=soon())
-    assert not shm.can_reach(Member("n", "other host", {"unix": address}, 1.0, 1), deadline_s=soon())
+    assert not shm.leads_to(Member("n", "other host", {"unix": address}, 1.0, 1), deadline_s=soon())
     pool.close()
     server.close()
 
@@ -335,7 +329,7 @@ def test_parts_hold_all_places_in_order_and_keep_to_the_limits(rng):
 def test_the_payload_of_a_write():
     values = [[memoryview(content(n))[:7], memoryview(content(n))[7:]] for n in range(5)]
     sent = b"".join(bytes(piece) for run in bulk_read.with_checksums(values, [0, 2, 4]) for piece in run)
-    sums = np.array([bulk_read.checksum_of(values[n]) for n in (0, 2, 4)], "<u8").tobytes()
+    sums = np.array([checksum_of(values[n]) for n in (0, 2, 4)], "<u8").tobytes()
     assert sent == content(0) + content(2) + content(4) + sums
 
 

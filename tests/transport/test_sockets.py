@@ -8,6 +8,7 @@ import threading
 import time
 
 import pytest
+from raykv.transport.tcp import SocketLink, SocketServer, parse_address
 
 import raykv
 from raykv.config import NodeConfig
@@ -18,7 +19,6 @@ from raykv.protocol import messages
 from raykv.transport import stream, tcp
 from raykv.transport.pool import Peers
 from raykv.transport.stream import Stream
-from raykv.transport.tcp import SocketLink, SocketServer, parse_address
 
 SECRET = b"k" * 32
 

@@ -82,7 +82,6 @@ def test_chunks_arrive_whole_and_hashed_with_any_cuts(loops, ends, rng, hashed, 
 
 @pytest.mark.parametrize("end", ["gone", "late", "reset"])
 def test_what_breaks_off_counts_only_what_is_full(loops, ends, rng, end, monkeypatch):
-    monkeypatch.setattr(stream_module, "RUN_NBYTES", 1)
     stream, there = ends
     values = [rng.randbytes(5000) for _ in range(4)]
     there.sendall(b"".join(values)[:12_000])
