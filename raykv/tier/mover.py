@@ -31,9 +31,7 @@ class TierMover:
         tiers: Fastest first; may be empty.
     """
 
-    def __init__(
-        self, store: Store, lock: threading.Lock, tiers: Sequence[Tier], *, changed: Callable[[], None]
-    ) -> None:
+    def __init__(self, store: Store, lock: threading.Lock, tiers: Sequence[Tier], changed: Callable[[], None]) -> None:
         """Begin to move chunks of `store`, under the node's lock.
 
         Args:

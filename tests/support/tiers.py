@@ -183,7 +183,11 @@ class FileDriver(Driver):
 
 
 def environment(arena: Arena, node: str = "raykv-test-n0") -> Environment:
-    return Environment(arena.view, node, Names())
+    return environment_of(arena.view, node)
+
+
+def environment_of(view: memoryview, node: str = "raykv-test-n0") -> Environment:
+    return Environment(view, node, Names())
 
 
 def keys_for(count: int, salt: int = 0) -> list[bytes]:
