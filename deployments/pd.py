@@ -2,8 +2,8 @@
 
     serve run deployments/pd.yaml
 
-Every replica talks to the raykv node of its own Ray node. A prompt is prefilled by one kind of worker, which stores its
-KV; the other kind reads it by the ticket it is handed, and decodes.
+Every replica uses the raykv node of its own Ray node. A prefill worker computes a prompt and stores its KV. A decode
+worker gets a ticket, loads that KV, and decodes.
 """
 
 from pathlib import Path
@@ -15,32 +15,32 @@ from ray.serve import Application
 from raykv.config import Model, Name, Nbytes
 
 CPU_ENVIRONMENT = {
-    # One thread an engine, wherever the kernel puts it: by itself, vLLM would bind all engines of a host to one core.
+    # One thread an engine, on any core: by default vLLM would bind all engines of a host to one core.
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "RAYLLM_VLLM_ENGINE_CLS": "raykv.integrations.serve.backend.OneProcessEngine",
 }
 HEALTH_CHECK_PERIOD_S = 2
 HEALTH_CHECK_TIMEOUT_S = 60
-"""A worker that computes a long prompt on a busy CPU answers late, not never."""
+"""A worker that computes a long prompt on a busy CPU answers late."""
 
 
 class PDArgs(Model):
-    """What the app takes as `args`.
+    """The `args` of the app.
 
     Attributes:
         model: Folder with the model, the same on every Ray node, or its name on the hub.
-        model_id: What clients call it. None: the last part of `model`.
-        device: What the engines run on.
-        dtype: Of weights and KV: "auto", "bfloat16", "float32".
-        prefill_replicas, decode_replicas: How many workers of each kind.
-        prefill_resources, decode_resources: Custom Ray resources that each worker takes, to say where it may run.
-        max_model_len: Longest prompt and answer together, in tokens.
+        model_id: Its name for clients. None: the last part of `model`.
+        device: Device of the engines.
+        dtype: Type of weights and KV: "auto", "bfloat16", "float16", "float32".
+        prefill_replicas, decode_replicas: Workers of each kind.
+        prefill_resources, decode_resources: Custom Ray resources of each worker: they decide where it may run.
+        max_model_len: Most tokens of a prompt and its answer together.
         block_tokens: Tokens of an engine's block, and of a chunk in the pool.
         kv_cache_nbytes: Memory for the KV of running requests, in each engine.
-        engine_prefix_caching: Whether each engine also keeps a prefix cache of its own, before the pool.
+        engine_prefix_caching: Whether each engine also has a prefix cache of its own.
         pool: Name of the raykv cluster.
-        pool_nbytes: Memory of the pool on each Ray node, to start the cluster with. None: it runs already (`raykv up`).
+        pool_nbytes: Start the cluster with this much memory on each Ray node. None: it runs already (`raykv up`).
         engine: Further arguments of vLLM, such as tensor_parallel_size.
     """
 

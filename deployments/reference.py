@@ -1,9 +1,9 @@
-"""The same requests by a plain vLLM engine, without pool and without a prefix cache: what the demo compares with.
+"""Answers requests with a plain vLLM engine, without pool and prefix cache: the demo compares with it.
 
     python -m deployments.reference --model FOLDER --answer-tokens 40
 
-Reads requests from stdin, one JSON list of messages a line, and writes an `Answer` a line to stdout; first of all a
-line that says it is ready. It keeps to one thread, one process and the demo's number format.
+Prints a line when it is ready. Then it reads requests from stdin, one JSON list of messages a line, and writes one
+`Answer` a line to stdout. It uses one thread, one process and the demo's number format.
 """
 
 import argparse
@@ -29,8 +29,8 @@ class Answer(BaseModel):
     """One answered request.
 
     Attributes:
-        prompt: The prompt's tokens, with the chat template around the messages.
-        tokens: The answer's.
+        prompt: Tokens of the prompt, with the chat template around the messages.
+        tokens: Tokens of the answer.
         text: The answer.
         ttft_s: Time to the first token.
     """

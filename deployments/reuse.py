@@ -1,4 +1,4 @@
-"""What the engines of a deployment reused, read from the metrics that Ray exports on every Ray node."""
+"""What the engines of a deployment reused, from the metrics that Ray exports on every Ray node."""
 
 import re
 import time
@@ -17,8 +17,8 @@ class Reuse:
     """What was loaded from the pool instead of computed.
 
     Attributes:
-        tokens: By (address of the Ray node whose engine loaded, of the one that held, path).
-        nbytes: By path.
+        tokens: Tokens by (address of the loading Ray node, address of the holder, path).
+        nbytes: Bytes by path.
         answers: Requests that engines finished.
     """
 
@@ -45,10 +45,10 @@ class ReuseMeter:
         self._last = self._read()
 
     def next(self, *, answers: int, timeout_s: float = 30.0) -> Reuse:
-        """What was reused since the last call, once this many more requests have been finished by engines.
+        """Wait until engines have finished `answers` more requests, and return what was reused since the last call.
 
         Raises:
-            TimeoutError: Fewer were finished, or their figures do not come.
+            TimeoutError: Fewer were finished, or their figures are missing.
         """
         until_s = time.monotonic() + timeout_s
         while True:
@@ -58,7 +58,7 @@ class ReuseMeter:
                 self._last = now
                 return since
             if time.monotonic() > until_s:
-                raise TimeoutError(f"the engines' figures are not there after {timeout_s} s: {since}")
+                raise TimeoutError(f"the engines' figures are missing after {timeout_s} s: {since}")
             time.sleep(POLL_S)
 
     def _read(self) -> Reuse:

@@ -1,5 +1,4 @@
-"""Adapters between raykv and the engines that use it.
+"""Adapters for engines: the only package that imports torch or an engine, and that uses the engine's word `block`.
 
-Only here may torch or an engine be imported, only here does the engine's word `block` appear, and only here is
-`RayKVError` caught: an adapter that meets one counts it and lets the engine recompute.
+An adapter catches `RayKVError`, counts it, and lets the engine recompute.
 """

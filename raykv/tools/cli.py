@@ -1,4 +1,4 @@
-"""The command line: what is done to the Ray cluster that runs here (`up`, `status`, ...), and `doctor` and `plan`."""
+"""The command line: `up`, `status` and other commands for the cluster on Ray; `doctor` and `plan` without Ray."""
 
 import argparse
 import json
@@ -18,42 +18,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Returns:
-        0 when it did what it says; 1 when it could not, with the reason on stderr, or when `doctor` finds something
-        wrong; 2 for a wrong command line.
+        0 for success; 1 for a failure, with the reason on stderr, or when `doctor` finds something wrong; 2 for a
+        wrong command line.
     """
     options = parser().parse_args(arguments)
-    if options.here is not None:
-        return int(options.here(options))
     try:
-        if node_address(options) is not None:
-            print(options.run(options))
-            return 0
+        if options.here is not None:
+            return int(options.here(options))
+        print(options.run(options) if node_address(options) is not None else _with_ray(options))
     except RayKVError as error:
         print(f"raykv: {error}", file=sys.stderr)
         return 1
-    try:
-        import ray
-    except ModuleNotFoundError:
-        print("raykv: Ray is not installed; pip install 'raykv[ray]'", file=sys.stderr)
-        return 1
-    try:
-        ray.init(address=options.address, log_to_driver=False, logging_level=logging.ERROR)
-    except (ConnectionError, RuntimeError) as error:
-        print(f"raykv: no Ray cluster at {options.address!r} ({error}); start one with 'ray start'", file=sys.stderr)
-        return 1
-    try:
-        text = options.run(options)
-    except RayKVError as error:
-        print(f"raykv: {error}", file=sys.stderr)
-        return 1
-    finally:
-        ray.shutdown()
-    print(text)
     return 0
 
 
+def _with_ray(options: argparse.Namespace) -> str:
+    try:
+        import ray
+
+        ray.init(address=options.address, log_to_driver=False, logging_level=logging.ERROR)
+    except ModuleNotFoundError:
+        raise ConfigError("Ray is not installed; pip install 'raykv[ray]'") from None
+    except (ConnectionError, RuntimeError) as error:
+        raise ConfigError(f"no Ray cluster at {options.address!r} ({error}); start one with 'ray start'") from error
+    try:
+        return str(options.run(options))
+    finally:
+        ray.shutdown()
+
+
 def parser() -> argparse.ArgumentParser:
-    """What the command line may say."""
+    """The parser of the whole command line."""
     whole = argparse.ArgumentParser(prog="raykv", description="A distributed KV cache for LLM inference, on Ray.")
     whole.set_defaults(here=None)
     whole.add_argument("--address", default="auto", help="the Ray cluster, as for ray.init (default: the one here)")
@@ -72,16 +67,16 @@ def parser() -> argparse.ArgumentParser:
 
     status = commands.add_parser("status", help="what runs, and what it holds")
     status.add_argument("--json", action="store_true", help="everything, for programs")
-    status.add_argument("--secret", action="store_true", help="only the secret, for clients that come by host:port")
+    status.add_argument("--secret", action="store_true", help="only the secret, for clients that connect by host:port")
     status.set_defaults(run=_status)
 
-    upgrade = commands.add_parser("upgrade", help="replace node after node by the code installed now; memory stays")
+    upgrade = commands.add_parser("upgrade", help="restart node after node with the code installed now; memory stays")
     upgrade.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS", help="for each node (default: 60)")
     upgrade.set_defaults(run=_upgrade)
 
-    record = commands.add_parser("record", help="capture a trace of what requests ask for, for 'raykv plan'")
-    record.add_argument("file", metavar="FILE", help="a line a request; is not overwritten")
-    record.add_argument("--seconds", type=float, default=600.0, help="for how long (default: 600; end it by Ctrl-C)")
+    record = commands.add_parser("record", help="capture a trace of requests, for 'raykv plan'")
+    record.add_argument("file", metavar="FILE", help="a line a request; must not exist")
+    record.add_argument("--seconds", type=float, default=600.0, help="how long (default: 600; Ctrl-C ends it)")
     record.set_defaults(run=_record)
 
     down = commands.add_parser("down", help="end all nodes and free their memory")
@@ -91,7 +86,9 @@ def parser() -> argparse.ArgumentParser:
     doctor.add_argument("--json", action="store_true", help="for programs")
     doctor.set_defaults(here=_doctor)
 
-    plan = commands.add_parser("plan", help="what a cache of some size and policy would save on a trace; needs no Ray")
+    plan = commands.add_parser(
+        "plan", help="what a cache of a given size and policy would save on a trace; needs no Ray"
+    )
     add_arguments(plan)
     plan.set_defaults(here=_plan)
     asking = add_commands(commands)
@@ -136,7 +133,7 @@ def _share(text: str) -> float:
     try:
         return float(text.removesuffix("%")) / 100
     except ValueError:
-        raise ConfigError(f"--arena {text!r} is no share; write '80%' or a size such as '64 GiB'") from None
+        raise ConfigError(f"--arena {text!r}: write a share such as '80%', or a size such as '64 GiB'") from None
 
 
 def _status(options: argparse.Namespace) -> str:
@@ -153,9 +150,9 @@ def _upgrade(options: argparse.Namespace) -> str:
 
     lines = []
     for step in control.upgrade(options.name, timeout_s=options.timeout):
-        kept = f", {step['recovered']:,} of {step['chunks_before']:,} chunks kept" if "recovered" in step else ""
+        chunks = f", {step['recovered']:,} of {step['chunks_before']:,} chunks recovered" if "recovered" in step else ""
         lines.append(
-            f"  {step['node'][:16]}  pid {step['pid_before']} -> {step['pid']} in {step['seconds']:.1f} s{kept}"
+            f"  {step['node'][:16]}  pid {step['pid_before']} -> {step['pid']} in {step['seconds']:.1f} s{chunks}"
         )
     return "\n".join([f"cluster {options.name!r} is upgraded", *lines])
 
@@ -179,7 +176,7 @@ def _record(options: argparse.Namespace) -> str:
                 pass
     except OSError as error:
         raise RayKVError(f"FILE {options.file}: {error.strerror}") from error
-    return f"{count:,} requests in {options.file}" + (f"; {lost:,} more found no room" if lost else "")
+    return f"{count:,} requests in {options.file}" + (f"; {lost:,} more were dropped" if lost else "")
 
 
 def _down(options: argparse.Namespace) -> str:
@@ -198,16 +195,12 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    try:
-        print(plan_command(options))
-    except RayKVError as error:
-        print(f"raykv: {error}", file=sys.stderr)
-        return 1
+    print(plan_command(options))
     return 0
 
 
 def _table(found: dict[str, Any]) -> str:
-    """`cluster.status` for people."""
+    """The result of `cluster.status`, for people."""
     lines = [f"cluster {found['name']!r}, epoch {found['epoch']}, directory pid {found['directory']['pid']}"]
     for ray_node_id, node in found["nodes"].items():
         name = ray_node_id[:16]

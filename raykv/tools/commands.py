@@ -1,4 +1,4 @@
-"""The commands that ask a running cluster as any client does: `raykv why` and `raykv namespace`."""
+"""The commands that are clients of a running cluster: `raykv why` and `raykv namespace`."""
 
 import argparse
 import json
@@ -18,23 +18,23 @@ from raykv.protocol.chunk_keys import KEY_NBYTES, from_bytes
 from raykv.protocol.namespace import Namespace
 
 ANY = Namespace(model="-")
-"""To ask about namespaces, one must be in some: nothing is stored under this one."""
+"""A client needs a namespace. Nothing is stored under this one."""
 
 
 def add_commands(commands: Any) -> list[argparse.ArgumentParser]:
-    """Add them to the command line. Returns their parsers."""
-    why = commands.add_parser("why", help="what became of chunks: where they are, or why they are not here")
-    why.add_argument("names", nargs="*", metavar="NAME", help="of objects")
+    """Add the commands to the command line. Returns their parsers."""
+    why = commands.add_parser("why", help="where chunks are, or why they are gone")
+    why.add_argument("names", nargs="*", metavar="NAME", help="names of objects")
     why.add_argument("--tokens", metavar="FILE", help="in place of names: a prompt, as a JSON list of token ids")
     why.add_argument("--keys", nargs="+", default=[], metavar="HEX", help="in place of names: keys, 32 digits each")
     why.add_argument("--namespace", metavar="NAMESPACE", help="see 'raykv namespace list' (default: the only one)")
     why.set_defaults(run=_why)
 
-    namespace = commands.add_parser("namespace", help="what nodes do with each namespace's chunks, while they run")
+    namespace = commands.add_parser("namespace", help="the namespaces in use, and their configs")
     actions = namespace.add_subparsers(required=True, metavar="ACTION")
     listing = actions.add_parser("list", help="all namespaces, their configs and counters")
     listing.set_defaults(run=_list)
-    setting = actions.add_parser("set", help="change fields of a config; the others stay as they are")
+    setting = actions.add_parser("set", help="change fields of a config; the others stay")
     setting.add_argument("fields", nargs="+", metavar="FIELD=VALUE", help="as in NamespaceConfig; 'none' resets one")
     setting.set_defaults(run=_set)
     dropping = actions.add_parser("drop", help="drop all chunks of a namespace, on every node and tier, and its config")
@@ -47,13 +47,13 @@ def add_commands(commands: Any) -> list[argparse.ArgumentParser]:
     for command in made:
         command.add_argument("--json", action="store_true", help="for programs")
         command.add_argument(
-            "--node", metavar="ADDRESS", help="of any node, 'unix:/path' or 'host:port' (default: by Ray); needs no Ray"
+            "--node", metavar="ADDRESS", help="address of any node: 'unix:/path' or 'host:port' (default: found by Ray)"
         )
     return made
 
 
 def node_address(options: argparse.Namespace) -> str | None:
-    """The node that a command is to ask, if it need not look for one by Ray."""
+    """The node for a command, if its address is known without Ray."""
     if not hasattr(options, "node"):
         return None
     return ClientConfig.from_environment(address=options.node).address
@@ -113,7 +113,7 @@ def _set(options: argparse.Namespace) -> str:
     with _client(options) as client:
         client = client.using(_choose(client, options.namespace, new=True))
         count = client.configure(**fields)
-        return f"{_name(client.namespace)}: {count} nodes have taken note"
+        return f"{_name(client.namespace)}: {count} nodes have applied it"
 
 
 def _drop(options: argparse.Namespace) -> str:
@@ -123,7 +123,7 @@ def _drop(options: argparse.Namespace) -> str:
 
 
 def namespace_lines(found: list[dict[str, Any]]) -> list[str]:
-    """`Client.namespaces` for people."""
+    """The result of `Client.namespaces`, for people."""
     lines = []
     for each in found:
         config = each["config"].model_dump(mode="json", exclude_defaults=True)
@@ -145,28 +145,28 @@ def namespace_lines(found: list[dict[str, Any]]) -> list[str]:
 
 
 def status_lines(nodes: Mapping[str, Any]) -> list[str]:
-    """The namespaces in what nodes say of themselves, for people."""
-    said = {name: node["namespaces"] for name, node in nodes.items() if "namespaces" in node}
-    lines = namespace_lines(gathered(said))
+    """The namespaces in the stats of nodes, for people."""
+    by_node = {name: node["namespaces"] for name, node in nodes.items() if "namespaces" in node}
+    lines = namespace_lines(gathered(by_node))
     return ["namespaces:", *lines] if lines else []
 
 
 def _counts(what: str, counts: Mapping[str, int]) -> str:
     if not counts:
         return ""
-    told = sorted(counts.items(), key=lambda each: -each[1])
-    return f", {sum(counts.values()):,} {what} ({', '.join(f'{count:,} {reason}' for reason, count in told)})"
+    parts = [f"{count:,} {reason}" for reason, count in sorted(counts.items(), key=lambda each: -each[1])]
+    return f", {sum(counts.values()):,} {what} ({', '.join(parts)})"
 
 
 def _name(namespace: Namespace) -> str:
-    """A namespace for people: its model, and what else is not as usual."""
+    """A namespace for people: its model, and its other fields that are not the default."""
     fields = namespace.model_dump(mode="json", exclude_defaults=True)
     model = str(fields.pop("model"))
     return model + (f" ({', '.join(f'{name}={value}' for name, value in fields.items())})" if fields else "")
 
 
 def _choose(client: Client, text: str | None, *, new: bool = False) -> Namespace:
-    """The namespace that `text` means: its fields as JSON, a model of which there is one, or the only one there is."""
+    """The namespace that `text` names: by its fields as JSON, or by its model; None: the only one in use."""
     if text is not None and text.startswith("{"):
         try:
             return Namespace.load(json.loads(text))
@@ -211,5 +211,5 @@ def _tokens(path: str) -> np.ndarray[Any, np.dtype[np.int64]]:
     except (OSError, ValueError) as error:
         raise RayKVError(f"--tokens {path}: {error}") from error
     if tokens.ndim != 1 or tokens.dtype.kind != "i":
-        raise UsageError(f"--tokens {path}: no JSON list of token ids")
+        raise UsageError(f"--tokens {path}: not a JSON list of token ids")
     return tokens

@@ -32,7 +32,6 @@ PACKAGES: Final = {
 }
 PACED: Final = "bbr"
 """Congestion control that paces its sender with timers."""
-_IO_URING_SETUP: Final = 425  # the same on all processors
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +76,11 @@ def report(findings: Iterable[Finding]) -> str:
     return "\n".join(lines)
 
 
+def better(name: str, says: str, remedy: str, *, when: bool) -> Finding:
+    """A finding that is ok, except `when` the remedy would help."""
+    return Finding(name, "better", says, remedy) if when else Finding(name, "ok", says)
+
+
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
@@ -95,9 +99,8 @@ def shared_memory(root: Path) -> Finding:
     says = f"/dev/shm has {_size(size)}, {_size(free)} free"
     if free < MIN_SHM_NBYTES:
         return Finding(name, "wrong", says, remount)
-    if size < total // 2:
-        return Finding(name, "better", f"{says}; the host has {_size(total)}", remount)
-    return Finding(name, "ok", says)
+    small = size < total // 2
+    return better(name, f"{says}; the host has {_size(total)}" if small else says, remount, when=small)
 
 
 def memory_limit(root: Path) -> Finding:
@@ -108,10 +111,9 @@ def memory_limit(root: Path) -> Finding:
     stat = os.statvfs(root / "dev/shm") if (root / "dev/shm").is_dir() else None
     size = stat.f_blocks * stat.f_frsize if stat else 0
     says = f"this container may use {_size(limit)}, shared memory included, and uses {_size(used)}"
-    if size > limit:
-        remedy = "keep arena_nbytes well below the limit, or raise it (docker run --memory, resources.limits.memory)"
-        return Finding(name, "better", f"{says}; /dev/shm promises {_size(size)}", remedy)
-    return Finding(name, "ok", says)
+    remedy = "keep arena_nbytes well below the limit, or raise it (docker run --memory, resources.limits.memory)"
+    more = size > limit
+    return better(name, f"{says}; /dev/shm promises {_size(size)}" if more else says, remedy, when=more)
 
 
 def huge_pages(root: Path) -> Finding:
@@ -120,30 +122,29 @@ def huge_pages(root: Path) -> Finding:
     size = _size(pages.huge_nbytes())
     if pages.try_collapse():
         return Finding(name, "ok", f"shared memory gets pages of {size} on request (shmem_enabled: {setting})")
-    remedy = "mount -o remount,huge=advise /dev/shm, or update the kernel to 6.1 or later"
+    says = f"no pages of {size} for shared memory (shmem_enabled: {setting})"
     if setting in ("always", "force", "advise", "within_size"):
-        return Finding(name, "better", f"this kernel gives pages of {size} by the mount's setting alone", remedy)
-    return Finding(name, "better", f"no pages of {size} for shared memory (shmem_enabled: {setting})", remedy)
+        says = f"this kernel gives pages of {size} by the mount's setting alone"
+    remedy = "mount -o remount,huge=advise /dev/shm, or update the kernel to 6.1 or later"
+    return Finding(name, "better", says, remedy)
 
 
 def hugetlb_pools(root: Path) -> list[Finding]:
     """Pools of reserved huge pages, and their mounts. Not needed where `huge_pages` is ok."""
-    found = []
+    name, found = "hugetlb pool", []
     mounts = [line.split() for line in lines_of(root / "proc/mounts")]
     places = [fields[1] for fields in mounts if len(fields) > 2 and fields[2] == "hugetlbfs"]
+    mounted = f"mounted at {', '.join(places)}: may serve as shm_dir" if places else "but mounted nowhere"
     for pool in sorted((root / "sys/kernel/mm/hugepages").glob("hugepages-*kB")):
         page = int(pool.name.removeprefix("hugepages-").removesuffix("kB")) * KIB
         count = _number(pool / "nr_hugepages") or 0
-        free = pages.hugetlb_free_nbytes(page, sys=root / "sys")
         if not count:
-            found.append(Finding("hugetlb pool", "ok", f"none of {_size(page)} pages, and none is needed"))
+            found.append(Finding(name, "ok", f"none of {_size(page)} pages, and none is needed"))
             continue
-        says = f"{_size(count * page)} in {_size(page)} pages, {_size(free)} free"
-        if places:
-            found.append(Finding("hugetlb pool", "ok", f"{says}, mounted at {', '.join(places)}: may serve as shm_dir"))
-        else:
-            remedy = f"mount -t hugetlbfs -o pagesize={page // KIB}K,mode=1777 none /dev/hugepages"
-            found.append(Finding("hugetlb pool", "better", f"{says}, but mounted nowhere", remedy))
+        free = pages.hugetlb_free_nbytes(page, sys=root / "sys")
+        says = f"{_size(count * page)} in {_size(page)} pages, {_size(free)} free, {mounted}"
+        remedy = f"mount -t hugetlbfs -o pagesize={page // KIB}K,mode=1777 none /dev/hugepages"
+        found.append(better(name, says, remedy, when=not places))
     return found
 
 
@@ -155,12 +156,9 @@ def memory_nodes(root: Path) -> Finding:
         lines = lines_of(root / f"sys/devices/system/node/node{node}/meminfo")
         totals = [int(line.split()[3]) * KIB for line in lines if "MemTotal:" in line]
         sizes.append(f"{node} ({_size(totals[0])})" if totals else str(node))
-    says = f"{len(nodes)}: {', '.join(sizes)}"
-    if len(nodes) > 1 and root == Path("/") and not numa.may_prefer():
-        return Finding(
-            "memory nodes", "better", f"{says}; placing memory is forbidden", "docker run --cap-add SYS_NICE"
-        )
-    return Finding("memory nodes", "ok", says)
+    forbidden = len(nodes) > 1 and root == Path("/") and not numa.may_prefer()
+    says = f"{len(nodes)}: {', '.join(sizes)}" + ("; placing memory is forbidden" if forbidden else "")
+    return better("memory nodes", says, "docker run --cap-add SYS_NICE", when=forbidden)
 
 
 def cores(root: Path) -> Finding:
@@ -172,28 +170,25 @@ def cores(root: Path) -> Finding:
         share = int(quota[0]) / int(quota[1])
         says += f", limited to the time of {share:.1f} cores"
         allowed = min(allowed, round(share))
-    if allowed < 2:
-        return Finding("cores", "better", says, "give the node 2 cores or more (docker run --cpus, taskset, num_cpus)")
-    return Finding("cores", "ok", says)
+    return better(
+        "cores", says, "give the node 2 cores or more (docker run --cpus, taskset, num_cpus)", when=allowed < 2
+    )
 
 
 def locked_memory(root: Path) -> Finding:
     """How much memory we may register with an RDMA device."""
-    name, nbytes = "locked memory", _limit(resource.RLIMIT_MEMLOCK)[0]
-    if nbytes >= UNLIMITED:
-        return Finding(name, "ok", "no limit")
-    grade: Grade = "better" if _devices(root) else "ok"
-    remedy = "ulimit -l unlimited (or LimitMEMLOCK=infinity; docker run --ulimit memlock=-1)" if grade != "ok" else ""
-    return Finding(name, grade, f"{_size(nbytes)}; matters only for RDMA", remedy)
+    nbytes = _limit(resource.RLIMIT_MEMLOCK)[0]
+    limited = nbytes < UNLIMITED
+    remedy = "ulimit -l unlimited (or LimitMEMLOCK=infinity; docker run --ulimit memlock=-1)"
+    says = f"{_size(nbytes)}; matters only for RDMA" if limited else "no limit"
+    return better("locked memory", says, remedy, when=limited and bool(_devices(root)))
 
 
 def open_files(root: Path) -> Finding:
-    """How many connections a node can have."""
+    """How many connections a node can have: each is an open file."""
     count, most = _limit(resource.RLIMIT_NOFILE)
-    if count < MIN_FILES:
-        remedy = f"ulimit -n {min(65536, most)} (or LimitNOFILE=65536; docker run --ulimit nofile=65536)"
-        return Finding("open files", "better", f"{count:,} at most; each connection is one", remedy)
-    return Finding("open files", "ok", f"{count:,} at most")
+    remedy = f"ulimit -n {min(65536, most)} (or LimitNOFILE=65536; docker run --ulimit nofile=65536)"
+    return better("open files", f"{count:,} at most", remedy, when=count < MIN_FILES)
 
 
 # -- machine and software ----------------------------------------------------------------------------------------------
@@ -202,72 +197,48 @@ def open_files(root: Path) -> Finding:
 def kernel(root: Path) -> Finding:
     """Kernel, C library and vector units."""
     release = "".join(lines_of(root / "proc/sys/kernel/osrelease")) or os.uname().release
-    flags = {
-        word
-        for line in lines_of(root / "proc/cpuinfo")
-        if line.startswith(("flags", "Features"))
-        for word in line.split()
-    }
-    has = [flag for flag in CPU_FLAGS if flag in flags]
-    says = (
-        f"Linux {release}, {' '.join(platform.libc_ver())}, {os.uname().machine} with {', '.join(has) or 'no vectors'}"
-    )
+    lines = [line for line in lines_of(root / "proc/cpuinfo") if line.startswith(("flags", "Features"))]
+    has = ", ".join(flag for flag in CPU_FLAGS if flag in {word for line in lines for word in line.split()})
+    says = f"Linux {release}, {' '.join(platform.libc_ver())}, {os.uname().machine} with {has or 'no vectors'}"
     version = tuple(int(part) for part in release.split("-")[0].split(".")[:2] if part.isdigit())
-    if version < KERNEL_WANTED:
-        return Finding("kernel", "better", says, "Linux 6.1 or later gives huge pages without privilege")
-    return Finding("kernel", "ok", says)
+    remedy = "Linux 6.1 or later gives huge pages without privilege"
+    return better("kernel", says, remedy, when=version < KERNEL_WANTED)
 
 
 def compiled_loops(root: Path) -> Finding:
     """Whether the compiled part was built."""
-    if native.available:
-        return Finding("compiled loops", "ok", "built")
+    says = "built" if native.available else "not built, or RAYKV_NATIVE=0 is set: lookups are slower"
     remedy = "install a C compiler and Python's headers, then: pip install --force-reinstall --no-deps raykv"
-    return Finding("compiled loops", "better", "not built, or RAYKV_NATIVE=0 is set: lookups are slower", remedy)
+    return better("compiled loops", says, remedy, when=not native.available)
 
 
 def packages(root: Path) -> list[Finding]:
     """Optional packages. The core needs none."""
-    found = []
-    for package, remedy in PACKAGES.items():
-        if importlib.util.find_spec(package) is not None:
-            found.append(Finding(package, "ok", "installed"))
-        else:
-            found.append(Finding(package, "ok", "not installed; optional", remedy))
-    return found
+    return [
+        Finding(package, "ok", "installed")
+        if importlib.util.find_spec(package) is not None
+        else Finding(package, "ok", "not installed; optional", remedy)
+        for package, remedy in PACKAGES.items()
+    ]
 
 
 def rdma_devices(root: Path) -> Finding:
     """RDMA devices, and whether we may open them."""
-    devices = _devices(root)
+    devices, folder = ", ".join(_devices(root)), root / "dev/infiniband"
     if not devices:
         return Finding("RDMA", "ok", "no device; bytes go over TCP")
-    closed = [path for path in (root / "dev/infiniband").glob("uverbs*") if not os.access(path, os.R_OK | os.W_OK)]
-    if closed or not (root / "dev/infiniband").is_dir():
-        remedy = "docker run --device /dev/infiniband --cap-add IPC_LOCK"
-        return Finding("RDMA", "better", f"{', '.join(devices)}, but we may not open /dev/infiniband", remedy)
-    return Finding("RDMA", "ok", ", ".join(devices))
+    closed = not folder.is_dir() or any(not os.access(path, os.R_OK | os.W_OK) for path in folder.glob("uverbs*"))
+    says = f"{devices}, but we may not open /dev/infiniband" if closed else devices
+    return better("RDMA", says, "docker run --device /dev/infiniband --cap-add IPC_LOCK", when=closed)
 
 
 def tcp(root: Path) -> Finding:
     """The congestion control of TCP between hosts."""
     chosen = _text(root / "proc/sys/net/ipv4/tcp_congestion_control")
-    says = f"congestion control is {chosen}"
-    if chosen.startswith(PACED):
-        remedy = (
-            "inside a datacenter: sysctl net.ipv4.tcp_congestion_control=cubic (or ip route change ... congctl cubic)"
-        )
-        return Finding("TCP", "better", f"{says}: its timers take up to a quarter of a sender's time", remedy)
-    return Finding("TCP", "ok", says)
-
-
-def io_uring(root: Path) -> Finding:
-    """Whether io_uring is allowed (for tiers on SSD)."""
-    disabled = _number(root / "proc/sys/kernel/io_uring_disabled")
-    if root == Path("/") and not _io_uring_answers():
-        remedy = "sysctl kernel.io_uring_disabled=0" if disabled else "docker run --security-opt seccomp=unconfined"
-        return Finding("io_uring", "ok", "forbidden here; nothing needs it yet", remedy)
-    return Finding("io_uring", "ok", "forbidden here; nothing needs it yet" if disabled else "allowed")
+    paced = chosen.startswith(PACED)
+    says = f"congestion control is {chosen}" + (": its timers take up to a quarter of a sender's time" if paced else "")
+    remedy = "inside a datacenter: sysctl net.ipv4.tcp_congestion_control=cubic (or ip route change ... congctl cubic)"
+    return better("TCP", says, remedy, when=paced)
 
 
 def clock(root: Path) -> Finding:
@@ -277,23 +248,18 @@ def clock(root: Path) -> Finding:
     for _ in range(1000):
         time.monotonic()
     cost_ns = (time.perf_counter() - began_s) * 1e6
-    if source in ("hpet", "acpi_pm", "refined-jiffies") or cost_ns > 1000:
-        remedy = "boot with clocksource=tsc if the machine's is sound"
-        return Finding("clock", "better", f"{source}, {cost_ns:.0f} ns a reading", remedy)
-    return Finding("clock", "ok", f"{source}, {cost_ns:.0f} ns a reading")
+    slow = source in ("hpet", "acpi_pm", "refined-jiffies") or cost_ns > 1000
+    return better(
+        "clock", f"{source}, {cost_ns:.0f} ns a reading", "boot with clocksource=tsc, if it is sound", when=slow
+    )
 
 
 CHECKS: Final[tuple[Callable[[Path], Finding | list[Finding]], ...]] = (
     *(shared_memory, memory_limit, huge_pages, hugetlb_pools, memory_nodes, cores, locked_memory, open_files),
-    *(kernel, compiled_loops, packages, rdma_devices, tcp, io_uring, clock),
+    *(kernel, compiled_loops, packages, rdma_devices, tcp, clock),
 )
 
 # -- helpers -----------------------------------------------------------------------------------------------------------
-
-
-def _io_uring_answers() -> bool:
-    # Without parameters an allowed call fails with EFAULT, a forbidden one with EPERM or ENOSYS.
-    return pages.syscall_error(_IO_URING_SETUP, 1, 0) not in (1, 38)
 
 
 def _devices(root: Path) -> list[str]:

@@ -56,7 +56,7 @@ def test_why(run, running, tmp_path):
 def test_namespaces_are_listed_set_and_dropped(run, running):
     assert "mine (dtype=bf16, chunk_tokens=4): 5 chunks in " in run("namespace", "list")
     wanted = ["ttl_s=500", "policy=lfu", "dram_quota_nbytes=1 MiB"]
-    assert "2 nodes have taken note" in run("namespace", "set", "--namespace", "mine", *wanted)
+    assert "2 nodes have applied it" in run("namespace", "set", "--namespace", "mine", *wanted)
     run("namespace", "set", "--namespace", "mine", "ttl_s=none")
     (said,) = json.loads(run("namespace", "list", "--json"))
     assert NamespaceConfig.load(said["config"]) == NamespaceConfig(policy="lfu", dram_quota_nbytes=1 << 20)
@@ -71,7 +71,7 @@ def test_namespaces_are_listed_set_and_dropped(run, running):
 
 def test_what_is_wrong_is_named(run, running, tmp_path):
     assert "there are 2" in _with_another(run, running, "why", "a")
-    assert "no JSON list" in run("why", "--tokens", _file(tmp_path, '["a"]'), "--namespace", "mine", fails=True)
+    assert "not a JSON list" in run("why", "--tokens", _file(tmp_path, '["a"]'), "--namespace", "mine", fails=True)
     assert "32 hexadecimal digits" in run("why", "--keys", "abc", fails=True)
     assert "give names" in run("why", fails=True)
     assert "unknown field 'ttl'" in run("namespace", "set", "--namespace", "mine", "ttl=3", fails=True)

@@ -1,1 +1,1 @@
-"""Ray Serve: which node a replica uses, and an ingress that resumes broken streams."""
+"""Ray Serve: the node of a replica, and an ingress that resumes broken streams."""

@@ -1,7 +1,7 @@
-"""Ray Serve: each replica of `ray.serve.llm` finds the raykv node of its own Ray node before its engine starts.
+"""Gives each replica of `ray.serve.llm` the raykv node of its own Ray node, before its engine starts.
 
-Ray Serve asks its registry for a connector's backend, by the connector's name, in the replica's process, where Ray is
-at hand. The engine runs in processes below, where it is not: the address goes down in the connector's configuration.
+Ray Serve looks up the backend of a connector in the replica's process, which can use Ray. The engine runs in child
+processes, which cannot: they get the address in the connector's configuration.
 """
 
 import time
@@ -20,24 +20,24 @@ if TYPE_CHECKING:
 
 CONNECTOR: Final = "RayKVConnector"
 FIND_NODE_S: Final = 60.0
-"""A Ray node that has just joined gets its raykv node within seconds."""
+"""A Ray node that has just joined has its raykv node within seconds."""
 POLL_S: Final = 0.5
 
 
 def register() -> None:
-    """Make the backend known to all replicas of this Ray cluster; calling it again does nothing."""
+    """Register the backend for all replicas of this Ray cluster; calling it again does nothing."""
     if not KVConnectorBackendFactory.is_registered(CONNECTOR):
         KVConnectorBackendFactory.register_backend(CONNECTOR, f"{__name__}:{RayKVBackend.__name__}")
 
 
 class RayKVBackend(DefaultPDProtocolMixin, BaseConnectorBackend):
-    """What Ray Serve does for `RayKVConnector`, in a replica.
+    """Sets `RayKVConnector` up in a replica.
 
-    The hand-off is Ray Serve's own: the prefill engine's ticket becomes the decode engine's `kv_transfer_params`.
+    Ray Serve does the hand-off: the prefill engine's ticket becomes the decode engine's `kv_transfer_params`.
     """
 
     def setup(self) -> None:
-        """Fill in the connector's address, unless it has one, by the name of the raykv cluster.
+        """Set the connector's address, unless it has one, from the name of the raykv cluster.
 
         Raises:
             PeerUnavailable: No raykv node runs on this Ray node; start one with `raykv up`.
@@ -49,18 +49,17 @@ class RayKVBackend(DefaultPDProtocolMixin, BaseConnectorBackend):
 
 
 class LocalModel(CallbackBase):
-    """For a model that lies in a folder on every node: there is nothing to download, so no worker starts to do it."""
+    """For a model in a folder on every node: nothing is downloaded, so no worker starts for that."""
 
     async def on_before_node_init(self) -> None:
-        """Skip the download."""
         self.ctx.run_init_node = False
 
 
 class OneProcessEngine(VLLMEngine):
-    """An engine whose only worker runs in the engine's own process, for engines on CPU.
+    """An engine on CPU whose only worker runs in the engine's own process.
 
-    Ray Serve wants vLLM's multi-process executor on CPU. That is one more process an engine, which imports everything
-    anew, and queues in /dev/shm that stay there when Ray ends the replica.
+    Ray Serve's default on CPU is vLLM's multi-process executor: one more process with all its imports, and queues in
+    /dev/shm that stay there when Ray ends the replica.
     """
 
     def _start_async_llm_engine(

@@ -1,8 +1,8 @@
-"""Ray Serve's OpenAI server, by which a lost worker costs time and not the answer.
+"""Ray Serve's OpenAI server, in which a lost worker costs time and not the answer.
 
-When a worker dies, Ray Serve fails the requests it had: before the first token with status 500, and in the middle of a
-stream by ending it without a word. The prompt's KV is in the pool, so asking again costs little: this ingress does, and
-a stream goes on where it broke off, provided that the request determines its answer (temperature 0, or a seed).
+When a worker dies, Ray Serve fails its requests: with status 500 before the first token, by the end of the stream after
+it. The prompt's KV is in the pool, so this ingress asks again at little cost. A stream goes on where it stopped if the
+request determines its answer (temperature 0, or a seed).
 """
 
 import asyncio
@@ -22,10 +22,10 @@ from raykv.integrations.serve.resume import PREFIX, AnswerDiffers, Resumption
 log = logging.getLogger("ray.serve")
 
 GIVE_UP_S: Final = 120.0
-"""After the first loss. A request that waits for a new worker in Ray Serve's queue may take longer."""
+"""Time after the first loss. A request that waits in Ray Serve's queue for a new worker may take longer."""
 PAUSE_S: Final = 0.5
 ENGINE_DEAD: Final = str(EngineDeadError())
-"""How vLLM tells of a dead engine in a stream that has begun."""
+"""vLLM's message about a dead engine in a stream that has started."""
 
 
 class ResumingIngress(OpenAiIngress):
@@ -45,7 +45,7 @@ class ResumingIngress(OpenAiIngress):
                         yield response
                         continue
                     for event in response:
-                        _look_for_death(event)
+                        _raise_if_dead(event)
                         new = resumption.rest(event) if resumption else event
                         if new is not None:
                             sent.append(new)
@@ -54,7 +54,7 @@ class ResumingIngress(OpenAiIngress):
             except (RayActorError, EngineDeadError) as error:
                 log.warning("a worker was lost while it answered (%s)", type(error).__name__)
                 if sent and not _repeatable(body):
-                    yield [_failure("the worker died; the rest of a sampled answer cannot be made again")]
+                    yield [_failure("the worker died; the rest of a sampled answer cannot be repeated")]
                     return
                 give_up_s = give_up_s or time.monotonic() + GIVE_UP_S
                 if time.monotonic() > give_up_s:
@@ -63,13 +63,13 @@ class ResumingIngress(OpenAiIngress):
                     yield [_failure("the workers keep dying")]
                     return
             except AnswerDiffers:
-                yield [_failure("the worker died, and its answer came out differently the second time")]
+                yield [_failure("the worker died, and the second answer differs from the first")]
                 return
             await asyncio.sleep(PAUSE_S)
 
 
-def _look_for_death(event: Any) -> None:
-    """Raise when an event tells that the engine has died."""
+def _raise_if_dead(event: Any) -> None:
+    """Raise EngineDeadError if an event says so."""
     if isinstance(event, str) and event.startswith(f'{PREFIX}{{"error"') and ENGINE_DEAD in event:
         raise EngineDeadError
 
@@ -79,5 +79,5 @@ def _repeatable(body: Any) -> bool:
 
 
 def _failure(message: str) -> str:
-    """An event that OpenAI's client raises as an APIError; a stream that just ends would pass for a short answer."""
+    """An event that OpenAI's client raises as an APIError. A stream that merely ends would look like a short answer."""
     return f"{PREFIX}{json.dumps({'error': {'message': message, 'type': 'WorkerLost', 'code': 503}})}\n\n"

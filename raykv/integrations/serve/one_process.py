@@ -1,4 +1,4 @@
-"""A vLLM engine with its only worker in its own process."""
+"""A vLLM engine whose only worker runs in the engine's process."""
 
 import threading
 
@@ -7,9 +7,9 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 
 class OneProcessExecutor(UniProcExecutor):
-    """vLLM's executor without worker processes, that leaves nothing in /dev/shm even when it is killed."""
+    """vLLM's executor without worker processes. It leaves nothing in /dev/shm, even when it is killed."""
 
     def _init_executor(self) -> None:
-        # By default, progress bars share a named semaphore with child processes, of which there are none here.
+        # The default lock of progress bars is a named semaphore for child processes. There are none here.
         tqdm.set_lock(threading.RLock())
         super()._init_executor()

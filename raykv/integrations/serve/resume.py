@@ -1,4 +1,4 @@
-"""A streamed answer that breaks off, made again, and joined to what the client has already: plain text, no I/O."""
+"""Joins a repeated answer to a stream that stopped, after the part that the client has. Plain text, no I/O."""
 
 import json
 from collections.abc import Iterable
@@ -9,14 +9,14 @@ DONE: Final = "[DONE]"
 
 
 class AnswerDiffers(Exception):
-    """The answer made again does not begin as the client's does, so the two cannot be joined."""
+    """The repeated answer does not begin like the client's, so the two cannot be joined."""
 
 
 class Resumption:
-    """Turns the events of an answer made again into the rest of the first one."""
+    """Turns the events of a repeated answer into the rest of the first one."""
 
     def __init__(self, sent: Iterable[str]) -> None:
-        """Args: sent: The events that the client has, as they went out."""
+        """Args: sent: The events that the client has."""
         self._left: dict[int, str] = {}
         self._tokens_left: dict[int, int] = {}
         self._identity: dict[str, Any] = {}
@@ -29,10 +29,10 @@ class Resumption:
                 self._tokens_left[index] = self._tokens_left.get(index, 0) + len(choice.get("token_ids") or ())
 
     def rest(self, event: str) -> str | None:
-        """Cut from an event what the client has; None when nothing is left of it.
+        """An event without what the client has; None when nothing is left.
 
         Raises:
-            AnswerDiffers: It is another answer.
+            AnswerDiffers: This is another answer.
         """
         fields = _fields(event)
         if not fields:
@@ -45,7 +45,7 @@ class Resumption:
         return f"{PREFIX}{json.dumps(fields)}\n\n"
 
     def _cut(self, choice: dict[str, Any]) -> bool:
-        """Take away what the client has of one choice. False when that is all of it."""
+        """Remove what the client has from one choice. False when nothing is left."""
         index = choice["index"]
         left = self._left.get(index)
         if left is None:
@@ -55,7 +55,7 @@ class Resumption:
         if left[:common] != text[:common] or (choice.get("finish_reason") and len(text) < len(left)):
             raise AnswerDiffers
         self._left[index] = left[common:]
-        if tokens:  # where they were asked for; one may add no text yet, as half of a character
+        if tokens:  # if requested; a token may be half of a character and add no text yet
             choice["token_ids"] = tokens[self._tokens_left[index] :]
             self._tokens_left[index] = max(0, self._tokens_left[index] - len(tokens))
         if "delta" in choice:
@@ -75,7 +75,7 @@ def _text(choice: dict[str, Any]) -> str:
     """The text that one event adds to a choice.
 
     Raises:
-        AnswerDiffers: It adds something else (a tool call, reasoning), which is not joined.
+        AnswerDiffers: It adds something else, such as a tool call, which cannot be joined.
     """
     if "delta" not in choice:
         return choice.get("text") or ""

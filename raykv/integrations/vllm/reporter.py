@@ -1,7 +1,7 @@
 """Reports finished requests to the nodes, on a thread of its own: no step of the engine waits for it."""
 
-import queue
-import threading
+from concurrent.futures import ThreadPoolExecutor
+from threading import BoundedSemaphore
 from typing import TYPE_CHECKING, Final
 
 from vllm.logger import init_logger
@@ -21,39 +21,27 @@ class RequestReporter:
     """Reports how many tokens each request produced. Policies learn from it which chunks are read again."""
 
     def __init__(self) -> None:
-        """The thread starts with the first request."""
-        self._waiting: queue.Queue[tuple[Client, list[bytes], int] | None] = queue.Queue(MAX_WAITING)
-        self._thread: threading.Thread | None = None
-        self._closing = False
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="raykv-report")
+        self._room = BoundedSemaphore(MAX_WAITING)
+        self._closing = self._failed = False
 
     def report(self, client: "Client", names: list[bytes], output_tokens: int) -> None:
         """Queue a report for the holders of a request's chunks. Never waits, never raises."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="raykv-report", daemon=True)
-            self._thread.start()
-        try:
-            self._waiting.put_nowait((client, names, output_tokens))
-        except queue.Full:
-            logger.debug("dropped the report of a finished request: %d wait already", MAX_WAITING)
+        if self._room.acquire(blocking=False):
+            self._thread.submit(self._send, client, names, output_tokens)
 
     def close(self) -> None:
         """Send what waits while nodes answer, and end. No report may follow."""
         self._closing = True
-        if self._thread is not None:
-            try:
-                self._waiting.put_nowait(None)
-            except queue.Full:
-                pass  # the thread is not waiting, and sees `_closing`
-            self._thread.join()
+        self._thread.shutdown()
 
-    def _work(self) -> None:
-        while (report := self._waiting.get()) is not None:
-            client, names, output_tokens = report
-            try:
+    def _send(self, client: "Client", names: list[bytes], output_tokens: int) -> None:
+        try:
+            if not (self._closing and self._failed):
                 client.hint(client.keys(names), output_tokens=output_tokens)
-            except RayKVError as error:
-                logger.debug("no node learnt of a request's %d output tokens: %s", output_tokens, error)
-                if self._closing:
-                    return
-            if self._closing and self._waiting.empty():
-                return
+                self._failed = False
+        except RayKVError as error:
+            self._failed = True
+            logger.debug("no node learnt of a request's %d output tokens: %s", output_tokens, error)
+        finally:
+            self._room.release()

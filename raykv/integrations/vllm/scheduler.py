@@ -56,13 +56,9 @@ class SchedulerSide:
         """Start without a node; see `connect`.
 
         Args:
-            config: The connector's.
-            stats: Counts lookups.
             block_tokens: Tokens in a block.
             hash_tokens: Tokens of each of a request's `block_hashes`.
-            loads: Whether this engine loads.
-            stores: Whether this engine stores.
-            clock: Monotonic seconds.
+            loads, stores: Whether this engine loads, and whether it stores.
         """
         self._config, self._stats, self._clock = config, stats, clock
         self._chunk_blocks = config.chunk_blocks

@@ -7,6 +7,7 @@ the load is reported as finished: every load is reported exactly once, whatever 
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -55,14 +56,14 @@ class _LoadResult:
     Attributes:
         chunks: Leading chunks that are in the KV cache.
         nbytes: Bytes that arrived, by path.
-        sources: Chunks that arrived, by holder and path.
+        sources: Chunks that arrived, by (holder, path).
         seconds: From the order to the end.
         error: Name of the error; empty for none, also where chunks were merely missing.
     """
 
     chunks: int = 0
-    nbytes: dict[Path, int] = field(default_factory=dict)
-    sources: dict[tuple[NodeId, Path], int] = field(default_factory=dict)
+    nbytes: Counter[Path] = field(default_factory=Counter)
+    sources: Counter[tuple[NodeId, Path]] = field(default_factory=Counter)
     seconds: float = 0.0
     error: str = ""
 
@@ -86,20 +87,10 @@ class WorkerSide:
         connection: Connection,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start the loading threads.
-
-        Args:
-            config: The connector's.
-            stats: Counters; touched on the engine's thread only.
-            layout: Layout of the KV cache.
-            namespace: Namespace of its chunks.
-            rank: This worker's. Every rank holds a share of the same tokens, so the first rank alone counts tokens.
-            connection: To the node.
-            clock: Monotonic seconds.
-        """
+        """Start the loading threads. `stats` is touched on the engine's thread only."""
         self._config, self._stats, self._clock = config, stats, clock
         self._layout, self._namespace, self._rank, self._connection = layout, namespace, rank, connection
-        self._counts_tokens = rank == (0, 0)
+        self._counts_tokens = rank == (0, 0)  # every rank holds a share of the same tokens
         self._threads = ThreadPoolExecutor(config.load_threads, thread_name_prefix="raykv-load")
         self.loading: dict[str, tuple[Load, Future[_LoadResult]]] = {}
         self._failed_blocks: set[int] = set()
@@ -181,10 +172,8 @@ class WorkerSide:
         got = client.get(keys, targets, match=match, timeout_s=timeout_s)
         self._layout.load(list(zip(blocks, targets, strict=True))[: got.prefix])
         result.chunks += got.prefix
-        for path, nbytes in got.nbytes_by_path.items():
-            result.nbytes[path] = result.nbytes.get(path, 0) + nbytes
-        for source, count in got.chunks_by_source.items():
-            result.sources[source] = result.sources.get(source, 0) + count
+        result.nbytes.update(got.nbytes_by_path)
+        result.sources.update(got.chunks_by_source)
         return got.prefix == len(blocks)
 
     # -- saves ----------------------------------------------------------------------------------------------------
