@@ -55,7 +55,7 @@ def no_thread_stays() -> Iterator[None]:
     assert not [thread.name for thread in ours if thread.is_alive()]
 
 
-COMPILED = ["find", "enter", "read", "fill", "share", "receive", "copy", "quickest", "vectors", "Reader"]
+COMPILED = ["find", "enter", "read", "fill", "share", "receive", "quickest", "vectors", "Reader"]
 
 
 @pytest.fixture(

@@ -1,4 +1,4 @@
-"""Shared memory that outlives its process: a file in a tmpfs (or hugetlbfs), or anonymous memory with a path."""
+"""Shared memory that outlives its process: a file in a tmpfs or hugetlbfs, or anonymous memory with a path."""
 
 import fcntl
 import mmap
@@ -15,26 +15,23 @@ from raykv.memory import pages
 
 
 class SharedMemory:
-    """One mapped file, readable by its owner's user alone. Ends with `close`, or with the last reference to it.
+    """One mapped file, for its owner's user alone. Ends with `close`, or with the last reference to it.
 
     Attributes:
-        path: By which other processes of the same user open it.
+        path: Other processes of the same user open it by this path.
         view: All of its bytes.
         address: Where they begin in this process; a multiple of the huge page, unless they are fewer than that.
-        page_nbytes: The file's length is a multiple of it: the size of a hugetlbfs's pages, else the host's page.
+        page_nbytes: The page of a hugetlbfs, else the host's. The file's length is a multiple of it.
         huge_pages: Whether `populate` asks for huge pages.
     """
 
     def __init__(self, fd: int, path: Path, nbytes: int, *, writable: bool, huge_pages: HugePages = "never") -> None:
         """Map an open file. Use `create` or `attach`."""
-        self.path = path
-        self.nbytes = nbytes
-        self.huge_pages = huge_pages
+        self.path, self.nbytes, self.huge_pages = path, nbytes, huge_pages
         self._fd = fd
         self._close_fd = weakref.finalize(self, os.close, fd)
-        hugetlb = pages.hugetlb_page_nbytes(fd)
+        hugetlb, huge = pages.hugetlb_page_nbytes(fd), pages.huge_nbytes()
         self.page_nbytes = hugetlb or mmap.PAGESIZE
-        huge = pages.huge_nbytes()
         alignment = huge if nbytes >= huge and not hugetlb else mmap.PAGESIZE
         self._map: pages.Mapping | None = pages.Mapping(fd, nbytes, writable=writable, alignment=alignment)
         self.view, self.address = self._map.view, self._map.address
@@ -42,10 +39,10 @@ class SharedMemory:
 
     @classmethod
     def create(cls, path: Path | None, nbytes: int, *, huge_pages: HugePages = "try") -> Self:
-        """Make a file of zeros. It takes no memory yet: see `populate`.
+        """Make a file of zeros. It has no memory yet: see `populate`.
 
         Args:
-            path: The file, which must not exist. None: anonymous memory that is gone with its last user.
+            path: The file, which must not exist. None: anonymous memory that ends with its last user.
             nbytes: Its length. On hugetlbfs it becomes a multiple of the page.
             huge_pages: See StorageConfig.
 
@@ -77,7 +74,7 @@ class SharedMemory:
             huge_pages: For processes that call `populate`.
 
         Raises:
-            LostError: It is not there (any more), or not ours to open.
+            LostError: It does not exist (any more), or may not be opened.
         """
         try:
             fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
@@ -89,22 +86,21 @@ class SharedMemory:
             raise LostError(f"shared memory {path} is empty")
         try:
             return cls(fd, path, nbytes, writable=writable, huge_pages=huge_pages)
-        except OSError as error:  # a directory, say
+        except OSError as error:  # such as a directory
             raise LostError(f"shared memory {path} cannot be mapped: {error.strerror}") from error
 
     def populate(self, offset: int, nbytes: int, *, hurry: bool = False) -> bool:
         """Take real memory for a part of the file, so that touching it later cannot kill us with SIGBUS.
 
-        Huge pages are used where whole ones fit, if they are wanted and to be had. 32 MiB take 2 ms, or 100 ms where a
-        hypervisor must find the memory first; other threads run meanwhile. Doing it again costs little, and makes huge
-        pages of small ones where that has become possible; chunks there may be in use.
+        Uses huge pages where they fit, are wanted, and the kernel has some. Other threads run meanwhile. A second call
+        costs little, and turns small pages into huge ones where that has become possible; the part may be in use.
 
         Args:
-            hurry: Somebody waits: take small pages (8 ms for 32 MiB), unless huge ones are required.
+            hurry: A writer waits: take small pages, which is quicker at worst, unless huge ones are required.
 
         Returns:
-            False when the file system has no room for it (or, where huge pages are required, no huge ones). Nothing
-            was taken then, unless somebody else took the last of it at the same time.
+            False when the file system has no room (or, where huge pages are required, no huge ones). Nothing was taken
+            then, unless another process took the last of it at the same time.
         """
         mapping = self._map
         if mapping is None:
@@ -122,18 +118,19 @@ class SharedMemory:
 
     @property
     def huge_nbytes(self) -> int:
-        """Bytes in huge pages: all that a hugetlbfs gave, or else those that `populate` found or made in this process."""
+        """Bytes in huge pages: all of a hugetlbfs file, else those that `populate` found or made in this process."""
         if self.page_nbytes > mmap.PAGESIZE and self._close_fd.alive:
             return os.fstat(self._fd).st_blocks * 512
         return self._huge_blocks.count(1) * pages.huge_nbytes()
 
     def _take_huge_pages(self, mapping: pages.Mapping, offset: int, nbytes: int) -> bool:
-        """Take the huge pages that fit into a part, as far as they are to be had. True when it got them all.
+        """Take the huge pages that fit into a part. True when it got all of them.
 
         Raises:
             OSError: No room for one.
         """
-        if self.huge_pages == "never" or self._room() < nbytes:
+        found = os.fstatvfs(self._fd)
+        if self.huge_pages == "never" or (found.f_blocks and found.f_bavail * found.f_frsize < nbytes):
             return False  # with so little room only `posix_fallocate` as a whole gives all back if it fails
         block = pages.huge_nbytes()
         for number in range(-(-offset // block), (offset + nbytes) // block):
@@ -144,7 +141,7 @@ class SharedMemory:
             else:
                 got = self._faults_are_huge and pages.fault(mapping, number * block)
             if not got:
-                return False  # the next is not likelier, and each try may cost the kernel a search for room
+                return False  # the next one is not likelier, and each try may cost the kernel a search for room
             self._huge_blocks[number] = 1
         return True
 
@@ -152,15 +149,11 @@ class SharedMemory:
     def _faults_are_huge(self) -> bool:
         return pages.grant_of(self._fd) not in ("never", "deny")
 
-    def _room(self) -> int:
-        found = os.fstatvfs(self._fd)
-        return found.f_bavail * found.f_frsize if found.f_blocks else 1 << 62
-
     def own(self, *, timeout_s: float) -> None:
         """Become the one process that writes here. Ends with the process, however that ends.
 
         Raises:
-            ConfigError: Another process still owns it after `timeout_s` (a killed one may take a moment to go).
+            ConfigError: Another process still owns it after `timeout_s`. (A killed process may take a moment to end.)
         """
         until_s = time.monotonic() + timeout_s
         while True:
@@ -180,26 +173,26 @@ class SharedMemory:
             os.utime(self._fd)
 
     def is_current(self) -> bool:
-        """Whether `path` still leads to this file, not to one made anew."""
+        """Whether `path` still leads to this file, not to a new one."""
         try:
             return os.path.samestat(os.fstat(self._fd), os.stat(self.path))
         except OSError:
             return False
 
     def close(self) -> None:
-        """Let go of the mapping, and of its ownership. Views that are still in use keep it alive until they go."""
+        """Unmap, and give up the ownership. Views that are still in use keep the mapping until they end."""
         if self._close_fd.alive:
-            fcntl.flock(self._fd, fcntl.LOCK_UN)  # or it would last as long as those views: they share the open file
+            fcntl.flock(self._fd, fcntl.LOCK_UN)  # else it would last as long as those views: they share the open file
             self._close_fd()
         try:
             self.view.release()
         except BufferError:
-            pass  # numpy arrays still point here; the mapping goes with the last of them
+            pass  # numpy arrays still point here; the mapping ends with the last of them
         self._map = None
 
 
 def free_nbytes(directory: Path | None) -> int:
-    """Bytes that can still be had: in the file system of `directory`, or (None) of the host's memory."""
+    """Bytes that are free in the file system of `directory`, or (None) in the host's memory."""
     if directory is None:
         with open("/proc/meminfo", encoding="ascii") as file:
             fields = dict(line.split(":", 1) for line in file)
@@ -216,7 +209,7 @@ def free_nbytes(directory: Path | None) -> int:
 
 
 def sized_by_share(config: StorageConfig, share: float) -> StorageConfig:
-    """The same with an arena of a share of the whole size of its directory, in whole extents.
+    """The same config with an arena of a share of its directory, in whole extents.
 
     Raises:
         ConfigError: The share holds no extent, or the directory has no size of its own.
@@ -231,10 +224,10 @@ def sized_by_share(config: StorageConfig, share: float) -> StorageConfig:
 
 
 def require_room(directory: Path | None, nbytes: int, *, field: str) -> None:
-    """Refuse sizes that cannot be served, before anything is made.
+    """Refuse sizes that cannot be served, before any file is made.
 
     Raises:
-        ConfigError: Not a directory, or less than `nbytes` is free there; names the field and the remedy.
+        ConfigError: Not a directory, or less than `nbytes` is free there.
     """
     if directory is not None and not directory.is_dir():
         raise ConfigError(f"field 'shm_dir': {directory} is not a directory; name a mounted tmpfs such as /dev/shm")
@@ -250,14 +243,14 @@ def require_room(directory: Path | None, nbytes: int, *, field: str) -> None:
 
 
 def require_pages(arena: SharedMemory, extent_nbytes: int) -> None:
-    """Refuse extents that are no whole pages, and hosts without huge pages where those are required.
+    """Refuse extents that are not whole pages, and hosts without huge pages where those are required.
 
     Raises:
-        ConfigError: Names the field and the remedy.
+        ConfigError: See above.
     """
     required = arena.huge_pages == "require"
     page = max(arena.page_nbytes, pages.huge_nbytes() if required else 0)
     if extent_nbytes % page:
         raise ConfigError(f"field 'extent_nbytes': must be a multiple of the page there, {page:,} bytes")
     if required and not arena.populate(0, page):
-        raise ConfigError("field 'huge_pages': required, but there are none to be had; 'raykv doctor' says what to do")
+        raise ConfigError("field 'huge_pages': required, but the kernel gives none; 'raykv doctor' says what to do")

@@ -30,12 +30,10 @@ _WITHOUT_GIL_NBYTES: Final = 64 << 10
 _SHARE_NBYTES: Final = 1 << 20  # no thread is woken for less
 
 
-def copy(target: memoryview, source: memoryview, *, stream: bool = False) -> None:
+def copy(target: memoryview, source: memoryview) -> None:
     """Copy bytes. Large copies let other threads run meanwhile; for small ones that costs more than it gains."""
     if len(source) < _WITHOUT_GIL_NBYTES:
         target[:] = source
-    elif native.copy is not None:
-        native.copy(target, source, stream)
     else:
         np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
@@ -76,7 +74,7 @@ def gather_hashed(target: memoryview, pieces: Sequence[memoryview], *, stream: b
     for piece in pieces:
         for first in range(0, len(piece), HASH_NBYTES):
             part = piece[first : first + HASH_NBYTES]
-            copy(target[start : start + len(part)], part, stream=stream)
+            copy(target[start : start + len(part)], part)
             state.update(part)
             start += len(part)
     if start != len(target):
@@ -108,7 +106,7 @@ def byte_views(scattered: Scattered, name: str, *, writable: bool) -> list[memor
     views = []
     for part in scattered if isinstance(scattered, list | tuple) else (scattered,):
         try:
-            view = memoryview(part)  # type: ignore[arg-type]  # finding that out is what the `except` is for
+            view = memoryview(part)
         except (TypeError, ValueError):
             hint = "; for a CPU tensor pass tensor.view(torch.uint8).numpy()" if hasattr(part, "numpy") else ""
             raise UsageError(f"field '{name}': {type(part).__name__} is not a buffer{hint}") from None

@@ -1,6 +1,6 @@
-"""How much memory this host, and the container that we are in, still have for us; and letting others go first.
+"""How much memory this host and this container still have for us, and letting other threads go first.
 
-Functions take the root of the file system, so that tests can show them another host's.
+Functions take the root of the file system: tests pass that of another host.
 """
 
 import os
@@ -14,25 +14,25 @@ UNLIMITED: Final = 1 << 60
 
 
 def give_way() -> None:
-    """Have this thread not interrupt others when it wakes (SCHED_BATCH): it waits for a free core, or for its turn.
+    """Let this thread not interrupt others when it wakes (SCHED_BATCH). For background threads.
 
-    For who has work of its own to do, and for who is told things that nobody waits for. A node's threads that woke on
-    the cores of this host's readers and writers cost them 0.2 to 0.4 ms each time.
+    It waits for a free core, or for its turn: else each wake-up on the core of a reader or writer would hold it up.
     """
     try:
-        if os.sched_getscheduler(0) == os.SCHED_OTHER:  # else somebody has chosen
+        if os.sched_getscheduler(0) == os.SCHED_OTHER:  # else an administrator has chosen
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     except OSError:
         pass  # not allowed here
 
 
 def has_to_spare(directory: Path | None, root: Path = Path("/")) -> bool:
-    """Whether an eighth of the host's memory, of the container's and of the file system of `directory` is still free.
+    """Whether an eighth of the host's memory, of the container's and of the file system of `directory` is free.
 
-    Not where that cannot be told.
+    False where the host does not say.
     """
     try:
-        host = {name: int(rest.split()[0]) for name, _, rest in _fields(root / "proc/meminfo") if rest.split()}
+        lines = [line.partition(":") for line in lines_of(root / "proc/meminfo")]
+        host = {name: int(rest.split()[0]) for name, _, rest in lines if rest.split()}
         if host["MemAvailable"] < host["MemTotal"] // SPARED_SHARE:
             return False
         limit, used = cgroup_memory(root)
@@ -42,16 +42,12 @@ def has_to_spare(directory: Path | None, root: Path = Path("/")) -> bool:
             return True
         stat = os.statvfs(directory)
         return stat.f_bavail >= stat.f_blocks // SPARED_SHARE
-    except (OSError, KeyError, ValueError):  # no descriptors left, say
+    except (OSError, KeyError, ValueError):  # such as no descriptors left
         return False
 
 
-def _fields(path: Path) -> list[tuple[str, str, str]]:
-    return [line.partition(":") for line in lines_of(path)]
-
-
 def cgroup_memory(root: Path) -> tuple[int | None, int]:
-    """The nearest limit at or above this process's control group, and what is used there. None: no limit."""
+    """The nearest limit at or above this process's control group, and the use there. None: no limit."""
     for limit_name, used_name in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
         for group in _groups(root, "memory"):
             limit = "".join(lines_of(group / limit_name)).strip()
@@ -61,17 +57,16 @@ def cgroup_memory(root: Path) -> tuple[int | None, int]:
 
 
 def cgroup_file(root: Path, name: str) -> str:
-    """A file of this process's control group, or of the nearest above that sets a limit by it; empty: none does."""
+    """A file of this process's control group, or of the nearest one above that sets a limit by it; "" if none does."""
     texts = ("\n".join(lines_of(group / name)) for group in _groups(root, name.partition(".")[0]))
     return next((text for text in texts if text and not text.startswith("max")), "")
 
 
 def _groups(root: Path, controller: str) -> Iterator[Path]:
-    """Where this process's control groups of a kind may be described: the nearest first, up to the outermost."""
+    """Possible directories of this process's control groups of a kind, from the nearest to the outermost."""
     mounted = root / "sys/fs/cgroup"
     for line in lines_of(root / "proc/self/cgroup"):
-        _, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
+        controllers, _, path = line.partition(":")[2].partition(":")
         if controllers and controller not in controllers.split(","):
             continue
         base = mounted / controllers if controllers else mounted
@@ -81,7 +76,7 @@ def _groups(root: Path, controller: str) -> Iterator[Path]:
 
 
 def lines_of(path: Path) -> list[str]:
-    """Of a file that the kernel shows; none if it does not."""
+    """Lines of a kernel file; none if it does not exist."""
     try:
         return path.read_text(errors="replace").splitlines()
     except OSError:

@@ -1,10 +1,8 @@
-"""Which memory node (NUMA) the parts of an arena lie on.
+"""Spreading an arena over the memory nodes (NUMA) of a host.
 
-The arena is cut into as many runs of extents as the host has memory nodes that we may use, and each run asks for its
-pages from one of them. A host with one memory node needs none of this.
-
-The kernel's policy is "preferred", not "bind": a cache had better take a slower page than call the out-of-memory
-killer. The policy belongs to the file, so that it holds for whoever touches a page first.
+The arena is cut into one run of extents per memory node that we may use. Each run asks for its pages from one node. The
+kernel's policy is "preferred", not "bind": a slower page is better than the out-of-memory killer. The policy belongs to
+the file: it also holds when another process touches a page first.
 """
 
 import ctypes
@@ -22,21 +20,18 @@ from raykv.memory.pages import syscall_error
 
 log = logging.getLogger(__name__)
 
-MPOL_DEFAULT: Final = 0
 MPOL_PREFERRED: Final = 1
-_MPOL_F_ADDR: Final = 2
-_MAX_NODES: Final = 1024
-_SYSCALLS: Final = {"x86_64": (237, 239), "aarch64": (235, 236)}
-"""Numbers of mbind and get_mempolicy; libnuma, which knows them too, may not be installed."""
+MAX_NODES: Final = 1024
+_MBIND: Final = {"x86_64": 237, "aarch64": 235}  # libnuma, which knows the numbers too, may not be installed
 
 
 def part_of(extents: int, parts: int) -> npt.NDArray[np.int64]:
-    """Part that each extent belongs to: runs of equal length, but for one extent. A function of two numbers alone."""
+    """Part of each extent: runs of almost equal length."""
     return np.arange(extents) * max(1, parts) // max(1, extents)
 
 
 def in_turns(extents: int, parts: int) -> list[int]:
-    """All extents in an order in which the parts take turns, so that a half-full arena uses all nodes alike."""
+    """All extents, in an order in which the parts take turns: so a half-full arena uses all nodes alike."""
     part = part_of(extents, parts)
     place = np.arange(extents) - np.searchsorted(part, part)  # within its part
     order: list[int] = np.lexsort((part, place)).tolist()
@@ -44,7 +39,7 @@ def in_turns(extents: int, parts: int) -> list[int]:
 
 
 def usable_nodes(root: Path = Path("/")) -> tuple[int, ...]:
-    """Memory nodes that have memory and that this process may use, in order. (0,) where the host does not say."""
+    """Memory nodes that have memory and that this process may use. (0,) where the host does not say."""
     try:
         present = parse_list((root / "sys/devices/system/node/has_memory").read_text())
         status = (root / "proc/self/status").read_text().splitlines()
@@ -52,15 +47,6 @@ def usable_nodes(root: Path = Path("/")) -> tuple[int, ...]:
     except (OSError, StopIteration):
         return (0,)
     return tuple(sorted(present & parse_list(allowed))) or (0,)
-
-
-def home_node(root: Path = Path("/")) -> int | None:
-    """The node of all the cores that this process may run on; None if they are of several, or it is not known."""
-    cores = os.sched_getaffinity(0)
-    for place in (root / "sys/devices/system/node").glob("node[0-9]*"):
-        if cores <= parse_list((place / "cpulist").read_text()):
-            return int(place.name.removeprefix("node"))
-    return None
 
 
 def parse_list(text: str) -> set[int]:
@@ -74,11 +60,11 @@ def parse_list(text: str) -> set[int]:
 
 
 def spread(arena: SharedMemory, extents: int, extent_nbytes: int, nodes: Sequence[int]) -> tuple[int, ...]:
-    """Let each part of the arena take its pages from one node. Pages that are there already stay where they are.
+    """Let each part of the arena take its pages from one node. Pages that are there already stay.
 
     Returns:
-        The node of each part, in order. () if there is only one, or the kernel or the container does not let us: then
-        nothing is asked for, and that is logged.
+        The node of each part. () when there is only one, or when the kernel or the container forbids it: then nothing
+        is asked for, and that is logged.
     """
     if len(nodes) < 2:
         return ()
@@ -99,26 +85,22 @@ def prefer(memory: SharedMemory, offset: int, nbytes: int, node: int) -> None:
     """Take the pages of a part from one node, as long as it has any.
 
     Raises:
-        OSError: EPERM or ENOSYS in containers that forbid it, EINVAL for a node that there is not.
+        OSError: EPERM or ENOSYS in containers that forbid it, EINVAL for a node that does not exist.
     """
-    mask = np.zeros(_MAX_NODES // 64, np.uint64)
+    machine = os.uname().machine
+    if machine not in _MBIND:
+        raise OSError(f"memory policies are not known for {machine}")
+    mask = np.zeros(MAX_NODES // 64, np.uint64)
     mask[node // 64] = 1 << node % 64
-    _syscall(0, memory.address + offset, nbytes, MPOL_PREFERRED, mask.ctypes.data, _MAX_NODES, 0)
-
-
-def preference(memory: SharedMemory, offset: int) -> tuple[int, set[int]]:
-    """Policy at an offset, and its nodes.
-
-    Raises:
-        OSError: As for `prefer`.
-    """
-    mode, mask = ctypes.c_int(), np.zeros(_MAX_NODES // 64, np.uint64)
-    _syscall(1, ctypes.addressof(mode), mask.ctypes.data, _MAX_NODES, memory.address + offset, _MPOL_F_ADDR)
-    return mode.value, set(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist())
+    number = syscall_error(
+        _MBIND[machine], memory.address + offset, nbytes, MPOL_PREFERRED, mask.ctypes.data, MAX_NODES, 0
+    )
+    if number:
+        raise OSError(number, os.strerror(number))
 
 
 def may_prefer() -> bool:
-    """Whether the kernel, or the container, lets us place memory; tried on one page."""
+    """Whether the kernel and the container let us place memory; tried on one page."""
     memory = SharedMemory.create(None, 4096, huge_pages="never")
     try:
         prefer(memory, 0, 4096, usable_nodes()[0])
@@ -127,12 +109,3 @@ def may_prefer() -> bool:
     finally:
         memory.close()
     return True
-
-
-def _syscall(which: int, *arguments: int) -> None:
-    machine = os.uname().machine
-    if machine not in _SYSCALLS:
-        raise OSError(f"memory policies are not known for {machine}")
-    number = syscall_error(_SYSCALLS[machine][which], *arguments)
-    if number:
-        raise OSError(number, os.strerror(number))

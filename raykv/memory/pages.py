@@ -1,14 +1,13 @@
 """Mapping files so that huge pages fit, and asking the kernel for them.
 
-Touching 2 MiB for the first time costs every process one fault with them, and 512 without. How to get them for shared
-memory, as measured on Linux 6.18:
+The first touch of 2 MiB costs every process one fault with huge pages, and 512 without. Shared memory gets them:
 
-* MADV_COLLAPSE (6.1 and later) makes one of a block of which any page is there. It needs no privilege, and no setting
-  of the tmpfs. With the first page alone taken before, nothing is copied: 2 ms for 32 MiB, against 8 ms by small pages.
+* By MADV_COLLAPSE (Linux 6.1 and later): makes one huge page of a block in which any page is present. Needs no
+  privilege and no setting of the tmpfs. With only the first page present before, nothing is copied.
 * Before 6.1: by fault, after MADV_HUGEPAGE, if the tmpfs is mounted with huge=advise, within_size or always.
 * On hugetlbfs all pages are huge, from a pool that the administrator has filled.
 
-A process sees a huge page as one only where the mapping is aligned to it, so we choose the addresses.
+A process uses a huge page as one only where the mapping is aligned to it. So we choose the addresses.
 """
 
 import ctypes
@@ -38,7 +37,7 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 @functools.cache
 def huge_nbytes() -> int:
-    """Size of a transparent huge page on this host: 2 MiB, or more where small pages are larger than 4 KiB."""
+    """Size of a transparent huge page: 2 MiB, or more where small pages are larger than 4 KiB."""
     try:
         return int((_THP / "hpage_pmd_size").read_text())
     except (OSError, ValueError):
@@ -46,10 +45,10 @@ def huge_nbytes() -> int:
 
 
 class Mapping:
-    """A file in this process's memory. It stays until this object and the last view of it are gone.
+    """A file in this process's memory. It ends with this object and the last view of it.
 
     Attributes:
-        address: Where it begins; a multiple of the huge page if it is as large as one.
+        address: Where it begins.
         view: All of its bytes.
     """
 
@@ -60,11 +59,11 @@ class Mapping:
             alignment: Of the address, in bytes; a power of two. On hugetlbfs the kernel aligns by itself.
 
         Raises:
-            OSError: ENOMEM, for one: hugetlbfs has fewer free pages than that.
+            OSError: Such as ENOMEM when hugetlbfs has fewer free pages.
         """
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         self.address = _map(fd, nbytes, protection, alignment)
-        self._array = (ctypes.c_ubyte * nbytes).from_address(self.address)  # every view holds it too
+        self._array = (ctypes.c_ubyte * nbytes).from_address(self.address)  # every view keeps it alive
         # Not at exit: threads may still be reading then.
         weakref.finalize(self._array, _libc.munmap, self.address, nbytes).atexit = False
         view = memoryview(self._array).cast("B")
@@ -78,7 +77,7 @@ class Mapping:
 def _map(fd: int, nbytes: int, protection: int, alignment: int) -> int:
     if alignment <= mmap.PAGESIZE:
         return _mmap(None, nbytes, protection, mmap.MAP_SHARED, fd)
-    # Of a reservation that is larger by one alignment, the part from the first multiple on is put to use.
+    # Reserve one alignment more, use the part from the first multiple on, and give the rest back.
     start = _mmap(None, nbytes + alignment, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, -1)
     address = -(-start // alignment) * alignment
     reserved_end, end = start + nbytes + alignment, -(-(address + nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -110,10 +109,10 @@ def collapse_works() -> bool:
 
 
 def try_collapse() -> bool:
-    """Make one huge page of shared memory on request, and say whether that went well. Takes 5 ms."""
+    """Whether one huge page of shared memory can be made on request. Takes 5 ms."""
     nbytes = huge_nbytes()
     if nbytes > 32 << 20:
-        return False  # larger than extents are
+        return False  # larger than extents
     fd = os.memfd_create("raykv-trial", os.MFD_CLOEXEC)
     try:
         os.ftruncate(fd, nbytes)
@@ -125,24 +124,24 @@ def try_collapse() -> bool:
 
 
 def collapse(mapping: Mapping, fd: int, offset: int) -> bool:
-    """Make the block at `offset` one huge page, whatever of it is there. False when there is none to be had.
+    """Make the block at `offset` one huge page. False when the kernel has none.
 
     Raises:
-        OSError: ENOSPC: no room for the block's first page. ENOMEM likewise.
+        OSError: ENOSPC or ENOMEM: no room for the block's first page.
     """
     os.posix_fallocate(fd, offset, 1)
     return mapping.advise(offset, huge_nbytes(), MADV_COLLAPSE) == 0
 
 
 def fault(mapping: Mapping, offset: int) -> bool:
-    """Touch the block at `offset` so that the kernel may take a huge page for it. False when it has no room at all."""
+    """Touch the block at `offset`: the kernel may take a huge page for it. False when it has no room at all."""
     nbytes = huge_nbytes()
     mapping.advise(offset, nbytes, mmap.MADV_HUGEPAGE)
     return mapping.advise(offset, nbytes, MADV_POPULATE_WRITE) == 0  # EFAULT in place of SIGBUS
 
 
 def grant_of(fd: int, *, proc: Path = Path("/proc"), thp: Path = _THP) -> str:
-    """What the tmpfs of a file says about huge pages: "never", "advise", "within_size", "always", "deny" or "force"."""
+    """Huge pages by the mount of a file: "never", "advise", "within_size", "always", "deny" or "force"."""
     try:
         overall = (thp / "shmem_enabled").read_text()
         overall = overall[overall.index("[") + 1 : overall.index("]")]
@@ -158,25 +157,23 @@ def grant_of(fd: int, *, proc: Path = Path("/proc"), thp: Path = _THP) -> str:
         if fields.split()[2] == name:
             words = [word for word in options.split()[-1].split(",") if word.startswith("huge=")]
             return words[-1].removeprefix("huge=") if words else "never"
-    return overall  # a memfd: of a mount that nobody sees
+    return overall  # a memfd: its mount is hidden
 
 
 def hugetlb_page_nbytes(fd: int) -> int:
-    """Size of the pages of the hugetlbfs that a file or directory lies in; 0 when it is another file system."""
+    """Page size of the hugetlbfs that a file or directory lies in; 0 in another file system."""
     result = (ctypes.c_long * 32)()  # struct statfs: type and block size come first
-    if _libc.fstatfs(fd, result) or result[0] != _HUGETLBFS_MAGIC:
-        return 0
-    return int(result[1])
+    return int(result[1]) if not _libc.fstatfs(fd, result) and result[0] == _HUGETLBFS_MAGIC else 0
 
 
 def hugetlb_free_nbytes(page_nbytes: int, *, sys: Path = Path("/sys")) -> int:
-    """Bytes of the hugetlb pool of that page size that nobody has or is promised."""
+    """Bytes of the hugetlb pool of that page size that are neither in use nor reserved."""
     pool = sys / f"kernel/mm/hugepages/hugepages-{page_nbytes >> 10}kB"
     try:
-        free, promised = (int((pool / name).read_text()) for name in ("free_hugepages", "resv_hugepages"))
+        free, reserved = (int((pool / name).read_text()) for name in ("free_hugepages", "resv_hugepages"))
     except (OSError, ValueError):
         return 0
-    return max(0, free - promised) * page_nbytes
+    return max(0, free - reserved) * page_nbytes
 
 
 def syscall_error(number: int, *arguments: int) -> int:

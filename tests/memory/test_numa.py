@@ -1,14 +1,18 @@
 """Memory nodes: which extents lie where, and what the kernel was asked for."""
 
+import ctypes
+import os
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raykv.memory import numa
+from raykv.memory import numa, pages
 from raykv.memory.arena import SharedMemory
 
 MIB = 1 << 20
+MPOL_DEFAULT = 0
 
 
 @given(st.integers(0, 3000), st.integers(0, 12))
@@ -61,14 +65,14 @@ def test_nodes_that_may_be_used(tmp_path, has_memory, allowed, nodes):
     assert numa.usable_nodes(tmp_path) == nodes
 
 
-def test_the_home_of_a_process_is_the_node_of_all_its_cores(tmp_path, monkeypatch):
-    for node, cores in enumerate(("0-3", "4-7")):
-        place = tmp_path / f"sys/devices/system/node/node{node}"
-        place.mkdir(parents=True)
-        (place / "cpulist").write_text(cores + "\n")
-    for cores, home in (({4, 6}, 1), ({0, 1, 2, 3}, 0), ({3, 4}, None), ({9}, None)):
-        monkeypatch.setattr(numa.os, "sched_getaffinity", lambda _, cores=cores: cores)
-        assert numa.home_node(tmp_path) == home
+def preference(memory: SharedMemory, offset: int) -> tuple[int, set[int]]:
+    """Policy at an offset, as the kernel says it (get_mempolicy), and its nodes."""
+    mode, mask = ctypes.c_int(), np.zeros(numa.MAX_NODES // 64, np.uint64)
+    number = {"x86_64": 239, "aarch64": 236}[os.uname().machine]
+    of_address = 2
+    arguments = ctypes.addressof(mode), mask.ctypes.data, numa.MAX_NODES, memory.address + offset, of_address
+    assert pages.syscall_error(number, *arguments) == 0
+    return mode.value, set(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist())
 
 
 def allowed(memory: SharedMemory) -> bool:
@@ -93,9 +97,9 @@ def test_a_preference_belongs_to_the_file_and_others_see_it(arena):
     numa.prefer(arena, 2 * MIB, 4 * MIB, node)
     seen = SharedMemory.attach(arena.path, writable=True)
     for memory in (arena, seen):
-        assert numa.preference(memory, 2 * MIB) == (numa.MPOL_PREFERRED, {node})
-        assert numa.preference(memory, 5 * MIB) == (numa.MPOL_PREFERRED, {node})
-        assert numa.preference(memory, 6 * MIB) == (numa.MPOL_DEFAULT, set())
+        assert preference(memory, 2 * MIB) == (numa.MPOL_PREFERRED, {node})
+        assert preference(memory, 5 * MIB) == (numa.MPOL_PREFERRED, {node})
+        assert preference(memory, 6 * MIB) == (MPOL_DEFAULT, set())
     assert arena.populate(0, 8 * MIB)
     seen.close()
 
@@ -103,20 +107,20 @@ def test_a_preference_belongs_to_the_file_and_others_see_it(arena):
 def test_each_part_of_an_arena_prefers_its_node(arena):
     node = numa.usable_nodes()[0]
     assert numa.spread(arena, 7, MIB, (node, node)) == (node, node)  # one machine shows no more
-    assert numa.preference(arena, 6 * MIB) == (numa.MPOL_PREFERRED, {node})
-    assert numa.preference(arena, 7 * MIB) == (numa.MPOL_DEFAULT, set())  # behind the last extent
+    assert preference(arena, 6 * MIB) == (numa.MPOL_PREFERRED, {node})
+    assert preference(arena, 7 * MIB) == (MPOL_DEFAULT, set())  # behind the last extent
 
 
 def test_one_node_needs_nothing_and_a_refusal_is_one_line(arena, caplog):
     assert numa.spread(arena, 8, MIB, numa.usable_nodes()[:1]) == ()
-    assert numa.preference(arena, MIB)[1] <= {numa.usable_nodes()[0]}
+    assert preference(arena, MIB)[1] <= {numa.usable_nodes()[0]}
     assert not caplog.records
     assert numa.spread(arena, 8, MIB, (1022, 1023)) == ()
     assert len(caplog.records) == 1
 
 
 def test_other_processors_have_other_numbers(arena, monkeypatch):
-    monkeypatch.setattr(numa, "_SYSCALLS", {})
+    monkeypatch.setattr(numa, "_MBIND", {})
     with pytest.raises(OSError, match="not known"):
         numa.prefer(arena, 0, MIB, 0)
     assert numa.spread(arena, 8, MIB, (0, 1)) == ()

@@ -204,7 +204,7 @@ def test_a_change_that_does_not_finish_leaves_its_mark():
 
 def test_a_row_costs_what_the_config_says():
     """Both copies of the index included."""
-    assert f"A row costs {ROW_NBYTES} bytes" in str(StorageConfig.__doc__)
+    assert f"{ROW_NBYTES} bytes" in str(StorageConfig.__doc__)
     assert table_nbytes(1 << 20, 1) / (1 << 20) < ROW_NBYTES + 3  # a fixed part of 2 MB lists the namespaces
 
 

@@ -124,7 +124,7 @@ def test_depth_follows_a_chunk_of_the_batch_that_is_here_and_not_the_writer(benc
 
 
 def test_a_reused_row_is_no_parent_of_the_old_children(bench):
-    """Links are (row, generation): the child of a deleted chunk has no parent, whoever gets the row."""
+    """Links are (row, generation): the child of a deleted chunk has no parent, even when the row is used again."""
     bench.put("abc")
     row = bench.row("a")
     assert bench.delete("a") == 1

@@ -48,17 +48,17 @@ def test_more_at_once_than_it_can_remember():
 
 @pytest.mark.parametrize("round_", range(4))
 def test_random_departures(round_, rng: random.Random):
-    eviction_log, told = EvictionLog(64), []
+    eviction_log, added = EvictionLog(64), []
     for now in range(300):
         batch = [rng.randrange(100) for _ in range(rng.randrange(10))]
         reason = rng.choice(list(Reason)[1:])
         eviction_log.add(keys_of(batch), reason, policies=rng.choice(["", "lru", "arc"]), now_s=float(now))
-        told += [(number, reason, now) for number in batch]
-        remembered = {number: (reason, now) for number, reason, now in told[-64:]}
+        added += [(number, reason, now) for number in batch]
+        remembered = {number: (reason, now) for number, reason, now in added[-64:]}
         found = eviction_log.find(keys_of(range(100)))
         for number, reason, when_s in zip(range(100), found.reasons.tolist(), found.when_s.tolist(), strict=True):
             assert (reason, when_s) == remembered.get(number, (0, 0.0))
-        assert len(eviction_log) == min(64, len(told))
+        assert len(eviction_log) == min(64, len(added))
 
 
 def test_keys_made_to_collide_cost_a_bounded_search():

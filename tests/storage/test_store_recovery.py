@@ -3,6 +3,7 @@
 import logging
 import os
 import random
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -30,10 +31,9 @@ def test_a_killed_process_loses_only_what_was_not_committed(on_files, shm_dir, d
     on_files.fill(on_files.lend(3), "pqr")
     on_files.pin("ab")
     on_files.delete("z")
-    if dirty:
-        on_files.store.table._header["dirty"] = 1
-    again = reopen(crashed(on_files.store, shm_dir, "again"), on_files.now_s)
-    on_files.store.table._header["dirty"] = 0
+    with on_files.store.table.changing() if dirty else nullcontext():
+        prefix = crashed(on_files.store, shm_dir, "again")
+    again = reopen(prefix, on_files.now_s)
     assert again.here("abcxyzpqr") == "abcxy"
     assert again.store.recovered == again.store.chunks == 5
     assert again.store.table.incarnation == on_files.store.table.incarnation + 1
@@ -127,7 +127,10 @@ def change(bench: Bench, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["lend and commit", "delete", "delete pinned", "quarantine"])
 def test_a_crash_at_any_write_of_a_change(shm_dir, how, monkeypatch):
-    """Kill the process before each single write of a change; the next one finds a sound table."""
+    """Kill the process before each single write of a change; the next one finds a sound table.
+
+    To see each write, it replaces the arrays that the table and the slots keep for themselves.
+    """
     monkeypatch.setattr("raykv.memory.native.enter", None)
     bench = Bench.open(shm_dir / "n")
     bench.put("abcdefghijklmn", 64 * KIB)

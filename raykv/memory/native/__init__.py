@@ -25,7 +25,6 @@ read: Final = _used.read if _used else None
 fill: Final = _used.fill if _used else None
 share: Final = _used.share if _used else None
 receive: Final = _used.receive if _used else None
-copy: Final = _used.copy if _used else None
 quickest: Final = _used.quickest if _used else None
 vectors: Final = _used.vectors if _used else None
 Reader: Final = _used.Reader if _used else None

@@ -148,32 +148,6 @@ void copy_bytes(char *to, const char *from, size_t n, int stream) {
     memcpy(to, from, n);
 }
 
-PyObject *copy(PyObject *module, PyObject *const *arguments, Py_ssize_t count) {
-    (void)module;
-    if (count != 3) {
-        PyErr_SetString(PyExc_TypeError, "copy(target, source, stream)");
-        return NULL;
-    }
-    int stream = PyObject_IsTrue(arguments[2]);
-    Py_buffer target, source;
-    if (stream < 0 || PyObject_GetBuffer(arguments[0], &target, PyBUF_WRITABLE) < 0)
-        return NULL;
-    if (PyObject_GetBuffer(arguments[1], &source, PyBUF_SIMPLE) < 0) {
-        PyBuffer_Release(&target);
-        return NULL;
-    }
-    PyObject *result = NULL;
-    if (sized(&target, source.len, "target")) {
-        PyThreadState *state = source.len >= WITHOUT_GIL_NBYTES ? PyEval_SaveThread() : NULL;
-        copy_bytes(target.buf, source.buf, (size_t)source.len, stream);
-        if (state)
-            PyEval_RestoreThread(state);
-        result = Py_NewRef(Py_None);
-    }
-    PyBuffer_Release(&target), PyBuffer_Release(&source);
-    return result;
-}
-
 /* -- jobs --------------------------------------------------------------------------------------------------------- */
 
 /* The chunks of one batch. Several threads copy them without the interpreter's lock; a free thread takes the next ones.

@@ -70,8 +70,6 @@ static PyMethodDef methods[] = {
      "Fill chunks of more than 240 bytes, each a list or tuple of writable buffers: from `ahead` first, then from a\n"
      "socket. Writes their checksums, unless that is None. spin_s: wait this long for bytes before sleeping. Returns 0\n"
      "(full), 1 (late), 2 (closed by the peer) or the negative error number; and how many chunks are full."},
-    {"copy", (PyCFunction)(void (*)(void))copy, METH_FASTCALL,
-     "copy(target, source, stream): copy bytes; stream: past the cache."},
     {"share", share, METH_O, "share(job): copy chunks of a batch of `read` or `fill` until none is left to begin."},
     {"quickest", quickest, METH_O,
      "quickest(nbytes) -> (str | None, str | None)\n\n"

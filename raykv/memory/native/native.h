@@ -67,7 +67,6 @@ void stream_group(char *to, const char *from);
 trial_t begin_store(size_t nbytes);
 void end_store(trial_t trial, size_t nbytes);
 int run_job(void (*copy)(const void *, Py_ssize_t), const void *batch, Py_ssize_t count, PyObject *call, int keep_lock);
-PyObject *copy(PyObject *module, PyObject *const *arguments, Py_ssize_t count);
 PyObject *quickest(PyObject *module, PyObject *nbytes);
 PyObject *vectors(PyObject *module, PyObject *most);
 PyObject *share(PyObject *module, PyObject *job);
