@@ -1,39 +1,35 @@
-"""What a client keeps between its puts: slots on loan, and stores that nobody has answered yet. Logic only."""
+"""Slots that a writer has at hand: lent by the node before they are needed. Logic only."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple, Self
 
-from raykv.memory.reader import ShmReader
-from raykv.memory.rows import QUARANTINE_S
+from raykv.memory.layout import QUARANTINE_S
 from raykv.protocol.namespace import Namespace
-from raykv.types import PutResult
+from raykv.types import Batch, PutResult
 
 MAX_POOL_SLOTS: Final = 512
 MAX_POOL_NBYTES: Final = 256 << 20
 MAX_POOL_SHARE: Final = 16
-"""A client has at most so many slots, so many bytes of them, or this part of the arena (one in so many), of one size
-for one quota group lent ahead of need."""
+"""Bounds of one pool: this many slots, this many bytes, and one part in MAX_POOL_SHARE of the arena."""
 POOL_IDLE_S: Final = 5.0
-"""Slots of a pool that was not used for so long go back."""
+"""The slots of a pool that was not used for this long go back to the node."""
 GROW_S: Final = 1.0
-"""A pool that is half empty again within this time has more next time: a writer that goes on asks seldom."""
+"""A pool that needs slots twice within this time asks for more the second time: a busy writer seldom runs short."""
 TRUST_S: Final = QUARANTINE_S / 4
-"""So long after the node's last answer a lent slot is surely ours still: had the node cut us off, or died, right after
-it, the slot would still rest. Later, nothing is written to it before the node has answered again."""
-MAX_POSTED_KEYS: Final = 4096
-"""Keys in stores that nobody has answered yet. The answers to them must fit into the socket's buffers."""
+"""A lent slot is surely ours for this long after the node's last answer. Had the node cut us off, or died, right after
+that answer, the slot would still be in quarantine. Later, nothing is written before the node has answered again."""
 
-
-Slot = tuple[int, int, int]
-"""A slot's row, where in the arena it begins, and the row's generation when it was lent."""
+Slot = tuple[int, int]
+"""Row of a slot, and where in the arena the slot begins."""
 
 
 class QuotaGroup(NamedTuple):
-    """What a node must know of a namespace.
+    """The quota group of a namespace, as nodes need it.
 
     Attributes:
-        digest: Of the namespace's quota group.
-        text: Its fields as JSON.
+        digest: Names the group in requests.
+        text: Fields of the group's namespace as JSON.
     """
 
     digest: bytes
@@ -41,20 +37,20 @@ class QuotaGroup(NamedTuple):
 
     @classmethod
     def of(cls, namespace: Namespace) -> Self:
-        """The quota group that the namespace's chunks count under."""
+        """The quota group that a namespace's chunks count under."""
         group = namespace.group
         return cls(group.digest, group.model_dump_json(exclude_defaults=True).encode())
 
 
 class SlotPool:
-    """Slots of one size that are lent to us for one quota group.
+    """Slots of one size, lent to one writer for one quota group.
 
     Attributes:
         most: Slots that it may hold.
-        wanted: Slots that it would hold if there were enough; grows with use.
-        slots: Those that nobody has taken.
-        used_at_s: When something was taken last.
-        coming: Slots that were asked for ahead of need, in stores that nobody has answered yet.
+        wanted: Slots that it should hold; grows with use.
+        slots: The slots at hand.
+        coming: Slots requested ahead of need, without an answer yet.
+        used_at_s: When slots were last removed.
     """
 
     def __init__(self, size: int, arena_nbytes: int) -> None:
@@ -64,23 +60,27 @@ class SlotPool:
         self._asked_at_s = -GROW_S
         self.slots: list[Slot] = []
 
-    def take(self, count: int, now_s: float) -> list[Slot]:
-        """Up to `count` slots."""
+    def pop(self, count: int, now_s: float) -> list[Slot]:
+        """Remove up to `count` slots."""
         self.used_at_s = now_s
-        slots = self.slots
-        if count == 1 and slots:
-            return [slots.pop()]
-        keep = max(0, len(slots) - count)
-        taken = slots[keep:]
-        del slots[keep:]
-        return taken
+        left = max(0, len(self.slots) - count)
+        popped = self.slots[left:]
+        del self.slots[left:]
+        return popped
 
-    def ran_short(self, count: int) -> None:
-        """`count` slots were needed, and there were fewer: have more next time."""
+    def pop_surplus(self, idle_since_s: float) -> list[Slot]:
+        """Remove the slots above `most`; all of them if the pool was last used before `idle_since_s`."""
+        if self.used_at_s < idle_since_s and not self.coming:
+            self.wanted = 0
+            return self.pop(len(self.slots), self.used_at_s)
+        return self.pop(max(0, len(self.slots) - self.most), self.used_at_s)
+
+    def grow(self, count: int) -> None:
+        """`count` slots were needed at once, and there were fewer: hold more from now on."""
         self.wanted = min(self.most, max(4 * self.wanted, 2 * count))
 
     def lacking(self, now_s: float) -> int:
-        """Slots to ask for ahead of need now; none while it is more than half full."""
+        """Slots to request ahead of need now; none while the pool is more than half full."""
         have = len(self.slots) + self.coming
         if 2 * have > self.wanted:
             return 0
@@ -90,52 +90,60 @@ class SlotPool:
         return self.wanted - have
 
 
-class Outcome:
-    """What became of posted chunks, until somebody asks."""
-
-    def __init__(self) -> None:
-        self._stored = self._existed = self._skipped = 0
-        self._reason = ""
-
-    def note(self, *, stored: int = 0, existed: int = 0, skipped: int = 0, reason: str = "") -> None:
-        """So many more."""
-        self._stored += stored
-        self._existed += existed
-        self._skipped += skipped
-        self._reason = self._reason or reason
-
-    def take(self) -> PutResult:
-        """All of it, once."""
-        result = PutResult(self._stored, self._existed, self._skipped, self._reason)
-        self.__init__()  # type: ignore[misc]
-        return result
-
-
 @dataclass(slots=True, eq=False)
-class LentSlots:
-    """Slots taken from a pool, to be written now; and then the store that told of them, until it is answered.
+class LentBatch:
+    """Lent slots for the chunks of a batch that are not stored yet: to be filled, then committed.
 
     Attributes:
-        life: Number of the connection that they hang on.
-        reader: The memory that they lie in.
-        published: Their chunks are visible already.
-        keys: How many the store names.
-        asked_at_s: When it was sent.
-        ahead: Slots that it asks for.
-        outcome: Who is told what became of it, if anybody wants to know.
+        group, batch: Which chunks.
+        positions: Which of the batch's keys the slots are for, in order.
+        slots, views: One entry a position; `views` are the bytes to fill.
+        pool: The pool that the slots belong to.
+        life: Number of the connection that the lease belongs to.
+        existed: Chunks of the batch that were stored already.
+        reason: Why there are fewer slots than chunks; empty when there are enough.
+        ahead: Slots that the commit requests for what comes next.
     """
 
-    pool: SlotPool
-    life: int
-    reader: ShmReader
-    slots: list[Slot]
-    published: bool = False
-    keys: int = 0
-    asked_at_s: float = 0.0
+    group: QuotaGroup
+    batch: Batch
+    positions: Sequence[int] = ()
+    slots: list[Slot] = field(default_factory=list)
+    views: list[memoryview] = field(default_factory=list)
+    pool: SlotPool | None = None
+    life: int = 0
+    existed: int = 0
+    reason: str = ""
     ahead: int = 0
-    outcome: Outcome | None = None
 
-    def note(self, *, stored: int = 0, existed: int = 0, skipped: int = 0, reason: str = "") -> None:
-        """What became of the store."""
-        if self.outcome is not None:
-            self.outcome.note(stored=stored, existed=existed, skipped=skipped, reason=reason)
+    @property
+    def skipped(self) -> int:
+        """Chunks without a slot."""
+        return len(self.batch.keys) - self.existed - len(self.slots)
+
+
+class PostedResults:
+    """What became of posted chunks since the last `flush`."""
+
+    def __init__(self) -> None:
+        self._total = PutResult(0, 0, 0)
+
+    def add(self, result: PutResult) -> None:
+        """Add the result of one commit."""
+        self._total = sum_of(self._total, result)
+
+    def reset(self) -> PutResult:
+        """Return the sum, and start again from zero."""
+        total, self._total = self._total, PutResult(0, 0, 0)
+        return total
+
+
+def sum_of(first: PutResult, second: PutResult) -> PutResult:
+    """The results of two puts as one; the first reason is kept."""
+    return PutResult(
+        first.stored + second.stored,
+        first.existed + second.existed,
+        first.skipped + second.skipped,
+        first.reason or second.reason,
+        first.posted + second.posted,
+    )

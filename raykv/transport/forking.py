@@ -13,10 +13,7 @@ class Forkable(Protocol):
     """Holds something that a forked child must not share with its parent."""
 
     def after_fork(self) -> None:
-        """Called in the child, before anything else runs there: send nothing, take no lock, make new locks.
-
-        A lock may be held by a thread that the child does not have.
-        """
+        """Called in the child: send nothing, and make new locks. The old ones may be held by threads of the parent."""
         ...
 
 
@@ -28,4 +25,9 @@ def drop_after_fork(each: Forkable) -> None:
     _registered.add(each)
 
 
-os.register_at_fork(after_in_child=lambda: [each.after_fork() for each in list(_registered)])
+def _after_fork() -> None:
+    for each in list(_registered):
+        each.after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)

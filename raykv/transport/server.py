@@ -37,8 +37,7 @@ class LogLimit:
     """Writes at most `max_lines` lines in `every_s` seconds; the next line says how many were left out. Thread-safe."""
 
     def __init__(self, log: logging.Logger, *, max_lines: int = MAX_LOG_LINES, every_s: float = LOG_EVERY_S) -> None:
-        self._log, self._max_lines, self._every_s = log, max_lines, every_s
-        self._lock = threading.Lock()
+        self._log, self._max_lines, self._every_s, self._lock = log, max_lines, every_s, threading.Lock()
         self._began_s = -every_s
         self._lines = self._left_out = 0
 

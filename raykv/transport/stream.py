@@ -58,7 +58,6 @@ class Stream:
         self.socket = connection
         connection.settimeout(None)
         self.set_tick(tick_s)
-        self._receive, self._send, self._send_pieces = connection.recv_into, connection.send, connection.sendmsg
         self._spin_s = spin_s
         self._ahead = memoryview(bytearray(READ_AHEAD_NBYTES))
         self._start = self._end = 0  # bytes that were read ahead and not used yet
@@ -90,7 +89,7 @@ class Stream:
         """Send at most STEP_PIECES pieces. The first attempt is made also when the deadline has passed."""
         while pieces:
             try:
-                sent = self._send(pieces[0]) if len(pieces) == 1 else self._send_pieces(pieces)
+                sent = self.socket.sendmsg(pieces)
             except BlockingIOError:
                 sent = 0
             except OSError as error:
@@ -102,16 +101,12 @@ class Stream:
     # -- receiving messages -----------------------------------------------------------------------------------------
 
     def wait(self) -> bool:
-        """Wait without a deadline until something arrives. False when the peer has closed the connection instead."""
-        while self._start == self._end:
-            try:
-                self._start, self._end = 0, self._receive_some(self._ahead)
-            except BlockingIOError:
-                continue
-            except OSError as error:
-                raise _lost(error) from error
-            if not self._end:
-                return False
+        """Wait without a deadline until something arrives. False when the connection has ended instead."""
+        try:
+            while self._start == self._end:
+                self._read_ahead()
+        except PeerUnavailable:
+            return False
         return True
 
     def message(self, deadline_s: float) -> tuple[Request | Answer, Header]:
@@ -124,29 +119,20 @@ class Stream:
         return self.body(header, deadline_s), header
 
     def header(self, deadline_s: float) -> Header:
-        """Receive the header of the next message; `body` must follow.
-
-        Raises:
-            ProtocolError: It is not one of this protocol.
-        """
-        if self._end - self._start < _HEADER_NBYTES:
-            self._read_ahead(_HEADER_NBYTES, deadline_s)
+        """Receive the header of the next message; `body` must follow. Raises as `message` does."""
+        while self._end - self._start < _HEADER_NBYTES:
+            if not self._read_ahead():
+                _require_time(deadline_s)
         start, self._start = self._start, self._start + _HEADER_NBYTES
         return decode_header(self._ahead[start : self._start])
 
     def body(self, header: Header, deadline_s: float) -> Request | Answer:
-        """Receive the message behind a header.
-
-        Raises:
-            ProtocolError: It is not one of this protocol.
-        """
+        """Receive the message behind a header. Raises as `message` does."""
         start, end = self._start, self._start + header.length
         if end <= self._end:
             self._start = end
             return decode(self._ahead[start:end])
-        body = memoryview(bytearray(header.length))
-        self.fill([body], deadline_s)
-        return decode(body)
+        return decode(self.exactly(header.length, deadline_s))
 
     def wait_ready(self, timeout_s: float) -> bool:
         """Wait until `message` would return at once, or nearly: of a long message the beginning is here.
@@ -154,23 +140,18 @@ class Stream:
         A broken connection counts as ready: `message` raises the error.
         """
         until_s = time.monotonic() + timeout_s
-        while not self._begun():
-            self._move_to_front()
-            try:
-                got = self._receive(self._ahead[self._end :], 0, _DONTWAIT)
-            except BlockingIOError:
+        try:
+            while not self._begun():
+                if self._read_ahead(_DONTWAIT):
+                    continue
                 left_s = until_s - time.monotonic()
                 if left_s <= 0:
                     return False
                 poll = select.poll()
                 poll.register(self.socket.fileno(), select.POLLIN)
                 poll.poll(math.ceil(min(left_s, 1e6) * 1e3))
-                continue
-            except OSError:
-                return True
-            if not got:
-                return True
-            self._end += got
+        except PeerUnavailable:
+            pass
         return True
 
     def _begun(self) -> bool:
@@ -181,38 +162,40 @@ class Stream:
         length: int = HEADER.unpack_from(here)[-1]
         return len(here) >= min(_HEADER_NBYTES + length, READ_AHEAD_NBYTES)
 
-    def _receive_some(self, view: memoryview) -> int:
-        """`recv_into`; spins before it sleeps, if that is wanted."""
-        if self._spin_s:
-            until_s = time.monotonic() + self._spin_s
-            while time.monotonic() < until_s:
-                try:
-                    return self._receive(view, 0, _DONTWAIT)
-                except BlockingIOError:
-                    os.sched_yield()
-        return self._receive(view)
+    def _read_ahead(self, flags: int = 0) -> int:
+        """Read what has arrived. Waits for a tick, unless `flags` forbid it; before it sleeps it spins, if wanted.
 
-    def _read_ahead(self, nbytes: int, deadline_s: float) -> None:
-        """Read until at least `nbytes` are here."""
-        self._move_to_front()
-        while self._end < nbytes:
-            try:
-                got = self._receive_some(self._ahead[self._end :])
-            except BlockingIOError:
-                _require_time(deadline_s)
-                continue
-            except OSError as error:
-                raise _lost(error) from error
-            if not got:
-                raise PeerUnavailable(_CLOSED)
-            self._end += got
-
-    def _move_to_front(self) -> None:
-        """Move the bytes that were read ahead to the beginning of their buffer."""
+        Returns:
+            How many bytes; 0 when none arrived.
+        """
         if self._start:
             left = bytes(self._ahead[self._start : self._end])
             self._ahead[: len(left)] = left
             self._start, self._end = 0, len(left)
+        room, got = [self._ahead[self._end :]], 0
+        if self._spin_s and not flags:
+            until_s = time.monotonic() + self._spin_s
+            while not (got := self._receive(room, _DONTWAIT)) and time.monotonic() < until_s:
+                os.sched_yield()
+        got = got or self._receive(room, flags)
+        self._end += got
+        return got
+
+    def _receive(self, views: list[memoryview], flags: int) -> int:
+        """Receive into views. Returns how many bytes; 0 when none arrived within a tick.
+
+        Raises:
+            PeerUnavailable: The connection has ended.
+        """
+        try:
+            got = self.socket.recvmsg_into(views, 0, flags)[0]
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            raise _lost(error) from error
+        if not got:
+            raise PeerUnavailable(_CLOSED)
+        return got
 
     # -- receiving payloads -----------------------------------------------------------------------------------------
 
@@ -263,15 +246,7 @@ class Stream:
         pieces = [piece for piece in self._use_read_ahead(views) if len(piece)]
         while pieces:
             _require_time(deadline_s)
-            try:
-                got = self.socket.recvmsg_into(pieces[:STEP_PIECES], 0, _WAITALL)[0]
-            except BlockingIOError:
-                continue
-            except OSError as error:
-                raise _lost(error) from error
-            if not got:
-                raise PeerUnavailable(_CLOSED)
-            pieces = _after(pieces, got)
+            pieces = _after(pieces, self._receive(pieces[:STEP_PIECES], _WAITALL))
 
     def _use_read_ahead(self, views: Sequence[memoryview]) -> list[memoryview]:
         """Fill views with the bytes that were read ahead. Returns what is left to fill."""

@@ -1,0 +1,168 @@
+"""Checks of what callers pass. A wrong argument is a UsageError that names the field and the remedy.
+
+Numpy's scalars count as numbers.
+"""
+
+import math
+import operator
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any, Final, TypeAlias, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from raykv.errors import UsageError
+from raykv.memory.copying import all_byte_views
+from raykv.memory.layout import MAX_DEPTH
+from raykv.protocol import chunk_keys
+from raykv.protocol.chunk_keys import KEY_NBYTES
+from raykv.protocol.hints import require_hints
+from raykv.types import Hints, KeyArray, Scattered
+
+T = TypeVar("T")
+Keys: TypeAlias = KeyArray | Sequence[bytes | str]
+Tokens: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]]
+
+MAX_TIMEOUT_S: Final = 1e6
+
+
+def number_in(field: str, value: Any, least: float, most: float) -> float:
+    """A finite number in a range."""
+    try:
+        number = math.nan if isinstance(value, str | bytes | bytearray) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not least <= number <= most:
+        raise UsageError(f"field '{field}': {value!r} is not a number in {least:,.0f} .. {most:,.0f}")
+    return number
+
+
+def integer_in(field: str, value: Any, least: int, most: int) -> int:
+    """An integer in a range."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise UsageError(f"field '{field}': {value!r} is not an integer in {least:,} .. {most:,}") from None
+    if not least <= number <= most:
+        raise UsageError(f"field '{field}': {number} is not in {least:,} .. {most:,}")
+    return number
+
+
+def flag(field: str, value: Any) -> bool:
+    """True or False."""
+    if not isinstance(value, bool | np.bool_):
+        raise UsageError(f"field '{field}': {value!r} is neither True nor False")
+    return bool(value)
+
+
+def instance(field: str, value: Any, kind: type[T], remedy: str) -> T:
+    """A value of a class of ours."""
+    if not isinstance(value, kind):
+        raise UsageError(f"field '{field}': {type(value).__name__} instead of {kind.__name__}; {remedy}")
+    return value
+
+
+def timeout(timeout_s: Any) -> float:
+    """A time-out in seconds."""
+    return number_in("timeout_s", timeout_s, 0.0, MAX_TIMEOUT_S)
+
+
+def deadline_after(timeout_s: Any) -> float:
+    """When a call that begins now has to end, by the monotonic clock."""
+    return time.monotonic() + timeout(timeout_s)
+
+
+def named_keys(digest: bytes, names: Iterable[bytes | str]) -> KeyArray:
+    """Keys of objects with names."""
+    if isinstance(names, str | bytes | bytearray | memoryview) or not isinstance(names, Iterable):
+        raise UsageError(f"field 'keys': {type(names).__name__}; give an array that keys() made, or a list of names")
+    listed = list(names)
+    for place, name in enumerate(listed):
+        if not isinstance(name, str | bytes):
+            raise UsageError(f"field 'keys[{place}]': {type(name).__name__}; a name is str or bytes")
+    try:
+        return chunk_keys.named(digest, listed)
+    except UnicodeEncodeError as error:
+        raise UsageError(f"field 'keys': a name that is not valid text ({error}); pass it as bytes") from None
+
+
+def key_array(field: str, keys: Any) -> KeyArray:
+    """An array of keys as `keys` and `chain` make them."""
+    if not isinstance(keys, np.ndarray) or keys.ndim != 2 or keys.shape[1] != 2 or keys.dtype != np.uint64:
+        what = type(keys).__name__
+        if isinstance(keys, np.ndarray):
+            what = f"an array of shape {list(keys.shape)} and type {keys.dtype}"
+        raise UsageError(
+            f"field '{field}': {what}; use the arrays that keys() and chain() make, of shape [n, 2] and type uint64, "
+            "or a list of names"
+        )
+    return keys
+
+
+def parent_key(parent: Any) -> KeyArray | None:
+    """The key of the chunk before the first one."""
+    if parent is None:
+        return None
+    if not isinstance(parent, np.ndarray) or parent.shape != (1, 2) or parent.dtype != np.uint64:
+        shape = f"an array of shape {list(parent.shape)}" if isinstance(parent, np.ndarray) else type(parent).__name__
+        raise UsageError(f"field 'parent': {shape}; give one key as keys[i : i + 1], of shape [1, 2] and type uint64")
+    return parent
+
+
+def one_key(key: Any) -> bytes:
+    """The 16 bytes of one key."""
+    if not isinstance(key, bytes | bytearray | memoryview):
+        raise UsageError(f"field 'key': {type(key).__name__}; give the {KEY_NBYTES} bytes that key() returns")
+    raw = bytes(key)
+    if len(raw) != KEY_NBYTES:
+        raise UsageError(f"field 'key': {len(raw)} bytes; a key has {KEY_NBYTES}: use what key() returns")
+    return raw
+
+
+def token_ids(tokens: Any) -> npt.NDArray[np.integer[Any]]:
+    """Token ids as an array."""
+    try:
+        ids = np.asarray(tokens)
+    except (TypeError, ValueError, OverflowError):
+        ids = np.empty(0, object)
+    if not ids.size and ids.ndim == 1 and ids.dtype != object:
+        return np.empty(0, np.int64)
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise UsageError(f"field 'tokens': {_shown(tokens)} is not a flat list of token ids in 0 .. 2**32 - 1")
+    return ids
+
+
+def buffers(field: str, many: Any, count: int, *, writable: bool) -> tuple[list[list[memoryview]], list[int]]:
+    """The byte views of each entry, and its length in bytes: one entry a key."""
+    if not isinstance(many, Sequence | np.ndarray) or isinstance(many, str):
+        raise UsageError(f"field '{field}': {type(many).__name__}; give a list with one buffer (or list of buffers) a key")
+    if len(many) != count:
+        raise UsageError(f"field '{field}': {len(many)} entries for {count} keys; give one entry a key")
+    try:
+        return all_byte_views(many, field, writable=writable)
+    except (TypeError, ValueError, BufferError) as error:
+        if isinstance(error, UsageError):
+            raise
+        raise UsageError(f"field '{field}': {error}; pass arrays of plain numbers, or their bytes") from None
+
+
+def hints_of(ttl_s: Any, priority: Any) -> Hints:
+    """Hints of a put: `ttl_s` None for the namespace's own."""
+    if ttl_s is not None:
+        ttl_s = number_in("ttl_s", ttl_s, 0.0, math.inf)
+        if ttl_s == 0:
+            raise UsageError("field 'ttl_s': 0 would expire at once; leave it out for no expiry")
+    priority = integer_in("priority", priority, -(1 << 62), 1 << 62)
+    require_hints(ttl_s, priority)
+    return Hints(ttl_s or 0.0, priority)
+
+
+def depth_of(depth: Any) -> int:
+    """Number of chunks before the first one in its chain."""
+    return integer_in("depth", depth, 0, MAX_DEPTH - 1)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:60] + "..."

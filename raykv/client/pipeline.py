@@ -1,0 +1,273 @@
+"""A connection to this host's node on which requests are sent ahead of their answers.
+
+A deadline that passes ends the call, not the connection: the answer is collected by a later call. So the leases of the
+connection survive a node that is slow for a moment, and nobody waits longer than asked.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Final, TypeAlias
+
+from raykv.client.slot_pool import TRUST_S
+from raykv.errors import PeerUnavailable, ProtocolError, RayKVError, TransientError
+from raykv.protocol import messages
+from raykv.transport.base import MAX_POSTED, Link, remaining
+from raykv.transport.forking import drop_after_fork
+
+MAX_POSTED_KEYS: Final = 4096
+"""Most keys in requests without an answer. Requests and answers of this size fit into the socket's buffers: neither end
+waits for the other one to read."""
+POST_S: Final = 1.0
+"""Time to send a request of more keys, or to receive an answer of which a part has arrived."""
+SLICE_S: Final = 0.001
+"""One wait for an answer. Between two waits other threads may use the connection."""
+YIELD_S: Final = 50e-6
+
+Outcome: TypeAlias = messages.Answer | RayKVError
+"""An answer; or the error that the node sent, or that the connection ended with."""
+
+
+class Posted:
+    """A request that was sent.
+
+    Attributes:
+        outcome: None until the answer was collected.
+        life: Number of the connection that carries it.
+        asked_at_s: When it was sent.
+        keys: How many keys it has.
+        finish: Called with the outcome, under the lock of the pipeline.
+    """
+
+    __slots__ = ("asked_at_s", "finish", "keys", "life", "outcome")
+
+    def __init__(self, finish: Callable[[Outcome], None], *, life: int, keys: int) -> None:
+        self.finish, self.life, self.keys = finish, life, keys
+        self.asked_at_s = time.monotonic()
+        self.outcome: Outcome | None = None
+
+
+class Pipeline:
+    """One connection at a time, opened at first use and again after it broke. Thread-safe.
+
+    Attributes:
+        lock: Guards everything here, and what `finish` functions change. Methods that end in `_locked` need it.
+        life: Number of the connection. Leases of a connection with another number are gone.
+        epoch: The greatest epoch in an answer so far.
+        trusted_until_s: Until then this connection's leases are surely good: see TRUST_S.
+    """
+
+    def __init__(self, open_link: Callable[[float], Link], *, retry_s: float) -> None:
+        """Connect at first use.
+
+        Args:
+            open_link: Makes a link by a deadline.
+            retry_s: After a failure no new connection is tried for this long.
+        """
+        self._open_link, self._retry_s = open_link, retry_s
+        self.lock = threading.Lock()
+        self.life, self.epoch = 0, 0
+        self.trusted_until_s = 0.0
+        self._link: Link | None = None
+        self._posted: deque[Posted] = deque()
+        self._posted_keys = 0
+        self._retry_at_s = 0.0
+        drop_after_fork(self)
+
+    def after_fork(self) -> None:
+        """The connection, its leases and its answers are the parent's."""
+        self.lock = threading.Lock()
+        self.life += 1
+        self._link, self._posted, self._posted_keys = None, deque(), 0
+        self.trusted_until_s = 0.0
+
+    @property
+    def connected(self) -> bool:
+        return self._link is not None
+
+    @contextmanager
+    def locked(self, deadline_s: float) -> Iterator[None]:
+        """Hold the lock.
+
+        Raises:
+            PeerUnavailable: Other threads hold it until the deadline.
+        """
+        if not self.lock.acquire(timeout=max(0.0, deadline_s - time.monotonic())):
+            raise PeerUnavailable("the connection to the local node is busy with other calls")
+        try:
+            yield
+        finally:
+            self.lock.release()
+
+    def connect_locked(self, deadline_s: float) -> None:
+        """Connect, unless there is a connection.
+
+        Raises:
+            PeerUnavailable: The node is away; for `retry_s` after a failure that is said without trying.
+        """
+        if self._link is not None:
+            return
+        remaining(deadline_s)
+        if time.monotonic() < self._retry_at_s:
+            raise PeerUnavailable("the local node is away")
+        try:
+            self._link = self._open_link(deadline_s)
+        except RayKVError as error:
+            self._retry_at_s = time.monotonic() + self._retry_s
+            raise PeerUnavailable(f"the local node is away: {error}") from error
+        self.life += 1
+
+    def post(
+        self,
+        request: messages.Message,
+        finish: Callable[[Outcome], None],
+        *,
+        deadline_s: float,
+        life: int | None = None,
+        keys: int = 0,
+    ) -> Posted:
+        """Send a request, as soon as there is room for its answer.
+
+        Args:
+            life: Only on the connection of this number.
+
+        Raises:
+            PeerUnavailable: Nothing was sent: the node is away, or leaves too many requests unanswered.
+        """
+        while True:
+            with self.locked(deadline_s):
+                self.collect_arrived_locked()
+                if life is not None and life != self.life:
+                    raise PeerUnavailable("the connection that held the lease is gone")
+                self.connect_locked(deadline_s)
+                if self.has_room_locked(keys):
+                    return self.post_locked(request, finish, keys=keys)
+                oldest = self._posted[0]
+            if not self.wait(oldest, deadline_s):
+                raise PeerUnavailable(f"the local node left {len(self._posted)} requests unanswered")
+
+    def has_room_locked(self, keys: int) -> bool:
+        """Whether a request of this many keys may be sent now."""
+        few = not self._posted or self._posted_keys + keys <= MAX_POSTED_KEYS
+        return few and len(self._posted) < MAX_POSTED
+
+    def post_locked(self, request: messages.Message, finish: Callable[[Outcome], None], *, keys: int = 0) -> Posted:
+        """Send a request on the connection that there is. A `finish` may post one more in place of its own request."""
+        if self._link is None:
+            raise PeerUnavailable("the local node is away")
+        posted = Posted(finish, life=self.life, keys=keys)
+        try:
+            self._link.post(request, deadline_s=posted.asked_at_s + POST_S)
+        except BaseException as error:
+            if self._link.closed:  # else the request was refused before anything was sent
+                self.drop_locked(str(error) or "the call was interrupted")
+            raise
+        self._posted.append(posted)
+        self._posted_keys += keys
+        return posted
+
+    def wait(self, posted: Posted, deadline_s: float) -> bool:
+        """Wait for an answer. Returns whether there is an outcome; if not, a later call collects it."""
+        while posted.outcome is None:
+            left_s = deadline_s - time.monotonic()
+            if not self.lock.acquire(timeout=max(0.0, left_s)):
+                break
+            try:
+                if posted.outcome is not None or self._link is None or posted.life != self.life:
+                    break
+                if self._link.wait_ready(max(0.0, min(SLICE_S, left_s))):
+                    self._collect_locked()
+                    continue
+            finally:
+                self.lock.release()
+            if left_s <= SLICE_S:
+                break
+            time.sleep(YIELD_S)  # a thread that waits for the lock gets it here
+        return posted.outcome is not None
+
+    def replace_finish(self, posted: Posted, finish: Callable[[Outcome], None]) -> bool:
+        """Have another function called with the outcome. False: the outcome is there already."""
+        with self.lock:
+            posted.finish = finish
+            return posted.outcome is None
+
+    def wait_all(self, deadline_s: float) -> bool:
+        """Wait until every request so far has an outcome. Returns whether all have."""
+        with self.lock:
+            newest = self._posted[-1] if self._posted else None
+        return newest is None or self.wait(newest, deadline_s)
+
+    def collect_arrived_locked(self) -> None:
+        """Collect the answers that are there."""
+        while self._posted and self._link is not None and self._link.ready():
+            self._collect_locked()
+
+    def _collect_locked(self) -> None:
+        assert self._link is not None
+        posted, link = self._posted[0], self._link
+        outcome: Outcome
+        try:
+            outcome = link.collect(deadline_s=time.monotonic() + POST_S)
+        except TransientError as error:
+            self.drop_locked(str(error))
+            return
+        except RayKVError as error:
+            outcome = error.with_traceback(None)
+        except BaseException:
+            self.drop_locked("the call was interrupted")
+            raise
+        self._posted.popleft()
+        self._posted_keys -= posted.keys
+        self.trusted_until_s = posted.asked_at_s + TRUST_S
+        self.epoch = max(self.epoch, link.epoch)
+        self._finish_locked(posted, outcome)
+
+    def _finish_locked(self, posted: Posted, outcome: Outcome) -> None:
+        posted.outcome = outcome
+        try:
+            posted.finish(outcome)
+        except ProtocolError as error:
+            posted.outcome = error
+            self.drop_locked(str(error))
+
+    def drop_locked(self, reason: str) -> None:
+        """Close the connection. Its leases are gone, and its requests end with PeerUnavailable."""
+        if self._link is None:
+            return
+        self._link.close()
+        self._link, self.trusted_until_s = None, 0.0
+        self.life += 1
+        lost, self._posted, self._posted_keys = self._posted, deque(), 0
+        for posted in lost:
+            self._finish_locked(posted, PeerUnavailable(reason))
+
+    def trusted(self, life: int, probe: messages.Message, deadline_s: float) -> bool:
+        """Whether the leases of connection `life` are surely good for some seconds more.
+
+        When the node's last answer is older than TRUST_S, it is asked `probe`. False also when it does not answer by
+        the deadline.
+        """
+        while life == self.life:
+            if time.monotonic() < self.trusted_until_s:
+                return True
+            try:
+                with self.locked(deadline_s):
+                    pending = self._posted[0] if self._posted else None
+                pending = pending or self.post(probe, ignore, deadline_s=deadline_s, life=life)
+            except PeerUnavailable:
+                return False
+            if not self.wait(pending, deadline_s):
+                return False
+        return False
+
+    def close(self) -> None:
+        """Close for good."""
+        with self.lock:
+            self.drop_locked("the client was closed")
+            self._retry_at_s = float("inf")
+
+
+def ignore(outcome: Outcome) -> None:
+    """The `finish` of requests whose answer says nothing new."""
