@@ -17,36 +17,36 @@ NAMES = [f"chunk-{number}" for number in range(40)]
 PAGE = 4096
 
 
-class House:
+class Nodes:
     """Nodes that reach each other over an in-memory network."""
 
     def __init__(self, rng: random.Random) -> None:
         self.membership = InProcessMembership(member_timeout_s=0.5)
         self.network = Network(rng)
-        self.nodes: dict[str, Node] = {}
+        self.by_name: dict[str, Node] = {}
 
     def start(self, *names: str) -> None:
         for name in names:
             self.network.dead.discard(name)
-            self.nodes[name] = make_node(node_id=name, membership=self.membership, network=self.network)
-            self.nodes[name].start()
+            self.by_name[name] = make_node(node_id=name, membership=self.membership, network=self.network)
+            self.by_name[name].start()
         self.settle()
 
     def stop(self, name: str, *, leave: bool) -> None:
-        self.nodes.pop(name).stop(leave=leave, unlink=True)
+        self.by_name.pop(name).stop(leave=leave, unlink=True)
 
     def settle(self) -> None:
         """Wait until all have the newest view and have announced everything."""
         wait_until(
             lambda: (
-                {node.view.epoch for node in self.nodes.values()} == {self.membership.logic.view.epoch}
-                and all(node.announced for node in self.nodes.values())
-                and len(self.membership.logic.view.members) == len(self.nodes)
+                {node.view.epoch for node in self.by_name.values()} == {self.membership.logic.view.epoch}
+                and all(node.announced for node in self.by_name.values())
+                and len(self.membership.logic.view.members) == len(self.by_name)
             ),
         )
 
     def put(self, node: str, names: list[str], nbytes: int = PAGE) -> None:
-        peer = Peer(self.nodes[node]).open()
+        peer = Peer(self.by_name[node]).open()
         (done,) = peer.commit(peer.filled(names, nbytes, chained=False))
         assert not done.problem
         peer.close()
@@ -54,74 +54,74 @@ class House:
     def located(self, name: str) -> tuple[tuple[str, ...], int]:
         """Holders and length of a chunk, as its owner knows them."""
         key = keys_of([name])
-        view = next(iter(self.nodes.values())).view
+        view = next(iter(self.by_name.values())).view
         owner = view.ring.owner(int.from_bytes(key[: KEY_NBYTES // 2], "little"))
-        found = Peer(self.nodes[owner]).ask(messages.Locate(key))
+        found = Peer(self.by_name[owner]).ask(messages.Locate(key))
         (place,) = np.frombuffer(found.places, "<i4").tolist()
         lengths = np.frombuffer(found.nbytes, "<u4").tolist()
         return (found.choices[place], lengths[0]) if place >= 0 else ((), 0)
 
 
 @pytest.fixture
-def house(rng: random.Random) -> Iterator[House]:
-    made = House(rng)
+def nodes(rng: random.Random) -> Iterator[Nodes]:
+    made = Nodes(rng)
     yield made
-    for node in made.nodes.values():
+    for node in made.by_name.values():
         node.stop(unlink=True, leave=False)
 
 
-def test_owners_know_holders_and_lengths(house: House):
-    house.start("a", "b", "c")
-    house.put("a", NAMES, 3 * PAGE - 5)
-    house.put("b", NAMES[:5], 3 * PAGE - 5)
-    house.settle()
-    assert {house.located(name) for name in NAMES[5:]} == {(("a",), 3 * PAGE - 5)}
-    assert {(frozenset(each[0]), each[1]) for each in map(house.located, NAMES[:5])} == {
+def test_owners_know_holders_and_lengths(nodes: Nodes):
+    nodes.start("a", "b", "c")
+    nodes.put("a", NAMES, 3 * PAGE - 5)
+    nodes.put("b", NAMES[:5], 3 * PAGE - 5)
+    nodes.settle()
+    assert {nodes.located(name) for name in NAMES[5:]} == {(("a",), 3 * PAGE - 5)}
+    assert {(frozenset(each[0]), each[1]) for each in map(nodes.located, NAMES[:5])} == {
         (frozenset("ab"), 3 * PAGE - 5)
     }
-    Peer(house.nodes["a"]).ask(messages.Delete(keys_of(NAMES)))
-    house.settle()
-    assert [house.located(name)[0] for name in NAMES] == [("b",)] * 5 + [()] * 35
+    Peer(nodes.by_name["a"]).ask(messages.Delete(keys_of(NAMES)))
+    nodes.settle()
+    assert [nodes.located(name)[0] for name in NAMES] == [("b",)] * 5 + [()] * 35
 
 
-def test_a_joiner_learns_what_it_owns_and_a_leaver_is_forgotten(house: House):
-    house.start("a", "b")
-    house.put("a", NAMES)
-    house.put("b", NAMES[:10])
-    house.settle()
-    house.start("c")
-    assert all("a" in house.located(name)[0] for name in NAMES)
-    house.stop("b", leave=True)
-    house.settle()
-    assert {house.located(name) for name in NAMES} == {(("a",), PAGE)}
+def test_a_joiner_learns_what_it_owns_and_a_leaver_is_forgotten(nodes: Nodes):
+    nodes.start("a", "b")
+    nodes.put("a", NAMES)
+    nodes.put("b", NAMES[:10])
+    nodes.settle()
+    nodes.start("c")
+    assert all("a" in nodes.located(name)[0] for name in NAMES)
+    nodes.stop("b", leave=True)
+    nodes.settle()
+    assert {nodes.located(name) for name in NAMES} == {(("a",), PAGE)}
 
 
-def test_a_restarted_owner_learns_again(house: House):
-    house.start("a", "b")
-    house.put("a", NAMES)
-    house.settle()
-    house.stop("b", leave=False)
-    house.start("b")
-    assert {house.located(name) for name in NAMES} == {(("a",), PAGE)}
+def test_a_restarted_owner_learns_again(nodes: Nodes):
+    nodes.start("a", "b")
+    nodes.put("a", NAMES)
+    nodes.settle()
+    nodes.stop("b", leave=False)
+    nodes.start("b")
+    assert {nodes.located(name) for name in NAMES} == {(("a",), PAGE)}
 
 
-def test_an_owner_that_does_not_answer_hears_later(house: House):
-    house.start("a", "b")
-    house.network.dead.add("b")
-    house.put("a", NAMES)
-    node = house.nodes["a"]
+def test_an_owner_that_does_not_answer_hears_later(nodes: Nodes):
+    nodes.start("a", "b")
+    nodes.network.dead.add("b")
+    nodes.put("a", NAMES)
+    node = nodes.by_name["a"]
     wait_until(lambda: node.stats()["errors"].get("announce", 0) > 1)
     assert node.stats()["unannounced"] > 0
     assert not node.announced
-    house.network.dead.discard("b")
-    house.settle()
-    assert {house.located(name) for name in NAMES} == {(("a",), PAGE)}
+    nodes.network.dead.discard("b")
+    nodes.settle()
+    assert {nodes.located(name) for name in NAMES} == {(("a",), PAGE)}
 
 
-def test_lost_messages_cost_time_and_nothing_else(house: House):
-    house.start("a", "b", "c")
-    house.network.loss = 0.3
+def test_lost_messages_cost_time_and_nothing_else(nodes: Nodes):
+    nodes.start("a", "b", "c")
+    nodes.network.loss = 0.3
     for number, name in enumerate(NAMES):
-        house.put("abc"[number % 3], [name])
-    house.settle()
-    assert [house.located(name)[0] for name in NAMES] == [("abc"[number % 3],) for number in range(len(NAMES))]
+        nodes.put("abc"[number % 3], [name])
+    nodes.settle()
+    assert [nodes.located(name)[0] for name in NAMES] == [("abc"[number % 3],) for number in range(len(NAMES))]

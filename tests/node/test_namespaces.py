@@ -16,7 +16,6 @@ from raykv.node.namespace_reconciler import registry_paths
 from raykv.node.node import Node
 from raykv.protocol import chunk_keys
 from tests.support.nodes import cluster, wait_until
-from tests.support.stores import names_to_keys
 
 MINE, OTHER = raykv.Namespace(model="mine"), raykv.Namespace(model="other")
 NBYTES = 10_000
@@ -350,49 +349,6 @@ def test_a_quota_holds_under_writers_of_several_processes(shm_dir: Path, seed: i
         print(f"at most {most:,} of {quota:,} bytes")
         assert quota - extent <= most <= quota + extent
         assert other.exists(keys).all()
-
-
-# -- tiers ------------------------------------------------------------------------------------------------------------
-
-
-def down(house: House) -> list[str]:
-    """Which chunks are below memory after all that may go there has gone."""
-    house.tiers.demote()
-    house.shelf.go_on()
-    return [name for name in CHUNKS if house.shelf.has(names_to_keys([name]))[0]]
-
-
-CHUNKS = [f"chunk-{number}" for number in range(15)]
-
-
-def test_tiers_of_a_namespace():
-    for config, first in (
-        (NamespaceConfig(), []),
-        (NamespaceConfig(tiers="ssd"), CHUNKS[:2]),
-        (NamespaceConfig(tiers="dram"), []),
-    ):
-        house = House(low_water=0.0, high_water=0.01)
-        house.store.configure(house.bench.group, config, now_s=time.monotonic())
-        fill(house)
-        assert down(house) == first, config
-        if config.tiers == "dram":
-            house.read(CHUNKS)
-            assert down(house) == []
-        house.tiers.close()
-        house.store.close()
-
-
-def test_a_session_that_ended_goes_down_first_though_nobody_read_it_twice():
-    house = House(low_water=0.0, high_water=0.01)
-    fill(house)
-    house.read(CHUNKS)
-    ended = names_to_keys(CHUNKS[7:9])
-    house.store.hint(ended, ttl_s=None, priority=None, ended=True, touch=False, now_s=time.monotonic())
-    assert down(house) == CHUNKS[7:9]
-    house.put(["new-1", "new-2"], nbytes=60_000, chained=False)
-    assert house.read(CHUNKS) == [number not in (7,) for number in range(15)], "and out of memory, as room is needed"
-    house.tiers.close()
-    house.store.close()
 
 
 @pytest.mark.slow
