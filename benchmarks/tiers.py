@@ -28,7 +28,7 @@ import xxhash
 
 from raykv.config import GIB, MIB, SsdConfig
 from raykv.memory.arena import SharedMemory
-from raykv.tier.base import Chunk
+from raykv.tier.base import Chunk, Environment
 from raykv.tier.ssd.tier import SsdTier
 
 BATCH = 16
@@ -62,7 +62,7 @@ class Bench:
         self.slots, self.read_slots = slots[: len(slots) // 2], slots[len(slots) // 2 :]
         self.checksums = [xxhash.xxh3_64_intdigest(self.arena[slot : slot + chunk_nbytes]) for slot in self.slots]
         config = SsdConfig(paths=(directory,), capacity_nbytes=total_nbytes + total_nbytes // 8 + GIB // 2, depth=depth)
-        self.tier = SsdTier(config, self.arena, "bench", OneName())
+        self.tier = SsdTier(config, Environment(self.arena, "bench", OneName()))
         while self.tier.stats()["state"] == "starting":
             time.sleep(0.01)
         self.round = 0

@@ -60,7 +60,7 @@ class Ssd:
         nbytes = tokens[new].astype(np.int64) * self._token_nbytes
         keys = [chunks[place] for place in np.flatnonzero(new).tolist()]
         admitted = self._admission.admit(reads[new], parent_reads[new], nbytes, now_s=now / TICKS_PER_S, keys=keys)
-        self._admission.note_gone(key for key, let_in in zip(keys, admitted.tolist(), strict=True) if not let_in)
+        self._admission.add_departed(key for key, let_in in zip(keys, admitted.tolist(), strict=True) if not let_in)
         for place in np.flatnonzero(new)[admitted].tolist():
             self.written += 1
             self._append(chunks[place], int(tokens[place]), int(reads[place]))

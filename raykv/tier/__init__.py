@@ -1,1 +1,1 @@
-"""Where chunks lie beside memory: tiers below it, and what goes there."""
+"""Where chunks lie below memory: tiers, and the traffic between them and memory."""

@@ -54,7 +54,6 @@ class Demotion:
 
     @property
     def writing(self) -> bool:
-        """Whether a tier is writing chunks."""
         return self._writing > 0
 
     def demote(self) -> None:

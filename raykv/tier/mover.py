@@ -7,7 +7,6 @@ back from their threads. The store changes under the node's lock. No tier is cal
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -29,6 +28,8 @@ class TierMover:
 
     Attributes:
         tiers: Fastest first; may be empty.
+        demote, due, writing, barring: See `Demotion`.
+        promote, give_up: See `Promotion`.
     """
 
     def __init__(self, store: Store, lock: threading.Lock, tiers: Sequence[Tier], changed: Callable[[], None]) -> None:
@@ -40,6 +41,8 @@ class TierMover:
         self.tiers, self._store, self._lock = tuple(tiers), store, lock
         self.demotion = Demotion(store, lock, self.tiers, changed)
         self.promotion = Promotion(store, lock, self.tiers, changed)
+        self.demote, self.barring = self.demotion.demote, self.demotion.barring
+        self.promote, self.give_up = self.promotion.promote, self.promotion.give_up
         self._changes: list[KeyArray] = []
         self._changes_lock = threading.Lock()
 
@@ -48,26 +51,15 @@ class TierMover:
 
     @property
     def due(self) -> bool:
-        """See `Demotion.due`."""
         return self.demotion.due
 
     @property
     def writing(self) -> bool:
-        """See `Demotion.writing`."""
         return self.demotion.writing
-
-    def demote(self) -> None:
-        """See `Demotion.demote`."""
-        self.demotion.demote()
-
-    def promote(self, keys: KeyArray, *, until_s: float) -> int:
-        """See `Promotion.promote`."""
-        return self.promotion.promote(keys, until_s=until_s)
 
     # -- content ----------------------------------------------------------------------------------------------------
 
     def has(self, keys: KeyArray) -> Bits:
-        """Which of the keys are in some tier."""
         here = np.zeros(len(keys), np.bool_)
         for tier in self.tiers:
             here |= tier.has(keys)
@@ -94,10 +86,6 @@ class TierMover:
 
     # -- deleting ---------------------------------------------------------------------------------------------------
 
-    def barring(self, keys: KeyArray | None = None, *, group: int | None = None) -> AbstractContextManager[None]:
-        """See `Demotion.barring`."""
-        return self.demotion.barring(keys, group=group)
-
     def delete(self, keys: KeyArray) -> int:
         """Delete chunks from the tiers. Returns how many there were, each tier's counted.
 
@@ -110,10 +98,6 @@ class TierMover:
         count = self._remove(lambda tier: tier.drop(group), Reason.DROPPED)
         self.promotion.give_up_group(group)
         return count
-
-    def give_up(self, keys: KeyArray) -> None:
-        """See `Promotion.give_up`."""
-        self.promotion.give_up(keys)
 
     def drop_outdated(self, keys: KeyArray) -> int:
         """Chunks were stored, or got another expiry: delete copies below that would outlive them, or expire early.
@@ -152,12 +136,10 @@ class TierMover:
         return count
 
     def set_quota(self, group: int, nbytes: int | None) -> None:
-        """See `Tier.set_quota`."""
         for tier in self.tiers:
             tier.set_quota(group, nbytes)
 
     def stats(self) -> dict[str, Any]:
-        """Of each tier by its name, and of the traffic."""
         return {
             "tiers": {tier.name: tier.stats() for tier in self.tiers},
             "demoted": self.demotion.demoted,

@@ -45,7 +45,6 @@ class _Run:
         return self.batch.nbytes * len(self.positions)
 
     def keys(self) -> list[bytes]:
-        """Of the chunks that are read."""
         return raw_keys(self.batch.keys[self.positions])
 
 

@@ -93,11 +93,9 @@ class StoreGroupNames:
         self._store, self._lock = store, lock
 
     def text(self, group: int) -> bytes:
-        """The quota group's fields."""
         return bytes(self._store.table.namespaces["text"][group])
 
     def number(self, text: bytes) -> int | None:
-        """Its number on this node, made if need be."""
         if len(text) > NAMESPACE_TEXT_NBYTES:
             return None
         try:

@@ -32,6 +32,13 @@ class House:
         self.bench.now_s = time.monotonic() - 3.0
         return self.bench.put(names, nbytes, **options)
 
+    def fill(self, count: int = 15, nbytes: int = 60_000) -> list[str]:
+        """Fill the arena up to one chunk. Returns the names."""
+        names = [f"chunk-{number}" for number in range(count)]
+        for name in names:
+            self.put([name], nbytes, chained=False)
+        return names
+
     def read(self, names: list[str]) -> list[bool]:
         """Which of them are in memory. Their bytes are right."""
         pinned = self.store.pin(names_to_keys(names), now_s=time.monotonic())

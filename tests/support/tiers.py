@@ -114,7 +114,7 @@ class Driver:
             assert all(self.write([self.chunk(key, nbytes, **fields) for key in keys[first : first + 16]]))
 
     def read(self, keys: Sequence[bytes], nbytes: int, timeout_s: float = 20.0) -> list[bytes | None]:
-        """Bytes of each key that came."""
+        """Bytes of each key that was read, None for the others."""
         offsets = [self.arena.slot(nbytes) for _ in keys]
         event, results = threading.Event(), []
 

@@ -1,4 +1,4 @@
-"""Who is let in, and the budget of bytes, against plain arithmetic."""
+"""Which chunks are admitted, and the budget of bytes, against plain arithmetic."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ def numbers(*values: int) -> np.ndarray:
     return np.array(values, np.int64)
 
 
-def test_who_was_read_or_hangs_on_what_was_read_deserves_it():
+def test_chunks_that_were_read_or_follow_one_that_was_are_admitted():
     reads, parents = numbers(0, 1, 0, 7), numbers(0, 0, 1, 3)
     assert deserve(reads, parents).tolist() == [False, True, True, True]
     assert deserve(reads, parents, numbers(1, -1, 0, 0)).tolist() == [True, False, True, True], "hints outweigh it"
@@ -25,20 +25,20 @@ def test_a_scan_stays_out_and_costs_nothing():
     assert admission.left_nbytes(now_s=0.0) == before
 
 
-def test_what_went_and_was_stored_again_deserves_it():
+def test_a_chunk_that_departed_and_was_stored_again_is_admitted():
     admission, none = Admission(now_s=0.0), numbers(0, 0)
     for _ in range(3):
         assert not admission.admit(none, none, none, now_s=0.0, keys=["a", "b"]).any(), "to be looked at is not to go"
-    admission.note_gone(["a"])
+    admission.add_departed(["a"])
     assert admission.admit(none, none, none, now_s=0.0, keys=["a", "b"]).tolist() == [True, False]
     assert not admission.admit(none, none, none, now_s=0.0, keys=["a", "b"], priority=numbers(-1, 0)).any()
     assert not admission.admit(none, none, none, now_s=0.0).any()
 
 
-def test_only_the_last_that_went_are_remembered(monkeypatch):
-    monkeypatch.setattr(module, "GONE_MOST", 3)
+def test_only_the_latest_departures_are_remembered(monkeypatch):
+    monkeypatch.setattr(module, "MOST_DEPARTED", 3)
     admission = Admission(now_s=0.0)
-    admission.note_gone("abcda")
+    admission.add_departed("abcda")
     none = np.zeros(5, np.int64)
     assert admission.admit(none, none, none, now_s=0.0, keys="abcde").tolist() == [True, False, True, True, False]
 

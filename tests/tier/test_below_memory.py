@@ -173,7 +173,7 @@ def test_a_scan_is_not_written(cluster):
 
 
 @pytest.mark.slow
-def test_what_is_deleted_or_dropped_is_gone_below_too(cluster):
+def test_deleted_and_dropped_chunks_are_removed_from_the_tiers_too(cluster):
     client, other = cluster.client(SPACE), cluster.client(raykv.Namespace(model="other"))
     sink(cluster, client, names(10))
     sink(cluster, other, names(10, "others"))

@@ -1,4 +1,4 @@
-"""Packs in a shared directory: what is written is found by whoever looks there, whatever breaks."""
+"""Packs in a shared directory: every node finds what one wrote, whatever breaks."""
 
 import contextlib
 import errno
@@ -25,6 +25,7 @@ from raykv.tier.file import tier as file_tier
 from raykv.tier.file.folder import Folder
 from raykv.tier.file.scanning import Scanner
 from raykv.tier.segments.format import key_array
+from tests.support.soak import soak
 from tests.support.tiers import BLOCK, PACK, Arena, FileDriver, all_keys, keys_for, wait_for
 
 
@@ -83,7 +84,7 @@ def test_what_a_chunk_is_made_of_comes_back(tmp_path):
             assert (found[1].parent, found[1].reads, found[1].expires_s) == (keys[0], 3, until_s)
 
 
-def test_each_tells_of_its_own_packs_alone(tmp_path):
+def test_each_node_reports_its_own_packs_alone(tmp_path):
     keys = keys_for(6)
     with FileDriver(tmp_path).on() as one, FileDriver(tmp_path, "b").on() as other:
         one.put(keys[:4], 5000)
@@ -92,9 +93,9 @@ def test_each_tells_of_its_own_packs_alone(tmp_path):
         one.sees(keys)
         assert all_keys(one.tier) == set(keys[:4])
         assert all_keys(other.tier) == set(keys[4:])
-        came, went = one.tier.take_changes()
-        assert {key.tobytes() for key in came} == set(keys[:4])
-        assert not len(went)
+        added, removed = one.tier.take_changes()
+        assert {key.tobytes() for key in added} == set(keys[:4])
+        assert not len(removed)
         one.delete(keys[2:])
         assert {key.tobytes() for key in one.tier.take_changes()[1]} == set(keys[2:4])
 
@@ -196,7 +197,7 @@ def test_what_is_stored_again_after_it_was_deleted_is_there(tmp_path):
         assert later.right(keys, 5000) == [True, True, True, False]
 
 
-def test_a_dropped_account_stays_so_and_may_begin_again(tmp_path):
+def test_a_dropped_group_stays_dropped_and_may_store_again(tmp_path):
     keys = keys_for(20)
     with FileDriver(tmp_path).on() as one, FileDriver(tmp_path, "b").on() as other:
         one.put(keys[:10], 5000, group=1)
@@ -213,7 +214,7 @@ def test_a_dropped_account_stays_so_and_may_begin_again(tmp_path):
 
 
 @pytest.mark.parametrize("how", ["delete", "drop"])
-def test_what_is_forgotten_before_its_pack_was_read_does_not_come(tmp_path, monkeypatch, how):
+def test_a_chunk_deleted_before_its_pack_was_read_is_not_found(tmp_path, monkeypatch, how):
     keys, learn, may = keys_for(10), Scanner._learn, threading.Event()
     gone, left = (keys[:4], keys[4:]) if how == "delete" else (keys, [])
     with FileDriver(tmp_path).on() as one:
@@ -236,22 +237,6 @@ def test_what_is_forgotten_before_its_pack_was_read_does_not_come(tmp_path, monk
         wait_for(lambda: third.tier._state.complete)
         third.sees(left)
         assert not any(third.has(gone))
-
-
-def test_a_chunk_that_is_another_one_by_now_is_not_read_into_its_room(tmp_path):
-    (key,) = keys_for(1)
-    one_key = key_array([key])
-    with FileDriver(tmp_path).on() as one:
-        one.put([key], 5000)
-        found = one.tier.find(one_key)
-        assert one.delete([key]) == 1
-        one.put([key], 20_000)
-        slot, done, came = one.arena.put(b"\xaa" * 32_768), threading.Event(), []
-        assert one.tier.read(one_key, found, [slot], lambda arrived: (came.extend(arrived), done.set()))
-        assert done.wait(10.0)
-        assert came == [False]
-        assert one.arena.view[slot : slot + 32_768] == b"\xaa" * 32_768
-        assert one.right([key], 20_000) == [True]
 
 
 def test_a_part_without_chunks_closes_its_file_once(tmp_path, monkeypatch):
@@ -316,7 +301,7 @@ def test_what_is_deleted_while_it_is_written_is_not_there(tmp_path, monkeypatch)
 
 
 @pytest.mark.slow
-def test_files_that_tell_what_is_gone_stay_few_and_go_when_nothing_older_is_left(tmp_path, monkeypatch):
+def test_tombstone_files_stay_few_and_are_removed_when_nothing_older_is_left(tmp_path, monkeypatch):
     monkeypatch.setattr(writing, "TOMBSTONES_S", 0.0)
     monkeypatch.setattr(writing, "MERGE_FILES", 4)
     keys = keys_for(40)
@@ -434,7 +419,7 @@ def kill_and_look(path: Path, rng: random.Random, number: int) -> None:
         wait_for(lambda: not list(after.folder.glob("*.part")))
         wait_for(lambda: after.tier.stats()["packs"] == len(after.packs()))
         here = after.has(keys)
-        assert all(here[:written]), "what was told to be written is there"
+        assert all(here[:written]), "chunks reported as written are there"
         assert after.right(keys[:written], 20_000) == [True] * written
         after.right(keys[written : written + 100], 20_000)
     shutil.rmtree(path / "raykv")
@@ -446,9 +431,9 @@ def test_a_killed_writer_leaves_whole_chunks(tmp_path, rng):
         kill_and_look(tmp_path, rng, number)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_writer_is_killed_at_many_moments(tmp_path, rng):
-    for number in range(40):
+    for number in range(soak("kills", 40)):
         kill_and_look(tmp_path, rng, number)
 
 
@@ -517,10 +502,10 @@ def damage(path: Path, rng: random.Random, rounds: int) -> None:
             wait_for(lambda later=later, count=count: later.tier.stats()["packs"] == count)
             if victim.suffix != ".tombs":
                 wait_for(lambda later=later: later.tier._catalog.tombstones.latest > 0)
-            came = later.right(keys, nbytes)
+            arrived = later.right(keys, nbytes)
             assert later.state == "on"
-            assert victim.suffix == ".tombs" or not any(came[:3])
-            assert flips != 1 or sum(came[3:]) >= 96, "one bit is in one chunk, or in what is there twice"
+            assert victim.suffix == ".tombs" or not any(arrived[:3])
+            assert flips != 1 or sum(arrived[3:]) >= 96, "one bit is in one chunk, or in what is there twice"
         shutil.rmtree(path / "hurt")
 
 
@@ -528,9 +513,9 @@ def test_damaged_files_cost_misses_only(tmp_path, rng):
     damage(tmp_path, rng, 12)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_files_damaged_at_many_places_cost_misses_only(tmp_path, rng):
-    damage(tmp_path, rng, 200)
+    damage(tmp_path, rng, soak("damage", 200))
 
 
 def test_all_before_a_cut_is_served(tmp_path):
@@ -560,7 +545,7 @@ def test_a_wrong_bit_in_a_chunk_is_a_miss_and_the_chunk_is_dropped(tmp_path):
         assert later.has(keys) == [True, False, True]
 
 
-def test_parts_that_nobody_will_seal_are_removed(tmp_path):
+def test_stale_parts_are_removed(tmp_path):
     folder = Folder(tmp_path, "dead")
     folder.prepare()
     old, fresh = folder.name(time.time_ns() - 10**15, "part"), folder.name(time.time_ns(), "part")
@@ -599,11 +584,11 @@ def test_what_vanishes_costs_misses(tmp_path):
             other.sees(keys)
             gone = one.packs()[0]
             gone.unlink()
-            came = other.right(keys, 60_000)
-            assert 0 < sum(came) < 40
-            assert other.has(keys) == came
+            arrived = other.right(keys, 60_000)
+            assert 0 < sum(arrived) < 40
+            assert other.has(keys) == arrived
             one_has = one.has
-            wait_for(lambda: one_has(keys) == came)
+            wait_for(lambda: one_has(keys) == arrived)
         assert blind.state == "on"
 
 
@@ -619,7 +604,7 @@ def test_a_directory_that_is_removed_turns_it_off_until_it_is_back(tmp_path):
         assert one.tier.write([one.chunk(keys[0], 5000)], lambda chunks, good: None) == 0
         assert not any(one.has(keys))
         time.sleep(0.3)
-        assert not root.exists(), "nobody makes what was mounted there"
+        assert not root.exists(), "the mount point is not made again"
         root.mkdir()
         one.on()
         wait_for(lambda: one.tier.stats()["chunks"] == 0)
@@ -776,7 +761,7 @@ def test_without_locks_two_of_one_name_still_read_right_bytes(tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("call", ["pwritev", "preadv", "fsync"])
-def test_nobody_waits_for_a_slow_file_system(tmp_path, monkeypatch, call):
+def test_no_call_waits_for_a_slow_file_system(tmp_path, monkeypatch, call):
     keys, real, block = keys_for(8), getattr(os, call), threading.Event()
 
     def slow(*given):
@@ -890,7 +875,7 @@ class Visitor(threading.Thread):
 
 
 def traffic(path: Path, rng: random.Random, steps: int) -> None:
-    """Three threads on two tiers: whoever looks, then or later, finds what was stored, and nothing that was deleted."""
+    """Three threads on two tiers: each node finds, then and later, what was stored and nothing that was deleted."""
     with FileDriver(path, arena=Arena(64 << 20)).on() as one, FileDriver(path, "b", arena=Arena(64 << 20)).on() as two:
         visitors = [Visitor(tier, number, rng.random(), steps) for number, tier in enumerate((one, two, one))]
         for visitor in visitors:
@@ -913,7 +898,7 @@ def test_random_traffic(tmp_path, rng):
     traffic(tmp_path, rng, 60)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_much_random_traffic(tmp_path, rng):
-    for number in range(5):
+    for number in range(soak("traffic", 5)):
         traffic(tmp_path / str(number), rng, 400)

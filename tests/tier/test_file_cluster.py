@@ -86,7 +86,7 @@ def test_below_an_ssd_too(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_namespace_that_is_dropped_is_gone_from_the_directory(tmp_path):
+def test_a_dropped_namespace_is_removed_from_the_directory(tmp_path):
     with cluster_on(tmp_path, "a") as first:
         started(first)
         sink(first, first.client(SPACE), names(20))

@@ -40,7 +40,7 @@ def fill(log: Log, spare: int = 0):
 
 
 def sealed(log: Log, count: int):
-    """So many segments, full and sealed, and one open."""
+    """Full and sealed segments, and one open."""
     segments = [fill(log) for _ in range(count)]
     log.open_next()
     for segment in segments:
@@ -79,7 +79,7 @@ def test_batches_lie_one_after_another_and_leave_room_for_the_summary(rng: rando
     assert not fits(log, BLOCKS)
 
 
-def test_batches_are_told_of_in_order():
+def test_batches_are_published_in_order():
     log = a_log()
     log.open_next()
     first, second, third = place(log, 1), place(log, 1), place(log, 1)
@@ -93,7 +93,7 @@ def test_batches_are_told_of_in_order():
     assert log.next_to_seal() is None
 
 
-def test_the_last_free_segment_can_be_kept():
+def test_the_last_free_segment_can_be_spared():
     log = a_log(made=2)
     assert log.open_next(spare=1) is not None
     assert log.open_next(spare=1) is None
@@ -129,7 +129,7 @@ def test_what_is_not_sealed_is_not_overtaken():
     assert log.choose_victim() is oldest
 
 
-def test_an_empty_segment_goes_before_its_turn_unless_it_tells_of_something():
+def test_an_empty_segment_is_reclaimed_before_its_turn_unless_it_has_tombstones():
     log = a_log()
     oldest, empty = sealed(log, 2)
     oldest.live_nbytes = 1
@@ -142,7 +142,7 @@ def test_an_empty_segment_goes_before_its_turn_unless_it_tells_of_something():
     assert log.choose_victim() is oldest
 
 
-def test_a_segment_knows_whether_it_tells_of_something():
+def test_a_segment_knows_whether_it_has_tombstones():
     log = a_log()
     segment = log.open_next()
     assert segment is not None
@@ -164,7 +164,7 @@ def test_a_segment_that_is_being_read_is_not_begun_again():
     assert log.open_next() is not None
 
 
-def test_a_start_goes_on_after_what_it_found():
+def test_a_start_continues_after_the_segments_that_it_found():
     log = Log(limit=4, segment_blocks=BLOCKS, incarnation=1)
     nothing = np.zeros(0, DELETED)
     record = Record(1, 1, 1, 1, 5, BLOCKS, (), np.zeros(0, ENTRY), nothing, np.zeros(0, DROPPED))

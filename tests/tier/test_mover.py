@@ -27,16 +27,8 @@ def house() -> House:
     return House(low_water=0.0, high_water=0.01)
 
 
-def fill(house: House, count: int = 15, nbytes: int = 60_000) -> list[str]:
-    """An arena that is full up to one chunk."""
-    names = [f"chunk-{number}" for number in range(count)]
-    for name in names:
-        house.put([name], nbytes, chained=False)
-    return names
-
-
 def test_chunks_that_were_read_are_written_before_their_turn_and_others_are_not(house):
-    names = fill(house)
+    names = house.fill()
     house.read(names[:1])
     time.sleep(0.05)
     house.read(names[2:])
@@ -52,14 +44,14 @@ def test_chunks_that_were_read_are_written_before_their_turn_and_others_are_not(
 
 
 def test_nothing_is_written_while_there_is_room(house):
-    names = fill(house, count=8)
+    names = house.fill(count=8)
     house.read(names)
     house.mover.demote()
     assert not house.toy.queue
 
 
 def test_while_it_is_written_a_chunk_is_not_evicted(house):
-    names = fill(house)
+    names = house.fill()
     house.read(names)
     house.mover.demote()
     pinned = house.pins()
@@ -75,7 +67,7 @@ def test_while_it_is_written_a_chunk_is_not_evicted(house):
 
 
 def test_chunks_that_a_tier_refuses_stay_as_they_were(house):
-    names = fill(house)
+    names = house.fill()
     house.read(names)
     house.toy.takes = 1
     house.mover.demote()
@@ -189,6 +181,37 @@ def test_what_a_tier_refuses_is_asked_of_the_next_one(house):
     other.go_on()
     assert house.read(["a", "b"]) == [True, True]
     assert house.mover.stats()["promoting_nbytes"] == 0
+
+
+# -- what namespaces and sessions say ---------------------------------------------------------------------------------
+
+CHUNKS = [f"chunk-{number}" for number in range(15)]
+
+
+def chunks_after_demotion(house: House) -> list[str]:
+    house.mover.demote()
+    house.toy.go_on()
+    return [name for name, below in zip(CHUNKS, house.below(CHUNKS), strict=True) if below]
+
+
+@pytest.mark.parametrize(("tiers", "first"), [("both", []), ("ssd", CHUNKS[:2]), ("dram", [])])
+def test_a_namespace_chooses_its_tiers(house, tiers, first):
+    house.store.configure(house.bench.group, NamespaceConfig(tiers=tiers), now_s=time.monotonic())
+    house.fill()
+    assert chunks_after_demotion(house) == first
+    if tiers == "dram":
+        house.read(CHUNKS)
+        assert chunks_after_demotion(house) == []
+
+
+def test_chunks_of_an_ended_session_are_written_first(house):
+    house.fill()
+    house.read(CHUNKS)
+    ended = names_to_keys(CHUNKS[7:9])
+    house.store.hint(ended, ttl_s=None, priority=None, ended=True, touch=False, now_s=time.monotonic())
+    assert chunks_after_demotion(house) == CHUNKS[7:9]
+    house.put(["new-1", "new-2"], 60_000, chained=False)
+    assert house.read(CHUNKS) == [name != "chunk-7" for name in CHUNKS], "and they are evicted first"
 
 
 # -- expiry -----------------------------------------------------------------------------------------------------------
@@ -317,7 +340,7 @@ def test_random_traffic_keeps_memory_and_tier_in_agreement(rng: random.Random):
 
 def chunks_below(house: House) -> list[str]:
     """Chunks that are in the tier, and not in memory."""
-    names = fill(house)
+    names = house.fill()
     house.sink(names[:2])
     return names[:2]
 
@@ -345,7 +368,7 @@ def test_a_chunk_deleted_on_its_way_up_does_not_come_back(house, how):
 
 @pytest.mark.parametrize("how", ["delete", "drop"])
 def test_a_chunk_deleted_on_its_way_down_stays_nowhere(house, how):
-    names = fill(house)
+    names = house.fill()
     house.read(names)
     house.mover.demote()
     pins = house.store.table.columns.pins[house.store.table.find(names_to_keys(names))].tolist()
@@ -363,7 +386,7 @@ def test_a_chunk_deleted_on_its_way_down_stays_nowhere(house, how):
 
 @pytest.mark.parametrize("how", ["delete", "drop"])
 def test_a_chunk_that_is_being_deleted_is_not_written_again(house, how):
-    names = fill(house)
+    names = house.fill()
     house.read(names)
     house.mover.demote()
     house.toy.go_on()

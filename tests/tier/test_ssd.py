@@ -54,9 +54,9 @@ def test_a_restart_finds_everything(tmp_path: Path, direct: str, paths: int):
     with SsdDriver(places, direct=direct).started() as driven:
         assert all_keys(driven.tier) == set(keys)
         assert driven.tier.find(key_array(keys)) == before
-        came, went = driven.tier.take_changes()
-        assert {row.tobytes() for row in came} == set(keys)
-        assert not len(went)
+        added, removed = driven.tier.take_changes()
+        assert {row.tobytes() for row in added} == set(keys)
+        assert not len(removed)
         for first in range(0, len(keys), 20):
             some = keys[first : first + 20]
             assert driven.read(some, 20_000) == [content_of(key, 20_000) for key in some]
@@ -88,7 +88,7 @@ def test_what_is_not_here_does_not_come(tmp_path: Path):
         assert driven.has([]) == []
 
 
-def test_too_large_is_refused_and_holds_nobody_up(tmp_path: Path):
+def test_a_chunk_that_is_too_large_is_refused_and_delays_no_other(tmp_path: Path):
     keys = keys_for(3)
     with SsdDriver(tmp_path).started() as driven:
         chunks = [driven.chunk(keys[0], SEGMENT), driven.chunk(keys[1], SEGMENT - 4 * 4096), driven.chunk(keys[2], 10)]
@@ -105,9 +105,9 @@ def test_deleted_and_dropped_chunks_stay_away(tmp_path: Path):
         assert driven.delete(keys[:9] + keys[:9]) == 18, "as many as were here, for each key that was asked for"
         assert driven.tier.drop(2) == 17
         assert driven.tier.used_nbytes(2) == 0
-        came, went = driven.tier.take_changes()
-        assert len(came) == 0
-        assert len(went) == 9 + 17
+        added, removed = driven.tier.take_changes()
+        assert len(added) == 0
+        assert len(removed) == 9 + 17
         gone = {*keys[:9], *keys[2::3]}
         assert all_keys(driven.tier) == set(keys) - gone
         assert driven.tier.flush(10.0)
@@ -141,14 +141,14 @@ def test_expired_chunks_are_not_here(tmp_path: Path):
         assert driven.has(keys) == [False] * 5 + [True] * 5
         assert driven.tier.find(key_array(keys[:5])) == [None] * 5
         assert driven.read(keys[:1], 5000) == [None]
-        driven.put(keys[:2], 5000)  # anew
+        driven.put(keys[:2], 5000)
         assert driven.has(keys[:3]) == [True, True, False]
     with SsdDriver(tmp_path, wall=lambda: now_s[0]).started() as driven:
         assert all_keys(driven.tier) == {*keys[:2], *keys[5:]}
 
 
 @pytest.mark.slow
-def test_reclaiming_keeps_what_is_read_and_drops_what_is_cold(tmp_path: Path):
+def test_reclaiming_keeps_chunks_that_are_read_and_drops_the_others(tmp_path: Path):
     nbytes = 30_000
     hot, cold = keys_for(8), keys_for(2000, 1)
     with SsdDriver(tmp_path, capacity_nbytes=8 * SEGMENT).started() as driven:
@@ -256,13 +256,13 @@ def test_more_and_fewer_segments_than_before(tmp_path: Path):
         wait_for(lambda: driven.tier.stats()["paths"][0]["segments"] <= 4)
         assert len(list(tmp_path.glob("*/*.segment"))) <= 5
         newest = keys_for(1000, 1)[-10:]
-    with SsdDriver(tmp_path, segment_nbytes=2 * SEGMENT).started() as driven:  # of another size: begins anew
+    with SsdDriver(tmp_path, segment_nbytes=2 * SEGMENT).started() as driven:  # of another size: begins empty
         assert not all_keys(driven.tier)
         driven.put(newest, 30_000)
         assert driven.read(newest, 30_000) == [content_of(key, 30_000) for key in newest]
 
 
-def test_an_account_that_nobody_knows_any_more_is_not_taken_in(tmp_path: Path):
+def test_chunks_of_an_unknown_group_are_not_entered(tmp_path: Path):
     with SsdDriver(tmp_path).started() as driven:
         driven.put(keys_for(5), 5000, group=0)
         driven.put(keys_for(5, 1), 5000, group=3)
@@ -361,7 +361,7 @@ def test_a_stale_copy_on_one_path_does_not_put_out_the_live_one_on_another(tmp_p
         real(self, number, *arguments)
 
     monkeypatch.setattr(Recovery, "_read", read)
-    for _ in range(2):  # the second start finds what the first has told to be gone
+    for _ in range(2):  # the second start finds the tombstones of the first
         other_on.clear()
         with SsdDriver([stale, live]).started() as driven:
             assert all_keys(driven.tier) == {key, *keys_for(20, 1)}
@@ -370,9 +370,9 @@ def test_a_stale_copy_on_one_path_does_not_put_out_the_live_one_on_another(tmp_p
             assert driven.tier.flush(10.0)
 
 
-def test_a_move_that_lands_late_does_not_speak_against_what_was_stored_since(tmp_path: Path, monkeypatch):
+def test_a_late_move_does_not_delete_a_chunk_that_was_stored_since(tmp_path: Path, monkeypatch):
     (key,), nbytes = keys_for(1), 60_000
-    held, release, anew = threading.Event(), threading.Event(), threading.Event()
+    held, release, again = threading.Event(), threading.Event(), threading.Event()
     real = Writer._write
 
     def write(self: Writer, batch: Batch) -> None:
@@ -381,7 +381,7 @@ def test_a_move_that_lands_late_does_not_speak_against_what_was_stored_since(tmp
                 held.set()
                 assert release.wait(20.0)
             elif item.chunk.key == key and held.is_set():
-                anew.set()
+                again.set()
         real(self, batch)
 
     monkeypatch.setattr(Writer, "_write", write)
@@ -396,7 +396,7 @@ def test_a_move_that_lands_late_does_not_speak_against_what_was_stored_since(tmp
         assert driven.delete([key]) == 1
         writer = threading.Thread(target=driven.put, args=([key], nbytes))
         writer.start()
-        assert anew.wait(20.0)
+        assert again.wait(20.0)
         release.set()
         writer.join(20.0)
         assert driven.read([key], nbytes) == [content_of(key, nbytes)]
@@ -427,23 +427,6 @@ def test_its_threads_do_not_interrupt_readers(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(os, "sched_setscheduler", refused)
     with SsdDriver(tmp_path).started() as driven:
         assert driven.write([driven.chunk(b"k" * 16, 5000)]) == [True]
-
-
-def test_a_chunk_that_is_another_one_by_now_is_not_read(tmp_path: Path):
-    """Room was made for the first one; the second would not fit in."""
-    (key,) = keys_for(1)
-    one = key_array([key])
-    with SsdDriver(tmp_path).started() as driven:
-        driven.put([key], 5000)
-        found = driven.tier.find(one)
-        assert driven.delete([key]) == 1
-        driven.put([key], 20_000)
-        slot, done, came = driven.arena.put(b"\xaa" * 32_768), threading.Event(), list[bool]()
-        assert driven.tier.read(one, found, [slot], lambda arrived: (came.extend(arrived), done.set()))
-        assert done.wait(20.0)
-        assert came == [False]
-        assert driven.arena.view[slot : slot + 32_768] == b"\xaa" * 32_768
-        assert driven.read([key], 20_000) == [content_of(key, 20_000)]
 
 
 @pytest.mark.parametrize("starting", [0, 1])

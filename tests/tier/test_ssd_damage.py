@@ -8,12 +8,13 @@ import pytest
 
 from raykv.tier.segments.format import BLOCK_NBYTES, key_array
 from raykv.tier.segments.index import SEGMENTS
+from tests.support.soak import soak
 from tests.support.tiers import Arena, SsdDriver, all_keys, content_of, keys_for
 
 SEGMENT_NBYTES = 256 << 10
 FIELDS = {"segment_nbytes": SEGMENT_NBYTES, "capacity_nbytes": 20 * SEGMENT_NBYTES, "max_chunks": 2000, "depth": 2}
 SIZES = [500, 4096, 9000, 17_000]
-TRIALS = [pytest.param(5, id="quick"), pytest.param(200, id="long", marks=pytest.mark.slow)]
+TRIALS = [pytest.param(5, id="quick"), pytest.param(0, id="soak", marks=pytest.mark.soak)]
 
 Places = dict[bytes, tuple[int, int, int]]
 """Segment, first and last byte of each chunk."""
@@ -83,7 +84,7 @@ def test_segments_cut_at_random_offsets(
     whole: tuple[Path, Places], tmp_path: Path, arena: Arena, rng: random.Random, trials: int
 ):
     source, places = whole
-    for trial in range(trials):
+    for trial in range(trials or soak("damage", 200)):
         path = tmp_path / str(trial)
         shutil.copytree(source, path)
         number = rng.choice(sorted({segment for segment, *_ in places.values()}))
@@ -103,7 +104,7 @@ def test_segments_cut_at_random_offsets(
 def test_random_bits_flipped(whole: tuple[Path, Places], tmp_path: Path, arena: Arena, rng: random.Random, trials: int):
     source, places = whole
     lost = 0
-    for trial in range(trials):
+    for trial in range(trials or soak("damage", 200)):
         path = tmp_path / str(trial)
         shutil.copytree(source, path)
         damaged: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""Drives that are full, read-only, gone, broken or slow: nobody waits, `stats` says so, and others go on."""
+"""Drives that are full, read-only, removed, broken or slow: no call waits, `stats` says so, and others go on."""
 
 import errno
 import fcntl
@@ -28,7 +28,7 @@ QUICK_S = 0.5
 
 
 @pytest.fixture(autouse=True)
-def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is tried again is tried again soon."""
     monkeypatch.setattr(shared, "RETRY_S", 0.15)
     monkeypatch.setattr(upkeep, "GROW_S", 0.15)
@@ -198,8 +198,9 @@ def test_one_of_two_read_only_while_running(mount, tmp_path: Path):
 def test_a_directory_removed_while_running(tmp_path: Path):
     with SsdDriver(tmp_path / "ssd").started() as driven:
         driven.put(keys_for(20), NBYTES)
-        (tmp_path / "ssd").rename(tmp_path / "removed")  # at once, or the tier makes it anew in between
+        (tmp_path / "ssd").rename(tmp_path / "removed")  # at once, or the tier makes it again in between
         shutil.rmtree(tmp_path / "removed")
+        assert driven.read(keys_for(1), NBYTES) == [None]
         wait_for(lambda: state(driven) == "off" or not all_keys(driven.tier))
         wait_for(lambda: state(driven) == "on")
         assert not all_keys(driven.tier), "it was made anew, and is empty"

@@ -1,7 +1,7 @@
-"""Killed at random moments: what was said to be written is there, what was said to be deleted is not.
+"""Killed at random moments: chunks reported as written are there, chunks reported as deleted are not.
 
-A child writes, reads, deletes and drops, and tells each step in a pipe as it is done. It is killed, and started again
-on what it left behind; from time to time the parent looks at every chunk.
+A child writes, reads, deletes and drops, and reports each step through a pipe. It is killed, and started again on its
+own files; from time to time the parent looks at every chunk.
 """
 
 import contextlib
@@ -15,11 +15,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.soak import soak
 from tests.support.tiers import SEGMENT, Arena, SsdDriver, all_keys, content_of, keys_for, wait_for
 
 SIZES = [1000, 9000, 30_000, 100_000]
 SMALL, LARGE = 10, 4000
-"""Segments on each of two paths: with so few it reclaims all the time, with so many never."""
+"""Segments on each of two paths: with ten it reclaims all the time, with 4 000 never."""
 
 ZYGOTE = """
 import os, sys
@@ -144,7 +145,7 @@ class Model:
             if what == "deleting" and self.state.get(key) == "deleted":
                 continue
             if what == "written" and self.state.get(key) in ("deleting", "deleted"):
-                continue  # told late: its deletion was on its way
+                continue  # reported late: its deletion was on its way
             if what != "started":
                 self.state[key] = what
 
@@ -165,11 +166,11 @@ class Model:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("rounds", [pytest.param(30, id="quick"), pytest.param(200, id="long")])
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("rounds", [pytest.param(30, id="quick"), pytest.param(0, id="soak", marks=pytest.mark.soak)])
 @pytest.mark.parametrize("segments", [SMALL, LARGE])
 def test_killed_at_random_moments(tmp_path: Path, rng: random.Random, segments: int, rounds: int):
-    rounds = rounds // 2  # of the two runs together
+    rounds = (rounds or soak("kills", 200)) // 2  # of the two runs together
     zygote, model, arena = Zygote(), Model(), Arena(64 << 20)
     deleted = seen = 0
     try:
@@ -190,7 +191,7 @@ def test_killed_at_random_moments(tmp_path: Path, rng: random.Random, segments: 
                 newest = model.order if segments == LARGE else model.order[-10:]
                 seen += model.check(driven, must_be_there=set(newest))
                 if segments == SMALL:
-                    model.order = []  # what the parent's own tier reclaims is not told
+                    model.order = []  # the parent's own tier does not report what it reclaims
     finally:
         zygote.close()
     print(f"{seen} chunks seen, {deleted} deletions told, {len(model.state)} keys")

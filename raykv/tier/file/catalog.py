@@ -87,7 +87,6 @@ class Catalog:
         return pack
 
     def remove_pack(self, pack: Pack) -> None:
-        """A file is gone."""
         pack.removed = True
         if self.known.get(pack.name.stem) is not pack:
             return
@@ -100,7 +99,6 @@ class Catalog:
         return self.index.rows_where(self.index.segment[self.index.used()] == pack.number)
 
     def sequences(self, rows: Rows) -> Array:
-        """Sequence of the pack of each row."""
         numbers, places = np.unique(self.index.segment[rows], return_inverse=True)
         sequences = np.array([self.packs[number].name.sequence for number in numbers.tolist()], np.int64)
         of_rows: Array = sequences[places]
@@ -146,7 +144,6 @@ class Catalog:
             self.index.remove(rows)
 
     def rows_of_group(self, text: bytes) -> Rows:
-        """Rows of a quota group's chunks."""
         return self.index.rows_of_group(self.groups.numbers.get(text, -1))
 
     def apply_tombstones(self, sequence: int, keys: Sequence[bytes], texts: Sequence[bytes]) -> None:

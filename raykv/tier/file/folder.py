@@ -104,7 +104,6 @@ class Folder:
             self._made = True
 
     def probe(self, sequence: int) -> None:
-        """Fail as a write would fail."""
         with self.operation():
             path = self.path / str(self.name(sequence, "part"))
             fd = os.open(path, WRITE | os.O_CREAT | os.O_EXCL, 0o600)
@@ -116,11 +115,9 @@ class Folder:
                 path.unlink()
 
     def name(self, sequence: int, kind: Kind) -> Name:
-        """Name of a file of this process."""
         return Name(sequence, self.writer, self.token, kind)
 
     def names(self) -> list[Name]:
-        """All files that are there."""
         with self.operation(), os.scandir(self.path) as entries:
             matches = [match for entry in entries if (match := _NAME.fullmatch(entry.name))]
         return [Name(int(match[1]), match[2], match[3], cast(Kind, match[4])) for match in matches]
@@ -137,7 +134,6 @@ class Folder:
         return None
 
     def remove(self, name: Name) -> None:
-        """Remove a file, if it is there."""
         with self.operation():
             try:
                 os.unlink(self.path / str(name))

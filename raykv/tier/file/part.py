@@ -23,7 +23,6 @@ class Part:
     """
 
     def __init__(self, folder: Folder, sequence: int, *, nbytes: int) -> None:
-        """Make the file."""
         self.name, self.begun_s, self.broken, self.nbytes = folder.name(sequence, "part"), time.monotonic(), False, 0
         self._folder = folder
         self._log = Log(limit=1, segment_blocks=nbytes // BLOCK_NBYTES, incarnation=sequence)

@@ -26,7 +26,6 @@ class Reader:
         self._state = state
 
     def has_room(self, count: int) -> bool:
-        """Whether this number of chunks may be queued. Under the lock."""
         return not self._state.reading or self._state.reading + count <= QUEUED_READS
 
     def read(self, run: Run) -> None:

@@ -25,7 +25,6 @@ class Scanner:
         self._obsolete: set[Name] = set()
 
     def scan(self) -> None:
-        """Look once."""
         try:
             self._scan()
             with self._state.lock:
@@ -95,7 +94,6 @@ class Scanner:
                     self._state.catalog.remove_pack(pack)
 
     def _remove_stale(self, parts: list[Name]) -> None:
-        """Remove parts that will never be sealed."""
         for name in parts:
             status = self._state.folder.stat(name)
             if status is not None and time.time() - status.st_mtime > STALE_S:
@@ -140,7 +138,6 @@ class Scanner:
                         state.catalog.remove_pack(pack)
 
     def _size(self, name: Name) -> int:
-        """Space that a file takes."""
         with self._state.lock:
             pack = self._state.catalog.known.get(name.stem)
         if pack is not None:

@@ -53,12 +53,10 @@ class State:
     # -- queues -----------------------------------------------------------------------------------------------------
 
     def enqueue(self, item: Item) -> None:
-        """Queue a chunk to be written."""
         self.queue.append(item)
         self.queued_nbytes += item.chunk.nbytes
 
     def dequeue(self) -> Item:
-        """Take the first chunk of the queue."""
         item = self.queue.popleft()
         self.queued_nbytes -= item.chunk.nbytes
         return item
@@ -76,7 +74,6 @@ class State:
             self.dequeue().finish(False)
 
     def refuse_reads(self) -> None:
-        """Call queued reads back as not done."""
         while self.runs:
             run = self.runs.popleft()
             self.reading -= len(run.pieces)

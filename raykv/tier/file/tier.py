@@ -86,7 +86,6 @@ class FileTier(Tier):
         return None
 
     def _next_task(self, thread: int) -> tuple[Callable[[], None], float]:
-        """A thread's next task, and when it is due."""
         if thread == SCANNER:
             return self._scanner.scan, self._state.next_scan_s
         if thread == WRITER:
@@ -128,12 +127,10 @@ class FileTier(Tier):
         return mine
 
     def take_changes(self) -> tuple[KeyArray, KeyArray]:
-        """See `Tier`."""
         with self._state.lock:
             return self._catalog.take_changes()
 
     def used_nbytes(self, group: int | None = None) -> int:
-        """See `Tier`."""
         text = None if group is None else self._state.groups.text(group)
         with self._state.lock:
             if text is None:
@@ -163,7 +160,6 @@ class FileTier(Tier):
     # -- down and up ------------------------------------------------------------------------------------------------
 
     def write(self, chunks: Sequence[Chunk], done: Written) -> int:
-        """See `Tier`."""
         state, taken = self._state, 0
         texts = {group: state.groups.text(group) for group in {chunk.group for chunk in chunks}}
         request = Request(state.callbacks, lambda results: done(chunks[: len(results)], results))
@@ -180,7 +176,6 @@ class FileTier(Tier):
         return taken
 
     def read(self, keys: KeyArray, found: Sequence[Found | None], offsets: Sequence[int], done: Arrived) -> bool:
-        """See `Tier`."""
         state = self._state
         with state.lock:
             ready = state.readable and not state.closed and state.status() != "slow"
@@ -213,7 +208,6 @@ class FileTier(Tier):
         return len(rows)
 
     def drop(self, group: int) -> int:
-        """See `Tier`, and `delete`."""
         state, text = self._state, self._state.groups.text(group)
         with state.lock:
             rows = self._catalog.rows_of_group(text)

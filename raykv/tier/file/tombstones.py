@@ -36,11 +36,9 @@ class Tombstones:
 
     @property
     def pending(self) -> bool:
-        """Whether any are to be written."""
         return bool(self.pending_keys or self.pending_texts)
 
     def add_pending(self, sequence: int, keys: Iterable[bytes] = (), texts: Iterable[bytes] = ()) -> None:
-        """These are to be written."""
         self.pending_sequence = max(self.pending_sequence, sequence)
         self.pending_keys.update(dict.fromkeys(keys))
         self.pending_texts.update(dict.fromkeys(texts))
@@ -48,14 +46,12 @@ class Tombstones:
             del self.pending_keys[next(iter(self.pending_keys))]
 
     def remove_pending(self, keys: Iterable[bytes], texts: Iterable[bytes]) -> None:
-        """These are written."""
         for key in keys:
             self.pending_keys.pop(key, None)
         for text in texts:
             self.pending_texts.pop(text, None)
 
     def add(self, sequence: int, keys: Iterable[bytes], texts: Iterable[bytes]) -> None:
-        """These hold from now on."""
         for known, names in ((self._keys, keys), (self._texts, texts)):
             for name in names:
                 known[name] = max(sequence, known.pop(name, 0))

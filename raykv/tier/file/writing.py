@@ -47,7 +47,6 @@ class Writer:
         return min(tombstones_s, self._part.begun_s + state.config.seal_s if self._part else math.inf)
 
     def step(self) -> None:
-        """Do what is due."""
         try:
             self._step()
         except OSError as error:
@@ -153,7 +152,6 @@ class Writer:
             self._part, state.filling = part, state.catalog.add_pack(part.name, 0)
 
     def _seal(self) -> None:
-        """Publish the part."""
         state, part, pack = self._state, self._part, self._state.filling
         if part is None or pack is None:
             return

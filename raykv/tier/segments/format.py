@@ -102,7 +102,6 @@ class Counts(NamedTuple):
         )
 
     def blocks(self) -> int:
-        """Blocks of such a record."""
         nbytes = HEAD.itemsize + sum(2 + len(text) for text in self.texts) + _FOOT.itemsize
         nbytes += self.entries * ENTRY.itemsize + self.deleted * DELETED.itemsize + self.dropped * DROPPED.itemsize
         return blocks_of(nbytes)
@@ -133,15 +132,12 @@ class Record(NamedTuple):
     dropped: Array
 
     def counts(self) -> Counts:
-        """How much it holds."""
         return Counts(len(self.entries), len(self.deleted), len(self.dropped), frozenset(self.texts))
 
     def blocks(self) -> int:
-        """Blocks that it takes in a file."""
         return self.counts().blocks()
 
     def dropped_texts(self) -> list[bytes]:
-        """The dropped quota groups."""
         return [self.texts[group] for group in np.unique(self.dropped["group"]).tolist() if group < len(self.texts)]
 
 

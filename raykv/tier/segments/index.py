@@ -73,7 +73,6 @@ class Index:
         return self._table.find(keys)
 
     def found(self, row: int) -> Found:
-        """What is known of a row's chunk."""
         columns = self.columns
         return Found(
             nbytes=int(columns.nbytes[row]),
@@ -86,11 +85,9 @@ class Index:
         )
 
     def keys(self, rows: Rows) -> KeyArray:
-        """Their keys."""
         return np.stack([self.columns.key_hi[rows], self.columns.key_lo[rows]], axis=1)
 
     def ready(self) -> Rows:
-        """All rows in use."""
         return self._table.ready_rows()
 
     def used(self) -> slice:
@@ -102,11 +99,9 @@ class Index:
         return np.flatnonzero(bits & (self.columns.generation[: len(bits)] == 2)).astype(np.int32)
 
     def rows_of_group(self, group: int) -> Rows:
-        """Rows of a quota group's chunks."""
         return self.rows_where(self.columns.group[self.used()] == group)
 
     def expired(self, rows: Rows | slice, *, now_s: float) -> Bits:
-        """Which rows have expired."""
         expires = self.columns.expires[rows]
         bits: Bits = (expires != 0) & (expires <= self._table.ticks(now_s))
         return bits
@@ -125,11 +120,9 @@ class Index:
     # -- changing ---------------------------------------------------------------------------------------------------
 
     def free_rows(self) -> int:
-        """Rows that can be allocated."""
         return len(self._free) + self.rows - self._free.limit
 
     def allocate(self, count: int) -> Rows:
-        """Take up to `count` free rows."""
         table = self._table
         while len(self._free) < count and table.rows_populated < self.rows:
             if not table.populate_rows(max(2 * table.rows_populated, ROWS_AT_START)):
@@ -138,7 +131,6 @@ class Index:
         return self._free.take(count)
 
     def release(self, rows: Rows) -> None:
-        """Give back allocated rows without an entry."""
         self._free.give(rows)
 
     def insert(self, rows: Rows, entries: Array, groups: npt.NDArray[Any], segment: int) -> None:
@@ -164,12 +156,10 @@ class Index:
         self.chunks += np.bincount(groups, minlength=MAX_NAMESPACES)
 
     def move(self, rows: Rows, entries: Array, segment: int) -> None:
-        """Their chunks lie elsewhere now."""
         self.segment[rows], self.columns.page[rows] = segment, entries["block"]
         self._reads_at_write[rows] = self.columns.frequency[rows]
 
     def touch(self, rows: Rows, *, now_s: float) -> None:
-        """Count a read of each."""
         self._table.touch(rows, self._table.ticks(now_s))
 
     def remove(self, rows: Rows) -> None:
@@ -189,7 +179,6 @@ class Index:
         self._free.give(rows)
 
     def close(self) -> None:
-        """Release the memory."""
         self._table.memory.close()
 
 

@@ -12,7 +12,7 @@ log = logging.getLogger(__name__)
 
 
 class IoThreads:
-    """Threads that run tasks one after another, and the time that each has spent on its present one.
+    """Threads that run tasks one after another, and how long each has been at its present one.
 
     They run as background threads (SCHED_BATCH): a thread that a drive wakes takes an idle core or waits for its turn,
     and does not interrupt readers of memory.
@@ -49,7 +49,6 @@ class IoThreads:
         return max((now_s - since for since in self._since if since is not None), default=0.0)
 
     def busy(self) -> int:
-        """How many are at a task."""
         return sum(since is not None for since in self._since)
 
     def join(self, timeout_s: float) -> bool:
@@ -79,7 +78,6 @@ class Callbacks:
         self._thread.start()
 
     def put(self, call: Callable[[], None]) -> None:
-        """Have this called soon. Never waits."""
         self._queue.put(call)
 
     def close(self, threads: Sequence[threading.Thread], timeout_s: float) -> None:

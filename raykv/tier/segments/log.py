@@ -137,7 +137,6 @@ class Log:
         return segment
 
     def in_order(self) -> list[Segment]:
-        """Segments in use, oldest first."""
         if not self._sorted:
             self._in_use, self._sorted = dict(sorted(self._in_use.items())), True
         return list(self._in_use.values())
@@ -224,11 +223,9 @@ class Log:
         return None
 
     def summary(self, segment: Segment) -> Record:
-        """The summary to seal it with."""
         return joined(segment.records)
 
     def mark_sealed(self, segment: Segment) -> None:
-        """Its summary is written."""
         segment.state, segment.records = "sealed", []
 
     # -- reclaiming -------------------------------------------------------------------------------------------------

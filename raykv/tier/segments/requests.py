@@ -39,12 +39,10 @@ class Request:
         self._left += count
 
     def finish(self, place: int, result: bool) -> None:
-        """One of these chunks is done."""
         self._results[place] = result
         self.submit()
 
     def submit(self) -> None:
-        """The caller expects no more chunks."""
         self._left -= 1
         if not self._left:
             self._callbacks.put(lambda: self._done(self._results))
@@ -75,7 +73,6 @@ class Item:
     cancelled: bool = False
 
     def finish(self, result: bool) -> None:
-        """It is on the disk, or will not be."""
         if self.request is not None:
             self.request.finish(self.place, result)
 
@@ -153,7 +150,6 @@ class Run:
         return same
 
     def finish(self, results: Sequence[Any]) -> None:
-        """All its chunks are done."""
         for piece, result in zip(self.pieces, results, strict=True):
             self.request.finish(piece.place, bool(result))
 

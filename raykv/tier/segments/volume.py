@@ -37,7 +37,6 @@ class Volume:
     """
 
     def __init__(self, path: Path, *, segment_nbytes: int, direct: Direct) -> None:
-        """Touches nothing yet."""
         self.path, self.segment_nbytes = path, segment_nbytes
         self.direct = direct != "never"
         self._required = direct == "require"
@@ -76,16 +75,6 @@ class Volume:
             return False
         return True
 
-    def check(self) -> None:
-        """Check that the directory still is the one that was opened, and can be written to.
-
-        Raises:
-            OSError: It was removed, replaced, or is read-only by now.
-        """
-        if not os.path.samestat(os.stat(self.path / "lock"), os.fstat(self._lock_fd)):
-            raise OSError(errno.ENOENT, "the directory was replaced")
-        os.utime(self._lock_fd)
-
     def numbers(self) -> dict[int, int]:
         """Length in bytes of each segment file, by its number."""
         found = {}
@@ -113,7 +102,6 @@ class Volume:
                 raise
 
     def remove(self, number: int) -> None:
-        """Remove a segment file that nobody uses."""
         self._path(number).unlink(missing_ok=True)
 
     def write(self, number: int, offset: int, buffers: Sequence[memoryview], *, sync: bool = False) -> int:
@@ -144,7 +132,6 @@ class Volume:
             os.fdatasync(fd)
 
     def close(self) -> None:
-        """Unlock the directory. No other operation may be under way."""
         fd, self._lock_fd = self._lock_fd, -1
         if fd >= 0:
             _close(fd)

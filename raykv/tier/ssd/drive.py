@@ -76,12 +76,11 @@ class Drive:
         self.reads: deque[Run] = deque()
         self.moves: deque[Item] = deque()
         self.moves_left: int | None = None
-        self.making = self.checking = self.closed = False
+        self.making = self.closed = False
         self.in_flight: set[Batch] = set()
 
     @property
     def on(self) -> bool:
-        """Whether it takes chunks to write."""
         return self.state == "on" and not self.slow
 
     @property
@@ -101,7 +100,6 @@ class Drive:
         return self.number * SEGMENTS + segment.number
 
     def notify(self) -> None:
-        """There is something to do."""
         self.wake.notify_all()
         self.wake_upkeep.notify()
 
@@ -118,7 +116,6 @@ class Drive:
             self.deleted.clear()
 
     def stats(self) -> dict[str, Any]:
-        """Its state and content, as plain values."""
         states = [segment.state for segment in self.log.segments.values()]
         return {
             "path": str(self.volume.path),

@@ -28,11 +28,9 @@ class Reader:
         self._shared, self._drive = shared, drive
 
     def has_room(self, count: int) -> bool:
-        """Whether this number of chunks may be queued."""
         return self._drive.reads_queued + count <= QUEUED_READS
 
     def queue(self, request: Request, pieces: Sequence[Piece]) -> None:
-        """Queue chunks of this drive."""
         runs = runs_of(request, pieces, most_nbytes=READ_NBYTES)
         for run in runs:
             self._drive.log.segments[run.segment % SEGMENTS].readers += 1
@@ -41,7 +39,6 @@ class Reader:
         self._drive.notify()
 
     def next_task(self) -> Callable[[], None] | None:
-        """The task that reads the next run."""
         drive = self._drive
         if not drive.reads or drive.state == "off":
             return None

@@ -62,7 +62,6 @@ class Recovery:
         self.list_segments()
 
     def list_segments(self) -> None:
-        """Find the segments, and queue a task for each."""
         drive = self._drive
         try:
             numbers = drive.volume.numbers()

@@ -57,7 +57,6 @@ class Shared:
     # -- the queue --------------------------------------------------------------------------------------------------
 
     def enqueue(self, item: Item) -> None:
-        """Queue a new chunk."""
         self.coming[item.chunk.key] = item
         self.queue.append(item)
         self.queued_nbytes += item.chunk.nbytes
@@ -70,19 +69,16 @@ class Shared:
         return item
 
     def put_back(self, item: Item) -> None:
-        """Undo `dequeue`."""
         self.queue.appendleft(item)
         self.queued_nbytes += item.chunk.nbytes
         item.placed = False
 
     def next_item(self) -> Item | None:
-        """The first chunk of the queue, if any."""
         while self.queue and self.queue[0].cancelled:
             self.queue.popleft()
         return self.queue[0] if self.queue else None
 
     def finish(self, item: Item, result: bool) -> None:
-        """A chunk is on a drive, or will not be."""
         self.coming.pop(item.chunk.key, None)
         self.counts["written_nbytes"] += item.chunk.nbytes if result else 0
         item.finish(result)
@@ -104,14 +100,12 @@ class Shared:
             self.finish(self.dequeue(), False)
 
     def notify(self) -> None:
-        """There is something to do for all drives."""
         for drive in self.drives:
             drive.notify()
 
     # -- the index --------------------------------------------------------------------------------------------------
 
     def rows_of(self, drive: Drive, segment: Segment) -> Rows:
-        """Rows of the live chunks of a segment."""
         if not segment.rows:
             return np.empty(0, np.int32)
         rows = np.unique(np.frombuffer(segment.rows, np.int32))
@@ -166,12 +160,10 @@ class Shared:
         self.index.remove(rows)
 
     def remove_expired(self) -> None:
-        """Take expired chunks out of the index."""
         index = self.index
         self.remove(index.rows_where(index.expired(index.used(), now_s=self.wall())), tombstones=False)
 
     def land(self, drive: Drive, item: Item, segment: Segment, entry: Array) -> None:
-        """A chunk was moved to another segment."""
         if self.is_at(item.row, item.moved_from, item.chunk.checksum):
             row = np.array([item.row], np.int32)
             self._remove_from_segments(row)
@@ -195,7 +187,6 @@ class Shared:
             drive.deleted[key] = None
 
     def enforce_quotas(self, groups: Iterable[int]) -> None:
-        """Delete the oldest chunks of quota groups above their quota."""
         for group in groups:
             quota = self.quotas.get(group)
             if quota is not None and self.index.nbytes[group] > quota:
@@ -217,14 +208,12 @@ class Shared:
     # -- failure ----------------------------------------------------------------------------------------------------
 
     def refuse_reads(self, drive: Drive) -> None:
-        """Call queued reads of a drive back as not done."""
         for run in drive.reads:
             self.finish_read(drive, run, [False] * len(run.pieces), drive.epoch)
         drive.reads.clear()
         drive.reads_queued = 0
 
     def finish_read(self, drive: Drive, run: Run, results: Iterable[bool], epoch: int) -> None:
-        """A run is read, or will not be."""
         if epoch == drive.epoch:
             drive.log.segments[run.segment % SEGMENTS].readers -= 1
         run.finish([*results])

@@ -40,7 +40,7 @@ INDEX_ROW_NBYTES: Final = 64 << 10
 WATCH_S: Final = 0.25
 """How often slow drives are looked for, and drives that may be tried again."""
 TIDY_S: Final = 10.0
-"""How often expired chunks are removed from the index, and directories are checked."""
+"""How often expired chunks are removed from the index."""
 CLOSE_S: Final = 10.0
 """`close` waits this long for operations under way."""
 
@@ -96,20 +96,17 @@ class SsdTier(Tier):
     # -- content ----------------------------------------------------------------------------------------------------
 
     def has(self, keys: KeyArray) -> Bits:
-        """See `Tier`."""
         with self._shared.lock:
             here: Bits = self._shared.index.find(keys, now_s=self._shared.wall()) >= 0
         return here
 
     def find(self, keys: KeyArray) -> list[Found | None]:
-        """See `Tier`."""
         with self._shared.lock:
             index = self._shared.index
             rows = index.find(keys, now_s=self._shared.wall())
             return [index.found(row) if row >= 0 else None for row in rows.tolist()]
 
     def keys(self) -> KeyArray:
-        """See `Tier`."""
         with self._shared.lock:
             return self._shared.index.keys(self._shared.index.ready())
 
@@ -121,7 +118,6 @@ class SsdTier(Tier):
         return keys[here], keys[~here]
 
     def used_nbytes(self, group: int | None = None) -> int:
-        """See `Tier`."""
         with self._shared.lock:
             nbytes = self._shared.index.nbytes
             return int(nbytes.sum() if group is None else nbytes[group])
@@ -165,7 +161,6 @@ class SsdTier(Tier):
         return chunk.nbytes <= min(most, QUEUED_NBYTES) and (quota is None or chunk.nbytes <= quota)
 
     def read(self, keys: KeyArray, found: Sequence[Found | None], offsets: Sequence[int], done: Arrived) -> bool:
-        """See `Tier`."""
         shared = self._shared
         with shared.lock:
             pieces: dict[int, list[Piece]] = {}
@@ -202,7 +197,6 @@ class SsdTier(Tier):
         return here
 
     def drop(self, group: int) -> int:
-        """See `Tier`, and `delete`."""
         shared, text = self._shared, self._shared.groups.text(group)
         with shared.lock:
             text = text or shared.texts.get(group, b"")
@@ -219,7 +213,6 @@ class SsdTier(Tier):
         return len(rows)
 
     def set_quota(self, group: int, nbytes: int | None) -> None:
-        """See `Tier`."""
         with self._shared.lock:
             self._shared.quotas.pop(group, None)
             if nbytes is not None:
@@ -245,7 +238,6 @@ class SsdTier(Tier):
     # -- health -----------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Watch the drives, until the tier is closed."""
         tidied_s = self._clock()
         while not self._stop.wait(min(WATCH_S, self.config.io_timeout_s / 4)):
             with self._shared.lock:
@@ -253,8 +245,6 @@ class SsdTier(Tier):
                     workers.watch()
                 if self._clock() - tidied_s >= TIDY_S:
                     tidied_s = self._clock()
-                    for workers in self._workers:
-                        workers.check()
                     self._shared.remove_expired()
 
     def stats(self) -> dict[str, Any]:

@@ -35,7 +35,6 @@ class Upkeep:
         self._spare_rows = min(SPARE_ROWS, shared.index.rows // 8)
 
     def next_task(self) -> Callable[[], None] | None:
-        """The next task that keeps the log going."""
         drive, log, epoch = self._drive, self._drive.log, self._drive.epoch
         if drive.tasks:
             return drive.tasks.popleft()
@@ -97,7 +96,6 @@ class Upkeep:
             drive.notify()
 
     def _seal(self, segment: Segment, epoch: int) -> None:
-        """Write a full segment's summary."""
         drive = self._drive
         with self._shared.lock:
             record = drive.log.summary(segment) if segment.records else None
@@ -143,7 +141,6 @@ class Upkeep:
                 drive.notify()
 
     def _item_of(self, row: int) -> Item:
-        """A chunk to be moved, without its bytes."""
         index = self._shared.index
         found, key = index.found(row), index.keys(np.array([row], np.int32)).tobytes()
         chunk = Chunk(

@@ -93,19 +93,3 @@ class Workers:
         elif drive.clock() >= drive.retry_at_s:
             drive.state = "starting"
             drive.tasks.append(self._recovery.open)
-
-    def check(self) -> None:
-        """Have the directory checked, for when no operation shows that it was removed."""
-        drive = self._drive
-        if drive.on and not drive.checking:
-            drive.checking, epoch = True, drive.epoch
-            drive.tasks.append(lambda: self._check(epoch))
-            drive.notify()
-
-    def _check(self, epoch: int) -> None:
-        try:
-            self._drive.volume.check()
-        except OSError as error:
-            self._shared.fail_later(self._drive, error, epoch)
-        with self._shared.lock:
-            self._drive.checking = False
