@@ -1,4 +1,4 @@
-"""Settings say what is wrong with them."""
+"""Wrong settings are named."""
 
 from pathlib import Path
 
@@ -37,7 +37,7 @@ def test_sizes_as_text(text, nbytes):
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "1 GB", "-1", "1e9", "1,5 GiB", "1 GiB or so", "one"])
-def test_text_that_is_no_size(text):
+def test_text_that_is_not_a_size(text):
     with pytest.raises(ConfigError, match=r"arena_nbytes.*is not a size.*4 GiB"):
         StorageConfig.load({"arena_nbytes": text})
 
@@ -86,6 +86,9 @@ def test_storage_that_cannot_be(fields, words):
         {"node_id": "n", "bind": "nowhere"},
         {"node_id": "n", "heartbeat_s": 0},
         {"node_id": "n", "max_connections": 0},
+        {"node_id": "n", "spin_s": 0.002},
+        {"node_id": "n", "io_timeout_s": float("inf")},
+        {"node_id": "n", "heartbeat_s": float("nan")},
     ],
 )
 def test_nodes_that_cannot_be(fields):
@@ -96,11 +99,30 @@ def test_nodes_that_cannot_be(fields):
 def test_a_path_too_long_for_a_socket_names_the_fields(shm_dir):
     deep = shm_dir / ("d" * 100)
     fields = {"node_id": "n", "storage": {"shm_dir": deep}}
-    from raykv.embedded import InProcessDirectory
+    from raykv.embedded import InProcessMembership
     from raykv.node.node import Node
 
     with pytest.raises(ConfigError, match="shorter node_id, cluster or shm_dir"):
-        Node(NodeConfig.load(fields), secret=b"", directory=InProcessDirectory(member_timeout_s=1.0))
+        Node(NodeConfig.load(fields), secret=b"", membership=InProcessMembership(member_timeout_s=1.0))
+
+
+@pytest.mark.parametrize("fields", [{"timeout_s": float("nan")}, {"timeout_s": float("inf")}, {"spin_s": -1e-6}])
+def test_clients_that_cannot_be(fields):
+    with pytest.raises(ConfigError, match=next(iter(fields))):
+        ClientConfig.load(fields)
+
+
+def test_spinning_is_off_by_default():
+    assert ClientConfig().spin_s == NodeConfig(node_id="n").spin_s == 0.0
+    assert NodeConfig(node_id="n", spin_s=0.001).spin_s == 0.001
+
+
+def test_options_of_tiers_from_outside_travel_with_the_config():
+    storage = StorageConfig.load({"tiers": {"toy": {"path": "/tmp/x", "depth": 3}}})
+    assert StorageConfig.load(storage.model_dump(mode="json")) == storage
+    assert StorageConfig().tiers == {}
+    with pytest.raises(ConfigError, match="tiers"):
+        StorageConfig.load({"tiers": {"toy": 5}})
 
 
 def test_configs_are_frozen():

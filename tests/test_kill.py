@@ -1,120 +1,25 @@
 """A node killed at random moments, again and again, while it is read, written, evicting and demoting."""
 
-import hashlib
 import os
 import random
 import shutil
-import threading
 import time
 from collections.abc import Iterator
-from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-import raykv
 from raykv.memory import native
 from raykv.memory.reader import ShmReader
 from raykv.protocol import chunk_keys
-from tests.node.test_node_process import SPACE, NodeProcess
+from tests.support.load import NBYTES, PINNED, Load, content
+from tests.support.nodes import SPACE, NodeProcess
+from tests.support.soak import soak
 
-NBYTES = 20_000
-KEPT = 20
-"""Chunks that are read all the time, so that no policy lets them go."""
-
-
-@lru_cache(4096)
-def content(name: str) -> bytes:
-    return hashlib.shake_128(name.encode()).digest(NBYTES)
-
-
-class BulkRead:
-    """Threads that read and write through clients of their own, and note what they saw."""
-
-    def __init__(self, node: NodeProcess, seed: int) -> None:
-        self.node = node
-        self.rng = random.Random(seed)
-        self.stop, self.writing, self.idle = threading.Event(), threading.Event(), threading.Event()
-        self.writing.set()
-        self.problems: list[str] = []
-        self.gaps: list[str] = []
-        self.reads = self.hits = 0
-        self.named: dict[str, None] = {}  # all names that were ever handed in
-        self.unfinished: list[str] = []
-        tasks = (self._hold, self._write)
-        self.connected = threading.Barrier(len(tasks) + 1)
-        self.threads = [threading.Thread(target=self._guard, args=(task,)) for task in tasks]
-
-    def __enter__(self) -> "BulkRead":
-        with self.node.client() as client:
-            assert client.put(kept(), [content(name) for name in kept()], chained=False).stored == KEPT
-            client.flush()
-        for thread in self.threads:
-            thread.start()
-        self.connected.wait(60.0)  # a client cannot be made while there is no node
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop.set()
-        self.writing.set()
-        for thread in self.threads:
-            thread.join(60.0)
-
-    def _guard(self, task) -> None:
-        try:
-            with self.node.client(timeout_s=2.0) as client:
-                self.connected.wait(60.0)
-                while not self.stop.is_set():
-                    task(client)
-        except BaseException as error:
-            self.problems.append(repr(error))
-            raise
-
-    def _hold(self, client: raykv.Client) -> None:
-        """Read what must be there at every moment."""
-        into = bytearray(NBYTES)
-        for name in kept():
-            self.reads += 1
-            if not client.get_one(client.key(name), memoryview(into)):
-                self.gaps.append(name)
-            elif into != content(name):
-                self.problems.append(f"wrong bytes of {name}")
-        time.sleep(0.001)
-
-    def _write(self, client: raykv.Client) -> None:
-        """Put new chunks, read old ones so that they are worth keeping, and leave some unfinished."""
-        if not self.writing.is_set():
-            self.idle.set()
-            self.writing.wait()
-            self.idle.clear()
-            return
-        # However late the other thread comes, what is read before each put is not what goes for it.
-        client.get(kept(), [bytearray(NBYTES) for _ in range(KEPT)])
-        fresh = [f"n{len(self.named) + number}" for number in range(4)]
-        self.named.update(dict.fromkeys(fresh))
-        client.put(fresh, [content(name) for name in fresh], chained=self.rng.random() < 0.5)
-        known = list(self.named)
-        for name in self.rng.sample(known[-300:], min(6, len(known))):
-            into = bytearray(NBYTES)
-            if client.get([name], [into]).hits[0]:
-                self.hits += 1
-                if into != content(name):
-                    self.problems.append(f"wrong bytes of {name}")
-        if self.rng.random() < 0.1:
-            name = f"half-{len(self.unfinished)}"
-            try:
-                room = client.reserve([name], NBYTES)
-            except raykv.RayKVError:
-                return
-            for view in room.views:
-                view[:100] = bytes(100)
-            self.unfinished.append(name)
-        time.sleep(0.002)
-
-
-def kept() -> list[str]:
-    return [f"kept-{number}" for number in range(KEPT)]
+pytestmark = pytest.mark.skipif(
+    not native.available, reason="readers without compiled loops are slower than this test's patience"
+)
 
 
 def resident(node: NodeProcess) -> np.ndarray:
@@ -126,9 +31,9 @@ def resident(node: NodeProcess) -> np.ndarray:
     return np.stack([columns.key_hi[rows], columns.key_lo[rows]], axis=1)
 
 
-def check(node: NodeProcess, load: BulkRead, before: np.ndarray) -> int:
-    """Everything that was there is there, with its bytes, and nothing unfinished."""
-    names = {key: name for name in [*load.named, *kept()] for key in [chunk_keys.to_bytes(named([name]))]}
+def check(node: NodeProcess, load: Load, before: np.ndarray) -> int:
+    """Every chunk that was there is there, with its bytes, and nothing unfinished."""
+    names = {chunk_keys.to_bytes(chunk_keys.named(SPACE.digest, [name])): name for name in [*load.names, *PINNED]}
     raw = chunk_keys.to_bytes(before)
     there = [raw[at : at + 16] for at in range(0, len(raw), 16)]
     assert set(there) <= set(names), "a chunk that nobody stored"
@@ -143,25 +48,13 @@ def check(node: NodeProcess, load: BulkRead, before: np.ndarray) -> int:
     return len(there)
 
 
-def named(names: list[str]) -> np.ndarray:
-    return chunk_keys.named(SPACE.digest, names)
-
-
 @pytest.fixture
 def node(shm_dir: Path, tmp_path: Path) -> Iterator[NodeProcess]:
     class Small(NodeProcess):
         def start(self) -> None:
-            self.fields["storage"] |= {
-                "arena_nbytes": 8 << 20,
-                "low_water": 0.0,
-                "high_water": 0.001,
-                "extent_nbytes": 256 << 10,
-                "ssd": {
-                    "paths": [str(tmp_path / "ssd")],
-                    "capacity_nbytes": 16 << 20,
-                    "segment_nbytes": 1 << 20,
-                },
-            }
+            ssd = {"paths": [str(tmp_path / "ssd")], "capacity_nbytes": 16 << 20, "segment_nbytes": 1 << 20}
+            memory = {"arena_nbytes": 8 << 20, "extent_nbytes": 256 << 10, "low_water": 0.0, "high_water": 0.001}
+            self.fields["storage"] |= {**memory, "ssd": ssd}
             super().start()
 
     made = Small(shm_dir)
@@ -172,28 +65,33 @@ def node(shm_dir: Path, tmp_path: Path) -> Iterator[NodeProcess]:
     shutil.rmtree(tmp_path / "ssd", ignore_errors=True)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not native.available, reason="readers without compiled loops are slower than this test's patience")
-@pytest.mark.parametrize("kills", [4, pytest.param(200, marks=pytest.mark.timeout(900))], ids=["few", "many"])
-def test_killed_at_random_moments_nothing_committed_is_lost_and_reads_never_stop(node, kills):
-    seed = random.randrange(1 << 30)
-    print("seed", seed)
+def kill_again_and_again(node: NodeProcess, kills: int, seed: int) -> None:
+    """Nothing committed is lost, and reads never stop."""
+    print(f"seed {seed}")
     rng = random.Random(seed)
     chunks = below = 0
-    with BulkRead(node, seed) as load:
+    with Load(node, seed) as load:
         for _ in range(kills):
-            time.sleep(rng.random() * 0.15)
+            time.sleep(rng.random() * 0.15)  # the random moment
             node.kill()
-            load.writing.clear()
-            assert load.idle.wait(30.0), "a writer hangs"
+            load.pause_writes()
             before = resident(node)
             node.start()
             chunks += check(node, load, before)
             below += node.stats()["tiers"]["ssd"]["chunks"]
-            load.idle.clear()
-            load.writing.set()
-    assert not load.problems, load.problems[:5]
-    assert not load.gaps, f"{len(load.gaps)} gaps in {load.reads} reads"
-    print(f"{kills} kills, {load.reads} reads without a gap, {load.hits} others, {len(load.named)} puts")
+            load.resume_writes()
+    load.assert_no_gaps()
+    print(f"{kills} kills, {load.reads} reads without a gap, {load.hits} others, {len(load.names)} puts")
     print(f"{chunks / kills:.0f} chunks in memory and {below / kills:.0f} below it on average when it was killed")
     assert os.path.exists(node.local_address.removeprefix("unix:"))
+
+
+@pytest.mark.slow
+def test_killed_at_random_moments_nothing_committed_is_lost_and_reads_never_stop(node, seed):
+    kill_again_and_again(node, 4, seed)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+def test_killed_many_times_nothing_committed_is_lost_and_reads_never_stop(node):
+    kill_again_and_again(node, soak("kills", 200), soak("seed", random.randrange(1 << 30)))

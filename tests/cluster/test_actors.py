@@ -1,6 +1,9 @@
-"""The node actor without Ray: what it does where a node cannot be had."""
+"""The node actor without Ray: what it does if a node does not fit, and what its stop removes."""
 
+import os
+import signal
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,43 +12,74 @@ import pytest
 pytest.importorskip("ray")
 
 from raykv.cluster import actors
-from raykv.config import ClusterConfig, StorageConfig
+from raykv.config import ClusterConfig, NodeConfig, StorageConfig
+from raykv.embedded import InProcessMembership
 from raykv.errors import ConfigError
+from raykv.supervisor.handle import NodeHandle
+from tests.support.nodes import wait_until
 
 pytestmark = pytest.mark.ray
+ALIVE, DEAD = "a" * 56, "d" * 56
 
 
-def test_an_actor_that_found_no_room_tries_again_when_what_others_left_is_gone(monkeypatch, tmp_path: Path):
-    """A Ray node that is made anew on its host finds its former arena there, which counts as in use for a while."""
-    swept, ended = [], threading.Event()
+@pytest.fixture
+def make_actor(monkeypatch: pytest.MonkeyPatch, shm_dir: Path) -> Callable[[], actors.NodeActor]:
+    """An actor on Ray node ALIVE whose own node does not fit."""
 
-    def sweep(config, alive, *, now_s) -> list[str]:
-        swept.append((config.cluster, alive))
-        if len(swept) == 2:
+    def no_room(*_: object, **__: object) -> None:
+        raise ConfigError("field 'arena_nbytes': does not fit")
+
+    context = SimpleNamespace(get_node_id=lambda: ALIVE)
+    nodes = [{"NodeID": ALIVE, "Alive": True}, {"NodeID": DEAD, "Alive": False}]
+    monkeypatch.setattr(actors.ray, "get_runtime_context", lambda: context)
+    monkeypatch.setattr(actors.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+    monkeypatch.setattr(actors.ray, "nodes", lambda: nodes)
+    monkeypatch.setattr(actors, "NodeHandle", no_room)
+    storage = StorageConfig(arena_nbytes=64 << 20, shm_dir=shm_dir)
+    return lambda: actors.NodeActor(ClusterConfig(name="test", storage=storage), b"")
+
+
+def test_an_actor_that_found_no_room_tries_again_when_memory_of_others_is_gone(monkeypatch, make_actor):
+    """A Ray node that restarts on its host finds its former arena there, which counts as used for a while."""
+    calls, ended = [], threading.Event()
+
+    def remove_orphans(config: NodeConfig, alive: set[str], *, now_s: float) -> list[str]:
+        calls.append((config.cluster, alive))
+        if len(calls) == 2:
             raise RuntimeError("the head is away")
-        return ["former"] if len(swept) == 4 else []
+        return ["former"] if len(calls) == 4 else []
 
     def end(code: int) -> None:
         assert code
-        actor._stopping.set()  # so that its thread ends with this test
+        actor.stop()  # so that its thread ends with this test
         ended.set()
 
-    def no_room(*_, **__) -> None:
-        raise ConfigError("field 'arena_nbytes': does not fit")
-
-    context = SimpleNamespace(get_node_id=lambda: "a" * 56)
-    monkeypatch.setattr(actors.ray, "get_runtime_context", lambda: context)
-    monkeypatch.setattr(actors.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
-    monkeypatch.setattr(actors, "living_ray_nodes", lambda: {"a" * 56})
-    monkeypatch.setattr(actors, "sweep", sweep)
-    monkeypatch.setattr(actors, "NodeHandle", no_room)
-    monkeypatch.setattr(actors, "SWEEP_AGAIN_S", 0.01)
+    monkeypatch.setattr(actors, "remove_orphans", remove_orphans)
+    monkeypatch.setattr(actors, "RETRY_ROOM_S", 0.01)
     monkeypatch.setattr(actors.os, "_exit", end)
-    storage = StorageConfig(arena_nbytes="64 MiB", shm_dir=tmp_path)
-    actor = actors.NodeActor(ClusterConfig(name="test", storage=storage), b"")
+    actor = make_actor()
+    assert "does not fit" in actor.describe()["error"]
+    assert ended.wait(10.0)
+    assert calls == [("test", {ALIVE[: actors.NODE_ID_LENGTH]})] * 4
+
+
+@pytest.mark.slow
+def test_stop_removes_what_nodes_of_dead_ray_nodes_left(make_actor, shm_dir):
+    """Their arenas stayed in /dev/shm when `raykv down` came after the end of their Ray nodes."""
+    dead, other = DEAD[: actors.NODE_ID_LENGTH], "stranger"
+    handles = []
+    for node_id in (dead, other):
+        storage = StorageConfig(arena_nbytes="1 MiB", extent_nbytes="64 KiB", shm_dir=shm_dir)
+        config = NodeConfig(cluster="test", node_id=node_id, storage=storage)
+        handles.append(NodeHandle(config, secret=b"s", membership=InProcessMembership(member_timeout_s=60.0)))
     try:
-        assert "does not fit" in actor.describe()["error"]
-        assert ended.wait(10.0)
-        assert swept == [("test", {"a" * actors.NODE_ID_LENGTH})] * 4
+        os.kill(handles[0].supervisor_pid, signal.SIGKILL)  # as at the end of its Ray node
+        wait_until(lambda: handles[0].ended)
+        assert list(shm_dir.glob(f"raykv-test-{dead}.*"))
+        make_actor().stop([dead, other])
+        assert not list(shm_dir.glob(f"raykv-test-{dead}.*"))
+        assert list(shm_dir.glob(f"raykv-test-{other}.*")), "a process serves them"
     finally:
-        actor._stopping.set()
+        for handle in handles:
+            handle.stop(unlink=True)
+    assert not list(shm_dir.iterdir())

@@ -1,4 +1,4 @@
-"""Nodes in processes of their own that are made anew when they end: killed, stopped, forgotten, left alone."""
+"""Nodes in processes of their own that are restarted when they end: killed, stopped, removed, left alone."""
 
 import json
 import os
@@ -16,39 +16,40 @@ import pytest
 import raykv
 from raykv.client.router import Router
 from raykv.config import ClientConfig, NodeConfig
-from raykv.embedded import InProcessDirectory
+from raykv.embedded import InProcessMembership
 from raykv.errors import ConfigError, PeerUnavailable, UsageError
 from raykv.memory import native
 from raykv.protocol import messages
 from raykv.supervisor.handle import NodeHandle
-from raykv.supervisor.process import REFUSED
+from raykv.supervisor.process import CONFIG_STATUS
 from raykv.types import NodeId
-from tests.node.test_node_process import SECRET, SPACE, get, names, put, wait_until
-from tests.test_kill import BulkRead, kept
+from tests.support.load import Load
+from tests.support.nodes import SECRET, SPACE, get, names, put, wait_until
+from tests.support.soak import soak
 
 OWNER = """
 import json, os, sys
 from raykv.config import NodeConfig
-from raykv.embedded import InProcessDirectory
+from raykv.embedded import InProcessMembership
 from raykv.supervisor.handle import NodeHandle
 
-directory = InProcessDirectory(member_timeout_s=60.0)
-node = NodeHandle(NodeConfig.load(json.loads(sys.argv[1])), secret=b"s", directory=directory)
-print(node.pid, node._keeper.pid, flush=True)
+membership = InProcessMembership(member_timeout_s=60.0)
+node = NodeHandle(NodeConfig.load(json.loads(sys.argv[1])), secret=b"s", membership=membership)
+print(node.pid, node.supervisor_pid, flush=True)
 sys.stdin.read()
 os.kill(os.getpid(), 9)
 """
 
 
-class Kept:
-    """One kept node, as tests of killed nodes see it."""
+class Supervised:
+    """A supervised node that tests kill."""
 
     def __init__(self, shm_dir: Path, **storage: object) -> None:
         memory = {"arena_nbytes": 32 << 20, "extent_nbytes": 1 << 20, "shm_dir": str(shm_dir), **storage}
         self.fields = {"node_id": "n", "cluster": "p", "host": "elsewhere", "storage": memory, "heartbeat_s": 0.05}
         self.shm_dir = shm_dir
-        self.directory = InProcessDirectory(member_timeout_s=5.0)
-        self.node = NodeHandle(NodeConfig.load(self.fields), secret=bytes.fromhex(SECRET), directory=self.directory)
+        self.membership = InProcessMembership(member_timeout_s=5.0)
+        self.node = NodeHandle(NodeConfig.load(self.fields), secret=bytes.fromhex(SECRET), membership=self.membership)
 
     def client(self, *, local: bool = True, **config: object) -> raykv.Client:
         address = self.node.config.local_address if local else self.node.stats()["address"]
@@ -65,15 +66,15 @@ class Kept:
 
 
 @pytest.fixture
-def made(shm_dir: Path) -> Iterator[Kept]:
-    one = Kept(shm_dir)
-    keeper = one.node._keeper.pid
+def made(shm_dir: Path) -> Iterator[Supervised]:
+    one = Supervised(shm_dir)
+    supervisor = one.node.supervisor_pid
     yield one
     pid = one.node.pid
     one.node.stop(unlink=True)
     assert not list(shm_dir.iterdir()), "files stay behind"
     assert not is_there(pid)
-    assert not is_there(keeper)
+    assert not is_there(supervisor)
     assert one.node.ended
 
 
@@ -81,24 +82,24 @@ def is_there(pid: int) -> bool:
     return os.path.exists(f"/proc/{pid}")
 
 
-def members(directory: InProcessDirectory) -> set[NodeId]:
-    return {member.node_id for member in directory.logic.view.members}
+def members(membership: InProcessMembership) -> set[NodeId]:
+    return {member.node_id for member in membership.logic.view.members}
 
 
-def test_it_serves_tells_of_itself_and_leaves_when_it_is_forgotten(shm_dir):
-    one = Kept(shm_dir)
+def test_it_serves_and_leaves_the_cluster_at_the_end(shm_dir):
+    one = Supervised(shm_dir)
     try:
-        assert members(one.directory) == {"n"}
+        assert members(one.membership) == {"n"}
         with one.client() as client:
             assert put(client, names(3)).stored == 3
             wait_until(lambda: one.node.stats()["chunks"] == 3)
         assert (one.node.starts, one.node.ended) == (1, False)
-        assert one.node.pid not in (os.getpid(), one.node._keeper.pid)
-        threads = os.listdir(f"/proc/{one.node._keeper.pid}/task")
+        assert one.node.pid not in (os.getpid(), one.node.supervisor_pid)
+        threads = os.listdir(f"/proc/{one.node.supervisor_pid}/task")
         assert len(threads) == 1, "a process with threads must not fork"
     finally:
         one.node.stop(unlink=True)
-    assert members(one.directory) == set()
+    assert members(one.membership) == set()
     assert not list(shm_dir.iterdir())
 
 
@@ -118,20 +119,20 @@ def test_a_killed_node_is_back_with_its_chunks_under_its_address(made):
             near.flush()
     after = made.node.stats()
     assert after["incarnation"] > before["incarnation"]
-    wait_until(lambda: made.directory.logic.view.member("n").incarnation == made.node.stats()["incarnation"])
+    wait_until(lambda: made.membership.logic.view.member("n").incarnation == made.node.stats()["incarnation"])
     assert made.node.starts == 4
 
 
 @pytest.mark.slow
-def test_it_is_made_anew_after_a_failure_inside_too(made):
-    """Whatever ends it: here a signal that is no kill."""
+def test_it_is_restarted_after_a_crash_too(made):
+    """A signal that is not a kill."""
     os.kill(made.node.pid, signal.SIGSEGV)
     wait_until(lambda: made.node.starts == 2)
     assert made.node.stats()["node_id"] == "n"
 
 
 @pytest.mark.slow
-def test_one_that_keeps_dying_is_made_anew_ever_later(made):
+def test_a_node_that_dies_again_and_again_is_restarted_later_and_later(made):
     began_s = time.monotonic()
     for _ in range(5):  # at once, and after 50, 100, 200 and 400 ms
         made.kill()
@@ -143,14 +144,14 @@ def test_one_that_keeps_dying_is_made_anew_ever_later(made):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("unlink", [False, True])
-def test_stopping_while_none_lives(shm_dir, unlink):
-    one = Kept(shm_dir)
+def test_stopping_while_no_node_runs(shm_dir, unlink):
+    one = Supervised(shm_dir)
     with one.client() as client:
         assert put(client, names(3)).stored == 3
         client.flush()
     for _ in range(4):
         one.kill()
-    os.kill(one.node.pid, signal.SIGKILL)  # the next one comes in 400 ms
+    os.kill(one.node.pid, signal.SIGKILL)  # the next one starts in 400 ms
     wait_until(lambda: not is_there(one.node.pid))
     one.node.stop(unlink=unlink)
     left = {path.suffix for path in shm_dir.iterdir()}
@@ -159,15 +160,15 @@ def test_stopping_while_none_lives(shm_dir, unlink):
 
 @pytest.mark.slow
 def test_stopping_keeps_the_memory_for_the_next(shm_dir):
-    one = Kept(shm_dir)
+    one = Supervised(shm_dir)
     with one.client() as client:
         assert put(client, names(5)).stored == 5
         client.flush()
         one.node.stop()
         assert all(get(client, names(5)))
         assert not is_there(one.node.pid)
-        assert members(one.directory) == {"n"}, "it does not leave: the next one is on its way"
-        two = Kept(shm_dir)
+        assert members(one.membership) == {"n"}, "it stays a member: the next process is on its way"
+        two = Supervised(shm_dir)
         try:
             assert two.node.stats()["recovered"] == 5
         finally:
@@ -176,53 +177,56 @@ def test_stopping_keeps_the_memory_for_the_next(shm_dir):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("storage", [{"arena_nbytes": 1 << 50}, {"policy": "no_such_module:at_all"}])
-def test_what_cannot_be_served_is_said_and_not_tried_again(shm_dir, storage):
+def test_a_config_that_cannot_be_served_is_an_error_and_not_tried_again(shm_dir, storage):
     with pytest.raises(ConfigError, match=r"arena_nbytes|no_such_module"):
-        Kept(shm_dir, **storage)
+        Supervised(shm_dir, **storage)
 
 
 @pytest.mark.slow
 def test_two_for_the_same_memory(made):
     with pytest.raises(ConfigError, match="another process"):
-        NodeHandle(made.node.config, secret=b"s", directory=made.directory)
+        NodeHandle(made.node.config, secret=b"s", membership=made.membership)
     assert made.node.stats()["node_id"] == "n"
 
 
 @pytest.mark.slow
-def test_nonsense_for_an_order():
-    def keeper(order: bytes) -> int:
+def test_a_spec_that_is_none():
+    def supervisor(spec: bytes) -> int:
         return subprocess.run(
-            [sys.executable, "-m", "raykv.supervisor.process"], input=order, capture_output=True, timeout=60
+            [sys.executable, "-m", "raykv.supervisor.process"], input=spec, capture_output=True, timeout=60
         ).returncode
 
-    assert keeper(b"") == 0
-    assert keeper(b"{}\n") == 1
-    assert keeper(json.dumps({"config": {"node_id": ""}, "secret": "", "directory": ""}).encode() + b"\n") == REFUSED
+    assert supervisor(b"") == 0
+    assert supervisor(b"{}\n") == 1
+    assert (
+        supervisor(json.dumps({"config": {"node_id": ""}, "secret": "", "membership": ""}).encode() + b"\n")
+        == CONFIG_STATUS
+    )
 
 
 @pytest.mark.slow
-def test_when_its_keeper_is_killed_the_node_goes_and_the_owner_hears_of_it(shm_dir):
-    one = Kept(shm_dir)
+def test_when_the_supervisor_is_killed_the_node_ends_and_the_owner_notices(shm_dir):
+    one = Supervised(shm_dir)
     pid = one.node.pid
-    os.kill(one.node._keeper.pid, signal.SIGKILL)
+    os.kill(one.node.supervisor_pid, signal.SIGKILL)
     wait_until(lambda: one.node.ended)
     wait_until(lambda: not is_there(pid))
     with pytest.raises(PeerUnavailable):
         one.node.stats()
     one.node.stop()
     assert {path.suffix for path in shm_dir.iterdir()} == {".table", ".arena", ".sock"}
-    two = Kept(shm_dir)
+    two = Supervised(shm_dir)
     one.node.stop(unlink=True)
-    assert two.node.stats()["node_id"] == "n", "what another one serves is not forgotten"
+    assert two.node.stats()["node_id"] == "n", "memory that another process serves is not removed"
     assert {path.suffix for path in shm_dir.iterdir()} == {".table", ".arena", ".sock"}
-    os.kill(two.node._keeper.pid, signal.SIGKILL)
+    os.kill(two.node.supervisor_pid, signal.SIGKILL)
     two.node.stop(unlink=True)
     assert not list(shm_dir.iterdir())
 
 
 @pytest.mark.slow
 def test_stopping_again_and_by_several_at_once(shm_dir):
-    one = Kept(shm_dir)
+    one = Supervised(shm_dir)
     problems: list[threading.ExceptHookArgs] = []
     old, threading.excepthook = threading.excepthook, problems.append
     try:
@@ -242,7 +246,7 @@ def test_stopping_again_and_by_several_at_once(shm_dir):
 def test_memory_without_files_ends_with_each_node():
     config = NodeConfig.load({"node_id": "n", "storage": {"arena_nbytes": 1 << 20, "extent_nbytes": 1 << 16}})
     config = config.model_copy(update={"storage": config.storage.model_copy(update={"shm_dir": None})})
-    node = NodeHandle(config, secret=b"s", directory=InProcessDirectory(member_timeout_s=60.0))
+    node = NodeHandle(config, secret=b"s", membership=InProcessMembership(member_timeout_s=60.0))
     try:
         assert node.stats()["node_id"] == "n"
         os.kill(node.pid, signal.SIGKILL)
@@ -253,7 +257,7 @@ def test_memory_without_files_ends_with_each_node():
 
 
 @pytest.mark.slow
-def test_when_its_owner_is_killed_node_and_keeper_go(shm_dir):
+def test_when_the_owner_is_killed_node_and_supervisor_end(shm_dir):
     storage = {"arena_nbytes": 32 << 20, "extent_nbytes": 1 << 20, "shm_dir": str(shm_dir)}
     fields = {"node_id": "n", "cluster": "p", "storage": storage}
     with subprocess.Popen(
@@ -269,56 +273,62 @@ def test_when_its_owner_is_killed_node_and_keeper_go(shm_dir):
 @pytest.mark.slow
 def test_a_node_that_hangs_is_killed_when_it_must_stop(shm_dir, monkeypatch):
     monkeypatch.setattr("raykv.supervisor.handle.STOP_S", 0.5)
-    one = Kept(shm_dir)
+    one = Supervised(shm_dir)
     os.kill(one.node.pid, signal.SIGSTOP)
     one.node.stop(unlink=True)
     assert not is_there(one.node.pid)
-    assert members(one.directory) == set()
+    assert members(one.membership) == set()
     assert not list(shm_dir.iterdir())
 
 
 def test_requests_are_recorded_over_it(made):
-    assert made.node.record(True) == ([], 0)
+    assert made.node.record_trace(True) == ([], 0)
     with made.client() as client:
         prompts = [[f"{number}-{chunk}" for chunk in range(200)] for number in range(30)]
         for prompt in prompts:
             client.match(prompt)
         wait_until(
-            lambda: (time.sleep(0.25), client.match(["more"]), made.node.stats()["requests"].get("Record", 0))[2]
+            lambda: (time.sleep(0.25), client.match(["more"]), made.node.stats()["requests"].get("RecordTrace", 0))[2]
         )
-    requests, left_out = made.node.record(True)
+    requests, left_out = made.node.record_trace(True)
     assert left_out == 0
     assert [len(each.keys) for each in requests[:3]] == [200] * 3
     with made.client(local=False) as far, pytest.raises(UsageError, match="this host"):
         far._router.peers.ask(
             made.node.stats()["address"],
-            lambda link: link.call(messages.TakeRecord(True), deadline_s=time.monotonic() + 5.0),
+            lambda link: link.call(messages.FetchTrace(True), deadline_s=time.monotonic() + 5.0),
             deadline_s=time.monotonic() + 5.0,
         )
-    made.node.record(False)
+    made.node.record_trace(False)
     with made.client() as client:
-        client.match(["nobody listens"])
-    assert made.node.record(False) == ([], 0)
+        client.match(["not recorded"])
+    assert made.node.record_trace(False) == ([], 0)
+
+
+def kill_under_load(shm_dir: Path, kills: int, seed: int) -> None:
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    one = Supervised(shm_dir, arena_nbytes=8 << 20, extent_nbytes=256 << 10, low_water=0.0, high_water=0.001)
+    try:
+        with Load(one, seed) as load:
+            for _ in range(kills):
+                time.sleep(1.0 + rng.random() * 0.3)  # a node that ran for a second is restarted at once
+                one.kill()
+        load.assert_no_gaps()
+        assert load.names
+        print(f"{one.node.starts} nodes, {load.reads} reads without a gap, {load.hits} others, {len(load.names)} puts")
+    finally:
+        one.node.stop(unlink=True)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not native.available, reason="readers without compiled loops are slower than this test's patience")
-def test_killed_at_random_moments_under_load_reads_never_stop(shm_dir):
-    seed = random.randrange(1 << 30)
-    print("seed", seed)
-    rng = random.Random(seed)
-    one = Kept(shm_dir, arena_nbytes=8 << 20, extent_nbytes=256 << 10, low_water=0.0, high_water=0.001)
-    try:
-        with BulkRead(one, seed) as load:
-            for _ in range(25):
-                time.sleep(1.0 + rng.random() * 0.3)  # one that lived for a second is made anew at once
-                one.kill()
-                with one.client() as client:
-                    into = [bytearray(20_000) for _ in kept()]
-                    assert all(client.get(kept(), into).hits)
-        assert not load.problems, load.problems[:5]
-        assert not load.gaps, f"{len(load.gaps)} gaps in {load.reads} reads"
-        assert load.named
-        print(f"{one.node.starts} nodes, {load.reads} reads without a gap, {load.hits} others, {len(load.named)} puts")
-    finally:
-        one.node.stop(unlink=True)
+def test_killed_at_random_moments_under_load_reads_never_stop(shm_dir, seed):
+    kill_under_load(shm_dir, 4, seed)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.skipif(not native.available, reason="readers without compiled loops are slower than this test's patience")
+def test_killed_many_times_under_load_reads_never_stop(shm_dir):
+    kill_under_load(shm_dir, soak("kills", 200) // 8, soak("seed", random.randrange(1 << 30)))
