@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from raykv.client.async_client import AsyncClient
     from raykv.client.client import Client
     from raykv.client.leases import Pins, Reservation
+    from raykv.client.puts import Put
     from raykv.client.why import Why
     from raykv.protocol.ticket import Ticket
 
@@ -54,6 +55,7 @@ __all__ = [
     "PeerUnavailable",
     "Pins",
     "ProtocolError",
+    "Put",
     "PutResult",
     "RayKVError",
     "Reservation",
@@ -71,6 +73,7 @@ _ON_FIRST_USE: Final = {
     "AsyncClient": "raykv.client.async_client",
     "Client": "raykv.client.client",
     "Pins": "raykv.client.leases",
+    "Put": "raykv.client.puts",
     "Reservation": "raykv.client.leases",
     "Ticket": "raykv.protocol.ticket",
     "Why": "raykv.client.why",

@@ -87,14 +87,16 @@ class Match:
     """The longest stored prefix of a list of keys.
 
     Attributes:
-        count: Leading chunks that somebody holds.
+        count: Number of leading chunks that some node holds.
         holders: For each of these chunks the node that will be asked for it.
-        soon: How many of them nobody has in memory: they come from a tier below it, and take a while longer.
+        below_memory: How many of them no node has in memory: they come from a tier below it, and take longer.
+        nbytes: Length of each of them, 0 for unknown; empty when no length is known.
     """
 
     count: int
     holders: tuple[NodeId, ...] = ()
-    soon: int = 0
+    below_memory: int = 0
+    nbytes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

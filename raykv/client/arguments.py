@@ -18,13 +18,14 @@ from raykv.memory.layout import MAX_DEPTH
 from raykv.protocol import chunk_keys
 from raykv.protocol.chunk_keys import KEY_NBYTES
 from raykv.protocol.hints import require_hints
-from raykv.types import Hints, KeyArray, Scattered
+from raykv.types import Hints, KeyArray
 
 T = TypeVar("T")
 Keys: TypeAlias = KeyArray | Sequence[bytes | str]
 Tokens: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]]
 
 MAX_TIMEOUT_S: Final = 1e6
+MAX_NUMBER: Final = 1e15
 
 
 def number_in(field: str, value: Any, least: float, most: float) -> float:
@@ -63,6 +64,13 @@ def instance(field: str, value: Any, kind: type[T], remedy: str) -> T:
     return value
 
 
+def sequence(field: str, value: Any, remedy: str) -> Sequence[Any]:
+    """A list or tuple."""
+    if not isinstance(value, list | tuple):
+        raise UsageError(f"field '{field}': {type(value).__name__} instead of a list; {remedy}")
+    return value
+
+
 def timeout(timeout_s: Any) -> float:
     """A time-out in seconds."""
     return number_in("timeout_s", timeout_s, 0.0, MAX_TIMEOUT_S)
@@ -73,18 +81,26 @@ def deadline_after(timeout_s: Any) -> float:
     return time.monotonic() + timeout(timeout_s)
 
 
-def named_keys(digest: bytes, names: Iterable[bytes | str]) -> KeyArray:
-    """Keys of objects with names."""
+def list_of_names(names: Any) -> Sequence[Any]:
+    """Names of objects, which are checked by `named_keys`."""
+    if isinstance(names, list | tuple):
+        return names
     if isinstance(names, str | bytes | bytearray | memoryview) or not isinstance(names, Iterable):
         raise UsageError(f"field 'keys': {type(names).__name__}; give an array that keys() made, or a list of names")
-    listed = list(names)
-    for place, name in enumerate(listed):
-        if not isinstance(name, str | bytes):
-            raise UsageError(f"field 'keys[{place}]': {type(name).__name__}; a name is str or bytes")
+    return list(names)
+
+
+def named_keys(digest: bytes, names: Any) -> KeyArray:
+    """Keys of objects with names."""
+    listed = list_of_names(names)
     try:
         return chunk_keys.named(digest, listed)
     except UnicodeEncodeError as error:
         raise UsageError(f"field 'keys': a name that is not valid text ({error}); pass it as bytes") from None
+    except (TypeError, BufferError):
+        wrong = next((place for place, name in enumerate(listed) if not isinstance(name, str | bytes)), 0)
+        kind = type(listed[wrong]).__name__
+        raise UsageError(f"field 'keys[{wrong}]': {kind} instead of a name; a name is str or bytes") from None
 
 
 def key_array(field: str, keys: Any) -> KeyArray:
@@ -136,11 +152,11 @@ def token_ids(tokens: Any) -> npt.NDArray[np.integer[Any]]:
 def buffers(field: str, many: Any, count: int, *, writable: bool) -> tuple[list[list[memoryview]], list[int]]:
     """The byte views of each entry, and its length in bytes: one entry a key."""
     if not isinstance(many, Sequence | np.ndarray) or isinstance(many, str):
-        raise UsageError(f"field '{field}': {type(many).__name__}; give a list with one buffer (or list of buffers) a key")
+        raise UsageError(f"field '{field}': {type(many).__name__}; give a list with one entry a key")
     if len(many) != count:
         raise UsageError(f"field '{field}': {len(many)} entries for {count} keys; give one entry a key")
     try:
-        return all_byte_views(many, field, writable=writable)
+        return all_byte_views(list(many), field, writable=writable)
     except (TypeError, ValueError, BufferError) as error:
         if isinstance(error, UsageError):
             raise
@@ -150,10 +166,10 @@ def buffers(field: str, many: Any, count: int, *, writable: bool) -> tuple[list[
 def hints_of(ttl_s: Any, priority: Any) -> Hints:
     """Hints of a put: `ttl_s` None for the namespace's own."""
     if ttl_s is not None:
-        ttl_s = number_in("ttl_s", ttl_s, 0.0, math.inf)
+        ttl_s = number_in("ttl_s", ttl_s, 0.0, MAX_NUMBER)
         if ttl_s == 0:
             raise UsageError("field 'ttl_s': 0 would expire at once; leave it out for no expiry")
-    priority = integer_in("priority", priority, -(1 << 62), 1 << 62)
+    priority = integer_in("priority", priority, -int(MAX_NUMBER), int(MAX_NUMBER))
     require_hints(ttl_s, priority)
     return Hints(ttl_s or 0.0, priority)
 

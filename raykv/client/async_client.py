@@ -1,73 +1,90 @@
 """The async face of the client: the same calls, each in a worker thread."""
 
 import asyncio
-import threading
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, ParamSpec, TypeVar
 
-from raykv.client.client import Client, Keys
+from raykv.client.arguments import Keys
+from raykv.client.client import Client
 from raykv.client.leases import Pins
 from raykv.client.why import Why
 from raykv.types import GetResult, Match, PutResult, Scattered
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 
 class AsyncClient:
-    """A client for async code: the same calls, each in a worker thread, so that the event loop never waits."""
+    """A client for async code: the same calls, each in a worker thread, so the event loop never waits.
+
+    A cancelled call ends when its thread is done, at the latest at the call's deadline: only then CancelledError is
+    raised. So nobody uses the caller's buffers after it.
+    """
 
     def __init__(self, client: Client) -> None:
         self.client = client
 
     async def match(self, keys: Keys, **options: Any) -> Match:
         """See `Client.match`."""
-        return await asyncio.to_thread(self.client.match, keys, **options)
+        return await _in_thread(self.client.match, keys, **options)
 
     async def get(self, keys: Keys, into: Sequence[Scattered], **options: Any) -> GetResult:
-        """See `Client.get`. Cancelling does not stop it: the buffers must live until it ends."""
-        return await asyncio.to_thread(self.client.get, keys, into, **options)
+        """See `Client.get`. After it was cancelled the buffers have undefined content, which nobody changes."""
+        return await _in_thread(self.client.get, keys, into, **options)
 
     async def put(self, keys: Keys, values: Sequence[Scattered], **options: Any) -> PutResult:
         """See `Client.put`."""
-        return await asyncio.to_thread(self.client.put, keys, values, **options)
+        return await _in_thread(self.client.put, keys, values, **options)
 
     async def pin(self, keys: Keys, **options: Any) -> Pins:
-        """See `Client.pin`. What is pinned after it was cancelled is released again."""
-        given_up, came = threading.Event(), threading.Lock()
-
-        def pin() -> Pins:
-            pins = self.client.pin(keys, **options)
-            with came:
-                if given_up.is_set():
-                    pins.release()
-                else:
-                    kept.append(pins)
-            return pins
-
-        kept: list[Pins] = []
+        """See `Client.pin`. When it is cancelled, nothing stays pinned."""
+        call = _start(self.client.pin, keys, **options)
         try:
-            return await asyncio.to_thread(pin)
+            return await _finished(call)
         except asyncio.CancelledError:
-            with came:
-                given_up.set()
-            if kept:  # it came, and nobody will see it
-                await asyncio.shield(asyncio.to_thread(kept[0].release))
+            if not call.exception():
+                await _finished(_start(call.result().release))
             raise
 
     async def hint(self, keys: Keys, **options: Any) -> int:
         """See `Client.hint`."""
-        return await asyncio.to_thread(self.client.hint, keys, **options)
+        return await _in_thread(self.client.hint, keys, **options)
 
     async def session_end(self, keys: Keys, **options: Any) -> int:
         """See `Client.session_end`."""
-        return await asyncio.to_thread(self.client.session_end, keys, **options)
+        return await _in_thread(self.client.session_end, keys, **options)
 
     async def why(self, keys: Keys | None = None, **options: Any) -> list[Why]:
         """See `Client.why`."""
-        return await asyncio.to_thread(self.client.why, keys, **options)
+        return await _in_thread(self.client.why, keys, **options)
 
     async def delete(self, keys: Keys, **options: Any) -> int:
         """See `Client.delete`."""
-        return await asyncio.to_thread(self.client.delete, keys, **options)
+        return await _in_thread(self.client.delete, keys, **options)
 
     async def stats(self, **options: Any) -> dict[str, Any]:
         """See `Client.stats`."""
-        return await asyncio.to_thread(self.client.stats, **options)
+        return await _in_thread(self.client.stats, **options)
+
+
+def _start(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> "asyncio.Future[T]":
+    return asyncio.get_running_loop().run_in_executor(None, partial(call, *args, **kwargs))
+
+
+async def _in_thread(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    return await _finished(_start(call, *args, **kwargs))
+
+
+async def _finished(call: "asyncio.Future[T]") -> T:
+    """Wait for a call. When the caller is cancelled, wait all the same, and raise CancelledError then."""
+    cancelled = False
+    while not call.done():
+        try:
+            await asyncio.wait([call])
+        except asyncio.CancelledError:
+            cancelled = True
+    if cancelled:
+        call.exception()  # marked as seen: asyncio does not log it
+        raise asyncio.CancelledError
+    return call.result()

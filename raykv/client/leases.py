@@ -66,7 +66,8 @@ class Reservation:
         Args:
             timeout_s: How long to wait for the node if it must be asked.
         """
-        return self._open and self._lender is not None and self._lender.lease_valid(self._lent, deadline_after(timeout_s))
+        deadline_s = deadline_after(timeout_s)
+        return self._open and self._lender is not None and self._lender.lease_valid(self._lent, deadline_s)
 
     def commit(self, *, timeout_s: float = 5.0) -> PutResult:
         """Make the chunks visible. All views must be written by now, and must not be written to afterwards.

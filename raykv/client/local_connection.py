@@ -31,7 +31,6 @@ class LocalConnection:
     Attributes:
         attached: The node's last description of itself.
         reader: Its memory.
-        epoch: The greatest epoch in an answer so far.
     """
 
     def __init__(self, connect: Connect, address: str, *, deadline_s: float, retry_s: float) -> None:
@@ -78,11 +77,12 @@ class LocalConnection:
 
     @property
     def epoch(self) -> int:
+        """The greatest epoch in an answer so far."""
         return self._pipeline.epoch
 
-    def reset_epoch(self) -> None:
-        """The node is of a new cluster, whose epochs begin again."""
-        self._pipeline.epoch = 0
+    @epoch.setter
+    def epoch(self, value: int) -> None:
+        self._pipeline.epoch = value
 
     def is_current(self) -> bool:
         """Whether the mapped memory is the node's, as of a moment ago. If not, the next call maps it again."""

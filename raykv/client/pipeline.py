@@ -175,7 +175,7 @@ class Pipeline:
             if not self.lock.acquire(timeout=max(0.0, left_s)):
                 break
             try:
-                if posted.outcome is not None or self._link is None or posted.life != self.life:
+                if self._link is None or posted.life != self.life:
                     break
                 if self._link.wait_ready(max(0.0, min(SLICE_S, left_s))):
                     self._collect_locked()
@@ -255,7 +255,8 @@ class Pipeline:
             try:
                 with self.locked(deadline_s):
                     pending = self._posted[0] if self._posted else None
-                pending = pending or self.post(probe, ignore, deadline_s=deadline_s, life=life)
+                if pending is None:
+                    pending = self.post(probe, ignore, deadline_s=deadline_s, life=life)
             except PeerUnavailable:
                 return False
             if not self.wait(pending, deadline_s):

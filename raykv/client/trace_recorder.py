@@ -1,4 +1,4 @@
-"""Tells the node of this host what requests ask for, while `raykv record` runs."""
+"""Reports to the node of this host which chunks are looked up, while `raykv record` runs."""
 
 import threading
 from collections.abc import Callable
@@ -7,26 +7,37 @@ from typing import Final
 import numpy as np
 
 from raykv.protocol.trace_requests import TracedRequest, pack
+from raykv.transport.forking import drop_after_fork
 from raykv.types import KeyArray
 
 SEND_S: Final = 0.2
 SEND_KEYS: Final = 1 << 14
-"""A client tells its node after so long, or of so many keys at once, whichever is sooner."""
+"""A client reports after this time, or at this many keys, whichever is sooner."""
 
 
 class TraceRecorder:
-    """A client's part: gathers a few requests, and sends them. Thread-safe."""
+    """Collects a few requests, and sends them together. Thread-safe."""
 
     def __init__(self, send: Callable[[bytes], None], chunk_tokens: int) -> None:
-        """Args: send: Tells the node; its errors are its own."""
+        """Args: send: Sends them to the node; it raises nothing."""
         self._send, self._chunk_tokens = send, chunk_tokens
+        self._sent_s = -SEND_S
+        self.after_fork()
+        drop_after_fork(self)
+
+    def after_fork(self) -> None:
+        """The parent sends what it has collected."""
+        self._lock = threading.Lock()
         self._waiting: list[TracedRequest] = []
         self._keys = 0
-        self._sent_s = -SEND_S
-        self._lock = threading.Lock()
 
-    def note(self, keys: KeyArray, *, today_s: float, now_s: float) -> None:
-        """A request asked for these."""
+    def record(self, keys: KeyArray, *, today_s: float, now_s: float) -> None:
+        """A request looked up these keys.
+
+        Args:
+            today_s: Seconds since 1970.
+            now_s: By the monotonic clock.
+        """
         with self._lock:
             self._waiting.append(TracedRequest(today_s, self._chunk_tokens, np.array(keys)))
             self._keys += len(keys)

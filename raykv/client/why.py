@@ -1,36 +1,35 @@
-"""Why a chunk was not there: what all members know of it, and what this client remembers."""
+"""Why a chunk was not there: what all members know of it, and how this client's last read of it failed."""
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
-from raykv.client.read_failures import Trouble
+from raykv.client.key_sources import KeySource, split
+from raykv.client.read_failures import ReadFailure
 from raykv.client.router import Router
 from raykv.errors import RayKVError
 from raykv.protocol import chunk_keys, messages
-from raykv.protocol.chunk_keys import KEY_NBYTES
+from raykv.protocol.codec import array
 from raykv.protocol.namespace import Namespace
 from raykv.protocol.reasons import Place, Reason
 from raykv.types import KeyArray, NodeId
 
+PART_KEYS: Final = 1 << 12
+"""Keys of one request: between two requests the deadline is checked."""
 MAX_OTHERS: Final = 64
 """Other namespaces that are looked into: those that differ in the fewest fields."""
 MAX_OTHER_KEYS: Final = 1 << 18
-"""Keys that are made under them, in all."""
+"""Most keys derived under them by one call."""
 
 WhyReason: TypeAlias = Literal[
-    "here", "being_written", "never_stored", "evicted", "expired", "deleted", "dropped", "corrupt", "demoted",
-    "timed_out", "no_answer", "owner_unknown", "other_namespace",
+    "here", "never_stored", "evicted", "expired", "deleted", "dropped", "corrupt", "demoted",
+    "timed_out", "no_answer", "owner_unknown", "other_namespace", "not_asked_in_time",
 ]  # fmt: skip
-
-KeysUnder = Callable[[Namespace], list[bytes | None]]
-"""The keys that the same tokens or names have under another namespace, 16 bytes each; None where they have none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,18 +37,19 @@ class Why:
     """What became of one chunk.
 
     Attributes:
-        reason: "here": it can be read. "never_stored": nobody has it, and nobody remembers that it went.
-            "other_namespace": it is here, or was, under a namespace that differs in `fields`. "no_answer" and
-            "owner_unknown": who would know cannot be asked. "timed_out": so ended this client's last read.
-        node: Where it is, or whence it went, or who does not answer.
-        tier: "dram", "ssd" or "file": where it is, or whence it went.
-        ago_s: How long ago it went, or the read failed.
-        policy: By which it was evicted.
+        reason: "here": it can be read. "never_stored": no node has it, and none remembers that it left.
+            "other_namespace": it is here, or was, under a namespace that differs in `fields`. "no_answer",
+            "owner_unknown": the node that would know cannot be asked. "timed_out", "corrupt" (without a tier): so
+            ended this client's last read. "not_asked_in_time": the call ended before.
+        node: Where it is, or was last, or which node does not answer.
+        tier: "dram", "ssd" or "file": where it is, or was last.
+        ago_s: How long ago it left, or the read failed.
+        policy: The policy that evicted it.
         fields: Names of the namespace's fields that differ.
         nbytes: Its length, if it is here.
-        remembers_s: For how long back departures are remembered, by the node that remembers least; None: since the
-            nodes were started.
-        announced: Whether its owner knows who holds it; other hosts find it only then.
+        remembers_s: How far back departures are remembered, by the node that remembers least; None: since the nodes
+            were started.
+        announced: Whether its owner knows a holder; other hosts find it only then.
     """
 
     reason: WhyReason
@@ -68,10 +68,8 @@ class Why:
         ago = "" if self.ago_s is None else f" {_span(self.ago_s)} ago"
         match self.reason:
             case "here":
-                late = "" if self.announced else "; its owner has not heard of it yet"
+                late = "" if self.announced else "; its owner does not know of it yet"
                 return f"here: {self.nbytes:,} bytes in the {self.tier} of {self.node}{late}"
-            case "being_written":
-                return f"being written to {self.node}"
             case "evicted":
                 by = f" by {self.policy}" if self.policy else ""
                 return f"evicted{by}{ago} from the {self.tier} of {self.node}"
@@ -79,7 +77,8 @@ class Why:
                 where = f"in the {self.tier} of {self.node}" if self.tier else f"of {self.node}"
                 return f"stored under another namespace ({where}); fields that differ: {', '.join(self.fields)}"
             case "timed_out" | "corrupt" if not self.tier:
-                what = "not here by the deadline of the last read" if self.reason == "timed_out" else "wrong bytes came"
+                late = "not here by the deadline of the last read"
+                what = late if self.reason == "timed_out" else "the last read got wrong bytes"
                 return f"{what},{ago}" + (f", from {self.node}" if self.node else "")
             case "no_answer":
                 return f"{self.node} does not answer" + (f" ({ago.strip()})" if ago else "")
@@ -87,159 +86,183 @@ class Why:
                 return "nobody owns it: the cluster has no members"
             case "never_stored":
                 back = "they were started" if self.remembers_s is None else f"{_span(self.remembers_s)} ago"
-                return f"never stored, as far as the nodes remember (since {back})"
+                return f"never stored (the nodes remember since {back})"
+            case "not_asked_in_time":
+                return "not asked in time; raise timeout_s, or ask about fewer keys at once"
         return f"{self.reason}{ago} from the {self.tier} of {self.node}"
 
 
-class _Known(NamedTuple):
-    """What one member says of some keys: see `messages.Told`."""
+_NOT_ASKED: Final = Why("not_asked_in_time")
+
+
+class _Answer(NamedTuple):
+    """What one member knows of some keys, one entry a key: see `messages.Histories`."""
 
     node: NodeId
-    told: messages.Told
+    histories: messages.Histories
     places: bytes
     nbytes: list[int]
     reasons: bytes
     tiers: bytes
     ages_s: list[float]
-    policies: bytes  # places in `told.policies`
+    policies: bytes
     announced: bytes
 
 
-def explain(
-    router: Router, namespace: Namespace, keys: KeyArray, under: KeysUnder | None, deadline_s: float
-) -> list[Why]:
-    """What became of the chunks of `namespace` with these keys, one entry each.
+class Inquiry:
+    """One call of `Client.why`: asks all members about the chunks, part by part, until the deadline."""
 
-    Args:
-        under: Makes their keys under other namespaces; None if all we have is the keys.
-        deadline_s: Members that take longer do not answer.
-    """
-    said, silent = _ask(router, keys, deadline_s)
-    raw = split(keys)
-    found = [_from_members(said, place) for place in range(len(keys))]
-    unknown = [place for place, why in enumerate(found) if why is None]
-    elsewhere: dict[int, Why] = {}
-    if unknown and under is not None:
-        elsewhere = _in_other_namespaces(router, namespace, unknown, under, deadline_s)
-    back = [each.told.remembers_s for each in said if each.told.remembers_s is not None]
-    owners = router.view(deadline_s).ring.owners(keys)
-    nodes, now_s, reasons = router.view(deadline_s).ring.nodes, time.monotonic(), []
-    for place, (key, why) in enumerate(zip(raw, found, strict=True)):
-        why = why or elsewhere.get(place)
-        if why is None:
-            owner = nodes[owners[place]] if owners[place] >= 0 else None
-            if owner is None:
-                why = Why("owner_unknown")
-            elif silent:
-                why = Why("no_answer", owner if owner in silent else min(silent))
-            else:
-                why = Why("never_stored", remembers_s=min(back, default=None))
-        reasons.append(_with_trouble(why, router.read_failures.of(key, now_s=now_s), now_s))
-    return reasons
+    def __init__(self, router: Router, namespace: Namespace, source: KeySource, deadline_s: float) -> None:
+        """Ask nothing yet.
+
+        Args:
+            deadline_s: Chunks that were not asked about by then get "not_asked_in_time".
+        """
+        self._router, self._namespace, self._source, self._deadline_s = router, namespace, source, deadline_s
+        self._others: list[Namespace] | None = None
+        self._other_keys = MAX_OTHER_KEYS
+
+    def run(self) -> list[Why]:
+        """One entry a chunk."""
+        found: list[Why] = []
+        while len(found) < len(self._source):
+            if found and self._late():
+                return found + [_NOT_ASKED] * (len(self._source) - len(found))
+            keys = self._source.keys(len(found), min(len(found) + PART_KEYS, len(self._source)))
+            found += self._explain(keys, len(found))
+        return found
+
+    def _late(self) -> bool:
+        return time.monotonic() >= self._deadline_s
+
+    def _explain(self, keys: KeyArray, first: int) -> list[Why]:
+        """What became of the chunks from place `first` on."""
+        router, now_s = self._router, time.monotonic()
+        answers, silent = _ask(router, keys, self._namespace, self._deadline_s)
+        found = [_from_members(answers, place) for place in range(len(keys))]
+        unknown = [first + place for place, why in enumerate(found) if why is None]
+        elsewhere = self._elsewhere(unknown) if unknown else {}
+        spans = (each.histories.remembers_s for each in answers)
+        remembers_s = min((span for span in spans if span is not None), default=None)
+        ring = router.view(self._deadline_s).ring
+        owners = ring.owners(keys).tolist()
+        reasons = []
+        for place, (key, why) in enumerate(zip(split(keys), found, strict=True)):
+            why = why or elsewhere.get(first + place)
+            if why is None:
+                owner = ring.nodes[owners[place]] if owners[place] >= 0 else None
+                if owner is None:
+                    why = Why("owner_unknown")
+                elif silent:
+                    why = Why("no_answer", owner if owner in silent else min(silent))
+                else:
+                    why = Why("never_stored", remembers_s=remembers_s)
+            reasons.append(_with_failure(why, router.read_failures.last(key, now_s=now_s), now_s))
+        return reasons
+
+    def _elsewhere(self, places: list[int]) -> dict[int, Why]:
+        """Which chunks are, or were, under another namespace, by place; of several the most alike."""
+        if self._others is None:
+            self._others = _alike(self._namespace, quota_groups(self._router, self._deadline_s))
+        asked: list[tuple[int, Namespace]] = []
+        raw: list[bytes] = []
+        for other in self._others[:MAX_OTHERS]:
+            if self._late() or self._other_keys < len(places):
+                break
+            self._other_keys -= len(places)
+            for place, key in zip(places, self._source.keys_under(other, places), strict=True):
+                if key is not None:
+                    asked.append((place, other))
+                    raw.append(key)
+        found: dict[int, Why] = {}
+        for start in range(0, len(raw), PART_KEYS):
+            if self._late():
+                break
+            part = chunk_keys.from_bytes(b"".join(raw[start : start + PART_KEYS]))
+            answers, _ = _ask(self._router, part, self._namespace, self._deadline_s)
+            for number, (place, other) in enumerate(asked[start : start + PART_KEYS]):
+                why, best = _from_members(answers, number), found.get(place)
+                if why is not None and (best is None or (why.reason == "here" and not best.nbytes)):
+                    fields = tuple(self._namespace.differences(other))
+                    found[place] = replace(why, reason="other_namespace", ago_s=None, policy="", fields=fields)
+        return found
 
 
-def groups(router: Router, deadline_s: float) -> list[Namespace]:
+def quota_groups(router: Router, deadline_s: float) -> list[Namespace]:
     """The quota groups that the members know."""
-    texts = {text for said in namespaces(router, deadline_s)[0].values() for text in said}
+    texts = {text for listed in namespaces(router, deadline_s)[0].values() for text in listed}
     return [Namespace.model_validate_json(text) for text in sorted(texts)]
 
 
 def namespaces(router: Router, deadline_s: float) -> tuple[dict[NodeId, dict[str, Any]], dict[NodeId, str]]:
-    """What each member says of each quota group, by its fields as JSON; and why others say nothing."""
+    """What each member says of each quota group, by the group's fields as JSON; and why other members say nothing."""
     answers = router.ask_all(messages.GetNamespaces(), deadline_s)
-    said = {
+    listed = {
         name: msgspec.json.decode(answer.namespaces, type=dict[str, Any])
         for name, answer in answers.items()
         if isinstance(answer, messages.NamespacesAre)
     }
-    return said, {name: str(answer) for name, answer in answers.items() if isinstance(answer, RayKVError)}
+    return listed, {name: str(answer) for name, answer in answers.items() if isinstance(answer, RayKVError)}
 
 
-def reasons_of(router: Router, keys: Sequence[bytes], deadline_s: float) -> Counter[str]:
+def reasons_of(router: Router, namespace: Namespace, keys: Sequence[bytes], deadline_s: float) -> Counter[str]:
     """Why chunks, by their 16-byte keys, are not there, as counts. "arrived": they are there by now."""
-    said, silent = _ask(router, chunk_keys.from_bytes(b"".join(keys)), deadline_s)
+    answers, silent = _ask(router, chunk_keys.from_bytes(b"".join(keys)), namespace, deadline_s)
     reasons: Counter[str] = Counter()
     for place in range(len(keys)):
-        why = _from_members(said, place)
+        why = _from_members(answers, place)
         if why is None:
             reasons["no_answer" if silent else "never_stored"] += 1
         else:
-            reasons["arrived" if why.reason in ("here", "being_written") else why.reason] += 1
+            reasons["arrived" if why.reason == "here" else why.reason] += 1
     return reasons
 
 
-def _ask(router: Router, keys: KeyArray, deadline_s: float) -> tuple[list[_Known], set[NodeId]]:
-    """What the members say, and who says nothing."""
-    answers = router.ask_all(messages.Why(chunk_keys.to_bytes(keys)), deadline_s)
-    said, count = [], len(keys)
-    for name, answer in answers.items():
-        if isinstance(answer, messages.Told) and len(answer.places) == count:
-            said.append(
-                _Known(
+def _ask(router: Router, keys: KeyArray, namespace: Namespace, deadline_s: float) -> tuple[list[_Answer], set[NodeId]]:
+    """The answers of the members, and the members that do not answer."""
+    request = messages.Why(chunk_keys.to_bytes(keys), group=namespace.group.digest)
+    outcomes = router.ask_all(request, deadline_s)
+    answers, count = [], len(keys)
+    for name, answer in outcomes.items():
+        if isinstance(answer, messages.Histories) and len(answer.places) == count:
+            answers.append(
+                _Answer(
                     name,
                     answer,
                     answer.places,
-                    messages.array(answer.nbytes, "<u4", count).tolist(),
-                    messages.array(answer.reasons, "u1", count).tobytes(),
-                    messages.array(answer.tiers, "u1", count).tobytes(),
-                    messages.array(answer.ages_s, "<f4", count).tolist(),
-                    messages.array(answer.policy, "u1", count).tobytes(),
-                    messages.array(answer.announced, "u1", count).tobytes(),
+                    array(answer.nbytes, "<u4", count).tolist(),
+                    array(answer.reasons, "u1", count).tobytes(),
+                    array(answer.tiers, "u1", count).tobytes(),
+                    array(answer.ages_s, "<f4", count).tolist(),
+                    array(answer.policy, "u1", count).tobytes(),
+                    array(answer.announced, "u1", count).tobytes(),
                 )
             )
-    return said, set(answers) - {each.node for each in said}
+    return answers, set(outcomes) - {each.node for each in answers}
 
 
-def _from_members(said: Sequence[_Known], place: int) -> Why | None:
+def _from_members(answers: Sequence[_Answer], place: int) -> Why | None:
     """What they know of one key: where it is, else its last departure."""
-    announced = any(each.announced[place] for each in said)
-    here = [each for each in said if each.places[place] != Place.NOWHERE]
+    announced = any(each.announced[place] for each in answers)
+    here = [each for each in answers if each.places[place] != Place.NOWHERE]
     if here:
-        each = min(here, key=lambda each: (not each.nbytes[place], each.places[place], each.node))
-        nbytes, tier = each.nbytes[place], _word(Place, each.places[place])
-        reason: WhyReason = "here" if nbytes else "being_written"
-        return Why(reason, each.node, tier, nbytes=nbytes, announced=announced)
-    went = [each for each in said if each.reasons[place] != Reason.NONE]
-    if not went:
+        each = min(here, key=lambda each: (each.places[place], each.node))
+        tier = _word(Place, each.places[place])
+        return Why("here", each.node, tier, nbytes=each.nbytes[place], announced=announced)
+    departed = [each for each in answers if each.reasons[place] != Reason.NONE]
+    if not departed:
         return None
-    each = min(went, key=lambda each: (each.ages_s[place], each.node))
+    each = min(departed, key=lambda each: (each.ages_s[place], each.node))
     word: Any = _word(Reason, each.reasons[place])
-    names, number = each.told.policies, each.policies[place]
+    names, number = each.histories.policies, each.policies[place]
     policy = names[number] if number < len(names) else ""
     return Why(word, each.node, _word(Place, each.tiers[place]), each.ages_s[place], policy)
-
-
-def _in_other_namespaces(
-    router: Router, namespace: Namespace, places: list[int], under: KeysUnder, deadline_s: float
-) -> dict[int, Why]:
-    """Which of the chunks are, or were, under a namespace that differs, by place; of several the most alike."""
-    others = _alike(namespace, groups(router, deadline_s))[: max(1, min(MAX_OTHERS, MAX_OTHER_KEYS // len(places)))]
-    asked: list[tuple[int, Namespace]] = []
-    raw: list[bytes] = []
-    for other in others:
-        theirs = under(other)
-        for place in places:
-            key = theirs[place]
-            if key is not None:
-                asked.append((place, other))
-                raw.append(key)
-    if not raw:
-        return {}
-    found: dict[int, Why] = {}
-    said, _ = _ask(router, chunk_keys.from_bytes(b"".join(raw)), deadline_s)
-    for number, (place, other) in enumerate(asked):
-        why = _from_members(said, number)
-        best = found.get(place)
-        if why is not None and (best is None or (why.reason == "here" and not best.nbytes)):
-            fields = tuple(namespace.differences(other))
-            found[place] = replace(why, reason="other_namespace", ago_s=None, policy="", fields=fields)
-    return found
 
 
 def _alike(namespace: Namespace, known: Sequence[Namespace]) -> list[Namespace]:
     """Other namespaces under which the same tokens may have been stored, the most alike first.
 
-    An quota group does not tell which salts and adapters are in use: ours are tried, and none.
+    A quota group does not say which salts and adapters are in use: the caller's are tried, and none.
     """
     made = {
         other.digest: other
@@ -251,37 +274,14 @@ def _alike(namespace: Namespace, known: Sequence[Namespace]) -> list[Namespace]:
     return sorted(made.values(), key=lambda other: len(namespace.differences(other)))
 
 
-def _with_trouble(why: Why, trouble: Trouble | None, now_s: float) -> Why:
-    """This client's own last read tells more than where the chunk is now, unless it went since."""
-    if trouble is None:
+def _with_failure(why: Why, failure: ReadFailure | None, now_s: float) -> Why:
+    """The failure of this client's own last read is the better answer, unless the chunk departed since."""
+    if failure is None:
         return why
-    ago_s = now_s - trouble.when_s
+    ago_s = now_s - failure.when_s
     if why.ago_s is not None and why.ago_s < ago_s:
         return why
-    return Why(trouble.kind, trouble.node, ago_s=ago_s, nbytes=why.nbytes)
-
-
-def keys_under_names(names: Sequence[bytes | str]) -> KeysUnder:
-    """For objects with these names."""
-    return lambda other: list(split(chunk_keys.named(other.digest, names)))
-
-
-def keys_under_tokens(namespace: Namespace, tokens: Sequence[int] | npt.NDArray[np.integer[Any]]) -> KeysUnder:
-    """For the chunks of a prompt. Where chunks are of another length, the one with the last token of ours."""
-
-    def under(other: Namespace) -> list[bytes | None]:
-        mine, theirs = namespace.chunk_tokens, other.chunk_tokens
-        raw = split(chunk_keys.chain(other.digest, tokens, theirs))
-        ends = range(mine, len(tokens) + 1, mine)
-        return [raw[place] if (place := -(-end // theirs) - 1) < len(raw) else None for end in ends]
-
-    return under
-
-
-def split(keys: KeyArray) -> list[bytes]:
-    """Each key as 16 bytes."""
-    raw = chunk_keys.to_bytes(keys)
-    return [raw[at : at + KEY_NBYTES] for at in range(0, len(raw), KEY_NBYTES)]
+    return Why(failure.kind, failure.node, ago_s=ago_s, nbytes=why.nbytes)
 
 
 def _word(kind: type[Reason] | type[Place], value: int) -> str:

@@ -68,6 +68,10 @@ class Writer:
         """The greatest epoch in an answer so far."""
         return self._pipeline.epoch
 
+    @epoch.setter
+    def epoch(self, value: int) -> None:
+        self._pipeline.epoch = value
+
     def put(
         self, group: QuotaGroup, batches: Sequence[tuple[Batch, Values]], *, wait: bool, deadline_s: float
     ) -> PutResult:

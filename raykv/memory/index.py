@@ -52,8 +52,6 @@ class HashIndex:
         """Take real memory for a copy of the index."""
         raise NotImplementedError
 
-    # -- lookups, lock-free -----------------------------------------------------------------------------------------
-
     def find(self, keys: KeyArray) -> Rows:
         """Row of each key in any state, or -1.
 
@@ -68,11 +66,6 @@ class HashIndex:
     def find_ready(self, keys: KeyArray, now: int) -> tuple[Rows, npt.NDArray[np.uint32]]:
         """Rows of the keys that are ready and not expired at tick `now`, else -1; and their generations."""
         return self._lookup(keys, now)
-
-    def unchanged(self, rows: Rows, generations: npt.NDArray[np.uint32]) -> npt.NDArray[np.bool_]:
-        """Whether each row still has the generation that `find_ready` returned."""
-        same: npt.NDArray[np.bool_] = (rows >= 0) & (self.columns.generation[rows] == generations)
-        return same
 
     def _lookup(self, keys: KeyArray, now: int | None) -> tuple[Rows, npt.NDArray[np.uint32]]:
         """Rows and generations; with `now`, of ready rows only."""
@@ -133,8 +126,7 @@ class HashIndex:
 
     def index_entries(self) -> Rows:
         """The rows in the index, in no order."""
-        index = self.index
-        entries: Rows = index[(index != EMPTY) & (index != REMOVED)] - FIRST
+        entries: Rows = self.index[(self.index != EMPTY) & (self.index != REMOVED)] - np.int32(FIRST)
         return entries
 
     def insert(self, keys: KeyArray, rows: Rows) -> None:
@@ -175,7 +167,7 @@ class HashIndex:
             position = position - 1 if position else size - 1
 
     def rebuild_index(self, rows: Rows) -> None:
-        """Fill the other copy with `rows`, then switch to it: readers find all of them throughout."""
+        """Fill the other copy with `rows`, then switch to it: a lookup during one rebuild finds all of them."""
         number = 1 - self._active[0]
         if not self._populate_copy(number):
             number = self._active[0]  # no memory for a second copy: readers miss rows that are not entered yet

@@ -5,7 +5,6 @@ kernel's policy is "preferred", not "bind": a slower page is better than the out
 the file: it also holds when another process touches a page first.
 """
 
-import ctypes
 import logging
 import os
 from collections.abc import Sequence

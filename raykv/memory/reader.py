@@ -12,14 +12,7 @@ from raykv.config import SLOT_ALIGNMENT_NBYTES
 from raykv.errors import LostError
 from raykv.memory import native
 from raykv.memory.arena import SharedMemory
-from raykv.memory.copying import (
-    STREAM_NBYTES,
-    STREAM_ONE_NBYTES,
-    CopyThreads,
-    byte_views,
-    checksum_of,
-    scatter,
-)
+from raykv.memory.copying import STREAM_NBYTES, STREAM_ONE_NBYTES, CopyThreads, byte_views, checksum_of, scatter
 from raykv.memory.table import Table
 from raykv.protocol.chunk_keys import halves
 from raykv.types import Bits, KeyArray, Rows, Scattered
@@ -53,11 +46,9 @@ class ShmReader:
     def lengths(self, keys: KeyArray, *, now_s: float) -> npt.NDArray[np.uint32]:
         """Length of each chunk; 0 where it could not be read here now."""
         rows, generations = self._find(keys, self.table.ticks(now_s))
-        found = rows >= 0
-        lengths = self.table.columns.nbytes[rows * found]
-        found &= self.table.unchanged(rows, generations)
-        masked: npt.NDArray[np.uint32] = lengths * found
-        return masked
+        lengths = self.table.columns.nbytes[rows]
+        unchanged = (rows >= 0) & (self.table.columns.generation[rows] == generations)
+        return np.where(unchanged, lengths, np.uint32(0))
 
     def ready_one(self, key: bytes) -> bool:
         """Whether the chunk of a 16-byte key could be read here now.
@@ -152,12 +143,7 @@ class ShmReader:
             return np.full(len(keys), -1, np.int32), np.zeros(len(keys), np.uint32)
 
     def _read(
-        self,
-        rows: Rows,
-        generations: npt.NDArray[np.uint32],
-        into: Sequence[Scattered],
-        hits: Bits,
-        now: int,
+        self, rows: Rows, generations: npt.NDArray[np.uint32], into: Sequence[Scattered], hits: Bits, now: int
     ) -> None:
         """The same as `read` in native/reader.c."""
         columns, view = self.table.columns, self.arena.view

@@ -55,9 +55,9 @@ def _check_block(table: Table, block: slice, known: Bits, taken: Bits) -> int:
     _require(table, pages.max() < len(taken), "chunks outside the arena")
     slots = slot_places(pages, table.extent_slots, table.extent_nbytes)
     _require(table, slots.steps.all(), "chunks outside the arena")
-    within = pages - slots.starts
+    within, extent_pages = pages - slots.starts, table.extent_nbytes // SLOT_ALIGNMENT_NBYTES
     aligned = (slots.numbers - slots.starts) * slots.steps == within
-    _require(table, aligned.all() and (within + slots.steps).max() <= slots.extent_pages, "chunks off their slots")
+    _require(table, aligned.all() and (within + slots.steps).max() <= extent_pages, "chunks off their slots")
     # A length of 0 wraps, and is larger than any slot.
     fits = (nbytes - np.uint32(1)) // np.uint32(SLOT_ALIGNMENT_NBYTES) < slots.steps
     _require(table, fits.all(), "chunks without bytes, or larger than their slots")
@@ -77,7 +77,7 @@ def take_over(table: Table) -> tuple[Rows, Rows]:
     """Keep what was committed; take everything else out of index and chains.
 
     A row with an even generation is READY; if it was PENDING_DELETE it is FREE, since its pins ended with their
-    connections. A row with an odd generation that was not FREE is QUARANTINED: its writer may still be filling the slot.
+    connections. A row with an odd generation that was not FREE is QUARANTINED: its writer may still fill the slot.
 
     Returns:
         The ready rows and the quarantined ones.

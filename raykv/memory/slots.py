@@ -1,11 +1,9 @@
-"""Slots of the arena: extents of equal size, and each extent serves one slot size at a time.
+"""Slots of the arena: extents of equal size, and each extent serves one slot size at a time (as slabs in memcached).
 
-Chunks of one namespace have one size, so an extent has no holes of odd sizes, and goes back whole with its last slot.
-Bookkeeping of one process. The only shared state is `extent_slots` in the chunk table: from it, and from the pages of
-the rows in use, everything here is derived again at a start.
+Chunks of one namespace have one size, so an extent has no holes of odd sizes, and is free again with its last slot.
+Bookkeeping of one process, derived at a start from `extent_slots` in the chunk table and from the pages of the rows.
 
-The free slots of an extent are those on its stack, and all from `fresh` on, which were not used since it was claimed:
-to claim an extent costs the same for any number of slots.
+The free slots of an extent are those on its stack, and all from `fresh` on, which were not used since it was claimed.
 """
 
 from collections import deque
@@ -32,33 +30,28 @@ def slot_nbytes(nbytes: int) -> int:
 
 
 class Places(NamedTuple):
-    """Slots by the first pages of theirs.
+    """Where slots lie. The first slot of an extent has the number of its first page, and each next one the next number.
 
     Attributes:
-        numbers: Of the slots: from the first page of its extent on, each slot of the extent has the next number.
-        extents: That they lie in.
         starts: First page of the extent.
-        steps: Pages of the slot; one entry when all are the same.
+        steps: Pages of the slot; 0 in a free extent. One entry when all are the same.
     """
 
     numbers: Pages
     extents: Pages
     starts: Pages
     steps: Pages
-    extent_pages: int
 
 
 def slot_places(pages: Pages, extent_slots: npt.NDArray[np.uint32], extent_nbytes: int) -> Places:
-    """The slots that begin at these pages. In an extent that serves none, their step is 0."""
+    """The slots that begin at these pages."""
     extent_pages = np.uint32(extent_nbytes // SLOT_ALIGNMENT_NBYTES)
     extents = pages // extent_pages
     starts = extents * extent_pages
     steps = extent_slots[extents] // np.uint32(SLOT_ALIGNMENT_NBYTES)
     if steps.size and (steps == steps[0]).all():
         steps = steps[:1]  # division by one number is ten times quicker
-    return Places(
-        starts + (pages - starts) // np.maximum(steps, np.uint32(1)), extents, starts, steps, int(extent_pages)
-    )
+    return Places(starts + (pages - starts) // np.maximum(steps, np.uint32(1)), extents, starts, steps)
 
 
 class Slots:
@@ -85,21 +78,16 @@ class Slots:
 
         Args:
             extent_slots: Shared column, one entry per extent: the slot size that it serves, 0 when free. Changed here.
-            populate: See Attributes.
             pages: A column: by row, the first page of its slot.
             rows: The rows that have a slot, each one its own.
             order: All extents, in the order of their use. None: from the first to the last.
         """
         extents = len(extent_slots)
-        self._extent_slots = extent_slots
-        self._extent_nbytes = extent_nbytes
+        self._extent_slots, self._extent_nbytes, self.populate = extent_slots, extent_nbytes, populate
         self._extent_pages = extent_nbytes // SLOT_ALIGNMENT_NBYTES
-        self.populate = populate
         self.free_nbytes = extents * extent_nbytes
-        self._stack = lazy_zeros(
-            extents * self._extent_pages, np.uint16 if self._extent_pages <= 1 << 16 else np.uint32
-        )
-        self._row_at = lazy_zeros(extents * self._extent_pages, np.int32)  # row + 1 by extent and slot; 0: none
+        self._stack = lazy_zeros(extents * self._extent_pages, np.uint32)
+        self._row_at = lazy_zeros(extents * self._extent_pages, np.int32)  # row + 1 by number of the slot; 0: none
         self._stacked, self._fresh = np.zeros(extents, np.int64), np.zeros(extents, np.int64)
         self._open: dict[int, dict[int, None]] = {}  # by slot size: extents with free slots
         self._free: dict[int, int] = {}  # by slot size: free slots in them
@@ -141,7 +129,7 @@ class Slots:
 
     def free(self, size: int) -> int:
         """Slots of `size` that `take` can give now."""
-        return self._free.get(size, 0) + (self._extent_nbytes // size) * (len(self._populated) + len(self._unpopulated))
+        return self.free_populated(size) + (self._extent_nbytes // size) * len(self._unpopulated)
 
     def free_populated(self, size: int) -> int:
         """Those of them that have real memory already."""
@@ -247,11 +235,12 @@ class Slots:
         """An extent has real memory now. It may have been claimed meanwhile."""
         if extent in self._unpopulated:
             del self._unpopulated[extent]
-            self._populated.appendleft(extent)
         elif extent in self._failed:
             del self._failed[extent]
             self.free_nbytes += self._extent_nbytes
-            self._populated.appendleft(extent)
+        else:
+            return
+        self._populated.appendleft(extent)
 
     # -- rows of slots -----------------------------------------------------------------------------------------------
 
@@ -262,9 +251,7 @@ class Slots:
     def rows_in(self, extent: int) -> Rows:
         """Rows that have the slots of one extent."""
         start = extent * self._extent_pages
-        rows: Rows = self._row_at[start : start + int(self._fresh[extent])]
-        used: Rows = rows[rows > 0] - np.int32(1)
-        return used
+        return _used(self._row_at[start : start + int(self._fresh[extent])])
 
     def sample(self, count: int, rng: "np.random.Generator", size: int | None = None) -> Rows:
         """Rows of about `count` slots in use, in runs of neighbours from anywhere; all rows when they are fewer.
@@ -282,9 +269,7 @@ class Slots:
         within = chosen - np.where(place > 0, ends[place - 1], 0)
         slots = within[:, None] * RUN_SLOTS + np.arange(RUN_SLOTS)
         places = extents[place][:, None] * self._extent_pages + slots
-        rows: Rows = self._row_at[places[slots < self._fresh[extents[place]][:, None]]]
-        used: Rows = rows[rows > 0] - np.int32(1)
-        return used
+        return _used(self._row_at[places[slots < self._fresh[extents[place]][:, None]]])
 
     def used(self, extents: Extents) -> Extents:
         """Slots in use of each extent."""
@@ -297,3 +282,8 @@ class Slots:
     def extent_of(self, pages: Pages) -> Extents:
         """Extent of each page."""
         return (pages // np.uint32(self._extent_pages)).astype(np.int64)
+
+
+def _used(rows_at: Rows) -> Rows:
+    rows: Rows = rows_at[rows_at > 0] - np.int32(1)
+    return rows

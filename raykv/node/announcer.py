@@ -3,7 +3,7 @@
 import logging
 import threading
 import time
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -29,14 +29,6 @@ ANNOUNCED_KEYS: Final = 1 << 16
 MAX_RETRIED_KEYS: Final = 1 << 20
 """Most keys that wait for owners that do not answer. Beyond it the oldest are dropped: they cost a miss each."""
 ANNOUNCE_DEADLINE_S: Final = 5.0
-
-
-class _Held(NamedTuple):
-    """What this node holds of some keys, one entry a key."""
-
-    here: Bits
-    below: Bits
-    nbytes: npt.NDArray[np.uint32]
 
 
 class Announcer:
@@ -135,8 +127,10 @@ class Announcer:
                 self._send_to(owner, theirs[start : start + ANNOUNCED_KEYS])
 
     def _send_to(self, owner: Member, keys: KeyArray) -> None:
-        me, held = self._config.node_id, self._look_up(keys)
-        here, below, nbytes = held.here, held.below[held.here], held.nbytes[held.here]
+        me = self._config.node_id
+        nbytes, below = self._look_up(keys)
+        here = nbytes > 0
+        nbytes, below = nbytes[here], below[here]
         if owner.node_id == me:
             self._location_index.remove(me, keys[~here])
             self._location_index.add(me, keys[here], nbytes, below if below.any() else None)
@@ -164,8 +158,11 @@ class Announcer:
             while sum(map(len, self._retried)) > MAX_RETRIED_KEYS:
                 self._retried.pop(0)
 
-    def _look_up(self, keys: KeyArray) -> _Held:
-        """Under the lock, since a lookup without it may miss a key; in parts, since writers wait for the lock."""
+    def _look_up(self, keys: KeyArray) -> tuple[npt.NDArray[np.uint32], Bits]:
+        """Lengths of these chunks here, 0 for none, and which are below memory only.
+
+        Under the lock, since a lookup without it may miss a key; in parts, since writers wait for the lock.
+        """
         nbytes = np.zeros(len(keys), np.uint32)
         for start in range(0, len(keys), LOCKED_KEYS):
             some = slice(start, start + LOCKED_KEYS)
@@ -178,7 +175,7 @@ class Announcer:
             absent = np.flatnonzero(nbytes == 0)
             places, nbytes[absent] = find_below(self._mover, keys[absent])
             below[absent] = places != Place.NOWHERE
-        return _Held(nbytes > 0, below, nbytes)
+        return nbytes, below
 
 
 def _owner_changed(old: View, new: View, keys: KeyArray) -> Bits:

@@ -125,7 +125,7 @@ class NamespaceReconciler:
                 "below_nbytes": {tier.name: tier.used_nbytes(number) for tier in self._mover.tiers},
                 "requests": int(self._served[number, 0]),
                 "served_nbytes": int(self._served[number, 1]),
-                **self._metrics.told(digest),
+                **self._metrics.summary(digest),
             }
         return found
 
@@ -143,7 +143,7 @@ class NamespaceReconciler:
         if self._store.groups.find(digest) is not None:
             possible = {reason[:MAX_REASON_LETTERS]: count for reason, count in misses.items() if 0 < count < MAX_COUNT}
             if all(0 <= count < MAX_COUNT for count in (*gets, *puts)):
-                self._metrics.note(digest, possible, gets, puts)
+                self._metrics.add_report(digest, possible, gets, puts)
 
     def _configure(self, entry: Entry) -> None:
         store, number = self._store, None
@@ -184,7 +184,11 @@ class NamespaceReconciler:
 
     def _load(self, path: Path) -> None:
         try:
-            registry = NamespaceRegistry.decode(_read(path))
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            with os.fdopen(descriptor, "rb") as file:
+                if not stat.S_ISREG(os.fstat(descriptor).st_mode):  # all users may write to the directory
+                    raise OSError("not a regular file")
+                registry = NamespaceRegistry.decode(file.read(MAX_FILE_NBYTES))
             registry.encode()  # the next heartbeat does
             self.registry.merge(registry)
         except FileNotFoundError:
@@ -207,16 +211,6 @@ class NamespaceReconciler:
                 fresh.replace(path)
             except OSError as error:
                 log.warning("the list of namespaces cannot be written to %s: %s", path, error)
-
-
-def _read(path: Path) -> bytes:
-    """The content of a regular file. The directory may be writable to all users: links and pipes are refused."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    with os.fdopen(descriptor, "rb") as file:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_FILE_NBYTES:
-            raise OSError(f"not a regular file of at most {MAX_FILE_NBYTES:,} bytes")
-        return file.read(MAX_FILE_NBYTES)
 
 
 def registry_paths(config: NodeConfig) -> list[Path]:

@@ -238,7 +238,7 @@ class Node:
                 "refused_connections": sum(server.refused for server in self._servers),
                 "requests": dict(self._requests),
                 "errors": dict(self._errors + self._heartbeat.failures + Counter(announce=announcer.failures)),
-                "answer_times": {name: times.told() for name, times in sorted(self._times.items())},
+                "answer_times": {name: times.summary() for name, times in sorted(self._times.items())},
                 **asdict(store.counters),
                 **tiers,
                 "namespaces": namespaces,
@@ -274,7 +274,7 @@ class Node:
             self._bug_logs[name].write(logging.ERROR, "bug while serving %s", name, trace=True)
             return Reply(messages.Failure("ProtocolError", f"internal error while serving {name}; see the node's log"))
         finally:
-            self._times[name].note(time.perf_counter() - began_s)
+            self._times[name].add_time(time.perf_counter() - began_s)
 
     def _attach(self, request: messages.Attach, session: NodeSession) -> Reply:
         return Reply(

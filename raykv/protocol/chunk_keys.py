@@ -8,6 +8,7 @@ and places on the ring are xxhash: a collision there helps nobody.)
 import hashlib
 import struct
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -62,22 +63,13 @@ def named(digest: bytes, names: Iterable[bytes | str]) -> KeyArray:
     Returns:
         Shape [n, 2].
     """
-    make = hashlib.blake2b
-    raw = [
-        make(
-            name.encode() if isinstance(name, str) else name, digest_size=KEY_NBYTES, key=digest, person=b"raykv-name"
-        ).digest()
-        for name in names
-    ]
-    return from_bytes(b"".join(raw))
+    raw = (name.encode() if isinstance(name, str) else name for name in names)
+    make = partial(hashlib.blake2b, digest_size=KEY_NBYTES, key=digest, person=b"raykv-name")
+    return from_bytes(b"".join([make(name).digest() for name in raw]))
 
 
 def chain(
-    digest: bytes,
-    tokens: Sequence[int] | npt.NDArray[np.integer],
-    chunk_tokens: int,
-    *,
-    parent: bytes = b"",
+    digest: bytes, tokens: Sequence[int] | npt.NDArray[np.integer], chunk_tokens: int, *, parent: bytes = b""
 ) -> KeyArray:
     """Keys of the full chunks of a prompt, each committing to all tokens before it.
 
@@ -91,10 +83,12 @@ def chain(
         Shape [len(tokens) // chunk_tokens, 2].
 
     Raises:
-        UsageError: A token id is out of range, or chunk_tokens is below 1.
+        UsageError: A token id is out of range, chunk_tokens is below 1, or the parent is no key.
     """
     if chunk_tokens < 1:
         raise UsageError(f"chunk_tokens must be at least 1, not {chunk_tokens}")
+    if len(parent) not in (0, KEY_NBYTES):
+        raise UsageError(f"field 'parent': {len(parent)} bytes; a key has {KEY_NBYTES}, and no parent has none")
     wide = np.asarray(tokens, np.int64)
     if wide.ndim != 1:
         raise UsageError(f"tokens must be a flat list of ids, not of shape {list(wide.shape)}")

@@ -38,13 +38,7 @@ _FAILURES: dict[str, type[RayKVError]] = {
 
 
 class Header(NamedTuple):
-    """What stands before a message's body.
-
-    Attributes:
-        epoch: Of the sender's view.
-        length: Of the body, in bytes.
-        request_id: Number of the request that this is, or that this answers.
-    """
+    """What stands before a body of `length` bytes."""
 
     epoch: int
     length: int

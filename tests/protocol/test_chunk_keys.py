@@ -91,3 +91,9 @@ def test_bytes_and_back(pairs):
     assert (chunk_keys.from_bytes(raw) == keys).all()
     with pytest.raises(UsageError):
         chunk_keys.from_bytes(raw + b"x")
+
+
+@pytest.mark.parametrize("length", [1, 15, 17, 32])
+def test_a_parent_of_the_wrong_length_is_refused(length):
+    with pytest.raises(UsageError, match=f"'parent': {length} bytes"):
+        chunk_keys.chain(bytes(16), [1, 2], 1, parent=bytes(length))

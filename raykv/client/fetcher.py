@@ -1,0 +1,178 @@
+"""Reading chunks: from this host's memory, from holders that are known, and by way of the owners.
+
+A data path (`raykv.transport.data_path`) moves the bytes. Whatever goes wrong with another node is a miss here.
+"""
+
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from raykv.client.read_failures import Kind
+from raykv.client.router import Holders, Router
+from raykv.errors import RayKVError
+from raykv.protocol import chunk_keys, messages
+from raykv.protocol.placement import View
+from raykv.transport.bulk_read import ReadProgress, ReadRun
+from raykv.types import Bits, KeyArray, NodeId, Scattered
+
+STREAM_NBYTES: Final = 8 << 20
+"""A read from one node uses one more connection for each such part."""
+MAX_STREAMS: Final = 4
+
+
+class Fetcher:
+    """Reads chunks of one quota group. Thread-safe."""
+
+    def __init__(self, router: Router, group: bytes) -> None:
+        """Args: group: Digest of the quota group."""
+        self._router, self._group = router, group
+        self._streams = router.config.streams_per_peer or default_streams()
+
+    # -- this host --------------------------------------------------------------------------------------------------
+
+    def lengths(self, keys: KeyArray, deadline_s: float) -> npt.NDArray[np.uint32]:
+        """Length of each chunk in this host's memory; 0 where it is not there."""
+        local, writer = self._router.local, self._router.writer
+        if local is None or writer is None:
+            return np.zeros(len(keys), np.uint32)
+        lengths = local.reader.lengths(keys, now_s=time.monotonic())
+        if writer.posted and not lengths.all() and writer.drain(deadline_s):
+            lengths = local.reader.lengths(keys, now_s=time.monotonic())
+        return lengths
+
+    def read_here(self, keys: KeyArray, into: Sequence[Scattered], deadline_s: float) -> tuple[Bits, int]:
+        """Copy chunks out of this host's memory. Returns which arrived, and their bytes in all."""
+        local, writer = self._router.local, self._router.writer
+        if local is None or writer is None:
+            return np.zeros(len(keys), np.bool_), 0
+        verify, threads = self._router.config.verify == "always", self._router.copy_threads
+        read = partial(local.reader.read, keys, into, verify=verify, threads=threads)
+        hits, nbytes = read(now_s=time.monotonic())
+        if writer.posted and not hits.all() and writer.drain(deadline_s):
+            hits, nbytes = read(now_s=time.monotonic())
+        return hits, nbytes
+
+    # -- other nodes ------------------------------------------------------------------------------------------------
+
+    def fetch(self, progress: ReadProgress, holders: Sequence[NodeId | None], deadline_s: float) -> None:
+        """Read what is missing from its holders, all of them in parallel."""
+        shares: dict[NodeId, list[int]] = {}
+        for place in progress.missing():
+            holder = holders[place]
+            if holder is not None:
+                shares.setdefault(holder, []).append(place)
+        self._read(self._runs(progress, shares), self._read_from_holder, deadline_s)
+
+    def find(self, progress: ReadProgress, deadline_s: float) -> None:
+        """Read what is missing from the owners, and from the holders that they name: the next one if one has it not.
+
+        Owners are asked to read at once. That saves a lookup of what they hold themselves.
+        """
+        named: dict[int, Holders] = {}
+        unknown, view = progress.missing(), View()
+        # An answer may show that the view was stale: then the new owners of what is still unknown are asked.
+        while unknown and (newest := self._router.view(deadline_s)).epoch > view.epoch:
+            view = newest
+            keys = progress.keys if len(unknown) == len(progress.keys) else progress.keys[unknown]
+            shares = {owner: [unknown[at] for at in share] for owner, share in view.ring.shares(keys).items()}
+            runs = self._runs(progress, shares, locate=True)
+            self._read(runs, self._read_from_owner, deadline_s)
+            named |= {place: holders for run in runs for place, holders in run.named.items()}
+            unknown = [place for place in progress.missing() if not named.get(place)]
+        for choice in range(messages.MAX_HOLDERS):
+            holders: list[NodeId | None] = [None] * len(progress.keys)
+            for place in progress.missing():
+                names = named.get(place, ())
+                if choice < len(names):
+                    holders[place] = names[choice]
+            if not any(holders):
+                return
+            self.fetch(progress, holders, deadline_s)
+
+    def _runs(
+        self, progress: ReadProgress, shares: Mapping[NodeId, list[int]], *, locate: bool = False
+    ) -> list[ReadRun]:
+        """What each node is asked for, split for several connections if it is much."""
+        runs = []
+        for node_id, places in shares.items():
+            count = max(1, min(self._streams, progress.nbytes(places) // STREAM_NBYTES, len(places)))
+            cuts = [len(places) * number // count for number in range(count + 1)]
+            runs += [ReadRun(progress, node_id, places[start:stop], locate=locate) for start, stop in pairwise(cuts)]
+        return runs
+
+    def _read(self, runs: Sequence[ReadRun], read: Callable[[ReadRun, float], None], deadline_s: float) -> None:
+        """Do all runs in parallel, and record what arrived, also of those that failed."""
+        outcomes = self._router.parallel.run(
+            {number: partial(read, run, deadline_s) for number, run in enumerate(runs)}, deadline_s
+        )
+        for number, run in enumerate(runs):
+            progress = run.progress
+            progress.record(run.arrived, run.holder, run.path)
+            if run.corrupt:
+                self._add_failure(map(progress.raw_key, run.corrupt), "corrupt", run.holder)
+            if isinstance(outcomes[number], RayKVError):
+                self._add_failure(map(progress.raw_key, run.missing), "no_answer", run.holder)
+            if run.gone:
+                self._report_gone(run.holder, progress.raw_keys(sorted(run.gone)), deadline_s)
+
+    def _read_from_holder(self, run: ReadRun, deadline_s: float) -> None:
+        member = self._router.member(run.holder, deadline_s)
+        self._router.paths.choose(member, deadline_s=deadline_s).read(member, run, deadline_s=deadline_s)
+
+    def _read_from_owner(self, run: ReadRun, deadline_s: float) -> None:
+        """Read what an owner holds, and have it name the holders of the rest."""
+        self._read_from_holder(run, deadline_s)
+        run.named = {place: self._router.nearest_first(names) for place, names in run.named.items()}
+        unknown = [place for place in run.missing if place not in run.named]
+        if unknown:
+            found = self._router.ask_owner(run.holder, run.progress.keys[unknown], self._group, deadline_s)
+            useless = {*run.corrupt, *run.other_size}
+            for place, number in zip(unknown, found.numbers.tolist(), strict=True):
+                names = found.choices[number]
+                run.named[place] = tuple(n for n in names if n != run.holder) if place in useless else names
+
+    def _add_failure(self, keys: Iterable[bytes], kind: Kind, node: NodeId) -> None:
+        self._router.read_failures.add(keys, kind, node, now_s=time.monotonic())
+
+    def _report_gone(self, holder: NodeId, keys: bytes, deadline_s: float) -> None:
+        """Have a holder tell the owners which chunks it does not have. Nobody waits for it."""
+        request = messages.Suspect(keys, group=self._group)
+        try:
+            self._router.parallel.submit(partial(self._router.call, holder, request, deadline_s))
+        except RuntimeError:
+            pass  # this process may have no more threads, or the client is closed
+
+    def promote(self, keys: KeyArray, holders: Sequence[NodeId | None], deadline_s: float) -> None:
+        """Have the holders bring chunks into their memory. Nobody waits until they are there."""
+        shares: dict[NodeId, list[int]] = {}
+        for place, holder in enumerate(holders):
+            if holder is not None:
+                shares.setdefault(holder, []).append(place)
+        work = {
+            holder: partial(
+                self._router.call,
+                holder,
+                messages.Promote(chunk_keys.to_bytes(keys[places]), group=self._group),
+                deadline_s,
+            )
+            for holder, places in shares.items()
+        }
+        self._router.parallel.run(work, deadline_s)
+
+    def record_end(self, progress: ReadProgress, *, late: bool) -> None:
+        """A `get` is over; `late`: its deadline has passed."""
+        failures = self._router.read_failures
+        if late:
+            failures.add(map(progress.raw_key, progress.missing()), "timed_out", None, now_s=time.monotonic())
+        failures.remove(progress.raw_key(place) for place, hit in enumerate(progress.hits) if hit)
+
+
+def default_streams() -> int:
+    """Connections for one large read from one node: each keeps a core busy here, and one there."""
+    return max(1, min(MAX_STREAMS, len(os.sched_getaffinity(0)) // 4))

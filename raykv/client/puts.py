@@ -1,0 +1,130 @@
+"""From what a caller puts to batches; and how batches are stored when there is no node on this host."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TypedDict
+
+from raykv.client.arguments import Keys, buffers, depth_of, flag, hints_of, parent_key
+from raykv.client.router import Router
+from raykv.client.slot_pool import QuotaGroup
+from raykv.client.writer import Values
+from raykv.errors import CapacityError, LostError, ProtocolError, TransientError
+from raykv.protocol import chunk_keys, messages
+from raykv.protocol.codec import array, expect
+from raykv.transport.base import Link, Runs
+from raykv.transport.bulk_read import with_checksums
+from raykv.types import Batch, KeyArray, PutResult, Scattered
+
+
+class PutOptions(TypedDict, total=False):
+    """What `Client.put` may say of its chunks: see `Put`."""
+
+    parent: KeyArray | None
+    depth: int
+    chained: bool
+    ttl_s: float | None
+    priority: int
+
+
+@dataclass(frozen=True, slots=True)
+class Put:
+    """Chunks to store with one call of `Client.put_many`.
+
+    Attributes:
+        keys: An array from `keys` or `chain`, or a list of names.
+        values: For each key a contiguous buffer, or several that are joined in order.
+        parent: Key, shape [1, 2], of the chunk before keys[0]; None at the start of a prompt.
+        depth: Number of chunks before keys[0] in its chain.
+        chained: Whether each key follows the one before it. False: independent objects.
+        ttl_s: Seconds until they expire. None: as the namespace's config says.
+        priority: -100 to 100; higher priorities are evicted later. 0: as the config says.
+    """
+
+    keys: Keys
+    values: Sequence[Scattered]
+    parent: KeyArray | None = None
+    depth: int = 0
+    chained: bool = True
+    ttl_s: float | None = None
+    priority: int = 0
+
+
+def batches_of(put: Put, keys: KeyArray) -> Iterator[tuple[Batch, Values]]:
+    """The batches of a put, one for each run of chunks of equal size, and their bytes.
+
+    Raises:
+        UsageError: A field is wrong; names it.
+    """
+    hints, depth, parent = hints_of(put.ttl_s, put.priority), depth_of(put.depth), parent_key(put.parent)
+    chained = flag("chained", put.chained)
+    pieces, sizes = buffers("values", put.values, len(keys), writable=False)
+    start = 0
+    for size, run in groupby(sizes):
+        stop = start + len(list(run))
+        before = keys[start - 1 : start] if start else parent
+        place = (before, depth + start) if chained else (None, 0)
+        yield Batch(keys[start:stop], size, *place, chained, hints), pieces[start:stop]
+        start = stop
+
+
+def put_remote(router: Router, group: QuotaGroup, batch: Batch, values: Values, deadline_s: float) -> PutResult:
+    """Store a batch on the owner of its first key, so a chain stays on one node.
+
+    Raises:
+        UsageError: The node refuses the size or another field.
+    """
+    write = _RemoteWrite(group, batch, values, deadline_s)
+    try:
+        view = router.view(deadline_s)
+        if not view.members:
+            return PutResult(0, 0, len(batch.keys), "the cluster has no nodes")
+        owner = router.member(view.ring.nodes[int(view.ring.owners(batch.keys[:1])[0])], deadline_s)
+        return router.pool.ask(owner.address, write.send, deadline_s=deadline_s)
+    except (TransientError, CapacityError, LostError) as error:
+        return PutResult(0, 0, len(batch.keys), str(error))
+
+
+class _RemoteWrite:
+    """One Write, which may be sent twice: the connection may turn out broken after the node has stored the chunks."""
+
+    def __init__(self, group: QuotaGroup, batch: Batch, values: Values, deadline_s: float) -> None:
+        self._group, self._batch, self._values, self._deadline_s = group, batch, values, deadline_s
+        self._offered: set[int] = set()  # positions that an earlier attempt may have stored
+        self._positions: list[int] = []
+
+    def send(self, link: Link) -> PutResult:
+        try:
+            return self._send_once(link)
+        except LostError:  # the node does not know the namespace
+            opening = messages.OpenNamespace(self._group.text, group=self._group.digest)
+            link.call(opening, deadline_s=self._deadline_s)
+            return self._send_once(link)
+
+    def _send_once(self, link: Link) -> PutResult:
+        batch = self._batch
+        parent = b"" if batch.parent is None else chunk_keys.to_bytes(batch.parent)
+        request = messages.Write(
+            chunk_keys.to_bytes(batch.keys), batch.nbytes, batch.chained, parent, batch.depth, *batch.hints,
+            group=self._group.digest,
+        )  # fmt: skip
+        accepted = messages.Accepted(b"")
+
+        def pick(answer: messages.Answer) -> Runs:
+            nonlocal accepted
+            accepted = expect(messages.Accepted, answer)
+            self._positions = array(accepted.positions, "<i4", len(accepted.positions) // 4).tolist()
+            if not all(0 <= position < len(self._values) for position in self._positions):
+                raise ProtocolError("the node accepted a position outside the request")
+            return with_checksums(self._values, self._positions)
+
+        try:
+            count = expect(messages.Count, link.push(request, pick, deadline_s=self._deadline_s)).count
+        except TransientError:
+            self._offered.update(self._positions)
+            raise
+        wanted = len(self._positions)
+        existed = len(batch.keys) - wanted - accepted.full
+        ours = min(existed, len(self._offered.difference(self._positions)))
+        skipped = wanted - count + accepted.full
+        return PutResult(count + ours, existed - ours, skipped, "full" if accepted.full else "")
