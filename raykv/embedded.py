@@ -1,53 +1,21 @@
 """A whole cluster in one process, without Ray: for notebooks, tests, and trying things out."""
 
 import secrets
-import threading
 import time
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from raykv.config import ClientConfig, NodeConfig, StorageConfig
-from raykv.membership.membership import HeartbeatAnswer, Membership
+from raykv.membership.in_process import InProcessMembership
 from raykv.node.node import Node
 from raykv.protocol.namespace import Namespace
-from raykv.protocol.placement import Member, View
 from raykv.transport.link import SocketLink
 from raykv.transport.memory import Network
-from raykv.types import NodeId
 
 if TYPE_CHECKING:
     from raykv.client.client import Client
 
-
-class InProcessMembership:
-    """The directory as an object of this process, where `raykv.cluster` has an actor. Thread-safe.
-
-    Attributes:
-        logic: Members, view and namespaces.
-    """
-
-    def __init__(self, *, member_timeout_s: float) -> None:
-        self.logic = Membership(member_timeout_s=member_timeout_s)
-        self._lock = threading.Lock()
-
-    def beat(
-        self, member: Member, epoch: int, view: View | None = None, version: int = 0, registry: bytes | None = None
-    ) -> HeartbeatAnswer:
-        """See `MembershipPort`."""
-        with self._lock:
-            now_s = time.monotonic()
-            self.logic.expire(now_s=now_s)
-            return self.logic.beat(member, epoch, view, now_s=now_s, version=version, registry=registry)
-
-    def configure(self, namespace: Namespace, fields: dict[str, Any] | None, registry: bytes | None = None) -> bytes:
-        """See `MembershipPort`."""
-        with self._lock:
-            return self.logic.configure(namespace, fields, registry, now_ns=time.time_ns())
-
-    def leave(self, node_id: NodeId) -> None:
-        """See `MembershipPort`."""
-        with self._lock:
-            self.logic.leave(node_id)
+__all__ = ["EmbeddedCluster", "InProcessMembership", "embedded"]
 
 
 class EmbeddedCluster:

@@ -1,4 +1,4 @@
-"""The two kinds of actors: thin shells around `Membership` and `NodeHandle`."""
+"""The two kinds of actors: thin shells around `InProcessMembership` and `NodeHandle`."""
 
 import logging
 import os
@@ -12,7 +12,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raykv.config import ClusterConfig, NodeConfig
 from raykv.errors import ConfigError, PeerUnavailable, RayKVError
-from raykv.membership.membership import HeartbeatAnswer, Membership
+from raykv.membership.in_process import InProcessMembership
+from raykv.membership.membership import HeartbeatAnswer
 from raykv.memory.arena import sized_by_share
 from raykv.protocol.namespace import Namespace
 from raykv.protocol.placement import Member, View
@@ -57,7 +58,7 @@ def _names(ray_node_ids: Iterable[str]) -> set[str]:
     return {each[:NODE_ID_LENGTH] for each in ray_node_ids}
 
 
-class DirectoryActor:
+class DirectoryActor(InProcessMembership):
     """The directory, and the loop that puts a node actor on every Ray node.
 
     After a crash Ray restarts it with the same arguments, so it has the secret and the configuration. It finds the node
@@ -65,36 +66,16 @@ class DirectoryActor:
     """
 
     def __init__(self, config: ClusterConfig, secret: bytes) -> None:
+        super().__init__(member_timeout_s=config.member_timeout_s)
         self._config, self._secret = config, secret
-        self._membership = Membership(member_timeout_s=config.member_timeout_s)
-        self._lock = threading.Lock()
         self._nodes: dict[str, Any] = {}
         self._stopping = threading.Event()
         self._reconciler = threading.Thread(target=self._reconcile_forever, name="raykv-reconcile", daemon=True)
         self._reconciler.start()
 
-    def beat(
-        self, member: Member, epoch: int, view: View | None = None, version: int = 0, registry: bytes | None = None
-    ) -> HeartbeatAnswer:
-        """See `MembershipPort.beat`."""
-        now_s = time.monotonic()
-        with self._lock:
-            return self._membership.beat(member, epoch, view, now_s=now_s, version=version, registry=registry)
-
-    def configure(self, namespace: Namespace, fields: dict[str, Any] | None, registry: bytes | None = None) -> bytes:
-        """See `MembershipPort.configure`."""
-        with self._lock:
-            return self._membership.configure(namespace, fields, registry, now_ns=time.time_ns())
-
-    def leave(self, node_id: NodeId) -> None:
-        """See `MembershipPort.leave`."""
-        with self._lock:
-            self._membership.leave(node_id)
-
     def describe(self) -> dict[str, Any]:
         """Configuration, process and view."""
-        with self._lock:
-            return {"config": self._config, "pid": os.getpid(), "view": self._membership.view}
+        return {"config": self._config, "pid": os.getpid(), "view": self.logic.view}
 
     def secret(self) -> str:
         """The cluster's secret, for clients that connect by "host:port"."""
@@ -126,9 +107,7 @@ class DirectoryActor:
                 self._reconcile()
             except ray.exceptions.RayError as error:
                 log.warning("cannot check the nodes, will try again: %s", error)
-            with self._lock:
-                for node_id in self._membership.expire(now_s=time.monotonic()):
-                    log.warning("node %s is silent and is removed from the view", node_id)
+            self.expire()
             self._stopping.wait(RECONCILE_S)
 
     def _reconcile(self) -> None:

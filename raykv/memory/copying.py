@@ -152,7 +152,7 @@ class CopyThreads:
         _all_copy_threads.add(self)
 
     def after_fork(self) -> None:
-        """In a forked child: start anew, without the parent's threads, and without its locks, which may be held."""
+        """In a forked child: start again, without the parent's threads, and without its locks, which may be held."""
         self._jobs: SimpleQueue[object] = SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()

@@ -1,6 +1,6 @@
 """Taking real memory for the arena and the table before it is needed.
 
-A file in shared memory has no memory until somebody touches it, and touching it when there is none kills the process.
+A file in shared memory has no memory until its first touch, and a touch when there is none kills the process.
 So an extent is populated before its first use: ahead of need by `Populator.step` on a thread of the background, or at
 once, in small pages, when a writer needs it. `Slots` keeps which extents are populated, unpopulated or failed.
 """
@@ -16,9 +16,9 @@ from raykv.memory.table import Table
 
 AHEAD_NBYTES: Final = 256 << 20
 AHEAD_SHARE: Final = 8
-"""This many bytes of free extents are kept populated, or this part of the arena if that is less."""
+"""This many bytes of free extents stay populated, or this part of the arena if that is less."""
 AHEAD_ROWS: Final = 1 << 18
-"""This many free rows are kept populated."""
+"""This many free rows stay populated."""
 
 
 class Populator:

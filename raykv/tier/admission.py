@@ -1,4 +1,4 @@
-"""Which chunks are written to a tier that wears out: those that were or will be read again, within a budget of bytes."""
+"""Which chunks are written to a tier that wears out: chunks that are read again, within a budget of bytes."""
 
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, Final

@@ -58,7 +58,8 @@ def directory() -> Fickle:
 
 @pytest.fixture
 def address(directory: Fickle) -> Iterator[str]:
-    server = SocketServer(MembershipProxyServer(directory, "a"), "127.0.0.1:0", SECRET, io_timeout_s=5.0, max_connections=16)
+    service = MembershipProxyServer(directory, "a")
+    server = SocketServer(service, "127.0.0.1:0", SECRET, io_timeout_s=5.0, max_connections=16)
     server.serve()
     yield server.address
     server.close()

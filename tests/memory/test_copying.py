@@ -100,7 +100,7 @@ def batch(rng, count: int, nbytes: int):
 
 
 class Helpers:
-    """So many threads that are called to a job; and then, perhaps, an error."""
+    """Threads that are called to a job, and then perhaps an error."""
 
     def __init__(self, count: int, fails_after_s: float | None = None) -> None:
         self.count, self.fails_after_s = count, fails_after_s
@@ -131,7 +131,7 @@ def test_a_helper_takes_each_chunk_once_or_comes_too_late(rng, loops):
         memory = [slot.obj for slot in slots]
         for slot, value in zip(slots, values, strict=True):
             slot[:] = bytes(len(slot))
-            slot.release()  # nobody holds them any more
+            slot.release()  # free to be used again
             value[0].release()
         native.share(helpers.job)
         helpers.join()

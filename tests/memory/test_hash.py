@@ -14,7 +14,7 @@ EDGES = [64 * n + d for n in (3, 4, 15, 16, 17, 32, 255, 256, 257) for d in (-1,
 
 @pytest.fixture(params=[256, 0])
 def width(request):
-    """Vectors of so many bits; skips where the processor, or the loops, have none such."""
+    """Vectors of this many bits; skips where the processor or the loops have none."""
     if native.vectors is None:
         if request.param:
             pytest.skip("one way without the compiled loops")

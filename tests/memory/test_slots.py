@@ -15,7 +15,7 @@ NOTHING = np.empty(0, np.uint32), np.empty(0, np.int32)
 
 
 class Model:
-    """Who owns which page of the arena, told page by page."""
+    """The owner of every page of the arena, page by page."""
 
     def __init__(self, broken: frozenset[int] = frozenset()) -> None:
         self.column = np.zeros(EXTENTS, np.uint32)

@@ -219,17 +219,20 @@ def test_a_hundred_thousand_chunks_are_dropped():
         assert int(node.store.allocator.slots.free_nbytes) >= count * 4096
 
 
-def test_pinned_chunks_go_when_they_are_unpinned():
+def test_pinned_chunks_of_a_dropped_namespace_keep_their_bytes_until_they_are_unpinned():
     with cluster(1) as running:
         client = running.client(MINE)
         put(client, names(6))
         client.flush()
         with client.pin(names(2)) as pins:
-            assert client.drop_namespace() == 4
+            assert client.drop_namespace() == 6
+            assert client.exists(names(6)).sum() == 0
             assert [bytes(view[:2]) for view in pins.views] == [b"n0", b"n1"]
             assert pins.valid()
         assert here(client, names(6)) == 0
         assert listed(client, MINE)["departures"] == {"dropped": 6}
+        store = running.nodes[0].store
+        assert store.used_nbytes == store.lent_nbytes, "the slots are free again"
 
 
 @pytest.mark.slow

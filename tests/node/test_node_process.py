@@ -86,7 +86,8 @@ def test_a_stopped_node_costs_the_deadline_and_local_reads_nothing(node):
         began_s = time.monotonic()
         assert not any(get(remote, names(5)))
         new = names(600, "new")
-        assert put(client, new[:1]).skipped == 1
+        first = put(client, new[:1])
+        assert (first.stored, first.posted + first.skipped) == (0, 1), "its commit waits for the node"
         assert put(client, new).skipped > 0
         assert all(get(client, names(5)))
         assert time.monotonic() - began_s < 5.0
@@ -129,9 +130,13 @@ def test_nodes_killed_under_load_lose_nothing_that_was_committed(node, rng):
         stop.set()
         writer.join()
     assert skipped > 0
-    stats = node.stats()
-    assert stats["chunks"] >= len(stored)
-    assert stats["used_nbytes"] == stats["chunks"] * 53_248  # 13 pages each
+    assert node.stats()["chunks"] >= len(stored)
+
+    def only_chunks_use_memory() -> bool:
+        stats = node.stats()
+        return stats["used_nbytes"] == stats["chunks"] * 53_248 + stats["lent_nbytes"]  # 13 pages each
+
+    wait_until(only_chunks_use_memory)  # when the slots lent to the killed nodes' writer leave quarantine
 
 
 @pytest.mark.slow

@@ -58,13 +58,13 @@ def test_every_cut_and_damage_is_refused():
 def test_a_client_gathers_for_a_moment_and_sends_much_at_once():
     sent: list[list[TracedRequest]] = []
     recorder = TraceRecorder(lambda raw: sent.append(list(unpack(raw))), 16)
-    recorder.note(some_keys(2), today_s=100.0, now_s=1.0)
+    recorder.record(some_keys(2), today_s=100.0, now_s=1.0)
     assert len(sent) == 1
-    recorder.note(some_keys(2), today_s=100.0, now_s=1.0 + SEND_S / 2)
+    recorder.record(some_keys(2), today_s=100.0, now_s=1.0 + SEND_S / 2)
     assert len(sent) == 1
-    recorder.note(some_keys(2), today_s=100.1, now_s=1.0 + SEND_S)
+    recorder.record(some_keys(2), today_s=100.1, now_s=1.0 + SEND_S)
     assert [len(each) for each in sent] == [1, 2]
-    recorder.note(some_keys(SEND_KEYS), today_s=100.1, now_s=1.0 + SEND_S)
+    recorder.record(some_keys(SEND_KEYS), today_s=100.1, now_s=1.0 + SEND_S)
     assert [len(each) for each in sent] == [1, 2, 1]
 
 

@@ -142,7 +142,7 @@ class SsdDriver(Driver):
     tier: SsdTier
 
     def __init__(self, path: Path | Sequence[Path], arena: Arena | None = None, **fields: Any) -> None:
-        clocks = {name: fields.pop(name) for name in ("clock", "wall") if name in fields}
+        clocks = {name: fields.pop(name) for name in ("wall",) if name in fields}
         paths = (path,) if isinstance(path, Path) else tuple(path)
         config = {"paths": paths, "capacity_nbytes": 16 * SEGMENT, "segment_nbytes": SEGMENT, **fields}
         arena = arena or Arena()

@@ -1,4 +1,4 @@
-"""A node on its sockets: it answers when it can, refuses impossible requests one by one, and ends broken connections."""
+"""A node on its sockets: it answers when it can, and refuses impossible requests one by one."""
 
 import contextlib
 import random

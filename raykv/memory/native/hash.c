@@ -138,23 +138,23 @@ static uint64_t hash_tail(uint64_t *lanes, const uint8_t *tail, size_t left, siz
 
 /* -- bytes that come in parts ------------------------------------------------------------------------------------- */
 
-/* The last bytes of each part are kept back, behind the stripe before them: more may follow. */
+/* The last bytes of each part are held back, behind the stripe before them: more may follow. */
 
 void hasher_begin(hasher_t *hasher) {
     hash_begin(hasher->lanes);
-    hasher->nbytes = hasher->kept = 0;
+    hasher->nbytes = hasher->pending = 0;
 }
 
 void hasher_feed(hasher_t *hasher, const uint8_t *from, size_t n) {
-    uint8_t *kept = hasher->tail + STRIPE;
+    uint8_t *pending = hasher->tail + STRIPE;
     hasher->nbytes += n;
-    if (hasher->kept + n > HASH_BLOCK) {
-        if (hasher->kept) {
-            size_t more = HASH_BLOCK - hasher->kept;
-            memcpy(kept + hasher->kept, from, more);
-            hash_blocks(hasher->lanes, kept, 1);
-            memcpy(hasher->tail, kept + HASH_BLOCK - STRIPE, STRIPE);
-            from += more, n -= more, hasher->kept = 0;
+    if (hasher->pending + n > HASH_BLOCK) {
+        if (hasher->pending) {
+            size_t more = HASH_BLOCK - hasher->pending;
+            memcpy(pending + hasher->pending, from, more);
+            hash_blocks(hasher->lanes, pending, 1);
+            memcpy(hasher->tail, pending + HASH_BLOCK - STRIPE, STRIPE);
+            from += more, n -= more, hasher->pending = 0;
         }
         size_t whole = (n - 1) / HASH_BLOCK * HASH_BLOCK;
         if (whole) {
@@ -163,12 +163,12 @@ void hasher_feed(hasher_t *hasher, const uint8_t *from, size_t n) {
             from += whole, n -= whole;
         }
     }
-    memcpy(kept + hasher->kept, from, n);
-    hasher->kept += n;
+    memcpy(pending + hasher->pending, from, n);
+    hasher->pending += n;
 }
 
 uint64_t hasher_end(hasher_t *hasher) {
-    return hash_tail(hasher->lanes, hasher->tail + STRIPE, hasher->kept, hasher->nbytes);
+    return hash_tail(hasher->lanes, hasher->tail + STRIPE, hasher->pending, hasher->nbytes);
 }
 
 /* -- copying with the checksum ------------------------------------------------------------------------------------ */

@@ -78,7 +78,7 @@ PyObject *share(PyObject *module, PyObject *job);
 
 typedef struct {
     uint64_t lanes[8];
-    size_t nbytes, kept;
+    size_t nbytes, pending;
     uint8_t tail[STRIPE + HASH_BLOCK];
 } hasher_t; /* a checksum of bytes that come in parts */
 

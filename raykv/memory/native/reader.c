@@ -98,7 +98,7 @@ done:
 
 /* -- one ---------------------------------------------------------------------------------------------------------- */
 
-/* The mapped memory of one node, kept between calls: to pass it as arguments costs more than a lookup. */
+/* The mapped memory of one node, held between calls: to pass it as arguments costs more than a lookup. */
 enum { RECORDS, INDEX, OTHER_INDEX, ACTIVE, ARENA, ACCESSED, FREQUENCY, BUFFERS };
 
 typedef struct {

@@ -77,7 +77,7 @@ static void fill_from(filling_t *filling, const char *from, size_t left) {
    without the interpreter's lock, and ends with EINTR when Python has to handle a signal. */
 static int fill_from_socket(filling_t *filling, int fd, int64_t deadline_ns, int64_t spin_ns, int *sleeps) {
     struct iovec places[STEP_PIECES];
-    int64_t came_ns = monotonic_ns();
+    int64_t last_ns = monotonic_ns();
     while (filling->chunk < filling->count) {
         struct msghdr message = {.msg_iov = places, .msg_iovlen = next_places(filling, places)};
         ssize_t got = recvmsg(fd, &message, *sleeps ? MSG_WAITALL : MSG_DONTWAIT);
@@ -94,8 +94,8 @@ static int fill_from_socket(filling_t *filling, int fd, int64_t deadline_ns, int
         if (now_ns >= deadline_ns)
             return LATE;
         if (got > 0)
-            came_ns = now_ns;
-        else if (now_ns - came_ns < spin_ns)
+            last_ns = now_ns;
+        else if (now_ns - last_ns < spin_ns)
             sched_yield();
         else
             *sleeps = 1; /* the socket's own time limit ends each wait */

@@ -25,16 +25,14 @@ class IoThreads:
         next_task: Callable[[int], Callable[[], None] | None],
         *,
         failed: Callable[[Exception], None],
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Start them.
 
         Args:
             next_task: Called with the thread's number; waits for a task, and returns None to end the thread.
             failed: Called with an exception that a task should have handled.
-            clock: Monotonic seconds.
         """
-        self._next_task, self._failed, self._clock = next_task, failed, clock
+        self._next_task, self._failed = next_task, failed
         self._since: list[float | None] = [None] * count
         self.threads = [
             threading.Thread(target=self._work, args=(number,), name=f"{name}-{number}", daemon=True)
@@ -45,7 +43,7 @@ class IoThreads:
 
     def longest_s(self) -> float:
         """Time that the oldest task under way has taken so far; 0 without one."""
-        now_s = self._clock()
+        now_s = time.monotonic()
         return max((now_s - since for since in self._since if since is not None), default=0.0)
 
     def busy(self) -> int:
@@ -58,7 +56,7 @@ class IoThreads:
     def _work(self, number: int) -> None:
         give_way()
         while (task := self._next_task(number)) is not None:
-            self._since[number] = self._clock()
+            self._since[number] = time.monotonic()
             try:
                 task()
             except Exception as error:  # the tier turns off visibly, and the thread stays

@@ -4,11 +4,13 @@ import secrets
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
+import numpy as np
+
 from raykv.config import SsdConfig
-from raykv.tier.segments.format import BLOCK_NBYTES
+from raykv.tier.segments.format import BLOCK_NBYTES, Counts
 from raykv.tier.segments.index import SEGMENTS
 from raykv.tier.segments.log import Batch, Log, Segment
 from raykv.tier.segments.requests import Item, Run
@@ -24,14 +26,22 @@ class Content:
     """The content of a batch: chunks, rows allocated for the new ones, and tombstones.
 
     Attributes:
-        epoch: Of the drive when the batch got its place.
+        epoch: Of the drive when the batch was begun.
+        blocks, texts: Of all chunks.
     """
 
-    items: list[Item]
-    rows: Rows
+    epoch: int
     deleted: list[bytes]
     dropped: list[bytes]
-    epoch: int
+    items: list[Item] = field(default_factory=list)
+    rows: Rows = field(default_factory=lambda: np.empty(0, np.int32))
+    blocks: int = 0
+    texts: frozenset[bytes] = frozenset()
+
+    def counts(self, item: Item | None = None) -> Counts:
+        """How much its record holds, with one more chunk."""
+        texts = self.texts.union(self.dropped, [item.text] if item else [])
+        return Counts(len(self.items) + (item is not None), len(self.deleted), len(self.dropped), texts)
 
 
 class Drive:
@@ -51,10 +61,8 @@ class Drive:
         under_way: Reads and writes that the drive is working on.
     """
 
-    def __init__(
-        self, number: int, volume: Volume, config: SsdConfig, lock: threading.Lock, clock: Callable[[], float]
-    ) -> None:
-        self.number, self.volume, self.config, self.clock = number, volume, config, clock
+    def __init__(self, number: int, volume: Volume, config: SsdConfig, lock: threading.Lock) -> None:
+        self.number, self.volume, self.config = number, volume, config
         self.segment_blocks = config.segment_nbytes // BLOCK_NBYTES
         self._incarnation = secrets.randbits(64)
         self.state: Literal["starting", "on", "off"] = "starting"

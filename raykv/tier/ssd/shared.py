@@ -6,6 +6,7 @@ covers: one on the drive, or one in a drive's queue.
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Final
@@ -239,7 +240,7 @@ class Shared:
             log.warning("SSD path %s is off: %s", drive.volume.path, reason)
         drive.logged_reason = drive.reason = reason
         drive.state = "off"
-        drive.retry_at_s = drive.clock() + RETRY_S
+        drive.retry_at_s = time.monotonic() + RETRY_S
         self.counts["errors"] += 1
         self.refuse_reads(drive)
         drive.epoch += 1

@@ -55,25 +55,24 @@ class SsdTier(Tier):
         config: SsdConfig,
         environment: Environment,
         *,
-        clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
         """Lock the directories, and begin to find what is there.
 
         Args:
-            clock, wall: Monotonic seconds; seconds since 1970.
+            wall: Seconds since 1970.
 
         Raises:
             ConfigError: Another process uses one of the directories, or O_DIRECT is required and refused; or there is
                 no memory for the index.
         """
-        self.config, self.write_nbytes_per_day, self._clock = config, config.write_nbytes_per_day, clock
+        self.config, self.write_nbytes_per_day = config, config.write_nbytes_per_day
         rows = config.max_chunks or max(1024, len(config.paths) * config.capacity_nbytes // INDEX_ROW_NBYTES)
         index = Index(rows, now_s=wall())
         self._shared = shared = Shared(index, environment.arena, environment.groups, wall)
         for number, path in enumerate(config.paths):
             volume = Volume(path / environment.node, segment_nbytes=config.segment_nbytes, direct=config.direct)
-            shared.drives.append(Drive(number, volume, config, shared.lock, clock))
+            shared.drives.append(Drive(number, volume, config, shared.lock))
         try:
             self._open_volumes()
         except ConfigError:
@@ -226,10 +225,10 @@ class SsdTier(Tier):
         Returns:
             False if they are not written by then, or a drive that needs some takes nothing now.
         """
-        shared, until_s = self._shared, self._clock() + timeout_s
+        shared, until_s = self._shared, time.monotonic() + timeout_s
         with shared.lock:
             while pending := [drive for drive in shared.drives if drive.has_pending_tombstones]:
-                left_s = until_s - self._clock()
+                left_s = until_s - time.monotonic()
                 if left_s <= 0 or not any(drive.on for drive in pending):
                     return False
                 shared.tombstones_written.wait(left_s)
@@ -238,13 +237,13 @@ class SsdTier(Tier):
     # -- health -----------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        tidied_s = self._clock()
+        tidied_s = time.monotonic()
         while not self._stop.wait(min(WATCH_S, self.config.io_timeout_s / 4)):
             with self._shared.lock:
                 for workers in self._workers:
                     workers.watch()
-                if self._clock() - tidied_s >= TIDY_S:
-                    tidied_s = self._clock()
+                if time.monotonic() - tidied_s >= TIDY_S:
+                    tidied_s = time.monotonic()
                     self._shared.remove_expired()
 
     def stats(self) -> dict[str, Any]:

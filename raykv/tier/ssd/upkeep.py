@@ -5,6 +5,7 @@ block are wiped, its chunks leave the index, it is free. So the index holds at a
 """
 
 import errno
+import time
 from collections.abc import Callable
 from typing import Final
 
@@ -49,7 +50,7 @@ class Upkeep:
             return lambda: self._free(moved, epoch)
         if drive.making:
             return None
-        if log.wants_space() and drive.clock() >= drive.grow_at_s and (number := log.absent()) is not None:
+        if log.wants_space() and time.monotonic() >= drive.grow_at_s and (number := log.absent()) is not None:
             drive.making, absent = True, number
             return lambda: self._make(absent, epoch)
         short = log.wants_space() or self._shared.index.free_rows() < self._spare_rows
@@ -88,7 +89,7 @@ class Upkeep:
             if problem is None:
                 drive.log.add_free(number)
             else:
-                drive.grow_at_s = drive.clock() + GROW_S
+                drive.grow_at_s = time.monotonic() + GROW_S
                 drive.reason = f"does not grow: {problem.strerror}"
                 full = problem.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
                 if not full or len(drive.log.segments) < FEWEST_SEGMENTS:

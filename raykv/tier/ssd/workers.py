@@ -1,6 +1,7 @@
 """The threads of one drive, and what they do next. See `raykv.tier.ssd.tier`."""
 
 import logging
+import time
 from collections.abc import Callable
 from typing import Final
 
@@ -36,7 +37,6 @@ class Workers:
             f"raykv-ssd{drive.number}",
             self._wait_for_task,
             failed=lambda error: shared.fail_later(drive, error),
-            clock=drive.clock,
         )
 
     def _wait_for_task(self, thread: int) -> Callable[[], None] | None:
@@ -90,6 +90,6 @@ class Workers:
         if not drive.closed:
             drive.closed = True
             drive.tasks.append(drive.volume.close)
-        elif drive.clock() >= drive.retry_at_s:
+        elif time.monotonic() >= drive.retry_at_s:
             drive.state = "starting"
             drive.tasks.append(self._recovery.open)

@@ -1,7 +1,6 @@
 """Writes batches of chunks and tombstones to one drive. See `raykv.tier.ssd.tier`."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -11,7 +10,6 @@ from raykv.tier.segments.format import (
     DELETED,
     DROPPED,
     Array,
-    Counts,
     blocks_of,
     encode,
     key_array,
@@ -21,7 +19,6 @@ from raykv.tier.segments.requests import Item, entries_of
 from raykv.tier.segments.volume import IOV_MAX, aligned
 from raykv.tier.ssd.drive import Content, Drive
 from raykv.tier.ssd.shared import Shared
-from raykv.types import Rows
 
 BATCH_NBYTES: Final = 8 << 20
 BATCH_CHUNKS: Final = IOV_MAX - 1
@@ -29,27 +26,6 @@ BATCH_CHUNKS: Final = IOV_MAX - 1
 BATCH_DELETED: Final = 1 << 14
 """Deleted keys in one record."""
 FEW_SEGMENTS: Final = 3
-
-
-@dataclass(slots=True)
-class _Draft:
-    """The next batch while it is put together."""
-
-    deleted: list[bytes]
-    dropped: list[bytes]
-    items: list[Item] = field(default_factory=list)
-    blocks: int = 0
-    texts: set[bytes] = field(default_factory=set)
-
-    def counts(self, item: Item | None = None) -> Counts:
-        """How much its record holds, with one more chunk."""
-        texts = frozenset([*self.texts, *self.dropped, *([item.text] if item else [])])
-        return Counts(len(self.items) + (item is not None), len(self.deleted), len(self.dropped), texts)
-
-    def add(self, item: Item) -> None:
-        self.items.append(item)
-        self.texts.add(item.text)
-        self.blocks += blocks_of(item.chunk.nbytes)
 
 
 class Writer:
@@ -66,24 +42,24 @@ class Writer:
         draft = self._draft()
         if draft is None:
             return None
-        rows = self._allocate_rows(draft)
+        self._allocate_rows(draft)
         if not (draft.items or draft.deleted or draft.dropped):
             return None
         for key in draft.deleted:
             del drive.deleted[key]
         drive.dropped.clear()
-        batch = self._place(draft, rows)
+        batch = self._place(draft)
         drive.in_flight.add(batch)
         if shared.queue or drive.moves:
             drive.wake.notify()
         drive.under_way += 1
         return lambda: self._write(batch)
 
-    def _draft(self) -> _Draft | None:
+    def _draft(self) -> Content | None:
         """Choose the content of the next batch, and open a segment that it fits into. None without any."""
         drive = self._drive
         for _ in range(2):
-            draft = _Draft(list(drive.deleted)[:BATCH_DELETED], list(drive.dropped))
+            draft = Content(drive.epoch, list(drive.deleted)[:BATCH_DELETED], list(drive.dropped))
             item = self._fill(draft)
             if draft.items:
                 return draft
@@ -102,7 +78,7 @@ class Writer:
                 return None
         return None
 
-    def _fill(self, draft: _Draft) -> Item | None:
+    def _fill(self, draft: Content) -> Item | None:
         """Add the chunks that fit. Returns the first that does not, if any."""
         shared, drive = self._shared, self._drive
         # With more tombstones than one record holds, all of them are written before any chunk: a tombstone that was
@@ -117,7 +93,8 @@ class Writer:
                 drive.moves.popleft()
             else:
                 shared.dequeue()
-            draft.add(item)
+            draft.items.append(item)
+            draft.blocks, draft.texts = blocks, draft.texts | {item.text}
         return item
 
     def _next_item(self, tombstones_alone: bool) -> Item | None:
@@ -134,16 +111,15 @@ class Writer:
             self._drive.moves_left -= 1
             self._drive.wake_upkeep.notify()
 
-    def _allocate_rows(self, draft: _Draft) -> Rows:
-        """Rows of the index for new chunks. Chunks without a row go back to the queue."""
+    def _allocate_rows(self, draft: Content) -> None:
+        """Allocate rows of the index for new chunks. Chunks without a row go back to the queue."""
         new = [item for item in draft.items if item.row < 0]
-        rows = self._shared.index.allocate(len(new))
-        for item in reversed(new[len(rows) :]):
+        draft.rows = self._shared.index.allocate(len(new))
+        for item in reversed(new[len(draft.rows) :]):
             self._shared.put_back(item)
-        draft.items = [item for item in draft.items if item.row >= 0] + new[: len(rows)]
-        return rows
+        draft.items = [item for item in draft.items if item.row >= 0] + new[: len(draft.rows)]
 
-    def _place(self, draft: _Draft, rows: Rows) -> Batch:
+    def _place(self, draft: Content) -> Batch:
         texts = list(dict.fromkeys([*(item.text for item in draft.items), *draft.dropped]))
         indexes = {text: index for index, text in enumerate(texts)}
         deleted, dropped = np.zeros(len(draft.deleted), DELETED), np.zeros(len(draft.dropped), DROPPED)
@@ -154,7 +130,7 @@ class Writer:
             deleted=deleted,
             dropped=dropped,
             texts=tuple(texts),
-            content=Content(draft.items, rows, draft.deleted, draft.dropped, self._drive.epoch),
+            content=draft,
         )
 
     def _write(self, batch: Batch) -> None:

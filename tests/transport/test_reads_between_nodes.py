@@ -1,27 +1,20 @@
 """Reads from other nodes: in parts, from several holders, over connections that break, and from holders that err."""
 
-import os
-import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
-from raykv.transport.tcp import SocketLink
 
 import raykv
-from raykv.client.router import Router
-from raykv.config import ClientConfig
 from raykv.embedded import EmbeddedCluster
 from raykv.node.node import Node
 from raykv.protocol import messages
-from raykv.transport import bulk_read, stream, tcp
+from raykv.transport import bulk_read
 from raykv.transport.base import Reply
 from raykv.transport.bulk_read import BulkRead
-from raykv.transport.stream import Stream
+from tests.support import nodes
 
 SPACE = raykv.Namespace(model="m")
 NBYTES = 5000
@@ -41,7 +34,6 @@ def running():
 def small_parts(loops, monkeypatch):
     """Many requests for few chunks, with the compiled loops and without."""
     monkeypatch.setattr(bulk_read, "PART_KEYS", 3)
-    monkeypatch.setattr(stream, "RUN_NBYTES", 2 * NBYTES)
 
 
 def names(count: int) -> list[str]:
@@ -87,7 +79,7 @@ def test_buffers_of_other_lengths_among_right_ones(running, small_parts):
 
 @pytest.mark.parametrize("streams", [1, 3])
 def test_a_large_read_over_several_connections(running, monkeypatch, streams):
-    monkeypatch.setattr("raykv.client.router.STREAM_NBYTES", 10 * NBYTES)
+    monkeypatch.setattr("raykv.client.fetcher.STREAM_NBYTES", 10 * NBYTES)
     stored(running, 100, 0)
     reader = running.client(SPACE, node=2, streams_per_peer=streams)
     match = reader.match(names(100))
@@ -122,7 +114,7 @@ def test_chunks_that_go_between_two_requests_are_misses(running, small_parts, mo
     def check_and_lose_some(self, **how):
         check(self, **how)
         with node._lock:
-            node.store.delete(reader.keys([str(n) for n in range(1, 60, 2)]))
+            node.store.delete(reader.keys([str(n) for n in range(1, 60, 2)]), now_s=time.monotonic())
 
     monkeypatch.setattr(BulkRead, "_check", check_and_lose_some)
     into = buffers(60)
@@ -136,7 +128,7 @@ def test_a_second_holder_is_asked_in_the_same_get(running):
     reader = stored(running, 30, 0, 1)
     for node, gone in ((0, range(0, 30, 2)), (1, range(1, 30, 2))):
         with running.nodes[node]._lock:  # chunks vanish, and nobody is told
-            running.nodes[node].store.delete(reader.keys([str(n) for n in gone]))
+            running.nodes[node].store.delete(reader.keys([str(n) for n in gone]), now_s=time.monotonic())
             running.nodes[node].store.take_changes()
     into = buffers(30)
     result = reader.get(names(30), into)
@@ -214,7 +206,7 @@ def test_of_what_nobody_holds_the_owner_is_asked_and_nobody_else(running, count)
 
 
 @pytest.mark.parametrize("count", [1, 20])
-def test_where_an_owner_holds_some_and_others_the_rest(running, small_parts, count):
+def test_an_owner_holds_some_and_others_the_rest(running, small_parts, count):
     some = owned_by(running, 0, 3 * count)
     put_on(running, 0, some[::3])
     put_on(running, 1, some[1::3])
@@ -245,7 +237,7 @@ def test_an_owner_that_lost_its_own_chunks_finds_out(running, count):
     running.settle()
     node, reader = running.nodes[0], running.client(SPACE, node=2)
     with node._lock:  # chunks vanish, and nobody is told
-        node.store.delete(reader.keys(some))
+        node.store.delete(reader.keys(some), now_s=time.monotonic())
         node.store.take_changes()
     assert get_named(reader, some).chunks_by_source == {("node-1", "tcp"): count}
     until_s = time.monotonic() + 5.0
@@ -255,7 +247,7 @@ def test_an_owner_that_lost_its_own_chunks_finds_out(running, count):
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_memory_of_a_neighbour_is_checked_for_whoever_wants_that(count):
+def test_memory_of_a_neighbour_is_checked_if_that_is_wanted(count):
     with raykv.embedded(
         2, arena_nbytes="16 MiB", extent_nbytes="1 MiB", heartbeat_s=0.01, separate_hosts=False
     ) as running:
@@ -273,125 +265,52 @@ def test_memory_of_a_neighbour_is_checked_for_whoever_wants_that(count):
 
 def test_one_chunk(running):
     reader = stored(running, 2, 0)
-    router, key = reader._router, reader.keys(["1"]).tobytes()
+    match = raykv.Match(1, ("node-0",))
+
+    def get(name: str, into: bytearray, match: raykv.Match | None = match, timeout_s: float = 5.0) -> bool:
+        return reader.get([name], [into], match=match, timeout_s=timeout_s).hits[0]
+
     into = bytearray(NBYTES)
-    until_s = time.monotonic() + 5.0
-    assert router.fetch_one("node-0", key, memoryview(into), until_s)
+    assert get("1", into)
     assert into == content(1)
-    assert not router.fetch_one("node-0", key, memoryview(bytearray(NBYTES + 1)), until_s)
-    assert not router.fetch_one("node-0", key, memoryview(bytearray()), until_s)
-    assert not router.fetch_one("node-0", b"?" * 16, memoryview(into), until_s)
-    assert not router.fetch_one("nobody", key, memoryview(into), until_s)
-    assert not router.fetch_one("node-0", key, memoryview(into), time.monotonic() - 1.0)
+    assert reader.get_one(reader.key("0"), into)
+    assert into == content(0)
+    assert not get("1", bytearray(NBYTES + 1))
+    assert not get("nothing", into)
+    assert not get("1", into, timeout_s=1e-9)
+    assert get("1", into, raykv.Match(1, ("nobody",)))  # its owner knows better
     store = running.nodes[0].store
     row = int(store.table.find(reader.keys(["1"]))[0])
     store.arena.view[int(store.table.columns.page[row]) * 4096 + 9] ^= 1
-    assert not router.fetch_one("node-0", key, memoryview(into), until_s)
+    assert not get("1", into)
     assert store.counters.corrupt == 1
     assert not store.table.columns.pins.any()
 
 
-def test_a_holder_that_stalls_costs_the_rest_and_not_what_has_arrived(running, loops, monkeypatch):
-    monkeypatch.setattr(stream, "RUN_NBYTES", 1)
-    reader = stored(running, 4, 0)
-    pieces = [memoryview(content(0)), memoryview(content(1)[:1000])]
-    sums = [bulk_read.checksum_of([memoryview(content(n))]) for n in range(4)]
-    answer = messages.Reading(np.full(4, NBYTES, "<u4").tobytes(), np.array(sums, "<u8").tobytes())
-    running.nodes[0]._handlers[messages.Read] = lambda request, session: Reply(answer, outgoing=pieces)
-    into = buffers(4)
-    began_s = time.monotonic()
-    result = reader.get(names(4), into, match=raykv.Match(4, ("node-0",) * 4), timeout_s=0.3)
-    assert 0.25 < time.monotonic() - began_s < 0.6
-    assert result.hits == (True, False, False, False)
-    assert into[0] == content(0)
-    for buffer in into:  # nobody holds on to them
-        buffer.append(1)
-
-
 @pytest.mark.slow
-def test_a_holder_that_goes_on_too_slowly_is_left_at_the_deadline(running):
-    """Bytes trickle in all the time: no single wait is long."""
-    reader = stored(running, 1, 0)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        stop = threading.Event()
-        secret = bytes.fromhex(running.secret)
+def test_a_node_that_is_killed_in_the_middle(shm_dir: Path, monkeypatch):
+    monkeypatch.setattr(bulk_read, "PART_NBYTES", 4 * nodes.NBYTES)
+    some = nodes.names(60)
+    with nodes.node_process(shm_dir) as process, process.client(local=False) as client:
+        assert nodes.put(client, some, chained=False).stored == len(some)
+        checked, check = [], BulkRead._check
 
-        def trickle() -> None:
-            connection, _ = listener.accept()
-            with connection:
-                stream = Stream(connection, tick_s=5.0)
-                tcp._shake_hands_answering(stream, secret, lambda: None, time.monotonic() + 5)
-                stream.message(time.monotonic() + 5)
-                answer = messages.Reading(np.array([NBYTES], "<u4").tobytes(), bytes(8))
-                stream.send(messages.encode(answer, 0), time.monotonic() + 5)
-                while not stop.wait(0.002):
-                    try:
-                        connection.send(b"x")
-                    except OSError:
-                        return
+        def check_and_kill(self, **how):
+            checked.extend(self._expected[0])
+            check(self, **how)
+            if len(checked) == 8:
+                process.kill()
 
-        thread = threading.Thread(target=trickle)
-        thread.start()
-        address = "{}:{}".format(*listener.getsockname())
-        link = SocketLink.connect(address, secret, deadline_s=time.monotonic() + 5)
-        into = memoryview(bytearray(NBYTES))
+        monkeypatch.setattr(BulkRead, "_check", check_and_kill)
+        into = [bytearray(nodes.NBYTES) for _ in some]
         began_s = time.monotonic()
-        with pytest.raises(raykv.PeerUnavailable):
-            bulk_read.load_one(link, b"k" * 16, into, True, time.monotonic() + 0.2)
-        assert time.monotonic() - began_s < 0.5
-        stop.set()
-        thread.join()
-    reader.close()
-
-
-NODE = """
-import sys
-from raykv.config import NodeConfig
-from raykv.embedded import InProcessDirectory
-from raykv.node.node import Node
-
-fields = {"node_id": "n", "cluster": "load", "host": "elsewhere", "storage": {
-    "arena_nbytes": "64 MiB", "extent_nbytes": "4 MiB", "shm_dir": sys.argv[1]}}
-node = Node(NodeConfig.load(fields), secret=b"s" * 32, directory=InProcessDirectory(member_timeout_s=60.0))
-node.start()
-print(node.member.address, flush=True)
-sys.stdin.read()
-"""
-
-
-@pytest.mark.slow
-def test_a_node_that_is_killed_in_the_middle(shm_dir, monkeypatch):
-    monkeypatch.setattr(bulk_read, "PART_NBYTES", 1 << 20)
-    with subprocess.Popen(
-        [sys.executable, "-c", NODE, str(shm_dir)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        address = process.stdout.readline().strip()
-        config = ClientConfig.load({"address": address, "secret": (b"s" * 32).hex(), "timeout_s": 20.0})
-        with raykv.Client(SPACE, Router(config)) as client:
-            big, count = 200 << 10, 150
-            assert client.put(names(count), [content(n, big) for n in range(count)], chained=False).stored == count
-            checked, check = [], BulkRead._check
-
-            def check_and_kill(self, **how):
-                checked.extend(self._due[0])
-                check(self, **how)
-                if len(checked) == 5:
-                    process.send_signal(signal.SIGKILL)
-                    process.wait()
-
-            monkeypatch.setattr(BulkRead, "_check", check_and_kill)
-            into = buffers(count, big)
-            began_s = time.monotonic()
-            hits = client.get(names(count), into, match=raykv.Match(count, ("n",) * count)).hits
-            assert time.monotonic() - began_s < 10.0
-            assert all(hits[:5])
-            assert not all(hits)
-            assert not wrong(into, hits)
-            for buffer in into:
-                buffer.append(1)
-    for left in shm_dir.iterdir():
-        os.unlink(left)
+        hits = client.get(some, into, match=raykv.Match(len(some), ("n",) * len(some))).hits
+        assert time.monotonic() - began_s < 10.0
+        assert all(hits[:8])
+        assert not all(hits)
+        assert all(not hit or into[n] == nodes.content(some[n]) for n, hit in enumerate(hits))
+        for buffer in into:  # nobody holds on to the buffers
+            buffer.append(1)
 
 
 def test_small_calls_do_not_wait_for_large_reads(running):
