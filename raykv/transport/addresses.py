@@ -25,16 +25,18 @@ def parse_address(address: str) -> tuple[socket.AddressFamily, str | tuple[str, 
 
 
 def listen(address: str) -> tuple[socket.socket, str]:
-    """Listen on an address. Returns the socket, and the address with the port that was free.
-
-    Raises:
-        ConfigError: The address cannot be used here.
-    """
+    """Listen on an address, or raise ConfigError. Returns the socket, and the address with the port that was free."""
     family, where = parse_address(address)
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         if isinstance(where, str):
-            _bind_unix(listener, where)
+            if not where.startswith("\0") and os.path.exists(where):
+                os.unlink(where)  # left by a node that was killed; no two nodes have the same name
+            old = os.umask(0o177)
+            try:
+                listener.bind(where)
+            finally:
+                os.umask(old)
         else:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(where)
@@ -44,19 +46,6 @@ def listen(address: str) -> tuple[socket.socket, str]:
         listener.close()
         raise ConfigError(f"field 'bind': cannot listen on {address}: {error.strerror}") from error
     return listener, address
-
-
-def _bind_unix(listener: socket.socket, where: str) -> None:
-    if where.startswith("\0"):
-        listener.bind(where)
-        return
-    if os.path.exists(where):
-        os.unlink(where)  # left by a node that was killed; no two nodes have the same name
-    old = os.umask(0o177)
-    try:
-        listener.bind(where)
-    finally:
-        os.umask(old)
 
 
 def tune(connection: socket.socket) -> None:

@@ -38,20 +38,18 @@ class ReadProgress:
         self, keys: KeyArray, targets: list[list[memoryview]], sizes: list[int], *, group: bytes = b""
     ) -> None:
         self.keys, self.targets, self.sizes, self.group = keys, targets, sizes, group
-        self._raw, self._total = chunk_keys.to_bytes(keys), sum(sizes)
-        self.hits, self._count = [False] * len(keys), 0
+        self._raw = chunk_keys.to_bytes(keys)
+        self.hits = [False] * len(keys)
         self._nbytes: dict[Path, int] = {}
         self._chunks: dict[tuple[NodeId, Path], int] = {}
 
     @property
     def complete(self) -> bool:
         """Whether all chunks have arrived."""
-        return self._count == len(self.hits)
+        return all(self.hits)
 
     def missing(self) -> list[int]:
         """Places of the chunks that have not arrived."""
-        if self._count in (0, len(self.hits)):
-            return list(range(len(self.hits) - self._count))
         return [place for place, hit in enumerate(self.hits) if not hit]
 
     def raw_key(self, place: int) -> bytes:
@@ -59,18 +57,16 @@ class ReadProgress:
         return self._raw[KEY_NBYTES * place : KEY_NBYTES * (place + 1)]
 
     def raw_keys(self, places: Sequence[int]) -> bytes:
-        """The keys at rising places, 16 bytes each."""
-        if places and places[-1] - places[0] + 1 == len(places):
-            return self._raw[KEY_NBYTES * places[0] : KEY_NBYTES * (places[-1] + 1)]
+        """Keys of several chunks, 16 bytes each."""
         return b"".join(map(self.raw_key, places))
 
     def nbytes(self, places: Sequence[int]) -> int:
-        """Bytes of the chunks at rising places."""
-        return self._total if len(places) == len(self.hits) else sum([self.sizes[place] for place in places])
+        """Bytes of several chunks."""
+        return sum([self.sizes[place] for place in places])
 
     def targets_at(self, places: Sequence[int]) -> list[list[memoryview]]:
-        """Buffers of the chunks at rising places."""
-        return self.targets if len(places) == len(self.hits) else [self.targets[place] for place in places]
+        """Buffers of several chunks."""
+        return [self.targets[place] for place in places]
 
     def cut(self, places: Sequence[int], *, nbytes: int, keys: int) -> list[list[int]]:
         """Split places into parts of at most `keys` chunks and `nbytes` bytes; a larger chunk is a part of its own."""
@@ -87,16 +83,11 @@ class ReadProgress:
 
     def record(self, places: Sequence[int], node_id: NodeId, path: Path) -> None:
         """Count chunks that have arrived from a node; none of them had arrived before."""
-        if not places:
-            return
-        if len(places) == len(self.hits):
-            self.hits = [True] * len(places)
-        else:
-            for place in places:
-                self.hits[place] = True
-        self._count += len(places)
-        self._nbytes[path] = self._nbytes.get(path, 0) + self.nbytes(places)
-        self._chunks[node_id, path] = self._chunks.get((node_id, path), 0) + len(places)
+        for place in places:
+            self.hits[place] = True
+        if places:
+            self._nbytes[path] = self._nbytes.get(path, 0) + self.nbytes(places)
+            self._chunks[node_id, path] = self._chunks.get((node_id, path), 0) + len(places)
 
     def result(self) -> GetResult:
         return GetResult(tuple(self.hits), self._nbytes, self._chunks)
@@ -104,9 +95,7 @@ class ReadProgress:
 
 @dataclass(slots=True)
 class ReadRun:
-    """The chunks of one `get` that one holder is asked for, and the outcome, which a data path fills in.
-
-    All lists hold places, and are right also when the read was broken off by an error.
+    """The chunks of one `get` that one holder is asked for, and the outcome: lists of places, right also after errors.
 
     Attributes:
         progress: The `get`.
@@ -151,9 +140,8 @@ class BulkRead:
     """
 
     def __init__(self, run: ReadRun, *, verify: bool) -> None:
-        """Prepare; nothing is sent. `verify`: compare checksums."""
-        self._run, self._verify = run, verify
-        self._named_any = False
+        """`verify`: compare checksums."""
+        self._run, self._verify, self._named_any = run, verify, False
         self._filling: ChunkRun | None = None
         self._expected: tuple[list[int], bytes] = [], b""  # places of the chunks being filled, and their checksums
 
@@ -207,12 +195,14 @@ class BulkRead:
         yield from self._fill(places, checksums)
 
     def _add_absent(self, places: list[int], reading: messages.Reading) -> None:
-        """Record chunks that the holder does not have, and the holders that it names as their owner."""
+        """Record chunks that the holder does not have, and the nodes that it names as their owner."""
         run = self._run
         if not run.locate:
             run.gone += places
             return
-        for place, holders in zip(places, located(reading, len(places)), strict=True):
+        numbers = array(reading.places, "<i4", len(places)).tolist()
+        for place, number in zip(places, numbers, strict=True):
+            holders = reading.choices[number] if 0 <= number < len(reading.choices) else ()
             if run.holder in holders:
                 run.gone.append(place)
             run.named[place] = tuple([name for name in holders if name != run.holder])
@@ -255,17 +245,6 @@ def with_checksums(values: Sequence[Sequence[memoryview]], places: Sequence[int]
         checksums += checksums_of([values[place]])
         yield values[place]
     yield [memoryview(checksums)]
-
-
-def located(answer: messages.Located | messages.Reading, count: int) -> list[tuple[NodeId, ...]]:
-    """Holders of `count` keys, as their owner names them.
-
-    Raises:
-        ProtocolError: There are not `count` entries.
-    """
-    choices = answer.choices
-    numbers = array(answer.places, "<i4", count).tolist()
-    return [choices[number] if 0 <= number < len(choices) else () for number in numbers]
 
 
 def drain(nbytes: int) -> list[memoryview]:

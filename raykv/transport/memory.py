@@ -58,9 +58,9 @@ class Network:
 
 
 class MemoryLink(Link):
-    """The asking end. Requests are encoded and decoded all the same, so that the limits of messages hold.
+    """The asking end. A posted request is answered at once; the answer and its bytes wait for `collect`.
 
-    A posted request is answered at once; the answer and its bytes wait for `collect`.
+    Requests are encoded and decoded all the same, so that the limits of messages hold.
     """
 
     path: Path = "memory"

@@ -22,9 +22,7 @@ class Connect(Protocol):
 
 
 class ConnectionPool:
-    """Links by address. Thread-safe: a link serves one caller at a time, so parallel callers get parallel links.
-
-    A forked child starts without links.
+    """Links by address. Thread-safe: parallel callers get parallel links. A forked child starts without links.
 
     Attributes:
         secret: The cluster's secret, for new links.
@@ -33,19 +31,12 @@ class ConnectionPool:
     """
 
     def __init__(self, connect: Connect, secret: bytes, *, breaker_s: float, max_idle: int) -> None:
-        """Start without links.
-
-        Args:
-            breaker_s: After a failure, an address is not asked for this long.
-            max_idle: Most idle links to one address.
-        """
+        """Args: breaker_s: After a failure, an address is not asked for this long. max_idle: Of one address."""
         self._connect, self._breaker_s, self._max_idle = connect, breaker_s, max_idle
-        self.secret = secret
+        self.secret, self.epoch, self.failures = secret, 0, 0
         self._idle: dict[str, list[Link]] = {}
         self._tripped_until_s: dict[str, float] = {}
         self._lock = threading.Lock()
-        self.epoch = 0
-        self.failures = 0
         drop_after_fork(self)
 
     def available(self, address: str) -> bool:
@@ -130,6 +121,5 @@ class ConnectionPool:
         self.retain(())
 
     def after_fork(self) -> None:
-        """The links close themselves; the lock may be held by a thread that the child does not have."""
-        self._lock = threading.Lock()
-        self._idle = {}
+        """The links close themselves."""
+        self._lock, self._idle = threading.Lock(), {}

@@ -80,15 +80,12 @@ class SocketServer:
         max_connections: int,
         spin_s: float = 0.0,
     ) -> None:
-        """Listen. Clients that connect before `serve` wait.
+        """Listen, or raise ConfigError. Clients that connect before `serve` wait.
 
         Args:
             secret: The cluster's secret; not used over Unix sockets.
             io_timeout_s: A peer that stalls for this long in the middle of a message or payload is disconnected.
             spin_s: See `Stream`; for TCP only, since peers on this host need the cores.
-
-        Raises:
-            ConfigError: The address cannot be used here.
         """
         self._service, self._io_timeout_s, self._max_connections = service, io_timeout_s, max_connections
         self._listener, self.address = listen(address)
@@ -156,11 +153,7 @@ class SocketServer:
         return True
 
     def _admit(self, connection: socket.socket) -> None:
-        """Count a connection as a member's.
-
-        Raises:
-            PeerUnavailable: There are too many already.
-        """
+        """Count a connection as a member's. Raises PeerUnavailable when there are too many already."""
         with self._lock:
             if self._closed.is_set() or len(self._connections) >= self._max_connections:
                 raise PeerUnavailable(f"{self._max_connections} connections already")
@@ -190,11 +183,7 @@ class SocketServer:
             connection.close()
 
     def _shake_hands(self, connection: socket.socket) -> Stream:
-        """Find out who the client is.
-
-        Raises:
-            RayKVError: Not a member, or one too many.
-        """
+        """Raises RayKVError for a client that is no member, or one too many."""
         if self._local:
             give_way()
             require_same_user(connection)
@@ -224,10 +213,7 @@ class SocketServer:
         complete = False
         try:
             message = encode(reply.answer, self._service.epoch, request_id)
-            if reply.outgoing:
-                stream.send_with(message, reply.outgoing, stall_s=stall_s)
-            else:
-                stream.send(message, time.monotonic() + stall_s)
+            stream.send_with(message, reply.outgoing, stall_s=stall_s)
             for run in reply.incoming:
                 stream.fill(run, time.monotonic() + stall_s)
             complete = True
