@@ -241,16 +241,16 @@ def _without_parents_of_others(columns: Columns, chosen: Rows) -> Rows:
     Usually that is all of `chosen`: a read of a chunk also reads its ancestors. If a row must stay, all its ancestors
     must stay too. They are found in steps of 1, 2, 4, ... generations, since chains may be very long.
     """
-    nobody = len(chosen)
-    above = np.append(_places(chosen, live_parents(columns, chosen), nobody), nobody)
-    stays = np.append(columns.children[chosen] > np.bincount(above, minlength=nobody + 1)[:nobody], False)
-    for _ in range(nobody.bit_length()):
+    outside = len(chosen)
+    above = np.append(_places(chosen, live_parents(columns, chosen), outside), outside)
+    stays = np.append(columns.children[chosen] > np.bincount(above, minlength=outside + 1)[:outside], False)
+    for _ in range(outside.bit_length()):
         if not stays.any():
             return chosen
         stays[above[stays]] = True
-        stays[nobody] = False
+        stays[outside] = False
         above = above[above]
-    closed: Rows = chosen[~stays[:nobody]]
+    closed: Rows = chosen[~stays[:outside]]
     return closed
 
 

@@ -122,7 +122,7 @@ def test_two_clusters_of_different_names_are_strangers(cluster):
 
 @pytest.mark.parametrize("which", ["pid", "actor_pid"])
 def test_a_killed_node_comes_back_with_what_was_committed(cluster, which):
-    """The node's own process, which its actor makes anew, or the actor, which Ray does, with another node."""
+    """The node's own process, which the supervisor restarts, or the actor, which Ray restarts."""
     mine, (here, there) = clients(cluster)
     with here, there:
         assert here.put(["a"], [b"x" * 5000]).stored == 1

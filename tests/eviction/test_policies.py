@@ -99,8 +99,8 @@ def test_leaf_first_never_orphans_and_gives_what_it_can(orderly, rng):
         candidates, count = some(rng, forest), rng.randrange(0, 70)
         chosen = choose("leaf_lru", forest, candidates, count)
         assert len(chosen) == min(count, forest.most(candidates))
-        kept = set(range(len(forest.parents))) - set(chosen)
-        assert not {forest.parents[row] for row in kept} & set(chosen), "a chunk without its parent"
+        left = set(range(len(forest.parents))) - set(chosen)
+        assert not {forest.parents[row] for row in left} & set(chosen), "a chunk without its parent"
 
 
 def test_leaf_first_is_the_greedy_choice(rng):
