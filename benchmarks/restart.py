@@ -1,10 +1,10 @@
-"""How long a killed node with a large table is away: from its successor's first line, and from the kill, to a hit.
+"""How long a killed node with a large table is away: from the new process's first line, and from the kill, to a hit.
 
 Run by hand: `python -m benchmarks.restart`
 
-A kept node (`raykv.supervisor.handle`, as Ray's actors run it) with so many rows is killed with signal 9, again and again. Another
-process's client, which cannot use the memory directly, asks for a chunk until it has its bytes. Beside it, in turn: a
-new Python process that imports what a node needs, and ends; what a restart without a keeper costs before it begins.
+A supervised node (`raykv.supervisor.handle`, as Ray's actors run it) is killed with signal 9 again and again. A client,
+which does not map the memory, asks for a chunk until it has its bytes. For comparison, in turn: a new Python process
+that imports what a node needs, and ends. A restart without a supervisor would begin with that.
 """
 
 import argparse
@@ -16,20 +16,22 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
 
 from raykv.config import MIB, NodeConfig
-from raykv.embedded import InProcessDirectory
+from raykv.embedded import InProcessMembership
 from raykv.errors import RayKVError
 from raykv.memory.copying import checksum_of
 from raykv.protocol import chunk_keys, messages
+from raykv.protocol.codec import expect
 from raykv.protocol.namespace import Namespace
-from raykv.storage.store import Store
+from raykv.storage.store import Store, Written
 from raykv.supervisor.handle import NodeHandle
 from raykv.transport.link import SocketLink
-from raykv.types import KeyArray
+from raykv.types import Batch, KeyArray
 
 NBYTES = 4096
 STEP = 4096
@@ -62,7 +64,7 @@ def _run(home: Path, rows: int, kills: int) -> None:
     config = NodeConfig.load({"cluster": "bench", "node_id": "n", "storage": storage})
     value = os.urandom(NBYTES)
     asked = _fill(config, rows, value)
-    node = NodeHandle(config, secret=SECRET, directory=InProcessDirectory(member_timeout_s=60.0))
+    node = NodeHandle(config, secret=SECRET, membership=InProcessMembership(member_timeout_s=60.0))
     try:
         recovered, imports = node.stats()["recovered"], []
         print(f"{recovered:,} rows; {kills} kills; milliseconds: median, and the worst")
@@ -84,9 +86,9 @@ def _run(home: Path, rows: int, kills: int) -> None:
             ("from the new process's first line to the first hit", first_hit),
             ("from the kill to the new process's first line", first_line),
             ("from the kill to the first hit", away),
-            ("beside it: a new Python process that imports raykv.node.node", imports),
+            ("for comparison: a new Python process that imports raykv.node.node", imports),
         ):
-            print(f"{what:58} {statistics.median(times):7.0f} {max(times):7.0f}")
+            print(f"{what:64} {statistics.median(times):7.0f} {max(times):7.0f}")
     finally:
         node.stop(unlink=True)
 
@@ -96,17 +98,18 @@ def _fill(config: NodeConfig, rows: int, value: bytes) -> list[KeyArray]:
     assert config.file_prefix is not None
     store = Store.open(config.storage, config.file_prefix, now_s=time.monotonic())
     group, rng, first = store.groups.open(Namespace(model="m")), np.random.default_rng(1), []
-    while store.table.rows_backed < store.table.rows:
-        store.table.back_rows(min(store.table.rows, store.table.rows_backed + (1 << 18)))
-        store.note_rows_backed()
     for _ in range(0, rows, STEP):
+        while store.populator.due:
+            store.populator.step(nullcontext(), quiet=False)
         keys = rng.integers(0, 1 << 63, (STEP, 2), dtype=np.uint64)
-        made = store.reserve(keys, NBYTES, group, chained=True, parent=None, depth=0, now_s=time.monotonic())
-        start = int(made.offsets[0])
+        loan = store.lend(group, NBYTES, STEP, now_s=time.monotonic())
+        start = int(loan.offsets[0])
         store.arena.view[start : start + NBYTES] = value
-        checksums = np.zeros(len(made.rows), np.uint64)
+        checksums = np.zeros(len(loan.rows), np.uint64)
         checksums[0] = checksum_of((memoryview(value),))
-        store.commit(made.rows, checksums, now_s=time.monotonic())
+        positions = np.arange(len(loan.rows), dtype=np.int32)
+        written = Written(positions, loan.rows, checksums)
+        store.commit(group, Batch(keys, NBYTES), written, now_s=time.monotonic())
         first.append(keys[:1])
     store.close()
     return first
@@ -122,7 +125,7 @@ def _until_hit(config: NodeConfig, key: KeyArray, value: bytes) -> int:
             try:
                 link.call(
                     messages.Read(chunk_keys.to_bytes(key)),
-                    lambda answer: [[target]] if any(messages.expect(messages.Reading, answer).nbytes) else [],
+                    lambda answer: [[target]] if any(expect(messages.Reading, answer).nbytes) else [],
                     deadline_s=until_s,
                 )
                 hit_ns = time.monotonic_ns()

@@ -41,12 +41,12 @@ import torch  # noqa: E402  (it reads the environment)
 
 torch.set_num_threads(int(THREADS))
 
-from raykv.transport.link import SocketLink  # noqa: E402
 from vllm import LLM, SamplingParams  # noqa: E402
 
 from benchmarks.system import die_with_parent  # noqa: E402
 from deployments.model import ensure_model  # noqa: E402
 from raykv.integrations.vllm.connector import RayKVConnector  # noqa: E402
+from raykv.transport.link import SocketLink  # noqa: E402
 
 NODE: Final = Path(__file__).parent / "systems" / "raykv_node.py"
 HOOKS: Final = (

@@ -8,7 +8,7 @@ import json  # noqa: E402  (the clock comes first)
 import sys  # noqa: E402
 
 from raykv.config import NodeConfig  # noqa: E402
-from raykv.embedded import InProcessDirectory  # noqa: E402
+from raykv.embedded import InProcessMembership  # noqa: E402
 from raykv.node.node import Node  # noqa: E402
 
 IMPORTED_S = time.monotonic()
@@ -17,7 +17,7 @@ IMPORTED_S = time.monotonic()
 def main() -> None:
     """Serve until the end of the input."""
     config = NodeConfig.load(json.loads(sys.argv[1]))
-    node = Node(config, secret=bytes.fromhex(sys.argv[2]), directory=InProcessDirectory(member_timeout_s=60.0))
+    node = Node(config, secret=bytes.fromhex(sys.argv[2]), membership=InProcessMembership(member_timeout_s=60.0))
     node.start()
     times = {"first_s": FIRST_S, "imported_s": IMPORTED_S, "ready_s": time.monotonic()}
     print(json.dumps({"address": node.member.address, "table": str(node.store.table.memory.path), **times}), flush=True)

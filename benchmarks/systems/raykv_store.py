@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from raykv.memory.layout import RowState
 
 import raykv
 import raykv.protocol.chunk_keys
@@ -20,6 +19,7 @@ from benchmarks.system import Face, MissingError, Server, System
 from benchmarks.workloads import GIB, MIB, Keys, Workload
 from raykv.memory import native
 from raykv.memory.arena import SharedMemory
+from raykv.memory.layout import RowState
 from raykv.memory.table import Table
 
 NAMESPACE = raykv.Namespace(model="benchmark")

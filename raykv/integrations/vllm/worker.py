@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from vllm.logger import init_logger
 
+from raykv import Put
 from raykv.errors import RayKVError
 from raykv.integrations.kv_layout import Layout
 from raykv.integrations.vllm.config import ConnectorConfig
@@ -23,7 +24,7 @@ from raykv.integrations.vllm.connection import Connection
 from raykv.integrations.vllm.metadata import Load, Rank, Save, Scope, StepOrders
 from raykv.integrations.vllm.stats import RayKVStats
 from raykv.protocol.namespace import Namespace
-from raykv.types import KeyArray, Match, NodeId, Path, Put, PutResult
+from raykv.types import KeyArray, Match, NodeId, Path, PutResult
 
 if TYPE_CHECKING:
     from raykv import Client
