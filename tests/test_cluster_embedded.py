@@ -6,25 +6,23 @@ import random
 import threading
 import time
 from functools import partial
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 import raykv
-from raykv.client import router
+from raykv.client import parallel
 from raykv.client.router import Router
 from raykv.client.slot_pool import TRUST_S
-from raykv.config import ClientConfig, NodeConfig, StorageConfig
-from raykv.embedded import EmbeddedCluster, InProcessDirectory
+from raykv.config import ClientConfig
+from raykv.embedded import EmbeddedCluster
 from raykv.errors import CapacityError, ConfigError, LostError, NamespaceMismatch, PeerUnavailable, UsageError
 from raykv.memory.copying import checksum_of
-from raykv.node import node as node_module
-from raykv.node.node import Node
+from raykv.node import announcer
 from raykv.protocol import messages
 from raykv.transport.base import Reply
+from raykv.transport.link import SocketLink
 from raykv.transport.memory import Network
-from raykv.transport.tcp import SocketLink
 
 SPACE = raykv.Namespace(model="m")
 NBYTES = 10_000
@@ -67,7 +65,7 @@ def test_chunks_are_found_from_every_node_and_the_path_is_told():
         assert put(running.client(SPACE, node=0), names(20)) == raykv.PutResult(stored=20, existed=0, skipped=0)
         running.settle()
         here, there = running.client(SPACE, node=0), running.client(SPACE, node=2)
-        assert here.match(names(20)) == there.match(names(20)) == raykv.Match(20, ("node-0",) * 20)
+        assert here.match(names(20)) == there.match(names(20)) == raykv.Match(20, ("node-0",) * 20, 0, (NBYTES,) * 20)
         assert get(here, names(20)) == raykv.GetResult((True,) * 20, {"shm": 20 * NBYTES}, {("node-0", "shm"): 20})
         assert get(there, names(20)) == raykv.GetResult((True,) * 20, {"tcp": 20 * NBYTES}, {("node-0", "tcp"): 20})
 
@@ -176,7 +174,7 @@ def test_a_stale_location_is_corrected_by_the_miss():
         reader = running.client(SPACE, node=1)
         node = running.nodes[0]
         with node._lock:  # chunks vanish, and nobody is told
-            node.store.delete(reader.keys(names(50)))
+            node.store.delete(reader.keys(names(50)), now_s=time.monotonic())
             node.store.take_changes()
         assert reader.match(names(50)).count == 50
         assert not any(get(reader, names(50)).hits)
@@ -191,7 +189,7 @@ def test_bytes_that_are_not_what_was_announced_are_not_stored():
         link.call(messages.OpenNamespace(b'{"model": "m"}'), deadline_s=time.monotonic() + 5)
         client = running.client(SPACE)
         sums = np.array([checksum_of([memoryview(content("a"))]), 12345], np.uint64).tobytes()
-        request = messages.Write(SPACE.group.digest, client.keys(["a", "b"]).tobytes(), NBYTES)
+        request = messages.Write(client.keys(["a", "b"]).tobytes(), NBYTES, group=SPACE.group.digest)
         pieces = [memoryview(content("a")), memoryview(content("b")), memoryview(sums)]
         assert link.push(request, lambda granted: [pieces], deadline_s=time.monotonic() + 5) == messages.Count(1)
         assert get(client, ["a", "b"]).hits == (True, False)
@@ -276,8 +274,8 @@ def test_a_chunk_larger_than_an_extent_names_the_field():
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda c: c.put(["a", "b"], [b"x"]), "1 values for 2 keys"),
-        (lambda c: c.get(["a"], []), "0 buffers for 1 keys"),
+        (lambda c: c.put(["a", "b"], [b"x"]), "'values': 1 entries for 2 keys"),
+        (lambda c: c.get(["a"], []), "'into': 0 entries for 1 keys"),
         (lambda c: c.get(["a"], [b"read-only"]), "read-only"),
         (lambda c: c.put(["a"], [np.zeros((4, 4))[:, 1]]), "not contiguous"),
         (lambda c: c.put(["a"], ["text"]), "str is not a buffer"),
@@ -336,10 +334,13 @@ def test_pinned_chunks_outlast_any_pressure():
                 None,
             ]
             assert all(view.readonly for view in pins.views if view is not None)
-            assert client.delete(names(4, "kept")) == 0
+            assert client.delete(names(4, "kept")) == 4
+            assert get(client, names(4, "kept")).hits == (False,) * 4
+            for number in range(50):
+                put(client, names(16, f"flood-{number}"))
+            assert bytes(pins.views[3] or b"") == content("kept-3"), "deleted, and held until the pins end"
             assert pins.valid()
         assert stats_of(running, 0)["evicted"] > 500
-        assert client.delete(names(4, "kept")) == 4
 
 
 def test_pins_end_with_their_connection():
@@ -347,27 +348,42 @@ def test_pins_end_with_their_connection():
         holder, other = running.client(SPACE), running.client(SPACE)
         put(holder, ["a"])
         holder.pin(["a"])
-        assert other.delete(["a"]) == 0
+        assert other.delete(["a"]) == 1
+        pins = running.nodes[0].store.table.columns.pins
+        assert pins.any(), "held, although it was deleted"
         holder.close()
-        wait_until(lambda: other.delete(["a"]) == 1)
+        wait_until(lambda: not pins.any())
 
 
 def test_a_reservation_dies_with_its_connection():
     with cluster(1) as running:
         writer, other = running.client(SPACE), running.client(SPACE)
         room = writer.reserve(["a"], NBYTES)
-        assert put(other, ["a"]).existed == 1  # somebody is writing it
-        assert get(other, ["a"]).hits == (False,)
-        writer.close()
-        wait_until(lambda: stats_of(running, 0)["aborted"] == 1)
-        room.views[0][:] = bytes(NBYTES)  # a late write by one who does not know yet harms nobody
-        assert put(other, ["a"]).stored == 1
         room.views[0][:] = bytes(NBYTES)
+        writer.close()
+        wait_until(lambda: stats_of(running, 0)["lent_nbytes"] == 0)
+        assert not room.valid()
+        assert put(other, ["a"]).stored == 1
+        room.views[0][:] = bytes(NBYTES)  # a late write does no harm: the slot is in quarantine
         assert get(other, ["a"]).hits == (True,)
-        assert room.commit().stored == 0
+        assert room.commit().skipped == 1
+        assert get(other, ["a"]).hits == (True,)
 
 
-def test_a_reservation_tells_when_nothing_may_be_written_to_it_any_more(monkeypatch):
+def test_of_two_reservations_of_one_key_the_second_commit_returns_its_slot():
+    with cluster(1) as running:
+        first, second = running.client(SPACE), running.client(SPACE)
+        rooms = [client.reserve(["a", "b"], NBYTES) for client in (first, second)]
+        for room in rooms:
+            for index, view in zip(room.index, room.views, strict=True):
+                view[:] = content("ab"[index])
+        assert rooms[1].commit() == raykv.PutResult(2, 0, 0)
+        assert rooms[0].commit() == raykv.PutResult(0, 2, 0)
+        assert get(first, ["a", "b"]).prefix == 2
+        assert first.reserve(["a", "c"], NBYTES).index.tolist() == [1]
+
+
+def test_a_reservation_is_valid_while_its_connection_answers(monkeypatch):
     network = Network()
     with cluster(1, network=network) as running:
         client = running.client(SPACE, breaker_s=0.0)
@@ -375,46 +391,44 @@ def test_a_reservation_tells_when_nothing_may_be_written_to_it_any_more(monkeypa
         assert lost.valid()
         assert kept.valid()
         later = time.monotonic() + TRUST_S
-        monkeypatch.setattr("raykv.client.local_connection.time.monotonic", lambda: later)
-        asked = running.nodes[0]._requests["GetView"]
+        monkeypatch.setattr("raykv.client.pipeline.time.monotonic", lambda: later)
+        asked = stats_of(running, 0)["requests"]["Lend"]
         assert kept.valid(timeout_s=100.0)
-        assert running.nodes[0]._requests["GetView"] == asked + 1  # it did not take that for granted
+        assert stats_of(running, 0)["requests"]["Lend"] == asked + 1, "after TRUST_S the node is asked"
         monkeypatch.undo()
         assert kept.commit().stored == 1
         assert not kept.valid()
         network.loss = 1.0
-        assert client.reserve(["c"], NBYTES).views == []  # the connection is given up, and the leases with it
+        assert put(client, ["d"]).skipped == 1, "the connection breaks, and the leases end"
         network.loss = 0.0
         assert not lost.valid()
-        assert put(client, ["d"]).stored == 1  # over another one
+        assert put(client, ["e"]).stored == 1, "over another connection"
         assert not lost.valid()
-        assert not client.reserve(["a"], NBYTES, timeout_s=0.0).valid()
+        assert lost.commit().skipped == 1
 
 
-def test_a_reservation_that_nobody_had_time_to_abort_is_given_back_with_the_next_call():
-    """Else nobody could store its chunks for as long as the connection lasts."""
+def test_aborted_slots_go_back_even_if_the_abort_does_not_wait():
     with cluster(1) as running:
-        client, other = running.client(SPACE), running.client(SPACE)
-        for late in (lambda room: room.abort(timeout_s=0.05), lambda room: room.commit(timeout_s=0.05)):
-            room = client.reserve(["a", "b"], NBYTES)
-            with client._router.local._lock:  # others are at it, for too long
-                late(room)
-            assert put(other, ["a"]).existed == 1  # somebody is writing it
-            assert client.reserve(["c"], NBYTES).commit().stored == 1
-            assert put(other, ["a"]).stored == 1
-            assert other.delete(["a", "c"]) == 2
-        assert get(other, ["b"]).hits == (False,)
+        client = running.client(SPACE)
+        put(client, ["x"])
+        room = client.reserve(names(60), NBYTES)
+        lent = stats_of(running, 0)["lent_nbytes"]
+        room.abort(timeout_s=0.0)
+        wait_until(lambda: stats_of(running, 0)["lent_nbytes"] <= lent - 60 * 12288)
+        assert not room.valid()
 
 
-def test_a_late_call_does_not_cost_the_leases_of_others():
+def test_a_late_call_does_not_end_the_leases_of_others():
     with cluster(2) as running:
         client = running.client(SPACE)
-        room = client.reserve(["a"], NBYTES)
+        room, pins = client.reserve(["a"], NBYTES), client.pin(["x"])
         assert client.match(["x", "y"], timeout_s=0.0).count == 0
         assert get(client, ["x"], timeout_s=0.0).hits == (False,)
-        assert put(client, ["b"], timeout_s=0.0).skipped == 1
+        assert put(client, names(50), timeout_s=0.0).skipped > 0
         room.views[0][:] = content("a")
         assert room.commit().stored == 1
+        assert pins.valid()
+        pins.release()
 
 
 @pytest.mark.parametrize("error", [UsageError, CapacityError, LostError])
@@ -445,7 +459,7 @@ def test_a_put_to_another_host_that_has_no_room_for_the_namespace_stores_nothing
         with raykv.Client(SPACE, Router(ClientConfig.load(config))) as client:
             monkeypatch.setitem(running.nodes[0]._handlers, messages.Write, refuse)
             monkeypatch.setitem(running.nodes[0]._handlers, messages.OpenNamespace, refuse)
-            assert client._router.local is None
+            assert client.router.local is None
             result = put(client, ["a", "b"])
         assert (result.stored, result.existed, result.skipped) == (0, 0, 2)
         assert "no room" in result.reason
@@ -458,7 +472,8 @@ def test_a_lease_is_not_taken_to_another_connection():
         put(client, ["p"])
         room, pins = client.reserve(["a"], NBYTES), client.pin(["p"])
         network.loss = 1.0
-        assert client.reserve(["b"], NBYTES).views == []  # the connection is given up, and the leases with it
+        assert put(client, ["b"]).skipped == 1, "the connection breaks, and the leases end"
+        assert client.match(["c"]).count == 0
         network.loss = 0.0
         assert room.commit().skipped == 1
         pins.release()
@@ -487,7 +502,7 @@ def test_a_new_node_learns_what_it_owns():
         assert sum(stats_of(running, node)["located"] for node in range(3)) == 200
         assert get(stale, names(200)).prefix == 200
         assert get(running.client(SPACE, node=2), names(200)).prefix == 200
-        assert stale.view().epoch == running.directory.logic.view.epoch
+        assert stale.view().epoch == running.membership.logic.view.epoch
 
 
 @pytest.mark.slow
@@ -540,18 +555,18 @@ def test_when_the_local_node_is_dead_reads_go_on_and_writes_are_skipped():
         running.add()
         running.settle()
         wait_until(lambda: get(client, names(5, "other")).prefix == 5)
-        assert client.view().epoch == running.directory.logic.view.epoch
+        assert client.view().epoch == running.membership.logic.view.epoch
 
 
 def test_a_reborn_directory_learns_the_cluster_from_its_nodes():
     with cluster(3) as running:
         put(running.client(SPACE), names(5))
         running.settle()
-        epoch = running.directory.logic.view.epoch
-        with running.directory._lock:
-            running.directory.logic.__init__(member_timeout_s=1.0)
-        wait_until(lambda: len(running.directory.logic.view.members) == 3)
-        assert running.directory.logic.view.epoch >= epoch
+        epoch = running.membership.logic.view.epoch
+        with running.membership._lock:
+            running.membership.logic.__init__(member_timeout_s=1.0)
+        wait_until(lambda: len(running.membership.logic.view.members) == 3)
+        assert running.membership.logic.view.epoch >= epoch
         assert get(running.client(SPACE, node=2), names(5)).prefix == 5
 
 
@@ -680,7 +695,7 @@ def test_a_namespace_keeps_to_its_capacity_on_every_node_and_leaves_the_others_a
             put(client, names(20), chained=False)
             assert sum(get(client, names(20), timeout_s=0.5).hits) >= 5
         for node, client in enumerate(bounded):
-            assert int(client._router.local.reader.ready(client.keys(names(20)), now_s=time.monotonic()).sum()) == 5, (
+            assert int(client.router.local.reader.ready(client.keys(names(20)), now_s=time.monotonic()).sum()) == 5, (
                 node
             )
         assert get(other, names(10)).prefix == 10
@@ -690,25 +705,25 @@ def test_a_namespace_keeps_to_its_capacity_on_every_node_and_leaves_the_others_a
 
 def test_what_is_done_in_the_background_leaves_the_others_their_threads(monkeypatch):
     """It asks several nodes itself, and waits for them."""
-    monkeypatch.setattr(router, "PARALLEL_PEERS", 2)
+    monkeypatch.setattr(parallel, "MAX_PARALLEL", 2)
     with cluster(2) as running:
         client = running.client(SPACE)
         go, done = threading.Event(), threading.Semaphore(0)
 
         def report() -> None:
             assert go.wait(5.0)
-            client._router.ask_all(messages.GetStats(), client._router.deadline(1.0))
+            client.router.ask_all(messages.GetStats(), client.router.deadline(1.0))
             done.release()
 
         for _ in range(2):
-            client._router.in_background(report)
+            client.router.parallel.in_background(report)
         go.set()
         assert done.acquire(timeout=5.0)
         assert done.acquire(timeout=5.0)
 
 
 def test_a_call_does_not_wait_beyond_its_deadline_for_the_threads_of_others(monkeypatch):
-    monkeypatch.setattr(router, "PARALLEL_PEERS", 2)
+    monkeypatch.setattr(parallel, "MAX_PARALLEL", 2)
     with cluster(2) as running:
         client = running.client(SPACE)
         begun, go, late, until_s = threading.Semaphore(0), threading.Event(), [], time.monotonic() + 2.0
@@ -719,7 +734,7 @@ def test_a_call_does_not_wait_beyond_its_deadline_for_the_threads_of_others(monk
             return "came"
 
         def hang_both() -> None:
-            late.append(client._router.in_parallel({"a": hang, "b": hang}, until_s))
+            late.append(client.router.parallel.run({"a": hang, "b": hang}, until_s))
 
         others = threading.Thread(target=hang_both)
         others.start()
@@ -728,7 +743,7 @@ def test_a_call_does_not_wait_beyond_its_deadline_for_the_threads_of_others(monk
             assert begun.acquire(timeout=5.0)
             ran, buffer = [], bytearray(8)
             work = {name: partial(ran.append, memoryview(buffer)) for name in ("c", "d")}
-            answers = client._router.in_parallel(work, time.monotonic() + 0.2)
+            answers = client.router.parallel.run(work, time.monotonic() + 0.2)
             work.clear()
             buffer.append(1)  # nobody holds on to it, although the threads have not found out yet
             assert {type(each) for each in answers.values()} == {PeerUnavailable}
@@ -743,87 +758,53 @@ def test_a_call_does_not_wait_beyond_its_deadline_for_the_threads_of_others(monk
         assert not ran
 
 
-def test_what_an_owner_did_not_hear_takes_no_room_from_other_news(monkeypatch, shm_dir):
-    """A view that changes while an owner is away brings very many keys to announce."""
-    monkeypatch.setattr(node_module, "MAX_UNANNOUNCED_KEYS", 16)
-    config = NodeConfig(node_id="n", storage=StorageConfig(arena_nbytes=64 << 20, shm_dir=shm_dir))
-    node = Node(config, secret=b"", directory=InProcessDirectory(member_timeout_s=5.0))
-    news, unheard = np.ones((40, 2), np.uint64), np.zeros((10, 2), np.uint64)
-
-    def away(*_, **__) -> None:
-        node._to_announce.append(news)
-        raise PeerUnavailable("cut off")
-
-    try:
-        monkeypatch.setattr(node._peers, "ask", away)
-        for _ in range(2):
-            node._announce_to(SimpleNamespace(node_id="o", address="-"), unheard, np.ones(10, np.bool_), None)
-        assert [len(keys) for keys in node._to_announce] == [40, 40]
-        assert [len(keys) for keys in node._unheard] == [10]
-        assert not node.announced
-    finally:
-        node.stop(unlink=True)
+def test_keys_for_an_owner_that_is_away_take_no_room_from_others(monkeypatch):
+    monkeypatch.setattr(announcer, "MAX_RETRIED_KEYS", 16)
+    network = Network()
+    with cluster(3, network=network) as running:
+        running.settle()
+        network.dead.add("node-1")
+        client, node = running.client(SPACE, breaker_s=0.0), running.nodes[0]
+        for part in range(3):
+            put(client, names(60, f"part-{part}"), chained=False)
+            failed = node.stats()["errors"].get("announce", 0)
+            wait_until(lambda failed=failed: node.stats()["errors"].get("announce", 0) > failed)
+        wanted = [name for part in range(3) for name in names(60, f"part-{part}")]
+        ring = client.view().ring
+        owners = [ring.nodes[number] for number in ring.owners(client.keys(wanted))]
+        theirs = [name for name, owner in zip(wanted, owners, strict=True) if owner == "node-2"]
+        reader = running.client(SPACE, node=2, breaker_s=0.0)
+        wait_until(lambda: reader.match(theirs).count == len(theirs) > 20)
+        assert node.stats()["unannounced"] <= len(wanted) - len(theirs)
 
 
-def test_a_node_that_was_out_for_a_while_tells_all_it_has_again():
-    """The others forgot it, and it did not see the view without itself."""
+def test_a_node_that_was_out_for_a_while_announces_all_its_chunks_again(monkeypatch):
+    """The others dropped its locations, and it did not see the view without itself."""
     with cluster(3, member_timeout_s=0.3) as running:
         put(running.client(SPACE, node=2), names(60), chained=False)
         running.settle()
-        node = running.nodes[2]
-        directory = node._directory
+        beat = running.membership.beat
 
-        class Silent:
-            def beat(self, *_):
+        def cut_off(member, *arguments):
+            if member.node_id == "node-2":
                 raise PeerUnavailable("cut off")
+            return beat(member, *arguments)
 
-        node._directory = Silent()
+        monkeypatch.setattr(running.membership, "beat", cut_off)
         wait_until(lambda: all(running.nodes[n].view.member("node-2") is None for n in (0, 1)))
-        node._directory = directory
+        monkeypatch.undo()
         wait_until(lambda: all(running.nodes[n].view.member("node-2") is not None for n in (0, 1)))
         running.settle()
         assert get(running.client(SPACE, node=0), names(60)).prefix == 60
-
-
-def test_a_pin_that_nobody_waits_for_any_more_is_released():
-    async def cancelled(client: raykv.AsyncClient, pinned: threading.Event, go: threading.Event) -> None:
-        waiting = asyncio.create_task(client.pin(["a"]))
-        await asyncio.to_thread(pinned.wait, 5.0)
-        waiting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
-        go.set()
-
-    with cluster(1) as running:
-        client = running.client(SPACE)
-        put(client, ["a"])
-        pinned, go = threading.Event(), threading.Event()
-        slow = raykv.AsyncClient(client)
-        pin = client.pin
-
-        def late(keys, **options):
-            pins = pin(keys, **options)
-            pinned.set()
-            assert go.wait(5.0)
-            return pins
-
-        client.pin = late
-        asyncio.run(cancelled(slow, pinned, go))
-        wait_until(lambda: not running.nodes[0].store.table.columns.pins.any())
 
 
 def test_a_namespace_that_a_node_cannot_name_is_dropped_elsewhere(tmp_path):
     ssd = {"paths": [tmp_path], "capacity_nbytes": "16 MiB", "segment_nbytes": "1 MiB"}
     with cluster(1, ssd=ssd) as running:
         node = running.nodes[0]
-        assert node.namespaces._drop(raykv.Namespace(model="m" * 3000)) == 0
-
-        def adopt(text: bytes, group: bytes = b"") -> int:
-            if not group:  # from a heartbeat
-                raise UsageError("no list of namespaces")
-            return 0
-
-        node._adopt_register = adopt
-        running.client(SPACE).configure(ttl_s=60.0)  # the list comes with a heartbeat
-        wait_until(lambda: node._errors["register"] > 0)
+        long = running.client(raykv.Namespace(model="m" * 3000))
+        assert long.drop_namespace() == 0
+        with pytest.raises(UsageError, match="shorten"):
+            put(long, ["a"])
         assert node.failure is None
+        assert put(running.client(SPACE), ["a"]).stored == 1

@@ -36,11 +36,16 @@ from raykv.types import KeyArray, NodeId
 
 
 class AdminCalls:
-    """The part of `Client` that moves no chunk bytes."""
+    """The part of `Client` that moves no chunk bytes.
+
+    Attributes:
+        namespace: What the chunks were computed under.
+        router: The connections, shared with the clients made by `using`.
+    """
 
     def __init__(self, namespace: Namespace, router: Router) -> None:
         self.namespace = namespace
-        self._digest, self._router = namespace.digest, router
+        self._digest, self.router = namespace.digest, router
 
     @cached_property
     def _group(self) -> QuotaGroup:
@@ -48,7 +53,7 @@ class AdminCalls:
 
     @cached_property
     def _metrics(self) -> ClientMetrics:
-        return self._router.metrics(self._group.digest)
+        return self.router.metrics(self._group.digest)
 
     # -- keys -------------------------------------------------------------------------------------------------------
 
@@ -96,7 +101,7 @@ class AdminCalls:
             ConfigError: A field is wrong or unknown. Names it.
             PeerUnavailable: The directory is away. Nothing was changed.
         """
-        return len(_configure(self._router, self._group, fields, self._router.deadline(timeout_s))[0])
+        return len(_configure(self.router, self._group, fields, self.router.deadline(timeout_s))[0])
 
     def drop_namespace(self, *, timeout_s: float | None = None) -> int:
         """Drop all chunks of this namespace, with all its salts and adapters, on every node and tier; and its config.
@@ -109,7 +114,7 @@ class AdminCalls:
         Raises:
             PeerUnavailable: The directory is away. Nothing was dropped.
         """
-        return _configure(self._router, self._group, None, self._router.deadline(timeout_s))[1]
+        return _configure(self.router, self._group, None, self.router.deadline(timeout_s))[1]
 
     def namespaces(self, *, timeout_s: float | None = None) -> list[dict[str, Any]]:
         """Every namespace that a node knows (without salt and adapter), configured or merely in use.
@@ -120,9 +125,9 @@ class AdminCalls:
             "misses" (by reason) and "get_times", "put_times" (as clients report now and then), "nodes": the same of
             each node, "silent": nodes that did not answer, and why}.
         """
-        deadline_s = self._router.deadline(timeout_s)
-        report(self._router, self.namespace, deadline_s)
-        listed, silent = namespaces(self._router, deadline_s)
+        deadline_s = self.router.deadline(timeout_s)
+        report(self.router, self.namespace, deadline_s)
+        listed, silent = namespaces(self.router, deadline_s)
         return [{**each, "silent": silent} for each in merge_namespaces(listed)]
 
     # -- chunks -----------------------------------------------------------------------------------------------------
@@ -133,7 +138,7 @@ class AdminCalls:
         Pinned chunks are dropped when they are unpinned; copies on nodes that are away stay.
         """
         request = messages.Delete(chunk_keys.to_bytes(self._as_keys(keys)), group=self._group.digest)
-        answers = self._router.ask_all(request, self._router.deadline(timeout_s))
+        answers = self.router.ask_all(request, self.router.deadline(timeout_s))
         return sum(answer.count for answer in answers.values() if isinstance(answer, messages.Count))
 
     def hint(
@@ -180,7 +185,7 @@ class AdminCalls:
         return self._hint(keys, timeout_s, ended=True)
 
     def _hint(self, keys: Keys, timeout_s: float | None, **fields: Any) -> int:
-        router, found = self._router, self._as_keys(keys)
+        router, found = self.router, self._as_keys(keys)
         deadline_s = router.deadline(timeout_s)
 
         def request(places: Sequence[int]) -> messages.Hint:
@@ -209,7 +214,7 @@ class AdminCalls:
         """
         if (keys is None) == (tokens is None):
             raise UsageError("fields 'keys' and 'tokens': give one of them")
-        deadline_s = self._router.deadline(timeout_s)
+        deadline_s = self.router.deadline(timeout_s)
         source: KeySource
         if tokens is not None:
             source = TokenKeys(self.namespace, tokens)
@@ -217,13 +222,13 @@ class AdminCalls:
             source = ArrayKeys(keys)
         else:
             source = NamedKeys(self.namespace, list_of_names(keys))
-        return Inquiry(self._router, self.namespace, source, deadline_s).run()
+        return Inquiry(self.router, self.namespace, source, deadline_s).run()
 
     # -- about ------------------------------------------------------------------------------------------------------
 
     def stats(self, *, timeout_s: float | None = None) -> dict[str, Any]:
         """What every member reports, and the view: {"epoch", "nodes": {node_id: {...} or {"error": ...}}}."""
-        router, deadline_s = self._router, self._router.deadline(timeout_s)
+        router, deadline_s = self.router, self.router.deadline(timeout_s)
         report(router, self.namespace, deadline_s)
         view, answers = router.view(deadline_s), router.ask_all(messages.GetStats(), deadline_s)
         nodes = {
@@ -235,11 +240,11 @@ class AdminCalls:
 
     def view(self) -> View:
         """The members of the cluster, and its ring, as the nearest node knows them now."""
-        return self._router.refresh(self._router.deadline(None))
+        return self.router.refresh(self.router.deadline(None))
 
     def close(self) -> None:
         """Close all connections, also of the clients made by `using`. Leases end."""
-        self._router.close()
+        self.router.close()
 
     def __enter__(self) -> Self:
         return self

@@ -40,9 +40,6 @@ class Client(AdminCalls):
 
     Every method takes a batch. `keys` are an array from `keys` or `chain`, or a list of names. What goes wrong with
     other nodes is a miss, never an exception. A wrong call raises UsageError, which names the field.
-
-    Attributes:
-        namespace: What the chunks were computed under.
     """
 
     def __init__(self, namespace: Namespace, router: Router) -> None:
@@ -53,7 +50,7 @@ class Client(AdminCalls):
 
     def using(self, namespace: Namespace) -> "Client":
         """A client for another namespace over the same connections."""
-        return Client(instance("namespace", namespace, Namespace, "make one with raykv.Namespace(...)"), self._router)
+        return Client(instance("namespace", namespace, Namespace, "make one with raykv.Namespace(...)"), self.router)
 
     # -- reading ----------------------------------------------------------------------------------------------------
 
@@ -78,7 +75,7 @@ class Client(AdminCalls):
         Raises:
             NamespaceMismatch: The ticket was made under another namespace.
         """
-        found, router = self._as_keys(keys), self._router
+        found, router = self._as_keys(keys), self.router
         if router.local is not None and record and router.local.reader.table.recording and len(found):
             self._recorder.record(found, today_s=time.time(), now_s=time.monotonic())
         deadline_s = router.deadline(timeout_s)
@@ -102,7 +99,7 @@ class Client(AdminCalls):
         if low and flag("promote", promote):
             self._fetcher.promote(found[low], [holders[place] for place in low], deadline_s)
         named = tuple(holder for holder in holders[:count] if holder is not None)
-        return Match(count, named, len(low), tuple(nbytes[:count].tolist()))
+        return Match(count, named, len(low), tuple(nbytes[:count].tolist()) if nbytes[:count].any() else ())
 
     def exists(self, keys: Keys, *, timeout_s: float | None = None) -> Bits:
         """Which chunks some node holds, shape [n]. Changes nothing.
@@ -110,11 +107,11 @@ class Client(AdminCalls):
         Args:
             timeout_s: Owners that take longer count as knowing nothing.
         """
-        found, deadline_s = self._as_keys(keys), self._router.deadline(timeout_s)
+        found, deadline_s = self._as_keys(keys), self.router.deadline(timeout_s)
         here: Bits = self._fetcher.lengths(found, deadline_s) > 0
         if not here.all():
             unknown = np.flatnonzero(~here)
-            here[unknown] = self._router.locate(found[unknown], deadline_s, group=self._group.digest).numbers > 0
+            here[unknown] = self.router.locate(found[unknown], deadline_s, group=self._group.digest).numbers > 0
         return here
 
     def get(
@@ -142,7 +139,7 @@ class Client(AdminCalls):
             UsageError: `into` has not one entry a key, or a buffer is read-only or not contiguous.
             NamespaceMismatch: The ticket was made under another namespace.
         """
-        found, router, began_s = self._as_keys(keys), self._router, time.monotonic()
+        found, router, began_s = self._as_keys(keys), self.router, time.monotonic()
         deadline_s = router.deadline(timeout_s)
         if match is not None:
             instance("match", match, Match, "give what match() returned")
@@ -184,8 +181,8 @@ class Client(AdminCalls):
         Raises:
             PeerUnavailable: There is no node on this host, or it is away.
         """
-        found, deadline_s = self._as_keys(keys), self._router.deadline(timeout_s)
-        local, writer = self._router.local, self._router.writer
+        found, deadline_s = self._as_keys(keys), self.router.deadline(timeout_s)
+        local, writer = self.router.local, self.router.writer
         if local is None or writer is None:
             raise PeerUnavailable(_NO_NODE)
         writer.drain(deadline_s)
@@ -202,7 +199,7 @@ class Client(AdminCalls):
 
     def exists_one(self, key: bytes, *, timeout_s: float | None = None) -> bool:
         """Whether some node holds the chunk of one 16-byte key. A microsecond when this host's node does."""
-        local = self._router.local
+        local = self.router.local
         try:
             if local is not None and local.reader.ready_one(key):
                 return True
@@ -225,7 +222,7 @@ class Client(AdminCalls):
         Raises:
             UsageError: The key has not 16 bytes, or `into` is not such a buffer.
         """
-        router = self._router
+        router = self.router
         if router.local is not None and router.config.verify != "always":
             try:
                 if router.local.reader.read_one(key, into):
@@ -268,17 +265,17 @@ class Client(AdminCalls):
 
     def put_many(self, puts: Sequence[Put], *, wait: bool = False, timeout_s: float | None = None) -> PutResult:
         """Store several runs of chunks with one message. Arguments, result and errors as for `put`."""
-        began_s, wait, deadline_s = time.monotonic(), flag("wait", wait), self._router.deadline(timeout_s)
+        began_s, wait, deadline_s = time.monotonic(), flag("wait", wait), self.router.deadline(timeout_s)
         batches: list[tuple[Batch, Values]] = []
         for put in sequence("puts", puts, "give a list of raykv.Put"):
             instance("puts", put, Put, "give a list of raykv.Put")
             batches += batches_of(put, self._as_keys(put.keys))
-        if self._router.writer is not None:
-            result = self._router.writer.put(self._group, batches, wait=wait, deadline_s=deadline_s)
+        if self.router.writer is not None:
+            result = self.router.writer.put(self._group, batches, wait=wait, deadline_s=deadline_s)
         else:
             result = PutResult(0, 0, 0)
             for batch, values in batches:
-                result = sum_of(result, put_remote(self._router, self._group, batch, values, deadline_s))
+                result = sum_of(result, put_remote(self.router, self._group, batch, values, deadline_s))
         self._metrics.puts.add_time(time.monotonic() - began_s)
         return result
 
@@ -307,7 +304,7 @@ class Client(AdminCalls):
         Returns:
             What became of their chunks since the last call. `posted`: chunks without an answer by the deadline.
         """
-        writer, deadline_s = self._router.writer, self._router.deadline(timeout_s)
+        writer, deadline_s = self.router.writer, self.router.deadline(timeout_s)
         return PutResult(0, 0, 0) if writer is None else writer.flush(deadline_s)
 
     def prepare(self, nbytes: int, count: int, *, timeout_s: float | None = None) -> None:
@@ -319,7 +316,7 @@ class Client(AdminCalls):
             UsageError: The size is 0 or larger than an extent, or the count is no number.
         """
         nbytes, count = integer_in("nbytes", nbytes, 1, 1 << 32), integer_in("count", count, 0, 1 << 32)
-        writer, deadline_s = self._router.writer, self._router.deadline(timeout_s)
+        writer, deadline_s = self.router.writer, self.router.deadline(timeout_s)
         if writer is not None:
             writer.prepare(self._group, nbytes, count, deadline_s=deadline_s)
 
@@ -346,7 +343,7 @@ class Client(AdminCalls):
         """
         chained, size = flag("chained", chained), integer_in("nbytes", nbytes, 0, 1 << 62)
         batch = Batch(self._as_keys(keys), size, parent_key(parent), depth_of(depth), chained)
-        writer, deadline_s = self._router.writer, self._router.deadline(timeout_s)
+        writer, deadline_s = self.router.writer, self.router.deadline(timeout_s)
         if writer is None:
             return Reservation(None, LentBatch(self._group, batch, reason=_NO_NODE))
         return writer.reserve(self._group, batch, deadline_s=deadline_s)
@@ -355,7 +352,7 @@ class Client(AdminCalls):
 
     def _add_misses(self, keys: Sequence[bytes], began_s: float) -> None:
         """Count chunks that a call, which began then, did not get. Now and then a report goes to a node."""
-        router, now_s = self._router, time.monotonic()
+        router, now_s = self.router, time.monotonic()
         reasons: Counter[str] = Counter()
         absent = []
         for key in keys:

@@ -49,6 +49,10 @@ class SlotSupply:
         self._pools, self._requests, self._opened = {}, {}, set()
         return link
 
+    def slots(self) -> list[Slot]:
+        """The slots at hand."""
+        return [slot for pool in self._pools.values() for slot in pool.slots]
+
     def knows(self, group: QuotaGroup) -> bool:
         """Whether the node of this connection knows the quota group."""
         return group.digest in self._opened
@@ -190,8 +194,7 @@ class SlotSupply:
         if now_s < self._idle_check_s + POOL_IDLE_S or not self.pipeline.has_room_locked(0):
             return
         self._idle_check_s = now_s
-        slots = [slot for pool in self._pools.values() for slot in pool.pop_surplus(now_s - POOL_IDLE_S)]
-        self.give_back_locked(slots)
+        self.give_back_locked([slot for pool in self._pools.values() for slot in pool.pop_surplus(now_s - POOL_IDLE_S)])
 
     def give_back_locked(self, slots: Sequence[Slot]) -> None:
         """Return slots to the node, without waiting. Not when the connection breaks: then they are gone anyway."""

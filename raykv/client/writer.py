@@ -38,7 +38,11 @@ _UNAVAILABLE: Final = (TransientError, CapacityError, LostError)
 
 
 class Writer:
-    """Stores chunks of one process in the node of its host. Thread-safe."""
+    """Stores chunks of one process in the node of its host. Thread-safe.
+
+    Attributes:
+        supply: The slots at hand.
+    """
 
     def __init__(self, local: LocalConnection, threads: CopyThreads, *, retry_s: float) -> None:
         """Connect at first use.
@@ -48,8 +52,8 @@ class Writer:
             retry_s: After a failure no new connection is tried for this long.
         """
         self._local, self._threads = local, threads
-        self._supply = SlotSupply(local, retry_s=retry_s)
-        self._pipeline = self._supply.pipeline
+        self.supply = SlotSupply(local, retry_s=retry_s)
+        self._pipeline = self.supply.pipeline
         self._results = PostedResults()
         self._unanswered: set[PendingCommit] = set()
         drop_after_fork(self)
@@ -90,7 +94,7 @@ class Writer:
             self._require_size(batch.nbytes)
         connected, life = self._pipeline.connected, self._pipeline.life
         result = self._put_once(group, batches, wait=wait, deadline_s=deadline_s)
-        stale = connected and (life != self._pipeline.life or not self._supply.knows(group))
+        stale = connected and (life != self._pipeline.life or not self.supply.knows(group))
         if result.skipped and stale and time.monotonic() < deadline_s:  # the node was restarted, say
             again = self._put_once(group, batches, wait=wait, deadline_s=deadline_s)
             ours = max(0, again.existed - result.existed)  # stored by the first attempt, whose answer was lost
@@ -114,7 +118,7 @@ class Writer:
                 if not isinstance(error, Exception):
                     self._pipeline.drop_locked("a put was interrupted")
                 for lent in every:
-                    self._supply.put_back_locked(lent, lent.slots)
+                    self.supply.put_back_locked(lent, lent.slots)
             raise
         result = PutResult(0, 0, 0)
         for lent in every:
@@ -127,7 +131,7 @@ class Writer:
         lent = LentBatch(group, batch, existed=len(batch.keys) - len(missing))
         try:
             if missing:
-                self._supply.pop(lent, len(missing), deadline_s)
+                self.supply.pop(lent, len(missing), deadline_s)
         except _UNAVAILABLE as error:
             lent.reason = str(error)
         lent.positions = missing[: len(lent.slots)]
@@ -158,7 +162,7 @@ class Writer:
         current = [each for each in filled if each.lent.life == life]
         lost = sum(len(each.lent.slots) for each in filled) - sum(len(each.lent.slots) for each in current)
         result = PutResult(0, 0, lost, "the connection that lent the slots broke" if lost else "")
-        commit = PendingCommit(self._supply, group, current)
+        commit = PendingCommit(self.supply, group, current)
         if not wait:
             commit.results = self._results
         posted = self._post(commit, life, max(deadline_s, time.monotonic() + LATE_S))
@@ -204,7 +208,7 @@ class Writer:
 
     def lease_valid(self, lent: LentBatch, deadline_s: float) -> bool:
         """Whether slots may be written to for some seconds more. Asks the node if its last answer is old."""
-        return self._supply.lease_valid(lent, deadline_s)
+        return self.supply.lease_valid(lent, deadline_s)
 
     def commit_lent(self, lent: LentBatch, *, deadline_s: float) -> PutResult:
         """Commit slots that the caller has filled."""
@@ -213,7 +217,7 @@ class Writer:
 
     def give_back(self, lent: LentBatch, *, deadline_s: float) -> None:
         """Return slots to the node. Without an answer by the deadline, that happens later."""
-        self._supply.give_back(lent, deadline_s)
+        self.supply.give_back(lent, deadline_s)
 
     def prepare(self, group: QuotaGroup, nbytes: int, count: int, *, deadline_s: float) -> None:
         """Request slots for `count` chunks that will be stored soon, and do not wait for them.
@@ -223,7 +227,7 @@ class Writer:
             UsageError: The size does not fit an extent.
         """
         self._require_size(nbytes)
-        self._supply.prepare(group, nbytes, count, deadline_s)
+        self.supply.prepare(group, nbytes, count, deadline_s)
 
     # -- posted chunks ----------------------------------------------------------------------------------------------
 
@@ -244,4 +248,4 @@ class Writer:
 
     def close(self) -> None:
         """Give all slots back, and close the connection."""
-        self._supply.close(time.monotonic() + CLOSE_S)
+        self.supply.close(time.monotonic() + CLOSE_S)
