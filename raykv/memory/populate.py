@@ -1,10 +1,11 @@
 """Taking real memory for the arena and the table before it is needed.
 
-A file in shared memory has no memory until its first touch, and a touch when there is none kills the process.
-So an extent is populated before its first use: ahead of need by `Populator.step` on a thread of the background, or at
-once, in small pages, when a writer needs it. `Slots` keeps which extents are populated, unpopulated or failed.
+A file in shared memory has no memory until its first touch, and a touch when there is none kills the process. So an
+extent is populated before its first use: ahead of need by `Populator.step` on a background thread, or at once, in small
+pages, when a writer needs it. `Slots` knows which extents are populated, unpopulated or failed.
 """
 
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Final
@@ -25,9 +26,9 @@ class Populator:
     """Takes real memory for extents and rows.
 
     Attributes:
-        on_populated: Called with (offset, nbytes) of each extent that got memory, before its first use: the place to
-            register it with a NIC or a GPU. Called by the thread of `step`, or by a writer under the node's lock.
-        populated_nbytes: Bytes of extents that got memory in this process.
+        on_populated: Called once with (offset, nbytes) of each extent that got memory, before its first use: the place
+            to register it with a NIC or a GPU. Called by the thread of `step`, or by a writer under the node's lock.
+            Extents that serve since an earlier process have memory already: see `Table.extent_slots`.
     """
 
     def __init__(self, arena: SharedMemory, table: Table, slots: Slots, free_rows: FreeRows) -> None:
@@ -36,7 +37,8 @@ class Populator:
         self._ahead_nbytes = min(AHEAD_NBYTES, arena.nbytes // AHEAD_SHARE)
         slots.populate = self.populate_now
         self.on_populated: list[Callable[[int, int], None]] = []
-        self.populated_nbytes = 0
+        self._announced: set[int] = set()
+        self._announcing = threading.Lock()  # `step` and a writer may populate the same extent
 
     def populate_now(self, extent: int) -> bool:
         """Take memory for an extent that a writer waits for. False: there is none."""
@@ -87,7 +89,9 @@ class Populator:
         nbytes = self._table.extent_nbytes
         if not self._arena.populate(extent * nbytes, nbytes, hurry=hurry):
             return False
-        self.populated_nbytes += nbytes
-        for hook in self.on_populated:
-            hook(extent * nbytes, nbytes)
+        with self._announcing:
+            if extent not in self._announced:
+                self._announced.add(extent)
+                for hook in self.on_populated:
+                    hook(extent * nbytes, nbytes)
         return True

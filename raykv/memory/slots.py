@@ -37,8 +37,8 @@ class Places(NamedTuple):
         steps: Pages of the slot; 0 in a free extent. One entry when all are the same.
     """
 
-    numbers: Pages
-    extents: Pages
+    numbers: npt.NDArray[np.intp]
+    extents: npt.NDArray[np.intp]
     starts: Pages
     steps: Pages
 
@@ -47,11 +47,12 @@ def slot_places(pages: Pages, extent_slots: npt.NDArray[np.uint32], extent_nbyte
     """The slots that begin at these pages."""
     extent_pages = np.uint32(extent_nbytes // SLOT_ALIGNMENT_NBYTES)
     extents = pages // extent_pages
-    starts = extents * extent_pages
-    steps = extent_slots[extents] // np.uint32(SLOT_ALIGNMENT_NBYTES)
+    starts, extents_at = extents * extent_pages, extents.astype(np.intp)  # numpy indexes faster by its own type
+    steps = extent_slots[extents_at] // np.uint32(SLOT_ALIGNMENT_NBYTES)
     if steps.size and (steps == steps[0]).all():
         steps = steps[:1]  # division by one number is ten times quicker
-    return Places(starts + (pages - starts) // np.maximum(steps, np.uint32(1)), extents, starts, steps)
+    numbers = starts + (pages - starts) // np.maximum(steps, np.uint32(1))
+    return Places(numbers.astype(np.intp), extents_at, starts, steps)
 
 
 class Slots:
@@ -102,9 +103,7 @@ class Slots:
         places = slot_places(pages[rows], self._extent_slots, self._extent_nbytes)
         self._row_at[places.numbers] = rows + np.int32(1)
         used = np.bincount(places.extents, minlength=len(self._extent_slots))
-        fresh_of = np.zeros(len(self._extent_slots), np.uint32)  # of the same type: else numpy is ten times slower
-        np.maximum.at(fresh_of, places.extents, places.numbers - places.starts + np.uint32(1))
-        self._fresh[:] = fresh_of
+        np.maximum.at(self._fresh, places.extents, places.numbers - places.starts + 1)
         sizes = self._extent_slots.tolist()
         for extent, (size, busy, fresh) in enumerate(zip(sizes, used.tolist(), self._fresh.tolist(), strict=True)):
             if not busy:
@@ -158,7 +157,7 @@ class Slots:
         """Give slots back."""
         places = slot_places(pages, self._extent_slots, self._extent_nbytes)
         order = np.argsort(places.extents, kind="stable")
-        numbers, extents = places.numbers[order].astype(np.int64), places.extents[order].astype(np.int64)
+        numbers, extents = places.numbers[order], places.extents[order]
         self._row_at[numbers] = 0
         which, first, counts = np.unique(extents, return_index=True, return_counts=True)
         above = np.arange(len(pages)) - np.repeat(first, counts) + self._stacked[extents]

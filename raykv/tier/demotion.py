@@ -18,7 +18,7 @@ from raykv.protocol.reasons import Reason
 from raykv.storage.store import Store
 from raykv.tier.admission import Admission
 from raykv.tier.base import Chunk, Tier, Written
-from raykv.tier.segments.format import raw_keys
+from raykv.tier.segments.format import key_array, raw_keys
 from raykv.types import KeyArray, Rows
 
 AHEAD_SHARE: Final = 0.125
@@ -37,8 +37,15 @@ class Demotion:
         demoted: Chunks that a tier wrote.
     """
 
-    def __init__(self, store: Store, lock: threading.Lock, tiers: Sequence[Tier], changed: Callable[[], None]) -> None:
-        self._store, self._lock, self._tiers, self._changed = store, lock, tiers, changed
+    def __init__(
+        self, store: Store, lock: threading.Lock, tiers: Sequence[Tier], written: Callable[[KeyArray], None]
+    ) -> None:
+        """Begin.
+
+        Args:
+            written: Called with keys that a tier has written, without a lock.
+        """
+        self._store, self._lock, self._tiers, self._on_written = store, lock, tiers, written
         now_s = time.monotonic()
         self._admissions = [Admission(tier.write_nbytes_per_day, now_s=now_s) for tier in tiers]
         self._writing = 0  # chunks
@@ -72,7 +79,7 @@ class Demotion:
             rows, priority = rows[may], None if priority is None else priority[may]
             keys = np.stack([columns.key_hi[rows], columns.key_lo[rows]], axis=1)
             parents = live_parents(columns, rows)
-            parent_reads = np.where(parents >= 0, columns.frequency[parents], 0).astype(np.int64)
+            parent_reads = np.where(parents >= 0, columns.frequency[np.maximum(parents, 0)], 0).astype(np.int64)
             sizes = store.allocator.slot_sizes(rows)
             # A chunk that was evicted once, and was stored again since, was asked for twice.
             evicted_before = store.eviction_log.find(keys).reasons == Reason.EVICTED
@@ -135,7 +142,7 @@ class Demotion:
         def done(chunks: Sequence[Chunk], written: Sequence[bool]) -> None:
             self._unpin(rows[: len(chunks)])
             self.demoted += sum(written)
-            self._changed()
+            self._on_written(key_array([chunk.key for chunk in chunks]))
 
         return done
 

@@ -39,7 +39,8 @@ class TierMover:
             changed: Called when there are chunks to announce.
         """
         self.tiers, self._store, self._lock = tuple(tiers), store, lock
-        self.demotion = Demotion(store, lock, self.tiers, changed)
+        self._changed = changed
+        self.demotion = Demotion(store, lock, self.tiers, self._on_written)
         self.promotion = Promotion(store, lock, self.tiers, changed)
         self.demote, self.barring = self.demotion.demote, self.demotion.barring
         self.promote, self.give_up = self.promotion.promote, self.promotion.give_up
@@ -56,6 +57,10 @@ class TierMover:
     @property
     def writing(self) -> bool:
         return self.demotion.writing
+
+    def _on_written(self, keys: KeyArray) -> None:
+        self.drop_outdated(keys)  # their expiry may have changed meanwhile
+        self._changed()
 
     # -- content ----------------------------------------------------------------------------------------------------
 

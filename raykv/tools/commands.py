@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from raykv import connect
-from raykv.client.admin import gathered
+from raykv.client.admin import merge_namespaces
 from raykv.client.client import Client
 from raykv.config import GIB, MIB, ClientConfig
 from raykv.errors import RayKVError, UsageError
@@ -147,7 +147,7 @@ def namespace_lines(found: list[dict[str, Any]]) -> list[str]:
 def status_lines(nodes: Mapping[str, Any]) -> list[str]:
     """The namespaces in the stats of nodes, for people."""
     by_node = {name: node["namespaces"] for name, node in nodes.items() if "namespaces" in node}
-    lines = namespace_lines(gathered(by_node))
+    lines = namespace_lines(merge_namespaces(by_node))
     return ["namespaces:", *lines] if lines else []
 
 

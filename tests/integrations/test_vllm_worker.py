@@ -2,10 +2,7 @@
 
 import json
 import os
-import secrets
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,13 +23,13 @@ from raykv.integrations.vllm.stats import RayKVStats  # noqa: E402
 from raykv.integrations.vllm.worker import WorkerSide  # noqa: E402
 from raykv.protocol.namespace import Namespace  # noqa: E402
 from raykv.types import Match  # noqa: E402
+from tests.support.nodes import NODE, SECRET, run  # noqa: E402
 
 pytestmark = pytest.mark.vllm
 
 NAMES = [f"chunk {number}".encode() for number in range(6)]
 NAMESPACE = Namespace(model="toy", chunk_tokens=4)
 BLOCKS = 20
-NODE = Path(__file__).parents[2] / "benchmarks" / "systems" / "raykv_node.py"
 WAIT_S = 20.0
 
 
@@ -211,15 +208,12 @@ def test_a_dead_node_skips_chunks_and_says_why(cluster: raykv.EmbeddedCluster, b
 def node(shm_dir: Path) -> Iterator[tuple[str, int]]:
     """Address and process id of a node in another process."""
     fields = {"node_id": "n", "cluster": "t", "storage": {"arena_nbytes": "64 MiB", "shm_dir": str(shm_dir)}}
-    command = [sys.executable, "-P", str(NODE), json.dumps(fields), secrets.token_hex(32)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdin is not None
+    with run(NODE, json.dumps(fields), SECRET) as process:
         assert process.stdout is not None
         assert process.stdout.readline(), "the node did not start"
         yield f"unix:{shm_dir}/raykv-t-n.sock", process.pid
         os.kill(process.pid, signal.SIGCONT)
-        process.stdin.close()
-        process.wait(WAIT_S)
+        process.communicate(timeout=WAIT_S)
 
 
 def test_a_stopped_node_holds_no_step_up_and_is_used_again(node: tuple[str, int], benches: list[Bench]):
@@ -287,7 +281,7 @@ def test_a_device_stores_in_batches_that_continue_a_chain(
 def test_cached_chunks_are_not_stored_when_nobody_says_in_time_who_holds_them(
     cluster: raykv.EmbeddedCluster, benches: list[Bench], monkeypatch: pytest.MonkeyPatch
 ):
-    bench = Bench(lambda: cluster.client(NAMESPACE))
+    bench = Bench(lambda: cluster.client(NAMESPACE), store_timeout_s=1.0)
     benches.append(bench)
     calls = recorded_puts(monkeypatch)
     bench.clock.per_look_s = 1.0

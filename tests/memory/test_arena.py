@@ -59,7 +59,7 @@ def test_a_file_that_exists_is_not_made_again(shm_dir):
     assert (shm_dir / "file").read_bytes() == b"precious"
 
 
-def test_what_is_not_there_cannot_be_attached(shm_dir):
+def test_a_missing_file_cannot_be_attached(shm_dir):
     (shm_dir / "empty").touch()
     for name in ("missing", "empty", "."):
         with pytest.raises(LostError):

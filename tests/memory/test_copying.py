@@ -75,7 +75,7 @@ def test_gather_hashed_copies_and_hashes(rng, stream):
         assert room[:before] + room[before + nbytes :] == b"\xaa" * (before + behind)
 
 
-def test_helpers_are_called_for_what_is_worth_it(loops):
+def test_helpers_are_called_for_large_batches(loops):
     threads = CopyThreads(4)
     jobs: list[object] = []
     threads._start, threads._jobs = lambda wanted: None, SimpleNamespace(put=jobs.append)
@@ -122,7 +122,7 @@ class Helpers:
 
 @pytest.mark.parametrize("loops", ["compiled"], indirect=True)
 def test_a_helper_takes_each_chunk_once_or_comes_too_late(rng, loops):
-    for number in range(200):
+    for number in range(80):
         slots, values, checksums = batch(rng, rng.randrange(1, 40), rng.choice([241, 5000, 100_000]))
         helpers = Helpers(rng.randrange(4))
         native.fill(slots, values, checksums, bool(number % 2), helpers)
@@ -244,7 +244,7 @@ def test_byte_views_are_taken_as_they_are_and_everything_else_is_made_one(rng):
     assert all_byte_views([memoryview(b"abc")], "values", writable=False)[1] == [3]
 
 
-def test_views_that_will_not_do_are_named():
+def test_views_that_cannot_be_used_are_named():
     let_go = memoryview(bytearray(9))
     let_go.release()
     for bad in (memoryview(b"abc"), b"abc", memoryview(bytearray(8))[::2], let_go, 5, None):

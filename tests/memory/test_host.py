@@ -51,7 +51,7 @@ def test_an_eighth_is_left_of_host_container_and_file_system(
     assert has_to_spare(None, tmp_path) == (enough or free < 4 * GIB)
 
 
-def test_where_it_cannot_be_told_nothing_is_spared(tmp_path):
+def test_where_the_host_does_not_say_nothing_is_spared(tmp_path):
     assert not has_to_spare(None, tmp_path)
     say(tmp_path, {"proc/meminfo": meminfo(64 * GIB, 32 * GIB)})
     assert has_to_spare(None, tmp_path)

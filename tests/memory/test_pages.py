@@ -70,7 +70,7 @@ def test_files_of_any_size_are_mapped_where_huge_pages_fit(shm_dir, nbytes, writ
     memory.close()
 
 
-def test_a_mapping_goes_with_the_last_that_needs_it(shm_dir):
+def test_a_mapping_ends_with_its_last_user(shm_dir):
     def mappings() -> int:
         return Path("/proc/self/maps").read_text().count(str(shm_dir / "file"))
 
@@ -103,7 +103,7 @@ def test_memory_comes_in_huge_pages_without_any_setting(shm_dir, named):
 
 
 @needs_collapse
-def test_who_is_in_a_hurry_gets_small_pages_that_may_become_huge_later(shm_dir):
+def test_a_hurry_takes_small_pages_that_may_become_huge_later(shm_dir):
     memory = SharedMemory.create(shm_dir / "file", 4 * HUGE, huge_pages="try")
     assert memory.populate(0, 4 * HUGE, hurry=True)
     assert blocks(memory) == 4 * HUGE
@@ -185,7 +185,7 @@ def test_a_kernel_that_collapses_nothing_gives_huge_pages_by_fault_if_the_mount_
     made.close()
 
 
-def test_what_a_mount_says_about_huge_pages(mount, tmp_path):
+def test_the_setting_of_a_mount_for_huge_pages(mount, tmp_path):
     def grant(directory: Path | None, overall: str = "advise") -> str:
         (tmp_path / "shmem_enabled").write_text(f"always [{overall}] never\n")
         fd = os.memfd_create("x") if directory is None else os.open(directory, os.O_RDONLY)
@@ -201,7 +201,7 @@ def test_what_a_mount_says_about_huge_pages(mount, tmp_path):
     assert pages.grant_of(0, thp=tmp_path / "missing") == "never"
 
 
-def test_required_huge_pages_that_are_not_to_be_had_are_refused(shm_dir, monkeypatch):
+def test_required_huge_pages_that_the_kernel_does_not_give_are_refused(shm_dir, monkeypatch):
     config = StorageConfig(
         arena_nbytes=4 * HUGE, extent_nbytes=HUGE, max_chunks=64, shm_dir=shm_dir, huge_pages="require"
     )
@@ -257,7 +257,7 @@ def test_a_hugetlbfs_with_pages_holds_arena_and_table(mount):
         store.close()
 
 
-def test_the_pool_as_the_kernel_tells_it(tmp_path):
+def test_the_pool_of_huge_pages_in_sysfs(tmp_path):
     pool = tmp_path / "kernel/mm/hugepages/hugepages-2048kB"
     assert pages.hugetlb_free_nbytes(2 * MIB, sys=tmp_path) == 0
     pool.mkdir(parents=True)

@@ -71,7 +71,7 @@ def test_some_extents_are_populated_ahead_and_all_when_nobody_writes():
     assert memory.populator.due
     assert memory.step_all(quiet=False) == 1
     assert memory.step_all(quiet=True) == EXTENTS - ahead - 1
-    assert memory.taken() == EXTENTS * EXTENT_NBYTES == memory.populator.populated_nbytes
+    assert memory.taken() == EXTENTS * EXTENT_NBYTES
     assert memory.slots.first_unpopulated() == memory.slots.first_failed() == -1
 
 
@@ -87,7 +87,7 @@ def test_each_extent_is_announced_once_before_its_first_use():
     assert sorted(memory.hooked) == [(extent * EXTENT_NBYTES, EXTENT_NBYTES) for extent in range(EXTENTS)]
 
 
-def test_an_extent_that_was_claimed_meanwhile_stays_claimed(monkeypatch):
+def test_an_extent_that_was_claimed_meanwhile_stays_claimed_and_is_announced_once(monkeypatch):
     memory = Memory()
     extent, take = memory.slots.first_unpopulated(), memory.arena.populate
 
@@ -100,6 +100,7 @@ def test_an_extent_that_was_claimed_meanwhile_stays_claimed(monkeypatch):
     assert memory.populator.step(LOCK, quiet=False)
     assert memory.slots.free_populated_nbytes == 0
     assert memory.slots.used(np.array([extent])).tolist() == [1]
+    assert memory.hooked == [(extent * EXTENT_NBYTES, EXTENT_NBYTES)]
 
 
 def test_the_lock_is_free_while_memory_is_taken(monkeypatch):

@@ -4,13 +4,16 @@ import socket
 import struct
 import threading
 import time
+from itertools import pairwise
 
 import pytest
 import xxhash
 
 from raykv.memory import native
 
-pytestmark = pytest.mark.skipif(native.receive is None, reason="the compiled loops were not built, or RAYKV_NATIVE is 0")
+pytestmark = pytest.mark.skipif(
+    native.receive is None, reason="the compiled loops were not built, or RAYKV_NATIVE is 0"
+)
 
 FULL, LATE, CLOSED = 0, 1, 2
 
@@ -30,7 +33,7 @@ def targets(rng, sizes: list[int]) -> list[list[bytearray]]:
     chunks = []
     for size in sizes:
         cuts = [0, *sorted(rng.randrange(size + 1) for _ in range(rng.randrange(3))), size]
-        chunks.append([bytearray(end - first) for first, end in zip(cuts, cuts[1:], strict=False)])
+        chunks.append([bytearray(end - first) for first, end in pairwise(cuts)])
     return chunks
 
 

@@ -126,7 +126,7 @@ def test_a_repeated_key_is_found_each_time():
     assert made.find(keys_of([5, 6, 5])).tolist() == [3, -1, 3]
 
 
-def test_what_is_being_written_or_has_expired_is_not_ready():
+def test_odd_generations_and_expired_rows_are_not_ready():
     made = table()
     made.insert(keys_of([1, 2, 3, 4]), np.arange(4, dtype=np.int32))
     made.columns.generation[:4] = [1, 2, 2, 0]

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from raykv.embedded import InProcessMembership
+from raykv.errors import PeerUnavailable
 from raykv.node.node import Node
 from raykv.protocol import messages
 from raykv.protocol.chunk_keys import KEY_NBYTES
@@ -51,12 +52,13 @@ class Nodes:
         assert not done.problem
         peer.close()
 
+    def owner(self, name: str) -> str:
+        view = next(iter(self.by_name.values())).view
+        return view.ring.owner(int.from_bytes(keys_of([name])[: KEY_NBYTES // 2], "little"))
+
     def located(self, name: str) -> tuple[tuple[str, ...], int]:
         """Holders and length of a chunk, as its owner knows them."""
-        key = keys_of([name])
-        view = next(iter(self.by_name.values())).view
-        owner = view.ring.owner(int.from_bytes(key[: KEY_NBYTES // 2], "little"))
-        found = Peer(self.by_name[owner]).ask(messages.Locate(key))
+        found = Peer(self.by_name[self.owner(name)]).ask(messages.Locate(keys_of([name])))
         (place,) = np.frombuffer(found.places, "<i4").tolist()
         lengths = np.frombuffer(found.nbytes, "<u4").tolist()
         return (found.choices[place], lengths[0]) if place >= 0 else ((), 0)
@@ -125,3 +127,39 @@ def test_lost_messages_cost_time_and_nothing_else(nodes: Nodes):
         nodes.put("abc"[number % 3], [name])
     nodes.settle()
     assert [nodes.located(name)[0] for name in NAMES] == [("abc"[number % 3],) for number in range(len(NAMES))]
+
+
+def test_keys_of_an_owner_that_does_not_answer_are_bounded_and_delay_nobody(nodes: Nodes, monkeypatch):
+    monkeypatch.setattr("raykv.node.announcer.MAX_RETRIED_KEYS", 16)
+    nodes.start("a", "b", "c")
+    nodes.network.dead.add("b")
+    many = [f"many-{number}" for number in range(500)]
+    for start in range(0, 500, 100):
+        nodes.put("a", many[start : start + 100])
+    a = nodes.by_name["a"]
+    others = [name for name in many if nodes.owner(name) != "b"]
+    assert 100 < len(others) < 400
+    wait_until(lambda: all(nodes.located(name)[0] == ("a",) for name in others))
+    wait_until(lambda: a.stats()["errors"].get("announce", 0) > 0 and a.stats()["unannounced"] <= 16)
+    nodes.network.dead.discard("b")
+    nodes.settle()
+
+
+def test_a_node_that_was_out_of_the_view_announces_everything_again(nodes: Nodes, monkeypatch):
+    """The others dropped what it held, and it did not see the view without itself."""
+    nodes.start("a", "b", "c")
+    nodes.put("c", NAMES)
+    nodes.settle()
+    beat = nodes.membership.beat
+
+    def without_c(member, *rest):
+        if member.node_id == "c":
+            raise PeerUnavailable("cut off")
+        return beat(member, *rest)
+
+    monkeypatch.setattr(nodes.membership, "beat", without_c)
+    wait_until(lambda: all(nodes.by_name[name].view.member("c") is None for name in "ab"))
+    monkeypatch.undo()
+    wait_until(lambda: all(nodes.by_name[name].view.member("c") is not None for name in "ab"))
+    nodes.settle()
+    assert {nodes.located(name) for name in NAMES} == {(("c",), PAGE)}

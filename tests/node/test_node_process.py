@@ -85,7 +85,7 @@ def test_a_stopped_node_costs_the_deadline_and_local_reads_nothing(node):
         os.waitpid(node.process.pid, os.WUNTRACED)  # until it has stopped
         began_s = time.monotonic()
         assert not any(get(remote, names(5)))
-        new = names(600, "new")
+        new = names(200, "new")  # together they fit the arena: nothing is evicted for them later
         first = put(client, new[:1])
         assert (first.stored, first.posted + first.skipped) == (0, 1), "its commit waits for the node"
         assert put(client, new).skipped > 0

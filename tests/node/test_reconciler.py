@@ -12,7 +12,9 @@ from raykv.membership.namespace_registry import NamespaceRegistry
 from raykv.node.namespace_reconciler import registry_paths
 from raykv.protocol import messages
 from raykv.protocol.namespace import Namespace
+from raykv.tier.registry import register_tier
 from tests.support.nodes import Peer, make_node, running_node
+from tests.support.toy_tier import ToyTier
 
 MINE = raykv.Namespace(model="mine")
 
@@ -183,3 +185,15 @@ def test_numbers_of_dropped_namespaces_are_used_again():
         peer.ask(messages.Configure(json_of(Namespace(model="m7")), drop=True))
         peer.ask(messages.OpenNamespace(json_of(MINE)))
         assert peer.ask(messages.Lend(5000, 1, group=MINE.group.digest)).rows
+
+
+def test_a_namespace_that_a_node_cannot_name_does_not_stop_its_drop_elsewhere(caplog):
+    register_tier("toy", ToyTier)
+    node = make_node(storage={"tiers": {"toy": {}}})
+    made, long = NamespaceRegistry(), Namespace(model="m" * 3000)
+    made.drop(long, now_ns=5)
+    node.reconciler.adopt(made.encode())
+    assert node.reconciler.dropped_chunks(long.digest) == 0
+    assert "cannot be dropped here" in caplog.text
+    node.mover.close()
+    node.store.close()

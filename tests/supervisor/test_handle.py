@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from raykv.memory import native
 from raykv.protocol import messages
 from raykv.supervisor.handle import NodeHandle
 from raykv.supervisor.process import CONFIG_STATUS
+from raykv.transport.link import SocketLink
 from raykv.types import NodeId
 from tests.support.load import Load
 from tests.support.nodes import SECRET, SPACE, get, names, put, wait_until
@@ -293,12 +295,10 @@ def test_requests_are_recorded_over_it(made):
     requests, left_out = made.node.record_trace(True)
     assert left_out == 0
     assert [len(each.keys) for each in requests[:3]] == [200] * 3
-    with made.client(local=False) as far, pytest.raises(UsageError, match="this host"):
-        far._router.peers.ask(
-            made.node.stats()["address"],
-            lambda link: link.call(messages.FetchTrace(True), deadline_s=time.monotonic() + 5.0),
-            deadline_s=time.monotonic() + 5.0,
-        )
+    deadline_s = time.monotonic() + 5.0
+    far = SocketLink.connect(made.node.stats()["address"], bytes.fromhex(SECRET), deadline_s=deadline_s)
+    with closing(far), pytest.raises(UsageError, match="this host"):
+        far.call(messages.FetchTrace(True), deadline_s=deadline_s)
     made.node.record_trace(False)
     with made.client() as client:
         client.match(["not recorded"])

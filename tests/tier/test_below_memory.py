@@ -1,9 +1,8 @@
 """Nodes with an SSD below their memory, through their sockets and on a real disk."""
 
-import hashlib
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +10,19 @@ import pytest
 
 import raykv
 from raykv.embedded import EmbeddedCluster
-
-SPACE = raykv.Namespace(model="m")
-NBYTES = 50_000
-MIB = 1 << 20
-
-
-def content(name: str) -> bytes:
-    return hashlib.shake_128(name.encode()).digest(NBYTES)
-
-
-def names(count: int, prefix: str = "chunk") -> list[str]:
-    return [f"{prefix}-{number}" for number in range(count)]
+from tests.support.tier_clusters import (
+    MIB,
+    NBYTES,
+    SPACE,
+    content,
+    get,
+    names,
+    push_out,
+    put,
+    sink,
+    ssd_of,
+    wait_until,
+)
 
 
 def cluster_on(path: Path, nodes: int = 1, **storage: Any) -> EmbeddedCluster:
@@ -36,64 +36,11 @@ def cluster(tmp_path: Path) -> Iterator[EmbeddedCluster]:
         yield made
 
 
-def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = 20.0) -> None:
-    until_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < until_s, f"never: {what}"
-        time.sleep(0.01)
-
-
-def ssd_of(cluster: EmbeddedCluster, node: int = 0) -> dict[str, Any]:
-    return cluster.nodes[node].stats()["tiers"]["ssd"]
-
-
-def put(client: raykv.Client, some: list[str], **options: Any) -> int:
-    return client.put(some, [content(name) for name in some], **options).stored
-
-
-def get(client: raykv.Client, some: list[str]) -> int:
-    """How many leading chunks come, all right."""
-    into = [bytearray(NBYTES) for _ in some]
-    got = client.get(some, into)
-    assert all(into[n] == content(some[n]) for n, hit in enumerate(got.hits) if hit)
-    return got.prefix
-
-
-def sink(cluster: EmbeddedCluster, client: raykv.Client, some: list[str]) -> None:
-    """Store and read chunks, and push them out of memory by others, until all are on the SSD and none in memory."""
-    for start in range(0, len(some), 5):
-        put(client, some[start : start + 5])
-        assert get(client, some[start : start + 5]) == len(some[start : start + 5])
-    push_out(cluster, client, some)
-
-
-def push_out(cluster: EmbeddedCluster, client: raykv.Client, some: list[str]) -> None:
-    """The same with what is there."""
-    node, keys = cluster.nodes[0], client.keys(some)
-    until_s = time.monotonic() + 30.0
-    number = 0
-    while True:
-        client.flush()
-        in_memory = node.store.table.find_ready(keys, 1)[0] >= 0
-        below = node.tiers.has(keys)
-        if below.all() and not in_memory.any():
-            break
-        assert time.monotonic() < until_s, (in_memory, below)
-        for name in (some[place] for place in range(len(some)) if not (below[place] or in_memory[place])):
-            # Evicted before it was written down, as may happen on a busy machine: it is computed again.
-            put(client, [name], chained=False)
-            assert get(client, [name]) == 1
-        put(client, names(3, f"filler-{until_s}-{number}"), chained=False)
-        number += 1
-        time.sleep(0.01)
-    cluster.settle()
-
-
 @pytest.mark.slow
 def test_what_left_memory_is_read_from_the_ssd_here_and_from_elsewhere(cluster):
     here, there = cluster.client(SPACE), cluster.client(SPACE, node=1)
     sink(cluster, here, names(30))
-    wait_until(lambda: here.match(names(30)).soon == 30, "its owner knows that it is cold")
+    wait_until(lambda: here.match(names(30)).below_memory == 30, "its owner knows that they are below memory")
     assert there.match(names(30)).count == 30
     assert get(here, names(30)) == 30
     assert here.match(names(30)).count == 30
@@ -114,35 +61,27 @@ def test_what_left_memory_is_read_from_the_ssd_here_and_from_elsewhere(cluster):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 66])
-def test_what_others_bring_up_in_the_same_moment_is_read(cluster, count, monkeypatch):
-    with cluster.client(SPACE, node=0) as client:
-        push_out(cluster, client, names(count))
-        tiers = cluster.nodes[0].tiers
-        promote = tiers.promote
+def test_a_reader_elsewhere_finds_chunks_that_others_promote_in_the_same_moment(cluster, count, monkeypatch):
+    here, there = cluster.client(SPACE), cluster.client(SPACE, node=1)
+    push_out(cluster, here, names(count))
+    mover = cluster.nodes[0].mover
+    promote = mover.promote
 
-        def promote_after_others(keys, *, until_s):
-            everything = client.keys(names(count))
-            wait_until(lambda: not promote(everything, until_s=time.monotonic() + 5.0), "all to be in memory")
-            return promote(keys, until_s=until_s)
+    def promote_after_others(keys, *, until_s):
+        everything = here.keys(names(count))
+        wait_until(lambda: not promote(everything, until_s=time.monotonic() + 5.0), "all to be in memory")
+        return promote(keys, until_s=until_s)
 
-        monkeypatch.setattr(tiers, "promote", promote_after_others)
-        router = client._router
-        local, router.local = router.local, None
-        monkeypatch.setattr(router, "host", "elsewhere")
-        try:
-            into = [bytearray(len(content(name))) for name in names(count)]
-            assert client.get(names(count), into).prefix == count
-            assert [bytes(chunk) for chunk in into] == [content(name) for name in names(count)]
-        finally:
-            router.local = local
+    monkeypatch.setattr(mover, "promote", promote_after_others)
+    assert get(there, names(count)) == count
 
 
 def test_a_match_may_have_it_brought_up(cluster):
     client = cluster.client(SPACE)
     sink(cluster, client, names(10))
-    wait_until(lambda: client.match(names(10)).soon == 10, "its owner knows that it is cold")
-    assert client.match(names(10), promote=True).soon == 10
-    wait_until(lambda: client.match(names(10)).soon == 0, "it is in memory")
+    wait_until(lambda: client.match(names(10)).below_memory == 10, "its owner knows that they are below memory")
+    assert client.match(names(10), promote=True).below_memory == 10
+    wait_until(lambda: client.match(names(10)).below_memory == 0, "it is in memory")
     assert get(client, names(10)) == 10
 
 
@@ -157,6 +96,16 @@ def test_a_new_process_finds_what_was_on_the_ssd(tmp_path):
         wait_until(lambda: client.exists(names(30)).sum() == 25, "their owner was told")
         assert not client.exists(names(5)).any()
         assert get(client, names(30)[5:]) == 25
+
+
+@pytest.mark.slow
+def test_a_chunk_that_is_stored_again_with_a_ttl_expires_below_too(cluster):
+    client, node = cluster.client(SPACE), cluster.nodes[0]
+    sink(cluster, client, names(5))
+    put(client, names(5), ttl_s=0.5)
+    wait_until(lambda: not node.mover.has(client.keys(names(5))).any(), "the copies without an expiry are dropped")
+    wait_until(lambda: not client.exists(names(5)).any(), "expired")
+    assert get(client, names(5)) == 0
 
 
 @pytest.mark.slow

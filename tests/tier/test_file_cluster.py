@@ -1,4 +1,4 @@
-"""Clusters on one directory: what one stored and let sink, another one gets that never met it."""
+"""Clusters on one directory: one reads what another wrote, though they never met."""
 
 from pathlib import Path
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 
 import raykv
 from raykv.embedded import EmbeddedCluster
-from tests.tier.test_below_memory import MIB, SPACE, get, names, put, sink, wait_until
+from tests.support.tier_clusters import MIB, SPACE, get, names, put, sink, wait_until
 
 
 def cluster_on(path: Path, name: str, nodes: int = 1, **storage: Any) -> EmbeddedCluster:
@@ -41,13 +41,15 @@ def test_a_cluster_gets_what_another_one_left(tmp_path):
     with cluster_on(tmp_path, "b", 3) as second:
         started(second)
         wait_until(lambda: file_of(second)["chunks"] >= 30, "they are found")
-        assert second.nodes[0].store.groups.find(SPACE.group.digest) is None, "others' accounts take no number here"
+        assert second.nodes[0].store.groups.find(SPACE.group.digest) is None, (
+            "groups of other clusters take no number here"
+        )
         client = second.client(SPACE, node=1)
-        wait_until(lambda: client.match(some).soon == 30, "owners answer for it")
+        wait_until(lambda: client.match(some).below_memory == 30, "owners answer for it")
         assert client.exists(some).all()
         assert get(client, some) == 30
         assert get(second.client(SPACE, node=2), some) == 30
-        assert len(second.nodes[0].tiers.keys()) == 0, "only the writer tells of it"
+        assert len(second.nodes[0].mover.keys()) == 0, "only the writer announces it"
         stranger = second.client(raykv.Namespace(model="another"))
         assert stranger.match(some).count == 0
         assert sum(file_of(second, node)["read_nbytes"] for node in range(3)) >= 30 * 50_000

@@ -269,6 +269,16 @@ def test_a_copy_below_does_not_outlive_a_chunk_that_is_stored_again(house, first
     assert house.read(["a"]) == [True]
 
 
+def test_a_ttl_that_is_set_while_a_chunk_is_written_holds_below_too(house):
+    house.put(["a", "b"], PAGE, chained=False)
+    keys = names_to_keys(["a", "b"])
+    house.mover.demotion.write(house.toy, house.store.table.find(keys), keys)
+    house.store.hint(keys[:1], ttl_s=50.0, priority=None, ended=False, touch=False, now_s=time.monotonic())
+    house.mover.drop_outdated(keys[:1])
+    house.toy.go_on()
+    assert house.below(["a", "b"]) == [False, True]
+
+
 # -- runs -------------------------------------------------------------------------------------------------------------
 
 

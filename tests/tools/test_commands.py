@@ -40,7 +40,7 @@ def run(running: EmbeddedCluster, capsys: pytest.CaptureFixture[str]):
 def test_why(run, running, tmp_path):
     lines = run("why", "a", "c").splitlines()
     assert lines[0] == "a: here: 5,000 bytes in the dram of node-0"
-    assert lines[1] == "c: never stored, as far as the nodes remember (since they were started)"
+    assert lines[1] == "c: never stored (the nodes remember since they were started)"
     prompt = tmp_path / "prompt.json"
     prompt.write_text(json.dumps([*range(8), 99, 98, 97, 96]))
     said = json.loads(run("why", "--tokens", str(prompt), "--json"))

@@ -17,14 +17,12 @@ from raykv.types import KeyArray, Rows
 
 @dataclass(eq=False, slots=True)
 class Pack:
-    """A file that this node knows.
+    """A file that this node knows. Rows of the index name it by its number.
 
     Attributes:
-        number: By which rows of the index name it.
         nbytes: Space that it takes.
         mine: This node wrote it.
         known_s, touched_s: When this node learned of it, and marked it as used; monotonic.
-        removed: The file is gone.
     """
 
     name: Name
@@ -37,23 +35,10 @@ class Pack:
 
 
 class Catalog:
-    """Packs, and an index of their chunks.
-
-    Attributes:
-        packs: By their numbers; also tombstone files.
-        known: The same, by the stems of their names.
-        groups: Numbers of quota groups in this index.
-    """
+    """Packs and tombstone files, by number and by the stem of their names, and an index of the packs' chunks."""
 
     def __init__(self, writer: str, *, rows: int) -> None:
-        """Begin empty.
-
-        Args:
-            writer: Name of this node.
-
-        Raises:
-            ConfigError: No memory for this number of rows.
-        """
+        """Begin empty. `writer` is the name of this node. See `Index` for errors."""
         self.index = Index(rows, now_s=time.time())
         self.groups = GroupNumbers()
         self.packs: dict[int, Pack] = {}

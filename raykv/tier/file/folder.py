@@ -63,20 +63,10 @@ class Name(NamedTuple):
 
 
 class Folder:
-    """One directory, as one process of a node sees it. Thread-safe.
-
-    Attributes:
-        writer, token: Of the names of this process's own files.
-    """
+    """One directory, as one process of a node sees it. `writer` and `token` name its own files. Thread-safe."""
 
     def __init__(self, root: Path, writer: str) -> None:
-        """Touches nothing yet.
-
-        Args:
-            root: The files lie in the directory "raykv" there.
-            writer: Name of the node.
-        """
-        self.root, self.path = root, root / "raykv"
+        self.path = root / "raykv"
         self.writer, self.token = writer, secrets.token_hex(4)
         self._made = False
         self._since: dict[int, float] = {}

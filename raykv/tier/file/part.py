@@ -13,14 +13,7 @@ from raykv.tier.segments.volume import aligned, write_all
 
 
 class Part:
-    """See the module. One thread's.
-
-    Attributes:
-        name: It is a part until `seal`.
-        begun_s: Monotonic.
-        broken: A write to it failed: it gets no more chunks.
-        nbytes: Space that it takes.
-    """
+    """See the module. One thread's. A part that is `broken`, by a failed write, gets no more chunks."""
 
     def __init__(self, folder: Folder, sequence: int, *, nbytes: int) -> None:
         self.name, self.begun_s, self.broken, self.nbytes = folder.name(sequence, "part"), time.monotonic(), False, 0

@@ -28,9 +28,7 @@ class State:
         queue, in_flight: Chunks to be written, and those being written.
         runs, reading: Reads to be done, and the count of chunks in them and in those under way.
         filling: The pack that this node is writing.
-        readable, writable: Whether the directory can be read and written.
         complete: All packs of the last scan are known.
-        closed: The tier is being closed.
     """
 
     def __init__(self, config: FileTierConfig, environment: Environment) -> None:

@@ -32,7 +32,6 @@ class Index:
     """Rows of chunks.
 
     Attributes:
-        columns: Of the table.
         segment: The drive and segment, or the pack, that a row's chunk lies in.
         nbytes, chunks: Totals by quota group.
     """

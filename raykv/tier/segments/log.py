@@ -31,13 +31,7 @@ SPARE_SEGMENTS: Final = 2
 
 @dataclass(eq=False)
 class Batch:
-    """A batch that has its place, and is being written.
-
-    Attributes:
-        start: First block.
-        content: Owner's data, needed once it is written.
-        finished: Whether its write is complete; batches are published in order.
-    """
+    """A batch that has its place, from block `start` on, and is being written. `content` is the owner's."""
 
     segment: "Segment"
     start: int
@@ -51,14 +45,11 @@ class Segment:
     """A segment and its state.
 
     Attributes:
-        number: Of its file.
         sequence: Counts the segments of the path in the order they were opened; 0 while free.
         live_nbytes: Bytes of its chunks that the index names.
         rows: Rows of the index entered for it. Some may have moved to another segment since.
         readers: Chunks being read from it.
-        has_tombstones: Whether any record in it has tombstones.
-        end: Block at which the next batch begins.
-        placed: Batches that have a place in it.
+        end, placed: Block at which the next batch begins, and its number.
         records: Of its written batches, until it is sealed.
         counts: Content of all its batches.
     """
@@ -78,12 +69,10 @@ class Segment:
 
 
 class Log:
-    """The segments of one path.
+    """The segments of one path, `limit` at most.
 
     Attributes:
-        limit: The most segments there may be.
-        open: The segment being filled.
-        reclaiming: The segment being reclaimed.
+        open, reclaiming: The segment being filled, and the one being reclaimed.
         written_nbytes, moved_nbytes: Of chunks that callers wrote, and that were moved; in whole blocks.
     """
 
@@ -166,11 +155,7 @@ class Log:
         return segment.end + counts.blocks() + blocks + summary <= self.segment_blocks
 
     def place(self, *, entries: Array, deleted: Array, dropped: Array, texts: tuple[bytes, ...], content: Any) -> Batch:
-        """Give a batch its place in the open segment, which it must fit into; fills in `block` and `batch`.
-
-        Args:
-            entries: Array of ENTRY; the chunks lie one after another in this order.
-        """
+        """Give a batch its place in the open segment, which it must fit into. Fills in `block` and `batch`."""
         segment = self.open
         assert segment is not None
         start, number = segment.end, segment.placed

@@ -56,8 +56,7 @@ class Item:
         view: Its bytes, up to a whole block.
         text: Its quota group as JSON.
         request, place: Whose it is; none for a chunk that is moved.
-        row: Of the index, if the chunk is moved; else -1.
-        moved_from: Segment and block that it is moved from.
+        row, moved_from: Row, and segment and block, of a chunk that is moved; else -1.
         placed: Whether it has its place in a batch.
         cancelled: It was deleted meanwhile.
     """
@@ -84,11 +83,7 @@ def item_of(chunk: Chunk, arena: memoryview, text: bytes, request: Request) -> I
 
 
 def entries_of(items: Sequence[Item], indexes: dict[bytes, int]) -> Array:
-    """Array of ENTRY of chunks to be written, without their places.
-
-    Args:
-        indexes: Of the texts in the record.
-    """
+    """Array of ENTRY of chunks to be written, without their places. `indexes` are those of the record's texts."""
     entries = np.zeros(len(items), ENTRY)
     if items:
         entries["key"] = key_array([item.chunk.key for item in items])
@@ -101,13 +96,7 @@ def entries_of(items: Sequence[Item], indexes: dict[bytes, int]) -> Array:
 
 
 class Piece(NamedTuple):
-    """A chunk to be read.
-
-    Attributes:
-        row, segment, block, nbytes, checksum: From the index.
-        offset: In the arena.
-        place: In its request.
-    """
+    """A chunk to be read to `offset` in the arena; the first fields are the index's, `place` is that in its request."""
 
     row: int
     segment: int

@@ -29,12 +29,7 @@ Direct = Literal["try", "require", "never"]
 
 
 class Volume:
-    """The segment files of one directory. Thread-safe; its methods wait for the disk.
-
-    Attributes:
-        path: The directory.
-        direct: Whether files are opened with O_DIRECT.
-    """
+    """The segment files of one directory, opened with O_DIRECT if `direct`. Thread-safe; methods wait for the disk."""
 
     def __init__(self, path: Path, *, segment_nbytes: int, direct: Direct) -> None:
         self.path, self.segment_nbytes = path, segment_nbytes

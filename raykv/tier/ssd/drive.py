@@ -48,7 +48,6 @@ class Drive:
     """See the module.
 
     Attributes:
-        state: "starting", "on" or "off".
         slow: An operation takes too long: the drive gets no new work.
         reason: Why it is off or does not grow; empty if nothing is wrong.
         epoch: Counts failures: work begun in an earlier epoch is void.

@@ -34,10 +34,8 @@ class Shared:
     Attributes:
         queue: Chunks to be written that have no place yet.
         coming: Chunks to be written, by key, until they are in the index.
-        texts: Quota groups as JSON, by their numbers on this node.
-        quotas: In bytes, by quota group.
+        texts, quotas: Quota groups as JSON, and their quotas in bytes, by their numbers on this node.
         ended: The tier is being closed.
-        tombstones_written: Notified when a batch is done.
     """
 
     def __init__(self, index: Index, arena: memoryview, groups: GroupNames, wall: Callable[[], float]) -> None:
