@@ -1,7 +1,7 @@
 """The interface of a tier below memory. Chunks go there from the arena, and come back into it.
 
 A tier has a lock and threads of its own. No call waits for a disk: `write` and `read` queue up to a bound, or refuse,
-and call back from a thread of the tier. How to add a tier: `docs/tiers.md`.
+and call back from a thread of the tier. How to add one: docs/tiers.md.
 """
 
 from abc import ABC, abstractmethod
