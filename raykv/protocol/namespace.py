@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from functools import cached_property
 from typing import Annotated, Self
 
 from pydantic import Field
@@ -47,7 +48,7 @@ class Namespace(Model):
     salt: str = ""
     extra: dict[str, str] = Field(default_factory=dict)
 
-    @property
+    @cached_property
     def digest(self) -> bytes:
         """16 bytes over all fields."""
         text = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
