@@ -14,7 +14,7 @@ pytest.importorskip("vllm")
 from ray.exceptions import ActorDiedError
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from raykv.integrations.serve.backend import ingress
+from raykv.integrations.serve import ingress
 from tests.integrations.test_resume import WORDS, chat, parsed, text
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow]
