@@ -23,6 +23,7 @@ from raykv.protocol import messages
 from raykv.transport.base import Reply
 from raykv.transport.link import SocketLink
 from raykv.transport.memory import Network
+from tests.support.clients import remote_client
 
 SPACE = raykv.Namespace(model="m")
 NBYTES = 10_000
@@ -231,13 +232,8 @@ def test_the_async_face():
 # -- clients from elsewhere -------------------------------------------------------------------------------------------
 
 
-def remote(running: EmbeddedCluster, node: int = 0, **config) -> raykv.Client:
-    fields = {"address": running.nodes[node].member.address, "secret": running.secret, **config}
-    return raykv.Client(SPACE, Router(ClientConfig.load(fields)))
-
-
 def test_a_client_without_a_node_on_its_host_stores_on_the_owner():
-    with cluster(3) as running, remote(running) as client:
+    with cluster(3) as running, remote_client(running) as client:
         assert put(client, names(10)) == raykv.PutResult(10, 0, 0)
         assert put(client, names(12)) == raykv.PutResult(2, 10, 0)
         owner = client.view().ring.nodes[client.view().ring.owners(client.keys(names(1)))[0]]
@@ -252,18 +248,18 @@ def test_a_client_without_a_node_on_its_host_stores_on_the_owner():
 def test_a_wrong_secret_is_refused_with_words():
     with cluster(1) as running:
         with pytest.raises(raykv.TransientError, match="secret"):
-            remote(running, secret="00" * 32)
+            remote_client(running, secret="00" * 32)
         with pytest.raises(ConfigError, match="hexadecimal"):
-            remote(running, secret="not hex")
+            remote_client(running, secret="not hex")
         with pytest.raises(ConfigError, match="secret"):
-            remote(running, secret=None)
+            remote_client(running, secret=None)
 
 
 # -- bad input --------------------------------------------------------------------------------------------------------
 
 
 def test_a_chunk_larger_than_an_extent_names_the_field():
-    with cluster(1) as running, remote(running) as distant:
+    with cluster(1) as running, remote_client(running) as distant:
         for client in (running.client(SPACE), distant):
             with pytest.raises(UsageError, match="extent_nbytes"):
                 client.put(["big"], [bytes((1 << 20) + 1)])

@@ -31,40 +31,40 @@ def listed(client: raykv.Client, namespace: raykv.Namespace) -> dict:
 def test_times_by_powers_of_two():
     times = Histogram()
     for seconds in [0.0, 1e-6, 3e-6, 3e-6, 900e-6, 1e9]:
-        times.note(seconds)
+        times.add_time(seconds)
     assert [(bucket, count) for bucket, count in enumerate(times.counts) if count] == [
         (0, 1), (1, 1), (2, 2), (10, 1), (BUCKETS - 1, 1),
     ]  # fmt: skip
-    assert times.told() == {"count": 6.0, "p50_us": 4.0, "p99_us": float(1 << BUCKETS - 1)}
-    assert times.take() != times.counts == [0] * BUCKETS
-    assert times.told() == {"count": 0.0}
+    assert times.summary() == {"count": 6.0, "p50_us": 4.0, "p99_us": float(1 << BUCKETS - 1)}
+    assert times.reset() != times.counts == [0] * BUCKETS
+    assert times.summary() == {"count": 0.0}
 
 
-def test_what_a_client_keeps_is_bounded_and_told_now_and_then():
-    tally = ClientMetrics()
-    assert not tally.due(100.0)
-    tally.missed({"timed_out": 2}, [b"k"] * (MAX_ABSENT + 5))
-    assert not tally.due(100.0), "some gather first"
-    assert not tally.due(100.0 + REPORT_S - 1)
-    assert tally.due(100.0 + REPORT_S)
-    assert not tally.due(100.0 + REPORT_S)
-    misses, absent, _, _ = tally.take()
+def test_a_clients_counters_are_bounded_and_reported_now_and_then():
+    metrics = ClientMetrics()
+    assert not metrics.due(100.0)
+    metrics.add_misses({"timed_out": 2}, [b"k"] * (MAX_ABSENT + 5))
+    assert not metrics.due(100.0), "some gather first"
+    assert not metrics.due(100.0 + REPORT_S - 1)
+    assert metrics.due(100.0 + REPORT_S)
+    assert not metrics.due(100.0 + REPORT_S)
+    misses, absent, _, _ = metrics.reset()
     assert (misses, len(absent)) == ({"timed_out": 2, "unknown": 5}, MAX_ABSENT)
-    assert not tally.due(1e9)
+    assert not metrics.due(1e9)
 
 
-def test_what_a_node_keeps_is_bounded():
-    tallies = NamespaceMetrics()
+def test_a_nodes_counters_are_bounded():
+    metrics = NamespaceMetrics()
     for number in range(2 * MAX_REASONS):
-        tallies.note(b"d", {f"reason {number}": 1, "reason 0": 1}, [1] * (BUCKETS + 9), [])
-    told = tallies.told(b"d")
-    assert len(told["misses"]) == MAX_REASONS
-    assert told["misses"]["reason 0"] == 2 * MAX_REASONS
-    assert told["get_counts"] == [2 * MAX_REASONS] * BUCKETS
-    assert tallies.told(b"e") == {"misses": {}, "get_counts": [0] * BUCKETS, "put_counts": [0] * BUCKETS}
+        metrics.add_report(b"d", {f"reason {number}": 1, "reason 0": 1}, [1] * (BUCKETS + 9), [])
+    found = metrics.summary(b"d")
+    assert len(found["misses"]) == MAX_REASONS
+    assert found["misses"]["reason 0"] == 2 * MAX_REASONS
+    assert found["get_counts"] == [2 * MAX_REASONS] * BUCKETS
+    assert metrics.summary(b"e") == {"misses": {}, "get_counts": [0] * BUCKETS, "put_counts": [0] * BUCKETS}
 
 
-def test_reads_are_counted_by_whomever_and_however():
+def test_reads_of_every_kind_are_counted():
     with cluster(2) as running:
         client, there = running.client(MINE), running.client(MINE, node=1)
         put(client, ["a", "b", "c"])
@@ -105,22 +105,22 @@ def test_misses_by_reason():
         assert found["put_times"]["p50_us"] <= found["put_times"]["p99_us"]
 
 
-def test_a_client_that_goes_on_missing_tells_of_it_in_the_background():
+def test_a_client_with_misses_reports_in_the_background():
     with cluster(1) as running:
         client, node = running.client(MINE), running.nodes[0]
         put(client, ["a"])
         for _ in range(3):
             get(client, ["b"])
-        client._tally._told_at_s = time.monotonic() - REPORT_S - 1
+        client.router.metrics(MINE.group.digest)._reported_s = time.monotonic() - REPORT_S - 1
         get(client, ["b"])
         until_s = time.monotonic() + 5
-        while not (misses := next(iter(node.namespaces.list().values()))["misses"]):
+        while not (misses := next(iter(node.reconciler.list().values()))["misses"]):
             assert time.monotonic() < until_s
             time.sleep(0.01)
         assert misses == {"never_stored": 4}
 
 
-def test_a_node_tells_how_long_its_answers_took():
+def test_a_node_reports_how_long_its_answers_took():
     with cluster(1) as running:
         client = running.client(MINE)
         put(client, ["a"])

@@ -177,7 +177,7 @@ class Pipeline:
             try:
                 if self._link is None or posted.life != self.life:
                     break
-                if self._link.wait_ready(max(0.0, min(SLICE_S, left_s))):
+                if self._link.wait_ready(SLICE_S if left_s > SLICE_S else 0.0):  # it waits in whole milliseconds
                     self._collect_locked()
                     continue
             finally:

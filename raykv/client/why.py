@@ -139,6 +139,8 @@ class Inquiry:
         """What became of the chunks from place `first` on."""
         router, now_s = self._router, time.monotonic()
         answers, silent = _ask(router, keys, self._namespace, self._deadline_s)
+        if first and silent and self._late():
+            return [_NOT_ASKED] * len(keys)
         found = [_from_members(answers, place) for place in range(len(keys))]
         unknown = [first + place for place, why in enumerate(found) if why is None]
         elsewhere = self._elsewhere(unknown) if unknown else {}

@@ -4,19 +4,31 @@ import resource
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
+import raykv
+from raykv.client.parallel import Parallel
 from raykv.errors import PeerUnavailable, RayKVError
-from raykv.protocol import messages
 from raykv.protocol.placement import View
-from raykv.transport.bulk_read import PART_KEYS, BulkRead, ReadProgress
-from raykv.transport.pool import Peers
-from raykv.transport.tcp import SocketLink
-from tests.test_cluster_embedded import SPACE, cluster, get, names, put
+from raykv.transport.bulk_read import PART_KEYS
+from raykv.transport.link import SocketLink
+from tests.support.clients import remote_client
+from tests.support.nodes import NBYTES, SPACE, cluster, content, names, wait_until
+
+
+def put(client: raykv.Client, keys: list[str]) -> raykv.PutResult:
+    return client.put(keys, [content(key) for key in keys])
+
+
+def get(client: raykv.Client, keys: list[str]) -> raykv.GetResult:
+    """Read, and compare every byte of what arrived."""
+    into = [bytearray(NBYTES) for _ in keys]
+    result = client.get(keys, into)
+    assert all(not hit or into[place] == content(keys[place]) for place, hit in enumerate(result.hits))
+    return result
 
 
 @contextmanager
@@ -38,13 +50,13 @@ def black_hole():
         yield "{}:{}".format(*listener.getsockname())
 
 
-def test_who_has_no_descriptors_left_misses():
+def test_a_client_without_descriptors_misses():
     with cluster(2) as running:
         put(running.client(SPACE, node=0), names(3))
         running.settle()
         client = running.client(SPACE, node=1, breaker_s=0.0)
-        assert client._router.local is not None
-        client._router.peers.retain(())
+        assert client.router.local is not None
+        client.router.pool.retain(())
         with no_descriptors():
             assert get(client, names(3)).hits == (False,) * 3
             with pytest.raises(PeerUnavailable):
@@ -53,12 +65,12 @@ def test_who_has_no_descriptors_left_misses():
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:99999", "a..b:1", "\N{SNOWMAN}." * 50 + ":1"])
-def test_an_address_that_is_none_is_a_peer_that_is_away(address):
+def test_an_impossible_address_is_a_node_that_is_away(address):
     with pytest.raises(PeerUnavailable):
         SocketLink.connect(address, b"", deadline_s=time.monotonic() + 1.0)
 
 
-def test_when_parallel_work_raises_nobody_is_at_it_any_more():
+def test_when_one_task_raises_the_others_have_ended():
     ended = threading.Event()
 
     def slow():
@@ -68,93 +80,61 @@ def test_when_parallel_work_raises_nobody_is_at_it_any_more():
     def wrong():
         raise IndexError("a bug")
 
-    with cluster(1) as running:
-        router = running.client(SPACE)._router
-        with pytest.raises(IndexError):
-            router.in_parallel({1: wrong, 2: slow, 3: slow}, time.monotonic() + 5.0)
-        assert ended.is_set()
+    parallel = Parallel()
+    with pytest.raises(IndexError):
+        parallel.run({1: wrong, 2: slow, 3: slow}, time.monotonic() + 5.0)
+    assert ended.is_set()
+    parallel.close()
 
 
-def test_without_more_threads_work_is_done_by_who_wants_it():
+def test_without_more_threads_the_caller_does_the_work(monkeypatch):
     queued, done = [], []
 
-    def refuse(task):
+    def refuse(executor, task, *arguments):
         queued.append(task)  # as ThreadPoolExecutor does
         raise RuntimeError("can't start new thread")
 
-    with cluster(1) as running:
-        router = running.client(SPACE)._router
-        router._pool = SimpleNamespace(submit=refuse, shutdown=lambda: None)
-        work = {number: lambda number=number: done.append(number) or number for number in range(3)}
-        assert router.in_parallel(work, time.monotonic() + 5.0) == {0: 0, 1: 1, 2: 2}
-        router._report_stale("node-0", np.zeros((1, 2), np.uint64), time.monotonic() + 1.0)
-        for task in queued[:3]:
-            assert isinstance(task(), RayKVError)
-        assert done == [0, 1, 2]
-        router.close()
-        with pytest.raises(RuntimeError):
-            router.in_parallel(work, time.monotonic() + 5.0)
+    parallel = Parallel()
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", refuse)
+    work = {number: lambda number=number: done.append(number) or number for number in range(3)}
+    assert parallel.run(work, time.monotonic() + 5.0) == {0: 0, 1: 1, 2: 2}
+    parallel.in_background(lambda: None)
+    for task in queued[:3]:
+        assert isinstance(task(), RayKVError)
+    assert done == [0, 1, 2]
+    parallel.close()
+    with pytest.raises(RuntimeError):
+        parallel.run(work, time.monotonic() + 5.0)
 
 
 def test_an_address_that_swallows_everything_costs_little_where_others_answer(black_hole):
-    with cluster(3) as running:
-        router = running.client(SPACE, breaker_s=0.05)._router
-        local, router.local = router.local, None  # as from a host without a node
+    with cluster(3) as running, remote_client(running, breaker_s=0.05) as client:
+        router = client.router
         router._address = black_hole
-        took = []
+        times = []
         for _ in range(20):
-            router.peers.failures += 1 if not took else 0  # somebody did not answer, once
-            start_s = time.monotonic()
-            router.view(start_s + 1.0)
-            took.append(time.monotonic() - start_s)
+            router.pool.failures += 1 if not times else 0  # a node did not answer, once
+            began_s = time.monotonic()
+            router.view(began_s + 1.0)
+            times.append(time.monotonic() - began_s)
             time.sleep(0.02)
-        assert max(took) < 0.5
-        router._view = View()  # now there is nobody else
+        assert max(times) < 0.5
+        router._view = View()  # now there is no other address
         with pytest.raises(PeerUnavailable):
-            router._ask_any(messages.GetView(), time.monotonic() + 0.2)
-        router.local = local
+            router.refresh(time.monotonic() + 0.2)
 
 
-def test_chunks_that_were_brought_up_in_time_count_when_the_rest_does_not_come():
-    with cluster(1) as running:
-        router = running.client(SPACE)._router
-        keys = running.client(SPACE).keys(names(6))
-        progress = ReadProgress(keys, [[memoryview(bytearray(8 << 20))] for _ in names(6)], [8 << 20] * 6)
-        load = BulkRead(progress, list(range(6)), verify=True)
-        asked = []
-
-        def ask(member, raw, timeout_s, deadline_s):
-            asked.append(raw)
-            if len(asked) > 5:  # the two of the third part, when they are waited for
-                raise PeerUnavailable("the deadline has passed")
-
-        router._ask_to_promote = ask
-        router.read_local = lambda reader, keys, into: (np.ones(len(keys), np.bool_), 0)
-        with pytest.raises(PeerUnavailable):
-            router._promote(None, None, progress, load, list(range(6)), time.monotonic() + 1.0)
-        assert load.arrived == [0, 1, 2, 3]
-
-
-def test_who_has_left_is_forgotten():
-    closed = []
-    link = SimpleNamespace(close=lambda: closed.append(1), epoch=0)
-    peers = Peers(lambda address, secret, *, deadline_s: link, b"", breaker_s=1.0, max_idle=4)
-    for address in ("a:1", "b:1"):
-        peers.ask(address, lambda link: None, deadline_s=time.monotonic() + 1.0)
-    peers._give_up("b:1")
-    peers.retain({"a:1"})
-    assert (len(closed), set(peers._idle), peers._shut_until_s) == (1, {"a:1"}, {})
+def test_mappings_of_nodes_that_left_are_released():
     with cluster(2, separate_hosts=False) as running:
         put(running.client(SPACE, node=0), names(2))
         running.settle()
         client = running.client(SPACE, node=1)
-        assert all(get(client, names(2)).hits)
-        router = client._router
-        ((life, reader),) = router._neighbours.items()
-        router._neighbours = {life: reader, ("gone", 1): None}
-        router._view = View()
-        router.refresh(time.monotonic() + 1.0)
-        assert router._neighbours == {life: reader}
+        assert get(client, names(2)).chunks_by_source == {("node-0", "shm"): 2}
+        running.kill(0)
+        wait_until(lambda: client.view().member("node-0") is None)
+        assert get(client, names(2)).prefix == 0
+        assert put(client, names(2)).stored == 2
+        assert get(client, names(2)).prefix == 2
 
 
 def test_a_match_has_one_deadline_for_all_that_it_does(monkeypatch):
@@ -162,23 +142,28 @@ def test_a_match_has_one_deadline_for_all_that_it_does(monkeypatch):
         put(running.client(SPACE, node=0), ["a"])
         running.settle()
         client = running.client(SPACE, node=1)
-        deadlines = []
-        here, locate = client._here, client._router.locate
+        deadlines, locate = [], client.router.locate
+        deadline = client.router.deadline
+
+        def recorded(timeout_s):
+            deadlines.append(deadline(timeout_s))
+            return deadlines[-1]
+
+        monkeypatch.setattr(client.router, "deadline", recorded)
         monkeypatch.setattr(
-            client, "_here", lambda keys, deadline_s: deadlines.append(deadline_s) or here(keys, deadline_s)
-        )
-        monkeypatch.setattr(
-            client._router, "locate", lambda keys, deadline_s: deadlines.append(deadline_s) or locate(keys, deadline_s)
+            client.router,
+            "locate",
+            lambda keys, deadline_s, **more: deadlines.append(deadline_s) or locate(keys, deadline_s, **more),
         )
         assert client.match(["a"]).count == 1
         assert len(deadlines) == 2
         assert len(set(deadlines)) == 1
 
 
-def test_buffers_of_no_length_and_gets_of_nothing_are_no_trouble():
+def test_buffers_of_no_length_and_gets_of_nothing():
     count = PART_KEYS + 20
     with cluster(2) as running:
-        put(running.client(SPACE, node=0), names(count), 300)
+        running.client(SPACE, node=0).put(names(count), [bytes(300)] * count)
         running.settle()
         client = running.client(SPACE, node=1)
         into = [bytearray(0 if number == 0 else 300) for number in range(count)]
@@ -187,15 +172,59 @@ def test_buffers_of_no_length_and_gets_of_nothing_are_no_trouble():
         assert client.get([], [], match=match).hits == ()
 
 
-def test_a_client_goes_over_to_a_cluster_that_was_started_anew():
+def test_a_client_joins_a_cluster_that_was_made_again():
+    """Its host's node has another secret now, and epochs begin again."""
     with cluster(2) as running:
         put(running.client(SPACE, node=0), ["a"])
         running.settle()
         client = running.client(SPACE, node=1)
-        router = client._router
-        before, router.peers.secret = router.peers.secret, b"of the old one"
-        router._view, router.peers.epoch, router.local.epoch = View(1000), 1000, 1000
-        router.peers.retain(())
+        router = client.router
+        before, router.pool.secret = router.pool.secret, b"of the old one"
+        router._view, router.pool.epoch, router.local.epoch, router.writer.epoch = View(1000), 1000, 1000, 1000
+        router.pool.retain(())
         assert get(client, ["a"]).hits == (True,)
-        assert router.peers.secret == before
-        assert 0 < router._view.epoch < 1000
+        assert router.pool.secret == before
+        assert 0 < router.view(time.monotonic() + 1.0).epoch < 1000
+
+
+def test_a_remote_put_that_is_repeated_counts_its_own_chunks_as_stored(monkeypatch):
+    """The connection breaks after the node has stored the chunks: the second attempt finds them stored."""
+    with cluster(1) as running, remote_client(running) as client:
+        put(client, ["other"])
+        push = SocketLink.push
+        calls = []
+
+        def lose_the_first_answer(link, request, pick, *, deadline_s):
+            answer = push(link, request, pick, deadline_s=deadline_s)
+            calls.append(answer)
+            if len(calls) == 1:
+                link.close()
+                raise PeerUnavailable("the connection broke")
+            return answer
+
+        monkeypatch.setattr(SocketLink, "push", lose_the_first_answer)
+        assert put(client, ["a", "other", "b"]) == raykv.PutResult(2, 1, 0)
+        assert [answer.count for answer in calls] == [2, 0]
+        assert put(client, ["a", "other", "b"]) == raykv.PutResult(0, 3, 0)
+
+
+def test_every_request_names_its_quota_group():
+    with cluster(2) as running:
+        client = running.client(SPACE, node=1)
+        put(running.client(SPACE, node=0), names(9))
+        running.settle()
+        assert get(client, names(9)).prefix == 9
+        (found,) = [each for each in client.namespaces() if each["namespace"] == SPACE]
+        assert found["requests"] > 0
+        assert found["served_nbytes"] == 9 * NBYTES
+
+
+def test_a_match_says_lengths_here_and_elsewhere():
+    with cluster(2) as running:
+        client = running.client(SPACE, node=1)
+        running.client(SPACE, node=0).put(["a", "b"], [bytes(100), bytes(200)])
+        client.put(["c"], [bytes(300)])
+        running.settle()
+        match = client.match(["a", "b", "c"])
+        assert (match.nbytes, match.below_memory) == ((100, 200, 300), 0)
+        assert match.holders == ("node-0", "node-0", "node-1")

@@ -1,12 +1,15 @@
 """Why a chunk is not there: every reason, in clusters of several nodes."""
 
 import time
+from collections import Counter
+from typing import Any
 
+import numpy as np
 import pytest
 
 import raykv
-from raykv.client.read_failures import MAX_TROUBLES, TROUBLE_S, ReadFailures
-from raykv.client.why import Why
+from raykv.client.read_failures import FAILURE_S, MAX_FAILURES, ReadFailures
+from raykv.client.why import PART_KEYS, Why
 from raykv.embedded import EmbeddedCluster
 from raykv.errors import UsageError
 from raykv.protocol import chunk_keys
@@ -63,7 +66,7 @@ def test_what_went_says_how():
         assert the_reason(asking, "n0").node == "node-1", "it is here again"
 
 
-def test_a_chunk_that_rotted():
+def test_a_corrupt_chunk():
     with cluster(2) as running:
         client, other = running.client(SPACE), running.client(SPACE, node=1)
         put(client, ["a"])
@@ -155,15 +158,57 @@ def test_raw_keys_say_nothing_of_other_namespaces():
         assert other.why(other.keys(["a"]))[0].reason == "never_stored"
 
 
-def test_troubles_are_bounded():
+def test_read_failures_are_bounded():
     read_failures = ReadFailures()
-    keys = [chunk_keys.to_bytes(chunk_keys.named(b"k" * 16, [str(number)])) for number in range(MAX_TROUBLES + 10)]
-    read_failures.note(keys, "no_answer", "node-1", now_s=1.0)
-    assert len(read_failures) == MAX_TROUBLES
-    assert read_failures.of(keys[9], now_s=2.0) is None
-    assert read_failures.of(keys[10], now_s=2.0).node == "node-1"
-    read_failures.note(keys[10:11], "corrupt", None, now_s=3.0)
-    assert read_failures.of(keys[10], now_s=3.0).kind == "corrupt"
-    assert read_failures.of(keys[11], now_s=1.0 + TROUBLE_S) is None
-    read_failures.forget(keys[:20])
-    assert read_failures.of(keys[10], now_s=3.0) is None
+    keys = [chunk_keys.to_bytes(chunk_keys.named(b"k" * 16, [str(number)])) for number in range(MAX_FAILURES + 10)]
+    read_failures.add(keys, "no_answer", "node-1", now_s=1.0)
+    assert len(read_failures) == MAX_FAILURES
+    assert read_failures.last(keys[9], now_s=2.0) is None
+    assert read_failures.last(keys[10], now_s=2.0).node == "node-1"
+    read_failures.add(keys[10:11], "corrupt", None, now_s=3.0)
+    assert read_failures.last(keys[10], now_s=3.0).kind == "corrupt"
+    assert read_failures.last(keys[11], now_s=1.0 + FAILURE_S) is None
+    read_failures.remove(keys[:20])
+    assert read_failures.last(keys[10], now_s=3.0) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["names", "array", "tokens"])
+def test_many_keys_do_not_overrun_the_deadline(kind: str):
+    count = 1_000_000
+    with cluster(2) as running:
+        client = running.client(SPACE)
+        put(client, ["n0"])
+        running.client(SPACE.with_fields(dtype="other")).put(["n1"], [bytes(NBYTES)])
+        running.settle()
+        given: dict[str, Any] = {"keys": [f"n{number}" for number in range(count)]}
+        if kind == "array":
+            given = {"keys": np.arange(2 * count, dtype=np.uint64).reshape(-1, 2)}
+        elif kind == "tokens":
+            given = {"tokens": np.arange(count * SPACE.chunk_tokens)}
+        began_s = time.monotonic()
+        found = client.why(**given, timeout_s=0.5)
+        seconds = time.monotonic() - began_s
+        reasons = Counter(why.reason for why in found)
+        print(f"{seconds:.2f} s, {reasons}")
+        assert seconds < 1.5
+        assert len(found) == count
+        assert reasons["not_asked_in_time"] > 0
+        assert found[-1].reason == "not_asked_in_time"
+        assert reasons["never_stored"] > 0
+        if kind == "names":
+            assert (found[0].reason, found[1].reason) == ("here", "other_namespace")
+
+
+def test_more_keys_than_one_request_has():
+    with cluster(2) as running:
+        client = running.client(SPACE)
+        names = [f"n{number}" for number in range(3 * PART_KEYS + 7)]
+        client.put(names[PART_KEYS - 1 : PART_KEYS + 1] + names[-1:], [b"x"] * 3, chained=False)
+        running.settle()
+        reasons = [why.reason for why in client.why(names, timeout_s=60.0)]
+        assert [place for place, reason in enumerate(reasons) if reason == "here"] == [
+            PART_KEYS - 1, PART_KEYS, 3 * PART_KEYS + 6,
+        ]  # fmt: skip
+        assert set(reasons) == {"here", "never_stored"}
+        assert client.why(client.keys(names), timeout_s=60.0) == client.why(names, timeout_s=60.0)

@@ -15,7 +15,7 @@ from ray.exceptions import ActorDiedError
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from raykv.integrations.serve import ingress
-from tests.integrations.test_resume import WORDS, chat, parsed, text
+from tests.support.streams import WORDS, chat, parsed, text
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow]
 
@@ -69,7 +69,7 @@ def test_a_stream_outlives_its_worker(answers: Callable[..., list[Any]], cut: in
     assert seen[-1] == "data: [DONE]\n\n"
 
 
-def test_an_engine_that_says_it_is_dead_is_one_that_died(answers: Callable[..., list[Any]]):
+def test_an_event_about_a_dead_engine_counts_as_its_death(answers: Callable[..., list[Any]]):
     error = f"data: {json.dumps({'error': {'message': str(EngineDeadError()), 'code': 500}})}\n\n"
     workers = Workers([[*chat(WORDS)[:3], error]], [chat(WORDS)])
     assert text([event for batch in answers(workers) for event in batch]) == "".join(WORDS)
@@ -88,7 +88,7 @@ def test_a_sampled_stream_ends_with_an_error_that_clients_see(
     assert parsed(last)[0]["error"]["type"] == "WorkerLost"
 
 
-def test_an_answer_that_comes_out_differently_ends_with_an_error(answers: Callable[..., list[Any]]):
+def test_a_different_second_answer_ends_with_an_error(answers: Callable[..., list[Any]]):
     workers = Workers([chat(WORDS)[:3], ActorDiedError()], [chat(WORDS[::-1])])
     assert parsed(answers(workers)[-1])[0]["error"]["type"] == "WorkerLost"
 
@@ -101,6 +101,6 @@ def test_it_gives_up(answers: Callable[..., list[Any]], monkeypatch: pytest.Monk
     assert "keep dying" in parsed(seen[-1])[0]["error"]["message"]
 
 
-def test_other_errors_are_not_its_business(answers: Callable[..., list[Any]]):
+def test_other_errors_pass_through(answers: Callable[..., list[Any]]):
     with pytest.raises(KeyError):
         answers(Workers([KeyError("a bug")]))

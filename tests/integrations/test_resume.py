@@ -1,26 +1,9 @@
-"""Streams that break off anywhere, joined to the same answer made again: the client sees one answer, whole."""
-
-import json
-from typing import Any
+"""Streams that stop anywhere, joined to the repeated answer: the client sees one whole answer."""
 
 import pytest
 
 from raykv.integrations.serve.resume import AnswerDiffers, Resumption
-
-WORDS = ["The ", "second ", "pump ", "starts ", "at ", "180 ", "cm."]
-
-
-def event(**fields: Any) -> str:
-    return f"data: {json.dumps(fields)}\n\n"
-
-
-def chat(words: list[str], name: str = "first", *, index: int = 0) -> list[str]:
-    """A stream of chat events, one word each."""
-    choices: list[dict[str, Any]] = [{"index": index, "delta": {"role": "assistant", "content": ""}}]
-    choices += [{"index": index, "delta": {"content": word}} for word in words]
-    choices[-1]["finish_reason"] = "stop"
-    events = [event(id=name, created=len(name), choices=[{"finish_reason": None, **choice}]) for choice in choices]
-    return [*events, event(id=name, created=len(name), choices=[], usage={"total_tokens": 9}), "data: [DONE]\n\n"]
+from tests.support.streams import WORDS, chat, event, parsed, text
 
 
 def rest(sent: list[str], again: list[str]) -> list[str]:
@@ -28,18 +11,9 @@ def rest(sent: list[str], again: list[str]) -> list[str]:
     return [new for new in map(resumption.rest, again) if new is not None]
 
 
-def parsed(events: list[str]) -> list[dict[str, Any]]:
-    return [json.loads(one.removeprefix("data: ")) for one in events if "[DONE]" not in one]
-
-
-def text(events: list[str], index: int = 0) -> str:
-    choices = [choice for one in parsed(events) for choice in one["choices"] if choice["index"] == index]
-    return "".join(choice.get("text") or choice.get("delta", {}).get("content") or "" for choice in choices)
-
-
 @pytest.mark.parametrize("cut", range(len(WORDS) + 3))
 @pytest.mark.parametrize("size", [1, 2, 5])
-def test_cut_anywhere_and_made_again_in_other_pieces_it_is_whole(cut: int, size: int):
+def test_a_stream_cut_anywhere_and_repeated_in_other_pieces_is_whole(cut: int, size: int):
     whole = chat(WORDS)
     joined = "".join(WORDS)
     again = chat([joined[start : start + size] for start in range(0, len(joined), size)], name="another")
