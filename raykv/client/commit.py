@@ -23,7 +23,7 @@ class Filled(NamedTuple):
 
 
 class PendingCommit:
-    """Filled slots that the node has been told of, or is about to be.
+    """Filled slots, from before their commit is sent until it is answered.
 
     Attributes:
         chunks: How many.

@@ -139,7 +139,7 @@ class PostedResults:
 
 
 def sum_of(first: PutResult, second: PutResult) -> PutResult:
-    """The results of two puts as one; the first reason is kept."""
+    """The results of two puts as one; the first reason stays."""
     return PutResult(
         first.stored + second.stored,
         first.existed + second.existed,
