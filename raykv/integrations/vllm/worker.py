@@ -52,15 +52,7 @@ class _Run(NamedTuple):
 
 @dataclass(slots=True)
 class _LoadResult:
-    """The result of one load.
-
-    Attributes:
-        chunks: Leading chunks that are in the KV cache.
-        nbytes: Bytes that arrived, by path.
-        sources: Chunks that arrived, by (holder, path).
-        seconds: From the order to the end.
-        error: Name of the error; empty for none, also where chunks were merely missing.
-    """
+    """The result of one load: `chunks` leading chunks are in the KV cache. A missing chunk is no error."""
 
     chunks: int = 0
     nbytes: Counter[Path] = field(default_factory=Counter)
