@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 LOOKUP_AGE_S: Final = 1.0
 """vLLM asks about a waiting request in every step. A lookup stays valid this long."""
-HAND_OFF_WAIT_S: Final = 0.005
-"""The last chunks of a prompt were posted a moment ago. A ticket waits this long for the node to enter them."""
+HAND_OFF_WAIT_S: Final = 0.02
+"""The last chunks of a prompt were posted a moment ago. A ticket waits at most this long until the node has them."""
 
 _COMPLETED: Final = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 
