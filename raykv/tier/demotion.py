@@ -31,7 +31,7 @@ STEP_CHUNKS: Final = 1024
 
 
 class Demotion:
-    """See the module. Thread-safe.
+    """Thread-safe.
 
     Attributes:
         demoted: Chunks that a tier wrote.

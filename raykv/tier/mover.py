@@ -24,7 +24,7 @@ OUTLIVES_S = 1.0
 
 
 class TierMover:
-    """See the module. Thread-safe.
+    """Thread-safe.
 
     Attributes:
         tiers: Fastest first; may be empty.
@@ -62,8 +62,6 @@ class TierMover:
         self.drop_outdated(keys)  # their expiry may have changed meanwhile
         self._changed()
 
-    # -- content ----------------------------------------------------------------------------------------------------
-
     def has(self, keys: KeyArray) -> Bits:
         here = np.zeros(len(keys), np.bool_)
         for tier in self.tiers:
@@ -88,8 +86,6 @@ class TierMover:
         if len(removed):
             with self._lock:
                 self._store.eviction_log.add(removed, reason, tier=tier.place, now_s=time.monotonic())
-
-    # -- deleting ---------------------------------------------------------------------------------------------------
 
     def delete(self, keys: KeyArray) -> int:
         """Delete chunks from the tiers. Returns how many there were, each tier's counted.

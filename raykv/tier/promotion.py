@@ -49,7 +49,7 @@ class _Run:
 
 
 class Promotion:
-    """See the module. Thread-safe.
+    """Thread-safe.
 
     Attributes:
         promoted: Chunks that arrived.

@@ -16,8 +16,6 @@ STALE_S: Final = 24 * 3600.0
 
 
 class Scanner:
-    """See the module."""
-
     def __init__(self, state: State) -> None:
         self._state = state
         self._taken_over = False

@@ -21,14 +21,14 @@ RETRY_S: Final = 5.0
 
 
 class State:
-    """See the module.
+    """Queues, catalog and health.
 
     Attributes:
-        lock: Notified when there is something to do.
-        queue, in_flight: Chunks to be written, and those being written.
-        runs, reading: Reads to be done, and the count of chunks in them and in those under way.
-        filling: The pack that this node is writing.
-        complete: All packs of the last scan are known.
+    lock: Notified when there is something to do.
+    queue, in_flight: Chunks to be written, and those being written.
+    runs, reading: Reads to be done, and the count of chunks in them and in those under way.
+    filling: The pack that this node is writing.
+    complete: All packs of the last scan are known.
     """
 
     def __init__(self, config: FileTierConfig, environment: Environment) -> None:
@@ -47,8 +47,6 @@ class State:
         self.reason, self.retry_s, self.next_scan_s = "", 0.0, 0.0
         self.counts = dict.fromkeys(COUNTS, 0)
         self.packs_removed = 0
-
-    # -- queues -----------------------------------------------------------------------------------------------------
 
     def enqueue(self, item: Item) -> None:
         self.queue.append(item)
@@ -76,8 +74,6 @@ class State:
             run = self.runs.popleft()
             self.reading -= len(run.pieces)
             run.finish([False] * len(run.pieces))
-
-    # -- health -----------------------------------------------------------------------------------------------------
 
     def status(self) -> Literal["starting", "on", "slow", "off"]:
         """The tier's state, as `stats` reports it."""

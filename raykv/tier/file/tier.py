@@ -27,18 +27,25 @@ import numpy as np
 from raykv.config import FileTierConfig
 from raykv.protocol.reasons import Place
 from raykv.tier.base import Arrived, Chunk, Environment, Found, Tier, Written
-from raykv.tier.file.reading import READ_NBYTES, Reader
+from raykv.tier.file.catalog import Pack
+from raykv.tier.file.folder import VANISHED
 from raykv.tier.file.scanning import Scanner
 from raykv.tier.file.state import State
 from raykv.tier.file.writing import Writer
-from raykv.tier.segments.format import raw_keys
+from raykv.tier.segments.format import BLOCK_NBYTES, raw_keys
 from raykv.tier.segments.io_threads import IoThreads
-from raykv.tier.segments.requests import Request, item_of, pieces_of, runs_of
+from raykv.tier.segments.requests import Request, Run, item_of, pieces_of, runs_of
 from raykv.types import Bits, KeyArray, Rows
 
 QUEUED_CHUNKS: Final = 1024
 QUEUED_NBYTES: Final = 256 << 20
 """Chunks that may wait to be written. They cannot be evicted from memory meanwhile."""
+READ_NBYTES: Final = 8 << 20
+"""Neighbours in a pack are read by one call up to this size."""
+QUEUED_READS: Final = 4096
+"""Chunks that may wait to be read."""
+TOUCH_S: Final = 60.0
+"""A pack that is read is marked as used this often, at most."""
 SCANNER, WRITER = 0, 1
 """Numbers of threads; the others read."""
 CLOSE_S: Final = 5.0
@@ -62,7 +69,7 @@ class FileTier(Tier):
         self._config, self.write_nbytes_per_day = config, config.write_nbytes_per_day
         self._state = state = State(config, environment)
         self._catalog, self._index = state.catalog, state.catalog.index
-        self._scanner, self._reader = Scanner(state), Reader(state)
+        self._scanner = Scanner(state)
         self._writer, self._writer_ended = Writer(state, self._scanner), False
         self._threads = IoThreads(
             2 + config.depth,
@@ -93,9 +100,7 @@ class FileTier(Tier):
         if not self._state.runs:
             return self.close, math.inf
         run = self._state.runs.popleft()
-        return lambda: self._reader.read(run), 0.0
-
-    # -- content ----------------------------------------------------------------------------------------------------
+        return lambda: self._read(run), 0.0
 
     def has(self, keys: KeyArray) -> Bits:
         """See `Tier`. Nothing is here while the directory cannot be read."""
@@ -157,8 +162,6 @@ class FileTier(Tier):
                 **state.counts,
             }
 
-    # -- down and up ------------------------------------------------------------------------------------------------
-
     def write(self, chunks: Sequence[Chunk], done: Written) -> int:
         state, taken = self._state, 0
         texts = {group: state.groups.text(group) for group in {chunk.group for chunk in chunks}}
@@ -179,7 +182,7 @@ class FileTier(Tier):
         state = self._state
         with state.lock:
             ready = state.readable and not state.closed and state.status() != "slow"
-            if not (ready and self._reader.has_room(len(keys))):
+            if not (ready and (not state.reading or state.reading + len(keys) <= QUEUED_READS)):
                 state.counts["refused"] += len(keys)
                 return False
             request = Request(state.callbacks, done, chunks=len(keys))
@@ -190,7 +193,39 @@ class FileTier(Tier):
             state.lock.notify_all()
         return True
 
-    # -- deleting ---------------------------------------------------------------------------------------------------
+    def _read(self, run: Run) -> None:
+        """On a thread: read a run into the arena, and verify it."""
+        state, problem, got = self._state, None, 0
+        with state.lock:
+            pack, views = state.catalog.packs.get(run.segment), run.views(state.arena)
+        try:
+            if pack is not None:
+                got = state.folder.read(pack.name, run.block * BLOCK_NBYTES, views)
+        except OSError as error:
+            problem = error
+        right = run.verify(views, got)
+        if problem is not None and problem.errno not in VANISHED:
+            state.fail(problem, reading=True)
+        with state.lock:
+            state.reading -= len(run.pieces)
+            wrong = run.enter(right, self._index, state.counts, now_s=time.time())
+            if problem is not None and problem.errno in VANISHED and pack is not None:
+                state.catalog.remove_pack(pack)
+            else:
+                state.counts["corrupt"] += len(wrong) if problem is None else 0
+                state.catalog.remove(wrong)
+            run.finish(right.tolist())
+        if pack is not None:
+            self._mark_used(pack)
+
+    def _mark_used(self, pack: Pack) -> None:
+        now_s = time.monotonic()
+        if pack.name.kind == "pack" and now_s - pack.touched_s > TOUCH_S:
+            pack.touched_s = now_s
+            try:
+                self._state.folder.touch(pack.name)
+            except OSError:
+                pass  # it is gone, or the directory is read-only
 
     def delete(self, keys: KeyArray) -> int:
         """See `Tier`. It holds for other nodes, and across a restart, once its tombstones are written."""

@@ -61,8 +61,6 @@ class Index:
     def __len__(self) -> int:
         return int(self.chunks.sum())
 
-    # -- looking up -------------------------------------------------------------------------------------------------
-
     def find(self, keys: KeyArray, *, now_s: float) -> Rows:
         """Row of each key that is here and has not expired, else -1."""
         return self._table.find_ready(keys, self._table.ticks(now_s))[0]
@@ -115,8 +113,6 @@ class Index:
         """How often each was read since it was written where it lies."""
         since: npt.NDArray[np.int64] = self.columns.frequency[rows].astype(np.int64) - self._reads_at_write[rows]
         return since
-
-    # -- changing ---------------------------------------------------------------------------------------------------
 
     def free_rows(self) -> int:
         return len(self._free) + self.rows - self._free.limit

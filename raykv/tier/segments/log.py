@@ -88,8 +88,6 @@ class Log:
         self._sorted = True
         self.written_nbytes = self.moved_nbytes = 0
 
-    # -- which segments there are -----------------------------------------------------------------------------------
-
     def free(self) -> list[int]:
         """Numbers of segments that may be opened now: wiped, and without readers."""
         return [number for number in self._free if not self.segments[number].readers]
@@ -129,8 +127,6 @@ class Log:
         if not self._sorted:
             self._in_use, self._sorted = dict(sorted(self._in_use.items())), True
         return list(self._in_use.values())
-
-    # -- filling ----------------------------------------------------------------------------------------------------
 
     def open_next(self, *, spare: int = 0) -> Segment | None:
         """Open a free segment, if more than `spare` are free; the present one gets no more batches."""
@@ -212,8 +208,6 @@ class Log:
 
     def mark_sealed(self, segment: Segment) -> None:
         segment.state, segment.records = "sealed", []
-
-    # -- reclaiming -------------------------------------------------------------------------------------------------
 
     def wants_space(self) -> bool:
         """Whether a segment should be made or reclaimed, so that writers need not wait."""

@@ -138,6 +138,13 @@ class Run:
         same &= (index.columns.page[rows] == pieces[:, 1]) & (index.columns.checksum[rows] == pieces[:, 3])
         return same
 
+    def enter(self, right: Bits, index: Index, counts: dict[str, int], *, now_s: float) -> Rows:
+        """Count what was read. Returns rows that still are these chunks, and whose bytes were not `right`."""
+        rows, same = self.rows, self.unchanged(index)
+        counts["read_nbytes"] += int(np.array([piece.nbytes for piece in self.pieces])[right].sum())
+        index.touch(np.unique(rows[right & same]), now_s=now_s)
+        return np.unique(rows[~right & same])
+
     def finish(self, results: Sequence[Any]) -> None:
         for piece, result in zip(self.pieces, results, strict=True):
             self.request.finish(piece.place, bool(result))

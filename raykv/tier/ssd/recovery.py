@@ -40,8 +40,6 @@ VERIFY_NBYTES: Final = 8 << 20
 
 
 class Recovery:
-    """See the module."""
-
     def __init__(self, shared: Shared, drive: Drive, wipe: Callable[[int], None]) -> None:
         """Begin with `open` or `list_segments`.
 

@@ -29,13 +29,13 @@ RETRY_S: Final = 30.0
 
 
 class Shared:
-    """See the module.
+    """Used under `lock`.
 
     Attributes:
-        queue: Chunks to be written that have no place yet.
-        coming: Chunks to be written, by key, until they are in the index.
-        texts, quotas: Quota groups as JSON, and their quotas in bytes, by their numbers on this node.
-        ended: The tier is being closed.
+    queue: Chunks to be written that have no place yet.
+    coming: Chunks to be written, by key, until they are in the index.
+    texts, quotas: Quota groups as JSON, and their quotas in bytes, by their numbers on this node.
+    ended: The tier is being closed.
     """
 
     def __init__(self, index: Index, arena: memoryview, groups: GroupNames, wall: Callable[[], float]) -> None:
@@ -52,8 +52,6 @@ class Shared:
         self.changes = Changes()
         self.counts = dict.fromkeys(COUNTS, 0)
         self.ended = False
-
-    # -- the queue --------------------------------------------------------------------------------------------------
 
     def enqueue(self, item: Item) -> None:
         self.coming[item.chunk.key] = item
@@ -101,8 +99,6 @@ class Shared:
     def notify(self) -> None:
         for drive in self.drives:
             drive.notify()
-
-    # -- the index --------------------------------------------------------------------------------------------------
 
     def rows_of(self, drive: Drive, segment: Segment) -> Rows:
         if not segment.rows:
@@ -203,8 +199,6 @@ class Shared:
             rows = rows[np.argsort(columns.page[rows], kind="stable")]
             before = np.cumsum(columns.nbytes[rows].astype(np.int64)) - columns.nbytes[rows]
             self.remove(rows[before < excess], tombstones=True)
-
-    # -- failure ----------------------------------------------------------------------------------------------------
 
     def refuse_reads(self, drive: Drive) -> None:
         for run in drive.reads:

@@ -74,7 +74,11 @@ class SsdTier(Tier):
             volume = Volume(path / environment.node, segment_nbytes=config.segment_nbytes, direct=config.direct)
             shared.drives.append(Drive(number, volume, config, shared.lock))
         try:
-            self._open_volumes()
+            for drive in shared.drives:
+                try:
+                    drive.volume.open()
+                except OSError as error:
+                    shared.fail_later(drive, error)
         except ConfigError:
             for drive in shared.drives:
                 drive.volume.close()
@@ -84,15 +88,6 @@ class SsdTier(Tier):
         self._stop = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="raykv-ssd-watch", daemon=True)
         self._watcher.start()
-
-    def _open_volumes(self) -> None:
-        for drive in self._shared.drives:
-            try:
-                drive.volume.open()
-            except OSError as error:
-                self._shared.fail_later(drive, error)
-
-    # -- content ----------------------------------------------------------------------------------------------------
 
     def has(self, keys: KeyArray) -> Bits:
         with self._shared.lock:
@@ -120,8 +115,6 @@ class SsdTier(Tier):
         with self._shared.lock:
             nbytes = self._shared.index.nbytes
             return int(nbytes.sum() if group is None else nbytes[group])
-
-    # -- down and up ------------------------------------------------------------------------------------------------
 
     def write(self, chunks: Sequence[Chunk], done: Written) -> int:
         """See `Tier`. A chunk that is being written already is False in `done`."""
@@ -167,16 +160,14 @@ class SsdTier(Tier):
                 if shared.drives[piece.segment // SEGMENTS].readable:
                     pieces.setdefault(piece.segment // SEGMENTS, []).append(piece)
             off = shared.ended or not any(drive.readable for drive in shared.drives)
-            if off or not all(self._workers[number].reader.has_room(len(some)) for number, some in pieces.items()):
+            if off or not all(self._workers[number].has_room_for_reads(len(some)) for number, some in pieces.items()):
                 shared.counts["refused"] += len(keys)
                 return False
             request = Request(shared.callbacks, done, chunks=len(keys))
             for number, some in pieces.items():
-                self._workers[number].reader.queue(request, some)
+                self._workers[number].queue_reads(request, some)
             request.submit()
         return True
-
-    # -- deleting ---------------------------------------------------------------------------------------------------
 
     def delete(self, keys: KeyArray) -> int:
         """See `Tier`. It holds across a restart once its tombstones are written, before anything else; see `flush`."""
@@ -233,8 +224,6 @@ class SsdTier(Tier):
                     return False
                 shared.tombstones_written.wait(left_s)
         return True
-
-    # -- health -----------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
         tidied_s = time.monotonic()

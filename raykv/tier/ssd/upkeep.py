@@ -29,7 +29,7 @@ GROW_S: Final = 30.0
 
 
 class Upkeep:
-    """See the module. `next_task` needs the tier's lock; the tasks run on a thread and wait for the disk."""
+    """`next_task` needs the tier's lock; the tasks run on a thread and wait for the disk."""
 
     def __init__(self, shared: Shared, drive: Drive) -> None:
         self._shared, self._drive = shared, drive

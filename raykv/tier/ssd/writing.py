@@ -29,7 +29,7 @@ FEW_SEGMENTS: Final = 3
 
 
 class Writer:
-    """See the module. Methods need the tier's lock, except `_write`, which runs on a thread and waits for the disk."""
+    """Methods need the tier's lock, except `_write`, which runs on a thread and waits for the disk."""
 
     def __init__(self, shared: Shared, drive: Drive) -> None:
         self._shared, self._drive = shared, drive
