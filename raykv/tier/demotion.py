@@ -40,11 +40,7 @@ class Demotion:
     def __init__(
         self, store: Store, lock: threading.Lock, tiers: Sequence[Tier], written: Callable[[KeyArray], None]
     ) -> None:
-        """Begin.
-
-        Args:
-            written: Called with keys that a tier has written, without a lock.
-        """
+        """Begin. `written` is called with keys that a tier has written, without a lock."""
         self._store, self._lock, self._tiers, self._on_written = store, lock, tiers, written
         now_s = time.monotonic()
         self._admissions = [Admission(tier.write_nbytes_per_day, now_s=now_s) for tier in tiers]

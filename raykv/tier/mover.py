@@ -33,11 +33,7 @@ class TierMover:
     """
 
     def __init__(self, store: Store, lock: threading.Lock, tiers: Sequence[Tier], changed: Callable[[], None]) -> None:
-        """Begin to move chunks of `store`, under the node's lock.
-
-        Args:
-            changed: Called when there are chunks to announce.
-        """
+        """Begin to move chunks of `store`, under the node's lock. Call `changed` when there are chunks to announce."""
         self.tiers, self._store, self._lock = tuple(tiers), store, lock
         self._changed = changed
         self.demotion = Demotion(store, lock, self.tiers, self._on_written)
@@ -103,10 +99,7 @@ class TierMover:
     def drop_outdated(self, keys: KeyArray) -> int:
         """Chunks were stored, or got another expiry: delete copies below that would outlive them, or expire early.
 
-        Without it, a chunk that is stored again with a TTL could be read from a tier after its end.
-
-        Returns:
-            How many copies there were.
+        Without it, a chunk that is stored again with a TTL could be read from a tier after its end. Returns the count.
         """
         count, now_s = 0, time.monotonic()
         today_s = time.time() - now_s
@@ -127,7 +120,6 @@ class TierMover:
         return count
 
     def _remove(self, remove_from: Callable[[Tier], int], reason: Reason) -> int:
-        """Removals between the two looks at a tier's changes have this reason."""
         count = 0
         with self._changes_lock:
             for tier in self.tiers:

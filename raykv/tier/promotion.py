@@ -64,12 +64,9 @@ class Promotion:
         self.nbytes = self.promoted = self.late = 0
 
     def promote(self, keys: KeyArray, *, until_s: float) -> int:
-        """Bring those of the keys into memory that are not there, and wait for them until `until_s`.
+        """Bring those of the keys into memory that are not there, and wait for them until `until_s`; 0: do not wait.
 
-        A read that takes longer goes on. With `until_s` 0 the call does not wait.
-
-        Returns:
-            How many chunks are on their way, or have arrived.
+        A read that takes longer goes on. Returns how many chunks are on their way, or have arrived.
         """
         with self._lock:
             wanted = keys[self._store.missing(keys, now_s=time.monotonic())]
@@ -104,11 +101,7 @@ class Promotion:
                 return
 
     def _begin(self, keys: KeyArray, found: list[Found]) -> tuple[_Run | None, list[_Run]]:
-        """Borrow slots for a run, all of one size and quota group.
-
-        Returns:
-            The run; and the runs that already read some of its chunks, which are not read twice.
-        """
+        """Lend slots to a run. Returns it, and the runs that already read some of its chunks: none is read twice."""
         store, first, now_s, raw = self._store, found[0], time.monotonic(), raw_keys(keys)
         chained = bool(first.parent) or (len(found) > 1 and bool(found[1].parent))
         parent = key_array([first.parent]) if first.parent else None

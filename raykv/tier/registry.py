@@ -41,11 +41,7 @@ register_tier("file", "raykv.tier.file.tier:FileTier", Place.FILE)
 
 
 def open_tier(name: str, options: Any, environment: Environment) -> Tier:
-    """Open a registered tier.
-
-    Raises:
-        ConfigError: No tier has this name, or it cannot be opened.
-    """
+    """Open a registered tier. Raises ConfigError if no tier has this name, or it cannot be opened."""
     if name not in _registered:
         raise ConfigError(f"field 'tiers': no tier is called {name!r}; there are: {', '.join(sorted(_registered))}")
     opener, place = _registered[name]
@@ -61,15 +57,7 @@ def open_tier(name: str, options: Any, environment: Environment) -> Tier:
 
 
 def open_tiers(config: NodeConfig, store: Store, lock: threading.Lock, *, changed: Callable[[], None]) -> TierMover:
-    """Open the tiers of a node's config.
-
-    Args:
-        lock: The node's, under which the store changes.
-        changed: Called when there are chunks to announce.
-
-    Raises:
-        ConfigError: A tier cannot be opened.
-    """
+    """Open the tiers of a node's config; see `TierMover`. Raises ConfigError if one cannot be opened."""
     storage = config.storage
     options = {"ssd": storage.ssd, "file": storage.file, **storage.tiers}
     node = f"raykv-{config.cluster}-{config.node_id}"

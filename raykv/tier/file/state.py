@@ -11,8 +11,7 @@ from raykv.config import FileTierConfig
 from raykv.tier.base import Environment
 from raykv.tier.file.catalog import Catalog, Pack
 from raykv.tier.file.folder import VANISHED, Folder
-from raykv.tier.segments.io_threads import Callbacks
-from raykv.tier.segments.requests import COUNTS, Item, Run
+from raykv.tier.segments.requests import Item, Run, WriteQueue
 
 log = logging.getLogger(__name__)
 
@@ -20,7 +19,7 @@ RETRY_S: Final = 5.0
 """After an error the directory is left alone for this time."""
 
 
-class State:
+class State(WriteQueue):
     """Queues, catalog and health.
 
     Attributes:
@@ -32,30 +31,18 @@ class State:
     """
 
     def __init__(self, config: FileTierConfig, environment: Environment) -> None:
-        self.config, self.arena, self.groups = config, environment.arena, environment.groups
+        super().__init__("raykv-file-callbacks", environment.arena, environment.groups)
+        self.config = config
         self.folder = Folder(config.path, environment.node)
         self.catalog = Catalog(environment.node, rows=config.rows)
-        self.callbacks = Callbacks("raykv-file-callbacks")
         self.lock = threading.Condition()
-        self.queue: deque[Item] = deque()
-        self.queued_nbytes = 0
         self.in_flight: list[Item] = []
         self.runs: deque[Run] = deque()
         self.reading = 0
         self.filling: Pack | None = None
         self.closed = self.readable = self.writable = self.complete = self._slow = False
         self.reason, self.retry_s, self.next_scan_s = "", 0.0, 0.0
-        self.counts = dict.fromkeys(COUNTS, 0)
         self.packs_removed = 0
-
-    def enqueue(self, item: Item) -> None:
-        self.queue.append(item)
-        self.queued_nbytes += item.chunk.nbytes
-
-    def dequeue(self) -> Item:
-        item = self.queue.popleft()
-        self.queued_nbytes -= item.chunk.nbytes
-        return item
 
     def cancel(self, which: Callable[[Item], bool]) -> list[bytes]:
         """Cancel some of the chunks that are queued or being written. Returns their keys."""
@@ -89,11 +76,7 @@ class State:
         return "off" if self.reason or self.closed else "starting"
 
     def fail(self, error: Exception, *, reading: bool = False) -> None:
-        """Turn off for a while. Takes the lock.
-
-        Args:
-            reading: Not only writes fail.
-        """
+        """Turn off for a while; with `reading` for reads too. Takes the lock."""
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         with self.lock:
             if reason != self.reason:

@@ -93,13 +93,8 @@ class Counts(NamedTuple):
     texts: frozenset[bytes] = frozenset()
 
     def plus(self, other: "Counts") -> "Counts":
-        """Of both together; a text that both have counts once."""
-        return Counts(
-            self.entries + other.entries,
-            self.deleted + other.deleted,
-            self.dropped + other.dropped,
-            self.texts | other.texts,
-        )
+        entries, deleted, dropped = (mine + more for mine, more in zip(self[:3], other[:3], strict=True))
+        return Counts(entries, deleted, dropped, self.texts | other.texts)
 
     def blocks(self) -> int:
         nbytes = HEAD.itemsize + sum(2 + len(text) for text in self.texts) + _FOOT.itemsize
@@ -197,12 +192,7 @@ def decode(view: memoryview) -> Record | None:
 
 
 def batches(read: Read, *, segment_blocks: int, blocks_there: int) -> Iterator[Record]:
-    """The batches of a segment, up to the first that is not whole or belongs to an earlier use of the file.
-
-    Args:
-        segment_blocks: Size of a whole segment.
-        blocks_there: Size of the file.
-    """
+    """The batches of a segment, up to the first that is not whole or belongs to an earlier use of the file."""
     start, number, life = 0, 0, None
     while start < blocks_there:
         view = read(start * BLOCK_NBYTES, BLOCK_NBYTES)
@@ -278,9 +268,8 @@ def living(record: Record) -> Array:
     latest = np.sort(len(entries) - 1 - first)
     alive = np.ones(len(latest), np.bool_)
     if len(record.deleted):
-        deleted: dict[bytes, int] = {}
-        for key, batch in zip(flat(record.deleted["key"]).tolist(), record.deleted["batch"].tolist(), strict=True):
-            deleted[key] = max(batch, deleted.get(key, 0))
+        # Batches are in order, so the last one of a key counts.
+        deleted = dict(zip(raw_keys(record.deleted["key"]), record.deleted["batch"].tolist(), strict=True))
         deleted_in = np.array([deleted.get(key, 0) for key in keys[latest].tolist()], np.int64)
         alive &= entries["batch"][latest] >= deleted_in
     for group, batch in record.dropped.tolist():

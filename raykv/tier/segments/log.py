@@ -101,12 +101,10 @@ class Log:
         return self._first_absent
 
     def add_free(self, number: int) -> None:
-        """An empty segment was made or found."""
         self.segments[number] = Segment(number)
         self._free.add(number)
 
     def remove_free(self, number: int) -> None:
-        """The file of a free segment is to be removed."""
         del self.segments[number]
         self._free.discard(number)
         self._first_absent = min(self._first_absent, number)
@@ -182,11 +180,7 @@ class Log:
         return batch
 
     def finish(self, batch: Batch) -> list[Batch]:
-        """A batch is written.
-
-        Returns:
-            Batches that a start would find from now on, in order: none before them is missing in their segment.
-        """
+        """A batch is written. Returns, in order, those that a start finds from now on: none before them is missing."""
         batch.finished, ready = True, []
         in_flight = batch.segment.in_flight
         while in_flight and in_flight[0].finished:
@@ -218,17 +212,15 @@ class Log:
         if self.reclaiming is not None:
             return None
         full = self.in_order()
-        chosen = next(
-            (each for each in full if each.state == "sealed" and not each.live_nbytes and not each.has_tombstones), None
-        )
-        if chosen is None and full and full[0].state == "sealed":
-            chosen = full[0]
+        sealed = [each for each in full if each.state == "sealed"]
+        chosen = next((each for each in sealed if not each.live_nbytes and not each.has_tombstones), None)
+        if chosen is None and sealed and sealed[0] is full[0]:
+            chosen = sealed[0]
         if chosen is not None:
             chosen.state, self.reclaiming = "reclaiming", chosen
         return chosen
 
     def may_move_nbytes(self) -> int:
-        """How much of a segment may be moved now."""
         most = int(MOVED_AT_ONCE * self.segment_blocks) * BLOCK_NBYTES
         return max(0, min(most, self.written_nbytes // MOVED_SHARE - self.moved_nbytes))
 
@@ -243,15 +235,7 @@ class Log:
 def second_chance(
     reads: npt.NDArray[np.int64], nbytes: npt.NDArray[np.int64], *, most_nbytes: int
 ) -> npt.NDArray[np.int64]:
-    """Which chunks of a reclaimed segment are moved.
-
-    Args:
-        reads: Of each chunk since it was written to this segment.
-        nbytes: Of each chunk, in whole blocks.
-
-    Returns:
-        Indexes of chunks that were read, the most often read first, up to `most_nbytes` together.
-    """
+    """Indexes of the chunks of a reclaimed segment that are moved: the most often read first, up to `most_nbytes`."""
     order = np.argsort(-reads, kind="stable")
     order = order[reads[order] > 0]
     chosen: npt.NDArray[np.int64] = order[np.cumsum(nbytes[order]) <= most_nbytes]

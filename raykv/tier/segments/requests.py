@@ -1,5 +1,6 @@
 """Calls of `write` and `read` until their callback, and the chunks on their way to and from a disk."""
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
@@ -7,17 +8,36 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import xxhash
 
-from raykv.tier.base import Chunk, Found, is_same
+from raykv.tier.base import Chunk, Found, GroupNames, is_same
 from raykv.tier.segments.format import BLOCK_NBYTES, ENTRY, Array, blocks_of, key_array
 from raykv.tier.segments.index import Index
 from raykv.tier.segments.io_threads import Callbacks
 from raykv.tier.segments.volume import IOV_MAX
 from raykv.types import Bits, KeyArray, Rows
 
-COUNTS: Final = (
-    *("written_nbytes", "disk_nbytes", "moved_nbytes", "read_nbytes", "refused", "timeouts", "errors", "corrupt"),
-)
+NBYTES_COUNTS: Final = ("written_nbytes", "disk_nbytes", "moved_nbytes", "read_nbytes")
+COUNTS: Final = (*NBYTES_COUNTS, "refused", "timeouts", "errors", "corrupt")
 """What every tier counts; see `Tier.stats`."""
+
+
+class WriteQueue:
+    """What every tier has: its arena, callbacks, counts, and the chunks that wait to be written."""
+
+    def __init__(self, name: str, arena: memoryview, groups: GroupNames) -> None:
+        self.arena, self.groups, self.callbacks = arena, groups, Callbacks(name)
+        self.queue: deque[Item] = deque()
+        self.queued_nbytes = 0
+        self.counts = dict.fromkeys(COUNTS, 0)
+
+    def enqueue(self, item: "Item") -> None:
+        self.queue.append(item)
+        self.queued_nbytes += item.chunk.nbytes
+
+    def dequeue(self) -> "Item":
+        item = self.queue.popleft()
+        self.queued_nbytes -= item.chunk.nbytes
+        item.placed = True
+        return item
 
 
 class Request:
@@ -155,16 +175,8 @@ def pieces_of(
 ) -> list[Piece]:
     """The chunks of a `read` that are still what `find` returned, in the order of their places on the disk."""
     rows, columns = index.find(keys, now_s=now_s), index.columns
-    values = zip(
-        rows.tolist(),
-        index.segment[rows].tolist(),
-        columns.page[rows].tolist(),
-        columns.nbytes[rows].tolist(),
-        columns.checksum[rows].tolist(),
-        offsets,
-        range(len(keys)),
-        strict=True,
-    )
+    fields: list[Array] = [index.segment, columns.page, columns.nbytes, columns.checksum]
+    values = zip(rows.tolist(), *(field[rows].tolist() for field in fields), offsets, range(len(keys)), strict=True)
     pieces = [Piece(*each) for each in values if each[0] >= 0]
     same = [each for each in pieces if is_same(found[each.place], each.nbytes, each.checksum)]
     return sorted(same, key=lambda piece: (piece.segment, piece.block))

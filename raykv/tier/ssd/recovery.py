@@ -4,7 +4,7 @@ First the records of all segments are read, by several threads: one read per sea
 walked, and its chunks are compared with their checksums, which cuts off a torn tail. Then the segments are entered,
 newest first: a key that a newer segment has, or that a newer tombstone covers, is left out.
 
-The tasks run on threads and wait for the disk; `Shared` is changed under its lock.
+The tasks run on threads and wait for the disk; an error turns the drive off. `Shared` is changed under its lock.
 """
 
 import errno
@@ -41,31 +41,19 @@ VERIFY_NBYTES: Final = 8 << 20
 
 class Recovery:
     def __init__(self, shared: Shared, drive: Drive, wipe: Callable[[int], None]) -> None:
-        """Begin with `open` or `list_segments`.
-
-        Args:
-            wipe: Overwrites what a start finds of a segment.
-        """
+        """Begin with `open` or `list_segments`. `wipe` overwrites what a start finds of a segment."""
         self._shared, self._drive, self._wipe = shared, drive, wipe
         self._unread = 0
         self._found: list[tuple[int, Record, bool]] = []
 
     def open(self) -> None:
         """Lock the directory again, and go on with `list_segments`."""
-        try:
-            self._drive.volume.open()
-        except (OSError, ConfigError) as error:
-            self._shared.fail_later(self._drive, error)
-            return
+        self._drive.volume.open()
         self.list_segments()
 
     def list_segments(self) -> None:
         drive = self._drive
-        try:
-            numbers = drive.volume.numbers()
-        except OSError as error:
-            self._shared.fail_later(drive, error)
-            return
+        numbers = drive.volume.numbers()
         with self._shared.lock:
             self._unread, self._found, epoch = len(numbers), [], drive.epoch
             drive.tasks.extend(partial(self._read, number, nbytes, epoch) for number, nbytes in numbers.items())
@@ -85,8 +73,7 @@ class Recovery:
                 drive.volume.make(number)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                self._shared.fail_later(drive, error, epoch)
-                return
+                raise
             usable = found is not None
         if not usable:
             drive.volume.remove(number)  # it is empty, and there is no space for it
@@ -169,12 +156,7 @@ class Recovery:
     def _enter(
         self, number: int, record: Record, entries: Array, groups: Sequence[int | None], *, sealed: bool
     ) -> None:
-        """Enter those chunks of a segment that no newer segment has.
-
-        Args:
-            entries: Of the record, without those that a tombstone covers.
-            groups: Number of each of the record's texts.
-        """
+        """Enter the entries of a segment that no newer segment has. `groups` are the numbers of the record's texts."""
         shared, drive, index = self._shared, self._drive, self._shared.index
         segment = drive.log.add_found(number, sealed=sealed, record=record)
         texts = zip(groups, record.texts, strict=True)

@@ -7,7 +7,6 @@ covers: one on the drive, or one in a drive's queue.
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Final
 
@@ -16,9 +15,8 @@ import numpy as np
 from raykv.tier.base import GroupNames
 from raykv.tier.segments.format import Array, flat, key_array
 from raykv.tier.segments.index import SEGMENTS, Changes, Index
-from raykv.tier.segments.io_threads import Callbacks
 from raykv.tier.segments.log import Batch, Segment
-from raykv.tier.segments.requests import COUNTS, Item, Run
+from raykv.tier.segments.requests import Item, Run, WriteQueue
 from raykv.tier.ssd.drive import Drive
 from raykv.types import KeyArray, Rows
 
@@ -28,7 +26,7 @@ RETRY_S: Final = 30.0
 """A drive that failed is tried again after this time."""
 
 
-class Shared:
+class Shared(WriteQueue):
     """Used under `lock`.
 
     Attributes:
@@ -39,31 +37,20 @@ class Shared:
     """
 
     def __init__(self, index: Index, arena: memoryview, groups: GroupNames, wall: Callable[[], float]) -> None:
+        super().__init__("raykv-ssd-callbacks", arena, groups)
         self.lock = threading.Lock()
         self.tombstones_written = threading.Condition(self.lock)
-        self.index, self.arena, self.groups, self.wall = index, arena, groups, wall
-        self.callbacks = Callbacks("raykv-ssd-callbacks")
+        self.index, self.wall = index, wall
         self.drives: list[Drive] = []
-        self.queue: deque[Item] = deque()
-        self.queued_nbytes = 0
         self.coming: dict[bytes, Item] = {}
         self.texts: dict[int, bytes] = {}
         self.quotas: dict[int, int] = {}
         self.changes = Changes()
-        self.counts = dict.fromkeys(COUNTS, 0)
         self.ended = False
 
     def enqueue(self, item: Item) -> None:
         self.coming[item.chunk.key] = item
-        self.queue.append(item)
-        self.queued_nbytes += item.chunk.nbytes
-
-    def dequeue(self) -> Item:
-        """Take the first chunk of the queue, which is the one that `next_item` returned."""
-        item = self.queue.popleft()
-        self.queued_nbytes -= item.chunk.nbytes
-        item.placed = True
-        return item
+        super().enqueue(item)
 
     def put_back(self, item: Item) -> None:
         self.queue.appendleft(item)
@@ -90,7 +77,6 @@ class Shared:
             self.finish(item, False)
 
     def fail_queue_if_off(self) -> None:
-        """If no drive takes chunks, call the queue back as not done."""
         if any(drive.on for drive in self.drives) and not self.ended:
             return
         while self.next_item() is not None:
@@ -136,11 +122,7 @@ class Shared:
                 segments[identity % SEGMENTS].live_nbytes -= int(total)
 
     def remove(self, rows: Rows, *, tombstones: bool) -> None:
-        """Take chunks, all different, out of the index.
-
-        Args:
-            tombstones: Have them written, so that no start finds the chunks.
-        """
+        """Take chunks, all different, out of the index; with tombstones no start finds them either."""
         if not len(rows):
             return
         keys = self.index.keys(rows)
@@ -220,11 +202,7 @@ class Shared:
                 self.finish(item, False)
 
     def fail(self, drive: Drive, error: Exception, epoch: int | None = None) -> None:
-        """Turn a drive off. Its chunks are not available until it is back.
-
-        Args:
-            epoch: Do nothing if the drive has failed since this epoch; None: in any case.
-        """
+        """Turn a drive off until it is back, unless it has failed since this epoch; None: in any case."""
         if epoch is not None and epoch != drive.epoch:
             return
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)

@@ -29,7 +29,7 @@ GROW_S: Final = 30.0
 
 
 class Upkeep:
-    """`next_task` needs the tier's lock; the tasks run on a thread and wait for the disk."""
+    """`next_task` needs the lock. Tasks run on a thread and wait for the disk; an error turns the drive off."""
 
     def __init__(self, shared: Shared, drive: Drive) -> None:
         self._shared, self._drive = shared, drive
@@ -100,16 +100,11 @@ class Upkeep:
         drive = self._drive
         with self._shared.lock:
             record = drive.log.summary(segment) if segment.records else None
-        try:
-            if record is not None:
-                blocks = record.blocks()
-                buffer = aligned(blocks * BLOCK_NBYTES)
-                start = (drive.segment_blocks - blocks) * BLOCK_NBYTES
-                views = [buffer[: encode(record, buffer)]]
-                self._count_written(drive.volume.write(segment.number, start, views, sync=True))
-        except OSError as error:
-            self._shared.fail_later(drive, error, epoch)
-            return
+        if record is not None:
+            buffer = aligned(record.blocks() * BLOCK_NBYTES)
+            view = buffer[: encode(record, buffer)]
+            start = drive.segment_blocks * BLOCK_NBYTES - len(view)
+            self._count_written(drive.volume.write(segment.number, start, [view], sync=True))
         with self._shared.lock:
             if epoch == drive.epoch:
                 drive.log.mark_sealed(segment)
@@ -125,16 +120,12 @@ class Upkeep:
             chosen = second_chance(index.reads_since_write(rows), sizes, most_nbytes=drive.log.may_move_nbytes())
             items = [self._item_of(row) for row in rows[chosen].tolist()]
         buffer, end, moves = aligned(int(sizes[chosen].sum())), 0, []
-        try:
-            for item, size in zip(items, sizes[chosen].tolist(), strict=True):
-                item.view, end = buffer[end : end + size], end + size
-                got = drive.volume.read(segment.number, item.moved_from[1] * BLOCK_NBYTES, [item.view])
-                nbytes = item.chunk.nbytes
-                if got >= nbytes and xxhash.xxh3_64_intdigest(item.view[:nbytes]) == item.chunk.checksum:
-                    moves.append(item)
-        except OSError as error:
-            self._shared.fail_later(drive, error, epoch)
-            return
+        for item, size in zip(items, sizes[chosen].tolist(), strict=True):
+            item.view, end = buffer[end : end + size], end + size
+            got = drive.volume.read(segment.number, item.moved_from[1] * BLOCK_NBYTES, [item.view])
+            nbytes = item.chunk.nbytes
+            if got >= nbytes and xxhash.xxh3_64_intdigest(item.view[:nbytes]) == item.chunk.checksum:
+                moves.append(item)
         with self._shared.lock:
             if epoch == drive.epoch:
                 drive.moves.extend(moves)
@@ -153,13 +144,9 @@ class Upkeep:
     def _free(self, segment: Segment, epoch: int) -> None:
         """Wipe a segment whose chunks were moved, and make it free."""
         drive, number = self._drive, segment.number
-        try:
-            if segment.has_tombstones:  # what they cover was wiped before, and must not come back without them
-                drive.volume.sync(number)
-            self.wipe(number)
-        except OSError as error:
-            self._shared.fail_later(drive, error, epoch)
-            return
+        if segment.has_tombstones:  # what they cover was wiped before, and must not come back without them
+            drive.volume.write(number, 0, [], sync=True)
+        self.wipe(number)
         with self._shared.lock:
             if epoch != drive.epoch:
                 return

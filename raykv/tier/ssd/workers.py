@@ -4,8 +4,10 @@ import errno
 import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final
 
+from raykv.errors import ConfigError
 from raykv.tier.segments.format import BLOCK_NBYTES
 from raykv.tier.segments.index import SEGMENTS
 from raykv.tier.segments.io_threads import IoThreads
@@ -60,7 +62,13 @@ class Workers:
                 if shared.queue:  # there is no space for it yet
                     drive.wake_upkeep.notify()
                 drive.wake.wait()
-            return task
+            return partial(self._run, task, drive.epoch)
+
+    def _run(self, task: Callable[[], None], epoch: int) -> None:
+        try:
+            task()
+        except (OSError, ConfigError) as error:
+            self._shared.fail_later(self._drive, error, epoch)
 
     def _next_task(self, thread: int) -> Callable[[], None] | None:
         drive = self._drive
