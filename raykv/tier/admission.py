@@ -92,6 +92,5 @@ class Admission:
 
 
 def deserve(reads: Numbers, parent_reads: Numbers, priority: Numbers | None = None) -> Bits:
-    """The rule of `Admission.admit` without the budget."""
     wanted: Bits = (reads > 0) | (parent_reads > 0)
     return wanted if priority is None else np.where(priority == 0, wanted, priority > 0)

@@ -69,7 +69,6 @@ class TierMover:
         return np.concatenate([chunk_keys.empty(), *(tier.keys() for tier in self.tiers)])
 
     def take_changes(self) -> list[KeyArray]:
-        """Keys that were added to a tier or removed from one since the last call."""
         with self._changes_lock:
             for tier in self.tiers:
                 self._collect_changes(tier, Reason.EVICTED)

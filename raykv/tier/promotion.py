@@ -93,7 +93,6 @@ class Promotion:
         return sum(len(run.positions) for run in runs.values())
 
     def _wait_for_room(self, nbytes: int, until_s: float) -> None:
-        """Wait until other chunks have arrived, if too many are on their way."""
         while self.nbytes + nbytes > self._most_nbytes:
             with self._lock:
                 first = next(iter(self._runs.values()), None)
@@ -137,7 +136,6 @@ class Promotion:
         return False
 
     def _arrive(self, run: _Run, arrived: Bits) -> None:
-        """Commit the chunks that arrived, and give the other slots back."""
         store, rows, now_s, keys = self._store, run.slots.rows, time.monotonic(), run.keys()
         with self._lock:
             arrived &= np.array([key not in run.unwanted for key in keys])

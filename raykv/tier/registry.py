@@ -29,9 +29,8 @@ _registered: Final[dict[str, _Registered]] = {}
 def register_tier(name: str, opener: Opener | str, place: Place = Place.OTHER) -> None:
     """Make a tier available under a name, for `StorageConfig.tiers`: {name: options}.
 
-    Args:
-        opener: Opens the tier; or "module:attribute" of such a function or class, imported at first use.
-        place: Where its chunks lie. Tiers with a lower place are asked first.
+    `opener` opens it, or is "module:attribute" of such a function or class, imported at first use. Tiers with a lower
+    `place`, where their chunks lie, are asked first.
     """
     _registered[name] = _Registered(opener, place)
 

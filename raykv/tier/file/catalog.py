@@ -64,7 +64,6 @@ class Catalog:
         return keys[here], keys[~here]
 
     def add_pack(self, name: Name, nbytes: int) -> Pack:
-        """Learn of a file, which takes this space."""
         if name.stem in self.known:
             return self.known[name.stem]
         pack = Pack(name, self._numbers, nbytes, name.writer == self._writer, time.monotonic())
@@ -122,7 +121,6 @@ class Catalog:
         return True
 
     def remove(self, rows: Rows) -> None:
-        """Take chunks, all different, out of the index."""
         if len(rows):
             self._changes.add(self.index.keys(self.own(rows)))
             self.index.remove(rows)
@@ -149,11 +147,7 @@ class GroupNumbers:
         self.texts: dict[int, bytes] = {}
 
     def of(self, texts: Sequence[bytes], chunks: Array) -> list[int]:
-        """The number of each, made if need be; -1 where there are too many quota groups.
-
-        Args:
-            chunks: Count of chunks under each number.
-        """
+        """The number of each, made if need be; -1 beyond MAX_NAMESPACES. `chunks` is the count under each number."""
         for text in texts:
             if text in self.numbers:
                 continue
@@ -215,7 +209,6 @@ class Tombstones:
             del self._keys[next(iter(self._keys))]
 
     def remove(self, sequence: int) -> None:
-        """The file of this sequence was removed: there is nothing left that it covers."""
         self._keys = {key: latest for key, latest in self._keys.items() if latest != sequence}
         self._texts = {text: latest for text, latest in self._texts.items() if latest != sequence}
 
@@ -233,12 +226,7 @@ class Tombstones:
         return max(self._keys.get(key, 0), self._texts.get(text, 0)) > sequence
 
     def uncovered(self, entries: Array, texts: Sequence[bytes], sequence: int) -> Bits:
-        """Which entries of a pack no tombstone covers.
-
-        Args:
-            entries: Array of `format.ENTRY`.
-            texts: Quota groups; entries name them by their index here.
-        """
+        """Which entries (`format.ENTRY`) of a pack no tombstone covers. Entries name their group by its index."""
         alive: Bits = np.array([self._texts.get(text, 0) < sequence for text in texts], np.bool_)[entries["group"]]
         if self._keys:
             alive &= np.array([self._keys.get(key, 0) < sequence for key in raw_keys(entries["key"])], np.bool_)

@@ -11,7 +11,7 @@ import secrets
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final, Literal, NamedTuple, cast
 
@@ -187,11 +187,8 @@ class Folder:
         return nbytes
 
     def discard(self, name: Name) -> None:
-        """Remove a useless file, if possible."""
-        try:
+        with suppress(OSError):
             os.unlink(self.path / str(name))
-        except OSError:
-            pass
 
     def take_over(self, name: Name) -> None:
         """Seal a part that an earlier process of this node left, if it has chunks; else remove it.

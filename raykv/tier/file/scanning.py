@@ -38,7 +38,10 @@ class Scanner:
         if not self._taken_over:
             mine = [name for name in parts if name.writer == folder.writer]
             for name in mine:
-                self._take_over(name)
+                try:
+                    folder.take_over(name)
+                except OSError as error:
+                    state.count_error(f"{name} stays as it is", error)
             names, self._taken_over = folder.names() if mine else names, True
         with state.lock:
             state.readable = not state.closed
@@ -59,12 +62,6 @@ class Scanner:
             self.make_space()
         except OSError as error:  # reads work all the same
             state.count_error("not tidied", error)
-
-    def _take_over(self, name: Name) -> None:
-        try:
-            self._state.folder.take_over(name)
-        except OSError as error:
-            self._state.count_error(f"{name} stays as it is", error)
 
     def _learn(self, name: Name) -> bool:
         """Enter the content of a file. False: it cannot be read, and is tried again at the next scan."""

@@ -45,7 +45,6 @@ class State(WriteQueue):
         self.packs_removed = 0
 
     def cancel(self, which: Callable[[Item], bool]) -> list[bytes]:
-        """Cancel some of the chunks that are queued or being written. Returns their keys."""
         found = [item for item in (*self.queue, *self.in_flight) if which(item)]
         for item in found:
             item.cancelled = True
@@ -63,7 +62,6 @@ class State(WriteQueue):
             run.finish([False] * len(run.pieces))
 
     def status(self) -> Literal["starting", "on", "slow", "off"]:
-        """The tier's state, as `stats` reports it."""
         if self.folder.longest_s() > self.config.io_timeout_s and not self.closed:
             if not self._slow:
                 self._slow = True

@@ -20,7 +20,8 @@ One thread scans the directory, one writes, a few read. The file system may hold
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from contextlib import suppress
+from typing import Any, Final, cast
 
 import numpy as np
 
@@ -61,11 +62,7 @@ class FileTier(Tier):
     name, place = "file", Place.FILE
 
     def __init__(self, config: FileTierConfig, environment: Environment) -> None:
-        """Begin to scan the directory.
-
-        Raises:
-            ConfigError: There is no memory for the index.
-        """
+        """Begin to scan the directory. Raises ConfigError without memory for the index."""
         self._config, self.write_nbytes_per_day = config, config.write_nbytes_per_day
         self._state = state = State(config, environment)
         self._catalog, self._index = state.catalog, state.catalog.index
@@ -119,11 +116,8 @@ class FileTier(Tier):
             found = [self._index.found(row) if row >= 0 else None for row in rows]
             texts = {each.group: self._catalog.groups.texts[each.group] for each in found if each is not None}
         numbers = {group: self._state.groups.number(text) for group, text in texts.items()}
-        known: list[Found | None] = []
-        for each in found:
-            number = None if each is None else numbers[each.group]
-            known.append(None if each is None or number is None else each._replace(group=number))
-        return known
+        known = [None if each is None or numbers[each.group] is None else each for each in found]
+        return [each and each._replace(group=cast(int, numbers[each.group])) for each in known]
 
     def keys(self) -> KeyArray:
         """See `Tier`. All nodes know the packs of the others too."""
@@ -194,7 +188,6 @@ class FileTier(Tier):
         return True
 
     def _read(self, run: Run) -> None:
-        """On a thread: read a run into the arena, and verify it."""
         state, problem, got = self._state, None, 0
         with state.lock:
             pack, views = state.catalog.packs.get(run.segment), run.views(state.arena)
@@ -222,10 +215,8 @@ class FileTier(Tier):
         now_s = time.monotonic()
         if pack.name.kind == "pack" and now_s - pack.touched_s > TOUCH_S:
             pack.touched_s = now_s
-            try:
+            with suppress(OSError):  # it is gone, or the directory is read-only
                 self._state.folder.touch(pack.name)
-            except OSError:
-                pass  # it is gone, or the directory is read-only
 
     def delete(self, keys: KeyArray) -> int:
         """See `Tier`. It holds for other nodes, and across a restart, once its tombstones are written."""

@@ -50,7 +50,6 @@ class Part:
                 raise
 
     def fits(self, counts: Counts, *, blocks: int) -> bool:
-        """Whether there is room for one more batch with chunks of `blocks`."""
         return not self.broken and self._log.fits(counts, blocks=blocks)
 
     def write(self, entries: Array, texts: tuple[bytes, ...], views: Sequence[memoryview]) -> int:
@@ -72,10 +71,9 @@ class Part:
         return nbytes
 
     def seal(self) -> Name | None:
-        """Publish it. Returns the pack's name; None if it was empty, or was removed: it is gone then.
+        """Publish it; after an OSError it may be tried again.
 
-        Raises:
-            OSError: It could not be done now, and may be tried again.
+        Returns the pack's name; None if it was empty, or was removed: it is gone then.
         """
         assert self._segment is not None
         if not self._segment.records:
@@ -182,7 +180,6 @@ class Writer:
         return list(items.values())
 
     def _write(self, part: Part, pack: Pack, items: list[Item]) -> None:
-        """Write a batch and enter it, so that this node can read it at once."""
         state, catalog = self._state, self._state.catalog
         texts = tuple(dict.fromkeys(item.text for item in items))
         entries = entries_of(items, {text: index for index, text in enumerate(texts)})

@@ -85,8 +85,6 @@ Read = Callable[[int, int], memoryview]
 
 
 class Counts(NamedTuple):
-    """How much a record holds."""
-
     entries: int = 0
     deleted: int = 0
     dropped: int = 0
@@ -137,7 +135,6 @@ class Record(NamedTuple):
 
 
 def blocks_of(nbytes: int) -> int:
-    """Blocks that a chunk of this length takes; at least one."""
     return max(1, -(-nbytes // BLOCK_NBYTES))
 
 
@@ -236,7 +233,6 @@ def read_segment(read: Read, *, segment_blocks: int, blocks_there: int) -> tuple
 
 
 def joined(records: Sequence[Record]) -> Record:
-    """One SUMMARY with the content of all batches of one segment."""
     indexes: dict[bytes, int] = {}
     entries, dropped = [], []
     for record in records:
@@ -284,11 +280,9 @@ def flat(keys: Array) -> Array:
 
 
 def raw_keys(keys: KeyArray) -> list[bytes]:
-    """Each key as 16 bytes."""
     raw: list[bytes] = flat(keys).tolist()
     return raw
 
 
 def key_array(keys: Sequence[bytes]) -> KeyArray:
-    """Keys of 16 bytes as an array."""
     return from_bytes(b"".join(keys))

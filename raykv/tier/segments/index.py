@@ -97,11 +97,9 @@ class Index:
         return bits
 
     def disk_nbytes(self, rows: Rows) -> npt.NDArray[np.int64]:
-        """Length of each chunk in whole blocks."""
         return np.maximum(1, -(-self.columns.nbytes[rows].astype(np.int64) // BLOCK_NBYTES)) * BLOCK_NBYTES
 
     def reads_since_write(self, rows: Rows) -> npt.NDArray[np.int64]:
-        """How often each was read since it was written where it lies."""
         since: npt.NDArray[np.int64] = self.columns.frequency[rows].astype(np.int64) - self._reads_at_write[rows]
         return since
 
@@ -143,7 +141,6 @@ class Index:
         self._table.touch(rows, self._table.ticks(now_s))
 
     def remove(self, rows: Rows) -> None:
-        """Remove rows in use, all different."""
         if not len(rows):
             return
         columns, table = self.columns, self._table

@@ -93,7 +93,6 @@ class Log:
         return [number for number in self._free if not self.segments[number].readers]
 
     def absent(self) -> int | None:
-        """Number of a segment that may be made; None at the limit."""
         if len(self.segments) >= self.limit:
             return None
         while self._first_absent in self.segments:
@@ -110,7 +109,6 @@ class Log:
         self._first_absent = min(self._first_absent, number)
 
     def add_found(self, number: int, *, sealed: bool, record: Record) -> Segment:
-        """A segment with chunks was found at the start. It is sealed soon if it is not."""
         segment = Segment(number, record.sequence, "sealed" if sealed else "closed")
         segment.has_tombstones = bool(len(record.deleted) or len(record.dropped))
         if not sealed:
@@ -204,7 +202,6 @@ class Log:
         segment.state, segment.records = "sealed", []
 
     def wants_space(self) -> bool:
-        """Whether a segment should be made or reclaimed, so that writers need not wait."""
         return self.reclaiming is None and len(self.free()) < SPARE_SEGMENTS
 
     def choose_victim(self) -> Segment | None:

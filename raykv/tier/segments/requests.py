@@ -55,7 +55,6 @@ class Request:
         return len(self._results) - 1
 
     def expect(self, count: int) -> None:
-        """Results of this many chunks are to come."""
         self._left += count
 
     def finish(self, place: int, result: bool) -> None:
@@ -97,7 +96,6 @@ class Item:
 
 
 def item_of(chunk: Chunk, arena: memoryview, text: bytes, request: Request) -> Item:
-    """A chunk of the arena, as the next of a request."""
     view = arena[chunk.offset : chunk.offset + blocks_of(chunk.nbytes) * BLOCK_NBYTES]
     return Item(chunk, view, text, request, request.add())
 
@@ -128,8 +126,6 @@ class Piece(NamedTuple):
 
 
 class Run:
-    """Neighbours in a segment, read by one call."""
-
     def __init__(self, request: Request, pieces: list[Piece]) -> None:
         self.request, self.pieces = request, pieces
         self.segment, self.block = pieces[0].segment, pieces[0].block
@@ -139,7 +135,6 @@ class Run:
         return np.array([piece.row for piece in self.pieces], np.int32)
 
     def views(self, arena: memoryview) -> list[memoryview]:
-        """Where the chunks go, in whole blocks."""
         return [arena[each.offset : each.offset + blocks_of(each.nbytes) * BLOCK_NBYTES] for each in self.pieces]
 
     def verify(self, views: Sequence[memoryview], got: int) -> Bits:

@@ -40,9 +40,7 @@ class Volume:
     def open(self) -> None:
         """Make the directory if need be, and lock it for this process. May be called again.
 
-        Raises:
-            ConfigError: Another process uses it; or O_DIRECT is required, and refused there.
-            OSError: It cannot be used now.
+        ConfigError: another process uses it, or it refuses O_DIRECT, which is required. OSError: it cannot be used now.
         """
         self.close()
         make_directory(self.path)
@@ -67,7 +65,6 @@ class Volume:
             raise ConfigError(f"field 'direct': the file system of {self.path} refuses O_DIRECT; use 'try'")
 
     def numbers(self) -> dict[int, int]:
-        """Length in bytes of each segment file, by its number."""
         return {
             int(match[1]): entry.stat(follow_symlinks=False).st_size
             for entry in os.scandir(self.path)

@@ -45,6 +45,7 @@ class Recovery:
         self._shared, self._drive, self._wipe = shared, drive, wipe
         self._unread = 0
         self._found: list[tuple[int, Record, bool]] = []
+        self._deleted, self._dropped = set[bytes](), set[bytes]()  # by newer segments
 
     def open(self) -> None:
         """Lock the directory again, and go on with `list_segments`."""
@@ -106,7 +107,6 @@ class Recovery:
         return record._replace(entries=record.entries[self._whole(number, record.entries)]), False
 
     def _whole(self, number: int, entries: Array) -> Bits:
-        """Which chunks of an unsealed segment have their checksum."""
         whole, buffer = np.zeros(len(entries), np.bool_), aligned(VERIFY_NBYTES)
         for place, (block, nbytes, checksum) in enumerate(entries[["block", "nbytes", "checksum"]].tolist()):
             size = blocks_of(nbytes) * BLOCK_NBYTES
@@ -129,9 +129,8 @@ class Recovery:
             return 0
 
     def _enter_all(self, epoch: int) -> None:
-        """Enter all segments, newest first, and turn the drive on."""
         shared, drive = self._shared, self._drive
-        deleted, dropped = set[bytes](), set[bytes]()
+        self._deleted, self._dropped = set(), set()
         numbers: dict[bytes, int | None] = {}
         found, self._found = sorted(self._found, key=lambda each: each[1].sequence, reverse=True), []
         for number, record, sealed in found:
@@ -139,16 +138,12 @@ class Recovery:
                 if text not in numbers:
                     numbers[text] = shared.groups.number(text)  # without our lock: it takes the node's
             entries = living(record)
-            known = [numbers[text] is not None and text not in dropped for text in record.texts]
-            keep = np.array(known, np.bool_)[entries["group"]]
-            if deleted:
-                keep &= np.array([key not in deleted for key in raw_keys(entries["key"])], np.bool_)
             with shared.lock:
                 if epoch != drive.epoch:
                     return
-                self._enter(number, record, entries[keep], [numbers[text] for text in record.texts], sealed=sealed)
-            deleted.update(raw_keys(record.deleted["key"]))
-            dropped.update(record.dropped_texts())
+                self._enter(number, record, entries, [numbers[text] for text in record.texts], sealed=sealed)
+            self._deleted.update(raw_keys(record.deleted["key"]))
+            self._dropped.update(record.dropped_texts())
         with shared.lock:
             if epoch == drive.epoch:
                 self._finish()
@@ -161,11 +156,12 @@ class Recovery:
         segment = drive.log.add_found(number, sealed=sealed, record=record)
         texts = zip(groups, record.texts, strict=True)
         shared.texts.update({group: text for group, text in texts if group is not None})
-        keep = (entries["expires_s"] == 0) | (entries["expires_s"] > shared.wall())
-        if drive.dropped:  # meanwhile, as below
-            keep &= np.array([text not in drive.dropped for text in record.texts], np.bool_)[entries["group"]]
-        if drive.deleted:
-            keep &= np.array([key not in drive.deleted for key in raw_keys(entries["key"])], np.bool_)
+        dropped = self._dropped | drive.dropped.keys()
+        known = [group is not None and text not in dropped for group, text in zip(groups, record.texts, strict=True)]
+        keep = np.array(known, np.bool_)[entries["group"]]
+        keep &= (entries["expires_s"] == 0) | (entries["expires_s"] > shared.wall())
+        for deleted in filter(None, (self._deleted, drive.deleted)):  # by newer segments, and meanwhile
+            keep &= np.array([key not in deleted for key in raw_keys(entries["key"])], np.bool_)
         entries = entries[keep]
         existing = index.find_all(np.ascontiguousarray(entries["key"]))
         elsewhere = (existing >= 0) & (index.segment[existing] // SEGMENTS != drive.number)

@@ -68,7 +68,6 @@ class Shared(WriteQueue):
         item.finish(result)
 
     def cancel(self, item: Item) -> None:
-        """A chunk was deleted before it was written."""
         if item.cancelled:
             return
         item.cancelled = True
@@ -94,7 +93,6 @@ class Shared(WriteQueue):
         return here
 
     def is_at(self, row: int, moved_from: tuple[int, int], checksum: int) -> bool:
-        """Whether a row still is the chunk at this segment and block."""
         index, columns = self.index, self.index.columns
         place = int(index.segment[row]), int(columns.page[row])
         return place == moved_from and int(columns.checksum[row]) == checksum

@@ -46,25 +46,13 @@ CLOSE_S: Final = 10.0
 
 
 class SsdTier(Tier):
-    """See the module and `Tier`."""
-
     name, place = "ssd", Place.SSD
 
-    def __init__(
-        self,
-        config: SsdConfig,
-        environment: Environment,
-        *,
-        wall: Callable[[], float] = time.time,
-    ) -> None:
-        """Lock the directories, and begin to find what is there.
+    def __init__(self, config: SsdConfig, environment: Environment, *, wall: Callable[[], float] = time.time) -> None:
+        """Lock the directories, and begin to find what is there. `wall` returns seconds since 1970.
 
-        Args:
-            wall: Seconds since 1970.
-
-        Raises:
-            ConfigError: Another process uses one of the directories, or O_DIRECT is required and refused; or there is
-                no memory for the index.
+        ConfigError: another process uses one of the directories, O_DIRECT is required and refused, or there is no
+        memory for the index.
         """
         self.config, self.write_nbytes_per_day = config, config.write_nbytes_per_day
         rows = config.max_chunks or max(1024, len(config.paths) * config.capacity_nbytes // INDEX_ROW_NBYTES)
@@ -213,8 +201,7 @@ class SsdTier(Tier):
     def flush(self, timeout_s: float) -> bool:
         """Wait until all tombstones are written, so that no start finds a chunk that was deleted or dropped.
 
-        Returns:
-            False if they are not written by then, or a drive that needs some takes nothing now.
+        False if they are not written by then, or a drive that needs some takes nothing now.
         """
         shared, until_s = self._shared, time.monotonic() + timeout_s
         with shared.lock:

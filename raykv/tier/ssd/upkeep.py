@@ -142,7 +142,6 @@ class Upkeep:
         return Item(chunk, memoryview(b""), self._shared.texts[found.group], row=row, moved_from=moved_from)
 
     def _free(self, segment: Segment, epoch: int) -> None:
-        """Wipe a segment whose chunks were moved, and make it free."""
         drive, number = self._drive, segment.number
         if segment.has_tombstones:  # what they cover was wiped before, and must not come back without them
             drive.volume.write(number, 0, [], sync=True)

@@ -130,7 +130,6 @@ class Workers:
         return lambda: self._read(run, epoch)
 
     def _read(self, run: Run, epoch: int) -> None:
-        """On a thread, without the lock."""
         shared, drive = self._shared, self._drive
         views, problem, got = run.views(shared.arena), None, 0
         try:

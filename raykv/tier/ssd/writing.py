@@ -35,7 +35,6 @@ class Writer:
         self._shared, self._drive = shared, drive
 
     def next_task(self) -> Callable[[], None] | None:
-        """Give the next batch its place. Returns the task that writes it."""
         shared, drive = self._shared, self._drive
         if drive.state != "on" or not (drive.deleted or drive.dropped or drive.moves or shared.queue):
             return None
@@ -157,7 +156,6 @@ class Writer:
             drive.notify()
 
     def _publish(self, batch: Batch) -> None:
-        """A start would find the batch from now on: enter it."""
         content, entries = batch.content, batch.record.entries
         new = [place for place, item in enumerate(content.items) if item.row < 0]
         if new:
