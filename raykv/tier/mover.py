@@ -107,10 +107,9 @@ class TierMover:
             if not len(below):
                 continue
             found = tier.find(below)
+            table = self._store.table
             with self._lock:
-                rows = self._store.table.find(below).tolist()
-                table = self._store.table
-                ends = [table.cells.expires[row] if row >= 0 else -1 for row in rows]
+                ends = [table.cells.expires[row] if row >= 0 else -1 for row in table.find(below).tolist()]
             outdated = [
                 entry is not None and ticks >= 0 and _differ(entry.expires_s, ticks and today_s + table.seconds(ticks))
                 for entry, ticks in zip(found, ends, strict=True)

@@ -169,9 +169,8 @@ class Promotion:
 
     def give_up(self, keys: KeyArray) -> None:
         """Do not commit these when they arrive: they were deleted. Under the node's lock."""
-        for key in raw_keys(keys) if self._runs else ():
-            if (run := self._runs.get(key)) is not None:
-                run.unwanted.add(key)
+        for key in self._runs.keys() & raw_keys(keys) if self._runs else ():
+            self._runs[key].unwanted.add(key)
 
     def give_up_group(self, group: int) -> None:
         """A quota group was dropped: commit none of its chunks that are on their way."""

@@ -195,10 +195,9 @@ class Tombstones:
             del self.pending_keys[next(iter(self.pending_keys))]
 
     def remove_pending(self, keys: Iterable[bytes], texts: Iterable[bytes]) -> None:
-        for key in keys:
-            self.pending_keys.pop(key, None)
-        for text in texts:
-            self.pending_texts.pop(text, None)
+        for pending, names in ((self.pending_keys, keys), (self.pending_texts, texts)):
+            for name in names:
+                pending.pop(name, None)
 
     def add(self, sequence: int, keys: Iterable[bytes], texts: Iterable[bytes]) -> None:
         for known, names in ((self._keys, keys), (self._texts, texts)):

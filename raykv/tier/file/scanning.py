@@ -57,7 +57,10 @@ class Scanner:
             state.complete = complete and state.readable
         self._remove_missing({name.stem for name in names}, began_s)
         try:
-            self._remove_stale(parts)
+            for name in parts:
+                status = folder.stat(name)
+                if status is not None and time.time() - status.st_mtime > STALE_S:
+                    folder.remove(name)
             self._remove_obsolete(names)
             self.make_space()
         except OSError as error:  # reads work all the same
@@ -87,12 +90,6 @@ class Scanner:
             if pack.name.stem not in there and pack.known_s < began_s and self._state.folder.stat(pack.name) is None:
                 with self._state.lock:
                     self._state.catalog.remove_pack(pack)
-
-    def _remove_stale(self, parts: list[Name]) -> None:
-        for name in parts:
-            status = self._state.folder.stat(name)
-            if status is not None and time.time() - status.st_mtime > STALE_S:
-                self._state.folder.remove(name)
 
     def _remove_obsolete(self, names: list[Name]) -> None:
         """Remove tombstone files that are older than all packs.

@@ -56,10 +56,10 @@ class State(WriteQueue):
             self.dequeue().finish(False)
 
     def refuse_reads(self) -> None:
-        while self.runs:
-            run = self.runs.popleft()
+        for run in self.runs:
             self.reading -= len(run.pieces)
             run.finish([False] * len(run.pieces))
+        self.runs.clear()
 
     def status(self) -> Literal["starting", "on", "slow", "off"]:
         if self.folder.longest_s() > self.config.io_timeout_s and not self.closed:

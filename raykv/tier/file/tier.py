@@ -69,10 +69,7 @@ class FileTier(Tier):
         self._scanner = Scanner(state)
         self._writer, self._writer_ended = Writer(state, self._scanner), False
         self._threads = IoThreads(
-            2 + config.depth,
-            "raykv-file",
-            self._wait_for_task,
-            failed=lambda error: state.fail(error, reading=True),
+            2 + config.depth, "raykv-file", self._wait_for_task, failed=lambda error: state.fail(error, reading=True)
         )
 
     def _wait_for_task(self, thread: int) -> Callable[[], None] | None:

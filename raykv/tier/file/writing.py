@@ -14,10 +14,10 @@ from raykv.tier.file.catalog import Pack
 from raykv.tier.file.folder import WRITE, Folder, Name, lock, write_summary
 from raykv.tier.file.scanning import Scanner
 from raykv.tier.file.state import State
-from raykv.tier.segments.format import BLOCK_NBYTES, DELETED, DROPPED, Array, Counts, blocks_of, encode, key_array
+from raykv.tier.segments.format import BLOCK_NBYTES, DELETED, DROPPED, Array, Counts, blocks_of, key_array
 from raykv.tier.segments.log import Log
 from raykv.tier.segments.requests import Item, entries_of
-from raykv.tier.segments.volume import aligned, write_all
+from raykv.tier.segments.volume import encoded, write_all
 
 log = logging.getLogger(__name__)
 
@@ -56,11 +56,10 @@ class Part:
         """Write a batch that fits. Fills in the place of each chunk. Returns the number of bytes."""
         deleted, dropped = np.zeros(0, DELETED), np.zeros(0, DROPPED)
         batch = self._log.place(entries=entries, deleted=deleted, dropped=dropped, texts=texts, content=None)
-        buffer = aligned(batch.record.blocks() * BLOCK_NBYTES)
         start = batch.start * BLOCK_NBYTES
         with self._folder.operation():
             try:
-                nbytes = write_all(self._fd, [buffer[: encode(batch.record, buffer)], *views], start)
+                nbytes = write_all(self._fd, [encoded(batch.record), *views], start)
                 # So that it is on its way to the disk long before `seal` waits for it.
                 os.posix_fadvise(self._fd, start, nbytes, os.POSIX_FADV_DONTNEED)
             except OSError:

@@ -177,9 +177,9 @@ def decode(view: memoryview) -> Record | None:
         return None
     texts, start = [], HEAD.itemsize
     for _ in range(int(head["texts"])):
-        size = int.from_bytes(raw[start : start + 2], "little")
-        texts.append(bytes(raw[start + 2 : start + 2 + size]))
-        start += 2 + size
+        end = start + 2 + int.from_bytes(raw[start : start + 2], "little")
+        texts.append(bytes(raw[start + 2 : end]))
+        start = end
     parts = []
     for dtype, count in ((ENTRY, head["entries"]), (DELETED, head["deleted"]), (DROPPED, head["dropped"])):
         parts.append(np.frombuffer(raw, dtype, int(count), start))

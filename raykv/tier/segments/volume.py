@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from raykv.errors import ConfigError
-from raykv.tier.segments.format import BLOCK_NBYTES
+from raykv.tier.segments.format import BLOCK_NBYTES, Record, encode
 
 log = logging.getLogger(__name__)
 
@@ -160,6 +160,12 @@ def write_all(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
 def aligned(nbytes: int) -> memoryview:
     """Private memory that begins at a page."""
     return memoryview(mmap.mmap(-1, max(nbytes, mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+
+
+def encoded(record: Record) -> memoryview:
+    """A record in private memory that begins at a page."""
+    buffer = aligned(record.blocks() * BLOCK_NBYTES)
+    return buffer[: encode(record, buffer)]
 
 
 def _close(fd: int) -> None:

@@ -18,7 +18,7 @@ from raykv.tier.segments.index import SEGMENTS, Changes, Index
 from raykv.tier.segments.log import Batch, Segment
 from raykv.tier.segments.requests import Item, Run, WriteQueue
 from raykv.tier.ssd.drive import Drive
-from raykv.types import KeyArray, Rows
+from raykv.types import Rows
 
 log = logging.getLogger(__name__)
 
@@ -86,9 +86,7 @@ class Shared(WriteQueue):
             drive.notify()
 
     def rows_of(self, drive: Drive, segment: Segment) -> Rows:
-        if not segment.rows:
-            return np.empty(0, np.int32)
-        rows = np.unique(np.frombuffer(segment.rows, np.int32))
+        rows = np.unique(np.array(segment.rows, np.int32))
         here: Rows = rows[self.index.segment[rows] == drive.identity(segment)]
         return here
 
@@ -123,15 +121,15 @@ class Shared(WriteQueue):
         """Take chunks, all different, out of the index; with tombstones no start finds them either."""
         if not len(rows):
             return
-        keys = self.index.keys(rows)
         if tombstones:
-            for identity, key in zip(self.index.segment[rows].tolist(), flat(keys).tolist(), strict=True):
+            keys = flat(self.index.keys(rows)).tolist()
+            for identity, key in zip(self.index.segment[rows].tolist(), keys, strict=True):
                 self.drives[identity // SEGMENTS].deleted[key] = None
         self._remove_from_segments(rows)
-        self._remove_rows(rows, keys)
+        self._remove_rows(rows)
 
-    def _remove_rows(self, rows: Rows, keys: KeyArray) -> None:
-        self.changes.add(keys)
+    def _remove_rows(self, rows: Rows) -> None:
+        self.changes.add(self.index.keys(rows))
         self.index.remove(rows)
 
     def remove_expired(self) -> None:
@@ -222,7 +220,7 @@ class Shared(WriteQueue):
                 self.void(drive, batch)
         index = self.index
         rows = index.rows_where(index.segment[index.used()] // SEGMENTS == drive.number)
-        self._remove_rows(rows, index.keys(rows))
+        self._remove_rows(rows)
         drive.reset()
         drive.in_flight = in_flight
         self.fail_queue_if_off()

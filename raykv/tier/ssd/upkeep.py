@@ -13,10 +13,10 @@ import numpy as np
 import xxhash
 
 from raykv.tier.base import Chunk
-from raykv.tier.segments.format import BLOCK_NBYTES, encode
+from raykv.tier.segments.format import BLOCK_NBYTES
 from raykv.tier.segments.log import Segment, second_chance
 from raykv.tier.segments.requests import Item
-from raykv.tier.segments.volume import aligned
+from raykv.tier.segments.volume import aligned, encoded
 from raykv.tier.ssd.drive import Drive
 from raykv.tier.ssd.shared import Shared
 
@@ -64,13 +64,11 @@ class Upkeep:
         After a power cut before the next sync, a start may find its old chunks again. If something was written over
         them, their checksums are wrong.
         """
-        drive, zeros = self._drive, aligned(BLOCK_NBYTES)
-        nbytes = 0
-        for block in (0, drive.segment_blocks - 1):
-            nbytes += drive.volume.write(number, block * BLOCK_NBYTES, [zeros])
-        self._count_written(nbytes)
+        for block in (0, self._drive.segment_blocks - 1):
+            self._write(number, block, aligned(BLOCK_NBYTES))
 
-    def _count_written(self, nbytes: int) -> None:
+    def _write(self, number: int, block: int, view: memoryview, *, sync: bool = False) -> None:
+        nbytes = self._drive.volume.write(number, block * BLOCK_NBYTES, [view], sync=sync)
         with self._shared.lock:
             self._shared.counts["disk_nbytes"] += nbytes
 
@@ -101,10 +99,7 @@ class Upkeep:
         with self._shared.lock:
             record = drive.log.summary(segment) if segment.records else None
         if record is not None:
-            buffer = aligned(record.blocks() * BLOCK_NBYTES)
-            view = buffer[: encode(record, buffer)]
-            start = drive.segment_blocks * BLOCK_NBYTES - len(view)
-            self._count_written(drive.volume.write(segment.number, start, [view], sync=True))
+            self._write(segment.number, drive.segment_blocks - record.blocks(), encoded(record), sync=True)
         with self._shared.lock:
             if epoch == drive.epoch:
                 drive.log.mark_sealed(segment)
@@ -135,9 +130,7 @@ class Upkeep:
     def _item_of(self, row: int) -> Item:
         index = self._shared.index
         found, key = index.found(row), index.keys(np.array([row], np.int32)).tobytes()
-        chunk = Chunk(
-            key, 0, found.nbytes, found.checksum, found.group, found.depth, found.parent, found.reads, found.expires_s
-        )
+        chunk = Chunk(key=key, offset=0, **found._asdict())
         moved_from = int(index.segment[row]), int(index.columns.page[row])
         return Item(chunk, memoryview(b""), self._shared.texts[found.group], row=row, moved_from=moved_from)
 
