@@ -52,9 +52,7 @@ class Catalog:
 
     def own(self, rows: Rows) -> Rows:
         """Those of the rows whose chunks lie in packs that this node wrote."""
-        mine = [pack.number for pack in self.packs.values() if pack.mine]
-        owned: Rows = rows[np.isin(self.index.segment[rows], mine)]
-        return owned
+        return rows[np.isin(self.index.segment[rows], [pack.number for pack in self.packs.values() if pack.mine])]
 
     def take_changes(self) -> tuple[KeyArray, KeyArray]:
         """See `tier.base.Tier`; of packs that this node wrote."""
@@ -85,9 +83,7 @@ class Catalog:
 
     def sequences(self, rows: Rows) -> Array:
         numbers, places = np.unique(self.index.segment[rows], return_inverse=True)
-        sequences = np.array([self.packs[number].name.sequence for number in numbers.tolist()], np.int64)
-        of_rows: Array = sequences[places]
-        return of_rows
+        return np.array([self.packs[number].name.sequence for number in numbers.tolist()], np.int64)[places]
 
     def insert(self, pack: Pack, texts: tuple[bytes, ...], entries: Array) -> None:
         """Enter the chunks of a pack that no tombstone covers. Of two copies, that of the later pack counts."""

@@ -23,11 +23,11 @@ class State(WriteQueue):
     """Queues, catalog and health.
 
     Attributes:
-    lock: Notified when there is something to do.
-    queue, in_flight: Chunks to be written, and those being written.
-    runs, reading: Reads to be done, and the count of chunks in them and in those under way.
-    filling: The pack that this node is writing.
-    complete: All packs of the last scan are known.
+        lock: Notified when there is something to do.
+        queue, in_flight: Chunks to be written, and those being written.
+        runs, reading: Reads to be done, and the count of chunks in them and in those under way.
+        filling: The pack that this node is writing.
+        complete: All packs of the last scan are known.
     """
 
     def __init__(self, config: FileTierConfig, environment: Environment) -> None:

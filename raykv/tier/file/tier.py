@@ -99,9 +99,7 @@ class FileTier(Tier):
     def has(self, keys: KeyArray) -> Bits:
         """See `Tier`. Nothing is here while the directory cannot be read."""
         with self._state.lock:
-            if not self._state.readable:
-                return np.zeros(len(keys), np.bool_)
-            here: Bits = self._index.find(keys, now_s=time.time()) >= 0
+            here: Bits = (self._index.find(keys, now_s=time.time()) >= 0) & self._state.readable
         return here
 
     def find(self, keys: KeyArray) -> list[Found | None]:
@@ -117,10 +115,8 @@ class FileTier(Tier):
         return [each and each._replace(group=cast(int, numbers[each.group])) for each in known]
 
     def keys(self) -> KeyArray:
-        """See `Tier`. All nodes know the packs of the others too."""
         with self._state.lock:
-            mine: KeyArray = self._index.keys(self._catalog.own(self._index.ready()))
-        return mine
+            return self._index.keys(self._catalog.own(self._index.ready()))
 
     def take_changes(self) -> tuple[KeyArray, KeyArray]:
         with self._state.lock:

@@ -270,8 +270,7 @@ def living(record: Record) -> Array:
         alive &= entries["batch"][latest] >= deleted_in
     for group, batch in record.dropped.tolist():
         alive &= (entries["group"][latest] != group) | (entries["batch"][latest] >= batch)
-    survivors: Array = entries[latest[alive]]
-    return survivors
+    return entries[latest[alive]]
 
 
 def flat(keys: Array) -> Array:

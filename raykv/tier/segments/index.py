@@ -100,8 +100,7 @@ class Index:
         return np.maximum(1, -(-self.columns.nbytes[rows].astype(np.int64) // BLOCK_NBYTES)) * BLOCK_NBYTES
 
     def reads_since_write(self, rows: Rows) -> npt.NDArray[np.int64]:
-        since: npt.NDArray[np.int64] = self.columns.frequency[rows].astype(np.int64) - self._reads_at_write[rows]
-        return since
+        return self.columns.frequency[rows].astype(np.int64) - self._reads_at_write[rows]
 
     def free_rows(self) -> int:
         return len(self._free) + self.rows - self._free.limit

@@ -235,5 +235,4 @@ def second_chance(
     """Indexes of the chunks of a reclaimed segment that are moved: the most often read first, up to `most_nbytes`."""
     order = np.argsort(-reads, kind="stable")
     order = order[reads[order] > 0]
-    chosen: npt.NDArray[np.int64] = order[np.cumsum(nbytes[order]) <= most_nbytes]
-    return chosen
+    return order[np.cumsum(nbytes[order]) <= most_nbytes]

@@ -48,16 +48,15 @@ class Drive:
     """One directory.
 
     Attributes:
-    slow: An operation takes too long: the drive gets no new work.
-    reason: Why it is off or does not grow; empty if nothing is wrong.
-    epoch: Counts failures: work begun in an earlier epoch is void.
-    deleted, dropped: Tombstones (keys, and quota groups as text) that no record on the drive has yet.
-    drop_everything: There were too many tombstones to remember: nothing on the drive may be used.
-    tasks: For the upkeep thread.
-    reads, moves: Queues of chunks to be read, and to be moved out of the segment being reclaimed.
-    moves_left: Of those, how many are not written yet; None while no segment waits for its moves.
-    in_flight: Batches being written.
-    under_way: Reads and writes that the drive is working on.
+        slow: An operation takes too long: the drive gets no new work.
+        reason: Why it is off or does not grow; empty if nothing is wrong.
+        epoch: Counts failures: work begun in an earlier epoch is void.
+        deleted, dropped: Tombstones (keys, and quota groups as text) that no record on the drive has yet.
+        drop_everything: There were too many tombstones to remember: nothing on the drive may be used.
+        tasks: For the upkeep thread.
+        reads, moves: Queues of chunks to be read, and to be moved out of the segment being reclaimed.
+        moves_left: Of those, how many are not written yet; None while no segment waits for its moves.
+        under_way: Reads and writes that the drive is working on.
     """
 
     def __init__(self, number: int, volume: Volume, config: SsdConfig, lock: threading.Lock) -> None:

@@ -30,10 +30,10 @@ class Shared(WriteQueue):
     """Used under `lock`.
 
     Attributes:
-    queue: Chunks to be written that have no place yet.
-    coming: Chunks to be written, by key, until they are in the index.
-    texts, quotas: Quota groups as JSON, and their quotas in bytes, by their numbers on this node.
-    ended: The tier is being closed.
+        queue: Chunks to be written that have no place yet.
+        coming: Chunks to be written, by key, until they are in the index.
+        texts, quotas: Quota groups as JSON, and their quotas in bytes, by their numbers on this node.
+        ended: The tier is being closed.
     """
 
     def __init__(self, index: Index, arena: memoryview, groups: GroupNames, wall: Callable[[], float]) -> None:
@@ -86,9 +86,8 @@ class Shared(WriteQueue):
             drive.notify()
 
     def rows_of(self, drive: Drive, segment: Segment) -> Rows:
-        rows = np.unique(np.array(segment.rows, np.int32))
-        here: Rows = rows[self.index.segment[rows] == drive.identity(segment)]
-        return here
+        rows: Rows = np.unique(np.array(segment.rows, np.int32))
+        return rows[self.index.segment[rows] == drive.identity(segment)]
 
     def is_at(self, row: int, moved_from: tuple[int, int], checksum: int) -> bool:
         index, columns = self.index, self.index.columns

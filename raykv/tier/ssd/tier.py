@@ -118,7 +118,7 @@ class SsdTier(Tier):
                     if is_here or chunk.key in shared.coming or not self._fits(chunk):
                         request.add(is_here)
                         shared.counts["refused"] += not is_here
-                    elif self._is_full(chunk.nbytes):
+                    elif len(shared.queue) >= QUEUED_CHUNKS or shared.queued_nbytes + chunk.nbytes > QUEUED_NBYTES:
                         break
                     else:
                         shared.enqueue(item_of(chunk, shared.arena, texts[chunk.group], request))
@@ -129,10 +129,6 @@ class SsdTier(Tier):
             for drive in shared.drives:
                 drive.wake.notify()
         return taken
-
-    def _is_full(self, nbytes: int) -> bool:
-        shared = self._shared
-        return len(shared.queue) >= QUEUED_CHUNKS or shared.queued_nbytes + nbytes > QUEUED_NBYTES
 
     def _fits(self, chunk: Chunk) -> bool:
         """Whether a chunk can be written at all: into a segment, with two records, and into its group's quota."""
