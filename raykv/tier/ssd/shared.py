@@ -86,8 +86,9 @@ class Shared(WriteQueue):
             drive.notify()
 
     def rows_of(self, drive: Drive, segment: Segment) -> Rows:
-        rows: Rows = np.unique(np.array(segment.rows, np.int32))
-        return rows[self.index.segment[rows] == drive.identity(segment)]
+        rows = np.unique(np.array(segment.rows, np.int32))
+        here: Rows = rows[self.index.segment[rows] == drive.identity(segment)]
+        return here
 
     def is_at(self, row: int, moved_from: tuple[int, int], checksum: int) -> bool:
         index, columns = self.index, self.index.columns
