@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from raykv.client.pipeline import Outcome
-from raykv.client.slot_pool import LentBatch, PostedResults, QuotaGroup, Slot, sum_of
+from raykv.client.slot_pool import LentBatch, QuotaGroup, Slot, sum_of
 from raykv.client.slot_supply import SlotSupply
 from raykv.errors import LostError, ProtocolError, RayKVError, TransientError
 from raykv.protocol import chunk_keys, messages
@@ -23,13 +23,13 @@ class Filled(NamedTuple):
 
 
 class PendingCommit:
-    """Filled slots that the node has been told of, or is about to be.
+    """Filled slots, and the Commit that names them to the node.
 
     Attributes:
         chunks: How many.
         keys: How many the message has.
         result: None until there is an outcome.
-        results: Where the result is added when nobody waits for it.
+        posted: Whether no call waits for the result: it is for `Writer.flush`.
     """
 
     def __init__(self, supply: SlotSupply, group: QuotaGroup, filled: Sequence[Filled]) -> None:
@@ -38,7 +38,7 @@ class PendingCommit:
         self.chunks = sum(len(each.lent.slots) for each in filled)
         self.keys = sum(each.lent.positions[-1] + 1 for each in filled)
         self.result: PutResult | None = None
-        self.results: PostedResults | None = None
+        self.posted = False
 
     def request_locked(self) -> messages.Commit:
         """The message; it also requests the slots that the pools lack."""
@@ -75,8 +75,6 @@ class PendingCommit:
                 total = sum_of(total, PutResult(0, 0, len(lent.slots), str(outcome)))
                 refused += lent.slots
         self.result = total
-        if self.results is not None:
-            self.results.add(total)
         if isinstance(outcome, LostError):
             self._supply.lost_group(self._group)
         if isinstance(outcome, ProtocolError):

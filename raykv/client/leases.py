@@ -25,17 +25,11 @@ RELEASE_S: Final = 5.0
 class SlotLender(Protocol):
     """What a reservation needs of `raykv.client.writer.Writer`."""
 
-    def lease_valid(self, lent: LentBatch, deadline_s: float) -> bool:
-        """See `Writer.lease_valid`."""
-        ...
+    def lease_valid(self, lent: LentBatch, *, deadline_s: float) -> bool: ...
 
-    def commit_lent(self, lent: LentBatch, *, deadline_s: float) -> PutResult:
-        """See `Writer.commit_lent`."""
-        ...
+    def commit_lent(self, lent: LentBatch, *, deadline_s: float) -> PutResult: ...
 
-    def give_back(self, lent: LentBatch, *, deadline_s: float) -> None:
-        """See `Writer.give_back`."""
-        ...
+    def give_back(self, lent: LentBatch, *, deadline_s: float) -> None: ...
 
 
 class Reservation:
@@ -66,8 +60,8 @@ class Reservation:
         Args:
             timeout_s: How long to wait for the node if it must be asked.
         """
-        deadline_s = deadline_after(timeout_s)
-        return self._open and self._lender is not None and self._lender.lease_valid(self._lent, deadline_s)
+        lender, deadline_s = self._lender, deadline_after(timeout_s)
+        return self._open and lender is not None and lender.lease_valid(self._lent, deadline_s=deadline_s)
 
     def commit(self, *, timeout_s: float = 5.0) -> PutResult:
         """Make the chunks visible. All views must be written by now, and must not be written to afterwards.
@@ -96,9 +90,7 @@ class Reservation:
 class PinOwner(Protocol):
     """What pins need of `raykv.client.local_connection.LocalConnection`."""
 
-    def call(self, request: messages.Message, *, deadline_s: float, life: int | None = None) -> messages.Answer:
-        """See `LocalConnection.call`."""
-        ...
+    def call(self, request: messages.Message, *, deadline_s: float, life: int | None = None) -> messages.Answer: ...
 
 
 class Pins:

@@ -1,4 +1,4 @@
-"""What went wrong with a client's own reads lately, for `Client.why`. Bounded. Logic only."""
+"""Failures of a client's own reads lately, for `Client.why`. Bounded. Logic only."""
 
 import threading
 from collections.abc import Iterable

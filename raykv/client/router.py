@@ -69,7 +69,7 @@ class Router:
         pool: Connections to the other nodes.
         paths: The ways to read chunk bytes.
         parallel: Worker threads.
-        read_failures: What went wrong with reads lately.
+        read_failures: Failures of reads lately.
     """
 
     def __init__(self, config: ClientConfig, connect: Connect | None = None, *, local: bool | None = None) -> None:
@@ -121,8 +121,10 @@ class Router:
             self._find_local(deadline_s)
 
     def after_fork(self) -> None:
-        """All connections drop what they had by themselves."""
+        """Other threads of the parent may hold the locks. Connections drop by themselves what they had."""
         self._lock = threading.Lock()
+        for each in self._metrics.values():
+            each.after_fork()
 
     def _use_local(self, address: str, deadline_s: float) -> messages.Attached:
         retry_s = self.config.breaker_s

@@ -122,24 +122,8 @@ class LentBatch:
         return len(self.batch.keys) - self.existed - len(self.slots)
 
 
-class PostedResults:
-    """What became of posted chunks since the last `flush`."""
-
-    def __init__(self) -> None:
-        self._total = PutResult(0, 0, 0)
-
-    def add(self, result: PutResult) -> None:
-        """Add the result of one commit."""
-        self._total = sum_of(self._total, result)
-
-    def reset(self) -> PutResult:
-        """Return the sum, and start again from zero."""
-        total, self._total = self._total, PutResult(0, 0, 0)
-        return total
-
-
 def sum_of(first: PutResult, second: PutResult) -> PutResult:
-    """The results of two puts as one; the first reason is kept."""
+    """The results of two puts as one, with the first reason."""
     return PutResult(
         first.stored + second.stored,
         first.existed + second.existed,

@@ -18,7 +18,7 @@ from raykv.client.commit import Filled, PendingCommit
 from raykv.client.leases import Reservation
 from raykv.client.local_connection import LocalConnection
 from raykv.client.pipeline import Outcome, Posted
-from raykv.client.slot_pool import LentBatch, PostedResults, QuotaGroup, sum_of
+from raykv.client.slot_pool import LentBatch, QuotaGroup, sum_of
 from raykv.client.slot_supply import NO_ANSWER, SlotSupply
 from raykv.errors import CapacityError, LostError, TransientError, UsageError
 from raykv.memory.copying import CopyThreads, checksum_of
@@ -54,13 +54,12 @@ class Writer:
         self._local, self._threads = local, threads
         self.supply = SlotSupply(local, retry_s=retry_s)
         self._pipeline = self.supply.pipeline
-        self._results = PostedResults()
-        self._unanswered: set[PendingCommit] = set()
+        self.after_fork()
         drop_after_fork(self)
 
     def after_fork(self) -> None:
         """Posted chunks are the parent's."""
-        self._results, self._unanswered = PostedResults(), set()
+        self._results, self._unanswered = PutResult(0, 0, 0), set[PendingCommit]()
 
     @property
     def posted(self) -> bool:
@@ -163,8 +162,7 @@ class Writer:
         lost = sum(len(each.lent.slots) for each in filled) - sum(len(each.lent.slots) for each in current)
         result = PutResult(0, 0, lost, "the connection that lent the slots broke" if lost else "")
         commit = PendingCommit(self.supply, group, current)
-        if not wait:
-            commit.results = self._results
+        commit.posted = not wait
         posted = self._post(commit, life, max(deadline_s, time.monotonic() + LATE_S))
         if posted is None or (wait and self._pipeline.wait(posted, deadline_s)):
             assert commit.result is not None
@@ -172,7 +170,7 @@ class Writer:
         with self._pipeline.lock:
             if wait and commit.result is not None:
                 return sum_of(result, commit.result)
-            commit.results = self._results  # `flush` will know
+            commit.posted = True
         return sum_of(result, PutResult(0, 0, 0, NO_ANSWER if wait else "", commit.chunks))
 
     def _post(self, commit: PendingCommit, life: int, deadline_s: float) -> Posted | None:
@@ -194,6 +192,8 @@ class Writer:
     def _finish_locked(self, commit: PendingCommit, outcome: Outcome) -> None:
         self._unanswered.discard(commit)
         commit.finish_locked(outcome)
+        if commit.posted and commit.result is not None:
+            self._results = sum_of(self._results, commit.result)
 
     # -- slots that the caller fills --------------------------------------------------------------------------------
 
@@ -206,7 +206,7 @@ class Writer:
         self._require_size(batch.nbytes)
         return Reservation(self, self._lend(group, batch, deadline_s))
 
-    def lease_valid(self, lent: LentBatch, deadline_s: float) -> bool:
+    def lease_valid(self, lent: LentBatch, *, deadline_s: float) -> bool:
         """Whether slots may be written to for some seconds more. Asks the node if its last answer is old."""
         return self.supply.lease_valid(lent, deadline_s)
 
@@ -242,8 +242,8 @@ class Writer:
         """
         self.drain(deadline_s)
         with self._pipeline.lock:
-            done = self._results.reset()
-            waiting = sum(commit.chunks for commit in self._unanswered if commit.results is not None)
+            done, self._results = self._results, PutResult(0, 0, 0)
+            waiting = sum(commit.chunks for commit in self._unanswered if commit.posted)
         return sum_of(done, PutResult(0, 0, 0, "", waiting))
 
     def close(self) -> None:

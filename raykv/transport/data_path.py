@@ -42,9 +42,11 @@ class DataPath(Protocol):
 
     def retain(self, members: Collection[Member]) -> None:
         """Release what belongs to other members, or to earlier lives of these. Reads in progress go on."""
+        return  # paths without mappings need not define it
 
     def close(self) -> None:
         """Release everything. Nothing may be read any more."""
+        return
 
 
 class DataPaths:
