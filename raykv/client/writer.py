@@ -15,7 +15,6 @@ from typing import Final
 import numpy as np
 
 from raykv.client.commit import Filled, PendingCommit
-from raykv.client.leases import Reservation
 from raykv.client.local_connection import LocalConnection
 from raykv.client.pipeline import Outcome, Posted
 from raykv.client.slot_pool import LentBatch, QuotaGroup, sum_of
@@ -107,7 +106,7 @@ class Writer:
         filled: list[Filled] = []
         try:
             for batch, values in batches:
-                lent = self._lend(group, batch, deadline_s)
+                lent = self.lend(group, batch, deadline_s=deadline_s)
                 every.append(lent)
                 if lent.slots:
                     chosen = [values[position] for position in lent.positions]
@@ -123,18 +122,6 @@ class Writer:
         for lent in every:
             result = sum_of(result, PutResult(0, lent.existed, lent.skipped, lent.reason))
         return sum_of(result, self._commit(group, filled, wait=wait, deadline_s=deadline_s)) if filled else result
-
-    def _lend(self, group: QuotaGroup, batch: Batch, deadline_s: float) -> LentBatch:
-        """Get slots for the chunks that are not stored here."""
-        missing = self._missing(batch)
-        lent = LentBatch(group, batch, existed=len(batch.keys) - len(missing))
-        try:
-            if missing:
-                self.supply.pop(lent, len(missing), deadline_s)
-        except _UNAVAILABLE as error:
-            lent.reason = str(error)
-        lent.positions = missing[: len(lent.slots)]
-        return lent
 
     def _missing(self, batch: Batch) -> list[int]:
         """Positions of the keys that are not stored here, each key once."""
@@ -197,27 +184,27 @@ class Writer:
 
     # -- slots that the caller fills --------------------------------------------------------------------------------
 
-    def reserve(self, group: QuotaGroup, batch: Batch, *, deadline_s: float) -> Reservation:
-        """Lend slots for the chunks that are not stored here: the caller fills and commits them.
+    def lend(self, group: QuotaGroup, batch: Batch, *, deadline_s: float) -> LentBatch:
+        """Get slots for the chunks that are not stored here; `reason` says why there are fewer.
 
         Raises:
             UsageError: The size does not fit an extent.
         """
         self._require_size(batch.nbytes)
-        return Reservation(self, self._lend(group, batch, deadline_s))
-
-    def lease_valid(self, lent: LentBatch, *, deadline_s: float) -> bool:
-        """Whether slots may be written to for some seconds more. Asks the node if its last answer is old."""
-        return self.supply.lease_valid(lent, deadline_s)
+        missing = self._missing(batch)
+        lent = LentBatch(group, batch, existed=len(batch.keys) - len(missing))
+        try:
+            if missing:
+                self.supply.pop(lent, len(missing), deadline_s)
+        except _UNAVAILABLE as error:
+            lent.reason = str(error)
+        lent.positions = missing[: len(lent.slots)]
+        return lent
 
     def commit_lent(self, lent: LentBatch, *, deadline_s: float) -> PutResult:
         """Commit slots that the caller has filled."""
         checksums = np.array([checksum_of([view]) for view in lent.views], np.uint64)
         return self._commit(lent.group, [Filled(lent, checksums)], wait=True, deadline_s=deadline_s)
-
-    def give_back(self, lent: LentBatch, *, deadline_s: float) -> None:
-        """Return slots to the node. Without an answer by the deadline, that happens later."""
-        self.supply.give_back(lent, deadline_s)
 
     def prepare(self, group: QuotaGroup, nbytes: int, count: int, *, deadline_s: float) -> None:
         """Request slots for `count` chunks that will be stored soon, and do not wait for them.
