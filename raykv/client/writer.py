@@ -113,8 +113,7 @@ class Writer:
                     filled.append(Filled(lent, self._threads.fill(lent.views, chosen)))
         except BaseException as error:
             with self._pipeline.lock:
-                if not isinstance(error, Exception):
-                    self._pipeline.drop_locked("a put was interrupted")
+                self._pipeline.drop_if_interrupted_locked(error)
                 for lent in every:
                     self.supply.put_back_locked(lent, lent.slots)
             raise
@@ -170,6 +169,7 @@ class Writer:
             return self._pipeline.post(request, finish, deadline_s=deadline_s, life=life, keys=commit.keys)
         except BaseException as error:
             with self._pipeline.lock:
+                self._pipeline.drop_if_interrupted_locked(error)
                 self._unanswered.discard(commit)
                 commit.withdraw_locked(str(error))
             if isinstance(error, _UNAVAILABLE):

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import raykv
+from raykv.client.pipeline import ignore
 from raykv.client.slot_pool import (
     GROW_S,
     MAX_POOL_NBYTES,
@@ -21,6 +22,7 @@ from raykv.client.slot_pool import (
     SlotPool,
 )
 from raykv.memory.slots import slot_nbytes
+from raykv.protocol import messages
 from raykv.transport.base import MAX_POSTED
 from raykv.types import PutResult
 from tests.support.nodes import (
@@ -678,3 +680,29 @@ def test_a_nodes_threads_do_not_interrupt_this_hosts_readers_and_writers(node):
         )  # heartbeat, announcer, reclaimer, and the thread that serves `client`
         assert policies.count(os.SCHED_OTHER) >= 1
         assert os.sched_getscheduler(node.process.pid) == os.SCHED_OTHER
+
+
+def test_slots_of_a_broken_connection_are_not_written_to_over_the_next_one(node, monkeypatch):
+    """The connection breaks, and another thread makes a new one, while a put waits for slots until its deadline."""
+    with node.client() as client:
+        put(client, names(30))
+        assert starts_at_hand(client)
+        pipeline = client.router.writer.supply.pipeline
+        wait, calls = pipeline.wait, []
+
+        def reconnect_meanwhile(posted, deadline_s):
+            calls.append(posted)
+            if len(calls) > 1:
+                return wait(posted, deadline_s)
+            until_s = time.monotonic() + 5.0
+            with pipeline.lock:
+                pipeline.drop_locked("broken")
+            assert wait(pipeline.post(messages.GetView(), ignore, deadline_s=until_s), until_s)
+            return False
+
+        pipeline.trusted_until_s = 0.0
+        monkeypatch.setattr(pipeline, "wait", reconnect_meanwhile)
+        result = client.put(["late"], [content("late")], timeout_s=0.0)
+        assert (result.stored, result.posted, result.skipped) == (0, 0, 1)
+        monkeypatch.undo()
+        assert put(client, ["late"]).stored == 1
