@@ -27,8 +27,8 @@ NAMESPACE = raykv.Namespace(model="test")
 
 
 def memory_files() -> set[str]:
-    """Files of ours in shared memory."""
-    return {path.name for path in Path("/dev/shm").glob("raykv-test-*")}
+    """Files of the cluster in shared memory; directories are of other tests."""
+    return {path.name for path in Path("/dev/shm").glob("raykv-test-*") if not path.is_dir()}
 
 
 def wait_for(what: str, condition: Callable[[], Any], timeout_s: float = 60.0) -> Any:
