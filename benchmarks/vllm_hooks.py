@@ -230,6 +230,7 @@ def show(prefills: list[float], walls: dict[str, list[float]], cpus: dict[str, l
     share = totals[0] / prefill_s
     met = "met" if share <= BAR_SHARE else "NOT MET"
     print(f"{'all':32} {totals[0] * 1e3:8.3f} {totals[1] * 1e3:8.3f} {share:8.3%}  (bar {BAR_SHARE:.1%}: {met})")
+    print(f"share of the CPU time in hooks, without preemption by other processes: {totals[1] / prefill_s:.3%}")
 
 
 if __name__ == "__main__":

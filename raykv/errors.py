@@ -5,7 +5,7 @@
     │   ├── ConfigError         a field of a configuration is wrong; the message names it
     │   └── NamespaceMismatch   the bytes were made under other conditions; the message names the fields
     ├── TransientError      refresh the view and try again, or treat it as a miss
-    │   ├── PeerUnavailable     nobody answers there, or the answer came too late
+    │   ├── PeerUnavailable     no answer there, or too late
     │   └── ProtocolError       the peer speaks another version, or not this protocol at all
     ├── CapacityError       no room: store nothing and go on
     └── LostError           bytes that were promised are gone: recompute
@@ -40,7 +40,7 @@ class PeerUnavailable(TransientError):
 
 
 class ProtocolError(TransientError):
-    """What came over the wire is not a message of this protocol version."""
+    """Received bytes are not a message of this protocol version."""
 
 
 class CapacityError(RayKVError):

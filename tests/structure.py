@@ -39,7 +39,7 @@ INPUT_OUTPUT = {"os", "socket", "subprocess", "mmap", "threading", "asyncio", "f
 PURE = ("protocol", "eviction")
 
 OLD_WORDS = {
-    "shard", "marks", "ledger", "locator", "relay", "keeper", "kept", "reach", "arrivals", "loan", "borrowed", "steer",
+    "shard", "marks", "ledger", "locator", "relay", "keeper", "kept", "arrivals", "loan", "borrowed", "steer",
     "troubles", "tally", "tape", "told", "came", "went", "forerunner", "pulse", "bare", "backed", "resting", "spoilt",
     "doomed", "spent", "supplied", "whoever", "anew", "beside", "account", "accounts",
 }  # fmt: skip

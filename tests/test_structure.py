@@ -84,6 +84,7 @@ def test_the_public_names():
         "PeerUnavailable",
         "Pins",
         "ProtocolError",
+        "Put",
         "PutResult",
         "RayKVError",
         "Reservation",

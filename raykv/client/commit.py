@@ -12,6 +12,7 @@ from raykv.client.slot_pool import LentBatch, QuotaGroup, Slot, sum_of
 from raykv.client.slot_supply import SlotSupply
 from raykv.errors import LostError, ProtocolError, RayKVError, TransientError
 from raykv.protocol import chunk_keys, messages
+from raykv.protocol.codec import array
 from raykv.types import PutResult
 
 
@@ -64,6 +65,7 @@ class PendingCommit:
             isinstance(outcome, messages.Committed) and len(outcome.runs) != len(self._filled)
         ):
             outcome = ProtocolError("the local node's answer to a Commit does not fit the request")
+        self.result = PutResult(0, 0, self.chunks, str(outcome))  # unless all of the answer can be read
         refused: list[Slot] = []
         total = PutResult(0, 0, 0)
         for number, (lent, _) in enumerate(self._filled):
@@ -88,7 +90,8 @@ class PendingCommit:
         if run.problem:
             refused += lent.slots
             return PutResult(0, 0, len(lent.slots), run.problem)
-        unused = [lent.slots[place] for place in np.frombuffer(run.unused, "<i4").tolist()] if run.unused else []
+        places = array(run.unused, "<i4", len(run.unused) // 4).tolist()
+        unused = [lent.slots[place] for place in places if 0 <= place < len(lent.slots)]
         self._supply.put_back_locked(lent, unused)
         return PutResult(len(lent.slots) - len(unused), len(unused), 0)
 

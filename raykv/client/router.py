@@ -22,7 +22,7 @@ from raykv.metrics import ClientMetrics
 from raykv.protocol import chunk_keys, messages
 from raykv.protocol.codec import array, expect, unpack_bits
 from raykv.protocol.placement import Member, View
-from raykv.transport.data_path import DataPaths, LinkPath, ShmPath
+from raykv.transport.data_path import PathEnvironment, open_data_paths
 from raykv.transport.forking import drop_after_fork
 from raykv.transport.link import SocketLink
 from raykv.transport.pool import Connect, ConnectionPool
@@ -108,9 +108,7 @@ class Router:
         self.pool = ConnectionPool(
             self._connect, secret, breaker_s=config.breaker_s, max_idle=config.connections_per_peer
         )
-        always, never = config.verify == "always", config.verify == "never"
-        shm = ShmPath(self.pool, host, verify=always, threads=self.copy_threads)
-        self.paths = DataPaths([shm, LinkPath(self.pool, verify=not never)])
+        self.paths = open_data_paths(PathEnvironment(self.pool, host, config.verify, self.copy_threads))
         drop_after_fork(self)
         try:
             self.refresh(deadline_s)

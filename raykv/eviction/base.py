@@ -86,7 +86,7 @@ def empty_columns(rows: int) -> Columns:
 def live_parents(columns: Columns, rows: Rows) -> Rows:
     """The row of each row's parent; -1 if there is none, or if that row holds another chunk by now."""
     parents = columns.parent[rows]
-    live = (parents >= 0) & (columns.generation[parents] == columns.parent_generation[rows])
+    live = (parents >= 0) & (columns.generation[np.maximum(parents, 0)] == columns.parent_generation[rows])
     found: Rows = np.where(live, parents, np.int32(-1))
     return found
 

@@ -24,14 +24,7 @@ MAX_STAGED_NBYTES: Final = 256 << 20
 
 
 class Run(NamedTuple):
-    """Adjacent bytes of every block: those of block `b` start at `offset + b * stride` of an allocation.
-
-    Attributes:
-        allocation: Index of the allocation.
-        offset: Start in block 0.
-        stride: Distance from one block to the next.
-        nbytes: Length.
-    """
+    """Adjacent bytes of every block: `nbytes` of block `b` start at `offset + b * stride` of an allocation."""
 
     allocation: int
     offset: int
@@ -40,13 +33,10 @@ class Run(NamedTuple):
 
 
 def runs_of(name: str, cache: "torch.Tensor", num_blocks: int, allocation: int = 0) -> list[Run]:
-    """Find the dense runs of one layer's blocks, by address.
+    """Find the dense runs of the blocks of layer `name`, by address.
 
     Args:
-        name: Name of the layer, for error messages.
         cache: Shape [num_blocks * k, ...]: the kernel may divide each block into k consecutive ones.
-        num_blocks: Blocks as the engine counts them.
-        allocation: Goes into the runs.
 
     Raises:
         ConfigError: The strides belong to no KV cache layout that we know.
@@ -99,15 +89,10 @@ def describe(cache: "torch.Tensor") -> str:
 
 
 class Layout(ABC):
-    """The KV cache of one worker, as chunks of `chunk_blocks` blocks.
-
-    Attributes:
-        chunk_nbytes: Size of every chunk.
-        description: Goes into the namespace.
-        batch_chunks: Most chunks for one `read`, or one load; None: no limit.
-    """
+    """The KV cache of one worker, as chunks of `chunk_nbytes`. `description` is for the namespace."""
 
     batch_chunks: int | None = None
+    """The most chunks for one `read` or one load; None: no limit."""
 
     def __init__(self, caches: Mapping[str, "torch.Tensor"], num_blocks: int, chunk_blocks: int) -> None:
         """Learn the layout of `caches`, in their order. Layers that share a tensor count once.
@@ -140,19 +125,15 @@ class Layout(ABC):
 
     @abstractmethod
     def read(self, chunks: Sequence[Sequence[int]]) -> list[list[memoryview]]:
-        """The bytes of chunks in host memory, each as views in order. Valid until the next call, or the next step.
+        """Views of the bytes of chunks in host memory, valid until the next call, or the next step.
 
         Args:
-            chunks: The blocks of each chunk, in order. Their kernels are done, or queued on the current stream.
+            chunks: The blocks of each chunk. Their kernels are done, or queued on the current stream.
         """
 
     @abstractmethod
     def targets(self, blocks: Sequence[int | None]) -> list[memoryview]:
-        """Views that a chunk is loaded into, in order, `chunk_nbytes` in all.
-
-        Args:
-            blocks: The chunk's blocks; None for a block that must not change.
-        """
+        """Views that a chunk is loaded into. None among its blocks stands for one that must not change."""
 
     @abstractmethod
     def load(self, chunks: Sequence[tuple[Sequence[int | None], list[memoryview]]]) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from raykv import connect
 from raykv.client.admin import merge_namespaces
 from raykv.client.client import Client
-from raykv.config import GIB, MIB, ClientConfig
+from raykv.config import GIB, MIB, ClientConfig, NamespaceConfig
 from raykv.errors import RayKVError, UsageError
 from raykv.protocol.chunk_keys import KEY_NBYTES, from_bytes
 from raykv.protocol.namespace import Namespace
@@ -22,7 +22,7 @@ ANY = Namespace(model="-")
 
 
 def add_commands(commands: Any) -> list[argparse.ArgumentParser]:
-    """Add the commands to the command line. Returns their parsers."""
+    """Add the commands, and return their parsers."""
     why = commands.add_parser("why", help="where chunks are, or why they are gone")
     why.add_argument("names", nargs="*", metavar="NAME", help="names of objects")
     why.add_argument("--tokens", metavar="FILE", help="in place of names: a prompt, as a JSON list of token ids")
@@ -83,28 +83,17 @@ def _why(options: argparse.Namespace) -> str:
                 tokens, size = _tokens(options.tokens), client.namespace.chunk_tokens
                 found = client.why(tokens=tokens)
                 what = [f"tokens {place * size}..{(place + 1) * size - 1}" for place in range(len(found))]
+    answers = list(zip(what, found, strict=True))
     if options.json:
-        return json.dumps(
-            [{"chunk": name, **asdict(why), "text": why.text} for name, why in zip(what, found, strict=True)], indent=2
-        )
-    return "\n".join(f"{name}: {why.text}" for name, why in zip(what, found, strict=True))
+        return json.dumps([{"chunk": name, **asdict(why), "text": why.text} for name, why in answers], indent=2)
+    return "\n".join(f"{name}: {why.text}" for name, why in answers)
 
 
 def _list(options: argparse.Namespace) -> str:
     with _client(options) as client:
         found = client.namespaces()
     if options.json:
-        return json.dumps(
-            [
-                {
-                    **each,
-                    "namespace": each["namespace"].model_dump(mode="json", exclude_defaults=True),
-                    "config": each["config"].model_dump(mode="json"),
-                }
-                for each in found
-            ],
-            indent=2,
-        )
+        return json.dumps(found, indent=2, default=_fields)
     return "\n".join(namespace_lines(found)) or "no namespace is in use"
 
 
@@ -181,6 +170,10 @@ def _choose(client: Client, text: str | None, *, new: bool = False) -> Namespace
         hint += ". A new one must be given by its fields as JSON: '{\"model\": ...}'"
     which = f"{len(found)} are called {text!r}" if text is not None else f"there are {len(found)}"
     raise UsageError(f"--namespace: {which}; {hint}")
+
+
+def _fields(value: Namespace | NamespaceConfig) -> dict[str, Any]:
+    return value.model_dump(mode="json", exclude_defaults=isinstance(value, Namespace))
 
 
 def _field(text: str) -> tuple[str, Any]:

@@ -7,7 +7,6 @@ import importlib.util
 import os
 import platform
 import resource
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any, Final, Literal
 
 from raykv.config import GIB, KIB, MIB
 from raykv.memory import native, numa, pages
-from raykv.memory.host import UNLIMITED, cgroup_file, cgroup_memory, lines_of
+from raykv.memory.host import cgroup_file, cgroup_memory, lines_of
 
 Grade = Literal["ok", "better", "wrong"]
 
@@ -27,8 +26,6 @@ PACKAGES: Final = {
     "ray": "pip install 'raykv[ray]'",
     "torch": "pip install 'raykv[vllm]'",
     "vllm": "pip install 'raykv[vllm]'",
-    "cupy": "pip install 'raykv[gpu]'",
-    "pyverbs": "apt-get install python3-pyverbs",
 }
 PACED: Final = "bbr"
 """Congestion control that paces its sender with timers."""
@@ -175,18 +172,9 @@ def cores(root: Path) -> Finding:
     )
 
 
-def locked_memory(root: Path) -> Finding:
-    """How much memory we may register with an RDMA device."""
-    nbytes = _limit(resource.RLIMIT_MEMLOCK)[0]
-    limited = nbytes < UNLIMITED
-    remedy = "ulimit -l unlimited (or LimitMEMLOCK=infinity; docker run --ulimit memlock=-1)"
-    says = f"{_size(nbytes)}; matters only for RDMA" if limited else "no limit"
-    return better("locked memory", says, remedy, when=limited and bool(_devices(root)))
-
-
 def open_files(root: Path) -> Finding:
     """How many connections a node can have: each is an open file."""
-    count, most = _limit(resource.RLIMIT_NOFILE)
+    count, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     remedy = f"ulimit -n {min(65536, most)} (or LimitNOFILE=65536; docker run --ulimit nofile=65536)"
     return better("open files", f"{count:,} at most", remedy, when=count < MIN_FILES)
 
@@ -222,16 +210,6 @@ def packages(root: Path) -> list[Finding]:
     ]
 
 
-def rdma_devices(root: Path) -> Finding:
-    """RDMA devices, and whether we may open them."""
-    devices, folder = ", ".join(_devices(root)), root / "dev/infiniband"
-    if not devices:
-        return Finding("RDMA", "ok", "no device; bytes go over TCP")
-    closed = not folder.is_dir() or any(not os.access(path, os.R_OK | os.W_OK) for path in folder.glob("uverbs*"))
-    says = f"{devices}, but we may not open /dev/infiniband" if closed else devices
-    return better("RDMA", says, "docker run --device /dev/infiniband --cap-add IPC_LOCK", when=closed)
-
-
 def tcp(root: Path) -> Finding:
     """The congestion control of TCP between hosts."""
     chosen = _text(root / "proc/sys/net/ipv4/tcp_congestion_control")
@@ -241,34 +219,12 @@ def tcp(root: Path) -> Finding:
     return better("TCP", says, remedy, when=paced)
 
 
-def clock(root: Path) -> Finding:
-    """The clock source. Every call reads the clock."""
-    source = _text(root / "sys/devices/system/clocksource/clocksource0/current_clocksource")
-    began_s = time.perf_counter()
-    for _ in range(1000):
-        time.monotonic()
-    cost_ns = (time.perf_counter() - began_s) * 1e6
-    slow = source in ("hpet", "acpi_pm", "refined-jiffies") or cost_ns > 1000
-    return better(
-        "clock", f"{source}, {cost_ns:.0f} ns a reading", "boot with clocksource=tsc, if it is sound", when=slow
-    )
-
-
 CHECKS: Final[tuple[Callable[[Path], Finding | list[Finding]], ...]] = (
-    *(shared_memory, memory_limit, huge_pages, hugetlb_pools, memory_nodes, cores, locked_memory, open_files),
-    *(kernel, compiled_loops, packages, rdma_devices, tcp, clock),
+    *(shared_memory, memory_limit, huge_pages, hugetlb_pools, memory_nodes, cores, open_files),
+    *(kernel, compiled_loops, packages, tcp),
 )
 
 # -- helpers -----------------------------------------------------------------------------------------------------------
-
-
-def _devices(root: Path) -> list[str]:
-    return sorted(path.name for path in (root / "sys/class/infiniband").glob("*"))
-
-
-def _limit(which: int) -> tuple[int, int]:
-    soft, hard = (UNLIMITED if value == resource.RLIM_INFINITY else value for value in resource.getrlimit(which))
-    return soft, hard
 
 
 def _text(path: Path) -> str:

@@ -1,8 +1,8 @@
 """The ways by which chunk bytes get from a node to a reader, and the one place that chooses between them."""
 
 import time
-from collections.abc import Collection, Iterable
-from typing import Final, Protocol
+from collections.abc import Callable, Collection, Iterable
+from typing import Final, NamedTuple, Protocol
 
 from raykv.errors import LostError, TransientError
 from raykv.memory.copying import CopyThreads
@@ -25,7 +25,7 @@ class DataPath(Protocol):
 
     name: str
 
-    def leads_to(self, member: Member, *, deadline_s: float) -> bool:
+    def can_reach(self, member: Member, *, deadline_s: float) -> bool:
         """Whether a member can be read this way. The first call for a member may connect to it.
 
         Raises nothing: to a member that does not answer, no path leads.
@@ -42,7 +42,7 @@ class DataPath(Protocol):
 
     def retain(self, members: Collection[Member]) -> None:
         """Release what belongs to other members, or to earlier lives of these. Reads in progress go on."""
-        return  # paths without mappings need not define it
+        return
 
     def close(self) -> None:
         """Release everything. Nothing may be read any more."""
@@ -62,7 +62,7 @@ class DataPaths:
             TransientError: None does.
         """
         for path in self._paths:
-            if path.leads_to(member, deadline_s=deadline_s):
+            if path.can_reach(member, deadline_s=deadline_s):
                 return path
         tried, offered = (", ".join(names) or "none" for names in ([p.name for p in self._paths], member.endpoints))
         raise TransientError(f"no data path ({tried}) leads to {member.node_id!r}; its endpoints: {offered}")
@@ -90,7 +90,7 @@ class LinkPath(DataPath):
         """
         self.name, self._pool, self._verify = name, pool, verify
 
-    def leads_to(self, member: Member, *, deadline_s: float) -> bool:
+    def can_reach(self, member: Member, *, deadline_s: float) -> bool:
         return self.name in member.endpoints
 
     def read(self, member: Member, run: ReadRun, *, deadline_s: float) -> None:
@@ -119,7 +119,7 @@ class ShmPath(DataPath):
         self._readers: dict[tuple[NodeId, int], ShmReader | None] = {}  # by life of a node; None: cannot be mapped
         self._tiered: set[tuple[NodeId, int]] = set()  # lives that have tiers below memory
 
-    def leads_to(self, member: Member, *, deadline_s: float) -> bool:
+    def can_reach(self, member: Member, *, deadline_s: float) -> bool:
         return member.host == self._host and self._reader(member, deadline_s) is not None
 
     def read(self, member: Member, run: ReadRun, *, deadline_s: float) -> None:
@@ -215,3 +215,42 @@ class ShmPath(DataPath):
             if reader is not None:
                 reader.close()
         self._readers = {}
+
+
+class PathEnvironment(NamedTuple):
+    """What a data path gets from its reader.
+
+    Attributes:
+        pool: For requests to nodes; it stays the reader's.
+        host: Identity of the reader's host.
+        verify: "always" also compares checksums of copies within this host, "never" none at all.
+        threads: Share large copies.
+    """
+
+    pool: ConnectionPool
+    host: str
+    verify: str
+    threads: CopyThreads
+
+
+_openers: Final[dict[str, Callable[[PathEnvironment], DataPath]]] = {}
+
+
+def register_data_path(name: str, opener: Callable[[PathEnvironment], DataPath]) -> None:
+    """Make a data path available to readers opened from now on.
+
+    A new name is preferred to all names so far. A name that is registered already is replaced, in its place.
+    """
+    _openers[name] = opener
+
+
+def open_data_paths(environment: PathEnvironment) -> DataPaths:
+    """Open every registered path, the latest first."""
+    return DataPaths(opener(environment) for opener in reversed(_openers.values()))
+
+
+register_data_path("tcp", lambda given: LinkPath(given.pool, verify=given.verify != "never"))
+register_data_path(
+    "shm",
+    lambda given: ShmPath(given.pool, given.host, verify=given.verify == "always", threads=given.threads),
+)

@@ -23,7 +23,7 @@ from raykv.integrations.vllm.stats import RayKVStats  # noqa: E402
 from raykv.integrations.vllm.worker import WorkerSide  # noqa: E402
 from raykv.protocol.namespace import Namespace  # noqa: E402
 from raykv.types import Match  # noqa: E402
-from tests.support.nodes import NODE, SECRET, run  # noqa: E402
+from tests.support.nodes import NODE, SECRET, run, wait_until  # noqa: E402
 
 pytestmark = pytest.mark.vllm
 
@@ -231,9 +231,7 @@ def test_a_stopped_node_holds_no_step_up_and_is_used_again(node: tuple[str, int]
     assert any(reasons)
     os.kill(pid, signal.SIGCONT)
     bench.await_answers()
-    until_s = time.monotonic() + WAIT_S
-    while bench.worker.save([saves[steps]]) and time.monotonic() < until_s:
-        time.sleep(0.01)
+    wait_until(lambda: not bench.worker.save([saves[steps]]))
     bench.await_answers()
     assert bench.save() == ""
     assert bench.load(holder="n") == {"r"}
@@ -241,6 +239,29 @@ def test_a_stopped_node_holds_no_step_up_and_is_used_again(node: tuple[str, int]
     counts = bench.counted("stored_chunks")
     assert counts["skipped"] % 6 == 0
     assert counts["stored"] % 6 == 0
+
+
+def test_slots_for_the_saves_of_a_step_are_at_hand_when_it_ends(node: tuple[str, int], benches: list[Bench]):
+    """So even a node that stops during the forward pass costs neither time nor chunks."""
+    address, pid = node
+    client = raykv.connect(NAMESPACE, address=address)
+    client.prepare(4096, 1)
+    bench = Bench(lambda: client, store_timeout_s=0.001)
+    benches.append(bench)
+    with raykv.connect(NAMESPACE, address=address) as other:
+
+        def prepared() -> bool:
+            bench.worker.prepare([order()])  # every step does; a node that has just started lends nothing ahead
+            return other.stats()["nodes"]["n"]["lent_nbytes"] >= 6 * 4096
+
+        wait_until(prepared)
+        other.stats()  # the slots are lent, and the answer has left by now
+    os.kill(pid, signal.SIGSTOP)
+    assert bench.worker.save([order()]) == ""
+    assert bench.worker.posted_chunks == 6
+    os.kill(pid, signal.SIGCONT)
+    bench.await_answers()
+    assert bench.counted("stored_chunks") == {"stored": 6}
 
 
 def test_one_message_stores_all_saves_of_a_step(
@@ -321,9 +342,7 @@ def test_a_connection_tries_on_until_the_node_is_there(
     assert bench.save() == "the node is not there yet"
     assert bench.load() == {"r"}
     assert bench.worker.pop_failed_blocks() == set(range(10, 16))
-    until_s = time.monotonic() + WAIT_S
-    while bench.connection.client(NAMESPACE, Scope()) is None and time.monotonic() < until_s:
-        time.sleep(0.001)
+    wait_until(lambda: bench.connection.client(NAMESPACE, Scope()))
     assert bench.save() == ""
     assert tries == 4
 

@@ -45,7 +45,7 @@ def shm_size(monkeypatch):
 
 def test_this_host_is_looked_at_and_every_finding_is_whole():
     found = doctor.examine()
-    assert len({finding.name for finding in found}) >= 12
+    assert len({finding.name for finding in found}) >= 10
     for finding in found:
         assert finding.grade in ("ok", "better", "wrong")
         assert finding.name
@@ -157,22 +157,6 @@ def test_cores_by_time(host):
     assert "0.5 cores" in finding.says
 
 
-@pytest.mark.parametrize(("limit", "devices", "grade"), [(8 << 20, 0, "ok"), (8 << 20, 1, "better"), (-1, 1, "ok")])
-def test_locked_memory_matters_for_rdma(host, monkeypatch, limit, devices, grade):
-    monkeypatch.setattr(doctor.resource, "getrlimit", lambda _: (limit, limit))
-    if devices:
-        (host.root / "sys/class/infiniband/mlx5_0").mkdir(parents=True)
-    assert doctor.locked_memory(host.root).grade == grade
-
-
-def test_rdma_devices_must_be_open_to_us(host):
-    assert doctor.rdma_devices(host.root).grade == "ok"
-    (host.root / "sys/class/infiniband/mlx5_0").mkdir(parents=True)
-    assert doctor.rdma_devices(host.root).grade == "better"
-    host.write("dev/infiniband/uverbs0", "")
-    assert doctor.rdma_devices(host.root) == doctor.Finding("RDMA", "ok", "mlx5_0")
-
-
 @pytest.mark.parametrize(("limit", "grade"), [(1024, "better"), (65536, "ok")])
 def test_open_files(host, monkeypatch, limit, grade):
     monkeypatch.setattr(doctor.resource, "getrlimit", lambda _: (limit, limit))
@@ -202,12 +186,6 @@ def test_compiled_loops(host, monkeypatch, built):
     monkeypatch.setattr(native, "available", built)
     found = doctor.compiled_loops(host.root)
     assert found.grade == ("ok" if built else "better")
-
-
-@pytest.mark.parametrize(("source", "grade"), [("tsc", "ok"), ("hpet", "better")])
-def test_clock(host, source, grade):
-    host.write("sys/devices/system/clocksource/clocksource0/current_clocksource", source)
-    assert doctor.clock(host.root).grade in (grade, "better")
 
 
 @pytest.mark.slow

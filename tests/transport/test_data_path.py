@@ -247,7 +247,7 @@ class Toy(DataPath):
 
     name = "toy"
 
-    def leads_to(self, there, *, deadline_s):
+    def can_reach(self, there, *, deadline_s):
         return "toy" in there.endpoints
 
     def read(self, there, run, *, deadline_s):
@@ -283,12 +283,12 @@ def test_a_node_of_this_host_whose_files_cannot_be_mapped_is_read_over_tcp(holde
     pool = ConnectionPool(SocketLink.connect, SECRET, breaker_s=0.1, max_idle=2)
     shm = ShmPath(pool, "host")
     there = member(unix=address, tcp="y:1")
-    assert not shm.leads_to(there, deadline_s=soon())
-    assert not shm.leads_to(there, deadline_s=soon())
+    assert not shm.can_reach(there, deadline_s=soon())
+    assert not shm.can_reach(there, deadline_s=soon())
     assert len(answers) == 0  # it was asked once
     with pytest.raises(RayKVError):
         shm.read(there, ReadRun(progress_of([1])[0], "n", [0]), deadline_s=soon())
-    assert not shm.leads_to(Member("n", "other host", {"unix": address}, 1.0, 1), deadline_s=soon())
+    assert not shm.can_reach(Member("n", "other host", {"unix": address}, 1.0, 1), deadline_s=soon())
     pool.close()
     server.close()
 

@@ -90,7 +90,7 @@ def read(made, names: str, sizes: list[int] | None = None, *, locate: bool = Fal
     into = [bytearray(size) for size in sizes or [NBYTES] * len(names)]
     progress = ReadProgress(names_to_keys(list(names)), [[memoryview(each)] for each in into], list(map(len, into)))
     run = ReadRun(progress, "n", list(range(len(names))), locate=locate)
-    assert path.leads_to(there, deadline_s=soon())
+    assert path.can_reach(there, deadline_s=soon())
     path.read(there, run, deadline_s=soon())
     for place in run.arrived:
         assert bytes(into[place]) == content(names[place], NBYTES)
@@ -159,5 +159,5 @@ def test_a_life_is_mapped_once_and_dropped_with_its_member(bench, node, make):
 def test_a_node_that_does_not_answer_is_not_led_to(make):
     path, _ = make()
     silent = Member("m", "host", {"unix": "unix:@raykv-test-nobody"}, 1.0, 1)
-    assert not path.leads_to(silent, deadline_s=soon(0.2))
-    assert not path.leads_to(Member("m", "host", {}, 1.0, 2), deadline_s=soon(0.2))
+    assert not path.can_reach(silent, deadline_s=soon(0.2))
+    assert not path.can_reach(Member("m", "host", {}, 1.0, 2), deadline_s=soon(0.2))

@@ -1,4 +1,4 @@
-"""The connector's settings: the fields of `kv_connector_extra_config`."""
+"""The connector's settings."""
 
 from typing import Annotated
 
@@ -8,7 +8,7 @@ from raykv.config import Model
 
 
 class ConnectorConfig(Model):
-    """Settings of one engine.
+    """The fields of `kv_connector_extra_config`.
 
     Attributes:
         address: The raykv node to use: "unix:/path" on this host, "host:port" elsewhere. None: RAYKV_ADDRESS, else

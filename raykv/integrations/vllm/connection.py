@@ -29,9 +29,6 @@ class Connection:
     def __init__(self, open_client: Callable[[], "Client"]) -> None:
         """Open the client, or start to retry in the background.
 
-        Args:
-            open_client: Called until it succeeds.
-
         Raises:
             UsageError: The configuration is wrong; a retry would not help.
         """

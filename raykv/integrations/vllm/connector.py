@@ -50,8 +50,6 @@ register()
 
 CONNECT_TIMEOUT_S: Final = 1.0
 LOG_INTERVAL_S: Final = 30.0
-PREPARED_STEPS: Final = 2
-"""Slots for the chunks of this many full steps are asked for at the start."""
 ResultT = TypeVar("ResultT")
 
 
@@ -153,7 +151,10 @@ class RayKVConnector(KVConnectorBase_V1):
         return self._worker_namespace
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Start the step's loads. This is its first hook, so they run during the forward pass, not after it."""
+        """Prepare the step's saves and start its loads: this is its first hook, and the forward pass follows."""
+        assert isinstance(kv_connector_metadata, StepOrders)
+        if kv_connector_metadata.saves:
+            self._run("prepare", None, self.worker_side.prepare, kv_connector_metadata.saves)
         self._run("start_loads", None, self.worker_side.start_loads, kv_connector_metadata)
 
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
@@ -208,10 +209,8 @@ class RayKVConnector(KVConnectorBase_V1):
         return raykv.connect(namespace, address=self._config.address, timeout_s=CONNECT_TIMEOUT_S)
 
     def _connect_writer(self, namespace: Namespace, chunk_nbytes: int) -> raykv.Client:
-        """Connect, and ask for slots, so that the first saves find some at hand."""
         client = self._connect(namespace)
-        step_tokens = self._vllm_config.scheduler_config.max_num_batched_tokens
-        client.prepare(chunk_nbytes, PREPARED_STEPS * -(-step_tokens // namespace.chunk_tokens))
+        client.prepare(chunk_nbytes, 1)  # connects, which takes longer than a step may wait
         return client
 
     def _run(self, hook: str, nothing: ResultT, call: Callable[..., ResultT], *arguments: Any) -> ResultT:

@@ -17,15 +17,10 @@ Rank = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """The part of a namespace that varies by request.
-
-    Attributes:
-        lora: Adapter, by name and content; empty for none.
-        salt: Salt of the tenant; empty for none. Never logged.
-    """
+    """The part of a namespace that varies by request: the adapter, by name and content, and the tenant's salt."""
 
     lora: str = ""
-    salt: str = field(default="", repr=False)
+    salt: str = field(default="", repr=False)  # never logged
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +29,6 @@ class Load:
 
     Attributes:
         request_id: The request. The engine leaves its blocks alone until the load is reported as finished.
-        scope: Scope of the keys.
         names: Names of the chunks, first to last.
         blocks: Block ids of each chunk, in order. None: the engine has this block already, and other requests may read
             it, so it must not be written.
@@ -53,7 +47,6 @@ class Save:
     """Store consecutive chunks of one request. They are computed by the end of this step.
 
     Attributes:
-        scope: Scope of the keys.
         names: Names of the chunks, first to last.
         blocks: Block ids of each chunk, in order.
         parent: Name of the chunk before the first one; None at the start of a prompt.

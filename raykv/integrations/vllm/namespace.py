@@ -28,15 +28,7 @@ _VOLATILE_FIELDS = ("_name_or_path", "transformers_version", "_commit_hash", "to
 def namespace_of(
     vllm_config: "VllmConfig", config: ConnectorConfig, *, rank: Rank, block_tokens: int, layout: str, attention: str
 ) -> Namespace:
-    """Build the namespace of one worker's chunks.
-
-    Args:
-        vllm_config: The engine's.
-        config: The connector's.
-        rank: Of this worker.
-        block_tokens: Tokens in a block.
-        layout: `Layout.description`.
-        attention: Kernel and instruction set, from `attention_of`.
+    """The namespace of the chunks of one worker. `attention` is from `attention_of`.
 
     Raises:
         ConfigError: The revision of the weights is unknown, or the hash of blocks is not reproducible.
@@ -91,21 +83,20 @@ def revision_of(vllm_config: "VllmConfig", config: ConnectorConfig) -> str:
 def config_digest(hf_config: Any) -> str:
     """Digest a model's own configuration as loaded. Overrides, such as another rope scaling, change its KV."""
     fields = {key: value for key, value in hf_config.to_dict().items() if key not in _VOLATILE_FIELDS}
-    text = json.dumps(fields, sort_keys=True, default=str)
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    return _digest(fields)
 
 
 def media_digest(config: Any) -> dict[str, str]:
-    """Digest how an engine prepares images and other media: the hashes of its blocks cover only the requests.
-
-    Args:
-        config: The multimodal configuration; None for a model of text.
-    """
-    if config is None:
+    """Digest how an engine prepares images and other media: the hashes of its blocks cover only the requests."""
+    if config is None:  # a model of text
         return {}
     names = ("mm_processor_kwargs", "mm_device_do_normalize", "media_io_kwargs")
-    text = json.dumps({name: getattr(config, name, None) for name in names}, sort_keys=True, default=str)
-    return {"media": hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}
+    return {"media": _digest({name: getattr(config, name, None) for name in names})}
+
+
+def _digest(fields: dict[str, Any]) -> str:
+    text = json.dumps(fields, sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def hash_algorithm(name: str) -> str:
@@ -127,12 +118,8 @@ def hash_algorithm(name: str) -> str:
 def attention_of(vllm_config: "VllmConfig", layer_names: list[str]) -> str:
     """Name the attention kernels of these layers, on CPU also the instruction set: it decides how a block is packed."""
     layers = vllm_config.compilation_config.static_forward_context
-    names = {
-        f"{layers[name].get_attn_backend().get_name()}/{getattr(layers[name], 'isa', '')}"
-        for name in layer_names
-        if name in layers
-    }
-    return ",".join(sorted(names))
+    used = [layers[name] for name in layer_names if name in layers]
+    return ",".join(sorted({f"{layer.get_attn_backend().get_name()}/{getattr(layer, 'isa', '')}" for layer in used}))
 
 
 class Scopes:

@@ -5,6 +5,7 @@ It holds one `Tracked` for each request, and writes the `StepOrders` of each ste
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from vllm.v1.request import RequestStatus
@@ -15,7 +16,6 @@ from raykv.integrations.vllm.metadata import Load, Rank, Save, Scope, StepOrders
 from raykv.integrations.vllm.namespace import Scopes
 from raykv.integrations.vllm.reporter import RequestReporter
 from raykv.integrations.vllm.stats import RayKVStats
-from raykv.integrations.vllm.tracked import Lookup, Tracked
 from raykv.protocol.namespace import Namespace
 from raykv.protocol.ticket import Ticket
 from raykv.types import Match
@@ -33,6 +33,47 @@ HAND_OFF_WAIT_S: Final = 0.005
 """The last chunks of a prompt were posted a moment ago. A ticket waits this long for the node to enter them."""
 
 _COMPLETED: Final = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
+
+
+@dataclass(slots=True)
+class Lookup:
+    """What was found beyond the engine's own hit of `computed` tokens: `count` chunks from `first` on, by rank."""
+
+    computed: int
+    first: int
+    count: int
+    matches: dict[Rank, Match]
+    at_s: float
+
+
+@dataclass(slots=True)
+class Tracked:
+    """A request since it was last admitted.
+
+    Attributes:
+        admission: How often it had been preempted by then. A new admission resets everything but the scope.
+        ordered: A load was ordered. There is no second one: a load that brings nothing would repeat for ever.
+        started: It was scheduled, so the fields below are known.
+        cached: Leading chunks that the engine found in its own cache.
+        loaded: Chunks after those that the load brought.
+        offered: Leading chunks that are loaded, or handed to the worker to be stored.
+    """
+
+    request: "Request"
+    scope: Scope
+    admission: int = 0
+    lookup: Lookup | None = None
+    ordered: bool = False
+    started: bool = False
+    cached: int = 0
+    loaded: range = range(0)
+    offered: int = 0
+
+    def start(self, computed: int) -> None:
+        """Record how many chunks the engine has when it starts to compute: fewer than ordered, if the load failed."""
+        self.started = True
+        self.loaded = range(self.loaded.start, max(self.loaded.start, min(self.loaded.stop, computed)))
+        self.cached = self.loaded.start if self.loaded else computed
 
 
 class SchedulerSide:
@@ -53,13 +94,7 @@ class SchedulerSide:
         stores: bool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start without a node; see `connect`.
-
-        Args:
-            block_tokens: Tokens in a block.
-            hash_tokens: Tokens of each of a request's `block_hashes`.
-            loads, stores: Whether this engine loads, and whether it stores.
-        """
+        """Start without a node; see `connect`. Each of a request's `block_hashes` stands for `hash_tokens` tokens."""
         self._config, self._stats, self._clock = config, stats, clock
         self._chunk_blocks = config.chunk_blocks
         self._chunk_tokens = block_tokens * config.chunk_blocks

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from vllm.logger import init_logger
 
 from raykv import Put
-from raykv.errors import RayKVError
+from raykv.errors import RayKVError, TransientError
 from raykv.integrations.kv_layout import Layout
 from raykv.integrations.vllm.config import ConnectorConfig
 from raykv.integrations.vllm.connection import Connection
@@ -52,15 +52,7 @@ class _Run(NamedTuple):
 
 @dataclass(slots=True)
 class _LoadResult:
-    """The result of one load.
-
-    Attributes:
-        chunks: Leading chunks that are in the KV cache.
-        nbytes: Bytes that arrived, by path.
-        sources: Chunks that arrived, by (holder, path).
-        seconds: From the order to the end.
-        error: Name of the error; empty for none, also where chunks were merely missing.
-    """
+    """The result of one load: `chunks` leading chunks are in the KV cache. A missing chunk is no error."""
 
     chunks: int = 0
     nbytes: Counter[Path] = field(default_factory=Counter)
@@ -178,6 +170,16 @@ class WorkerSide:
         return got.prefix == len(blocks)
 
     # -- saves ----------------------------------------------------------------------------------------------------
+
+    def prepare(self, saves: Sequence[Save]) -> None:
+        """Ask for the slots that these saves will need, if they are not at hand. The answer comes during the step."""
+        client = self._connection.client(self._namespace, Scope())
+        if client is not None:
+            chunks = sum(len(save.names) for save in saves)
+            try:
+                client.prepare(self._layout.chunk_nbytes, chunks, timeout_s=self._config.store_timeout_s)
+            except TransientError:
+                pass  # `save` says so
 
     def save(self, saves: Sequence[Save]) -> str:
         """Copy computed chunks into the node's memory, and post one message that commits them all.

@@ -192,11 +192,9 @@ __attribute__((target("avx2"))) static size_t store_streamed(uint64_t *lanes, ch
 }
 #endif
 
-/* Copy one run of bytes and hash it. The source is read from memory once. */
-static uint64_t store_run(char *to, const char *from, size_t nbytes, int stream) {
-    uint64_t lanes[8];
-    hash_begin(lanes);
-    size_t blocks = (nbytes - 1) / HASH_BLOCK, done = 0;
+/* Copy whole blocks and hash them on the way: the source is read from memory once, and the target not at all. */
+static void store_blocks(uint64_t *lanes, char *to, const char *from, size_t blocks, int stream) {
+    size_t nbytes = blocks * HASH_BLOCK, done = 0;
     trial_t trial = {PLAIN, 0};
 #if defined(__x86_64__)
     if (stream && has_avx2 && ((uintptr_t)to & 31) == 0) {
@@ -207,25 +205,32 @@ static uint64_t store_run(char *to, const char *from, size_t nbytes, int stream)
 #else
     (void)stream;
 #endif
-    for (size_t turn; done < blocks * HASH_BLOCK; done += turn) {
-        turn = blocks * HASH_BLOCK - done < TURN ? blocks * HASH_BLOCK - done : TURN;
+    for (size_t turn; done < nbytes; done += turn) {
+        turn = nbytes - done < TURN ? nbytes - done : TURN;
         hash_blocks(lanes, (const uint8_t *)from + done, turn / HASH_BLOCK);
         memcpy(to + done, from + done, turn);
     }
-    memcpy(to + done, from + done, nbytes - done);
     end_store(trial, nbytes);
-    return hash_tail(lanes, (const uint8_t *)from + done, nbytes - done, nbytes);
 }
 
-/* Copy several runs behind each other. The target is hashed as it fills, while the cache has it. */
-static uint64_t store_runs(char *to, const Py_buffer *pieces, Py_ssize_t count, size_t nbytes) {
+/* Copy one or several pieces behind each other, and hash them. Where a piece begins a block of the hash, its whole blocks
+   are hashed from the source; the rest is hashed in the target, while the cache has it. */
+static uint64_t store_pieces(char *to, const Py_buffer *pieces, Py_ssize_t count, size_t nbytes, int stream) {
     uint64_t lanes[8];
     hash_begin(lanes);
     size_t filled = 0, hashed = 0;
     for (Py_ssize_t at = 0; at < count; at++) {
-        memcpy(to + filled, pieces[at].buf, (size_t)pieces[at].len);
-        filled += (size_t)pieces[at].len;
-        size_t blocks = filled == nbytes ? (nbytes - hashed - 1) / HASH_BLOCK : (filled - hashed) / HASH_BLOCK;
+        const char *from = pieces[at].buf;
+        size_t left = (size_t)pieces[at].len, end = filled + left;
+        if (hashed == filled && left) { /* the last block of all is never whole: it belongs to the tail */
+            size_t whole = (end == nbytes ? left - 1 : left) / HASH_BLOCK;
+            store_blocks(lanes, to + filled, from, whole, stream);
+            from += whole * HASH_BLOCK, left -= whole * HASH_BLOCK;
+            hashed = filled += whole * HASH_BLOCK;
+        }
+        memcpy(to + filled, from, left);
+        filled = end;
+        size_t blocks = (filled == nbytes ? filled - hashed - (filled > hashed) : filled - hashed) / HASH_BLOCK;
         hash_blocks(lanes, (const uint8_t *)to + hashed, blocks);
         hashed += blocks * HASH_BLOCK;
     }
@@ -243,8 +248,7 @@ static void fill_one(const void *batch, Py_ssize_t at) {
     const stores_t *stores = batch;
     const Py_buffer *slot = &stores->slots[at], *piece = &stores->pieces[stores->chunks[at].first];
     Py_ssize_t count = stores->chunks[at].end - stores->chunks[at].first;
-    stores->checksums[at] = count == 1 ? store_run(slot->buf, piece->buf, (size_t)slot->len, stores->stream)
-                                       : store_runs(slot->buf, piece, count, (size_t)slot->len);
+    stores->checksums[at] = store_pieces(slot->buf, piece, count, (size_t)slot->len, stores->stream);
 }
 
 PyObject *fill(PyObject *module, PyObject *arguments) {
