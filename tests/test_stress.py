@@ -82,12 +82,12 @@ client.close()
 NODE = """
 import sys
 from raykv.config import NodeConfig
-from raykv.embedded import InProcessDirectory
+from raykv.embedded import InProcessMembership
 from raykv.node.node import Node
 
 fields = {"node_id": "n", "cluster": "s", "storage": {
     "arena_nbytes": "24 MiB", "extent_nbytes": "256 KiB", "max_chunks": 1500, "shm_dir": sys.argv[1]}}
-node = Node(NodeConfig.load(fields), secret=b"s" * 32, directory=InProcessDirectory(member_timeout_s=60.0))
+node = Node(NodeConfig.load(fields), secret=b"s" * 32, membership=InProcessMembership(member_timeout_s=60.0))
 node.start()
 print("ready", flush=True)
 sys.stdin.read()
@@ -107,7 +107,7 @@ def first_line(process: subprocess.Popen[str]) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("reads", [10_000, pytest.param(1_000_000, marks=pytest.mark.timeout(900))])
+@pytest.mark.parametrize("reads", [10_000, pytest.param(1_000_000, marks=[pytest.mark.soak, pytest.mark.timeout(900)])])
 def test_no_wrong_byte(shm_dir, seed, reads):
     reads = int(os.environ.get("RAYKV_STRESS_READS", reads))
     node = start(NODE, shm_dir)
