@@ -26,20 +26,17 @@ FASTER = 16
 LATE_S = (0.0, 0.0, 0.0, 0.005, 0.01, 0.03)
 SPACE = raykv.Namespace(model="m")
 NBYTES = 4096
+REQUESTS = pytest.mark.parametrize("requests", [200, pytest.param(None, marks=pytest.mark.soak)])
 
 
-def paced(trace: Trace, *, silent: bool = True) -> Trace:
-    """The same requests one tick apart: the columns cannot tell shorter times apart.
-
-    Args:
-        trace: In order of time.
-        silent: Without the numbers of generated tokens.
-    """
-    requests = [
+def paced(requests: int | None, *, silent: bool = True) -> Trace:
+    """The first requests one tick apart: the columns cannot tell shorter times apart. No output tokens if silent."""
+    trace = read_trace(TRACE)
+    first = [
         replace(each, at_s=place / TICKS_PER_S, output_tokens=0 if silent else each.output_tokens)
-        for place, each in enumerate(trace.requests)
+        for place, each in enumerate(trace.requests[:requests])
     ]
-    return replace(trace, requests=requests)
+    return replace(trace, requests=first, chunks=1 + max(max(each.chunks) for each in first))
 
 
 class Clock(NamedTuple):
@@ -90,16 +87,18 @@ def jittered(trace: Trace, seed: int) -> Trace:
     return replace(trace, requests=requests)
 
 
+@REQUESTS
 @pytest.mark.parametrize("name", ["leaf_lru", "density"])
-def test_a_node_hits_as_often_as_the_planner_says(name):
-    trace = paced(read_trace(TRACE))
+def test_a_node_hits_as_often_as_the_planner_says(name, requests):
+    trace = paced(requests)
     planned = replay(trace, policy(name), trace.chunks // 10).prefix_hits / trace.accesses
     assert abs(live_hits(trace, name) - planned) < 0.01
 
 
-def test_a_node_with_reported_tokens_hits_as_often_as_the_planner_says():
+@REQUESTS
+def test_a_node_with_reported_tokens_hits_as_often_as_the_planner_says(requests):
     """A request that is late by a tick or two makes density decide otherwise: on this trace, hits vary by a point."""
-    trace = paced(read_trace(TRACE), silent=False)
+    trace = paced(requests, silent=False)
     late = (jittered(trace, seed) for seed in range(5))
     replays = (replay(each, policy("density"), trace.chunks // 10, decode_s=CLOCK.decode_s) for each in late)
     planned = [outcome.prefix_hits / trace.accesses for outcome in replays]
@@ -117,9 +116,10 @@ def live_hits(trace: Trace, name: str) -> float:
     return live
 
 
-def test_a_node_with_an_ssd_hits_as_often_as_the_planner_says(tmp_path):
+@REQUESTS
+def test_a_node_with_an_ssd_hits_as_often_as_the_planner_says(tmp_path, requests):
     nbytes, segment = 64 << 10, 100
-    trace = paced(read_trace(TRACE))
+    trace = paced(requests)
     capacity, below = trace.chunks // 20, trace.chunks // 4
     ssd = Ssd(below, segment, Admission(None, now_s=0.0), token_nbytes=nbytes // trace.chunk_tokens)
     outcome = replay(trace, policy("leaf_lru"), capacity, ssd=ssd)
