@@ -9,7 +9,5 @@ from raykv.types import Rows
 
 
 class FIFO(Policy):
-    """Evict the chunk that was stored first, read or not."""
-
     def score(self, columns: Columns, rows: Rows, now: int) -> npt.NDArray[np.uint32]:
         return columns.inserted[rows]

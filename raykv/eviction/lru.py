@@ -9,7 +9,5 @@ from raykv.types import Rows
 
 
 class LRU(Policy):
-    """Evict the chunk whose last read is oldest."""
-
     def score(self, columns: Columns, rows: Rows, now: int) -> npt.NDArray[np.uint32]:
         return columns.accessed[rows]

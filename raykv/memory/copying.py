@@ -58,14 +58,7 @@ def gather(target: memoryview, pieces: Sequence[memoryview]) -> None:
 
 
 def gather_hashed(target: memoryview, pieces: Sequence[memoryview], *, stream: bool = False) -> int:
-    """The same, with the checksum in the same pass.
-
-    Args:
-        stream: Past the cache; for batches of STREAM_NBYTES and more.
-
-    Returns:
-        The checksum, as from `checksum_of`.
-    """
+    """The same, with the checksum in the same pass. Returns: The checksum, as from `checksum_of`."""
     if native.fill is not None and len(target) > TINY_NBYTES:
         checksum = np.empty(1, np.uint64)
         native.fill([target], [pieces], checksum, stream, None)
@@ -100,8 +93,7 @@ def checksums_of(chunks: Sequence[Sequence[memoryview]]) -> bytes:
 def byte_views(scattered: Scattered, name: str, *, writable: bool) -> list[memoryview]:
     """Byte views of one buffer or several.
 
-    Raises:
-        UsageError: Not a buffer, not contiguous, or read-only where we write. Names it `name`.
+    Raises UsageError: Not a buffer, not contiguous, or read-only where we write. Names it `name`.
     """
     views = []
     for part in scattered if isinstance(scattered, list | tuple) else (scattered,):
@@ -123,8 +115,7 @@ def byte_views(scattered: Scattered, name: str, *, writable: bool) -> list[memor
 def all_byte_views(many: Sequence[Scattered], name: str, *, writable: bool) -> tuple[list[list[memoryview]], list[int]]:
     """Byte views of each of many, and the number of bytes of each.
 
-    Raises:
-        UsageError: As `byte_views`; with the place of the wrong one.
+    Raises UsageError: As `byte_views`; with the place of the wrong one.
     """
     views = [byte_views(each, f"{name}[{place}]", writable=writable) for place, each in enumerate(many)]
     return views, [sum(map(len, pieces)) for pieces in views]
@@ -146,7 +137,6 @@ class CopyThreads:
     """
 
     def __init__(self, count: int) -> None:
-        """Threads are started at the first use."""
         self.count = count
         self.after_fork()
         _all_copy_threads.add(self)
@@ -172,8 +162,7 @@ class CopyThreads:
     def fill(self, targets: list[memoryview], values: list[Sequence[memoryview]]) -> npt.NDArray[np.uint64]:
         """Copy chunks, each from several views, into targets of the same length. Returns their checksums.
 
-        Raises:
-            ValueError: The lengths differ.
+        Raises ValueError: The lengths differ.
         """
         nbytes = sum(map(len, targets))
         stream = nbytes >= STREAM_NBYTES
@@ -186,7 +175,6 @@ class CopyThreads:
         return checksums
 
     def close(self) -> None:
-        """End the threads."""
         with self._lock:
             for _ in self._threads:
                 self._jobs.put(None)

@@ -21,14 +21,7 @@ class Cache:
     """
 
     def __init__(self, policy: Policy, capacity: int, chunks: int, ssd: Ssd | None = None) -> None:
-        """Start empty.
-
-        Args:
-            policy: A new one.
-            capacity: Chunks that fit.
-            chunks: Different chunks in the trace.
-            ssd: Evicted chunks are offered to it.
-        """
+        """Start empty."""
         rows = min(capacity, chunks)
         self.columns = empty_columns(rows)
         self.cells = Cells(self.columns)
@@ -40,24 +33,16 @@ class Cache:
         self._protected = np.zeros(rows, np.bool_)
 
     def read(self, rows: Rows, now: int) -> None:
-        """These chunks were hit."""
         self.columns.accessed[rows] = now
         self.columns.frequency[rows] += 1
         self._order.on_read(rows, now)
 
     def request_done(self, chunks: list[int], output_tokens: int, now: int) -> None:
-        """A request for these chunks has ended."""
         rows = self.row_of[chunks]
         self._order.on_request_done(rows[rows >= 0], output_tokens, now)
 
     def make_room(self, count: int, now: int, protect: Rows | None = None) -> None:
-        """Evict until this many chunks fit, or nothing more may be evicted.
-
-        Args:
-            count: Chunks.
-            now: In ticks.
-            protect: Rows that must stay.
-        """
+        """Evict until this many chunks fit, or nothing more may be evicted."""
         if len(self._free) >= count:
             return
         if protect is not None:
@@ -84,12 +69,7 @@ class Cache:
     ) -> None:
         """Store those chunks of a chain that are not here, first to last, until the cache is full.
 
-        Args:
-            chunks: From the first of the chain on.
-            nbytes: Of each chunk.
-            expires: In ticks; 0 is never.
-            now: In ticks.
-            reads: For chunks that come from the SSD: how often they were read so far.
+        `reads`: for chunks that come from the SSD, how often they were read so far. `expires` is in ticks; 0 is never.
         """
         cells, row_of, rows, parent = self.cells, self.row_of.data, [], -1
         for chunk, size in zip(chunks, nbytes, strict=True):
@@ -122,7 +102,6 @@ class Cache:
         ssd.offer(columns.key_lo[rows].tolist(), columns.frequency[rows], parent_reads, columns.nbytes[rows], now)
 
     def _unlink(self, row: int, now: int) -> None:
-        """Remove a row from its parent's children."""
         cells = self.cells
         parent = cells.parent[row]
         if parent >= 0 and cells.generation[parent] == cells.parent_generation[row]:

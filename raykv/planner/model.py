@@ -27,13 +27,11 @@ class ModelShape:
 
     @property
     def token_nbytes(self) -> int:
-        """Keys and values of one token in all layers."""
         return 2 * self.layers * self.kv_heads * self.head_size * DTYPE_NBYTES[self.dtype]
 
     def prefill_flops(self, tokens: int, attended: int) -> float:
         """Floating-point operations to compute tokens.
 
-        Args:
-            attended: For each token the number of tokens before it, summed: its attention extends to them.
+        `attended`: for each token the number of tokens before it, summed: its attention extends to them.
         """
         return 2.0 * self.parameters * tokens + 4.0 * self.layers * self.hidden * (attended + tokens)

@@ -100,18 +100,9 @@ def plan(
 ) -> list[Record]:
     """Replay a trace with each policy and size.
 
-    Args:
-        trace: See `raykv.planner.read_trace`.
-        sizes: Such as "10%" of the trace's different chunks, "64 GiB", or a number of chunks.
-        policies: Names, "module:attribute", functions or classes as for `raykv.eviction.policy`, "belady" for the
-            bound, or "all" for all names.
-        model: Gives the size and cost of a chunk. None: `ModelShape()`.
-        mode, ttl_s: See `replay`.
-        ssd: None: no second tier.
-
-    Raises:
-        UsageError: A size cannot be read.
-        ConfigError: There is no such policy.
+    A size is such as "10%" of the trace's different chunks, "64 GiB", or a number of chunks. A policy is as for
+    `raykv.eviction.policy`, or "belady" for the bound, or "all" for all names. `mode`, `ttl_s`: see `replay`. Raises
+    UsageError: A size cannot be read. ConfigError: There is no such policy.
     """
     model, ssd = model or ModelShape(), ssd or SsdOptions()
     chunk_nbytes = trace.chunk_tokens * model.token_nbytes
@@ -180,7 +171,6 @@ def _is_none(size: str | int) -> bool:
 
 
 def _capacity(size: str | int, chunks: int, chunk_nbytes: int) -> int:
-    """A size in chunks, at least one."""
     if isinstance(size, int):
         found = size
     elif share := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", size):
@@ -224,12 +214,10 @@ def _ssd_part(record: Record) -> str:
 
 
 def as_json(records: Sequence[Record]) -> str:
-    """Records as a JSON list."""
     return json.dumps([asdict(record) for record in records], indent=2)
 
 
 def as_csv(records: Sequence[Record]) -> str:
-    """Records as CSV with a line of names."""
     out = io.StringIO()
     writer = csv.DictWriter(out, [field.name for field in fields(Record)], lineterminator="\n")
     writer.writeheader()

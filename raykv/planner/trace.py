@@ -95,8 +95,6 @@ class MooncakeLine(msgspec.Struct):
 
 
 class RecordedLine(msgspec.Struct):
-    """A line of our own format."""
-
     keys_field: ClassVar[str] = "keys"
     at_s: Seconds
     tokens: _Tokens
@@ -111,11 +109,8 @@ class RecordedLine(msgspec.Struct):
 def read_trace(path: Path | str, chunk_tokens: int | None = None) -> Trace:
     """Read a trace from a file.
 
-    Args:
-        chunk_tokens: Of a full chunk, if the trace does not say. None: MOONCAKE_TOKENS.
-
-    Raises:
-        UsageError: It cannot be read, has no request, or a line is wrong; names the line and the field.
+    `chunk_tokens`: if the trace does not say. None: MOONCAKE_TOKENS. Raises UsageError: It cannot be read, has no
+    request, or a line is wrong; names the line and the field.
     """
     path = Path(path)
     try:
@@ -128,7 +123,6 @@ def read_trace(path: Path | str, chunk_tokens: int | None = None) -> Trace:
 
 
 def parse_trace(lines: Iterable[bytes | str], name: str = "trace", chunk_tokens: int | None = None) -> Trace:
-    """Read a trace from its lines."""
     numbers: dict[int | str, int] = {}
     requests: list[Request] = []
     size = 0

@@ -30,7 +30,6 @@ class EvictionLog:
     """A ring of departures and, by a hash of the key, chains through it from the newest to the oldest."""
 
     def __init__(self, entries: int = EVICTION_LOG_ENTRIES) -> None:
-        """Make an empty log of `entries` places, a power of two."""
         self._entries, self._shift = entries, np.uint64(65 - entries.bit_length())
         self._next = 1  # number of the next departure; 0 is none
         self._keys = np.zeros((entries, 2), np.uint64)
@@ -85,7 +84,6 @@ class EvictionLog:
         self._next += count
 
     def find(self, keys: KeyArray) -> Departures:
-        """The last departure of each key in the log."""
         number = self._newest[self._buckets(keys)]
         found = np.zeros(len(keys), np.int64)
         pending = np.arange(len(keys))
