@@ -8,7 +8,7 @@ import numpy as np
 
 from raykv.config import POLICY_NAMES
 from raykv.eviction.base import MayGo, Policy, Ranks, upcoming, victims
-from raykv.eviction.leaf_lru import LeafLRU
+from raykv.eviction.by_columns import LeafLRU
 from raykv.memory.layout import Columns
 from raykv.types import Rows
 

@@ -52,7 +52,7 @@ class EvictionOrder:
         """Remove and return the row to evict next, among those not protected; -1 if there is none.
 
         The caller evicts it. It lowers the parent's count of children, and calls `on_childless` if that is 0 then. It
-        calls `on_remove` for one or many such rows, while their columns are unchanged.
+        reports such rows to the policy while their columns are unchanged.
         """
         if self._policy.drifts and self._until_rescore <= 0:
             self._rescore(now, RESCORE_LEAST + 2 * sum(self._sizes) // RESCORE_SHARE)
@@ -65,12 +65,6 @@ class EvictionOrder:
             self._sizes[self._queue[row]] -= 1
             self._until_rescore -= 1
         return row
-
-    def on_remove(self, rows: Rows, now: int) -> None:
-        self._policy.on_remove(self._columns, rows, now, evicted=True)
-
-    def on_request_done(self, rows: Rows, output_tokens: int, now: int) -> None:
-        self._policy.on_request_done(self._columns, rows, output_tokens, now)
 
     def on_childless(self, row: int, now: int) -> None:
         if self._policy.leaf_first and self._here[row]:

@@ -50,29 +50,13 @@ def scatter(source: memoryview, into: Sequence[memoryview]) -> bool:
 
 
 def gather(target: memoryview, pieces: Sequence[memoryview]) -> None:
-    """Copy several views into one run of bytes, in order. The lengths must agree."""
+    """Copy several views into one run of bytes, in order. ValueError when the lengths differ."""
+    if len(target) != (needed := sum(map(len, pieces))):
+        raise ValueError(f"slot: {len(target)} bytes where {needed} are needed")
     start = 0
     for piece in pieces:
         copy(target[start : start + len(piece)], piece)
         start += len(piece)
-
-
-def gather_hashed(target: memoryview, pieces: Sequence[memoryview], *, stream: bool = False) -> int:
-    """The same, with the checksum in the same pass. Returns: The checksum, as from `checksum_of`."""
-    if native.fill is not None and len(target) > TINY_NBYTES:
-        checksum = np.empty(1, np.uint64)
-        native.fill([target], [pieces], checksum, stream, None)
-        return int(checksum[0])
-    state, start = xxhash.xxh3_64(), 0
-    for piece in pieces:
-        for first in range(0, len(piece), HASH_NBYTES):
-            part = piece[first : first + HASH_NBYTES]
-            copy(target[start : start + len(part)], part)
-            state.update(part)
-            start += len(part)
-    if start != len(target):
-        raise ValueError(f"slot: {len(target)} bytes where {start} are needed")
-    return state.intdigest()
 
 
 def checksum_of(pieces: Sequence[memoryview]) -> int:
@@ -171,7 +155,8 @@ class CopyThreads:
             native.fill(targets, values, checksums, stream, self.called(len(targets), nbytes))
         else:
             for place, (target, value) in enumerate(zip(targets, values, strict=True)):
-                checksums[place] = gather_hashed(target, value, stream=stream)
+                gather(target, value)
+                checksums[place] = checksum_of([target])
         return checksums
 
     def close(self) -> None:

@@ -27,7 +27,7 @@ class Cache:
         self.cells = Cells(self.columns)
         self.row_of = np.full(chunks, -1, np.int32)
         self.stored = self.evicted = 0
-        policy.capacity, self._ssd = capacity, ssd
+        self._policy, policy.capacity, self._ssd = policy, capacity, ssd
         self._order = EvictionOrder(policy, self.columns)
         self._free = list(range(rows - 1, -1, -1))
         self._protected = np.zeros(rows, np.bool_)
@@ -39,7 +39,7 @@ class Cache:
 
     def request_done(self, chunks: list[int], output_tokens: int, now: int) -> None:
         rows = self.row_of[chunks]
-        self._order.on_request_done(rows[rows >= 0], output_tokens, now)
+        self._policy.on_request_done(self.columns, rows[rows >= 0], output_tokens, now)
 
     def make_room(self, count: int, now: int, protect: Rows | None = None) -> None:
         """Evict until this many chunks fit, or nothing more may be evicted."""
@@ -55,7 +55,7 @@ class Cache:
             self._protected[protect] = False
         if gone:
             rows = np.array(gone, np.int32)
-            self._order.on_remove(rows, now)
+            self._policy.on_remove(self.columns, rows, now, evicted=True)
             if self._ssd is not None:
                 self._offer(self._ssd, rows, now)
             self.row_of[self.columns.key_lo[rows]] = -1

@@ -10,12 +10,8 @@ DTYPE_NBYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "int
 class ModelShape:
     """A decoder's shape; the defaults are those of Llama 3.1 8B.
 
-    Attributes:
-        layers: Layers with attention.
-        kv_heads, head_size: Of keys and values.
-        dtype: Of keys and values; one of DTYPE_NBYTES.
-        hidden: Width of attention: query heads times head size.
-        parameters: Active for each token.
+    `kv_heads`, `head_size` and `dtype` are those of keys and values, `hidden` is query heads times head size, and
+    `parameters` are those active for each token.
     """
 
     layers: int = 32

@@ -30,21 +30,10 @@ SEGMENT_NBYTES: Final = 64 * MIB
 class Record:
     """What one policy saves with one size of cache.
 
-    Attributes:
-        trace, policy, mode: Of the replay; see `raykv.planner.replay.replay`.
-        size_chunks, size_nbytes: Size of the cache.
-        size_share: Size of the cache as a share of the trace's different chunks.
-        requests, chunks, tokens: Of the trace; each read of a chunk counts.
-        prefix_hits, prefix_hit_ratio: Hits that an engine can use: all chunks before them in the request hit too.
-        plain_hits, plain_hit_ratio: All hits.
-        tokens_hit, token_hit_ratio: Tokens of the prefix hits.
-        saved_flops, saved_gib: Prefill work that the hits save, and bytes that they read.
-        stored, evicted: Chunks.
-        ssd_chunks, ssd_nbytes: Size of the SSD; 0 for none.
-        ssd_hits: Prefix hits from the SSD.
-        ssd_written_nbytes, ssd_written_nbytes_per_day: Bytes written to it, in all and in a day as busy as the trace.
-        ssd_write_amplification: All bytes written, divided by the bytes evicted from memory.
-        took_s: Time of the replay.
+    Requests, chunks and tokens are those of the trace; each read of a chunk counts. The prefix hits are those that an
+    engine can use: all chunks before them in the request hit too. Tokens hit, prefill work saved and GiB read are
+    theirs. `size_share` is a share of the trace's different chunks. The SSD's bytes per day are those of a day as busy
+    as the trace; its write amplification is all bytes written, divided by the bytes evicted from memory.
     """
 
     trace: str
@@ -77,11 +66,9 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class SsdOptions:
-    """A second tier below memory.
+    """A second tier below memory. Each of its `sizes` (0: none) is tried with each size of memory.
 
-    Attributes:
-        sizes: As for memory; 0 for none. Each is tried with each size of memory.
-        nbytes_per_day: The most that may be written to it in a day; see `raykv.tier.admission`. None: no limit.
+    At most `nbytes_per_day` are written to it; see `raykv.tier.admission`. None: no limit.
     """
 
     sizes: Sequence[str | int] = (0,)

@@ -21,15 +21,9 @@ Mode = Literal["prefix", "objects"]
 
 @dataclass(slots=True)
 class Outcome:
-    """The counts of a replay.
+    """The counts of a replay, in chunks. A prefix hit is one that an engine can use: all chunks before it hit too.
 
-    Attributes:
-        prefix_hits: Chunks hit together with all chunks before them in their request: those that an engine can use.
-        plain_hits: All chunks hit.
-        tokens_hit: Tokens of the prefix hits.
-        attended: For each of these tokens the number of tokens before it in its request, summed.
-        stored, evicted: Chunks.
-        ssd_hits: Prefix hits from the SSD.
+    `attended` is the sum over the hit tokens of the number of tokens before each in its request.
     """
 
     prefix_hits: int = 0

@@ -32,14 +32,7 @@ _Tokens = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request.
-
-    Attributes:
-        at_s: Time of its arrival.
-        chunks: Numbers of its chunks, first to last.
-        tokens: Length of its prompt.
-        output_tokens: Number of generated tokens.
-    """
+    """One request: its arrival, the numbers of its chunks first to last, and tokens of its prompt and of its answer."""
 
     at_s: float
     chunks: list[int]
@@ -49,14 +42,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Requests in order of time.
-
-    Attributes:
-        name: Of the file.
-        requests: See `Request`.
-        chunks: Number of different chunks; they are numbered from 0.
-        chunk_tokens: Tokens of a full chunk.
-    """
+    """Requests in order of time. Their different `chunks` are numbered from 0."""
 
     name: str
     requests: list[Request]
