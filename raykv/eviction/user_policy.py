@@ -14,11 +14,7 @@ Score = Callable[[Columns, Rows, int], Scores]
 
 
 class UserPolicy(Policy):
-    """Evicts the rows that the function scores lowest, leaves first.
-
-    Attributes:
-        name: Shown in reports.
-    """
+    """Evicts the rows that the function scores lowest, leaves first."""
 
     leaf_first = True
     drifts = True

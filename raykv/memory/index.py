@@ -33,8 +33,6 @@ class HashIndex:
     """Lookups for readers, and changes for the one writer.
 
     Attributes:
-        columns: The columns as arrays.
-        cells: The columns for one entry at a time.
         records: The bytes of the columns of RECORD.
         removed: Number of removed entries in the copy in use. Only the writer keeps it up to date.
     """

@@ -44,12 +44,7 @@ def huge_nbytes() -> int:
 
 
 class Mapping:
-    """A file in this process's memory. It ends with this object and the last view of it.
-
-    Attributes:
-        address: Where it begins.
-        view: All of its bytes.
-    """
+    """A file in this process's memory. It ends with this object and the last view of it."""
 
     def __init__(self, fd: int, nbytes: int, *, writable: bool, alignment: int) -> None:
         """Map a whole file.

@@ -50,8 +50,6 @@ class Table(HashIndex):
     """The table as readers and the writer see it. Methods that change it are for the writer alone.
 
     Attributes:
-        memory: The mapped file.
-        rows, extents, extent_nbytes: The sizes that it was made with.
         namespaces: Array of NAMESPACE; an entry with empty text is free. The text is the quota group's JSON.
         extent_slots: Per extent of the arena the slot size that it serves, in bytes; 0: free.
     """

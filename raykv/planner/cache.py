@@ -14,10 +14,7 @@ from raykv.types import Rows
 class Cache:
     """Chunks of a trace in rows, as a node holds them.
 
-    Attributes:
-        columns: Of the rows; `key_lo` is the number of the chunk in the trace.
-        row_of: The row of each chunk, by its number in the trace; -1 if it is not here.
-        stored, evicted: Chunks so far.
+    Column `key_lo` is the number of a chunk in the trace; `row_of` its row by that number, -1 if it is not here.
     """
 
     def __init__(self, policy: Policy, capacity: int, chunks: int, ssd: Ssd | None = None) -> None:
@@ -57,7 +54,10 @@ class Cache:
             rows = np.array(gone, np.int32)
             self._policy.on_remove(self.columns, rows, now, evicted=True)
             if self._ssd is not None:
-                self._offer(self._ssd, rows, now)
+                columns, parents = self.columns, live_parents(self.columns, rows)
+                above = np.where(parents >= 0, columns.frequency[parents], 0)
+                chunks = columns.key_lo[rows].tolist()
+                self._ssd.offer(chunks, columns.frequency[rows], above, columns.nbytes[rows], now)
             self.row_of[self.columns.key_lo[rows]] = -1
             self.columns.generation[rows] += 1
             self.columns.state[rows] = RowState.FREE
@@ -94,12 +94,6 @@ class Cache:
             parent = row
         self.stored += len(rows)
         self._order.on_insert(np.array(rows, np.int32), now)
-
-    def _offer(self, ssd: Ssd, rows: Rows, now: int) -> None:
-        columns = self.columns
-        parents = live_parents(columns, rows)
-        parent_reads = np.where(parents >= 0, columns.frequency[parents], 0)
-        ssd.offer(columns.key_lo[rows].tolist(), columns.frequency[rows], parent_reads, columns.nbytes[rows], now)
 
     def _unlink(self, row: int, now: int) -> None:
         cells = self.cells

@@ -22,10 +22,7 @@ class Ssd:
     written again at the end of the log, within MOVED_SHARE; the others are lost. A chunk that is read back into memory
     stays here too, so that it is not written again when memory evicts it.
 
-    Attributes:
-        written: Chunks evicted from memory.
-        moved: Chunks that were written again.
-        tokens: Tokens of both.
+    `written` counts chunks evicted from memory, `moved` those written again, and `tokens` the tokens of both.
     """
 
     def __init__(self, capacity: int, segment: int, admission: Admission, token_nbytes: int) -> None:

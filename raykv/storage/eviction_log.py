@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from raykv.protocol.reasons import Place
-from raykv.types import Bits, KeyArray
+from raykv.types import KeyArray
 
 EVICTION_LOG_ENTRIES: Final = 1 << 18
 """Departures in a node's log, at 43 bytes each. New ones replace the oldest. A power of two."""
@@ -89,7 +89,7 @@ class EvictionLog:
         pending = np.arange(len(keys))
         for _ in range(CHAIN_STEPS):
             # The entry of a number that is too old was replaced; those behind it are older still.
-            pending = pending[self._in_log(number[pending])]
+            pending = pending[number[pending] >= max(1, self._next - self._entries)]
             if not pending.size:
                 break
             at = number[pending] % self._entries
@@ -104,10 +104,6 @@ class EvictionLog:
             np.where(known, self._when_s[at], 0.0),
             [self._names[number] for number in np.where(known, self._policy[at], 0).tolist()],
         )
-
-    def _in_log(self, numbers: npt.NDArray[np.int64]) -> Bits:
-        recent: Bits = numbers >= max(1, self._next - self._entries)
-        return recent
 
     def _buckets(self, keys: KeyArray) -> npt.NDArray[np.int64]:
         return ((keys[:, 0] ^ keys[:, 1]) * _MIX >> self._shift).astype(np.int64)

@@ -49,9 +49,6 @@ class Evictor:
     """Makes room in a store.
 
     Attributes:
-        policies: The eviction policy of each quota group.
-        eviction_log: What was removed, and why.
-        counters: See `Counters`.
         departures: Chunks removed since this process opened the store, by quota group and reason.
         reads_of_departed: How often they had been read, by quota group.
         removed: Keys of chunks removed since the store's last `take_changes`, 16 bytes each.

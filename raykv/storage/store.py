@@ -64,14 +64,8 @@ class Store(Contents):
     """The arena, the chunk table and the slots of one node, and everything that changes them.
 
     Attributes:
-        config: As it was opened.
-        arena: Shared with readers, as is the table.
-        groups: The quota groups.
-        row_hints: Priorities and expiry.
-        eviction_log, counters: Of the evictor.
         recovered: Chunks that were found at the start.
         memory_nodes: Memory node of each part of the arena (`numa.part_of`); () if the kernel was asked for none.
-        populator: Takes real memory ahead of need.
     """
 
     def __init__(self, config: StorageConfig, table: Table, arena: SharedMemory, *, now_s: float) -> None:
