@@ -23,7 +23,7 @@ from raykv.client.slot_pool import (
 )
 from raykv.memory.slots import slot_nbytes
 from raykv.protocol import messages
-from raykv.transport.base import MAX_POSTED
+from raykv.transport.base import MAX_POSTED, Reply
 from raykv.types import PutResult
 from tests.support.nodes import (
     NBYTES,
@@ -706,3 +706,35 @@ def test_slots_of_a_broken_connection_are_not_written_to_over_the_next_one(node,
         assert (result.stored, result.posted, result.skipped) == (0, 0, 1)
         monkeypatch.undo()
         assert put(client, ["late"]).stored == 1
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        messages.Done(),
+        messages.Committed(()),
+        messages.Committed((messages.CommittedRun(unused=b"abc"),)),
+        messages.Committed((messages.CommittedRun(unused=b"\xff" * 8),)),
+        messages.Committed((messages.CommittedRun(rows=b"1234", offsets=b"1"),)),
+        messages.Committed((messages.CommittedRun(problem="refused"),)),
+        messages.Failure("LostError", "unknown group"),
+        messages.Failure("UsageError", "no"),
+    ],
+)
+def test_any_answer_to_a_commit_is_survived(answer, monkeypatch):
+    with cluster(1) as running:
+        client, node = running.client(SPACE), running.nodes[0]
+        put(client, names(2))
+        respond = node.answer
+
+        def odd(request, session):
+            return Reply(answer) if isinstance(request, messages.Commit) else respond(request, session)
+
+        monkeypatch.setattr(node, "answer", odd)
+        for wait in (True, False):
+            result = put(client, [f"late-{wait}", f"more-{wait}"], wait=wait)
+            print(result)
+            assert result.stored + result.skipped + result.posted == 2
+        assert client.flush().posted == 0
+        monkeypatch.undo()
+        assert put(client, names(3)).skipped == 0
