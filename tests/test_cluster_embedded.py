@@ -762,8 +762,8 @@ def test_keys_for_an_owner_that_is_away_take_no_room_from_others(monkeypatch):
         network.dead.add("node-1")
         client, node = running.client(SPACE, breaker_s=0.0), running.nodes[0]
         for part in range(3):
-            put(client, names(60, f"part-{part}"), chained=False)
             failed = node.stats()["errors"].get("announce", 0)
+            put(client, names(60, f"part-{part}"), chained=False)
             wait_until(lambda failed=failed: node.stats()["errors"].get("announce", 0) > failed)
         wanted = [name for part in range(3) for name in names(60, f"part-{part}")]
         ring = client.view().ring

@@ -88,7 +88,7 @@ def kill_again_and_again(node: NodeProcess, kills: int, seed: int) -> None:
 
 @pytest.mark.slow
 def test_killed_at_random_moments_nothing_committed_is_lost_and_reads_never_stop(node, seed):
-    kill_again_and_again(node, 4, seed)
+    kill_again_and_again(node, 2, seed)
 
 
 @pytest.mark.soak

@@ -1,16 +1,15 @@
 """Readers without locks against a writer that keeps evicting: no wrong byte, ever.
 
-RAYKV_STRESS_READS sets the number of reads, RAYKV_TEST_SEED the choice of keys.
+The soak variant takes the number of reads from RAYKV_SOAK; RAYKV_TEST_SEED sets the choice of keys.
 """
 
 import json
-import os
 import subprocess
 import sys
 
 import pytest
 
-READERS = 4
+from tests.support.soak import soak
 
 COMMON = """
 import json, random, sys, time
@@ -82,12 +81,12 @@ client.close()
 NODE = """
 import sys
 from raykv.config import NodeConfig
-from raykv.embedded import InProcessDirectory
+from raykv.embedded import InProcessMembership
 from raykv.node.node import Node
 
 fields = {"node_id": "n", "cluster": "s", "storage": {
     "arena_nbytes": "24 MiB", "extent_nbytes": "256 KiB", "max_chunks": 1500, "shm_dir": sys.argv[1]}}
-node = Node(NodeConfig.load(fields), secret=b"s" * 32, directory=InProcessDirectory(member_timeout_s=60.0))
+node = Node(NodeConfig.load(fields), secret=b"s" * 32, membership=InProcessMembership(member_timeout_s=60.0))
 node.start()
 print("ready", flush=True)
 sys.stdin.read()
@@ -106,23 +105,31 @@ def first_line(process: subprocess.Popen[str]) -> str:
     return process.stdout.readline()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("reads", [10_000, pytest.param(1_000_000, marks=pytest.mark.timeout(900))])
-def test_no_wrong_byte(shm_dir, seed, reads):
-    reads = int(os.environ.get("RAYKV_STRESS_READS", reads))
+def stress(shm_dir, seed, reads, count):
     node = start(NODE, shm_dir)
     assert first_line(node) == "ready\n"
     address = f"unix:{shm_dir}/raykv-s-n.sock"
     writer = start(WRITER, address, seed, 0)
     assert first_line(writer) == "writing\n"
-    readers = [start(READER, address, seed + number + 1, reads // READERS) for number in range(READERS)]
+    readers = [start(READER, address, seed + number + 1, reads // count) for number in range(count)]
     said = [reader.communicate()[0] for reader in readers]
     stored = writer.communicate("stop\n")[0]
     evicted = node.communicate()[0]
     print(f"{reads} reads: {said}, stored {stored}, evicted {evicted}")
     for reader, words in zip(readers, said, strict=True):
         assert reader.returncode == 0, words
-        assert json.loads(words)["hits"] >= reads // READERS
+        assert json.loads(words)["hits"] >= reads // count
     assert writer.returncode == node.returncode == 0
     assert int(evicted) > 0
     assert not list(shm_dir.iterdir())
+
+
+@pytest.mark.slow
+def test_no_wrong_byte(shm_dir, seed):
+    stress(shm_dir, seed, 10_000, 2)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_no_wrong_byte_in_many_reads(shm_dir, seed):
+    stress(shm_dir, soak("seed", seed), soak("reads", 1_000_000), 4)

@@ -10,7 +10,6 @@ import msgspec
 import numpy as np
 
 from raykv.client.arguments import (
-    MAX_NUMBER,
     Keys,
     Tokens,
     integer_in,
@@ -18,6 +17,7 @@ from raykv.client.arguments import (
     list_of_names,
     named_keys,
     number_in,
+    priority_of,
     token_ids,
 )
 from raykv.client.key_sources import ArrayKeys, KeySource, NamedKeys, TokenKeys
@@ -29,7 +29,7 @@ from raykv.errors import PeerUnavailable, RayKVError, UsageError
 from raykv.metrics import BUCKETS, ClientMetrics, quantiles
 from raykv.protocol import chunk_keys, messages
 from raykv.protocol.codec import expect
-from raykv.protocol.hints import require_hints
+from raykv.protocol.hints import MAX_TTL_S, MOST_OUTPUT_TOKENS
 from raykv.protocol.namespace import Namespace
 from raykv.protocol.placement import View
 from raykv.types import KeyArray, NodeId
@@ -162,12 +162,11 @@ class AdminCalls:
             How many copies there were on the nodes that answered.
         """
         if ttl_s is not None:
-            ttl_s = number_in("ttl_s", ttl_s, 0.0, MAX_NUMBER)
+            ttl_s = number_in("ttl_s", ttl_s, 0.0, MAX_TTL_S)
         if priority is not None:
-            priority = integer_in("priority", priority, -int(MAX_NUMBER), int(MAX_NUMBER))
+            priority = priority_of(priority)
         if output_tokens is not None:
-            output_tokens = integer_in("output_tokens", output_tokens, 0, int(MAX_NUMBER))
-        require_hints(ttl_s, priority, output_tokens)
+            output_tokens = integer_in("output_tokens", output_tokens, 0, MOST_OUTPUT_TOKENS)
         return self._hint(keys, timeout_s, ttl_s=ttl_s, priority=priority, output_tokens=output_tokens)
 
     def touch(self, keys: Keys, *, timeout_s: float | None = None) -> int:

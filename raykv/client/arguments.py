@@ -12,12 +12,13 @@ from typing import Any, Final, TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from raykv.config import HIGHEST_PRIORITY
 from raykv.errors import UsageError
 from raykv.memory.copying import all_byte_views
 from raykv.memory.layout import MAX_DEPTH
 from raykv.protocol import chunk_keys
 from raykv.protocol.chunk_keys import KEY_NBYTES
-from raykv.protocol.hints import require_hints
+from raykv.protocol.hints import MAX_TTL_S
 from raykv.types import Hints, KeyArray
 
 T = TypeVar("T")
@@ -25,7 +26,6 @@ Keys: TypeAlias = KeyArray | Sequence[bytes | str]
 Tokens: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]]
 
 MAX_TIMEOUT_S: Final = 1e6
-MAX_NUMBER: Final = 1e15
 
 
 def number_in(field: str, value: Any, least: float, most: float) -> float:
@@ -165,13 +165,14 @@ def buffers(field: str, many: Any, count: int, *, writable: bool) -> tuple[list[
 
 def hints_of(ttl_s: Any, priority: Any) -> Hints:
     """Hints of a put: `ttl_s` None for the namespace's own."""
-    if ttl_s is not None:
-        ttl_s = number_in("ttl_s", ttl_s, 0.0, MAX_NUMBER)
-        if ttl_s == 0:
-            raise UsageError("field 'ttl_s': 0 would expire at once; leave it out for no expiry")
-    priority = integer_in("priority", priority, -int(MAX_NUMBER), int(MAX_NUMBER))
-    require_hints(ttl_s, priority)
-    return Hints(ttl_s or 0.0, priority)
+    if ttl_s is not None and not number_in("ttl_s", ttl_s, 0.0, MAX_TTL_S):
+        raise UsageError("field 'ttl_s': 0 would expire at once; leave it out for no expiry")
+    return Hints(float(ttl_s or 0.0), priority_of(priority))
+
+
+def priority_of(priority: Any) -> int:
+    """A priority of chunks."""
+    return integer_in("priority", priority, -HIGHEST_PRIORITY, HIGHEST_PRIORITY)
 
 
 def depth_of(depth: Any) -> int:

@@ -26,7 +26,6 @@ class AsyncClient:
         self.client = client
 
     async def match(self, keys: Keys, **options: Any) -> Match:
-        """See `Client.match`."""
         return await _in_thread(self.client.match, keys, **options)
 
     async def get(self, keys: Keys, into: Sequence[Scattered], **options: Any) -> GetResult:
@@ -34,7 +33,6 @@ class AsyncClient:
         return await _in_thread(self.client.get, keys, into, **options)
 
     async def put(self, keys: Keys, values: Sequence[Scattered], **options: Any) -> PutResult:
-        """See `Client.put`."""
         return await _in_thread(self.client.put, keys, values, **options)
 
     async def pin(self, keys: Keys, **options: Any) -> Pins:
@@ -48,23 +46,18 @@ class AsyncClient:
             raise
 
     async def hint(self, keys: Keys, **options: Any) -> int:
-        """See `Client.hint`."""
         return await _in_thread(self.client.hint, keys, **options)
 
     async def session_end(self, keys: Keys, **options: Any) -> int:
-        """See `Client.session_end`."""
         return await _in_thread(self.client.session_end, keys, **options)
 
     async def why(self, keys: Keys | None = None, **options: Any) -> list[Why]:
-        """See `Client.why`."""
         return await _in_thread(self.client.why, keys, **options)
 
     async def delete(self, keys: Keys, **options: Any) -> int:
-        """See `Client.delete`."""
         return await _in_thread(self.client.delete, keys, **options)
 
     async def stats(self, **options: Any) -> dict[str, Any]:
-        """See `Client.stats`."""
         return await _in_thread(self.client.stats, **options)
 
 

@@ -80,12 +80,15 @@ class Client(AdminCalls):
             self._recorder.record(found, today_s=time.time(), now_s=time.monotonic())
         deadline_s = router.deadline(timeout_s)
         nbytes = self._fetcher.lengths(found, deadline_s)
-        holders: list[NodeId | None] = [router.local_id if length else None for length in nbytes.tolist()]
+        me = router.local_id
+        if me is not None and nbytes.all():
+            return Match(len(found), (me,) * len(found), 0, tuple(nbytes.tolist()))
+        holders: list[NodeId | None] = [me if length else None for length in nbytes.tolist()]
         below: Bits = np.zeros(len(found), np.bool_)
-        if None in holders and ticket is not None:
+        if ticket is not None:
             for place, promised in enumerate(self._promised(ticket, len(found)).holders):
                 holders[place] = holders[place] or promised
-        elif None in holders:
+        else:
             unknown = np.array([place for place, holder in enumerate(holders) if holder is None])
             located = router.locate(found[unknown], deadline_s, group=self._group.digest)
             for place, holder in zip(unknown.tolist(), located.first(), strict=True):
@@ -186,7 +189,7 @@ class Client(AdminCalls):
         if local is None or writer is None:
             raise PeerUnavailable(_NO_NODE)
         writer.drain(deadline_s)
-        return local.pin(found, group=self._group.digest, deadline_s=deadline_s)
+        return Pins(local, *local.pin(found, group=self._group.digest, deadline_s=deadline_s))
 
     def ticket(self, keys: Keys, *, match: Match | None = None) -> Ticket:
         """A hand-off ticket for the leading chunks that are stored now (or that `match` found)."""
@@ -346,7 +349,7 @@ class Client(AdminCalls):
         writer, deadline_s = self.router.writer, self.router.deadline(timeout_s)
         if writer is None:
             return Reservation(None, LentBatch(self._group, batch, reason=_NO_NODE))
-        return writer.reserve(self._group, batch, deadline_s=deadline_s)
+        return Reservation(writer, writer.lend(self._group, batch, deadline_s=deadline_s))
 
     # -- inside -----------------------------------------------------------------------------------------------------
 

@@ -8,10 +8,11 @@ import numpy as np
 import numpy.typing as npt
 
 from raykv.client.pipeline import Outcome
-from raykv.client.slot_pool import LentBatch, PostedResults, QuotaGroup, Slot, sum_of
+from raykv.client.slot_pool import LentBatch, QuotaGroup, Slot, sum_of
 from raykv.client.slot_supply import SlotSupply
 from raykv.errors import LostError, ProtocolError, RayKVError, TransientError
 from raykv.protocol import chunk_keys, messages
+from raykv.protocol.codec import array
 from raykv.types import PutResult
 
 
@@ -23,13 +24,13 @@ class Filled(NamedTuple):
 
 
 class PendingCommit:
-    """Filled slots, from before their commit is sent until it is answered.
+    """Filled slots, and the Commit that names them to the node.
 
     Attributes:
         chunks: How many.
         keys: How many the message has.
         result: None until there is an outcome.
-        results: Where the result is added when nobody waits for it.
+        posted: Whether no call waits for the result: it is for `Writer.flush`.
     """
 
     def __init__(self, supply: SlotSupply, group: QuotaGroup, filled: Sequence[Filled]) -> None:
@@ -38,7 +39,7 @@ class PendingCommit:
         self.chunks = sum(len(each.lent.slots) for each in filled)
         self.keys = sum(each.lent.positions[-1] + 1 for each in filled)
         self.result: PutResult | None = None
-        self.results: PostedResults | None = None
+        self.posted = False
 
     def request_locked(self) -> messages.Commit:
         """The message; it also requests the slots that the pools lack."""
@@ -64,6 +65,7 @@ class PendingCommit:
             isinstance(outcome, messages.Committed) and len(outcome.runs) != len(self._filled)
         ):
             outcome = ProtocolError("the local node's answer to a Commit does not fit the request")
+        self.result = PutResult(0, 0, self.chunks, str(outcome))  # unless all of the answer can be read
         refused: list[Slot] = []
         total = PutResult(0, 0, 0)
         for number, (lent, _) in enumerate(self._filled):
@@ -75,8 +77,6 @@ class PendingCommit:
                 total = sum_of(total, PutResult(0, 0, len(lent.slots), str(outcome)))
                 refused += lent.slots
         self.result = total
-        if self.results is not None:
-            self.results.add(total)
         if isinstance(outcome, LostError):
             self._supply.lost_group(self._group)
         if isinstance(outcome, ProtocolError):
@@ -90,7 +90,8 @@ class PendingCommit:
         if run.problem:
             refused += lent.slots
             return PutResult(0, 0, len(lent.slots), run.problem)
-        unused = [lent.slots[place] for place in np.frombuffer(run.unused, "<i4").tolist()] if run.unused else []
+        places = array(run.unused, "<i4", len(run.unused) // 4).tolist()
+        unused = [lent.slots[place] for place in places if 0 <= place < len(lent.slots)]
         self._supply.put_back_locked(lent, unused)
         return PutResult(len(lent.slots) - len(unused), len(unused), 0)
 

@@ -41,11 +41,9 @@ class ArrayKeys:
         return len(self._keys)
 
     def keys(self, start: int, stop: int) -> KeyArray:
-        """See `KeySource`."""
         return self._keys[start:stop]
 
     def keys_under(self, other: Namespace, places: Sequence[int]) -> list[bytes | None]:
-        """See `KeySource`."""
         return [None] * len(places)
 
 
@@ -59,11 +57,9 @@ class NamedKeys:
         return len(self._names)
 
     def keys(self, start: int, stop: int) -> KeyArray:
-        """See `KeySource`."""
         return named_keys(self._digest, self._names[start:stop])
 
     def keys_under(self, other: Namespace, places: Sequence[int]) -> list[bytes | None]:
-        """See `KeySource`."""
         return [*split(named_keys(other.digest, [self._names[place] for place in places]))]
 
 
@@ -79,11 +75,9 @@ class TokenKeys:
         return len(self._tokens) // self._mine
 
     def keys(self, start: int, stop: int) -> KeyArray:
-        """See `KeySource`."""
         return chunk_keys.from_bytes(b"".join(self._chain.upto(stop)[start:stop]))
 
     def keys_under(self, other: Namespace, places: Sequence[int]) -> list[bytes | None]:
-        """See `KeySource`."""
         chain = self._others.setdefault(other.digest, _Chain(other, self._tokens))
         theirs = [-(-(place + 1) * self._mine // other.chunk_tokens) - 1 for place in places]
         raw = chain.upto(theirs[-1] + 1)

@@ -6,13 +6,15 @@ A lease belongs to the connection on which the node gave it, and ends with that 
 import time
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Final, Protocol, Self
+from typing import Final, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from raykv.client.arguments import deadline_after
+from raykv.client.local_connection import LocalConnection
 from raykv.client.slot_pool import LentBatch, sum_of
+from raykv.client.writer import Writer
 from raykv.errors import TransientError
 from raykv.memory.reader import ShmReader
 from raykv.protocol import messages
@@ -20,22 +22,6 @@ from raykv.types import PutResult
 
 RELEASE_S: Final = 5.0
 """How long `Pins.release` waits for the node."""
-
-
-class SlotLender(Protocol):
-    """What a reservation needs of `raykv.client.writer.Writer`."""
-
-    def lease_valid(self, lent: LentBatch, deadline_s: float) -> bool:
-        """See `Writer.lease_valid`."""
-        ...
-
-    def commit_lent(self, lent: LentBatch, *, deadline_s: float) -> PutResult:
-        """See `Writer.commit_lent`."""
-        ...
-
-    def give_back(self, lent: LentBatch, *, deadline_s: float) -> None:
-        """See `Writer.give_back`."""
-        ...
 
 
 class Reservation:
@@ -50,13 +36,13 @@ class Reservation:
         reason: Why there are fewer views than chunks that are not stored; empty when there are enough.
     """
 
-    def __init__(self, lender: SlotLender | None, lent: LentBatch) -> None:
-        """Use `Client.reserve`. Without a lender there is nothing to write."""
-        self._lender, self._lent = lender, lent
+    def __init__(self, writer: Writer | None, lent: LentBatch) -> None:
+        """Use `Client.reserve`. Without a writer there is nothing to write."""
+        self._writer, self._lent = writer, lent
         self.index: npt.NDArray[np.int32] = np.array(lent.positions, np.int32)
         self.views = lent.views
         self.reason = lent.reason
-        self._open = bool(lent.slots) and lender is not None
+        self._open = bool(lent.slots) and writer is not None
 
     def valid(self, *, timeout_s: float = 1.0) -> bool:
         """Whether the views may be written to for the next QUARANTINE_S - TRUST_S seconds. Seldom takes a call.
@@ -66,8 +52,8 @@ class Reservation:
         Args:
             timeout_s: How long to wait for the node if it must be asked.
         """
-        deadline_s = deadline_after(timeout_s)
-        return self._open and self._lender is not None and self._lender.lease_valid(self._lent, deadline_s)
+        writer, deadline_s = self._writer, deadline_after(timeout_s)
+        return self._open and writer is not None and writer.supply.lease_valid(self._lent, deadline_s)
 
     def commit(self, *, timeout_s: float = 5.0) -> PutResult:
         """Make the chunks visible. All views must be written by now, and must not be written to afterwards.
@@ -78,8 +64,8 @@ class Reservation:
         deadline_s, lent, was_open = deadline_after(timeout_s), self._lent, self._open
         self._open = False
         result = PutResult(0, lent.existed, lent.skipped, lent.reason)
-        if was_open and self._lender is not None:
-            return sum_of(result, self._lender.commit_lent(lent, deadline_s=deadline_s))
+        if was_open and self._writer is not None:
+            return sum_of(result, self._writer.commit_lent(lent, deadline_s=deadline_s))
         return result
 
     def abort(self, *, timeout_s: float = 5.0) -> None:
@@ -88,17 +74,10 @@ class Reservation:
         Args:
             timeout_s: How long to wait for the node. Without an answer they are given back later.
         """
-        if self._open and self._lender is not None:
+        deadline_s = deadline_after(timeout_s)
+        if self._open and self._writer is not None:
             self._open = False
-            self._lender.give_back(self._lent, deadline_s=deadline_after(timeout_s))
-
-
-class PinOwner(Protocol):
-    """What pins need of `raykv.client.local_connection.LocalConnection`."""
-
-    def call(self, request: messages.Message, *, deadline_s: float, life: int | None = None) -> messages.Answer:
-        """See `LocalConnection.call`."""
-        ...
+            self._writer.supply.give_back(self._lent, deadline_s)
 
 
 class Pins:
@@ -108,9 +87,9 @@ class Pins:
         views: One entry a key: the chunk's bytes, read-only; None where it is not in this host's memory.
     """
 
-    def __init__(self, owner: PinOwner, life: int, reader: ShmReader, held: messages.Held) -> None:
+    def __init__(self, local: LocalConnection, held: messages.Held, life: int, reader: ShmReader) -> None:
         """Use `Client.pin`."""
-        self._owner, self._life, self._reader = owner, life, reader
+        self._local, self._life, self._reader = local, life, reader
         self._rows = np.frombuffer(held.rows, "<i4")
         self._generations = reader.table.columns.generation[self._rows]
         starts = np.frombuffer(held.offsets, "<u8").tolist()
@@ -135,7 +114,7 @@ class Pins:
         if (rows >= 0).any():
             try:
                 request = messages.Unpin(rows.tobytes())
-                self._owner.call(request, deadline_s=time.monotonic() + RELEASE_S, life=self._life)
+                self._local.call(request, deadline_s=time.monotonic() + RELEASE_S, life=self._life)
             except TransientError:
                 pass  # the pins ended with the connection
 

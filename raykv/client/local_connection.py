@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from raykv.client.leases import Pins
 from raykv.client.pipeline import Outcome, Pipeline, Posted, ignore
 from raykv.errors import PeerUnavailable, RayKVError
 from raykv.memory.reader import ShmReader
@@ -44,7 +43,8 @@ class LocalConnection:
         self._check_at_s = 0.0
         self.attached = messages.Attached("", "", 0, "", "")
         self.reader: ShmReader
-        self._pipeline = Pipeline(lambda deadline_s: self.open_link(deadline_s)[0], retry_s=retry_s)
+        self._pinned_reader: ShmReader  # the memory that pins of the pipeline's connection lie in
+        self._pipeline = Pipeline(self._open_own_link, retry_s=retry_s)
         with self._pipeline.lock:
             self._pipeline.connect_locked(deadline_s)
         drop_after_fork(self)
@@ -52,6 +52,10 @@ class LocalConnection:
     def after_fork(self) -> None:
         """The mapping stays: it is good in the child too."""
         self._lock = threading.Lock()
+
+    def _open_own_link(self, deadline_s: float) -> Link:
+        link, self._pinned_reader = self.open_link(deadline_s)
+        return link
 
     def open_link(self, deadline_s: float) -> tuple[Link, ShmReader]:
         """Make a connection to the node. Returns it, and the memory that its slots and pins lie in.
@@ -110,8 +114,8 @@ class LocalConnection:
         """
         return _answer_of(self._ask(request, ignore, deadline_s=deadline_s, life=life))
 
-    def pin(self, keys: KeyArray, *, group: bytes, deadline_s: float) -> Pins:
-        """Hold chunks in this host's memory, and view them in place.
+    def pin(self, keys: KeyArray, *, group: bytes, deadline_s: float) -> tuple[messages.Held, int, ShmReader]:
+        """Hold chunks in this host's memory. Returns where they are, the life of the lease, and the memory.
 
         Raises:
             PeerUnavailable: The node is away, or does not answer by the deadline. What it pins later is unpinned.
@@ -122,7 +126,11 @@ class LocalConnection:
                 self._pipeline.post_locked(messages.Unpin(outcome.rows), ignore)
 
         posted = self._ask(messages.Pin(to_bytes(keys), group=group), unpin, deadline_s=deadline_s)
-        return Pins(self, posted.life, self.reader, expect(messages.Held, _answer_of(posted)))
+        held = expect(messages.Held, _answer_of(posted))
+        with self._pipeline.lock:
+            if posted.life != self._pipeline.life:
+                raise PeerUnavailable("the connection with the pins broke")
+            return held, posted.life, self._pinned_reader
 
     def _ask(
         self, request: messages.Message, late: Callable[[Outcome], None], *, deadline_s: float, life: int | None = None

@@ -17,7 +17,7 @@ from raykv.protocol import messages
 from raykv.transport.base import MAX_POSTED, Link, remaining
 from raykv.transport.forking import drop_after_fork
 
-MAX_POSTED_KEYS: Final = 4096
+MAX_POSTED_KEYS: Final = 2048
 """Most keys in requests without an answer. Requests and answers of this size fit into the socket's buffers: neither end
 waits for the other one to read."""
 POST_S: Final = 1.0
@@ -98,8 +98,16 @@ class Pipeline:
             raise PeerUnavailable("the connection to the local node is busy with other calls")
         try:
             yield
+        except BaseException as error:
+            self.drop_if_interrupted_locked(error)
+            raise
         finally:
             self.lock.release()
+
+    def drop_if_interrupted_locked(self, error: BaseException) -> None:
+        """After a KeyboardInterrupt, say, it is not certain what was sent or collected."""
+        if not isinstance(error, Exception):
+            self.drop_locked("a call was interrupted")
 
     def connect_locked(self, deadline_s: float) -> None:
         """Connect, unless there is a connection.
@@ -162,7 +170,7 @@ class Pipeline:
             self._link.post(request, deadline_s=posted.asked_at_s + POST_S)
         except BaseException as error:
             if self._link.closed:  # else the request was refused before anything was sent
-                self.drop_locked(str(error) or "the call was interrupted")
+                self.drop_locked(str(error))
             raise
         self._posted.append(posted)
         self._posted_keys += keys
@@ -180,6 +188,9 @@ class Pipeline:
                 if self._link.wait_ready(SLICE_S if left_s > SLICE_S else 0.0):  # it waits in whole milliseconds
                     self._collect_locked()
                     continue
+            except BaseException as error:
+                self.drop_if_interrupted_locked(error)
+                raise
             finally:
                 self.lock.release()
             if left_s <= SLICE_S:
@@ -215,9 +226,6 @@ class Pipeline:
             return
         except RayKVError as error:
             outcome = error.with_traceback(None)
-        except BaseException:
-            self.drop_locked("the call was interrupted")
-            raise
         self._posted.popleft()
         self._posted_keys -= posted.keys
         self.trusted_until_s = posted.asked_at_s + TRUST_S

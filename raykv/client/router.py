@@ -119,8 +119,10 @@ class Router:
             self._find_local(deadline_s)
 
     def after_fork(self) -> None:
-        """All connections drop what they had by themselves."""
+        """Other threads of the parent may hold the locks. Connections drop by themselves what they had."""
         self._lock = threading.Lock()
+        for each in self._metrics.values():
+            each.after_fork()
 
     def _use_local(self, address: str, deadline_s: float) -> messages.Attached:
         retry_s = self.config.breaker_s

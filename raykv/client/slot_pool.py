@@ -46,6 +46,7 @@ class SlotPool:
     """Slots of one size, lent to one writer for one quota group.
 
     Attributes:
+        life: Number of the connection that the lease belongs to.
         most: Slots that it may hold.
         wanted: Slots that it should hold; grows with use.
         slots: The slots at hand.
@@ -53,7 +54,8 @@ class SlotPool:
         used_at_s: When slots were last removed.
     """
 
-    def __init__(self, size: int, arena_nbytes: int) -> None:
+    def __init__(self, size: int, arena_nbytes: int, *, life: int = 0) -> None:
+        self.life = life
         self.most = min(MAX_POOL_SLOTS, MAX_POOL_NBYTES // size, arena_nbytes // MAX_POOL_SHARE // size)
         self.wanted = self.coming = 0
         self.used_at_s = 0.0
@@ -99,7 +101,7 @@ class LentBatch:
         positions: Which of the batch's keys the slots are for, in order.
         slots, views: One entry a position; `views` are the bytes to fill.
         pool: The pool that the slots belong to.
-        life: Number of the connection that the lease belongs to.
+        life: As the pool's.
         existed: Chunks of the batch that were stored already.
         reason: Why there are fewer slots than chunks; empty when there are enough.
         ahead: Slots that the commit requests for what comes next.
@@ -122,24 +124,8 @@ class LentBatch:
         return len(self.batch.keys) - self.existed - len(self.slots)
 
 
-class PostedResults:
-    """What became of posted chunks since the last `flush`."""
-
-    def __init__(self) -> None:
-        self._total = PutResult(0, 0, 0)
-
-    def add(self, result: PutResult) -> None:
-        """Add the result of one commit."""
-        self._total = sum_of(self._total, result)
-
-    def reset(self) -> PutResult:
-        """Return the sum, and start again from zero."""
-        total, self._total = self._total, PutResult(0, 0, 0)
-        return total
-
-
 def sum_of(first: PutResult, second: PutResult) -> PutResult:
-    """The results of two puts as one; the first reason stays."""
+    """The results of two puts as one, with the first reason."""
     return PutResult(
         first.stored + second.stored,
         first.existed + second.existed,

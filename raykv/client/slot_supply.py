@@ -98,14 +98,16 @@ class SlotSupply:
         self.pipeline.connect_locked(deadline_s)
         self._give_back_surplus_locked()
         where = group.digest, slot_nbytes(nbytes)
-        return self._pools.setdefault(where, SlotPool(where[1], self._reader.arena.nbytes))
+        return self._pools.setdefault(where, SlotPool(where[1], self._reader.arena.nbytes, life=self.pipeline.life))
 
     def _move_locked(self, pool: SlotPool, lent: LentBatch, count: int, *, partly: bool) -> bool:
         """Move slots; none while it is not sure that they are ours. Returns whether that was possible."""
         now_s = time.monotonic()
-        if now_s >= self.pipeline.trusted_until_s or (len(pool.slots) < count and not partly):
+        if pool.life != self.pipeline.life or now_s >= self.pipeline.trusted_until_s:
             return False
-        lent.slots, lent.pool, lent.life = pool.pop(count, now_s), pool, self.pipeline.life
+        if len(pool.slots) < count and not partly:
+            return False
+        lent.slots, lent.pool, lent.life = pool.pop(count, now_s), pool, pool.life
         arena, nbytes = self._reader.arena.view, lent.batch.nbytes
         lent.views = [arena[start : start + nbytes] for _, start in lent.slots]
         return True

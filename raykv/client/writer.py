@@ -15,10 +15,9 @@ from typing import Final
 import numpy as np
 
 from raykv.client.commit import Filled, PendingCommit
-from raykv.client.leases import Reservation
 from raykv.client.local_connection import LocalConnection
 from raykv.client.pipeline import Outcome, Posted
-from raykv.client.slot_pool import LentBatch, PostedResults, QuotaGroup, sum_of
+from raykv.client.slot_pool import LentBatch, QuotaGroup, sum_of
 from raykv.client.slot_supply import NO_ANSWER, SlotSupply
 from raykv.errors import CapacityError, LostError, TransientError, UsageError
 from raykv.memory.copying import CopyThreads, checksum_of
@@ -54,13 +53,12 @@ class Writer:
         self._local, self._threads = local, threads
         self.supply = SlotSupply(local, retry_s=retry_s)
         self._pipeline = self.supply.pipeline
-        self._results = PostedResults()
-        self._unanswered: set[PendingCommit] = set()
+        self.after_fork()
         drop_after_fork(self)
 
     def after_fork(self) -> None:
         """Posted chunks are the parent's."""
-        self._results, self._unanswered = PostedResults(), set()
+        self._results, self._unanswered = PutResult(0, 0, 0), set[PendingCommit]()
 
     @property
     def posted(self) -> bool:
@@ -108,15 +106,14 @@ class Writer:
         filled: list[Filled] = []
         try:
             for batch, values in batches:
-                lent = self._lend(group, batch, deadline_s)
+                lent = self.lend(group, batch, deadline_s=deadline_s)
                 every.append(lent)
                 if lent.slots:
                     chosen = [values[position] for position in lent.positions]
                     filled.append(Filled(lent, self._threads.fill(lent.views, chosen)))
         except BaseException as error:
             with self._pipeline.lock:
-                if not isinstance(error, Exception):
-                    self._pipeline.drop_locked("a put was interrupted")
+                self._pipeline.drop_if_interrupted_locked(error)
                 for lent in every:
                     self.supply.put_back_locked(lent, lent.slots)
             raise
@@ -124,18 +121,6 @@ class Writer:
         for lent in every:
             result = sum_of(result, PutResult(0, lent.existed, lent.skipped, lent.reason))
         return sum_of(result, self._commit(group, filled, wait=wait, deadline_s=deadline_s)) if filled else result
-
-    def _lend(self, group: QuotaGroup, batch: Batch, deadline_s: float) -> LentBatch:
-        """Get slots for the chunks that are not stored here."""
-        missing = self._missing(batch)
-        lent = LentBatch(group, batch, existed=len(batch.keys) - len(missing))
-        try:
-            if missing:
-                self.supply.pop(lent, len(missing), deadline_s)
-        except _UNAVAILABLE as error:
-            lent.reason = str(error)
-        lent.positions = missing[: len(lent.slots)]
-        return lent
 
     def _missing(self, batch: Batch) -> list[int]:
         """Positions of the keys that are not stored here, each key once."""
@@ -163,8 +148,7 @@ class Writer:
         lost = sum(len(each.lent.slots) for each in filled) - sum(len(each.lent.slots) for each in current)
         result = PutResult(0, 0, lost, "the connection that lent the slots broke" if lost else "")
         commit = PendingCommit(self.supply, group, current)
-        if not wait:
-            commit.results = self._results
+        commit.posted = not wait
         posted = self._post(commit, life, max(deadline_s, time.monotonic() + LATE_S))
         if posted is None or (wait and self._pipeline.wait(posted, deadline_s)):
             assert commit.result is not None
@@ -172,7 +156,7 @@ class Writer:
         with self._pipeline.lock:
             if wait and commit.result is not None:
                 return sum_of(result, commit.result)
-            commit.results = self._results  # `flush` will know
+            commit.posted = True
         return sum_of(result, PutResult(0, 0, 0, NO_ANSWER if wait else "", commit.chunks))
 
     def _post(self, commit: PendingCommit, life: int, deadline_s: float) -> Posted | None:
@@ -185,6 +169,7 @@ class Writer:
             return self._pipeline.post(request, finish, deadline_s=deadline_s, life=life, keys=commit.keys)
         except BaseException as error:
             with self._pipeline.lock:
+                self._pipeline.drop_if_interrupted_locked(error)
                 self._unanswered.discard(commit)
                 commit.withdraw_locked(str(error))
             if isinstance(error, _UNAVAILABLE):
@@ -194,30 +179,32 @@ class Writer:
     def _finish_locked(self, commit: PendingCommit, outcome: Outcome) -> None:
         self._unanswered.discard(commit)
         commit.finish_locked(outcome)
+        if commit.posted and commit.result is not None:
+            self._results = sum_of(self._results, commit.result)
 
     # -- slots that the caller fills --------------------------------------------------------------------------------
 
-    def reserve(self, group: QuotaGroup, batch: Batch, *, deadline_s: float) -> Reservation:
-        """Lend slots for the chunks that are not stored here: the caller fills and commits them.
+    def lend(self, group: QuotaGroup, batch: Batch, *, deadline_s: float) -> LentBatch:
+        """Get slots for the chunks that are not stored here; `reason` says why there are fewer.
 
         Raises:
             UsageError: The size does not fit an extent.
         """
         self._require_size(batch.nbytes)
-        return Reservation(self, self._lend(group, batch, deadline_s))
-
-    def lease_valid(self, lent: LentBatch, deadline_s: float) -> bool:
-        """Whether slots may be written to for some seconds more. Asks the node if its last answer is old."""
-        return self.supply.lease_valid(lent, deadline_s)
+        missing = self._missing(batch)
+        lent = LentBatch(group, batch, existed=len(batch.keys) - len(missing))
+        try:
+            if missing:
+                self.supply.pop(lent, len(missing), deadline_s)
+        except _UNAVAILABLE as error:
+            lent.reason = str(error)
+        lent.positions = missing[: len(lent.slots)]
+        return lent
 
     def commit_lent(self, lent: LentBatch, *, deadline_s: float) -> PutResult:
         """Commit slots that the caller has filled."""
         checksums = np.array([checksum_of([view]) for view in lent.views], np.uint64)
         return self._commit(lent.group, [Filled(lent, checksums)], wait=True, deadline_s=deadline_s)
-
-    def give_back(self, lent: LentBatch, *, deadline_s: float) -> None:
-        """Return slots to the node. Without an answer by the deadline, that happens later."""
-        self.supply.give_back(lent, deadline_s)
 
     def prepare(self, group: QuotaGroup, nbytes: int, count: int, *, deadline_s: float) -> None:
         """Request slots for `count` chunks that will be stored soon, and do not wait for them.
@@ -242,8 +229,8 @@ class Writer:
         """
         self.drain(deadline_s)
         with self._pipeline.lock:
-            done = self._results.reset()
-            waiting = sum(commit.chunks for commit in self._unanswered if commit.results is not None)
+            done, self._results = self._results, PutResult(0, 0, 0)
+            waiting = sum(commit.chunks for commit in self._unanswered if commit.posted)
         return sum_of(done, PutResult(0, 0, 0, "", waiting))
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Eviction policies by name. Each is a file in this package, imported on first use."""
+"""Eviction policies by name, imported on first use."""
 
 from collections.abc import Callable
 from importlib import import_module
@@ -9,11 +9,11 @@ from raykv.eviction.base import Policy
 from raykv.eviction.user_policy import UserPolicy
 
 POLICIES = {
-    "leaf_lru": "raykv.eviction.leaf_lru:LeafLRU",
-    "lru": "raykv.eviction.lru:LRU",
-    "lfu": "raykv.eviction.lfu:LFU",
-    "fifo": "raykv.eviction.fifo:FIFO",
-    "ttl": "raykv.eviction.ttl:TTL",
+    "leaf_lru": "raykv.eviction.by_columns:LeafLRU",
+    "lru": "raykv.eviction.by_columns:LRU",
+    "lfu": "raykv.eviction.by_columns:LFU",
+    "fifo": "raykv.eviction.by_columns:FIFO",
+    "ttl": "raykv.eviction.by_columns:TTL",
     "arc": "raykv.eviction.arc:ARC",
     "s3fifo": "raykv.eviction.s3fifo:S3FIFO",
     "density": "raykv.eviction.density:HitDensity",
@@ -23,12 +23,9 @@ POLICIES = {
 def policy(name: str | Callable[..., Any]) -> Policy:
     """Make a policy.
 
-    Args:
-        name: One of POLICIES, or "module:attribute" of a user's own. That is a subclass of `Policy`, or a function from
-            columns, rows and the time in ticks to scores (the lowest is evicted first). Or such a class or function.
-
-    Raises:
-        ConfigError: There is no policy of that name (lists all names), or the user's own is not a policy.
+    `name`: one of POLICIES, or "module:attribute" of a user's own, or that object: a subclass of `Policy`, or a
+    function from columns, rows and the time in ticks to scores (the lowest is evicted first). Raises ConfigError: There
+    is no policy of that name (lists all names), or the user's own is not a policy.
     """
     if not isinstance(name, str):
         return _made_of(name, getattr(name, "__qualname__", repr(name)))

@@ -52,7 +52,6 @@ class Policy(ABC):
         """One score per row, of any ordered type; `now` is in ticks. Scores are compared within one queue."""
 
     def queue(self, columns: Columns, rows: Rows) -> Queues:
-        """The number of the queue of each row."""
         return np.zeros(len(rows), np.int8)
 
     def shares(self, sizes: Sequence[int], count: int) -> list[int]:
@@ -149,18 +148,9 @@ def victims(
 ) -> Rows:
     """Choose up to `count` rows to evict.
 
-    Args:
-        policy: Its scores decide.
-        columns: Of the chunk table.
-        candidates: Rows that may be evicted: ready, unpinned, not protected.
-        count: Rows to choose.
-        now: In ticks.
-        ranks: None if all rows have rank 0.
-        may_go: Given when the candidates are a sample. A leaf-first policy then also takes parents outside the sample
-            when their last child is chosen, if `may_go(parent)`.
-
-    Returns:
-        Rows in the order of eviction. Fewer than `count` only when no more may be evicted.
+    Candidates are ready, unpinned and not protected. `may_go` is given when they are a sample: a leaf-first policy then
+    also takes parents outside the sample when their last child is chosen, if `may_go(parent)`. Returns: rows in the
+    order of eviction. Fewer than `count` only when no more may be evicted.
     """
     chosen = candidates[:0]
     if count <= 0 or not candidates.size:

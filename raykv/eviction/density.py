@@ -144,11 +144,9 @@ class HitDensity(Policy):
     # -- classes -----------------------------------------------------------------------------------------------------
 
     def _kinds(self, rows: Rows, reads: npt.NDArray[np.uint32]) -> Integers:
-        """Classes of rows that were read this often."""
         return self._rows["kind"][rows] + self._digit("often", reads + self._rows["earlier"][rows])
 
     def _classify(self, columns: Columns, rows: Rows) -> None:
-        """Set the classes of new rows by their place in their chains."""
         parents = live_parents(columns, rows)
         together = self._place(columns, rows.tolist(), parents.tolist())
         nbytes = columns.nbytes[rows]
@@ -189,7 +187,6 @@ class HitDensity(Policy):
     # -- learning ----------------------------------------------------------------------------------------------------
 
     def _observe_some(self, columns: Columns, inserted: int, now: int) -> None:
-        """Check some rows for reads; all rows take turns."""
         self._due += inserted * OBSERVE_SHARE
         if self._due < min(OBSERVE_LEAST, self._used_rows):
             return
@@ -198,7 +195,6 @@ class HitDensity(Policy):
         self._observe(columns, rows[self._rows["here"][rows]].astype(np.int32), now)
 
     def _observe(self, columns: Columns, rows: Rows, now: int) -> None:
-        """Learn from what happened to these rows since their last check."""
         accessed, frequency = columns.accessed[rows].astype(np.int64), columns.frequency[rows]
         mine = self._rows[rows]
         last_read, reads, weight = mine["last_read"].astype(np.int64), mine["reads"], mine["weight"]
@@ -216,7 +212,6 @@ class HitDensity(Policy):
         self._learned += float(weight.sum())
 
     def _learn_returns(self, columns: Columns, rows: Rows, now: int) -> None:
-        """Learn from evicted chunks that are stored again, and remember how often they were read."""
         keys = zip(rows.tolist(), key_numbers(columns, rows), strict=True)
         back = [(row, self._ghosts.pop(key)) for row, key in keys if key in self._ghosts]
         if back:
@@ -226,7 +221,6 @@ class HitDensity(Policy):
             self._rows["earlier"][[row for row, _ in back]] = reads + 1
 
     def _trim_ghosts(self, new: int, now: int) -> None:
-        """Keep the number of ghosts within its limit, and learn from ghosts that were not stored again."""
         limit = min(GHOSTS_MOST, GHOSTS_SHARE * (self.capacity or self._held))
         if len(self._ghosts) > limit + OBSERVE_LEAST:
             oldest = list(islice(self._ghosts, len(self._ghosts) - limit))
@@ -243,7 +237,6 @@ class HitDensity(Policy):
         self._hazards.add_unread(kinds, observed - last_read, now - last_read, weights)
 
     def _recompute(self) -> None:
-        """Compute the scores of all known classes from the observations."""
         self._learned = 0.0
         if self._hazards.seen > max(MEMORY_LEAST, self._held / MEMORY_SHARE):
             self._hazards.fade()

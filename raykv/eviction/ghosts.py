@@ -19,8 +19,6 @@ def by_row(held: npt.NDArray[Scalar], rows: int) -> npt.NDArray[Scalar]:
 
 
 class Ghosts:
-    """Keys of evicted chunks, oldest first, up to a limit."""
-
     def __init__(self) -> None:
         self._keys: dict[int, None] = {}
 
@@ -28,7 +26,6 @@ class Ghosts:
         return len(self._keys)
 
     def add(self, keys: Iterable[int], limit: int) -> None:
-        """Add keys as the newest, and drop the oldest beyond the limit."""
         for key in keys:
             self._keys.pop(key, None)
             self._keys[key] = None
@@ -36,5 +33,4 @@ class Ghosts:
             del self._keys[next(iter(self._keys))]
 
     def remove(self, key: int) -> bool:
-        """Remove a key. Returns whether it was here."""
         return self._keys.pop(key, self) is None

@@ -8,7 +8,7 @@ import numpy as np
 
 from raykv.config import POLICY_NAMES
 from raykv.eviction.base import MayGo, Policy, Ranks, upcoming, victims
-from raykv.eviction.leaf_lru import LeafLRU
+from raykv.eviction.by_columns import LeafLRU
 from raykv.memory.layout import Columns
 from raykv.types import Rows
 
@@ -36,11 +36,8 @@ class GroupPolicies:
     def use(self, group: int | None, policy: Policy | None, rows_in_order: Rows, now: int) -> None:
         """Replace a policy. The new one starts from the rows that are here; what the old one learned is lost.
 
-        Args:
-            group: None: the default policy.
-            policy: A new one. None: the quota group gives up its own and uses the default.
-            rows_in_order: All rows with a chunk, parents before children.
-            now: In ticks.
+        Group None: the default policy. Policy None: the group gives up its own. `rows_in_order`: all rows with a chunk,
+        parents before children.
         """
         columns = self._columns
         groups = columns.group[rows_in_order]
@@ -54,29 +51,23 @@ class GroupPolicies:
         self._ask(policy or self.default, lambda asked: asked.on_insert(columns, mine, now))
 
     def on_insert(self, rows: Rows, now: int) -> None:
-        """These rows hold new chunks with their place in a chain, parents before children."""
         self._report(rows, lambda policy, mine: policy.on_insert(self._columns, mine, now))
 
     def on_request_done(self, rows: Rows, output_tokens: int, now: int) -> None:
-        """The request that read or stored these rows has ended, and generated this many tokens."""
         self._report(rows, lambda policy, mine: policy.on_request_done(self._columns, mine, output_tokens, now))
 
     def on_remove(self, rows: Rows, now: int, *, evicted: bool) -> None:
-        """These rows' chunks are about to be evicted or deleted."""
         self._report(rows, lambda policy, mine: policy.on_remove(self._columns, mine, now, evicted=evicted))
 
     def names(self, rows: Rows) -> str | list[str]:
-        """The name of the policy of each row; one name if it is the same for all."""
         if not self._own:
             return self.default.name
         return [self.name(group) for group in self._columns.group[rows].tolist()]
 
     def own(self, group: int) -> str | None:
-        """The name of a quota group's own policy; None if it has none."""
         return self._own[group].name if group in self._own else None
 
     def name(self, group: int) -> str:
-        """The name of the policy that a quota group uses."""
         return self._own.get(group, self.default).name
 
     def victims(self, rows: Rows, count: int, now: int, may_go: MayGo | None = None) -> Rows:

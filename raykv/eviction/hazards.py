@@ -47,7 +47,6 @@ class Hazards:
         self.ages = AHEAD
 
     def add_reads(self, classes: Integers, ages: Integers, weights: Floats) -> None:
-        """Chunks of these classes were read at these ages."""
         self._new_reads.add(weights, classes, ages)
         self.seen += float(weights.sum())
         if len(self._new_reads.weights) >= AT_ONCE:
@@ -82,7 +81,6 @@ class Hazards:
         np.add.at(self._whole, (classes, end), np.where(same, 0.0, -weights))
 
     def fade(self) -> None:
-        """Halve the weight of all observations so far."""
         self._count()
         for counts in (self._reads, self._ticks, self._whole):
             counts /= 2
@@ -124,7 +122,6 @@ class _Pending:
             held.frombytes(values.astype(np.int64).tobytes())
 
     def drain(self) -> tuple[npt.NDArray[Any], ...]:
-        """Remove and return all of them, weights first."""
         drained = np.frombuffer(self.weights, np.float64), *(np.frombuffer(held, np.int64) for held in self._numbers)
         self.weights, self._numbers = array("d"), tuple(array("q") for _ in self._numbers)
         return drained
@@ -137,7 +134,6 @@ def bucket(ages: npt.NDArray[np.integer[Any] | np.floating[Any]]) -> Integers:
 
 
 def scale(ages: npt.NDArray[np.integer[Any] | np.floating[Any]]) -> Floats:
-    """Ages on the scale of the buckets."""
     exact = np.maximum(ages.astype(np.float64), 0.0)
     scaled: Floats = np.where(exact < 1, exact, np.minimum(AGES - 1e-9, 1 + 2 * np.log2(np.maximum(exact, 1))))
     return scaled

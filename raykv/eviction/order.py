@@ -23,7 +23,6 @@ class EvictionOrder:
     """
 
     def __init__(self, policy: Policy, columns: Columns) -> None:
-        """Start with no rows."""
         self._policy, self._columns = policy, columns
         self._heaps: list[list[tuple[Any, int, int, int]]] = [[] for _ in range(policy.queues)]
         count = len(columns.accessed)
@@ -38,7 +37,6 @@ class EvictionOrder:
         self._bound: Any = None  # rows with a higher score are in no heap until all rows are scored again
 
     def on_insert(self, rows: Rows, now: int) -> None:
-        """These rows hold new chunks, parents before children."""
         self._policy.on_insert(self._columns, rows, now)
         self._here[rows] = True
         for row, queue in zip(rows.tolist(), self._queues(rows), strict=True):
@@ -47,7 +45,6 @@ class EvictionOrder:
         self._push(rows, now)
 
     def on_read(self, rows: Rows, now: int) -> None:
-        """These rows were read; their columns are updated."""
         if len(self._sizes) > 1:
             self._requeue(rows, now)
 
@@ -55,7 +52,7 @@ class EvictionOrder:
         """Remove and return the row to evict next, among those not protected; -1 if there is none.
 
         The caller evicts it. It lowers the parent's count of children, and calls `on_childless` if that is 0 then. It
-        calls `on_remove` for one or many such rows, while their columns are unchanged.
+        reports such rows to the policy while their columns are unchanged.
         """
         if self._policy.drifts and self._until_rescore <= 0:
             self._rescore(now, RESCORE_LEAST + 2 * sum(self._sizes) // RESCORE_SHARE)
@@ -69,16 +66,7 @@ class EvictionOrder:
             self._until_rescore -= 1
         return row
 
-    def on_remove(self, rows: Rows, now: int) -> None:
-        """These rows, which `next` returned, are about to be evicted."""
-        self._policy.on_remove(self._columns, rows, now, evicted=True)
-
-    def on_request_done(self, rows: Rows, output_tokens: int, now: int) -> None:
-        """The request that read or stored these rows generated this many tokens."""
-        self._policy.on_request_done(self._columns, rows, output_tokens, now)
-
     def on_childless(self, row: int, now: int) -> None:
-        """No chunk follows this row's chunk any more."""
         if self._policy.leaf_first and self._here[row]:
             self._push(np.array([row], np.int32), now)
 
@@ -98,7 +86,6 @@ class EvictionOrder:
         return row
 
     def _pop(self, now: int) -> int:
-        """Remove and return the first row in order; -1 if there is none."""
         queues = [0]
         if len(self._sizes) > 1:
             queues = np.argsort(self._policy.shares(self._sizes, 1))[::-1].tolist()

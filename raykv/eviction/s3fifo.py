@@ -81,7 +81,6 @@ class S3FIFO(Policy):
         self._held -= len(rows)
 
     def _append(self, rows: Rows) -> None:
-        """Put rows at the ends of their queues."""
         self._place[rows] = np.arange(self._last + 1, self._last + 1 + len(rows))
         self._last += len(rows)
 

@@ -14,21 +14,13 @@ Score = Callable[[Columns, Rows, int], Scores]
 
 
 class UserPolicy(Policy):
-    """Evicts the rows that the function scores lowest, leaves first.
-
-    Attributes:
-        name: Shown in reports.
-    """
+    """Evicts the rows that the function scores lowest, leaves first."""
 
     leaf_first = True
     drifts = True
 
     def __init__(self, function: Score, name: str) -> None:
-        """Try the function on a few rows.
-
-        Raises:
-            ConfigError: It raises, or does not return one number per row.
-        """
+        """Try the function on a few rows. Raises ConfigError: It raises, or does not return one number per row."""
         self._function, self.name = function, name
         columns, rows = empty_columns(4), np.array([0, 2], np.int32)
         for some in (rows, rows[:0]):

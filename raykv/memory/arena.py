@@ -26,7 +26,6 @@ class SharedMemory:
     """
 
     def __init__(self, fd: int, path: Path, nbytes: int, *, writable: bool, huge_pages: HugePages = "never") -> None:
-        """Map an open file. Use `create` or `attach`."""
         self.path, self.nbytes, self.huge_pages = path, nbytes, huge_pages
         self._fd = fd
         self._close_fd = weakref.finalize(self, os.close, fd)
@@ -41,13 +40,8 @@ class SharedMemory:
     def create(cls, path: Path | None, nbytes: int, *, huge_pages: HugePages = "try") -> Self:
         """Make a file of zeros. It has no memory yet: see `populate`.
 
-        Args:
-            path: The file, which must not exist. None: anonymous memory that ends with its last user.
-            nbytes: Its length. On hugetlbfs it becomes a multiple of the page.
-            huge_pages: See StorageConfig.
-
-        Raises:
-            ConfigError: The file exists, or its directory does not let us make it, or a hugetlbfs has no room.
+        With path None: anonymous memory that ends with its last user. On hugetlbfs the length becomes a multiple of the
+        page. Raises ConfigError: The file exists, or its directory does not let us make it, or a hugetlbfs has no room.
         """
         if path is None:
             fd = os.memfd_create("raykv")
@@ -68,14 +62,7 @@ class SharedMemory:
 
     @classmethod
     def attach(cls, path: Path, *, writable: bool, huge_pages: HugePages = "never") -> Self:
-        """Map a file that `create` made.
-
-        Args:
-            huge_pages: For processes that call `populate`.
-
-        Raises:
-            LostError: It does not exist (any more), or may not be opened.
-        """
+        """Map a file that `create` made. Raises LostError: It does not exist (any more), or may not be opened."""
         try:
             fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
         except OSError as error:
@@ -94,13 +81,9 @@ class SharedMemory:
 
         Uses huge pages where they fit, are wanted, and the kernel has some. Other threads run meanwhile. A second call
         costs little, and turns small pages into huge ones where that has become possible; the part may be in use.
-
-        Args:
-            hurry: A writer waits: take small pages, which is quicker at worst, unless huge ones are required.
-
-        Returns:
-            False when the file system has no room (or, where huge pages are required, no huge ones). Nothing was taken
-            then, unless another process took the last of it at the same time.
+        `hurry`: a writer waits: take small pages, which is quicker at worst, unless huge ones are required. Returns:
+        False when the file system has no room (or, where huge pages are required, no huge ones). Nothing was taken
+        then, unless another process took the last of it at the same time.
         """
         mapping = self._map
         if mapping is None:
@@ -124,11 +107,7 @@ class SharedMemory:
         return self._huge_blocks.count(1) * pages.huge_nbytes()
 
     def _take_huge_pages(self, mapping: pages.Mapping, offset: int, nbytes: int) -> bool:
-        """Take the huge pages that fit into a part. True when it got all of them.
-
-        Raises:
-            OSError: No room for one.
-        """
+        """Take the huge pages that fit into a part. True when it got all of them. Raises OSError: No room for one."""
         found = os.fstatvfs(self._fd)
         if self.huge_pages == "never" or (found.f_blocks and found.f_bavail * found.f_frsize < nbytes):
             return False  # with so little room only `posix_fallocate` as a whole gives all back if it fails
@@ -152,8 +131,8 @@ class SharedMemory:
     def own(self, *, timeout_s: float) -> None:
         """Become the one process that writes here. Ends with the process, however that ends.
 
-        Raises:
-            ConfigError: Another process still owns it after `timeout_s`. (A killed process may take a moment to end.)
+        Raises ConfigError: Another process still owns it after `timeout_s`. (A killed process may take a moment to
+        end.)
         """
         until_s = time.monotonic() + timeout_s
         while True:
@@ -168,7 +147,6 @@ class SharedMemory:
                 time.sleep(0.02)
 
     def touch(self) -> None:
-        """Mark the file as in use, by its time."""
         if self._close_fd.alive:
             os.utime(self._fd)
 
@@ -211,8 +189,7 @@ def free_nbytes(directory: Path | None) -> int:
 def sized_by_share(config: StorageConfig, share: float) -> StorageConfig:
     """The same config with an arena of a share of its directory, in whole extents.
 
-    Raises:
-        ConfigError: The share holds no extent, or the directory has no size of its own.
+    Raises ConfigError: The share holds no extent, or the directory has no size of its own.
     """
     if config.shm_dir is None or not config.shm_dir.is_dir():
         raise ConfigError(f"field 'arena_share': {config.shm_dir} is no directory to take a share of; set arena_nbytes")
@@ -226,8 +203,7 @@ def sized_by_share(config: StorageConfig, share: float) -> StorageConfig:
 def require_room(directory: Path | None, nbytes: int, *, field: str) -> None:
     """Refuse sizes that cannot be served, before any file is made.
 
-    Raises:
-        ConfigError: Not a directory, or less than `nbytes` is free there.
+    Raises ConfigError: Not a directory, or less than `nbytes` is free there.
     """
     if directory is not None and not directory.is_dir():
         raise ConfigError(f"field 'shm_dir': {directory} is not a directory; name a mounted tmpfs such as /dev/shm")
@@ -243,11 +219,7 @@ def require_room(directory: Path | None, nbytes: int, *, field: str) -> None:
 
 
 def require_pages(arena: SharedMemory, extent_nbytes: int) -> None:
-    """Refuse extents that are not whole pages, and hosts without huge pages where those are required.
-
-    Raises:
-        ConfigError: See above.
-    """
+    """Refuse (ConfigError) extents that are not whole pages, and hosts without huge pages where those are required."""
     required = arena.huge_pages == "require"
     page = max(arena.page_nbytes, pages.huge_nbytes() if required else 0)
     if extent_nbytes % page:

@@ -50,36 +50,13 @@ def scatter(source: memoryview, into: Sequence[memoryview]) -> bool:
 
 
 def gather(target: memoryview, pieces: Sequence[memoryview]) -> None:
-    """Copy several views into one run of bytes, in order. The lengths must agree."""
+    """Copy several views into one run of bytes, in order. ValueError when the lengths differ."""
+    if len(target) != (needed := sum(map(len, pieces))):
+        raise ValueError(f"slot: {len(target)} bytes where {needed} are needed")
     start = 0
     for piece in pieces:
         copy(target[start : start + len(piece)], piece)
         start += len(piece)
-
-
-def gather_hashed(target: memoryview, pieces: Sequence[memoryview], *, stream: bool = False) -> int:
-    """The same, with the checksum in the same pass.
-
-    Args:
-        stream: Past the cache; for batches of STREAM_NBYTES and more.
-
-    Returns:
-        The checksum, as from `checksum_of`.
-    """
-    if native.fill is not None and len(target) > TINY_NBYTES:
-        checksum = np.empty(1, np.uint64)
-        native.fill([target], [pieces], checksum, stream, None)
-        return int(checksum[0])
-    state, start = xxhash.xxh3_64(), 0
-    for piece in pieces:
-        for first in range(0, len(piece), HASH_NBYTES):
-            part = piece[first : first + HASH_NBYTES]
-            copy(target[start : start + len(part)], part)
-            state.update(part)
-            start += len(part)
-    if start != len(target):
-        raise ValueError(f"slot: {len(target)} bytes where {start} are needed")
-    return state.intdigest()
 
 
 def checksum_of(pieces: Sequence[memoryview]) -> int:
@@ -100,8 +77,7 @@ def checksums_of(chunks: Sequence[Sequence[memoryview]]) -> bytes:
 def byte_views(scattered: Scattered, name: str, *, writable: bool) -> list[memoryview]:
     """Byte views of one buffer or several.
 
-    Raises:
-        UsageError: Not a buffer, not contiguous, or read-only where we write. Names it `name`.
+    Raises UsageError: Not a buffer, not contiguous, or read-only where we write. Names it `name`.
     """
     views = []
     for part in scattered if isinstance(scattered, list | tuple) else (scattered,):
@@ -123,8 +99,7 @@ def byte_views(scattered: Scattered, name: str, *, writable: bool) -> list[memor
 def all_byte_views(many: Sequence[Scattered], name: str, *, writable: bool) -> tuple[list[list[memoryview]], list[int]]:
     """Byte views of each of many, and the number of bytes of each.
 
-    Raises:
-        UsageError: As `byte_views`; with the place of the wrong one.
+    Raises UsageError: As `byte_views`; with the place of the wrong one.
     """
     views = [byte_views(each, f"{name}[{place}]", writable=writable) for place, each in enumerate(many)]
     return views, [sum(map(len, pieces)) for pieces in views]
@@ -146,7 +121,6 @@ class CopyThreads:
     """
 
     def __init__(self, count: int) -> None:
-        """Threads are started at the first use."""
         self.count = count
         self.after_fork()
         _all_copy_threads.add(self)
@@ -172,8 +146,7 @@ class CopyThreads:
     def fill(self, targets: list[memoryview], values: list[Sequence[memoryview]]) -> npt.NDArray[np.uint64]:
         """Copy chunks, each from several views, into targets of the same length. Returns their checksums.
 
-        Raises:
-            ValueError: The lengths differ.
+        Raises ValueError: The lengths differ.
         """
         nbytes = sum(map(len, targets))
         stream = nbytes >= STREAM_NBYTES
@@ -182,11 +155,11 @@ class CopyThreads:
             native.fill(targets, values, checksums, stream, self.called(len(targets), nbytes))
         else:
             for place, (target, value) in enumerate(zip(targets, values, strict=True)):
-                checksums[place] = gather_hashed(target, value, stream=stream)
+                gather(target, value)
+                checksums[place] = checksum_of([target])
         return checksums
 
     def close(self) -> None:
-        """End the threads."""
         with self._lock:
             for _ in self._threads:
                 self._jobs.put(None)

@@ -2,12 +2,15 @@
 
 import mmap
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from raykv.types import Bits, Rows
+
+BLOCK_ROWS: Final = 1 << 16
+"""A start looks at rows in blocks of this size: the arrays of one block stay in the cache."""
 
 
 class FreeRows:
@@ -21,12 +24,7 @@ class FreeRows:
     """
 
     def __init__(self, busy: Bits, *, rows: int, limit: int) -> None:
-        """Start from the rows that are busy.
-
-        Args:
-            busy: One entry for each row below `limit`.
-            rows: Number of rows of the table.
-        """
+        """Start from the rows that are busy. `busy` has one entry for each row below `limit`."""
         free_at_end = int(busy[::-1].argmax()) if busy.any() else len(busy)
         self.fresh, self.limit = len(busy) - free_at_end, limit
         self._stack: npt.NDArray[np.int32] = lazy_zeros(rows, np.int32)
@@ -50,9 +48,13 @@ class FreeRows:
         return np.concatenate([top, np.arange(first, self.fresh, dtype=np.int32)])
 
     def give(self, rows: Rows) -> None:
-        """Give rows back."""
         self._stack[self._stacked : self._stacked + len(rows)] = rows
         self._stacked += len(rows)
+
+
+def blocks(count: int) -> Iterator[slice]:
+    """0 .. count - 1 in runs of BLOCK_ROWS."""
+    return (slice(first, min(first + BLOCK_ROWS, count)) for first in range(0, count, BLOCK_ROWS))
 
 
 def lazy_zeros(count: int, kind: type[np.generic]) -> npt.NDArray[Any]:

@@ -33,8 +33,6 @@ class HashIndex:
     """Lookups for readers, and changes for the one writer.
 
     Attributes:
-        columns: The columns as arrays.
-        cells: The columns for one entry at a time.
         records: The bytes of the columns of RECORD.
         removed: Number of removed entries in the copy in use. Only the writer keeps it up to date.
     """
@@ -49,17 +47,13 @@ class HashIndex:
     _size: int
 
     def _populate_copy(self, number: int) -> bool:
-        """Take real memory for a copy of the index."""
         raise NotImplementedError
 
     def find(self, keys: KeyArray) -> Rows:
         """Row of each key in any state, or -1.
 
         A key whose entry moves meanwhile may be missed: a miss to a reader. A row may change right after it was found:
-        compare its generation before and after use.
-
-        Raises:
-            LostError: See the module. The same for all methods here.
+        compare its generation before and after use. Raises LostError: See the module. The same for all methods here.
         """
         return self._lookup(keys, None)[0]
 
@@ -68,7 +62,6 @@ class HashIndex:
         return self._lookup(keys, now)
 
     def _lookup(self, keys: KeyArray, now: int | None) -> tuple[Rows, npt.NDArray[np.uint32]]:
-        """Rows and generations; with `now`, of ready rows only."""
         if native.find is not None:
             rows, generations = np.empty(len(keys), np.int32), np.empty(len(keys), np.uint32)
             index, tick = self.index, -1 if now is None else now
@@ -88,7 +81,6 @@ class HashIndex:
         return np.where(ready, rows, np.int32(-1)), generations
 
     def _probe(self, keys: KeyArray) -> Rows:
-        """Row of each key, or -1."""
         hi, lo = keys[:, 0], keys[:, 1]
         index, columns = self.index, self.columns
         position = self._home(hi, lo)
@@ -121,11 +113,9 @@ class HashIndex:
 
     @property
     def index(self) -> npt.NDArray[np.int32]:
-        """The entries of the copy in use."""
         return self._copies[self._active[0]]
 
     def index_entries(self) -> Rows:
-        """The rows in the index, in no order."""
         entries: Rows = self.index[(self.index != EMPTY) & (self.index != REMOVED)] - np.int32(FIRST)
         return entries
 

@@ -169,7 +169,6 @@ class Layout:
 
 
 def table_nbytes(rows: int, extents: int) -> int:
-    """Size of a table's file in bytes."""
     return Layout(rows, extents).nbytes
 
 

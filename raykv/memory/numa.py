@@ -25,7 +25,6 @@ _MBIND: Final = {"x86_64": 237, "aarch64": 235}  # libnuma, which knows the numb
 
 
 def part_of(extents: int, parts: int) -> npt.NDArray[np.int64]:
-    """Part of each extent: runs of almost equal length."""
     return np.arange(extents) * max(1, parts) // max(1, extents)
 
 
@@ -61,9 +60,8 @@ def parse_list(text: str) -> set[int]:
 def spread(arena: SharedMemory, extents: int, extent_nbytes: int, nodes: Sequence[int]) -> tuple[int, ...]:
     """Let each part of the arena take its pages from one node. Pages that are there already stay.
 
-    Returns:
-        The node of each part. () when there is only one, or when the kernel or the container forbids it: then nothing
-        is asked for, and that is logged.
+    Returns: The node of each part. () when there is only one, or when the kernel or the container forbids it: then
+    nothing is asked for, and that is logged.
     """
     if len(nodes) < 2:
         return ()
@@ -83,8 +81,7 @@ def spread(arena: SharedMemory, extents: int, extent_nbytes: int, nodes: Sequenc
 def prefer(memory: SharedMemory, offset: int, nbytes: int, node: int) -> None:
     """Take the pages of a part from one node, as long as it has any.
 
-    Raises:
-        OSError: EPERM or ENOSYS in containers that forbid it, EINVAL for a node that does not exist.
+    Raises OSError: EPERM or ENOSYS in containers that forbid it, EINVAL for a node that does not exist.
     """
     machine = os.uname().machine
     if machine not in _MBIND:

@@ -37,7 +37,6 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 @functools.cache
 def huge_nbytes() -> int:
-    """Size of a transparent huge page: 2 MiB, or more where small pages are larger than 4 KiB."""
     try:
         return int((_THP / "hpage_pmd_size").read_text())
     except (OSError, ValueError):
@@ -45,21 +44,13 @@ def huge_nbytes() -> int:
 
 
 class Mapping:
-    """A file in this process's memory. It ends with this object and the last view of it.
-
-    Attributes:
-        address: Where it begins.
-        view: All of its bytes.
-    """
+    """A file in this process's memory. It ends with this object and the last view of it."""
 
     def __init__(self, fd: int, nbytes: int, *, writable: bool, alignment: int) -> None:
         """Map a whole file.
 
-        Args:
-            alignment: Of the address, in bytes; a power of two. On hugetlbfs the kernel aligns by itself.
-
-        Raises:
-            OSError: Such as ENOMEM when hugetlbfs has fewer free pages.
+        `alignment` of the address: a power of two. On hugetlbfs the kernel aligns by itself. Raises OSError: Such as
+        ENOMEM when hugetlbfs has fewer free pages.
         """
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         self.address = _map(fd, nbytes, protection, alignment)
@@ -126,8 +117,7 @@ def try_collapse() -> bool:
 def collapse(mapping: Mapping, fd: int, offset: int) -> bool:
     """Make the block at `offset` one huge page. False when the kernel has none.
 
-    Raises:
-        OSError: ENOSPC or ENOMEM: no room for the block's first page.
+    Raises OSError: ENOSPC or ENOMEM: no room for the block's first page.
     """
     os.posix_fallocate(fd, offset, 1)
     return mapping.advise(offset, huge_nbytes(), MADV_COLLAPSE) == 0
@@ -182,5 +172,4 @@ def syscall_error(number: int, *arguments: int) -> int:
 
 
 def is_full(error: OSError) -> bool:
-    """Whether an error says that there is no room."""
     return error.errno in (errno.ENOSPC, errno.ENOMEM)

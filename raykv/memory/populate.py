@@ -41,7 +41,6 @@ class Populator:
         self._announcing = threading.Lock()  # `step` and a writer may populate the same extent
 
     def populate_now(self, extent: int) -> bool:
-        """Take memory for an extent that a writer waits for. False: there is none."""
         return self._populate(extent, hurry=True)
 
     @property
@@ -52,13 +51,9 @@ class Populator:
     def step(self, lock: AbstractContextManager[object], *, quiet: bool) -> bool:
         """Take memory for one more extent and for more rows, if due. The long part runs without the lock.
 
-        Args:
-            lock: The node's lock, not held.
-            quiet: Nobody writes, and the host has memory to spare: populate the whole arena, and try failed extents
-                again. During writes this would cost them a core and bandwidth.
-
-        Returns:
-            Whether to call it again. False also when the file system is full: call it again later.
+        `lock`: the node's, not held. `quiet`: nobody writes, and the host has memory to spare: populate the whole
+        arena, and try failed extents again. During writes this would cost them a core and bandwidth. Returns: whether
+        to call it again. False also when the file system is full: call it again later.
         """
         with lock:
             extent, rows = self._next_extent(quiet=quiet), self._next_rows()

@@ -30,17 +30,12 @@ class ShmReader:
     """
 
     def __init__(self, table: str, arena: str, *, writable: bool) -> None:
-        """Map a node's files.
-
-        Raises:
-            LostError: They are gone, or of another layout version.
-        """
+        """Map a node's files. Raises LostError: They are gone, or of another layout version."""
         self.table = Table(SharedMemory.attach(FilePath(table), writable=True))
         self.arena = SharedMemory.attach(FilePath(arena), writable=writable)
         self._one = self.table.reader(self.arena.view)
 
     def ready(self, keys: KeyArray, *, now_s: float) -> Bits:
-        """Which keys could be read here now."""
         return self._find(keys, self.table.ticks(now_s))[0] >= 0
 
     def lengths(self, keys: KeyArray, *, now_s: float) -> npt.NDArray[np.uint32]:
@@ -51,11 +46,7 @@ class ShmReader:
         return np.where(unchanged, lengths, np.uint32(0))
 
     def ready_one(self, key: bytes) -> bool:
-        """Whether the chunk of a 16-byte key could be read here now.
-
-        Raises:
-            ValueError: The key has not 16 bytes.
-        """
+        """Whether the chunk of a 16-byte key could be read here now. Raises ValueError: The key has not 16 bytes."""
         if self._one is not None:
             return self._one.ready(key)
         return bool(self.ready(_one_key(key), now_s=time.monotonic())[0])
@@ -71,18 +62,9 @@ class ShmReader:
     ) -> tuple[Bits, int]:
         """Copy chunks into the caller's buffers.
 
-        Args:
-            keys: Shape [n, 2].
-            into: For each key a writable, contiguous buffer, or several; together as long as the chunk.
-            verify: Also compare checksums.
-            threads: They share the copies of a large batch.
-
-        Returns:
-            True where the buffers now hold the chunk; where False, their content is undefined. And the number of bytes
-            that arrived.
-
-        Raises:
-            UsageError: An entry of `into` is not such a buffer.
+        For each key `into` has a writable, contiguous buffer, or several; together as long as the chunk. Returns: True
+        where the buffers now hold the chunk; where False, their content is undefined. And the number of bytes that
+        arrived. Raises UsageError: An entry of `into` is not such a buffer.
         """
         table, now = self.table, self.table.ticks(now_s)
         rows, generations = self._find(keys, now)
@@ -113,12 +95,9 @@ class ShmReader:
     def read_one(self, key: bytes, into: Scattered) -> bool:
         """Copy the chunk of one 16-byte key into a writable, contiguous buffer of its length.
 
-        Returns:
-            Whether the buffer now holds the chunk; if not, its content is undefined.
-
-        Raises:
-            ValueError: The key has not 16 bytes.
-            BufferError, TypeError, ValueError, UsageError: `into` is not such a buffer; TypeError if it is several.
+        Returns: whether the buffer now holds the chunk; if not, its content is undefined. Raises ValueError: The key
+        has not 16 bytes. BufferError, TypeError, ValueError, UsageError: `into` is not such a buffer; TypeError if it
+        is several.
         """
         if self._one is not None:
             return self._one.read(key, into, STREAM_ONE_NBYTES)
@@ -132,7 +111,6 @@ class ShmReader:
         return self.table.memory.is_current() and self.arena.is_current()
 
     def close(self) -> None:
-        """Unmap."""
         self.table.memory.close()
         self.arena.close()
 

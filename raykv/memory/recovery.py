@@ -4,46 +4,34 @@ A killed process leaves a sound table (see `Table.changing`). Any other file may
 Then starting empty is better than serving chunks that cannot be trusted.
 """
 
-from typing import Final
-
 import numpy as np
 import numpy.typing as npt
 
 from raykv.config import SLOT_ALIGNMENT_NBYTES
 from raykv.errors import LostError
+from raykv.memory.free_rows import blocks
 from raykv.memory.index import FIRST, REMOVED
 from raykv.memory.layout import MAX_NAMESPACES, RowState
 from raykv.memory.slots import slot_places
 from raykv.memory.table import Table
 from raykv.types import Bits, Rows
 
-BLOCK_ROWS: Final = 1 << 16
-"""Rows are checked in blocks of this size: the columns of one block stay in the cache."""
-
 
 def require_sound(table: Table) -> None:
     """Refuse a table that contradicts itself. Does not read the bytes of chunks: they have checksums.
 
-    Raises:
-        LostError: Names the contradiction.
+    Raises LostError: Names the contradiction.
     """
     sizes, known = table.extent_slots, table.known_namespaces
     impossible = (sizes % SLOT_ALIGNMENT_NBYTES != 0) | (sizes > table.extent_nbytes)
     _require(table, not impossible.any(), "extents of impossible slot sizes")
     taken = np.zeros(table.extents * (table.extent_nbytes // SLOT_ALIGNMENT_NBYTES), np.bool_)
-    starts = range(0, table.rows_populated, BLOCK_ROWS)
-    blocks = (slice(first, min(first + BLOCK_ROWS, table.rows_populated)) for first in starts)
-    chunks = sum(_check_block(table, block, known, taken) for block in blocks)
+    chunks = sum(_check_block(table, block, known, taken) for block in blocks(table.rows_populated))
     _require(table, np.count_nonzero(taken) == chunks, "two chunks in one slot")
 
 
 def _check_block(table: Table, block: slice, known: Bits, taken: Bits) -> int:
-    """Check some rows, and mark their slots in `taken`. Returns the number of rows that have a slot.
-
-    Args:
-        known: By number, whether the quota group exists.
-        taken: By number of the slot; see `slot_places`.
-    """
+    """Check some rows, and mark their slots in `taken`. Returns the number of rows that have a slot."""
     columns = table.columns
     generation, state = columns.generation[block].copy(), columns.state[block]
     _require(table, state.max() <= max(RowState), "rows in unknown states")
@@ -78,9 +66,7 @@ def take_over(table: Table) -> tuple[Rows, Rows]:
 
     A row with an even generation is READY; if it was PENDING_DELETE it is FREE, since its pins ended with their
     connections. A row with an odd generation that was not FREE is QUARANTINED: its writer may still fill the slot.
-
-    Returns:
-        The ready rows and the quarantined ones.
+    Returns: The ready rows and the quarantined ones.
     """
     columns, populated = table.columns, slice(0, table.rows_populated)
     generations, state = columns.generation[populated].copy(), columns.state[populated]
@@ -97,7 +83,9 @@ def take_over(table: Table) -> tuple[Rows, Rows]:
         if was_dirty or not _index_is_exact(table, ready):
             table.rebuild_index(ready)
         columns.parent[unfinished] = -1
-        _relink(table, ready, generations)
+        columns.children[populated] = 0
+        for block in blocks(len(ready)):
+            _relink(table, ready[block], generations)
         table.incarnation += 1
     return ready, unfinished
 
@@ -118,16 +106,14 @@ def _index_is_exact(table: Table, ready: Rows) -> bool:
 def _relink(table: Table, ready: Rows, generations: npt.NDArray[np.uint32]) -> None:
     """Drop links to parents that are not ready, or that are not one place before the chunk. Count children again.
 
-    Args:
-        generations: Of all populated rows; 0 for those that are not ready.
+    `generations` is 0 for rows that are not ready.
     """
-    columns, end = table.columns, len(generations)
-    rows: Rows | slice = slice(0, end) if len(ready) == end else ready
+    columns, first, last = table.columns, int(ready[0]), int(ready[-1])
+    rows: Rows | slice = slice(first, last + 1) if last - first == len(ready) - 1 else ready
     parents = columns.parent[rows]
-    above = np.clip(parents, 0, end - 1).astype(np.intp)  # numpy indexes faster by its own type
+    above = np.clip(parents, 0, len(generations) - 1).astype(np.intp)  # numpy indexes faster by its own type
     expected = generations[above]
     linked = (parents == above) & (expected != 0) & (expected == columns.parent_generation[rows])
     linked &= columns.depth[rows] == columns.depth[above] + np.uint32(1)
     columns.parent[rows] = np.where(linked, parents, np.int32(-1))
-    columns.children[:end] = 0
     np.add.at(columns.children, above[linked], np.int32(1))

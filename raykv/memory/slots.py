@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from raykv.config import SLOT_ALIGNMENT_NBYTES
-from raykv.memory.free_rows import lazy_zeros
+from raykv.memory.free_rows import blocks, lazy_zeros
 from raykv.types import Rows
 
 Pages = npt.NDArray[np.uint32]
@@ -25,7 +25,6 @@ RUN_SLOTS = 128
 
 
 def slot_nbytes(nbytes: int) -> int:
-    """Size of the slot for a chunk of `nbytes`."""
     return max(1, -(-nbytes // SLOT_ALIGNMENT_NBYTES)) * SLOT_ALIGNMENT_NBYTES
 
 
@@ -44,7 +43,6 @@ class Places(NamedTuple):
 
 
 def slot_places(pages: Pages, extent_slots: npt.NDArray[np.uint32], extent_nbytes: int) -> Places:
-    """The slots that begin at these pages."""
     extent_pages = np.uint32(extent_nbytes // SLOT_ALIGNMENT_NBYTES)
     extents = pages // extent_pages
     starts, extents_at = extents * extent_pages, extents.astype(np.intp)  # numpy indexes faster by its own type
@@ -77,11 +75,8 @@ class Slots:
     ) -> None:
         """Start from the shared column and the rows. When both are empty, every extent is free.
 
-        Args:
-            extent_slots: Shared column, one entry per extent: the slot size that it serves, 0 when free. Changed here.
-            pages: A column: by row, the first page of its slot.
-            rows: The rows that have a slot, each one its own.
-            order: All extents, in the order of their use. None: from the first to the last.
+        `extent_slots` is the shared column, changed here; `pages` the column with the first page of each row's slot;
+        `rows` have a slot. `order`: all extents in the order of their use; None: first to last.
         """
         extents = len(extent_slots)
         self._extent_slots, self._extent_nbytes, self.populate = extent_slots, extent_nbytes, populate
@@ -100,10 +95,13 @@ class Slots:
             self._unpopulated = {extent: None for extent in order if extent in self._unpopulated}
 
     def _recover(self, pages: Pages, rows: Rows) -> None:
-        places = slot_places(pages[rows], self._extent_slots, self._extent_nbytes)
-        self._row_at[places.numbers] = rows + np.int32(1)
-        used = np.bincount(places.extents, minlength=len(self._extent_slots))
-        np.maximum.at(self._fresh, places.extents, places.numbers - places.starts + 1)
+        used = np.zeros(len(self._extent_slots), np.int64)
+        for block in blocks(len(rows)):
+            some = rows[block]
+            places = slot_places(pages[some], self._extent_slots, self._extent_nbytes)
+            self._row_at[places.numbers] = some + np.int32(1)
+            used += np.bincount(places.extents, minlength=len(used))
+            np.maximum.at(self._fresh, places.extents, places.numbers - places.starts + 1)
         sizes = self._extent_slots.tolist()
         for extent, (size, busy, fresh) in enumerate(zip(sizes, used.tolist(), self._fresh.tolist(), strict=True)):
             if not busy:
@@ -154,7 +152,6 @@ class Slots:
         return pages
 
     def give(self, pages: Pages) -> None:
-        """Give slots back."""
         places = slot_places(pages, self._extent_slots, self._extent_nbytes)
         order = np.argsort(places.extents, kind="stable")
         numbers, extents = places.numbers[order], places.extents[order]
@@ -209,25 +206,20 @@ class Slots:
 
     @property
     def extents_failed(self) -> int:
-        """Extents that are out of use because the file system had no memory for them."""
         return len(self._failed)
 
     @property
     def usable_nbytes(self) -> int:
-        """Bytes of all other extents."""
         return (len(self._extent_slots) - len(self._failed)) * self._extent_nbytes
 
     @property
     def free_populated_nbytes(self) -> int:
-        """Bytes of the free extents with real memory."""
         return len(self._populated) * self._extent_nbytes
 
     def first_unpopulated(self) -> int:
-        """The next extent to take memory for; -1 if there is none."""
         return next(iter(self._unpopulated), -1)
 
     def first_failed(self) -> int:
-        """The next extent to try again; -1 if there is none."""
         return next(iter(self._failed), -1)
 
     def mark_populated(self, extent: int) -> None:
@@ -244,20 +236,14 @@ class Slots:
     # -- rows of slots -----------------------------------------------------------------------------------------------
 
     def set_rows(self, pages: Pages, rows: Rows) -> None:
-        """Record that these rows have these slots."""
         self._row_at[slot_places(pages, self._extent_slots, self._extent_nbytes).numbers] = rows + 1
 
     def rows_in(self, extent: int) -> Rows:
-        """Rows that have the slots of one extent."""
         start = extent * self._extent_pages
         return _used(self._row_at[start : start + int(self._fresh[extent])])
 
     def sample(self, count: int, rng: "np.random.Generator", size: int | None = None) -> Rows:
-        """Rows of about `count` slots in use, in runs of neighbours from anywhere; all rows when they are fewer.
-
-        Args:
-            size: Only slots of this size.
-        """
+        """Rows of about `count` slots in use, in runs of neighbours from anywhere; all rows when they are fewer."""
         served = self._extent_slots != 0 if size is None else self._extent_slots == size
         extents = np.flatnonzero(served & (self._fresh > 0))
         ends = np.cumsum(-(-self._fresh[extents] // RUN_SLOTS))
@@ -271,7 +257,6 @@ class Slots:
         return _used(self._row_at[places[slots < self._fresh[extents[place]][:, None]]])
 
     def used(self, extents: Extents) -> Extents:
-        """Slots in use of each extent."""
         return self._fresh[extents] - self._stacked[extents]
 
     def extents_serving_others(self, size: int) -> Extents:
@@ -279,7 +264,6 @@ class Slots:
         return np.flatnonzero((self._extent_slots != 0) & (self._extent_slots != size))
 
     def extent_of(self, pages: Pages) -> Extents:
-        """Extent of each page."""
         return (pages // np.uint32(self._extent_pages)).astype(np.int64)
 
 

@@ -50,18 +50,12 @@ class Table(HashIndex):
     """The table as readers and the writer see it. Methods that change it are for the writer alone.
 
     Attributes:
-        memory: The mapped file.
-        rows, extents, extent_nbytes: The sizes that it was made with.
         namespaces: Array of NAMESPACE; an entry with empty text is free. The text is the quota group's JSON.
         extent_slots: Per extent of the arena the slot size that it serves, in bytes; 0: free.
     """
 
     def __init__(self, memory: SharedMemory) -> None:
-        """Use a mapped table.
-
-        Raises:
-            LostError: No table of this layout version, or cut short.
-        """
+        """Use a mapped table. Raises LostError: No table of this layout version, or cut short."""
         self.memory = memory
         if memory.nbytes < HEADER.itemsize:
             raise LostError(f"{memory.path} is too short to be a chunk table")
@@ -103,8 +97,7 @@ class Table(HashIndex):
     def create(cls, path: Path | None, *, rows: int, extents: int, extent_nbytes: int, now_s: float) -> "Table":
         """Make an empty table. Its first ROWS_AT_START rows have real memory; see `populate_rows`.
 
-        Raises:
-            ConfigError: The file cannot be made, or there is no room for it.
+        Raises ConfigError: The file cannot be made, or there is no room for it.
         """
         layout = Layout(rows, extents)
         memory = SharedMemory.create(path, layout.nbytes)
@@ -133,8 +126,7 @@ class Table(HashIndex):
     def populate_rows(self, upto: int) -> bool:
         """Take real memory for the rows before `upto`. Safe while others read and write.
 
-        Returns:
-            False when the file system has no room; `rows_populated` stays as it was.
+        Returns: False when the file system has no room; `rows_populated` stays as it was.
         """
         first, end = self.rows_populated, min(upto, self.rows)
         if end <= first:
@@ -150,10 +142,8 @@ class Table(HashIndex):
     def use_huge_pages(self) -> bool:
         """Turn small pages of the populated rows into huge ones, one step per call. Lookups get faster.
 
-        For quiet times. Safe while others read and write. Costs nothing when nothing has changed.
-
-        Returns:
-            Whether there is more to do.
+        For quiet times. Safe while others read and write. Costs nothing when nothing has changed. Returns: whether
+        there is more to do.
         """
         if not self._small and self._huge_upto != self.rows_populated:
             self._huge_upto = self.rows_populated
@@ -182,7 +172,6 @@ class Table(HashIndex):
         return max(1, int((now_s - self._made_at_s) * TICKS_PER_S))
 
     def seconds(self, ticks: int) -> float:
-        """The time of `ticks` by the host's monotonic clock."""
         return self._made_at_s + ticks / TICKS_PER_S
 
     @property
@@ -222,7 +211,6 @@ class Table(HashIndex):
         return known
 
     def texts(self) -> dict[int, bytes]:
-        """Texts of the namespaces in use, by number."""
         texts = self.namespaces["text"]
         known = np.flatnonzero(self.known_namespaces).tolist()
         return {number: text for number in known if (text := bytes(texts[number]))}  # one may be dropped meanwhile

@@ -52,7 +52,6 @@ class Announcer:
         pool: ConnectionPool,
         changed: threading.Event,
     ) -> None:
-        """Args: changed: Set when there is something to announce."""
         self._config, self._store, self._lock, self._mover = config, store, lock, mover
         self._location_index, self._pool, self._changed = location_index, pool, changed
         self._queue: list[KeyArray] = []
@@ -150,13 +149,10 @@ class Announcer:
             if not isinstance(error, TransientError):  # it would be refused again
                 log.warning("%s refuses an announcement: %s", owner.node_id, error)
                 return
-            self._retry(keys)
-
-    def _retry(self, keys: KeyArray) -> None:
-        with self._lock:
-            self._retried.append(keys)
-            while sum(map(len, self._retried)) > MAX_RETRIED_KEYS:
-                self._retried.pop(0)
+            with self._lock:
+                self._retried.append(keys)
+                while sum(map(len, self._retried)) > MAX_RETRIED_KEYS:
+                    self._retried.pop(0)
 
     def _look_up(self, keys: KeyArray) -> tuple[npt.NDArray[np.uint32], Bits]:
         """Lengths of these chunks here, 0 for none, and which are below memory only.
@@ -182,9 +178,7 @@ def _owner_changed(old: View, new: View, keys: KeyArray) -> Bits:
     """Which keys have another owner in the new view, or the same node after a restart, which made it forget them."""
     if not old.members or not new.members:
         return np.full(len(keys), bool(new.members))
-    before, after = (_incarnations(view, keys) for view in (old, new))
-    changed: Bits = before != after
-    return changed
+    return np.not_equal(_incarnations(old, keys), _incarnations(new, keys))
 
 
 def _incarnations(view: View, keys: KeyArray) -> npt.NDArray[np.int64]:

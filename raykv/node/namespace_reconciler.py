@@ -46,12 +46,9 @@ class NamespaceReconciler:
     def __init__(
         self, store: Store, lock: threading.Lock, mover: TierMover, paths: Sequence[Path], changed: Callable[[], None]
     ) -> None:
-        """Carry out what the files say. A file of any other content is left out.
+        """Carry out what the files (`registry_paths`) say. A file of any other content is left out.
 
-        Args:
-            lock: The store's.
-            paths: See `registry_paths`.
-            changed: Called when chunks were dropped, or quotas were changed.
+        `changed` is called when chunks were dropped, or quotas were changed.
         """
         self._store, self._lock, self._mover, self._paths, self._changed = store, lock, mover, paths, changed
         self._adopting = threading.Lock()
@@ -79,11 +76,7 @@ class NamespaceReconciler:
             policy(wanted)
 
     def adopt(self, text: bytes) -> None:
-        """Follow a list of namespaces, where it is newer.
-
-        Raises:
-            UsageError: The text is no such list.
-        """
+        """Follow a list of namespaces, where it is newer. UsageError if the text is no such list."""
         theirs = NamespaceRegistry.decode(text)
         with self._adopting:
             for entry in self.registry.newer(theirs):

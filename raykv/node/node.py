@@ -67,11 +67,7 @@ class Node:
     def __init__(
         self, config: NodeConfig, *, secret: bytes, membership: MembershipPort, network: Network | None = None
     ) -> None:
-        """Map or make the memory, and wire the parts. Nothing listens yet.
-
-        Args:
-            secret: The cluster's secret.
-            network: Use this in-memory network in place of sockets.
+        """Map or make the memory, and wire the parts. Nothing listens yet. `network` is used in place of sockets.
 
         Raises:
             ConfigError: No room, or a path that is too long for a socket.
@@ -158,12 +154,7 @@ class Node:
             self._threads.append(thread)
 
     def stop(self, *, unlink: bool = False, leave: bool = True) -> None:
-        """Stop serving.
-
-        Args:
-            unlink: Also remove the files of the memory.
-            leave: Tell the directory. Without it the others notice the silence, as if the node had died.
-        """
+        """Stop serving. `unlink`: remove the memory's files. `leave`: leave the cluster, and not only fall silent."""
         self._stopping.set()
         self._wake_all()
         if leave:

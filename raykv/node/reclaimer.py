@@ -26,7 +26,6 @@ class Reclaimer:
         announcer: Announcer,
         due: threading.Event,
     ) -> None:
-        """Args: due: Set when there is work."""
         self._config, self._store, self._lock, self._mover = config, store, lock, mover
         self._announcer, self._due = announcer, due
         self._written = store.written

@@ -34,11 +34,7 @@ class NodeSession:
         self.pins: Counter[int] = Counter()
 
     def require_lent(self, rows: Rows) -> None:
-        """Refuse rows that are not lent to this connection, or that are named twice.
-
-        Raises:
-            UsageError: Says so.
-        """
+        """Raise UsageError for rows that are not lent to this connection, or that are named twice."""
         numbers = rows.tolist()
         if not self.lent.issuperset(numbers) or len(set(numbers)) != len(numbers):
             raise UsageError(
@@ -46,11 +42,7 @@ class NodeSession:
             )
 
     def require_pinned(self, rows: Counter[int]) -> None:
-        """Refuse rows that this connection has not pinned as often.
-
-        Raises:
-            UsageError: Says so.
-        """
+        """Raise UsageError for rows that this connection has not pinned as often."""
         if rows - self.pins:
             raise UsageError("rows that are not pinned by this connection")
 

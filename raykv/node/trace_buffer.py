@@ -38,11 +38,7 @@ class TraceBuffer:
                 self._keys += weight
 
     def drain(self, max_keys: int = MAX_BUFFER_KEYS) -> tuple[list[TracedRequest], int]:
-        """Remove the oldest requests, with at most `max_keys` keys or one request.
-
-        Returns:
-            The requests, and how many were left out since the last time.
-        """
+        """Remove and return the oldest requests (`max_keys` keys, or one request), and the count of those left out."""
         requests: list[TracedRequest] = []
         with self._lock:
             drained, left_out = 0, self.left_out

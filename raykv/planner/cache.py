@@ -14,50 +14,32 @@ from raykv.types import Rows
 class Cache:
     """Chunks of a trace in rows, as a node holds them.
 
-    Attributes:
-        columns: Of the rows; `key_lo` is the number of the chunk in the trace.
-        row_of: The row of each chunk, by its number in the trace; -1 if it is not here.
-        stored, evicted: Chunks so far.
+    Column `key_lo` is the number of a chunk in the trace; `row_of` its row by that number, -1 if it is not here.
     """
 
     def __init__(self, policy: Policy, capacity: int, chunks: int, ssd: Ssd | None = None) -> None:
-        """Start empty.
-
-        Args:
-            policy: A new one.
-            capacity: Chunks that fit.
-            chunks: Different chunks in the trace.
-            ssd: Evicted chunks are offered to it.
-        """
+        """Start empty."""
         rows = min(capacity, chunks)
         self.columns = empty_columns(rows)
         self.cells = Cells(self.columns)
         self.row_of = np.full(chunks, -1, np.int32)
         self.stored = self.evicted = 0
-        policy.capacity, self._ssd = capacity, ssd
+        self._policy, policy.capacity, self._ssd = policy, capacity, ssd
         self._order = EvictionOrder(policy, self.columns)
         self._free = list(range(rows - 1, -1, -1))
         self._protected = np.zeros(rows, np.bool_)
 
     def read(self, rows: Rows, now: int) -> None:
-        """These chunks were hit."""
         self.columns.accessed[rows] = now
         self.columns.frequency[rows] += 1
         self._order.on_read(rows, now)
 
     def request_done(self, chunks: list[int], output_tokens: int, now: int) -> None:
-        """A request for these chunks has ended."""
         rows = self.row_of[chunks]
-        self._order.on_request_done(rows[rows >= 0], output_tokens, now)
+        self._policy.on_request_done(self.columns, rows[rows >= 0], output_tokens, now)
 
     def make_room(self, count: int, now: int, protect: Rows | None = None) -> None:
-        """Evict until this many chunks fit, or nothing more may be evicted.
-
-        Args:
-            count: Chunks.
-            now: In ticks.
-            protect: Rows that must stay.
-        """
+        """Evict until this many chunks fit, or nothing more may be evicted."""
         if len(self._free) >= count:
             return
         if protect is not None:
@@ -70,9 +52,12 @@ class Cache:
             self._protected[protect] = False
         if gone:
             rows = np.array(gone, np.int32)
-            self._order.on_remove(rows, now)
+            self._policy.on_remove(self.columns, rows, now, evicted=True)
             if self._ssd is not None:
-                self._offer(self._ssd, rows, now)
+                columns, parents = self.columns, live_parents(self.columns, rows)
+                above = np.where(parents >= 0, columns.frequency[parents], 0)
+                chunks = columns.key_lo[rows].tolist()
+                self._ssd.offer(chunks, columns.frequency[rows], above, columns.nbytes[rows], now)
             self.row_of[self.columns.key_lo[rows]] = -1
             self.columns.generation[rows] += 1
             self.columns.state[rows] = RowState.FREE
@@ -84,12 +69,7 @@ class Cache:
     ) -> None:
         """Store those chunks of a chain that are not here, first to last, until the cache is full.
 
-        Args:
-            chunks: From the first of the chain on.
-            nbytes: Of each chunk.
-            expires: In ticks; 0 is never.
-            now: In ticks.
-            reads: For chunks that come from the SSD: how often they were read so far.
+        `reads`: for chunks that come from the SSD, how often they were read so far. `expires` is in ticks; 0 is never.
         """
         cells, row_of, rows, parent = self.cells, self.row_of.data, [], -1
         for chunk, size in zip(chunks, nbytes, strict=True):
@@ -115,14 +95,7 @@ class Cache:
         self.stored += len(rows)
         self._order.on_insert(np.array(rows, np.int32), now)
 
-    def _offer(self, ssd: Ssd, rows: Rows, now: int) -> None:
-        columns = self.columns
-        parents = live_parents(columns, rows)
-        parent_reads = np.where(parents >= 0, columns.frequency[parents], 0)
-        ssd.offer(columns.key_lo[rows].tolist(), columns.frequency[rows], parent_reads, columns.nbytes[rows], now)
-
     def _unlink(self, row: int, now: int) -> None:
-        """Remove a row from its parent's children."""
         cells = self.cells
         parent = cells.parent[row]
         if parent >= 0 and cells.generation[parent] == cells.parent_generation[row]:

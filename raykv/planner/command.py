@@ -11,7 +11,6 @@ from raykv.planner.trace import read_trace
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `raykv plan`."""
     shape = ModelShape()
     parser.add_argument(
         "trace", metavar="TRACE", help="JSON lines, plain or .gz: Mooncake's, vLLM's KV events, raykv's"
@@ -40,11 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def plan_command(options: argparse.Namespace) -> str:
     """Run `raykv plan`.
 
-    Returns:
-        The text to print.
-
-    Raises:
-        UsageError: A file, one of its lines, a size or a policy is wrong; names it.
+    Raises UsageError: A file, one of its lines, a size or a policy is wrong; names it.
     """
     model = ModelShape(
         options.layers, options.kv_heads, options.head_size, options.dtype, options.hidden, options.parameters

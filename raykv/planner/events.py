@@ -26,8 +26,6 @@ Found = TypeVar("Found")
 
 @dataclass(slots=True)
 class Raw:
-    """One request as its trace describes it."""
-
     at_s: float
     keys: list[int | str]
     tokens: int
@@ -36,15 +34,11 @@ class Raw:
 
 
 class EventLine(msgspec.Struct):
-    """A batch of events."""
-
     ts: Seconds
     events: list[Any]
 
 
 class BlockStored(msgspec.Struct):
-    """Blocks of one chain that an engine stored."""
-
     block_hashes: list[Key]
     parent_block_hash: Key | None
     token_ids: list[Any]
@@ -55,11 +49,7 @@ _OTHERS: Final = ("BlockRemoved", "AllBlocksCleared")
 
 
 def requests_of(lines: Iterable[tuple[str, bytes]]) -> Iterator[Raw]:
-    """Requests from (place, line) pairs.
-
-    Raises:
-        UsageError: A line is wrong; names it and the field.
-    """
+    """Requests from (place, line) pairs. Raises UsageError: A line is wrong; names it and the field."""
     before: dict[int | str, int | str | None] = {}
     growing: dict[int | str, tuple[Raw, float]] = {}  # by last block: a request, and the time of that block
     requests: list[Raw] = []
@@ -115,11 +105,7 @@ def _convert(form: type[Found], where: str, prefix: str, found: Any) -> Found:
 
 
 def decode(form: type[Found], where: str, line: bytes) -> Found:
-    """A line as a value of that type.
-
-    Raises:
-        UsageError: It is not; names the line and the field.
-    """
+    """A line as a value of that type. Raises UsageError: It is not; names the line and the field."""
     try:
         return msgspec.json.decode(line, type=form)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -127,7 +113,6 @@ def decode(form: type[Found], where: str, line: bytes) -> Found:
 
 
 def explain(error: Exception, prefix: str = "") -> str:
-    """The problem, with the field first."""
     text = str(error)
     found = re.fullmatch(r"(.*) - at `\$\.?(.*)`", text) or re.fullmatch(
         r"(Object missing required field) `(.*)`", text

@@ -10,12 +10,8 @@ DTYPE_NBYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "int
 class ModelShape:
     """A decoder's shape; the defaults are those of Llama 3.1 8B.
 
-    Attributes:
-        layers: Layers with attention.
-        kv_heads, head_size: Of keys and values.
-        dtype: Of keys and values; one of DTYPE_NBYTES.
-        hidden: Width of attention: query heads times head size.
-        parameters: Active for each token.
+    `kv_heads`, `head_size` and `dtype` are those of keys and values, `hidden` is query heads times head size, and
+    `parameters` are those active for each token.
     """
 
     layers: int = 32
@@ -27,13 +23,11 @@ class ModelShape:
 
     @property
     def token_nbytes(self) -> int:
-        """Keys and values of one token in all layers."""
         return 2 * self.layers * self.kv_heads * self.head_size * DTYPE_NBYTES[self.dtype]
 
     def prefill_flops(self, tokens: int, attended: int) -> float:
         """Floating-point operations to compute tokens.
 
-        Args:
-            attended: For each token the number of tokens before it, summed: its attention extends to them.
+        `attended`: for each token the number of tokens before it, summed: its attention extends to them.
         """
         return 2.0 * self.parameters * tokens + 4.0 * self.layers * self.hidden * (attended + tokens)

@@ -12,8 +12,7 @@ from raykv.planner.records import Record
 def figure(records: Sequence[Record]) -> Any:
     """Usable hits by size of the cache, one line per policy, as a matplotlib figure.
 
-    Raises:
-        UsageError: matplotlib is not installed.
+    Raises UsageError: matplotlib is not installed.
     """
     try:
         from matplotlib.figure import Figure
@@ -44,5 +43,4 @@ def figure(records: Sequence[Record]) -> Any:
 
 
 def save(records: Sequence[Record], path: Path | str) -> None:
-    """Write the chart to a file. The format is that of the file's ending."""
     figure(records).savefig(path)

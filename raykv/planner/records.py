@@ -30,21 +30,10 @@ SEGMENT_NBYTES: Final = 64 * MIB
 class Record:
     """What one policy saves with one size of cache.
 
-    Attributes:
-        trace, policy, mode: Of the replay; see `raykv.planner.replay.replay`.
-        size_chunks, size_nbytes: Size of the cache.
-        size_share: Size of the cache as a share of the trace's different chunks.
-        requests, chunks, tokens: Of the trace; each read of a chunk counts.
-        prefix_hits, prefix_hit_ratio: Hits that an engine can use: all chunks before them in the request hit too.
-        plain_hits, plain_hit_ratio: All hits.
-        tokens_hit, token_hit_ratio: Tokens of the prefix hits.
-        saved_flops, saved_gib: Prefill work that the hits save, and bytes that they read.
-        stored, evicted: Chunks.
-        ssd_chunks, ssd_nbytes: Size of the SSD; 0 for none.
-        ssd_hits: Prefix hits from the SSD.
-        ssd_written_nbytes, ssd_written_nbytes_per_day: Bytes written to it, in all and in a day as busy as the trace.
-        ssd_write_amplification: All bytes written, divided by the bytes evicted from memory.
-        took_s: Time of the replay.
+    Requests, chunks and tokens are those of the trace; each read of a chunk counts. The prefix hits are those that an
+    engine can use: all chunks before them in the request hit too. Tokens hit, prefill work saved and GiB read are
+    theirs. `size_share` is a share of the trace's different chunks. The SSD's bytes per day are those of a day as busy
+    as the trace; its write amplification is all bytes written, divided by the bytes evicted from memory.
     """
 
     trace: str
@@ -77,11 +66,9 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class SsdOptions:
-    """A second tier below memory.
+    """A second tier below memory. Each of its `sizes` (0: none) is tried with each size of memory.
 
-    Attributes:
-        sizes: As for memory; 0 for none. Each is tried with each size of memory.
-        nbytes_per_day: The most that may be written to it in a day; see `raykv.tier.admission`. None: no limit.
+    At most `nbytes_per_day` are written to it; see `raykv.tier.admission`. None: no limit.
     """
 
     sizes: Sequence[str | int] = (0,)
@@ -100,18 +87,9 @@ def plan(
 ) -> list[Record]:
     """Replay a trace with each policy and size.
 
-    Args:
-        trace: See `raykv.planner.read_trace`.
-        sizes: Such as "10%" of the trace's different chunks, "64 GiB", or a number of chunks.
-        policies: Names, "module:attribute", functions or classes as for `raykv.eviction.policy`, "belady" for the
-            bound, or "all" for all names.
-        model: Gives the size and cost of a chunk. None: `ModelShape()`.
-        mode, ttl_s: See `replay`.
-        ssd: None: no second tier.
-
-    Raises:
-        UsageError: A size cannot be read.
-        ConfigError: There is no such policy.
+    A size is such as "10%" of the trace's different chunks, "64 GiB", or a number of chunks. A policy is as for
+    `raykv.eviction.policy`, or "belady" for the bound, or "all" for all names. `mode`, `ttl_s`: see `replay`. Raises
+    UsageError: A size cannot be read. ConfigError: There is no such policy.
     """
     model, ssd = model or ModelShape(), ssd or SsdOptions()
     chunk_nbytes = trace.chunk_tokens * model.token_nbytes
@@ -180,7 +158,6 @@ def _is_none(size: str | int) -> bool:
 
 
 def _capacity(size: str | int, chunks: int, chunk_nbytes: int) -> int:
-    """A size in chunks, at least one."""
     if isinstance(size, int):
         found = size
     elif share := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", size):
@@ -224,12 +201,10 @@ def _ssd_part(record: Record) -> str:
 
 
 def as_json(records: Sequence[Record]) -> str:
-    """Records as a JSON list."""
     return json.dumps([asdict(record) for record in records], indent=2)
 
 
 def as_csv(records: Sequence[Record]) -> str:
-    """Records as CSV with a line of names."""
     out = io.StringIO()
     writer = csv.DictWriter(out, [field.name for field in fields(Record)], lineterminator="\n")
     writer.writeheader()

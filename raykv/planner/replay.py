@@ -21,15 +21,9 @@ Mode = Literal["prefix", "objects"]
 
 @dataclass(slots=True)
 class Outcome:
-    """The counts of a replay.
+    """The counts of a replay, in chunks. A prefix hit is one that an engine can use: all chunks before it hit too.
 
-    Attributes:
-        prefix_hits: Chunks hit together with all chunks before them in their request: those that an engine can use.
-        plain_hits: All chunks hit.
-        tokens_hit: Tokens of the prefix hits.
-        attended: For each of these tokens the number of tokens before it in its request, summed.
-        stored, evicted: Chunks.
-        ssd_hits: Prefix hits from the SSD.
+    `attended` is the sum over the hit tokens of the number of tokens before each in its request.
     """
 
     prefix_hits: int = 0
@@ -60,17 +54,11 @@ def replay(
 ) -> Outcome:
     """Replay a trace.
 
-    Args:
-        trace: Requests in order of time.
-        policy: A new one, since it learns.
-        capacity: Chunks that fit into the cache.
-        mode: "prefix", as on a node: a request reads the leading chunks that are here, and stores the others. For them
-            none of its own chunks are evicted; chunks that do not fit are left out. Or "objects", as caches are usually
-            compared: each chunk is read by itself, and each miss evicts one.
-        ttl_s: Time from store to expiry. Only the policy `ttl` uses it.
-        ssd: A second tier, empty, in mode "prefix" only. Evicted chunks are offered to it; chunks read from it are
-            stored in memory again.
-        decode_s: Time per generated token.
+    The policy is a new one, since it learns. In mode "prefix", as on a node, a request reads the leading chunks that
+    are here, and stores the others; for them none of its own chunks are evicted, and chunks that do not fit are left
+    out. In mode "objects", as caches are usually compared, each chunk is read by itself, and each miss evicts one. Only
+    the policy `ttl` uses `ttl_s`, the time from store to expiry. The `ssd`, empty, in mode "prefix" only, is offered
+    evicted chunks; chunks read from it are stored in memory again. `decode_s`: time per generated token.
     """
     cache = Cache(policy, max(1, capacity), trace.chunks, ssd)
     outcome = Outcome()

@@ -22,20 +22,11 @@ class Ssd:
     written again at the end of the log, within MOVED_SHARE; the others are lost. A chunk that is read back into memory
     stays here too, so that it is not written again when memory evicts it.
 
-    Attributes:
-        written: Chunks evicted from memory.
-        moved: Chunks that were written again.
-        tokens: Tokens of both.
+    `written` counts chunks evicted from memory, `moved` those written again, and `tokens` the tokens of both.
     """
 
     def __init__(self, capacity: int, segment: int, admission: Admission, token_nbytes: int) -> None:
-        """Start empty.
-
-        Args:
-            capacity, segment: Chunks in all, and in one segment; there are at least two segments.
-            admission: Decides which chunks are written.
-            token_nbytes: Size of a token.
-        """
+        """Start empty. `capacity` and `segment` are in chunks; there are at least two segments."""
         self._segment = max(1, min(segment, capacity // 2))
         self._most = max(2, capacity // self._segment)
         self._admission, self._token_nbytes = admission, token_nbytes

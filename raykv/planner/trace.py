@@ -32,14 +32,7 @@ _Tokens = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request.
-
-    Attributes:
-        at_s: Time of its arrival.
-        chunks: Numbers of its chunks, first to last.
-        tokens: Length of its prompt.
-        output_tokens: Number of generated tokens.
-    """
+    """One request: its arrival, the numbers of its chunks first to last, and tokens of its prompt and of its answer."""
 
     at_s: float
     chunks: list[int]
@@ -49,14 +42,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Requests in order of time.
-
-    Attributes:
-        name: Of the file.
-        requests: See `Request`.
-        chunks: Number of different chunks; they are numbered from 0.
-        chunk_tokens: Tokens of a full chunk.
-    """
+    """Requests in order of time. Their different `chunks` are numbered from 0."""
 
     name: str
     requests: list[Request]
@@ -95,8 +81,6 @@ class MooncakeLine(msgspec.Struct):
 
 
 class RecordedLine(msgspec.Struct):
-    """A line of our own format."""
-
     keys_field: ClassVar[str] = "keys"
     at_s: Seconds
     tokens: _Tokens
@@ -111,11 +95,8 @@ class RecordedLine(msgspec.Struct):
 def read_trace(path: Path | str, chunk_tokens: int | None = None) -> Trace:
     """Read a trace from a file.
 
-    Args:
-        chunk_tokens: Of a full chunk, if the trace does not say. None: MOONCAKE_TOKENS.
-
-    Raises:
-        UsageError: It cannot be read, has no request, or a line is wrong; names the line and the field.
+    `chunk_tokens`: if the trace does not say. None: MOONCAKE_TOKENS. Raises UsageError: It cannot be read, has no
+    request, or a line is wrong; names the line and the field.
     """
     path = Path(path)
     try:
@@ -128,7 +109,6 @@ def read_trace(path: Path | str, chunk_tokens: int | None = None) -> Trace:
 
 
 def parse_trace(lines: Iterable[bytes | str], name: str = "trace", chunk_tokens: int | None = None) -> Trace:
-    """Read a trace from its lines."""
     numbers: dict[int | str, int] = {}
     requests: list[Request] = []
     size = 0

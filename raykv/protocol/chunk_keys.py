@@ -26,11 +26,7 @@ def empty() -> KeyArray:
 
 
 def from_bytes(raw: bytes | bytearray | memoryview) -> KeyArray:
-    """Read what `to_bytes` wrote.
-
-    Raises:
-        UsageError: The length is not a multiple of 16.
-    """
+    """Read what `to_bytes` wrote. UsageError if the length is not a multiple of 16."""
     if len(raw) % KEY_NBYTES:
         raise UsageError(f"{len(raw)} bytes are not a whole number of {KEY_NBYTES}-byte keys")
     return np.frombuffer(raw, "<u8").reshape(-1, 2)
@@ -42,11 +38,7 @@ def to_bytes(keys: KeyArray) -> bytes:
 
 
 def halves(key: bytes) -> tuple[int, int]:
-    """(high, low) half of one key.
-
-    Raises:
-        ValueError: The key does not have 16 bytes.
-    """
+    """(high, low) half of one key. ValueError if it does not have 16 bytes."""
     if len(key) != KEY_NBYTES:
         raise ValueError(f"key: {len(key)} bytes; a key has {KEY_NBYTES}")
     hi, lo = _HALVES.unpack(key)
@@ -54,15 +46,7 @@ def halves(key: bytes) -> tuple[int, int]:
 
 
 def named(digest: bytes, names: Iterable[bytes | str]) -> KeyArray:
-    """Keys of independent objects with names of any length.
-
-    Args:
-        digest: Digest of the namespace.
-        names: Text is encoded as UTF-8.
-
-    Returns:
-        Shape [n, 2].
-    """
+    """Keys of independent objects in the namespace of this digest. Text is encoded as UTF-8."""
     raw = (name.encode() if isinstance(name, str) else name for name in names)
     make = partial(hashlib.blake2b, digest_size=KEY_NBYTES, key=digest, person=b"raykv-name")
     return from_bytes(b"".join([make(name).digest() for name in raw]))
@@ -74,13 +58,9 @@ def chain(
     """Keys of the full chunks of a prompt, each committing to all tokens before it.
 
     Args:
-        digest: Digest of the namespace.
         tokens: Token ids from the first one on, each in 0 .. 2**32 - 1.
         chunk_tokens: Tokens in a chunk; a last part that does not fill a chunk has no key.
         parent: Key of the chunk before the first one, 16 bytes; empty at the start of a prompt.
-
-    Returns:
-        Shape [len(tokens) // chunk_tokens, 2].
 
     Raises:
         UsageError: A token id is out of range, chunk_tokens is below 1, or the parent is no key.

@@ -46,11 +46,7 @@ class Header(NamedTuple):
 
 
 def encode(message: Message, epoch: int, request_id: int) -> bytes:
-    """Header and body of a message. Numbers beyond 32 bits wrap.
-
-    Raises:
-        UsageError: The message is too long.
-    """
+    """Header and body of a message. Numbers beyond 32 bits wrap. UsageError if the message is too long."""
     body = _encoder.encode(message)
     if len(body) > MAX_MESSAGE_NBYTES:
         raise UsageError(f"message of {len(body):,} bytes; at most {MAX_MESSAGE_NBYTES:,}: ask for fewer keys at once")
@@ -74,11 +70,7 @@ def decode_header(header: bytes | bytearray | memoryview) -> Header:
 
 
 def decode(body: bytes | bytearray | memoryview) -> Request | Answer:
-    """Read the message in a body.
-
-    Raises:
-        ProtocolError: It is no message of this protocol.
-    """
+    """Read the message in a body. ProtocolError if it is none of this protocol."""
     try:
         return _decoder.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -89,11 +81,7 @@ def decode(body: bytes | bytearray | memoryview) -> Request | Answer:
 
 
 def array(raw: bytes, kind: str, count: int) -> npt.NDArray[Any]:
-    """Read an array of an answer.
-
-    Raises:
-        ProtocolError: It does not have `count` entries.
-    """
+    """Read an array of an answer. ProtocolError if it does not have `count` entries."""
     if len(raw) != count * np.dtype(kind).itemsize:
         raise ProtocolError(f"{len(raw)} bytes where {count} entries of {kind} were due")
     return np.frombuffer(raw, kind)
@@ -105,11 +93,7 @@ def pack_bits(bits: Bits | None) -> bytes:
 
 
 def unpack_bits(raw: bytes, count: int) -> Bits:
-    """Read what `pack_bits` wrote.
-
-    Raises:
-        ProtocolError: There are not `count` bits.
-    """
+    """Read what `pack_bits` wrote. ProtocolError if there are not `count` bits."""
     if not raw:
         return np.zeros(count, np.bool_)
     if len(raw) != -(-count // 8):
@@ -118,11 +102,7 @@ def unpack_bits(raw: bytes, count: int) -> Bits:
 
 
 def fields(text: bytes) -> dict[str, Any]:
-    """Read the fields of a namespace, or of its config, from JSON.
-
-    Raises:
-        UsageError: The text is not a JSON object in UTF-8.
-    """
+    """Read the fields of a namespace, or of its config. UsageError if the text is not a JSON object in UTF-8."""
     try:
         return msgspec.json.decode(text, type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -133,11 +113,7 @@ def fields(text: bytes) -> dict[str, Any]:
 
 
 def expect(kind: type[T], answer: Answer) -> T:
-    """Return an answer that must be of this kind.
-
-    Raises:
-        ProtocolError: It is of another kind.
-    """
+    """Return an answer that must be of this kind; ProtocolError otherwise."""
     if not isinstance(answer, kind):
         raise ProtocolError(f"{type(answer).__name__} where {kind.__name__} was due")
     return answer
@@ -150,11 +126,7 @@ def failure(error: RayKVError) -> Failure:
 
 
 def raise_failure(answer: Failure) -> None:
-    """Raise the error that an answer carries.
-
-    Raises:
-        RayKVError: Always; of the class that the answer names.
-    """
+    """Raise the error that an answer carries, of the class that it names."""
     raise _FAILURES.get(answer.kind, ProtocolError)(answer.text)
 
 

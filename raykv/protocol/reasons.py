@@ -3,7 +3,14 @@
 from enum import IntEnum
 
 
-class Reason(IntEnum):
+class _Word(IntEnum):
+    @property
+    def word(self) -> str:
+        """For people."""
+        return self.name.lower()
+
+
+class Reason(_Word):
     """Why a chunk left."""
 
     NONE = 0
@@ -14,13 +21,8 @@ class Reason(IntEnum):
     CORRUPT = 5
     DEMOTED = 6
 
-    @property
-    def word(self) -> str:
-        """For people."""
-        return self.name.lower()
 
-
-class Place(IntEnum):
+class Place(_Word):
     """Where a chunk is, or left from."""
 
     NOWHERE = 0
@@ -28,8 +30,3 @@ class Place(IntEnum):
     SSD = 2
     FILE = 3
     OTHER = 4
-
-    @property
-    def word(self) -> str:
-        """For people."""
-        return self.name.lower()

@@ -64,9 +64,5 @@ class Ticket(Model):
 
     @classmethod
     def from_json(cls, fields: Any) -> Self:
-        """Read what `to_json` wrote.
-
-        Raises:
-            ConfigError: A field is missing, unknown or wrong; names it.
-        """
+        """Read what `to_json` wrote. ConfigError if a field is missing, unknown or wrong."""
         return cls.load(fields if isinstance(fields, dict) else {"ticket": fields})

@@ -21,13 +21,7 @@ _ENTRY: Final = struct.Struct("<dII")
 
 
 class TracedRequest(NamedTuple):
-    """One request.
-
-    Attributes:
-        at_s: Its time, in seconds since 1970.
-        chunk_tokens: Tokens in a chunk of its namespace.
-        keys: Its chunks, first to last.
-    """
+    """One request: its time in seconds since 1970, and its chunks, first to last."""
 
     at_s: float
     chunk_tokens: int
@@ -55,11 +49,7 @@ def pack(requests: list[TracedRequest]) -> bytes:
 
 
 def unpack(raw: bytes) -> Iterator[TracedRequest]:
-    """Read what `pack` wrote.
-
-    Raises:
-        UsageError: The bytes end within a request, or a time is impossible.
-    """
+    """Read what `pack` wrote. UsageError if the bytes end within a request, or a time is impossible."""
     at = 0
     while at < len(raw):
         if len(raw) - at < _ENTRY.size:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from raykv.config import SLOT_ALIGNMENT_NBYTES, StorageConfig
 from raykv.errors import UsageError
 from raykv.eviction.base import live_parents
-from raykv.memory.free_rows import FreeRows
+from raykv.memory.free_rows import FreeRows, blocks
 from raykv.memory.layout import MAX_NAMESPACES, QUARANTINE_S, RowState
 from raykv.memory.slots import Pages, Slots
 from raykv.memory.table import Table
@@ -49,7 +49,8 @@ class Allocator:
         busy[ready] = busy[quarantined] = True
         self.free_rows = FreeRows(busy, rows=table.rows, limit=table.rows_populated)
         self.used_nbytes, self.lent_nbytes = np.zeros((2, MAX_NAMESPACES), np.int64)
-        self._add(self.used_nbytes, ready, 1)
+        for block in blocks(len(ready)):
+            self._add(self.used_nbytes, ready[block], 1)
         self._add(self.used_nbytes, quarantined, 1)
         self.chunks = len(ready)
         self._quarantine = self._resume_quarantine(quarantined, now_s)
@@ -139,7 +140,6 @@ class Allocator:
             self._free(rows)
 
     def _free(self, rows: Rows) -> None:
-        """The last step to FREE. The generations are odd."""
         if not rows.size:
             return
         columns = self._table.columns
@@ -174,16 +174,13 @@ class Allocator:
 
     @property
     def rows_in_use(self) -> int:
-        """Rows that are not free."""
         return self.free_rows.limit - len(self.free_rows)
 
     @property
     def quarantined(self) -> Rows:
-        """Rows whose slots are out of use."""
         return np.concatenate([NO_ROWS, *(rows for _, rows in self._quarantine)])
 
     def slot_sizes(self, rows: Rows) -> npt.NDArray[np.int64]:
-        """Bytes of each row's slot."""
         nbytes = self._table.columns.nbytes[rows].astype(np.int64)
         return nbytes + (SLOT_ALIGNMENT_NBYTES - 1) & -SLOT_ALIGNMENT_NBYTES
 
@@ -208,7 +205,6 @@ class Allocator:
 
 
 def has_duplicates(numbers: npt.NDArray[np.integer[Any]]) -> bool:
-    """Whether a number is there twice. For few numbers this costs less than `np.unique`."""
     return len(set(numbers.tolist())) < len(numbers)
 
 

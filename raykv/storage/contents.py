@@ -56,31 +56,25 @@ class Contents:
         return np.stack([columns.key_hi[rows], columns.key_lo[rows]], axis=1)
 
     def key_of(self, row: int) -> bytes:
-        """A row's key as 16 bytes."""
         return _KEY.pack(self.table.cells.key_hi[row], self.table.cells.key_lo[row])
 
     def offset_of(self, row: int) -> int:
-        """Where in the arena a row's slot begins."""
         return self.table.cells.page[row] * SLOT_ALIGNMENT_NBYTES
 
     @property
     def used_nbytes(self) -> int:
-        """Bytes in slots of rows that are not free."""
         return int(self.allocator.used_nbytes.sum())
 
     @property
     def lent_nbytes(self) -> int:
-        """Bytes in slots that are lent."""
         return int(self.allocator.lent_nbytes.sum())
 
     @property
     def chunks(self) -> int:
-        """Chunks that can be read."""
         return self.allocator.chunks
 
     @property
     def extents_failed(self) -> int:
-        """Extents out of use because the file system had no memory for them."""
         return self.allocator.slots.extents_failed
 
     @property
@@ -90,7 +84,6 @@ class Contents:
 
 
 def is_first(keys: KeyArray) -> Bits:
-    """Which of the keys are at no earlier place too."""
     if not has_duplicates(keys[:, 1]):
         return np.ones(len(keys), np.bool_)
     first = np.zeros(len(keys), np.bool_)

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from raykv.protocol.reasons import Place
-from raykv.types import Bits, KeyArray
+from raykv.types import KeyArray
 
 EVICTION_LOG_ENTRIES: Final = 1 << 18
 """Departures in a node's log, at 43 bytes each. New ones replace the oldest. A power of two."""
@@ -30,7 +30,6 @@ class EvictionLog:
     """A ring of departures and, by a hash of the key, chains through it from the newest to the oldest."""
 
     def __init__(self, entries: int = EVICTION_LOG_ENTRIES) -> None:
-        """Make an empty log of `entries` places, a power of two."""
         self._entries, self._shift = entries, np.uint64(65 - entries.bit_length())
         self._next = 1  # number of the next departure; 0 is none
         self._keys = np.zeros((entries, 2), np.uint64)
@@ -85,13 +84,12 @@ class EvictionLog:
         self._next += count
 
     def find(self, keys: KeyArray) -> Departures:
-        """The last departure of each key in the log."""
         number = self._newest[self._buckets(keys)]
         found = np.zeros(len(keys), np.int64)
         pending = np.arange(len(keys))
         for _ in range(CHAIN_STEPS):
             # The entry of a number that is too old was replaced; those behind it are older still.
-            pending = pending[self._in_log(number[pending])]
+            pending = pending[number[pending] >= max(1, self._next - self._entries)]
             if not pending.size:
                 break
             at = number[pending] % self._entries
@@ -106,10 +104,6 @@ class EvictionLog:
             np.where(known, self._when_s[at], 0.0),
             [self._names[number] for number in np.where(known, self._policy[at], 0).tolist()],
         )
-
-    def _in_log(self, numbers: npt.NDArray[np.int64]) -> Bits:
-        recent: Bits = numbers >= max(1, self._next - self._entries)
-        return recent
 
     def _buckets(self, keys: KeyArray) -> npt.NDArray[np.int64]:
         return ((keys[:, 0] ^ keys[:, 1]) * _MIX >> self._shift).astype(np.int64)

@@ -36,8 +36,6 @@ MAX_PINS: Final = (1 << 16) - 1
 
 @dataclass
 class Counters:
-    """What happened since this process opened the store, in chunks."""
-
     committed: int = 0
     evicted: int = 0
     expired: int = 0
@@ -51,9 +49,6 @@ class Evictor:
     """Makes room in a store.
 
     Attributes:
-        policies: The eviction policy of each quota group.
-        eviction_log: What was removed, and why.
-        counters: See `Counters`.
         departures: Chunks removed since this process opened the store, by quota group and reason.
         reads_of_departed: How often they had been read, by quota group.
         removed: Keys of chunks removed since the store's last `take_changes`, 16 bytes each.
@@ -106,8 +101,7 @@ class Evictor:
     def make_room(self, count: int, size: int, group: int, protected: Rows, now: int) -> int:
         """Evict until `count` slots of `size` are free for the quota group, but no `protected` rows (-1: none).
 
-        Returns:
-            How many there is room for.
+        Returns: how many there is room for.
         """
         allocator = self._allocator
         enough = min(allocator.slots.free(size), len(allocator.free_rows)) >= count
@@ -134,7 +128,6 @@ class Evictor:
         return allowed
 
     def _within_quota(self, count: int, size: int, group: int) -> int:
-        """How many of `count` slots the quota group may have."""
         quota = int(self._table.namespaces["capacity"][group])
         if not quota:
             return count
@@ -182,7 +175,6 @@ class Evictor:
 
     @property
     def needs_eviction(self) -> bool:
-        """Whether `evict_ahead` has something to do. Cheap."""
         return self._evicting_ahead or bool(self.over_quota) or self._lacking(self._config.low_water) > 0
 
     @property
@@ -238,7 +230,6 @@ class Evictor:
     # -- victims -----------------------------------------------------------------------------------------------------
 
     def use_policy(self, group: int | None, chosen: Policy | None, now: int) -> None:
-        """See `Store.use_policy`."""
         self.policies.use(group, chosen, self._in_order(self._table.ready_rows()), now)
 
     def learn(self, rows: Rows, now: int) -> None:
@@ -247,19 +238,16 @@ class Evictor:
             self.policies.on_insert(self._in_order(rows), now)
 
     def _in_order(self, rows: Rows) -> Rows:
-        """Oldest first, parents before children."""
         columns = self._table.columns
         ordered: Rows = rows[np.lexsort((columns.depth[rows], columns.inserted[rows]))]
         return ordered
 
     def evictable(self, rows: Rows) -> Bits:
-        """Which rows hold a chunk that nobody pins."""
         columns = self._table.columns
         mask: Bits = (columns.state[rows] == RowState.READY) & (columns.pins[rows] == 0)
         return mask
 
     def _may_evict(self, row: int) -> bool:
-        """What `evictable` says of one row."""
         cells = self._table.cells
         return cells.state[row] == RowState.READY and cells.pins[row] == 0
 

@@ -21,7 +21,6 @@ MOST_TICKS: Final = 1 << 31
 
 
 def store_files(prefix: Path) -> tuple[Path, Path]:
-    """Paths of a node's table and arena."""
     return prefix.with_name(prefix.name + ".table"), prefix.with_name(prefix.name + ".arena")
 
 

@@ -20,15 +20,8 @@ def remove_orphans(config: NodeConfig, alive: Container[str], *, now_s: float) -
     """Remove memory that nodes of this cluster's name left here and whose Ray nodes are gone.
 
     A new Ray node has a new name, so that memory would never be used again. Another Ray cluster on this host may have a
-    raykv cluster of the same name: memory that a process owns or used lately stays.
-
-    Args:
-        config: Of the node that starts here.
-        alive: Names of the nodes whose Ray nodes are alive.
-        now_s: Wall clock, as of file times.
-
-    Returns:
-        Names of the nodes whose memory was removed.
+    raykv cluster of the same name: memory that a process owns or used lately stays. `alive`: names of the nodes whose
+    Ray nodes are alive. `now_s`: wall clock, as of file times. Returns: names of the nodes whose memory was removed.
     """
     directory = config.storage.shm_dir
     start = f"raykv-{config.cluster}-"

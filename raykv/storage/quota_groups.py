@@ -14,16 +14,11 @@ from raykv.protocol.namespace import Namespace
 
 
 class QuotaGroups:
-    """Numbers of the quota groups in a table's list."""
-
     def __init__(self, table: Table, release: Callable[[int], bool] = lambda number: False) -> None:
         """Read the list.
 
-        Args:
-            release: Gives up a number for another group; False while any row counts under it.
-
-        Raises:
-            LostError: The list is damaged.
+        `release` gives up a number for another group; False while any row counts under it. Raises LostError: The list
+        is damaged.
         """
         self._table, self._namespaces, self._release = table, table.namespaces, release
         self._retired: set[int] = set()
@@ -37,12 +32,9 @@ class QuotaGroups:
     def open(self, namespace: Namespace, capacity_nbytes: int | None = None) -> int:
         """Number of the quota group of this namespace. It is entered into the list if it is not there.
 
-        Args:
-            capacity_nbytes: The most bytes that its slots may take here; 0 for no bound but the arena; None leaves it.
-
-        Raises:
-            CapacityError: All numbers are taken.
-            UsageError: The namespace's fields are too long, or the capacity is out of range.
+        `capacity_nbytes`: the most that its slots may take here; 0 for no bound but the arena; None leaves it. Raises
+        CapacityError: All numbers are taken. UsageError: The namespace's fields are too long, or the capacity is out of
+        range.
         """
         if capacity_nbytes is not None and not 0 <= capacity_nbytes < 1 << 64:
             raise UsageError(f"field 'capacity_nbytes': {capacity_nbytes} is not in 0 .. 2**64 - 1; 0 is no bound")
@@ -69,7 +61,6 @@ class QuotaGroups:
         return number
 
     def find(self, digest: bytes) -> int | None:
-        """Number of a quota group, if it was opened."""
         return self._numbers.get(digest)
 
     def number(self, digest: bytes) -> int:
@@ -84,7 +75,6 @@ class QuotaGroups:
         (self._retired.add if retired else self._retired.discard)(number)
 
     def _reclaim(self) -> int:
-        """Free the number of one quota group that was dropped; -1 if there is none."""
         for number in sorted(self._retired):
             if self._release(number):
                 self._retired.discard(number)

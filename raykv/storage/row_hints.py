@@ -31,7 +31,6 @@ class RowHints:
     """
 
     def __init__(self, table: Table, *, expiring: bool) -> None:
-        """Start without hints, except for the expiry in the table."""
         self._table = table
         self._priority = lazy_zeros(table.rows, np.int8)
         self._ended = lazy_zeros(table.rows, np.uint32)  # tick at which the session ended; 0: it goes on
@@ -104,5 +103,4 @@ class RowHints:
 
 
 def ticks_of(seconds: float) -> int:
-    """A length of time in the table's units, at least one."""
     return max(1, round(seconds * TICKS_PER_S))

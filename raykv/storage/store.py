@@ -64,14 +64,8 @@ class Store(Contents):
     """The arena, the chunk table and the slots of one node, and everything that changes them.
 
     Attributes:
-        config: As it was opened.
-        arena: Shared with readers, as is the table.
-        groups: The quota groups.
-        row_hints: Priorities and expiry.
-        eviction_log, counters: Of the evictor.
         recovered: Chunks that were found at the start.
         memory_nodes: Memory node of each part of the arena (`numa.part_of`); () if the kernel was asked for none.
-        populator: Takes real memory ahead of need.
     """
 
     def __init__(self, config: StorageConfig, table: Table, arena: SharedMemory, *, now_s: float) -> None:
@@ -106,11 +100,8 @@ class Store(Contents):
     def open(cls, config: StorageConfig, prefix: Path | None, *, now_s: float) -> Self:
         """Map this node's files, or make them.
 
-        Args:
-            prefix: Path that the files' names begin with. None: anonymous memory, which ends with the process.
-
-        Raises:
-            ConfigError: No room for the files, no directory for them, or not the pages that the config asks for.
+        With prefix None: anonymous memory, which ends with the process. Raises ConfigError: No room for the files, no
+        directory for them, or not the pages that the config asks for.
         """
         return cls(config, *open_files(config, prefix, now_s=now_s), now_s=now_s)
 
@@ -133,18 +124,9 @@ class Store(Contents):
     ) -> LentSlots:
         """Lend slots to a writer. A lent slot counts as used; no reader sees it until `commit`.
 
-        Args:
-            group: Quota group, a number from `groups`.
-            nbytes: Size of the chunks to write.
-            count: Slots needed now. Other chunks are evicted for them.
-            ahead: Slots for later. They come after those needed now, and nothing is evicted for them.
-            protect: Keys whose chunks are not evicted: those about to be written, and the chunk before them.
-
-        Returns:
-            Fewer slots when the store is full.
-
-        Raises:
-            UsageError: The size is 0 or above an extent.
+        Other chunks are evicted for `count` slots, but none of the keys in `protect`. Slots `ahead` of need come last,
+        and nothing is evicted for them. Returns: fewer slots when the store is full. Raises UsageError: The size is 0
+        or above an extent.
         """
         self._require_size(nbytes)
         now, size = self.table.ticks(now_s), slot_nbytes(nbytes)
@@ -167,11 +149,8 @@ class Store(Contents):
     def commit(self, group: int, batch: Batch, written: Written, *, now_s: float) -> Bits:
         """Give keys to lent slots, whose bytes are written, and make the chunks visible to all readers.
 
-        Returns:
-            Which of the slots were used. The others stay lent: their keys are here already, or twice in the batch.
-
-        Raises:
-            UsageError: Names what is wrong with the batch or the slots. Nothing was stored.
+        Returns: which of the slots were used. The others stay lent: their keys are here already, or twice in the batch.
+        Raises UsageError: Names what is wrong with the batch or the slots. Nothing was stored.
         """
         self._require_size(batch.nbytes)
         require_batch(batch, written)
@@ -205,7 +184,6 @@ class Store(Contents):
         self.allocator.quarantine(rows, now_s=now_s)
 
     def _without_expired(self, rows: Rows, now: int) -> Rows:
-        """`rows` with -1 for chunks that had expired. They are removed."""
         expires = self.table.columns.expires[np.maximum(rows, 0)]
         expired = (rows >= 0) & (expires > 0) & (expires <= now)
         if not expired.any():
@@ -293,7 +271,6 @@ class Store(Contents):
 
     @property
     def needs_eviction(self) -> bool:
-        """Whether `evict_ahead` has something to do."""
         return self.evictor.needs_eviction
 
     def evict_ahead(self, *, now_s: float) -> bool:
@@ -304,12 +281,8 @@ class Store(Contents):
     def use_policy(self, group: int | None, chosen: str | type[Policy] | Score | None, *, now_s: float) -> None:
         """Evict by another policy from now on. It starts from the chunks that are here. Looks at all rows.
 
-        Args:
-            group: None: all quota groups that have no policy of their own.
-            chosen: A name, or a user's policy. None: the one of the config, and for a quota group the one for all.
-
-        Raises:
-            ConfigError: There is no such policy.
+        Group None: all quota groups without a policy of their own. Policy None: the one of the config, and for a quota
+        group the one for all. Raises ConfigError: There is no such policy.
         """
         if chosen is None and group is None:
             chosen = self.config.policy
@@ -318,8 +291,7 @@ class Store(Contents):
     def configure(self, group: int, config: NamespaceConfig, *, now_s: float) -> None:
         """Treat a quota group's chunks by this config from now on. What is above its quota is evicted ahead of need.
 
-        Raises:
-            ConfigError: There is no such policy here. The rest of the config holds.
+        Raises ConfigError: There is no such policy here. The rest of the config holds.
         """
         self.table.namespaces["capacity"][group] = config.dram_quota_nbytes or 0
         self.row_hints.configure(group, config)
@@ -340,12 +312,8 @@ class Store(Contents):
     ) -> int:
         """Change the hints of chunks; see `RowHints.update`. Returns how many of them are here.
 
-        Args:
-            touch: Count it as a read.
-            output_tokens: The request that read or stored the chunks is done, and generated this many tokens.
-
-        Raises:
-            UsageError: Names the hint that is out of range.
+        `touch`: count it as a read. `output_tokens`: the request that read or stored the chunks is done, and generated
+        this many tokens. Raises UsageError: Names the hint that is out of range.
         """
         require_hints(ttl_s, priority, output_tokens)
         now = self.table.ticks(now_s)
@@ -369,11 +337,9 @@ class Store(Contents):
 
     @property
     def has_changes(self) -> bool:
-        """Whether `take_changes` would return any keys."""
         return bool(self._added or self.evictor.removed)
 
     def take_changes(self) -> tuple[KeyArray, KeyArray]:
-        """Keys that were added and keys that were removed since the last call."""
         added, removed = b"".join(self._added), b"".join(self.evictor.removed)
         self._added, self.evictor.removed = [], []
         return chunk_keys.from_bytes(added), chunk_keys.from_bytes(removed)

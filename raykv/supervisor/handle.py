@@ -45,12 +45,7 @@ class NodeHandle:
     """
 
     def __init__(self, config: NodeConfig, *, secret: bytes, membership: MembershipPort) -> None:
-        """Start the node, and wait until it serves.
-
-        Args:
-            config: Of the node.
-            secret: The cluster's secret.
-            membership: The directory. This process asks it on the node's behalf.
+        """Start the node, and wait until it serves. This process asks the directory on the node's behalf.
 
         Raises:
             ConfigError: The config cannot be served here; says why.
@@ -107,11 +102,7 @@ class NodeHandle:
         return self._ended
 
     def stats(self) -> dict[str, Any]:
-        """See `Node.stats`. Waits for a node that is being restarted.
-
-        Raises:
-            PeerUnavailable: It does not answer.
-        """
+        """See `Node.stats`. Waits for a node that is being restarted. PeerUnavailable if it does not answer."""
         found: dict[str, Any] = json.loads(codec.expect(messages.Stats, self._ask(messages.GetStats())).stats)
         return found
 
@@ -130,11 +121,7 @@ class NodeHandle:
         return requests, left_out
 
     def stop(self, *, unlink: bool = False) -> None:
-        """Stop the node for good. Safe to call again.
-
-        Args:
-            unlink: Also leave the cluster and remove the memory. Otherwise it stays for the next process.
-        """
+        """Stop the node for good. Safe to call again. `unlink`: also leave the cluster and remove the memory."""
         with self._stopping:
             if not self._ended:
                 self._send(STOP)

@@ -41,13 +41,7 @@ _PR_SET_PDEATHSIG: Final = 1
 
 
 class NodeSpec(msgspec.Struct):
-    """The node to run.
-
-    Attributes:
-        config: Fields of `NodeConfig`.
-        secret: The cluster's secret, as hexadecimal text.
-        membership: Address of a `MembershipProxyServer` that knows the secret.
-    """
+    """The node to run; its secret as hexadecimal text, and the address of a `MembershipProxyServer` that knows it."""
 
     config: dict[str, Any]
     secret: str
@@ -74,7 +68,6 @@ class Supervisor:
     """Starts a node, and another one whenever it ends by itself."""
 
     def __init__(self, spec: NodeSpec, reports: int) -> None:
-        """Args: reports: Descriptor for the reports."""
         self._spec = spec
         self._config = NodeConfig.load(spec.config)
         self._reports = reports

@@ -28,11 +28,7 @@ class Admission:
     """
 
     def __init__(self, budget_nbytes_per_day: float | None = None, *, burst_s: float = BURST_S, now_s: float) -> None:
-        """Begin with a full budget; None is no limit.
-
-        Args:
-            now_s: By any monotonic clock, the same for all calls.
-        """
+        """Begin with a full budget; None is no limit. `now_s` is by any monotonic clock, the same for all calls."""
         self._per_s = None if budget_nbytes_per_day is None else budget_nbytes_per_day / DAY_S
         self._most = (self._per_s or 0.0) * burst_s
         self._left, self._filled_s = self._most, now_s
@@ -63,16 +59,14 @@ class Admission:
     ) -> Bits:
         """Decide which chunks to write, and take their bytes from the budget. One entry a chunk.
 
+        With a short budget, chunks with a hint come first, then the others in order; a chunk that is too large for the
+        rest of the budget does not keep smaller ones out.
+
         Args:
-            reads: Since the chunk was stored.
-            parent_reads: Of the chunk before it; 0 if there is none.
+            reads: Since the chunk was stored; `parent_reads`: of the chunk before it, 0 if there is none.
             nbytes: Space that it takes in the tier.
             priority: Hints: positive to write it if the budget allows, negative not to; 0 is no hint.
             keys: To look for in the departures.
-
-        Returns:
-            A bit for each. With a short budget, chunks with a hint come first, then the others in order; a chunk that
-            is too large for the rest of the budget does not keep smaller ones out.
         """
         if keys is not None:
             reads = reads + np.array([key in self._departed for key in keys], np.int64)
@@ -98,6 +92,5 @@ class Admission:
 
 
 def deserve(reads: Numbers, parent_reads: Numbers, priority: Numbers | None = None) -> Bits:
-    """The rule of `Admission.admit` without the budget."""
     wanted: Bits = (reads > 0) | (parent_reads > 0)
     return wanted if priority is None else np.where(priority == 0, wanted, priority > 0)

@@ -50,7 +50,6 @@ class Found(NamedTuple):
 
 
 def is_same(found: Found | None, nbytes: int, checksum: int) -> bool:
-    """Whether the chunk that was found has this length and checksum."""
     return found is not None and (found.nbytes, found.checksum) == (nbytes, checksum)
 
 
@@ -63,9 +62,7 @@ Arrived = Callable[[Sequence[bool]], None]
 class GroupNames(Protocol):
     """Names of quota groups in files, which outlive the numbers that a node gives them. Thread-safe."""
 
-    def text(self, group: int) -> bytes:
-        """The quota group's fields as JSON."""
-        ...
+    def text(self, group: int) -> bytes: ...
 
     def number(self, text: bytes) -> int | None:
         """Its number on this node, made if need be; None without room for one more, or if it is not such JSON."""
@@ -111,9 +108,8 @@ class Tier(ABC):
     def write(self, chunks: Sequence[Chunk], done: Written) -> int:
         """Queue chunks to be written. A chunk that is here already is not written again, and is True in `done`.
 
-        Returns:
-            How many were taken, from the front; `done` is called for these alone. 0 (then `done` is not called) while
-            the queue is full, the tier is off, or no space can be made.
+        Returns how many were taken, from the front; `done` is called for these alone. 0 (then `done` is not called)
+        while the queue is full, the tier is off, or no space can be made.
         """
 
     @abstractmethod
@@ -121,12 +117,8 @@ class Tier(ABC):
         """Queue chunks to be read into slots of the arena. The tier may write to these slots until it calls back.
 
         A chunk that is not here any more, or is not what was stored, is False in `done`. Wrong bytes are dropped.
-
-        Args:
-            found: What `find` returned. A chunk of another length or checksum, stored since, counts as not here.
-
-        Returns:
-            False (then `done` is not called) while the queue is full or the tier is off.
+        `found` is what `find` returned; a chunk of another length or checksum, stored since, counts as not here.
+        Returns False (then `done` is not called) while the queue is full or the tier is off.
         """
 
     @abstractmethod
@@ -156,10 +148,9 @@ class Tier(ABC):
     def stats(self) -> dict[str, Any]:
         """Content and work so far, as plain values.
 
-        Returns:
-            state ("starting", "on", "slow", "off"), reason, chunks, used_nbytes, capacity_nbytes, written_nbytes (of
-            chunks that callers wrote), disk_nbytes (all that was written), moved_nbytes, read_nbytes, refused,
-            timeouts, errors, corrupt.
+        state ("starting", "on", "slow", "off"), reason, chunks, used_nbytes, capacity_nbytes, written_nbytes (of chunks
+        that callers wrote), disk_nbytes (all that was written), moved_nbytes, read_nbytes, refused, timeouts, errors,
+        corrupt.
         """
 
     @abstractmethod

@@ -31,7 +31,7 @@ STEP_CHUNKS: Final = 1024
 
 
 class Demotion:
-    """See the module. Thread-safe.
+    """Thread-safe.
 
     Attributes:
         demoted: Chunks that a tier wrote.
@@ -40,11 +40,7 @@ class Demotion:
     def __init__(
         self, store: Store, lock: threading.Lock, tiers: Sequence[Tier], written: Callable[[KeyArray], None]
     ) -> None:
-        """Begin.
-
-        Args:
-            written: Called with keys that a tier has written, without a lock.
-        """
+        """Begin. `written` is called with keys that a tier has written, without a lock."""
         self._store, self._lock, self._tiers, self._on_written = store, lock, tiers, written
         now_s = time.monotonic()
         self._admissions = [Admission(tier.write_nbytes_per_day, now_s=now_s) for tier in tiers]
@@ -110,6 +106,7 @@ class Demotion:
 
     def _pin(self, rows: Rows, keys: KeyArray) -> tuple[list[Chunk], Rows]:
         store, columns, now_s = self._store, self._store.table.columns, time.monotonic()
+        today_s = time.time() - now_s
         with self._lock:
             wanted = store.evictor.evictable(rows)
             if self._barred:
@@ -129,14 +126,10 @@ class Demotion:
                 columns.depth[rows].tolist(),
                 [store.key_of(parent) if parent >= 0 else b"" for parent in parents.tolist()],
                 columns.frequency[rows].tolist(),
-                [self._wall_s(expires, now_s) for expires in columns.expires[rows].tolist()],
+                [today_s + store.table.seconds(ticks) if ticks else 0.0 for ticks in columns.expires[rows].tolist()],
                 strict=True,
             )
             return [Chunk(*each) for each in fields], rows
-
-    def _wall_s(self, ticks: int, now_s: float) -> float:
-        """An expiry of the table in seconds since 1970; 0 for never."""
-        return time.time() + self._store.table.seconds(ticks) - now_s if ticks else 0.0
 
     def _written(self, rows: Rows) -> Written:
         def done(chunks: Sequence[Chunk], written: Sequence[bool]) -> None:

@@ -24,7 +24,7 @@ OUTLIVES_S = 1.0
 
 
 class TierMover:
-    """See the module. Thread-safe.
+    """Thread-safe.
 
     Attributes:
         tiers: Fastest first; may be empty.
@@ -33,11 +33,7 @@ class TierMover:
     """
 
     def __init__(self, store: Store, lock: threading.Lock, tiers: Sequence[Tier], changed: Callable[[], None]) -> None:
-        """Begin to move chunks of `store`, under the node's lock.
-
-        Args:
-            changed: Called when there are chunks to announce.
-        """
+        """Begin to move chunks of `store`, under the node's lock. Call `changed` when there are chunks to announce."""
         self.tiers, self._store, self._lock = tuple(tiers), store, lock
         self._changed = changed
         self.demotion = Demotion(store, lock, self.tiers, self._on_written)
@@ -62,8 +58,6 @@ class TierMover:
         self.drop_outdated(keys)  # their expiry may have changed meanwhile
         self._changed()
 
-    # -- content ----------------------------------------------------------------------------------------------------
-
     def has(self, keys: KeyArray) -> Bits:
         here = np.zeros(len(keys), np.bool_)
         for tier in self.tiers:
@@ -75,7 +69,6 @@ class TierMover:
         return np.concatenate([chunk_keys.empty(), *(tier.keys() for tier in self.tiers)])
 
     def take_changes(self) -> list[KeyArray]:
-        """Keys that were added to a tier or removed from one since the last call."""
         with self._changes_lock:
             for tier in self.tiers:
                 self._collect_changes(tier, Reason.EVICTED)
@@ -88,8 +81,6 @@ class TierMover:
         if len(removed):
             with self._lock:
                 self._store.eviction_log.add(removed, reason, tier=tier.place, now_s=time.monotonic())
-
-    # -- deleting ---------------------------------------------------------------------------------------------------
 
     def delete(self, keys: KeyArray) -> int:
         """Delete chunks from the tiers. Returns how many there were, each tier's counted.
@@ -107,10 +98,7 @@ class TierMover:
     def drop_outdated(self, keys: KeyArray) -> int:
         """Chunks were stored, or got another expiry: delete copies below that would outlive them, or expire early.
 
-        Without it, a chunk that is stored again with a TTL could be read from a tier after its end.
-
-        Returns:
-            How many copies there were.
+        Without it, a chunk that is stored again with a TTL could be read from a tier after its end. Returns the count.
         """
         count, now_s = 0, time.monotonic()
         today_s = time.time() - now_s
@@ -119,10 +107,9 @@ class TierMover:
             if not len(below):
                 continue
             found = tier.find(below)
+            table = self._store.table
             with self._lock:
-                rows = self._store.table.find(below).tolist()
-                table = self._store.table
-                ends = [table.cells.expires[row] if row >= 0 else -1 for row in rows]
+                ends = [table.cells.expires[row] if row >= 0 else -1 for row in table.find(below).tolist()]
             outdated = [
                 entry is not None and ticks >= 0 and _differ(entry.expires_s, ticks and today_s + table.seconds(ticks))
                 for entry, ticks in zip(found, ends, strict=True)
@@ -131,7 +118,6 @@ class TierMover:
         return count
 
     def _remove(self, remove_from: Callable[[Tier], int], reason: Reason) -> int:
-        """Removals between the two looks at a tier's changes have this reason."""
         count = 0
         with self._changes_lock:
             for tier in self.tiers:

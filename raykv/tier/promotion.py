@@ -49,7 +49,7 @@ class _Run:
 
 
 class Promotion:
-    """See the module. Thread-safe.
+    """Thread-safe.
 
     Attributes:
         promoted: Chunks that arrived.
@@ -64,12 +64,9 @@ class Promotion:
         self.nbytes = self.promoted = self.late = 0
 
     def promote(self, keys: KeyArray, *, until_s: float) -> int:
-        """Bring those of the keys into memory that are not there, and wait for them until `until_s`.
+        """Bring those of the keys into memory that are not there, and wait for them until `until_s`; 0: do not wait.
 
-        A read that takes longer goes on. With `until_s` 0 the call does not wait.
-
-        Returns:
-            How many chunks are on their way, or have arrived.
+        A read that takes longer goes on. Returns how many chunks are on their way, or have arrived.
         """
         with self._lock:
             wanted = keys[self._store.missing(keys, now_s=time.monotonic())]
@@ -96,7 +93,6 @@ class Promotion:
         return sum(len(run.positions) for run in runs.values())
 
     def _wait_for_room(self, nbytes: int, until_s: float) -> None:
-        """Wait until other chunks have arrived, if too many are on their way."""
         while self.nbytes + nbytes > self._most_nbytes:
             with self._lock:
                 first = next(iter(self._runs.values()), None)
@@ -104,11 +100,7 @@ class Promotion:
                 return
 
     def _begin(self, keys: KeyArray, found: list[Found]) -> tuple[_Run | None, list[_Run]]:
-        """Borrow slots for a run, all of one size and quota group.
-
-        Returns:
-            The run; and the runs that already read some of its chunks, which are not read twice.
-        """
+        """Lend slots to a run. Returns it, and the runs that already read some of its chunks: none is read twice."""
         store, first, now_s, raw = self._store, found[0], time.monotonic(), raw_keys(keys)
         chained = bool(first.parent) or (len(found) > 1 and bool(found[1].parent))
         parent = key_array([first.parent]) if first.parent else None
@@ -144,7 +136,6 @@ class Promotion:
         return False
 
     def _arrive(self, run: _Run, arrived: Bits) -> None:
-        """Commit the chunks that arrived, and give the other slots back."""
         store, rows, now_s, keys = self._store, run.slots.rows, time.monotonic(), run.keys()
         with self._lock:
             arrived &= np.array([key not in run.unwanted for key in keys])
@@ -178,9 +169,8 @@ class Promotion:
 
     def give_up(self, keys: KeyArray) -> None:
         """Do not commit these when they arrive: they were deleted. Under the node's lock."""
-        for key in raw_keys(keys) if self._runs else ():
-            if (run := self._runs.get(key)) is not None:
-                run.unwanted.add(key)
+        for key in self._runs.keys() & raw_keys(keys) if self._runs else ():
+            self._runs[key].unwanted.add(key)
 
     def give_up_group(self, group: int) -> None:
         """A quota group was dropped: commit none of its chunks that are on their way."""

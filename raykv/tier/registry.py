@@ -29,9 +29,8 @@ _registered: Final[dict[str, _Registered]] = {}
 def register_tier(name: str, opener: Opener | str, place: Place = Place.OTHER) -> None:
     """Make a tier available under a name, for `StorageConfig.tiers`: {name: options}.
 
-    Args:
-        opener: Opens the tier; or "module:attribute" of such a function or class, imported at first use.
-        place: Where its chunks lie. Tiers with a lower place are asked first.
+    `opener` opens it, or is "module:attribute" of such a function or class, imported at first use. Tiers with a lower
+    `place`, where their chunks lie, are asked first.
     """
     _registered[name] = _Registered(opener, place)
 
@@ -41,11 +40,7 @@ register_tier("file", "raykv.tier.file.tier:FileTier", Place.FILE)
 
 
 def open_tier(name: str, options: Any, environment: Environment) -> Tier:
-    """Open a registered tier.
-
-    Raises:
-        ConfigError: No tier has this name, or it cannot be opened.
-    """
+    """Open a registered tier. Raises ConfigError if no tier has this name, or it cannot be opened."""
     if name not in _registered:
         raise ConfigError(f"field 'tiers': no tier is called {name!r}; there are: {', '.join(sorted(_registered))}")
     opener, place = _registered[name]
@@ -61,15 +56,7 @@ def open_tier(name: str, options: Any, environment: Environment) -> Tier:
 
 
 def open_tiers(config: NodeConfig, store: Store, lock: threading.Lock, *, changed: Callable[[], None]) -> TierMover:
-    """Open the tiers of a node's config.
-
-    Args:
-        lock: The node's, under which the store changes.
-        changed: Called when there are chunks to announce.
-
-    Raises:
-        ConfigError: A tier cannot be opened.
-    """
+    """Open the tiers of a node's config; see `TierMover`. Raises ConfigError if one cannot be opened."""
     storage = config.storage
     options = {"ssd": storage.ssd, "file": storage.file, **storage.tiers}
     node = f"raykv-{config.cluster}-{config.node_id}"

@@ -12,17 +12,18 @@ import numpy as np
 import pytest
 
 import raykv
+from raykv.client.pipeline import ignore
 from raykv.client.slot_pool import (
     GROW_S,
     MAX_POOL_NBYTES,
     MAX_POOL_SLOTS,
     POOL_IDLE_S,
     TRUST_S,
-    PostedResults,
     SlotPool,
 )
 from raykv.memory.slots import slot_nbytes
-from raykv.transport.base import MAX_POSTED
+from raykv.protocol import messages
+from raykv.transport.base import MAX_POSTED, Reply
 from raykv.types import PutResult
 from tests.support.nodes import (
     NBYTES,
@@ -111,15 +112,6 @@ def test_a_pool_grows_with_use_and_is_filled_when_half_empty():
     pool.coming = 6
     assert pool.pop(5, 9.1) == [(1, 10), (2, 20)]
     assert pool.lacking(9.1) == 0  # they are on their way
-
-
-def test_results_of_posted_puts_are_reported_once():
-    results = PostedResults()
-    results.add(PutResult(3, 1, 0))
-    results.add(PutResult(0, 0, 2, "gone"))
-    results.add(PutResult(0, 0, 1, "later"))
-    assert results.reset() == PutResult(3, 1, 3, "gone")
-    assert results.reset() == PutResult(0, 0, 0)
 
 
 # -- waited for -------------------------------------------------------------------------------------------------------
@@ -603,7 +595,7 @@ def test_what_was_reported_as_stored_is_there_however_often_the_node_dies(node, 
 
     def write(client, writer: int) -> None:
         number = 0
-        while not stopping.is_set() and number < 100:
+        while not stopping.is_set() and len(stored) < 300:
             some = [f"w{writer}-{number}-{place}" for place in range(1 + number % 4)]
             result = client.put(some, [content(name) for name in some], timeout_s=0.5)
             if result.stored == len(some):
@@ -624,7 +616,7 @@ def test_what_was_reported_as_stored_is_there_however_often_the_node_dies(node, 
         node.kill()
         time.sleep(rng.random() * 0.1)
         node.start()
-    time.sleep(0.5)
+    wait_until(lambda: len(stored) > 60)
     stopping.set()
     for thread in threads:
         thread.join()
@@ -688,3 +680,61 @@ def test_a_nodes_threads_do_not_interrupt_this_hosts_readers_and_writers(node):
         )  # heartbeat, announcer, reclaimer, and the thread that serves `client`
         assert policies.count(os.SCHED_OTHER) >= 1
         assert os.sched_getscheduler(node.process.pid) == os.SCHED_OTHER
+
+
+def test_slots_of_a_broken_connection_are_not_written_to_over_the_next_one(node, monkeypatch):
+    """The connection breaks, and another thread makes a new one, while a put waits for slots until its deadline."""
+    with node.client() as client:
+        put(client, names(30))
+        assert starts_at_hand(client)
+        pipeline = client.router.writer.supply.pipeline
+        wait, calls = pipeline.wait, []
+
+        def reconnect_meanwhile(posted, deadline_s):
+            calls.append(posted)
+            if len(calls) > 1:
+                return wait(posted, deadline_s)
+            until_s = time.monotonic() + 5.0
+            with pipeline.lock:
+                pipeline.drop_locked("broken")
+            assert wait(pipeline.post(messages.GetView(), ignore, deadline_s=until_s), until_s)
+            return False
+
+        pipeline.trusted_until_s = 0.0
+        monkeypatch.setattr(pipeline, "wait", reconnect_meanwhile)
+        result = client.put(["late"], [content("late")], timeout_s=0.0)
+        assert (result.stored, result.posted, result.skipped) == (0, 0, 1)
+        monkeypatch.undo()
+        assert put(client, ["late"]).stored == 1
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        messages.Done(),
+        messages.Committed(()),
+        messages.Committed((messages.CommittedRun(unused=b"abc"),)),
+        messages.Committed((messages.CommittedRun(unused=b"\xff" * 8),)),
+        messages.Committed((messages.CommittedRun(rows=b"1234", offsets=b"1"),)),
+        messages.Committed((messages.CommittedRun(problem="refused"),)),
+        messages.Failure("LostError", "unknown group"),
+        messages.Failure("UsageError", "no"),
+    ],
+)
+def test_any_answer_to_a_commit_is_survived(answer, monkeypatch):
+    with cluster(1) as running:
+        client, node = running.client(SPACE), running.nodes[0]
+        put(client, names(2))
+        respond = node.answer
+
+        def odd(request, session):
+            return Reply(answer) if isinstance(request, messages.Commit) else respond(request, session)
+
+        monkeypatch.setattr(node, "answer", odd)
+        for wait in (True, False):
+            result = put(client, [f"late-{wait}", f"more-{wait}"], wait=wait)
+            print(result)
+            assert result.stored + result.skipped + result.posted == 2
+        assert client.flush().posted == 0
+        monkeypatch.undo()
+        assert put(client, names(3)).skipped == 0

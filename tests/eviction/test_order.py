@@ -319,7 +319,7 @@ def test_a_policy_of_ones_own():
     assert own.plain_hits == REFERENCES["fifo"](accesses, 3)
     columns = table(4)
     assert victims(policy(Odd), columns, np.arange(4, dtype=np.int32), 4, 0).tolist() == [0, 2, 1, 3]
-    assert policy("raykv.eviction.lru:LRU").score(columns, np.array([1], np.int32), 0).tolist() == [0]
+    assert policy("raykv.eviction.by_columns:LRU").score(columns, np.array([1], np.int32), 0).tolist() == [0]
 
 
 @pytest.mark.parametrize(

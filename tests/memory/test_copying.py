@@ -23,9 +23,9 @@ from raykv.memory.copying import (
     checksum_of,
     copy,
     gather,
-    gather_hashed,
     scatter,
 )
+from tests.support.copies import gather_hashed
 
 pytestmark = pytest.mark.usefixtures("loops")
 
@@ -264,7 +264,7 @@ import random, sys, xxhash
 from mmap import mmap
 import numpy as np
 from raykv.memory import native
-from raykv.memory.copying import gather_hashed
+from tests.support.copies import gather_hashed
 from raykv.memory.layout import RECORD
 rng = random.Random(int(sys.argv[1]))
 room, source = mmap(-1, 1 << 20), memoryview(rng.randbytes(1 << 20))  # a map begins at a page

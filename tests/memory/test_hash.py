@@ -6,7 +6,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from raykv.memory import native
-from raykv.memory.copying import CopyThreads, gather_hashed
+from raykv.memory.copying import CopyThreads
+from tests.support.copies import gather_hashed
 
 pytestmark = pytest.mark.usefixtures("loops")
 EDGES = [64 * n + d for n in (3, 4, 15, 16, 17, 32, 255, 256, 257) for d in (-1, 0, 1)]

@@ -8,7 +8,7 @@ import pytest
 
 from raykv.config import SLOT_ALIGNMENT_NBYTES as PAGE
 from raykv.errors import LostError
-from raykv.memory import recovery
+from raykv.memory import free_rows, recovery
 from raykv.memory.layout import RowState
 from raykv.memory.slots import Slots
 from raykv.memory.table import Table
@@ -151,7 +151,7 @@ PROBLEMS = {
 
 @pytest.mark.parametrize("how", DAMAGES)
 def test_a_table_that_contradicts_itself_is_refused(np_rng, monkeypatch, how):
-    monkeypatch.setattr(recovery, "BLOCK_ROWS", 64)
+    monkeypatch.setattr(free_rows, "BLOCK_ROWS", 64)
     seen: Counter[str] = Counter()
     for _ in range(TRIALS):
         table = random_table(np_rng)

@@ -73,8 +73,15 @@ def test_a_second_tier_is_tried_with_each_size_of_memory():
 
 def test_policies_are_names_functions_or_all():
     trace = parse_trace(LINES)
-    names = [record.policy for record in plan(trace, [3], ["lru", "all", newest, "raykv.eviction.lru:LRU"])]
-    assert names == ["lru", *[name for name in POLICIES if name != "lru"], "belady", "newest", "raykv.eviction.lru:LRU"]
+    own = "raykv.eviction.by_columns:LRU"
+    names = [record.policy for record in plan(trace, [3], ["lru", "all", newest, own])]
+    assert names == [
+        "lru",
+        *[name for name in POLICIES if name != "lru"],
+        "belady",
+        "newest",
+        "raykv.eviction.by_columns:LRU",
+    ]
     with pytest.raises(ConfigError, match="unknown policy 'best'"):
         plan(trace, [3], ["best"])
 

@@ -19,8 +19,6 @@ from raykv.planner.trace import Trace, read_trace
 from raykv.tier.admission import Admission
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
-LENGTHS = pytest.mark.parametrize(("requests", "share"), [(1000, 2), pytest.param(4000, 10, marks=pytest.mark.soak)])
-"""Requests of the trace, and the part of its chunks that fits into memory: one in `share`."""
 
 TRACE = Path(__file__).parents[1] / "data" / "mooncake_synthetic_trace.jsonl.gz"
 FASTER = 16
@@ -28,30 +26,17 @@ FASTER = 16
 LATE_S = (0.0, 0.0, 0.0, 0.005, 0.01, 0.03)
 SPACE = raykv.Namespace(model="m")
 NBYTES = 4096
+REQUESTS = pytest.mark.parametrize("requests", [200, pytest.param(None, marks=pytest.mark.soak)])
 
 
-def real(requests: int) -> Trace:
-    """The first requests of the real trace."""
-    whole, number = read_trace(TRACE), {}
+def paced(requests: int | None, *, silent: bool = True) -> Trace:
+    """The first requests one tick apart: the columns cannot tell shorter times apart. No output tokens if silent."""
+    trace = read_trace(TRACE)
     first = [
-        replace(each, chunks=[number.setdefault(chunk, len(number)) for chunk in each.chunks])
-        for each in whole.requests[:requests]
-    ]
-    return replace(whole, requests=first, chunks=len(number))
-
-
-def paced(trace: Trace, *, silent: bool = True) -> Trace:
-    """The same requests one tick apart: the columns cannot tell shorter times apart.
-
-    Args:
-        trace: In order of time.
-        silent: Without the numbers of generated tokens.
-    """
-    requests = [
         replace(each, at_s=place / TICKS_PER_S, output_tokens=0 if silent else each.output_tokens)
-        for place, each in enumerate(trace.requests)
+        for place, each in enumerate(trace.requests[:requests])
     ]
-    return replace(trace, requests=requests)
+    return replace(trace, requests=first, chunks=1 + max(max(each.chunks) for each in first))
 
 
 class Clock(NamedTuple):
@@ -102,28 +87,28 @@ def jittered(trace: Trace, seed: int) -> Trace:
     return replace(trace, requests=requests)
 
 
-@LENGTHS
+@REQUESTS
 @pytest.mark.parametrize("name", ["leaf_lru", "density"])
-def test_a_node_hits_as_often_as_the_planner_says(name, requests, share):
-    trace = paced(real(requests))
-    planned = replay(trace, policy(name), trace.chunks // share).prefix_hits / trace.accesses
-    assert abs(live_hits(trace, name, share) - planned) < 0.01
+def test_a_node_hits_as_often_as_the_planner_says(name, requests):
+    trace = paced(requests)
+    planned = replay(trace, policy(name), trace.chunks // 10).prefix_hits / trace.accesses
+    assert abs(live_hits(trace, name) - planned) < 0.01
 
 
-@LENGTHS
-def test_a_node_with_reported_tokens_hits_as_often_as_the_planner_says(requests, share):
+@REQUESTS
+def test_a_node_with_reported_tokens_hits_as_often_as_the_planner_says(requests):
     """A request that is late by a tick or two makes density decide otherwise: on this trace, hits vary by a point."""
-    trace = paced(real(requests), silent=False)
+    trace = paced(requests, silent=False)
     late = (jittered(trace, seed) for seed in range(5))
-    replays = (replay(each, policy("density"), trace.chunks // share, decode_s=CLOCK.decode_s) for each in late)
+    replays = (replay(each, policy("density"), trace.chunks // 10, decode_s=CLOCK.decode_s) for each in late)
     planned = [outcome.prefix_hits / trace.accesses for outcome in replays]
     print(f"planned {planned}")
-    assert min(planned) - 0.01 < live_hits(trace, "density", share) < max(planned) + 0.01
+    assert min(planned) - 0.01 < live_hits(trace, "density") < max(planned) + 0.01
 
 
-def live_hits(trace: Trace, name: str, share: int) -> float:
-    """Hits of a node with room for one in `share` chunks, as a share of all reads."""
-    capacity = trace.chunks // share
+def live_hits(trace: Trace, name: str) -> float:
+    """Hits of a node with room for a tenth of the chunks, as a share of all reads."""
+    capacity = trace.chunks // 10
     storage = {"extent_nbytes": "256 KiB", "max_chunks": 2 * capacity, "low_water": 0.0, "high_water": 0.001}
     with raykv.embedded(1, arena_nbytes=capacity * NBYTES, policy=name, **storage) as cluster:
         live = drive(trace, cluster.client(SPACE), NBYTES, CLOCK) / trace.accesses
@@ -131,11 +116,11 @@ def live_hits(trace: Trace, name: str, share: int) -> float:
     return live
 
 
-@LENGTHS
-def test_a_node_with_an_ssd_hits_as_often_as_the_planner_says(tmp_path, requests, share):
+@REQUESTS
+def test_a_node_with_an_ssd_hits_as_often_as_the_planner_says(tmp_path, requests):
     nbytes, segment = 64 << 10, 100
-    trace = paced(real(requests))
-    capacity, below = trace.chunks // (2 * share), trace.chunks * share // 40
+    trace = paced(requests)
+    capacity, below = trace.chunks // 20, trace.chunks // 4
     ssd = Ssd(below, segment, Admission(None, now_s=0.0), token_nbytes=nbytes // trace.chunk_tokens)
     outcome = replay(trace, policy("leaf_lru"), capacity, ssd=ssd)
     planned = outcome.prefix_hits / trace.accesses

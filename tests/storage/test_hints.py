@@ -7,7 +7,7 @@ from raykv.config import SLOT_ALIGNMENT_NBYTES as PAGE
 from raykv.config import NamespaceConfig
 from raykv.errors import UsageError
 from raykv.eviction import POLICIES
-from raykv.eviction.lru import LRU
+from raykv.eviction.by_columns import LRU
 from tests.support.stores import FULL, LETTERS, Bench, names_to_keys
 
 COUNT = len(LETTERS)

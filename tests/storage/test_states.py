@@ -11,7 +11,7 @@ import pytest
 from raykv.config import SLOT_ALIGNMENT_NBYTES as PAGE
 from raykv.config import NamespaceConfig
 from raykv.eviction import POLICIES
-from raykv.eviction.lru import LRU
+from raykv.eviction.by_columns import LRU
 from raykv.memory.arena import SharedMemory
 from raykv.memory.layout import QUARANTINE_S, RowState
 from raykv.memory.table import Table

@@ -42,6 +42,15 @@ sys.stdin.read()
 os.kill(os.getpid(), 9)
 """
 
+IMPATIENT = """
+import runpy
+from raykv.storage import files
+
+files.OWN_TIMEOUT_S = 0.2
+runpy.run_module("raykv.supervisor.process", run_name="__main__")
+"""
+"""A supervisor whose node does not wait long for a dying one to let go of the memory."""
+
 
 class Supervised:
     """A supervised node that tests kill."""
@@ -185,7 +194,11 @@ def test_a_config_that_cannot_be_served_is_an_error_and_not_tried_again(shm_dir,
 
 
 @pytest.mark.slow
-def test_two_for_the_same_memory(made):
+def test_two_for_the_same_memory(made, tmp_path, monkeypatch):
+    impatient = tmp_path / "python"
+    impatient.write_text(f"#!{sys.executable}\n{IMPATIENT}")
+    impatient.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(impatient))
     with pytest.raises(ConfigError, match="another process"):
         NodeHandle(made.node.config, secret=b"s", membership=made.membership)
     assert made.node.stats()["node_id"] == "n"
@@ -324,7 +337,7 @@ def kill_under_load(shm_dir: Path, kills: int, seed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not native.available, reason="readers without compiled loops are slower than this test's patience")
 def test_killed_at_random_moments_under_load_reads_never_stop(shm_dir, seed):
-    kill_under_load(shm_dir, 4, seed)
+    kill_under_load(shm_dir, 2, seed)
 
 
 @pytest.mark.soak

@@ -15,6 +15,7 @@ import numpy as np
 import xxhash
 
 import raykv
+from raykv.client.slot_pool import TRUST_S
 from raykv.config import ClientConfig, NodeConfig, StorageConfig
 from raykv.embedded import EmbeddedCluster, InProcessMembership
 from raykv.node.node import Node
@@ -32,7 +33,9 @@ import json, sys
 from raykv.config import NodeConfig
 from raykv.embedded import InProcessMembership
 from raykv.node.node import Node
+from raykv.storage import allocator
 
+allocator.QUARANTINE_S = float(sys.argv[3])
 membership = InProcessMembership(member_timeout_s=5.0)
 node = Node(NodeConfig.load(json.loads(sys.argv[1])), secret=bytes.fromhex(sys.argv[2]), membership=membership)
 node.start()
@@ -161,6 +164,9 @@ def kill(process: "subprocess.Popen[str]") -> None:
 class NodeProcess:
     """A node that can be killed and started again."""
 
+    quarantine_s = 1.25 * TRUST_S
+    """Shorter than QUARANTINE_S, and longer than a writer trusts its slots without a call."""
+
     def __init__(self, shm_dir: Path) -> None:
         storage = {"arena_nbytes": 32 << 20, "extent_nbytes": 1 << 20, "shm_dir": str(shm_dir)}
         self.fields = {"node_id": "n", "cluster": "p", "host": "elsewhere", "storage": storage, "heartbeat_s": 0.05}
@@ -168,7 +174,7 @@ class NodeProcess:
         self.start()
 
     def start(self) -> None:
-        self.process = run(NODE, json.dumps(self.fields), SECRET)
+        self.process = run(NODE, json.dumps(self.fields), SECRET, str(self.quarantine_s))
         assert self.process.stdout is not None
         self.address = self.process.stdout.readline().strip()
         assert self.address, "the node did not start"

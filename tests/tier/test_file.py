@@ -20,7 +20,7 @@ import xxhash
 import raykv
 from raykv.config import FileTierConfig
 from raykv.errors import ConfigError
-from raykv.tier.file import folder, part, state, writing
+from raykv.tier.file import folder, state, writing
 from raykv.tier.file import tier as file_tier
 from raykv.tier.file.folder import Folder
 from raykv.tier.file.scanning import Scanner
@@ -243,7 +243,7 @@ def test_a_part_without_chunks_closes_its_file_once(tmp_path, monkeypatch):
     """The number may be another file's by the time that removing it is tried again."""
     directory = Folder(tmp_path, "a")
     directory.prepare()
-    filling, remove = part.Part(directory, 7, nbytes=PACK), Folder.remove
+    filling, remove = writing.Part(directory, 7, nbytes=PACK), Folder.remove
     monkeypatch.setattr(Folder, "remove", lambda self, name: (_ for _ in ()).throw(OSError(errno.EIO, "gone away")))
     with pytest.raises(OSError, match="gone away"):
         filling.seal()
@@ -746,7 +746,7 @@ def test_what_is_being_written_is_not_given_back_before_its_time(tmp_path, monke
 
 def test_without_locks_two_of_one_name_still_read_right_bytes(tmp_path, monkeypatch):
     monkeypatch.setattr(folder, "lock", lambda fd: True)
-    monkeypatch.setattr(part, "lock", lambda fd: True)
+    monkeypatch.setattr(writing, "lock", lambda fd: True)
     keys = keys_for(60)
     with FileDriver(tmp_path, seal_s=60.0).on() as one:
         one.put(keys[:10], 30_000)

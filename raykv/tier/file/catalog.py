@@ -2,17 +2,20 @@
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
 from raykv.memory.layout import MAX_NAMESPACES
 from raykv.tier.file.folder import Name
-from raykv.tier.file.tombstones import Tombstones
-from raykv.tier.segments.format import Array, key_array
+from raykv.tier.segments.format import Array, key_array, raw_keys
 from raykv.tier.segments.index import Changes, Index
-from raykv.types import KeyArray, Rows
+from raykv.types import Bits, KeyArray, Rows
+
+MAX_KEYS: Final = 1 << 20
+"""Deleted keys that are remembered; beyond it the oldest are dropped."""
 
 
 @dataclass(eq=False, slots=True)
@@ -49,9 +52,7 @@ class Catalog:
 
     def own(self, rows: Rows) -> Rows:
         """Those of the rows whose chunks lie in packs that this node wrote."""
-        mine = [pack.number for pack in self.packs.values() if pack.mine]
-        owned: Rows = rows[np.isin(self.index.segment[rows], mine)]
-        return owned
+        return rows[np.isin(self.index.segment[rows], [pack.number for pack in self.packs.values() if pack.mine])]
 
     def take_changes(self) -> tuple[KeyArray, KeyArray]:
         """See `tier.base.Tier`; of packs that this node wrote."""
@@ -60,10 +61,7 @@ class Catalog:
         here = (rows >= 0) & np.isin(rows, self.own(rows[rows >= 0]))
         return keys[here], keys[~here]
 
-    # -- packs ------------------------------------------------------------------------------------------------------
-
     def add_pack(self, name: Name, nbytes: int) -> Pack:
-        """Learn of a file, which takes this space."""
         if name.stem in self.known:
             return self.known[name.stem]
         pack = Pack(name, self._numbers, nbytes, name.writer == self._writer, time.monotonic())
@@ -85,11 +83,7 @@ class Catalog:
 
     def sequences(self, rows: Rows) -> Array:
         numbers, places = np.unique(self.index.segment[rows], return_inverse=True)
-        sequences = np.array([self.packs[number].name.sequence for number in numbers.tolist()], np.int64)
-        of_rows: Array = sequences[places]
-        return of_rows
-
-    # -- chunks -----------------------------------------------------------------------------------------------------
+        return np.array([self.packs[number].name.sequence for number in numbers.tolist()], np.int64)[places]
 
     def insert(self, pack: Pack, texts: tuple[bytes, ...], entries: Array) -> None:
         """Enter the chunks of a pack that no tombstone covers. Of two copies, that of the later pack counts."""
@@ -123,7 +117,6 @@ class Catalog:
         return True
 
     def remove(self, rows: Rows) -> None:
-        """Take chunks, all different, out of the index."""
         if len(rows):
             self._changes.add(self.index.keys(self.own(rows)))
             self.index.remove(rows)
@@ -150,11 +143,7 @@ class GroupNumbers:
         self.texts: dict[int, bytes] = {}
 
     def of(self, texts: Sequence[bytes], chunks: Array) -> list[int]:
-        """The number of each, made if need be; -1 where there are too many quota groups.
-
-        Args:
-            chunks: Count of chunks under each number.
-        """
+        """The number of each, made if need be; -1 beyond MAX_NAMESPACES. `chunks` is the count under each number."""
         for text in texts:
             if text in self.numbers:
                 continue
@@ -167,3 +156,73 @@ class GroupNumbers:
                 del self.numbers[self.texts[number]]
             self.numbers[text], self.texts[number] = number, text
         return [self.numbers.get(text, -1) for text in texts]
+
+
+class Tombstones:
+    """Deleted keys and dropped quota groups: in the directory, and pending, which this node is still to write.
+
+    A tombstone has a sequence number, and covers the chunk, or the group's chunks, in all packs with a lower one.
+
+    Attributes:
+        latest: The highest sequence so far.
+        pending_keys, pending_texts: What is to be written.
+        pending_sequence: With at least this sequence.
+    """
+
+    def __init__(self) -> None:
+        self._keys: dict[bytes, int] = {}
+        self._texts: dict[bytes, int] = {}
+        self.latest = self.pending_sequence = 0
+        self.pending_keys: dict[bytes, None] = {}
+        self.pending_texts: dict[bytes, None] = {}
+
+    def __len__(self) -> int:
+        return len(self._keys) + len(self._texts)
+
+    @property
+    def pending(self) -> bool:
+        return bool(self.pending_keys or self.pending_texts)
+
+    def add_pending(self, sequence: int, keys: Iterable[bytes] = (), texts: Iterable[bytes] = ()) -> None:
+        self.pending_sequence = max(self.pending_sequence, sequence)
+        self.pending_keys.update(dict.fromkeys(keys))
+        self.pending_texts.update(dict.fromkeys(texts))
+        while len(self.pending_keys) > MAX_KEYS:
+            del self.pending_keys[next(iter(self.pending_keys))]
+
+    def remove_pending(self, keys: Iterable[bytes], texts: Iterable[bytes]) -> None:
+        for pending, names in ((self.pending_keys, keys), (self.pending_texts, texts)):
+            for name in names:
+                pending.pop(name, None)
+
+    def add(self, sequence: int, keys: Iterable[bytes], texts: Iterable[bytes]) -> None:
+        for known, names in ((self._keys, keys), (self._texts, texts)):
+            for name in names:
+                known[name] = max(sequence, known.pop(name, 0))
+        self.latest = max(self.latest, sequence)
+        while len(self._keys) > MAX_KEYS:
+            del self._keys[next(iter(self._keys))]
+
+    def remove(self, sequence: int) -> None:
+        self._keys = {key: latest for key, latest in self._keys.items() if latest != sequence}
+        self._texts = {text: latest for text, latest in self._texts.items() if latest != sequence}
+
+    def of(self, sequences: set[int]) -> tuple[list[bytes], list[bytes]]:
+        """Keys and quota groups whose latest tombstone has one of these sequences."""
+        return (
+            [key for key, latest in self._keys.items() if latest in sequences],
+            [text for text, latest in self._texts.items() if latest in sequences],
+        )
+
+    def covers(self, key: bytes, text: bytes, sequence: int) -> bool:
+        """Whether a chunk in a pack of this sequence would count as deleted."""
+        if key in self.pending_keys or text in self.pending_texts:
+            return True
+        return max(self._keys.get(key, 0), self._texts.get(text, 0)) > sequence
+
+    def uncovered(self, entries: Array, texts: Sequence[bytes], sequence: int) -> Bits:
+        """Which entries (`format.ENTRY`) of a pack no tombstone covers. Entries name their group by its index."""
+        alive: Bits = np.array([self._texts.get(text, 0) < sequence for text in texts], np.bool_)[entries["group"]]
+        if self._keys:
+            alive &= np.array([self._keys.get(key, 0) < sequence for key in raw_keys(entries["key"])], np.bool_)
+        return alive

@@ -11,7 +11,7 @@ import secrets
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final, Literal, NamedTuple, cast
 
@@ -26,11 +26,10 @@ from raykv.tier.segments.format import (
     SUMMARY,
     Record,
     claimed_blocks,
-    encode,
     key_array,
     read_segment,
 )
-from raykv.tier.segments.volume import aligned, make_directory, transfer, write_all
+from raykv.tier.segments.volume import encoded, make_directory, transfer, write_all
 
 Kind = Literal["part", "pack", "tombs"]
 VANISHED: Final = frozenset({errno.ENOENT, errno.ESTALE})
@@ -94,15 +93,23 @@ class Folder:
             self._made = True
 
     def probe(self, sequence: int) -> None:
-        with self.operation():
-            path = self.path / str(self.name(sequence, "part"))
-            fd = os.open(path, WRITE | os.O_CREAT | os.O_EXCL, 0o600)
+        path = self.path / str(self.name(sequence, "part"))
+        with self._file(path, WRITE | os.O_CREAT | os.O_EXCL) as fd:
             try:
                 write_all(fd, [memoryview(bytes(PROBE_NBYTES))], 0)
                 os.fsync(fd)
             finally:
-                os.close(fd)
                 path.unlink()
+
+    @contextmanager
+    def _file(self, path: Path, flags: int = os.O_RDONLY | os.O_CLOEXEC) -> Iterator[int]:
+        """An operation on an open file."""
+        with self.operation():
+            fd = os.open(path, flags, 0o600)
+            try:
+                yield fd
+            finally:
+                os.close(fd)
 
     def name(self, sequence: int, kind: Kind) -> Name:
         return Name(sequence, self.writer, self.token, kind)
@@ -138,27 +145,19 @@ class Folder:
 
     def read(self, name: Name, offset: int, buffers: Sequence[memoryview]) -> int:
         """Fill buffers one after another. Returns the number of bytes, less at the file's end."""
-        with self.operation():
-            try:
-                fd = os.open(self.path / str(name), os.O_RDONLY | os.O_CLOEXEC)
-            except FileNotFoundError:
-                if name.kind != "part":
-                    raise
-                fd = os.open(self.path / f"{name.stem}.pack", os.O_RDONLY | os.O_CLOEXEC)
-            try:
+        try:
+            with self._file(self.path / str(name)) as fd:
                 return transfer(os.preadv, fd, buffers, offset)
-            finally:
-                os.close(fd)
+        except FileNotFoundError:
+            if name.kind != "part":
+                raise
+            return self.read(name._replace(kind="pack"), offset, buffers)  # it was published meanwhile
 
     def record_of(self, name: Name) -> tuple[Record | None, int]:
         """The whole records of a file, as one; and the space in bytes that it takes, by its content."""
-        with self.operation():
-            fd = os.open(self.path / str(name), os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                nbytes = os.fstat(fd).st_size
-                found = _records(fd, nbytes)
-            finally:
-                os.close(fd)
+        with self._file(self.path / str(name)) as fd:
+            nbytes = os.fstat(fd).st_size
+            found = _records(fd, nbytes)
         if found is None:
             return None, nbytes
         return found[0], (found[0].next_block + found[0].blocks()) * BLOCK_NBYTES
@@ -173,47 +172,37 @@ class Folder:
         entries = np.zeros(0, ENTRY)
         record = Record(SUMMARY, name.sequence, 1, 0, 0, 0, tuple(texts), entries, deleted, dropped)
         record = record._replace(segment_blocks=record.blocks())
-        part, buffer = name._replace(kind="part"), aligned(record.blocks() * BLOCK_NBYTES)
-        with self.operation():
-            fd = os.open(self.path / str(part), WRITE | os.O_CREAT | os.O_TRUNC, 0o600)
+        part = name._replace(kind="part")
+        with self._file(self.path / str(part), WRITE | os.O_CREAT | os.O_TRUNC) as fd:
             try:
-                nbytes = write_all(fd, [buffer[: encode(record, buffer)]], 0)
+                nbytes = write_all(fd, [encoded(record)], 0)
                 self.publish(fd, part, "tombs")
             except OSError:
                 self.discard(part)
                 raise
-            finally:
-                os.close(fd)
         return nbytes
 
     def discard(self, name: Name) -> None:
-        """Remove a useless file, if possible."""
-        try:
+        with suppress(OSError):
             os.unlink(self.path / str(name))
-        except OSError:
-            pass
 
     def take_over(self, name: Name) -> None:
         """Seal a part that an earlier process of this node left, if it has chunks; else remove it.
 
         If that process still lives, and the file system has no locks to show it, it finds its part sealed.
         """
-        with self.operation():
-            fd = os.open(self.path / str(name), WRITE)
-            try:
-                if not lock(fd):
-                    return
-                found = _records(fd, os.fstat(fd).st_size)
-                if found is None or not len(found[0].entries):
-                    os.unlink(self.path / str(name))
-                    return
-                record, sealed = found
-                if not sealed:
-                    os.ftruncate(fd, record.segment_blocks * BLOCK_NBYTES)
-                    write_summary(fd, record)
-                self.publish(fd, name, "pack")
-            finally:
-                os.close(fd)
+        with self._file(self.path / str(name), WRITE) as fd:
+            if not lock(fd):
+                return
+            found = _records(fd, os.fstat(fd).st_size)
+            if found is None or not len(found[0].entries):
+                os.unlink(self.path / str(name))
+                return
+            record, sealed = found
+            if not sealed:
+                os.ftruncate(fd, record.segment_blocks * BLOCK_NBYTES)
+                write_summary(fd, record)
+            self.publish(fd, name, "pack")
 
     def publish(self, fd: int, name: Name, kind: Kind) -> None:
         """Give a part its final name, once it survives a power cut. So no reader ever sees half a pack."""
@@ -254,9 +243,8 @@ def _records(fd: int, nbytes: int) -> tuple[Record, bool] | None:
 
 def write_summary(fd: int, record: Record) -> int:
     """Write a summary to where it belongs. Returns its length."""
-    buffer = aligned(record.blocks() * BLOCK_NBYTES)
-    nbytes = encode(record, buffer)
-    return write_all(fd, [buffer[:nbytes]], record.segment_blocks * BLOCK_NBYTES - nbytes)
+    view = encoded(record)
+    return write_all(fd, [view], record.segment_blocks * BLOCK_NBYTES - len(view))
 
 
 def lock(fd: int) -> bool:

@@ -16,8 +16,6 @@ STALE_S: Final = 24 * 3600.0
 
 
 class Scanner:
-    """See the module."""
-
     def __init__(self, state: State) -> None:
         self._state = state
         self._taken_over = False
@@ -40,7 +38,10 @@ class Scanner:
         if not self._taken_over:
             mine = [name for name in parts if name.writer == folder.writer]
             for name in mine:
-                self._take_over(name)
+                try:
+                    folder.take_over(name)
+                except OSError as error:
+                    state.count_error(f"{name} stays as it is", error)
             names, self._taken_over = folder.names() if mine else names, True
         with state.lock:
             state.readable = not state.closed
@@ -56,17 +57,14 @@ class Scanner:
             state.complete = complete and state.readable
         self._remove_missing({name.stem for name in names}, began_s)
         try:
-            self._remove_stale(parts)
+            for name in parts:
+                status = folder.stat(name)
+                if status is not None and time.time() - status.st_mtime > STALE_S:
+                    folder.remove(name)
             self._remove_obsolete(names)
             self.make_space()
         except OSError as error:  # reads work all the same
             state.count_error("not tidied", error)
-
-    def _take_over(self, name: Name) -> None:
-        try:
-            self._state.folder.take_over(name)
-        except OSError as error:
-            self._state.count_error(f"{name} stays as it is", error)
 
     def _learn(self, name: Name) -> bool:
         """Enter the content of a file. False: it cannot be read, and is tried again at the next scan."""
@@ -92,12 +90,6 @@ class Scanner:
             if pack.name.stem not in there and pack.known_s < began_s and self._state.folder.stat(pack.name) is None:
                 with self._state.lock:
                     self._state.catalog.remove_pack(pack)
-
-    def _remove_stale(self, parts: list[Name]) -> None:
-        for name in parts:
-            status = self._state.folder.stat(name)
-            if status is not None and time.time() - status.st_mtime > STALE_S:
-                self._state.folder.remove(name)
 
     def _remove_obsolete(self, names: list[Name]) -> None:
         """Remove tombstone files that are older than all packs.

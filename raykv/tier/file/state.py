@@ -11,8 +11,7 @@ from raykv.config import FileTierConfig
 from raykv.tier.base import Environment
 from raykv.tier.file.catalog import Catalog, Pack
 from raykv.tier.file.folder import VANISHED, Folder
-from raykv.tier.segments.io_threads import Callbacks
-from raykv.tier.segments.requests import COUNTS, Item, Run
+from raykv.tier.segments.requests import Item, Run, WriteQueue
 
 log = logging.getLogger(__name__)
 
@@ -20,8 +19,8 @@ RETRY_S: Final = 5.0
 """After an error the directory is left alone for this time."""
 
 
-class State:
-    """See the module.
+class State(WriteQueue):
+    """Queues, catalog and health.
 
     Attributes:
         lock: Notified when there is something to do.
@@ -32,35 +31,20 @@ class State:
     """
 
     def __init__(self, config: FileTierConfig, environment: Environment) -> None:
-        self.config, self.arena, self.groups = config, environment.arena, environment.groups
+        super().__init__("raykv-file-callbacks", environment.arena, environment.groups)
+        self.config = config
         self.folder = Folder(config.path, environment.node)
         self.catalog = Catalog(environment.node, rows=config.rows)
-        self.callbacks = Callbacks("raykv-file-callbacks")
         self.lock = threading.Condition()
-        self.queue: deque[Item] = deque()
-        self.queued_nbytes = 0
         self.in_flight: list[Item] = []
         self.runs: deque[Run] = deque()
         self.reading = 0
         self.filling: Pack | None = None
         self.closed = self.readable = self.writable = self.complete = self._slow = False
         self.reason, self.retry_s, self.next_scan_s = "", 0.0, 0.0
-        self.counts = dict.fromkeys(COUNTS, 0)
         self.packs_removed = 0
 
-    # -- queues -----------------------------------------------------------------------------------------------------
-
-    def enqueue(self, item: Item) -> None:
-        self.queue.append(item)
-        self.queued_nbytes += item.chunk.nbytes
-
-    def dequeue(self) -> Item:
-        item = self.queue.popleft()
-        self.queued_nbytes -= item.chunk.nbytes
-        return item
-
     def cancel(self, which: Callable[[Item], bool]) -> list[bytes]:
-        """Cancel some of the chunks that are queued or being written. Returns their keys."""
         found = [item for item in (*self.queue, *self.in_flight) if which(item)]
         for item in found:
             item.cancelled = True
@@ -72,15 +56,12 @@ class State:
             self.dequeue().finish(False)
 
     def refuse_reads(self) -> None:
-        while self.runs:
-            run = self.runs.popleft()
+        for run in self.runs:
             self.reading -= len(run.pieces)
             run.finish([False] * len(run.pieces))
-
-    # -- health -----------------------------------------------------------------------------------------------------
+        self.runs.clear()
 
     def status(self) -> Literal["starting", "on", "slow", "off"]:
-        """The tier's state, as `stats` reports it."""
         if self.folder.longest_s() > self.config.io_timeout_s and not self.closed:
             if not self._slow:
                 self._slow = True
@@ -93,11 +74,7 @@ class State:
         return "off" if self.reason or self.closed else "starting"
 
     def fail(self, error: Exception, *, reading: bool = False) -> None:
-        """Turn off for a while. Takes the lock.
-
-        Args:
-            reading: Not only writes fail.
-        """
+        """Turn off for a while; with `reading` for reads too. Takes the lock."""
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         with self.lock:
             if reason != self.reason:

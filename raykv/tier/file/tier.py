@@ -20,25 +20,33 @@ One thread scans the directory, one writes, a few read. The file system may hold
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from contextlib import suppress
+from typing import Any, Final, cast
 
 import numpy as np
 
 from raykv.config import FileTierConfig
 from raykv.protocol.reasons import Place
 from raykv.tier.base import Arrived, Chunk, Environment, Found, Tier, Written
-from raykv.tier.file.reading import READ_NBYTES, Reader
+from raykv.tier.file.catalog import Pack
+from raykv.tier.file.folder import VANISHED
 from raykv.tier.file.scanning import Scanner
 from raykv.tier.file.state import State
 from raykv.tier.file.writing import Writer
-from raykv.tier.segments.format import raw_keys
+from raykv.tier.segments.format import BLOCK_NBYTES, raw_keys
 from raykv.tier.segments.io_threads import IoThreads
-from raykv.tier.segments.requests import Request, item_of, pieces_of, runs_of
+from raykv.tier.segments.requests import Request, Run, item_of, pieces_of, runs_of
 from raykv.types import Bits, KeyArray, Rows
 
 QUEUED_CHUNKS: Final = 1024
 QUEUED_NBYTES: Final = 256 << 20
 """Chunks that may wait to be written. They cannot be evicted from memory meanwhile."""
+READ_NBYTES: Final = 8 << 20
+"""Neighbours in a pack are read by one call up to this size."""
+QUEUED_READS: Final = 4096
+"""Chunks that may wait to be read."""
+TOUCH_S: Final = 60.0
+"""A pack that is read is marked as used this often, at most."""
 SCANNER, WRITER = 0, 1
 """Numbers of threads; the others read."""
 CLOSE_S: Final = 5.0
@@ -54,21 +62,14 @@ class FileTier(Tier):
     name, place = "file", Place.FILE
 
     def __init__(self, config: FileTierConfig, environment: Environment) -> None:
-        """Begin to scan the directory.
-
-        Raises:
-            ConfigError: There is no memory for the index.
-        """
+        """Begin to scan the directory. Raises ConfigError without memory for the index."""
         self._config, self.write_nbytes_per_day = config, config.write_nbytes_per_day
         self._state = state = State(config, environment)
         self._catalog, self._index = state.catalog, state.catalog.index
-        self._scanner, self._reader = Scanner(state), Reader(state)
+        self._scanner = Scanner(state)
         self._writer, self._writer_ended = Writer(state, self._scanner), False
         self._threads = IoThreads(
-            2 + config.depth,
-            "raykv-file",
-            self._wait_for_task,
-            failed=lambda error: state.fail(error, reading=True),
+            2 + config.depth, "raykv-file", self._wait_for_task, failed=lambda error: state.fail(error, reading=True)
         )
 
     def _wait_for_task(self, thread: int) -> Callable[[], None] | None:
@@ -93,16 +94,12 @@ class FileTier(Tier):
         if not self._state.runs:
             return self.close, math.inf
         run = self._state.runs.popleft()
-        return lambda: self._reader.read(run), 0.0
-
-    # -- content ----------------------------------------------------------------------------------------------------
+        return lambda: self._read(run), 0.0
 
     def has(self, keys: KeyArray) -> Bits:
         """See `Tier`. Nothing is here while the directory cannot be read."""
         with self._state.lock:
-            if not self._state.readable:
-                return np.zeros(len(keys), np.bool_)
-            here: Bits = self._index.find(keys, now_s=time.time()) >= 0
+            here: Bits = (self._index.find(keys, now_s=time.time()) >= 0) & self._state.readable
         return here
 
     def find(self, keys: KeyArray) -> list[Found | None]:
@@ -114,17 +111,12 @@ class FileTier(Tier):
             found = [self._index.found(row) if row >= 0 else None for row in rows]
             texts = {each.group: self._catalog.groups.texts[each.group] for each in found if each is not None}
         numbers = {group: self._state.groups.number(text) for group, text in texts.items()}
-        known: list[Found | None] = []
-        for each in found:
-            number = None if each is None else numbers[each.group]
-            known.append(None if each is None or number is None else each._replace(group=number))
-        return known
+        known = [None if each is None or numbers[each.group] is None else each for each in found]
+        return [each and each._replace(group=cast(int, numbers[each.group])) for each in known]
 
     def keys(self) -> KeyArray:
-        """See `Tier`. All nodes know the packs of the others too."""
         with self._state.lock:
-            mine: KeyArray = self._index.keys(self._catalog.own(self._index.ready()))
-        return mine
+            return self._index.keys(self._catalog.own(self._index.ready()))
 
     def take_changes(self) -> tuple[KeyArray, KeyArray]:
         with self._state.lock:
@@ -157,8 +149,6 @@ class FileTier(Tier):
                 **state.counts,
             }
 
-    # -- down and up ------------------------------------------------------------------------------------------------
-
     def write(self, chunks: Sequence[Chunk], done: Written) -> int:
         state, taken = self._state, 0
         texts = {group: state.groups.text(group) for group in {chunk.group for chunk in chunks}}
@@ -179,7 +169,7 @@ class FileTier(Tier):
         state = self._state
         with state.lock:
             ready = state.readable and not state.closed and state.status() != "slow"
-            if not (ready and self._reader.has_room(len(keys))):
+            if not (ready and (not state.reading or state.reading + len(keys) <= QUEUED_READS)):
                 state.counts["refused"] += len(keys)
                 return False
             request = Request(state.callbacks, done, chunks=len(keys))
@@ -190,7 +180,36 @@ class FileTier(Tier):
             state.lock.notify_all()
         return True
 
-    # -- deleting ---------------------------------------------------------------------------------------------------
+    def _read(self, run: Run) -> None:
+        state, problem, got = self._state, None, 0
+        with state.lock:
+            pack, views = state.catalog.packs.get(run.segment), run.views(state.arena)
+        try:
+            if pack is not None:
+                got = state.folder.read(pack.name, run.block * BLOCK_NBYTES, views)
+        except OSError as error:
+            problem = error
+        right = run.verify(views, got)
+        if problem is not None and problem.errno not in VANISHED:
+            state.fail(problem, reading=True)
+        with state.lock:
+            state.reading -= len(run.pieces)
+            wrong = run.enter(right, self._index, state.counts, now_s=time.time())
+            if problem is not None and problem.errno in VANISHED and pack is not None:
+                state.catalog.remove_pack(pack)
+            else:
+                state.counts["corrupt"] += len(wrong) if problem is None else 0
+                state.catalog.remove(wrong)
+            run.finish(right.tolist())
+        if pack is not None:
+            self._mark_used(pack)
+
+    def _mark_used(self, pack: Pack) -> None:
+        now_s = time.monotonic()
+        if pack.name.kind == "pack" and now_s - pack.touched_s > TOUCH_S:
+            pack.touched_s = now_s
+            with suppress(OSError):  # it is gone, or the directory is read-only
+                self._state.folder.touch(pack.name)
 
     def delete(self, keys: KeyArray) -> int:
         """See `Tier`. It holds for other nodes, and across a restart, once its tombstones are written."""

@@ -2,18 +2,22 @@
 
 import logging
 import math
+import os
 import time
+from collections.abc import Sequence
 from itertools import islice
 from typing import Final
 
 import numpy as np
 
 from raykv.tier.file.catalog import Pack
-from raykv.tier.file.part import Part
+from raykv.tier.file.folder import WRITE, Folder, Name, lock, write_summary
 from raykv.tier.file.scanning import Scanner
 from raykv.tier.file.state import State
-from raykv.tier.segments.format import BLOCK_NBYTES, Counts, blocks_of, key_array
+from raykv.tier.segments.format import BLOCK_NBYTES, DELETED, DROPPED, Array, Counts, blocks_of, key_array
+from raykv.tier.segments.log import Log
 from raykv.tier.segments.requests import Item, entries_of
+from raykv.tier.segments.volume import encoded, write_all
 
 log = logging.getLogger(__name__)
 
@@ -26,8 +30,74 @@ MERGE_FILES: Final = 32
 """With more tombstone files of this node, they are merged into one."""
 
 
+class Part:
+    """The pack that a process is filling. One thread's. After a failed write it is `broken` and gets no more chunks."""
+
+    def __init__(self, folder: Folder, sequence: int, *, nbytes: int) -> None:
+        self.name, self.begun_s, self.broken, self.nbytes = folder.name(sequence, "part"), time.monotonic(), False, 0
+        self._folder = folder
+        self._log = Log(limit=1, segment_blocks=nbytes // BLOCK_NBYTES, incarnation=sequence)
+        self._log.add_free(0)
+        self._segment = self._log.open_next()
+        with folder.operation():
+            self._fd = os.open(folder.path / str(self.name), WRITE | os.O_CREAT | os.O_EXCL, 0o600)
+            try:
+                lock(self._fd)
+                os.ftruncate(self._fd, nbytes)
+            except OSError:
+                self.close()
+                folder.discard(self.name)
+                raise
+
+    def fits(self, counts: Counts, *, blocks: int) -> bool:
+        return not self.broken and self._log.fits(counts, blocks=blocks)
+
+    def write(self, entries: Array, texts: tuple[bytes, ...], views: Sequence[memoryview]) -> int:
+        """Write a batch that fits. Fills in the place of each chunk. Returns the number of bytes."""
+        deleted, dropped = np.zeros(0, DELETED), np.zeros(0, DROPPED)
+        batch = self._log.place(entries=entries, deleted=deleted, dropped=dropped, texts=texts, content=None)
+        start = batch.start * BLOCK_NBYTES
+        with self._folder.operation():
+            try:
+                nbytes = write_all(self._fd, [encoded(batch.record), *views], start)
+                # So that it is on its way to the disk long before `seal` waits for it.
+                os.posix_fadvise(self._fd, start, nbytes, os.POSIX_FADV_DONTNEED)
+            except OSError:
+                self.broken = True
+                raise
+        self._log.finish(batch)
+        self.nbytes = start + nbytes
+        return nbytes
+
+    def seal(self) -> Name | None:
+        """Publish it; after an OSError it may be tried again.
+
+        Returns the pack's name; None if it was empty, or was removed: it is gone then.
+        """
+        assert self._segment is not None
+        if not self._segment.records:
+            self._folder.remove(self.name)
+            self.close()
+            return None
+        with self._folder.operation():
+            self.nbytes += write_summary(self._fd, self._log.summary(self._segment))
+            try:
+                self._folder.publish(self._fd, self.name, "pack")
+            except FileNotFoundError:
+                self.close()
+                return None
+        self.close()
+        return self.name._replace(kind="pack")
+
+    def close(self) -> None:
+        """Close the file, once: its descriptor may belong to another file soon."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
 class Writer:
-    """See the module. One thread's, except `due_s`."""
+    """One thread's, except `due_s`."""
 
     def __init__(self, state: State, scanner: Scanner) -> None:
         self._state, self._scanner = state, scanner
@@ -86,8 +156,6 @@ class Writer:
         elif state.queue:
             self._begin()
 
-    # -- chunks -----------------------------------------------------------------------------------------------------
-
     def _next_batch(self) -> list[Item]:
         """Take the next batch from the queue. Empty, with chunks left in the queue: a new part is due."""
         state, part = self._state, self._part
@@ -111,7 +179,6 @@ class Writer:
         return list(items.values())
 
     def _write(self, part: Part, pack: Pack, items: list[Item]) -> None:
-        """Write a batch and enter it, so that this node can read it at once."""
         state, catalog = self._state, self._state.catalog
         texts = tuple(dict.fromkeys(item.text for item in items))
         entries = entries_of(items, {text: index for index, text in enumerate(texts)})
@@ -163,8 +230,6 @@ class Writer:
                 state.catalog.remove_pack(pack)
             else:
                 pack.name, pack.nbytes = name, part.nbytes
-
-    # -- tombstones -------------------------------------------------------------------------------------------------
 
     def _write_tombstones(self) -> None:
         """Write the pending tombstones, merged with older files of this node if these are many."""

@@ -85,21 +85,14 @@ Read = Callable[[int, int], memoryview]
 
 
 class Counts(NamedTuple):
-    """How much a record holds."""
-
     entries: int = 0
     deleted: int = 0
     dropped: int = 0
     texts: frozenset[bytes] = frozenset()
 
     def plus(self, other: "Counts") -> "Counts":
-        """Of both together; a text that both have counts once."""
-        return Counts(
-            self.entries + other.entries,
-            self.deleted + other.deleted,
-            self.dropped + other.dropped,
-            self.texts | other.texts,
-        )
+        entries, deleted, dropped = (mine + more for mine, more in zip(self[:3], other[:3], strict=True))
+        return Counts(entries, deleted, dropped, self.texts | other.texts)
 
     def blocks(self) -> int:
         nbytes = HEAD.itemsize + sum(2 + len(text) for text in self.texts) + _FOOT.itemsize
@@ -142,7 +135,6 @@ class Record(NamedTuple):
 
 
 def blocks_of(nbytes: int) -> int:
-    """Blocks that a chunk of this length takes; at least one."""
     return max(1, -(-nbytes // BLOCK_NBYTES))
 
 
@@ -185,9 +177,9 @@ def decode(view: memoryview) -> Record | None:
         return None
     texts, start = [], HEAD.itemsize
     for _ in range(int(head["texts"])):
-        size = int.from_bytes(raw[start : start + 2], "little")
-        texts.append(bytes(raw[start + 2 : start + 2 + size]))
-        start += 2 + size
+        end = start + 2 + int.from_bytes(raw[start : start + 2], "little")
+        texts.append(bytes(raw[start + 2 : end]))
+        start = end
     parts = []
     for dtype, count in ((ENTRY, head["entries"]), (DELETED, head["deleted"]), (DROPPED, head["dropped"])):
         parts.append(np.frombuffer(raw, dtype, int(count), start))
@@ -197,12 +189,7 @@ def decode(view: memoryview) -> Record | None:
 
 
 def batches(read: Read, *, segment_blocks: int, blocks_there: int) -> Iterator[Record]:
-    """The batches of a segment, up to the first that is not whole or belongs to an earlier use of the file.
-
-    Args:
-        segment_blocks: Size of a whole segment.
-        blocks_there: Size of the file.
-    """
+    """The batches of a segment, up to the first that is not whole or belongs to an earlier use of the file."""
     start, number, life = 0, 0, None
     while start < blocks_there:
         view = read(start * BLOCK_NBYTES, BLOCK_NBYTES)
@@ -246,7 +233,6 @@ def read_segment(read: Read, *, segment_blocks: int, blocks_there: int) -> tuple
 
 
 def joined(records: Sequence[Record]) -> Record:
-    """One SUMMARY with the content of all batches of one segment."""
     indexes: dict[bytes, int] = {}
     entries, dropped = [], []
     for record in records:
@@ -278,15 +264,13 @@ def living(record: Record) -> Array:
     latest = np.sort(len(entries) - 1 - first)
     alive = np.ones(len(latest), np.bool_)
     if len(record.deleted):
-        deleted: dict[bytes, int] = {}
-        for key, batch in zip(flat(record.deleted["key"]).tolist(), record.deleted["batch"].tolist(), strict=True):
-            deleted[key] = max(batch, deleted.get(key, 0))
+        # Batches are in order, so the last one of a key counts.
+        deleted = dict(zip(raw_keys(record.deleted["key"]), record.deleted["batch"].tolist(), strict=True))
         deleted_in = np.array([deleted.get(key, 0) for key in keys[latest].tolist()], np.int64)
         alive &= entries["batch"][latest] >= deleted_in
     for group, batch in record.dropped.tolist():
         alive &= (entries["group"][latest] != group) | (entries["batch"][latest] >= batch)
-    survivors: Array = entries[latest[alive]]
-    return survivors
+    return entries[latest[alive]]
 
 
 def flat(keys: Array) -> Array:
@@ -295,11 +279,9 @@ def flat(keys: Array) -> Array:
 
 
 def raw_keys(keys: KeyArray) -> list[bytes]:
-    """Each key as 16 bytes."""
     raw: list[bytes] = flat(keys).tolist()
     return raw
 
 
 def key_array(keys: Sequence[bytes]) -> KeyArray:
-    """Keys of 16 bytes as an array."""
     return from_bytes(b"".join(keys))

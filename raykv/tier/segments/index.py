@@ -37,21 +37,14 @@ class Index:
     """
 
     def __init__(self, rows: int, *, now_s: float) -> None:
-        """Begin empty.
-
-        Args:
-            now_s: By the wall clock, as all times here.
-
-        Raises:
-            ConfigError: No memory for this number of rows.
-        """
+        """Begin empty. Times are by the wall clock. Raises ConfigError without memory for this number of rows."""
         self._table = Table.create(None, rows=rows, extents=1, extent_nbytes=SLOT_ALIGNMENT_NBYTES, now_s=now_s)
         self.columns = self._table.columns
         populated = self._table.rows_populated
         self._free = FreeRows(np.zeros(populated, np.bool_), rows=rows, limit=populated)
         self.rows, self._made_at_s = rows, now_s
         self.segment: npt.NDArray[np.int32] = lazy_zeros(rows, np.int32)
-        self._parent: npt.NDArray[np.uint64] = lazy_zeros(2 * rows, np.uint64).reshape(-1, 2)
+        self._parent: Array = lazy_zeros(2 * rows, np.uint64).reshape(-1, 2)
         self._chained: npt.NDArray[np.bool_] = lazy_zeros(rows, np.bool_)
         self._expires_s: npt.NDArray[np.float64] = lazy_zeros(rows, np.float64)
         self._reads_at_write: npt.NDArray[np.uint32] = lazy_zeros(rows, np.uint32)
@@ -60,8 +53,6 @@ class Index:
 
     def __len__(self) -> int:
         return int(self.chunks.sum())
-
-    # -- looking up -------------------------------------------------------------------------------------------------
 
     def find(self, keys: KeyArray, *, now_s: float) -> Rows:
         """Row of each key that is here and has not expired, else -1."""
@@ -106,17 +97,10 @@ class Index:
         return bits
 
     def disk_nbytes(self, rows: Rows) -> npt.NDArray[np.int64]:
-        """Length of each chunk in whole blocks."""
-        blocks = np.maximum(1, -(-self.columns.nbytes[rows].astype(np.int64) // BLOCK_NBYTES))
-        nbytes: npt.NDArray[np.int64] = blocks * BLOCK_NBYTES
-        return nbytes
+        return np.maximum(1, -(-self.columns.nbytes[rows].astype(np.int64) // BLOCK_NBYTES)) * BLOCK_NBYTES
 
     def reads_since_write(self, rows: Rows) -> npt.NDArray[np.int64]:
-        """How often each was read since it was written where it lies."""
-        since: npt.NDArray[np.int64] = self.columns.frequency[rows].astype(np.int64) - self._reads_at_write[rows]
-        return since
-
-    # -- changing ---------------------------------------------------------------------------------------------------
+        return self.columns.frequency[rows].astype(np.int64) - self._reads_at_write[rows]
 
     def free_rows(self) -> int:
         return len(self._free) + self.rows - self._free.limit
@@ -133,13 +117,7 @@ class Index:
         self._free.give(rows)
 
     def insert(self, rows: Rows, entries: Array, groups: npt.NDArray[Any], segment: int) -> None:
-        """Enter chunks whose keys are not here.
-
-        Args:
-            rows: Allocated before.
-            entries: Array of `format.ENTRY`.
-            groups: Number of each chunk's quota group on this node.
-        """
+        """Enter chunks (`format.ENTRY`) whose keys are not here into allocated rows; `groups` is a number for each."""
         columns = self.columns
         ticks = np.maximum(1, (entries["expires_s"] - self._made_at_s) * TICKS_PER_S)
         columns.expires[rows] = np.where(entries["expires_s"] > 0, np.minimum(ticks, 0xFFFFFFFF), 0)
@@ -162,7 +140,6 @@ class Index:
         self._table.touch(rows, self._table.ticks(now_s))
 
     def remove(self, rows: Rows) -> None:
-        """Remove rows in use, all different."""
         if not len(rows):
             return
         columns, table = self.columns, self._table
@@ -189,7 +166,6 @@ class Changes:
         self._count = 0
 
     def add(self, keys: KeyArray) -> None:
-        """These changed. Beyond CHANGES, the oldest are dropped."""
         self._keys.append(np.ascontiguousarray(keys).reshape(-1, 2))
         self._count += len(keys)
         while self._count > CHANGES and len(self._keys) > 1:

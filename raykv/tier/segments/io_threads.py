@@ -28,9 +28,8 @@ class IoThreads:
     ) -> None:
         """Start them.
 
-        Args:
-            next_task: Called with the thread's number; waits for a task, and returns None to end the thread.
-            failed: Called with an exception that a task should have handled.
+        `next_task` is called with the thread's number, waits for a task, and returns None to end the thread. `failed`
+        is called with an exception that a task should have handled.
         """
         self._next_task, self._failed = next_task, failed
         self._since: list[float | None] = [None] * count
@@ -51,7 +50,10 @@ class IoThreads:
 
     def join(self, timeout_s: float) -> bool:
         """Wait until all have ended. False if one has not: the disk holds it, and nothing can be done about that."""
-        return join(self.threads, timeout_s)
+        until_s = time.monotonic() + timeout_s
+        for thread in self.threads:
+            thread.join(max(0.0, until_s - time.monotonic()))
+        return not any(thread.is_alive() for thread in self.threads)
 
     def _work(self, number: int) -> None:
         give_way()
@@ -100,11 +102,3 @@ class Callbacks:
                 call()
         except Exception:  # the caller's own; the thread must go on for others
             log.exception("a tier's caller failed in its callback")
-
-
-def join(threads: Sequence[threading.Thread], timeout_s: float) -> bool:
-    """Wait for threads to end. False if one has not by then."""
-    until_s = time.monotonic() + timeout_s
-    for thread in threads:
-        thread.join(max(0.0, until_s - time.monotonic()))
-    return not any(thread.is_alive() for thread in threads)

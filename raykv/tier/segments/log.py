@@ -88,14 +88,11 @@ class Log:
         self._sorted = True
         self.written_nbytes = self.moved_nbytes = 0
 
-    # -- which segments there are -----------------------------------------------------------------------------------
-
     def free(self) -> list[int]:
         """Numbers of segments that may be opened now: wiped, and without readers."""
         return [number for number in self._free if not self.segments[number].readers]
 
     def absent(self) -> int | None:
-        """Number of a segment that may be made; None at the limit."""
         if len(self.segments) >= self.limit:
             return None
         while self._first_absent in self.segments:
@@ -103,18 +100,15 @@ class Log:
         return self._first_absent
 
     def add_free(self, number: int) -> None:
-        """An empty segment was made or found."""
         self.segments[number] = Segment(number)
         self._free.add(number)
 
     def remove_free(self, number: int) -> None:
-        """The file of a free segment is to be removed."""
         del self.segments[number]
         self._free.discard(number)
         self._first_absent = min(self._first_absent, number)
 
     def add_found(self, number: int, *, sealed: bool, record: Record) -> Segment:
-        """A segment with chunks was found at the start. It is sealed soon if it is not."""
         segment = Segment(number, record.sequence, "sealed" if sealed else "closed")
         segment.has_tombstones = bool(len(record.deleted) or len(record.dropped))
         if not sealed:
@@ -129,8 +123,6 @@ class Log:
         if not self._sorted:
             self._in_use, self._sorted = dict(sorted(self._in_use.items())), True
         return list(self._in_use.values())
-
-    # -- filling ----------------------------------------------------------------------------------------------------
 
     def open_next(self, *, spare: int = 0) -> Segment | None:
         """Open a free segment, if more than `spare` are free; the present one gets no more batches."""
@@ -186,11 +178,7 @@ class Log:
         return batch
 
     def finish(self, batch: Batch) -> list[Batch]:
-        """A batch is written.
-
-        Returns:
-            Batches that a start would find from now on, in order: none before them is missing in their segment.
-        """
+        """A batch is written. Returns, in order, those that a start finds from now on: none before them is missing."""
         batch.finished, ready = True, []
         in_flight = batch.segment.in_flight
         while in_flight and in_flight[0].finished:
@@ -213,10 +201,7 @@ class Log:
     def mark_sealed(self, segment: Segment) -> None:
         segment.state, segment.records = "sealed", []
 
-    # -- reclaiming -------------------------------------------------------------------------------------------------
-
     def wants_space(self) -> bool:
-        """Whether a segment should be made or reclaimed, so that writers need not wait."""
         return self.reclaiming is None and len(self.free()) < SPARE_SEGMENTS
 
     def choose_victim(self) -> Segment | None:
@@ -224,17 +209,15 @@ class Log:
         if self.reclaiming is not None:
             return None
         full = self.in_order()
-        chosen = next(
-            (each for each in full if each.state == "sealed" and not each.live_nbytes and not each.has_tombstones), None
-        )
-        if chosen is None and full and full[0].state == "sealed":
-            chosen = full[0]
+        sealed = [each for each in full if each.state == "sealed"]
+        chosen = next((each for each in sealed if not each.live_nbytes and not each.has_tombstones), None)
+        if chosen is None and sealed and sealed[0] is full[0]:
+            chosen = sealed[0]
         if chosen is not None:
             chosen.state, self.reclaiming = "reclaiming", chosen
         return chosen
 
     def may_move_nbytes(self) -> int:
-        """How much of a segment may be moved now."""
         most = int(MOVED_AT_ONCE * self.segment_blocks) * BLOCK_NBYTES
         return max(0, min(most, self.written_nbytes // MOVED_SHARE - self.moved_nbytes))
 
@@ -249,16 +232,7 @@ class Log:
 def second_chance(
     reads: npt.NDArray[np.int64], nbytes: npt.NDArray[np.int64], *, most_nbytes: int
 ) -> npt.NDArray[np.int64]:
-    """Which chunks of a reclaimed segment are moved.
-
-    Args:
-        reads: Of each chunk since it was written to this segment.
-        nbytes: Of each chunk, in whole blocks.
-
-    Returns:
-        Indexes of chunks that were read, the most often read first, up to `most_nbytes` together.
-    """
+    """Indexes of the chunks of a reclaimed segment that are moved: the most often read first, up to `most_nbytes`."""
     order = np.argsort(-reads, kind="stable")
     order = order[reads[order] > 0]
-    chosen: npt.NDArray[np.int64] = order[np.cumsum(nbytes[order]) <= most_nbytes]
-    return chosen
+    return order[np.cumsum(nbytes[order]) <= most_nbytes]

@@ -1,5 +1,6 @@
 """Calls of `write` and `read` until their callback, and the chunks on their way to and from a disk."""
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
@@ -7,17 +8,36 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import xxhash
 
-from raykv.tier.base import Chunk, Found, is_same
+from raykv.tier.base import Chunk, Found, GroupNames, is_same
 from raykv.tier.segments.format import BLOCK_NBYTES, ENTRY, Array, blocks_of, key_array
 from raykv.tier.segments.index import Index
 from raykv.tier.segments.io_threads import Callbacks
 from raykv.tier.segments.volume import IOV_MAX
 from raykv.types import Bits, KeyArray, Rows
 
-COUNTS: Final = (
-    *("written_nbytes", "disk_nbytes", "moved_nbytes", "read_nbytes", "refused", "timeouts", "errors", "corrupt"),
-)
+NBYTES_COUNTS: Final = ("written_nbytes", "disk_nbytes", "moved_nbytes", "read_nbytes")
+COUNTS: Final = (*NBYTES_COUNTS, "refused", "timeouts", "errors", "corrupt")
 """What every tier counts; see `Tier.stats`."""
+
+
+class WriteQueue:
+    """What every tier has: its arena, callbacks, counts, and the chunks that wait to be written."""
+
+    def __init__(self, name: str, arena: memoryview, groups: GroupNames) -> None:
+        self.arena, self.groups, self.callbacks = arena, groups, Callbacks(name)
+        self.queue: deque[Item] = deque()
+        self.queued_nbytes = 0
+        self.counts = dict.fromkeys(COUNTS, 0)
+
+    def enqueue(self, item: "Item") -> None:
+        self.queue.append(item)
+        self.queued_nbytes += item.chunk.nbytes
+
+    def dequeue(self) -> "Item":
+        item = self.queue.popleft()
+        self.queued_nbytes -= item.chunk.nbytes
+        item.placed = True
+        return item
 
 
 class Request:
@@ -35,7 +55,6 @@ class Request:
         return len(self._results) - 1
 
     def expect(self, count: int) -> None:
-        """Results of this many chunks are to come."""
         self._left += count
 
     def finish(self, place: int, result: bool) -> None:
@@ -77,7 +96,6 @@ class Item:
 
 
 def item_of(chunk: Chunk, arena: memoryview, text: bytes, request: Request) -> Item:
-    """A chunk of the arena, as the next of a request."""
     view = arena[chunk.offset : chunk.offset + blocks_of(chunk.nbytes) * BLOCK_NBYTES]
     return Item(chunk, view, text, request, request.add())
 
@@ -108,8 +126,6 @@ class Piece(NamedTuple):
 
 
 class Run:
-    """Neighbours in a segment, read by one call."""
-
     def __init__(self, request: Request, pieces: list[Piece]) -> None:
         self.request, self.pieces = request, pieces
         self.segment, self.block = pieces[0].segment, pieces[0].block
@@ -119,7 +135,6 @@ class Run:
         return np.array([piece.row for piece in self.pieces], np.int32)
 
     def views(self, arena: memoryview) -> list[memoryview]:
-        """Where the chunks go, in whole blocks."""
         return [arena[each.offset : each.offset + blocks_of(each.nbytes) * BLOCK_NBYTES] for each in self.pieces]
 
     def verify(self, views: Sequence[memoryview], got: int) -> Bits:
@@ -138,6 +153,13 @@ class Run:
         same &= (index.columns.page[rows] == pieces[:, 1]) & (index.columns.checksum[rows] == pieces[:, 3])
         return same
 
+    def enter(self, right: Bits, index: Index, counts: dict[str, int], *, now_s: float) -> Rows:
+        """Count what was read. Returns rows that still are these chunks, and whose bytes were not `right`."""
+        rows, same = self.rows, self.unchanged(index)
+        counts["read_nbytes"] += int(np.array([piece.nbytes for piece in self.pieces])[right].sum())
+        index.touch(np.unique(rows[right & same]), now_s=now_s)
+        return np.unique(rows[~right & same])
+
     def finish(self, results: Sequence[Any]) -> None:
         for piece, result in zip(self.pieces, results, strict=True):
             self.request.finish(piece.place, bool(result))
@@ -148,16 +170,8 @@ def pieces_of(
 ) -> list[Piece]:
     """The chunks of a `read` that are still what `find` returned, in the order of their places on the disk."""
     rows, columns = index.find(keys, now_s=now_s), index.columns
-    values = zip(
-        rows.tolist(),
-        index.segment[rows].tolist(),
-        columns.page[rows].tolist(),
-        columns.nbytes[rows].tolist(),
-        columns.checksum[rows].tolist(),
-        offsets,
-        range(len(keys)),
-        strict=True,
-    )
+    fields: list[Array] = [index.segment, columns.page, columns.nbytes, columns.checksum]
+    values = zip(rows.tolist(), *(field[rows].tolist() for field in fields), offsets, range(len(keys)), strict=True)
     pieces = [Piece(*each) for each in values if each[0] >= 0]
     same = [each for each in pieces if is_same(found[each.place], each.nbytes, each.checksum)]
     return sorted(same, key=lambda piece: (piece.segment, piece.block))

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from raykv.errors import ConfigError
-from raykv.tier.segments.format import BLOCK_NBYTES
+from raykv.tier.segments.format import BLOCK_NBYTES, Record, encode
 
 log = logging.getLogger(__name__)
 
@@ -40,9 +40,7 @@ class Volume:
     def open(self) -> None:
         """Make the directory if need be, and lock it for this process. May be called again.
 
-        Raises:
-            ConfigError: Another process uses it; or O_DIRECT is required, and refused there.
-            OSError: It cannot be used now.
+        ConfigError: another process uses it, or it refuses O_DIRECT, which is required. OSError: it cannot be used now.
         """
         self.close()
         make_directory(self.path)
@@ -55,36 +53,26 @@ class Volume:
                 f"field 'paths': another process uses {self.path}; give every node a node_id, or paths, of its own"
             ) from None
         os.pwrite(self._lock_fd, b"in use while a process holds its lock\n", 0)  # fails here if it is read-only
-        if self.direct and not self._direct_works():
-            if self._required:
-                self.close()
-                raise ConfigError(f"field 'direct': the file system of {self.path} refuses O_DIRECT; use 'try'")
-            self.direct = False
-
-    def _direct_works(self) -> bool:
         try:
-            os.close(os.open(self.path / "lock", os.O_RDWR | os.O_DIRECT | os.O_NOFOLLOW | os.O_CLOEXEC))
+            flags = os.O_DIRECT if self.direct else 0
+            os.close(os.open(self.path / "lock", os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | flags))
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            return False
-        return True
+            self.direct = False
+        if self._required and not self.direct:
+            self.close()
+            raise ConfigError(f"field 'direct': the file system of {self.path} refuses O_DIRECT; use 'try'")
 
     def numbers(self) -> dict[int, int]:
-        """Length in bytes of each segment file, by its number."""
-        found = {}
-        for entry in os.scandir(self.path):
-            match = re.fullmatch(r"(\d{6,9})\.segment", entry.name)
-            if match:
-                found[int(match[1])] = entry.stat(follow_symlinks=False).st_size
-        return found
+        return {
+            int(match[1]): entry.stat(follow_symlinks=False).st_size
+            for entry in os.scandir(self.path)
+            if (match := re.fullmatch(r"(\d{6,9})\.segment", entry.name))
+        }
 
     def make(self, number: int) -> None:
-        """Make a segment file, or give one its full length. Its space is allocated.
-
-        Raises:
-            OSError: ENOSPC without enough space; a new file is removed again then.
-        """
+        """Make a segment file, or give one its full length. On an error, such as ENOSPC, a new file is removed."""
         path = self._path(number)
         existed = path.exists()
         with self._file(number, os.O_CREAT) as fd:
@@ -102,8 +90,7 @@ class Volume:
     def write(self, number: int, offset: int, buffers: Sequence[memoryview], *, sync: bool = False) -> int:
         """Write buffers one after another; all aligned to blocks. Returns the number of bytes.
 
-        Args:
-            sync: Force them to the drive, so that they survive a power cut.
+        With `sync` the whole segment is forced to the drive, so that it survives a power cut.
         """
         with self._file(number) as fd:
             nbytes = write_all(fd, buffers, offset)
@@ -120,11 +107,6 @@ class Volume:
             if not self.direct:
                 os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
         return nbytes
-
-    def sync(self, number: int) -> None:
-        """Force the segment to the drive, so that it survives a power cut."""
-        with self._file(number) as fd:
-            os.fdatasync(fd)
 
     def close(self) -> None:
         fd, self._lock_fd = self._lock_fd, -1
@@ -168,11 +150,7 @@ def transfer(call: Callable[..., int], fd: int, buffers: Sequence[memoryview], o
 
 
 def write_all(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-    """Write buffers one after another. Returns the number of bytes.
-
-    Raises:
-        OSError: Also when the file takes only a part.
-    """
+    """Write buffers one after another. Returns the number of bytes. OSError also when the file takes only a part."""
     nbytes = transfer(os.pwritev, fd, buffers, offset)
     if nbytes < sum(map(len, buffers)):
         raise OSError(errno.EIO, "nothing was written")
@@ -182,6 +160,12 @@ def write_all(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
 def aligned(nbytes: int) -> memoryview:
     """Private memory that begins at a page."""
     return memoryview(mmap.mmap(-1, max(nbytes, mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+
+
+def encoded(record: Record) -> memoryview:
+    """A record in private memory that begins at a page."""
+    buffer = aligned(record.blocks() * BLOCK_NBYTES)
+    return buffer[: encode(record, buffer)]
 
 
 def _close(fd: int) -> None:

@@ -45,7 +45,7 @@ class Content:
 
 
 class Drive:
-    """See the module.
+    """One directory.
 
     Attributes:
         slow: An operation takes too long: the drive gets no new work.
@@ -56,7 +56,6 @@ class Drive:
         tasks: For the upkeep thread.
         reads, moves: Queues of chunks to be read, and to be moved out of the segment being reclaimed.
         moves_left: Of those, how many are not written yet; None while no segment waits for its moves.
-        in_flight: Batches being written.
         under_way: Reads and writes that the drive is working on.
     """
 
@@ -76,7 +75,6 @@ class Drive:
         self.reset()
 
     def reset(self) -> None:
-        """Begin with an empty log, and nothing under way that counts."""
         limit = min(SEGMENTS - 1, self.config.capacity_nbytes // self.config.segment_nbytes)
         self.log = Log(limit=limit, segment_blocks=self.segment_blocks, incarnation=self._incarnation)
         self.tasks: deque[Callable[[], None]] = deque()
@@ -97,10 +95,9 @@ class Drive:
     @property
     def has_pending_tombstones(self) -> bool:
         """Whether a start could find a chunk that was deleted or dropped."""
-        return bool(self.deleted or self.dropped) or any(
-            batch.content.deleted or batch.content.dropped or any(item.cancelled for item in batch.content.items)
-            for batch in self.in_flight
-        )
+        contents = [self, *(batch.content for batch in self.in_flight)]
+        cancelled = (item.cancelled for content in contents[1:] for item in content.items)
+        return any(content.deleted or content.dropped for content in contents) or any(cancelled)
 
     def identity(self, segment: Segment) -> int:
         """By which rows of the index name a segment."""
@@ -111,7 +108,6 @@ class Drive:
         self.wake_upkeep.notify()
 
     def finish_operation(self) -> None:
-        """The drive is done with a read or write; another thread may go on."""
         self.under_way -= 1
         self.wake.notify()
 

@@ -4,7 +4,7 @@ First the records of all segments are read, by several threads: one read per sea
 walked, and its chunks are compared with their checksums, which cuts off a torn tail. Then the segments are entered,
 newest first: a key that a newer segment has, or that a newer tombstone covers, is left out.
 
-The tasks run on threads and wait for the disk; `Shared` is changed under its lock.
+The tasks run on threads and wait for the disk; an error turns the drive off. `Shared` is changed under its lock.
 """
 
 import errno
@@ -40,34 +40,21 @@ VERIFY_NBYTES: Final = 8 << 20
 
 
 class Recovery:
-    """See the module."""
-
     def __init__(self, shared: Shared, drive: Drive, wipe: Callable[[int], None]) -> None:
-        """Begin with `open` or `list_segments`.
-
-        Args:
-            wipe: Overwrites what a start finds of a segment.
-        """
+        """Begin with `open` or `list_segments`. `wipe` overwrites what a start finds of a segment."""
         self._shared, self._drive, self._wipe = shared, drive, wipe
         self._unread = 0
         self._found: list[tuple[int, Record, bool]] = []
+        self._deleted, self._dropped = set[bytes](), set[bytes]()  # by newer segments
 
     def open(self) -> None:
         """Lock the directory again, and go on with `list_segments`."""
-        try:
-            self._drive.volume.open()
-        except (OSError, ConfigError) as error:
-            self._shared.fail_later(self._drive, error)
-            return
+        self._drive.volume.open()
         self.list_segments()
 
     def list_segments(self) -> None:
         drive = self._drive
-        try:
-            numbers = drive.volume.numbers()
-        except OSError as error:
-            self._shared.fail_later(drive, error)
-            return
+        numbers = drive.volume.numbers()
         with self._shared.lock:
             self._unread, self._found, epoch = len(numbers), [], drive.epoch
             drive.tasks.extend(partial(self._read, number, nbytes, epoch) for number, nbytes in numbers.items())
@@ -87,8 +74,7 @@ class Recovery:
                 drive.volume.make(number)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                self._shared.fail_later(drive, error, epoch)
-                return
+                raise
             usable = found is not None
         if not usable:
             drive.volume.remove(number)  # it is empty, and there is no space for it
@@ -121,7 +107,6 @@ class Recovery:
         return record._replace(entries=record.entries[self._whole(number, record.entries)]), False
 
     def _whole(self, number: int, entries: Array) -> Bits:
-        """Which chunks of an unsealed segment have their checksum."""
         whole, buffer = np.zeros(len(entries), np.bool_), aligned(VERIFY_NBYTES)
         for place, (block, nbytes, checksum) in enumerate(entries[["block", "nbytes", "checksum"]].tolist()):
             size = blocks_of(nbytes) * BLOCK_NBYTES
@@ -144,9 +129,8 @@ class Recovery:
             return 0
 
     def _enter_all(self, epoch: int) -> None:
-        """Enter all segments, newest first, and turn the drive on."""
         shared, drive = self._shared, self._drive
-        deleted, dropped = set[bytes](), set[bytes]()
+        self._deleted, self._dropped = set(), set()
         numbers: dict[bytes, int | None] = {}
         found, self._found = sorted(self._found, key=lambda each: each[1].sequence, reverse=True), []
         for number, record, sealed in found:
@@ -154,16 +138,12 @@ class Recovery:
                 if text not in numbers:
                     numbers[text] = shared.groups.number(text)  # without our lock: it takes the node's
             entries = living(record)
-            known = [numbers[text] is not None and text not in dropped for text in record.texts]
-            keep = np.array(known, np.bool_)[entries["group"]]
-            if deleted:
-                keep &= np.array([key not in deleted for key in raw_keys(entries["key"])], np.bool_)
             with shared.lock:
                 if epoch != drive.epoch:
                     return
-                self._enter(number, record, entries[keep], [numbers[text] for text in record.texts], sealed=sealed)
-            deleted.update(raw_keys(record.deleted["key"]))
-            dropped.update(record.dropped_texts())
+                self._enter(number, record, entries, [numbers[text] for text in record.texts], sealed=sealed)
+            self._deleted.update(raw_keys(record.deleted["key"]))
+            self._dropped.update(record.dropped_texts())
         with shared.lock:
             if epoch == drive.epoch:
                 self._finish()
@@ -171,21 +151,17 @@ class Recovery:
     def _enter(
         self, number: int, record: Record, entries: Array, groups: Sequence[int | None], *, sealed: bool
     ) -> None:
-        """Enter those chunks of a segment that no newer segment has.
-
-        Args:
-            entries: Of the record, without those that a tombstone covers.
-            groups: Number of each of the record's texts.
-        """
+        """Enter the entries of a segment that no newer segment has. `groups` are the numbers of the record's texts."""
         shared, drive, index = self._shared, self._drive, self._shared.index
         segment = drive.log.add_found(number, sealed=sealed, record=record)
         texts = zip(groups, record.texts, strict=True)
         shared.texts.update({group: text for group, text in texts if group is not None})
-        keep = (entries["expires_s"] == 0) | (entries["expires_s"] > shared.wall())
-        if drive.dropped:  # meanwhile, as below
-            keep &= np.array([text not in drive.dropped for text in record.texts], np.bool_)[entries["group"]]
-        if drive.deleted:
-            keep &= np.array([key not in drive.deleted for key in raw_keys(entries["key"])], np.bool_)
+        dropped = self._dropped | drive.dropped.keys()
+        known = [group is not None and text not in dropped for group, text in zip(groups, record.texts, strict=True)]
+        keep = np.array(known, np.bool_)[entries["group"]]
+        keep &= (entries["expires_s"] == 0) | (entries["expires_s"] > shared.wall())
+        for deleted in filter(None, (self._deleted, drive.deleted)):  # by newer segments, and meanwhile
+            keep &= np.array([key not in deleted for key in raw_keys(entries["key"])], np.bool_)
         entries = entries[keep]
         existing = index.find_all(np.ascontiguousarray(entries["key"]))
         elsewhere = (existing >= 0) & (index.segment[existing] // SEGMENTS != drive.number)

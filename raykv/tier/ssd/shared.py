@@ -7,7 +7,6 @@ covers: one on the drive, or one in a drive's queue.
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Final
 
@@ -16,11 +15,10 @@ import numpy as np
 from raykv.tier.base import GroupNames
 from raykv.tier.segments.format import Array, flat, key_array
 from raykv.tier.segments.index import SEGMENTS, Changes, Index
-from raykv.tier.segments.io_threads import Callbacks
 from raykv.tier.segments.log import Batch, Segment
-from raykv.tier.segments.requests import COUNTS, Item, Run
+from raykv.tier.segments.requests import Item, Run, WriteQueue
 from raykv.tier.ssd.drive import Drive
-from raykv.types import KeyArray, Rows
+from raykv.types import Rows
 
 log = logging.getLogger(__name__)
 
@@ -28,8 +26,8 @@ RETRY_S: Final = 30.0
 """A drive that failed is tried again after this time."""
 
 
-class Shared:
-    """See the module.
+class Shared(WriteQueue):
+    """Used under `lock`.
 
     Attributes:
         queue: Chunks to be written that have no place yet.
@@ -39,33 +37,20 @@ class Shared:
     """
 
     def __init__(self, index: Index, arena: memoryview, groups: GroupNames, wall: Callable[[], float]) -> None:
+        super().__init__("raykv-ssd-callbacks", arena, groups)
         self.lock = threading.Lock()
         self.tombstones_written = threading.Condition(self.lock)
-        self.index, self.arena, self.groups, self.wall = index, arena, groups, wall
-        self.callbacks = Callbacks("raykv-ssd-callbacks")
+        self.index, self.wall = index, wall
         self.drives: list[Drive] = []
-        self.queue: deque[Item] = deque()
-        self.queued_nbytes = 0
         self.coming: dict[bytes, Item] = {}
         self.texts: dict[int, bytes] = {}
         self.quotas: dict[int, int] = {}
         self.changes = Changes()
-        self.counts = dict.fromkeys(COUNTS, 0)
         self.ended = False
-
-    # -- the queue --------------------------------------------------------------------------------------------------
 
     def enqueue(self, item: Item) -> None:
         self.coming[item.chunk.key] = item
-        self.queue.append(item)
-        self.queued_nbytes += item.chunk.nbytes
-
-    def dequeue(self) -> Item:
-        """Take the first chunk of the queue, which is the one that `next_item` returned."""
-        item = self.queue.popleft()
-        self.queued_nbytes -= item.chunk.nbytes
-        item.placed = True
-        return item
+        super().enqueue(item)
 
     def put_back(self, item: Item) -> None:
         self.queue.appendleft(item)
@@ -83,7 +68,6 @@ class Shared:
         item.finish(result)
 
     def cancel(self, item: Item) -> None:
-        """A chunk was deleted before it was written."""
         if item.cancelled:
             return
         item.cancelled = True
@@ -92,7 +76,6 @@ class Shared:
             self.finish(item, False)
 
     def fail_queue_if_off(self) -> None:
-        """If no drive takes chunks, call the queue back as not done."""
         if any(drive.on for drive in self.drives) and not self.ended:
             return
         while self.next_item() is not None:
@@ -102,17 +85,12 @@ class Shared:
         for drive in self.drives:
             drive.notify()
 
-    # -- the index --------------------------------------------------------------------------------------------------
-
     def rows_of(self, drive: Drive, segment: Segment) -> Rows:
-        if not segment.rows:
-            return np.empty(0, np.int32)
-        rows = np.unique(np.frombuffer(segment.rows, np.int32))
+        rows = np.unique(np.array(segment.rows, np.int32))
         here: Rows = rows[self.index.segment[rows] == drive.identity(segment)]
         return here
 
     def is_at(self, row: int, moved_from: tuple[int, int], checksum: int) -> bool:
-        """Whether a row still is the chunk at this segment and block."""
         index, columns = self.index, self.index.columns
         place = int(index.segment[row]), int(columns.page[row])
         return place == moved_from and int(columns.checksum[row]) == checksum
@@ -140,22 +118,18 @@ class Shared:
                 segments[identity % SEGMENTS].live_nbytes -= int(total)
 
     def remove(self, rows: Rows, *, tombstones: bool) -> None:
-        """Take chunks, all different, out of the index.
-
-        Args:
-            tombstones: Have them written, so that no start finds the chunks.
-        """
+        """Take chunks, all different, out of the index; with tombstones no start finds them either."""
         if not len(rows):
             return
-        keys = self.index.keys(rows)
         if tombstones:
-            for identity, key in zip(self.index.segment[rows].tolist(), flat(keys).tolist(), strict=True):
+            keys = flat(self.index.keys(rows)).tolist()
+            for identity, key in zip(self.index.segment[rows].tolist(), keys, strict=True):
                 self.drives[identity // SEGMENTS].deleted[key] = None
         self._remove_from_segments(rows)
-        self._remove_rows(rows, keys)
+        self._remove_rows(rows)
 
-    def _remove_rows(self, rows: Rows, keys: KeyArray) -> None:
-        self.changes.add(keys)
+    def _remove_rows(self, rows: Rows) -> None:
+        self.changes.add(self.index.keys(rows))
         self.index.remove(rows)
 
     def remove_expired(self) -> None:
@@ -204,8 +178,6 @@ class Shared:
             before = np.cumsum(columns.nbytes[rows].astype(np.int64)) - columns.nbytes[rows]
             self.remove(rows[before < excess], tombstones=True)
 
-    # -- failure ----------------------------------------------------------------------------------------------------
-
     def refuse_reads(self, drive: Drive) -> None:
         for run in drive.reads:
             self.finish_read(drive, run, [False] * len(run.pieces), drive.epoch)
@@ -226,11 +198,7 @@ class Shared:
                 self.finish(item, False)
 
     def fail(self, drive: Drive, error: Exception, epoch: int | None = None) -> None:
-        """Turn a drive off. Its chunks are not available until it is back.
-
-        Args:
-            epoch: Do nothing if the drive has failed since this epoch; None: in any case.
-        """
+        """Turn a drive off until it is back, unless it has failed since this epoch; None: in any case."""
         if epoch is not None and epoch != drive.epoch:
             return
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
@@ -252,7 +220,7 @@ class Shared:
                 self.void(drive, batch)
         index = self.index
         rows = index.rows_where(index.segment[index.used()] // SEGMENTS == drive.number)
-        self._remove_rows(rows, index.keys(rows))
+        self._remove_rows(rows)
         drive.reset()
         drive.in_flight = in_flight
         self.fail_queue_if_off()

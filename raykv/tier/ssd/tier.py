@@ -46,25 +46,13 @@ CLOSE_S: Final = 10.0
 
 
 class SsdTier(Tier):
-    """See the module and `Tier`."""
-
     name, place = "ssd", Place.SSD
 
-    def __init__(
-        self,
-        config: SsdConfig,
-        environment: Environment,
-        *,
-        wall: Callable[[], float] = time.time,
-    ) -> None:
-        """Lock the directories, and begin to find what is there.
+    def __init__(self, config: SsdConfig, environment: Environment, *, wall: Callable[[], float] = time.time) -> None:
+        """Lock the directories, and begin to find what is there. `wall` returns seconds since 1970.
 
-        Args:
-            wall: Seconds since 1970.
-
-        Raises:
-            ConfigError: Another process uses one of the directories, or O_DIRECT is required and refused; or there is
-                no memory for the index.
+        ConfigError: another process uses one of the directories, O_DIRECT is required and refused, or there is no
+        memory for the index.
         """
         self.config, self.write_nbytes_per_day = config, config.write_nbytes_per_day
         rows = config.max_chunks or max(1024, len(config.paths) * config.capacity_nbytes // INDEX_ROW_NBYTES)
@@ -74,7 +62,11 @@ class SsdTier(Tier):
             volume = Volume(path / environment.node, segment_nbytes=config.segment_nbytes, direct=config.direct)
             shared.drives.append(Drive(number, volume, config, shared.lock))
         try:
-            self._open_volumes()
+            for drive in shared.drives:
+                try:
+                    drive.volume.open()
+                except OSError as error:
+                    shared.fail_later(drive, error)
         except ConfigError:
             for drive in shared.drives:
                 drive.volume.close()
@@ -84,15 +76,6 @@ class SsdTier(Tier):
         self._stop = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="raykv-ssd-watch", daemon=True)
         self._watcher.start()
-
-    def _open_volumes(self) -> None:
-        for drive in self._shared.drives:
-            try:
-                drive.volume.open()
-            except OSError as error:
-                self._shared.fail_later(drive, error)
-
-    # -- content ----------------------------------------------------------------------------------------------------
 
     def has(self, keys: KeyArray) -> Bits:
         with self._shared.lock:
@@ -121,8 +104,6 @@ class SsdTier(Tier):
             nbytes = self._shared.index.nbytes
             return int(nbytes.sum() if group is None else nbytes[group])
 
-    # -- down and up ------------------------------------------------------------------------------------------------
-
     def write(self, chunks: Sequence[Chunk], done: Written) -> int:
         """See `Tier`. A chunk that is being written already is False in `done`."""
         shared = self._shared
@@ -137,7 +118,7 @@ class SsdTier(Tier):
                     if is_here or chunk.key in shared.coming or not self._fits(chunk):
                         request.add(is_here)
                         shared.counts["refused"] += not is_here
-                    elif self._is_full(chunk.nbytes):
+                    elif len(shared.queue) >= QUEUED_CHUNKS or shared.queued_nbytes + chunk.nbytes > QUEUED_NBYTES:
                         break
                     else:
                         shared.enqueue(item_of(chunk, shared.arena, texts[chunk.group], request))
@@ -148,10 +129,6 @@ class SsdTier(Tier):
             for drive in shared.drives:
                 drive.wake.notify()
         return taken
-
-    def _is_full(self, nbytes: int) -> bool:
-        shared = self._shared
-        return len(shared.queue) >= QUEUED_CHUNKS or shared.queued_nbytes + nbytes > QUEUED_NBYTES
 
     def _fits(self, chunk: Chunk) -> bool:
         """Whether a chunk can be written at all: into a segment, with two records, and into its group's quota."""
@@ -167,16 +144,14 @@ class SsdTier(Tier):
                 if shared.drives[piece.segment // SEGMENTS].readable:
                     pieces.setdefault(piece.segment // SEGMENTS, []).append(piece)
             off = shared.ended or not any(drive.readable for drive in shared.drives)
-            if off or not all(self._workers[number].reader.has_room(len(some)) for number, some in pieces.items()):
+            if off or not all(self._workers[number].has_room_for_reads(len(some)) for number, some in pieces.items()):
                 shared.counts["refused"] += len(keys)
                 return False
             request = Request(shared.callbacks, done, chunks=len(keys))
             for number, some in pieces.items():
-                self._workers[number].reader.queue(request, some)
+                self._workers[number].queue_reads(request, some)
             request.submit()
         return True
-
-    # -- deleting ---------------------------------------------------------------------------------------------------
 
     def delete(self, keys: KeyArray) -> int:
         """See `Tier`. It holds across a restart once its tombstones are written, before anything else; see `flush`."""
@@ -222,8 +197,7 @@ class SsdTier(Tier):
     def flush(self, timeout_s: float) -> bool:
         """Wait until all tombstones are written, so that no start finds a chunk that was deleted or dropped.
 
-        Returns:
-            False if they are not written by then, or a drive that needs some takes nothing now.
+        False if they are not written by then, or a drive that needs some takes nothing now.
         """
         shared, until_s = self._shared, time.monotonic() + timeout_s
         with shared.lock:
@@ -233,8 +207,6 @@ class SsdTier(Tier):
                     return False
                 shared.tombstones_written.wait(left_s)
         return True
-
-    # -- health -----------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
         tidied_s = time.monotonic()

@@ -13,10 +13,10 @@ import numpy as np
 import xxhash
 
 from raykv.tier.base import Chunk
-from raykv.tier.segments.format import BLOCK_NBYTES, encode
+from raykv.tier.segments.format import BLOCK_NBYTES
 from raykv.tier.segments.log import Segment, second_chance
 from raykv.tier.segments.requests import Item
-from raykv.tier.segments.volume import aligned
+from raykv.tier.segments.volume import aligned, encoded
 from raykv.tier.ssd.drive import Drive
 from raykv.tier.ssd.shared import Shared
 
@@ -29,7 +29,7 @@ GROW_S: Final = 30.0
 
 
 class Upkeep:
-    """See the module. `next_task` needs the tier's lock; the tasks run on a thread and wait for the disk."""
+    """`next_task` needs the lock. Tasks run on a thread and wait for the disk; an error turns the drive off."""
 
     def __init__(self, shared: Shared, drive: Drive) -> None:
         self._shared, self._drive = shared, drive
@@ -64,13 +64,11 @@ class Upkeep:
         After a power cut before the next sync, a start may find its old chunks again. If something was written over
         them, their checksums are wrong.
         """
-        drive, zeros = self._drive, aligned(BLOCK_NBYTES)
-        nbytes = 0
-        for block in (0, drive.segment_blocks - 1):
-            nbytes += drive.volume.write(number, block * BLOCK_NBYTES, [zeros])
-        self._count_written(nbytes)
+        for block in (0, self._drive.segment_blocks - 1):
+            self._write(number, block, aligned(BLOCK_NBYTES))
 
-    def _count_written(self, nbytes: int) -> None:
+    def _write(self, number: int, block: int, view: memoryview, *, sync: bool = False) -> None:
+        nbytes = self._drive.volume.write(number, block * BLOCK_NBYTES, [view], sync=sync)
         with self._shared.lock:
             self._shared.counts["disk_nbytes"] += nbytes
 
@@ -100,16 +98,8 @@ class Upkeep:
         drive = self._drive
         with self._shared.lock:
             record = drive.log.summary(segment) if segment.records else None
-        try:
-            if record is not None:
-                blocks = record.blocks()
-                buffer = aligned(blocks * BLOCK_NBYTES)
-                start = (drive.segment_blocks - blocks) * BLOCK_NBYTES
-                views = [buffer[: encode(record, buffer)]]
-                self._count_written(drive.volume.write(segment.number, start, views, sync=True))
-        except OSError as error:
-            self._shared.fail_later(drive, error, epoch)
-            return
+        if record is not None:
+            self._write(segment.number, drive.segment_blocks - record.blocks(), encoded(record), sync=True)
         with self._shared.lock:
             if epoch == drive.epoch:
                 drive.log.mark_sealed(segment)
@@ -125,16 +115,12 @@ class Upkeep:
             chosen = second_chance(index.reads_since_write(rows), sizes, most_nbytes=drive.log.may_move_nbytes())
             items = [self._item_of(row) for row in rows[chosen].tolist()]
         buffer, end, moves = aligned(int(sizes[chosen].sum())), 0, []
-        try:
-            for item, size in zip(items, sizes[chosen].tolist(), strict=True):
-                item.view, end = buffer[end : end + size], end + size
-                got = drive.volume.read(segment.number, item.moved_from[1] * BLOCK_NBYTES, [item.view])
-                nbytes = item.chunk.nbytes
-                if got >= nbytes and xxhash.xxh3_64_intdigest(item.view[:nbytes]) == item.chunk.checksum:
-                    moves.append(item)
-        except OSError as error:
-            self._shared.fail_later(drive, error, epoch)
-            return
+        for item, size in zip(items, sizes[chosen].tolist(), strict=True):
+            item.view, end = buffer[end : end + size], end + size
+            got = drive.volume.read(segment.number, item.moved_from[1] * BLOCK_NBYTES, [item.view])
+            nbytes = item.chunk.nbytes
+            if got >= nbytes and xxhash.xxh3_64_intdigest(item.view[:nbytes]) == item.chunk.checksum:
+                moves.append(item)
         with self._shared.lock:
             if epoch == drive.epoch:
                 drive.moves.extend(moves)
@@ -144,22 +130,15 @@ class Upkeep:
     def _item_of(self, row: int) -> Item:
         index = self._shared.index
         found, key = index.found(row), index.keys(np.array([row], np.int32)).tobytes()
-        chunk = Chunk(
-            key, 0, found.nbytes, found.checksum, found.group, found.depth, found.parent, found.reads, found.expires_s
-        )
+        chunk = Chunk(key=key, offset=0, **found._asdict())
         moved_from = int(index.segment[row]), int(index.columns.page[row])
         return Item(chunk, memoryview(b""), self._shared.texts[found.group], row=row, moved_from=moved_from)
 
     def _free(self, segment: Segment, epoch: int) -> None:
-        """Wipe a segment whose chunks were moved, and make it free."""
         drive, number = self._drive, segment.number
-        try:
-            if segment.has_tombstones:  # what they cover was wiped before, and must not come back without them
-                drive.volume.sync(number)
-            self.wipe(number)
-        except OSError as error:
-            self._shared.fail_later(drive, error, epoch)
-            return
+        if segment.has_tombstones:  # what they cover was wiped before, and must not come back without them
+            drive.volume.write(number, 0, [], sync=True)
+        self.wipe(number)
         with self._shared.lock:
             if epoch != drive.epoch:
                 return

@@ -1,17 +1,23 @@
 """The threads of one drive, and what they do next. See `raykv.tier.ssd.tier`."""
 
+import errno
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final
 
+from raykv.errors import ConfigError
+from raykv.tier.segments.format import BLOCK_NBYTES
+from raykv.tier.segments.index import SEGMENTS
 from raykv.tier.segments.io_threads import IoThreads
+from raykv.tier.segments.requests import Piece, Request, Run, runs_of
 from raykv.tier.ssd.drive import Drive
-from raykv.tier.ssd.reading import Reader
 from raykv.tier.ssd.recovery import Recovery
 from raykv.tier.ssd.shared import Shared
 from raykv.tier.ssd.upkeep import Upkeep
 from raykv.tier.ssd.writing import Writer
+from raykv.types import Rows
 
 log = logging.getLogger(__name__)
 
@@ -20,14 +26,19 @@ UPKEEP, FIRST_WRITER = 0, 1
 EXTRA_THREADS: Final = 3
 """Threads of a drive beyond its depth: for upkeep, and to compare checksums and encode records meanwhile."""
 
+READ_NBYTES: Final = 4 << 20
+"""Neighbours are read by one call up to this size."""
+QUEUED_READS: Final = 1 << 14
+"""Chunks that may wait to be read on one drive."""
+BAD_READS: Final = 3
+"""After this number of failed reads in a row, the drive is turned off. Before, only their chunks are dropped."""
+
 
 class Workers:
-    """See the module."""
-
     def __init__(self, shared: Shared, drive: Drive) -> None:
         """Start the threads, and find what is on the drive, unless its directory could not be opened."""
         self._shared, self._drive = shared, drive
-        self._upkeep, self._writer, self.reader = Upkeep(shared, drive), Writer(shared, drive), Reader(shared, drive)
+        self._upkeep, self._writer = Upkeep(shared, drive), Writer(shared, drive)
         self._recovery = Recovery(shared, drive, self._upkeep.wipe)
         with shared.lock:
             if drive.state == "starting":
@@ -51,7 +62,13 @@ class Workers:
                 if shared.queue:  # there is no space for it yet
                     drive.wake_upkeep.notify()
                 drive.wake.wait()
-            return task
+            return partial(self._run, task, drive.epoch)
+
+    def _run(self, task: Callable[[], None], epoch: int) -> None:
+        try:
+            task()
+        except (OSError, ConfigError) as error:
+            self._shared.fail_later(self._drive, error, epoch)
 
     def _next_task(self, thread: int) -> Callable[[], None] | None:
         drive = self._drive
@@ -60,14 +77,12 @@ class Workers:
         if thread == UPKEEP:
             return self._upkeep.next_task()
         if drive.state == "starting":
-            return self.reader.next_task() or self._upkeep.next_task()
+            return self._next_read() or self._upkeep.next_task()
         if drive.under_way >= drive.config.depth:
             return None
         if thread == FIRST_WRITER and drive.config.depth > 1:
-            return self._writer.next_task() or self.reader.next_task()
-        return self.reader.next_task() or self._writer.next_task()
-
-    # -- health: under the lock -------------------------------------------------------------------------------------
+            return self._writer.next_task() or self._next_read()
+        return self._next_read() or self._writer.next_task()
 
     def watch(self) -> None:
         """Find out whether the drive is slow, or may be tried again. Called regularly."""
@@ -93,3 +108,52 @@ class Workers:
         elif time.monotonic() >= drive.retry_at_s:
             drive.state = "starting"
             drive.tasks.append(self._recovery.open)
+
+    def has_room_for_reads(self, count: int) -> bool:
+        return self._drive.reads_queued + count <= QUEUED_READS
+
+    def queue_reads(self, request: Request, pieces: Sequence[Piece]) -> None:
+        runs = runs_of(request, pieces, most_nbytes=READ_NBYTES)
+        for run in runs:
+            self._drive.log.segments[run.segment % SEGMENTS].readers += 1
+        self._drive.reads.extend(runs)
+        self._drive.reads_queued += len(pieces)
+        self._drive.notify()
+
+    def _next_read(self) -> Callable[[], None] | None:
+        drive = self._drive
+        if not drive.reads or drive.state == "off":
+            return None
+        run, epoch = drive.reads.popleft(), drive.epoch
+        drive.reads_queued -= len(run.pieces)
+        drive.under_way += 1
+        return lambda: self._read(run, epoch)
+
+    def _read(self, run: Run, epoch: int) -> None:
+        shared, drive = self._shared, self._drive
+        views, problem, got = run.views(shared.arena), None, 0
+        try:
+            got = drive.volume.read(run.segment % SEGMENTS, run.block * BLOCK_NBYTES, views)
+        except OSError as error:
+            problem = error
+        with shared.lock:
+            drive.finish_operation()
+        right = run.verify(views, got)
+        with shared.lock:
+            wrong = run.enter(right, shared.index, shared.counts, now_s=shared.wall())
+            shared.finish_read(drive, run, right.tolist(), epoch)
+            drive.bad_reads = drive.bad_reads + 1 if problem is not None else 0
+            if epoch == drive.epoch:
+                self._handle_wrong(wrong, problem)
+            drive.notify()
+
+    def _handle_wrong(self, wrong: Rows, problem: OSError | None) -> None:
+        """Drop wrong chunks; turn the drive off after an error that is more than a bad spot."""
+        shared, drive = self._shared, self._drive
+        bad_spot = problem is not None and problem.errno == errno.EIO
+        if problem is None or bad_spot:
+            shared.counts["corrupt"] += 0 if bad_spot else len(wrong)
+            shared.counts["errors"] += bad_spot
+            shared.remove(wrong, tombstones=True)
+        if problem is not None and (not bad_spot or drive.bad_reads >= BAD_READS):
+            shared.fail(drive, problem)

@@ -5,18 +5,10 @@ from typing import Final
 
 import numpy as np
 
-from raykv.tier.segments.format import (
-    BLOCK_NBYTES,
-    DELETED,
-    DROPPED,
-    Array,
-    blocks_of,
-    encode,
-    key_array,
-)
+from raykv.tier.segments.format import BLOCK_NBYTES, DELETED, DROPPED, Array, blocks_of, key_array
 from raykv.tier.segments.log import Batch
 from raykv.tier.segments.requests import Item, entries_of
-from raykv.tier.segments.volume import IOV_MAX, aligned
+from raykv.tier.segments.volume import IOV_MAX, encoded
 from raykv.tier.ssd.drive import Content, Drive
 from raykv.tier.ssd.shared import Shared
 
@@ -29,13 +21,12 @@ FEW_SEGMENTS: Final = 3
 
 
 class Writer:
-    """See the module. Methods need the tier's lock, except `_write`, which runs on a thread and waits for the disk."""
+    """Methods need the tier's lock, except `_write`, which runs on a thread and waits for the disk."""
 
     def __init__(self, shared: Shared, drive: Drive) -> None:
         self._shared, self._drive = shared, drive
 
     def next_task(self) -> Callable[[], None] | None:
-        """Give the next batch its place. Returns the task that writes it."""
         shared, drive = self._shared, self._drive
         if drive.state != "on" or not (drive.deleted or drive.dropped or drive.moves or shared.queue):
             return None
@@ -135,8 +126,8 @@ class Writer:
 
     def _write(self, batch: Batch) -> None:
         shared, drive, content = self._shared, self._drive, batch.content
-        record, problem, nbytes = aligned(batch.record.blocks() * BLOCK_NBYTES), None, 0
-        buffers = [record[: encode(batch.record, record)], *(item.view for item in content.items)]
+        problem, nbytes = None, 0
+        buffers = [encoded(batch.record), *(item.view for item in content.items)]
         try:
             sync = bool(content.deleted or content.dropped)
             nbytes = drive.volume.write(batch.segment.number, batch.start * BLOCK_NBYTES, buffers, sync=sync)
@@ -158,14 +149,13 @@ class Writer:
 
     def _publish(self, batch: Batch) -> None:
         """A start would find the batch from now on: enter it."""
-        content, entries = batch.content, batch.record.entries
-        new = [place for place, item in enumerate(content.items) if item.row < 0]
-        if new:
-            self._publish_new(batch, [content.items[place] for place in new], entries[new])
-        for place, item in enumerate(content.items):
-            if item.row >= 0:
-                self._shared.land(self._drive, item, batch.segment, entries[place : place + 1])
-                self._finish_move()
+        items, entries = batch.content.items, batch.record.entries
+        moved = np.array([item.row >= 0 for item in items], np.bool_)
+        if not moved.all():
+            self._publish_new(batch, [item for item in items if item.row < 0], entries[~moved])
+        for place in np.flatnonzero(moved).tolist():
+            self._shared.land(self._drive, items[place], batch.segment, entries[place : place + 1])
+            self._finish_move()
 
     def _publish_new(self, batch: Batch, items: Sequence[Item], entries: Array) -> None:
         shared, drive, index = self._shared, self._drive, self._shared.index
@@ -179,9 +169,8 @@ class Writer:
         chosen = ~np.array([item.cancelled for item in items]) & ~here
         index.release(batch.content.rows[~chosen])
         groups = np.array([item.chunk.group for item in items], np.uint16)
-        drive.log.written_nbytes += shared.insert(
-            drive, batch.segment, batch.content.rows[chosen], entries[chosen], groups[chosen]
-        )
+        rows = batch.content.rows[chosen]
+        drive.log.written_nbytes += shared.insert(drive, batch.segment, rows, entries[chosen], groups[chosen])
         for item, is_here, is_chosen in zip(items, here.tolist(), chosen.tolist(), strict=True):
             if not is_chosen:
                 shared.disown(drive, item.chunk.key)
