@@ -119,7 +119,7 @@ class Router:
             self._find_local(deadline_s)
 
     def after_fork(self) -> None:
-        """Other threads of the parent may hold the locks. Connections drop by themselves what they had."""
+        """Other threads of the parent may hold the lock. Each connection discards its own inherited state."""
         self._lock = threading.Lock()
         for each in self._metrics.values():
             each.after_fork()
@@ -137,7 +137,7 @@ class Router:
                 try:
                     self._use_local(member.local_address, deadline_s)
                 except TransientError:
-                    continue  # another user's node, or down: read over TCP like any other
+                    continue  # another user's node, or down: it is treated like a remote one
 
     def is_near(self, member: Member) -> bool:
         """Whether a member is on this host."""

@@ -106,7 +106,7 @@ def status(name: str = "default", *, timeout_s: float = CALL_TIMEOUT_S) -> dict[
 
 
 def stop(name: str = "default", *, timeout_s: float = CALL_TIMEOUT_S) -> bool:
-    """End a cluster: its processes, and its memory on all hosts that are there. False if none of that name ran."""
+    """Stop all processes of a cluster, and remove its memory on every host of Ray. False: no such cluster was running."""
     try:
         directory = _directory(name)
     except PeerUnavailable:

@@ -126,7 +126,7 @@ def failure(error: RayKVError) -> Failure:
 
 
 def raise_failure(answer: Failure) -> None:
-    """Raise the error that an answer carries, of the class that it names."""
+    """Raise the error in a failure answer. The answer names its class."""
     raise _FAILURES.get(answer.kind, ProtocolError)(answer.text)
 
 

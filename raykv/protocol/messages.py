@@ -326,7 +326,7 @@ class Committed(Message):
 
 
 class Accepted(Message):
-    """Positions, i32, of the keys whose chunks the node wants; `full`: how many others found no room."""
+    """Positions, i32, of the keys whose chunks the node wants; `full`: number of other new keys without room."""
 
     positions: bytes
     full: int = 0

@@ -40,7 +40,7 @@ class NodeHandle:
     Attributes:
         config: As given.
         pid: Process of the node; 0 before the first start. It changes with each restart.
-        first_ns: Time of that process's first line, by the monotonic clock.
+        first_ns: Monotonic time at which that process began to run its code.
         starts: Number of starts.
     """
 

@@ -87,7 +87,7 @@ class Service(Protocol):
         ...
 
     def session(self, *, local: bool) -> Session:
-        """Accept a connection; `local` when the kernel vouches for the same user on the same host."""
+        """Accept a connection; `local`: the kernel says that the peer is on this host, and has the user of this process."""
         ...
 
     def answer(self, request: Message, session: Session) -> Reply:

@@ -19,7 +19,7 @@ class ConnectorConfig(Model):
         load_timeout_s: What has not arrived by then is recomputed. The request waits for it, the engine does not.
         store_timeout_s: The longest that one step of the engine waits for its chunks to be stored; chunks without a
             slot by then are skipped. With no node on the engine's host, stores cross the network: set it to seconds.
-        load_threads: Loads in flight at once. More wait in line, within their timeout.
+        load_threads: Loads in flight at once. Further loads wait in a queue, and their timeout includes this wait.
         revision: Which weights these are. None: a digest of the files, or the commit of the hub. Needed only where
             neither is known.
     """
