@@ -106,7 +106,7 @@ def status(name: str = "default", *, timeout_s: float = CALL_TIMEOUT_S) -> dict[
 
 
 def stop(name: str = "default", *, timeout_s: float = CALL_TIMEOUT_S) -> bool:
-    """Stop all processes of a cluster, and remove its memory on every host of Ray. False: no such cluster was running."""
+    """Stop all processes of a cluster, and remove its memory on every host of Ray. False: none was running."""
     try:
         directory = _directory(name)
     except PeerUnavailable:

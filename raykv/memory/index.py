@@ -1,8 +1,8 @@
 """The hash index of a chunk table: from a 128-bit key to a row. Open addressing with linear probing.
 
-Only one process writes. Any number of processes may read, without a lock. An entry is empty, removed, or a row number; a
-search stops at an empty entry and continues past a removed one. There are two copies, and one is in use: `rebuild_index`
-fills the other one, then switches.
+Only one process writes. Any number of processes may read, without a lock. An entry is empty, removed, or a row number.
+A search stops at an empty entry and continues past a removed one. There are two copies, one of them in use:
+`rebuild_index` fills the other one, then switches.
 
 No loop is endless: an index without an empty entry is full or damaged, and raises LostError. A restart rebuilds it.
 """

@@ -33,7 +33,7 @@ class TierMover:
     """
 
     def __init__(self, store: Store, lock: threading.Lock, tiers: Sequence[Tier], changed: Callable[[], None]) -> None:
-        """Move chunks of `store`. `lock` is the node's; the mover acquires it, and calls `changed` when there is news to announce."""
+        """Move chunks of `store`. The mover acquires `lock`, and calls `changed` when there is news to announce."""
         self.tiers, self._store, self._lock = tuple(tiers), store, lock
         self._changed = changed
         self.demotion = Demotion(store, lock, self.tiers, self._on_written)

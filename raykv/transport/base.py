@@ -87,7 +87,7 @@ class Service(Protocol):
         ...
 
     def session(self, *, local: bool) -> Session:
-        """Accept a connection; `local`: the kernel says that the peer is on this host, and has the user of this process."""
+        """Accept a connection; `local`: the kernel says that the peer is on this host, with the same user."""
         ...
 
     def answer(self, request: Message, session: Session) -> Reply:

@@ -144,7 +144,7 @@ class MemoryLink(Link):
 
 
 def _move(sources: Runs, targets: Targets) -> None:
-    """Copy runs of bytes into buffers of the same total length. The next run or buffer is requested when it is needed."""
+    """Copy runs of bytes into buffers of the same total length. Each is requested when it is needed."""
     pieces = (piece for run in targets for piece in run if len(piece))
     target = next(pieces, None)
     for run in sources:

@@ -31,7 +31,7 @@ MERGE_FILES: Final = 32
 
 
 class Part:
-    """The pack that a process is filling. Used by one thread. After a failed write it is `broken` and gets no more chunks."""
+    """The pack that a process is filling, used by one thread. After a failed write it is `broken`: no more chunks."""
 
     def __init__(self, folder: Folder, sequence: int, *, nbytes: int) -> None:
         self.name, self.begun_s, self.broken, self.nbytes = folder.name(sequence, "part"), time.monotonic(), False, 0

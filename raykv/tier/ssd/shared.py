@@ -198,7 +198,7 @@ class Shared(WriteQueue):
                 self.finish(item, False)
 
     def fail(self, drive: Drive, error: Exception, epoch: int | None = None) -> None:
-        """Turn a drive off; it is retried later. Nothing happens if it has failed after `epoch` already. None: always."""
+        """Turn a drive off; it is retried later. Not if it has failed after `epoch` already; None: always."""
         if epoch is not None and epoch != drive.epoch:
             return
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
