@@ -61,27 +61,27 @@ class PendingCommit:
 
     def finish_locked(self, outcome: Outcome) -> None:
         """Take in the outcome: slots that were not used return to their pools; refused ones go back to the node."""
-        if not isinstance(outcome, messages.Committed | RayKVError) or (
-            isinstance(outcome, messages.Committed) and len(outcome.runs) != len(self._filled)
-        ):
-            outcome = ProtocolError("the local node's answer to a Commit does not fit the request")
-        self.result = PutResult(0, 0, self.chunks, str(outcome))  # unless all of the answer can be read
+        answer = outcome if isinstance(outcome, messages.Committed) else None
+        if answer is not None and len(answer.runs) != len(self._filled):
+            answer = None
+        error = outcome if isinstance(outcome, RayKVError) else ProtocolError("the node's answer to a Commit is wrong")
+        self.result = PutResult(0, 0, self.chunks, str(error))  # unless all of the answer can be read
         refused: list[Slot] = []
         total = PutResult(0, 0, 0)
         for number, (lent, _) in enumerate(self._filled):
             assert lent.pool is not None
             lent.pool.coming -= lent.ahead
-            if isinstance(outcome, messages.Committed):
-                total = sum_of(total, self._finish_run_locked(lent, outcome.runs[number], refused))
+            if answer is not None:
+                total = sum_of(total, self._finish_run_locked(lent, answer.runs[number], refused))
             else:
-                total = sum_of(total, PutResult(0, 0, len(lent.slots), str(outcome)))
                 refused += lent.slots
-        self.result = total
-        if isinstance(outcome, LostError):
+        if answer is not None:
+            self.result = total
+        elif isinstance(error, LostError):
             self._supply.lost_group(self._group)
-        if isinstance(outcome, ProtocolError):
-            raise outcome
-        if not isinstance(outcome, TransientError):
+        elif isinstance(error, ProtocolError):
+            raise error
+        if answer is not None or not isinstance(error, TransientError):
             self._supply.give_back_locked(refused)
 
     def _finish_run_locked(self, lent: LentBatch, run: messages.CommittedRun, refused: list[Slot]) -> PutResult:
