@@ -174,7 +174,7 @@ def test_a_stale_location_is_corrected_by_the_miss():
         running.settle()
         reader = running.client(SPACE, node=1)
         node = running.nodes[0]
-        with node._lock:  # chunks vanish, and nobody is told
+        with node.lock:  # chunks vanish, and nobody is told
             node.store.delete(reader.keys(names(50)), now_s=time.monotonic())
             node.store.take_changes()
         assert reader.match(names(50)).count == 50
@@ -433,7 +433,7 @@ def test_an_owner_that_refuses_what_it_is_told_does_not_end_its_peers(error, mon
         raise error("not here")
 
     with cluster(2) as running:
-        monkeypatch.setitem(running.nodes[1]._handlers, messages.Announce, refuse)
+        monkeypatch.setitem(running.nodes[1].handlers, messages.Announce, refuse)
         client = running.client(SPACE, node=0)
         assert put(client, names(40), chained=False).stored == 40
         wait_until(lambda: stats_of(running, 0)["errors"].get("announce", 0) > 0)
@@ -453,8 +453,8 @@ def test_a_put_to_another_host_that_has_no_room_for_the_namespace_stores_nothing
     with cluster(1) as running:
         config = {"address": running.nodes[0].member.address, "secret": running.secret}
         with raykv.Client(SPACE, Router(ClientConfig.load(config))) as client:
-            monkeypatch.setitem(running.nodes[0]._handlers, messages.Write, refuse)
-            monkeypatch.setitem(running.nodes[0]._handlers, messages.OpenNamespace, refuse)
+            monkeypatch.setitem(running.nodes[0].handlers, messages.Write, refuse)
+            monkeypatch.setitem(running.nodes[0].handlers, messages.OpenNamespace, refuse)
             assert client.router.local is None
             result = put(client, ["a", "b"])
         assert (result.stored, result.existed, result.skipped) == (0, 0, 2)
@@ -675,7 +675,7 @@ def test_a_member_that_answers_nonsense_costs_a_miss(kind, answer):
         put(running.client(SPACE, node=0), names(3))
         running.settle()
         for node in running.nodes:
-            node._handlers[kind] = lambda request, session: Reply(answer)
+            node.handlers[kind] = lambda request, session: Reply(answer)
         reader = running.client(SPACE, node=1, timeout_s=0.5)
         assert get(reader, names(3)).prefix == 0
         assert put(reader, names(1, "other")).stored == 1

@@ -60,6 +60,9 @@ class Node:
         store: Its storage.
         mover: The tiers below memory.
         reconciler: Its namespaces.
+        lock: Guards the store. Chunk bytes never move under it.
+        location_index: What this node knows as an owner.
+        handlers: By message, the function that serves it.
         member: How others see it; known after `start`.
         failure: The bug that ended a background thread, if one did.
     """
@@ -80,26 +83,26 @@ class Node:
         self.config = config
         self._secret, self._membership, self._network = secret, membership, network
         self.failure: BaseException | None = None
-        self._lock, self._stopping = threading.Lock(), threading.Event()
+        self.lock, self._stopping = threading.Lock(), threading.Event()
         changed, due = threading.Event(), threading.Event()
         self._events = (changed, due)
         store = self.store = Store.open(config.storage, config.file_prefix, now_s=time.monotonic())
-        mover = self.mover = open_tiers(config, store, self._lock, changed=self._wake_all)
-        self.reconciler = NamespaceReconciler(store, self._lock, mover, registry_paths(config), self._wake_all)
+        mover = self.mover = open_tiers(config, store, self.lock, changed=self._wake_all)
+        self.reconciler = NamespaceReconciler(store, self.lock, mover, registry_paths(config), self._wake_all)
         connect = network.connect if network is not None else partial(SocketLink.connect, spin_s=config.spin_s)
         self._pool = ConnectionPool(connect, secret, breaker_s=config.heartbeat_s, max_idle=2)
-        self._location_index = index = LocationIndex(config.max_locations)
-        announcer = self._announcer = Announcer(config, store, self._lock, mover, index, self._pool, changed)
-        self._reclaimer = Reclaimer(config, store, self._lock, mover, announcer, due)
+        self.location_index = index = LocationIndex(config.max_locations)
+        announcer = self._announcer = Announcer(config, store, self.lock, mover, index, self._pool, changed)
+        self._reclaimer = Reclaimer(config, store, self.lock, mover, announcer, due)
         self._heartbeat = Heartbeat(config, store, membership, announcer, self.reconciler)
-        self._handlers: HandlerTable = {
+        self.handlers: HandlerTable = {
             messages.Attach: self._attach,
             messages.GetView: lambda request, session: Reply(messages.ViewIs(self.view)),
             messages.GetStats: lambda request, session: Reply(messages.Stats(msgspec.json.encode(self.stats()))),
-            **ReadHandler(store, self._lock, mover, index, announcer).table,
-            **WriteHandler(store, self._lock, mover, announcer, self._reclaimer).table,
-            **LocateHandler(config.node_id, store, self._lock, mover, index).table,
-            **AdminHandler(store, self._lock, self.reconciler, membership, TraceBuffer()).table,
+            **ReadHandler(store, self.lock, mover, index, announcer).table,
+            **WriteHandler(store, self.lock, mover, announcer, self._reclaimer).table,
+            **LocateHandler(config.node_id, store, self.lock, mover, index).table,
+            **AdminHandler(store, self.lock, self.reconciler, membership, TraceBuffer()).table,
         }
         self._requests: Counter[str] = Counter()
         self._errors: Counter[str] = Counter()
@@ -207,7 +210,7 @@ class Node:
     def stats(self) -> dict[str, Any]:
         """What it holds and what it did, as plain values."""
         tiers, namespaces, announcer = self.mover.stats(), self.reconciler.list(), self._announcer
-        with self._lock:
+        with self.lock:
             store = self.store
             return {
                 "node_id": self.config.node_id,
@@ -224,7 +227,7 @@ class Node:
                 "chunks": store.chunks,
                 "recovered": store.recovered,
                 "extents_failed": store.extents_failed,
-                "located": len(self._location_index),
+                "located": len(self.location_index),
                 "unannounced": announcer.waiting_keys,
                 "refused_connections": sum(server.refused for server in self._servers),
                 "requests": dict(self._requests),
@@ -242,7 +245,7 @@ class Node:
         return self.view.epoch
 
     def session(self, *, local: bool) -> NodeSession:
-        return NodeSession(self.store, self._lock, self._stopping, local=local)
+        return NodeSession(self.store, self.lock, self._stopping, local=local)
 
     def answer(self, request: messages.Message, session: Session) -> Reply:
         """Serve one request; every error becomes a Failure."""
@@ -250,7 +253,7 @@ class Node:
         name, began_s = type(request).__name__, time.perf_counter()
         self._requests[name] += 1
         try:
-            handler = self._handlers.get(type(request))
+            handler = self.handlers.get(type(request))
             if handler is None:
                 raise UsageError(f"{name} is not a request to a node")
             reply = handler(request, session)

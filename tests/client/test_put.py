@@ -460,7 +460,7 @@ client, reader = embedded.client(raykv.Namespace(model="m")), embedded.client(ra
 put = lambda keys, byte: client.put(keys, [byte * 4096] * len(keys), chained=False)
 put(["a", "b"], b"0")
 client.flush()
-lock = embedded.nodes[0]._lock
+lock = embedded.nodes[0].lock
 lock.acquire()
 threading.Timer(0.6, lock.release).start()
 try:

@@ -282,7 +282,7 @@ def test_pins_end_as_often_as_they_began(node):
 def test_a_read_that_fails_half_way_leaves_no_pins(node, monkeypatch):
     peer = opened(node)
     commit(peer, filled(peer, ["a"]))
-    handler = node._handlers[messages.Read].__self__
+    handler = node.handlers[messages.Read].__self__
 
     class Broken:
         def promote(self, keys, *, until_s):
@@ -311,7 +311,7 @@ def test_wrong_bytes_are_dropped_when_a_reader_suspects_them(node):
 def test_a_bug_is_logged_once_a_minute_and_counted_each_time(node, caplog, monkeypatch):
     peer = opened(node)
     for kind in (messages.Read, messages.Pin):
-        monkeypatch.setitem(node._handlers, kind, lambda request, session: 1 // 0)
+        monkeypatch.setitem(node.handlers, kind, lambda request, session: 1 // 0)
     for _ in range(50):
         for request in (messages.Read(b""), messages.Pin(b"")):
             with pytest.raises(ProtocolError, match="internal error"):

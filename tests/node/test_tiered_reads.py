@@ -76,7 +76,7 @@ def test_chunks_below_memory_are_located_read_pinned_and_deleted(node):
 def test_the_owner_answers_for_a_shared_tier_that_others_wrote(node):
     """Keys in such a tier are announced by the node that wrote them only, and it may be gone."""
     peer, below = Peer(node), below_of(node)
-    index = node._location_index
+    index = node.location_index
     index.remove("n", np.frombuffer(keys_of(NAMES), "<u8").reshape(-1, 2))
     located = peer.ask(messages.Locate(keys_of([below[0], "nowhere"])))
     assert (located.choices, np.frombuffer(located.places, "<i4").tolist()) == ((("n",),), [0, -1])

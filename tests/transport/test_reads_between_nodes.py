@@ -113,7 +113,7 @@ def test_chunks_that_go_between_two_requests_are_misses(running, small_parts, mo
 
     def check_and_lose_some(self, **how):
         check(self, **how)
-        with node._lock:
+        with node.lock:
             node.store.delete(reader.keys([str(n) for n in range(1, 60, 2)]), now_s=time.monotonic())
 
     monkeypatch.setattr(BulkRead, "_check", check_and_lose_some)
@@ -127,7 +127,7 @@ def test_chunks_that_go_between_two_requests_are_misses(running, small_parts, mo
 def test_a_second_holder_is_asked_in_the_same_get(running):
     reader = stored(running, 30, 0, 1)
     for node, gone in ((0, range(0, 30, 2)), (1, range(1, 30, 2))):
-        with running.nodes[node]._lock:  # chunks vanish, and nobody is told
+        with running.nodes[node].lock:  # chunks vanish, and nobody is told
             running.nodes[node].store.delete(reader.keys([str(n) for n in gone]), now_s=time.monotonic())
             running.nodes[node].store.take_changes()
     into = buffers(30)
@@ -236,12 +236,12 @@ def test_an_owner_that_lost_its_own_chunks_finds_out(running, count):
     put_on(running, 1, some)
     running.settle()
     node, reader = running.nodes[0], running.client(SPACE, node=2)
-    with node._lock:  # chunks vanish, and nobody is told
+    with node.lock:  # chunks vanish, and nobody is told
         node.store.delete(reader.keys(some), now_s=time.monotonic())
         node.store.take_changes()
     assert get_named(reader, some).chunks_by_source == {("node-1", "tcp"): count}
     until_s = time.monotonic() + 5.0
-    while any("node-0" in holders for holders in node._location_index.locate(reader.keys(some))):
+    while any("node-0" in holders for holders in node.location_index.locate(reader.keys(some))):
         assert time.monotonic() < until_s
         time.sleep(0.01)
 
@@ -316,13 +316,13 @@ def test_a_node_that_is_killed_in_the_middle(shm_dir: Path, monkeypatch):
 def test_small_calls_do_not_wait_for_large_reads(running):
     reader = stored(running, 100, 0)
     node, release = running.nodes[0], threading.Event()
-    read = node._handlers[messages.Read]
+    read = node.handlers[messages.Read]
 
     def read_slowly(request: messages.Read, session: object) -> Reply:
         release.wait(10.0)
         return read(request, session)
 
-    node._handlers[messages.Read] = read_slowly
+    node.handlers[messages.Read] = read_slowly
     into = buffers(100)
     bulk = threading.Thread(target=lambda: reader.get(names(100), into))
     bulk.start()
