@@ -335,7 +335,7 @@ class Client(AdminCalls):
         chained: bool = True,
         timeout_s: float | None = None,
     ) -> Reservation:
-        """Borrow slots of this host's arena. The caller writes chunks into them and then commits them.
+        """Get slots of this host's arena. The caller writes chunks into them and then commits them.
 
         Arguments as for `put`. `nbytes` is the size of each chunk.
 

@@ -306,7 +306,7 @@ class Router:
         near = {member.node_id for member in self._view.members if self.is_near(member)}
         return tuple(sorted(holders, key=lambda name: name not in near))
 
-    # -- metrics ---------------------------------------------------------------------------------------------------
+    # -- metrics ----------------------------------------------------------------------------------------------------
 
     def metrics(self, group: bytes) -> ClientMetrics:
         """Return the counters of the quota group with this digest."""

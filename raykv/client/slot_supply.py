@@ -101,7 +101,7 @@ class SlotSupply:
         return self._pools.setdefault(where, SlotPool(where[1], self._reader.arena.nbytes, life=self.pipeline.life))
 
     def _move_locked(self, pool: SlotPool, lent: LentBatch, count: int, *, partly: bool) -> bool:
-        """Move slots to `lent` if their lease is valid. Returns False if no slots were moved."""
+        """Move slots to `lent`. False: the lease may have ended, or (unless `partly`) the pool has too few slots."""
         now_s = time.monotonic()
         if pool.life != self.pipeline.life or now_s >= self.pipeline.trusted_until_s:
             return False
