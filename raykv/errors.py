@@ -5,7 +5,7 @@
     │   ├── ConfigError         a field of a configuration is wrong; the message names it
     │   └── NamespaceMismatch   the bytes belong to another namespace; the message names the fields that differ
     ├── TransientError      refresh the view and try again, or treat the chunk as a miss
-    │   ├── PeerUnavailable     the peer did not answer by the deadline
+    │   ├── PeerUnavailable     the peer is down, or did not answer by the deadline
     │   └── ProtocolError       the peer uses another protocol or another version
     ├── CapacityError       no room: continue without storing
     └── LostError           stored bytes are gone: recompute the chunk
@@ -36,7 +36,7 @@ class TransientError(RayKVError):
 
 
 class PeerUnavailable(TransientError):
-    """A peer did not answer by the deadline."""
+    """A peer is down, or did not answer by the deadline."""
 
 
 class ProtocolError(TransientError):

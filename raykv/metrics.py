@@ -26,7 +26,7 @@ class Histogram:
         self.counts = [0] * BUCKETS
 
     def add_time(self, seconds: float) -> None:
-        """Count one duration. Takes no lock: concurrent calls may lose a count."""
+        """Count one duration. This takes no lock, so concurrent calls may lose a count."""
         bucket = int(seconds * 1e6).bit_length()
         self.counts[bucket if bucket < BUCKETS else BUCKETS - 1] += 1
 

@@ -70,7 +70,7 @@ async def _in_thread(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) ->
 
 
 async def _finished(call: "asyncio.Future[T]") -> T:
-    """Wait for a call to end, even if the caller is cancelled. In that case raise CancelledError afterwards."""
+    """Wait for a call to end, even if the caller is cancelled. Then raise CancelledError."""
     cancelled = False
     while not call.done():
         try:

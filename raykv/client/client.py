@@ -63,10 +63,10 @@ class Client(AdminCalls):
         promote: bool = False,
         record: bool = True,
     ) -> Match:
-        """Find how many leading chunks are stored, and on which nodes.
+        """Find how many leading chunks are stored, and on which nodes. Stored chunks do not change.
 
         Args:
-            ticket: Holders of the chunks that are not on this host. With a ticket no other node is asked.
+            ticket: Names holders of chunks that are not on this host. With a ticket this call asks no other node.
             timeout_s: A chunk whose owner does not answer within this time counts as not stored.
             promote: Ask the holders to load matching chunks from SSD or file into memory, without waiting for it.
             record: Record this call as one request while `raykv record` runs.
@@ -104,7 +104,7 @@ class Client(AdminCalls):
         return Match(count, named, len(low), tuple(nbytes[:count].tolist()) if nbytes[:count].any() else ())
 
     def exists(self, keys: Keys, *, timeout_s: float | None = None) -> Bits:
-        """Return for each chunk whether some node holds it, shape [n].
+        """Return for each chunk whether some node holds it, shape [n]. Stored chunks do not change.
 
         Args:
             timeout_s: A chunk whose owner does not answer within this time counts as not stored.
@@ -246,7 +246,7 @@ class Client(AdminCalls):
         timeout_s: float | None = None,
         **options: Unpack[PutOptions],
     ) -> PutResult:
-        """Store chunks on this host's node, or on an owner if this host has no node. No chunk is stored twice.
+        """Store chunks on this host's node, or on an owner if this host has no node.
 
         Args:
             values: For each key a contiguous buffer, or several buffers that are joined in order.
@@ -258,7 +258,8 @@ class Client(AdminCalls):
                 its expiry and priority; `hint` changes them.
 
         Returns:
-            Counts of stored, existing and skipped chunks. A full arena or a node that is down raises no exception.
+            Counts of stored, existing (not written again) and skipped chunks. A full arena or a node that is down
+            raises no exception.
 
         Raises:
             UsageError: The length of `values` differs from that of `keys`, a value is empty or larger than an extent,

@@ -60,7 +60,7 @@ class Fetcher:
     # -- other nodes ------------------------------------------------------------------------------------------------
 
     def fetch(self, progress: ReadProgress, holders: Sequence[NodeId | None], deadline_s: float) -> None:
-        """Read the missing chunks from their holders, in parallel. None: no holder is known for this key."""
+        """Read the missing chunks from their holders, in parallel. Skip chunks whose holder is None (unknown)."""
         shares: dict[NodeId, list[int]] = {}
         for place in progress.missing():
             holder = holders[place]

@@ -42,7 +42,7 @@ class LocalConnection:
         self._check_at_s = 0.0
         self.attached = messages.Attached("", "", 0, "", "")
         self.reader: ShmReader
-        self._pinned_reader: ShmReader  # the memory that pins of the pipeline's connection lie in
+        self._pinned_reader: ShmReader  # the memory that contains the pins of the pipeline's connection
         self._pipeline = Pipeline(self._open_own_link, retry_s=retry_s)
         with self._pipeline.lock:
             self._pipeline.connect_locked(deadline_s)
@@ -108,7 +108,7 @@ class LocalConnection:
             life: Number of the connection that has the lease. The request is sent on no other connection.
 
         Raises:
-            PeerUnavailable: The node does not answer by the deadline.
+            PeerUnavailable: The node is down, or does not answer by the deadline.
             RayKVError: The node refused the request.
         """
         return _answer_of(self._ask(request, ignore, deadline_s=deadline_s, life=life))

@@ -51,7 +51,7 @@ class Put:
 
 
 def batches_of(put: Put, keys: KeyArray) -> Iterator[tuple[Batch, Values]]:
-    """Split a put into batches, one per run of equally large chunks, each with its bytes.
+    """Split a put into batches of consecutive chunks of one size, each batch with its bytes.
 
     Raises:
         UsageError: A field is wrong. The message names the field.

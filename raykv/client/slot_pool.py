@@ -70,7 +70,7 @@ class SlotPool:
         return popped
 
     def pop_surplus(self, idle_since_s: float) -> list[Slot]:
-        """Remove the slots above `most`; all of them if the pool was last used before `idle_since_s`."""
+        """Remove the slots above `most`. Remove all slots if the pool is unused since `idle_since_s`."""
         if self.used_at_s < idle_since_s and not self.coming:
             self.wanted = 0
             return self.pop(len(self.slots), self.used_at_s)

@@ -156,7 +156,7 @@ class SlotSupply:
             lent.pool.slots += slots
 
     def lost_group(self, group: QuotaGroup) -> None:
-        """Open a quota group again before the next lease: the node has answered that it does not know the group."""
+        """Make the next lease open the quota group again. Call this if the node does not know the group."""
         self._opened.discard(group.digest)
 
     def prepare(self, group: QuotaGroup, nbytes: int, count: int, deadline_s: float) -> None:
@@ -191,7 +191,7 @@ class SlotSupply:
                 self.put_back_locked(lent, lent.slots)
 
     def _give_back_surplus_locked(self) -> None:
-        """Return slots that no recent put has used to the node, at most once per POOL_IDLE_S."""
+        """Give unused slots back to the node, at most once per POOL_IDLE_S."""
         now_s = time.monotonic()
         if now_s < self._idle_check_s + POOL_IDLE_S or not self.pipeline.has_room_locked(0):
             return
