@@ -78,22 +78,22 @@ _ON_FIRST_USE: Final = {
     "Ticket": "raykv.protocol.ticket",
     "Why": "raykv.client.why",
 }
-"""Public names that no node needs, and their modules: one that was killed is to answer again soon."""
+"""Public names that are imported on first use. A node does not need them, and starts faster without them."""
 
 
 def connect(namespace: Namespace, *, address: str | None = None, secret: str | None = None, **config: Any) -> "Client":
     """Join the cache.
 
     Args:
-        namespace: What the chunks are computed under.
-        address: Any node: "unix:/path" on this host, "host:port" elsewhere. None: RAYKV_ADDRESS; or, in a process that
-            has joined Ray, this machine's node of the cluster that `raykv up` started.
-        secret: The cluster's secret, for "host:port". None: RAYKV_SECRET.
+        namespace: Model and settings under which the chunks are computed.
+        address: Address of any node: "unix:/path" on this host, "host:port" elsewhere. None: RAYKV_ADDRESS. If that is
+            not set in a process that has joined Ray: this host's node of the cluster that `raykv up` started.
+        secret: The cluster's secret, needed for "host:port". None: RAYKV_SECRET.
         config: Other fields of ClientConfig.
 
     Raises:
-        ConfigError: A field is wrong, or there is no address to be found.
-        TransientError: Nobody answers there.
+        ConfigError: A field is wrong, or no address is found.
+        TransientError: No node answers at the address.
     """
     from raykv.client.client import Client
     from raykv.client.router import Router

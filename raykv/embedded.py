@@ -1,4 +1,4 @@
-"""A whole cluster in one process, without Ray: for notebooks, tests, and trying things out."""
+"""A whole cluster in one process, without Ray: for notebooks, tests and demos."""
 
 import secrets
 import time
@@ -23,14 +23,14 @@ class EmbeddedCluster:
 
     Attributes:
         membership: The directory.
-        nodes: By number; killed nodes stay in the list.
+        nodes: All nodes by number, including killed ones.
         secret: For clients that connect by "host:port", as hexadecimal text.
     """
 
     def __init__(
         self, config: NodeConfig, *, separate_hosts: bool, network: Network | None, member_timeout_s: float
     ) -> None:
-        """Use `raykv.embedded` instead. Args: config: Of each node, except for its name and host."""
+        """Use `raykv.embedded` instead. Args: config: Config of each node, without name and host."""
         self._secret = secrets.token_bytes(32)
         self.secret = self._secret.hex()
         self._config, self._separate_hosts, self._network = config, separate_hosts, network
@@ -49,7 +49,7 @@ class EmbeddedCluster:
         return number
 
     def client(self, namespace: Namespace, *, node: int = 0, **config: Any) -> "Client":
-        """A client on the host of that node. Fields of ClientConfig go by name."""
+        """Make a client on the host of a node. `config`: fields of ClientConfig."""
         from raykv.client.client import Client
         from raykv.client.router import Router
 
@@ -62,21 +62,21 @@ class EmbeddedCluster:
         return made
 
     def address(self, node: int = 0) -> str:
-        """The address of that node for processes of this host and user."""
+        """The address of a node, for processes of this host and user."""
         return self.nodes[node].member.local_address
 
     def kill(self, node: int) -> None:
-        """End a node without notice to others. Its memory is freed."""
+        """Stop a node as if it crashed: the other nodes are not informed. Its memory is freed."""
         victim = self.nodes[node]
         if self._network is not None:
             self._network.dead.add(victim.config.node_id)
         victim.stop(leave=False)
 
     def settle(self, *, timeout_s: float = 10.0) -> None:
-        """Wait until all living nodes have the directory's view and have announced all chunks to their owners.
+        """Wait until all live nodes have the directory's view and have announced all chunks to the owners.
 
         Raises:
-            TimeoutError: They have not within `timeout_s`.
+            TimeoutError: This takes longer than `timeout_s`.
         """
         until_s = time.monotonic() + timeout_s
         while time.monotonic() < until_s:
@@ -91,7 +91,7 @@ class EmbeddedCluster:
         raise TimeoutError(f"the nodes do not agree on the view within {timeout_s} s")
 
     def close(self) -> None:
-        """Stop everything, and free all memory."""
+        """Close all clients, stop all nodes, and free their memory."""
         for client in self._clients:
             client.close()
         for node in self.nodes:
@@ -118,16 +118,16 @@ def embedded(
     member_timeout_s: float = 1.0,
     **storage: Any,
 ) -> EmbeddedCluster:
-    """Start a cluster in this process. Close it, or use it in a `with` statement.
+    """Start a cluster in this process. The caller must close it, or use it in a `with` statement.
 
     Args:
         nodes: Number of nodes.
-        arena_nbytes: Memory of each, in bytes or as text such as "256 MiB".
-        name: Of the cluster.
-        separate_hosts: Treat each node as a host of its own, so that bytes between them cross a socket.
-        network: An in-memory network in place of sockets, for tests that lose messages on purpose.
+        arena_nbytes: Memory of each node, in bytes or as text such as "256 MiB".
+        name: Name of the cluster.
+        separate_hosts: Treat each node as a separate host, so that chunks travel through sockets.
+        network: An in-memory network in place of sockets, for tests that drop messages on purpose.
         heartbeat_s: Time between heartbeats of a node.
-        member_timeout_s: A node that is silent for this long leaves the view.
+        member_timeout_s: A node without heartbeats for this long is removed from the view.
         storage: Other fields of StorageConfig.
     """
     fields = {"arena_nbytes": arena_nbytes, "shm_dir": None, **storage}

@@ -1,26 +1,26 @@
-"""Every error that raykv raises, by the caller's next move.
+"""Every error that raykv raises, and what the caller should do.
 
     RayKVError
     ├── UsageError          fix your call or your configuration
     │   ├── ConfigError         a field of a configuration is wrong; the message names it
-    │   └── NamespaceMismatch   the bytes were made under other conditions; the message names the fields
-    ├── TransientError      refresh the view and try again, or treat it as a miss
-    │   ├── PeerUnavailable     no answer there, or too late
-    │   └── ProtocolError       the peer speaks another version, or not this protocol at all
-    ├── CapacityError       no room: store nothing and go on
-    └── LostError           bytes that were promised are gone: recompute
+    │   └── NamespaceMismatch   the bytes belong to another namespace; the message names the fields that differ
+    ├── TransientError      refresh the view and try again, or treat the chunk as a miss
+    │   ├── PeerUnavailable     the peer is down, or did not answer by the deadline
+    │   └── ProtocolError       the peer uses another protocol or another version
+    ├── CapacityError       no room: continue without storing
+    └── LostError           stored bytes are gone: recompute the chunk
 
-A miss, a full arena during `put`, and a stale location are values, not errors. Only the engine adapters
-(`raykv.integrations`) catch `RayKVError`, and they recompute: a cache never fails a request.
+A miss, a full arena during `put`, and a stale location raise no error. The engine adapters (`raykv.integrations`) catch
+`RayKVError` and recompute, so the cache never fails a request.
 """
 
 
 class RayKVError(Exception):
-    """The root of all errors raised by raykv."""
+    """Base class of all errors raised by raykv."""
 
 
 class UsageError(RayKVError, ValueError):
-    """The call cannot be served as written. Fix the call; trying again will not help."""
+    """An argument of the call is wrong. Fix the call; a retry fails again."""
 
 
 class ConfigError(UsageError):
@@ -32,11 +32,11 @@ class NamespaceMismatch(UsageError):
 
 
 class TransientError(RayKVError):
-    """The cluster is changing or a peer is away. Refresh the view and try again, or take it as a miss."""
+    """The cluster is changing or a peer is down. Refresh the view and try again, or treat the chunk as a miss."""
 
 
 class PeerUnavailable(TransientError):
-    """A peer does not answer, or not before the deadline."""
+    """A peer is down, or did not answer by the deadline."""
 
 
 class ProtocolError(TransientError):
@@ -44,8 +44,8 @@ class ProtocolError(TransientError):
 
 
 class CapacityError(RayKVError):
-    """There is no room. Store nothing and go on."""
+    """There is no room. Continue without storing."""
 
 
 class LostError(RayKVError):
-    """Bytes that were there are gone (evicted, corrupt, or their holder died). Recompute them."""
+    """Stored bytes are gone: evicted, corrupt, or their node died. Recompute the chunk."""

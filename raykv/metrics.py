@@ -1,4 +1,4 @@
-"""Counters of one quota group: what a client missed and why, and how long its calls took. Logic only."""
+"""Counters per quota group: misses by reason, and durations of calls. Logic only."""
 
 import threading
 from collections import Counter
@@ -6,18 +6,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 MAX_ABSENT: Final = 4096
-"""Most missed keys that wait for their reasons; of further ones the reason stays unknown."""
+"""Most missed keys whose reasons are looked up later. Further misses count as "unknown"."""
 REPORT_S: Final = 10.0
-"""How often a client with misses reports to a node."""
+"""Time between two reports of a client with misses."""
 BUCKETS: Final = 40
 MAX_REASONS: Final = 64
 
 
 class Histogram:
-    """Times in powers of two of a microsecond: bucket n counts times below 2**n, and not below half of that.
+    """Histogram of durations. Bucket n counts durations from 2**(n-1) to below 2**n microseconds.
 
     Attributes:
-        counts: One entry a bucket.
+        counts: One entry per bucket.
     """
 
     __slots__ = ("counts",)
@@ -26,7 +26,7 @@ class Histogram:
         self.counts = [0] * BUCKETS
 
     def add_time(self, seconds: float) -> None:
-        """Count one time. Threads that race may lose a count."""
+        """Count one duration. This takes no lock, so concurrent calls may lose a count."""
         bucket = int(seconds * 1e6).bit_length()
         self.counts[bucket if bucket < BUCKETS else BUCKETS - 1] += 1
 
@@ -36,17 +36,16 @@ class Histogram:
             self.counts[bucket] += count
 
     def reset(self) -> list[int]:
-        """Return the counts, and start again from zero."""
+        """Return the counts, and reset them to zero."""
         counts, self.counts = self.counts, [0] * BUCKETS
         return counts
 
     def summary(self) -> dict[str, float]:
-        """See `quantiles`."""
         return quantiles(self.counts)
 
 
 def quantiles(counts: Sequence[int]) -> dict[str, float]:
-    """For people: the count, and the times in microseconds that 50 and 99 of 100 stayed below."""
+    """Return the count, and upper bounds of the p50 and p99 in microseconds."""
     total, found = sum(counts), {"count": float(sum(counts))}
     for name, share in (("p50_us", 0.5), ("p99_us", 0.99)):
         below = 0
@@ -59,10 +58,10 @@ def quantiles(counts: Sequence[int]) -> dict[str, float]:
 
 
 class ClientMetrics:
-    """What one client saw of one quota group since its last report. Thread-safe.
+    """Misses and durations of one client in one quota group since its last report. Thread-safe.
 
     Attributes:
-        gets, puts: Times of batches.
+        gets, puts: Durations of get and put calls.
     """
 
     def __init__(self) -> None:
@@ -73,15 +72,15 @@ class ClientMetrics:
         self._reported_s = 0.0
 
     def after_fork(self) -> None:
-        """Another thread of the parent may hold the lock."""
+        """Replace the lock: another thread of the parent may hold it."""
         self._lock = threading.Lock()
 
     def add_misses(self, reasons: Mapping[str, int], absent: Iterable[bytes]) -> None:
         """Count chunks that did not arrive.
 
         Args:
-            reasons: Counts of those whose reason is known.
-            absent: Keys, 16 bytes each, of those that no node seems to have.
+            reasons: Number of misses by known reason.
+            absent: 16-byte keys of the misses whose reason is to be looked up.
         """
         with self._lock:
             self._misses.update(reasons)
@@ -92,7 +91,7 @@ class ClientMetrics:
                     self._misses["unknown"] += 1
 
     def due(self, now_s: float) -> bool:
-        """Whether to report now. True once in REPORT_S, if there were misses."""
+        """Return whether to report now. True at most once per REPORT_S, and only after misses."""
         if not (self._absent or self._misses) or now_s < self._reported_s + REPORT_S:
             return False
         with self._lock:
@@ -100,10 +99,10 @@ class ClientMetrics:
                 return False
             first = self._reported_s == 0.0
             self._reported_s = now_s
-            return not first  # the first misses wait for more
+            return not first  # the first report waits REPORT_S to collect more misses
 
     def reset(self) -> tuple[Counter[str], list[bytes], list[int], list[int]]:
-        """Return misses by reason, keys of other misses, and the times of gets and puts; start again from zero."""
+        """Return misses by reason, keys of other misses, and the counts of both histograms. Reset them all."""
         with self._lock:
             misses, self._misses = self._misses, Counter()
             absent, self._absent = self._absent, []
@@ -111,14 +110,14 @@ class ClientMetrics:
 
 
 class NamespaceMetrics:
-    """Sums of what clients reported to a node, by quota group. Thread-safe."""
+    """Sums of the clients' reports to a node, per quota group. Thread-safe."""
 
     def __init__(self) -> None:
         self._by_digest: dict[bytes, tuple[Counter[str], Histogram, Histogram]] = {}
         self._lock = threading.Lock()
 
     def add_report(self, digest: bytes, misses: Mapping[str, int], gets: Sequence[int], puts: Sequence[int]) -> None:
-        """Add one client's report about a quota group that exists."""
+        """Add one client's report. The caller checks that the quota group exists."""
         with self._lock:
             ours = self._by_digest.setdefault(digest, (Counter(), Histogram(), Histogram()))
             for reason, count in misses.items():
@@ -128,7 +127,7 @@ class NamespaceMetrics:
             ours[2].add_counts(puts)
 
     def summary(self, digest: bytes) -> dict[str, Any]:
-        """As plain values: misses by reason, and the counts of both histograms."""
+        """Return misses by reason and the counts of both histograms, ready for JSON."""
         with self._lock:
             misses, gets, puts = self._by_digest.get(digest, (Counter[str](), Histogram(), Histogram()))
             return {"misses": dict(misses), "get_counts": [*gets.counts], "put_counts": [*puts.counts]}

@@ -9,17 +9,17 @@ import numpy as np
 import numpy.typing as npt
 
 KeyArray: TypeAlias = npt.NDArray[np.uint64]
-"""Keys of n chunks, shape [n, 2], each row the (high, low) half of a 128-bit key. See `raykv.protocol.chunk_keys`."""
+"""Keys of n chunks, shape [n, 2]. Each row is the (high, low) halves of a 128-bit key: `raykv.protocol.chunk_keys`."""
 
 Bits: TypeAlias = npt.NDArray[np.bool_]
 Rows: TypeAlias = npt.NDArray[np.int32]
-"""Row numbers of the chunk table; -1 where there is none."""
+"""Row numbers of the chunk table. -1: no row."""
 
 Buffer: TypeAlias = bytes | bytearray | memoryview | npt.NDArray[Any]
-"""Anything with the buffer protocol that is C-contiguous."""
+"""A C-contiguous object with the buffer protocol."""
 
 Scattered: TypeAlias = Buffer | Sequence[Buffer]
-"""One chunk's bytes in memory: one buffer, or several in order (an engine keeps a chunk in many pages)."""
+"""One chunk's bytes: one buffer, or several buffers in order. An engine stores a chunk in many pages."""
 
 Path: TypeAlias = Literal["shm", "tcp", "memory"]
 """How bytes travel: through shared memory on one host, a TCP socket, or a call within the process."""
@@ -28,7 +28,7 @@ NodeId: TypeAlias = str
 
 
 class Hints(NamedTuple):
-    """Expiry and priority that a writer gives its chunks.
+    """Expiry and priority of chunks, set by the writer.
 
     Attributes:
         ttl_s: Seconds from the commit to the expiry. 0: the namespace's config decides.
@@ -47,11 +47,11 @@ class Batch:
     """Chunks of one size that are stored together.
 
     Attributes:
-        keys: Their keys, shape [n, 2].
+        keys: Keys of the chunks, shape [n, 2].
         nbytes: Size of each chunk.
-        parent: Key of the chunk before keys[0], shape [1, 2].
-        depth: Place of keys[0] in its chain. Used when the parent is not on the node.
-        chained: Whether each key follows the one before it in one chain.
+        parent: Key of the chunk before keys[0], shape [1, 2]. None: there is no such chunk.
+        depth: Position of keys[0] in its chain. Used if the parent is not on the node.
+        chained: Whether the keys are consecutive chunks of one chain.
         hints: Expiry and priority.
     """
 
@@ -65,14 +65,14 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class PutResult:
-    """The result of one `put`: counts that add up to the chunks given.
+    """The result of one `put`. The counts add up to the number of chunks given.
 
     Attributes:
-        stored: Written and visible to every reader.
-        existed: Already there, so not written again.
-        skipped: Not stored, because the arena is full or the node is away. The caller goes on without them.
-        reason: Why chunks were skipped; empty when none was.
-        posted: Written, and soon visible. `Client.flush` returns their results.
+        stored: Chunks written and visible to all readers on the node's host.
+        existed: Chunks that were stored already, and were not written again.
+        skipped: Chunks that were not stored, because the arena is full or the node is down.
+        reason: Why chunks were skipped. Empty if none was.
+        posted: Chunks whose commit was sent but not yet answered. `Client.flush` returns their results.
     """
 
     stored: int
@@ -88,9 +88,9 @@ class Match:
 
     Attributes:
         count: Number of leading chunks that some node holds.
-        holders: For each of these chunks the node that will be asked for it.
-        below_memory: How many of them no node has in memory: they come from a tier below it, and take longer.
-        nbytes: Length of each of them, 0 for unknown; empty when no length is known.
+        holders: For each of these chunks, the node from which to read it.
+        below_memory: Number of these chunks that are only on SSD or file. Reading them takes longer.
+        nbytes: Length of each of these chunks, 0 if unknown. Empty if no length is known.
     """
 
     count: int
@@ -101,11 +101,10 @@ class Match:
 
 @dataclass(frozen=True, slots=True)
 class GetResult:
-    """Which chunks of one `get` arrived, and how.
+    """Which chunks of one `get` arrived, from which node and by which path.
 
     Attributes:
-        hits: One entry per key. True: its buffer holds exactly the bytes that were put. False: the buffer's content is
-            undefined.
+        hits: One entry per key. True: the chunk is in the buffer. False: the buffer's content is undefined.
         nbytes_by_path: Bytes that arrived, by path.
         chunks_by_source: Chunks that arrived, by (holder, path).
     """
@@ -116,16 +115,15 @@ class GetResult:
 
     @property
     def prefix(self) -> int:
-        """Leading chunks that arrived."""
+        """Number of leading chunks that arrived."""
         return self.hits.index(False) if False in self.hits else len(self.hits)
 
 
 def host_identity() -> str:
-    """Name this host so that two processes agree exactly when they can share memory.
+    """Return a name that two processes have in common exactly if they can share memory.
 
-    Returns:
-        The kernel's boot identity and the identity of the /dev/shm mount: containers that share a kernel but not their
-        shared memory are different hosts.
+    The name contains the kernel's boot id and the device of the /dev/shm mount. So containers that share a kernel, but
+    not their /dev/shm, are different hosts.
     """
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
         boot = file.read().strip()

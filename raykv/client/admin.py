@@ -39,7 +39,7 @@ class AdminCalls:
     """The part of `Client` that moves no chunk bytes.
 
     Attributes:
-        namespace: What the chunks were computed under.
+        namespace: The namespace of all keys of this client.
         router: The connections, shared with the clients made by `using`.
     """
 
@@ -58,15 +58,15 @@ class AdminCalls:
     # -- keys -------------------------------------------------------------------------------------------------------
 
     def keys(self, names: Iterable[bytes | str]) -> KeyArray:
-        """Keys, shape [n, 2], of objects with names of any length (an engine's block hashes, say)."""
+        """Derive keys, shape [n, 2], from object names of any length (an engine's block hashes, for example)."""
         return named_keys(self._digest, names)
 
     def key(self, name: bytes | str) -> bytes:
-        """The key of one object: 16 bytes, a row of what `keys` returns."""
+        """Derive the 16-byte key of one object from its name."""
         return chunk_keys.to_bytes(self.keys([name]))
 
     def chain(self, tokens: Tokens) -> KeyArray:
-        """Keys, shape [n, 2], of the full chunks of a prompt, `namespace.chunk_tokens` tokens each."""
+        """Derive keys, shape [n, 2], for the full chunks of a prompt. A chunk has `namespace.chunk_tokens` tokens."""
         return chunk_keys.chain(self._digest, token_ids(tokens), self.namespace.chunk_tokens)
 
     def _as_keys(self, keys: Keys) -> KeyArray:
@@ -75,55 +75,55 @@ class AdminCalls:
     # -- configs ----------------------------------------------------------------------------------------------------
 
     def limit(self, capacity_nbytes: int, *, timeout_s: float | None = None) -> int:
-        """Bound what this namespace, with all its salts and adapters, may use on each node.
+        """Limit the memory that this namespace, with all its salts and adapters, uses on each node.
 
         Args:
-            capacity_nbytes: Bytes of slots on one node; 0 for no bound but the arena. What is above it is evicted when
-                the next chunks are stored.
+            capacity_nbytes: Bytes of slots on one node. 0: no limit. Chunks above the limit are evicted in the
+                background.
 
         Returns:
-            How many nodes follow it by now; the others do after their next heartbeat.
+            The number of nodes that apply the limit already. The other nodes apply it after their next heartbeat.
         """
         capacity_nbytes = integer_in("capacity_nbytes", capacity_nbytes, 0, (1 << 63) - 1)
         return self.configure(dram_quota_nbytes=capacity_nbytes or None, timeout_s=timeout_s)
 
     def configure(self, *, timeout_s: float | None = None, **fields: Any) -> int:
-        """Change fields of the config of this namespace, with all its salts and adapters, while the cluster runs.
+        """Change the config of this namespace, with all its salts and adapters, while the cluster runs.
 
         Args:
-            fields: Those of `NamespaceConfig`; the others stay. A policy goes on with the chunks that are stored; a
-                time to live holds for chunks stored from now on; what is above a quota is evicted at once.
+            fields: Fields of `NamespaceConfig`. Fields that are not given stay unchanged. A new policy takes over the
+                stored chunks. A new TTL applies to later puts. Chunks above a new quota are evicted.
 
         Returns:
-            How many nodes follow it by now; the others, and nodes that join later, do after their next heartbeat.
+            The number of nodes that apply the change already. Other nodes apply it after their next heartbeat.
 
         Raises:
-            ConfigError: A field is wrong or unknown. Names it.
-            PeerUnavailable: The directory is away. Nothing was changed.
+            ConfigError: A field is wrong or unknown. The message names the field.
+            PeerUnavailable: The directory does not answer. Nothing was changed.
         """
         return len(_configure(self.router, self._group, fields, self.router.deadline(timeout_s))[0])
 
     def drop_namespace(self, *, timeout_s: float | None = None) -> int:
-        """Drop all chunks of this namespace, with all its salts and adapters, on every node and tier; and its config.
+        """Drop this namespace, with all its salts and adapters: its config, and its chunks on every node and tier.
 
-        Pinned chunks are dropped when they are unpinned. Later puts make the namespace again, and empty.
+        Pinned chunks are dropped when they are unpinned. A later put creates the namespace again.
 
         Returns:
-            How many chunks were dropped by now. Nodes that are away drop theirs when they are back.
+            The number of chunks that were dropped. A node that is down drops its chunks when it is up again.
 
         Raises:
-            PeerUnavailable: The directory is away. Nothing was dropped.
+            PeerUnavailable: The directory does not answer. Nothing was dropped.
         """
         return _configure(self.router, self._group, None, self.router.deadline(timeout_s))[1]
 
     def namespaces(self, *, timeout_s: float | None = None) -> list[dict[str, Any]]:
-        """Every namespace that a node knows (without salt and adapter), configured or merely in use.
+        """List every namespace that a node knows, without salts and adapters.
 
         Returns:
-            Of each {"namespace": Namespace, "config": NamespaceConfig, "chunks", "used_nbytes", "below_nbytes" (by
-            tier), "reads" (of its chunks, by all clients), "requests", "served_nbytes", "departures" (by reason),
-            "misses" (by reason) and "get_times", "put_times" (as clients report now and then), "nodes": the same of
-            each node, "silent": nodes that did not answer, and why}.
+            One entry per namespace: {"namespace": Namespace, "config": NamespaceConfig, "chunks", "used_nbytes",
+            "below_nbytes" (by tier), "reads" (by all clients), "requests", "served_nbytes", "departures" (by reason),
+            "misses" (by reason), "get_times", "put_times", "nodes": the same fields per node, "silent": the error of
+            each node that did not answer}. Clients report misses and times every few seconds.
         """
         deadline_s = self.router.deadline(timeout_s)
         report(self.router, self.namespace, deadline_s)
@@ -133,9 +133,9 @@ class AdminCalls:
     # -- chunks -----------------------------------------------------------------------------------------------------
 
     def delete(self, keys: Keys, *, timeout_s: float | None = None) -> int:
-        """Drop chunks on every node. Returns how many copies were dropped.
+        """Drop chunks on every node. Returns the number of copies that were dropped.
 
-        Pinned chunks are dropped when they are unpinned; copies on nodes that are away stay.
+        Pinned chunks are dropped when they are unpinned. Copies on nodes that do not answer stay.
         """
         request = messages.Delete(chunk_keys.to_bytes(self._as_keys(keys)), group=self._group.digest)
         answers = self.router.ask_all(request, self.router.deadline(timeout_s))
@@ -150,16 +150,16 @@ class AdminCalls:
         output_tokens: int | None = None,
         timeout_s: float | None = None,
     ) -> int:
-        """Give the holders of chunks hints about their future, or about their use.
+        """Give hints about stored chunks to the nodes that hold them.
 
         Args:
-            ttl_s: They expire after this time; 0: never. None: as before.
-            priority: -100 to 100; higher priorities are evicted later. None: as before.
-            output_tokens: The request that read or stored them has ended, and produced this many tokens. The policy
-                `density` learns from it which chunks are read again. The vLLM connector sends it by itself.
+            ttl_s: The chunks expire after this time. 0: never. None: no change.
+            priority: -100 to 100. Higher priorities are evicted later. None: no change.
+            output_tokens: Number of tokens produced by the request that used the chunks, when this request ends. The
+                policy `density` learns from it which chunks are read again. The vLLM connector sends it by itself.
 
         Returns:
-            How many copies there were on the nodes that answered.
+            The number of copies on the nodes that answered.
         """
         if ttl_s is not None:
             ttl_s = number_in("ttl_s", ttl_s, 0.0, MAX_TTL_S)
@@ -170,16 +170,16 @@ class AdminCalls:
         return self._hint(keys, timeout_s, ttl_s=ttl_s, priority=priority, output_tokens=output_tokens)
 
     def touch(self, keys: Keys, *, timeout_s: float | None = None) -> int:
-        """Make chunks count as read now. Returns how many copies there were."""
+        """Make chunks count as read now. Returns the number of copies on the nodes that answered."""
         return self._hint(keys, timeout_s, touch=True)
 
     def session_end(self, keys: Keys, *, timeout_s: float | None = None) -> int:
-        """These chunks will hardly be read soon: they are the first to leave memory, for an SSD if there is one.
+        """Make chunks the first ones to be evicted, or demoted to an SSD: their session has ended.
 
-        Nothing is dropped. The next read of a chunk (by another session, say) makes it like the others.
+        Nothing is dropped by this call. The next read of a chunk cancels the hint for this chunk.
 
         Returns:
-            How many copies there were.
+            The number of copies on the nodes that answered.
         """
         return self._hint(keys, timeout_s, ended=True)
 
@@ -200,16 +200,16 @@ class AdminCalls:
     def why(
         self, keys: Keys | None = None, *, tokens: Tokens | None = None, timeout_s: float | None = None
     ) -> list[Why]:
-        """What became of chunks, one entry each: where they are, or why they are not here. Asks all members.
+        """Explain for each chunk where it is, or why no node has it. Asks all members.
 
         Args:
-            keys: A list of names, or an array from `keys` or `chain`. Only for names and tokens, other namespaces are
-                searched too: an array does not say what it was made from.
-            tokens: In place of keys: a prompt, for its full chunks.
-            timeout_s: Chunks that were not asked about by then get the reason "not_asked_in_time".
+            keys: A list of names, or an array from `keys` or `chain`. An array is searched in this namespace only.
+                Names and tokens are also searched in other namespaces.
+            tokens: A prompt, in place of `keys`. The call explains its full chunks.
+            timeout_s: Chunks that are not looked up within this time get the reason "not_asked_in_time".
 
         Raises:
-            UsageError: Neither keys nor tokens, or both.
+            UsageError: Both `keys` and `tokens` are given, or neither.
         """
         if (keys is None) == (tokens is None):
             raise UsageError("fields 'keys' and 'tokens': give one of them")
@@ -226,7 +226,7 @@ class AdminCalls:
     # -- about ------------------------------------------------------------------------------------------------------
 
     def stats(self, *, timeout_s: float | None = None) -> dict[str, Any]:
-        """What every member reports, and the view: {"epoch", "nodes": {node_id: {...} or {"error": ...}}}."""
+        """Return the epoch and every member's statistics: {"epoch", "nodes": {node_id: {...} or {"error": ...}}}."""
         router, deadline_s = self.router, self.router.deadline(timeout_s)
         report(router, self.namespace, deadline_s)
         view, answers = router.view(deadline_s), router.ask_all(messages.GetStats(), deadline_s)
@@ -238,11 +238,11 @@ class AdminCalls:
         return {"epoch": view.epoch, "nodes": nodes}
 
     def view(self) -> View:
-        """The members of the cluster, and its ring, as the nearest node knows them now."""
+        """Fetch the current view (members and ring) from this host's node, or from another node."""
         return self.router.refresh(self.router.deadline(None))
 
     def close(self) -> None:
-        """Close all connections, also of the clients made by `using`. Leases end."""
+        """Close the connections of this client and of all clients made by `using`. Leases end."""
         self.router.close()
 
     def __enter__(self) -> Self:
@@ -257,10 +257,10 @@ class AdminCalls:
 def _configure(
     router: Router, group: QuotaGroup, fields: dict[str, Any] | None, deadline_s: float
 ) -> tuple[list[NodeId], int]:
-    """Change fields of a quota group's config, or drop the group (None): at the directory, then on every node.
+    """Change a quota group's config at the directory, then on every node. `fields` None: drop the group.
 
     Returns:
-        The nodes that follow it by now, and how many chunks they dropped when it was dropped last.
+        The nodes that apply the change already, and the number of chunks dropped on them.
     """
     try:
         text = b"{}" if fields is None else msgspec.json.encode(fields, enc_hook=_plain)
@@ -299,7 +299,7 @@ def _plain(value: Any) -> Any:
 
 
 def report(router: Router, namespace: Namespace, deadline_s: float) -> None:
-    """Ask why the latest misses happened, and report them to a node: this host's, or any. Never raises."""
+    """Find the reasons of the latest misses, and report them to one node, preferably this host's. Never raises."""
     group = namespace.group.digest
     misses, absent, gets, puts = router.metrics(group).reset()
     if not (misses or absent or any(gets) or any(puts)):
@@ -316,7 +316,7 @@ def report(router: Router, namespace: Namespace, deadline_s: float) -> None:
 
 
 def merge_namespaces(listed: Mapping[NodeId, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """What nodes say of each quota group (`NamespacesAre`), as one entry a quota group."""
+    """Merge the nodes' `NamespacesAre` answers into one entry per quota group."""
     found: dict[str, dict[str, Any]] = {}
     for node, groups in sorted(listed.items()):
         for text, theirs in groups.items():
@@ -352,7 +352,7 @@ _COUNTERS = ("departures", "below_nbytes", "misses")
 
 
 def _holders(router: Router, keys: KeyArray, group: bytes, deadline_s: float) -> dict[NodeId, Sequence[int]]:
-    """Places of the keys by each of their holders; this host's node is asked for all."""
+    """Group the positions of the keys by holder. This host's node gets all positions."""
     found = router.locate(keys, deadline_s, group=group)
     members = {member.node_id for member in router.view(deadline_s).members}
     shares: dict[NodeId, list[int]] = {}

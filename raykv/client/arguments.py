@@ -1,7 +1,4 @@
-"""Checks of what callers pass. A wrong argument is a UsageError that names the field and the remedy.
-
-Numpy's scalars count as numbers.
-"""
+"""Checks of callers' arguments. A wrong argument raises a UsageError that names the field and the remedy."""
 
 import math
 import operator
@@ -29,7 +26,6 @@ MAX_TIMEOUT_S: Final = 1e6
 
 
 def number_in(field: str, value: Any, least: float, most: float) -> float:
-    """A finite number in a range."""
     try:
         number = math.nan if isinstance(value, str | bytes | bytearray) else float(value)
     except (TypeError, ValueError, OverflowError):
@@ -40,7 +36,6 @@ def number_in(field: str, value: Any, least: float, most: float) -> float:
 
 
 def integer_in(field: str, value: Any, least: int, most: int) -> int:
-    """An integer in a range."""
     try:
         number = operator.index(value)
     except TypeError:
@@ -51,38 +46,34 @@ def integer_in(field: str, value: Any, least: int, most: int) -> int:
 
 
 def flag(field: str, value: Any) -> bool:
-    """True or False."""
     if not isinstance(value, bool | np.bool_):
         raise UsageError(f"field '{field}': {value!r} is neither True nor False")
     return bool(value)
 
 
 def instance(field: str, value: Any, kind: type[T], remedy: str) -> T:
-    """A value of a class of ours."""
     if not isinstance(value, kind):
         raise UsageError(f"field '{field}': {type(value).__name__} instead of {kind.__name__}; {remedy}")
     return value
 
 
 def sequence(field: str, value: Any, remedy: str) -> Sequence[Any]:
-    """A list or tuple."""
     if not isinstance(value, list | tuple):
         raise UsageError(f"field '{field}': {type(value).__name__} instead of a list; {remedy}")
     return value
 
 
 def timeout(timeout_s: Any) -> float:
-    """A time-out in seconds."""
     return number_in("timeout_s", timeout_s, 0.0, MAX_TIMEOUT_S)
 
 
 def deadline_after(timeout_s: Any) -> float:
-    """When a call that begins now has to end, by the monotonic clock."""
+    """The deadline, by the monotonic clock, of a call that begins now."""
     return time.monotonic() + timeout(timeout_s)
 
 
 def list_of_names(names: Any) -> Sequence[Any]:
-    """Names of objects, which are checked by `named_keys`."""
+    """Turn an iterable of names into a list or tuple. `named_keys` checks the names themselves."""
     if isinstance(names, list | tuple):
         return names
     if isinstance(names, str | bytes | bytearray | memoryview) or not isinstance(names, Iterable):
@@ -91,7 +82,6 @@ def list_of_names(names: Any) -> Sequence[Any]:
 
 
 def named_keys(digest: bytes, names: Any) -> KeyArray:
-    """Keys of objects with names."""
     listed = list_of_names(names)
     try:
         return chunk_keys.named(digest, listed)
@@ -104,7 +94,7 @@ def named_keys(digest: bytes, names: Any) -> KeyArray:
 
 
 def key_array(field: str, keys: Any) -> KeyArray:
-    """An array of keys as `keys` and `chain` make them."""
+    """Check an array of keys: shape [n, 2], type uint64."""
     if not isinstance(keys, np.ndarray) or keys.ndim != 2 or keys.shape[1] != 2 or keys.dtype != np.uint64:
         what = type(keys).__name__
         if isinstance(keys, np.ndarray):
@@ -117,7 +107,6 @@ def key_array(field: str, keys: Any) -> KeyArray:
 
 
 def parent_key(parent: Any) -> KeyArray | None:
-    """The key of the chunk before the first one."""
     if parent is None:
         return None
     if not isinstance(parent, np.ndarray) or parent.shape != (1, 2) or parent.dtype != np.uint64:
@@ -127,7 +116,6 @@ def parent_key(parent: Any) -> KeyArray | None:
 
 
 def one_key(key: Any) -> bytes:
-    """The 16 bytes of one key."""
     if not isinstance(key, bytes | bytearray | memoryview):
         raise UsageError(f"field 'key': {type(key).__name__}; give the {KEY_NBYTES} bytes that key() returns")
     raw = bytes(key)
@@ -137,7 +125,6 @@ def one_key(key: Any) -> bytes:
 
 
 def token_ids(tokens: Any) -> npt.NDArray[np.integer[Any]]:
-    """Token ids as an array."""
     try:
         ids = np.asarray(tokens)
     except (TypeError, ValueError, OverflowError):
@@ -150,7 +137,7 @@ def token_ids(tokens: Any) -> npt.NDArray[np.integer[Any]]:
 
 
 def buffers(field: str, many: Any, count: int, *, writable: bool) -> tuple[list[list[memoryview]], list[int]]:
-    """The byte views of each entry, and its length in bytes: one entry a key."""
+    """Return for each key the byte views of its entry, and their total length in bytes."""
     if not isinstance(many, Sequence | np.ndarray) or isinstance(many, str):
         raise UsageError(f"field '{field}': {type(many).__name__}; give a list with one entry a key")
     if len(many) != count:
@@ -164,19 +151,17 @@ def buffers(field: str, many: Any, count: int, *, writable: bool) -> tuple[list[
 
 
 def hints_of(ttl_s: Any, priority: Any) -> Hints:
-    """Hints of a put: `ttl_s` None for the namespace's own."""
+    """Make the hints of a put. `ttl_s` None: the namespace's config decides."""
     if ttl_s is not None and not number_in("ttl_s", ttl_s, 0.0, MAX_TTL_S):
         raise UsageError("field 'ttl_s': 0 would expire at once; leave it out for no expiry")
     return Hints(float(ttl_s or 0.0), priority_of(priority))
 
 
 def priority_of(priority: Any) -> int:
-    """A priority of chunks."""
     return integer_in("priority", priority, -HIGHEST_PRIORITY, HIGHEST_PRIORITY)
 
 
 def depth_of(depth: Any) -> int:
-    """Number of chunks before the first one in its chain."""
     return integer_in("depth", depth, 0, MAX_DEPTH - 1)
 
 

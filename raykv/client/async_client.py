@@ -1,4 +1,4 @@
-"""The async face of the client: the same calls, each in a worker thread."""
+"""The async client."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -16,10 +16,10 @@ T = TypeVar("T")
 
 
 class AsyncClient:
-    """A client for async code: the same calls, each in a worker thread, so the event loop never waits.
+    """A client for async code. Each call runs in a worker thread, so it never blocks the event loop.
 
-    A cancelled call ends when its thread is done, at the latest at the call's deadline: only then CancelledError is
-    raised. So nobody uses the caller's buffers after it.
+    A cancelled call raises CancelledError only after its thread is done, at the latest at the call's deadline. So no
+    thread uses the caller's buffers afterwards.
     """
 
     def __init__(self, client: Client) -> None:
@@ -29,14 +29,14 @@ class AsyncClient:
         return await _in_thread(self.client.match, keys, **options)
 
     async def get(self, keys: Keys, into: Sequence[Scattered], **options: Any) -> GetResult:
-        """See `Client.get`. After it was cancelled the buffers have undefined content, which nobody changes."""
+        """See `Client.get`. A cancelled call leaves undefined content in the buffers."""
         return await _in_thread(self.client.get, keys, into, **options)
 
     async def put(self, keys: Keys, values: Sequence[Scattered], **options: Any) -> PutResult:
         return await _in_thread(self.client.put, keys, values, **options)
 
     async def pin(self, keys: Keys, **options: Any) -> Pins:
-        """See `Client.pin`. When it is cancelled, nothing stays pinned."""
+        """See `Client.pin`. A cancelled call leaves nothing pinned."""
         call = _start(self.client.pin, keys, **options)
         try:
             return await _finished(call)
@@ -70,7 +70,7 @@ async def _in_thread(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) ->
 
 
 async def _finished(call: "asyncio.Future[T]") -> T:
-    """Wait for a call. When the caller is cancelled, wait all the same, and raise CancelledError then."""
+    """Wait for a call to end, even if the caller is cancelled. Then raise CancelledError."""
     cancelled = False
     while not call.done():
         try:
@@ -78,6 +78,6 @@ async def _finished(call: "asyncio.Future[T]") -> T:
         except asyncio.CancelledError:
             cancelled = True
     if cancelled:
-        call.exception()  # marked as seen: asyncio does not log it
+        call.exception()  # reading the exception keeps asyncio from logging it
         raise asyncio.CancelledError
     return call.result()

@@ -1,7 +1,7 @@
 """The client: put, match, get and pin, for batches of chunks.
 
-A client lives in an engine, a script or a notebook. On a host with a node it reads that node's memory directly, and
-writes into it. What is not there it finds through the owners of the keys, and reads from the holders.
+A client lives in an engine, a script or a notebook. If its host has a node, the client reads and writes that node's
+memory directly. It looks up other chunks at the owners of their keys, and reads them from the holders.
 """
 
 import math
@@ -31,15 +31,15 @@ from raykv.transport.bulk_read import ReadProgress
 from raykv.types import Batch, Bits, GetResult, KeyArray, Match, NodeId, PutResult, Scattered
 
 LATE_S: Final = 0.002
-"""A call that ends this close to its deadline was ended by it: waiting may end a little early."""
+"""A `get` that ends less than this before its deadline counts as timed out: a wait may return slightly early."""
 _NO_NODE: Final = "no node of the cluster runs on this host"
 
 
 class Client(AdminCalls):
-    """One namespace of the cache, as one process sees it. Thread-safe. Works in a forked child, on new connections.
+    """One process's access to one namespace. Thread-safe. A forked child can use it, and opens new connections.
 
-    Every method takes a batch. `keys` are an array from `keys` or `chain`, or a list of names. What goes wrong with
-    other nodes is a miss, never an exception. A wrong call raises UsageError, which names the field.
+    The argument `keys` is an array from `keys` or `chain`, or a list of names. A failure of another node is a miss,
+    never an exception. A wrong argument raises UsageError, which names the argument.
     """
 
     def __init__(self, namespace: Namespace, router: Router) -> None:
@@ -49,7 +49,7 @@ class Client(AdminCalls):
         self._recorder = TraceRecorder(router.send_trace, namespace.chunk_tokens)
 
     def using(self, namespace: Namespace) -> "Client":
-        """A client for another namespace over the same connections."""
+        """Make a client for another namespace that shares this client's connections."""
         return Client(instance("namespace", namespace, Namespace, "make one with raykv.Namespace(...)"), self.router)
 
     # -- reading ----------------------------------------------------------------------------------------------------
@@ -63,14 +63,13 @@ class Client(AdminCalls):
         promote: bool = False,
         record: bool = True,
     ) -> Match:
-        """How many leading chunks are stored, and where. Changes nothing.
+        """Find how many leading chunks are stored, and on which nodes. Stored chunks do not change.
 
         Args:
-            ticket: Trust its holders, and ask no node, about chunks that are not on this host.
-            timeout_s: Owners that take longer count as knowing nothing.
-            promote: Have the matching chunks that lie below memory brought up, without waiting for them. A `get` that
-                follows waits less.
-            record: This is a request of its own, to be recorded while `raykv record` runs.
+            ticket: Names holders of chunks that are not on this host. With a ticket this call asks no other node.
+            timeout_s: A chunk whose owner does not answer within this time counts as not stored.
+            promote: Ask the holders to load matching chunks from SSD or file into memory, without waiting for it.
+            record: Record this call as one request while `raykv record` runs.
 
         Raises:
             NamespaceMismatch: The ticket was made under another namespace.
@@ -105,10 +104,10 @@ class Client(AdminCalls):
         return Match(count, named, len(low), tuple(nbytes[:count].tolist()) if nbytes[:count].any() else ())
 
     def exists(self, keys: Keys, *, timeout_s: float | None = None) -> Bits:
-        """Which chunks some node holds, shape [n]. Changes nothing.
+        """Return for each chunk whether some node holds it, shape [n]. Stored chunks do not change.
 
         Args:
-            timeout_s: Owners that take longer count as knowing nothing.
+            timeout_s: A chunk whose owner does not answer within this time counts as not stored.
         """
         found, deadline_s = self._as_keys(keys), self.router.deadline(timeout_s)
         here: Bits = self._fetcher.lengths(found, deadline_s) > 0
@@ -129,17 +128,18 @@ class Client(AdminCalls):
         """Read chunks into the caller's buffers.
 
         Args:
-            into: For each key a writable, contiguous buffer, or several that are filled in order; together as long as
-                the chunk. A chunk of another length is a miss.
-            match: From `match`: its holders are asked without another lookup.
-            ticket: The same from a hand-off ticket.
-            timeout_s: What has not arrived by then is a miss. When this returns, nobody writes to the buffers any more.
+            into: For each key a writable, contiguous buffer, or several buffers that are filled in order. Their total
+                length must equal the chunk's length; otherwise the chunk is a miss.
+            match: A result of `match`. Its holders are asked first, without a lookup.
+            ticket: A hand-off ticket. Its holders are asked first, without a lookup.
+            timeout_s: Chunks that do not arrive within this time are misses. No thread writes to the buffers after
+                this call has returned.
 
         Returns:
-            Which arrived. The buffers of a miss have undefined content.
+            Which chunks arrived. The buffers of a miss have undefined content.
 
         Raises:
-            UsageError: `into` has not one entry a key, or a buffer is read-only or not contiguous.
+            UsageError: The length of `into` differs from that of `keys`, or a buffer is read-only or not contiguous.
             NamespaceMismatch: The ticket was made under another namespace.
         """
         found, router, began_s = self._as_keys(keys), self.router, time.monotonic()
@@ -175,14 +175,14 @@ class Client(AdminCalls):
         try:
             return self._fetcher.read_here(keys, into, deadline_s)
         except (BufferError, TypeError, ValueError):
-            buffers("into", into, len(keys), writable=True)  # names the wrong one
+            buffers("into", into, len(keys), writable=True)  # raises an error that names the wrong buffer
             raise
 
     def pin(self, keys: Keys, *, timeout_s: float | None = None) -> Pins:
-        """View chunks of this host's node in place, without a copy, for as long as the returned context lasts.
+        """View chunks in this host's memory without a copy, until the returned context ends.
 
         Raises:
-            PeerUnavailable: There is no node on this host, or it is away.
+            PeerUnavailable: There is no node on this host, or it does not answer.
         """
         found, deadline_s = self._as_keys(keys), self.router.deadline(timeout_s)
         local, writer = self.router.local, self.router.writer
@@ -192,7 +192,7 @@ class Client(AdminCalls):
         return Pins(local, *local.pin(found, group=self._group.digest, deadline_s=deadline_s))
 
     def ticket(self, keys: Keys, *, match: Match | None = None) -> Ticket:
-        """A hand-off ticket for the leading chunks that are stored now (or that `match` found)."""
+        """Make a hand-off ticket for the leading chunks that are stored now. With `match`: for those in `match`."""
         if match is not None:
             instance("match", match, Match, "give what match() returned")
         return Ticket.of(self.namespace, (match or self.match(keys)).holders)
@@ -201,29 +201,29 @@ class Client(AdminCalls):
         return instance("ticket", ticket, Ticket, "read it with Ticket.from_json").match(self.namespace, count)
 
     def exists_one(self, key: bytes, *, timeout_s: float | None = None) -> bool:
-        """Whether some node holds the chunk of one 16-byte key. A microsecond when this host's node does."""
+        """Return whether some node holds the chunk of one 16-byte key. Fastest if this host's node holds it."""
         local = self.router.local
         try:
             if local is not None and local.reader.ready_one(key):
                 return True
         except (TypeError, ValueError):
-            pass  # `one_key` says what is wrong
+            pass  # `one_key` raises the UsageError
         return bool(self.exists(chunk_keys.from_bytes(one_key(key)), timeout_s=timeout_s)[0])
 
     def get_one(
         self, key: bytes, into: Scattered, *, holder: NodeId | None = None, timeout_s: float | None = None
     ) -> bool:
-        """Read the chunk of one 16-byte key. Much quicker than `get` when it is in this host's memory.
+        """Read the chunk of one 16-byte key. Much faster than `get` if the chunk is in this host's memory.
 
         Args:
-            into: As an entry of `get`'s.
-            holder: The node to ask if it is not on this host. None: ask the owner.
+            into: As one entry of `into` in `get`.
+            holder: The node to ask if the chunk is not on this host. None: ask the owner of the key.
 
         Returns:
-            Whether the buffer now holds the chunk. If not, its content is undefined.
+            Whether the chunk arrived. If not, the buffer's content is undefined.
 
         Raises:
-            UsageError: The key has not 16 bytes, or `into` is not such a buffer.
+            UsageError: The key does not have 16 bytes, or the buffer is read-only or not contiguous.
         """
         router = self.router
         if router.local is not None and router.config.verify != "always":
@@ -231,7 +231,7 @@ class Client(AdminCalls):
                 if router.local.reader.read_one(key, into):
                     return True
             except (BufferError, TypeError, ValueError):
-                pass  # several buffers; or wrong ones, and `get` says which
+                pass  # `get` reads into several buffers, and raises the error for wrong ones
         match = None if holder is None else Match(1, (instance("holder", holder, str, "give a node's name"),))
         return self.get(chunk_keys.from_bytes(one_key(key)), [into], match=match, timeout_s=timeout_s).hits[0]
 
@@ -246,28 +246,29 @@ class Client(AdminCalls):
         timeout_s: float | None = None,
         **options: Unpack[PutOptions],
     ) -> PutResult:
-        """Store chunks, on this host's node if there is one. What is stored already is not written again.
+        """Store chunks on this host's node, or on an owner if this host has no node.
 
         Args:
-            values: For each key a contiguous buffer, or several that are joined in order.
-            wait: Until every reader on this host sees the chunks; readers elsewhere find them once their owners know.
-                False: only until their bytes are in the arena. This client's own reads see them all the same, and
-                `flush` returns what became of them. Without a node on this host every put waits.
-            timeout_s: How long to wait for the node. Chunks for which it lends no slot by then are skipped.
-            options: `parent`, `depth`, `chained`, `ttl_s`, `priority`: see `Put`. Chunks that are stored already keep
-                their expiry and priority; see `hint`.
+            values: For each key a contiguous buffer, or several buffers that are joined in order.
+            wait: True: wait until all readers on this host see the chunks. Other hosts find a chunk once its owner
+                knows it. False: wait only until the bytes are in the arena. This client can read the chunks at once,
+                and `flush` returns their results. Without a node on this host every put waits.
+            timeout_s: Chunks for which the node lends no slot within this time are skipped.
+            options: `parent`, `depth`, `chained`, `ttl_s`, `priority`: see `Put`. A chunk that is stored already keeps
+                its expiry and priority; `hint` changes them.
 
         Returns:
-            What became of them. A full arena or an absent node is a result, not an exception.
+            Counts of stored, existing (not written again) and skipped chunks. A full arena or a node that is down
+            raises no exception.
 
         Raises:
-            UsageError: `values` has not one entry a key, a value is empty or larger than an extent, or an option is
-                wrong.
+            UsageError: The length of `values` differs from that of `keys`, a value is empty or larger than an extent,
+                or an option is wrong.
         """
         return self.put_many([Put(keys, values, **options)], wait=wait, timeout_s=timeout_s)
 
     def put_many(self, puts: Sequence[Put], *, wait: bool = False, timeout_s: float | None = None) -> PutResult:
-        """Store several runs of chunks with one message. Arguments, result and errors as for `put`."""
+        """Store several `Put`s with one message. Arguments, result and errors as for `put`."""
         began_s, wait, deadline_s = time.monotonic(), flag("wait", wait), self.router.deadline(timeout_s)
         batches: list[tuple[Batch, Values]] = []
         for put in sequence("puts", puts, "give a list of raykv.Put"):
@@ -292,31 +293,33 @@ class Client(AdminCalls):
         priority: int = 0,
         timeout_s: float | None = None,
     ) -> bool:
-        """Store one chunk, by its 16-byte key, that is part of no chain. Arguments and errors as for `put`.
+        """Store one chunk outside any chain, by its 16-byte key. Arguments and errors as for `put`.
 
         Returns:
-            Whether it is stored now, or with `wait=False` on its way. False: there is no room, or no node answers.
+            Whether the chunk is stored, or with `wait=False` whether its commit was sent. False: the arena is full, or
+            no node answers.
         """
         put = Put(chunk_keys.from_bytes(one_key(key)), [value], chained=False, ttl_s=ttl_s, priority=priority)
         done = self.put_many([put], wait=wait, timeout_s=timeout_s)
         return not done.skipped and not (wait and done.posted)
 
     def flush(self, *, timeout_s: float | None = None) -> PutResult:
-        """Wait for the puts of this client (and those made by `using`) that were made with `wait=False`.
+        """Wait for all earlier puts with `wait=False` of this client and of the clients made by `using`.
 
         Returns:
-            What became of their chunks since the last call. `posted`: chunks without an answer by the deadline.
+            The results since the last `flush`. `posted` counts the chunks that are still without an answer.
         """
         writer, deadline_s = self.router.writer, self.router.deadline(timeout_s)
         return PutResult(0, 0, 0) if writer is None else writer.flush(deadline_s)
 
     def prepare(self, nbytes: int, count: int, *, timeout_s: float | None = None) -> None:
-        """Have slots for `count` chunks of `nbytes` at hand soon, so that the puts that follow need not wait for any.
+        """Request slots for `count` chunks of `nbytes` bytes, so that the next puts need not wait for slots.
 
-        Waits for a connection at most. Without a node on this host, or while it is away, nothing happens.
+        This call does not wait for the slots. It does nothing if this host has no node.
 
         Raises:
-            UsageError: The size is 0 or larger than an extent, or the count is no number.
+            UsageError: The size is 0 or larger than an extent, or the count is not an integer.
+            PeerUnavailable: This host's node does not answer.
         """
         nbytes, count = integer_in("nbytes", nbytes, 1, 1 << 32), integer_in("count", count, 0, 1 << 32)
         writer, deadline_s = self.router.writer, self.router.deadline(timeout_s)
@@ -333,13 +336,13 @@ class Client(AdminCalls):
         chained: bool = True,
         timeout_s: float | None = None,
     ) -> Reservation:
-        """Slots of this host's arena for chunks that the caller writes in place and then commits.
+        """Get slots of this host's arena. The caller writes chunks into them and then commits them.
 
-        Arguments as for `put`; `nbytes` is the size of each chunk.
+        Arguments as for `put`. `nbytes` is the size of each chunk.
 
         Returns:
-            Views for the chunks that are not stored yet; fewer, with a reason, when the arena is full or the node is
-            away. When writing takes longer than a moment, ask `Reservation.valid` before each piece.
+            A view for each chunk that is not stored yet. There are fewer views, and a reason, if the arena is full or
+            the node does not answer. A caller that writes for long must check `Reservation.valid` before each piece.
 
         Raises:
             UsageError: The size is 0 or larger than an extent.
@@ -354,7 +357,7 @@ class Client(AdminCalls):
     # -- inside -----------------------------------------------------------------------------------------------------
 
     def _add_misses(self, keys: Sequence[bytes], began_s: float) -> None:
-        """Count chunks that a call, which began then, did not get. Now and then a report goes to a node."""
+        """Count the misses of a call that began at `began_s`. Report the counts to a node every REPORT_S."""
         router, now_s = self.router, time.monotonic()
         reasons: Counter[str] = Counter()
         absent = []

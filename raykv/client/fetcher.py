@@ -1,6 +1,6 @@
-"""Reading chunks: from this host's memory, from holders that are known, and by way of the owners.
+"""Reads chunks from this host's memory, from known holders, and through the owners of the keys.
 
-A data path (`raykv.transport.data_path`) moves the bytes. Whatever goes wrong with another node is a miss here.
+A data path (`raykv.transport.data_path`) moves the bytes. A failure of another node is a miss.
 """
 
 import os
@@ -22,7 +22,7 @@ from raykv.transport.bulk_read import ReadProgress, ReadRun
 from raykv.types import Bits, KeyArray, NodeId, Scattered
 
 STREAM_NBYTES: Final = 8 << 20
-"""A read from one node uses one more connection for each such part."""
+"""A read from one node uses one connection per this many bytes, up to MAX_STREAMS."""
 MAX_STREAMS: Final = 4
 
 
@@ -30,14 +30,13 @@ class Fetcher:
     """Reads chunks of one quota group. Thread-safe."""
 
     def __init__(self, router: Router, group: bytes) -> None:
-        """Args: group: Digest of the quota group."""
         self._router, self._group = router, group
         self._streams = router.config.streams_per_peer or default_streams()
 
     # -- this host --------------------------------------------------------------------------------------------------
 
     def lengths(self, keys: KeyArray, deadline_s: float) -> npt.NDArray[np.uint32]:
-        """Length of each chunk in this host's memory; 0 where it is not there."""
+        """Return the length of each chunk in this host's memory; 0 for a chunk that is not there."""
         local, writer = self._router.local, self._router.writer
         if local is None or writer is None:
             return np.zeros(len(keys), np.uint32)
@@ -47,7 +46,7 @@ class Fetcher:
         return lengths
 
     def read_here(self, keys: KeyArray, into: Sequence[Scattered], deadline_s: float) -> tuple[Bits, int]:
-        """Copy chunks out of this host's memory. Returns which arrived, and their bytes in all."""
+        """Copy chunks out of this host's memory. Returns a hit flag per key, and the total bytes copied."""
         local, writer = self._router.local, self._router.writer
         if local is None or writer is None:
             return np.zeros(len(keys), np.bool_), 0
@@ -61,7 +60,7 @@ class Fetcher:
     # -- other nodes ------------------------------------------------------------------------------------------------
 
     def fetch(self, progress: ReadProgress, holders: Sequence[NodeId | None], deadline_s: float) -> None:
-        """Read what is missing from its holders, all of them in parallel."""
+        """Read the missing chunks from their holders, in parallel. Skip chunks whose holder is None (unknown)."""
         shares: dict[NodeId, list[int]] = {}
         for place in progress.missing():
             holder = holders[place]
@@ -70,13 +69,13 @@ class Fetcher:
         self._read(self._runs(progress, shares), self._read_from_holder, deadline_s)
 
     def find(self, progress: ReadProgress, deadline_s: float) -> None:
-        """Read what is missing from the owners, and from the holders that they name: the next one if one has it not.
+        """Read the missing chunks from their owners. Then try the holders that the owners name, one after the other.
 
-        Owners are asked to read at once. That saves a lookup of what they hold themselves.
+        The first request reads at once, without a lookup: an owner often holds the chunk itself.
         """
         named: dict[int, Holders] = {}
         unknown, view = progress.missing(), View()
-        # An answer may show that the view was stale: then the new owners of what is still unknown are asked.
+        # An answer may show that the view was stale. Then the new owners are asked about the chunks still unknown.
         while unknown and (newest := self._router.view(deadline_s)).epoch > view.epoch:
             view = newest
             keys = progress.keys if len(unknown) == len(progress.keys) else progress.keys[unknown]
@@ -98,7 +97,7 @@ class Fetcher:
     def _runs(
         self, progress: ReadProgress, shares: Mapping[NodeId, list[int]], *, locate: bool = False
     ) -> list[ReadRun]:
-        """What each node is asked for, split for several connections if it is much."""
+        """Make the runs to read from each node. A large share is split into runs for several connections."""
         runs = []
         for node_id, places in shares.items():
             count = max(1, min(self._streams, progress.nbytes(places) // STREAM_NBYTES, len(places)))
@@ -107,7 +106,7 @@ class Fetcher:
         return runs
 
     def _read(self, runs: Sequence[ReadRun], read: Callable[[ReadRun, float], None], deadline_s: float) -> None:
-        """Do all runs in parallel, and record what arrived, also of those that failed."""
+        """Read all runs in parallel. Record the chunks that arrived, also those of a run that failed."""
         outcomes = self._router.parallel.run(
             {number: partial(read, run, deadline_s) for number, run in enumerate(runs)}, deadline_s
         )
@@ -126,7 +125,7 @@ class Fetcher:
         self._router.paths.choose(member, deadline_s=deadline_s).read(member, run, deadline_s=deadline_s)
 
     def _read_from_owner(self, run: ReadRun, deadline_s: float) -> None:
-        """Read what an owner holds, and have it name the holders of the rest."""
+        """Read the chunks that an owner holds. Ask the owner for the holders of the other chunks."""
         self._read_from_holder(run, deadline_s)
         run.named = {place: self._router.nearest_first(names) for place, names in run.named.items()}
         unknown = [place for place in run.missing if place not in run.named]
@@ -141,15 +140,15 @@ class Fetcher:
         self._router.read_failures.add(keys, kind, node, now_s=time.monotonic())
 
     def _report_gone(self, holder: NodeId, keys: bytes, deadline_s: float) -> None:
-        """Have a holder tell the owners which chunks it does not have. Nobody waits for it."""
+        """Ask a node to report to the owners which chunks it no longer has. Does not wait for an answer."""
         request = messages.Suspect(keys, group=self._group)
         try:
             self._router.parallel.submit(partial(self._router.call, holder, request, deadline_s))
         except RuntimeError:
-            pass  # this process may have no more threads, or the client is closed
+            pass  # no thread can be started, or the client is closed
 
     def promote(self, keys: KeyArray, holders: Sequence[NodeId | None], deadline_s: float) -> None:
-        """Have the holders bring chunks into their memory. Nobody waits until they are there."""
+        """Ask the holders to load chunks into memory. Does not wait until the chunks are loaded."""
         shares: dict[NodeId, list[int]] = {}
         for place, holder in enumerate(holders):
             if holder is not None:
@@ -166,7 +165,7 @@ class Fetcher:
         self._router.parallel.run(work, deadline_s)
 
     def record_end(self, progress: ReadProgress, *, late: bool) -> None:
-        """A `get` is over; `late`: its deadline has passed."""
+        """Update the read failures at the end of a `get`. `late`: the deadline has passed."""
         failures = self._router.read_failures
         if late:
             failures.add(map(progress.raw_key, progress.missing()), "timed_out", None, now_s=time.monotonic())
@@ -174,5 +173,5 @@ class Fetcher:
 
 
 def default_streams() -> int:
-    """Connections for one large read from one node: each keeps a core busy here, and one there."""
+    """Connections for one large read from one node. Each connection uses a core on both hosts."""
     return max(1, min(MAX_STREAMS, len(os.sched_getaffinity(0)) // 4))

@@ -1,4 +1,4 @@
-"""What a caller asks `why` about: an array of keys, names, or a prompt. Keys are derived a part at a time."""
+"""The chunks of a `why` call: an array of keys, names, or a prompt. Keys are derived in parts."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -14,12 +14,12 @@ from raykv.types import KeyArray
 
 
 class KeySource(Protocol):
-    """Chunks in order."""
+    """The chunks that one `why` call asks about, in order."""
 
     def __len__(self) -> int: ...
 
     def keys(self, start: int, stop: int) -> KeyArray:
-        """Keys of some of the chunks, under the caller's namespace. Parts are asked for in order.
+        """Return the keys of chunks `start` to `stop` under the caller's namespace.
 
         Raises:
             UsageError: A name or token is not valid.
@@ -27,12 +27,12 @@ class KeySource(Protocol):
         ...
 
     def keys_under(self, other: Namespace, places: Sequence[int]) -> list[bytes | None]:
-        """Keys, 16 bytes each, that the chunks at rising places have under another namespace; None where unknown."""
+        """Return the 16-byte keys of chunks under another namespace. `places` must rise. None: the key is unknown."""
         ...
 
 
 class ArrayKeys:
-    """Keys without their origin: nothing is known of them under other namespaces."""
+    """An array of keys. Their keys under other namespaces are unknown."""
 
     def __init__(self, keys: KeyArray) -> None:
         self._keys = key_array("keys", keys)
@@ -48,8 +48,6 @@ class ArrayKeys:
 
 
 class NamedKeys:
-    """Objects with names."""
-
     def __init__(self, namespace: Namespace, names: Sequence[bytes | str]) -> None:
         self._digest, self._names = namespace.digest, names
 
@@ -64,7 +62,10 @@ class NamedKeys:
 
 
 class TokenKeys:
-    """The full chunks of a prompt. A namespace with another chunk size has the chunk that ends with the same token."""
+    """The full chunks of a prompt.
+
+    Under another chunk size, the matching chunk is the first one that covers this chunk's last token.
+    """
 
     def __init__(self, namespace: Namespace, tokens: Tokens) -> None:
         self._tokens, self._mine = token_ids(tokens), namespace.chunk_tokens
@@ -85,7 +86,7 @@ class TokenKeys:
 
 
 class _Chain:
-    """Keys of a prompt under one namespace, as many as were needed so far."""
+    """Keys of a prompt under one namespace, derived on demand."""
 
     def __init__(self, namespace: Namespace, tokens: npt.NDArray[np.integer]) -> None:
         self._digest, self._step, self._tokens = namespace.digest, namespace.chunk_tokens, tokens
@@ -101,6 +102,6 @@ class _Chain:
 
 
 def split(keys: KeyArray) -> list[bytes]:
-    """Each key as 16 bytes."""
+    """Return each key as 16 bytes."""
     raw = chunk_keys.to_bytes(keys)
     return [raw[at : at + KEY_NBYTES] for at in range(0, len(raw), KEY_NBYTES)]

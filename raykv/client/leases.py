@@ -1,6 +1,6 @@
-"""Leases that a caller holds for a while: slots that it fills itself, and pinned chunks that it views in place.
+"""Leases of a caller: slots that the caller fills itself, and pinned chunks that it views in place.
 
-A lease belongs to the connection on which the node gave it, and ends with that connection.
+A lease ends with the connection on which the node granted it.
 """
 
 import time
@@ -27,17 +27,17 @@ RELEASE_S: Final = 5.0
 class Reservation:
     """Slots of the arena to write chunks into. Readers see the chunks after `commit`.
 
-    The lease ends when the connection breaks, and in a forked child. The slots are then in quarantine for QUARANTINE_S,
-    and free after that: ask `valid` before each piece when writing takes longer than a moment.
+    The lease ends when the connection breaks. A forked child has no lease. The node reuses the slots QUARANTINE_S after
+    the lease has ended. So a caller that writes for long must check `valid` before each piece.
 
     Attributes:
-        index: Which of the keys each view is for, in order.
+        index: Position of each view's key in the list of keys.
         views: The bytes to write.
-        reason: Why there are fewer views than chunks that are not stored; empty when there are enough.
+        reason: Why some chunks that are not stored have no view. Empty if every such chunk has one.
     """
 
     def __init__(self, writer: Writer | None, lent: LentBatch) -> None:
-        """Use `Client.reserve`. Without a writer there is nothing to write."""
+        """Use `Client.reserve` instead. `writer` None: there are no views."""
         self._writer, self._lent = writer, lent
         self.index: npt.NDArray[np.int32] = np.array(lent.positions, np.int32)
         self.views = lent.views
@@ -45,18 +45,18 @@ class Reservation:
         self._open = bool(lent.slots) and writer is not None
 
     def valid(self, *, timeout_s: float = 1.0) -> bool:
-        """Whether the views may be written to for the next QUARANTINE_S - TRUST_S seconds. Seldom takes a call.
+        """Return whether the caller may write to the views for the next QUARANTINE_S - TRUST_S seconds.
 
-        False: the connection is gone, or the node does not answer. Nothing may be written any more.
+        False: the connection broke, or the node does not answer. The caller must not write any more.
 
         Args:
-            timeout_s: How long to wait for the node if it must be asked.
+            timeout_s: How long to wait for the node. It is asked only if its last answer is old.
         """
         writer, deadline_s = self._writer, deadline_after(timeout_s)
         return self._open and writer is not None and writer.supply.lease_valid(self._lent, deadline_s)
 
     def commit(self, *, timeout_s: float = 5.0) -> PutResult:
-        """Make the chunks visible. All views must be written by now, and must not be written to afterwards.
+        """Make the chunks visible. The caller must have filled all views, and must not write to them afterwards.
 
         Args:
             timeout_s: How long to wait for the node. Without an answer the chunks are `posted`: see `Client.flush`.
@@ -69,10 +69,10 @@ class Reservation:
         return result
 
     def abort(self, *, timeout_s: float = 5.0) -> None:
-        """Give the slots back unwritten.
+        """Give the slots back to the node without storing anything.
 
         Args:
-            timeout_s: How long to wait for the node. Without an answer they are given back later.
+            timeout_s: How long to wait for the node. Without an answer the slots are given back later.
         """
         deadline_s = deadline_after(timeout_s)
         if self._open and self._writer is not None:
@@ -81,14 +81,14 @@ class Reservation:
 
 
 class Pins:
-    """Chunks viewed in place, for as long as this context lasts and its connection lives.
+    """Pinned chunks, viewed in place. The pins end with this context or with its connection.
 
     Attributes:
-        views: One entry a key: the chunk's bytes, read-only; None where it is not in this host's memory.
+        views: The read-only bytes of each key's chunk. None: the chunk is not in this host's memory.
     """
 
     def __init__(self, local: LocalConnection, held: messages.Held, life: int, reader: ShmReader) -> None:
-        """Use `Client.pin`."""
+        """Use `Client.pin` instead."""
         self._local, self._life, self._reader = local, life, reader
         self._rows = np.frombuffer(held.rows, "<i4")
         self._generations = reader.table.columns.generation[self._rows]
@@ -100,16 +100,16 @@ class Pins:
         ]
 
     def valid(self) -> bool:
-        """Whether the views still show what was pinned. False after a restart of the node, once a slot is used again.
+        """Return whether all views still show the pinned chunks.
 
-        Ask after use, if a restart in between would matter.
+        A node that restarts loses the pins, and may reuse the slots. Call this after the last use of the views.
         """
         held = self._rows >= 0
         columns = self._reader.table.columns
         return bool((columns.generation[self._rows[held]] == self._generations[held]).all())
 
     def release(self) -> None:
-        """End the pins. The views must not be used any more."""
+        """End the pins. The caller must not use the views afterwards."""
         rows, self._rows = self._rows, self._rows[:0]
         if (rows >= 0).any():
             try:

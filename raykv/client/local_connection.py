@@ -1,7 +1,6 @@
 """This host's node: its mapped memory, and a connection for requests and pins.
 
-Reads use the mapping alone, so they go on while the node is down. The writer has a connection of its own: see
-`raykv.client.writer`.
+Reads need only the mapping, so they work while the node is down. `raykv.client.writer` has a separate connection.
 """
 
 import threading
@@ -21,7 +20,7 @@ from raykv.transport.pool import Connect
 from raykv.types import KeyArray
 
 CHECK_S: Final = 1.0
-"""How often a writer that finds all its chunks stored makes sure that the mapped files are still the node's."""
+"""Least time between two checks that the mapped files are still the node's."""
 
 
 class LocalConnection:
@@ -29,11 +28,11 @@ class LocalConnection:
 
     Attributes:
         attached: The node's last description of itself.
-        reader: Its memory.
+        reader: Reads the node's memory.
     """
 
     def __init__(self, connect: Connect, address: str, *, deadline_s: float, retry_s: float) -> None:
-        """Connect and map.
+        """Connect to the node and map its memory.
 
         Raises:
             PeerUnavailable: The node does not answer, or its memory cannot be mapped.
@@ -43,14 +42,14 @@ class LocalConnection:
         self._check_at_s = 0.0
         self.attached = messages.Attached("", "", 0, "", "")
         self.reader: ShmReader
-        self._pinned_reader: ShmReader  # the memory that pins of the pipeline's connection lie in
+        self._pinned_reader: ShmReader  # the memory that contains the pins of the pipeline's connection
         self._pipeline = Pipeline(self._open_own_link, retry_s=retry_s)
         with self._pipeline.lock:
             self._pipeline.connect_locked(deadline_s)
         drop_after_fork(self)
 
     def after_fork(self) -> None:
-        """The mapping stays: it is good in the child too."""
+        """Replace the lock. The child keeps using the mapping."""
         self._lock = threading.Lock()
 
     def _open_own_link(self, deadline_s: float) -> Link:
@@ -58,11 +57,11 @@ class LocalConnection:
         return link
 
     def open_link(self, deadline_s: float) -> tuple[Link, ShmReader]:
-        """Make a connection to the node. Returns it, and the memory that its slots and pins lie in.
+        """Open a connection to the node. Returns the connection, and the memory of its slots and pins.
 
         Raises:
             TransientError: The node does not answer.
-            LostError: Its memory is gone.
+            LostError: The node's memory files no longer exist.
         """
         link = self._connect(self._address, b"", deadline_s=deadline_s)
         try:
@@ -71,7 +70,7 @@ class LocalConnection:
             with self._lock:
                 mapped = self.attached.table, self.attached.arena
                 if files != mapped or not self.reader.is_current():
-                    # The old one is not closed: another thread may be reading from it. It goes with its last user.
+                    # The old reader is not closed here, because another thread may still use it.
                     self.reader = ShmReader(*files, writable=True)
                 self.attached = attached
                 return link, self.reader
@@ -81,7 +80,7 @@ class LocalConnection:
 
     @property
     def epoch(self) -> int:
-        """The greatest epoch in an answer so far."""
+        """The greatest epoch in any answer so far."""
         return self._pipeline.epoch
 
     @epoch.setter
@@ -89,7 +88,7 @@ class LocalConnection:
         self._pipeline.epoch = value
 
     def is_current(self) -> bool:
-        """Whether the mapped memory is the node's, as of a moment ago. If not, the next call maps it again."""
+        """Return whether the mapped memory is still the node's. If not, the next call maps the new memory."""
         now_s = time.monotonic()
         if now_s >= self._check_at_s:
             self._check_at_s = now_s + CHECK_S
@@ -101,24 +100,24 @@ class LocalConnection:
         return True
 
     def call(self, request: messages.Message, *, deadline_s: float, life: int | None = None) -> messages.Answer:
-        """Ask the node.
+        """Send a request to the node, and return its answer.
 
-        A connection that turns out broken is made again, once: the node may just have been restarted.
+        If the connection is broken, this connects again: the node may have been restarted.
 
         Args:
-            life: Only on the connection of this number, which has a lease.
+            life: Number of the connection that has the lease. The request is sent on no other connection.
 
         Raises:
-            PeerUnavailable: The node is away, or does not answer by the deadline.
-            RayKVError: It refused.
+            PeerUnavailable: The node is down, or does not answer by the deadline.
+            RayKVError: The node refused the request.
         """
         return _answer_of(self._ask(request, ignore, deadline_s=deadline_s, life=life))
 
     def pin(self, keys: KeyArray, *, group: bytes, deadline_s: float) -> tuple[messages.Held, int, ShmReader]:
-        """Hold chunks in this host's memory. Returns where they are, the life of the lease, and the memory.
+        """Pin chunks in this host's memory. Returns their places, the number of the connection, and the memory.
 
         Raises:
-            PeerUnavailable: The node is away, or does not answer by the deadline. What it pins later is unpinned.
+            PeerUnavailable: The node does not answer by the deadline. Chunks that it pins later are unpinned.
         """
 
         def unpin(outcome: Outcome) -> None:
@@ -135,7 +134,7 @@ class LocalConnection:
     def _ask(
         self, request: messages.Message, late: Callable[[Outcome], None], *, deadline_s: float, life: int | None = None
     ) -> Posted:
-        """Send a request, and wait for its outcome. `late` gets an answer that arrives after the deadline."""
+        """Send a request, and wait for its outcome. An answer after the deadline is passed to `late`."""
         pipeline, keys = self._pipeline, len(getattr(request, "keys", b"")) // KEY_NBYTES
         while True:
             connected = pipeline.connected
@@ -152,7 +151,6 @@ class LocalConnection:
             remaining(deadline_s)
 
     def close(self) -> None:
-        """Close; pins end."""
         self._pipeline.close()
         self.reader.close()
 
@@ -166,4 +164,4 @@ def _answer_of(posted: Posted) -> messages.Answer:
         raise outcome
     finally:
         posted.outcome = None
-        del outcome, posted  # an error that its own frame names keeps that frame, and the caller's buffers, for a while
+        del outcome, posted  # breaks the cycle of error and frame, which would keep the caller's buffers in memory

@@ -1,4 +1,4 @@
-"""Calls to several nodes at the same time, each with the deadline of the whole."""
+"""Calls to several nodes at the same time, with one common deadline."""
 
 import threading
 import time
@@ -14,7 +14,7 @@ K = TypeVar("K")
 T = TypeVar("T")
 
 MAX_PARALLEL: Final = 16
-"""Nodes that one client asks at the same time."""
+"""Most nodes that one client asks at the same time."""
 
 
 class Parallel:
@@ -26,17 +26,16 @@ class Parallel:
         drop_after_fork(self)
 
     def after_fork(self) -> None:
-        """The threads are the parent's."""
+        """Start without threads: the parent's threads do not exist in the child."""
         self._lock = threading.Lock()
         self._workers: ThreadPoolExecutor | None = None
-        self._background: ThreadPoolExecutor | None = None  # apart: its tasks wait for the workers
+        self._background: ThreadPoolExecutor | None = None  # a separate pool, because its tasks wait for workers
 
     def run(self, work: Mapping[K, Callable[[], T]], deadline_s: float) -> dict[K, T | RayKVError]:
-        """Run all tasks, and wait for them. A RayKVError is a result.
+        """Run all tasks, and wait for them. A task's RayKVError becomes its result.
 
         Args:
-            deadline_s: Each task keeps it by itself. A task that has not begun by then, since all threads are busy, is
-                not begun any more.
+            deadline_s: Each task must end by then by itself. A task that is still queued then does not run.
         """
         if len(work) == 1:
             ((name, only),) = work.items()
@@ -48,12 +47,12 @@ class Parallel:
             for name, box in boxes.items():
                 try:
                     futures[name] = self.submit(partial(_unpacked, box))
-                except RuntimeError:  # this process may have no more threads
+                except RuntimeError:  # no thread can be started
                     if self._closed:
                         raise
                     done[name] = _caught(box.pop())  # a thread that finds the box empty does nothing
             return done | {name: _result(future, boxes[name], deadline_s) for name, future in futures.items()}
-        except BaseException:  # a bug, or an interrupt: nobody may write to the caller's buffers after this
+        except BaseException:  # a bug or an interrupt: no task may write to the caller's buffers afterwards
             for box in boxes.values():
                 box.clear()
             wait([future for future in futures.values() if not future.cancel()])
@@ -63,7 +62,7 @@ class Parallel:
         """Run a task in a worker thread.
 
         Raises:
-            RuntimeError: There are no more threads for this process, or this is closed.
+            RuntimeError: No thread can be started, or this object is closed.
         """
         with self._lock:
             if self._workers is None:
@@ -71,7 +70,7 @@ class Parallel:
             return self._workers.submit(task)
 
     def in_background(self, task: Callable[[], object]) -> None:
-        """Run a task that nobody waits for; not when this is closed."""
+        """Run a task without waiting for it. Does nothing after `close`."""
         try:
             with self._lock:
                 if self._background is None:
@@ -81,7 +80,7 @@ class Parallel:
             pass
 
     def close(self) -> None:
-        """Wait for the tasks that run, and end the threads."""
+        """Wait for running tasks, and end the threads."""
         self._closed = True
         for executor in (self._background, self._workers):
             if executor is not None:
@@ -93,7 +92,7 @@ def _caught(task: Callable[[], T]) -> T | RayKVError:
         return task()
     except RayKVError as error:
         error.__cause__ = error.__context__ = None
-        return error.with_traceback(None)  # from here on a value: its stack would keep the caller's buffers in use
+        return error.with_traceback(None)  # the traceback would keep the caller's buffers in memory
 
 
 def _unpacked(box: list[Callable[[], T]]) -> T | RayKVError:
@@ -105,6 +104,6 @@ def _result(future: "Future[T | RayKVError]", box: list[Any], deadline_s: float)
         return future.result(max(0.0, deadline_s - time.monotonic()))
     except TimeoutError:
         if not future.cancel():
-            return future.result()  # it has begun, and may be writing to the caller's buffers
-        box.clear()  # the queue would hold on to the task until a thread gets to it
+            return future.result()  # the task is running, and may be writing to the caller's buffers
+        box.clear()  # frees the task now; its queue entry stays until a thread removes it
         return PeerUnavailable(f"not asked in time: calls to {MAX_PARALLEL} other nodes were waiting")

@@ -1,7 +1,7 @@
-"""A connection to this host's node on which requests are sent ahead of their answers.
+"""A connection to this host's node. It sends requests before earlier answers have arrived (pipelining).
 
-A deadline that passes ends the call, not the connection: the answer is collected by a later call. So the leases of the
-connection survive a node that is slow for a moment, and nobody waits longer than asked.
+A call that reaches its deadline ends, but its connection stays open, and a later call collects the answer. So a slow
+node does not cost the leases of the connection.
 """
 
 import threading
@@ -18,26 +18,26 @@ from raykv.transport.base import MAX_POSTED, Link, remaining
 from raykv.transport.forking import drop_after_fork
 
 MAX_POSTED_KEYS: Final = 2048
-"""Most keys in requests without an answer. Requests and answers of this size fit into the socket's buffers: neither end
-waits for the other one to read."""
+"""Most keys in requests without an answer. Requests and answers of this size fit into the socket's buffers, so neither
+end blocks in a send."""
 POST_S: Final = 1.0
-"""Time to send a request of more keys, or to receive an answer of which a part has arrived."""
+"""Time limit to send one request, or to receive an answer of which a part has arrived."""
 SLICE_S: Final = 0.001
-"""One wait for an answer. Between two waits other threads may use the connection."""
+"""Longest wait for an answer with the lock held. Between two waits other threads can use the connection."""
 YIELD_S: Final = 50e-6
 
 Outcome: TypeAlias = messages.Answer | RayKVError
-"""An answer; or the error that the node sent, or that the connection ended with."""
+"""The node's answer, the error that the node sent, or the error that ended the connection."""
 
 
 class Posted:
     """A request that was sent.
 
     Attributes:
-        outcome: None until the answer was collected.
-        life: Number of the connection that carries it.
-        asked_at_s: When it was sent.
-        keys: How many keys it has.
+        outcome: None until the answer is collected.
+        life: Number of the connection on which the request was sent.
+        asked_at_s: When the request was sent.
+        keys: Number of keys in the request.
         finish: Called with the outcome, under the lock of the pipeline.
     """
 
@@ -50,21 +50,21 @@ class Posted:
 
 
 class Pipeline:
-    """One connection at a time, opened at first use and again after it broke. Thread-safe.
+    """One connection, opened at first use and again after it broke. Thread-safe.
 
     Attributes:
-        lock: Guards everything here, and what `finish` functions change. Methods that end in `_locked` need it.
-        life: Number of the connection. Leases of a connection with another number are gone.
-        epoch: The greatest epoch in an answer so far.
-        trusted_until_s: Until then this connection's leases are surely good: see TRUST_S.
+        lock: Guards this object, and the state that `finish` functions change. Callers of `*_locked` methods hold it.
+        life: Number of the current connection. Leases of any other connection have ended.
+        epoch: The greatest epoch in any answer so far.
+        trusted_until_s: Until this time the connection's leases are valid: see TRUST_S.
     """
 
     def __init__(self, open_link: Callable[[float], Link], *, retry_s: float) -> None:
         """Connect at first use.
 
         Args:
-            open_link: Makes a link by a deadline.
-            retry_s: After a failure no new connection is tried for this long.
+            open_link: Opens a link by a deadline.
+            retry_s: Time without a new attempt after a failed one.
         """
         self._open_link, self._retry_s = open_link, retry_s
         self.lock = threading.Lock()
@@ -77,7 +77,7 @@ class Pipeline:
         drop_after_fork(self)
 
     def after_fork(self) -> None:
-        """The connection, its leases and its answers are the parent's."""
+        """Drop the connection, its leases and its answers: they belong to the parent."""
         self.lock = threading.Lock()
         self.life += 1
         self._link, self._posted, self._posted_keys = None, deque(), 0
@@ -92,7 +92,7 @@ class Pipeline:
         """Hold the lock.
 
         Raises:
-            PeerUnavailable: Other threads hold it until the deadline.
+            PeerUnavailable: Other threads hold the lock until the deadline.
         """
         if not self.lock.acquire(timeout=max(0.0, deadline_s - time.monotonic())):
             raise PeerUnavailable("the connection to the local node is busy with other calls")
@@ -105,7 +105,7 @@ class Pipeline:
             self.lock.release()
 
     def drop_if_interrupted_locked(self, error: BaseException) -> None:
-        """After a KeyboardInterrupt, say, it is not certain what was sent or collected."""
+        """Drop the connection after a KeyboardInterrupt, for example: a message may be half sent or half received."""
         if not isinstance(error, Exception):
             self.drop_locked("a call was interrupted")
 
@@ -113,7 +113,7 @@ class Pipeline:
         """Connect, unless there is a connection.
 
         Raises:
-            PeerUnavailable: The node is away; for `retry_s` after a failure that is said without trying.
+            PeerUnavailable: The node does not answer, or the last attempt failed less than `retry_s` ago.
         """
         if self._link is not None:
             return
@@ -136,13 +136,13 @@ class Pipeline:
         life: int | None = None,
         keys: int = 0,
     ) -> Posted:
-        """Send a request, as soon as there is room for its answer.
+        """Send a request as soon as `has_room_locked` permits it.
 
         Args:
-            life: Only on the connection of this number.
+            life: Number of the connection to use. None: the current one, or a new one.
 
         Raises:
-            PeerUnavailable: Nothing was sent: the node is away, or leaves too many requests unanswered.
+            PeerUnavailable: Nothing was sent. The node does not answer, or connection `life` has ended.
         """
         while True:
             with self.locked(deadline_s):
@@ -162,14 +162,14 @@ class Pipeline:
         return few and len(self._posted) < MAX_POSTED
 
     def post_locked(self, request: messages.Message, finish: Callable[[Outcome], None], *, keys: int = 0) -> Posted:
-        """Send a request on the connection that there is. A `finish` may post one more in place of its own request."""
+        """Send a request on the open connection, without waiting for room. A `finish` may send one request this way."""
         if self._link is None:
             raise PeerUnavailable("the local node is away")
         posted = Posted(finish, life=self.life, keys=keys)
         try:
             self._link.post(request, deadline_s=posted.asked_at_s + POST_S)
         except BaseException as error:
-            if self._link.closed:  # else the request was refused before anything was sent
+            if self._link.closed:  # an open link means that nothing was sent
                 self.drop_locked(str(error))
             raise
         self._posted.append(posted)
@@ -177,7 +177,7 @@ class Pipeline:
         return posted
 
     def wait(self, posted: Posted, deadline_s: float) -> bool:
-        """Wait for an answer. Returns whether there is an outcome; if not, a later call collects it."""
+        """Wait for an answer. Returns whether it arrived. If it did not, a later call collects it."""
         while posted.outcome is None:
             left_s = deadline_s - time.monotonic()
             if not self.lock.acquire(timeout=max(0.0, left_s)):
@@ -185,7 +185,7 @@ class Pipeline:
             try:
                 if self._link is None or posted.life != self.life:
                     break
-                if self._link.wait_ready(SLICE_S if left_s > SLICE_S else 0.0):  # it waits in whole milliseconds
+                if self._link.wait_ready(SLICE_S if left_s > SLICE_S else 0.0):  # it waits whole milliseconds
                     self._collect_locked()
                     continue
             except BaseException as error:
@@ -195,23 +195,23 @@ class Pipeline:
                 self.lock.release()
             if left_s <= SLICE_S:
                 break
-            time.sleep(YIELD_S)  # a thread that waits for the lock gets it here
+            time.sleep(YIELD_S)  # lets a waiting thread get the lock
         return posted.outcome is not None
 
     def replace_finish(self, posted: Posted, finish: Callable[[Outcome], None]) -> bool:
-        """Have another function called with the outcome. False: the outcome is there already."""
+        """Set the function to be called with the outcome. Returns False if the outcome has arrived already."""
         with self.lock:
             posted.finish = finish
             return posted.outcome is None
 
     def wait_all(self, deadline_s: float) -> bool:
-        """Wait until every request so far has an outcome. Returns whether all have."""
+        """Wait until every request sent so far has an outcome. Returns False at the deadline."""
         with self.lock:
             newest = self._posted[-1] if self._posted else None
         return newest is None or self.wait(newest, deadline_s)
 
     def collect_arrived_locked(self) -> None:
-        """Collect the answers that are there."""
+        """Collect the answers that have arrived."""
         while self._posted and self._link is not None and self._link.ready():
             self._collect_locked()
 
@@ -241,7 +241,7 @@ class Pipeline:
             self.drop_locked(str(error))
 
     def drop_locked(self, reason: str) -> None:
-        """Close the connection. Its leases are gone, and its requests end with PeerUnavailable."""
+        """Close the connection. Its leases end, and its open requests end with PeerUnavailable."""
         if self._link is None:
             return
         self._link.close()
@@ -252,10 +252,9 @@ class Pipeline:
             self._finish_locked(posted, PeerUnavailable(reason))
 
     def trusted(self, life: int, probe: messages.Message, deadline_s: float) -> bool:
-        """Whether the leases of connection `life` are surely good for some seconds more.
+        """Return whether the leases of connection `life` are valid for the next QUARANTINE_S - TRUST_S seconds.
 
-        When the node's last answer is older than TRUST_S, it is asked `probe`. False also when it does not answer by
-        the deadline.
+        If the node's last answer is older than TRUST_S, this sends `probe`. No answer by the deadline counts as False.
         """
         while life == self.life:
             if time.monotonic() < self.trusted_until_s:
@@ -272,11 +271,11 @@ class Pipeline:
         return False
 
     def close(self) -> None:
-        """Close for good."""
+        """Close the connection, and never open another."""
         with self.lock:
             self.drop_locked("the client was closed")
             self._retry_at_s = float("inf")
 
 
 def ignore(outcome: Outcome) -> None:
-    """The `finish` of requests whose answer says nothing new."""
+    """Discard an outcome: the `finish` of requests whose answer does not matter."""

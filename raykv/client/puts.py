@@ -1,4 +1,4 @@
-"""From what a caller puts to batches; and how batches are stored when there is no node on this host."""
+"""Turns puts into batches, and stores batches on a remote node if this host has no node."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from raykv.types import Batch, KeyArray, PutResult, Scattered
 
 
 class PutOptions(TypedDict, total=False):
-    """What `Client.put` may say of its chunks: see `Put`."""
+    """Options of `Client.put`; see `Put`."""
 
     parent: KeyArray | None
     depth: int
@@ -33,12 +33,12 @@ class Put:
 
     Attributes:
         keys: An array from `keys` or `chain`, or a list of names.
-        values: For each key a contiguous buffer, or several that are joined in order.
-        parent: Key, shape [1, 2], of the chunk before keys[0]; None at the start of a prompt.
+        values: For each key a contiguous buffer, or several buffers that are joined in order.
+        parent: Key, shape [1, 2], of the chunk before keys[0]. None: keys[0] starts a prompt.
         depth: Number of chunks before keys[0] in its chain.
         chained: Whether each key follows the one before it. False: independent objects.
-        ttl_s: Seconds until they expire. None: as the namespace's config says.
-        priority: -100 to 100; higher priorities are evicted later. 0: as the config says.
+        ttl_s: Seconds until the chunks expire. None: the namespace's config decides.
+        priority: -100 to 100. Higher priorities are evicted later. 0: the config decides.
     """
 
     keys: Keys
@@ -51,10 +51,10 @@ class Put:
 
 
 def batches_of(put: Put, keys: KeyArray) -> Iterator[tuple[Batch, Values]]:
-    """The batches of a put, one for each run of chunks of equal size, and their bytes.
+    """Split a put into batches of consecutive chunks of one size, each batch with its bytes.
 
     Raises:
-        UsageError: A field is wrong; names it.
+        UsageError: A field is wrong. The message names the field.
     """
     hints, depth, parent = hints_of(put.ttl_s, put.priority), depth_of(put.depth), parent_key(put.parent)
     chained = flag("chained", put.chained)
@@ -69,7 +69,7 @@ def batches_of(put: Put, keys: KeyArray) -> Iterator[tuple[Batch, Values]]:
 
 
 def put_remote(router: Router, group: QuotaGroup, batch: Batch, values: Values, deadline_s: float) -> PutResult:
-    """Store a batch on the owner of its first key, so a chain stays on one node.
+    """Store a batch on the owner of its first key. So all chunks of the batch are on one node.
 
     Raises:
         UsageError: The node refuses the size or another field.
@@ -86,7 +86,7 @@ def put_remote(router: Router, group: QuotaGroup, batch: Batch, values: Values, 
 
 
 class _RemoteWrite:
-    """One Write, which may be sent twice: the connection may turn out broken after the node has stored the chunks."""
+    """A Write request that may be sent twice: the connection can break after the node has stored the chunks."""
 
     def __init__(self, group: QuotaGroup, batch: Batch, values: Values, deadline_s: float) -> None:
         self._group, self._batch, self._values, self._deadline_s = group, batch, values, deadline_s

@@ -1,4 +1,4 @@
-"""Failures of a client's own reads lately, for `Client.why`. Bounded. Logic only."""
+"""Recent failures of a client's own reads, for `Client.why`. Logic only."""
 
 import threading
 from collections.abc import Iterable
@@ -8,9 +8,9 @@ from raykv.transport.forking import drop_after_fork
 from raykv.types import NodeId
 
 MAX_FAILURES: Final = 1 << 14
-"""Most keys; beyond that the oldest failures are dropped."""
+"""Most keys with a recorded failure. Above this number the oldest failures are dropped."""
 FAILURE_S: Final = 600.0
-"""A failure older than this no longer counts."""
+"""Older failures are ignored."""
 
 Kind: TypeAlias = Literal["timed_out", "corrupt", "no_answer"]
 
@@ -19,9 +19,9 @@ class ReadFailure(NamedTuple):
     """Why the last read of a key failed.
 
     Attributes:
-        kind: Not here by the deadline; or wrong bytes arrived; or the node did not answer.
-        node: Which node, if that is known.
-        when_s: By the host's monotonic clock.
+        kind: "timed_out": no bytes by the deadline. "corrupt": wrong bytes. "no_answer": the node did not answer.
+        node: The node that was asked, if known.
+        when_s: Time of the failure, by the host's monotonic clock.
     """
 
     kind: Kind
@@ -38,14 +38,14 @@ class ReadFailures:
         drop_after_fork(self)
 
     def after_fork(self) -> None:
-        """Another thread of the parent may hold the lock."""
+        """Replace the lock: another thread of the parent may hold it."""
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._by_key)
 
     def add(self, keys: Iterable[bytes], kind: Kind, node: NodeId | None, *, now_s: float) -> None:
-        """Reads of these keys, 16 bytes each, failed."""
+        """Record that reads of these 16-byte keys failed."""
         failure = ReadFailure(kind, node, now_s)
         with self._lock:
             for key in keys:
@@ -55,12 +55,12 @@ class ReadFailures:
                 del self._by_key[next(iter(self._by_key))]
 
     def remove(self, keys: Iterable[bytes]) -> None:
-        """Reads of these keys succeeded."""
+        """Drop the failures of keys whose reads succeeded."""
         with self._lock:
             for key in keys:
                 self._by_key.pop(key, None)
 
     def last(self, key: bytes, *, now_s: float) -> ReadFailure | None:
-        """The last failure of a key, if it is not older than FAILURE_S."""
+        """Return the last failure of a key. None: there was none within FAILURE_S."""
         failure = self._by_key.get(key)
         return failure if failure is not None and now_s - failure.when_s < FAILURE_S else None

@@ -1,4 +1,4 @@
-"""A client's way to the nodes: this host's node, connections to the others, the view, and who owns which key."""
+"""Connects a client to this host's node and to other nodes. Follows the view, and finds the owners of keys."""
 
 import math
 import threading
@@ -29,19 +29,19 @@ from raykv.transport.pool import Connect, ConnectionPool
 from raykv.types import Bits, KeyArray, NodeId, host_identity
 
 Holders: TypeAlias = tuple[NodeId, ...]
-"""Nodes that hold one chunk; the first one is asked first."""
+"""Nodes that hold one chunk, in the order in which they are asked."""
 
 TRACE_TIMEOUT_S: Final = 0.5
 
 
 class Locations(NamedTuple):
-    """Where chunks are, as their owners know.
+    """The holders of chunks, according to the owners.
 
     Attributes:
-        choices: Sets of holders, those of this host first; choices[0] is empty.
-        numbers: i32, which of the choices each key has.
-        nbytes: u32, length of each chunk; 0 for unknown.
-        below_memory: Whether no holder has the chunk in memory.
+        choices: The different lists of holders. Holders on this host are first in each list. choices[0] is empty.
+        numbers: i32, for each key its index in `choices`.
+        nbytes: u32, length of each chunk. 0: unknown.
+        below_memory: Whether the chunk is only on SSD or file at its holders.
     """
 
     choices: list[Holders]
@@ -51,37 +51,34 @@ class Locations(NamedTuple):
 
     @classmethod
     def unknown(cls, count: int) -> "Locations":
-        """No location of any key."""
         return cls([()], np.zeros(count, np.int32), np.zeros(count, np.uint32), np.zeros(count, np.bool_))
 
     def first(self) -> list[NodeId | None]:
-        """The nearest holder of each key."""
+        """Return the nearest holder of each key. None: no holder is known."""
         nearest = [holders[0] if holders else None for holders in self.choices]
         return [nearest[number] for number in self.numbers.tolist()]
 
 
 class Router:
-    """Connections of one process, shared by all its clients. Thread-safe. A forked child connects by itself.
+    """Connections of a client and of the clients made from it. Thread-safe. A forked child opens new connections.
 
     Attributes:
-        config: As given.
-        local, writer: The node of this host; None if there is none.
+        local, writer: Connections to this host's node. None: this host has no node.
         pool: Connections to the other nodes.
-        paths: The ways to read chunk bytes.
-        parallel: Worker threads.
-        read_failures: Failures of reads lately.
+        paths: The data paths for reading chunks.
+        read_failures: Recent failures of reads.
     """
 
     def __init__(self, config: ClientConfig, connect: Connect | None = None, *, local: bool | None = None) -> None:
         """Join through the node at `config.address`.
 
         Args:
-            connect: How links are made. None: over sockets.
-            local: Whether that node's memory can be mapped. None: when the address is a Unix socket.
+            connect: Function that opens links. None: sockets.
+            local: Whether that node is on this host. None: it is if the address is a Unix socket.
 
         Raises:
-            ConfigError: No address, or a "host:port" without a secret.
-            TransientError: No node answers there.
+            ConfigError: No address is given, or "host:port" without a secret.
+            TransientError: No node answers at the address.
         """
         address = config.address
         if address is None:
@@ -119,7 +116,7 @@ class Router:
             self._find_local(deadline_s)
 
     def after_fork(self) -> None:
-        """Other threads of the parent may hold the lock. Each connection discards its own inherited state."""
+        """Replace the locks: other threads of the parent may hold them. Connections reset themselves."""
         self._lock = threading.Lock()
         for each in self._metrics.values():
             each.after_fork()
@@ -131,20 +128,19 @@ class Router:
         return self.local.attached
 
     def _find_local(self, deadline_s: float) -> None:
-        """A client that connected by TCP may still have a node on its host."""
+        """Use this host's node also if the client joined through another node by TCP."""
         for member in self._view.members:
             if self.local is None and self.is_near(member):
                 try:
                     self._use_local(member.local_address, deadline_s)
                 except TransientError:
-                    continue  # another user's node, or down: it is treated like a remote one
+                    continue  # down, or another user's node: this client treats it like a remote node
 
     def is_near(self, member: Member) -> bool:
-        """Whether a member is on this host."""
         return member.host == self._host
 
     def deadline(self, timeout_s: float | None) -> float:
-        """When a call that begins now has to end.
+        """Return the deadline of a call that begins now. `timeout_s` None: the config decides.
 
         Raises:
             UsageError: The time-out is not a number of seconds.
@@ -154,7 +150,7 @@ class Router:
     # -- view -------------------------------------------------------------------------------------------------------
 
     def view(self, deadline_s: float) -> View:
-        """The newest view. It is fetched when an answer had a greater epoch, or a node failed."""
+        """Return the view. It is fetched again after an answer with a greater epoch, or after a node's failure."""
         local = self.local
         if local is not None and local.attached.secret and local.attached.secret != self.pool.secret:
             self._join_again(local)
@@ -163,29 +159,29 @@ class Router:
             try:
                 self.refresh(deadline_s)
             except RayKVError:
-                pass  # the old view serves; what is stale in it costs misses
-            self._failures = self.pool.failures  # failures of the refresh itself are no reason for another one
+                pass  # use the old view: stale entries cost misses, not errors
+            self._failures = self.pool.failures  # failures of the refresh itself cause no further refresh
         return self._view
 
     def _join_again(self, local: LocalConnection) -> None:
-        """This host's node belongs to a new cluster, with another secret, and epochs that begin again."""
+        """Join the new cluster of this host's node. It has a new secret, and its epochs start again."""
         with self._lock:
             self.pool.retain(())
             self.pool.secret, self.pool.epoch = local.attached.secret, 0
             local.epoch, self._view = 0, View()
             if self.writer is not None:
                 self.writer.epoch = 0
-            self._doubt_s, self._failures = -math.inf, self.pool.failures - 1  # so that the view is fetched
+            self._doubt_s, self._failures = -math.inf, self.pool.failures - 1  # forces a refresh
 
     def _in_doubt(self) -> bool:
-        """Whether a node failed since the last fetch for that reason. At most once in `breaker_s`."""
+        """Return whether a node has failed since the last refresh. True at most once per `breaker_s`."""
         if self.pool.failures == self._failures or time.monotonic() < self._doubt_s:
             return False
         self._failures, self._doubt_s = self.pool.failures, time.monotonic() + self.config.breaker_s
         return True
 
     def refresh(self, deadline_s: float) -> View:
-        """Fetch the view.
+        """Fetch the view from this host's node, or from any other node.
 
         Raises:
             TransientError: No node answers.
@@ -205,7 +201,7 @@ class Router:
         return self._view
 
     def _ask_any(self, request: messages.Message, deadline_s: float) -> messages.Answer:
-        # The given address comes last: its node may have left long ago.
+        # The configured address is last: its node may have left long ago.
         given = [] if self._address.startswith("unix:") else [self._address]
         addresses = [*dict.fromkeys([*(member.address for member in self._view.members), *given])]
         problem = TransientError("no address to ask")
@@ -219,23 +215,23 @@ class Router:
         try:
             raise problem
         finally:
-            del problem  # an error that its own frame names keeps that frame, and the caller's buffers, for a while
+            del problem  # breaks the cycle of error and frame, which would keep the caller's buffers in memory
 
     # -- asking -----------------------------------------------------------------------------------------------------
 
     def ask(self, address: str, request: messages.Message, deadline_s: float) -> messages.Answer:
-        """Ask the node at an address.
+        """Send a request to the node at an address, and return the answer.
 
         Raises:
-            RayKVError: It does not answer, or refuses.
+            RayKVError: The node does not answer, or refuses.
         """
         return self.pool.ask(address, lambda link: link.call(request, deadline_s=deadline_s), deadline_s=deadline_s)
 
     def call(self, node_id: NodeId, request: messages.Message, deadline_s: float) -> messages.Answer:
-        """Ask a member.
+        """Send a request to a member, and return the answer.
 
         Raises:
-            RayKVError: It does not answer, or refuses.
+            RayKVError: The member does not answer, or refuses.
         """
         if node_id == self.local_id:
             assert self.local is not None
@@ -244,14 +240,14 @@ class Router:
 
     @property
     def local_id(self) -> NodeId | None:
-        """Name of this host's node."""
+        """Name of this host's node. None: this host has no node."""
         return None if self.local is None else self.local.attached.node_id
 
     def member(self, node_id: NodeId, deadline_s: float) -> Member:
-        """The member of that name.
+        """Return a member by its name.
 
         Raises:
-            TransientError: There is none.
+            TransientError: The cluster has no such member.
         """
         member = self.view(deadline_s).member(node_id)
         if member is None:
@@ -261,19 +257,19 @@ class Router:
         return member
 
     def node_ids(self, deadline_s: float) -> list[NodeId]:
-        """All members and this host's node, which comes first."""
+        """Return this host's node, then all other members."""
         names = [member.node_id for member in self.view(deadline_s).members]
         return [*dict.fromkeys([*([] if self.local_id is None else [self.local_id]), *names])]
 
     def ask_all(self, request: messages.Message, deadline_s: float) -> dict[NodeId, messages.Answer | RayKVError]:
-        """Ask every member, and this host's node, in parallel."""
+        """Send a request to all members and this host's node in parallel. Errors are values of the result."""
         nodes = self.node_ids(deadline_s)
         return self.parallel.run({name: partial(self.call, name, request, deadline_s) for name in nodes}, deadline_s)
 
     # -- locations --------------------------------------------------------------------------------------------------
 
     def locate(self, keys: KeyArray, deadline_s: float, *, group: bytes = b"") -> Locations:
-        """Ask the owners where chunks are. An owner that does not answer knows nothing."""
+        """Ask the owners for the holders of chunks. The keys of a silent owner have no holders in the result."""
         whole, unknown, view = Locations.unknown(len(keys)), np.arange(len(keys)), View()
         while len(unknown) and self.view(deadline_s).epoch > view.epoch:  # an answer may show that the view was stale
             view = self._view
@@ -293,7 +289,7 @@ class Router:
         return whole
 
     def ask_owner(self, owner: NodeId, keys: KeyArray, group: bytes, deadline_s: float) -> Locations:
-        """Where chunks are, as the one owner of all of them knows."""
+        """Ask one owner for the holders of keys that it owns."""
         request = messages.Locate(chunk_keys.to_bytes(keys), group=group)
         answer = expect(messages.Located, self.call(owner, request, deadline_s))
         count = len(keys)
@@ -304,16 +300,16 @@ class Router:
         return Locations(choices, numbers, nbytes, unpack_bits(answer.below_memory, count))
 
     def nearest_first(self, holders: Sequence[NodeId]) -> Holders:
-        """The holders, those on this host first."""
+        """Sort holders: those on this host first."""
         if len(holders) < 2:
             return tuple(holders)
         near = {member.node_id for member in self._view.members if self.is_near(member)}
         return tuple(sorted(holders, key=lambda name: name not in near))
 
-    # -- in passing -------------------------------------------------------------------------------------------------
+    # -- metrics ----------------------------------------------------------------------------------------------------
 
     def metrics(self, group: bytes) -> ClientMetrics:
-        """Counters of one quota group, by its digest."""
+        """Return the counters of the quota group with this digest."""
         return self._metrics.setdefault(group, ClientMetrics())
 
     def send_trace(self, requests: bytes) -> None:
@@ -324,10 +320,9 @@ class Router:
                 request = messages.RecordTrace(requests)
                 self.ask(member.local_address, request, time.monotonic() + TRACE_TIMEOUT_S)
         except RayKVError:
-            pass  # a gap in a trace
+            pass  # the trace then lacks these requests
 
     def close(self) -> None:
-        """Close everything."""
         self.parallel.close()
         self.copy_threads.close()
         if self.writer is not None:

@@ -1,4 +1,4 @@
-"""Slots that a writer has at hand: lent by the node before they are needed. Logic only."""
+"""Slots that the node lends to a writer before the writer needs them. Logic only."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,25 +11,25 @@ from raykv.types import Batch, PutResult
 MAX_POOL_SLOTS: Final = 512
 MAX_POOL_NBYTES: Final = 256 << 20
 MAX_POOL_SHARE: Final = 16
-"""Bounds of one pool: this many slots, this many bytes, and one part in MAX_POOL_SHARE of the arena."""
+"""Limits of one pool: this many slots, this many bytes, and 1/MAX_POOL_SHARE of the arena."""
 POOL_IDLE_S: Final = 5.0
-"""The slots of a pool that was not used for this long go back to the node."""
+"""A pool that is unused for this long gives its slots back to the node."""
 GROW_S: Final = 1.0
-"""A pool that needs slots twice within this time asks for more the second time: a busy writer seldom runs short."""
+"""A pool that requests slots twice within this time doubles its size."""
 TRUST_S: Final = QUARANTINE_S / 4
-"""A lent slot is surely ours for this long after the node's last answer. Had the node cut us off, or died, right after
-that answer, the slot would still be in quarantine. Later, nothing is written before the node has answered again."""
+"""The writer may write to a lent slot for this long after the node's last answer. If the node died or closed the
+connection right after that answer, the slot is still in quarantine. Later the writer must ask the node first."""
 
 Slot = tuple[int, int]
-"""Row of a slot, and where in the arena the slot begins."""
+"""Row of a slot, and its offset in the arena."""
 
 
 class QuotaGroup(NamedTuple):
-    """The quota group of a namespace, as nodes need it.
+    """The quota group of a namespace, as requests name it.
 
     Attributes:
-        digest: Names the group in requests.
-        text: Fields of the group's namespace as JSON.
+        digest: Identifies the group.
+        text: Fields of the group's namespace, as JSON.
     """
 
     digest: bytes
@@ -37,7 +37,6 @@ class QuotaGroup(NamedTuple):
 
     @classmethod
     def of(cls, namespace: Namespace) -> Self:
-        """The quota group that a namespace's chunks count under."""
         group = namespace.group
         return cls(group.digest, group.model_dump_json(exclude_defaults=True).encode())
 
@@ -47,10 +46,10 @@ class SlotPool:
 
     Attributes:
         life: Number of the connection that the lease belongs to.
-        most: Slots that it may hold.
-        wanted: Slots that it should hold; grows with use.
-        slots: The slots at hand.
-        coming: Slots requested ahead of need, without an answer yet.
+        most: Largest number of slots in the pool.
+        wanted: Target number of slots. It grows with use.
+        slots: The free slots.
+        coming: Number of slots that are requested but not yet granted.
         used_at_s: When slots were last removed.
     """
 
@@ -71,18 +70,18 @@ class SlotPool:
         return popped
 
     def pop_surplus(self, idle_since_s: float) -> list[Slot]:
-        """Remove the slots above `most`; all of them if the pool was last used before `idle_since_s`."""
+        """Remove the slots above `most`. Remove all slots if the pool is unused since `idle_since_s`."""
         if self.used_at_s < idle_since_s and not self.coming:
             self.wanted = 0
             return self.pop(len(self.slots), self.used_at_s)
         return self.pop(max(0, len(self.slots) - self.most), self.used_at_s)
 
     def grow(self, count: int) -> None:
-        """`count` slots were needed at once, and there were fewer: hold more from now on."""
+        """Raise `wanted` after a put that needed `count` slots found too few."""
         self.wanted = min(self.most, max(4 * self.wanted, 2 * count))
 
     def lacking(self, now_s: float) -> int:
-        """Slots to request ahead of need now; none while the pool is more than half full."""
+        """Return how many slots to request in advance. 0 while the pool is more than half full."""
         have = len(self.slots) + self.coming
         if 2 * have > self.wanted:
             return 0
@@ -94,17 +93,16 @@ class SlotPool:
 
 @dataclass(slots=True, eq=False)
 class LentBatch:
-    """Lent slots for the chunks of a batch that are not stored yet: to be filled, then committed.
+    """Lent slots for the chunks of a batch that are not stored yet. The writer fills and then commits the slots.
 
     Attributes:
-        group, batch: Which chunks.
-        positions: Which of the batch's keys the slots are for, in order.
-        slots, views: One entry a position; `views` are the bytes to fill.
-        pool: The pool that the slots belong to.
-        life: As the pool's.
-        existed: Chunks of the batch that were stored already.
-        reason: Why there are fewer slots than chunks; empty when there are enough.
-        ahead: Slots that the commit requests for what comes next.
+        positions: For each slot, the position of its key in the batch.
+        slots, views: One entry per position. `views` are the bytes to fill.
+        pool: The pool from which the slots were taken.
+        life: Number of the connection that the lease belongs to.
+        existed: Number of chunks of the batch that were stored already.
+        reason: Why there are too few slots. Empty if there are enough.
+        ahead: Number of slots that the commit requests in advance for later puts.
     """
 
     group: QuotaGroup
@@ -120,12 +118,12 @@ class LentBatch:
 
     @property
     def skipped(self) -> int:
-        """Chunks without a slot."""
+        """Number of chunks without a slot."""
         return len(self.batch.keys) - self.existed - len(self.slots)
 
 
 def sum_of(first: PutResult, second: PutResult) -> PutResult:
-    """The results of two puts as one, with the first reason."""
+    """Add the counts of two results. The first reason that is not empty is used."""
     return PutResult(
         first.stored + second.stored,
         first.existed + second.existed,

@@ -1,4 +1,4 @@
-"""The slots that the node has lent to this process, over one connection: requested ahead, handed out, given back."""
+"""Requests slots from this host's node in advance, hands the slots to puts, and gives unused slots back."""
 
 import time
 from collections.abc import Sequence
@@ -25,14 +25,14 @@ class SlotSupply:
     """Pools of lent slots, by quota group and slot size. Thread-safe.
 
     Attributes:
-        pipeline: The connection that the leases belong to. Its lock guards the pools.
+        pipeline: The connection that owns the leases. Its lock guards the pools.
     """
 
     def __init__(self, local: LocalConnection, *, retry_s: float) -> None:
         """Connect at first use."""
         self._local = local
         self.pipeline = Pipeline(self._open_link, retry_s=retry_s)
-        self._reader = local.reader  # the memory that the slots of this connection lie in
+        self._reader = local.reader  # the memory that contains the slots of this connection
         self._pools: dict[tuple[bytes, int], SlotPool] = {}
         self._requests: dict[SlotPool, Posted] = {}
         self._opened: set[bytes] = set()
@@ -41,7 +41,7 @@ class SlotSupply:
         drop_after_fork(self)
 
     def after_fork(self) -> None:
-        """The slots are the parent's."""
+        """Drop all slots: they belong to the parent."""
         self._pools, self._requests, self._opened = {}, {}, set()
 
     def _open_link(self, deadline_s: float) -> Link:
@@ -50,20 +50,20 @@ class SlotSupply:
         return link
 
     def slots(self) -> list[Slot]:
-        """The slots at hand."""
+        """Return all free slots."""
         return [slot for pool in self._pools.values() for slot in pool.slots]
 
     def knows(self, group: QuotaGroup) -> bool:
-        """Whether the node of this connection knows the quota group."""
+        """Return whether the quota group was opened on this connection."""
         return group.digest in self._opened
 
     def pop(self, lent: LentBatch, count: int, deadline_s: float) -> None:
-        """Move up to `count` slots from their pool into `lent`, whose `reason` says why there are fewer.
+        """Move up to `count` slots from their pool into `lent`. If there are fewer, `lent.reason` says why.
 
-        Waits only when the pool is short, or when the node's last answer is older than TRUST_S.
+        Waits only if the pool has too few slots, or if the node's last answer is older than TRUST_S.
 
         Raises:
-            PeerUnavailable: The node is away.
+            PeerUnavailable: The node does not answer.
             RayKVError: The node refused to lend.
         """
         full = reopened = False
@@ -87,7 +87,7 @@ class SlotSupply:
                 return
             outcome = pending.outcome
             if isinstance(outcome, LostError) and not reopened:
-                self._opened.discard(lent.group.digest)  # the namespace was dropped meanwhile
+                self._opened.discard(lent.group.digest)  # the namespace was dropped in the meantime
                 reopened = True
             elif isinstance(outcome, RayKVError):
                 raise self._refused.pop(lent.group.digest, outcome)
@@ -101,7 +101,7 @@ class SlotSupply:
         return self._pools.setdefault(where, SlotPool(where[1], self._reader.arena.nbytes, life=self.pipeline.life))
 
     def _move_locked(self, pool: SlotPool, lent: LentBatch, count: int, *, partly: bool) -> bool:
-        """Move slots; none while it is not sure that they are ours. Returns whether that was possible."""
+        """Move slots to `lent`. False: the lease may have ended, or (unless `partly`) the pool has too few slots."""
         now_s = time.monotonic()
         if pool.life != self.pipeline.life or now_s >= self.pipeline.trusted_until_s:
             return False
@@ -113,10 +113,10 @@ class SlotSupply:
         return True
 
     def _request(self, group: QuotaGroup, batch: Batch, pool: SlotPool, needed: int, deadline_s: float) -> Posted:
-        """Request slots: `needed` ones, for which others may be evicted, and those that the pool lacks."""
+        """Request `needed` slots, for which the node may evict chunks, and free slots to refill the pool."""
         pipeline = self.pipeline
         if group.digest not in self._opened:
-            self._opened.add(group.digest)  # the node answers in order
+            self._opened.add(group.digest)  # safe before the answer: the node handles requests in order
             opening = messages.OpenNamespace(group.text, group=group.digest)
             pipeline.post(opening, partial(self._group_opened, group.digest), deadline_s=deadline_s)
         with pipeline.locked(deadline_s):
@@ -145,25 +145,25 @@ class SlotSupply:
             self.add_locked(pool, outcome.rows, outcome.offsets)
 
     def add_locked(self, pool: SlotPool, rows: bytes, offsets: bytes) -> None:
-        """Put slots into a pool that the node has just lent: rows i32, offsets u64."""
+        """Add slots that the node has just lent to their pool. `rows` are i32, `offsets` u64."""
         if rows:
             starts = array(offsets, "<u8", len(rows) // 4).tolist()
             pool.slots += zip(np.frombuffer(rows, "<i4").tolist(), starts, strict=True)
 
     def put_back_locked(self, lent: LentBatch, slots: Sequence[Slot]) -> None:
-        """Put slots that were not used back into their pool, if the lease still lasts."""
+        """Put unused slots back into their pool, if their lease is still valid."""
         if lent.pool is not None and lent.life == self.pipeline.life:
             lent.pool.slots += slots
 
     def lost_group(self, group: QuotaGroup) -> None:
-        """The node said that it does not know a quota group (any more): it is opened again before the next lease."""
+        """Make the next lease open the quota group again. Call this if the node does not know the group."""
         self._opened.discard(group.digest)
 
     def prepare(self, group: QuotaGroup, nbytes: int, count: int, deadline_s: float) -> None:
-        """Request slots for `count` chunks that will be stored soon. Waits for a connection at most.
+        """Request slots for `count` chunks that will be stored soon. Does not wait for the slots.
 
         Raises:
-            PeerUnavailable: The node is away.
+            PeerUnavailable: The node does not answer.
         """
         with self.pipeline.locked(deadline_s):
             pool = self._pool_locked(group, nbytes, deadline_s)
@@ -175,12 +175,12 @@ class SlotSupply:
         self._request(group, Batch(chunk_keys.empty(), nbytes), pool, 0, deadline_s)
 
     def lease_valid(self, lent: LentBatch, deadline_s: float) -> bool:
-        """Whether slots may be written to for some seconds more. Asks the node if its last answer is old."""
+        """Return whether the caller may still write to the slots: see `Pipeline.trusted`."""
         probe = messages.Lend(lent.batch.nbytes, 0, group=lent.group.digest)
         return self.pipeline.trusted(lent.life, probe, deadline_s)
 
     def give_back(self, lent: LentBatch, deadline_s: float) -> None:
-        """Return the slots of a batch to the node. Without an answer by the deadline, that happens later."""
+        """Return the slots of a batch to the node. If the node is unavailable, put them back into their pool."""
         if not lent.slots:
             return
         try:
@@ -191,7 +191,7 @@ class SlotSupply:
                 self.put_back_locked(lent, lent.slots)
 
     def _give_back_surplus_locked(self) -> None:
-        """Now and then, return to the node what no put has used lately."""
+        """Give unused slots back to the node, at most once per POOL_IDLE_S."""
         now_s = time.monotonic()
         if now_s < self._idle_check_s + POOL_IDLE_S or not self.pipeline.has_room_locked(0):
             return
@@ -199,7 +199,7 @@ class SlotSupply:
         self.give_back_locked([slot for pool in self._pools.values() for slot in pool.pop_surplus(now_s - POOL_IDLE_S)])
 
     def give_back_locked(self, slots: Sequence[Slot]) -> None:
-        """Return slots to the node, without waiting. Not when the connection breaks: then they are gone anyway."""
+        """Return slots to the node without waiting. Ignores a broken connection, which ends the leases anyway."""
         try:
             if slots:
                 self.pipeline.post_locked(messages.GiveBack(rows_of(slots)), ignore)
@@ -217,10 +217,10 @@ class SlotSupply:
                     self.pipeline.post(request, ignore, deadline_s=deadline_s)
                 self.pipeline.wait_all(deadline_s)
         except PeerUnavailable:
-            pass  # the slots are in quarantine for a while
+            pass  # the node puts the slots into quarantine
         self.pipeline.close()
 
 
 def rows_of(slots: Sequence[Slot]) -> bytes:
-    """Rows of slots as they travel: i32 each."""
+    """Encode the rows of slots as i32."""
     return np.array([row for row, _ in slots], np.int32).tobytes()

@@ -1,4 +1,4 @@
-"""Reports to the node of this host which chunks are looked up, while `raykv record` runs."""
+"""Sends the keys of lookups to this host's node while `raykv record` runs."""
 
 import threading
 from collections.abc import Callable
@@ -12,32 +12,27 @@ from raykv.types import KeyArray
 
 SEND_S: Final = 0.2
 SEND_KEYS: Final = 1 << 14
-"""A client reports after this time, or at this many keys, whichever is sooner."""
+"""A client sends its requests after this time, or at this many keys."""
 
 
 class TraceRecorder:
-    """Collects a few requests, and sends them together. Thread-safe."""
+    """Collects requests, and sends several of them at once. Thread-safe."""
 
     def __init__(self, send: Callable[[bytes], None], chunk_tokens: int) -> None:
-        """Args: send: Sends them to the node; it raises nothing."""
+        """Args: send: Sends packed requests to the node. Must not raise."""
         self._send, self._chunk_tokens = send, chunk_tokens
         self._sent_s = -SEND_S
         self.after_fork()
         drop_after_fork(self)
 
     def after_fork(self) -> None:
-        """The parent sends what it has collected."""
+        """Start empty: the parent sends the requests collected so far."""
         self._lock = threading.Lock()
         self._waiting: list[TracedRequest] = []
         self._keys = 0
 
     def record(self, keys: KeyArray, *, today_s: float, now_s: float) -> None:
-        """A request looked up these keys.
-
-        Args:
-            today_s: Seconds since 1970.
-            now_s: By the monotonic clock.
-        """
+        """Record one request for these keys. `today_s`: seconds since 1970. `now_s`: monotonic clock."""
         with self._lock:
             self._waiting.append(TracedRequest(today_s, self._chunk_tokens, np.array(keys)))
             self._keys += len(keys)

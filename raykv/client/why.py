@@ -1,4 +1,4 @@
-"""Why a chunk was not there: what all members know of it, and how this client's last read of it failed."""
+"""Explains misses: from what all members know of a chunk, and from the failure of this client's last read of it."""
 
 import time
 from collections import Counter
@@ -20,11 +20,11 @@ from raykv.protocol.reasons import Place, Reason
 from raykv.types import KeyArray, NodeId
 
 PART_KEYS: Final = 1 << 12
-"""Keys of one request: between two requests the deadline is checked."""
+"""Most keys of one request. The deadline is checked between two requests."""
 MAX_OTHERS: Final = 64
-"""Other namespaces that are looked into: those that differ in the fewest fields."""
+"""Most other namespaces to search. Those that differ in the fewest fields are searched first."""
 MAX_OTHER_KEYS: Final = 1 << 18
-"""Most keys derived under them by one call."""
+"""Most keys that one call derives under other namespaces."""
 
 WhyReason: TypeAlias = Literal[
     "here", "never_stored", "evicted", "expired", "deleted", "dropped", "corrupt", "demoted",
@@ -34,22 +34,22 @@ WhyReason: TypeAlias = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Why:
-    """What became of one chunk.
+    """Where one chunk is, or why no node has it.
 
     Attributes:
-        reason: "here": it can be read. "never_stored": no node has it, and none remembers that it left.
-            "other_namespace": it is here, or was, under a namespace that differs in `fields`. "no_answer",
-            "owner_unknown": the node that would know cannot be asked. "timed_out", "corrupt" (without a tier): so
-            ended this client's last read. "not_asked_in_time": the call ended before.
-        node: Where it is, or was last, or which node does not answer.
-        tier: "dram", "ssd" or "file": where it is, or was last.
-        ago_s: How long ago it left, or the read failed.
-        policy: The policy that evicted it.
-        fields: Names of the namespace's fields that differ.
-        nbytes: Its length, if it is here.
-        remembers_s: How far back departures are remembered, by the node that remembers least; None: since the nodes
-            were started.
-        announced: Whether its owner knows a holder; other hosts find it only then.
+        reason: "here": a node holds the chunk. "never_stored": no node holds the chunk or remembers its removal.
+            "other_namespace": the chunk is or was stored under a namespace that differs in `fields`. "no_answer": a
+            node did not answer. "owner_unknown": the cluster has no members. "timed_out", "corrupt" (without a tier):
+            this client's last read failed so. "not_asked_in_time": the deadline passed before the lookup.
+        node: The node that holds or last held the chunk, or that does not answer.
+        tier: "dram", "ssd" or "file": where the chunk is, or was last.
+        ago_s: Seconds since the chunk was removed, or since the read failed.
+        policy: The policy that evicted the chunk.
+        fields: Names of the namespace fields that differ.
+        nbytes: Length of the chunk, if the reason is "here".
+        remembers_s: Age in seconds of the oldest removal that every node still remembers. None: all removals since the
+            nodes were started.
+        announced: Whether the owner knows a holder. If not, other hosts do not find the chunk.
     """
 
     reason: WhyReason
@@ -64,7 +64,7 @@ class Why:
 
     @property
     def text(self) -> str:
-        """The same as a sentence."""
+        """The explanation as a sentence."""
         ago = "" if self.ago_s is None else f" {_span(self.ago_s)} ago"
         match self.reason:
             case "here":
@@ -96,7 +96,7 @@ _NOT_ASKED: Final = Why("not_asked_in_time")
 
 
 class _Answer(NamedTuple):
-    """What one member knows of some keys, one entry a key: see `messages.Histories`."""
+    """What one member knows of the keys, one entry per key: see `messages.Histories`."""
 
     node: NodeId
     histories: messages.Histories
@@ -110,20 +110,15 @@ class _Answer(NamedTuple):
 
 
 class Inquiry:
-    """One call of `Client.why`: asks all members about the chunks, part by part, until the deadline."""
+    """One call of `Client.why`. Asks all members about the chunks, PART_KEYS at a time, until the deadline."""
 
     def __init__(self, router: Router, namespace: Namespace, source: KeySource, deadline_s: float) -> None:
-        """Ask nothing yet.
-
-        Args:
-            deadline_s: Chunks that were not asked about by then get "not_asked_in_time".
-        """
         self._router, self._namespace, self._source, self._deadline_s = router, namespace, source, deadline_s
         self._others: list[Namespace] | None = None
         self._other_keys = MAX_OTHER_KEYS
 
     def run(self) -> list[Why]:
-        """One entry a chunk."""
+        """Return one entry per chunk. Chunks after the deadline get "not_asked_in_time"."""
         found: list[Why] = []
         while len(found) < len(self._source):
             if found and self._late():
@@ -136,7 +131,7 @@ class Inquiry:
         return time.monotonic() >= self._deadline_s
 
     def _explain(self, keys: KeyArray, first: int) -> list[Why]:
-        """What became of the chunks from place `first` on."""
+        """Explain the chunks with these keys. `first`: position of the first key in the call."""
         router, now_s = self._router, time.monotonic()
         answers, silent = _ask(router, keys, self._namespace, self._deadline_s)
         if first and silent and self._late():
@@ -163,7 +158,7 @@ class Inquiry:
         return reasons
 
     def _elsewhere(self, places: list[int]) -> dict[int, Why]:
-        """Which chunks are, or were, under another namespace, by place; of several the most alike."""
+        """Find chunks under other namespaces, by position. The most similar namespace is preferred."""
         if self._others is None:
             self._others = _alike(self._namespace, quota_groups(self._router, self._deadline_s))
         asked: list[tuple[int, Namespace]] = []
@@ -191,13 +186,12 @@ class Inquiry:
 
 
 def quota_groups(router: Router, deadline_s: float) -> list[Namespace]:
-    """The quota groups that the members know."""
     texts = {text for listed in namespaces(router, deadline_s)[0].values() for text in listed}
     return [Namespace.model_validate_json(text) for text in sorted(texts)]
 
 
 def namespaces(router: Router, deadline_s: float) -> tuple[dict[NodeId, dict[str, Any]], dict[NodeId, str]]:
-    """What each member says of each quota group, by the group's fields as JSON; and why other members say nothing."""
+    """Return each member's report per quota group (its fields as JSON), and the errors of silent members."""
     answers = router.ask_all(messages.GetNamespaces(), deadline_s)
     listed = {
         name: msgspec.json.decode(answer.namespaces, type=dict[str, Any])
@@ -208,7 +202,7 @@ def namespaces(router: Router, deadline_s: float) -> tuple[dict[NodeId, dict[str
 
 
 def reasons_of(router: Router, namespace: Namespace, keys: Sequence[bytes], deadline_s: float) -> Counter[str]:
-    """Why chunks, by their 16-byte keys, are not there, as counts. "arrived": they are there by now."""
+    """Count the reasons why chunks were missed, given their 16-byte keys. "arrived": the chunk is stored now."""
     answers, silent = _ask(router, chunk_keys.from_bytes(b"".join(keys)), namespace, deadline_s)
     reasons: Counter[str] = Counter()
     for place in range(len(keys)):
@@ -221,7 +215,7 @@ def reasons_of(router: Router, namespace: Namespace, keys: Sequence[bytes], dead
 
 
 def _ask(router: Router, keys: KeyArray, namespace: Namespace, deadline_s: float) -> tuple[list[_Answer], set[NodeId]]:
-    """The answers of the members, and the members that do not answer."""
+    """Ask all members. Returns their answers, and the names of members without a valid answer."""
     request = messages.Why(chunk_keys.to_bytes(keys), group=namespace.group.digest)
     outcomes = router.ask_all(request, deadline_s)
     answers, count = [], len(keys)
@@ -244,7 +238,7 @@ def _ask(router: Router, keys: KeyArray, namespace: Namespace, deadline_s: float
 
 
 def _from_members(answers: Sequence[_Answer], place: int) -> Why | None:
-    """What they know of one key: where it is, else its last departure."""
+    """Return where a chunk is, or else its last removal. None: no member knows the chunk."""
     announced = any(each.announced[place] for each in answers)
     here = [each for each in answers if each.places[place] != Place.NOWHERE]
     if here:
@@ -262,9 +256,9 @@ def _from_members(answers: Sequence[_Answer], place: int) -> Why | None:
 
 
 def _alike(namespace: Namespace, known: Sequence[Namespace]) -> list[Namespace]:
-    """Other namespaces under which the same tokens may have been stored, the most alike first.
+    """List other namespaces under which the same tokens may be stored, the most similar first.
 
-    A quota group does not say which salts and adapters are in use: the caller's are tried, and none.
+    A quota group does not list its salts and adapters. So this tries the caller's values and empty values.
     """
     made = {
         other.digest: other
@@ -277,7 +271,7 @@ def _alike(namespace: Namespace, known: Sequence[Namespace]) -> list[Namespace]:
 
 
 def _with_failure(why: Why, failure: ReadFailure | None, now_s: float) -> Why:
-    """The failure of this client's own last read is the better answer, unless the chunk departed since."""
+    """Return the failure of this client's last read. Return `why` if there is none, or if the removal is newer."""
     if failure is None:
         return why
     ago_s = now_s - failure.when_s
@@ -287,12 +281,12 @@ def _with_failure(why: Why, failure: ReadFailure | None, now_s: float) -> Why:
 
 
 def _word(kind: type[Reason] | type[Place], value: int) -> str:
-    """The word for a number from another node, which may be of another version."""
+    """The word for an enum value. A node of another version may send values that are unknown here."""
     return kind(value).word if value in np.array(kind) else f"{kind.__name__.lower()} {value}"
 
 
 def _span(seconds: float) -> str:
-    """A time for people."""
+    """Format a duration for people."""
     for unit, length in (("days", 172_800.0), ("h", 7200.0), ("min", 120.0)):
         if seconds >= length:
             return f"{seconds / {'days': 86400, 'h': 3600, 'min': 60}[unit]:.0f} {unit}"

@@ -1,10 +1,10 @@
-"""Storing chunks in this host's node: lend slots, fill them, commit.
+"""Stores chunks in this host's node: get slots lent, fill the slots, commit.
 
-The writer has a connection of its own, so a reader that waits never holds up a writer. Slots are lent before they are
-needed (`raykv.client.slot_pool`). A put fills slots that are at hand, copies and hashes in one pass, and sends one
-Commit; the answer brings the next slots. A put that does not wait leaves the answer to a later call.
+The writer has a separate connection, so a waiting reader never blocks a writer. The node lends slots before they are
+needed (`raykv.client.slot_pool`). A put copies and hashes in one pass, and sends one Commit. The answer lends the next
+slots. A put that does not wait leaves the answer to a later call.
 
-The deadline of a call bounds its waiting. It never costs the connection, and so no lease: see `raykv.client.pipeline`.
+A call that reaches its deadline does not lose the connection or its leases: see `raykv.client.pipeline`.
 """
 
 import time
@@ -27,28 +27,24 @@ from raykv.transport.forking import drop_after_fork
 from raykv.types import Batch, PutResult
 
 Values = Sequence[Sequence[memoryview]]
-"""Bytes of several chunks: for each the views that together are its bytes."""
+"""Bytes of several chunks: for each chunk a list of views that are joined in order."""
 
 LATE_S: Final = 0.001
-"""How long past its deadline a call may wait to commit slots that are filled."""
+"""Least time that a call may wait to send the commit of filled slots, even after its deadline."""
 CLOSE_S: Final = 0.2
-"""How long `close` waits to give slots back. Without that they are in quarantine for a while."""
+"""How long `close` waits to give slots back. Slots that are not given back go into quarantine."""
 _UNAVAILABLE: Final = (TransientError, CapacityError, LostError)
 
 
 class Writer:
-    """Stores chunks of one process in the node of its host. Thread-safe.
-
-    Attributes:
-        supply: The slots at hand.
-    """
+    """Stores chunks of one process in the node of its host. Thread-safe."""
 
     def __init__(self, local: LocalConnection, threads: CopyThreads, *, retry_s: float) -> None:
         """Connect at first use.
 
         Args:
-            threads: Share large copies.
-            retry_s: After a failure no new connection is tried for this long.
+            threads: Threads for large copies.
+            retry_s: Time without a new connection attempt after a failed one.
         """
         self._local, self._threads = local, threads
         self.supply = SlotSupply(local, retry_s=retry_s)
@@ -57,17 +53,17 @@ class Writer:
         drop_after_fork(self)
 
     def after_fork(self) -> None:
-        """Posted chunks are the parent's."""
+        """Drop the posted chunks: they belong to the parent."""
         self._results, self._unanswered = PutResult(0, 0, 0), set[PendingCommit]()
 
     @property
     def posted(self) -> bool:
-        """Whether the node may still have to enter chunks of ours into its table."""
+        """Whether commits of this writer are still without an answer."""
         return bool(self._unanswered)
 
     @property
     def epoch(self) -> int:
-        """The greatest epoch in an answer so far."""
+        """The greatest epoch in any answer so far."""
         return self._pipeline.epoch
 
     @epoch.setter
@@ -80,10 +76,10 @@ class Writer:
         """Store batches with one Commit.
 
         Args:
-            wait: For the node's answer. Chunks without an answer by the deadline are `posted`, as without waiting.
+            wait: Wait for the node's answer. Chunks without an answer by the deadline count as `posted`.
 
         Returns:
-            What became of them. Chunks for which there is no slot by the deadline are skipped.
+            Counts of the chunks. Chunks without a slot by the deadline are skipped.
 
         Raises:
             UsageError: A size does not fit an extent.
@@ -93,7 +89,7 @@ class Writer:
         connected, life = self._pipeline.connected, self._pipeline.life
         result = self._put_once(group, batches, wait=wait, deadline_s=deadline_s)
         stale = connected and (life != self._pipeline.life or not self.supply.knows(group))
-        if result.skipped and stale and time.monotonic() < deadline_s:  # the node was restarted, say
+        if result.skipped and stale and time.monotonic() < deadline_s:  # for example after a restart of the node
             again = self._put_once(group, batches, wait=wait, deadline_s=deadline_s)
             ours = max(0, again.existed - result.existed)  # stored by the first attempt, whose answer was lost
             result = PutResult(again.stored + ours, again.existed - ours, again.skipped, again.reason, again.posted)
@@ -123,7 +119,7 @@ class Writer:
         return sum_of(result, self._commit(group, filled, wait=wait, deadline_s=deadline_s)) if filled else result
 
     def _missing(self, batch: Batch) -> list[int]:
-        """Positions of the keys that are not stored here, each key once."""
+        """Return the positions of the keys that are not stored on this host, each key once."""
         ready = self._local.reader.ready(batch.keys, now_s=time.monotonic()).tolist()
         if False not in ready and not self._local.is_current():
             ready = [False] * len(ready)
@@ -142,7 +138,7 @@ class Writer:
             )
 
     def _commit(self, group: QuotaGroup, filled: list[Filled], *, wait: bool, deadline_s: float) -> PutResult:
-        """Send one Commit. Slots of a connection that broke meanwhile are lost."""
+        """Send one Commit. Skip the chunks whose slots belong to an earlier connection."""
         life = filled[-1].lent.life
         current = [each for each in filled if each.lent.life == life]
         lost = sum(len(each.lent.slots) for each in filled) - sum(len(each.lent.slots) for each in current)
@@ -160,7 +156,7 @@ class Writer:
         return sum_of(result, PutResult(0, 0, 0, NO_ANSWER if wait else "", commit.chunks))
 
     def _post(self, commit: PendingCommit, life: int, deadline_s: float) -> Posted | None:
-        """Send a commit. None: it was not sent, and the chunks are skipped."""
+        """Send a commit. Returns None if it was not sent; the chunks are skipped then."""
         try:
             with self._pipeline.locked(deadline_s):
                 request = commit.request_locked()
@@ -185,7 +181,7 @@ class Writer:
     # -- slots that the caller fills --------------------------------------------------------------------------------
 
     def lend(self, group: QuotaGroup, batch: Batch, *, deadline_s: float) -> LentBatch:
-        """Get slots for the chunks that are not stored here; `reason` says why there are fewer.
+        """Get slots for the chunks that are not stored on this host. If there are too few, `reason` says why.
 
         Raises:
             UsageError: The size does not fit an extent.
@@ -202,15 +198,15 @@ class Writer:
         return lent
 
     def commit_lent(self, lent: LentBatch, *, deadline_s: float) -> PutResult:
-        """Commit slots that the caller has filled."""
+        """Commit slots that the caller has filled, and wait for the answer."""
         checksums = np.array([checksum_of([view]) for view in lent.views], np.uint64)
         return self._commit(lent.group, [Filled(lent, checksums)], wait=True, deadline_s=deadline_s)
 
     def prepare(self, group: QuotaGroup, nbytes: int, count: int, *, deadline_s: float) -> None:
-        """Request slots for `count` chunks that will be stored soon, and do not wait for them.
+        """Request slots for `count` chunks that will be stored soon. Does not wait for the slots.
 
         Raises:
-            PeerUnavailable: The node is away.
+            PeerUnavailable: The node does not answer.
             UsageError: The size does not fit an extent.
         """
         self._require_size(nbytes)
@@ -219,13 +215,13 @@ class Writer:
     # -- posted chunks ----------------------------------------------------------------------------------------------
 
     def drain(self, deadline_s: float) -> bool:
-        """Wait for the answers to all commits. True: there were some, and all have arrived; look again."""
+        """Wait for the answers to all commits. True: new answers arrived, so the caller should look up again."""
         return self.posted and self._pipeline.wait_all(deadline_s)
 
     def flush(self, deadline_s: float) -> PutResult:
-        """Wait for the posted chunks. Returns what became of them since the last call. Never raises.
+        """Wait for the posted chunks. Returns their results since the last call. Never raises.
 
-        `posted` are those without an answer by the deadline.
+        `posted` counts the chunks that have no answer by the deadline.
         """
         self.drain(deadline_s)
         with self._pipeline.lock:
