@@ -23,7 +23,7 @@ from raykv.tier.ssd.shared import Shared
 FEWEST_SEGMENTS: Final = 2
 """With less space on the drive, it is off."""
 SPARE_ROWS: Final = 2048
-"""A segment is reclaimed when the index has fewer free rows than this, or than an eighth of its rows if that is less."""
+"""Free rows of the index below which a segment is reclaimed; an eighth of all rows in a small index."""
 GROW_S: Final = 30.0
 """A drive that was full may grow again after this time."""
 
