@@ -100,7 +100,6 @@ class Folder:
 
     @contextmanager
     def _file(self, path: Path, flags: int = os.O_RDONLY | os.O_CLOEXEC) -> Iterator[int]:
-        """Open a file for the context, as one operation."""
         with self.operation():
             fd = os.open(path, flags, 0o600)
             try:

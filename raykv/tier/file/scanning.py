@@ -92,7 +92,7 @@ class Scanner:
                     self._state.catalog.remove_pack(pack)
 
     def _remove_obsolete(self, names: list[Name]) -> None:
-        """Remove tombstone files older than all packs in two scans. A single listing may miss a pack being renamed."""
+        """Remove tombstone files older than all packs at two scans in a row. One listing may miss a renamed pack."""
         oldest = min((name.sequence for name in names if name.kind != "tombs"), default=time.time_ns())
         obsolete = {name for name in names if name.kind == "tombs" and name.sequence < oldest}
         for name in obsolete & self._obsolete:
