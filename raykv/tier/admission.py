@@ -43,7 +43,7 @@ class Admission:
         return self._left
 
     def spend(self, nbytes: float, *, now_s: float) -> None:
-        """Take bytes that were written without `admit`. A negative number returns admitted bytes, never written."""
+        """Take bytes written without `admit` from the budget. A negative number returns bytes to the budget."""
         if self._per_s is not None:
             self._left = self.left_nbytes(now_s=now_s) - nbytes
 

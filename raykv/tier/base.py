@@ -60,7 +60,7 @@ Arrived = Callable[[Sequence[bool]], None]
 
 
 class GroupNames(Protocol):
-    """Maps a node's numbers of quota groups to names. Files hold names, as numbers change at a restart. Thread-safe."""
+    """Maps numbers of quota groups to names. Files hold names, because numbers differ after a restart. Thread-safe."""
 
     def text(self, group: int) -> bytes: ...
 
@@ -137,11 +137,11 @@ class Tier(ABC):
 
     @abstractmethod
     def take_changes(self) -> tuple[KeyArray, KeyArray]:
-        """Keys added to `keys()` (written, or found at the start) and removed from it since the last call."""
+        """Keys added (written, or found at the start) and keys removed since the last call. Covers `keys()` only."""
 
     @abstractmethod
     def used_nbytes(self, group: int | None = None) -> int:
-        """Bytes of the chunks in the tier; None: of all quota groups."""
+        """Bytes of the chunks of a quota group in the tier. None: of all quota groups."""
 
     @abstractmethod
     def stats(self) -> dict[str, Any]:

@@ -25,7 +25,7 @@ AHEAD_SHARE: Final = 0.125
 """Share of the arena whose chunks are demoted before eviction reaches them. A burst of puts up to this size does not
 depend on the speed of a disk."""
 NEW_SHARE: Final = 32
-"""Demotion is due again when one chunk in 32 is newer than the last run."""
+"""Demotion is due when one chunk in 32 was stored after the last `demote`."""
 STEP_CHUNKS: Final = 1024
 """Most chunks in one `Tier.write`."""
 
@@ -44,7 +44,7 @@ class Demotion:
         self._store, self._lock, self._tiers, self._on_written = store, lock, tiers, written
         now_s = time.monotonic()
         self._admissions = [Admission(tier.write_nbytes_per_day, now_s=now_s) for tier in tiers]
-        self._writing = 0  # chunks
+        self._writing = 0  # number of chunks
         self._barred: Counter[int | bytes] = Counter()  # quota groups and keys that are being deleted right now
         self._committed = 0  # by the store, at the last `demote`
         self.demoted = 0
@@ -60,7 +60,7 @@ class Demotion:
         return self._writing > 0
 
     def demote(self) -> None:
-        """Write the chunks that memory would evict next to the tiers. Call it often, before evictions."""
+        """Write chunks to the tiers: those that memory would evict next. Call it often, before evictions."""
         self._committed = self._store.counters.committed
         for tier, admission in zip(self._tiers, self._admissions, strict=True):
             self._demote_to(tier, admission)

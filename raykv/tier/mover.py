@@ -55,7 +55,7 @@ class TierMover:
         return self.demotion.writing
 
     def _on_written(self, keys: KeyArray) -> None:
-        self.drop_outdated(keys)  # their expiry may have changed meanwhile
+        self.drop_outdated(keys)  # the expiry in memory may have changed during the write
         self._changed()
 
     def has(self, keys: KeyArray) -> Bits:
@@ -97,9 +97,9 @@ class TierMover:
         return count
 
     def drop_outdated(self, keys: KeyArray) -> int:
-        """Delete copies in tiers whose expiry does not fit that in memory. Returns the number deleted.
+        """Delete copies in tiers that would outlive the copy in memory or expire too early. Returns the number deleted.
 
-        Call it after a put or a new expiry. Else a chunk stored again with a TTL could be read from a tier after it.
+        Callers call it after a put or a new expiry. Else a tier could return a chunk after its new TTL.
         """
         count, now_s = 0, time.monotonic()
         today_s = time.time() - now_s
@@ -147,7 +147,7 @@ class TierMover:
 
 
 def _differ(below_s: float, memory_s: float) -> bool:
-    """Whether the copy in a tier outlives that in memory, or expires while that in memory never does (0)."""
+    """Whether the copy in a tier outlives the copy in memory, or expires although the copy in memory never does."""
     if not memory_s:
         return below_s > 0
     return not below_s or below_s > memory_s + OUTLIVES_S

@@ -59,7 +59,7 @@ class Promotion:
 
     def __init__(self, store: Store, lock: threading.Lock, tiers: Sequence[Tier], changed: Callable[[], None]) -> None:
         self._store, self._lock, self._tiers, self._changed = store, lock, tiers, changed
-        self._runs: dict[bytes, _Run] = {}  # by each of its keys
+        self._runs: dict[bytes, _Run] = {}  # by key of each chunk
         self._most_nbytes = store.arena.nbytes // PROMOTED_SHARE
         self.nbytes = self.promoted = self.late = 0
 
@@ -100,7 +100,7 @@ class Promotion:
                 return
 
     def _begin(self, keys: KeyArray, found: list[Found]) -> tuple[_Run | None, list[_Run]]:
-        """Begin a run. Returns it, or None, and the runs that already read some of these chunks: none is read twice."""
+        """Begin a run, without chunks that other runs already read. Returns the run, or None, and those other runs."""
         store, first, now_s, raw = self._store, found[0], time.monotonic(), raw_keys(keys)
         chained = bool(first.parent) or (len(found) > 1 and bool(found[1].parent))
         parent = key_array([first.parent]) if first.parent else None

@@ -137,7 +137,7 @@ class Catalog:
 
 
 class GroupNumbers:
-    """Numbers of quota groups in this tier's index, which are not the node's: packs hold other clusters' groups too."""
+    """Numbers of quota groups in this index. They differ from the node's: packs hold groups of other clusters too."""
 
     def __init__(self) -> None:
         self.numbers: dict[bytes, int] = {}

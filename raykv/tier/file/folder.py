@@ -74,7 +74,7 @@ class Folder:
 
     @contextmanager
     def operation(self) -> Iterator[None]:
-        """Time an operation of the calling thread, for `longest_s`."""
+        """Measure an operation of the calling thread, for `longest_s`."""
         self._since[threading.get_ident()] = time.monotonic()
         try:
             yield
@@ -116,7 +116,7 @@ class Folder:
         return [Name(int(match[1]), match[2], match[3], cast(Kind, match[4])) for match in matches]
 
     def stat(self, name: Name) -> os.stat_result | None:
-        """Status of a file, or of the pack that this part has become; None if neither exists."""
+        """Status of a file. A part that was published is found as a pack. None: the file was removed."""
         with self.operation():
             for kind in (name.kind, "pack"):
                 try:
@@ -147,7 +147,7 @@ class Folder:
         except FileNotFoundError:
             if name.kind != "part":
                 raise
-            return self.read(name._replace(kind="pack"), offset, buffers)  # it was published meanwhile
+            return self.read(name._replace(kind="pack"), offset, buffers)  # published since the lookup
 
     def record_of(self, name: Name) -> tuple[Record | None, int]:
         """All intact records of a file joined into one, or None; and the size of its content in bytes."""

@@ -83,7 +83,7 @@ class Scanner:
         return True
 
     def _remove_missing(self, there: set[str], began_s: float) -> None:
-        """Remove vanished files from the catalog. A listing may miss a file being renamed, so `stat` confirms it."""
+        """Forget files that were removed. `stat` confirms each removal, as a listing may miss a file being renamed."""
         with self._state.lock:
             known = list(self._state.catalog.known.values())
         for pack in known:

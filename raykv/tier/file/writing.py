@@ -25,13 +25,13 @@ BATCH_CHUNKS: Final = 256
 BATCH_NBYTES: Final = 32 << 20
 TOMBSTONES_S: Final = 1.0
 TOMBSTONE_KEYS: Final = 1 << 14
-"""Shortest time between two tombstone files, and most keys in one."""
+"""Shortest time between two tombstone files, and the limit of keys per file."""
 MERGE_FILES: Final = 32
-"""This number of tombstone files of this node is merged into one."""
+"""A node with this number of tombstone files merges them into one."""
 
 
 class Part:
-    """The pack that a process is filling. Used by one thread. A failed write sets `broken`; then no chunk fits."""
+    """The pack that a process is filling. Used by one thread. A failed write sets `broken`, which ends writing."""
 
     def __init__(self, folder: Folder, sequence: int, *, nbytes: int) -> None:
         self.name, self.begun_s, self.broken, self.nbytes = folder.name(sequence, "part"), time.monotonic(), False, 0
@@ -157,7 +157,7 @@ class Writer:
             self._begin()
 
     def _next_batch(self) -> list[Item]:
-        """Take the next batch from the queue. Empty although the queue is not: the caller must begin a new part."""
+        """Take the next batch from the queue. If it is empty but the queue is not, the caller must begin a part."""
         state, part = self._state, self._part
         items, blocks, texts = dict[bytes, Item](), 0, frozenset[bytes]()
         ahead = list(islice(state.queue, BATCH_CHUNKS))
@@ -255,7 +255,7 @@ class Writer:
             state.folder.remove(pack.name)
 
     def _merged(self, old: list[Pack]) -> tuple[list[bytes], list[bytes]] | None:
-        """Tombstones of these files, except for chunks that were stored again. None: too many for one file."""
+        """Tombstones of these files, without chunks that were stored again. None: too many for one file."""
         catalog = self._state.catalog
         keys, texts = catalog.tombstones.of({pack.name.sequence for pack in old})
         here = catalog.index.find_all(key_array(keys)) >= 0

@@ -33,7 +33,7 @@ LAYOUT_VERSION: Final = 1
 BLOCK_NBYTES: Final = SLOT_ALIGNMENT_NBYTES
 """The unit of direct I/O. Slots of the arena also begin and end at multiples of it."""
 TAIL_BLOCKS: Final = 32
-"""Blocks read first to find a summary; they hold one of 1 700 chunks. A longer summary takes a second read."""
+"""Blocks in the first read of a summary: enough for 1 700 chunks. A longer summary takes a second read."""
 BATCH, SUMMARY = 0, 1
 
 HEAD: Final = np.dtype(
@@ -254,7 +254,7 @@ def joined(records: Sequence[Record]) -> Record:
 
 
 def living(record: Record) -> Array:
-    """Entries of a segment without those that a later entry of the same key, or a later tombstone, replaces."""
+    """Entries of a segment that no later entry of the same key replaces and no later tombstone covers."""
     entries = record.entries
     if not len(entries):
         return entries

@@ -125,7 +125,7 @@ class Log:
         return list(self._in_use.values())
 
     def open_next(self, *, spare: int = 0) -> Segment | None:
-        """Close the open segment and open a free one. None, and no change, unless more than `spare` are free."""
+        """Close the open segment and open a free one. If at most `spare` are free: change nothing, return None."""
         free = self.free()
         if len(free) <= spare:
             return None
@@ -147,7 +147,7 @@ class Log:
         return segment.end + counts.blocks() + blocks + summary <= self.segment_blocks
 
     def place(self, *, entries: Array, deleted: Array, dropped: Array, texts: tuple[bytes, ...], content: Any) -> Batch:
-        """Assign a batch that fits a place in the open segment. Sets the fields `block` and `batch` of the arrays."""
+        """Place a batch in the open segment, where it must fit. Sets the fields `block` and `batch` of the arrays."""
         segment = self.open
         assert segment is not None
         start, number = segment.end, segment.placed

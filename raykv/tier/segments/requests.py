@@ -46,7 +46,7 @@ class Request:
     def __init__(self, callbacks: Callbacks, done: Callable[[list[bool]], None], *, chunks: int = 0) -> None:
         self._callbacks, self._done = callbacks, done
         self._results = [False] * chunks
-        self._left = 1  # for `submit`
+        self._left = 1  # counts unfinished chunks, and 1 for the call of `submit`
 
     def add(self, result: bool | None = None) -> int:
         """Add a chunk and return its position. With result None, `finish` must follow."""
@@ -154,7 +154,7 @@ class Run:
         return same
 
     def enter(self, right: Bits, index: Index, counts: dict[str, int], *, now_s: float) -> Rows:
-        """Count bytes and touch rows of the `right` chunks. Returns the rows of wrong chunks, unless since changed."""
+        """Count bytes and touch rows of the `right` chunks. Returns rows that still hold one of the wrong chunks."""
         rows, same = self.rows, self.unchanged(index)
         counts["read_nbytes"] += int(np.array([piece.nbytes for piece in self.pieces])[right].sum())
         index.touch(np.unique(rows[right & same]), now_s=now_s)

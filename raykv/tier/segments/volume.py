@@ -129,7 +129,7 @@ class Volume:
 
 
 def make_directory(path: Path) -> None:
-    """Create a directory, with its parents, that only this user may enter."""
+    """Create a directory that only this user may enter. Missing parents are created too."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.mkdir(mode=0o700, exist_ok=True)
 

@@ -66,7 +66,7 @@ class Drive:
         self._incarnation = secrets.randbits(64)
         self.state: Literal["starting", "on", "off"] = "starting"
         self.slow, self.reason, self.logged_reason, self.epoch = False, "", "", 0
-        self.wake = threading.Condition(lock)  # of threads that move chunks
+        self.wake = threading.Condition(lock)  # for the threads that read and write chunks
         self.wake_upkeep = threading.Condition(lock)
         self.deleted: dict[bytes, None] = {}
         self.dropped: dict[bytes, None] = {}
@@ -113,7 +113,7 @@ class Drive:
         self.wake.notify()
 
     def remember_deleted(self, keys: Sequence[bytes]) -> None:
-        """Remember keys that were deleted while the content of the drive was unknown."""
+        """Keep tombstones for keys that were deleted while the content of the drive was unknown."""
         self.deleted.update(dict.fromkeys(keys))
         if len(self.deleted) > PENDING_DELETED:
             self.drop_everything = True

@@ -45,7 +45,7 @@ class Recovery:
         self._shared, self._drive, self._wipe = shared, drive, wipe
         self._unread = 0
         self._found: list[tuple[int, Record, bool]] = []
-        self._deleted, self._dropped = set[bytes](), set[bytes]()  # by newer segments
+        self._deleted, self._dropped = set[bytes](), set[bytes]()  # tombstones of newer segments
 
     def open(self) -> None:
         self._drive.volume.open()
@@ -159,7 +159,7 @@ class Recovery:
         known = [group is not None and text not in dropped for group, text in zip(groups, record.texts, strict=True)]
         keep = np.array(known, np.bool_)[entries["group"]]
         keep &= (entries["expires_s"] == 0) | (entries["expires_s"] > shared.wall())
-        for deleted in filter(None, (self._deleted, drive.deleted)):  # in newer segments; by callers, since the start
+        for deleted in filter(None, (self._deleted, drive.deleted)):  # in newer segments, or by callers
             keep &= np.array([key not in deleted for key in raw_keys(entries["key"])], np.bool_)
         entries = entries[keep]
         existing = index.find_all(np.ascontiguousarray(entries["key"]))

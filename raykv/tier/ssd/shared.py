@@ -117,7 +117,7 @@ class Shared(WriteQueue):
                 segments[identity % SEGMENTS].live_nbytes -= int(total)
 
     def remove(self, rows: Rows, *, tombstones: bool) -> None:
-        """Remove rows, without duplicates, from the index. `tombstones`: also queue tombstones, against recovery."""
+        """Remove rows, without duplicates, from the index. `tombstones`: also queue tombstones for the keys."""
         if not len(rows):
             return
         if tombstones:
@@ -226,6 +226,5 @@ class Shared(WriteQueue):
         drive.notify()
 
     def fail_later(self, drive: Drive, error: Exception, epoch: int | None = None) -> None:
-        """Acquire the lock and call `fail`."""
         with self.lock:
             self.fail(drive, error, epoch)

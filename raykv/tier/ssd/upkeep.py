@@ -136,7 +136,7 @@ class Upkeep:
 
     def _free(self, segment: Segment, epoch: int) -> None:
         drive, number = self._drive, segment.number
-        if segment.has_tombstones:  # sync the wipes of segments that they cover before removing them
+        if segment.has_tombstones:  # sync earlier wipes first: the tombstones cover those segments
             drive.volume.write(number, 0, [], sync=True)
         self.wipe(number)
         with self._shared.lock:

@@ -22,7 +22,7 @@ from raykv.types import Rows
 log = logging.getLogger(__name__)
 
 UPKEEP, FIRST_WRITER = 0, 1
-"""Numbers of threads. UPKEEP makes, seals and wipes segments. FIRST_WRITER prefers writes, so that none starves."""
+"""Numbers of threads. UPKEEP makes, seals and wipes segments. FIRST_WRITER prefers writes, lest reads starve them."""
 EXTRA_THREADS: Final = 3
 """Threads of a drive beyond its queue depth: for upkeep, and to verify checksums and encode records during I/O."""
 
