@@ -1,1 +1,1 @@
-"""Where chunks lie below memory: tiers, and the traffic between them and memory."""
+"""Tiers below memory, and the traffic between them and memory."""

@@ -1,4 +1,4 @@
-"""Which chunks are written to a tier that wears out: chunks that are read again, within a budget of bytes."""
+"""Decides which chunks are written to a tier that wears out: chunks that are read again, within a byte budget."""
 
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, Final
@@ -10,9 +10,9 @@ from raykv.types import Bits
 
 DAY_S: Final = 86_400.0
 BURST_S: Final = 3_600.0
-"""The budget of this time may be written at once, after a time of few writes."""
+"""Burst limit: at most the budget of this time may be written at once."""
 MOST_DEPARTED: Final = 1 << 17
-"""Departures that `add_departed` remembers."""
+"""Largest number of keys that `add_departed` remembers."""
 
 Numbers = npt.NDArray[np.integer[Any]]
 
@@ -20,22 +20,22 @@ Numbers = npt.NDArray[np.integer[Any]]
 class Admission:
     """Decides which chunks are written. A node and the planner use the same rule.
 
-    A chunk is admitted if it was read since it was stored, or follows a chunk that was: a request that found that
-    prefix is likely to come again. So is a chunk that departed (`add_departed`) and was stored again. Chunks that are
-    never read again, such as a scan's, are not admitted. Hints overrule this.
+    A chunk is admitted if it was read since it was stored, or if its parent was read: the same prefix is likely to be
+    requested again. A chunk that departed (`add_departed`) and was stored again is admitted too. Chunks of a scan,
+    which nobody reads again, are not admitted. Hints override these rules.
 
-    The budget grows as time passes, up to the grant of `burst_s`.
+    The budget is a token bucket: it grows with time, up to the budget of `burst_s`.
     """
 
     def __init__(self, budget_nbytes_per_day: float | None = None, *, burst_s: float = BURST_S, now_s: float) -> None:
-        """Begin with a full budget; None is no limit. `now_s` is by any monotonic clock, the same for all calls."""
+        """Begin with a full budget; None means no limit. All calls must pass `now_s` of the same monotonic clock."""
         self._per_s = None if budget_nbytes_per_day is None else budget_nbytes_per_day / DAY_S
         self._most = (self._per_s or 0.0) * burst_s
         self._left, self._filled_s = self._most, now_s
         self._departed: dict[Hashable, None] = {}
 
     def left_nbytes(self, *, now_s: float) -> float:
-        """Bytes that may be written now; negative after `spend` of more than there was."""
+        """Bytes that may be written now; negative if `spend` exceeded the budget."""
         if self._per_s is None:
             return float("inf")
         self._left = min(self._most, self._left + max(0.0, now_s - self._filled_s) * self._per_s)
@@ -43,7 +43,7 @@ class Admission:
         return self._left
 
     def spend(self, nbytes: float, *, now_s: float) -> None:
-        """Count bytes that were written without `admit`; negative for admitted bytes that were not written."""
+        """Take bytes written without `admit` from the budget. A negative number returns bytes to the budget."""
         if self._per_s is not None:
             self._left = self.left_nbytes(now_s=now_s) - nbytes
 
@@ -57,16 +57,17 @@ class Admission:
         priority: Numbers | None = None,
         keys: Sequence[Hashable] | None = None,
     ) -> Bits:
-        """Decide which chunks to write, and take their bytes from the budget. One entry a chunk.
+        """Decide which chunks to write, and take their bytes from the budget. Each array has one entry per chunk.
 
-        With a short budget, chunks with a hint come first, then the others in order; a chunk that is too large for the
-        rest of the budget does not keep smaller ones out.
+        If the budget is short, chunks with a higher hint are served first, then the rest in order. A chunk that is too
+        large for the remaining budget is skipped; smaller chunks after it may still fit.
 
         Args:
-            reads: Since the chunk was stored; `parent_reads`: of the chunk before it, 0 if there is none.
-            nbytes: Space that it takes in the tier.
-            priority: Hints: positive to write it if the budget allows, negative not to; 0 is no hint.
-            keys: To look for in the departures.
+            reads: Reads of the chunk since it was stored.
+            parent_reads: Reads of the chunk before it in its chain; 0 if there is none.
+            nbytes: Space that the chunk takes in the tier.
+            priority: Hints: positive: write if the budget allows; negative: do not write; 0: no hint.
+            keys: Keys of the chunks; a departed key counts as one read.
         """
         if keys is not None:
             reads = reads + np.array([key in self._departed for key in keys], np.int64)
@@ -83,7 +84,7 @@ class Admission:
         return wanted
 
     def add_departed(self, keys: Iterable[Hashable]) -> None:
-        """These chunks left memory, and the tier does not have them."""
+        """Remember keys of chunks that left memory and are not in the tier."""
         for key in keys:
             self._departed.pop(key, None)
             self._departed[key] = None

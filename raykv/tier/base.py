@@ -1,7 +1,7 @@
-"""The interface of a tier below memory. Chunks go there from the arena, and come back into it.
+"""The interface of a tier below memory. A tier writes chunks from the arena and reads chunks back into it.
 
-A tier has a lock and threads of its own. No call waits for a disk: `write` and `read` queue up to a bound, or refuse,
-and call back from a thread of the tier. How to add one: docs/tiers.md.
+A tier has its own lock and threads. No call waits for a disk: `write` and `read` queue the chunks, or refuse if the
+queue is full. A thread of the tier calls back when the work is done. How to add a tier: docs/tiers.md.
 """
 
 from abc import ABC, abstractmethod
@@ -17,13 +17,13 @@ class Chunk(NamedTuple):
 
     Attributes:
         key: 16 bytes, as `chunk_keys.to_bytes` writes them.
-        offset, nbytes: Place in the arena. It begins at a page, and its slot goes on to a whole page.
-        checksum: xxh3-64 of its bytes.
-        group: Number of its quota group on this node.
-        depth: Chunks before it in its chain.
-        parent: Key of the chunk before it; b"" if there is none.
-        reads: How often it was read so far.
-        expires_s: When it expires, in seconds since 1970; 0 for never.
+        offset, nbytes: Place in the arena. The chunk begins at a page, and its slot is a whole number of pages.
+        checksum: xxh3-64 of the bytes.
+        group: Number of the quota group on this node.
+        depth: Number of chunks before it in its chain.
+        parent: Key of the chunk before it in its chain; b"" if there is none.
+        reads: Number of reads so far.
+        expires_s: Expiry in seconds since 1970; 0 for never.
     """
 
     key: bytes
@@ -38,7 +38,7 @@ class Chunk(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What a tier knows of a chunk; fields as in `Chunk`."""
+    """Metadata of a chunk in a tier; fields as in `Chunk`."""
 
     nbytes: int
     checksum: int
@@ -54,18 +54,18 @@ def is_same(found: Found | None, nbytes: int, checksum: int) -> bool:
 
 
 Written = Callable[[Sequence[Chunk], Sequence[bool]], None]
-"""Called once for each `write` that took chunks: these chunks, and which of them the tier has now."""
+"""Called once for each `write` that took chunks. Arguments: these chunks; whether the tier now has each of them."""
 Arrived = Callable[[Sequence[bool]], None]
-"""Called once for each accepted `read`: which chunks are in the arena now, every byte as it was stored."""
+"""Called once for each accepted `read`. Argument: whether each chunk is now in the arena, with a right checksum."""
 
 
 class GroupNames(Protocol):
-    """Names of quota groups in files, which outlive the numbers that a node gives them. Thread-safe."""
+    """Maps numbers of quota groups to names. Files hold names, because numbers differ after a restart. Thread-safe."""
 
     def text(self, group: int) -> bytes: ...
 
     def number(self, text: bytes) -> int | None:
-        """Its number on this node, made if need be; None without room for one more, or if it is not such JSON."""
+        """Number of the group on this node, assigned if new. None: no number is free, or the text is invalid."""
         ...
 
 
@@ -73,9 +73,8 @@ class Environment(NamedTuple):
     """What a tier gets from its node.
 
     Attributes:
-        arena: Writable bytes that begin at a page; offsets in chunks count from there.
-        node: Name of the node, unique and stable, fit for a file's name.
-        groups: Names of quota groups.
+        arena: Writable bytes that begin at a page. `Chunk.offset` is relative to its first byte.
+        node: Name of the node: unique, stable, valid as a file name.
     """
 
     arena: memoryview
@@ -87,8 +86,8 @@ class Tier(ABC):
     """Chunks of one node below its memory. Thread-safe.
 
     Attributes:
-        name: By which it is registered, and shown in `stats`.
-        place: Where its chunks lie, as `client.why` says it.
+        name: Name in the registry and in `stats`.
+        place: Where its chunks lie, as `client.why` reports it.
         write_nbytes_per_day: Budget of `Admission`; None: no limit.
     """
 
@@ -98,61 +97,60 @@ class Tier(ABC):
 
     @abstractmethod
     def has(self, keys: KeyArray) -> Bits:
-        """Which of the keys are here. No input or output."""
+        """Which of the keys the tier has. Does no I/O."""
 
     @abstractmethod
     def find(self, keys: KeyArray) -> list[Found | None]:
-        """What is known of each; None if it is not here, or has expired. No input or output."""
+        """Metadata of each chunk; None if the chunk is not in the tier or has expired. Does no I/O."""
 
     @abstractmethod
     def write(self, chunks: Sequence[Chunk], done: Written) -> int:
-        """Queue chunks to be written. A chunk that is here already is not written again, and is True in `done`.
+        """Queue chunks to be written. A chunk that the tier already has is not written again; `done` gets True for it.
 
-        Returns how many were taken, from the front; `done` is called for these alone. 0 (then `done` is not called)
-        while the queue is full, the tier is off, or no space can be made.
+        Returns how many chunks were taken, from the front; `done` is called for these chunks only. Returns 0, and
+        never calls `done`, while the queue is full, the tier is off, or no space can be made.
         """
 
     @abstractmethod
     def read(self, keys: KeyArray, found: Sequence[Found | None], offsets: Sequence[int], done: Arrived) -> bool:
         """Queue chunks to be read into slots of the arena. The tier may write to these slots until it calls back.
 
-        A chunk that is not here any more, or is not what was stored, is False in `done`. Wrong bytes are dropped.
-        `found` is what `find` returned; a chunk of another length or checksum, stored since, counts as not here.
-        Returns False (then `done` is not called) while the queue is full or the tier is off.
+        `found` is the result of `find`. `done` gets False for a chunk that is missing, has another length or checksum
+        than in `found`, or has wrong bytes; a chunk with wrong bytes is dropped from the tier.
+        Returns False, and never calls `done`, while the queue is full or the tier is off.
         """
 
     @abstractmethod
     def delete(self, keys: KeyArray) -> int:
-        """Delete chunks, also across a restart. Returns how many were here."""
+        """Delete chunks; they stay deleted after a restart. Returns how many the tier had."""
 
     @abstractmethod
     def drop(self, group: int) -> int:
-        """Delete all chunks of a quota group, also across a restart. Returns how many there were."""
+        """Delete all chunks of a quota group; they stay deleted after a restart. Returns how many the tier had."""
 
     def set_quota(self, group: int, nbytes: int | None) -> None:  # noqa: B027 - need not be overridden
-        """Bound a quota group's chunks (`ssd_quota_nbytes`); the oldest go beyond it. None: no bound but capacity."""
+        """Limit a quota group (`ssd_quota_nbytes`). The tier removes its oldest chunks beyond that. None: no limit."""
 
     @abstractmethod
     def keys(self) -> KeyArray:
-        """All chunks here; of a tier that all nodes share, those that this node wrote."""
+        """Keys of all chunks in the tier. If nodes share the tier: keys of chunks that this node wrote."""
 
     @abstractmethod
     def take_changes(self) -> tuple[KeyArray, KeyArray]:
-        """Of `keys`, those added (written, or found at the start) and removed since the last call."""
+        """Keys added (written, or found at the start) and keys removed since the last call. Covers `keys()` only."""
 
     @abstractmethod
     def used_nbytes(self, group: int | None = None) -> int:
-        """Bytes of the chunks here, of one quota group or of all."""
+        """Bytes of the chunks of a quota group in the tier. None: of all quota groups."""
 
     @abstractmethod
     def stats(self) -> dict[str, Any]:
-        """Content and work so far, as plain values.
+        """Content and counters, as plain values.
 
         state ("starting", "on", "slow", "off"), reason, chunks, used_nbytes, capacity_nbytes, written_nbytes (of chunks
-        that callers wrote), disk_nbytes (all that was written), moved_nbytes, read_nbytes, refused, timeouts, errors,
-        corrupt.
+        that callers wrote), disk_nbytes (all writes), moved_nbytes, read_nbytes, refused, timeouts, errors, corrupt.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """End the threads. Queued chunks are called back as not done."""
+        """End the threads. Callbacks of queued chunks get False."""

@@ -1,6 +1,6 @@
-"""Chunks on their way down: written to the tiers before memory evicts them.
+"""Demotion: writes chunks to the tiers before memory evicts them.
 
-So eviction writes nothing, and no writer waits for a disk to get room in memory.
+So eviction itself writes nothing, and no `put` waits for a disk.
 """
 
 import threading
@@ -22,36 +22,36 @@ from raykv.tier.segments.format import key_array, raw_keys
 from raykv.types import KeyArray, Rows
 
 AHEAD_SHARE: Final = 0.125
-"""The chunks that eviction would take to free this share of the arena are written ahead. A burst of writers may take
-this much at once before a disk has to keep up."""
+"""Share of the arena whose chunks are demoted before eviction reaches them. A burst of puts up to this size does not
+depend on the speed of a disk."""
 NEW_SHARE: Final = 32
-"""Demotion is due again when one chunk in 32 is new."""
+"""Demotion is due when one chunk in 32 was stored after the last `demote`."""
 STEP_CHUNKS: Final = 1024
-"""Chunks that are handed to a tier at once."""
+"""Most chunks in one `Tier.write`."""
 
 
 class Demotion:
     """Thread-safe.
 
     Attributes:
-        demoted: Chunks that a tier wrote.
+        demoted: Number of chunks that the tiers wrote.
     """
 
     def __init__(
         self, store: Store, lock: threading.Lock, tiers: Sequence[Tier], written: Callable[[KeyArray], None]
     ) -> None:
-        """Begin. `written` is called with keys that a tier has written, without a lock."""
+        """`written` is called with the keys of finished writes, without the lock."""
         self._store, self._lock, self._tiers, self._on_written = store, lock, tiers, written
         now_s = time.monotonic()
         self._admissions = [Admission(tier.write_nbytes_per_day, now_s=now_s) for tier in tiers]
-        self._writing = 0  # chunks
+        self._writing = 0  # number of chunks
         self._barred: Counter[int | bytes] = Counter()  # quota groups and keys that are being deleted right now
         self._committed = 0  # by the store, at the last `demote`
         self.demoted = 0
 
     @property
     def due(self) -> bool:
-        """Whether enough was stored since the last `demote` that the next one should not wait. Cheap."""
+        """Whether enough chunks were stored since the last `demote` to call it now. Cheap."""
         store = self._store
         return bool(self._tiers) and store.counters.committed - self._committed > store.chunks // NEW_SHARE
 
@@ -60,7 +60,7 @@ class Demotion:
         return self._writing > 0
 
     def demote(self) -> None:
-        """Hand the tiers the chunks that memory would evict next. Call it often, before evictions."""
+        """Write chunks to the tiers: those that memory would evict next. Call it often, before evictions."""
         self._committed = self._store.counters.committed
         for tier, admission in zip(self._tiers, self._admissions, strict=True):
             self._demote_to(tier, admission)
@@ -77,7 +77,7 @@ class Demotion:
             parents = live_parents(columns, rows)
             parent_reads = np.where(parents >= 0, columns.frequency[np.maximum(parents, 0)], 0).astype(np.int64)
             sizes = store.allocator.slot_sizes(rows)
-            # A chunk that was evicted once, and was stored again since, was asked for twice.
+            # A chunk that was evicted and then stored again was requested twice.
             evicted_before = store.eviction_log.find(keys).reasons == Reason.EVICTED
             reads = columns.frequency[rows].astype(np.int64) + evicted_before
         missing = ~tier.has(keys)
@@ -92,13 +92,13 @@ class Demotion:
         for first in range(0, len(chosen), STEP_CHUNKS):
             some = chosen[first : first + STEP_CHUNKS]
             chunks, taken = self.write(tier, rows[some], keys[some])
-            if taken < len(chunks):  # the tier has enough to do
+            if taken < len(chunks):  # the tier's queue is full
                 taken_nbytes = sum(slot_nbytes(chunk.nbytes) for chunk in chunks[:taken])
                 admission.spend(taken_nbytes - int(sizes[chosen[first:]].sum()), now_s=now_s)
                 return
 
     def write(self, tier: Tier, rows: Rows, keys: KeyArray) -> tuple[list[Chunk], int]:
-        """Hand a tier those of the chunks that may still be evicted. Returns these, and how many the tier took."""
+        """Write those chunks that may still be evicted. Returns these chunks, and how many the tier took."""
         chunks, pinned = self._pin(rows, keys)
         taken = tier.write(chunks, self._written(pinned)) if chunks else 0
         self._unpin(pinned[taken:])
@@ -146,9 +146,10 @@ class Demotion:
 
     @contextmanager
     def barring(self, keys: KeyArray | None = None, *, group: int | None = None) -> Iterator[None]:
-        """Hand out none of these keys, or of this quota group, meanwhile.
+        """While the context lasts, write none of these keys, and nothing of this quota group, to a tier.
 
-        Chunks are deleted in the tiers first and then in memory, which might write them again in between.
+        A delete needs this: it deletes in the tiers first. Demotion could write the chunks again before memory drops
+        them.
         """
         barred: list[int | bytes] = [] if keys is None or not self._tiers else [*raw_keys(keys)]
         barred += [] if group is None or not self._tiers else [group]

@@ -1,7 +1,7 @@
 """The tiers of one node, and the traffic between them and its memory.
 
-No thread of its own: the node's reclaimer calls `demote`, the handlers of requests call `promote`, and the tiers call
-back from their threads. The store changes under the node's lock. No tier is called under it.
+It has no thread: the node's reclaimer calls `demote`, request handlers call `promote`, and the tiers call back from
+their threads. The store is changed under the node's lock. Tiers are called without that lock.
 """
 
 import threading
@@ -20,7 +20,7 @@ from raykv.tier.promotion import Promotion
 from raykv.types import Bits, KeyArray
 
 OUTLIVES_S = 1.0
-"""Expiry times of two copies differ by less than this when they are the same."""
+"""Expiry times of two copies that differ by less than this count as equal."""
 
 
 class TierMover:
@@ -33,7 +33,7 @@ class TierMover:
     """
 
     def __init__(self, store: Store, lock: threading.Lock, tiers: Sequence[Tier], changed: Callable[[], None]) -> None:
-        """Move chunks of `store`. The mover acquires `lock`, and calls `changed` when there is news to announce."""
+        """Move chunks of `store`, guarded by `lock`. `changed` is called when `take_changes` may return something."""
         self.tiers, self._store, self._lock = tuple(tiers), store, lock
         self._changed = changed
         self.demotion = Demotion(store, lock, self.tiers, self._on_written)
@@ -55,7 +55,7 @@ class TierMover:
         return self.demotion.writing
 
     def _on_written(self, keys: KeyArray) -> None:
-        self.drop_outdated(keys)  # their expiry may have changed meanwhile
+        self.drop_outdated(keys)  # the expiry in memory may have changed during the write
         self._changed()
 
     def has(self, keys: KeyArray) -> Bits:
@@ -65,7 +65,7 @@ class TierMover:
         return here
 
     def keys(self) -> KeyArray:
-        """All chunks of the tiers; see `Tier.keys`."""
+        """Keys of all chunks in the tiers; see `Tier.keys`."""
         return np.concatenate([chunk_keys.empty(), *(tier.keys() for tier in self.tiers)])
 
     def take_changes(self) -> list[KeyArray]:
@@ -83,22 +83,23 @@ class TierMover:
                 self._store.eviction_log.add(removed, reason, tier=tier.place, now_s=time.monotonic())
 
     def delete(self, keys: KeyArray) -> int:
-        """Delete chunks from the tiers. Returns how many there were, each tier's counted.
+        """Delete chunks from the tiers. Returns the number of copies deleted.
 
-        A full deletion: within `barring`, this; then, under the node's lock, in memory, and `give_up`.
+        To delete chunks everywhere, a caller enters `barring` and calls this; then, under the node's lock, it deletes
+        them in memory and calls `give_up`.
         """
         return self._remove(lambda tier: tier.delete(keys), Reason.DELETED)
 
     def drop(self, group: int) -> int:
-        """Delete a quota group's chunks, also those on their way up. Returns how many there were."""
+        """Delete a quota group's chunks from the tiers, and cancel their promotions. Returns the number deleted."""
         count = self._remove(lambda tier: tier.drop(group), Reason.DROPPED)
         self.promotion.give_up_group(group)
         return count
 
     def drop_outdated(self, keys: KeyArray) -> int:
-        """Chunks were stored, or got another expiry: delete copies below that would outlive them, or expire early.
+        """Delete copies in tiers that would outlive the copy in memory or expire too early. Returns the number deleted.
 
-        Without it, a chunk that is stored again with a TTL could be read from a tier after its end. Returns the count.
+        Callers call it after a put or a new expiry. Else a tier could return a chunk after its new TTL.
         """
         count, now_s = 0, time.monotonic()
         today_s = time.time() - now_s
@@ -140,13 +141,13 @@ class TierMover:
         }
 
     def close(self) -> None:
-        """End the tiers' threads. Slots of chunks on their way up are given back."""
+        """Close the tiers. The slots of unfinished promotions are freed."""
         for tier in self.tiers:
             tier.close()
 
 
 def _differ(below_s: float, memory_s: float) -> bool:
-    """Whether a copy below outlives the one in memory, or expires although that one never does; 0 is never."""
+    """Whether the copy in a tier outlives the copy in memory, or expires although the copy in memory never does."""
     if not memory_s:
         return below_s > 0
     return not below_s or below_s > memory_s + OUTLIVES_S

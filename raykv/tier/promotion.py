@@ -1,4 +1,4 @@
-"""Chunks on their way up: read from a tier into lent slots of the arena, and committed as if a client had put them."""
+"""Promotion: reads chunks from a tier into reserved slots of the arena, and commits them like a client's put."""
 
 import logging
 import threading
@@ -20,17 +20,17 @@ log = logging.getLogger(__name__)
 
 PROMOTED_SHARE: Final = 8
 RUNS_AT_ONCE: Final = 4
-"""Chunks on their way up take at most an eighth of the arena, and one run a quarter of that."""
+"""Chunks being promoted take at most an eighth of the arena; one run takes at most a quarter of that."""
 
 
 @dataclass(slots=True)
 class _Run:
-    """Chunks of one run on their way up. The tier may write to their slots until it calls back.
+    """A run of chunks being promoted. The tier may write to their slots until it calls back.
 
     Attributes:
-        positions: Places in the batch of the chunks that are read.
-        found: What the tier knows of each of these.
-        unwanted: Keys that were deleted meanwhile.
+        positions: Positions in `batch` of the chunks to be read.
+        found: Metadata of these chunks, in the same order.
+        unwanted: Keys deleted since the run began.
     """
 
     batch: Batch
@@ -52,21 +52,21 @@ class Promotion:
     """Thread-safe.
 
     Attributes:
-        promoted: Chunks that arrived.
-        late: Calls that did not wait for the end of a read.
-        nbytes: On their way up.
+        promoted: Number of chunks promoted.
+        late: Number of calls that timed out before their reads ended.
+        nbytes: Bytes of the chunks being promoted now.
     """
 
     def __init__(self, store: Store, lock: threading.Lock, tiers: Sequence[Tier], changed: Callable[[], None]) -> None:
         self._store, self._lock, self._tiers, self._changed = store, lock, tiers, changed
-        self._runs: dict[bytes, _Run] = {}  # by each of its keys
+        self._runs: dict[bytes, _Run] = {}  # by key of each chunk
         self._most_nbytes = store.arena.nbytes // PROMOTED_SHARE
         self.nbytes = self.promoted = self.late = 0
 
     def promote(self, keys: KeyArray, *, until_s: float) -> int:
-        """Bring those of the keys into memory that are not there, and wait for them until `until_s`; 0: do not wait.
+        """Promote the chunks that are not in memory, and wait for them until `until_s`; 0: do not wait.
 
-        A read that takes longer goes on. Returns how many chunks are on their way, or have arrived.
+        A read that takes longer continues in the background. Returns the number of chunks in all runs, ended or not.
         """
         with self._lock:
             wanted = keys[self._store.missing(keys, now_s=time.monotonic())]
@@ -83,7 +83,7 @@ class Promotion:
                 runs.update({id(each): each for each in others})
                 if run is not None and self._read(tier, run):
                     runs[id(run)] = run
-                elif run is not None:  # the tier is slow, or has too much to do: the next one may have it too
+                elif run is not None:  # the tier refused; a later tier may have the chunks too
                     left[some] = [True] * len(entries)
             wanted = wanted[left]
         for run in runs.values():
@@ -100,7 +100,7 @@ class Promotion:
                 return
 
     def _begin(self, keys: KeyArray, found: list[Found]) -> tuple[_Run | None, list[_Run]]:
-        """Lend slots to a run. Returns it, and the runs that already read some of its chunks: none is read twice."""
+        """Begin a run, without chunks that other runs already read. Returns the run, or None, and those other runs."""
         store, first, now_s, raw = self._store, found[0], time.monotonic(), raw_keys(keys)
         chained = bool(first.parent) or (len(found) > 1 and bool(found[1].parent))
         parent = key_array([first.parent]) if first.parent else None
@@ -125,7 +125,7 @@ class Promotion:
         return run, others
 
     def _read(self, tier: Tier, run: _Run) -> bool:
-        """Have a tier read a run. False when it refuses."""
+        """Start the tier's read of a run. Returns False if the tier refuses."""
 
         def done(arrived: Sequence[bool]) -> None:
             self._arrive(run, np.array(arrived, np.bool_))
@@ -157,7 +157,7 @@ class Promotion:
         self._changed()
 
     def _restore(self, rows: Rows, found: Sequence[Found], now_s: float) -> None:
-        """Give chunks the reads and the expiry that they had. The expiry is an absolute time."""
+        """Restore the read counts and the expiry of chunks. The expiry is an absolute time."""
         store, today_s = self._store, time.time()
         columns, table = store.table.columns, store.table
         columns.frequency[rows] = [each.reads for each in found]
@@ -168,12 +168,12 @@ class Promotion:
             store.row_hints.expiring = store.row_hints.active = True
 
     def give_up(self, keys: KeyArray) -> None:
-        """Do not commit these when they arrive: they were deleted. Under the node's lock."""
+        """Do not commit these chunks when their reads end: they were deleted. The caller holds the node's lock."""
         for key in self._runs.keys() & raw_keys(keys) if self._runs else ():
             self._runs[key].unwanted.add(key)
 
     def give_up_group(self, group: int) -> None:
-        """A quota group was dropped: commit none of its chunks that are on their way."""
+        """Commit no chunk of this dropped quota group when its read ends. Acquires the node's lock."""
         with self._lock:
             for run in self._runs.values():
                 if run.found[0].group == group:
@@ -181,10 +181,10 @@ class Promotion:
 
 
 def split_into_runs(keys: KeyArray, found: Sequence[Found | None], most_nbytes: int) -> list[slice]:
-    """Cut the chunks that were found into runs that are stored as one batch.
+    """Cut the chunks that were found into runs, each of which can be stored as one batch.
 
-    Chunks of a run have one size and one quota group, and either each follows the one before it in its chain, or none
-    is part of a chain. A run of several takes at most `most_nbytes`.
+    Chunks of a run have the same size and quota group. Either they follow each other in one chain, or none of them has
+    a parent. A run of several chunks takes at most `most_nbytes`.
     """
     raw, kind = raw_keys(keys), ""
     runs: list[slice] = []
@@ -202,7 +202,7 @@ def split_into_runs(keys: KeyArray, found: Sequence[Found | None], most_nbytes: 
 
 
 def _link(before: Found | None, entry: Found, key_before: bytes) -> str:
-    """How a chunk belongs to the run of the one before it; "" if it does not."""
+    """How a chunk continues the run of the chunk before it: "chained" or "apart"; "" if it does not."""
     if before is None or (before.nbytes, before.group) != (entry.nbytes, entry.group):
         return ""
     if entry.parent == key_before and entry.depth == before.depth + 1:

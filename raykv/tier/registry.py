@@ -1,4 +1,4 @@
-"""The tiers that there are, by name. `register_tier` adds one from outside the package."""
+"""The registry of tiers, by name. `register_tier` adds a tier from outside the package."""
 
 import importlib
 import threading
@@ -15,7 +15,7 @@ from raykv.tier.base import Environment, Tier
 from raykv.tier.mover import TierMover
 
 Opener = Callable[[Any, Environment], Tier]
-"""(options, environment) to a tier. Options of an outside tier are the dict of its config."""
+"""Takes (options, environment), returns the open tier. An outside tier gets its options as the dict in the config."""
 
 
 class _Registered(NamedTuple):
@@ -29,8 +29,8 @@ _registered: Final[dict[str, _Registered]] = {}
 def register_tier(name: str, opener: Opener | str, place: Place = Place.OTHER) -> None:
     """Make a tier available under a name, for `StorageConfig.tiers`: {name: options}.
 
-    `opener` opens it, or is "module:attribute" of such a function or class, imported at first use. Tiers with a lower
-    `place`, where their chunks lie, are asked first.
+    `opener` is a function or class that opens the tier, or its name as "module:attribute", imported at first use.
+    `place` says where the chunks lie. Tiers with a lower `place` are searched first.
     """
     _registered[name] = _Registered(opener, place)
 
@@ -40,7 +40,7 @@ register_tier("file", "raykv.tier.file.tier:FileTier", Place.FILE)
 
 
 def open_tier(name: str, options: Any, environment: Environment) -> Tier:
-    """Open a registered tier. Raises ConfigError if no tier has this name, or it cannot be opened."""
+    """Open a registered tier. Raises ConfigError if the name is unknown or the tier cannot be opened."""
     if name not in _registered:
         raise ConfigError(f"field 'tiers': no tier is called {name!r}; there are: {', '.join(sorted(_registered))}")
     opener, place = _registered[name]
@@ -56,7 +56,7 @@ def open_tier(name: str, options: Any, environment: Environment) -> Tier:
 
 
 def open_tiers(config: NodeConfig, store: Store, lock: threading.Lock, *, changed: Callable[[], None]) -> TierMover:
-    """Open the tiers of a node's config; see `TierMover`. Raises ConfigError if one cannot be opened."""
+    """Open all tiers of a node's config. `changed`: see `TierMover`. Raises ConfigError if a tier cannot be opened."""
     storage = config.storage
     options = {"ssd": storage.ssd, "file": storage.file, **storage.tiers}
     node = f"raykv-{config.cluster}-{config.node_id}"
@@ -74,7 +74,7 @@ def open_tiers(config: NodeConfig, store: Store, lock: threading.Lock, *, change
 
 
 class StoreGroupNames:
-    """Names of a store's quota groups: their fields as JSON. See `tier.base.GroupNames`."""
+    """A `tier.base.GroupNames` of a store. A name is the group's fields as JSON."""
 
     def __init__(self, store: Store, lock: threading.Lock) -> None:
         self._store, self._lock = store, lock

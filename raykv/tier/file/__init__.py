@@ -1,1 +1,1 @@
-"""The file tier: a directory of packs that nodes share."""
+"""The file tier: a shared directory of packs."""

@@ -1,4 +1,4 @@
-"""What one node knows of a pack directory: its packs, their chunks, the tombstones. Not thread-safe."""
+"""One node's view of a pack directory: packs, their chunks, tombstones. Not thread-safe."""
 
 import math
 import time
@@ -15,17 +15,18 @@ from raykv.tier.segments.index import Changes, Index
 from raykv.types import Bits, KeyArray, Rows
 
 MAX_KEYS: Final = 1 << 20
-"""Deleted keys that are remembered; beyond it the oldest are dropped."""
+"""Most deleted keys that are remembered. The oldest are forgotten first."""
 
 
 @dataclass(eq=False, slots=True)
 class Pack:
-    """A file that this node knows. Rows of the index name it by its number.
+    """A file that this node knows.
 
     Attributes:
-        nbytes: Space that it takes.
-        mine: This node wrote it.
-        known_s, touched_s: When this node learned of it, and marked it as used; monotonic.
+        number: Identifies the pack in rows of the index.
+        nbytes: Space that the file takes.
+        mine: Whether this node wrote the file.
+        known_s, touched_s: When this node found the file, and last called `Folder.touch`; monotonic.
     """
 
     name: Name
@@ -38,10 +39,10 @@ class Pack:
 
 
 class Catalog:
-    """Packs and tombstone files, by number and by the stem of their names, and an index of the packs' chunks."""
+    """Packs and tombstone files (`packs`: by number; `known`: by stem of the name), and an index of all chunks."""
 
     def __init__(self, writer: str, *, rows: int) -> None:
-        """Begin empty. `writer` is the name of this node. See `Index` for errors."""
+        """Begin empty. `writer` is the name of this node. Raises ConfigError like `Index`."""
         self.index = Index(rows, now_s=time.time())
         self.groups = GroupNumbers()
         self.packs: dict[int, Pack] = {}
@@ -51,11 +52,11 @@ class Catalog:
         self._changes = Changes()
 
     def own(self, rows: Rows) -> Rows:
-        """Those of the rows whose chunks lie in packs that this node wrote."""
+        """Rows whose chunks lie in packs that this node wrote."""
         return rows[np.isin(self.index.segment[rows], [pack.number for pack in self.packs.values() if pack.mine])]
 
     def take_changes(self) -> tuple[KeyArray, KeyArray]:
-        """See `tier.base.Tier`; of packs that this node wrote."""
+        """See `tier.base.Tier`. Only for packs that this node wrote."""
         keys = self._changes.take()
         rows = self.index.find_all(keys)
         here = (rows >= 0) & np.isin(rows, self.own(rows[rows >= 0]))
@@ -86,7 +87,7 @@ class Catalog:
         return np.array([self.packs[number].name.sequence for number in numbers.tolist()], np.int64)[places]
 
     def insert(self, pack: Pack, texts: tuple[bytes, ...], entries: Array) -> None:
-        """Enter the chunks of a pack that no tombstone covers. Of two copies, that of the later pack counts."""
+        """Enter those chunks of a pack that no tombstone covers. Of two copies, the one in the later pack wins."""
         index, sequence = self.index, pack.name.sequence
         if not len(entries):
             return
@@ -107,7 +108,7 @@ class Catalog:
                 self._changes.add(entries["key"])
 
     def _remove_oldest(self, sequence: int) -> bool:
-        """Remove the chunks of the oldest pack from the index, if it is older than `sequence`. Its file stays."""
+        """Remove the oldest pack's chunks from the index, if the pack is older than `sequence`. The file stays."""
         index = self.index
         packs = [self.packs[number] for number in np.unique(index.segment[index.ready()]).tolist()]
         oldest = min(packs, key=lambda pack: pack.name.sequence, default=None)
@@ -125,7 +126,7 @@ class Catalog:
         return self.index.rows_of_group(self.groups.numbers.get(text, -1))
 
     def apply_tombstones(self, sequence: int, keys: Sequence[bytes], texts: Sequence[bytes]) -> None:
-        """Delete these chunks and quota groups from all packs with a lower sequence."""
+        """Delete chunks by key and by quota group, in all packs with a lower sequence."""
         if not (keys or texts):
             return
         self.tombstones.add(sequence, keys, texts)
@@ -136,14 +137,14 @@ class Catalog:
 
 
 class GroupNumbers:
-    """Numbers of quota groups in this tier's index. The node's own numbers are few; other clusters have groups too."""
+    """Numbers of quota groups in this index. They differ from the node's: packs hold groups of other clusters too."""
 
     def __init__(self) -> None:
         self.numbers: dict[bytes, int] = {}
         self.texts: dict[int, bytes] = {}
 
     def of(self, texts: Sequence[bytes], chunks: Array) -> list[int]:
-        """The number of each, made if need be; -1 beyond MAX_NAMESPACES. `chunks` is the count under each number."""
+        """Number of each group, assigned if new; -1 if no number is free. `chunks` counts the chunks of each number."""
         for text in texts:
             if text in self.numbers:
                 continue
@@ -159,14 +160,14 @@ class GroupNumbers:
 
 
 class Tombstones:
-    """Deleted keys and dropped quota groups: in the directory, and pending, which this node is still to write.
+    """Tombstones: deleted keys and dropped quota groups. Pending tombstones are not yet written to the directory.
 
-    A tombstone has a sequence number, and covers the chunk, or the group's chunks, in all packs with a lower one.
+    A tombstone has a sequence number. It covers the key, or the group's chunks, in all packs with a lower sequence.
 
     Attributes:
         latest: The highest sequence so far.
-        pending_keys, pending_texts: What is to be written.
-        pending_sequence: With at least this sequence.
+        pending_keys, pending_texts: Pending tombstones: keys, and quota groups as JSON.
+        pending_sequence: The lowest sequence that they may be written with.
     """
 
     def __init__(self) -> None:
@@ -208,20 +209,20 @@ class Tombstones:
         self._texts = {text: latest for text, latest in self._texts.items() if latest != sequence}
 
     def of(self, sequences: set[int]) -> tuple[list[bytes], list[bytes]]:
-        """Keys and quota groups whose latest tombstone has one of these sequences."""
+        """Keys, and quota groups, whose latest tombstone has one of these sequences."""
         return (
             [key for key, latest in self._keys.items() if latest in sequences],
             [text for text, latest in self._texts.items() if latest in sequences],
         )
 
     def covers(self, key: bytes, text: bytes, sequence: int) -> bool:
-        """Whether a chunk in a pack of this sequence would count as deleted."""
+        """Whether a chunk in a pack of this sequence is deleted, counting pending tombstones."""
         if key in self.pending_keys or text in self.pending_texts:
             return True
         return max(self._keys.get(key, 0), self._texts.get(text, 0)) > sequence
 
     def uncovered(self, entries: Array, texts: Sequence[bytes], sequence: int) -> Bits:
-        """Which entries (`format.ENTRY`) of a pack no tombstone covers. Entries name their group by its index."""
+        """Which entries (`format.ENTRY`) of a pack no tombstone covers. An entry's `group` is an index into `texts`."""
         alive: Bits = np.array([self._texts.get(text, 0) < sequence for text in texts], np.bool_)[entries["group"]]
         if self._keys:
             alive &= np.array([self._keys.get(key, 0) < sequence for key in raw_keys(entries["key"])], np.bool_)

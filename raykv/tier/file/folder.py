@@ -1,7 +1,4 @@
-"""The files of a pack directory: their names, what they hold, and how one is published.
-
-Methods wait for the file system. `Folder.longest_s` returns the age of the oldest operation under way.
-"""
+"""File operations on a pack directory: names, contents, publishing. Methods wait for the file system."""
 
 import errno
 import fcntl
@@ -33,7 +30,7 @@ from raykv.tier.segments.volume import encoded, make_directory, transfer, write_
 
 Kind = Literal["part", "pack", "tombs"]
 VANISHED: Final = frozenset({errno.ENOENT, errno.ESTALE})
-"""Errors of a file that another node has removed."""
+"""Error numbers of a file that another node has removed."""
 PROBE_NBYTES: Final = 64 << 10
 WRITE: Final = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
 _NAME: Final = re.compile(r"(\d{19})-(.{1,180})-([0-9a-f]{8})\.(part|pack|tombs)")
@@ -43,8 +40,8 @@ class Name(NamedTuple):
     """A file's name.
 
     Attributes:
-        sequence: Nanoseconds since 1970 when the file was begun. Of two files that name a key the later one counts.
-        writer, token: The node, and the process of it, that wrote the file.
+        sequence: Nanoseconds since 1970 when the file was begun. Of two files with the same key, the later one wins.
+        writer, token: The node that wrote the file, and that node's process.
     """
 
     sequence: int
@@ -54,7 +51,7 @@ class Name(NamedTuple):
 
     @property
     def stem(self) -> str:
-        """The part of the name that does not change when a part becomes a pack."""
+        """The name without its extension. It stays the same when a part becomes a pack."""
         return f"{self.sequence:019}-{self.writer}-{self.token}"
 
     def __str__(self) -> str:
@@ -62,7 +59,7 @@ class Name(NamedTuple):
 
 
 class Folder:
-    """One directory, as one process of a node sees it. `writer` and `token` name its own files. Thread-safe."""
+    """A pack directory, used by one process of a node. `writer` and `token` identify its own files. Thread-safe."""
 
     def __init__(self, root: Path, writer: str) -> None:
         self.path = root / "raykv"
@@ -71,13 +68,13 @@ class Folder:
         self._since: dict[int, float] = {}
 
     def longest_s(self) -> float:
-        """Age of the oldest operation under way; 0 without one."""
+        """Age of the oldest running operation; 0 if none runs."""
         now_s = time.monotonic()
         return max((now_s - since_s for since_s in list(self._since.values())), default=0.0)
 
     @contextmanager
     def operation(self) -> Iterator[None]:
-        """An operation of the calling thread, for `longest_s`."""
+        """Measure an operation of the calling thread, for `longest_s`."""
         self._since[threading.get_ident()] = time.monotonic()
         try:
             yield
@@ -85,7 +82,7 @@ class Folder:
             del self._since[threading.get_ident()]
 
     def prepare(self) -> None:
-        """Make the directory. Its root is made once only: if it vanishes later, nothing is mounted there."""
+        """Create the directory. The root is created only once: if the root vanishes later, it was unmounted."""
         with self.operation():
             if not self._made:
                 make_directory(self.path)
@@ -103,7 +100,6 @@ class Folder:
 
     @contextmanager
     def _file(self, path: Path, flags: int = os.O_RDONLY | os.O_CLOEXEC) -> Iterator[int]:
-        """An operation on an open file."""
         with self.operation():
             fd = os.open(path, flags, 0o600)
             try:
@@ -120,7 +116,7 @@ class Folder:
         return [Name(int(match[1]), match[2], match[3], cast(Kind, match[4])) for match in matches]
 
     def stat(self, name: Name) -> os.stat_result | None:
-        """Status of a file; None if it is gone. A part may have become a pack meanwhile."""
+        """Status of a file. A part that was published is found as a pack. None: the file was removed."""
         with self.operation():
             for kind in (name.kind, "pack"):
                 try:
@@ -139,22 +135,22 @@ class Folder:
                     raise
 
     def touch(self, name: Name) -> None:
-        """Mark a pack as used now, by the file system's clock."""
+        """Set a pack's time of last use to now, by the file system's clock."""
         with self.operation():
             os.utime(self.path / str(name))
 
     def read(self, name: Name, offset: int, buffers: Sequence[memoryview]) -> int:
-        """Fill buffers one after another. Returns the number of bytes, less at the file's end."""
+        """Fill buffers one after another. Returns the number of bytes read: fewer at the end of the file."""
         try:
             with self._file(self.path / str(name)) as fd:
                 return transfer(os.preadv, fd, buffers, offset)
         except FileNotFoundError:
             if name.kind != "part":
                 raise
-            return self.read(name._replace(kind="pack"), offset, buffers)  # it was published meanwhile
+            return self.read(name._replace(kind="pack"), offset, buffers)  # published since the lookup
 
     def record_of(self, name: Name) -> tuple[Record | None, int]:
-        """The whole records of a file, as one; and the space in bytes that it takes, by its content."""
+        """All intact records of a file joined into one, or None; and the size of its content in bytes."""
         with self._file(self.path / str(name)) as fd:
             nbytes = os.fstat(fd).st_size
             found = _records(fd, nbytes)
@@ -163,16 +159,14 @@ class Folder:
         return found[0], (found[0].next_block + found[0].blocks()) * BLOCK_NBYTES
 
     def write_tombstones(self, name: Name, keys: Sequence[bytes], texts: Sequence[bytes]) -> int:
-        """Write and publish a tombstone file, which is one summary. Returns its length.
-
-        A failed attempt may have left its part, which could not be removed either.
-        """
+        """Write and publish a tombstone file, which is one summary. Returns its length in bytes."""
         deleted, dropped = np.zeros(len(keys), DELETED), np.zeros(len(texts), DROPPED)
         deleted["key"], dropped["group"] = key_array(keys), np.arange(len(texts))
         entries = np.zeros(0, ENTRY)
         record = Record(SUMMARY, name.sequence, 1, 0, 0, 0, tuple(texts), entries, deleted, dropped)
         record = record._replace(segment_blocks=record.blocks())
         part = name._replace(kind="part")
+        # no O_EXCL: a failed attempt may have left its part
         with self._file(self.path / str(part), WRITE | os.O_CREAT | os.O_TRUNC) as fd:
             try:
                 nbytes = write_all(fd, [encoded(record)], 0)
@@ -187,9 +181,9 @@ class Folder:
             os.unlink(self.path / str(name))
 
     def take_over(self, name: Name) -> None:
-        """Seal a part that an earlier process of this node left, if it has chunks; else remove it.
+        """Seal a part that an earlier process of this node left; remove the part if it has no chunks.
 
-        If that process still lives, and the file system has no locks to show it, it finds its part sealed.
+        Without file locks, the earlier process may still be running. It then finds its part already published.
         """
         with self._file(self.path / str(name), WRITE) as fd:
             if not lock(fd):
@@ -205,26 +199,26 @@ class Folder:
             self.publish(fd, name, "pack")
 
     def publish(self, fd: int, name: Name, kind: Kind) -> None:
-        """Give a part its final name, once it survives a power cut. So no reader ever sees half a pack."""
+        """Sync a part to the disk, then give it its final name. So no reader ever sees an incomplete pack."""
         os.fsync(fd)
         final = self.path / f"{name.stem}.{kind}"
         try:
             os.rename(self.path / str(name), final)
         except FileNotFoundError:
-            if not final.exists():  # else it was published before
+            if not final.exists():  # else it is already published
                 raise
         directory = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(directory)
         except OSError as error:
-            if error.errno != errno.EINVAL:  # a file system that cannot
+            if error.errno != errno.EINVAL:  # the file system cannot sync directories
                 raise
         finally:
             os.close(directory)
 
 
 def _records(fd: int, nbytes: int) -> tuple[Record, bool] | None:
-    """`read_segment` of a file, whole or cut short."""
+    """Call `read_segment` on a file, which may be truncated."""
 
     def read(offset: int, size: int) -> memoryview:
         buffer = memoryview(bytearray(min(size, max(0, nbytes - offset))))
@@ -235,24 +229,24 @@ def _records(fd: int, nbytes: int) -> tuple[Record, bool] | None:
         return None
     found = read_segment(read, segment_blocks=blocks, blocks_there=blocks)
     first = read(0, BLOCK_NBYTES)
-    if found is None and claimed_blocks(first):  # it was longer once
+    if found is None and claimed_blocks(first):  # the file may be truncated
         once = int(np.frombuffer(first, HEAD, 1)[0]["segment_blocks"])
         found = read_segment(read, segment_blocks=once, blocks_there=blocks) if once > blocks else None
     return found
 
 
 def write_summary(fd: int, record: Record) -> int:
-    """Write a summary to where it belongs. Returns its length."""
+    """Write a summary to the end of its segment. Returns its length in bytes."""
     view = encoded(record)
     return write_all(fd, [view], record.segment_blocks * BLOCK_NBYTES - len(view))
 
 
 def lock(fd: int) -> bool:
-    """Lock a file for this process, if the file system has locks. False: another process has it."""
+    """Lock a file for this process. Returns False if another process has the lock; True if there are no file locks."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError:
-        pass  # no locks here; without them work is wasted, and nothing breaks
+        pass  # no file locks here: two processes may do the same work, which is safe
     return True

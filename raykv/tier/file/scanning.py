@@ -1,6 +1,6 @@
-"""Looks at a pack directory: learns of new files, notices removed ones, makes space. See `raykv.tier.file.tier`.
+"""Scans a pack directory: reads new files, notices removed files, makes space. See `raykv.tier.file.tier`.
 
-Everything runs on a thread and waits for the file system.
+Methods run on threads of the tier and wait for the file system.
 """
 
 import threading
@@ -12,7 +12,7 @@ from raykv.tier.file.state import State
 from raykv.tier.segments.format import living, raw_keys
 
 STALE_S: Final = 24 * 3600.0
-"""The writer of a part that was not written to for this time is gone for good."""
+"""A part of another process that was not written to for this time is removed."""
 
 
 class Scanner:
@@ -47,7 +47,7 @@ class Scanner:
             state.readable = not state.closed
             state.recover()
             new = [name for name in names if name.kind != "part" and name.stem not in state.catalog.known]
-        # Tombstones first, then the newest packs: so no chunk is entered in vain.
+        # Tombstones first, then the newest packs: so no chunk is entered that is deleted or replaced right after.
         complete = True
         for name in sorted(new, key=lambda name: (name.kind == "tombs", name.sequence), reverse=True):
             if state.closed:
@@ -63,11 +63,11 @@ class Scanner:
                     folder.remove(name)
             self._remove_obsolete(names)
             self.make_space()
-        except OSError as error:  # reads work all the same
+        except OSError as error:  # reads do not depend on it
             state.count_error("not tidied", error)
 
     def _learn(self, name: Name) -> bool:
-        """Enter the content of a file. False: it cannot be read, and is tried again at the next scan."""
+        """Enter the content of a file. Returns False if the file cannot be read now; the next scan retries it."""
         catalog = self._state.catalog
         try:
             record, nbytes = self._state.folder.record_of(name)
@@ -83,7 +83,7 @@ class Scanner:
         return True
 
     def _remove_missing(self, there: set[str], began_s: float) -> None:
-        """Remove files from the catalog that are gone. A listing may leave out a file that is renamed meanwhile."""
+        """Forget files that were removed. `stat` confirms each removal, as a listing may miss a file being renamed."""
         with self._state.lock:
             known = list(self._state.catalog.known.values())
         for pack in known:
@@ -92,10 +92,7 @@ class Scanner:
                     self._state.catalog.remove_pack(pack)
 
     def _remove_obsolete(self, names: list[Name]) -> None:
-        """Remove tombstone files that are older than all packs.
-
-        Only at the second scan: a listing may leave out a file that is renamed meanwhile.
-        """
+        """Remove tombstone files older than all packs at two scans in a row. One listing may miss a renamed pack."""
         oldest = min((name.sequence for name in names if name.kind != "tombs"), default=time.time_ns())
         obsolete = {name for name in names if name.kind == "tombs" and name.sequence < oldest}
         for name in obsolete & self._obsolete:
@@ -103,7 +100,7 @@ class Scanner:
         self._obsolete = obsolete
 
     def make_space(self) -> None:
-        """Remove the packs that were used longest ago, until there is space for the one that this node fills."""
+        """Remove the least recently used packs, until there is space for the pack that this node fills."""
         state, folder = self._state, self._state.folder
         with self._making_space:
             own_part = ("part", folder.token)
@@ -118,7 +115,7 @@ class Scanner:
             for used_ns, name in order:
                 found = folder.stat(name)
                 if found is not None and found.st_mtime_ns != used_ns:
-                    continue  # it was just read
+                    continue  # read since the listing
                 if excess <= 0:
                     return
                 if found is not None:

@@ -1,4 +1,4 @@
-"""The state of a file tier that its threads share: queues, catalog, health. Everything is under one lock."""
+"""The state that the threads of a file tier share: queues, catalog, health. One lock guards all of it."""
 
 import logging
 import threading
@@ -16,18 +16,19 @@ from raykv.tier.segments.requests import Item, Run, WriteQueue
 log = logging.getLogger(__name__)
 
 RETRY_S: Final = 5.0
-"""After an error the directory is left alone for this time."""
+"""Time between an error and the next attempt."""
 
 
 class State(WriteQueue):
     """Queues, catalog and health.
 
     Attributes:
-        lock: Notified when there is something to do.
-        queue, in_flight: Chunks to be written, and those being written.
-        runs, reading: Reads to be done, and the count of chunks in them and in those under way.
+        lock: Notified when a thread may have work.
+        queue, in_flight: Chunks to be written, and chunks being written.
+        runs: Queued reads.
+        reading: Number of chunks in queued and running reads.
         filling: The pack that this node is writing.
-        complete: All packs of the last scan are known.
+        complete: Whether all packs of the last scan are known.
     """
 
     def __init__(self, config: FileTierConfig, environment: Environment) -> None:
@@ -51,7 +52,7 @@ class State(WriteQueue):
         return [item.chunk.key for item in found]
 
     def refuse_writes(self) -> None:
-        """Call queued writes back as not done. Chunks being written go on: the disk may still use their bytes."""
+        """Fail queued writes. Chunks being written are not called back yet: the disk may still use their bytes."""
         while self.queue:
             self.dequeue().finish(False)
 
@@ -74,7 +75,7 @@ class State(WriteQueue):
         return "off" if self.reason or self.closed else "starting"
 
     def fail(self, error: Exception, *, reading: bool = False) -> None:
-        """Turn off for a while; with `reading` for reads too. Takes the lock."""
+        """Turn the tier off for RETRY_S: for writes, and with `reading` for reads too. Acquires the lock."""
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         with self.lock:
             if reason != self.reason:
@@ -89,14 +90,14 @@ class State(WriteQueue):
             self.lock.notify_all()
 
     def count_error(self, action: str, error: OSError) -> None:
-        """An operation failed that the tier can do without. Takes the lock."""
+        """Count an error that need not turn the tier off. Acquires the lock."""
         if error.errno not in VANISHED:
             with self.lock:
                 self.counts["errors"] += 1
             log.debug("%s: %s: %s", self.folder.path, action, error)
 
     def recover(self) -> None:
-        """The tier is on again, if it can be read and written."""
+        """Clear the error if the tier is readable and writable. The caller holds the lock."""
         if self.readable and self.writable and self.reason:
             log.warning("%s: the file tier is on again", self.folder.path)
             self.reason = ""

@@ -1,20 +1,19 @@
-"""The tier in a directory that all nodes share: a parallel or network file system, or one disk of a single host.
+"""The tier in a directory that all nodes share, on a parallel or network file system, or on one host's disk.
 
-Chunks are gathered into packs, large files in the format of `segments.format`. One node writes each file:
+Chunks are collected into packs: large files in the format of `segments.format`. Each file has one writer:
 
     <sequence>-<writer>-<process>.part    being filled; only its writer reads it
     <sequence>-<writer>-<process>.pack    sealed: it has its summary, and never changes again
-    <sequence>-<writer>-<process>.tombs   tombstones: deleted keys and dropped groups, of all packs with lower sequences
+    <sequence>-<writer>-<process>.tombs   tombstones: keys and groups deleted in all packs with lower sequences
 
-A pack is forced to the disk and then published by renaming it, so no node sees half of one. Nodes do not ask each
-other: each scans the directory, and learns of packs by their names, and of chunks by the packs' summaries. So do nodes
-that start later, or belong to another cluster.
+A pack is synced to the disk and then renamed, so no node sees an incomplete pack. Nodes do not communicate about packs.
+Each node scans the directory for new packs and reads their summaries. So nodes that start later, or belong to another
+cluster, find the same chunks.
 
-Space is made by removing packs, the longest unread ones first. A pack's time of modification is its last read, set by
-its readers. Every node sees the same order, so several nodes remove the same packs. A tombstone stays while anything
-older is there.
+Space is made by removing the least recently read packs. Readers set a pack's modification time to the time of the read,
+so all nodes remove packs in the same order. A tombstone file stays while an older pack exists.
 
-One thread scans the directory, one writes, a few read. The file system may hold them up; it never holds up a caller.
+One thread scans, one writes, the others read. Only these threads wait for the file system; callers never do.
 """
 
 import math
@@ -40,29 +39,26 @@ from raykv.types import Bits, KeyArray, Rows
 
 QUEUED_CHUNKS: Final = 1024
 QUEUED_NBYTES: Final = 256 << 20
-"""Chunks that may wait to be written. They cannot be evicted from memory meanwhile."""
+"""Limits of the write queue. Queued chunks cannot be evicted from memory."""
 READ_NBYTES: Final = 8 << 20
-"""Neighbours in a pack are read by one call up to this size."""
+"""Largest read of adjacent chunks in one call."""
 QUEUED_READS: Final = 4096
-"""Chunks that may wait to be read."""
+"""Most chunks in the read queue."""
 TOUCH_S: Final = 60.0
-"""A pack that is read is marked as used this often, at most."""
+"""Shortest time between two updates of a pack's time of last use."""
 SCANNER, WRITER = 0, 1
-"""Numbers of threads; the others read."""
+"""Numbers of the threads that scan and write; the others read."""
 CLOSE_S: Final = 5.0
-"""`close` waits this long for operations under way."""
+"""`close` waits this long for running operations."""
 
 
 class FileTier(Tier):
-    """See the module and `Tier`.
-
-    A full or read-only file system turns it off for writing; reads go on.
-    """
+    """See the module and `Tier`. A full or read-only file system stops writes; reads continue."""
 
     name, place = "file", Place.FILE
 
     def __init__(self, config: FileTierConfig, environment: Environment) -> None:
-        """Begin to scan the directory. Raises ConfigError without memory for the index."""
+        """Start the threads, which scan the directory first. Raises ConfigError if memory is short for the index."""
         self._config, self.write_nbytes_per_day = config, config.write_nbytes_per_day
         self._state = state = State(config, environment)
         self._catalog, self._index = state.catalog, state.catalog.index
@@ -97,13 +93,13 @@ class FileTier(Tier):
         return lambda: self._read(run), 0.0
 
     def has(self, keys: KeyArray) -> Bits:
-        """See `Tier`. Nothing is here while the directory cannot be read."""
+        """See `Tier`. All False while the directory cannot be read."""
         with self._state.lock:
             here: Bits = (self._index.find(keys, now_s=time.time()) >= 0) & self._state.readable
         return here
 
     def find(self, keys: KeyArray) -> list[Found | None]:
-        """See `Tier`. A quota group of other clusters gets its number on this node here."""
+        """See `Tier`. Assigns node numbers to quota groups that the node does not know yet."""
         with self._state.lock:
             if not self._state.readable:
                 return [None] * len(keys)
@@ -131,7 +127,7 @@ class FileTier(Tier):
             return 0 if number is None else int(self._index.nbytes[number])
 
     def stats(self) -> dict[str, Any]:
-        """See `Tier`; also packs, pack_nbytes (their space) and packs_removed (by this node, to make space)."""
+        """See `Tier`. Adds packs, pack_nbytes (their space) and packs_removed (by this node, to make space)."""
         state = self._state
         with state.lock:
             packs = [pack for pack in self._catalog.known.values() if pack.name.kind != "tombs"]
@@ -208,11 +204,11 @@ class FileTier(Tier):
         now_s = time.monotonic()
         if pack.name.kind == "pack" and now_s - pack.touched_s > TOUCH_S:
             pack.touched_s = now_s
-            with suppress(OSError):  # it is gone, or the directory is read-only
+            with suppress(OSError):  # the pack was removed, or the directory is read-only
                 self._state.folder.touch(pack.name)
 
     def delete(self, keys: KeyArray) -> int:
-        """See `Tier`. It holds for other nodes, and across a restart, once its tombstones are written."""
+        """See `Tier`. Takes effect on other nodes, and across a restart, once the tombstones are written."""
         state, names = self._state, set(raw_keys(keys))
         with state.lock:
             rows = self._index.find_all(keys)
@@ -220,7 +216,7 @@ class FileTier(Tier):
             coming = state.cancel(lambda item: item.chunk.key in names)
             here, sequence = {*raw_keys(self._index.keys(rows)), *coming}, self._sequence_after(rows)
             self._catalog.tombstones.add_pending(sequence, keys=here if state.complete else names)
-            if not state.complete:  # they cover packs that are not known yet
+            if not state.complete:  # the tombstones also cover packs that are not scanned yet
                 self._catalog.apply_tombstones(sequence, list(names), [])
             self._catalog.remove(rows)
             state.lock.notify_all()
@@ -240,13 +236,13 @@ class FileTier(Tier):
         return len(rows)
 
     def _sequence_after(self, rows: Rows) -> int:
-        """A sequence that covers the packs of these rows, and the one being filled."""
+        """A tombstone sequence that covers the packs of these rows and the pack being filled."""
         packs = [int(each) for each in self._catalog.sequences(rows)]
         filling = self._state.filling
         return max(time.time_ns(), 1 + max([*packs, 0 if filling is None else filling.name.sequence]))
 
     def close(self) -> None:
-        """See `Tier`. The part is published, if the file system does it within CLOSE_S."""
+        """See `Tier`. Publishes the part; waits at most CLOSE_S for that."""
         state = self._state
         with state.lock:
             state.closed, state.readable = True, False

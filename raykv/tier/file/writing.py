@@ -25,13 +25,13 @@ BATCH_CHUNKS: Final = 256
 BATCH_NBYTES: Final = 32 << 20
 TOMBSTONES_S: Final = 1.0
 TOMBSTONE_KEYS: Final = 1 << 14
-"""Tombstones are written this often at most, and with this number of keys in a file."""
+"""Shortest time between two tombstone files, and the limit of keys per file."""
 MERGE_FILES: Final = 32
-"""With more tombstone files of this node, they are merged into one."""
+"""A node with this number of tombstone files merges them into one."""
 
 
 class Part:
-    """The pack that a process is filling, used by one thread. After a failed write it is `broken`: no more chunks."""
+    """The pack that a process is filling. Used by one thread. A failed write sets `broken`, which ends writing."""
 
     def __init__(self, folder: Folder, sequence: int, *, nbytes: int) -> None:
         self.name, self.begun_s, self.broken, self.nbytes = folder.name(sequence, "part"), time.monotonic(), False, 0
@@ -53,14 +53,14 @@ class Part:
         return not self.broken and self._log.fits(counts, blocks=blocks)
 
     def write(self, entries: Array, texts: tuple[bytes, ...], views: Sequence[memoryview]) -> int:
-        """Write a batch that fits. Fills in the place of each chunk. Returns the number of bytes."""
+        """Write a batch that fits; sets the place of each entry. Returns the number of bytes written."""
         deleted, dropped = np.zeros(0, DELETED), np.zeros(0, DROPPED)
         batch = self._log.place(entries=entries, deleted=deleted, dropped=dropped, texts=texts, content=None)
         start = batch.start * BLOCK_NBYTES
         with self._folder.operation():
             try:
                 nbytes = write_all(self._fd, [encoded(batch.record), *views], start)
-                # So that it is on its way to the disk long before `seal` waits for it.
+                # Starts writeback now, so that `seal` does not wait long for it.
                 os.posix_fadvise(self._fd, start, nbytes, os.POSIX_FADV_DONTNEED)
             except OSError:
                 self.broken = True
@@ -70,9 +70,9 @@ class Part:
         return nbytes
 
     def seal(self) -> Name | None:
-        """Publish it; after an OSError it may be tried again.
+        """Publish the part. After an OSError the caller may try again.
 
-        Returns the pack's name; None if it was empty, or was removed: it is gone then.
+        Returns the pack's name; None if the part had no chunks or was removed by another node.
         """
         assert self._segment is not None
         if not self._segment.records:
@@ -97,7 +97,7 @@ class Part:
 
 
 class Writer:
-    """One thread's, except `due_s`."""
+    """Used by one thread, except `due_s`."""
 
     def __init__(self, state: State, scanner: Scanner) -> None:
         self._state, self._scanner = state, scanner
@@ -107,7 +107,7 @@ class Writer:
         self._tombstones_s = 0.0
 
     def due_s(self) -> float:
-        """When there is something to do; monotonic. Under the lock."""
+        """Monotonic time at which to call `step`. The caller holds the lock."""
         state = self._state
         if not state.writable:
             return state.retry_s
@@ -123,7 +123,7 @@ class Writer:
             self._state.fail(error)
 
     def finish(self) -> None:
-        """The tier is being closed: publish what there is."""
+        """Publish the part and all pending tombstones, because the tier is being closed."""
         try:
             self._seal()
             while self._state.catalog.tombstones.pending and self._state.writable:
@@ -138,7 +138,7 @@ class Writer:
         if not state.writable:
             state.folder.prepare()
             state.folder.probe(self._next_sequence())
-            self._seal()  # the part that was being filled when it failed
+            self._seal()  # the part that was being filled at the failure
             with state.lock:
                 state.writable = True
                 state.recover()
@@ -157,7 +157,7 @@ class Writer:
             self._begin()
 
     def _next_batch(self) -> list[Item]:
-        """Take the next batch from the queue. Empty, with chunks left in the queue: a new part is due."""
+        """Take the next batch from the queue. If it is empty but the queue is not, the caller must begin a part."""
         state, part = self._state, self._part
         items, blocks, texts = dict[bytes, Item](), 0, frozenset[bytes]()
         ahead = list(islice(state.queue, BATCH_CHUNKS))
@@ -201,13 +201,13 @@ class Writer:
                 item.finish(is_here)
 
     def _next_sequence(self, above: int = 0) -> int:
-        """The time, but above `above` and everything that this process has used."""
+        """The time in ns, raised above `above` and above every sequence that this process has used."""
         with self._state.lock:
             self._sequence = max(time.time_ns(), self._sequence + 1, above + 1)
             return self._sequence
 
     def _begin(self) -> None:
-        """Begin a part. Earlier tombstones do not cover it."""
+        """Begin a part with a sequence that no existing tombstone covers."""
         state = self._state
         self._seal()
         if state.catalog.tombstones.pending:
@@ -232,7 +232,7 @@ class Writer:
                 pack.name, pack.nbytes = name, part.nbytes
 
     def _write_tombstones(self) -> None:
-        """Write the pending tombstones, merged with older files of this node if these are many."""
+        """Write the pending tombstones. If this node has many tombstone files, merge them into the new one."""
         state, catalog, tombstones = self._state, self._state.catalog, self._state.catalog.tombstones
         with state.lock:
             keys, texts = list(islice(tombstones.pending_keys, TOMBSTONE_KEYS)), list(tombstones.pending_texts)
@@ -255,7 +255,7 @@ class Writer:
             state.folder.remove(pack.name)
 
     def _merged(self, old: list[Pack]) -> tuple[list[bytes], list[bytes]] | None:
-        """Tombstones of these files, without chunks that were stored again; None if they are too many for one file."""
+        """Tombstones of these files, without chunks that were stored again. None: too many for one file."""
         catalog = self._state.catalog
         keys, texts = catalog.tombstones.of({pack.name.sequence for pack in old})
         here = catalog.index.find_all(key_array(keys)) >= 0

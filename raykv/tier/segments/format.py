@@ -4,17 +4,17 @@ A segment is a file of fixed size, cut into blocks of BLOCK_NBYTES. It is filled
 
     [record][chunk][chunk] .. [record][chunk] ..                          .. [summary]
 
-A batch is a record and its chunks. The record says what the batch holds and where the next batch begins. Each chunk
-begins at a block. Records also hold tombstones: deleted keys and dropped quota groups. A tombstone covers all batches
-before its own, in this segment and in segments with a lower sequence number.
+A batch is a record and its chunks. The record lists the content of the batch and the start of the next batch. Each
+chunk begins at a block. Records also hold tombstones: deleted keys and dropped quota groups. A tombstone covers all
+batches before its own, in this segment and in segments with a lower sequence number.
 
-A full segment is sealed by a summary: one record with the content of all its records, which ends where the file ends.
-A start reads the summary, one read per segment. Without a whole summary it walks from batch to batch, up to the first
-record that is not whole.
+A full segment is sealed by a summary: one record with the content of all records, at the end of the file. A starting
+tier reads only the summary. If the summary is missing or damaged, the tier reads the batches in order, up to the first
+damaged record.
 
-A checksum (xxh3-64) covers each record with its padding; nothing in a record is believed when it is wrong. It does not
-cover the chunks: each entry has the checksum of its chunk, which is compared whenever the chunk is read. Incarnation
-and sequence number together are unique, so leftovers of an earlier use of the file are never read as part of it.
+A checksum (xxh3-64) covers each record with its padding. A record with a wrong checksum is ignored. Each entry has the
+checksum of its chunk, which is verified at each read of the chunk. Incarnation and sequence number together are unique,
+so data from an earlier use of the file is never taken for data of the current one.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -31,9 +31,9 @@ from raykv.types import KeyArray
 MAGIC: Final = 0x3147_4553_564B_5941  # "AYKVSEG1"
 LAYOUT_VERSION: Final = 1
 BLOCK_NBYTES: Final = SLOT_ALIGNMENT_NBYTES
-"""The unit of direct input and output. Slots of the arena begin and end at its multiples too."""
+"""The unit of direct I/O. Slots of the arena also begin and end at multiples of it."""
 TAIL_BLOCKS: Final = 32
-"""A start reads this much of a segment's end: the summary of 1 700 chunks. A longer one takes a second read."""
+"""Blocks in the first read of a summary: enough for 1 700 chunks. A longer summary takes a second read."""
 BATCH, SUMMARY = 0, 1
 
 HEAD: Final = np.dtype(
@@ -56,7 +56,7 @@ HEAD: Final = np.dtype(
         ("digest", "<u8"),
     ]
 )
-"""The first bytes of a record. `number` counts the batches of a segment; `digest` is computed with itself as 0."""
+"""The first bytes of a record. `number` counts the batches of a segment. `digest` is computed while its field is 0."""
 ENTRY: Final = np.dtype(
     [
         ("key", "<u8", 2),
@@ -73,15 +73,15 @@ ENTRY: Final = np.dtype(
     ]
 )
 """A chunk. `block` counts from the segment's beginning. `group` is an index into the record's texts. `chained` is 1 if
-`parent` is the key of the chunk before it."""
+the chunk has a parent, whose key is `parent`."""
 DELETED: Final = np.dtype([("key", "<u8", 2), ("batch", "<u4"), ("reserved", "<u4")])
 DROPPED: Final = np.dtype([("group", "<u4"), ("batch", "<u4")])
 _FOOT: Final = np.dtype([("magic", "<u8"), ("blocks", "<u8")])
-"""The last bytes of a summary, from which its beginning follows."""
+"""The last bytes of a summary. `blocks`, its length, gives its first block."""
 
 Array = npt.NDArray[Any]
 Read = Callable[[int, int], memoryview]
-"""(offset, nbytes) to those bytes of a segment, or fewer where the file ends. They may change at the next call."""
+"""Takes (offset, nbytes), returns bytes of a segment, or fewer at the file's end. The next call may overwrite them."""
 
 
 class Counts(NamedTuple):
@@ -108,9 +108,9 @@ class Record(NamedTuple):
 
     Attributes:
         kind: BATCH or SUMMARY.
-        number: Of the batch; of a summary, the number of batches.
-        next_block: Where the next batch begins.
-        texts: Quota groups as JSON, all different. Entries name them by their index here.
+        number: Index of the batch in its segment; in a summary, the number of batches.
+        next_block: First block of the next batch.
+        texts: Quota groups as JSON, without duplicates. `group` of an entry is an index into them.
     """
 
     kind: int
@@ -139,7 +139,7 @@ def blocks_of(nbytes: int) -> int:
 
 
 def encode(record: Record, target: memoryview) -> int:
-    """Write a record to the front of `target`, which has room for it. Returns its length in bytes."""
+    """Write a record to the front of `target`, which must be large enough. Returns the record's length in bytes."""
     blocks = record.blocks()
     nbytes = blocks * BLOCK_NBYTES
     head = np.zeros((), HEAD)
@@ -159,7 +159,7 @@ def encode(record: Record, target: memoryview) -> int:
 
 
 def claimed_blocks(first: memoryview) -> int:
-    """Length that the record with this first block claims; 0 if it is no record. Not verified yet."""
+    """Length in blocks that a record's first block states, unverified; 0 if the block begins no record."""
     if len(first) < BLOCK_NBYTES:
         return 0
     head = np.frombuffer(first, HEAD, 1)[0]
@@ -167,7 +167,7 @@ def claimed_blocks(first: memoryview) -> int:
 
 
 def decode(view: memoryview) -> Record | None:
-    """Read the record that fills `view`; None if any bit is wrong. The record stays valid when `view` changes."""
+    """Decode the record that fills `view`; None if it is damaged. The record is a copy, independent of `view`."""
     raw = bytearray(view)
     if len(raw) < BLOCK_NBYTES or claimed_blocks(memoryview(raw)) * BLOCK_NBYTES != len(raw):
         return None
@@ -189,7 +189,7 @@ def decode(view: memoryview) -> Record | None:
 
 
 def batches(read: Read, *, segment_blocks: int, blocks_there: int) -> Iterator[Record]:
-    """The batches of a segment, up to the first that is not whole or belongs to an earlier use of the file."""
+    """Batches of a segment, in order. Stops at a damaged batch, or one from an earlier use of the file."""
     start, number, life = 0, 0, None
     while start < blocks_there:
         view = read(start * BLOCK_NBYTES, BLOCK_NBYTES)
@@ -207,7 +207,7 @@ def batches(read: Read, *, segment_blocks: int, blocks_there: int) -> Iterator[R
 
 
 def read_summary(read: Read, *, segment_blocks: int) -> Record | None:
-    """The summary of a sealed segment; None without a whole one."""
+    """The summary of a segment; None if it is missing or damaged."""
     tail = min(TAIL_BLOCKS, segment_blocks)
     view = read((segment_blocks - tail) * BLOCK_NBYTES, tail * BLOCK_NBYTES)
     if len(view) != tail * BLOCK_NBYTES:
@@ -223,7 +223,7 @@ def read_summary(read: Read, *, segment_blocks: int) -> Record | None:
 
 
 def read_segment(read: Read, *, segment_blocks: int, blocks_there: int) -> tuple[Record, bool] | None:
-    """The content of all records of a segment, as a SUMMARY, and whether it is sealed. None: it has no batch."""
+    """The content of a segment as a SUMMARY, and whether the segment is sealed. None: the segment has no batch."""
     if blocks_there >= segment_blocks:
         sealed = read_summary(read, segment_blocks=segment_blocks)
         if sealed is not None:
@@ -254,17 +254,17 @@ def joined(records: Sequence[Record]) -> Record:
 
 
 def living(record: Record) -> Array:
-    """Entries of a segment that nothing later in it covers: no later entry of the key, and no tombstone."""
+    """Entries of a segment that no later entry of the same key replaces and no later tombstone covers."""
     entries = record.entries
     if not len(entries):
         return entries
     keys = flat(entries["key"])
-    # The last entry of each key: `unique` gives the first one of the reversed keys.
+    # The last entry of each key: `unique` returns the first of equal keys, so the keys are reversed.
     _, first = np.unique(keys[::-1], return_index=True)
     latest = np.sort(len(entries) - 1 - first)
     alive = np.ones(len(latest), np.bool_)
     if len(record.deleted):
-        # Batches are in order, so the last one of a key counts.
+        # Batches are in order, so the dict holds the last tombstone of each key.
         deleted = dict(zip(raw_keys(record.deleted["key"]), record.deleted["batch"].tolist(), strict=True))
         deleted_in = np.array([deleted.get(key, 0) for key in keys[latest].tolist()], np.int64)
         alive &= entries["batch"][latest] >= deleted_in
@@ -274,7 +274,7 @@ def living(record: Record) -> Array:
 
 
 def flat(keys: Array) -> Array:
-    """Keys of shape [n, 2] as n values of 16 bytes, which compare, sort and hash whole."""
+    """Keys of shape [n, 2] as n values of 16 bytes, for sorting and hashing."""
     return np.ascontiguousarray(keys, "<u8").view("V16").reshape(-1)
 
 

@@ -1,7 +1,7 @@
 """The index of a tier: a row per chunk, in anonymous memory. Not thread-safe.
 
-It uses the chunk table of the arena (`raykv.memory.table`), so a lookup of thousands of keys is one call. The table's
-`page` is the chunk's first block within its segment; its times are by the wall clock.
+It is a chunk table like the arena's (`raykv.memory.table`), so a lookup of thousands of keys is one call. Column `page`
+is the chunk's first block within its segment. Times are by the wall clock.
 """
 
 from collections import deque
@@ -20,24 +20,24 @@ from raykv.tier.segments.format import BLOCK_NBYTES, Array, flat
 from raykv.types import Bits, KeyArray, Rows
 
 SEGMENTS: Final = 1 << 20
-"""A drive has fewer segments than this; `segment` of a row is drive * SEGMENTS + segment."""
+"""A drive has fewer segments than this. Column `segment` is drive * SEGMENTS + segment."""
 REBUILD_ROWS: Final = 1 << 14
 REBUILD_SHARE: Final = 8
-"""When more rows than this go at once, and more than one in eight, the hash index is rebuilt: it costs less."""
+"""Removing more rows than this at once, and more than one in eight, rebuilds the hash index, which is faster."""
 CHANGES: Final = 1 << 22
-"""Changed keys to be announced; with more, the oldest are dropped."""
+"""Most changed keys in `Changes`. The oldest are dropped first."""
 
 
 class Index:
     """Rows of chunks.
 
     Attributes:
-        segment: The drive and segment, or the pack, that a row's chunk lies in.
-        nbytes, chunks: Totals by quota group.
+        segment: Per row: the drive and segment, or the pack, of its chunk.
+        nbytes, chunks: Totals per quota group.
     """
 
     def __init__(self, rows: int, *, now_s: float) -> None:
-        """Begin empty. Times are by the wall clock. Raises ConfigError without memory for this number of rows."""
+        """Begin empty. Raises ConfigError if memory is short for this number of rows."""
         self._table = Table.create(None, rows=rows, extents=1, extent_nbytes=SLOT_ALIGNMENT_NBYTES, now_s=now_s)
         self.columns = self._table.columns
         populated = self._table.rows_populated
@@ -55,11 +55,11 @@ class Index:
         return int(self.chunks.sum())
 
     def find(self, keys: KeyArray, *, now_s: float) -> Rows:
-        """Row of each key that is here and has not expired, else -1."""
+        """Row of each key; -1 if the key is not here or has expired."""
         return self._table.find_ready(keys, self._table.ticks(now_s))[0]
 
     def find_all(self, keys: KeyArray) -> Rows:
-        """The same, with expired chunks."""
+        """Row of each key, expired or not; -1 if the key is not here."""
         return self._table.find(keys)
 
     def found(self, row: int) -> Found:
@@ -81,11 +81,11 @@ class Index:
         return self._table.ready_rows()
 
     def used(self) -> slice:
-        """The first rows, among which are all rows in use."""
+        """A slice of the first rows that contains all rows in use."""
         return slice(0, self._free.fresh)
 
     def rows_where(self, bits: Bits) -> Rows:
-        """Rows in use where `bits`, an array over `used()`, is set."""
+        """Rows in use whose bit is set. `bits` is an array over `used()`."""
         return np.flatnonzero(bits & (self.columns.generation[: len(bits)] == 2)).astype(np.int32)
 
     def rows_of_group(self, group: int) -> Rows:
@@ -109,7 +109,7 @@ class Index:
         table = self._table
         while len(self._free) < count and table.rows_populated < self.rows:
             if not table.populate_rows(max(2 * table.rows_populated, ROWS_AT_START)):
-                break  # no memory: the tier does with the rows it has
+                break  # out of memory: the index stays at its size
             self._free.limit = table.rows_populated
         return self._free.take(count)
 
@@ -117,7 +117,7 @@ class Index:
         self._free.give(rows)
 
     def insert(self, rows: Rows, entries: Array, groups: npt.NDArray[Any], segment: int) -> None:
-        """Enter chunks (`format.ENTRY`) whose keys are not here into allocated rows; `groups` is a number for each."""
+        """Enter chunks (`format.ENTRY`) into allocated rows. Their keys must be new. `groups`: number per chunk."""
         columns = self.columns
         ticks = np.maximum(1, (entries["expires_s"] - self._made_at_s) * TICKS_PER_S)
         columns.expires[rows] = np.where(entries["expires_s"] > 0, np.minimum(ticks, 0xFFFFFFFF), 0)
@@ -159,7 +159,7 @@ class Index:
 
 
 class Changes:
-    """Keys that a tier got or lost since it was last asked."""
+    """Keys that were added to or removed from a tier since the last `take`."""
 
     def __init__(self) -> None:
         self._keys: deque[KeyArray] = deque()
@@ -172,7 +172,7 @@ class Changes:
             self._count -= len(self._keys.popleft())
 
     def take(self) -> KeyArray:
-        """All of them, each once; begin again."""
+        """Return all keys, without duplicates, and clear them."""
         changes, self._keys, self._count = self._keys, deque(), 0
         if not changes:
             return empty()

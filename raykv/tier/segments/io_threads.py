@@ -1,4 +1,4 @@
-"""Threads that wait for a disk, and the one thread that calls a tier's callers back."""
+"""Threads that wait for a disk, and the thread that calls a tier's callbacks."""
 
 import logging
 import queue
@@ -12,10 +12,9 @@ log = logging.getLogger(__name__)
 
 
 class IoThreads:
-    """Threads that run tasks one after another, and how long each has been at its present one.
+    """Threads that run tasks one after another, and how long each current task has run.
 
-    They run as background threads (SCHED_BATCH): a thread that a drive wakes takes an idle core or waits for its turn,
-    and does not interrupt readers of memory.
+    They run with SCHED_BATCH: a thread that wakes up after I/O does not preempt threads that serve reads from memory.
     """
 
     def __init__(
@@ -26,10 +25,10 @@ class IoThreads:
         *,
         failed: Callable[[Exception], None],
     ) -> None:
-        """Start them.
+        """Start the threads.
 
-        `next_task` is called with the thread's number, waits for a task, and returns None to end the thread. `failed`
-        is called with an exception that a task should have handled.
+        `next_task` takes the thread's number and waits for a task; it returns None to end the thread. `failed` is
+        called with any exception that a task raises.
         """
         self._next_task, self._failed = next_task, failed
         self._since: list[float | None] = [None] * count
@@ -41,7 +40,7 @@ class IoThreads:
             thread.start()
 
     def longest_s(self) -> float:
-        """Time that the oldest task under way has taken so far; 0 without one."""
+        """Age of the oldest running task; 0 if none runs."""
         now_s = time.monotonic()
         return max((now_s - since for since in self._since if since is not None), default=0.0)
 
@@ -49,7 +48,7 @@ class IoThreads:
         return sum(since is not None for since in self._since)
 
     def join(self, timeout_s: float) -> bool:
-        """Wait until all have ended. False if one has not: the disk holds it, and nothing can be done about that."""
+        """Wait until all threads have ended. Returns False if one has not, because the disk does not answer."""
         until_s = time.monotonic() + timeout_s
         for thread in self.threads:
             thread.join(max(0.0, until_s - time.monotonic()))
@@ -61,7 +60,7 @@ class IoThreads:
             self._since[number] = time.monotonic()
             try:
                 task()
-            except Exception as error:  # the tier turns off visibly, and the thread stays
+            except Exception as error:  # `failed` turns the tier off; the thread continues
                 log.exception("an unforeseen error in a tier's input or output")
                 self._failed(error)
             del task
@@ -69,7 +68,7 @@ class IoThreads:
 
 
 class Callbacks:
-    """The thread that calls back. A caller may take locks and time; the threads that move chunks never wait for it."""
+    """The thread that calls callbacks. These may acquire locks and be slow, so the I/O threads must not call them."""
 
     def __init__(self, name: str) -> None:
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -81,7 +80,7 @@ class Callbacks:
         self._queue.put(call)
 
     def close(self, threads: Sequence[threading.Thread], timeout_s: float) -> None:
-        """Serve what is queued, then end. If one of `threads` hangs in the disk, its calls are served when it ends."""
+        """Call what is queued, then end, after all `threads`. Waits at most `timeout_s` for that."""
         self._threads = threads
         self._queue.put(None)
         self._thread.join(timeout_s)
@@ -100,5 +99,5 @@ class Callbacks:
         try:
             if call is not None:
                 call()
-        except Exception:  # the caller's own; the thread must go on for others
+        except Exception:  # the callback's error; other callbacks must still be called
             log.exception("a tier's caller failed in its callback")

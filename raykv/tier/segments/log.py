@@ -3,10 +3,10 @@
     absent -> free -> open -> closed -> sealing -> sealed -> reclaiming -> free
 
 Segments are reclaimed in the order of their sequence numbers. So a tombstone outlives everything that it covers. Only
-a segment without live chunks and without tombstones may be reclaimed before its turn.
+a segment without live chunks and without tombstones may be reclaimed out of order.
 
-Source: log-structured file systems (Rosenblum and Ousterhout, 1992), without their choice of the emptiest segment:
-a cache may drop the unread chunks of its oldest segment instead of moving them.
+Source: log-structured file systems (Rosenblum and Ousterhout, 1992). Unlike there, the victim is the oldest segment,
+not the emptiest: a cache may drop unread chunks instead of moving them.
 """
 
 from array import array
@@ -22,16 +22,16 @@ from raykv.tier.segments.format import BATCH, BLOCK_NBYTES, NOTHING, Array, Coun
 State = Literal["free", "open", "closed", "sealing", "sealed", "reclaiming"]
 
 MOVED_SHARE: Final = 4
-"""At most one byte is moved for every four that callers write: a bound on write amplification."""
+"""At most one byte is moved for every four bytes that callers write. This bounds write amplification."""
 MOVED_AT_ONCE: Final = 0.5
-"""At most this part of a segment is moved, or reclaiming it would hardly give room."""
+"""At most this share of a segment is moved, so that reclaiming it frees enough space."""
 SPARE_SEGMENTS: Final = 2
-"""With fewer free segments, one is made or reclaimed: one to be filled next, and one for moved chunks."""
+"""With fewer free segments, one is made or reclaimed. One is for new chunks, and one for moved chunks."""
 
 
 @dataclass(eq=False)
 class Batch:
-    """A batch that has its place, from block `start` on, and is being written. `content` is the owner's."""
+    """A batch being written, at block `start`. `content` belongs to the caller of `Log.place`."""
 
     segment: "Segment"
     start: int
@@ -45,13 +45,13 @@ class Segment:
     """A segment and its state.
 
     Attributes:
-        sequence: Counts the segments of the path in the order they were opened; 0 while free.
-        live_nbytes: Bytes of its chunks that the index names.
-        rows: Rows of the index entered for it. Some may have moved to another segment since.
-        readers: Chunks being read from it.
-        end, placed: Block at which the next batch begins, and its number.
-        records: Of its written batches, until it is sealed.
-        counts: Content of all its batches.
+        sequence: Position in the order in which segments were opened; 0 while free.
+        live_nbytes: Bytes of its chunks in the index.
+        rows: Rows of the index entered for this segment. Some rows may since have moved to another segment.
+        readers: Number of reads queued or running.
+        end, placed: First block and number of the next batch.
+        records: Records of the written batches; empty once sealed.
+        counts: Content of all batches.
     """
 
     number: int
@@ -69,11 +69,11 @@ class Segment:
 
 
 class Log:
-    """The segments of one path, `limit` at most.
+    """The segments of one path, at most `limit`.
 
     Attributes:
-        open, reclaiming: The segment being filled, and the one being reclaimed.
-        written_nbytes, moved_nbytes: Of chunks that callers wrote, and that were moved; in whole blocks.
+        open, reclaiming: The segment being filled, and the segment being reclaimed.
+        written_nbytes, moved_nbytes: Bytes that callers wrote, and bytes that were moved, in whole blocks.
     """
 
     def __init__(self, *, limit: int, segment_blocks: int, incarnation: int) -> None:
@@ -89,7 +89,7 @@ class Log:
         self.written_nbytes = self.moved_nbytes = 0
 
     def free(self) -> list[int]:
-        """Numbers of segments that may be opened now: wiped, and without readers."""
+        """Numbers of the segments that may be opened: free ones without readers."""
         return [number for number in self._free if not self.segments[number].readers]
 
     def absent(self) -> int | None:
@@ -125,7 +125,7 @@ class Log:
         return list(self._in_use.values())
 
     def open_next(self, *, spare: int = 0) -> Segment | None:
-        """Open a free segment, if more than `spare` are free; the present one gets no more batches."""
+        """Close the open segment and open a free one. If at most `spare` are free: change nothing, return None."""
         free = self.free()
         if len(free) <= spare:
             return None
@@ -139,7 +139,7 @@ class Log:
         return self.open
 
     def fits(self, counts: Counts, *, blocks: int) -> bool:
-        """Whether a batch with chunks of `blocks` fits into the open segment, together with the summary."""
+        """Whether a batch whose chunks take `blocks` fits into the open segment, with room for the summary."""
         segment = self.open
         if segment is None:
             return False
@@ -147,7 +147,7 @@ class Log:
         return segment.end + counts.blocks() + blocks + summary <= self.segment_blocks
 
     def place(self, *, entries: Array, deleted: Array, dropped: Array, texts: tuple[bytes, ...], content: Any) -> Batch:
-        """Give a batch its place in the open segment, which it must fit into. Fills in `block` and `batch`."""
+        """Place a batch in the open segment, where it must fit. Sets the fields `block` and `batch` of the arrays."""
         segment = self.open
         assert segment is not None
         start, number = segment.end, segment.placed
@@ -178,7 +178,7 @@ class Log:
         return batch
 
     def finish(self, batch: Batch) -> list[Batch]:
-        """A batch is written. Returns, in order, those that a start finds from now on: none before them is missing."""
+        """Mark a batch as written. Returns the batches that recovery can find now: those without a gap before them."""
         batch.finished, ready = True, []
         in_flight = batch.segment.in_flight
         while in_flight and in_flight[0].finished:
@@ -187,7 +187,7 @@ class Log:
         return ready
 
     def next_to_seal(self) -> Segment | None:
-        """Take a segment that gets no more batches, and whose batches are all written."""
+        """Take a closed segment whose batches are all written; None if there is none."""
         for segment in self._closed:
             if not segment.in_flight:
                 self._closed.remove(segment)
@@ -205,7 +205,7 @@ class Log:
         return self.reclaiming is None and len(self.free()) < SPARE_SEGMENTS
 
     def choose_victim(self) -> Segment | None:
-        """Take the segment to be reclaimed next; one at a time. None while none can be."""
+        """Take the next segment to be reclaimed. None if none can be, or another one is being reclaimed."""
         if self.reclaiming is not None:
             return None
         full = self.in_order()
@@ -222,7 +222,7 @@ class Log:
         return max(0, min(most, self.written_nbytes // MOVED_SHARE - self.moved_nbytes))
 
     def mark_wiped(self, segment: Segment) -> None:
-        """A start would find nothing of it any more. It is opened again once it has no readers."""
+        """Mark a reclaimed segment as free. It may be opened once it has no readers."""
         self.segments[segment.number] = Segment(segment.number, readers=segment.readers)
         self._free.add(segment.number)
         del self._in_use[segment.sequence]
@@ -232,7 +232,7 @@ class Log:
 def second_chance(
     reads: npt.NDArray[np.int64], nbytes: npt.NDArray[np.int64], *, most_nbytes: int
 ) -> npt.NDArray[np.int64]:
-    """Indexes of the chunks of a reclaimed segment that are moved: the most often read first, up to `most_nbytes`."""
+    """Indexes of the chunks to move out of a reclaimed segment: the most read first, up to `most_nbytes`."""
     order = np.argsort(-reads, kind="stable")
     order = order[reads[order] > 0]
     return order[np.cumsum(nbytes[order]) <= most_nbytes]

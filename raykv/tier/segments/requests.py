@@ -1,4 +1,4 @@
-"""Calls of `write` and `read` until their callback, and the chunks on their way to and from a disk."""
+"""Pending `write` and `read` calls of a tier, and their chunks."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -17,11 +17,11 @@ from raykv.types import Bits, KeyArray, Rows
 
 NBYTES_COUNTS: Final = ("written_nbytes", "disk_nbytes", "moved_nbytes", "read_nbytes")
 COUNTS: Final = (*NBYTES_COUNTS, "refused", "timeouts", "errors", "corrupt")
-"""What every tier counts; see `Tier.stats`."""
+"""Counters of every tier; see `Tier.stats`."""
 
 
 class WriteQueue:
-    """What every tier has: its arena, callbacks, counts, and the chunks that wait to be written."""
+    """Base of a tier's state: arena, callbacks, counters, and the queue of chunks to be written."""
 
     def __init__(self, name: str, arena: memoryview, groups: GroupNames) -> None:
         self.arena, self.groups, self.callbacks = arena, groups, Callbacks(name)
@@ -41,15 +41,15 @@ class WriteQueue:
 
 
 class Request:
-    """A call of `write` or `read`. Called back once, when all its chunks are done. Used under the tier's lock."""
+    """A call of `write` or `read`. Calls `done` once, when all chunks are finished. Guarded by the tier's lock."""
 
     def __init__(self, callbacks: Callbacks, done: Callable[[list[bool]], None], *, chunks: int = 0) -> None:
         self._callbacks, self._done = callbacks, done
         self._results = [False] * chunks
-        self._left = 1  # for `submit`
+        self._left = 1  # counts unfinished chunks, and 1 for the call of `submit`
 
     def add(self, result: bool | None = None) -> int:
-        """Add a chunk; None: its result is not known yet. Returns its place."""
+        """Add a chunk and return its position. With result None, `finish` must follow."""
         self._results.append(bool(result))
         self.expect(result is None)
         return len(self._results) - 1
@@ -72,12 +72,12 @@ class Item:
     """A chunk on its way to a disk.
 
     Attributes:
-        view: Its bytes, up to a whole block.
-        text: Its quota group as JSON.
-        request, place: Whose it is; none for a chunk that is moved.
-        row, moved_from: Row, and segment and block, of a chunk that is moved; else -1.
-        placed: Whether it has its place in a batch.
-        cancelled: It was deleted meanwhile.
+        view: Bytes of the chunk, padded to a whole block.
+        text: Quota group as JSON.
+        request, place: The request and the position in it; None for a chunk being moved.
+        row, moved_from: Row, and (segment, block), of a chunk being moved; else -1.
+        placed: Whether the item has left the queue.
+        cancelled: Whether the chunk was deleted after it was queued.
     """
 
     chunk: Chunk
@@ -101,7 +101,7 @@ def item_of(chunk: Chunk, arena: memoryview, text: bytes, request: Request) -> I
 
 
 def entries_of(items: Sequence[Item], indexes: dict[bytes, int]) -> Array:
-    """Array of ENTRY of chunks to be written, without their places. `indexes` are those of the record's texts."""
+    """Entries (`format.ENTRY`) of chunks, without their places. `indexes`: index of each text in the record."""
     entries = np.zeros(len(items), ENTRY)
     if items:
         entries["key"] = key_array([item.chunk.key for item in items])
@@ -114,7 +114,7 @@ def entries_of(items: Sequence[Item], indexes: dict[bytes, int]) -> Array:
 
 
 class Piece(NamedTuple):
-    """A chunk to be read to `offset` in the arena; the first fields are the index's, `place` is that in its request."""
+    """A chunk to be read to `offset` in the arena. `place`: position in the request. Other fields: from the index."""
 
     row: int
     segment: int
@@ -138,7 +138,7 @@ class Run:
         return [arena[each.offset : each.offset + blocks_of(each.nbytes) * BLOCK_NBYTES] for each in self.pieces]
 
     def verify(self, views: Sequence[memoryview], got: int) -> Bits:
-        """Which chunks are right, when `got` bytes were read. Looks at every byte."""
+        """Which chunks have the right checksum. `got` is the number of bytes read."""
         right, end = np.zeros(len(views), np.bool_), 0
         for number, (piece, view) in enumerate(zip(self.pieces, views, strict=True)):
             whole = end + piece.nbytes <= got
@@ -147,14 +147,14 @@ class Run:
         return right
 
     def unchanged(self, index: Index) -> Bits:
-        """Whose rows still are the chunks that were asked for."""
+        """Which rows still hold the requested chunk."""
         rows, pieces = self.rows, np.array([piece[1:5] for piece in self.pieces], np.uint64).reshape(-1, 4)
         same: Bits = index.segment[rows] == pieces[:, 0].astype(np.int64)
         same &= (index.columns.page[rows] == pieces[:, 1]) & (index.columns.checksum[rows] == pieces[:, 3])
         return same
 
     def enter(self, right: Bits, index: Index, counts: dict[str, int], *, now_s: float) -> Rows:
-        """Count what was read. Returns rows that still are these chunks, and whose bytes were not `right`."""
+        """Count bytes and touch rows of the `right` chunks. Returns rows that still hold one of the wrong chunks."""
         rows, same = self.rows, self.unchanged(index)
         counts["read_nbytes"] += int(np.array([piece.nbytes for piece in self.pieces])[right].sum())
         index.touch(np.unique(rows[right & same]), now_s=now_s)
@@ -168,7 +168,7 @@ class Run:
 def pieces_of(
     index: Index, keys: KeyArray, found: Sequence[Found | None], offsets: Sequence[int], *, now_s: float
 ) -> list[Piece]:
-    """The chunks of a `read` that are still what `find` returned, in the order of their places on the disk."""
+    """Pieces for the chunks of a `read` that are still the same as in `found`, in disk order."""
     rows, columns = index.find(keys, now_s=now_s), index.columns
     fields: list[Array] = [index.segment, columns.page, columns.nbytes, columns.checksum]
     values = zip(rows.tolist(), *(field[rows].tolist() for field in fields), offsets, range(len(keys)), strict=True)
@@ -178,7 +178,7 @@ def pieces_of(
 
 
 def runs_of(request: Request, pieces: Sequence[Piece], *, most_nbytes: int) -> list[Run]:
-    """Put neighbours together, up to `most_nbytes` each. The request expects them."""
+    """Join pieces that are adjacent on the disk to runs of at most `most_nbytes`. Calls `request.expect` for them."""
     request.expect(len(pieces))
     runs: list[Run] = []
     end, nbytes = (-1, -1), 0

@@ -1,9 +1,9 @@
-"""Input and output of one directory of segment files.
+"""I/O on a directory of segment files.
 
-Bytes go straight between the drive and the arena: O_DIRECT, and one call for a batch's record and all its chunks. Where
-a file system refuses O_DIRECT, they go through the page cache and are dropped from it at once.
+O_DIRECT transfers bytes between the drive and the arena without a copy. One call takes a batch's record and all its
+chunks. If a file system refuses O_DIRECT, bytes pass through the page cache and are dropped from it at once.
 
-Files are opened for each operation: that costs microseconds, and a directory that was removed is noticed at once.
+Each operation opens its file, which costs microseconds. So a removed directory is noticed at once.
 """
 
 import errno
@@ -23,13 +23,13 @@ from raykv.tier.segments.format import BLOCK_NBYTES, Record, encode
 log = logging.getLogger(__name__)
 
 IOV_MAX: Final = 1024
-"""Buffers that one call may take (the kernel's bound)."""
+"""Most buffers in one call (the limit of Linux)."""
 
 Direct = Literal["try", "require", "never"]
 
 
 class Volume:
-    """The segment files of one directory, opened with O_DIRECT if `direct`. Thread-safe; methods wait for the disk."""
+    """The segment files of a directory. `direct`: O_DIRECT is used. Thread-safe; methods wait for the disk."""
 
     def __init__(self, path: Path, *, segment_nbytes: int, direct: Direct) -> None:
         self.path, self.segment_nbytes = path, segment_nbytes
@@ -38,9 +38,11 @@ class Volume:
         self._lock_fd = -1
 
     def open(self) -> None:
-        """Make the directory if need be, and lock it for this process. May be called again.
+        """Create the directory if it is missing, and lock it for this process. May be called again.
 
-        ConfigError: another process uses it, or it refuses O_DIRECT, which is required. OSError: it cannot be used now.
+        Raises:
+            ConfigError: Another process uses the directory, or O_DIRECT is required and refused.
+            OSError: The directory cannot be used now.
         """
         self.close()
         make_directory(self.path)
@@ -52,7 +54,7 @@ class Volume:
             raise ConfigError(
                 f"field 'paths': another process uses {self.path}; give every node a node_id, or paths, of its own"
             ) from None
-        os.pwrite(self._lock_fd, b"in use while a process holds its lock\n", 0)  # fails here if it is read-only
+        os.pwrite(self._lock_fd, b"in use while a process holds its lock\n", 0)  # fails if the file system is read-only
         try:
             flags = os.O_DIRECT if self.direct else 0
             os.close(os.open(self.path / "lock", os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | flags))
@@ -72,7 +74,7 @@ class Volume:
         }
 
     def make(self, number: int) -> None:
-        """Make a segment file, or give one its full length. On an error, such as ENOSPC, a new file is removed."""
+        """Create a segment file, or extend it to its full length. On an error (ENOSPC), a new file is removed."""
         path = self._path(number)
         existed = path.exists()
         with self._file(number, os.O_CREAT) as fd:
@@ -88,9 +90,9 @@ class Volume:
         self._path(number).unlink(missing_ok=True)
 
     def write(self, number: int, offset: int, buffers: Sequence[memoryview], *, sync: bool = False) -> int:
-        """Write buffers one after another; all aligned to blocks. Returns the number of bytes.
+        """Write buffers one after another. Offset, addresses and lengths must be multiples of a block.
 
-        With `sync` the whole segment is forced to the drive, so that it survives a power cut.
+        `sync` calls fdatasync, so that the whole segment survives a power cut. Returns the number of bytes.
         """
         with self._file(number) as fd:
             nbytes = write_all(fd, buffers, offset)
@@ -101,7 +103,7 @@ class Volume:
         return nbytes
 
     def read(self, number: int, offset: int, buffers: Sequence[memoryview]) -> int:
-        """Fill buffers one after another; all aligned to blocks. Returns the number of bytes, fewer at the end."""
+        """Fill buffers, aligned like those of `write`. Returns the number of bytes: fewer at the end of the file."""
         with self._file(number) as fd:
             nbytes = transfer(os.preadv, fd, buffers, offset)
             if not self.direct:
@@ -127,13 +129,13 @@ class Volume:
 
 
 def make_directory(path: Path) -> None:
-    """Make a directory that this user alone may enter, with the ones above it."""
+    """Create a directory that only this user may enter. Missing parents are created too."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.mkdir(mode=0o700, exist_ok=True)
 
 
 def transfer(call: Callable[..., int], fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-    """Call `os.preadv` or `os.pwritev` until the buffers are done, or the file ends. Returns the number of bytes."""
+    """Repeat `os.preadv` or `os.pwritev` until all buffers are done or the file ends. Returns the number of bytes."""
     left, done = list(buffers), 0
     while left:
         got = call(fd, left[:IOV_MAX], offset + done)
@@ -150,7 +152,7 @@ def transfer(call: Callable[..., int], fd: int, buffers: Sequence[memoryview], o
 
 
 def write_all(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-    """Write buffers one after another. Returns the number of bytes. OSError also when the file takes only a part."""
+    """Write buffers one after another. Returns the number of bytes. Raises OSError also after a partial write."""
     nbytes = transfer(os.pwritev, fd, buffers, offset)
     if nbytes < sum(map(len, buffers)):
         raise OSError(errno.EIO, "nothing was written")
@@ -158,18 +160,17 @@ def write_all(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
 
 
 def aligned(nbytes: int) -> memoryview:
-    """Private memory that begins at a page."""
+    """Allocate private, page-aligned memory of at least `nbytes`."""
     return memoryview(mmap.mmap(-1, max(nbytes, mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
 
 def encoded(record: Record) -> memoryview:
-    """A record in private memory that begins at a page."""
     buffer = aligned(record.blocks() * BLOCK_NBYTES)
     return buffer[: encode(record, buffer)]
 
 
 def _close(fd: int) -> None:
-    """Close a file. It is closed even if the drive reports an error."""
+    """Close a file. An I/O error is only logged: the descriptor is closed anyway."""
     try:
         os.close(fd)
     except OSError as error:

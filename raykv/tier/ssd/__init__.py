@@ -1,1 +1,1 @@
-"""The SSD tier: a log of segments on each drive."""
+"""The SSD tier."""

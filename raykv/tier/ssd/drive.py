@@ -1,4 +1,4 @@
-"""The state of one drive of an SSD tier: its log, its queues, its health. Everything is under the tier's lock."""
+"""The state of one drive of an SSD tier: log, queues, health. The tier's lock guards all of it."""
 
 import secrets
 import threading
@@ -18,16 +18,17 @@ from raykv.tier.segments.volume import Volume
 from raykv.types import Rows
 
 PENDING_DELETED: Final = 1 << 20
-"""Deleted keys remembered for a drive that is off. With more, it is emptied when it comes back."""
+"""Most deleted keys remembered for a drive that is off. If there are more, the drive is emptied when it is on again."""
 
 
 @dataclass(eq=False, slots=True)
 class Content:
-    """The content of a batch: chunks, rows allocated for the new ones, and tombstones.
+    """The content of a batch: chunks and tombstones.
 
     Attributes:
-        epoch: Of the drive when the batch was begun.
-        blocks, texts: Of all chunks.
+        epoch: Epoch of the drive when the batch was begun.
+        rows: Rows of the index allocated for the new chunks.
+        blocks, texts: Total blocks, and quota groups, of all chunks.
     """
 
     epoch: int
@@ -39,24 +40,24 @@ class Content:
     texts: frozenset[bytes] = frozenset()
 
     def counts(self, item: Item | None = None) -> Counts:
-        """How much its record holds, with one more chunk."""
+        """Counts for the batch's record; includes `item` if given."""
         texts = self.texts.union(self.dropped, [item.text] if item else [])
         return Counts(len(self.items) + (item is not None), len(self.deleted), len(self.dropped), texts)
 
 
 class Drive:
-    """One directory.
+    """The state of one directory of segments.
 
     Attributes:
-        slow: An operation takes too long: the drive gets no new work.
-        reason: Why it is off or does not grow; empty if nothing is wrong.
-        epoch: Counts failures: work begun in an earlier epoch is void.
-        deleted, dropped: Tombstones (keys, and quota groups as text) that no record on the drive has yet.
-        drop_everything: There were too many tombstones to remember: nothing on the drive may be used.
-        tasks: For the upkeep thread.
-        reads, moves: Queues of chunks to be read, and to be moved out of the segment being reclaimed.
-        moves_left: Of those, how many are not written yet; None while no segment waits for its moves.
-        under_way: Reads and writes that the drive is working on.
+        slow: An operation takes too long. The drive gets no new work.
+        reason: Why the drive is off or does not grow; empty if nothing is wrong.
+        epoch: Number of failures. Results of work begun in an earlier epoch are ignored.
+        deleted, dropped: Tombstones not yet written to the drive: keys, and quota groups as text.
+        drop_everything: There were too many tombstones to remember. All content of the drive is discarded.
+        tasks: Tasks of the upkeep thread.
+        reads, moves: Queues: runs to be read, and chunks to be moved out of the segment being reclaimed.
+        moves_left: Number of moves not yet written; None while no segment waits for moves.
+        under_way: Number of running reads and writes.
     """
 
     def __init__(self, number: int, volume: Volume, config: SsdConfig, lock: threading.Lock) -> None:
@@ -65,7 +66,7 @@ class Drive:
         self._incarnation = secrets.randbits(64)
         self.state: Literal["starting", "on", "off"] = "starting"
         self.slow, self.reason, self.logged_reason, self.epoch = False, "", "", 0
-        self.wake = threading.Condition(lock)  # of threads that move chunks
+        self.wake = threading.Condition(lock)  # for the threads that read and write chunks
         self.wake_upkeep = threading.Condition(lock)
         self.deleted: dict[bytes, None] = {}
         self.dropped: dict[bytes, None] = {}
@@ -94,13 +95,13 @@ class Drive:
 
     @property
     def has_pending_tombstones(self) -> bool:
-        """Whether a start could find a chunk that was deleted or dropped."""
+        """Whether recovery could find a deleted chunk, because its tombstone is not written yet."""
         contents = [self, *(batch.content for batch in self.in_flight)]
         cancelled = (item.cancelled for content in contents[1:] for item in content.items)
         return any(content.deleted or content.dropped for content in contents) or any(cancelled)
 
     def identity(self, segment: Segment) -> int:
-        """By which rows of the index name a segment."""
+        """The value of `Index.segment` for a segment."""
         return self.number * SEGMENTS + segment.number
 
     def notify(self) -> None:
@@ -112,7 +113,7 @@ class Drive:
         self.wake.notify()
 
     def remember_deleted(self, keys: Sequence[bytes]) -> None:
-        """Keys were deleted while it was not known whether they lie here."""
+        """Keep tombstones for keys that were deleted while the content of the drive was unknown."""
         self.deleted.update(dict.fromkeys(keys))
         if len(self.deleted) > PENDING_DELETED:
             self.drop_everything = True

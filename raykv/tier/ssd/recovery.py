@@ -1,10 +1,10 @@
-"""Finds the chunks on one drive at its start. See `raykv.tier.ssd.tier`.
+"""Recovery: finds the chunks on one drive when it starts. See `raykv.tier.ssd.tier`.
 
-First the records of all segments are read, by several threads: one read per sealed segment. An unsealed segment is
-walked, and its chunks are compared with their checksums, which cuts off a torn tail. Then the segments are entered,
-newest first: a key that a newer segment has, or that a newer tombstone covers, is left out.
+First, several threads read the records of all segments. A sealed segment takes one read. In an unsealed segment all
+batches are read, and chunks with a wrong checksum (a torn write) are left out. Then the segments are entered, newest
+first. A key that a newer segment has, or that a newer tombstone covers, is left out.
 
-The tasks run on threads and wait for the disk; an error turns the drive off. `Shared` is changed under its lock.
+Tasks run on the drive's threads and wait for the disk. An error turns the drive off.
 """
 
 import errno
@@ -36,19 +36,18 @@ from raykv.types import Bits
 log = logging.getLogger(__name__)
 
 VERIFY_NBYTES: Final = 8 << 20
-"""Size of the first buffer for the chunks of an unsealed segment."""
+"""Initial size of the buffer for verifying chunks."""
 
 
 class Recovery:
     def __init__(self, shared: Shared, drive: Drive, wipe: Callable[[int], None]) -> None:
-        """Begin with `open` or `list_segments`. `wipe` overwrites what a start finds of a segment."""
+        """The caller begins with `open` or `list_segments`. `wipe` makes a segment empty for recovery."""
         self._shared, self._drive, self._wipe = shared, drive, wipe
         self._unread = 0
         self._found: list[tuple[int, Record, bool]] = []
-        self._deleted, self._dropped = set[bytes](), set[bytes]()  # by newer segments
+        self._deleted, self._dropped = set[bytes](), set[bytes]()  # tombstones of newer segments
 
     def open(self) -> None:
-        """Lock the directory again, and go on with `list_segments`."""
         self._drive.volume.open()
         self.list_segments()
 
@@ -63,7 +62,7 @@ class Recovery:
             drive.notify()
 
     def _read(self, number: int, file_nbytes: int, epoch: int) -> None:
-        """Read one segment's records. The last task of the drive goes on with `_enter_all`."""
+        """Read one segment's records. The task that reads the last segment calls `_enter_all`."""
         drive, found, usable = self._drive, None, True
         try:
             if drive.drop_everything:
@@ -77,7 +76,7 @@ class Recovery:
                 raise
             usable = found is not None
         if not usable:
-            drive.volume.remove(number)  # it is empty, and there is no space for it
+            drive.volume.remove(number)  # it is empty, and there is no space to extend it
         with self._shared.lock:
             if epoch != drive.epoch:
                 return
@@ -91,7 +90,7 @@ class Recovery:
             self._enter_all(epoch)
 
     def _records(self, number: int, file_nbytes: int) -> tuple[Record, bool] | None:
-        """Content of a segment's records; of an unsealed one, without its torn tail."""
+        """Like `read_segment`, but without the damaged chunks of an unsealed segment."""
         buffer = aligned(TAIL_BLOCKS * BLOCK_NBYTES)
 
         def read(offset: int, nbytes: int) -> memoryview:
@@ -119,7 +118,7 @@ class Recovery:
         return whole
 
     def _read_bytes(self, number: int, offset: int, target: memoryview) -> int:
-        """Read; a bad spot counts as the end of the file."""
+        """Read bytes of a segment. Returns their number; 0 on a media error (EIO)."""
         try:
             return self._drive.volume.read(number, offset, [target])
         except OSError as error:
@@ -136,7 +135,7 @@ class Recovery:
         for number, record, sealed in found:
             for text in record.texts:
                 if text not in numbers:
-                    numbers[text] = shared.groups.number(text)  # without our lock: it takes the node's
+                    numbers[text] = shared.groups.number(text)  # not under our lock: acquires the node's lock
             entries = living(record)
             with shared.lock:
                 if epoch != drive.epoch:
@@ -151,7 +150,7 @@ class Recovery:
     def _enter(
         self, number: int, record: Record, entries: Array, groups: Sequence[int | None], *, sealed: bool
     ) -> None:
-        """Enter the entries of a segment that no newer segment has. `groups` are the numbers of the record's texts."""
+        """Enter a segment's entries that are not in newer segments. `groups`: number of each text of the record."""
         shared, drive, index = self._shared, self._drive, self._shared.index
         segment = drive.log.add_found(number, sealed=sealed, record=record)
         texts = zip(groups, record.texts, strict=True)
@@ -160,13 +159,13 @@ class Recovery:
         known = [group is not None and text not in dropped for group, text in zip(groups, record.texts, strict=True)]
         keep = np.array(known, np.bool_)[entries["group"]]
         keep &= (entries["expires_s"] == 0) | (entries["expires_s"] > shared.wall())
-        for deleted in filter(None, (self._deleted, drive.deleted)):  # by newer segments, and meanwhile
+        for deleted in filter(None, (self._deleted, drive.deleted)):  # in newer segments, or by callers
             keep &= np.array([key not in deleted for key in raw_keys(entries["key"])], np.bool_)
         entries = entries[keep]
         existing = index.find_all(np.ascontiguousarray(entries["key"]))
         elsewhere = (existing >= 0) & (index.segment[existing] // SEGMENTS != drive.number)
         for key in raw_keys(entries["key"][elsewhere]):
-            drive.deleted[key] = None  # another drive has it too: one copy is enough
+            drive.deleted[key] = None  # another drive has this chunk too: delete this copy
         entries = entries[existing < 0]
         rows = index.allocate(len(entries))
         entries = entries[: len(rows)]

@@ -1,7 +1,6 @@
-"""What the drives of one SSD tier share: the lock, the index, the queue of chunks to be written.
+"""The state that the drives of an SSD tier share: index and write queue. One lock guards all of it.
 
-Everything is under the lock. The index holds at all times what a start would find, except for chunks that a tombstone
-covers: one on the drive, or one in a drive's queue.
+Invariant: the index holds the chunks that recovery would find, except chunks covered by a tombstone, written or queued.
 """
 
 import logging
@@ -23,16 +22,16 @@ from raykv.types import Rows
 log = logging.getLogger(__name__)
 
 RETRY_S: Final = 30.0
-"""A drive that failed is tried again after this time."""
+"""Time between a drive's failure and the next attempt."""
 
 
 class Shared(WriteQueue):
-    """Used under `lock`.
+    """Guarded by `lock`.
 
     Attributes:
-        queue: Chunks to be written that have no place yet.
-        coming: Chunks to be written, by key, until they are in the index.
-        texts, quotas: Quota groups as JSON, and their quotas in bytes, by their numbers on this node.
+        queue: Chunks to be written that are not in a batch yet.
+        coming: Chunks queued or being written, by key.
+        texts, quotas: Per number of a quota group on this node: its JSON, and its quota in bytes.
         ended: The tier is being closed.
     """
 
@@ -96,7 +95,7 @@ class Shared(WriteQueue):
         return place == moved_from and int(columns.checksum[row]) == checksum
 
     def insert(self, drive: Drive, segment: Segment, rows: Rows, entries: Array, groups: Array) -> int:
-        """Enter chunks of a segment; keys that are not here. Returns their bytes on the drive."""
+        """Enter chunks of a segment, whose keys must be new. Returns the bytes that they take on the drive."""
         if not len(rows):
             return 0
         self.index.insert(rows, entries, groups, drive.identity(segment))
@@ -118,7 +117,7 @@ class Shared(WriteQueue):
                 segments[identity % SEGMENTS].live_nbytes -= int(total)
 
     def remove(self, rows: Rows, *, tombstones: bool) -> None:
-        """Take chunks, all different, out of the index; with tombstones no start finds them either."""
+        """Remove rows, without duplicates, from the index. `tombstones`: also queue tombstones for the keys."""
         if not len(rows):
             return
         if tombstones:
@@ -147,10 +146,10 @@ class Shared(WriteQueue):
             self.disown(drive, item.chunk.key)
 
     def disown(self, drive: Drive, key: bytes) -> None:
-        """A copy on the drive is not in the index: write a tombstone, or a start would find the copy.
+        """Queue a tombstone for a copy on the drive that is not in the index, so that recovery does not find it.
 
-        No tombstone if the chunk was stored on this drive again: a start takes the newer copy, and a tombstone written
-        after that copy would cover it too.
+        If the chunk was stored on this drive again, there is no tombstone: recovery takes the newer copy, and a
+        tombstone written after that copy would cover it too.
         """
         row = int(self.index.find_all(key_array([key]))[0])
         if row >= 0 and int(self.index.segment[row]) // SEGMENTS == drive.number:
@@ -190,7 +189,7 @@ class Shared(WriteQueue):
         run.finish([*results])
 
     def void(self, drive: Drive, batch: Batch) -> None:
-        """The drive failed before this batch was published."""
+        """Undo a batch that was not published before its drive failed."""
         drive.in_flight.discard(batch)
         self.index.release(batch.content.rows)
         for item in batch.content.items:
@@ -198,7 +197,7 @@ class Shared(WriteQueue):
                 self.finish(item, False)
 
     def fail(self, drive: Drive, error: Exception, epoch: int | None = None) -> None:
-        """Turn a drive off; it is retried later. Not if it has failed after `epoch` already; None: always."""
+        """Turn a drive off; `Workers.watch` retries it. No effect if the drive has failed since `epoch` (if given)."""
         if epoch is not None and epoch != drive.epoch:
             return
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
@@ -227,6 +226,5 @@ class Shared(WriteQueue):
         drive.notify()
 
     def fail_later(self, drive: Drive, error: Exception, epoch: int | None = None) -> None:
-        """`fail`, from a thread without the lock."""
         with self.lock:
             self.fail(drive, error, epoch)

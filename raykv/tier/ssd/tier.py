@@ -1,15 +1,15 @@
-"""The tier of a node's SSDs: a log of segments on each path, and one index in memory for all of them.
+"""The tier of a node's SSDs: a log of segments on each path, and one index in memory for all paths.
 
-Bytes go straight between the arena and the drives (`segments.volume`), in batches of a record and many chunks
-(`segments.format`). Each path has a log (`segments.log`) and threads (`ssd.workers`). The threads take work from the
-queues when they are free, so a slower drive gets less of it.
+Batches of a record and many chunks (`segments.format`) are transferred between the arena and the drives without a copy
+(`segments.volume`). Each path has a log (`segments.log`) and threads (`ssd.workers`). Idle threads take work from the
+queues, so a slower drive gets less work.
 
-A chunk is in the tier once a start would find it. Queued chunks are lost when the process is killed; their callback has
-not said otherwise.
+A chunk is in the tier once recovery would find it; only then does its callback report success. Queued chunks are lost
+if the process is killed.
 
-A path that fails is off; one that takes too long is slow. It gets nothing new, its queue is called back as not done,
-and the other paths go on. Operations under way on it are called back when the disk ends them, because until then it may
-still use their bytes.
+A path is off after a failure, and slow if an operation takes too long. An off or slow path gets no new work, and its
+queued reads fail; the other paths continue. A running operation is called back only when it ends, because the disk may
+use its buffers until then.
 """
 
 import threading
@@ -34,25 +34,25 @@ from raykv.types import Bits, KeyArray
 
 QUEUED_CHUNKS: Final = 1 << 14
 QUEUED_NBYTES: Final = 128 << 20
-"""What may wait to be written. These chunks cannot be evicted from memory meanwhile."""
+"""Limits of the write queue. Queued chunks cannot be evicted from memory."""
 INDEX_ROW_NBYTES: Final = 64 << 10
 """The index has a row for each 64 KiB of SSD, unless the config has `max_chunks`."""
 WATCH_S: Final = 0.25
-"""How often slow drives are looked for, and drives that may be tried again."""
+"""Interval of the checks for slow drives, and for failed drives to retry."""
 TIDY_S: Final = 10.0
-"""How often expired chunks are removed from the index."""
+"""Interval at which expired chunks are removed from the index."""
 CLOSE_S: Final = 10.0
-"""`close` waits this long for operations under way."""
+"""`close` waits this long for running operations."""
 
 
 class SsdTier(Tier):
     name, place = "ssd", Place.SSD
 
     def __init__(self, config: SsdConfig, environment: Environment, *, wall: Callable[[], float] = time.time) -> None:
-        """Lock the directories, and begin to find what is there. `wall` returns seconds since 1970.
+        """Lock the directories and start recovery. `wall` returns seconds since 1970.
 
-        ConfigError: another process uses one of the directories, O_DIRECT is required and refused, or there is no
-        memory for the index.
+        Raises ConfigError if another process uses a directory, O_DIRECT is required and refused, or memory is short
+        for the index.
         """
         self.config, self.write_nbytes_per_day = config, config.write_nbytes_per_day
         rows = config.max_chunks or max(1024, len(config.paths) * config.capacity_nbytes // INDEX_ROW_NBYTES)
@@ -93,7 +93,7 @@ class SsdTier(Tier):
             return self._shared.index.keys(self._shared.index.ready())
 
     def take_changes(self) -> tuple[KeyArray, KeyArray]:
-        """See `Tier`. A key that was added and removed again counts as removed."""
+        """See `Tier`. A key that was added and then removed is returned as removed."""
         with self._shared.lock:
             keys = self._shared.changes.take()
             here = self._shared.index.find_all(keys) >= 0
@@ -105,7 +105,7 @@ class SsdTier(Tier):
             return int(nbytes.sum() if group is None else nbytes[group])
 
     def write(self, chunks: Sequence[Chunk], done: Written) -> int:
-        """See `Tier`. A chunk that is being written already is False in `done`."""
+        """See `Tier`. `done` gets False for a chunk that an earlier call is still writing."""
         shared = self._shared
         texts = {group: shared.groups.text(group) for group in {chunk.group for chunk in chunks}}
         request = Request(shared.callbacks, lambda results: done(chunks[: len(results)], results))
@@ -131,7 +131,7 @@ class SsdTier(Tier):
         return taken
 
     def _fits(self, chunk: Chunk) -> bool:
-        """Whether a chunk can be written at all: into a segment, with two records, and into its group's quota."""
+        """Whether a chunk fits into an empty segment, with two records, and into its group's quota."""
         quota = self._shared.quotas.get(chunk.group)
         most = self.config.segment_nbytes - 4 * BLOCK_NBYTES
         return chunk.nbytes <= min(most, QUEUED_NBYTES) and (quota is None or chunk.nbytes <= quota)
@@ -154,7 +154,7 @@ class SsdTier(Tier):
         return True
 
     def delete(self, keys: KeyArray) -> int:
-        """See `Tier`. It holds across a restart once its tombstones are written, before anything else; see `flush`."""
+        """See `Tier`. Takes effect across a restart once the tombstones are written; `flush` waits for that."""
         shared = self._shared
         with shared.lock:
             here = int((shared.index.find(keys, now_s=shared.wall()) >= 0).sum())
@@ -195,9 +195,9 @@ class SsdTier(Tier):
                 self._shared.notify()
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until all tombstones are written, so that no start finds a chunk that was deleted or dropped.
+        """Wait until all tombstones are written, so that no restart finds a deleted chunk.
 
-        False if they are not written by then, or a drive that needs some takes nothing now.
+        Returns False after the timeout, or if every drive that lacks tombstones is off or slow.
         """
         shared, until_s = self._shared, time.monotonic() + timeout_s
         with shared.lock:
@@ -219,7 +219,7 @@ class SsdTier(Tier):
                     self._shared.remove_expired()
 
     def stats(self) -> dict[str, Any]:
-        """See `Tier`; and `paths`: state of each, with segments, free_segments, direct and queued_reads."""
+        """See `Tier`. Adds queued_nbytes, and `paths`: `Drive.stats` of each path."""
         shared = self._shared
         with shared.lock:
             paths = [drive.stats() for drive in shared.drives]
@@ -237,7 +237,7 @@ class SsdTier(Tier):
             }
 
     def close(self) -> None:
-        """See `Tier`. Batches being written and tombstones are finished."""
+        """See `Tier`. Batches being written and pending tombstones are finished first."""
         shared = self._shared
         self._stop.set()
         self._watcher.join()

@@ -1,7 +1,7 @@
 """Makes, seals, reclaims and wipes the segments of one drive. See `raykv.tier.ssd.tier`.
 
-A segment is reclaimed in this order: chunks that were read since are moved to another segment, the first and the last
-block are wiped, its chunks leave the index, it is free. So the index holds at all times what a start would find.
+To reclaim a segment: move its recently read chunks to another segment; wipe its first and last block; remove its chunks
+from the index; mark it free. In this order, the index always holds what recovery would find.
 """
 
 import errno
@@ -21,15 +21,15 @@ from raykv.tier.ssd.drive import Drive
 from raykv.tier.ssd.shared import Shared
 
 FEWEST_SEGMENTS: Final = 2
-"""With less space on the drive, it is off."""
+"""A drive without space for this number of segments is turned off."""
 SPARE_ROWS: Final = 2048
-"""A segment is reclaimed when the index has fewer free rows than this, or than an eighth of all if that is less."""
+"""Free rows of the index below which a segment is reclaimed; an eighth of all rows in a small index."""
 GROW_S: Final = 30.0
-"""A drive that was full may grow again after this time."""
+"""Time between a failure to make a segment and the next attempt."""
 
 
 class Upkeep:
-    """`next_task` needs the lock. Tasks run on a thread and wait for the disk; an error turns the drive off."""
+    """The caller of `next_task` holds the lock. Tasks run without it and wait for the disk."""
 
     def __init__(self, shared: Shared, drive: Drive) -> None:
         self._shared, self._drive = shared, drive
@@ -59,10 +59,10 @@ class Upkeep:
         return None
 
     def wipe(self, number: int) -> None:
-        """On a thread: overwrite the blocks by which a start finds a segment's chunks.
+        """Overwrite the blocks by which recovery finds a segment's chunks. Waits for the disk.
 
-        After a power cut before the next sync, a start may find its old chunks again. If something was written over
-        them, their checksums are wrong.
+        After a power cut before the next sync, recovery may find the old chunks again. Overwritten chunks are then
+        detected by their checksums.
         """
         for block in (0, self._drive.segment_blocks - 1):
             self._write(number, block, aligned(BLOCK_NBYTES))
@@ -73,7 +73,7 @@ class Upkeep:
             self._shared.counts["disk_nbytes"] += nbytes
 
     def _make(self, number: int, epoch: int) -> None:
-        """Make one more segment; or find that there is no space for it."""
+        """Make one more segment. A full drive stays on if it has FEWEST_SEGMENTS."""
         drive, problem = self._drive, None
         try:
             drive.volume.make(number)
@@ -106,7 +106,7 @@ class Upkeep:
                 drive.notify()
 
     def _reclaim(self, segment: Segment, epoch: int) -> None:
-        """Read the chunks that are moved out of a segment, and queue them to be written."""
+        """Read the chunks to be moved out of a segment, and queue them for writing."""
         drive, index = self._drive, self._shared.index
         with self._shared.lock:
             rows = self._shared.rows_of(drive, segment)
@@ -136,7 +136,7 @@ class Upkeep:
 
     def _free(self, segment: Segment, epoch: int) -> None:
         drive, number = self._drive, segment.number
-        if segment.has_tombstones:  # what they cover was wiped before, and must not come back without them
+        if segment.has_tombstones:  # sync earlier wipes first: the tombstones cover those segments
             drive.volume.write(number, 0, [], sync=True)
         self.wipe(number)
         with self._shared.lock:

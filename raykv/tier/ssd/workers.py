@@ -1,4 +1,4 @@
-"""The threads of one drive, and what they do next. See `raykv.tier.ssd.tier`."""
+"""The threads of one drive, and their choice of work. See `raykv.tier.ssd.tier`."""
 
 import errno
 import logging
@@ -22,21 +22,21 @@ from raykv.types import Rows
 log = logging.getLogger(__name__)
 
 UPKEEP, FIRST_WRITER = 0, 1
-"""Numbers of threads: one makes, seals and wipes segments; one prefers writes, so that reads do not starve them."""
+"""Numbers of threads. UPKEEP makes, seals and wipes segments. FIRST_WRITER prefers writes, lest reads starve them."""
 EXTRA_THREADS: Final = 3
-"""Threads of a drive beyond its depth: for upkeep, and to compare checksums and encode records meanwhile."""
+"""Threads of a drive beyond its queue depth: for upkeep, and to verify checksums and encode records during I/O."""
 
 READ_NBYTES: Final = 4 << 20
-"""Neighbours are read by one call up to this size."""
+"""Largest read of adjacent chunks in one call."""
 QUEUED_READS: Final = 1 << 14
-"""Chunks that may wait to be read on one drive."""
+"""Most chunks in the read queue of a drive."""
 BAD_READS: Final = 3
-"""After this number of failed reads in a row, the drive is turned off. Before, only their chunks are dropped."""
+"""This number of failed reads in a row turns the drive off. Fewer failures only drop the chunks."""
 
 
 class Workers:
     def __init__(self, shared: Shared, drive: Drive) -> None:
-        """Start the threads, and find what is on the drive, unless its directory could not be opened."""
+        """Start the threads. They begin with recovery, unless the directory could not be opened."""
         self._shared, self._drive = shared, drive
         self._upkeep, self._writer = Upkeep(shared, drive), Writer(shared, drive)
         self._recovery = Recovery(shared, drive, self._upkeep.wipe)
@@ -59,7 +59,7 @@ class Workers:
                 if thread == UPKEEP:
                     drive.wake_upkeep.wait()
                     continue
-                if shared.queue:  # there is no space for it yet
+                if shared.queue:  # this thread found no space for the queue: make some
                     drive.wake_upkeep.notify()
                 drive.wake.wait()
             return partial(self._run, task, drive.epoch)
@@ -85,7 +85,7 @@ class Workers:
         return self._next_read() or self._writer.next_task()
 
     def watch(self) -> None:
-        """Find out whether the drive is slow, or may be tried again. Called regularly."""
+        """Update `drive.slow`, and retry a drive that is off. The caller holds the lock and calls this regularly."""
         shared, drive = self._shared, self._drive
         slow = self.io.longest_s() > drive.config.io_timeout_s
         if slow and not drive.slow:
@@ -100,7 +100,7 @@ class Workers:
         drive.notify()
 
     def _retry(self) -> None:
-        """Try again a drive that is off: first unlock its directory, so that it can be unmounted meanwhile."""
+        """Unlock the directory of a drive that is off, so that it can be unmounted. Open it again at `retry_at_s`."""
         drive = self._drive
         if not drive.closed:
             drive.closed = True
@@ -148,7 +148,7 @@ class Workers:
             drive.notify()
 
     def _handle_wrong(self, wrong: Rows, problem: OSError | None) -> None:
-        """Drop wrong chunks; turn the drive off after an error that is more than a bad spot."""
+        """Drop wrong chunks. Turn the drive off after BAD_READS media errors (EIO), or after any other error."""
         shared, drive = self._shared, self._drive
         bad_spot = problem is not None and problem.errno == errno.EIO
         if problem is None or bad_spot:

@@ -14,14 +14,14 @@ from raykv.tier.ssd.shared import Shared
 
 BATCH_NBYTES: Final = 8 << 20
 BATCH_CHUNKS: Final = IOV_MAX - 1
-"""Chunks of one batch at most; its record is one more buffer of the same call."""
+"""Most chunks of one batch. The record is one more buffer of the same call."""
 BATCH_DELETED: Final = 1 << 14
-"""Deleted keys in one record."""
+"""Most deleted keys in one record."""
 FEW_SEGMENTS: Final = 3
 
 
 class Writer:
-    """Methods need the tier's lock, except `_write`, which runs on a thread and waits for the disk."""
+    """Callers hold the tier's lock, except for `_write`, which waits for the disk."""
 
     def __init__(self, shared: Shared, drive: Drive) -> None:
         self._shared, self._drive = shared, drive
@@ -47,7 +47,7 @@ class Writer:
         return lambda: self._write(batch)
 
     def _draft(self) -> Content | None:
-        """Choose the content of the next batch, and open a segment that it fits into. None without any."""
+        """Choose the next batch, and open a segment that it fits into. None: nothing to write, or no free segment."""
         drive = self._drive
         for _ in range(2):
             draft = Content(drive.epoch, list(drive.deleted)[:BATCH_DELETED], list(drive.dropped))
@@ -59,21 +59,21 @@ class Writer:
                 return draft
             if item is None and not tombstones:
                 return None
-            # The last free segment is for moved chunks and tombstones. With very few segments none can be spared.
+            # The last free segment is reserved for moved chunks and tombstones, unless there are very few segments.
             ordinary = not drive.moves and not tombstones
             spare = 1 if ordinary and len(drive.log.segments) > FEW_SEGMENTS else 0
             if drive.log.open_next(spare=spare) is None:
-                while drive.moves:  # no space for them: they go with their segment
+                while drive.moves:  # no space: they are dropped with their segment
                     drive.moves.popleft()
                     self._finish_move()
                 return None
         return None
 
     def _fill(self, draft: Content) -> Item | None:
-        """Add the chunks that fit. Returns the first that does not, if any."""
+        """Add the chunks that fit. Returns the first chunk that does not fit; None if all fit."""
         shared, drive = self._shared, self._drive
-        # With more tombstones than one record holds, all of them are written before any chunk: a tombstone that was
-        # written after a newer copy would cover that copy too.
+        # If one record cannot hold all tombstones, all are written before any chunk: a tombstone written after a newer
+        # copy would cover that copy too.
         tombstones_alone = len(draft.deleted) < len(drive.deleted)
         while (item := self._next_item(tombstones_alone)) is not None:
             blocks = draft.blocks + blocks_of(item.chunk.nbytes)
@@ -148,7 +148,7 @@ class Writer:
             drive.notify()
 
     def _publish(self, batch: Batch) -> None:
-        """A start would find the batch from now on: enter it."""
+        """Enter the chunks of a batch into the index. Recovery can find the batch from now on."""
         items, entries = batch.content.items, batch.record.entries
         moved = np.array([item.row >= 0 for item in items], np.bool_)
         if not moved.all():
@@ -161,7 +161,7 @@ class Writer:
         shared, drive, index = self._shared, self._drive, self._shared.index
         existing = index.find_all(np.ascontiguousarray(entries["key"]))
         others = existing[existing >= 0]
-        if len(others):  # expired, or found on another drive meanwhile
+        if len(others):  # expired, or found on another drive since
             expired = others[index.expired(others, now_s=shared.wall())]
             shared.remove(np.unique(expired), tombstones=False)
             existing[np.isin(existing, expired)] = -1
