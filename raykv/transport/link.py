@@ -62,7 +62,7 @@ class SocketLink(Link):
                 tune(connection)
             stream = Stream(connection, tick_s=TICK_S, spin_s=spin_s)
             greet_server(stream, secret, deadline_s)
-        except (OSError, OverflowError, UnicodeError, RayKVError) as error:  # Overflow, Unicode: impossible port or name
+        except (OSError, OverflowError, UnicodeError, RayKVError) as error:  # (port or name may be impossible)
             connection.close()
             if isinstance(error, RayKVError):
                 raise
