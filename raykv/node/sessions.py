@@ -49,7 +49,7 @@ class NodeSession:
     def close(self) -> None:
         """End all leases. Lent slots are quarantined, since the peer may still write to them for a while."""
         if self._stopping.is_set():
-            return  # the memory is about to be closed; the next process detects the lent slots
+            return  # the memory is about to be closed; the next process quarantines the lent slots
         with self._lock:
             self._store.quarantine(np.array(sorted(self.lent), np.int32), now_s=time.monotonic())
             self._store.unpin(np.array(list(self.pins.elements()), np.int32))

@@ -219,7 +219,7 @@ class PathEnvironment(NamedTuple):
     Attributes:
         pool: For requests to nodes. The reader closes the pool.
         host: Identity of the reader's host.
-        verify: "always" compares checksums on every path, "never" on none. Other values exclude copies on this host.
+        verify: "remote" compares checksums except for copies on this host, "always" for all reads, "never" for none.
         threads: Threads for large copies.
     """
 
