@@ -25,21 +25,21 @@ from raykv.types import Bits, KeyArray
 log = logging.getLogger(__name__)
 
 ANNOUNCED_KEYS: Final = 1 << 16
-"""Most keys in one announcement."""
+"""The most keys in one announcement."""
 MAX_RETRIED_KEYS: Final = 1 << 20
-"""Most keys that wait for owners that do not answer. Beyond it the oldest are dropped: they cost a miss each."""
+"""The most keys that are queued for owners that do not answer. The oldest keys are dropped: each may cause a miss."""
 ANNOUNCE_DEADLINE_S: Final = 5.0
 
 
 class Announcer:
     """Announces changes of the store and of the tiers in batches, on a thread of its own.
 
-    An announcement says what is true when it is sent. So the order of changes does not matter, and repeating one does
-    no harm.
+    An announcement describes the state at the time of sending. So the order of changes does not matter, and
+    announcements are idempotent.
 
     Attributes:
-        view: The newest view; announcements go to its owners.
-        failures: Announcements that an owner did not take.
+        view: The newest view. Announcements are sent to the owners in this view.
+        failures: Number of announcements that an owner did not accept.
     """
 
     def __init__(
@@ -55,25 +55,25 @@ class Announcer:
         self._config, self._store, self._lock, self._mover = config, store, lock, mover
         self._location_index, self._pool, self._changed = location_index, pool, changed
         self._queue: list[KeyArray] = []
-        self._retried: list[KeyArray] = []  # their owners did not answer
+        self._retried: list[KeyArray] = []  # keys whose owners did not answer
         self._sending = self._adopting = False
         self.view = View()
         self.failures = 0
 
     def wake(self) -> None:
-        """The store or a tier has changed."""
+        """Wake the thread. Must be called after a change of the store or of a tier."""
         if not self._changed.is_set():
             self._changed.set()
 
     def announce(self, keys: KeyArray) -> None:
-        """Announce these keys, changed or not."""
+        """Announce these keys, even if they have not changed."""
         with self._lock:
             self._queue.append(keys)
         self._changed.set()
 
     @property
     def waiting_keys(self) -> int:
-        """Keys in the queues, without changes of the store that were not looked at yet."""
+        """Number of keys in the queues. Changes that the thread has not yet taken from the store are not counted."""
         return sum(map(len, [*self._queue, *self._retried]))
 
     @property
@@ -83,7 +83,7 @@ class Announcer:
             return not (self._sending or self._adopting or self._queue or self._retried or self._store.has_changes)
 
     def adopt(self, view: View) -> None:
-        """Follow a newer view: drop locations that others own now, and announce the keys that have another owner."""
+        """Follow a newer view. Drop locations that other nodes own now, and announce the keys whose owner changed."""
         me = self._config.node_id
         if me in view.ring.nodes:
             mine = view.ring.nodes.index(me)
@@ -91,14 +91,14 @@ class Announcer:
             self._location_index.follow_view(nodes=nodes, owned=lambda keys: view.ring.owners(keys) == mine)
         self._adopting = True
         old, self.view = self.view, view
-        keys = np.concatenate([self._store.ready_keys(), self._mover.keys()])  # later ones go by the new view anyway
-        if view.epoch == old.epoch + 1:  # after a gap this node may have been out of the view, and owners dropped it
+        keys = np.concatenate([self._store.ready_keys(), self._mover.keys()])  # later keys use the new view
+        if view.epoch == old.epoch + 1:  # after a gap, owners may have dropped this node's keys
             keys = keys[_owner_changed(old, view, keys)]
         self.announce(keys)
         self._adopting = False
 
     def run(self, stopping: threading.Event) -> None:
-        """The thread: announce until `stopping`."""
+        """Run the thread: announce until `stopping` is set."""
         while not stopping.is_set():
             self._changed.wait(timeout=self._config.heartbeat_s)
             if self._changed.is_set():
@@ -155,9 +155,10 @@ class Announcer:
                     self._retried.pop(0)
 
     def _look_up(self, keys: KeyArray) -> tuple[npt.NDArray[np.uint32], Bits]:
-        """Lengths of these chunks here, 0 for none, and which are below memory only.
+        """Return the length of each chunk (0: not here), and whether the chunk is only in a tier below memory.
 
-        Under the lock, since a lookup without it may miss a key; in parts, since writers wait for the lock.
+        The lookup holds the lock, since without the lock it may miss a key. It holds the lock only for LOCKED_KEYS keys
+        at once, since writers wait for it.
         """
         nbytes = np.zeros(len(keys), np.uint32)
         for start in range(0, len(keys), LOCKED_KEYS):
@@ -175,13 +176,13 @@ class Announcer:
 
 
 def _owner_changed(old: View, new: View, keys: KeyArray) -> Bits:
-    """Which keys have another owner in the new view, or the same node after a restart, which made it forget them."""
+    """Return which keys must be announced again: their owner is another node, or has restarted with an empty index."""
     if not old.members or not new.members:
         return np.full(len(keys), bool(new.members))
     return np.not_equal(_incarnations(old, keys), _incarnations(new, keys))
 
 
 def _incarnations(view: View, keys: KeyArray) -> npt.NDArray[np.int64]:
-    """Incarnation of each key's owner. No two nodes have the same: it is the time of their start in nanoseconds."""
+    """Return the incarnation of each key's owner. Incarnations are unique: each is a start time in nanoseconds."""
     incarnations = {member.node_id: member.incarnation for member in view.members}
     return np.array([incarnations[name] for name in view.ring.nodes], np.int64)[view.ring.owners(keys)]

@@ -1,4 +1,4 @@
-"""What the tiers below memory hold."""
+"""Lookups in the tiers below memory."""
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +12,7 @@ def find_below(mover: TierMover, keys: KeyArray) -> tuple[npt.NDArray[np.uint8],
     """Look keys up in the tiers, the fastest first.
 
     Returns:
-        The place (`reasons.Place`) and the length of each chunk; Place.NOWHERE and 0 where no tier holds it.
+        The place (`reasons.Place`) and the length of each chunk; Place.NOWHERE and 0 if no tier holds the chunk.
     """
     places, nbytes = np.full(len(keys), Place.NOWHERE, np.uint8), np.zeros(len(keys), np.uint32)
     for tier in mover.tiers:

@@ -1,4 +1,4 @@
-"""The heartbeat: a node tells the directory that it is alive, and follows the answers."""
+"""The heartbeat: a node tells the directory that it is alive, and applies the answers."""
 
 import logging
 import threading
@@ -16,10 +16,10 @@ log = logging.getLogger(__name__)
 
 
 class Heartbeat:
-    """Beats every `heartbeat_s`, on a thread of its own.
+    """Sends a heartbeat every `heartbeat_s`, on a thread of its own.
 
     Attributes:
-        failures: Beats that the directory did not answer ("beat"), and answers that could not be followed ("registry").
+        failures: Counts of unanswered heartbeats ("beat") and of lists of namespaces that were refused ("registry").
     """
 
     def __init__(
@@ -35,13 +35,13 @@ class Heartbeat:
         self.failures: Counter[str] = Counter()
 
     def run(self, member: Member, stopping: threading.Event) -> None:
-        """The thread: beat until `stopping`."""
+        """Run the thread: send heartbeats until `stopping` is set."""
         while not stopping.wait(self._config.heartbeat_s):
             self.beat(member)
             self._store.table.memory.touch()  # `orphans` removes files that nobody touches
 
     def beat(self, member: Member) -> None:
-        """Beat once. A directory that is away changes nothing."""
+        """Send one heartbeat. If the directory does not answer, nothing changes except `failures`."""
         view, registry = self._announcer.view, self._reconciler.registry
         version = registry.version
         try:

@@ -1,4 +1,4 @@
-"""What an owner knows: which nodes hold which key. A wrong entry costs a miss, and is then corrected."""
+"""The owner's index of the nodes that hold each key. A wrong entry causes one miss, and is then corrected."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -15,16 +15,16 @@ from raykv.protocol.messages import MAX_HOLDERS, Located
 from raykv.types import Bits, KeyArray, NodeId
 
 MAX_SHARED: Final = 1 << 16
-"""Distinct locations that keys share as one object. Beyond it, sharing starts again."""
+"""The most entries of the table of shared locations. The table is cleared when it exceeds this limit."""
 
 
 class Location(NamedTuple):
-    """Where one chunk is.
+    """The holders of one chunk.
 
     Attributes:
-        holders: Nodes that announced it; the last one most recently.
-        below: Those of them that have it in a tier below memory only.
-        nbytes: Its length; 0 for unknown.
+        holders: Nodes that announced the chunk. The latest new holder is last.
+        below: The holders that have the chunk only in a tier below memory.
+        nbytes: Length of the chunk; 0 if unknown.
     """
 
     holders: tuple[NodeId, ...] = ()
@@ -32,13 +32,13 @@ class Location(NamedTuple):
     nbytes: int = 0
 
     def added(self, node_id: NodeId, nbytes: int, below: bool) -> "Location":
-        """This location with one more holder, or with another length and place for it."""
+        """Return a copy after an announcement of `node_id`: the holder is added, or its tier and the length change."""
         holders = self.holders if node_id in self.holders else (*self.holders, node_id)
         others = tuple(holder for holder in self.below if holder != node_id)
         return Location(holders, (*others, node_id) if below else others, nbytes)
 
     def within(self, nodes: frozenset[NodeId]) -> "Location":
-        """This location with those holders only."""
+        """Return a copy without the holders that are not in `nodes`."""
         holders, below = (tuple(holder for holder in some if holder in nodes) for some in (self.holders, self.below))
         return Location(holders, below, self.nbytes)
 
@@ -49,11 +49,11 @@ UNKNOWN: Final = Location()
 class LocationIndex:
     """Locations of the keys that one node owns. Thread-safe.
 
-    Equal locations are one object: a key costs its 16 bytes and an entry of a dict.
+    Keys with equal locations share one object. So the memory for a key is its 16 bytes and a dict entry.
     """
 
     def __init__(self, max_keys: int) -> None:
-        """Keep at most `max_keys`; beyond it the oldest announcements go."""
+        """Make an empty index. It holds at most `max_keys` keys. Beyond this limit the oldest keys are dropped."""
         self._max_keys = max_keys
         self._locations: dict[bytes, Location] = {}
         self._shared: dict[tuple[Location, NodeId, int, bool], Location] = {}
@@ -63,7 +63,7 @@ class LocationIndex:
         return len(self._locations)
 
     def add(self, node_id: NodeId, keys: KeyArray, nbytes: npt.NDArray[np.uint32], below: Bits | None = None) -> None:
-        """`node_id` holds these chunks, of these lengths; those in `below` in a tier below memory only."""
+        """Record that `node_id` holds these chunks. `below`: which chunks are only in a tier below memory."""
         bits = repeat(False) if below is None else below.tolist()
         with self._lock:
             shared, locations = self._shared, self._locations
@@ -77,12 +77,12 @@ class LocationIndex:
                     after = shared[change] = before.added(node_id, length, is_below)
                 locations[key] = after
             excess = len(locations) - self._max_keys
-            if excess > 0:  # drop some more at once: finding a dict's first entry passes all that were deleted before
+            if excess > 0:  # drop many at once: finding a dict's first entry is slow after deletions
                 for key in list(islice(locations, excess + self._max_keys // 16)):
                     del locations[key]
 
     def remove(self, node_id: NodeId, keys: KeyArray) -> None:
-        """`node_id` no longer holds these chunks."""
+        """Record that `node_id` does not hold these chunks any more."""
         with self._lock:
             for key in _split(keys):
                 before = self._locations.get(key, UNKNOWN)
@@ -92,11 +92,11 @@ class LocationIndex:
                     self._locations[key] = before.within(frozenset(before.holders) - {node_id})
 
     def locate(self, keys: KeyArray) -> list[Location]:
-        """Location of each key; UNKNOWN where no holder is known."""
+        """Return the location of each key; UNKNOWN if no holder is known."""
         return list(map(self._locations.get, _split(keys), repeat(UNKNOWN)))
 
     def follow_view(self, *, nodes: frozenset[NodeId], owned: Callable[[KeyArray], Bits]) -> None:
-        """Drop holders that are not among `nodes`, and keys that this node no longer owns."""
+        """Drop holders that are not in `nodes`, and keys that this node does not own. `owned` tests the ownership."""
         with self._lock:
             if not self._locations:
                 return
@@ -113,7 +113,7 @@ class LocationIndex:
 
 
 def located(locations: Sequence[Location]) -> Located:
-    """The answer that describes these locations, one a key."""
+    """Make the answer to Locate. `locations` has one entry for each key."""
     distinct = {id(location): location for location in locations}
     numbers: dict[tuple[NodeId, ...], int] = {}
     entries: dict[int, tuple[int, int, bool]] = {}

@@ -1,4 +1,4 @@
-"""Carries out the list of namespaces (`raykv.membership.namespace_registry`) in one node's store and tiers."""
+"""Applies the list of namespaces (`raykv.membership.namespace_registry`) to one node's store and tiers."""
 
 import logging
 import os
@@ -25,30 +25,30 @@ from raykv.tier.mover import TierMover
 log = logging.getLogger(__name__)
 
 MAX_REASON_LETTERS: Final = 32
-"""A client's name for a miss is cut to this length."""
+"""A client's name for the reason of a miss is cut to this length."""
 MAX_COUNT: Final = 1 << 48
-"""A client's counts beyond this are ignored."""
+"""Higher counts in a client's report are ignored."""
 DROPPED_AT_ONCE: Final = 8192
-"""Chunks of a dropped namespace that go in one step, under the lock."""
+"""The most chunks of a dropped namespace that are removed while the lock is held once."""
 MAX_FILE_NBYTES: Final = 64 << 20
 
 
 class NamespaceReconciler:
     """A node's copy of the list of namespaces. Thread-safe.
 
-    Files next to the chunks keep the copy as long as the chunks: a node that was away while a namespace was dropped
-    finds out that its chunks must go.
+    Files next to the chunks store the copy. After a restart, the node compares it with the directory's list, and drops
+    the chunks of namespaces that were dropped while the node was down.
 
     Attributes:
-        registry: The copy. Changed by `adopt` alone.
+        registry: The copy. Only `adopt` changes it.
     """
 
     def __init__(
         self, store: Store, lock: threading.Lock, mover: TierMover, paths: Sequence[Path], changed: Callable[[], None]
     ) -> None:
-        """Carry out what the files (`registry_paths`) say. A file of any other content is left out.
+        """Load and apply the list from the files `paths` (see `registry_paths`). Invalid files are ignored.
 
-        `changed` is called when chunks were dropped, or quotas were changed.
+        `changed` is called after each `adopt`, since chunks may have been dropped or quotas changed.
         """
         self._store, self._lock, self._mover, self._paths, self._changed = store, lock, mover, paths, changed
         self._adopting = threading.Lock()
@@ -58,16 +58,16 @@ class NamespaceReconciler:
         self.registry = NamespaceRegistry()
         for path in paths:
             self._load(path)
-        self.registry.version = min(self.registry.version, 1)  # perhaps old: so the directory sends its own
+        self.registry.version = min(self.registry.version, 1)  # so that the directory sends its own
         for entry in self.registry.entries.values():
             self._configure(entry)
 
     def require(self, namespace: Namespace, fields: dict[str, Any]) -> None:
-        """Refuse a config that this node could not follow, before the directory adds it to the list.
+        """Refuse a config that this node cannot apply. Called before the directory adds the config to the list.
 
         Raises:
-            UsageError, CapacityError: As `NamespaceRegistry.configure`.
-            ConfigError: There is no such policy here.
+            UsageError, CapacityError: The errors of `NamespaceRegistry.configure`.
+            ConfigError: This node does not have the policy.
         """
         trial = NamespaceRegistry(entries=dict(self.registry.entries))
         trial.configure(namespace, fields, now_ns=0)
@@ -76,7 +76,7 @@ class NamespaceReconciler:
             policy(wanted)
 
     def adopt(self, text: bytes) -> None:
-        """Follow a list of namespaces, where it is newer. UsageError if the text is no such list."""
+        """Apply the newer entries of a list of namespaces. Raises UsageError if `text` is not such a list."""
         theirs = NamespaceRegistry.decode(text)
         with self._adopting:
             for entry in self.registry.newer(theirs):
@@ -92,11 +92,11 @@ class NamespaceReconciler:
         self._changed()
 
     def dropped_chunks(self, digest: bytes) -> int:
-        """Chunks that the last drop of this quota group removed here, counted in each tier."""
+        """Return how many chunks the last drop of this quota group removed here. Each tier counts its own copies."""
         return self._dropped.get(digest, 0)
 
     def list(self) -> dict[str, dict[str, Any]]:
-        """What there is of each quota group, as plain values, by its fields as JSON. Looks at all rows."""
+        """Return config and counters of each quota group. The keys are the groups' fields as JSON. Scans all rows."""
         store, columns = self._store, self._store.table.columns
         evictor = store.evictor
         ready = store.table.ready_rows()
@@ -123,16 +123,16 @@ class NamespaceReconciler:
         return found
 
     def count_request(self, digest: bytes, nbytes: int) -> None:
-        """Count a request of a quota group, and the bytes sent. Threads that race may lose a count.
+        """Count a request of a quota group, and the bytes sent. Concurrent calls may lose a count.
 
-        Reads of shared memory are not counted: the node does not see them.
+        Reads of shared memory are not counted, since they send no request.
         """
         number = self._store.groups.find(digest)
         if number is not None:
             self._served[number] += (1, nbytes)
 
     def add_report(self, digest: bytes, misses: dict[str, int], gets: Sequence[int], puts: Sequence[int]) -> None:
-        """Add what a client saw of a quota group. Impossible counts, and groups unknown here, are ignored."""
+        """Add a client's counts for a quota group. Impossible counts and unknown groups are ignored."""
         if self._store.groups.find(digest) is not None:
             possible = {reason[:MAX_REASON_LETTERS]: count for reason, count in misses.items() if 0 < count < MAX_COUNT}
             if all(0 <= count < MAX_COUNT for count in (*gets, *puts)):
@@ -159,7 +159,7 @@ class NamespaceReconciler:
             number = store.groups.find(namespace.digest)
             if number is None and self._mover:
                 try:
-                    number = store.groups.open(namespace)  # the tiers know their chunks by the group's number
+                    number = store.groups.open(namespace)  # the tiers need the group's number
                 except RayKVError as error:
                     log.error("a namespace cannot be dropped here: %s", error)
             if number is None:
@@ -179,10 +179,10 @@ class NamespaceReconciler:
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
             with os.fdopen(descriptor, "rb") as file:
-                if not stat.S_ISREG(os.fstat(descriptor).st_mode):  # all users may write to the directory
+                if not stat.S_ISREG(os.fstat(descriptor).st_mode):  # other users may be able to write here
                     raise OSError("not a regular file")
                 registry = NamespaceRegistry.decode(file.read(MAX_FILE_NBYTES))
-            registry.encode()  # the next heartbeat does
+            registry.encode()  # fails now rather than in the next heartbeat
             self.registry.merge(registry)
         except FileNotFoundError:
             pass
@@ -190,7 +190,7 @@ class NamespaceReconciler:
             log.warning("no list of namespaces in %s; the directory sends its own: %s", path, error)
 
     def _save(self) -> None:
-        """Write the list, so that a reader finds either the old or the new one, whole."""
+        """Replace the files atomically: a reader finds either the whole old list or the whole new list."""
         text = self.registry.encode()
         for path in self._paths:
             fresh = path.with_name(path.name + ".new")
@@ -207,7 +207,7 @@ class NamespaceReconciler:
 
 
 def registry_paths(config: NodeConfig) -> list[Path]:
-    """Files for a node's list of namespaces: one in each place where its chunks outlive the process, memory first."""
+    """Return the files for a node's list of namespaces: one next to the memory's files, one on the SSD tier."""
     prefix, ssd = config.file_prefix, config.storage.ssd
     paths = [] if prefix is None else [prefix.with_name(prefix.name + ".namespaces")]
     if ssd is not None:

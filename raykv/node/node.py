@@ -1,8 +1,8 @@
-"""A node: one store with sockets, and its part of the cluster's index.
+"""A node: one store with sockets, and its part of the cluster's location index.
 
-Handlers answer requests, on a thread for each connection. Three background threads do the rest: the announcer, the
-heartbeat and the reclaimer. All changes of the store happen under one lock; chunk bytes are never moved under it. If a
-background thread dies of a bug, `failure` is set, and the process around the node ends visibly.
+Each connection has a thread, which runs the request handlers. There are three background threads: the announcer, the
+heartbeat and the reclaimer. One lock protects all changes of the store; it is never held while chunk bytes are copied.
+If a bug ends a background thread, `failure` is set, and the node's process exits with an error.
 """
 
 import logging
@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 
 UNIX_PATH_MAX: Final = 107
 BUG_LOG_S: Final = 60.0
-"""A bug in a handler is logged once in this time for each type of message; a peer can repeat its request."""
+"""A bug in a handler is logged once in this time for each type of message, since peers may repeat the request."""
 JOIN_S: Final = 5.0
 
 
@@ -56,24 +56,24 @@ class Node:
     """One storage node. Thread-safe.
 
     Attributes:
-        config: As given.
-        store: Its storage.
+        config: The node's configuration.
+        store: The node's chunks in memory.
         mover: The tiers below memory.
-        reconciler: Its namespaces.
         lock: Guards the store. Chunk bytes never move under it.
         location_index: What this node knows as an owner.
         handlers: By message, the function that serves it.
-        member: How others see it; known after `start`.
-        failure: The bug that ended a background thread, if one did.
+        reconciler: The node's list of namespaces.
+        member: The node's entry in the view. It is set by `start`.
+        failure: The exception that ended a background thread; None if all threads run.
     """
 
     def __init__(
         self, config: NodeConfig, *, secret: bytes, membership: MembershipPort, network: Network | None = None
     ) -> None:
-        """Map or make the memory, and wire the parts. Nothing listens yet. `network` is used in place of sockets.
+        """Map or create the memory, and make the parts. The node does not listen yet. `network` replaces sockets.
 
         Raises:
-            ConfigError: No room, or a path that is too long for a socket.
+            ConfigError: There is no room for the memory, or a path is too long for a Unix socket.
         """
         if len(config.local_address.removeprefix("unix:")) > UNIX_PATH_MAX:
             raise ConfigError(
@@ -114,10 +114,10 @@ class Node:
     # -- life -------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Listen, and join the cluster, now or as soon as the directory answers.
+        """Listen, and join the cluster. If the directory does not answer, the heartbeat retries.
 
         Raises:
-            ConfigError: An address cannot be listened on.
+            ConfigError: The node cannot listen on an address.
         """
         config = self.config
         log.info("node %s starts with %s", config.node_id, config.model_dump_json())
@@ -157,14 +157,14 @@ class Node:
             self._threads.append(thread)
 
     def stop(self, *, unlink: bool = False, leave: bool = True) -> None:
-        """Stop serving. `unlink`: remove the memory's files. `leave`: leave the cluster, and not only fall silent."""
+        """Stop serving. `unlink`: remove the memory's files. `leave`: tell the directory that the node leaves."""
         self._stopping.set()
         self._wake_all()
         if leave:
             try:
                 self._membership.leave(self.config.node_id)
             except TransientError:
-                pass  # it will notice the silence
+                pass  # the directory will notice the missing heartbeats
         for server in self._servers:
             server.close()
         if self._network is not None:
@@ -194,7 +194,7 @@ class Node:
 
     @property
     def view(self) -> View:
-        """The newest view that it knows."""
+        """The newest view that the node knows."""
         return self._announcer.view
 
     @property
@@ -204,11 +204,11 @@ class Node:
 
     @property
     def announced(self) -> bool:
-        """Whether the owners know of everything that this node holds."""
+        """Whether the owners know all chunks that this node holds."""
         return self._announcer.done
 
     def stats(self) -> dict[str, Any]:
-        """What it holds and what it did, as plain values."""
+        """Return the node's state and counters, as values that JSON can encode."""
         tiers, namespaces, announcer = self.mover.stats(), self.reconciler.list(), self._announcer
         with self.lock:
             store = self.store
@@ -248,7 +248,7 @@ class Node:
         return NodeSession(self.store, self.lock, self._stopping, local=local)
 
     def answer(self, request: messages.Message, session: Session) -> Reply:
-        """Serve one request; every error becomes a Failure."""
+        """Serve one request. Every error becomes a Failure."""
         assert isinstance(session, NodeSession)
         name, began_s = type(request).__name__, time.perf_counter()
         self._requests[name] += 1

@@ -1,4 +1,4 @@
-"""The reclaimer: work that writers would otherwise wait for."""
+"""The reclaimer: frees and populates memory in the background, so that writers do not wait for it."""
 
 import threading
 import time
@@ -11,11 +11,11 @@ from raykv.storage.store import Store
 from raykv.tier.mover import TierMover
 
 QUIET_S: Final = 0.1
-"""After this long without a write, memory is populated further ahead."""
+"""After this time without a write, the reclaimer populates more memory in advance."""
 
 
 class Reclaimer:
-    """Demotes, evicts, expires, and populates memory ahead of need, on a thread of its own. Long parts need no lock."""
+    """Demotes, evicts and expires chunks, and populates memory, on a thread of its own. Long steps hold no lock."""
 
     def __init__(
         self,
@@ -32,13 +32,13 @@ class Reclaimer:
         self._written_s = self._expired_s = time.monotonic()
 
     def wake_if_due(self) -> None:
-        """Wake the thread if there is work. Cheap: called after every write."""
+        """Wake the thread if there is work. It is called after every write, so it must be fast."""
         store = self._store
         if not self._due.is_set() and (store.needs_eviction or self._mover.due or store.populator.due):
             self._due.set()
 
     def run(self, stopping: threading.Event) -> None:
-        """The thread: work until `stopping`."""
+        """Run the thread: work until `stopping` is set."""
         while not stopping.is_set():
             while self._step() and not stopping.is_set():
                 pass
@@ -51,7 +51,7 @@ class Reclaimer:
         return time.monotonic() - self._written_s >= QUIET_S
 
     def _step(self) -> bool:
-        """Do some of everything. Returns whether there is more to do."""
+        """Do one step of each task. Returns whether there is more work."""
         store, quiet = self._store, self._quiet()
         if time.monotonic() >= self._expired_s + self._config.heartbeat_s:
             self._expired_s = time.monotonic()
@@ -59,7 +59,7 @@ class Reclaimer:
                 self._announcer.wake()
         self._mover.demote()
         with self._lock:
-            # While a tier writes chunks down, these go first; without waiting, others would be evicted in their place.
+            # Chunks that a tier is writing should be evicted next. Evicting now would take other chunks instead.
             wait = self._mover.writing and not store.evictor.nearly_full
             more = not wait and store.evict_ahead(now_s=time.monotonic())
         all_of_it = quiet and not self._due.is_set() and has_to_spare(store.config.shm_dir)

@@ -15,16 +15,16 @@ from raykv.transport.base import Reply
 from raykv.types import Rows
 
 HandlerTable: TypeAlias = dict[type[Message], Callable[[Any, "NodeSession"], Reply]]
-"""By the type of a request, the method that serves it."""
+"""Maps the type of a request to the method that serves it."""
 
 
 class NodeSession:
-    """One connection: the slots lent to it, and its pins. Changed under the node's lock.
+    """The leases of one connection: lent slots and pins. Every change needs the node's lock.
 
     Attributes:
-        local: Whether the other end is a process of the same user on this host.
-        lent: Rows of the slots lent to it.
-        pins: How often it pinned each row.
+        local: Whether the peer is a process of the same user on this host.
+        lent: Rows of the slots lent to the connection.
+        pins: Number of the connection's pins of each row.
     """
 
     def __init__(self, store: Store, lock: threading.Lock, stopping: threading.Event, *, local: bool) -> None:
@@ -34,7 +34,7 @@ class NodeSession:
         self.pins: Counter[int] = Counter()
 
     def require_lent(self, rows: Rows) -> None:
-        """Raise UsageError for rows that are not lent to this connection, or that are named twice."""
+        """Raise UsageError if a row is not lent to this connection, or appears twice."""
         numbers = rows.tolist()
         if not self.lent.issuperset(numbers) or len(set(numbers)) != len(numbers):
             raise UsageError(
@@ -42,14 +42,14 @@ class NodeSession:
             )
 
     def require_pinned(self, rows: Counter[int]) -> None:
-        """Raise UsageError for rows that this connection has not pinned as often."""
+        """Raise UsageError if `rows` has a higher count for a row than this connection has pins of it."""
         if rows - self.pins:
             raise UsageError("rows that are not pinned by this connection")
 
     def close(self) -> None:
-        """End all leases. The peer may not know yet that it was cut off, and still write: its slots are quarantined."""
+        """End all leases. Lent slots are quarantined, since the peer may still write to them for a while."""
         if self._stopping.is_set():
-            return  # the memory is about to be closed; the next process finds out what is lent
+            return  # the memory is about to be closed; the next process quarantines the lent slots
         with self._lock:
             self._store.quarantine(np.array(sorted(self.lent), np.int32), now_s=time.monotonic())
             self._store.unpin(np.array(list(self.pins.elements()), np.int32))

@@ -1,4 +1,4 @@
-"""Requests that clients report while a trace is recorded, until they are fetched."""
+"""A buffer for the requests that clients report while a trace is recorded."""
 
 import threading
 from collections import deque
@@ -7,14 +7,14 @@ from typing import Final
 from raykv.protocol.trace_requests import TracedRequest, unpack
 
 MAX_BUFFER_KEYS: Final = 1 << 21
-"""Most keys of requests in the buffer. Requests beyond it are left out, and counted."""
+"""The most keys in the buffer. Requests beyond this limit are dropped and counted."""
 
 
 class TraceBuffer:
     """Recorded requests of this node's clients, oldest first. Thread-safe.
 
     Attributes:
-        left_out: Requests that found no room since the last `drain`.
+        left_out: Number of requests that did not fit since the last `drain`.
     """
 
     def __init__(self) -> None:
@@ -23,10 +23,10 @@ class TraceBuffer:
         self._lock = threading.Lock()
 
     def add(self, raw: bytes) -> None:
-        """Add requests, as `trace_requests.pack` writes them.
+        """Add requests, encoded by `trace_requests.pack`.
 
         Raises:
-            UsageError: The bytes are damaged. The requests before the damage are added.
+            UsageError: The bytes are damaged. The requests before the damaged part were added.
         """
         for each in unpack(raw):
             with self._lock:
@@ -38,7 +38,7 @@ class TraceBuffer:
                 self._keys += weight
 
     def drain(self, max_keys: int = MAX_BUFFER_KEYS) -> tuple[list[TracedRequest], int]:
-        """Remove and return the oldest requests (`max_keys` keys, or one request), and the count of those left out."""
+        """Remove the oldest requests, up to `max_keys` keys but at least one request. Returns them and `left_out`."""
         requests: list[TracedRequest] = []
         with self._lock:
             drained, left_out = 0, self.left_out
@@ -51,5 +51,5 @@ class TraceBuffer:
         return requests, left_out
 
     def __bool__(self) -> bool:
-        """Whether there are requests in the buffer."""
+        """Return whether the buffer holds requests."""
         return bool(self._requests)

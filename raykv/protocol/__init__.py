@@ -1,1 +1,1 @@
-"""What nodes and clients both know: names, keys, placement and messages. Pure: no input, no output, no clock."""
+"""Code that nodes and clients share: names, keys, placement and messages. It does no I/O and reads no clock."""

@@ -1,8 +1,8 @@
-"""Keys of 128 bits from tokens or names.
+"""Keys of 128 bits, hashed from tokens or names.
 
-A key commits to its namespace and, in a chain, to every token before it. Keys are keyed BLAKE2b, not xxhash: tokens
-come from users, and a user who can make a collision can read what another user's prompt computed. (Checksums of chunks
-and places on the ring are xxhash: a collision there helps nobody.)
+A key depends on its namespace. In a chain, a key also depends on every token before its chunk. Keys are keyed BLAKE2b
+hashes, not xxhash: tokens come from users, and a user who finds a collision could read the KV of another user's prompt.
+Chunk checksums and ring slots use xxhash, since an attacker gains nothing from a collision there.
 """
 
 import hashlib
@@ -21,24 +21,24 @@ _HALVES = struct.Struct("<QQ")
 
 
 def empty() -> KeyArray:
-    """No keys."""
+    """Return an array of zero keys."""
     return np.empty((0, 2), np.uint64)
 
 
 def from_bytes(raw: bytes | bytearray | memoryview) -> KeyArray:
-    """Read what `to_bytes` wrote. UsageError if the length is not a multiple of 16."""
+    """Decode the output of `to_bytes`. Raises UsageError if the length is not a multiple of 16."""
     if len(raw) % KEY_NBYTES:
         raise UsageError(f"{len(raw)} bytes are not a whole number of {KEY_NBYTES}-byte keys")
     return np.frombuffer(raw, "<u8").reshape(-1, 2)
 
 
 def to_bytes(keys: KeyArray) -> bytes:
-    """Write keys, 16 bytes each, high half first, each half little-endian."""
+    """Encode keys as 16 bytes each: the high half, then the low half, both little-endian."""
     return np.ascontiguousarray(keys, "<u8").tobytes()
 
 
 def halves(key: bytes) -> tuple[int, int]:
-    """(high, low) half of one key. ValueError if it does not have 16 bytes."""
+    """Return the (high, low) halves of one key. Raises ValueError if the key does not have 16 bytes."""
     if len(key) != KEY_NBYTES:
         raise ValueError(f"key: {len(key)} bytes; a key has {KEY_NBYTES}")
     hi, lo = _HALVES.unpack(key)
@@ -46,7 +46,7 @@ def halves(key: bytes) -> tuple[int, int]:
 
 
 def named(digest: bytes, names: Iterable[bytes | str]) -> KeyArray:
-    """Keys of independent objects in the namespace of this digest. Text is encoded as UTF-8."""
+    """Return the keys of independent objects. `digest` is the namespace's digest; text is encoded as UTF-8."""
     raw = (name.encode() if isinstance(name, str) else name for name in names)
     make = partial(hashlib.blake2b, digest_size=KEY_NBYTES, key=digest, person=b"raykv-name")
     return from_bytes(b"".join([make(name).digest() for name in raw]))
@@ -55,15 +55,15 @@ def named(digest: bytes, names: Iterable[bytes | str]) -> KeyArray:
 def chain(
     digest: bytes, tokens: Sequence[int] | npt.NDArray[np.integer], chunk_tokens: int, *, parent: bytes = b""
 ) -> KeyArray:
-    """Keys of the full chunks of a prompt, each committing to all tokens before it.
+    """Return the keys of the full chunks of a prompt. Each key depends on its chunk and all tokens before it.
 
     Args:
-        tokens: Token ids from the first one on, each in 0 .. 2**32 - 1.
-        chunk_tokens: Tokens in a chunk; a last part that does not fill a chunk has no key.
-        parent: Key of the chunk before the first one, 16 bytes; empty at the start of a prompt.
+        tokens: Token ids, each in 0 .. 2**32 - 1.
+        chunk_tokens: Tokens in a chunk. Tokens at the end that do not fill a chunk get no key.
+        parent: Key (16 bytes) of the chunk before `tokens`; empty if `tokens` start the prompt.
 
     Raises:
-        UsageError: A token id is out of range, chunk_tokens is below 1, or the parent is no key.
+        UsageError: A token id is out of range, `chunk_tokens` is below 1, or `parent` is not a key.
     """
     if chunk_tokens < 1:
         raise UsageError(f"chunk_tokens must be at least 1, not {chunk_tokens}")

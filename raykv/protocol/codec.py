@@ -1,11 +1,11 @@
-"""Messages as bytes.
+"""Encodes messages as bytes, and decodes them.
 
-A message is a typed struct in MessagePack behind a fixed header. Nothing else is ever decoded; nothing is unpickled.
+A message is a fixed header and a typed struct in MessagePack. No other format is decoded, and pickle is never used.
 
     header:  magic "RK" | version u8 | 0 u8 | epoch u32 | request u32 | length u32    then `length` bytes of MessagePack
 
-`epoch` is that of the sender's view: a receiver sees whether its own view is old. `request` numbers the requests of one
-connection; every answer carries the number of its request, so an answer can never be taken for that of another one.
+`epoch` is the epoch of the sender's view. With it a receiver detects that its own view is old. `request` numbers the
+requests of one connection. An answer carries the number of its request, so that answers cannot be mixed up.
 """
 
 import struct
@@ -24,7 +24,7 @@ T = TypeVar("T")
 VERSION: Final = 4
 MAX_MESSAGE_NBYTES: Final = 32 << 20
 MAX_ERROR_CHARACTERS: Final = 2000
-"""An error text beyond this is cut: it may quote what a peer sent."""
+"""Longer error texts are cut, since an error text may quote what a peer sent."""
 HEADER: Final = struct.Struct("<2sBBIII")
 MAGIC: Final = b"RK"
 _U32: Final = 0xFFFFFFFF
@@ -38,7 +38,7 @@ _FAILURES: dict[str, type[RayKVError]] = {
 
 
 class Header(NamedTuple):
-    """What stands before a body of `length` bytes."""
+    """The decoded header of a message whose body has `length` bytes."""
 
     epoch: int
     length: int
@@ -46,7 +46,7 @@ class Header(NamedTuple):
 
 
 def encode(message: Message, epoch: int, request_id: int) -> bytes:
-    """Header and body of a message. Numbers beyond 32 bits wrap. UsageError if the message is too long."""
+    """Encode a message with its header. Numbers beyond 32 bits wrap. Raises UsageError if the message is too long."""
     body = _encoder.encode(message)
     if len(body) > MAX_MESSAGE_NBYTES:
         raise UsageError(f"message of {len(body):,} bytes; at most {MAX_MESSAGE_NBYTES:,}: ask for fewer keys at once")
@@ -54,10 +54,10 @@ def encode(message: Message, epoch: int, request_id: int) -> bytes:
 
 
 def decode_header(header: bytes | bytearray | memoryview) -> Header:
-    """Read HEADER.size bytes.
+    """Decode HEADER.size bytes.
 
     Raises:
-        ProtocolError: Not our protocol, another version, or a length above the limit.
+        ProtocolError: The header is of another protocol or version, or its length is above the limit.
     """
     magic, version, _, epoch, request_id, length = HEADER.unpack(header)
     if magic != MAGIC:
@@ -70,7 +70,7 @@ def decode_header(header: bytes | bytearray | memoryview) -> Header:
 
 
 def decode(body: bytes | bytearray | memoryview) -> Request | Answer:
-    """Read the message in a body. ProtocolError if it is none of this protocol."""
+    """Decode the body of a message. Raises ProtocolError if it is not a message of this protocol."""
     try:
         return _decoder.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -81,19 +81,19 @@ def decode(body: bytes | bytearray | memoryview) -> Request | Answer:
 
 
 def array(raw: bytes, kind: str, count: int) -> npt.NDArray[Any]:
-    """Read an array of an answer. ProtocolError if it does not have `count` entries."""
+    """Decode an array of an answer. Raises ProtocolError if the array does not have `count` entries."""
     if len(raw) != count * np.dtype(kind).itemsize:
         raise ProtocolError(f"{len(raw)} bytes where {count} entries of {kind} were due")
     return np.frombuffer(raw, kind)
 
 
 def pack_bits(bits: Bits | None) -> bytes:
-    """Write bits: empty when none is set."""
+    """Encode bits. The result is empty when no bit is set, or when `bits` is None."""
     return np.packbits(bits, bitorder="little").tobytes() if bits is not None and bits.any() else b""
 
 
 def unpack_bits(raw: bytes, count: int) -> Bits:
-    """Read what `pack_bits` wrote. ProtocolError if there are not `count` bits."""
+    """Decode the output of `pack_bits`. Raises ProtocolError if there are not `count` bits."""
     if not raw:
         return np.zeros(count, np.bool_)
     if len(raw) != -(-count // 8):
@@ -102,7 +102,7 @@ def unpack_bits(raw: bytes, count: int) -> Bits:
 
 
 def fields(text: bytes) -> dict[str, Any]:
-    """Read the fields of a namespace, or of its config. UsageError if the text is not a JSON object in UTF-8."""
+    """Decode the fields of a namespace or of its config. Raises UsageError unless `text` is a JSON object in UTF-8."""
     try:
         return msgspec.json.decode(text, type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -113,20 +113,20 @@ def fields(text: bytes) -> dict[str, Any]:
 
 
 def expect(kind: type[T], answer: Answer) -> T:
-    """Return an answer that must be of this kind; ProtocolError otherwise."""
+    """Return `answer` if it is of this kind. Raises ProtocolError otherwise."""
     if not isinstance(answer, kind):
         raise ProtocolError(f"{type(answer).__name__} where {kind.__name__} was due")
     return answer
 
 
 def failure(error: RayKVError) -> Failure:
-    """Put an error into an answer."""
+    """Make the answer that carries an error to the peer."""
     kind = type(error).__name__
     return Failure(kind if kind in _FAILURES else UsageError.__name__, _short(error))
 
 
 def raise_failure(answer: Failure) -> None:
-    """Raise the error in a failure answer. The answer names its class."""
+    """Raise the error that a Failure carries. A class that is not known here becomes ProtocolError."""
     raise _FAILURES.get(answer.kind, ProtocolError)(answer.text)
 
 

@@ -1,9 +1,9 @@
-"""The messages of the protocol: requests, and the answers to them. `raykv.protocol.codec` turns them into bytes.
+"""The messages of the protocol: requests and answers. `raykv.protocol.codec` encodes them as bytes.
 
-Arrays are raw little-endian bytes; their element types stand in the docstrings (i32, u64, ...). Keys are 16 bytes each,
-as `chunk_keys.to_bytes` writes them. Some answers are followed by a payload of chunk bytes.
+Arrays are raw little-endian bytes. The docstrings give their element types (i32, u64, ...). Keys are 16 bytes each, as
+`chunk_keys.to_bytes` encodes them. A payload of chunk bytes follows some answers.
 
-A lease is what one connection holds: slots lent to it, and pins. Leases end with the connection.
+A lease is a lent slot or a pin. It belongs to one connection, and ends with that connection.
 """
 
 from typing import Final
@@ -14,16 +14,16 @@ from raykv.protocol.placement import Member, View
 from raykv.types import NodeId
 
 MAX_KEYS: Final = 1 << 20
-"""Most keys in one request."""
+"""The most keys in one request."""
 MAX_HOLDERS: Final = 3
-"""Most holders of one key in an answer."""
+"""The most holders that an answer names for one key."""
 
 
 class Message(msgspec.Struct, tag=True, omit_defaults=True, kw_only=True):
     """Base of all messages.
 
     Attributes:
-        group: Digest of the quota group that a request is for; the node counts requests and bytes by it. Empty: none.
+        group: Digest of a request's quota group; empty for none. The node counts requests and bytes for each group.
     """
 
     group: bytes = b""
@@ -33,7 +33,7 @@ class Message(msgspec.Struct, tag=True, omit_defaults=True, kw_only=True):
 
 
 class Attach(Message):
-    """Ask for the node's name and the files of its memory. Answer: Attached."""
+    """Ask for the node's name and the paths of its shared-memory files. Answer: Attached."""
 
 
 class GetView(Message):
@@ -47,7 +47,7 @@ class GetStats(Message):
 class OpenNamespace(Message):
     """Give the quota group of a namespace (JSON) a number on this node. Answer: Done.
 
-    `capacity_nbytes`: the most that its slots may take here; 0 for no bound, None to leave it.
+    `capacity_nbytes`: limit for the group's slots on this node; 0 means no limit, None leaves the limit unchanged.
     """
 
     namespace: bytes
@@ -55,10 +55,10 @@ class OpenNamespace(Message):
 
 
 class Lend(Message):
-    """Lend slots for chunks of `nbytes` to this connection. Answer: Lent, with fewer than `count` when memory is full.
+    """Lend `count` slots of `nbytes` to this connection. Answer: Lent, with fewer slots when memory is full.
 
-    `ahead`: further slots that the writer would like; nothing is evicted for them. `keys`, `parent`: chunks that must
-    not be evicted to make room, since the writer is about to extend them.
+    `ahead`: number of additional slots for later writes; the node evicts nothing for these. `keys`, `parent`: chunks
+    that must not be evicted to make room, because the writer is about to extend them.
     """
 
     nbytes: int
@@ -71,9 +71,9 @@ class Lend(Message):
 class Run(msgspec.Struct, array_like=True):
     """Chunks of one size to be committed together: see `raykv.types.Batch`.
 
-    `rows` i32 and `checksums` u64 of the lent slots; `positions` i32: which of `keys` each slot holds, empty when the
-    slots hold all keys in order. `ahead`: slots of this size that the writer would like next. `ttl_s`, `priority`: 0
-    for the namespace's own.
+    `rows` i32, `checksums` u64: one entry for each lent slot. `positions` i32: index in `keys` of each slot's chunk;
+    empty when the slots hold all keys in order. `ahead`: number of slots of this size to lend for later writes.
+    `ttl_s`, `priority`: 0 means the namespace's default.
     """
 
     keys: bytes
@@ -90,21 +90,21 @@ class Run(msgspec.Struct, array_like=True):
 
 
 class Commit(Message):
-    """Make chunks visible whose bytes are in lent slots. Answer: Committed. A wrong run does not stop the others."""
+    """Make chunks in lent slots visible to readers. Answer: Committed. An invalid run does not stop the other runs."""
 
     runs: tuple[Run, ...]
 
 
 class GiveBack(Message):
-    """Return lent slots that were not committed: rows i32. Answer: Done."""
+    """Return lent slots that were not committed. `rows` is i32. Answer: Done."""
 
     rows: bytes
 
 
 class Write(Message):
-    """Store chunks of equal size from another host. Answer: Accepted; then the payload; then Count of those stored.
+    """Store chunks of equal size from another host.
 
-    Payload: the chunks that were accepted, and behind them the checksum of each, u64.
+    Answer: Accepted. Then the writer sends the accepted chunks and their checksums (u64), and the node answers Count.
     """
 
     keys: bytes
@@ -119,7 +119,7 @@ class Write(Message):
 class Read(Message):
     """Ask for the bytes of chunks. Answer: Reading, and the payload.
 
-    `locate`: the node also says, as the keys' owner, which nodes hold the chunks that it lacks.
+    `locate`: the node owns the keys, and also names the holders of the chunks that this node does not have.
     """
 
     keys: bytes
@@ -133,15 +133,15 @@ class Pin(Message):
 
 
 class Unpin(Message):
-    """End pins of this connection: rows i32. Answer: Done."""
+    """Release pins of this connection. `rows` is i32. Answer: Done."""
 
     rows: bytes
 
 
 class Promote(Message):
-    """Bring chunks into memory from the tiers below it. Answer: Count of those that arrived or are on their way.
+    """Promote chunks from the tiers below memory. Answer: Count of chunks that are promoted or being promoted.
 
-    `timeout_s`: how long the answer may wait for them. What takes longer still comes.
+    `timeout_s`: the longest time that the node waits before it answers. Promotion continues after that.
     """
 
     keys: bytes
@@ -155,16 +155,16 @@ class Delete(Message):
 
 
 class Suspect(Message):
-    """A reader could not get these chunks here, or got wrong bytes: check them, and announce the result.
+    """Report chunks that a reader could not get from this node, or whose bytes were wrong.
 
-    Answer: Count of the chunks that were dropped.
+    The node checks these chunks, and announces which of them it holds. Answer: Count of the chunks that it dropped.
     """
 
     keys: bytes
 
 
 class Hint(Message):
-    """What a client knows of chunks: see `Store.hint`. Answer: Count of those that are here."""
+    """A client's hints about chunks: see `Store.hint`. Answer: Count of the chunks that this node holds in memory."""
 
     keys: bytes
     ttl_s: float | None = None
@@ -181,10 +181,10 @@ class Locate(Message):
 
 
 class Announce(Message):
-    """A holder reports to the owner of keys: it holds those in `added`, and no longer those in `removed`. Answer: Done.
+    """Report to the owner of keys that node `node_id` holds `added`, and does not hold `removed`. Answer: Done.
 
-    `nbytes` u32: length of each added chunk. `below_memory`: a bit for each added key, set when the chunk is in a tier
-    below memory only; empty when no bit is set.
+    `nbytes` u32: length of each added chunk. `below_memory`: one bit for each added key, set if the chunk is only in a
+    tier below memory; empty when no bit is set.
     """
 
     node_id: NodeId
@@ -201,10 +201,10 @@ class Why(Message):
 
 
 class Configure(Message):
-    """Change fields (JSON) of a namespace's config, or drop the namespace (its fields as JSON). Answer: Configured.
+    """Change a namespace's config, or drop the namespace. Answer: Configured.
 
-    The node asks the directory. `registry`: the node's own list of namespaces, from a node to the membership proxy; see
-    `MembershipPort.configure`.
+    `namespace` and `fields` (of the config) are JSON. The node forwards the request to the directory. `registry`: the
+    node's list of namespaces, sent only by a node to the membership proxy; see `MembershipPort.configure`.
     """
 
     namespace: bytes
@@ -214,13 +214,13 @@ class Configure(Message):
 
 
 class Adopt(Message):
-    """Follow this list of namespaces, which Configured gave. Answer: Count of the chunks dropped from `group`."""
+    """Adopt the list of namespaces from a Configured answer. Answer: Count of the chunks dropped from `group`."""
 
     registry: bytes
 
 
 class Report(Message):
-    """What a client saw of `group` since its last report: see `ClientMetrics`. Answer: Done."""
+    """A client's counts for `group` since its last report: see `ClientMetrics`. Answer: Done."""
 
     misses: dict[str, int]
     gets: tuple[int, ...] = ()
@@ -232,19 +232,19 @@ class GetNamespaces(Message):
 
 
 class RecordTrace(Message):
-    """Requests of a client, as `trace_requests.pack` writes them, for a trace that is being recorded. Answer: Done."""
+    """Add a client's requests, encoded by `trace_requests.pack`, to the trace being recorded. Answer: Done."""
 
     requests: bytes
 
 
 class FetchTrace(Message):
-    """Fetch the requests recorded so far; `on`: go on recording. From this host and user only. Answer: Trace."""
+    """Fetch the recorded requests. `on`: continue to record. Only for the same host and user. Answer: Trace."""
 
     on: bool
 
 
 class Heartbeat(Message):
-    """See `MembershipPort.beat`. Answer: HeartbeatAnswered."""
+    """Call `MembershipPort.beat` at the membership proxy. Answer: HeartbeatAnswered."""
 
     member: Member
     view_epoch: int
@@ -254,7 +254,7 @@ class Heartbeat(Message):
 
 
 class Leave(Message):
-    """See `MembershipPort.leave`. Answer: Done, or HeartbeatAnswered with a problem."""
+    """Call `MembershipPort.leave` at the membership proxy. Answer: Done, or HeartbeatAnswered with a problem."""
 
     node_id: NodeId
 
@@ -267,15 +267,15 @@ class Done(Message):
 
 
 class Count(Message):
-    """A number; its meaning is the request's."""
+    """A number. The docstring of each request says what it counts."""
 
     count: int
 
 
 class Attached(Message):
-    """Name and memory of a node. `secret` goes only to processes of the same user on the same host.
+    """Name and memory of a node. `secret` is sent only to processes of the same user on the same host.
 
-    `tiers`: whether the node has tiers below memory, so that a chunk that is not in memory may be promoted.
+    `tiers`: whether the node has tiers below memory, from which chunks can be promoted.
     """
 
     node_id: NodeId
@@ -287,7 +287,7 @@ class Attached(Message):
     tiers: bool = False
 
     def __repr__(self) -> str:
-        """All fields except the value of the secret: this text may end in a log."""
+        """Show all fields, but hide the value of the secret: this text may be logged."""
         shown = ((name, getattr(self, name)) for name in self.__struct_fields__ if name not in ("group", "secret"))
         fields = ", ".join(f"{name}={value!r}" for name, value in shown)
         return f"Attached({fields}, secret={'set' if self.secret else 'empty'})"
@@ -300,17 +300,17 @@ class ViewIs(Message):
 
 
 class Lent(Message):
-    """Lent slots, rows i32 and offsets u64: the needed ones first, then those ahead."""
+    """Lent slots: `rows` i32, `offsets` u64. The slots lent ahead come last."""
 
     rows: bytes = b""
     offsets: bytes = b""
 
 
 class CommittedRun(msgspec.Struct, array_like=True):
-    """What became of one Run.
+    """The outcome of one Run.
 
-    `unused` i32: places, among the run's rows, of slots whose keys another writer had stored; they stay lent. `rows`
-    i32 and `offsets` u64: slots lent ahead. `problem`: why the run was refused; all its slots stay lent.
+    `unused` i32: indices in the run's `rows` of slots whose keys were stored already; these slots stay lent. `rows`
+    i32, `offsets` u64: slots lent ahead. `problem`: why the run was refused; then all its slots stay lent.
     """
 
     unused: bytes = b""
@@ -326,14 +326,14 @@ class Committed(Message):
 
 
 class Accepted(Message):
-    """Positions, i32, of the keys whose chunks the node wants; `full`: number of other new keys without room."""
+    """`positions` i32: the keys whose chunks the writer must send. `full`: number of new keys that found no room."""
 
     positions: bytes
     full: int = 0
 
 
 class Held(Message):
-    """Pinned chunks, one entry a key: rows i32 (-1: not here), offsets u64, nbytes u32, checksums u64."""
+    """Pinned chunks, one entry for each key: rows i32 (-1: not here), offsets u64, nbytes u32, checksums u64."""
 
     rows: bytes
     offsets: bytes
@@ -342,9 +342,9 @@ class Held(Message):
 
 
 class Reading(Message):
-    """One entry a key: nbytes u32 (0: not here), checksums u64. Payload: the chunks that are here, in order.
+    """One entry for each key: nbytes u32 (0: not here), checksums u64. Payload: the chunks that are here, in order.
 
-    `choices`, `places`: as in Located, for the keys that are not here, when Read asked for them.
+    `choices`, `places`: as in Located, for the keys that are not here. Both are empty unless `Read.locate` was set.
     """
 
     nbytes: bytes
@@ -354,10 +354,10 @@ class Reading(Message):
 
 
 class Located(Message):
-    """Holders of each key: `places` i32 is its entry in `choices` (at most MAX_HOLDERS nodes each), -1 for none known.
+    """Holders of each key: `places` i32 is its index in `choices` (at most MAX_HOLDERS nodes each), -1 for none known.
 
-    `nbytes` u32: length of each chunk, 0 for unknown; empty when none is known. `below_memory`: a bit for each key, set
-    when all its holders have it in a tier below memory only; empty when no bit is set.
+    `nbytes` u32: length of each chunk, 0 if unknown; empty when no length is known. `below_memory`: one bit for each
+    key, set if all its holders have the chunk only in a tier below memory; empty when no bit is set.
     """
 
     choices: tuple[tuple[NodeId, ...], ...]
@@ -367,12 +367,11 @@ class Located(Message):
 
 
 class Histories(Message):
-    """One entry a key.
+    """Where chunks are on this node, and their last departures from it, one entry for each key.
 
-    `places` u8 (`reasons.Place`), `nbytes` u32: where the chunk is on this node. `reasons` u8 (`reasons.Reason`),
-    `tiers` u8, `ages_s` f32, `policy` u8 (entry in `policies`): its last departure from this node. `announced` u8:
-    whether this node, as its owner, knows a holder. `remembers_s`: how far back departures are remembered; None when
-    all are.
+    Presence: `places` u8 (`reasons.Place`), `nbytes` u32. Last departure: `reasons` u8 (`reasons.Reason`), `tiers` u8,
+    `ages_s` f32, `policy` u8 (index in `policies`). `announced` u8: whether this node's location index has a holder.
+    `remembers_s`: departures that are older than this may be forgotten; None when all departures are recorded.
     """
 
     places: bytes
@@ -387,9 +386,9 @@ class Histories(Message):
 
 
 class Configured(Message):
-    """The list of namespaces after a change, and how many chunks the answering node dropped.
+    """The list of namespaces after a change. `count`: number of chunks that the answering node dropped.
 
-    `problem`: why the directory could not be asked; nothing was changed then.
+    `problem`: why the directory could not be asked. In that case nothing was changed.
     """
 
     registry: bytes = b""
@@ -398,13 +397,13 @@ class Configured(Message):
 
 
 class NamespacesAre(Message):
-    """The quota groups of a node, by their fields as JSON: JSON text."""
+    """JSON text: an object with the quota groups of a node. The keys are the groups' fields as JSON."""
 
     namespaces: bytes
 
 
 class Trace(Message):
-    """Recorded requests; how many did not fit the node's buffer; whether there are more to fetch."""
+    """Recorded requests. `left_out`: number that did not fit in the node's buffer. `more`: there are more to fetch."""
 
     requests: bytes
     left_out: int = 0
@@ -422,7 +421,7 @@ class HeartbeatAnswered(Message):
 
 
 class Stats(Message):
-    """JSON text."""
+    """The node's counters as JSON text."""
 
     stats: bytes
 

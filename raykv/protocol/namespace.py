@@ -1,4 +1,4 @@
-"""The namespace: everything that must be equal before stored KV may be reused."""
+"""The namespace: all conditions that must be equal before stored KV may be reused."""
 
 import hashlib
 import json
@@ -16,8 +16,8 @@ DIGEST_NBYTES = 16
 class Namespace(Model):
     """The conditions under which chunks were computed.
 
-    Keys derive from the digest of all fields, so two namespaces never share a key. `salt` and `lora` vary by request;
-    all tenants and adapters of one model form one quota group (`group`), which has a capacity and a policy on a node.
+    Keys derive from the digest of all fields, so two namespaces never share a key. `salt` and `lora` vary by request.
+    All tenants and adapters of one model form one quota group (`group`), with its own capacity and policy on a node.
 
     Attributes:
         model: Name or path of the weights.
@@ -26,9 +26,9 @@ class Namespace(Model):
         layout: Shape and order of the engine's bytes in a chunk.
         chunk_tokens: Tokens in a chunk.
         tp_rank, tp_size, pp_rank, pp_size: The rank whose part of the model's KV a chunk holds.
-        attention_backend: Kernel family, and its instruction set where that changes the layout of the bytes.
-        hash_algorithm: How the engine hashes tokens, with the seed.
-        lora: Adapter, by name and path; empty for none.
+        attention_backend: Kernel family, and its instruction set if the layout of the bytes depends on it.
+        hash_algorithm: The engine's token hash, with its seed.
+        lora: Name and path of the LoRA adapter; empty for none.
         salt: The tenant's salt; empty for none.
         extra: Anything else that must match.
     """
@@ -50,29 +50,29 @@ class Namespace(Model):
 
     @cached_property
     def digest(self) -> bytes:
-        """16 bytes over all fields."""
+        """A hash of all fields, 16 bytes."""
         text = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
         return hashlib.blake2b(text.encode(), digest_size=DIGEST_NBYTES, person=b"raykv-namespace").digest()
 
     @property
     def group(self) -> "Namespace":
-        """The quota group of its chunks: this namespace without `salt` and `lora`."""
+        """The quota group of this namespace: the same fields without `salt` and `lora`."""
         return self.with_fields(salt="", lora="")
 
     def with_fields(self, **fields: object) -> Self:
-        """The same namespace with some fields changed."""
+        """Return a copy of this namespace with some fields changed."""
         return self.load({**self.model_dump(), **fields})
 
     def differences(self, other: "Namespace") -> list[str]:
-        """Names of the fields in which the two differ."""
+        """Return the names of the fields that differ between the two namespaces."""
         mine, theirs = self.model_dump(), other.model_dump()
         return [field for field in mine if mine[field] != theirs[field]]
 
     def require_equal(self, other: "Namespace", *, what: str) -> None:
-        """Refuse `what`, which was made under `other`, if the two differ.
+        """Refuse `what`, an object of namespace `other`, unless `other` equals this namespace.
 
         Raises:
-            NamespaceMismatch: Names each differing field with both values, a salt without them.
+            NamespaceMismatch: Names each field that differs, with both values. The values of salts are not shown.
         """
         mine, theirs = self.model_dump(), other.model_dump()
         texts = [

@@ -1,7 +1,7 @@
-"""Which node owns which key: weighted rendezvous hashing over a fixed number of slots.
+"""Maps keys to their owners: weighted rendezvous hashing over a fixed number of slots.
 
-Every node and client computes the same ring from the same members; only the list of members is sent. When a node joins,
-only the slots that it gets change owner; when it leaves, only those that it had.
+Every node and client computes the same ring from the same members. Only the list of members is sent. When a node joins
+or leaves, only the slots of this node change owner.
 
 Source: Thaler and Ravishankar, "A Name-Based Mapping Scheme for Rendezvous" (1996); weights after Schindelhauer and
 Schomaker (2005).
@@ -23,14 +23,14 @@ SLOTS: Final = 1 << SLOT_BITS
 
 
 class Member(msgspec.Struct, frozen=True):
-    """A node as others see it.
+    """A node of the cluster, as other processes see it.
 
     Attributes:
-        node_id: Its name.
-        host: Identity of its host; equal hosts share memory.
-        endpoints: Where it is reached, by transport: "tcp" has "host:port", "unix" has "unix:..." for its own host.
-        weight: Share of the ring.
-        incarnation: Grows with every start of the node. After a start, its location index is empty.
+        node_id: The node's name.
+        host: Identity of the node's host. Processes with equal hosts share memory.
+        endpoints: Addresses by transport: "tcp" has "host:port", "unix" has "unix:..." for clients on the same host.
+        weight: The node's share of the ring, relative to other nodes.
+        incarnation: Grows with every start of the node. A node starts with an empty location index.
     """
 
     node_id: NodeId
@@ -41,12 +41,12 @@ class Member(msgspec.Struct, frozen=True):
 
     @property
     def address(self) -> str:
-        """Endpoint for other hosts; empty if there is none."""
+        """The endpoint for other hosts; empty if there is none."""
         return self.endpoints.get("tcp", "")
 
     @property
     def local_address(self) -> str:
-        """Endpoint for processes of its host; empty if there is none."""
+        """The endpoint for processes on the node's host; empty if there is none."""
         return self.endpoints.get("unix", "")
 
 
@@ -58,11 +58,11 @@ class View(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def ring(self) -> "Ring":
-        """The owners in this view."""
+        """The ring that this view's members form."""
         return Ring([(member.node_id, member.weight) for member in self.members])
 
     def member(self, node_id: NodeId) -> Member | None:
-        """The member of that name."""
+        """Return the member with this name, or None."""
         return self._by_id.get(node_id)
 
     @cached_property
@@ -71,11 +71,11 @@ class View(msgspec.Struct, frozen=True, dict=True):
 
 
 class Ring:
-    """A table of slots with the nodes ranked for each.
+    """A table that ranks all nodes for each slot.
 
     Attributes:
-        nodes: Names, sorted; ranks refer to places in it.
-        ranks: Shape [SLOTS, nodes]: for each slot all nodes in order of rank, the owner first.
+        nodes: Names of the nodes, sorted.
+        ranks: Shape [SLOTS, nodes]: for each slot the indices in `nodes`, in order of rank. The owner is first.
     """
 
     def __init__(self, weights: Sequence[tuple[NodeId, float]]) -> None:
@@ -83,19 +83,19 @@ class Ring:
         self.nodes = tuple(name for name, _ in ordered)
         share = np.array([weight for _, weight in ordered], np.float64)
         seeds = np.array([xxhash.xxh3_64_intdigest(name.encode()) for name, _ in ordered], np.uint64)
-        # Uniform in (0, 1): 53 bits, never 0 nor 1.
+        # Uniform in (0, 1): 53 bits, never 0 or 1.
         uniform = ((_mix(np.arange(SLOTS, dtype=np.uint64)[:, None] ^ seeds) >> np.uint64(11)) + 0.5) * 2.0**-53
         self.ranks: npt.NDArray[np.int16] = np.argsort(share / np.log(uniform), axis=1).astype(np.int16)
 
     def owners(self, keys: KeyArray) -> npt.NDArray[np.int16]:
-        """Place in `nodes` of each key's owner; -1 when there are no nodes."""
+        """Return the index in `nodes` of each key's owner; -1 when there are no nodes."""
         if not self.nodes:
             return np.full(len(keys), -1, np.int16)
         owners: npt.NDArray[np.int16] = self.ranks[self.slots(keys), 0]
         return owners
 
     def owner(self, hi: int) -> NodeId | None:
-        """Owner of the key with this high half; None when there are no nodes."""
+        """Return the owner of the key with this high half; None when there are no nodes."""
         return self._first[hi >> 64 - SLOT_BITS] if self.nodes else None
 
     @cached_property
@@ -103,14 +103,14 @@ class Ring:
         return [self.nodes[place] for place in self.ranks[:, 0].tolist()]
 
     def shares(self, keys: KeyArray) -> dict[NodeId, list[int]]:
-        """Positions of the keys that each node owns. Nodes that own none are left out."""
+        """Return the positions of each owner's keys. Nodes that own no key are left out."""
         owners = self.owners(keys)
         some = np.unique(owners[owners >= 0]).tolist()
         return {self.nodes[owner]: np.flatnonzero(owners == owner).tolist() for owner in some}
 
     @staticmethod
     def slots(keys: KeyArray) -> npt.NDArray[np.int64]:
-        """Slot of each key: the top bits of its high half (the chunk table's index uses the low half)."""
+        """Return each key's slot: the top bits of its high half. The chunk table's index uses the low half."""
         return (keys[:, 0] >> np.uint64(64 - SLOT_BITS)).astype(np.int64)
 
 

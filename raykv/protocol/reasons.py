@@ -1,4 +1,4 @@
-"""Why a chunk left a node, and where it is. The numbers travel in messages."""
+"""Reasons why a chunk left a node, and places where a chunk can be. Messages contain the numbers."""
 
 from enum import IntEnum
 
@@ -6,12 +6,12 @@ from enum import IntEnum
 class _Word(IntEnum):
     @property
     def word(self) -> str:
-        """For people."""
+        """The name in lower case, for output."""
         return self.name.lower()
 
 
 class Reason(_Word):
-    """Why a chunk left."""
+    """Why a chunk left a node."""
 
     NONE = 0
     EVICTED = 1
@@ -23,7 +23,7 @@ class Reason(_Word):
 
 
 class Place(_Word):
-    """Where a chunk is, or left from."""
+    """The tier that a chunk is in, or that it left."""
 
     NOWHERE = 0
     DRAM = 1

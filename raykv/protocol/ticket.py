@@ -1,7 +1,7 @@
-"""The hand-off ticket: with it a decode worker reads what a prefill worker stored, without a lookup.
+"""The hand-off ticket: a decode worker uses it to read a prefill worker's chunks without a lookup.
 
-A ticket travels in HTTP requests, which users may forge. So it names holders by node name and carries no address: a
-forged ticket can only name members of the cluster, and costs a miss.
+A ticket travels in HTTP requests, and users may forge it. So a ticket contains node names and no addresses: a forged
+ticket cannot name a host outside the cluster, and only causes a miss.
 """
 
 from collections.abc import Sequence
@@ -26,12 +26,12 @@ class Run(Model):
 
 
 class Ticket(Model):
-    """Who holds the first chunks of one prompt.
+    """The holders of the first chunks of one prompt.
 
     Attributes:
-        group: The namespace without salt and adapter, to explain a mismatch.
+        group: The namespace without salt and LoRA adapter. An error uses it to name the fields that differ.
         digest: Digest of the whole namespace, as hexadecimal text.
-        runs: Holders from the first chunk on.
+        runs: Holders, in the order of the chunks.
     """
 
     group: Namespace
@@ -40,15 +40,15 @@ class Ticket(Model):
 
     @classmethod
     def of(cls, namespace: Namespace, holders: Sequence[NodeId]) -> Self:
-        """Make a ticket for chunks that these nodes hold, one entry a chunk."""
+        """Make a ticket. `holders` has one node for each chunk. The ticket covers at most MAX_RUNS runs."""
         runs = tuple(Run(node_id=name, chunks=len(list(group))) for name, group in groupby(holders))
         return cls(group=namespace.group, digest=namespace.digest.hex(), runs=runs[:MAX_RUNS])
 
     def match(self, namespace: Namespace, wanted: int) -> Match:
-        """The leading chunks, at most `wanted`, that the ticket promises.
+        """Return the leading chunks that the ticket names, at most `wanted`.
 
         Raises:
-            NamespaceMismatch: The ticket was made under another namespace; names the fields.
+            NamespaceMismatch: The ticket belongs to another namespace. The error names the fields that differ.
         """
         if self.digest != namespace.digest.hex():
             namespace.group.require_equal(self.group, what="the hand-off ticket")
@@ -59,10 +59,10 @@ class Ticket(Model):
         return Match(len(holders), tuple(holders))
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values for a JSON message."""
+        """Return the ticket as values that JSON can encode."""
         return self.model_dump(mode="json", exclude_defaults=True)
 
     @classmethod
     def from_json(cls, fields: Any) -> Self:
-        """Read what `to_json` wrote. ConfigError if a field is missing, unknown or wrong."""
+        """Decode the output of `to_json`. Raises ConfigError if a field is missing, unknown or wrong."""
         return cls.load(fields if isinstance(fields, dict) else {"ticket": fields})

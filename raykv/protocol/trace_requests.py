@@ -1,8 +1,7 @@
-"""Recorded requests of a live cluster: which chunks each one asked for.
+"""Recorded requests of a live cluster, with the chunks of each request.
 
-Reads of shared memory send no message, so clients report them to the node of their host while a trace is recorded. A
-flag in the chunk table says so; while it is off, recording costs one look at it. A `match` is a request; its keys are
-those of the whole prompt.
+Reads of shared memory send no message. So clients report requests to the node on their host while a trace is recorded.
+A flag in the chunk table turns recording on. One call of `match` is one request, with the keys of the whole prompt.
 """
 
 import json
@@ -16,19 +15,19 @@ from raykv.protocol.chunk_keys import KEY_NBYTES
 from raykv.types import KeyArray
 
 FETCHED_KEYS: Final = 1 << 19
-"""Most keys in one message, unless a single request has more."""
+"""The most keys in one message. A single request with more keys is a message of its own."""
 _ENTRY: Final = struct.Struct("<dII")
 
 
 class TracedRequest(NamedTuple):
-    """One request: its time in seconds since 1970, and its chunks, first to last."""
+    """One request: its time in seconds since 1970, and the keys of its chunks in order."""
 
     at_s: float
     chunk_tokens: int
     keys: KeyArray
 
     def line(self, since_s: float = 0.0) -> str:
-        """Write it as the planner reads it; times count from `since_s`."""
+        """Return the JSON line that the planner reads. Its time is relative to `since_s`."""
         raw = chunk_keys.to_bytes(self.keys)
         names = [raw[at : at + KEY_NBYTES].hex() for at in range(0, len(raw), KEY_NBYTES)]
         fields = {
@@ -41,7 +40,7 @@ class TracedRequest(NamedTuple):
 
 
 def pack(requests: list[TracedRequest]) -> bytes:
-    """Write requests as bytes."""
+    """Encode requests as bytes."""
     parts: list[bytes] = []
     for each in requests:
         parts += [_ENTRY.pack(each.at_s, each.chunk_tokens, len(each.keys)), chunk_keys.to_bytes(each.keys)]
@@ -49,7 +48,7 @@ def pack(requests: list[TracedRequest]) -> bytes:
 
 
 def unpack(raw: bytes) -> Iterator[TracedRequest]:
-    """Read what `pack` wrote. UsageError if the bytes end within a request, or a time is impossible."""
+    """Decode the output of `pack`. Raises UsageError if a request is truncated or has an impossible time."""
     at = 0
     while at < len(raw):
         if len(raw) - at < _ENTRY.size:

@@ -1,4 +1,4 @@
-"""Addresses of nodes as text, and the sockets for them."""
+"""Parses node addresses, and opens sockets for them."""
 
 import os
 import socket
@@ -10,11 +10,7 @@ BACKLOG: Final = 128
 
 
 def parse_address(address: str) -> tuple[socket.AddressFamily, str | tuple[str, int]]:
-    """Family and address for the socket calls.
-
-    Raises:
-        ConfigError: The text is neither "host:port" nor "unix:...".
-    """
+    """Return the family and the address for socket calls. Raises ConfigError unless "host:port" or "unix:..."."""
     if address.startswith("unix:"):
         name = address.removeprefix("unix:")
         return socket.AF_UNIX, "\0" + name[1:] if name.startswith("@") else name
@@ -25,13 +21,13 @@ def parse_address(address: str) -> tuple[socket.AddressFamily, str | tuple[str, 
 
 
 def listen(address: str) -> tuple[socket.socket, str]:
-    """Listen on an address, or raise ConfigError. Returns the socket, and the address with the port that was free."""
+    """Listen on an address, or raise ConfigError. Returns the socket, and the address with the actual port."""
     family, where = parse_address(address)
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         if isinstance(where, str):
             if not where.startswith("\0") and os.path.exists(where):
-                os.unlink(where)  # left by a node that was killed; no two nodes have the same name
+                os.unlink(where)  # left by a killed node: names are unique, so no live node uses it
             old = os.umask(0o177)
             try:
                 listener.bind(where)
@@ -49,7 +45,7 @@ def listen(address: str) -> tuple[socket.socket, str]:
 
 
 def tune(connection: socket.socket) -> None:
-    """Have TCP send at once, and notice within a minute that the peer's host is gone: leases depend on connections."""
+    """Disable Nagle's algorithm, and set TCP keepalive: a dead host is detected within a minute, and its leases end."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3)):

@@ -1,12 +1,11 @@
-"""The contract of a transport: `Link` is the asking end of a connection, `Service` the answering end.
+"""The contract of a transport: `Link` is the client end of a connection, `Service` the server end.
 
-A transport carries a request one way and an answer back. For a read, chunk bytes follow the answer, from the node's
-arena to the buffers of the asking end. For a write, chunk bytes follow the answer the other way. Bytes are never
-gathered in between.
+A client sends a request, and the server sends an answer. For a read, the server then sends chunk bytes from its arena
+to the client's buffers. For a write, the client sends chunk bytes after the answer. No intermediate buffer is used.
 
-Requests may be sent ahead: `post` sends one without waiting, `collect` receives the answers, in the order of the
-requests. So a large read is split into requests: the node prepares the next part while the network carries this one.
-Each request of a link has a number, and its answer carries the same number.
+Requests can be pipelined: `post` sends a request without waiting, and `collect` receives the answers in the order of
+the requests. A large read is split into several requests: the node prepares one part while the network carries the
+part before it. Each request of a link has a number, and its answer carries the same number.
 """
 
 import time
@@ -19,23 +18,23 @@ from raykv.protocol.messages import Answer, Message
 from raykv.types import Path
 
 MAX_POSTED: Final = 64
-"""Most requests on one link whose answers were not collected. Until then the answers wait in the sockets' buffers."""
+"""The most requests in flight on one link. Answers that are not collected fill the sockets' buffers."""
 
 Runs: TypeAlias = Iterable[Sequence[memoryview]]
-"""Bytes in order, as runs of views. The next run is requested when the one before has been moved: a generator sees each
-run when it is full (or sent), and can check it while it is in the processor's cache."""
+"""Runs of views. A transport requests the next run after it has filled or sent the run before. So a generator can check
+a full run while its bytes are in the CPU cache."""
 
 
 @dataclass(slots=True)
 class ChunkRun:
-    """Whole chunks to be filled one after another, in one call; each is hashed while it is in the processor's cache.
+    """Chunks that one call fills in order. Each chunk is hashed while its bytes are in the CPU cache.
 
     Attributes:
-        chunks: The views of each chunk. Iterating over the run gives all of them.
-        sizes: Their lengths in bytes.
-        hashed: Whether checksums are wanted.
-        full: This many chunks, from the first one on, are full. It is right also when filling was broken off.
-        checksums: u64 each, of at most `full` chunks, from the first one on.
+        chunks: The views of each chunk. Iterating over the run yields all these views.
+        sizes: Lengths of the chunks in bytes.
+        hashed: Whether checksums are computed.
+        full: Number of full chunks, counted from the first chunk. It is valid after errors too.
+        checksums: Checksums (u64) of the first chunks, at most `full`.
     """
 
     chunks: list[list[memoryview]]
@@ -49,19 +48,19 @@ class ChunkRun:
 
 
 Targets: TypeAlias = Iterable[Sequence[memoryview] | ChunkRun]
-"""Buffers that are filled in order; requested one by one, as `Runs` are."""
+"""Buffers to be filled in order. A transport requests them one by one, like `Runs`."""
 
 
 @dataclass(slots=True)
 class Reply:
-    """An answer and the chunk bytes that go with it.
+    """An answer, and the chunk bytes to send or receive after it.
 
     Attributes:
         answer: Sent first.
-        outgoing: Sent after it, in order; the memory must not change until `finish`.
-        incoming: Filled after it, in order, with what the asking end sends.
-        finish: Called exactly once, when the bytes have moved (True) or never will (False). What it returns is sent as
-            a second answer.
+        outgoing: Sent after the answer. This memory must not change until `finish` is called.
+        incoming: Buffers for the bytes that the client sends after the answer.
+        finish: The transport calls it exactly once: with True after all bytes were transferred, with False after a
+            failure. If it returns an answer, the transport sends this second answer.
     """
 
     answer: Answer
@@ -71,37 +70,37 @@ class Reply:
 
 
 class Session(Protocol):
-    """One connection, at the answering end. Leases belong to it."""
+    """The server's state of one connection. Leases belong to a session."""
 
     def close(self) -> None:
-        """End the leases: the connection is closed."""
+        """End the session's leases. The server calls it when the connection is closed."""
         ...
 
 
 class Service(Protocol):
-    """The answering end, independent of the transport."""
+    """The server end, independent of the transport."""
 
     @property
     def epoch(self) -> int:
-        """Epoch of its view."""
+        """Epoch of the service's view."""
         ...
 
     def session(self, *, local: bool) -> Session:
-        """Accept a connection; `local`: the kernel says that the peer is on this host, with the same user."""
+        """Accept a connection. `local`: the kernel has confirmed that the peer is the same user on this host."""
         ...
 
     def answer(self, request: Message, session: Session) -> Reply:
-        """Serve one request. Errors are answers too: only a bug raises."""
+        """Serve one request. Errors are returned as answers. Only a bug raises an exception."""
         ...
 
 
 class Link(Protocol):
-    """The asking end of one connection. Not thread-safe.
+    """The client end of one connection. Not thread-safe.
 
     Attributes:
-        path: How `GetResult` names bytes that arrive this way.
+        path: The name in `GetResult` for bytes that arrive over this link.
         epoch: The greatest epoch in an answer so far.
-        closed: Whether the link is of no more use.
+        closed: Whether the link is closed. A closed link cannot be used again.
     """
 
     path: Path
@@ -110,65 +109,61 @@ class Link(Protocol):
     _posted: Sized
 
     def post(self, request: Message, *, deadline_s: float) -> None:
-        """Send a request, but no Write, and leave its answer for `collect`. At most MAX_POSTED may be in flight.
+        """Send a request without waiting for its answer. The caller must call `collect` for each posted request.
 
-        Args:
-            deadline_s: By the monotonic clock.
+        The request must not be a Write (see `push`). At most MAX_POSTED requests may be in flight. `deadline_s` is a
+        time of the monotonic clock.
 
         Raises:
-            PeerUnavailable: The connection broke, or the peer accepts nothing by the deadline. The link is closed.
+            PeerUnavailable: The connection broke, or the peer did not accept the request in time. The link is closed.
         """
         ...
 
     def collect(self, place: Callable[[Answer], Targets] | None = None, *, deadline_s: float) -> Answer:
-        """Wait for the answer to the oldest posted request that was not collected yet.
+        """Wait for the answer to the oldest posted request that is not collected yet.
 
         Args:
-            place: For a read: gets the answer, and returns the buffers that the payload fills exactly, in order. When
-                this raises, a buffer may be half filled; nobody writes to it afterwards.
+            place: For a read: takes the answer, and returns buffers for exactly the payload. After an error a buffer
+                may be partly filled; the link does not write to it any more.
 
         Raises:
-            PeerUnavailable: No answer by the deadline, or the connection broke. The link is closed.
-            ProtocolError: The peer sent something else than this answer. Likewise.
-            RayKVError: The node refused the request. The link is still good.
+            PeerUnavailable: No answer arrived by the deadline, or the connection broke. The link is closed.
+            ProtocolError: The peer did not send this answer. The link is closed.
+            RayKVError: The node refused the request. The link can still be used.
         """
         ...
 
     def call(self, request: Message, place: Callable[[Answer], Targets] | None = None, *, deadline_s: float) -> Answer:
-        """Post a request and collect its answer. All posted requests must have been collected before."""
+        """Post a request and collect its answer. The caller must have collected all other posted requests."""
         assert not self._posted
         self.post(request, deadline_s=deadline_s)
         return self.collect(place, deadline_s=deadline_s)
 
     def push(self, request: Message, pick: Callable[[Answer], Runs], *, deadline_s: float) -> Answer:
-        """Write bytes. `pick` gets the first answer, and returns what to send. Returns the second answer.
+        """Post a Write, send its payload, and return the second answer. `pick` maps the first answer to the payload.
 
-        Raises as `collect` does. All posted requests must have been collected before.
+        Raises the errors of `collect`. The caller must have collected all other posted requests.
         """
         ...
 
     def wait_ready(self, timeout_s: float) -> bool:
-        """Wait until `collect` would not have to wait; 0 only looks. False when the time is over or nothing was posted.
+        """Wait until `collect` would not block. Returns False after a time-out, or if no request is posted.
 
-        The link stays good in any case. True also for a broken or closed connection: `collect` raises the error.
+        Returns True for a broken or closed connection: the next `collect` raises the error.
         """
         ...
 
     def ready(self) -> bool:
-        """Whether `collect` would not have to wait."""
+        """Return whether `collect` would not block."""
         return self.wait_ready(0.0)
 
     def close(self) -> None:
-        """Close the connection; its leases end at the other side."""
+        """Close the connection. The server then ends the connection's leases."""
         ...
 
 
 def remaining(deadline_s: float) -> float:
-    """Seconds until a deadline.
-
-    Raises:
-        PeerUnavailable: It has passed.
-    """
+    """Return the seconds until a deadline. Raises PeerUnavailable if the deadline has passed."""
     left = deadline_s - time.monotonic()
     if left <= 0:
         raise PeerUnavailable("the deadline has passed")

@@ -1,4 +1,4 @@
-"""Reads of many chunks over a link: what one reader has so far, what it asks of one holder, and the requests for it."""
+"""Reads of many chunks over a link: the progress of one `get`, the part for one holder, and its requests."""
 
 import struct
 from collections import deque
@@ -17,19 +17,19 @@ from raykv.types import GetResult, KeyArray, NodeId, Path
 
 PART_NBYTES: Final = 8 << 20
 PART_KEYS: Final = 256
-"""Limits of one request: the holder pins at most this much while it sends."""
+"""Limits of one request. The holder pins the chunks of a request until it has sent them."""
 PARTS_AHEAD: Final = 2
-"""Requests in flight on one link: the holder looks up the next part while the network carries this one."""
+"""The most requests in flight on one link: the holder looks up one part while the network carries another."""
 SCRAP_NBYTES: Final = 1 << 20
 
 
 class ReadProgress:
-    """Which chunks of one `get` have arrived. A place is the number of a chunk in the `get`. Not thread-safe.
+    """The progress of one `get`. A place is the index of a chunk in the `get`. Not thread-safe.
 
     Attributes:
         keys: Shape [n, 2].
         targets: The buffers of each chunk.
-        sizes: Their lengths in bytes, one entry a chunk.
+        sizes: Length of each chunk in bytes.
         group: Digest of the quota group; each request carries it.
         hits: Whether each chunk has arrived.
     """
@@ -49,27 +49,27 @@ class ReadProgress:
         return all(self.hits)
 
     def missing(self) -> list[int]:
-        """Places of the chunks that have not arrived."""
+        """Return the places of the chunks that have not arrived."""
         return [place for place, hit in enumerate(self.hits) if not hit]
 
     def raw_key(self, place: int) -> bytes:
-        """The key of one chunk, as 16 bytes."""
+        """Return the key of one chunk, as 16 bytes."""
         return self._raw[KEY_NBYTES * place : KEY_NBYTES * (place + 1)]
 
     def raw_keys(self, places: Sequence[int]) -> bytes:
-        """Keys of several chunks, 16 bytes each."""
+        """Return the keys of several chunks, 16 bytes each."""
         return b"".join(map(self.raw_key, places))
 
     def nbytes(self, places: Sequence[int]) -> int:
-        """Bytes of several chunks."""
+        """Return the total length of several chunks in bytes."""
         return sum([self.sizes[place] for place in places])
 
     def targets_at(self, places: Sequence[int]) -> list[list[memoryview]]:
-        """Buffers of several chunks."""
+        """Return the buffers of several chunks."""
         return [self.targets[place] for place in places]
 
     def cut(self, places: Sequence[int], *, nbytes: int, keys: int) -> list[list[int]]:
-        """Split places into parts of at most `keys` chunks and `nbytes` bytes; a larger chunk is a part of its own."""
+        """Split places into parts of at most `keys` chunks and `nbytes` bytes. A larger chunk is a part of its own."""
         parts: list[list[int]] = []
         room = 0
         for place in places:
@@ -82,7 +82,7 @@ class ReadProgress:
         return parts
 
     def record(self, places: Sequence[int], node_id: NodeId, path: Path) -> None:
-        """Count chunks that have arrived from a node; none of them had arrived before."""
+        """Record chunks that have arrived from a node. The caller must not record a chunk twice."""
         for place in places:
             self.hits[place] = True
         if places:
@@ -95,19 +95,19 @@ class ReadProgress:
 
 @dataclass(slots=True)
 class ReadRun:
-    """The chunks of one `get` that one holder is asked for, and the outcome: lists of places, right also after errors.
+    """The chunks of one `get` that are requested from one holder, and the outcome. The outcome is valid after errors.
 
     Attributes:
-        progress: The `get`.
+        progress: The progress of the `get`.
         holder: The node that is asked.
         places: The chunks to read, in rising order.
-        locate: The holder owns the keys: it sends what it has, and names the holders of the rest. Chunks that are
-            neither in `arrived` nor in `named` need a lookup (Locate).
-        arrived: The buffer holds the chunk.
-        gone: The holder does not have the chunk, though it or the caller believed so.
-        corrupt: The bytes did not match the checksum. The holder was asked to check them.
-        other_size: The holder's chunk has another length than the buffer.
-        named: Other nodes that hold a chunk, as its owner knows; empty where it knows of none.
+        locate: The holder is asked as the owner of the keys. It sends the chunks that it has, and names holders of the
+            other chunks. Chunks that are neither in `arrived` nor in `named` need a lookup (Locate).
+        arrived: Places of the chunks whose buffers are filled.
+        gone: Places of the chunks that the holder was expected to have, but does not have.
+        corrupt: Places of the chunks whose bytes did not match the checksum. The holder was asked to check them.
+        other_size: Places of the chunks whose length at the holder differs from the buffer's.
+        named: Other holders by place, as the owner knows them; an empty tuple if it knows none.
         path: How the chunks arrived.
     """
 
@@ -124,19 +124,19 @@ class ReadRun:
 
     @property
     def missing(self) -> list[int]:
-        """Places that have not arrived."""
+        """Places of the chunks that have not arrived."""
         arrived = set(self.arrived)
         return [place for place in self.places if place not in arrived]
 
     def begin(self, path: Path) -> None:
-        """Keep what has arrived; the rest of the outcome starts again."""
+        """Start an attempt: retain `arrived` and `named`, and clear the rest of the outcome."""
         self.path, self.gone, self.corrupt, self.other_size = path, [], [], []
 
 
 class BulkRead:
-    """Reads a run over one link: in parts, with checksums, the next part requested while this one travels.
+    """Reads a run over one link, in parts. Requests for several parts are in flight at once.
 
-    An owner that names holders gets no further requests: the caller looks up the rest in one call.
+    When an owner names other holders, no further parts are requested. The caller looks up the rest in one call.
     """
 
     def __init__(self, run: ReadRun, *, verify: bool) -> None:
@@ -146,10 +146,10 @@ class BulkRead:
         self._expected: tuple[list[int], bytes] = [], b""  # places of the chunks being filled, and their checksums
 
     def read(self, link: Link, *, deadline_s: float) -> None:
-        """Read what has not arrived. After an error it may be called again, with another link.
+        """Read the chunks that have not arrived. After an error the caller may call it again with another link.
 
         Raises:
-            RayKVError: As `Link.collect` does; the link is closed.
+            RayKVError: The errors of `Link.collect`. The link is closed.
         """
         run, progress = self._run, self._run.progress
         run.begin(link.path)
@@ -167,14 +167,14 @@ class BulkRead:
                     break
                 link.collect(partial(self._place, in_flight.popleft()), deadline_s=deadline_s)
         except BaseException:
-            link.close()  # answers to other parts may still arrive on it
+            link.close()  # answers to other parts may still arrive on this link
             self._check(whole=False)
             raise
-        if run.corrupt:  # the holder checks its chunks, and drops the corrupt ones before the next reader asks
+        if run.corrupt:  # the holder drops corrupt chunks before it answers
             link.call(messages.Suspect(progress.raw_keys(run.corrupt)), deadline_s=deadline_s)
 
     def _place(self, part: list[int], answer: messages.Answer) -> Targets:
-        """Give the buffers for the payload of one answer."""
+        """Yield the buffers for the payload of one answer."""
         reading = expect(messages.Reading, answer)
         if len(reading.nbytes) != 4 * len(part) or len(reading.checksums) != 8 * len(part):
             raise ProtocolError(f"lengths or checksums for other than {len(part)} keys in the answer to a read")
@@ -195,7 +195,7 @@ class BulkRead:
         yield from self._fill(places, checksums)
 
     def _add_absent(self, places: list[int], reading: messages.Reading) -> None:
-        """Record chunks that the holder does not have, and the nodes that it names as their owner."""
+        """Record the chunks that the holder does not have. If the holder owns the keys, record the holders it names."""
         run = self._run
         if not run.locate:
             run.gone += places
@@ -209,7 +209,7 @@ class BulkRead:
             self._named_any |= bool(holders)
 
     def _fill(self, places: list[int], checksums: bytes) -> Targets:
-        """Give the buffers of these chunks, and check them once they are full."""
+        """Yield the buffers of these chunks, and check the chunks after the buffers are full."""
         if places:
             progress = self._run.progress
             sizes = [progress.sizes[place] for place in places]
@@ -219,7 +219,7 @@ class BulkRead:
             self._check()
 
     def _check(self, *, whole: bool = True) -> None:
-        """Sort the chunks being filled into arrived and corrupt; all of them are full if it is `whole`."""
+        """Add the full chunks of the current ChunkRun to `arrived` or `corrupt`. `whole`: all its chunks are full."""
         filling, (places, expected) = self._filling, self._expected
         self._filling = None
         if filling is None:
@@ -236,9 +236,9 @@ class BulkRead:
 
 
 def with_checksums(values: Sequence[Sequence[memoryview]], places: Sequence[int]) -> Runs:
-    """The payload of a Write: the values at `places`, and behind all of them their checksums, u64 each.
+    """Yield the payload of a Write: the values at `places`, then the checksum (u64) of each value.
 
-    Each chunk is hashed just before it is sent: its bytes are read from memory once.
+    Each chunk is hashed just before it is sent, so that its bytes are read from memory only once.
     """
     checksums = b""
     for place in places:
@@ -248,7 +248,7 @@ def with_checksums(values: Sequence[Sequence[memoryview]], places: Sequence[int]
 
 
 def drain(nbytes: int) -> list[memoryview]:
-    """Views to receive bytes that nobody needs: the same memory again and again."""
+    """Return views for `nbytes` bytes that are to be discarded. All views share the same memory."""
     scrap = memoryview(bytearray(min(nbytes, SCRAP_NBYTES)))
     whole, rest = divmod(nbytes, SCRAP_NBYTES)
     return [scrap] * whole + [scrap[:rest]]

@@ -1,4 +1,4 @@
-"""The ways by which chunk bytes get from a node to a reader, and the one place that chooses between them."""
+"""Data paths: the ways to read chunks from a node. `DataPaths` chooses the path for each node."""
 
 import time
 from collections.abc import Callable, Collection, Iterable
@@ -15,52 +15,48 @@ from raykv.transport.pool import ConnectionPool
 from raykv.types import NodeId
 
 PROMOTE_NBYTES: Final = 16 << 20
-"""A node on this host is asked to bring this much into its memory at once: one part is read while the next comes."""
+"""Size of one promotion request to a node on this host. A reader copies one part while the node promotes the next."""
 PROMOTE_SLACK_S: Final = 0.05
-"""Time of a call that is left, after a promotion, to read what was promoted."""
+"""Time before the deadline that is reserved for copying promoted chunks."""
 
 
 class DataPath(Protocol):
-    """One way to read chunks from members. Thread-safe. `name`: such as "shm" or "tcp"."""
+    """One way to read chunks from members. Thread-safe. `name` is the path's name, such as "shm" or "tcp"."""
 
     name: str
 
     def can_reach(self, member: Member, *, deadline_s: float) -> bool:
-        """Whether a member can be read this way. The first call for a member may connect to it.
+        """Return whether this path can read from a member. The first call for a member may connect to it.
 
-        Raises nothing: to a member that does not answer, no path leads.
+        Raises nothing. Returns False if the member does not answer.
         """
         ...
 
     def read(self, member: Member, run: ReadRun, *, deadline_s: float) -> None:
-        """Read the chunks of a run, and fill in its outcome. Afterwards nobody writes to the buffers any more.
+        """Read the chunks of a run, and record the outcome in the run. Nothing writes to its buffers after the return.
 
         Raises:
-            RayKVError: The member does not answer, or refuses. What the run says is right all the same.
+            RayKVError: The member does not answer, or refuses. The outcome in the run is valid nevertheless.
         """
         ...
 
     def retain(self, members: Collection[Member]) -> None:
-        """Release what belongs to other members, or to earlier lives of these. Reads in progress go on."""
+        """Release the resources for all other members, and for earlier incarnations. Reads in progress continue."""
         return
 
     def close(self) -> None:
-        """Release everything. Nothing may be read any more."""
+        """Release all resources. The caller must not read any more."""
         return
 
 
 class DataPaths:
-    """The paths of one reader, in order of preference."""
+    """The data paths of one reader, in order of preference."""
 
     def __init__(self, paths: Iterable[DataPath]) -> None:
         self._paths = tuple(paths)
 
     def choose(self, member: Member, *, deadline_s: float) -> DataPath:
-        """Return the first path that leads to a member.
-
-        Raises:
-            TransientError: None does.
-        """
+        """Return the first path that can reach a member. Raises TransientError if no path can."""
         for path in self._paths:
             if path.can_reach(member, deadline_s=deadline_s):
                 return path
@@ -79,14 +75,14 @@ class DataPaths:
 
 
 class LinkPath(DataPath):
-    """Reads over the links of a pool: TCP, or the in-process network."""
+    """Reads over the links of a pool: TCP or the in-process network."""
 
     def __init__(self, pool: ConnectionPool, *, verify: bool = True, name: str = "tcp") -> None:
-        """Use a pool, which stays the caller's.
+        """Use a pool. The caller closes the pool.
 
         Args:
             verify: Compare checksums.
-            name: Of the path, and of the members' endpoint for it.
+            name: Name of the path, and key in `Member.endpoints`.
         """
         self.name, self._pool, self._verify = name, pool, verify
 
@@ -100,24 +96,24 @@ class LinkPath(DataPath):
 
 
 class ShmPath(DataPath):
-    """Copies out of the shared memory of nodes on this host. No request, unless a chunk has to be promoted first."""
+    """Copies from the shared memory of nodes on this host. It sends requests only to promote and to report chunks."""
 
     name = "shm"
 
     def __init__(
         self, pool: ConnectionPool, host: str, *, verify: bool = False, threads: CopyThreads = ONE_THREAD
     ) -> None:
-        """Map nothing yet.
+        """Make the path. It maps a member's memory at the first use.
 
         Args:
-            pool: For requests to the nodes; it stays the caller's.
+            pool: For requests to the nodes. The caller closes the pool.
             host: Identity of this host.
             verify: Compare checksums.
-            threads: Share large copies.
+            threads: Threads for large copies.
         """
         self._pool, self._host, self._verify, self._threads = pool, host, verify, threads
-        self._readers: dict[tuple[NodeId, int], ShmReader | None] = {}  # by life of a node; None: cannot be mapped
-        self._tiered: set[tuple[NodeId, int]] = set()  # lives that have tiers below memory
+        self._readers: dict[tuple[NodeId, int], ShmReader | None] = {}  # by incarnation; None: cannot be mapped
+        self._tiered: set[tuple[NodeId, int]] = set()  # incarnations that have tiers below memory
 
     def can_reach(self, member: Member, *, deadline_s: float) -> bool:
         return member.host == self._host and self._reader(member, deadline_s) is not None
@@ -128,7 +124,7 @@ class ShmPath(DataPath):
             raise LostError(f"the memory of {member.node_id!r} cannot be mapped here")
         run.begin("shm")
         absent = self._copy(reader, run, run.missing)
-        if not run.locate:  # an owner may hold none of them: the caller looks up who does
+        if not run.locate:  # otherwise the node is asked as the owner, and the caller looks up the holders
             if absent and (member.node_id, member.incarnation) in self._tiered:
                 absent = self._promote(member, reader, run, absent, deadline_s)
             run.gone = absent
@@ -136,7 +132,7 @@ class ShmPath(DataPath):
             self._call(member, messages.Suspect(run.progress.raw_keys(sorted(run.corrupt))), deadline_s)
 
     def _copy(self, reader: ShmReader, run: ReadRun, places: list[int]) -> list[int]:
-        """Copy chunks into their buffers. Returns the places of those that are not in memory."""
+        """Copy chunks into their buffers. Returns the places of the chunks that are not in memory."""
         progress, now_s = run.progress, time.monotonic()
         keys, targets = progress.keys[places], progress.targets_at(places)
         hits, _ = reader.read(keys, targets, verify=self._verify, now_s=now_s, threads=self._threads)
@@ -152,17 +148,17 @@ class ShmPath(DataPath):
                 absent.append(place)
             elif length != progress.sizes[place]:
                 run.other_size.append(place)
-            elif self._verify:  # or it was replaced while it was copied: the node finds out
+            elif self._verify:  # corrupt, or replaced during the copy: the node checks the chunk
                 run.corrupt.append(place)
         return absent
 
     def _promote(
         self, member: Member, reader: ShmReader, run: ReadRun, places: list[int], deadline_s: float
     ) -> list[int]:
-        """Have a node bring chunks into its memory, and read them there: one part while the next is on its way.
+        """Ask a node to promote chunks, and copy each part while the node promotes the next part.
 
         Returns:
-            Places of those that did not get there.
+            Places of the chunks that were not promoted.
         """
         progress = run.progress
         parts = progress.cut(places, nbytes=PROMOTE_NBYTES, keys=messages.MAX_KEYS)
@@ -182,12 +178,12 @@ class ShmPath(DataPath):
         return absent
 
     def _call(self, member: Member, request: messages.Message, deadline_s: float) -> messages.Answer:
-        """Ask a node over its Unix socket, by the pool: writers of this host never wait for it."""
+        """Send a request to a node over a pooled link to its Unix socket, so that writers do not wait for it."""
         address = member.endpoints["unix"]
         return self._pool.ask(address, lambda link: link.call(request, deadline_s=deadline_s), deadline_s=deadline_s)
 
     def _reader(self, member: Member, deadline_s: float) -> ShmReader | None:
-        """The memory of a member, mapped at the first call for this life of it."""
+        """Return the mapped memory of a member, or None. The first call for each incarnation maps the memory."""
         life = member.node_id, member.incarnation
         if life not in self._readers:
             reader = None
@@ -197,15 +193,15 @@ class ShmPath(DataPath):
                     self._tiered.add(life)
                 reader = ShmReader(attached.table, attached.arena, writable=False)
             except (TransientError, KeyError):
-                return None  # not now; the next call tries again
+                return None  # the next call tries again
             except LostError:
-                pass  # its files are not visible in this container
+                pass  # the node's files are not visible in this container
             self._readers[life] = reader
             return reader
         return self._readers.get(life)
 
     def retain(self, members: Collection[Member]) -> None:
-        """Readers are not closed, since another thread may be copying: they are unmapped with their last user."""
+        """Forget readers without closing them: another thread may be copying. Garbage collection unmaps the memory."""
         lives = {(member.node_id, member.incarnation) for member in members}
         self._readers = {life: reader for life, reader in list(self._readers.items()) if life in lives}
         self._tiered &= lives
@@ -218,13 +214,13 @@ class ShmPath(DataPath):
 
 
 class PathEnvironment(NamedTuple):
-    """What a data path gets from its reader.
+    """Parameters of a data path, from the reader that opens it.
 
     Attributes:
-        pool: For requests to nodes; it stays the reader's.
+        pool: For requests to nodes. The reader closes the pool.
         host: Identity of the reader's host.
-        verify: "always" also compares checksums of copies within this host, "never" none at all.
-        threads: Share large copies.
+        verify: "remote" compares checksums except for copies on this host, "always" for all reads, "never" for none.
+        threads: Threads for large copies.
     """
 
     pool: ConnectionPool
@@ -237,15 +233,15 @@ _openers: Final[dict[str, Callable[[PathEnvironment], DataPath]]] = {}
 
 
 def register_data_path(name: str, opener: Callable[[PathEnvironment], DataPath]) -> None:
-    """Make a data path available to readers opened from now on.
+    """Make a data path available to readers that are opened later.
 
-    A new name is preferred to all names so far. A name that is registered already is replaced, in its place.
+    A new name has preference over all earlier names. A name that is registered already is replaced at its position.
     """
     _openers[name] = opener
 
 
 def open_data_paths(environment: PathEnvironment) -> DataPaths:
-    """Open every registered path, the latest first."""
+    """Open all registered paths. The path that was registered last is preferred."""
     return DataPaths(opener(environment) for opener in reversed(_openers.values()))
 
 

@@ -1,7 +1,7 @@
-"""What a process drops when it is the child of a fork.
+"""Cleanup in the child of a fork.
 
-A connection is the parent's. The child closes its descriptors and sends nothing: a shutdown or a message would get to
-the parent's peer. Objects connect again at their first use in the child.
+Connections belong to the parent. The child closes its descriptors and sends nothing, since a shutdown or a message
+would reach the parent's peer. Objects connect again at their first use in the child.
 """
 
 import os
@@ -10,10 +10,10 @@ from weakref import WeakSet
 
 
 class Forkable(Protocol):
-    """Holds something that a forked child must not share with its parent."""
+    """An object with state that a forked child must not share with its parent."""
 
     def after_fork(self) -> None:
-        """Called in the child: send nothing, and make new locks. The old ones may be held by threads of the parent."""
+        """Called in the child. Must send nothing, and make new locks: threads of the parent may hold the old locks."""
         ...
 
 
@@ -21,7 +21,7 @@ _registered: WeakSet[Forkable] = WeakSet()
 
 
 def drop_after_fork(each: Forkable) -> None:
-    """Have `each.after_fork()` called in every child that this process forks, while the object lives."""
+    """Register an object: `each.after_fork()` is called in every forked child. The registry holds a weak reference."""
     _registered.add(each)
 
 

@@ -1,7 +1,7 @@
-"""Who may connect: how the two ends of a new connection learn that the other one belongs to the cluster.
+"""The handshake: each end of a new connection verifies that its peer belongs to the cluster.
 
-Over TCP both ends prove that they know the cluster's secret: an HMAC over fresh nonces of both. Over a Unix socket the
-kernel says who the other end is, and only the same user is accepted; the secret is empty then.
+Over TCP each end proves that it knows the cluster's secret: it sends an HMAC over fresh nonces of both ends. Over a
+Unix socket the kernel reports the peer's user. Each end accepts only its own user, and the secret is empty.
 
     client: "raykv", version, nonce   ->   server: "raykv", version, nonce, proof   ->   client: proof   ->   server: 1
 """
@@ -26,11 +26,11 @@ _ACCEPTED: Final = b"\x01"
 
 
 def greet_server(stream: Stream, secret: bytes, deadline_s: float) -> None:
-    """The client's side.
+    """Do the client's part of the handshake.
 
     Raises:
-        PeerUnavailable: The server does not answer, refuses, or has another secret.
-        ProtocolError: The server speaks something else, or another version.
+        PeerUnavailable: The server does not answer, refuses the connection, or has another secret.
+        ProtocolError: The server speaks another protocol or version.
     """
     nonce = secrets.token_bytes(32)
     stream.send(greeting(nonce), deadline_s)
@@ -43,15 +43,15 @@ def greet_server(stream: Stream, secret: bytes, deadline_s: float) -> None:
 
 
 def greet_client(stream: Stream, secret: bytes, admit: Callable[[], None], deadline_s: float) -> None:
-    """The server's side. When the client has proved that it is a member, `admit` may still raise to refuse it.
+    """Do the server's part of the handshake. `admit` is called for a client with the secret, and may raise to refuse.
 
     Raises:
         PeerUnavailable: The client does not answer, or `admit` refused it.
-        ProtocolError: The client speaks something else, or has another version or secret.
+        ProtocolError: The client has another protocol, version or secret.
     """
     nonce = secrets.token_bytes(32)
     hello = stream.exactly(GREETING.size, deadline_s)
-    stream.send(greeting(nonce), deadline_s)  # also to strangers: a client of another version learns ours
+    stream.send(greeting(nonce), deadline_s)  # before any check: a client of another version learns our version
     theirs = read_greeting(hello)
     stream.send(proof(secret, "answering", theirs, nonce), deadline_s)
     if not hmac.compare_digest(stream.exactly(PROOF_NBYTES, deadline_s), proof(secret, "asking", theirs, nonce)):
@@ -61,16 +61,12 @@ def greet_client(stream: Stream, secret: bytes, admit: Callable[[], None], deadl
 
 
 def greeting(nonce: bytes) -> bytes:
-    """First bytes of either end."""
+    """Return the first bytes that either end sends."""
     return GREETING.pack(GREETING_MAGIC, VERSION, nonce)
 
 
 def read_greeting(raw: bytes) -> bytes:
-    """Return the nonce of the other end.
-
-    Raises:
-        ProtocolError: The other end does not speak raykv, or another version.
-    """
+    """Return the peer's nonce. Raises ProtocolError if the peer speaks another protocol or version."""
     magic, version, nonce = GREETING.unpack(raw)
     if magic != GREETING_MAGIC:
         raise ProtocolError(f"the peer does not speak raykv (it begins with {magic!r})")
@@ -80,12 +76,12 @@ def read_greeting(raw: bytes) -> bytes:
 
 
 def proof(secret: bytes, role: str, client_nonce: bytes, server_nonce: bytes) -> bytes:
-    """What only an end with the secret can compute, for one connection and one role."""
+    """Return the proof that the sender knows the secret. It is valid for one connection and one role."""
     return hmac.digest(secret, role.encode() + client_nonce + server_nonce, hashlib.sha256)
 
 
 def require_same_user(connection: socket.socket) -> None:
-    """Raise PeerUnavailable if the other end of a Unix socket is another user's."""
+    """Raise PeerUnavailable if the peer of a Unix socket runs as another user."""
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     user = struct.unpack("3i", raw)[1]
     if user != os.getuid():

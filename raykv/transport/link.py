@@ -1,4 +1,4 @@
-"""The asking end of a connection over TCP or a Unix socket."""
+"""The client end of a connection over TCP or a Unix socket."""
 
 import socket
 import time
@@ -17,12 +17,12 @@ from raykv.transport.stream import Stream
 from raykv.types import Path
 
 TICK_S: Final = 0.01
-"""A call over a link may end this much later than its deadline."""
+"""A call over a link may end up to this much later than its deadline."""
 MAX_REQUEST_ID: Final = 0xFFFFFFFF
 
 
 class SocketLink(Link):
-    """One connection. In a forked child it is closed, without a word to the peer."""
+    """One connection. A forked child closes its copy and sends nothing to the peer."""
 
     path: Path = "tcp"
 
@@ -36,16 +36,16 @@ class SocketLink(Link):
 
     @classmethod
     def connect(cls, address: str, secret: bytes, *, deadline_s: float, spin_s: float = 0.0) -> "SocketLink":
-        """Connect and shake hands.
+        """Connect and do the handshake.
 
         Args:
-            address: "host:port", "unix:/path", or "unix:@name" for a name without a file.
+            address: "host:port", "unix:/path", or "unix:@name" for an abstract Unix socket.
             secret: The cluster's secret; not used over Unix sockets.
             spin_s: See `Stream`.
 
         Raises:
-            PeerUnavailable: Nothing listens there, or it is too late, or the secret differs.
-            ProtocolError: The peer speaks something else, or another version.
+            PeerUnavailable: Nothing listens at the address, the deadline has passed, or the secret differs.
+            ProtocolError: The peer speaks another protocol or version.
         """
         family, where = parse_address(address)
         try:
@@ -62,7 +62,7 @@ class SocketLink(Link):
                 tune(connection)
             stream = Stream(connection, tick_s=TICK_S, spin_s=spin_s)
             greet_server(stream, secret, deadline_s)
-        except (OSError, OverflowError, UnicodeError, RayKVError) as error:  # (a port or a name that cannot be)
+        except (OSError, OverflowError, UnicodeError, RayKVError) as error:  # (port or name may be impossible)
             connection.close()
             if isinstance(error, RayKVError):
                 raise
@@ -107,25 +107,21 @@ class SocketLink(Link):
                 for run in place(answer):
                     self._stream.fill(run, deadline_s)
         except BaseException:
-            self.close()  # nobody can use what is left in the socket
+            self.close()  # the position in the byte stream is lost
             raise
         if isinstance(answer, Failure):
             raise_failure(answer)
         return answer
 
     def _receive(self, request_id: int, deadline_s: float) -> Answer:
-        """Receive the answer to one request.
-
-        Raises:
-            ProtocolError: It is the answer to another one.
-        """
+        """Receive the answer to one request. Raises ProtocolError if an answer to another request arrives."""
         answer, header = self._stream.message(deadline_s)
         self.epoch = max(self.epoch, header.epoch)
         if header.request_id != request_id:
             if header.request_id == 0 and isinstance(answer, Failure):  # the peer could not read our request
                 raise_failure(answer)
             raise ProtocolError(f"an answer to request {header.request_id}, where one to {request_id} was due")
-        return answer  # type: ignore[return-value]  # callers check the kind; a request is no answer they expect
+        return answer  # type: ignore[return-value]  # callers check the type of the answer
 
     def wait_ready(self, timeout_s: float) -> bool:
         return self.closed or (bool(self._posted) and self._stream.wait_ready(timeout_s))
@@ -140,5 +136,5 @@ class SocketLink(Link):
         self._stream.socket.close()
 
     def after_fork(self) -> None:
-        """The descriptor goes; the connection stays the parent's, since nothing is shut down."""
+        """Close the child's descriptor without a shutdown. The parent's connection stays open."""
         self.close()

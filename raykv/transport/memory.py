@@ -1,6 +1,6 @@
-"""A transport within one process, for embedded clusters and tests: the same services, without sockets.
+"""A transport within one process, for embedded clusters and tests. It uses the same services, without sockets.
 
-Loss, delay and death are parameters, so that a test can repeat what it saw.
+Message loss, delays and dead nodes are parameters, so that tests are repeatable.
 """
 
 import random
@@ -18,13 +18,13 @@ from raykv.types import Path
 
 
 class Network:
-    """Services by address, and what can go wrong between them.
+    """Services by address, with simulated faults.
 
     Attributes:
-        services: By address.
+        services: Services by address.
         dead: Addresses that do not answer.
-        loss: Chance that a request, or its answer, is lost.
-        delay_s: A request takes at least this long.
+        loss: Probability that one message (a request or an answer) is lost.
+        delay_s: Delay of each message.
     """
 
     def __init__(self, rng: random.Random | None = None, *, loss: float = 0.0, delay_s: float = 0.0) -> None:
@@ -34,20 +34,12 @@ class Network:
         self._rng = rng or random.Random(0)
 
     def connect(self, address: str, secret: bytes, *, deadline_s: float) -> "MemoryLink":
-        """Connect to the service at an address.
-
-        Raises:
-            PeerUnavailable: There is none, or it is dead.
-        """
+        """Connect to the service at an address. Raises PeerUnavailable if there is no service, or it is dead."""
         self.send(address, deadline_s)
         return MemoryLink(self, address, self.services[address])
 
     def send(self, address: str, deadline_s: float) -> None:
-        """Stand for one message: it takes its time, or is lost.
-
-        Raises:
-            PeerUnavailable: It is lost, or late.
-        """
+        """Simulate one message to or from an address. Raises PeerUnavailable if the message is lost or late."""
         if address in self.dead or address not in self.services:
             raise PeerUnavailable(f"{address} does not answer")
         if self.delay_s:
@@ -58,9 +50,9 @@ class Network:
 
 
 class MemoryLink(Link):
-    """The asking end. A posted request is answered at once; the answer and its bytes wait for `collect`.
+    """The client end. `post` runs the service's handler at once; `collect` returns the answer and transfers its bytes.
 
-    Requests are encoded and decoded all the same, so that the limits of messages hold.
+    Requests are encoded and decoded, so that the size limits of messages apply.
     """
 
     path: Path = "memory"
@@ -111,12 +103,12 @@ class MemoryLink(Link):
             self._session.close()
 
     def after_fork(self) -> None:
-        """The session stays the parent's: its service shares memory with the parent's."""
+        """Forget the session without closing it: the session belongs to the parent."""
         self.closed = True
         self._posted.clear()
 
     def _finish(self, move: Callable[[Reply], None], deadline_s: float) -> Answer:
-        """Move the bytes of the oldest posted request, and return its last answer."""
+        """Transfer the bytes of the oldest posted request, and return its last answer."""
         if self.closed:
             raise PeerUnavailable("the connection is closed")
         assert self._posted
@@ -144,7 +136,7 @@ class MemoryLink(Link):
 
 
 def _move(sources: Runs, targets: Targets) -> None:
-    """Copy runs of bytes into buffers of the same total length. Each is requested when it is needed."""
+    """Copy runs of bytes into buffers of the same total length. Runs and buffers are requested one by one."""
     pieces = (piece for run in targets for piece in run if len(piece))
     target = next(pieces, None)
     for run in sources:

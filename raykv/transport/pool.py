@@ -1,4 +1,4 @@
-"""Links to many nodes, reused; a node that does not answer is left alone for a while (a circuit breaker)."""
+"""A pool of reusable links to nodes. A circuit breaker pauses requests to a node that does not answer."""
 
 import threading
 import time
@@ -12,7 +12,7 @@ from raykv.transport.forking import drop_after_fork
 T = TypeVar("T")
 
 FAIR_S: Final = 0.05
-"""A call with less time left than this does not trip the breaker."""
+"""A call that starts with less time than this before its deadline does not trip the breaker."""
 
 
 class Connect(Protocol):
@@ -22,16 +22,16 @@ class Connect(Protocol):
 
 
 class ConnectionPool:
-    """Links by address. Thread-safe: parallel callers get parallel links. A forked child starts without links.
+    """Links by address. Thread-safe: concurrent callers get separate links. A forked child starts without links.
 
     Attributes:
         secret: The cluster's secret, for new links.
         epoch: The greatest epoch in an answer so far.
-        failures: How often a node did not answer, or was not asked because its breaker had tripped.
+        failures: Number of requests that a node did not answer, or that were not sent since its breaker had tripped.
     """
 
     def __init__(self, connect: Connect, secret: bytes, *, breaker_s: float, max_idle: int) -> None:
-        """Args: breaker_s: After a failure, an address is not asked for this long. max_idle: Of one address."""
+        """`breaker_s`: pause for an address after a failure. `max_idle`: the most idle links to one address."""
         self._connect, self._breaker_s, self._max_idle = connect, breaker_s, max_idle
         self.secret, self.epoch, self.failures = secret, 0, 0
         self._idle: dict[str, list[Link]] = {}
@@ -40,17 +40,17 @@ class ConnectionPool:
         drop_after_fork(self)
 
     def available(self, address: str) -> bool:
-        """Whether the breaker of an address has not tripped."""
+        """Return whether requests may be sent to an address: its breaker has not tripped."""
         return time.monotonic() >= self._tripped_until_s.get(address, 0.0)
 
     def ask(self, address: str, request: Callable[[Link], T], *, deadline_s: float) -> T:
-        """Run `request` on a link to `address`. It may run twice: it must not matter if it does.
+        """Run `request` on a link to `address`. `request` must be idempotent.
 
-        An idle link may be dead because the node has restarted: then a new link is tried, once.
+        An idle link may be dead because the node has restarted. In that case `request` runs again on a new link.
 
         Raises:
             PeerUnavailable: The node does not answer, or its breaker has tripped.
-            RayKVError: What `request` raised.
+            RayKVError: `request` raised it.
         """
         if not self.available(address):
             self.failures += 1
@@ -69,7 +69,7 @@ class ConnectionPool:
                 if short and late:
                     raise
                 self.close_idle(address)
-                if late:  # the node hangs; a dead one would have failed at once
+                if late:  # the node hangs; a dead connection would have failed at once
                     self._trip(address)
                     raise
         try:
@@ -110,7 +110,7 @@ class ConnectionPool:
             link.close()
 
     def retain(self, addresses: Container[str]) -> None:
-        """Close the idle links to all other addresses: nodes that have left the cluster."""
+        """Close the idle links to addresses that are not in `addresses`. These nodes have left the cluster."""
         for address in {*self._idle, *self._tripped_until_s}:
             if address not in addresses:
                 self.close_idle(address)
@@ -121,5 +121,5 @@ class ConnectionPool:
         self.retain(())
 
     def after_fork(self) -> None:
-        """The links close themselves."""
+        """Forget the idle links. Each link closes itself in the child."""
         self._lock, self._idle = threading.Lock(), {}

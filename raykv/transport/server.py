@@ -1,8 +1,8 @@
-"""The answering end of connections over TCP and Unix sockets.
+"""The server end of connections over TCP and Unix sockets.
 
-The server has a thread for each connection, and blocking sockets. Most of the work is system calls that run without the
-interpreter lock, and a slow reader delays its own thread only. Bytes go from the arena to the socket, and from the
-socket to the arena, without a copy of our own.
+The server has a thread for each connection, and blocking sockets. Most of the work is system calls, which release the
+GIL. A slow client delays only its own thread. Bytes are sent from the arena and received into the arena without an
+intermediate copy.
 """
 
 import logging
@@ -27,14 +27,14 @@ log = logging.getLogger(__name__)
 TICK_S: Final = 0.01
 HANDSHAKE_TIMEOUT_S: Final = 5.0
 MAX_HANDSHAKES: Final = 64
-"""Most connections that shake hands at once; one more, and the oldest of them is closed."""
+"""The most concurrent handshakes. A new connection beyond this limit closes the oldest handshake."""
 MAX_LOG_LINES: Final = 5
 LOG_EVERY_S: Final = 60.0
-"""Peers can make a server log this many lines in this time."""
+"""A server logs at most MAX_LOG_LINES lines about its peers in this time."""
 
 
 class LogLimit:
-    """Writes at most `max_lines` lines in `every_s` seconds; the next line says how many were left out. Thread-safe."""
+    """Logs at most `max_lines` lines in `every_s` seconds. The next line gives the number left out. Thread-safe."""
 
     def __init__(self, log: logging.Logger, *, max_lines: int = MAX_LOG_LINES, every_s: float = LOG_EVERY_S) -> None:
         self._log, self._max_lines, self._every_s, self._lock = log, max_lines, every_s, threading.Lock()
@@ -42,7 +42,7 @@ class LogLimit:
         self._lines = self._left_out = 0
 
     def write(self, level: int, text: str, *arguments: object, trace: bool = False) -> None:
-        """Write a line, or count it. `trace`: with the stack of the error that is being handled."""
+        """Log a line, or count it as left out. `trace`: add the stack of the current exception."""
         if not self._log.isEnabledFor(level):
             return
         now_s = time.monotonic()
@@ -62,12 +62,12 @@ class LogLimit:
 class SocketServer:
     """Listens on one address, and serves each connection in a thread of its own.
 
-    Connections that shake hands are counted apart: strangers do not use up the connections of members.
+    Connections in the handshake have their own limit, so that strangers cannot use up the connections of members.
 
     Attributes:
-        address: Where it listens, with the port that was free.
-        refused: Connections that failed the handshake, or were one too many.
-        bugs: Connections that ended by an error that nobody expected; the log has the stacks.
+        address: The address that the server listens on, with the actual port.
+        refused: Number of connections that failed the handshake, or were above a limit.
+        bugs: Number of connections that an unexpected exception ended. The log has the stacks.
     """
 
     def __init__(
@@ -80,12 +80,12 @@ class SocketServer:
         max_connections: int,
         spin_s: float = 0.0,
     ) -> None:
-        """Listen, or raise ConfigError. Clients that connect before `serve` wait.
+        """Listen, or raise ConfigError. Clients that connect before `serve` have to wait.
 
         Args:
             secret: The cluster's secret; not used over Unix sockets.
-            io_timeout_s: A peer that stalls for this long in the middle of a message or payload is disconnected.
-            spin_s: See `Stream`; for TCP only, since peers on this host need the cores.
+            io_timeout_s: A peer that stalls for this long within a message or payload is disconnected.
+            spin_s: See `Stream`. Only used for TCP, since clients on this host need the cores.
         """
         self._service, self._io_timeout_s, self._max_connections = service, io_timeout_s, max_connections
         self._listener, self.address = listen(address)
@@ -101,11 +101,11 @@ class SocketServer:
         drop_after_fork(self)
 
     def serve(self) -> None:
-        """Begin to accept connections."""
+        """Start to accept connections."""
         self._thread.start()
 
     def close(self) -> None:
-        """Stop listening, and end all connections. After it no request is being served."""
+        """Stop listening, end all connections, and wait until no request is being served."""
         self._closed.set()
         with self._lock:
             connections = {**self._shaking, **self._connections}
@@ -117,7 +117,7 @@ class SocketServer:
                 thread.join(HANDSHAKE_TIMEOUT_S)
 
     def after_fork(self) -> None:
-        """The child serves nothing: its descriptors go, the connections stay the parent's."""
+        """Close the child's descriptors without a shutdown. The child serves nothing; the parent's connections stay."""
         self._lock, self._closed = threading.Lock(), threading.Event()
         self._closed.set()
         for each in (self._listener, *self._shaking, *self._connections):
@@ -131,14 +131,14 @@ class SocketServer:
             except OSError:
                 if self._closed.is_set():
                     return
-                time.sleep(0.05)  # out of descriptors, most likely; they become free as connections end
+                time.sleep(0.05)  # probably out of descriptors, until connections end
                 continue
             if not self._start_thread(connection):
                 self.refused += 1
                 connection.close()
 
     def _start_thread(self, connection: socket.socket) -> bool:
-        """False when the connection cannot be served."""
+        """Start the thread of a connection. Returns False if the connection cannot be served."""
         thread = threading.Thread(target=self._serve, args=(connection,), name="raykv-serve", daemon=True)
         with self._lock:
             if self._closed.is_set():
@@ -148,12 +148,12 @@ class SocketServer:
             try:
                 thread.start()
             except RuntimeError:
-                return False  # the process may have no more threads
+                return False  # the process has reached its limit of threads
             self._shaking[connection] = thread
         return True
 
     def _admit(self, connection: socket.socket) -> None:
-        """Count a connection as a member's. Raises PeerUnavailable when there are too many already."""
+        """Count a connection as a member's. Raises PeerUnavailable if there are too many connections."""
         with self._lock:
             if self._closed.is_set() or len(self._connections) >= self._max_connections:
                 raise PeerUnavailable(f"{self._max_connections} connections already")
@@ -183,7 +183,7 @@ class SocketServer:
             connection.close()
 
     def _shake_hands(self, connection: socket.socket) -> Stream:
-        """Raises RayKVError for a client that is no member, or one too many."""
+        """Do the handshake. Raises RayKVError if the client is not a member, or there are too many connections."""
         if self._local:
             give_way()
             require_same_user(connection)
@@ -196,7 +196,7 @@ class SocketServer:
         return stream
 
     def _request(self, stream: Stream) -> tuple[Message, int]:
-        """Receive one request and its number. The peer learns what is wrong with one that cannot be decoded."""
+        """Receive one request and its number. If the request cannot be decoded, the peer gets a Failure."""
         stall_s, request_id = self._io_timeout_s, 0
         try:
             header = stream.header(time.monotonic() + stall_s)
@@ -224,7 +224,7 @@ class SocketServer:
 
 
 def _cut(connection: socket.socket) -> None:
-    """End a connection that another thread may be waiting on; that thread closes it."""
+    """Shut down a connection. The thread that serves the connection wakes up and closes it."""
     try:
         connection.shutdown(socket.SHUT_RDWR)
     except OSError:

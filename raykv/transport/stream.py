@@ -1,11 +1,11 @@
 """Messages and runs of bytes on one connected socket, with deadlines.
 
-The socket blocks, and the kernel ends each wait after a tick (SO_RCVTIMEO and SO_SNDTIMEO, set once). So a system call
-that moves all its bytes needs no other one, and the clock is read only when a call returns early. Python's own
-time-outs would need a `poll` before each call.
+The socket is blocking, and the kernel ends each wait after a tick (SO_RCVTIMEO and SO_SNDTIMEO, set once). The clock is
+read only after a system call that transferred too few bytes. Python's own time-outs would need a `poll` before each
+system call.
 
-A message and the beginning of what follows it are read in one call. At most READ_AHEAD_NBYTES are read too far, and
-copied to their place later; all other bytes go from the socket to their place.
+One system call reads a message and up to READ_AHEAD_NBYTES of the bytes after it. These bytes are copied to their
+target later. All other bytes are received directly into their target.
 """
 
 import math
@@ -28,23 +28,23 @@ from raykv.transport.base import ChunkRun, Runs
 
 READ_AHEAD_NBYTES: Final = 4096
 STEP_NBYTES: Final = 1 << 20
-"""Most bytes of one `sendmsg`; a peer that accepts less than this within a stall time-out is disconnected."""
+"""The most bytes of one `sendmsg`. A peer that does not accept them within a stall time-out is disconnected."""
 STEP_PIECES: Final = 1024
-"""Most views of one `sendmsg` or `recvmsg_into`: the kernel's limit."""
+"""The most views of one `sendmsg` or `recvmsg_into`: Linux's IOV_MAX."""
 
 _HEADER_NBYTES: Final = HEADER.size
 _WAITALL: Final = socket.MSG_WAITALL
 _DONTWAIT: Final = socket.MSG_DONTWAIT
 _CLOSED: Final = "the peer closed the connection"
 _LATE: Final = "the deadline has passed"
-_LATE_END: Final = 1  # the result of `native.receive` for a deadline that has passed
+_LATE_END: Final = 1  # `native.receive` returns this after the deadline
 
 
 class Stream:
     """Both directions of one connection. Not thread-safe.
 
-    After PeerUnavailable (the deadline has passed, the peer is gone) the stream may be in the middle of a message: it
-    is of no more use.
+    Methods raise PeerUnavailable when the deadline has passed or the connection is lost. The stream may then be in the
+    middle of a message, so the caller must close it.
     """
 
     def __init__(self, connection: socket.socket, *, tick_s: float, spin_s: float = 0.0) -> None:
@@ -52,18 +52,18 @@ class Stream:
 
         Args:
             tick_s: See `set_tick`.
-            spin_s: Poll the socket for this long before sleeping. It saves the time to wake a thread, and uses a core
-                meanwhile. 0: sleep at once.
+            spin_s: Poll the socket for this long before sleeping; 0 sleeps at once. Polling avoids the delay of a
+                thread wake-up, but uses a core.
         """
         self.socket = connection
         connection.settimeout(None)
         self.set_tick(tick_s)
         self._spin_s = spin_s
         self._ahead = memoryview(bytearray(READ_AHEAD_NBYTES))
-        self._start = self._end = 0  # bytes that were read ahead and not used yet
+        self._start = self._end = 0  # range of the bytes in `_ahead` that are not used yet
 
     def set_tick(self, tick_s: float) -> None:
-        """Set how long one wait lasts before the clock is read: a call may end this much later than its deadline."""
+        """Set the longest wait of one system call. A method may end this much later than its deadline."""
         tick = struct.pack("ll", int(tick_s), int(tick_s % 1 * 1e6) + 1)
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, tick)
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, tick)
@@ -75,18 +75,18 @@ class Stream:
         self._send_some([memoryview(message)], deadline_s)
 
     def send_with(self, message: bytes, pieces: Sequence[memoryview], *, stall_s: float) -> None:
-        """Send a message and the bytes that follow it; each STEP_NBYTES may take `stall_s` seconds."""
+        """Send a message and its payload. Each step of STEP_NBYTES may take `stall_s` seconds."""
         for step in _steps(memoryview(message), pieces):
             self._send_some(step, time.monotonic() + stall_s)
 
     def send_runs(self, runs: Runs, deadline_s: float) -> None:
-        """Send runs of bytes, each before the next is requested."""
+        """Send runs of bytes. The next run is requested after the run before is sent."""
         for run in runs:
             for first in range(0, len(run), STEP_PIECES):
                 self._send_some(list(run[first : first + STEP_PIECES]), deadline_s)
 
     def _send_some(self, pieces: list[memoryview], deadline_s: float) -> None:
-        """Send at most STEP_PIECES pieces. The first attempt is made also when the deadline has passed."""
+        """Send at most STEP_PIECES pieces. There is one attempt even if the deadline has passed."""
         while pieces:
             try:
                 sent = self.socket.sendmsg(pieces)
@@ -101,7 +101,7 @@ class Stream:
     # -- receiving messages -----------------------------------------------------------------------------------------
 
     def wait(self) -> bool:
-        """Wait without a deadline until something arrives. False when the connection has ended instead."""
+        """Wait without a deadline until bytes arrive. Returns False if the connection has ended."""
         try:
             while self._start == self._end:
                 self._read_ahead()
@@ -110,16 +110,12 @@ class Stream:
         return True
 
     def message(self, deadline_s: float) -> tuple[Request | Answer, Header]:
-        """Receive the next message.
-
-        Raises:
-            ProtocolError: It is not one of this protocol.
-        """
+        """Receive the next message. Raises ProtocolError if it is not a message of this protocol."""
         header = self.header(deadline_s)
         return self.body(header, deadline_s), header
 
     def header(self, deadline_s: float) -> Header:
-        """Receive the header of the next message; `body` must follow. Raises as `message` does."""
+        """Receive the header of the next message. The caller must call `body` next. Raises the errors of `message`."""
         while self._end - self._start < _HEADER_NBYTES:
             if not self._read_ahead():
                 _require_time(deadline_s)
@@ -127,7 +123,7 @@ class Stream:
         return decode_header(self._ahead[start : self._start])
 
     def body(self, header: Header, deadline_s: float) -> Request | Answer:
-        """Receive the message behind a header. Raises as `message` does."""
+        """Receive the message that follows a header. Raises the errors of `message`."""
         start, end = self._start, self._start + header.length
         if end <= self._end:
             self._start = end
@@ -135,9 +131,9 @@ class Stream:
         return decode(self.exactly(header.length, deadline_s))
 
     def wait_ready(self, timeout_s: float) -> bool:
-        """Wait until `message` would return at once, or nearly: of a long message the beginning is here.
+        """Wait until a message has arrived, or the first READ_AHEAD_NBYTES of a long message. False after a time-out.
 
-        A broken connection counts as ready: `message` raises the error.
+        Returns True for a broken connection: the next `message` raises the error.
         """
         until_s = time.monotonic() + timeout_s
         try:
@@ -155,7 +151,7 @@ class Stream:
         return True
 
     def _begun(self) -> bool:
-        """Whether a message was read ahead, or as much of it as fits."""
+        """Return whether the buffer holds a whole message, or is full of a long message."""
         here = self._ahead[self._start : self._end]
         if len(here) < _HEADER_NBYTES:
             return False
@@ -163,10 +159,9 @@ class Stream:
         return len(here) >= min(_HEADER_NBYTES + length, READ_AHEAD_NBYTES)
 
     def _read_ahead(self, flags: int = 0) -> int:
-        """Read what has arrived. Waits for a tick, unless `flags` forbid it; before it sleeps it spins, if wanted.
+        """Read bytes into the buffer. Spins for `spin_s`, then waits for up to a tick, unless `flags` forbid waiting.
 
-        Returns:
-            How many bytes; 0 when none arrived.
+        Returns the number of bytes read; 0 when none arrived.
         """
         if self._start:
             left = bytes(self._ahead[self._start : self._end])
@@ -182,11 +177,7 @@ class Stream:
         return got
 
     def _receive(self, views: list[memoryview], flags: int) -> int:
-        """Receive into views. Returns how many bytes; 0 when none arrived within a tick.
-
-        Raises:
-            PeerUnavailable: The connection has ended.
-        """
+        """Receive into views. Returns the number of bytes; 0 when none arrived within a tick."""
         try:
             got = self.socket.recvmsg_into(views, 0, flags)[0]
         except BlockingIOError:
@@ -200,13 +191,13 @@ class Stream:
     # -- receiving payloads -----------------------------------------------------------------------------------------
 
     def exactly(self, nbytes: int, deadline_s: float) -> bytes:
-        """Receive a few bytes."""
+        """Receive `nbytes` bytes into a new object."""
         raw = bytearray(nbytes)
         self.fill([memoryview(raw)], deadline_s)
         return bytes(raw)
 
     def fill(self, run: Sequence[memoryview] | ChunkRun, deadline_s: float) -> None:
-        """Fill views one after another; the chunks of a ChunkRun are hashed as they arrive."""
+        """Fill views in order. The chunks of a ChunkRun are hashed as they arrive."""
         if not isinstance(run, ChunkRun):
             self._fill_views(run, deadline_s)
         elif native.receive is None or not run.sizes or min(run.sizes) <= TINY_NBYTES:
@@ -229,7 +220,7 @@ class Stream:
             raise PeerUnavailable(_LATE if end == _LATE_END else _CLOSED)
 
     def _fill_chunks(self, run: ChunkRun, deadline_s: float) -> None:
-        """The same without the compiled loops."""
+        """Fill the chunks without compiled code."""
         for chunk in run.chunks:
             state = xxhash.xxh3_64()
             for piece in chunk:
@@ -249,7 +240,7 @@ class Stream:
             pieces = _after(pieces, self._receive(pieces[:STEP_PIECES], _WAITALL))
 
     def _use_read_ahead(self, views: Sequence[memoryview]) -> list[memoryview]:
-        """Fill views with the bytes that were read ahead. Returns what is left to fill."""
+        """Fill views with the bytes that were read ahead. Returns the views that are still to be filled."""
         left = list(views)
         while left and self._start < self._end:
             piece = left[0]
@@ -264,7 +255,7 @@ class Stream:
 
 
 def _steps(message: memoryview, pieces: Sequence[memoryview]) -> Iterator[list[memoryview]]:
-    """The message and the pieces, in lists for one `sendmsg` each."""
+    """Split the message and the pieces into lists. One `sendmsg` can send each list."""
     step, room = [message], STEP_NBYTES
     for piece in pieces:
         rest = piece
@@ -280,7 +271,7 @@ def _steps(message: memoryview, pieces: Sequence[memoryview]) -> Iterator[list[m
 
 
 def _after(pieces: list[memoryview], moved: int) -> list[memoryview]:
-    """The rest of the pieces after `moved` bytes."""
+    """Return the pieces without their first `moved` bytes."""
     for number, piece in enumerate(pieces):
         if moved < len(piece):
             return [piece[moved:], *pieces[number + 1 :]]

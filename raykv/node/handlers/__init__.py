@@ -1,1 +1,1 @@
-"""What a node does for each request: one class for each group of messages."""
+"""The handlers of a node's requests: one class for each group of messages."""

@@ -17,7 +17,7 @@ from raykv.transport.base import Reply
 
 
 class AdminHandler:
-    """Opens, configures and lists namespaces; takes what clients report, and hands out recorded requests."""
+    """Opens, configures and lists namespaces. Accepts reports of clients, and returns recorded requests."""
 
     def __init__(
         self,

@@ -20,7 +20,7 @@ from raykv.types import NodeId
 
 
 class LocateHandler:
-    """Answers as the owner of keys, and says what became of chunks on this node."""
+    """Answers lookups as the owner of keys, and reports where chunks are on this node and why they left it."""
 
     def __init__(
         self, node_id: NodeId, store: Store, lock: threading.Lock, mover: TierMover, location_index: LocationIndex
@@ -37,7 +37,7 @@ class LocateHandler:
         keys = keys_in(request.keys)
         locations = self._location_index.locate(keys)
         unknown = [position for position, each in enumerate(locations) if each is UNKNOWN] if self._mover else []
-        if unknown:  # a shared tier is announced by the node that wrote to it only: the owner answers for it
+        if unknown:  # only the writer announces a chunk in a shared tier, so the owner looks there itself
             places, nbytes = find_below(self._mover, keys[unknown])
             here = (self._node_id,)
             for position, place, length in zip(unknown, places.tolist(), nbytes.tolist(), strict=True):

@@ -21,11 +21,11 @@ from raykv.types import KeyArray, Rows
 PROMOTE_TIMEOUT_S: Final = 4.0
 """The longest time that one request waits for chunks below memory."""
 PROMOTED_KEYS: Final = 64
-"""Keys promoted at once: what arrived is pinned before the next ones need room."""
+"""The most keys promoted at once. These chunks are pinned before the promotion of the next chunks needs room."""
 
 
 class ReadHandler:
-    """Pins chunks, sends their bytes from the arena, and unpins them when the bytes have left."""
+    """Pins chunks, sends their bytes from the arena, and unpins the chunks after the bytes are sent."""
 
     def __init__(
         self, store: Store, lock: threading.Lock, mover: TierMover, location_index: LocationIndex, announcer: Announcer
@@ -89,7 +89,7 @@ class ReadHandler:
         return Reply(messages.Count(count))
 
     def _pin_all(self, keys: KeyArray) -> Pinned:
-        """Pin chunks; those below memory are promoted first. Row -1 and zeros for chunks that are nowhere."""
+        """Pin chunks. Chunks below memory are promoted first. A chunk that was not found gets row -1 and zeros."""
         count = len(keys)
         pinned = Pinned(
             np.full(count, -1, np.int32), np.zeros(count, "<u8"), np.zeros(count, "<u4"), np.zeros(count, "<u8")
@@ -122,7 +122,7 @@ class ReadHandler:
 
 
 def neighbours(view: memoryview, offsets: npt.NDArray[np.uint64], nbytes: npt.NDArray[np.uint32]) -> list[memoryview]:
-    """The chunks at these offsets, in order; neighbours in memory become one view. Length 0: left out."""
+    """Return views of the chunks at these offsets, in order. Adjacent chunks share one view; length 0 is skipped."""
     here = nbytes > 0
     starts = offsets[here].astype(np.int64)
     if not len(starts):

@@ -1,4 +1,4 @@
-"""Requests that store and drop chunks: Lend, Commit, GiveBack, Write, Delete, Hint."""
+"""Requests that store, change and delete chunks: Lend, Commit, GiveBack, Write, Delete, Hint."""
 
 import threading
 import time
@@ -22,11 +22,11 @@ from raykv.transport.base import ChunkRun, Reply, Targets
 from raykv.types import Batch, Bits, Hints, Rows
 
 RECEIVED_NBYTES: Final = 1 << 20
-"""Small chunks are received and hashed together, about this many bytes at once."""
+"""Small chunks are received and hashed in groups of about this many bytes."""
 
 
 class WriteHandler:
-    """Lends slots to writers, and enters the chunks that they have written into the store."""
+    """Lends slots to writers, and commits the chunks in these slots to the store."""
 
     def __init__(
         self, store: Store, lock: threading.Lock, mover: TierMover, announcer: Announcer, reclaimer: Reclaimer
@@ -98,7 +98,7 @@ class WriteHandler:
         return Reply(messages.Done())
 
     def _write(self, request: messages.Write, session: NodeSession) -> Reply:
-        """Lend slots to the session, receive chunks into them, commit those that arrived whole, return the others."""
+        """Lend slots to the session, and receive chunks into them. Commit intact chunks, and return the other slots."""
         batch, now_s = _batch_in(request), time.monotonic()
         protect = [batch.keys, *(() if batch.parent is None else (batch.parent,))]
         with self._lock:
@@ -165,7 +165,7 @@ class WriteHandler:
 
 
 class _Incoming:
-    """Chunks of one size on their way into slots, and their checksums behind them. Each is hashed as it arrives."""
+    """Receives chunks of one size into slots, then the sender's checksums. Each chunk is hashed as it arrives."""
 
     def __init__(self, view: memoryview, starts: list[int], nbytes: int) -> None:
         self._expected = bytearray(8 * len(starts))
@@ -176,11 +176,11 @@ class _Incoming:
         ]
 
     def targets(self) -> Targets:
-        """Where the payload goes."""
+        """Return the buffers for the payload."""
         return [*self._runs, (memoryview(self._expected),)]
 
     def checked(self, complete: bool) -> tuple[npt.NDArray[np.uint64], Bits]:
-        """Checksums of the chunks, and which chunks are what was sent; none are when the payload is not complete."""
+        """Return the checksum of each chunk, and whether the chunk is intact. No chunk is intact unless `complete`."""
         expected = np.frombuffer(self._expected, "<u8")
         if not complete:
             return expected, np.zeros(len(expected), np.bool_)
