@@ -1,7 +1,4 @@
-"""raykv on Ray: `start`, `stop`, `status`, `upgrade`.
-
-Ray starts, places, names, watches and restarts processes. It never carries a chunk.
-"""
+"""Runs raykv on Ray. Ray starts, places, names and restarts the processes. Chunks never pass through Ray."""
 
 from raykv.cluster.control import find_address, record, start, status, stop, upgrade
 

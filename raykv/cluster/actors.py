@@ -1,4 +1,4 @@
-"""The two kinds of actors: thin shells around `InProcessMembership` and `NodeHandle`."""
+"""The two kinds of Ray actors: the directory (an `InProcessMembership`) and the node (a `NodeHandle`)."""
 
 import logging
 import os
@@ -25,44 +25,43 @@ from raykv.types import NodeId
 log = logging.getLogger(__name__)
 
 NAMESPACE: Final = "raykv"
-"""Ray namespace of all actors of raykv."""
+"""The Ray namespace of all actors of raykv."""
 RECONCILE_S: Final = 1.0
 CALL_TIMEOUT_S: Final = 3.0
 WATCH_S: Final = 0.5
 STEP_ASIDE_S: Final = 0.2
 RETRY_ROOM_S: Final = ABANDONED_S / 10
-"""If a node did not fit, the memory that other nodes left is checked this often."""
+"""If a node did not fit into memory, its actor looks this often for memory of dead nodes to remove."""
 UNOWNED_S: Final = 5.0
-"""Time for the processes of a dead Ray node to end, before `stop` gives up on removing their memory."""
+"""`stop` waits this long for the processes of a dead Ray node. If they still run then, their memory stays."""
 NODE_ID_LENGTH: Final = 16
-"""Characters of Ray's node id (56 of them) in a node's name: the path of a socket must stay short."""
+"""A node's name is this long a prefix of Ray's node id (56 characters), since the path of a socket must be short."""
 
 
 def directory_name(cluster: str) -> str:
-    """Name of the directory actor."""
     return f"raykv:{cluster}:directory"
 
 
 def node_name(cluster: str, ray_node_id: str) -> str:
-    """Name of the node actor on a Ray node."""
+    """Return the name of the node actor on a Ray node."""
     return f"raykv:{cluster}:node:{ray_node_id}"
 
 
 def ray_nodes(*, alive: bool = True) -> set[str]:
-    """Ids of the Ray nodes that are alive, or of those that have ended."""
+    """Return the ids of the Ray nodes that are alive, or else of the dead ones."""
     return {node["NodeID"] for node in ray.nodes() if node["Alive"] is alive}
 
 
 def _names(ray_node_ids: Iterable[str]) -> set[str]:
-    """Names of the nodes on these Ray nodes."""
+    """Return the names of the raykv nodes on these Ray nodes."""
     return {each[:NODE_ID_LENGTH] for each in ray_node_ids}
 
 
 class DirectoryActor(InProcessMembership):
-    """The directory, and the loop that puts a node actor on every Ray node.
+    """The directory, and a loop that starts a node actor on every Ray node.
 
-    After a crash Ray restarts it with the same arguments, so it has the secret and the configuration. It finds the node
-    actors by their names, and adopts the view of the first node that calls.
+    After a crash Ray restarts this actor with the same secret and config. The actor then finds the node actors by their
+    names, and adopts the view of the first node that calls.
     """
 
     def __init__(self, config: ClusterConfig, secret: bytes) -> None:
@@ -74,18 +73,18 @@ class DirectoryActor(InProcessMembership):
         self._reconciler.start()
 
     def describe(self) -> dict[str, Any]:
-        """Configuration, process and view."""
+        """Return config, process id and view."""
         return {"config": self._config, "pid": os.getpid(), "view": self.logic.view}
 
     def secret(self) -> str:
-        """The cluster's secret, for clients that connect by "host:port"."""
+        """Return the cluster's secret as hexadecimal text."""
         return self._secret.hex()
 
     def stop(self, timeout_s: float) -> None:
-        """Stop all nodes and remove their memory, and that of Ray nodes that have ended. The caller ends this actor."""
+        """Stop all nodes. Remove their memory and the memory of dead Ray nodes. The caller must end this actor."""
         self._stopping.set()
         self._reconciler.join(timeout_s)
-        for ray_node_id in ray_nodes():  # also those that an earlier directory started
+        for ray_node_id in ray_nodes():  # includes nodes that an earlier directory started
             try:
                 self._nodes.setdefault(
                     ray_node_id, ray.get_actor(node_name(self._config.name, ray_node_id), namespace=NAMESPACE)
@@ -115,7 +114,7 @@ class DirectoryActor(InProcessMembership):
         for ray_node_id in alive - set(self._nodes):
             self._nodes[ray_node_id] = self._start_node(ray_node_id)
         for ray_node_id in set(self._nodes) - alive:
-            ray.kill(self._nodes.pop(ray_node_id), no_restart=True)  # otherwise Ray waits for that node for ever
+            ray.kill(self._nodes.pop(ray_node_id), no_restart=True)  # otherwise Ray waits for the Ray node for ever
 
     def _start_node(self, ray_node_id: str) -> Any:
         actor = ray.remote(NodeActor).options(
@@ -132,7 +131,7 @@ class DirectoryActor(InProcessMembership):
 
 
 class RayMembership:
-    """The directory as a node's owner calls it: a `MembershipPort` over Ray."""
+    """A `MembershipPort` that calls the directory actor."""
 
     def __init__(self, cluster: str) -> None:
         self._name = directory_name(cluster)
@@ -161,17 +160,17 @@ class RayMembership:
             return ray.get(getattr(self._handle, method).remote(*arguments), timeout=CALL_TIMEOUT_S)
         except (ray.exceptions.RayError, ValueError) as error:
             cause = getattr(error, "cause", None)
-            if isinstance(cause, RayKVError):  # it answered with an error
+            if isinstance(cause, RayKVError):  # the directory answered with an error
                 raise cause from None
             self._handle = None
             raise PeerUnavailable(f"the directory is away: {error}") from error
 
 
 class NodeActor:
-    """One node on one Ray node, in a child process that is restarted when it ends; see `raykv.supervisor.handle`.
+    """Runs the raykv node of one Ray node in a child process; see `raykv.supervisor.handle`.
 
-    If the configuration cannot be served here (too little memory, for example), the actor stays up without a node and
-    `describe` says why. It tries again when memory that other nodes left here is gone.
+    If the node cannot run with its config here (for example, too little memory), the actor runs without a node and
+    `describe` says why. The actor tries again after memory of dead nodes was removed from this host.
     """
 
     def __init__(self, cluster: ClusterConfig, secret: bytes) -> None:
@@ -198,13 +197,13 @@ class NodeActor:
             self._problem = str(error)
             threading.Thread(target=self._await_room, name="raykv-room", daemon=True).start()
             return
-        except Exception:  # Ray restarts an actor whose process ends, but not one whose constructor raises
+        except Exception:  # Ray restarts an actor after its process ends, but not after its constructor raises
             log.critical("the node does not start; ending this process", exc_info=True)
             os._exit(1)
         threading.Thread(target=self._watch, name="raykv-watch", daemon=True).start()
 
     def describe(self) -> dict[str, Any]:
-        """Its processes and its figures.
+        """Return the process ids and the figures of the node, or the reason why it does not run.
 
         Raises:
             PeerUnavailable: The node does not answer.
@@ -215,15 +214,14 @@ class NodeActor:
         return {"pid": self._node.pid, "actor_pid": os.getpid(), "starts": self._node.starts, **figures}
 
     def record(self, on: bool) -> tuple[list[TracedRequest], int]:
-        """See `NodeHandle.record_trace`; nothing while there is no node."""
+        """See `NodeHandle.record_trace`. Returns nothing if there is no node."""
         return self._node.record_trace(on) if self._node is not None else ([], 0)
 
     def stop(self, dead: Iterable[str] = ()) -> None:
-        """Leave the cluster, and remove the memory.
+        """Leave the cluster, and remove the node's memory.
 
         Args:
-            dead: Names of nodes of this cluster whose Ray nodes have ended. Memory that they left on this host is
-                removed too.
+            dead: Names of this cluster's nodes whose Ray nodes are dead. Their memory on this host is removed too.
         """
         self._stopping.set()
         if self._node is not None:
@@ -235,24 +233,24 @@ class NodeActor:
                 if time.monotonic() >= until_s:
                     log.warning("a process still serves %s: its memory stays", prefix)
                     break
-                time.sleep(WATCH_S / 10)  # it ends after its Ray node
+                time.sleep(WATCH_S / 10)  # a node's process ends soon after its Ray node
 
     def step_aside(self) -> None:
-        """Stop serving, and leave the memory for the next processes. Ends this process."""
+        """Stop the node, keep its memory for the next node process, and end this process."""
         self._stopping.set()
         if self._node is not None:
             self._node.stop()
-        threading.Timer(STEP_ASIDE_S, os._exit, (0,)).start()  # after this call was answered
+        threading.Timer(STEP_ASIDE_S, os._exit, (0,)).start()  # Ray answers this call first
 
     def _await_room(self) -> None:
-        """End this process when memory that other nodes left here is gone: Ray restarts it, and it may fit then.
+        """Remove memory of dead nodes from this host. After that, end this process: Ray restarts it.
 
-        A Ray node that restarts on its host finds the memory of its former node there, which counts as used at first.
+        After a restart of a Ray node, the memory of its former raykv node counts as used until it is removed.
         """
         while not self._stopping.wait(RETRY_ROOM_S):
             try:
                 removed = remove_orphans(self._config, _names(ray_nodes()), now_s=time.time())
-            except Exception:  # Ray's head may be away, and come back
+            except Exception:  # Ray's head may be unreachable for a while
                 log.warning("cannot look for memory that other nodes left", exc_info=True)
                 continue
             if removed:

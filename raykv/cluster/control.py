@@ -1,4 +1,4 @@
-"""Start, stop and inspect a raykv cluster on the Ray cluster that this process has joined."""
+"""Starts, stops and inspects a raykv cluster on the Ray cluster that this process has joined."""
 
 import secrets
 import time
@@ -17,22 +17,22 @@ POLL_S: Final = 0.05
 
 
 def start(config: ClusterConfig | None = None, *, timeout_s: float = 60.0, **fields: Any) -> dict[str, Any]:
-    """Put a node on every Ray node, now and when one joins later, and wait until all have the same view.
+    """Start a node on every Ray node, and wait until all nodes have the same view. Later Ray nodes get a node too.
 
-    Safe to call again: a running cluster of the same configuration does not change.
+    Safe to call again: a running cluster with the same config does not change.
 
     Args:
-        config: Of the cluster. Its fields may also be given by name.
-        timeout_s: Time for the nodes to come up.
-        fields: Of ClusterConfig.
+        config: The cluster's config.
+        timeout_s: Time for the nodes to start.
+        fields: Fields of ClusterConfig; they override those of `config`.
 
     Returns:
-        As `status`.
+        The result of `status`.
 
     Raises:
-        ConfigError: A cluster of this name runs with another configuration (names the fields); a field is wrong; or a
-            node cannot serve it (too little memory, for example): then `stop` it, and start with another.
-        PeerUnavailable: The nodes did not come up in time; names them, with the reason if Ray knows it.
+        ConfigError: A field is wrong, a cluster of this name runs with another config, or a node cannot run with this
+            config (for example, too little memory). In the last case call `stop` before the next `start`.
+        PeerUnavailable: Some nodes did not start in time. Names them, and the reason if Ray knows it.
     """
     wanted = ClusterConfig.load({**(config.model_dump(exclude_unset=True) if config else {}), **fields})
     directory = (
@@ -73,7 +73,7 @@ def start(config: ClusterConfig | None = None, *, timeout_s: float = 60.0, **fie
 
 
 def status(name: str = "default", *, timeout_s: float = CALL_TIMEOUT_S) -> dict[str, Any]:
-    """The processes of a cluster, and their figures.
+    """Return the processes of a cluster, and their figures.
 
     Returns:
         {"name", "epoch", "directory": {"pid"}, "nodes": {ray node id: {"member": bool, "pid", figures...} or
@@ -106,7 +106,7 @@ def status(name: str = "default", *, timeout_s: float = CALL_TIMEOUT_S) -> dict[
 
 
 def stop(name: str = "default", *, timeout_s: float = CALL_TIMEOUT_S) -> bool:
-    """Stop all processes of a cluster, and remove its memory on every host of Ray. False: none was running."""
+    """Stop all processes of a cluster, and remove its memory on every Ray node. False means that no cluster ran."""
     try:
         directory = _directory(name)
     except PeerUnavailable:
@@ -124,18 +124,18 @@ def stop(name: str = "default", *, timeout_s: float = CALL_TIMEOUT_S) -> bool:
 
 
 def upgrade(name: str = "default", *, timeout_s: float = 60.0) -> Iterator[dict[str, Any]]:
-    """Restart every process of a cluster with the code that is installed now, node after node.
+    """Restart all processes of a cluster with the code that is installed now, one node after the other.
 
-    Memory stays: reads on a node's own host continue, puts continue while there are slots lent ahead, and the new
-    process finds all chunks. The next node waits until this one is a member again. A version with another layout of
-    memory starts empty.
+    A node's memory stays, so the new process finds all chunks. If the new version has another memory layout, the node
+    starts empty. During a node's restart, clients on its host can read, and can put while they hold free slots. The
+    next node is restarted when this node is a member again.
 
     Yields:
-        For each node {"node", "pid_before", "pid", "chunks_before", "recovered", "seconds"}; at last the directory,
-        without chunks.
+        For each node {"node", "pid_before", "pid", "chunks_before", "recovered", "seconds"}. The directory comes last,
+        without the counts of chunks.
 
     Raises:
-        PeerUnavailable: No cluster of that name runs; or a node did not come back in time: the others stay.
+        PeerUnavailable: No cluster of that name runs, or a node did not return in time. Then no other is restarted.
     """
     for ray_node_id, before in status(name)["nodes"].items():
         if "pid" not in before:
@@ -175,10 +175,10 @@ def upgrade(name: str = "default", *, timeout_s: float = 60.0) -> Iterator[dict[
 
 
 def record(name: str = "default", *, seconds: float, every_s: float = 1.0) -> Iterator[tuple[list[TracedRequest], int]]:
-    """Record the requests of the cluster for some time, or until the caller stops iterating.
+    """Record the requests of the cluster for `seconds`, or until the caller stops iterating.
 
     Yields:
-        Every `every_s` the requests since the last time, in order of time, and how many did not fit the buffers.
+        Every `every_s`: the new requests in order of time, and the number of requests that did not fit the buffers.
 
     Raises:
         PeerUnavailable: No cluster of that name runs.
@@ -196,7 +196,7 @@ def record(name: str = "default", *, seconds: float, every_s: float = 1.0) -> It
 
 
 def _fetch_records(name: str, on: bool) -> tuple[list[TracedRequest], int]:
-    """Fetch the recorded requests of all nodes. `on`: they go on recording, and nodes that joined meanwhile start."""
+    """Fetch the recorded requests of all nodes. `on`: all nodes record from now on, also new nodes."""
     _directory(name)
     asked = []
     for ray_node_id in sorted(ray_nodes()):
@@ -210,14 +210,14 @@ def _fetch_records(name: str, on: bool) -> tuple[list[TracedRequest], int]:
         try:
             some, lost = ray.get(answer, timeout=CALL_TIMEOUT_S)
         except ray.exceptions.RayError:
-            continue  # it is being restarted: the trace has a gap
+            continue  # the node is being restarted: the trace has a gap
         requests += some
         left_out += lost
     return sorted(requests, key=lambda each: each.at_s), left_out
 
 
 def _wait_for_other(name: str, ray_node_id: str, pid: int, until_s: float) -> dict[str, Any]:
-    """Wait until a node is a member again, as another process. Returns its figures."""
+    """Wait until another process of this node is a member. Return the figures of the node."""
     problem = "it did not answer"
     while time.monotonic() < until_s:
         try:
@@ -233,10 +233,10 @@ def _wait_for_other(name: str, ray_node_id: str, pid: int, until_s: float) -> di
 
 
 def find_address(name: str = "default", *, timeout_s: float = CALL_TIMEOUT_S) -> dict[str, str]:
-    """The address of the node on this process's own Ray node, as fields of ClientConfig.
+    """Return the address of the raykv node on this process's Ray node, as fields of ClientConfig.
 
     Raises:
-        PeerUnavailable: No cluster of that name runs, or it has no node here.
+        PeerUnavailable: No cluster of that name runs, or it has no node on this Ray node.
     """
     ray_node_id = ray.get_runtime_context().get_node_id()
     try:
@@ -247,7 +247,7 @@ def find_address(name: str = "default", *, timeout_s: float = CALL_TIMEOUT_S) ->
 
 
 def secret(name: str = "default", *, timeout_s: float = CALL_TIMEOUT_S) -> str:
-    """The cluster's secret, as hexadecimal text, for clients outside Ray."""
+    """Return the cluster's secret as hexadecimal text, for clients outside Ray."""
     text: str = ray.get(_directory(name).secret.remote(), timeout=timeout_s)
     return text
 

@@ -1,7 +1,7 @@
-"""Every setting of raykv, typed.
+"""All settings of raykv.
 
-Models are frozen and refuse unknown fields. Sizes end in `_nbytes` and also accept text such as "4 GiB"; times end in
-`_s`. A part that is absent is `None`. Only `raykv.config.environment` reads the environment.
+Configs are frozen and refuse unknown fields. Names of sizes end in `_nbytes`; sizes also accept text such as "4 GiB".
+Names of times end in `_s`. Only `raykv.config.environment` reads environment variables.
 """
 
 from raykv.config.base import GIB, KIB, MIB, SLOT_ALIGNMENT_NBYTES, HugePages, Model, ModelT, Name, Nbytes, parse_nbytes

@@ -1,4 +1,4 @@
-"""What all configs share: the base model, and types of fields."""
+"""The base class of all configs, and types of their fields."""
 
 import re
 from collections.abc import Mapping
@@ -10,16 +10,16 @@ from raykv.errors import ConfigError
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 SLOT_ALIGNMENT_NBYTES = 4096
-"""Slots start at multiples of a page, so that direct I/O and memory registration need no copy."""
+"""Slots start at multiples of this page size, so that direct I/O and memory registration need no copy."""
 
 _UNITS = {"": 1, "b": 1, "kib": KIB, "mib": MIB, "gib": GIB, "tib": 1 << 40}
 
 
 def parse_nbytes(value: object) -> object:
-    """Turn text such as "512 MiB" into a number of bytes. Other types are returned unchanged.
+    """Convert text such as "512 MiB" to a number of bytes. Values of other types are returned unchanged.
 
     Raises:
-        ValueError: The text is not a size. Decimal units (GB) are refused, since both meanings are common.
+        ValueError: The text is not a size, or has a decimal unit such as GB, which many people use for GiB.
     """
     if not isinstance(value, str):
         return value
@@ -39,7 +39,7 @@ ModelT = TypeVar("ModelT", bound="Model")
 
 
 class Model(BaseModel):
-    """Base of all configs: frozen, strict about names, with errors that say what to change."""
+    """Base class of all configs. They are frozen and refuse unknown fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -48,7 +48,7 @@ class Model(BaseModel):
         """Check `fields` and make the config.
 
         Raises:
-            ConfigError: Names every field that is wrong or unknown; lists the known fields if one is unknown.
+            ConfigError: A field is wrong or unknown. Names every such field, and lists the known fields.
         """
         try:
             return cls(**fields)

@@ -9,18 +9,19 @@ from raykv.config.environment import client_fields
 
 
 class ClientConfig(Model):
-    """One client.
+    """Settings of one client.
 
     Attributes:
-        address: Any node: "unix:/path" for the one on this host, "host:port" for one elsewhere.
+        address: Address of any node: "unix:/path" for a node on this host, "host:port" for another host.
         secret: The cluster's secret, as hexadecimal text; needed only for "host:port".
-        timeout_s: After this time a `get` or `match` counts what is missing as a miss.
-        breaker_s: A peer that failed is not asked for this long.
+        timeout_s: Time limit of `get` and `match`. Chunks that have not arrived by then count as misses.
+        breaker_s: After a peer fails, the client sends it no request for this long.
         connections_per_peer: The most idle connections to one peer.
-        streams_per_peer: Connections that share a large read from one peer. None: by the number of cores.
-        copy_threads: Threads that copy a large batch from or into this host's memory. None: half the cores, at most 4.
-        spin_s: A thread that waits for a socket polls it for this long before it sleeps. 0: off.
-        verify: Check checksums of bytes that crossed a network ("remote"), of all bytes ("always"), or none ("never").
+        streams_per_peer: Connections that share a large read from one peer. None means that it depends on the cores.
+        copy_threads: Threads that copy a large batch on this host. None means half the number of cores, at most 4.
+        spin_s: A thread that waits for a socket polls it for this long before it sleeps. 0 turns polling off.
+        verify: Which bytes have their checksums verified: those from the network ("remote"), all ("always"), or
+            none ("never").
     """
 
     address: str | None = None
@@ -35,5 +36,5 @@ class ClientConfig(Model):
 
     @classmethod
     def from_environment(cls, **explicit: Any) -> Self:
-        """Make the config; RAYKV_ADDRESS and RAYKV_SECRET fill fields that the call leaves open."""
+        """Make the config. RAYKV_ADDRESS and RAYKV_SECRET are the defaults of `address` and `secret`."""
         return cls.load(client_fields() | {key: value for key, value in explicit.items() if value is not None})

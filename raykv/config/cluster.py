@@ -9,16 +9,15 @@ from raykv.config.storage import StorageConfig
 
 
 class ClusterConfig(Model):
-    """A whole cluster, as `raykv.cluster.start` and `raykv up` take it.
+    """Settings for `raykv.cluster.start` and `raykv up`.
 
     Attributes:
         name: Name of the cluster.
         storage: Memory of each node.
-        arena_share: Instead of storage.arena_nbytes: the arena of each node is this share of the size of its shm_dir,
-            so that large hosts give more than small ones.
-        member_timeout_s: A node that is silent for this long leaves the view.
-        separate_hosts: Treat every Ray node as a host of its own, also if several run on one machine: no shared memory
-            between them. For tests and demonstrations of a network.
+        arena_share: Size of each node's arena as a share of its shm_dir. Replaces storage.arena_nbytes.
+        member_timeout_s: A node that sends no heartbeat for this long is removed from the view.
+        separate_hosts: Ray nodes on one machine do not read each other's shared memory. Simulates a network, for tests
+            and demonstrations.
     """
 
     name: Name = "default"

@@ -11,20 +11,20 @@ from raykv.config.storage import StorageConfig
 
 
 class NodeConfig(Model):
-    """One storage node.
+    """Settings of one storage node.
 
     Attributes:
-        cluster: Name of the cluster; part of every file and actor name.
-        node_id: The node's name, unique and stable in its cluster: a restarted node finds its memory by it.
-        bind: Address to listen on, by which peers connect. Port 0 means any free port.
-        host: Identity of the host. Nodes and clients with equal hosts read each other's shared memory. None: found out.
-        weight: Share of the ring relative to others. None: the arena's GiB.
+        cluster: Name of the cluster. It is part of all names of files and actors.
+        node_id: The node's name, unique in its cluster. With the same name a restarted node finds its memory.
+        bind: Address on which the node listens for peers and clients. Port 0 means any free port.
+        host: Identity of the host. Nodes and clients with equal hosts share memory. None means the detected identity.
+        weight: The node's share of the hash ring, relative to other nodes. None means the arena's size in GiB.
         heartbeat_s: Time between heartbeats to the directory.
         announce_s: The longest time from a commit to its announcement to the owners of its keys.
-        io_timeout_s: A peer that stalls this long in the middle of a message is disconnected.
-        spin_s: A thread that waits for a socket polls it for this long before it sleeps. 0: off.
-        max_connections: Connections served at once; others are refused.
-        max_locations: Keys whose locations this node keeps as an owner. The oldest beyond it are dropped.
+        io_timeout_s: A peer that stalls for this long in the middle of a message is disconnected.
+        spin_s: A thread that waits for a socket polls it for this long before it sleeps. 0 turns polling off.
+        max_connections: Connections served at once. Further connections are refused.
+        max_locations: The most keys whose locations this node stores as their owner. Then the oldest are dropped.
         storage: The node's memory.
     """
 
@@ -43,14 +43,14 @@ class NodeConfig(Model):
 
     @property
     def file_prefix(self) -> Path | None:
-        """The path with which all files of this node in shared memory begin; None for anonymous memory."""
+        """The common prefix of the paths of this node's files in shared memory. None means anonymous memory."""
         if self.storage.shm_dir is None:
             return None
         return self.storage.shm_dir / f"raykv-{self.cluster}-{self.node_id}"
 
     @property
     def local_address(self) -> str:
-        """The node's address for processes of this host: a file, or a name in the kernel for anonymous memory."""
+        """The node's address for processes of this host: a socket file, or an abstract socket for anonymous memory."""
         if self.file_prefix is None:
             return f"unix:@raykv-{self.cluster}-{self.node_id}-{os.getpid()}"
         return f"unix:{self.file_prefix}.sock"

@@ -1,4 +1,4 @@
-"""Settings of one node's memory, of the tiers below it, and of a namespace in them."""
+"""Settings of a node's memory, of the tiers below it, and of a namespace."""
 
 import re
 from pathlib import Path
@@ -13,10 +13,10 @@ HIGHEST_PRIORITY = 100
 
 
 def parse_policy(name: str) -> str:
-    """Check the name of a policy. A user's own is not imported here.
+    """Check the name of a policy. This does not import a user's own policy.
 
     Raises:
-        ValueError: It is neither in POLICY_NAMES nor of the form "module:attribute".
+        ValueError: `name` is neither in POLICY_NAMES nor of the form "module:attribute".
     """
     if name in POLICY_NAMES or re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*", name):
         return name
@@ -37,18 +37,18 @@ def _check_units(capacity_nbytes: int, field: str, nbytes: int) -> None:
 
 
 class SsdConfig(Model):
-    """One node's SSDs.
+    """Settings of one node's SSD tier.
 
     Attributes:
-        paths: A directory on each drive; made if it does not exist.
-        capacity_nbytes: Of each of them.
-        segment_nbytes: Space is taken and reclaimed in segments of this size.
+        paths: A directory on each drive. The node creates missing directories.
+        capacity_nbytes: Space to use on each path.
+        segment_nbytes: Space is allocated and reclaimed in segments of this size.
         depth: Operations in flight on each path.
-        write_nbytes_per_day: The most that is written in a day, to all paths together. None: no limit.
-        io_timeout_s: A drive that needs longer for one operation gets no others until it is done.
-        direct: Whether reads and writes bypass the page cache: if the file system supports it ("try"), or not
-            ("never"). With "require", a node does not start without.
-        max_chunks: Rows of the index, for all paths together. None: one per 64 KiB. A row takes about 100 bytes.
+        write_nbytes_per_day: The most bytes written per day to all paths together. None means no limit.
+        io_timeout_s: If an operation takes longer, its drive gets no other operations until this one ends.
+        direct: Direct I/O, which bypasses the page cache: "try" uses it if the file system supports it, "never" does
+            not use it, and with "require" the node does not start without it.
+        max_chunks: Rows of the index for all paths together, about 100 bytes each. None means one row per 64 KiB.
     """
 
     paths: Annotated[tuple[Path, ...], Field(min_length=1, max_length=64)]
@@ -67,19 +67,19 @@ class SsdConfig(Model):
 
 
 class FileTierConfig(Model):
-    """A directory on a file system that nodes share, also nodes of other clusters.
+    """Settings of the file tier: a directory on a file system that nodes share, also nodes of other clusters.
 
     Attributes:
-        path: Made if it does not exist.
-        capacity_nbytes: The most that all nodes together keep there; the same for all of them. Each node fills one pack
-            at a time, so it should be several times `pack_nbytes` for each node.
-        pack_nbytes: Chunks are gathered into files of this size.
-        seal_s: A pack that is not full by then is published as it is. Only then do others see its chunks.
-        scan_s: Time between looks for packs of other nodes.
+        path: The directory. The node creates it if it is missing.
+        capacity_nbytes: The most bytes of all nodes together; all nodes must have the same value. Each node fills one
+            pack at a time, so allow several times `pack_nbytes` for each node.
+        pack_nbytes: Size of the files into which a node packs chunks.
+        seal_s: A pack is published after this time, even if it is not full. Other nodes see only published packs.
+        scan_s: Time between scans for packs of other nodes.
         depth: Reads in flight.
-        io_timeout_s: While an operation needs longer, the file system gets no others.
-        write_nbytes_per_day: The most that this node writes there in a day. None: no limit.
-        max_chunks: Rows of the index. None: one per 64 KiB, at most 8 Mi. A row takes about 100 bytes.
+        io_timeout_s: If an operation takes longer, the file system gets no other operations until this one ends.
+        write_nbytes_per_day: The most bytes that this node writes per day. None means no limit.
+        max_chunks: Rows of the index, about 100 bytes each. None means one row per 64 KiB, at most 8 Mi.
     """
 
     path: Path
@@ -103,25 +103,25 @@ class FileTierConfig(Model):
 
 
 class StorageConfig(Model):
-    """One node's memory.
+    """Settings of one node's memory and tiers.
 
     Attributes:
-        arena_nbytes: Shared memory for chunks, in shm_dir. It gets real memory extent by extent: ahead of writes, and
-            completely while nobody writes, but an eighth of the host's (and container's) memory and of shm_dir stays
-            free.
-        extent_nbytes: The arena is cut into extents; one extent serves one slot size. The largest chunk is one extent.
-        max_chunks: Rows of the chunk table. None: one per 64 KiB of the arena. A row takes 89 bytes.
-        policy: Decides which chunks are evicted first, for namespaces without a policy of their own.
+        arena_nbytes: Shared memory for chunks, in shm_dir. The node allocates it extent by extent, ahead of writes and
+            while idle. An eighth of the host's and the container's memory and of shm_dir stays free.
+        extent_nbytes: The arena is divided into extents, like slabs of memcached: all slots of an extent have the same
+            size. The largest chunk fills one extent.
+        max_chunks: Rows of the chunk table, 89 bytes each. None means one row per 64 KiB of the arena.
+        policy: The eviction policy for namespaces without their own policy.
         low_water: Eviction starts when less than this share of the arena is free.
         high_water: Eviction stops when this share is free.
-        shm_dir: Directory for arena, table and socket: a tmpfs, or hugetlbfs. None: anonymous memory, which ends with
-            the process.
-        huge_pages: Whether memory comes in pages of 2 MiB: if the host has any ("try"), or not ("never"). With
-            "require", a node does not start without, and an extent without huge pages is not used.
-        numa: On hosts with several memory nodes, "auto" gives each an equal part of the arena.
-        ssd: The tier below memory. None: there is none.
-        file: The tier below that, shared with other nodes. None: there is none.
-        tiers: Options of tiers that were registered from outside the package, by name.
+        shm_dir: Directory for arena, table and socket, on tmpfs or hugetlbfs. None means anonymous memory, which is
+            freed when the process ends.
+        huge_pages: Pages of 2 MiB: "try" uses them if the host has any, "never" does not use them. With "require" the
+            node does not start without them, and does not use an extent without them.
+        numa: "auto" divides the arena equally among the host's NUMA nodes.
+        ssd: The SSD tier below memory. None means that there is none.
+        file: The file tier below the SSD tier, shared with other nodes. None means that there is none.
+        tiers: Options of tiers that other packages registered, by name.
     """
 
     arena_nbytes: Nbytes = 1 * GIB
@@ -160,16 +160,16 @@ class StorageConfig(Model):
 
 
 class NamespaceConfig(Model):
-    """What a node does with the chunks of one namespace, with all its salts and adapters.
+    """Settings of one namespace, including all its salts and adapters.
 
     Attributes:
-        policy: Decides which of its chunks are evicted first. None: the node's policy.
-        ttl_s: Chunks expire this long after they were stored. None: never.
-        tiers: Where its chunks may lie. "ssd": memory only serves to write and read them.
-        dram_quota_nbytes: The most that its slots may take in one node's memory. None: no limit but the arena.
-        ssd_quota_nbytes: The same on one node's SSDs.
-        chunk_tokens: Tokens in a chunk, for information; must be the namespace's.
-        priority: Of chunks that are stored without one: -100 to 100. Higher ones are evicted later.
+        policy: The eviction policy for the namespace's chunks. None means the node's policy.
+        ttl_s: Chunks expire this long after their store. None means never.
+        tiers: Tiers that may hold the chunks. With "ssd", memory is only a buffer for writes and reads.
+        dram_quota_nbytes: The most bytes that the slots take in one node's memory. None means no limit.
+        ssd_quota_nbytes: The most bytes that the chunks take on one node's SSDs. None means no limit.
+        chunk_tokens: Tokens in a chunk, for information only. If set, it must equal the namespace's value.
+        priority: Default priority of chunks, from -100 to 100. Chunks with a higher priority are evicted later.
     """
 
     policy: PolicyName | None = None

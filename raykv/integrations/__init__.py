@@ -1,4 +1,4 @@
-"""Adapters for engines: the only package that imports torch or an engine, and that uses the engine's word `block`.
+"""Adapters for inference engines. Only this package imports torch or an engine.
 
 An adapter catches `RayKVError`, counts it, and lets the engine recompute.
 """

@@ -1,9 +1,8 @@
-"""Where a block's bytes lie in an engine's KV cache, and how they get out of it and back in. Needs no engine.
+"""Copies blocks out of an engine's KV cache and back into it. Needs no engine.
 
-An engine hands a worker one view `[blocks, ...]` per layer into shared allocations. The axes may lie in memory in many
-orders (vLLM names them LBHNC, BLNHC and so on), and a kernel may pack a block by instruction set. A chunk is therefore
-opaque: the bytes of its blocks, where a block is a list of dense runs that follow from the strides alone. Everything
-that gives the same bytes another meaning is part of the namespace.
+An engine gives a worker one tensor `[blocks, ...]` per layer. The order of the axes in memory varies (vLLM names them
+LBHNC, BLNHC and so on), and a CPU kernel may pack a block for its instruction set. Raykv treats a chunk as opaque
+bytes: a block is a list of dense runs, computed from the strides alone. The namespace contains the layout.
 """
 
 import itertools
@@ -17,14 +16,14 @@ if TYPE_CHECKING:
     import torch
 
 MAX_RUNS_PER_LAYER: Final = 64
-"""A layout that cuts a block into more pieces is none that we know."""
+"""A layout that cuts a block into more pieces is refused."""
 MAX_STAGED_CHUNKS: Final = 32
 MAX_STAGED_NBYTES: Final = 256 << 20
-"""Chunks of a device that pass through pinned host memory at once."""
+"""Limits of the chunks that pass through pinned host memory at once."""
 
 
 class Run(NamedTuple):
-    """Adjacent bytes of every block: `nbytes` of block `b` start at `offset + b * stride` of an allocation."""
+    """Adjacent bytes of every block: those of block `b` start at `offset + b * stride` of the allocation."""
 
     allocation: int
     offset: int
@@ -33,13 +32,13 @@ class Run(NamedTuple):
 
 
 def runs_of(name: str, cache: "torch.Tensor", num_blocks: int, allocation: int = 0) -> list[Run]:
-    """Find the dense runs of the blocks of layer `name`, by address.
+    """Find the dense runs of one layer's blocks, sorted by address.
 
     Args:
-        cache: Shape [num_blocks * k, ...]: the kernel may divide each block into k consecutive ones.
+        cache: Shape [num_blocks * k, ...]. The kernel may divide each block into k smaller ones.
 
     Raises:
-        ConfigError: The strides belong to no KV cache layout that we know.
+        ConfigError: The layout is not supported.
     """
     if cache.dim() < 2 or not num_blocks or cache.shape[0] % num_blocks:
         raise ConfigError(
@@ -71,7 +70,7 @@ def runs_of(name: str, cache: "torch.Tensor", num_blocks: int, allocation: int =
 
 
 def merged(runs: Sequence[Run]) -> list[Run]:
-    """Join runs that follow each other without a gap: all layers of a block, where blocks are outermost."""
+    """Join runs that follow each other without a gap."""
     joined: list[Run] = []
     for run in runs:
         last = joined[-1] if joined else None
@@ -83,22 +82,22 @@ def merged(runs: Sequence[Run]) -> list[Run]:
 
 
 def describe(cache: "torch.Tensor") -> str:
-    """Shape, order in memory and element type of one layer's blocks. Equal bytes mean the same only if these agree."""
+    """Describe one layer's blocks: shape, order of the axes in memory, element type."""
     order = sorted(range(1, cache.dim()), key=lambda axis: (-cache.stride(axis), axis))
     return f"{list(cache.shape[1:])}/{''.join(map(str, order))}/{str(cache.dtype).removeprefix('torch.')}"
 
 
 class Layout(ABC):
-    """The KV cache of one worker, as chunks of `chunk_nbytes`. `description` is for the namespace."""
+    """The KV cache of one worker, as chunks of `chunk_nbytes`. `description` goes into the namespace."""
 
     batch_chunks: int | None = None
-    """The most chunks for one `read` or one load; None: no limit."""
+    """The most chunks in one call of `read` or `load`. None means no limit."""
 
     def __init__(self, caches: Mapping[str, "torch.Tensor"], num_blocks: int, chunk_blocks: int) -> None:
-        """Learn the layout of `caches`, in their order. Layers that share a tensor count once.
+        """Compute the layout of `caches`, which maps layer names to tensors. Layers that share a tensor count once.
 
         Raises:
-            ConfigError: The layout of a layer is unknown, or there is no layer.
+            ConfigError: The layout of a layer is not supported, or `caches` is empty.
         """
         import torch
 
@@ -125,19 +124,19 @@ class Layout(ABC):
 
     @abstractmethod
     def read(self, chunks: Sequence[Sequence[int]]) -> list[list[memoryview]]:
-        """Views of the bytes of chunks in host memory, valid until the next call, or the next step.
+        """Return the bytes of chunks in host memory. The views are valid until the next call or the next step.
 
         Args:
-            chunks: The blocks of each chunk. Their kernels are done, or queued on the current stream.
+            chunks: The blocks of each chunk. The kernels that compute them have ended or are queued on this stream.
         """
 
     @abstractmethod
     def targets(self, blocks: Sequence[int | None]) -> list[memoryview]:
-        """Views that a chunk is loaded into. None among its blocks stands for one that must not change."""
+        """Return buffers that receive one chunk. A None in `blocks` is a block that must not change."""
 
     @abstractmethod
     def load(self, chunks: Sequence[tuple[Sequence[int | None], list[memoryview]]]) -> None:
-        """Bring chunks that arrived in their `targets` into the KV cache. They are there when this returns."""
+        """Copy received chunks from their `targets` into the KV cache. The copy has ended when this returns."""
 
 
 class HostLayout(Layout):
@@ -154,12 +153,12 @@ class HostLayout(Layout):
     def targets(self, blocks: Sequence[int | None]) -> list[memoryview]:
         pieces: list[memoryview] = []
         for block in blocks:
-            # A block that must not change is received elsewhere: the checksum covers the whole chunk.
+            # The checksum covers the whole chunk, so a block that must not change is received into a scratch buffer.
             pieces += [memoryview(bytearray(self._block_nbytes))] if block is None else self._views(block)
         return pieces
 
     def load(self, chunks: Sequence[tuple[Sequence[int | None], list[memoryview]]]) -> None:
-        """Nothing to do: the targets are the blocks."""
+        """Do nothing: the targets are the blocks themselves."""
 
     def _views(self, block: int) -> list[memoryview]:
         return [
@@ -168,10 +167,10 @@ class HostLayout(Layout):
 
 
 class DeviceLayout(Layout):
-    """A KV cache in device memory: its bytes pass through pinned host memory, one transfer a chunk.
+    """A KV cache in device memory. Each chunk passes through pinned host memory in one transfer.
 
-    Correct by stream order. A save gathers chunks on the current stream and waits for the transfer. A load is scattered
-    by the loading thread, which waits for its stream before the load is reported.
+    A save runs on the current stream, after the kernels that compute the blocks, and waits for the transfer. A load
+    thread waits for its own stream before it reports the load.
     """
 
     def __init__(self, caches: Mapping[str, "torch.Tensor"], num_blocks: int, chunk_blocks: int) -> None:
@@ -228,7 +227,7 @@ class DeviceLayout(Layout):
 
 
 def layout_of(caches: Mapping[str, "torch.Tensor"], num_blocks: int, chunk_blocks: int) -> Layout:
-    """Build the layout for the device that holds these caches.
+    """Make the layout for the device of these caches.
 
     Raises:
         ConfigError: The layout or the device is not supported.

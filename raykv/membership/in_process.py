@@ -1,4 +1,4 @@
-"""The directory as an object with a lock and the clock: `raykv.embedded` uses it, and the directory actor is one."""
+"""The directory as a thread-safe object. `raykv.embedded` uses it, and the directory actor derives from it."""
 
 import logging
 import threading
@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 class InProcessMembership:
-    """A `MembershipPort`. Thread-safe.
+    """A `MembershipPort` in this process. Thread-safe.
 
     Attributes:
         logic: Members, view and namespaces.
@@ -44,7 +44,7 @@ class InProcessMembership:
             self.logic.leave(node_id)
 
     def expire(self) -> None:
-        """Remove members that were silent for too long."""
+        """Remove members whose heartbeats have stopped for the timeout."""
         with self._lock:
             for node_id in self.logic.expire(now_s=time.monotonic()):
                 log.warning("node %s is silent and is removed from the view", node_id)

@@ -1,7 +1,7 @@
-"""The members of a cluster. Logic only: `raykv.cluster.actors` runs it in the directory actor.
+"""The members of a cluster, without I/O. `raykv.cluster.actors` runs this code in the directory actor.
 
-No chunk depends on the directory. While it is away, nodes and clients use their last view. After a restart it has
-nothing, and adopts the view of the first node that calls.
+Reading and storing chunks does not need the directory. If the directory fails, nodes and clients use their last view.
+After a restart the directory is empty, and adopts the view of the first node that calls.
 """
 
 from dataclasses import dataclass, replace
@@ -15,13 +15,13 @@ from raykv.types import NodeId
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatAnswer:
-    """What the directory answers to a heartbeat.
+    """The directory's answer to a heartbeat.
 
     Attributes:
-        view: A newer view than the node's, or None.
-        want_view: The node's view is newer than the directory's. The node sends it with another heartbeat at once.
-        registry: A newer list of namespaces than the node's (`NamespaceRegistry.encode`), or None.
-        want_registry: The directory lacks this node's list. The node sends it with another heartbeat at once.
+        view: The directory's view. None means that the node's view is not older.
+        want_view: The node's view is newer than the directory's. The node must send it with another heartbeat at once.
+        registry: The directory's list of namespaces, encoded. None means that the node's list is not older.
+        want_registry: The directory lacks this node's list. The node must send it with another heartbeat at once.
     """
 
     view: View | None = None
@@ -31,39 +31,39 @@ class HeartbeatAnswer:
 
 
 class MembershipPort(Protocol):
-    """The directory as a node calls it."""
+    """The calls of a node to the directory."""
 
     def beat(
         self, member: Member, epoch: int, view: View | None = None, version: int = 0, registry: bytes | None = None
     ) -> HeartbeatAnswer:
-        """Report that this member lives.
+        """Send a heartbeat.
 
         Args:
-            member: Of the calling node.
-            epoch: Of its view.
-            view: The view itself, if the directory wants it.
-            version: Of its list of namespaces.
-            registry: The list itself, if the directory wants it.
+            member: The calling node.
+            epoch: Epoch of the node's view.
+            view: The node's view, if the directory asked for it.
+            version: Version of the node's list of namespaces.
+            registry: The node's list of namespaces, if the directory asked for it.
 
         Raises:
-            TransientError: The directory is away.
+            TransientError: The directory does not answer.
         """
         ...
 
     def configure(self, namespace: Namespace, fields: dict[str, Any] | None, registry: bytes | None = None) -> bytes:
-        """Change fields of a namespace's config, or drop the namespace (None).
+        """Change the config of a namespace's quota group, or drop the quota group.
 
         Args:
-            namespace: Its quota group is meant.
-            fields: Of `NamespaceConfig`.
-            registry: The calling node's own list. A directory that has just restarted builds on it.
+            namespace: Any namespace of the quota group.
+            fields: Fields of `NamespaceConfig` to change. None drops the quota group.
+            registry: The calling node's own list. The directory merges it first, in case it has just restarted.
 
         Returns:
-            The new list, as `NamespaceRegistry.encode` writes it.
+            The new list, encoded by `NamespaceRegistry.encode`.
 
         Raises:
-            TransientError: The directory is away.
-            UsageError, CapacityError: As `NamespaceRegistry.configure`.
+            TransientError: The directory does not answer.
+            UsageError, CapacityError: See `NamespaceRegistry.configure`.
         """
         ...
 
@@ -76,12 +76,12 @@ class Membership:
     """Members, the view, and the list of namespaces.
 
     Attributes:
-        view: The present view. Its epoch grows with every change, also over restarts of the directory.
-        registry: Namespaces that were configured or dropped.
+        view: The present view. Every change increases its epoch, also after a restart of the directory.
+        registry: The list of namespaces that were configured or dropped.
     """
 
     def __init__(self, *, member_timeout_s: float) -> None:
-        """Args: member_timeout_s: A member that is silent for this long is removed from the view."""
+        """Args: member_timeout_s: A member that sends no heartbeat for this long is removed from the view."""
         self._timeout_s = member_timeout_s
         self._seen_s: dict[NodeId, float] = {}
         self._merged: set[NodeId] = set()  # nodes whose list of namespaces was merged into ours
@@ -98,7 +98,7 @@ class Membership:
         version: int = 0,
         registry: bytes | None = None,
     ) -> HeartbeatAnswer:
-        """Take a heartbeat. A new member, or one with a new address or incarnation, makes a new view.
+        """Handle a heartbeat. A new member, or a member with a new address or incarnation, causes a new view.
 
         Raises:
             UsageError: `registry` is not a list of namespaces.
@@ -145,7 +145,7 @@ class Membership:
             self._publish([known for known in self.view.members if known.node_id != node_id])
 
     def expire(self, *, now_s: float) -> list[NodeId]:
-        """Remove members that were silent for too long. Returns their names."""
+        """Remove members that sent no heartbeat within the timeout. Return their names."""
         silent = [
             known.node_id
             for known in self.view.members

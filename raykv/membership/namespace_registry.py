@@ -1,7 +1,7 @@
-"""The list of namespaces that were configured or dropped. The directory keeps it, and every node copies it.
+"""The list of namespaces that were configured or dropped. The directory holds it, and every node has a copy.
 
-It is a last-writer-wins map with a version: copies that merge agree, entry by entry, after a node or the directory was
-away or lost its copy.
+The list is a last-writer-wins map with a version. If a node or the directory was unreachable or lost its copy, a merge
+makes the copies equal again.
 """
 
 from dataclasses import dataclass, field, replace
@@ -14,7 +14,7 @@ from raykv.errors import CapacityError, RayKVError, UsageError
 from raykv.protocol.namespace import Namespace
 
 MAX_ENTRIES: Final = 1024
-"""Namespaces with a config. The same number of dropped ones is remembered, so that a node that was away drops them."""
+"""The most namespaces with a config, and the most drops in the list. A node that was away learns of drops from it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +25,8 @@ class Entry:
         namespace: The quota group.
         config: Its config.
         changed_ns: Time of the last change, in nanoseconds since 1970. The later change wins.
-        dropped_ns: Time of the last drop; 0 for never. Chunks stored before it are deleted.
-        listed: Whether it was configured after the last drop.
+        dropped_ns: Time of the last drop; 0 means never. Chunks stored before this time are deleted.
+        listed: Whether the quota group was configured after its last drop.
     """
 
     namespace: Namespace
@@ -38,23 +38,23 @@ class Entry:
 
 @dataclass(slots=True)
 class NamespaceRegistry:
-    """The list.
+    """One copy of the list.
 
     Attributes:
-        version: Grows with every change of the directory's copy. A node's copy has the version that it was copied from.
-        entries: By the digest of the quota group.
+        version: Every change of the directory's copy increases it. A node's copy has the version of its source.
+        entries: Digest of a quota group -> its entry.
     """
 
     version: int = 0
     entries: dict[bytes, Entry] = field(default_factory=dict)
 
     def config(self, digest: bytes) -> NamespaceConfig:
-        """The config of a quota group; the default if it has none."""
+        """Return the config of a quota group, or the default config if the list has none."""
         entry = self.entries.get(digest)
         return NamespaceConfig() if entry is None else entry.config
 
     def configure(self, namespace: Namespace, fields: dict[str, Any], *, now_ns: int) -> None:
-        """Change these fields of the config of a namespace's quota group, and no others.
+        """Change these fields of the config of a namespace's quota group. Other fields stay.
 
         Raises:
             ConfigError: A field is wrong or unknown.
@@ -74,19 +74,19 @@ class NamespaceRegistry:
         self._set(Entry(group, config, now_ns, before.dropped_ns if before else 0))
 
     def drop(self, namespace: Namespace, *, now_ns: int) -> None:
-        """Have all chunks of the namespace's quota group deleted, and reset its config."""
+        """Record that the nodes must delete all chunks of the namespace's quota group, and reset its config."""
         self._set(Entry(namespace.group, NamespaceConfig(), now_ns, now_ns, listed=False))
         self.trim()
 
     def trim(self) -> None:
-        """Keep only the last MAX_ENTRIES of the dropped namespaces."""
+        """Remove all but the last MAX_ENTRIES dropped namespaces from the list."""
         dropped = self._dropped()
         if len(dropped) > MAX_ENTRIES:
             old = {digest for _, digest in dropped[:-MAX_ENTRIES]}
             self.entries = {digest: each for digest, each in self.entries.items() if digest not in old}
 
     def _dropped(self) -> list[tuple[int, bytes]]:
-        """(time, digest) of the dropped namespaces, oldest first."""
+        """Return (time of the drop, digest) of the dropped namespaces, oldest first."""
         return sorted((each.changed_ns, digest) for digest, each in self.entries.items() if not each.listed)
 
     def _set(self, entry: Entry) -> None:
@@ -98,10 +98,10 @@ class NamespaceRegistry:
         self.version += 1
 
     def newer(self, other: "NamespaceRegistry") -> list[Entry]:
-        """The entries in which this copy must change to include another one."""
+        """Return the entries that this copy must take over from another copy."""
         found = []
         dropped = self._dropped()
-        trimmed = dropped[-MAX_ENTRIES] if len(dropped) >= MAX_ENTRIES else None  # what is older was trimmed here
+        trimmed = dropped[-MAX_ENTRIES] if len(dropped) >= MAX_ENTRIES else None  # older drops were trimmed here
         for digest, theirs in other.entries.items():
             mine = self.entries.get(digest)
             if mine is None:
@@ -113,7 +113,7 @@ class NamespaceRegistry:
         return found
 
     def merge(self, other: "NamespaceRegistry") -> None:
-        """Merge a node's copy into the directory's. The version grows if the node's copy lacks anything now."""
+        """Merge a node's copy into the directory's. If the node's copy now lacks an entry, increase the version."""
         for entry in self.newer(other):
             self.entries[entry.namespace.digest] = entry
         self.trim()
@@ -121,7 +121,6 @@ class NamespaceRegistry:
         self.version = max(self.version, other.version) + lacking
 
     def encode(self) -> bytes:
-        """The list as JSON."""
         entries = [
             _EntryFields(
                 entry.namespace.model_dump(mode="json", exclude_defaults=True),

@@ -1,6 +1,6 @@
-"""The directory for a node without Ray: the process that owns the node asks it on the node's behalf.
+"""A proxy to the directory for a node without Ray: the process that owns the node calls the directory for it.
 
-The proxy server listens on the loopback interface and serves one node, which must prove the cluster's secret.
+The proxy server listens on the loopback interface and serves one node. The node must prove the cluster's secret.
 """
 
 import time
@@ -18,34 +18,34 @@ from raykv.transport.link import SocketLink
 from raykv.types import NodeId
 
 ANSWER_S: Final = 4.0
-"""Time for an answer of the directory, by way of the proxy."""
+"""Time limit for one call to the directory through the proxy."""
 
 
 class _NoLeases:
-    """The session of a connection to the proxy server: nothing to release."""
+    """The session of a connection to the proxy server. It has nothing to release."""
 
     def close(self) -> None:
         pass
 
 
 class MembershipProxyServer:
-    """The answering side: a service that passes a node's calls on. Thread-safe if the directory is.
+    """The service that forwards a node's calls to the directory. Thread-safe if the `MembershipPort` is.
 
     Attributes:
-        epoch: Always 0: it has no view.
+        epoch: Always 0, since the proxy has no view.
     """
 
     epoch = 0
 
     def __init__(self, membership: MembershipPort, node_id: NodeId) -> None:
-        """Args: node_id: The only node whose heartbeats are passed on."""
+        """Args: node_id: The only node whose calls are forwarded."""
         self._membership, self._node_id = membership, node_id
 
     def session(self, *, local: bool) -> Session:
         return _NoLeases()
 
     def answer(self, request: messages.Message, session: Session) -> Reply:
-        """Ask the directory. If it is away, the answer says so."""
+        """Forward one call. If the directory does not answer, the reply's `problem` says why."""
         try:
             return Reply(self._answer(request))
         except TransientError as error:
@@ -72,10 +72,10 @@ class MembershipProxyServer:
 
 
 class MembershipProxy:
-    """The asking side: a `MembershipPort` for a node. Thread-safe: each call makes its own connection."""
+    """The node's side of the proxy: a `MembershipPort`. Thread-safe, because each call makes its own connection."""
 
     def __init__(self, address: str, secret: bytes) -> None:
-        """Args: address: Of the proxy server, "host:port"."""
+        """Args: address: "host:port" of the proxy server."""
         self._address, self._secret = address, secret
 
     def beat(

@@ -1,4 +1,4 @@
-"""Belady's bound: what a cache of a given size would save if it knew all future reads."""
+"""Belady's bound: the hits of a cache that knows all future reads. No real policy has more."""
 
 import heapq
 from typing import Final
@@ -10,18 +10,16 @@ _NEVER: Final = 1 << 62
 
 
 def belady(trace: Trace, capacity: int) -> Outcome:
-    """Replay with the policy that evicts the chunk whose next read is latest. Each chunk is read by itself.
+    """Replay with the policy that evicts the chunk whose next read is latest (Belady, 1966).
 
-    No policy has more hits, with or without chains. All hits count as usable.
-
-    Source: Belady, 1966.
+    Each chunk is read independently of the chunks before it, so all hits count as prefix hits.
     """
     accesses = [chunk for request in trace.requests for chunk in request.chunks]
     following, last = [_NEVER] * len(accesses), [_NEVER] * trace.chunks
     for at in range(len(accesses) - 1, -1, -1):
         following[at], last[accesses[at]] = last[accesses[at]], at
     outcome, at = Outcome(), 0
-    next_read = [-1] * trace.chunks  # of the chunks that are here; -1 for others
+    next_read = [-1] * trace.chunks  # -1 for chunks that are not in the cache
     heap: list[tuple[int, int]] = []
     for request in trace.requests:
         for place, (chunk, tokens) in enumerate(zip(request.chunks, trace.tokens_of(request), strict=True)):

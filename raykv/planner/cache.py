@@ -1,4 +1,4 @@
-"""A cache without bytes: the columns of a node's chunk table, and the same policies over them."""
+"""A simulated cache: a node's chunk table and eviction policy, without the bytes of chunks."""
 
 from collections.abc import Mapping
 
@@ -12,13 +12,13 @@ from raykv.types import Rows
 
 
 class Cache:
-    """Chunks of a trace in rows, as a node holds them.
+    """The chunk table of a simulated node.
 
-    Column `key_lo` is the number of a chunk in the trace; `row_of` its row by that number, -1 if it is not here.
+    A chunk has a number in the trace. Column `key_lo` holds this number. `row_of` maps the number to the chunk's row;
+    -1 means that the chunk is not in the cache.
     """
 
     def __init__(self, policy: Policy, capacity: int, chunks: int, ssd: Ssd | None = None) -> None:
-        """Start empty."""
         rows = min(capacity, chunks)
         self.columns = empty_columns(rows)
         self.cells = Cells(self.columns)
@@ -39,7 +39,7 @@ class Cache:
         self._policy.on_request_done(self.columns, rows[rows >= 0], output_tokens, now)
 
     def make_room(self, count: int, now: int, protect: Rows | None = None) -> None:
-        """Evict until this many chunks fit, or nothing more may be evicted."""
+        """Evict until `count` chunks fit, or no other row may be evicted. Rows in `protect` stay."""
         if len(self._free) >= count:
             return
         if protect is not None:
@@ -67,9 +67,9 @@ class Cache:
     def store(
         self, chunks: list[int], nbytes: list[int], expires: int, now: int, reads: Mapping[int, int] | None = None
     ) -> None:
-        """Store those chunks of a chain that are not here, first to last, until the cache is full.
+        """Store the missing chunks of a chain, first to last, until the cache is full.
 
-        `reads`: for chunks that come from the SSD, how often they were read so far. `expires` is in ticks; 0 is never.
+        `reads` maps a chunk that was read from the SSD to its number of reads. `expires` is in ticks; 0 means never.
         """
         cells, row_of, rows, parent = self.cells, self.row_of.data, [], -1
         for chunk, size in zip(chunks, nbytes, strict=True):

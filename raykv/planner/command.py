@@ -1,4 +1,4 @@
-"""`raykv plan`: how much a cache of a given size and policy would save on a trace."""
+"""The command `raykv plan`: computes what a cache of a given size and policy would save on a trace."""
 
 import argparse
 import math
@@ -37,9 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def plan_command(options: argparse.Namespace) -> str:
-    """Run `raykv plan`.
+    """Run `raykv plan` and return its output.
 
-    Raises UsageError: A file, one of its lines, a size or a policy is wrong; names it.
+    Raises UsageError: A file, a line in it, a size or a policy is wrong. Names the wrong value.
     """
     model = ModelShape(
         options.layers, options.kv_heads, options.head_size, options.dtype, options.hidden, options.parameters

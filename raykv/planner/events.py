@@ -1,10 +1,10 @@
-"""vLLM's KV events as requests.
+"""Converts vLLM's KV events into requests.
 
 A line is a batch, as an object (`{"ts": ..., "events": [...]}`) or as vLLM sends it (`[ts, [...], rank]`). An event is
 an object (`{"type": "BlockStored", ...}`) or an array (`["BlockStored", hashes, parent, token_ids, block_size, ...]`).
 
-Events name only new blocks. The blocks before them in their chain are taken as read by the same request. A request
-whose blocks were all cached makes no event: such a trace has fewer hits than the engine had.
+Events name only new blocks. We assume that the same request also read all blocks before them in the chain. A request
+whose blocks were all cached causes no event, so the trace has fewer hits than the engine had.
 """
 
 import re
@@ -17,7 +17,7 @@ import msgspec
 from raykv.errors import UsageError
 
 CONTINUES_S: Final = 2.0
-"""Blocks that continue a request within this time belong to it: its prefill is still running."""
+"""Blocks that extend a request's chain within this time belong to the same request: its prefill still runs."""
 
 Key = Annotated[int, msgspec.Meta(ge=-(1 << 63))] | Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
@@ -49,9 +49,9 @@ _OTHERS: Final = ("BlockRemoved", "AllBlocksCleared")
 
 
 def requests_of(lines: Iterable[tuple[str, bytes]]) -> Iterator[Raw]:
-    """Requests from (place, line) pairs. Raises UsageError: A line is wrong; names it and the field."""
+    """Make requests from (place, line) pairs. Raises UsageError: A line is wrong. Names the line and the field."""
     before: dict[int | str, int | str | None] = {}
-    growing: dict[int | str, tuple[Raw, float]] = {}  # by last block: a request, and the time of that block
+    growing: dict[int | str, tuple[Raw, float]] = {}  # last block of a request -> (the request, the block's time)
     requests: list[Raw] = []
     for where, line in lines:
         for at_s, event in _stored(where, line):
@@ -70,7 +70,7 @@ def requests_of(lines: Iterable[tuple[str, bytes]]) -> Iterator[Raw]:
 
 
 def _chain(last: int | str | None, before: dict[int | str, int | str | None]) -> list[int | str]:
-    """The known blocks up to this one, first to last."""
+    """Return the known chain of blocks that ends with block `last`."""
     chain: dict[int | str, None] = {}
     while last is not None and last not in chain:
         chain[last] = None
@@ -105,7 +105,7 @@ def _convert(form: type[Found], where: str, prefix: str, found: Any) -> Found:
 
 
 def decode(form: type[Found], where: str, line: bytes) -> Found:
-    """A line as a value of that type. Raises UsageError: It is not; names the line and the field."""
+    """Decode a line of JSON. Raises UsageError: The line does not have this form. Names the line and the field."""
     try:
         return msgspec.json.decode(line, type=form)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

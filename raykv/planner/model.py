@@ -1,4 +1,4 @@
-"""The shape of a model: the size of a token's keys and values, and the cost of computing them."""
+"""The shape of a model, from which follow the bytes of KV per token and the cost of prefill."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -8,10 +8,10 @@ DTYPE_NBYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "int
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A decoder's shape; the defaults are those of Llama 3.1 8B.
+    """A decoder's shape. The defaults describe Llama 3.1 8B.
 
-    `kv_heads`, `head_size` and `dtype` are those of keys and values, `hidden` is query heads times head size, and
-    `parameters` are those active for each token.
+    `kv_heads`, `head_size` and `dtype` describe keys and values. `hidden` is query heads times head size. `parameters`
+    counts the parameters that are active for each token.
     """
 
     layers: int = 32
@@ -26,8 +26,8 @@ class ModelShape:
         return 2 * self.layers * self.kv_heads * self.head_size * DTYPE_NBYTES[self.dtype]
 
     def prefill_flops(self, tokens: int, attended: int) -> float:
-        """Floating-point operations to compute tokens.
+        """Return the floating-point operations for a prefill.
 
-        `attended`: for each token the number of tokens before it, summed: its attention extends to them.
+        `attended` is the sum, over these tokens, of the number of tokens before each.
         """
         return 2.0 * self.parameters * tokens + 4.0 * self.layers * self.hidden * (attended + tokens)

@@ -1,4 +1,4 @@
-"""Plans as a chart. Needs matplotlib: `pip install 'raykv[notebooks]'`."""
+"""Draws a plan as a chart. Needs matplotlib: `pip install 'raykv[notebooks]'`."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +10,7 @@ from raykv.planner.records import Record
 
 
 def figure(records: Sequence[Record]) -> Any:
-    """Usable hits by size of the cache, one line per policy, as a matplotlib figure.
+    """Draw prefix hits over the size of the cache, with one line per policy, as a matplotlib figure.
 
     Raises UsageError: matplotlib is not installed.
     """

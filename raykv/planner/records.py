@@ -1,4 +1,4 @@
-"""Plans: a record for each policy and size, and records as text."""
+"""Computes a plan, which is a record for each policy and size, and formats records as text."""
 
 import csv
 import io
@@ -23,17 +23,17 @@ from raykv.tier.admission import DAY_S, Admission
 
 BELADY: Final = "belady"
 SEGMENT_NBYTES: Final = 64 * MIB
-"""Segment of the SSD's log, as in `SsdConfig`. It is reclaimed as a whole."""
+"""Size of a segment of the SSD's log, as in `SsdConfig`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What one policy saves with one size of cache.
+    """The result for one policy and one size of cache.
 
-    Requests, chunks and tokens are those of the trace; each read of a chunk counts. The prefix hits are those that an
-    engine can use: all chunks before them in the request hit too. Tokens hit, prefill work saved and GiB read are
-    theirs. `size_share` is a share of the trace's different chunks. The SSD's bytes per day are those of a day as busy
-    as the trace; its write amplification is all bytes written, divided by the bytes evicted from memory.
+    `requests`, `chunks` and `tokens` count all reads in the trace. At a prefix hit all earlier chunks of the request
+    hit too, so an engine can use it. `tokens_hit`, `saved_flops` and `saved_gib` count prefix hits only.
+    `size_share` is relative to the number of different chunks. The SSD's bytes per day are extrapolated from the
+    trace's duration. Write amplification is all bytes written, divided by the bytes that memory evicted to the SSD.
     """
 
     trace: str
@@ -66,9 +66,9 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class SsdOptions:
-    """A second tier below memory. Each of its `sizes` (0: none) is tried with each size of memory.
+    """An SSD tier below memory. Each of its `sizes` is combined with each size of memory; size 0 means no SSD.
 
-    At most `nbytes_per_day` are written to it; see `raykv.tier.admission`. None: no limit.
+    `nbytes_per_day` limits writes to the SSD; see `raykv.tier.admission`. None means no limit.
     """
 
     sizes: Sequence[str | int] = (0,)
@@ -87,9 +87,9 @@ def plan(
 ) -> list[Record]:
     """Replay a trace with each policy and size.
 
-    A size is such as "10%" of the trace's different chunks, "64 GiB", or a number of chunks. A policy is as for
-    `raykv.eviction.policy`, or "belady" for the bound, or "all" for all names. `mode`, `ttl_s`: see `replay`. Raises
-    UsageError: A size cannot be read. ConfigError: There is no such policy.
+    A size is text such as "64 GiB" or "10%" (of the trace's different chunks), or a number of chunks. A policy is an
+    argument of `raykv.eviction.policy`, or "belady" for the bound, or "all" for all names. For `mode` and `ttl_s` see
+    `replay`. Raises UsageError: A size is not valid. ConfigError: A policy does not exist.
     """
     model, ssd = model or ModelShape(), ssd or SsdOptions()
     chunk_nbytes = trace.chunk_tokens * model.token_nbytes
@@ -173,7 +173,7 @@ def _capacity(size: str | int, chunks: int, chunk_nbytes: int) -> int:
 
 
 def as_table(records: Sequence[Record]) -> str:
-    """Records for people: usable hits by policy and size, then what each saves."""
+    """Format records as a table for people."""
     if not records:
         return ""
     first = records[0]

@@ -1,4 +1,4 @@
-"""Replay a trace through a cache of a given size, and count what a policy saves."""
+"""Replays a trace through a cache of a given size, and counts the hits of a policy."""
 
 import heapq
 import math
@@ -14,16 +14,16 @@ from raykv.planner.ssd import Ssd
 from raykv.planner.trace import Request, Trace
 
 DECODE_S: Final = 0.03
-"""Assumed time per generated token, by which a replay knows when a request ends."""
+"""Assumed time per generated token. A replay computes from it when a request ends."""
 
 Mode = Literal["prefix", "objects"]
 
 
 @dataclass(slots=True)
 class Outcome:
-    """The counts of a replay, in chunks. A prefix hit is one that an engine can use: all chunks before it hit too.
+    """The counts of a replay, in chunks. At a prefix hit all earlier chunks of the request hit too.
 
-    `attended` is the sum over the hit tokens of the number of tokens before each in its request.
+    `attended` is the sum, over the hit tokens, of the number of tokens before each in its request.
     """
 
     prefix_hits: int = 0
@@ -52,13 +52,13 @@ def replay(
     ssd: Ssd | None = None,
     decode_s: float = DECODE_S,
 ) -> Outcome:
-    """Replay a trace.
+    """Replay a trace. The caller passes a new policy, and an empty `ssd` or None.
 
-    The policy is a new one, since it learns. In mode "prefix", as on a node, a request reads the leading chunks that
-    are here, and stores the others; for them none of its own chunks are evicted, and chunks that do not fit are left
-    out. In mode "objects", as caches are usually compared, each chunk is read by itself, and each miss evicts one. Only
-    the policy `ttl` uses `ttl_s`, the time from store to expiry. The `ssd`, empty, in mode "prefix" only, is offered
-    evicted chunks; chunks read from it are stored in memory again. `decode_s`: time per generated token.
+    Mode "prefix" works like a node: a request reads its leading chunks up to the first miss and stores the missing
+    chunks. A request never evicts its own chunks; chunks that do not fit are not stored. Mode "objects" is the usual
+    way to compare caches: each chunk is read independently, and each miss evicts one chunk. `ttl_s` is the time from
+    store to expiry; only the policy `ttl` uses it. The `ssd` (only in mode "prefix") receives evicted chunks. A chunk
+    that is read from the `ssd` is stored in memory again. `decode_s` is the time per generated token.
     """
     cache = Cache(policy, max(1, capacity), trace.chunks, ssd)
     outcome = Outcome()

@@ -1,4 +1,4 @@
-"""An SSD below the cache of a replay: which chunks are written to it, and which it still holds. No bytes."""
+"""A simulated SSD below the cache of a replay. It records which chunks the SSD holds, without their bytes."""
 
 from collections import deque
 from typing import Any, Final
@@ -10,41 +10,41 @@ from raykv.memory.layout import TICKS_PER_S
 from raykv.tier.admission import Admission
 
 MOVED_SHARE: Final = 4
-"""At most one chunk is written again per four chunks evicted from memory."""
+"""At most one chunk is written again per this number of chunks that memory evicts to the SSD."""
 
 Numbers = npt.NDArray[np.integer[Any]]
 
 
 class Ssd:
-    """A log of segments, as the live tier keeps one.
+    """A log of segments, like the SSD tier of a node.
 
-    When the log is full, the oldest segment is reclaimed. Its chunks that were read since they were written are
-    written again at the end of the log, within MOVED_SHARE; the others are lost. A chunk that is read back into memory
-    stays here too, so that it is not written again when memory evicts it.
+    When the log is full, the oldest segment is reclaimed. Its chunks that were read since their write are moved to the
+    end of the log, within MOVED_SHARE; the other chunks are dropped. A chunk that is read into memory also stays on the
+    SSD, so that memory can evict the chunk later without another write.
 
-    `written` counts chunks evicted from memory, `moved` those written again, and `tokens` the tokens of both.
+    `written` counts chunks from memory, `moved` counts moved chunks, and `tokens` counts the tokens of both.
     """
 
     def __init__(self, capacity: int, segment: int, admission: Admission, token_nbytes: int) -> None:
-        """Start empty. `capacity` and `segment` are in chunks; there are at least two segments."""
+        """Start empty. `capacity` and `segment` are in chunks. The log has at least two segments."""
         self._segment = max(1, min(segment, capacity // 2))
         self._most = max(2, capacity // self._segment)
         self._admission, self._token_nbytes = admission, token_nbytes
         self._segments: deque[list[int]] = deque([[]])
-        self._held: dict[int, tuple[int, int, bool]] = {}  # tokens, reads, whether it was read since it was written
+        self._held: dict[int, tuple[int, int, bool]] = {}  # tokens, reads, whether it was read since its write
         self.written = self.moved = self.tokens = 0
 
     def has(self, chunk: int) -> bool:
         return chunk in self._held
 
     def read(self, chunk: int) -> int:
-        """Read a chunk that is here. Returns its number of reads, with this one."""
+        """Read a chunk that the SSD holds. Return its number of reads, including this one."""
         tokens, reads, _ = self._held[chunk]
         self._held[chunk] = tokens, reads + 1, True
         return reads + 1
 
     def offer(self, chunks: list[int], reads: Numbers, parent_reads: Numbers, tokens: Numbers, now: int) -> None:
-        """Write those of the evicted chunks that are not here and are admitted; see `Admission.admit`."""
+        """Write the evicted chunks that the SSD does not hold and that `Admission.admit` accepts."""
         new = np.array([chunk not in self._held for chunk in chunks], np.bool_)
         if not new.any():
             return

@@ -1,12 +1,12 @@
-"""Traces: requests, and the chunks of each request from its first token on.
+"""Reads traces: requests, and the chunks of each request's prompt.
 
-Three formats, one JSON value per line, plain or gzipped. The first line decides which one it is.
+There are three formats. Each has one JSON value per line, plain or gzipped. The first line determines the format.
 
 Mooncake's: `{"timestamp": ms, "input_length": tokens, "output_length": tokens, "hash_ids": [...]}`, blocks of 512
 tokens; the last one may be partial.
 
-Our own: `{"at_s": 12.5, "tokens": 1300, "output_tokens": 20, "chunk_tokens": 512, "keys": ["9f0c...", ...]}`, keys as
-strings or numbers; `output_tokens` and `chunk_tokens` may be left out.
+Raykv's: `{"at_s": 12.5, "tokens": 1300, "output_tokens": 20, "chunk_tokens": 512, "keys": ["9f0c...", ...]}`. A key is
+a string or a number. `output_tokens` and `chunk_tokens` are optional.
 
 vLLM's KV events: see `raykv.planner.events`.
 """
@@ -32,7 +32,7 @@ _Tokens = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request: its arrival, the numbers of its chunks first to last, and tokens of its prompt and of its answer."""
+    """One request: its arrival, the numbers of its chunks (first to last), and the tokens of prompt and answer."""
 
     at_s: float
     chunks: list[int]
@@ -42,7 +42,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Requests in order of time. Their different `chunks` are numbered from 0."""
+    """Requests in order of time. `chunks` is the number of different chunks, which are numbered from 0."""
 
     name: str
     requests: list[Request]
@@ -62,13 +62,13 @@ class Trace:
         return self.requests[-1].at_s - self.requests[0].at_s
 
     def tokens_of(self, request: Request) -> list[int]:
-        """Tokens of each chunk of a request. Only the last one may be partial."""
+        """Return the number of tokens in each chunk of a request. Only the last chunk may be partial."""
         size = self.chunk_tokens
         return [min(size, max(0, request.tokens - at * size)) for at in range(len(request.chunks))]
 
 
 class MooncakeLine(msgspec.Struct):
-    """A line of Mooncake's format; the timestamp is in milliseconds."""
+    """A line of Mooncake's format. The timestamp is in milliseconds."""
 
     keys_field: ClassVar[str] = "hash_ids"
     timestamp: Annotated[float, msgspec.Meta(ge=0, le=1e15)]
@@ -95,8 +95,8 @@ class RecordedLine(msgspec.Struct):
 def read_trace(path: Path | str, chunk_tokens: int | None = None) -> Trace:
     """Read a trace from a file.
 
-    `chunk_tokens`: if the trace does not say. None: MOONCAKE_TOKENS. Raises UsageError: It cannot be read, has no
-    request, or a line is wrong; names the line and the field.
+    `chunk_tokens` applies if the trace does not contain it; None means MOONCAKE_TOKENS. Raises UsageError: The file
+    cannot be read, contains no request, or has a wrong line. Names the line and the field.
     """
     path = Path(path)
     try:
@@ -155,7 +155,7 @@ def _placed(lines: Iterable[bytes | str], name: str) -> Iterator[tuple[str, byte
 
 
 def _form(where: str, line: bytes) -> type[MooncakeLine] | type[RecordedLine] | None:
-    """The format of a trace, by its first line; None for events."""
+    """Detect the format of a trace by its first line. None means vLLM's KV events."""
     found = decode(Any, where, line)
     if isinstance(found, list) or (isinstance(found, dict) and "events" in found):
         return None

@@ -1,1 +1,1 @@
-"""A process that starts a node by fork and restarts it, and the handle of the process that owns it."""
+"""The supervisor, a process that forks a node and restarts it, and `NodeHandle`, which starts the supervisor."""

@@ -1,7 +1,4 @@
-"""A node in a process of its own that is restarted when it ends: the handle for its owner.
-
-See `raykv.supervisor.process`.
-"""
+"""`NodeHandle` starts a supervisor, which runs a node in a child process; see `raykv.supervisor.process`."""
 
 import json
 import logging
@@ -30,26 +27,26 @@ START_S: Final = 60.0
 ANSWER_S: Final = 10.0
 RETRY_S: Final = 0.02
 STOP_S: Final = 20.0
-"""Time for a node to stop in order. After it the node is killed, and its memory stays as it is."""
+"""Time for a node to shut down cleanly. After this time the node is killed, and its memory is left unchanged."""
 PROXY_CONNECTIONS: Final = 64
 
 
 class NodeHandle:
-    """One node. Thread-safe.
+    """The owner's handle of one node. The supervisor restarts the node whenever it ends. Thread-safe.
 
     Attributes:
-        config: As given.
-        pid: Process of the node; 0 before the first start. It changes with each restart.
-        first_ns: Monotonic time at which that process began to run its code.
-        starts: Number of starts.
+        config: The config of the node.
+        pid: Process of the node; 0 before the first start. Each restart changes it.
+        first_ns: Monotonic time at which process `pid` began to run its code.
+        starts: How often the node was started.
     """
 
     def __init__(self, config: NodeConfig, *, secret: bytes, membership: MembershipPort) -> None:
-        """Start the node, and wait until it serves. This process asks the directory on the node's behalf.
+        """Start the node, and wait until it serves. This process runs the node's proxy to the directory.
 
         Raises:
-            ConfigError: The config cannot be served here; says why.
-            PeerUnavailable: The process ended, or does not report within START_S; its stderr says why.
+            ConfigError: The node cannot run with this config here; the message says why.
+            PeerUnavailable: The process ended, or did not report within START_S; its stderr says why.
         """
         self.config = config
         self.pid = self.first_ns = self.starts = 0
@@ -93,21 +90,20 @@ class NodeHandle:
 
     @property
     def supervisor_pid(self) -> int:
-        """Process of the supervisor."""
         return self._supervisor.pid
 
     @property
     def ended(self) -> bool:
-        """Whether the supervisor has ended: the node is not restarted any more."""
+        """Whether the supervisor has ended. Then nobody restarts the node."""
         return self._ended
 
     def stats(self) -> dict[str, Any]:
-        """See `Node.stats`. Waits for a node that is being restarted. PeerUnavailable if it does not answer."""
+        """See `Node.stats`. Waits while the node restarts. Raises PeerUnavailable if the node does not answer."""
         found: dict[str, Any] = json.loads(codec.expect(messages.Stats, self._ask(messages.GetStats())).stats)
         return found
 
     def record_trace(self, on: bool) -> tuple[list[TracedRequest], int]:
-        """Fetch the requests recorded so far, and how many did not fit the buffer. `on`: go on recording.
+        """Fetch the recorded requests, and the number that did not fit the buffer. `on`: continue to record.
 
         Raises:
             PeerUnavailable: The node does not answer.
@@ -135,15 +131,15 @@ class NodeHandle:
             try:
                 self._membership.leave(self.config.node_id)
             except TransientError:
-                pass  # the directory will notice the silence
+                pass  # the directory removes the node when its heartbeats stop
             if self.config.file_prefix is not None:
                 remove_unowned(self.config.file_prefix)
 
     def _end(self) -> None:
-        """End the supervisor with its node, the listener and the proxy server."""
+        """End the supervisor and its node, the listener thread and the proxy server."""
         assert self._supervisor.stdin is not None
         try:
-            self._supervisor.stdin.close()  # on which the supervisor kills the node, and ends
+            self._supervisor.stdin.close()  # at the end of stdin the supervisor kills the node and ends
         except BrokenPipeError:
             pass
         try:
@@ -160,7 +156,7 @@ class NodeHandle:
             self._supervisor.stdin.write(line + b"\n")
             self._supervisor.stdin.flush()
         except BrokenPipeError:
-            pass  # it has ended; `ended` says so
+            pass  # the supervisor has ended; see `ended`
 
     def _listen(self) -> None:
         assert self._supervisor.stdout is not None
@@ -189,7 +185,7 @@ class NodeHandle:
             link.close()
 
     def _connect(self, deadline_s: float) -> SocketLink:
-        """Connect to the node, or to the one after it."""
+        """Connect to the node. If it is being restarted, retry until the deadline."""
         while True:
             try:
                 return SocketLink.connect(self._address, b"", deadline_s=deadline_s)

@@ -1,11 +1,11 @@
-"""A process that keeps one node running: `python -m raykv.supervisor.process`, started by `raykv.supervisor.handle`.
+"""The supervisor: a process that runs one node and restarts it. `raykv.supervisor.handle` starts this module.
 
-A node that is killed or crashes is back in the time that it takes to map its memory. The supervisor has imported
-everything, which is most of a Python process's start. It has no threads and maps no memory, so each node can be a fork
-of it. It also holds the port of the first node for those after it: peers find them without a new view.
+Each node is a fork of the supervisor, which has imported all modules already. A restart therefore takes little more
+than the time to map the node's memory. Forking is safe, since the supervisor has no threads and maps no memory. The
+supervisor also holds the node's port: peers find a restarted node without a new view.
 
-    stdin   one line of JSON, the `NodeSpec`; later "stop", on a line. At the end of stdin the node is killed at once.
-    stdout  one line of JSON, a `NodeReport`, for each node that was started.
+    stdin   one line of JSON, the `NodeSpec`; later a line "stop". At the end of stdin the node is killed at once.
+    stdout  one line of JSON, a `NodeReport`, for each start of the node.
 """
 
 import ctypes
@@ -26,12 +26,12 @@ from raykv.errors import ConfigError
 from raykv.membership.proxy import MembershipProxy
 from raykv.node.node import Node
 
-log = logging.getLogger("raykv.supervisor.process")  # this file is run, not imported
+log = logging.getLogger("raykv.supervisor.process")  # here __name__ is "__main__"
 
 CONFIG_STATUS: Final = 78
-"""Exit status of a node and its supervisor if the config cannot be served here (EX_CONFIG)."""
+"""Exit status of a node and its supervisor if the node cannot run with this config here (EX_CONFIG)."""
 STEADY_S: Final = 1.0
-"""A node that ran for this long is restarted at once. Others are restarted after a growing delay."""
+"""A node that ran for this long is restarted at once. A node that ended earlier is restarted after a growing delay."""
 MIN_DELAY_S: Final = 0.05
 MAX_DELAY_S: Final = 5.0
 CHECK_S: Final = 0.5
@@ -41,7 +41,7 @@ _PR_SET_PDEATHSIG: Final = 1
 
 
 class NodeSpec(msgspec.Struct):
-    """The node to run; its secret as hexadecimal text, and the address of a `MembershipProxyServer` that knows it."""
+    """The node's config, the cluster's secret as hexadecimal text, and the address of the `MembershipProxyServer`."""
 
     config: dict[str, Any]
     secret: str
@@ -52,10 +52,10 @@ class NodeReport(msgspec.Struct, omit_defaults=True):
     """The result of one start.
 
     Attributes:
-        pid: Of the node.
-        first_ns: Time of the process's first line, by the monotonic clock.
-        address: Of the node, for processes of this host.
-        problem: Why the config cannot be served here; empty when the node runs.
+        pid: Process of the node.
+        first_ns: Monotonic time at which the process began to run its code.
+        address: The node's address for processes of this host.
+        problem: Why the node cannot run with this config here; empty if the node runs.
     """
 
     pid: int
@@ -65,7 +65,7 @@ class NodeReport(msgspec.Struct, omit_defaults=True):
 
 
 class Supervisor:
-    """Starts a node, and another one whenever it ends by itself."""
+    """Starts a node, and restarts it whenever it ends by itself."""
 
     def __init__(self, spec: NodeSpec, reports: int) -> None:
         self._spec = spec
@@ -76,10 +76,10 @@ class Supervisor:
         self._signal: signal.Signals | None = None
 
     def run(self) -> int:
-        """Run until the owner says stop, or is gone. Returns the exit status."""
+        """Run until the owner sends "stop" or closes stdin. Return the exit status."""
         self._hold_port()
         gc.collect()
-        gc.freeze()  # otherwise each node's first collection copies all pages that it shares with this process
+        gc.freeze()  # otherwise each node's first collection copies all pages shared with the supervisor
         delay_s = 0.0
         while True:
             began_s, supervisor = time.monotonic(), os.getpid()
@@ -99,20 +99,20 @@ class Supervisor:
             delay_s = min(MAX_DELAY_S, max(MIN_DELAY_S, 2 * delay_s))
 
     def _hold_port(self) -> None:
-        """Bind the node's port (any free one for port 0) without listening, so that the nodes can listen on it."""
+        """Bind the node's port without listening, so that each node can listen on it. Port 0 means any free port."""
         host, _, port = self._config.bind.rpartition(":")
         self._port = socket.socket()
         self._port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             self._port.bind((host, int(port)))
         except (OSError, OverflowError):
-            return  # the node reports what is wrong
+            return  # the node will report the error
         self._config = self._config.model_copy(update={"bind": f"{host}:{self._port.getsockname()[1]}"})
 
     # -- the supervisor's side ---------------------------------------------------------------------------------------
 
     def _watch(self, pid: int) -> int:
-        """Wait until the node has ended, and pass on the owner's commands. Returns the wait status."""
+        """Wait until the node has ended, and forward the owner's commands to it. Return the wait status."""
         ended = os.pidfd_open(pid)
         try:
             poll = select.poll()
@@ -135,7 +135,7 @@ class Supervisor:
         return self._signal is not None
 
     def _receive(self) -> bool:
-        """Read commands of the owner. False at the end of stdin: the owner is gone."""
+        """Read the owner's commands. False means the end of stdin: the owner has ended."""
         raw = os.read(0, 4096)
         *lines, self._received = (self._received + raw).split(b"\n")
         if STOP in lines:
@@ -147,7 +147,7 @@ class Supervisor:
     # -- the node's side ---------------------------------------------------------------------------------------------
 
     def _become_node(self, supervisor: int) -> None:
-        """Be a node for the rest of this process. Never returns."""
+        """Run the node in this forked process. Never returns."""
         first_ns, status = time.monotonic_ns(), 1
         try:
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # end with the supervisor
@@ -183,7 +183,7 @@ def _report(reports: int, report: NodeReport) -> None:
 
 
 def _read_spec() -> bytes:
-    """The first line of stdin, byte by byte: what follows is read later."""
+    """Read the first line of stdin, byte by byte, so that the following lines stay in the pipe."""
     raw = b""
     while not raw.endswith(b"\n") and len(raw) < MAX_SPEC_NBYTES:
         byte = os.read(0, 1)
@@ -194,10 +194,9 @@ def _read_spec() -> bytes:
 
 
 def main() -> int:
-    """Run the node that stdin specifies."""
     reports = os.dup(1)
-    os.dup2(2, 1)  # so that nothing printed mixes with the reports
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if the owner ignores it, so would we, and could not wait for nodes
+    os.dup2(2, 1)  # so that printed text does not mix with the reports
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # an inherited SIG_IGN would make waitpid fail
     logging.basicConfig(format="%(asctime)s %(process)d %(levelname)s %(name)s: %(message)s", level=logging.WARNING)
     raw = _read_spec()
     if not raw:

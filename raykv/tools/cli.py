@@ -1,4 +1,4 @@
-"""The command line: `up`, `status` and other commands for the cluster on Ray; `doctor` and `plan` without Ray."""
+"""The command line. `doctor` and `plan` work without Ray; other commands need a raykv cluster on Ray."""
 
 import argparse
 import json
@@ -18,8 +18,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Returns:
-        0 for success; 1 for a failure, with the reason on stderr, or when `doctor` finds something wrong; 2 for a
-        wrong command line.
+        0 for success; 1 for a failure, with the reason on stderr, or if `doctor` finds something wrong. argparse exits
+        with 2 for a wrong command line.
     """
     options = parser().parse_args(arguments)
     try:
@@ -48,7 +48,6 @@ def _with_ray(options: argparse.Namespace) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The parser of the whole command line."""
     whole = argparse.ArgumentParser(prog="raykv", description="A distributed KV cache for LLM inference, on Ray.")
     whole.set_defaults(here=None)
     whole.add_argument("--address", default="auto", help="the Ray cluster, as for ray.init (default: the one here)")
@@ -200,7 +199,7 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _table(found: dict[str, Any]) -> str:
-    """The result of `cluster.status`, for people."""
+    """Format the result of `cluster.status` for people."""
     lines = [f"cluster {found['name']!r}, epoch {found['epoch']}, directory pid {found['directory']['pid']}"]
     for ray_node_id, node in found["nodes"].items():
         name = ray_node_id[:16]

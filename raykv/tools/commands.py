@@ -1,4 +1,4 @@
-"""The commands that are clients of a running cluster: `raykv why` and `raykv namespace`."""
+"""The commands `raykv why` and `raykv namespace`, which connect to a running cluster as clients."""
 
 import argparse
 import json
@@ -18,11 +18,11 @@ from raykv.protocol.chunk_keys import KEY_NBYTES, from_bytes
 from raykv.protocol.namespace import Namespace
 
 ANY = Namespace(model="-")
-"""A client needs a namespace. Nothing is stored under this one."""
+"""A client needs a namespace. This one contains no chunks."""
 
 
 def add_commands(commands: Any) -> list[argparse.ArgumentParser]:
-    """Add the commands, and return their parsers."""
+    """Add the commands to the command line, and return their parsers."""
     why = commands.add_parser("why", help="where chunks are, or why they are gone")
     why.add_argument("names", nargs="*", metavar="NAME", help="names of objects")
     why.add_argument("--tokens", metavar="FILE", help="in place of names: a prompt, as a JSON list of token ids")
@@ -53,7 +53,7 @@ def add_commands(commands: Any) -> list[argparse.ArgumentParser]:
 
 
 def node_address(options: argparse.Namespace) -> str | None:
-    """The node for a command, if its address is known without Ray."""
+    """Return the node's address from --node or RAYKV_ADDRESS. None means that the command needs Ray."""
     if not hasattr(options, "node"):
         return None
     return ClientConfig.from_environment(address=options.node).address
@@ -112,7 +112,7 @@ def _drop(options: argparse.Namespace) -> str:
 
 
 def namespace_lines(found: list[dict[str, Any]]) -> list[str]:
-    """The result of `Client.namespaces`, for people."""
+    """Format the result of `Client.namespaces` for people."""
     lines = []
     for each in found:
         config = each["config"].model_dump(mode="json", exclude_defaults=True)
@@ -134,7 +134,7 @@ def namespace_lines(found: list[dict[str, Any]]) -> list[str]:
 
 
 def status_lines(nodes: Mapping[str, Any]) -> list[str]:
-    """The namespaces in the stats of nodes, for people."""
+    """Format the namespaces in the stats of nodes for people."""
     by_node = {name: node["namespaces"] for name, node in nodes.items() if "namespaces" in node}
     lines = namespace_lines(merge_namespaces(by_node))
     return ["namespaces:", *lines] if lines else []
@@ -148,14 +148,14 @@ def _counts(what: str, counts: Mapping[str, int]) -> str:
 
 
 def _name(namespace: Namespace) -> str:
-    """A namespace for people: its model, and its other fields that are not the default."""
+    """Format a namespace for people: its model, and all other fields that differ from the default."""
     fields = namespace.model_dump(mode="json", exclude_defaults=True)
     model = str(fields.pop("model"))
     return model + (f" ({', '.join(f'{name}={value}' for name, value in fields.items())})" if fields else "")
 
 
 def _choose(client: Client, text: str | None, *, new: bool = False) -> Namespace:
-    """The namespace that `text` names: by its fields as JSON, or by its model; None: the only one in use."""
+    """Find a namespace. `text` is its fields as JSON, or its model's name; None means the only namespace in use."""
     if text is not None and text.startswith("{"):
         try:
             return Namespace.load(json.loads(text))

@@ -1,6 +1,6 @@
-"""What this host grants a node or a client, and how to get more: `raykv doctor`.
+"""The command `raykv doctor`: checks this host's limits and settings for raykv, and suggests remedies.
 
-Each check takes the root of the file system, so that tests can show it another host. `report` prints the findings.
+Each check takes the root of the file system, so that tests can simulate another host.
 """
 
 import importlib.util
@@ -28,7 +28,7 @@ PACKAGES: Final = {
     "vllm": "pip install 'raykv[vllm]'",
 }
 PACED: Final = "bbr"
-"""Congestion control that paces its sender with timers."""
+"""TCP congestion control that paces the sender with timers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +37,9 @@ class Finding:
 
     Attributes:
         name: What was checked.
-        grade: "ok"; "better": raykv works, and something could be better; "wrong": raykv cannot work well.
-        says: What was found.
-        remedy: A command or a step that helps; empty when nothing is to be done.
+        grade: "ok"; "better" if raykv works but the remedy would help; "wrong" if raykv cannot work well.
+        says: The result, for people.
+        remedy: A command or a step that helps; may be empty.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Finding:
 
 
 def examine(root: Path = Path("/")) -> list[Finding]:
-    """Run all checks. Changes nothing."""
+    """Run all checks. This changes nothing on the host."""
     found: list[Finding] = []
     for check in CHECKS:
         one = check(root)
@@ -58,12 +58,11 @@ def examine(root: Path = Path("/")) -> list[Finding]:
 
 
 def as_json(findings: Iterable[Finding]) -> list[dict[str, Any]]:
-    """Findings for programs."""
     return [asdict(finding) for finding in findings]
 
 
 def report(findings: Iterable[Finding]) -> str:
-    """Findings for people: one line each, and the remedy below it."""
+    """Format findings for people: one line each, with the remedy below it."""
     words = {"ok": "ok", "better": "could be better", "wrong": "WRONG"}
     lines = []
     for finding in findings:
@@ -74,7 +73,7 @@ def report(findings: Iterable[Finding]) -> str:
 
 
 def better(name: str, says: str, remedy: str, *, when: bool) -> Finding:
-    """A finding that is ok, except `when` the remedy would help."""
+    """Return a finding with grade "better" if `when` is true, else "ok" without the remedy."""
     return Finding(name, "better", says, remedy) if when else Finding(name, "ok", says)
 
 
@@ -82,7 +81,7 @@ def better(name: str, says: str, remedy: str, *, when: bool) -> Finding:
 
 
 def shared_memory(root: Path) -> Finding:
-    """Size and free space of /dev/shm, which holds the arenas."""
+    """Check size and free space of /dev/shm, which holds the arenas."""
     name, place = "shared memory", root / "dev/shm"
     remount = (
         "mount -o remount,size=80% /dev/shm (containers: docker run --shm-size=64g, or an emptyDir of medium Memory)"
@@ -101,7 +100,7 @@ def shared_memory(root: Path) -> Finding:
 
 
 def memory_limit(root: Path) -> Finding:
-    """The memory limit of the container. Shared memory counts."""
+    """Check the container's memory limit, which includes shared memory."""
     name, (limit, used) = "memory limit", cgroup_memory(root)
     if limit is None:
         return Finding(name, "ok", "no limit of a container")
@@ -114,7 +113,7 @@ def memory_limit(root: Path) -> Finding:
 
 
 def huge_pages(root: Path) -> Finding:
-    """Whether the kernel gives huge pages for shared memory. Tries one."""
+    """Check whether the kernel gives huge pages for shared memory, by requesting one."""
     name, setting = "huge pages", _chosen(root / "sys/kernel/mm/transparent_hugepage/shmem_enabled")
     size = _size(pages.huge_nbytes())
     if pages.try_collapse():
@@ -127,7 +126,7 @@ def huge_pages(root: Path) -> Finding:
 
 
 def hugetlb_pools(root: Path) -> list[Finding]:
-    """Pools of reserved huge pages, and their mounts. Not needed where `huge_pages` is ok."""
+    """Check hugetlb pools and their mounts. A host needs none if `huge_pages` is ok."""
     name, found = "hugetlb pool", []
     mounts = [line.split() for line in lines_of(root / "proc/mounts")]
     places = [fields[1] for fields in mounts if len(fields) > 2 and fields[2] == "hugetlbfs"]
@@ -146,7 +145,7 @@ def hugetlb_pools(root: Path) -> list[Finding]:
 
 
 def memory_nodes(root: Path) -> Finding:
-    """NUMA nodes whose memory we may use."""
+    """Check which NUMA nodes' memory this process may use."""
     nodes = numa.usable_nodes(root)
     sizes = []
     for node in nodes:
@@ -159,7 +158,7 @@ def memory_nodes(root: Path) -> Finding:
 
 
 def cores(root: Path) -> Finding:
-    """CPU cores that we may use."""
+    """Check how many CPU cores this process may use."""
     allowed, total = len(os.sched_getaffinity(0)), os.cpu_count() or 1
     quota = cgroup_file(root, "cpu.max").split()
     says = f"{allowed} of {total}"
@@ -173,7 +172,7 @@ def cores(root: Path) -> Finding:
 
 
 def open_files(root: Path) -> Finding:
-    """How many connections a node can have: each is an open file."""
+    """Check the limit of open files. Each connection of a node is an open file."""
     count, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     remedy = f"ulimit -n {min(65536, most)} (or LimitNOFILE=65536; docker run --ulimit nofile=65536)"
     return better("open files", f"{count:,} at most", remedy, when=count < MIN_FILES)
@@ -183,7 +182,7 @@ def open_files(root: Path) -> Finding:
 
 
 def kernel(root: Path) -> Finding:
-    """Kernel, C library and vector units."""
+    """Check the version of Linux. The finding also names the C library and the vector units."""
     release = "".join(lines_of(root / "proc/sys/kernel/osrelease")) or os.uname().release
     lines = [line for line in lines_of(root / "proc/cpuinfo") if line.startswith(("flags", "Features"))]
     has = ", ".join(flag for flag in CPU_FLAGS if flag in {word for line in lines for word in line.split()})
@@ -194,14 +193,14 @@ def kernel(root: Path) -> Finding:
 
 
 def compiled_loops(root: Path) -> Finding:
-    """Whether the compiled part was built."""
+    """Check whether the C extension was built."""
     says = "built" if native.available else "not built, or RAYKV_NATIVE=0 is set: lookups are slower"
     remedy = "install a C compiler and Python's headers, then: pip install --force-reinstall --no-deps raykv"
     return better("compiled loops", says, remedy, when=not native.available)
 
 
 def packages(root: Path) -> list[Finding]:
-    """Optional packages. The core needs none."""
+    """Check which optional packages are installed."""
     return [
         Finding(package, "ok", "installed")
         if importlib.util.find_spec(package) is not None
@@ -211,7 +210,7 @@ def packages(root: Path) -> list[Finding]:
 
 
 def tcp(root: Path) -> Finding:
-    """The congestion control of TCP between hosts."""
+    """Check TCP's congestion control."""
     chosen = _text(root / "proc/sys/net/ipv4/tcp_congestion_control")
     paced = chosen.startswith(PACED)
     says = f"congestion control is {chosen}" + (": its timers take up to a quarter of a sender's time" if paced else "")
@@ -242,7 +241,7 @@ def _chosen(path: Path) -> str:
 
 
 def _memory(root: Path) -> dict[str, int]:
-    """Fields of /proc/meminfo in bytes."""
+    """Return the fields of /proc/meminfo, in bytes."""
     fields = (line.partition(":") for line in lines_of(root / "proc/meminfo"))
     return {name: int(rest.split()[0]) * KIB for name, _, rest in fields if rest.split()}
 

@@ -1,1 +1,1 @@
-"""Ray Serve: the node of a replica, and an ingress that resumes broken streams."""
+"""Ray Serve: connects each replica to its raykv node, and resumes broken streams."""

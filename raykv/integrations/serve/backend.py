@@ -1,7 +1,7 @@
-"""Gives each replica of `ray.serve.llm` the raykv node of its own Ray node, before its engine starts.
+"""Connects each replica of `ray.serve.llm` to the raykv node on its Ray node, before the engine starts.
 
-Ray Serve looks up the backend of a connector in the replica's process, which can use Ray. The engine runs in child
-processes, which cannot: they get the address in the connector's configuration.
+The replica's process can use Ray, so it finds the node's address. The engine's processes cannot use Ray; they read the
+address from the connector's configuration.
 """
 
 import time
@@ -20,24 +20,24 @@ if TYPE_CHECKING:
 
 CONNECTOR: Final = "RayKVConnector"
 FIND_NODE_S: Final = 60.0
-"""A Ray node that has just joined has its raykv node within seconds."""
+"""Time to wait for the raykv node. It starts a few seconds after its Ray node has joined."""
 POLL_S: Final = 0.5
 
 
 def register() -> None:
-    """Register the backend for all replicas of this Ray cluster; calling it again does nothing."""
+    """Register the backend for all replicas of this Ray cluster. Safe to call again."""
     if not KVConnectorBackendFactory.is_registered(CONNECTOR):
         KVConnectorBackendFactory.register_backend(CONNECTOR, f"{__name__}:{RayKVBackend.__name__}")
 
 
 class RayKVBackend(DefaultPDProtocolMixin, BaseConnectorBackend):
-    """Sets `RayKVConnector` up in a replica.
+    """Sets up `RayKVConnector` in a replica.
 
-    Ray Serve does the hand-off: the prefill engine's ticket becomes the decode engine's `kv_transfer_params`.
+    Ray Serve passes the prefill engine's ticket to the decode engine as `kv_transfer_params`.
     """
 
     def setup(self) -> None:
-        """Set the connector's address, unless it has one, from the name of the raykv cluster.
+        """Set the connector's address, if it has none, to that of the node on this Ray node.
 
         Raises:
             PeerUnavailable: No raykv node runs on this Ray node; start one with `raykv up`.
@@ -49,7 +49,7 @@ class RayKVBackend(DefaultPDProtocolMixin, BaseConnectorBackend):
 
 
 class LocalModel(CallbackBase):
-    """For a model in a folder on every node: nothing is downloaded, so no worker starts for that."""
+    """Skips the download, for a model that lies in a folder on every node."""
 
     async def on_before_node_init(self) -> None:
         self.ctx.run_init_node = False
@@ -58,8 +58,8 @@ class LocalModel(CallbackBase):
 class OneProcessEngine(VLLMEngine):
     """An engine on CPU whose only worker runs in the engine's own process.
 
-    Ray Serve's default on CPU is vLLM's multi-process executor: one more process with all its imports, and queues in
-    /dev/shm that stay there when Ray ends the replica.
+    By default Ray Serve uses vLLM's multi-process executor on CPU. That executor needs one more process, and its queues
+    stay in /dev/shm when Ray ends the replica.
     """
 
     def _start_async_llm_engine(

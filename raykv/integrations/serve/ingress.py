@@ -1,8 +1,8 @@
-"""Ray Serve's OpenAI server, in which a lost worker costs time and not the answer.
+"""Ray Serve's OpenAI server, which repeats a request when its worker dies.
 
-When a worker dies, Ray Serve fails its requests: with status 500 before the first token, by the end of the stream after
-it. The prompt's KV is in the pool, so this ingress asks again at little cost. A stream goes on where it stopped if the
-request determines its answer (temperature 0, or a seed).
+Ray Serve alone fails such a request: with status 500 before the first token, later by ending the stream. A repeated
+request is cheap, because raykv holds the prompt's KV. A started stream is continued only if the request is
+deterministic (temperature 0, or a seed).
 """
 
 import asyncio
@@ -22,14 +22,14 @@ from raykv.integrations.serve.resume import PREFIX, AnswerDiffers, Resumption
 log = logging.getLogger("ray.serve")
 
 GIVE_UP_S: Final = 120.0
-"""Time after the first loss. A request that waits in Ray Serve's queue for a new worker may take longer."""
+"""No retry starts later than this after the first loss. A retry may then wait in Ray Serve's queue for a worker."""
 PAUSE_S: Final = 0.5
 ENGINE_DEAD: Final = str(EngineDeadError())
-"""vLLM's message about a dead engine in a stream that has started."""
+"""vLLM sends this message in a started stream when the engine is dead."""
 
 
 class ResumingIngress(OpenAiIngress):
-    """Asks again when a worker is lost."""
+    """Repeats a request when its worker dies."""
 
     async def _get_response(
         self, *, body: Any, call_method: str, raw_request: Request | None = None
@@ -69,7 +69,7 @@ class ResumingIngress(OpenAiIngress):
 
 
 def _raise_if_dead(event: Any) -> None:
-    """Raise EngineDeadError if an event says so."""
+    """Raise EngineDeadError if the event reports a dead engine."""
     if isinstance(event, str) and event.startswith(f'{PREFIX}{{"error"') and ENGINE_DEAD in event:
         raise EngineDeadError
 
@@ -79,5 +79,5 @@ def _repeatable(body: Any) -> bool:
 
 
 def _failure(message: str) -> str:
-    """An event that OpenAI's client raises as an APIError. A stream that merely ends would look like a short answer."""
+    """Make an event that OpenAI's client raises as an APIError. A stream without it would look like a short answer."""
     return f"{PREFIX}{json.dumps({'error': {'message': message, 'type': 'WorkerLost', 'code': 503}})}\n\n"

@@ -1,4 +1,4 @@
-"""Joins a repeated answer to a stream that stopped, after the part that the client has. Plain text, no I/O."""
+"""Joins a repeated answer to a broken stream, after the part that the client already has. No I/O."""
 
 import json
 from collections.abc import Iterable
@@ -9,14 +9,14 @@ DONE: Final = "[DONE]"
 
 
 class AnswerDiffers(Exception):
-    """The repeated answer does not begin like the client's, so the two cannot be joined."""
+    """The repeated answer differs from the part that the client has, so the two cannot be joined."""
 
 
 class Resumption:
-    """Turns the events of a repeated answer into the rest of the first one."""
+    """Removes from a repeated answer what the client already has."""
 
     def __init__(self, sent: Iterable[str]) -> None:
-        """Args: sent: The events that the client has."""
+        """Args: sent: The events that the client has received."""
         self._left: dict[int, str] = {}
         self._tokens_left: dict[int, int] = {}
         self._identity: dict[str, Any] = {}
@@ -29,10 +29,10 @@ class Resumption:
                 self._tokens_left[index] = self._tokens_left.get(index, 0) + len(choice.get("token_ids") or ())
 
     def rest(self, event: str) -> str | None:
-        """An event without what the client has; None when nothing is left.
+        """Return the new part of an event. None means that the client has all of it.
 
         Raises:
-            AnswerDiffers: This is another answer.
+            AnswerDiffers: The repeated answer differs from the first one.
         """
         fields = _fields(event)
         if not fields:
@@ -45,7 +45,7 @@ class Resumption:
         return f"{PREFIX}{json.dumps(fields)}\n\n"
 
     def _cut(self, choice: dict[str, Any]) -> bool:
-        """Remove what the client has from one choice. False when nothing is left."""
+        """Remove from one choice what the client has. Return False if nothing is left."""
         index = choice["index"]
         left = self._left.get(index)
         if left is None:
@@ -55,7 +55,7 @@ class Resumption:
         if left[:common] != text[:common] or (choice.get("finish_reason") and len(text) < len(left)):
             raise AnswerDiffers
         self._left[index] = left[common:]
-        if tokens:  # if requested; a token may be half of a character and add no text yet
+        if tokens:  # only if the request asked for them; a token may be half a character and add no text yet
             choice["token_ids"] = tokens[self._tokens_left[index] :]
             self._tokens_left[index] = max(0, self._tokens_left[index] - len(tokens))
         if "delta" in choice:
@@ -72,10 +72,10 @@ def _fields(event: str) -> dict[str, Any]:
 
 
 def _text(choice: dict[str, Any]) -> str:
-    """The text that one event adds to a choice.
+    """Return the text that one event adds to a choice.
 
     Raises:
-        AnswerDiffers: It adds something else, such as a tool call, which cannot be joined.
+        AnswerDiffers: The event adds something that cannot be joined, such as a tool call.
     """
     if "delta" not in choice:
         return choice.get("text") or ""

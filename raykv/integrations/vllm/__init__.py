@@ -1,4 +1,4 @@
-"""vLLM: a KV connector that stores what an engine computes, and loads what any engine has stored.
+"""The KV connector for vLLM. It stores the KV that an engine computes, and loads the KV that any engine has stored.
 
     --kv-transfer-config '{"kv_connector": "RayKVConnector",
                            "kv_connector_module_path": "raykv.integrations.vllm",
@@ -6,7 +6,7 @@
                            "kv_load_failure_policy": "recompute",
                            "kv_connector_extra_config": {"address": "unix:/dev/shm/raykv-default-node0.sock"}}'
 
-`docs/vllm.md` says which file does what.
+`docs/vllm.md` describes the files of this package.
 """
 
 import importlib
@@ -17,11 +17,11 @@ _MODULE = f"{__name__}.connector"
 
 
 def register() -> None:
-    """Register `RayKVConnector` by its name alone; calling this again does nothing.
+    """Register `RayKVConnector` with vLLM by name. Safe to call again.
 
-    vLLM looks a connector up by name, without its module path, inside `MultiConnector` and when it logs the statistics
-    of such a child, where an unknown name stops the engine. Importing the connector registers it in that process; the
-    entry point in vLLM's group `vllm.general_plugins` does so in every process of an engine.
+    `MultiConnector` looks up its connectors by name, without the module path, and an unknown name stops the engine.
+    Importing the connector calls this function. So does the entry point `vllm.general_plugins`, in every process of an
+    engine.
     """
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
@@ -32,7 +32,7 @@ def register() -> None:
 
 
 def __getattr__(name: str) -> Any:
-    """`RayKVConnector`, imported at first use: this module needs no vLLM, and the connector imports this module."""
+    """Import `RayKVConnector` at first use: this module must not need vLLM, and the connector imports this module."""
     if name == CONNECTOR:
         return getattr(importlib.import_module(_MODULE), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

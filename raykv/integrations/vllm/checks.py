@@ -1,4 +1,4 @@
-"""Engines that the connector supports. Others are refused at the start, with the field and the remedy."""
+"""Refuses engines that the connector does not support. The error names the field and the remedy."""
 
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ def check_engine(vllm_config: "VllmConfig") -> None:
     """Refuse an engine in which a miss could fail a request, or whose KV depends on more than the prefix.
 
     Raises:
-        ConfigError: Names the field of vLLM's configuration, and what to set.
+        ConfigError: The engine is not supported. Names the field of vLLM's configuration and a value that works.
     """
     transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
     if transfer.kv_load_failure_policy != "recompute":
@@ -51,14 +51,14 @@ def check_engine(vllm_config: "VllmConfig") -> None:
 def check_cache(kv_cache_config: "KVCacheConfig") -> int:
     """Refuse a KV cache that is not one group of full attention.
 
-    In other groups a block may be missing (a sliding window) or hold a running state instead of tokens. With several
-    groups vLLM cannot recompute from the first block that failed to load.
+    With a sliding window blocks may be missing. A block of another kind may hold a running state instead of tokens.
+    With several groups vLLM cannot recompute from the first block that failed to load.
 
     Returns:
         Tokens in a block.
 
     Raises:
-        ConfigError: Names the unsupported parts of the cache.
+        ConfigError: The cache is not supported. Names the unsupported parts.
     """
     specs = [spec for group in kv_cache_config.kv_cache_groups for spec in _specs(group.kv_cache_spec)]
     unknown = sorted({type(spec).__name__ for spec in specs if type(spec) not in _KNOWN_SPECS})

@@ -11,17 +11,16 @@ class ConnectorConfig(Model):
     """The fields of `kv_connector_extra_config`.
 
     Attributes:
-        address: The raykv node to use: "unix:/path" on this host, "host:port" elsewhere. None: RAYKV_ADDRESS, else
-            the node that Ray started on this host.
-        chunk_blocks: Blocks of the engine in one chunk.
+        address: The raykv node to use: "unix:/path" on this host, "host:port" elsewhere. None means RAYKV_ADDRESS, or
+            else the node that Ray started on this host.
+        chunk_blocks: Number of the engine's blocks in one chunk.
         store_decode: Also store chunks that fill up while decoding, not only those of prompts.
-        lookup_timeout_s: A lookup that takes longer is a miss. The engine's scheduler waits for it.
-        load_timeout_s: What has not arrived by then is recomputed. The request waits for it, the engine does not.
-        store_timeout_s: The longest that one step of the engine waits for its chunks to be stored; chunks without a
-            slot by then are skipped. With no node on the engine's host, stores cross the network: set it to seconds.
+        lookup_timeout_s: A lookup that takes longer counts as a miss. The engine's scheduler waits for it.
+        load_timeout_s: Chunks that have not arrived by then are recomputed. Only the request waits, not the engine.
+        store_timeout_s: The longest that one step of the engine waits for slots; chunks without a slot by then are
+            skipped. If the node is on another host, stores cross the network: set this to seconds.
         load_threads: Loads in flight at once. Further loads wait in a queue, and their timeout includes this wait.
-        revision: Which weights these are. None: a digest of the files, or the commit of the hub. Needed only where
-            neither is known.
+        revision: Identifies the weights. None means a digest of the files, or else the commit of the hub.
     """
 
     address: str | None = None

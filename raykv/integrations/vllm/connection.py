@@ -1,4 +1,4 @@
-"""A client that may come later: an engine starts and serves also while its raykv node is away."""
+"""Connects to the raykv node, with retries in the background. An engine starts and serves also without its node."""
 
 import threading
 from collections import OrderedDict
@@ -20,14 +20,14 @@ logger = init_logger("vllm.raykv.connection")
 FIRST_RETRY_S: Final = 0.5
 LAST_RETRY_S: Final = 30.0
 MAX_SCOPED_CLIENTS: Final = 1024
-"""Users choose salts, so the number of clients must be bounded."""
+"""Each salt needs a client and users choose the salts, so the number of clients must be bounded."""
 
 
 class Connection:
-    """Opens a client, in the background if the node is away, and returns a client for each scope."""
+    """Opens a client, and makes a client for each scope from it."""
 
     def __init__(self, open_client: Callable[[], "Client"]) -> None:
-        """Open the client, or start to retry in the background.
+        """Open the client. If the node is unreachable, start to retry in the background.
 
         Raises:
             UsageError: The configuration is wrong; a retry would not help.
@@ -47,7 +47,7 @@ class Connection:
             self._retrying.start()
 
     def client(self, namespace: Namespace, scope: Scope) -> "Client | None":
-        """The client for the keys of `scope` within `namespace`; None while there is no node."""
+        """Return the client for `scope` within `namespace`. None means that no node is connected yet."""
         if self._client is None:
             return None
         key = (namespace.digest, scope)
@@ -60,7 +60,7 @@ class Connection:
         return found
 
     def close(self) -> None:
-        """Stop retrying and close the client. No call may be in flight or follow."""
+        """Stop retrying and close the client. The caller makes no other call during or after this one."""
         self._closed.set()
         if self._retrying is not None:
             self._retrying.join()

@@ -1,10 +1,10 @@
-"""The connector that vLLM loads: its hooks, by role, and nothing else.
+"""The connector that vLLM loads. It contains only the hooks that vLLM calls.
 
-Each hook calls the scheduler's or the worker's side and is timed. A `RayKVError` becomes the answer of an empty cache.
-Nothing else is caught: a defect must show.
+Each hook is timed and calls `SchedulerSide` or `WorkerSide`. A `RayKVError` counts as a miss. Other exceptions are
+defects and are not caught.
 
-vLLM's hybrid memory allocator is not supported. With it a model may have several groups of blocks, and vLLM recomputes
-a whole request when one block fails to load. Without it there is one group, and vLLM recomputes from that block on.
+vLLM's hybrid memory allocator is not supported: with it, vLLM recomputes a whole request when one block fails to load.
+Without it, vLLM recomputes only from that block on.
 """
 
 import time
@@ -54,13 +54,13 @@ ResultT = TypeVar("ResultT")
 
 
 class RayKVConnector(KVConnectorBase_V1):
-    """Stores what this engine computes in raykv, and loads what any engine has stored there.
+    """Stores the KV that this engine computes, and loads the KV that any engine has stored.
 
-    vLLM makes one for its scheduler and one for each worker, and calls the hooks of that role only.
+    vLLM makes one connector for its scheduler and one for each worker. It calls only the hooks of that role.
 
     Attributes:
-        scheduler_side: Exists in the scheduler's role only.
-        worker_side: Exists in a worker's role only, once the KV caches are registered.
+        scheduler_side: Set in the scheduler's role only.
+        worker_side: Set in a worker's role only, by `register_kv_caches`.
     """
 
     scheduler_side: SchedulerSide
@@ -71,7 +71,7 @@ class RayKVConnector(KVConnectorBase_V1):
         """Check that this engine is supported.
 
         Raises:
-            ConfigError: It is not. Names the field and the remedy.
+            ConfigError: The engine is not supported. Names the field and the remedy.
         """
         super().__init__(vllm_config, role, kv_cache_config)
         check_engine(vllm_config)
@@ -93,7 +93,7 @@ class RayKVConnector(KVConnectorBase_V1):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A dropped save is only a later miss: nothing is recomputed because of it."""
+        """False: vLLM need not recompute after a dropped save, which only causes a later miss."""
         return False
 
     # -- hooks of the scheduler -----------------------------------------------------------------------------------
@@ -123,7 +123,7 @@ class RayKVConnector(KVConnectorBase_V1):
         return False, self._run("finish", None, self.scheduler_side.finish, request)
 
     def reset_cache(self) -> bool:
-        """Refuse: other engines use what is stored. After a change of weights, restart with another `revision`."""
+        """Refuse: other engines share the stored chunks. After a change of weights, restart with another `revision`."""
         return False
 
     # -- hooks of a worker, in the order of a step ----------------------------------------------------------------
@@ -151,7 +151,7 @@ class RayKVConnector(KVConnectorBase_V1):
         return self._worker_namespace
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Prepare the step's saves and start its loads: this is its first hook, and the forward pass follows."""
+        """Request slots for the saves and start the loads. vLLM calls this hook first, before the forward pass."""
         assert isinstance(kv_connector_metadata, StepOrders)
         if kv_connector_metadata.saves:
             self._run("prepare", None, self.worker_side.prepare, kv_connector_metadata.saves)
@@ -161,12 +161,12 @@ class RayKVConnector(KVConnectorBase_V1):
         self._run("start_loads", None, self.worker_side.start_loads, self._get_connector_metadata())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing to wait for: vLLM schedules a request when its load has ended."""
+        """Do nothing: vLLM schedules a request only when its load has ended."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: "AttentionMetadata", **kwargs: Any
     ) -> None:
-        """Nothing to do yet: a chunk holds all layers, and is saved when the last one is computed."""
+        """Do nothing: a chunk holds all layers, so `wait_for_save` saves it after the last layer."""
 
     def wait_for_save(self) -> None:
         orders = self._get_connector_metadata()
@@ -210,11 +210,11 @@ class RayKVConnector(KVConnectorBase_V1):
 
     def _connect_writer(self, namespace: Namespace, chunk_nbytes: int) -> raykv.Client:
         client = self._connect(namespace)
-        client.prepare(chunk_nbytes, 1)  # connects, which takes longer than a step may wait
+        client.prepare(chunk_nbytes, 1)  # connects now, since this takes longer than a step may wait
         return client
 
     def _run(self, hook: str, nothing: ResultT, call: Callable[..., ResultT], *arguments: Any) -> ResultT:
-        """Make one timed call for a hook. A `RayKVError` becomes `nothing`: a cache never fails a request."""
+        """Make one timed call for a hook. Return `nothing` on a `RayKVError`: a cache never fails a request."""
         start_s = time.perf_counter()
         try:
             return call(*arguments)

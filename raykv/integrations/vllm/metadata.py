@@ -1,7 +1,7 @@
-"""What the scheduler's side orders and the worker's side does: one `StepOrders` a step.
+"""The orders that the scheduler's side sends to the worker's side in each step: one `StepOrders`.
 
-Orders name chunks by the engine's hash of the last block of each, not by key: a key holds the namespace of one rank,
-and each worker derives its own.
+A chunk's name is the engine's hash of its last block. Orders do not contain keys, because a key depends on the rank:
+each worker derives its own keys from the names.
 """
 
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ Rank = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """The part of a namespace that varies by request: the adapter, by name and content, and the tenant's salt."""
+    """The part of a namespace that varies by request: the adapter (name and content) and the tenant's salt."""
 
     lora: str = ""
     salt: str = field(default="", repr=False)  # never logged
@@ -28,11 +28,11 @@ class Load:
     """Load consecutive chunks of one request into its blocks.
 
     Attributes:
-        request_id: The request. The engine leaves its blocks alone until the load is reported as finished.
+        request_id: The request. The engine does not use its blocks until the load is reported as finished.
         names: Names of the chunks, first to last.
-        blocks: Block ids of each chunk, in order. None: the engine has this block already, and other requests may read
-            it, so it must not be written.
-        matches: What the lookup, or the hand-off ticket, found for each rank; aligned with `names`.
+        blocks: Block ids of each chunk, in order. None is a block that the engine already has. It must not be written,
+            because other requests may read it.
+        matches: The result of the lookup or of the hand-off ticket for each rank; aligned with `names`.
     """
 
     request_id: str
@@ -44,15 +44,15 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """Store consecutive chunks of one request. They are computed by the end of this step.
+    """Store consecutive chunks of one request. The engine has computed them at the end of this step.
 
     Attributes:
         names: Names of the chunks, first to last.
         blocks: Block ids of each chunk, in order.
         parent: Name of the chunk before the first one; None at the start of a prompt.
         depth: Place of the first chunk in its chain.
-        cached: The engine found these in its own cache. Most are stored on some node, so the worker looks them up
-            first; some may be evicted by now, or were computed while there was no node.
+        cached: Whether the engine found these chunks in its own cache. Most of them are stored already, so the worker
+            looks them up first.
     """
 
     scope: Scope
@@ -68,9 +68,9 @@ class StepOrders(KVConnectorMetadata):
     """The orders of one step.
 
     Attributes:
-        loads: The worker empties this list when it starts them.
-        saves: Carried out after the step's forward pass.
-        computes: Whether the step computes anything. The engine spins through idle steps while loads are in flight.
+        loads: Loads to start. The worker empties this list when it starts them.
+        saves: Saves to carry out after the step's forward pass.
+        computes: Whether the step computes anything. The engine runs idle steps while loads are in flight.
     """
 
     loads: list[Load] = field(default_factory=list)
@@ -80,6 +80,6 @@ class StepOrders(KVConnectorMetadata):
 
 @dataclass(frozen=True, slots=True)
 class WorkerNamespace(KVConnectorHandshakeMetadata):
-    """Handshake: the namespace under which a worker stores. Only a worker sees the tensors and the attention kernel."""
+    """Handshake: a worker sends its namespace to the scheduler. Only a worker knows its layout and kernel."""
 
     namespace: Namespace

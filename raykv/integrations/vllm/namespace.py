@@ -1,4 +1,4 @@
-"""The raykv namespace of an engine: everything that must be equal before one engine may use another's KV."""
+"""Computes an engine's raykv namespace. Two engines share KV only if their namespaces are equal."""
 
 import hashlib
 import json
@@ -22,21 +22,21 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 _VOLATILE_FIELDS = ("_name_or_path", "transformers_version", "_commit_hash", "torch_dtype", "dtype")
-"""Fields of a model's own configuration that differ between hosts, or are part of the namespace already."""
+"""Fields of a model's configuration that differ between hosts, or that the namespace contains already."""
 
 
 def namespace_of(
     vllm_config: "VllmConfig", config: ConnectorConfig, *, rank: Rank, block_tokens: int, layout: str, attention: str
 ) -> Namespace:
-    """The namespace of the chunks of one worker. `attention` is from `attention_of`.
+    """Make the namespace of one worker's chunks. `attention` is the result of `attention_of`.
 
     Raises:
-        ConfigError: The revision of the weights is unknown, or the hash of blocks is not reproducible.
+        ConfigError: The revision of the weights is unknown, or the engine's block hash is not reproducible.
     """
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     path = Path(model.model)
     return Namespace(
-        # The revision stands for the content, so hosts may hold the model under different paths.
+        # Hosts may hold the model under different paths, since the revision identifies the content.
         model=path.resolve().name if path.exists() else model.model,
         revision=revision_of(vllm_config, config),
         dtype=f"{str(model.dtype).removeprefix('torch.')}/{cache.cache_dtype}",
@@ -62,7 +62,7 @@ def revision_of(vllm_config: "VllmConfig", config: ConnectorConfig) -> str:
     """Identify the weights that an engine has loaded.
 
     Raises:
-        ConfigError: They are neither local files nor a commit of the hub; the remedy is `revision`.
+        ConfigError: The weights are neither local files nor a commit of the hub. The remedy is to set `revision`.
     """
     model, load = vllm_config.model_config, vllm_config.load_config
     prefix = "dummy:" if str(load.load_format) == "dummy" else ""
@@ -81,14 +81,14 @@ def revision_of(vllm_config: "VllmConfig", config: ConnectorConfig) -> str:
 
 
 def config_digest(hf_config: Any) -> str:
-    """Digest a model's own configuration as loaded. Overrides, such as another rope scaling, change its KV."""
+    """Digest a model's configuration with its overrides. An override, such as another rope scaling, changes the KV."""
     fields = {key: value for key, value in hf_config.to_dict().items() if key not in _VOLATILE_FIELDS}
     return _digest(fields)
 
 
 def media_digest(config: Any) -> dict[str, str]:
-    """Digest how an engine prepares images and other media: the hashes of its blocks cover only the requests."""
-    if config is None:  # a model of text
+    """Digest the settings by which an engine prepares images and other media. Its block hashes do not cover them."""
+    if config is None:  # a model for text only
         return {}
     names = ("mm_processor_kwargs", "mm_device_do_normalize", "media_io_kwargs")
     return {"media": _digest({name: getattr(config, name, None) for name in names})}
@@ -100,10 +100,10 @@ def _digest(fields: dict[str, Any]) -> str:
 
 
 def hash_algorithm(name: str) -> str:
-    """Name the engine's hash of token blocks together with the seed it starts from.
+    """Name the engine's hash of token blocks together with its seed.
 
     Raises:
-        ConfigError: Every process draws another seed, so engines could share nothing, not even after a restart.
+        ConfigError: The seed is random in every process, so engines could not share chunks.
     """
     function = get_hash_fn_by_name(name)
     seed = resolve_none_hash_seed(function)
@@ -116,28 +116,27 @@ def hash_algorithm(name: str) -> str:
 
 
 def attention_of(vllm_config: "VllmConfig", layer_names: list[str]) -> str:
-    """Name the attention kernels of these layers, on CPU also the instruction set: it decides how a block is packed."""
+    """Name the attention kernels of these layers. On CPU add the instruction set, which changes a block's layout."""
     layers = vllm_config.compilation_config.static_forward_context
     used = [layers[name] for name in layer_names if name in layers]
     return ",".join(sorted({f"{layer.get_attn_backend().get_name()}/{getattr(layer, 'isa', '')}" for layer in used}))
 
 
 class Scopes:
-    """The scope of each request: its salt, and its adapter by name and content.
+    """Computes the scope of each request: its salt, and its adapter by name and content.
 
-    If the files of an adapter change while this process runs, they no longer say which weights the engine has loaded,
-    or which weights made what its own prefix cache holds. From then on the adapter shares with no other process, and
-    with nothing stored before. New weights under a new path are shared as usual.
+    If the files of an adapter change while this process runs, we cannot know which weights the engine uses. From then
+    on no other process shares the adapter's chunks, and no older chunk is reused. New weights under a new path are
+    shared as usual.
     """
 
     MAX_ADAPTERS = 16_384
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, str], tuple[Any, str]] = {}
-        """By name and path: the last `signature` of the files, and the adapter's part of the scope."""
+        """(name, path) of an adapter -> (last `signature` of its files, its part of the scope)."""
 
     def of(self, request: "Request") -> Scope:
-        """The scope of a request."""
         adapter = request.lora_request
         return Scope(lora="" if adapter is None else self._adapter(adapter), salt=request.cache_salt or "")
 
@@ -152,7 +151,7 @@ class Scopes:
                 return scope
             # Without files we cannot identify the adapter, so only this process shares it.
             scope = private if seen or not now or path is None else f"{name}:{content_digest(path)}"
-        except (OSError, RuntimeError):  # not readable; "~" of an unknown user
+        except (OSError, RuntimeError):  # RuntimeError: "~" of an unknown user
             return private
         if seen is None and len(self._known) >= self.MAX_ADAPTERS:
             return private
@@ -161,11 +160,11 @@ class Scopes:
 
 
 def adapter_files(place: str) -> Path | None:
-    """The directory of an adapter on this host, given by path or by the hub's name; None if it is not here."""
+    """Find an adapter on this host by its path or its name on the hub. None means that this host does not have it."""
     path = Path(place).expanduser()
     if path.exists():
         return path
     try:
         return Path(snapshot_download(place, local_files_only=True))
-    except (OSError, ValueError):  # not downloaded; no name of the hub
+    except (OSError, ValueError):  # not downloaded; not a valid name
         return None

@@ -1,4 +1,4 @@
-"""Reports finished requests to the nodes, on a thread of its own: no step of the engine waits for it."""
+"""Reports finished requests to the nodes on a separate thread, so that no step of the engine waits."""
 
 from concurrent.futures import ThreadPoolExecutor
 from threading import BoundedSemaphore
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.raykv.reporter")
 
 MAX_WAITING: Final = 1024
-"""Requests that wait to be reported. Further ones are dropped: eviction decides a little worse."""
+"""The most reports in the queue. Further reports are dropped, which only makes eviction a little worse."""
 
 
 class RequestReporter:
-    """Reports how many tokens each request produced. Policies learn from it which chunks are read again."""
+    """Reports how many tokens each request produced. Eviction policies predict from it which chunks are read again."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="raykv-report")
@@ -26,12 +26,12 @@ class RequestReporter:
         self._closing = self._failed = False
 
     def report(self, client: "Client", names: list[bytes], output_tokens: int) -> None:
-        """Queue a report for the holders of a request's chunks. Never waits, never raises."""
+        """Queue a report for the nodes that hold a request's chunks. Never waits, never raises."""
         if self._room.acquire(blocking=False):
             self._thread.submit(self._send, client, names, output_tokens)
 
     def close(self) -> None:
-        """Send what waits while nodes answer, and end. No report may follow."""
+        """Send the queued reports, up to the first failure, and end. The caller adds no report after this."""
         self._closing = True
         self._thread.shutdown()
 

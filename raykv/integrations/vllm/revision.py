@@ -1,8 +1,8 @@
-"""Identifies weights by a digest of their content that takes milliseconds.
+"""Identifies weights by a digest of parts of their content. This takes milliseconds; reading all bytes takes minutes.
 
-Times and paths of equal files differ between hosts, and to read all bytes takes minutes. Training changes nearly all of
-a tensor, so we read the header of a safetensors file and the first kibibytes of every tensor. Of other files we read
-windows at equal distances.
+We cannot use times and paths: they differ between hosts. Training changes nearly all of a tensor, so we read the header
+of a safetensors file and the first kibibytes of every tensor. In every large file we also read windows at equal
+distances.
 """
 
 import hashlib
@@ -15,17 +15,17 @@ WINDOW_NBYTES = 4096
 WINDOWS_PER_FILE = 256
 MAX_HEADER_NBYTES = 100 << 20
 SMALL_NBYTES = 1 << 20
-"""Files up to this size are read whole: all configuration files, and small adapters."""
+"""Files up to this size, such as configurations and small adapters, are read whole."""
 
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _CONFIG_NAMES = ("config.json", "adapter_config.json", "quantize_config.json", "hf_quant_config.json")
 
 
 def content_digest(path: Path) -> str:
-    """Digest the weights in a directory, or in one file, by content only.
+    """Digest the weights in a directory or in one file.
 
     Args:
-        path: Directory of a model or an adapter, as on the hub, or one file such as a GGUF.
+        path: Directory of a model or an adapter, or one file such as a GGUF.
 
     Returns:
         32 hexadecimal digits, equal for all copies of the same files.
@@ -46,7 +46,7 @@ def content_digest(path: Path) -> str:
 
 
 def signature(path: Path) -> tuple[tuple[str, int, int], ...]:
-    """Name, size and time of each file: these differ when files have changed on this host."""
+    """Return name, size and modification time of each file. The result differs after a file on this host changes."""
     files = [path] if path.is_file() else [one for one in path.iterdir() if _matters(one)]
     return tuple(sorted((file.name, (stat := file.stat()).st_size, stat.st_mtime_ns) for file in files))
 
@@ -56,7 +56,7 @@ def _matters(file: Path) -> bool:
 
 
 def _windows(descriptor: int, suffix: str, nbytes: int) -> Iterator[tuple[int, int]]:
-    """The parts of a file to read, as (offset, length)."""
+    """Yield the parts of a file to read, as (offset, length)."""
     if nbytes <= SMALL_NBYTES:
         yield 0, nbytes
         return
@@ -67,7 +67,7 @@ def _windows(descriptor: int, suffix: str, nbytes: int) -> Iterator[tuple[int, i
 
 
 def _tensor_windows(descriptor: int) -> list[tuple[int, int]]:
-    """The header of a safetensors file and the start of each tensor; empty if the header is not valid."""
+    """Return (offset, length) of the header and of the start of each tensor; empty if the header is not valid."""
     header_nbytes = int.from_bytes(os.pread(descriptor, 8, 0), "little")
     if header_nbytes > MAX_HEADER_NBYTES:
         return []

@@ -1,7 +1,4 @@
-"""The scheduler's side: decides what to load and what to save, and moves no bytes.
-
-It holds one `Tracked` for each request, and writes the `StepOrders` of each step.
-"""
+"""The scheduler's side: decides in each step which chunks the workers load and save. It moves no bytes itself."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -28,16 +25,16 @@ if TYPE_CHECKING:
     from raykv import Client
 
 LOOKUP_AGE_S: Final = 1.0
-"""vLLM asks about a waiting request in every step. A lookup stays valid this long."""
+"""A lookup stays valid this long. vLLM asks about a waiting request in every step."""
 HAND_OFF_WAIT_S: Final = 0.02
-"""The last chunks of a prompt were posted a moment ago. A ticket waits at most this long until the node has them."""
+"""The longest that `finish` waits until the node has stored the chunks that were posted last."""
 
 _COMPLETED: Final = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 
 
 @dataclass(slots=True)
 class Lookup:
-    """What was found beyond the engine's own hit of `computed` tokens: `count` chunks from `first` on, by rank."""
+    """The result of a lookup: `count` chunks from `first` on, when the engine itself had `computed` tokens."""
 
     computed: int
     first: int
@@ -48,15 +45,15 @@ class Lookup:
 
 @dataclass(slots=True)
 class Tracked:
-    """A request since it was last admitted.
+    """The state of a request since its start or its last preemption.
 
     Attributes:
-        admission: How often it had been preempted by then. A new admission resets everything but the scope.
-        ordered: A load was ordered. There is no second one: a load that brings nothing would repeat for ever.
-        started: It was scheduled, so the fields below are known.
-        cached: Leading chunks that the engine found in its own cache.
-        loaded: Chunks after those that the load brought.
-        offered: Leading chunks that are loaded, or handed to the worker to be stored.
+        admission: Number of preemptions so far. A preemption resets all fields except the scope.
+        ordered: A load was ordered. No second one follows, since a load that fails could repeat for ever.
+        started: The request was scheduled, so `cached` and `loaded` are known.
+        cached: Number of leading chunks that the engine found in its own cache.
+        loaded: Chunks that the load brought; they follow the cached ones.
+        offered: Number of leading chunks that need no further save.
     """
 
     request: "Request"
@@ -70,14 +67,14 @@ class Tracked:
     offered: int = 0
 
     def start(self, computed: int) -> None:
-        """Record how many chunks the engine has when it starts to compute: fewer than ordered, if the load failed."""
+        """Record that the engine starts to compute with `computed` chunks. After a failed load these are fewer."""
         self.started = True
         self.loaded = range(self.loaded.start, max(self.loaded.start, min(self.loaded.stop, computed)))
         self.cached = self.loaded.start if self.loaded else computed
 
 
 class SchedulerSide:
-    """One engine's decisions.
+    """Decides what one engine loads and saves.
 
     Attributes:
         requests: Every request between `add` and `finish`, by its id.
@@ -94,7 +91,7 @@ class SchedulerSide:
         stores: bool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start without a node; see `connect`. Each of a request's `block_hashes` stands for `hash_tokens` tokens."""
+        """Start without a node; see `connect`. Each of a request's `block_hashes` covers `hash_tokens` tokens."""
         self._config, self._stats, self._clock = config, stats, clock
         self._chunk_blocks = config.chunk_blocks
         self._chunk_tokens = block_tokens * config.chunk_blocks
@@ -109,12 +106,12 @@ class SchedulerSide:
         self._namespaces: dict[Rank, Namespace] = {}
 
     def connect(self, connection: Connection, namespaces: Mapping[Rank, Namespace]) -> None:
-        """Look up from now on, in the namespaces that the workers sent."""
+        """Use this connection for lookups from now on, in the namespaces that the workers sent."""
         self._connection = connection
         self._namespaces = dict(sorted(namespaces.items()))
 
     def close(self) -> None:
-        """End, and close the connection. No call may be in flight or follow."""
+        """Close the connection. The caller makes no other call during or after this one."""
         self._reporter.close()
         if self._connection is not None:
             self._connection.close()
@@ -122,13 +119,12 @@ class SchedulerSide:
     # -- a request's life, in vLLM's order ------------------------------------------------------------------------
 
     def add(self, request: "Request") -> None:
-        """Track a new request."""
         self.requests[request.request_id] = Tracked(request, self._scopes.of(request))
 
     def match(self, request: "Request", computed: int) -> int:
-        """How many tokens beyond `computed` can be loaded. vLLM may ask again; only the lookup is remembered.
+        """Return how many tokens beyond `computed` can be loaded. vLLM may call this again for the same request.
 
-        The last token is always computed: the engine needs its output to sample the next one.
+        The engine always computes the last token, because it samples the next token from that output.
         """
         tracked = self._current(request)
         first, last = computed // self._chunk_tokens, (request.num_tokens - 1) // self._chunk_tokens
@@ -140,7 +136,7 @@ class SchedulerSide:
         return (first + lookup.count) * self._chunk_tokens - computed if lookup.count else 0
 
     def order_load(self, request: "Request", blocks: "KVCacheBlocks", tokens: int) -> None:
-        """Order a load of `tokens` into `blocks`, which begin with the blocks that the engine has already."""
+        """Order a load of `tokens` into `blocks`, which start with the blocks that the engine already has."""
         tracked = self._current(request)
         if not tokens:
             return
@@ -165,7 +161,7 @@ class SchedulerSide:
         tracked.ordered, tracked.loaded = True, chunks
 
     def orders(self, step: "SchedulerOutput") -> StepOrders:
-        """The orders of a step that was scheduled."""
+        """Return the orders of the step that vLLM has just scheduled."""
         loads, self._ordered_loads = self._ordered_loads, []
         saves = []
         if self._may_store:
@@ -178,7 +174,7 @@ class SchedulerSide:
         """Stop tracking a request.
 
         Returns:
-            What vLLM passes on to the decode engine if this is the prefill engine: a ticket for each rank.
+            For a request that a decode engine continues: the parameters for that engine, with a ticket for each rank.
         """
         tracked = self.requests.pop(request.request_id, None)
         if tracked is None or request.status not in _COMPLETED:
@@ -201,7 +197,7 @@ class SchedulerSide:
         return tracked
 
     def _clients(self, scope: Scope) -> dict[Rank, "Client"]:
-        """One client a rank; empty while there is no node."""
+        """Return one client per rank; empty while no node is connected."""
         if self._connection is None:
             return {}
         found = {rank: self._connection.client(namespace, scope) for rank, namespace in self._namespaces.items()}
@@ -223,14 +219,14 @@ class SchedulerSide:
         return Lookup(computed, first, count, matches, self._clock())
 
     def _ask(self, clients: Mapping[Rank, "Client"], names: list[bytes], *, record: bool) -> dict[Rank, Match]:
-        """Look these chunks up for every rank. Only a prefix that all ranks can load counts."""
+        """Look up these chunks for every rank. The next rank is asked only for the prefix that the last one found."""
         matches: dict[Rank, Match] = {}
         deadline_s = self._clock() + self._config.lookup_timeout_s
         for rank, client in clients.items():
             left_s = deadline_s - self._clock()
             if not names or left_s <= 0:
                 return {}
-            is_new = record and not matches  # the first rank stands for the request
+            is_new = record and not matches  # a request counts once: with the first rank
             matches[rank] = client.match(client.keys(names), timeout_s=left_s, promote=True, record=is_new)
             names = names[: matches[rank].count]
         return matches
@@ -238,10 +234,10 @@ class SchedulerSide:
     def _redeem(
         self, clients: Mapping[Rank, "Client"], tickets: Any, names: list[bytes], first: int
     ) -> dict[Rank, Match]:
-        """Read the holders of the chunks from `first` on from the prefill engine's tickets, one a rank: no lookup.
+        """Read the holders of the chunks from `first` on from the prefill engine's tickets, one per rank.
 
         Args:
-            names: Names from the start of the prompt, where tickets begin.
+            names: Names of the chunks from the start of the prompt, as in the tickets.
         """
         if not isinstance(tickets, list) or len(tickets) != len(clients):
             return {}
@@ -252,7 +248,7 @@ class SchedulerSide:
         return matches
 
     def _tickets(self, tracked: Tracked) -> list[dict[str, Any]]:
-        """Tickets for all full chunks of the prompt, stored just now or loaded from other nodes."""
+        """Make a ticket per rank for all full chunks of the prompt."""
         names = self._names(tracked.request, range(tracked.request.num_prompt_tokens // self._chunk_tokens))
         clients = self._clients(tracked.scope)
         tickets = []
@@ -265,7 +261,7 @@ class SchedulerSide:
         return tickets
 
     def _report(self, tracked: Tracked) -> None:
-        """Report a finished request. After a hand-off only the decode engine does so."""
+        """Report a finished request to the nodes. After a hand-off only the decode engine reports."""
         request = tracked.request
         names = self._names(request, range(request.num_prompt_tokens // self._chunk_tokens))
         if names and request.num_output_tokens:
@@ -275,20 +271,20 @@ class SchedulerSide:
     # -- chunks ---------------------------------------------------------------------------------------------------
 
     def _names(self, request: "Request", chunks: range) -> list[bytes]:
-        """Names of chunks: for each the engine's hash of all tokens up to its last."""
+        """Return the names of chunks. A name is the engine's hash of all tokens up to the chunk's end."""
         return [bytes(request.block_hashes[(chunk + 1) * self._hashes_per_chunk - 1]) for chunk in chunks]
 
     def _blocks_of(self, chunk: int) -> range:
         return range(chunk * self._chunk_blocks, (chunk + 1) * self._chunk_blocks)
 
     def _saves(self, tracked: Tracked, tokens: int, resolve: Callable[[str], Sequence[Sequence[int]]]) -> list[Save]:
-        """Order the chunks that this step's `tokens` fill, and that were not offered before.
+        """Order saves of the chunks that this step's `tokens` fill and that were not offered before.
 
-        Only known tokens count. An asynchronous scheduler or a drafter schedules tokens whose content and hash are not
-        known yet; their chunk is stored in the step after they are.
+        An asynchronous scheduler or a drafter schedules tokens whose content is not known yet. A chunk with such tokens
+        is saved in a later step.
 
         Args:
-            resolve: Returns the block ids of a request, by group. It is costly, and most steps fill no chunk.
+            resolve: Returns the block ids of a request, by group. It is slow, and most steps do not need it.
         """
         request = tracked.request
         if not tracked.started:
@@ -299,7 +295,7 @@ class SchedulerSide:
         full = min(known // self._chunk_tokens, len(request.block_hashes) // self._hashes_per_chunk)
         if full <= tracked.offered:
             return []
-        # Chunks that the prefill engine handed over are stored: it has just looked.
+        # With tickets, the prefill engine has just checked that these chunks are stored.
         cached = range(tracked.offered, 0 if _tickets_of(request) else min(full, tracked.cached))
         computed = range(max(tracked.offered, tracked.cached, tracked.loaded.stop), full)
         tracked.offered = full
@@ -314,7 +310,7 @@ class SchedulerSide:
 
 
 def _tickets_of(request: "Request") -> Any:
-    """Tickets from the prefill engine. They passed through an HTTP request, so they may be anything."""
+    """Return the prefill engine's tickets. They are unchecked input from an HTTP request, so their type is unknown."""
     return (request.kv_transfer_params or {}).get("raykv")
 
 

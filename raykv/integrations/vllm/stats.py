@@ -1,6 +1,6 @@
-"""What the connector did, as counters that travel from the workers and the scheduler to vLLM's loggers.
+"""The connector's metrics, which workers and scheduler send to vLLM's loggers.
 
-Every metric is a counter, so that values add up: over ranks, steps, and log intervals.
+Every metric is a counter, so values can be summed over ranks, steps and log intervals.
 """
 
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ _SEPARATOR = "|"
 class RayKVStats(KVConnectorStats):
     """Counters since the last `pop`.
 
-    `data` maps a metric to its values by label. Labels are joined to one text, which every serialiser can carry.
+    `data` maps a metric to its values by label. Several labels are joined to one string for serialization.
     """
 
     def count(self, metric: str, amount: float = 1, *labels: str) -> None:
@@ -41,7 +41,7 @@ class RayKVStats(KVConnectorStats):
         values[label] = values.get(label, 0) + amount
 
     def pop(self) -> "RayKVStats | None":
-        """Return what was counted since the last call; None for nothing."""
+        """Return the counters since the last call, and reset them. None means that nothing was counted."""
         if self.is_empty():
             return None
         popped = RayKVStats(self.data)
@@ -62,7 +62,7 @@ class RayKVStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """One line for the log of an interval."""
+        """Return the counters in a flat form for vLLM's log."""
         return {
             f"{metric}[{label}]" if label else metric: round(amount, 4)
             for metric, values in sorted(self.data.items())
@@ -71,7 +71,7 @@ class RayKVStats(KVConnectorStats):
 
 
 class RayKVPromMetrics(KVConnectorPromMetrics):
-    """The same counters for Prometheus, or for Ray's metrics where vLLM uses those."""
+    """Exports the counters to Prometheus, or to Ray's metrics if vLLM uses these."""
 
     def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)

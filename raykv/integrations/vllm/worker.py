@@ -1,9 +1,10 @@
-"""The worker's side: copies between the KV cache and raykv, as the scheduler's side ordered.
+"""The worker's side: copies chunks between the KV cache and raykv, as ordered by the scheduler's side.
 
 Saves run on the engine's thread after a step's forward pass, because the next step may give the blocks to another
-request. They copy the bytes into slots of the node's memory and post one message; the answer is read in a later step.
-Loads run on threads of their own. The engine leaves the blocks of a loading request alone, even after an abort, until
-the load is reported as finished: every load is reported exactly once, whatever its result.
+request. A save copies the bytes into slots of the node's memory and posts one message. A later step reads the answer.
+
+Loads run on separate threads. The engine does not touch the blocks of a loading request, even after an abort, until the
+load is reported as finished. Every load must therefore be reported exactly once, also a failed one.
 """
 
 import time
@@ -32,8 +33,8 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.raykv.worker")
 
 IDLE_WAIT_S: Final = 0.005
-"""A step that computes nothing waits this long for a load. An engine that runs in one process with its loads would
-otherwise spin, and take the interpreter from them. A new request waits no longer than this."""
+"""The longest that a step that computes nothing waits for a load. Without this wait the engine's thread would spin and
+hold the GIL, which the load threads need. A new request is delayed by at most this time."""
 
 
 class _Run(NamedTuple):
@@ -45,14 +46,13 @@ class _Run(NamedTuple):
     depth: int
 
     def part(self, start: int, stop: int) -> "_Run":
-        """Some of the chunks."""
         parent = self.keys[start - 1 : start] if start else self.parent
         return _Run(self.keys[start:stop], self.blocks[start:stop], parent, self.depth + start)
 
 
 @dataclass(slots=True)
 class _LoadResult:
-    """The result of one load: `chunks` leading chunks are in the KV cache. A missing chunk is no error."""
+    """The result of one load: the first `chunks` chunks are in the KV cache. `error` is empty for a mere miss."""
 
     chunks: int = 0
     nbytes: Counter[Path] = field(default_factory=Counter)
@@ -62,11 +62,11 @@ class _LoadResult:
 
 
 class WorkerSide:
-    """One worker's copies.
+    """Loads and saves the chunks of one worker.
 
     Attributes:
-        loading: Loads in flight, by request.
-        posted_chunks: Chunks whose commit is posted and, when last looked at, not answered.
+        loading: Loads in flight, by request id.
+        posted_chunks: Number of posted chunks that the node had not answered at the last check.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class WorkerSide:
         connection: Connection,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start the loading threads. `stats` is touched on the engine's thread only."""
+        """Start the loading threads. Only the engine's thread writes `stats`."""
         self._config, self._stats, self._clock = config, stats, clock
         self._layout, self._namespace, self._rank, self._connection = layout, namespace, rank, connection
         self._counts_tokens = rank == (0, 0)  # every rank holds a share of the same tokens
@@ -92,7 +92,7 @@ class WorkerSide:
     # -- loads ----------------------------------------------------------------------------------------------------
 
     def start_loads(self, orders: StepOrders) -> None:
-        """Start the loads among the orders, in the background. A second call for the same orders does nothing."""
+        """Start the ordered loads in the background. A second call for the same orders does nothing."""
         for load in orders.loads:
             client = self._connection.client(self._namespace, load.scope)
             future = self._threads.submit(self._load, client, load, self._clock())
@@ -100,12 +100,12 @@ class WorkerSide:
         orders.loads = []
 
     def await_load(self) -> None:
-        """Wait a moment for the next load to end, if any is in flight."""
+        """Wait up to IDLE_WAIT_S for the next load to end, if any is in flight."""
         if self.loading:
             wait([future for _, future in self.loading.values()], IDLE_WAIT_S, FIRST_COMPLETED)
 
     def pop_finished(self) -> set[str]:
-        """Requests whose loads have ended, well or not. Blocks that did not arrive are in `pop_failed_blocks`."""
+        """Return the requests whose loads have ended or failed. `pop_failed_blocks` returns the missing blocks."""
         finished = {request_id for request_id, (_, future) in self.loading.items() if future.done()}
         for request_id in finished:
             load, future = self.loading.pop(request_id)
@@ -113,7 +113,7 @@ class WorkerSide:
         return finished
 
     def pop_failed_blocks(self) -> set[int]:
-        """Blocks of ended loads that hold nothing of use."""
+        """Return the blocks that ended loads did not fill. The engine recomputes them."""
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 
@@ -138,7 +138,7 @@ class WorkerSide:
                 count("loaded_tokens", chunks * chunk_tokens, *source)
 
     def _load(self, client: "Client | None", load: Load, ordered_s: float) -> _LoadResult:
-        """Load one request's chunks, batch by batch, up to the first that is missing. Never raises."""
+        """Load one request's chunks in batches, up to the first missing chunk. Never raises."""
         result = _LoadResult()
         size = self._layout.batch_chunks or len(load.names)
         try:
@@ -151,14 +151,14 @@ class WorkerSide:
         except RayKVError as error:
             result.error = type(error).__name__
         except Exception as error:
-            # A defect. The load must be reported all the same, or its request would wait for ever.
+            # A defect. Without a result its request would wait for ever.
             logger.exception("a load failed unexpectedly; its request is recomputed")
             result.error = type(error).__name__
         result.seconds = self._clock() - ordered_s
         return result
 
     def _load_batch(self, client: "Client", load: Load, part: slice, timeout_s: float, result: _LoadResult) -> bool:
-        """Load some chunks, add them to `result`, and return whether all of them arrived."""
+        """Load one batch, add it to `result`, and return whether all its chunks arrived."""
         blocks, holders = load.blocks[part], load.matches[self._rank].holders[part]
         targets = [self._layout.targets(each) for each in blocks]
         keys, match = client.keys(load.names[part]), Match(len(holders), holders)
@@ -172,25 +172,25 @@ class WorkerSide:
     # -- saves ----------------------------------------------------------------------------------------------------
 
     def prepare(self, saves: Sequence[Save]) -> None:
-        """Ask for the slots that these saves will need, if they are not at hand. The answer comes during the step."""
+        """Request the slots that these saves need, unless the client has them. The answer arrives during the step."""
         client = self._connection.client(self._namespace, Scope())
         if client is not None:
             chunks = sum(len(save.names) for save in saves)
             try:
                 client.prepare(self._layout.chunk_nbytes, chunks, timeout_s=self._config.store_timeout_s)
             except TransientError:
-                pass  # `save` says so
+                pass  # `save` reports it
 
     def save(self, saves: Sequence[Save]) -> str:
         """Copy computed chunks into the node's memory, and post one message that commits them all.
 
-        Waits for no other process while slots are at hand, and never longer than `store_timeout_s`.
+        Waits at most `store_timeout_s`, and not at all if the client has enough slots.
 
         Returns:
-            Why some chunks were skipped: no room, no node, or no answer in time. Empty when none was.
+            Why chunks were skipped: no room, no node, or no answer in time. Empty if no chunk was skipped.
 
         Raises:
-            RayKVError: A call was wrong; the rest was not stored.
+            RayKVError: A call failed; the rest was not stored.
         """
         deadline_s = self._clock() + self._config.store_timeout_s
         client = self._connection.client(self._namespace, Scope())
@@ -206,7 +206,7 @@ class WorkerSide:
         return reason
 
     def count_posted(self) -> None:
-        """Count the posted chunks that the node has answered for by now."""
+        """Add the answers that have arrived for posted chunks to the statistics. Never waits."""
         client = self._connection.client(self._namespace, Scope()) if self.posted_chunks else None
         if client is not None:
             result = client.flush(timeout_s=0.0)
@@ -214,7 +214,7 @@ class WorkerSide:
             self._count_saved(result)
 
     def _run(self, save: Save, deadline_s: float) -> _Run:
-        """The chunks of a save that are to be stored."""
+        """Return the chunks of a save that the nodes do not hold yet."""
         client = self._connection.client(self._namespace, save.scope)
         assert client is not None, "clients of all scopes are made from one"
         above = [] if save.parent is None else [save.parent]
@@ -224,12 +224,12 @@ class WorkerSide:
             return run
         held = client.match(run.keys, timeout_s=max(0.0, deadline_s - self._clock()), record=False).count
         if self._clock() >= deadline_s and held < len(run.keys):
-            self._count_saved(_skipped(len(run.keys), ""))  # the engine still has them, and offers them again
+            self._count_saved(_skipped(len(run.keys), ""))  # no answer in time
             held = len(run.keys)
         return run.part(held, len(run.keys))
 
     def _batches(self, runs: Sequence[_Run]) -> Iterator[list[_Run]]:
-        """The same chunks, at most as many at once as the layout can read."""
+        """Split the chunks into batches of at most `Layout.batch_chunks`."""
         most = self._layout.batch_chunks or max(1, sum(len(run.blocks) for run in runs))
         batch: list[_Run] = []
         room = most
@@ -246,7 +246,7 @@ class WorkerSide:
             yield batch
 
     def _count_saved(self, result: PutResult) -> str:
-        """Count what became of chunks. Returns why some were skipped."""
+        """Add a result to the statistics. Return its reason for skipped chunks."""
         self._stats.count("stored_bytes", result.stored * self._layout.chunk_nbytes)
         for outcome, chunks in (("stored", result.stored), ("existed", result.existed), ("skipped", result.skipped)):
             if chunks:
@@ -254,7 +254,7 @@ class WorkerSide:
         return result.reason
 
     def close(self) -> None:
-        """End the loads. Those that run are waited for, within their timeout, as they write into the KV cache."""
+        """Cancel queued loads, and wait for running ones, since they write into the KV cache. Then disconnect."""
         self._threads.shutdown(wait=True, cancel_futures=True)
         self._connection.close()
 
