@@ -99,7 +99,7 @@ class Evictor:
     # -- eviction for a waiting writer -------------------------------------------------------------------------------
 
     def make_room(self, count: int, size: int, group: int, protected: Rows, now: int) -> int:
-        """Evict until `count` slots of `size` are free for the quota group. Returns how many slots are free, at most.
+        """Evict until the group can get `count` slots of `size`. Returns how many slots it can get, up to `count`.
 
         Evicts no row in `protected`; entries of -1 are ignored.
         """
