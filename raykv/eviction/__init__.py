@@ -23,9 +23,8 @@ POLICIES = {
 def policy(name: str | Callable[..., Any]) -> Policy:
     """Make a policy.
 
-    `name`: one of POLICIES, or "module:attribute" of a user's own, or that object: a subclass of `Policy`, or a
-    function from columns, rows and the time in ticks to scores (the lowest is evicted first). Raises ConfigError: There
-    is no policy of that name (lists all names), or the user's own is not a policy.
+    `name`: one of POLICIES, or a user's policy: a subclass of `Policy` or a function of type `user_policy.Score`, as an
+    object or as "module:attribute". Raises ConfigError: There is no such policy, or the object is not a policy.
     """
     if not isinstance(name, str):
         return _made_of(name, getattr(name, "__qualname__", repr(name)))

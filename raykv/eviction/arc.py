@@ -1,4 +1,4 @@
-"""Adaptive replacement cache: two queues share the memory, and misses move the border between them."""
+"""Adaptive replacement cache (ARC): two queues share the memory, and misses move the border between them."""
 
 from collections.abc import Sequence
 
@@ -12,13 +12,13 @@ from raykv.types import Rows
 
 
 class ARC(Policy):
-    """Two LRU queues: chunks that were not read since they were stored (`_once`, 0), and all others (`_more`, 1).
+    """Two LRU queues: queue 0 has the chunks that were not read since they were stored, queue 1 has all other chunks.
 
-    The keys last evicted from each queue are remembered. If one of them is stored again, it was evicted too early: its
-    queue gets a larger target. A chunk that is stored again enters the second queue.
+    The policy remembers the keys last evicted from each queue. If such a key is stored again, it was evicted too early:
+    its queue gets a larger target length, and the chunk enters queue 1.
 
-    Source: ARC (Megiddo and Modha, FAST 2003). Here reads are seen when victims are chosen, and all victims of one
-    choice use the same target.
+    Source: ARC (Megiddo and Modha, FAST 2003). Unlike there, the policy sees reads only when it chooses victims, and
+    all victims of one choice use the same target.
     """
 
     leaf_first = True
@@ -29,7 +29,7 @@ class ARC(Policy):
         self._ghosts = (Ghosts(), Ghosts())
         self._held = 0
         self._once = 0
-        self._target = 0.0  # length that the first queue should have
+        self._target = 0.0  # length that queue 0 should have
 
     def score(self, columns: Columns, rows: Rows, now: int) -> npt.NDArray[np.uint32]:
         return columns.accessed[rows]

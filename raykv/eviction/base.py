@@ -1,8 +1,8 @@
 """The interface of an eviction policy, and the choice of victims.
 
-A policy gives each row a score, computed from the table's columns; the lowest score is evicted first. It may also sort
-rows into several queues (ARC), give second chances (S3-FIFO), and remember chunks that were evicted. `victims` chooses
-many rows at once, as a node does. `raykv.eviction.order` gives one victim after another, as the planner needs them.
+A policy computes a score for each row from the table's columns. Rows with the lowest scores are evicted first. A policy
+may also sort rows into several queues (ARC), give second chances (S3-FIFO), and remember evicted chunks. A node calls
+`victims`, which chooses many rows at once. The planner uses `raykv.eviction.order`, which gives one victim at a time.
 """
 
 import heapq
@@ -18,27 +18,27 @@ from raykv.types import Bits, Rows
 
 Scores = npt.NDArray[np.generic]
 Ranks = Callable[[Rows, int], npt.NDArray[np.int64]]
-"""The rank of each row at a tick; 0 for most rows. Low ranks are evicted before high ones, whatever the scores are."""
+"""Function of rows and a tick that returns ranks. Rows of lower rank are evicted first, whatever their scores."""
 Queues = npt.NDArray[np.integer[Any]]
 MayGo = Callable[[int], bool]
 
 SECOND_CHANCE_ROUNDS: Final = 16
-"""Rounds of second chances in one choice. After the last round rows are evicted in the order of that moment."""
+"""Most rounds of second chances in one choice of victims. After the last round no row gets another chance."""
 
 
 class Policy(ABC):
-    """An eviction policy. Only `score` must be written.
+    """An eviction policy. Subclasses must implement only `score`.
 
-    Policies see reads late, as changed columns. They keep their own state in arrays by row and in bounded sets by key.
-    After a restart, one `on_insert` with all rows, oldest first, restores that state.
+    Policies see reads only as changed columns. A policy holds its own state in arrays by row and in bounded sets by
+    key. After a restart the node calls `on_insert` once with all rows, oldest first, to restore that state.
 
     Attributes:
-        name: Shown in reports.
+        name: Name in reports.
         leaf_first: Evict a chunk only after all chunks that follow it in its chains. A chunk without its parent can
             never be matched.
         drifts: Scores change with time, not only with reads.
         queues: Number of queues.
-        capacity: Chunks in a full cache, if the owner knows it.
+        capacity: Number of chunks in a full cache; None if unknown.
     """
 
     name: str = ""
@@ -49,33 +49,33 @@ class Policy(ABC):
 
     @abstractmethod
     def score(self, columns: Columns, rows: Rows, now: int) -> Scores:
-        """One score per row, of any ordered type; `now` is in ticks. Scores are compared within one queue."""
+        """One score per row, of any ordered type. Scores are compared only within a queue. `now` is in ticks."""
 
     def queue(self, columns: Columns, rows: Rows) -> Queues:
         return np.zeros(len(rows), np.int8)
 
     def shares(self, sizes: Sequence[int], count: int) -> list[int]:
-        """How many of the next `count` victims each queue gives. `sizes` are the lengths of the queues."""
+        """How many of the next `count` victims come from each queue. `sizes`: the lengths of the queues."""
         return [count]
 
     def second_chance(self, columns: Columns, rows: Rows, now: int) -> Bits:
-        """Which of these chosen rows stay this time. Their scores or queues change by this call."""
+        """Which of these victims get a second chance. This call changes the scores or queues of those rows."""
         return np.zeros(len(rows), np.bool_)
 
     def on_insert(self, columns: Columns, rows: Rows, now: int) -> None:  # noqa: B027 - optional
-        """These rows hold new chunks, parents before children. Their columns are set."""
+        """Called after these rows got new chunks and their columns were set. Parents come before children."""
 
     def on_request_done(  # noqa: B027 - optional
         self, columns: Columns, rows: Rows, output_tokens: int, now: int
     ) -> None:
-        """The request that read or stored these rows has ended, and generated this many tokens. Engines may omit it."""
+        """Called when the request that read or stored these rows has ended. Some engines never report this."""
 
     def on_remove(self, columns: Columns, rows: Rows, now: int, *, evicted: bool) -> None:  # noqa: B027 - optional
-        """These rows' chunks are about to be evicted or deleted. Their columns are still unchanged."""
+        """Called before the chunks of these rows are removed. The columns are still unchanged."""
 
 
 def empty_columns(rows: int) -> Columns:
-    """Columns outside of any table, all zeros but the parents: -1."""
+    """Columns that belong to no table. All values are 0, except `parent`, which is -1."""
     kinds = {name: RECORD[name] for name in RECORD.names or ()} | {name: np.dtype(k) for name, k in COLUMNS.items()}
     columns = Columns({name: np.zeros(rows, kind) for name, kind in kinds.items()})
     columns.parent[:] = -1
@@ -83,7 +83,7 @@ def empty_columns(rows: int) -> Columns:
 
 
 def live_parents(columns: Columns, rows: Rows) -> Rows:
-    """The row of each row's parent; -1 if there is none, or if that row holds another chunk by now."""
+    """The row of each row's parent; -1 if there is no parent, or if the parent's row holds another chunk now."""
     parents = columns.parent[rows]
     live = (parents >= 0) & (columns.generation[np.maximum(parents, 0)] == columns.parent_generation[rows])
     found: Rows = np.where(live, parents, np.int32(-1))
@@ -91,13 +91,13 @@ def live_parents(columns: Columns, rows: Rows) -> Rows:
 
 
 def key_numbers(columns: Columns, rows: Rows) -> list[int]:
-    """One half of each row's key. Policies remember chunks by it."""
+    """The low half of each row's key, by which policies remember chunks."""
     numbers: list[int] = columns.key_lo[rows].tolist()
     return numbers
 
 
 class QueueOrder:
-    """One order over all queues and ranks: among the next `count` rows, each queue has its share."""
+    """A single order over all queues and ranks. Among the first `count` rows, each queue has its share."""
 
     def __init__(
         self, policy: Policy, columns: Columns, candidates: Rows, count: int, now: int, ranks: Ranks | None = None
@@ -113,7 +113,7 @@ class QueueOrder:
         self._shares = policy.shares([len(members) for members in self._sorted], count)
 
     def scores(self, rows: Rows) -> Scores:
-        """One score per row, lowest first."""
+        """One score per row. The row with the lowest score comes first."""
         if self._ranks is None:
             return self._within_rank(rows)
         places: Any = self._within_rank(rows)
@@ -148,9 +148,9 @@ def victims(
 ) -> Rows:
     """Choose up to `count` rows to evict.
 
-    Candidates are ready, unpinned and not protected. `may_go` is given when they are a sample: a leaf-first policy then
-    also takes parents outside the sample when their last child is chosen, if `may_go(parent)`. Returns: rows in the
-    order of eviction. Fewer than `count` only when no more may be evicted.
+    `candidates`: ready, unpinned and unprotected rows. `may_go`: must be given if the candidates are a sample. A
+    leaf-first policy then also takes a parent outside the sample, after its last child, if `may_go(parent)`. Returns:
+    rows in the order of eviction; fewer than `count` if no more rows may be evicted.
     """
     chosen = candidates[:0]
     if count <= 0 or not candidates.size:
@@ -169,7 +169,7 @@ def victims(
 def upcoming(
     policy: Policy, columns: Columns, candidates: Rows, count: int, now: int, ranks: Ranks | None = None
 ) -> Rows:
-    """The rows that would be evicted first, without second chances. Changes nothing."""
+    """The rows that would be evicted first if there were no second chances. Changes nothing."""
     if count <= 0 or not candidates.size:
         return candidates[:0]
     scores = QueueOrder(policy, columns, candidates, count, now, ranks).scores(candidates)
@@ -185,11 +185,11 @@ def _from_all(columns: Columns, candidates: Rows, count: int, order: QueueOrder,
         chosen = _without_parents_of_others(columns, chosen)
         if len(chosen) >= count or window >= len(candidates):
             return _first(columns, chosen, count)
-        window *= 2  # some low scores have children with higher ones: look further
+        window *= 2  # some rows with low scores have children with higher scores
 
 
 def _from_sample(columns: Columns, candidates: Rows, count: int, order: QueueOrder, may_go: MayGo) -> Rows:
-    """Take leaves of the sample in order, and each parent when its last child has been taken."""
+    """Choose leaves of the sample in order, and each parent after its last child."""
     leaves = candidates[columns.children[candidates] == 0]
     leaves = lowest(columns, leaves, order.scores(leaves), min(count, len(leaves)))
 
@@ -199,7 +199,7 @@ def _from_sample(columns: Columns, candidates: Rows, count: int, order: QueueOrd
 
     heap = entries(leaves)
     heapq.heapify(heap)
-    children: dict[int, int] = {}  # that are left, of the parents of chosen rows
+    children: dict[int, int] = {}  # by parent of a chosen row: number of its children that are not chosen
     chosen: list[int] = []
     while heap and len(chosen) < count:
         _, _, row, parent = heapq.heappop(heap)
@@ -214,7 +214,7 @@ def _from_sample(columns: Columns, candidates: Rows, count: int, order: QueueOrd
 def lowest(columns: Columns, candidates: Rows, scores: Scores, count: int) -> Rows:
     """The `count` candidates with the lowest scores, in order.
 
-    Equal scores are common, since all reads of a batch share a tick. Among equals the deepest comes first.
+    Among equal scores the deepest row comes first. Equal scores are common, since all reads of a batch share a tick.
     """
     if 0 < count < len(candidates):
         worst = np.partition(scores, count - 1)[count - 1]
@@ -226,10 +226,10 @@ def lowest(columns: Columns, candidates: Rows, scores: Scores, count: int) -> Ro
 
 
 def _without_parents_of_others(columns: Columns, chosen: Rows) -> Rows:
-    """`chosen` without the rows that have a child outside of it.
+    """The rows of `chosen` whose descendants are all in `chosen`.
 
-    Usually that is all of `chosen`: a read of a chunk also reads its ancestors. If a row must stay, all its ancestors
-    must stay too. They are found in steps of 1, 2, 4, ... generations, since chains may be very long.
+    Usually these are all rows of `chosen`, since a read of a chunk also reads its ancestors. If a row must stay, all
+    its ancestors must stay. They are found in steps of 1, 2, 4, ... generations, since chains may be very long.
     """
     outside = len(chosen)
     above = np.append(_places(chosen, live_parents(columns, chosen), outside), outside)
@@ -245,10 +245,10 @@ def _without_parents_of_others(columns: Columns, chosen: Rows) -> Rows:
 
 
 def _first(columns: Columns, chosen: Rows, count: int) -> Rows:
-    """At most `count` rows of a set that contains all children of its rows. The result does too."""
+    """The first `count` rows, with all their children. `chosen` must contain all children of its rows."""
     if len(chosen) <= count:
         return chosen
-    # A chunk cannot be evicted before its children: it gets the latest place of them, and depth breaks the tie.
+    # A chunk cannot be evicted before its children, so it gets the latest place of its children. Depth breaks the tie.
     above = _places(chosen, live_parents(columns, chosen), -1)
     if not ((above >= 0) & (above < np.arange(len(chosen)))).any():
         return chosen[:count]
@@ -263,7 +263,7 @@ def _first(columns: Columns, chosen: Rows, count: int) -> Rows:
 
 
 def _places(chosen: Rows, rows: Rows, missing: int) -> npt.NDArray[np.int64]:
-    """The place of each of `rows` in `chosen`; `missing` if it is not there."""
+    """The index of each row in `chosen`; `missing` if the row is not in `chosen`."""
     if not chosen.size:
         return np.full(len(rows), missing, np.int64)
     order = np.argsort(chosen)

@@ -1,4 +1,4 @@
-"""Policies whose scores are one or two columns."""
+"""Policies whose scores consist of one or two columns."""
 
 from typing import Final
 
@@ -32,7 +32,7 @@ class LeafLRU(LRU):
 
 
 class LFU(Policy):
-    """Evict the chunk with the fewest reads; among equals, the one whose last read is oldest."""
+    """Evict the chunk with the fewest reads; LRU among chunks with equally many reads."""
 
     leaf_first = True
 

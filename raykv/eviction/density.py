@@ -14,7 +14,7 @@ from raykv.memory.layout import Columns
 from raykv.types import Rows
 
 FEATURES: Final = {"short": 2, "often": 4, "turn": 3, "output": 6, "together": 5, "deep": 4}
-"""The features of a class and the number of values of each, the most telling first."""
+"""The features of a class, and the number of values of each feature. The most predictive feature comes first."""
 LEVEL_OF: Final[dict[str, Callable[[int], int]]] = {
     "short": int,
     "often": int.bit_length,
@@ -22,52 +22,52 @@ LEVEL_OF: Final[dict[str, Callable[[int], int]]] = {
     "together": lambda chunks: chunks.bit_length() - 1 if chunks else 0,
     "deep": lambda depth: (depth + 1).bit_length() // 2,
 }
-"""How a count becomes one of these values; counts of LEVELS - 1 and more are alike."""
+"""How a count becomes a value of its feature. Counts above LEVELS - 1 are treated as LEVELS - 1."""
 LEVELS: Final = 64
 GHOSTS_SHARE: Final = 8
 GHOSTS_MOST: Final = 1 << 18
-"""Evicted chunks that are remembered: at most 8 per chunk that is here, and at most this many in all."""
+"""The policy remembers at most GHOSTS_SHARE evicted chunks (ghosts) per chunk in the cache, and at most GHOSTS_MOST."""
 GHOSTS_OBSERVE_SHARE: Final = 4
-"""Absence of ghosts is counted when a quarter of them is new."""
+"""When a quarter of the ghosts is new, the policy counts for all ghosts that they were not read."""
 OBSERVE_SHARE: Final = 32
 OBSERVE_LEAST: Final = 256
-"""Rows that are checked for reads per new chunk, and the least number in one pass."""
+"""OBSERVE_SHARE rows are checked for reads per new chunk, in passes of at least OBSERVE_LEAST rows."""
 LEARN_SHARE: Final = 25
 LEARN_LEAST: Final = 20
-"""Scores are computed again when 1/25 of all observations is new, but not before this many are."""
+"""Scores are computed again when 1/25 of all observations is new, but not before LEARN_LEAST observations are new."""
 MEMORY_SHARE: Final = 8
 MEMORY_LEAST: Final = 1000.0
-"""Old observations fade after one read per 8 chunks that are here, but not before this many reads: traffic changes."""
+"""Old observations fade, since traffic changes: after one read per 8 cached chunks, but at least MEMORY_LEAST reads."""
 INSERT_SHARE: Final = 10
-"""Ten inserts count as one read when it is decided whether to compute the scores again."""
+"""Ten inserts count as one observation in the decision when to compute scores again."""
 
 _ROW: Final = np.dtype(
     [
         ("here", "?"),
-        ("kind", "<i4"),  # class, without the digit "often"
+        ("kind", "<i4"),  # the class without its digit "often"
         ("turn", "<i4"),
         ("place", "<i4"),  # within its turn
         ("earlier", "<u4"),  # reads before it was evicted and stored again
         ("weight", "<f8"),
-        ("last_read", "<u4"),  # this, `reads` and `observed`: at the last check
+        ("last_read", "<u4"),  # `last_read`, `reads` and `observed` are as of the last check
         ("reads", "<u4"),
         ("observed", "<u4"),
     ]
 )
 
 _Ghost = tuple[int, int, int, int, float]
-"""Of an evicted chunk: its last read, the time of the last check, its class, its reads, and its weight."""
+"""An evicted chunk: time of its last read, time of the last check, class, number of reads, weight."""
 
 
 class HitDensity(Policy):
-    """Learns how likely each class of chunks is read again, and when, and keeps the chunks whose hits cost least.
+    """Learns for each class of chunks how likely and when they are read again. Evicts the lowest hit density first.
 
-    The class of a chunk: is it shorter than the chunk before it (the end of a prompt, read again only with the whole
-    prompt); how many tokens its last request generated, if an engine reports it; how often it was read; the turn of its
-    chain in which it was stored; with how many others; and its depth. Evicted chunks teach for a while, too: those
-    that are stored again, and those that are not.
+    Features of a class: whether the chunk is shorter than the chunk before it (the end of a prompt); the number of its
+    reads; the turn in which it was stored; the number of tokens that its last request generated, if the engine reports
+    it; the number of chunks stored with it; its depth.
 
-    A chunk's weight is its part of the chunks stored with it, since they are read together.
+    The policy also learns from evicted chunks, whether they are stored again or not. Chunks stored together are read
+    together, so each weighs 1 divided by their number.
     """
 
     leaf_first = True
@@ -82,7 +82,7 @@ class HitDensity(Policy):
             for name, level in LEVEL_OF.items()
         }
         self._known = np.zeros(self._hazards.classes, np.bool_)
-        self._scores = np.zeros((self._hazards.classes, AGES + 1))  # by class and bucket of age
+        self._scores = np.zeros((self._hazards.classes, AGES + 1))  # by class and age bucket
         self._learned = 0.0
         self._rows = np.zeros(0, _ROW)
         self._held = self._used_rows = self._hand = self._due = self._largest = self._new_ghosts = 0
@@ -165,9 +165,9 @@ class HitDensity(Policy):
         return digits
 
     def _place(self, columns: Columns, rows: list[int], parents: list[int]) -> Integers:
-        """Set the turns of new rows and their places in them. Returns for each row how many were stored with it.
+        """Set `turn` and `place` of new rows. Returns, for each row, the number of chunks stored together with it.
 
-        A new turn begins after a chunk that was read since it was stored: a request found it, and continued it.
+        A new turn begins after a chunk that was read since it was stored, since a later request has continued it.
         """
         turns, places, earlier = self._rows["turn"], self._rows["place"], self._rows["earlier"]
         new = dict.fromkeys(rows, 0)

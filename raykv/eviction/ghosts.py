@@ -1,4 +1,4 @@
-"""What policies remember: one value per row, and keys of evicted chunks."""
+"""State of policies: arrays with one value per row, and sets of keys of evicted chunks."""
 
 from collections.abc import Iterable
 from typing import TypeVar
@@ -10,7 +10,7 @@ Scalar = TypeVar("Scalar", bound=np.generic)
 
 
 def by_row(held: npt.NDArray[Scalar], rows: int) -> npt.NDArray[Scalar]:
-    """The same array, or a longer copy that ends in zeros, with at least `rows` entries."""
+    """`held`, if it has at least `rows` entries; else a copy that zeros extend to `rows` entries."""
     if len(held) >= rows:
         return held
     longer = np.zeros(rows, held.dtype)

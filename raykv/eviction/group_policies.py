@@ -1,4 +1,4 @@
-"""The policies of one node: a default, and one for each quota group that has its own."""
+"""The policies of one node: a default policy, and the policies of quota groups that have their own."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -18,14 +18,14 @@ T = TypeVar("T")
 
 
 class GroupPolicies:
-    """Chooses victims by the policy of each quota group, and reports inserts, removals and ended requests to it.
+    """Chooses victims by the policy of each quota group. Reports inserts, removals and ended requests to the policies.
 
-    Scores of different policies cannot be compared. So each policy gives victims in proportion to its candidates.
-    A user's own policy that raises is reported once, and `leaf_lru` takes its place.
+    Scores of different policies cannot be compared. So each policy chooses victims in proportion to its candidates.
+    If a user's policy raises an exception, the exception is logged once, and `leaf_lru` replaces the policy.
 
     Attributes:
-        default: The policy of all quota groups without one of their own.
-        ranks: Ranks of rows, which come before the policies' scores; None while all rows are alike.
+        default: The policy of all quota groups that have no own policy.
+        ranks: Ranks of rows, which come before the policies' scores; None if all rows have the same rank.
     """
 
     def __init__(self, default: Policy, columns: Columns) -> None:
@@ -34,10 +34,10 @@ class GroupPolicies:
         self._own: dict[int, Policy] = {}
 
     def use(self, group: int | None, policy: Policy | None, rows_in_order: Rows, now: int) -> None:
-        """Replace a policy. The new one starts from the rows that are here; what the old one learned is lost.
+        """Replace a policy. The new policy starts from the rows that are here; the old policy's state is lost.
 
-        Group None: the default policy. Policy None: the group gives up its own. `rows_in_order`: all rows with a chunk,
-        parents before children.
+        Group None: replace the default policy. Policy None: the group uses the default policy from now on.
+        `rows_in_order`: all rows with a chunk, parents before children.
         """
         columns = self._columns
         groups = columns.group[rows_in_order]
@@ -83,13 +83,13 @@ class GroupPolicies:
             chosen.append(choose(policy, mine, -(-left * len(mine) // max(1, among))))
             left, among = left - len(chosen[-1]), among - len(mine)
         for place, (policy, mine) in enumerate(parts):
-            if left > 0 and len(parts) > 1:  # another policy had fewer than its share
+            if left > 0 and len(parts) > 1:  # another policy found fewer victims than its share
                 more = choose(policy, mine, len(chosen[place]) + left)
                 left, chosen[place] = left - len(more) + len(chosen[place]), more
         return np.concatenate(chosen) if chosen else rows[:0]
 
     def upcoming(self, rows: Rows, count: int, now: int) -> Rows:
-        """Those of these rows that would be evicted first; see `base.upcoming`."""
+        """The up to `count` rows that would be evicted first; see `base.upcoming`."""
 
         def choose(policy: Policy, mine: Rows) -> Rows:
             share, ranks, columns = -(-count * len(mine) // max(1, len(rows))), self.ranks, self._columns
@@ -103,7 +103,7 @@ class GroupPolicies:
             self._ask(policy, lambda asked, mine=mine: report(asked, mine))  # type: ignore[misc]
 
     def _ask(self, policy: Policy, question: Callable[[Policy], T]) -> T:
-        """Ask a policy. If a user's own raises, log it, let `leaf_lru` take its place, and ask that one."""
+        """Call a policy. If a user's policy raises, log the exception, replace it by `leaf_lru`, and call that policy."""
         try:
             return question(policy)
         except Exception:

@@ -1,4 +1,4 @@
-"""How likely chunks are read again, by their class and by the time since their last read."""
+"""The chance that chunks are read again, by their class and by the time since their last read."""
 
 from array import array
 from typing import Any, Final
@@ -10,14 +10,14 @@ Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
 
 AGES: Final = 65
-"""Buckets of ages in ticks, two per doubling: enough for 32 bits."""
+"""Number of age buckets, two per doubling of the age in ticks: enough for 32 bits."""
 AHEAD: Final = 8
 AT_ONCE: Final = 1 << 16
-"""Observations are collected, and counted together: when they are needed, or when there are this many."""
+"""Observations are collected, and counted together: when the counts are needed, or after this many observations."""
 LEVEL: Final = 2.0
 BELIEF: Final = 4.0
-"""Prior weights, in reads: of a class as a whole, and of one bucket of a class. With fewer reads than this a class is
-taken to be like the classes next to it."""
+"""Prior weights, in reads: LEVEL for a class as a whole, BELIEF for one bucket of a class. A class with fewer reads is
+assumed to behave like similar classes."""
 
 _EDGES: Final = np.concatenate([[0.0], 2.0 ** (np.arange(AGES) / 2)])
 _WIDTHS: Final = np.diff(_EDGES)
@@ -27,12 +27,13 @@ _MIDDLES: Final = np.sqrt(np.maximum(_EDGES[:-1], 0.5) * _EDGES[1:])
 class Hazards:
     """How often chunks of a class are read, by the time since their last read.
 
-    A class is a number whose digits are features, the most telling first. A class with few observations is taken to be
-    like all classes that share its digits except the last; these like all that share all but the last two; and so on.
+    A class is a number whose digits are features, the most predictive first. A class with few observations is assumed
+    to behave like all classes that differ only in the last digit. If these have few observations too, the last two
+    digits are ignored, and so on.
 
     Attributes:
-        seen: Reads so far.
-        ages: Buckets up to the oldest observation, and AHEAD more.
+        seen: Number of reads so far.
+        ages: Number of buckets in use: up to the oldest observation, and AHEAD more.
     """
 
     def __init__(self, digits: tuple[int, ...]) -> None:
@@ -41,7 +42,7 @@ class Hazards:
         self._ticks = np.zeros((self.classes, AGES))  # in the first and last bucket of each interval
         self._whole = np.zeros(
             (self.classes, AGES + 1)
-        )  # intervals that cover a bucket, as differences to the one before
+        )  # number of intervals that cover a bucket, as the difference to the bucket before
         self._new_reads, self._new_intervals = _Pending(2), _Pending(3)
         self.seen = 0.0
         self.ages = AHEAD
@@ -53,7 +54,7 @@ class Hazards:
             self._count()
 
     def add_unread(self, classes: Integers, first: Integers, last: Integers, weights: Floats) -> None:
-        """Chunks of these classes were not read between two ages. Negative ages (clocks differ) count as 0."""
+        """Chunks of these classes had no read between two ages. Negative ages (clocks differ) count as 0."""
         self._new_intervals.add(weights, classes, first, last)
         if len(self._new_intervals.weights) >= AT_ONCE:
             self._count()
@@ -87,17 +88,17 @@ class Hazards:
         self.seen /= 2
 
     def per_tick(self) -> Floats:
-        """The chance of a read per tick, for each class and bucket up to `ages`: shape [classes, ages]."""
+        """The chance of a read per tick, by class and bucket: shape [classes, ages]."""
         self._count()
         shape, upto, middles = (*self._digits, self.ages), slice(0, self.ages), _MIDDLES[: self.ages]
         reads = self._reads[:, upto].reshape(shape)
         whole = np.cumsum(self._whole[:, upto], axis=1) * _WIDTHS[upto]
         ticks = (self._ticks[:, upto] + whole).reshape(shape)
-        sums = [(reads, ticks)]  # over ever more of the last digits
+        sums = [(reads, ticks)]  # sums over none of the digits, the last digit, the last two digits, ...
         for _ in self._digits:
             sums.append(tuple(each.sum(axis=-2) for each in sums[-1]))
         all_reads, all_ticks = sums.pop()
-        # The prior: the longer ago the last read, the less likely the next, in the same way at all scales.
+        # The prior: the chance of a read is proportional to 1 / age.
         chance = (all_reads.sum() + 1.0) / ((all_ticks / middles).sum() + 1.0) / middles
         chance = (all_reads + BELIEF) / (all_ticks + BELIEF / chance)
         for reads_here, ticks_here in reversed(sums):
@@ -110,7 +111,7 @@ class Hazards:
 
 
 class _Pending:
-    """Observations that are not counted yet: a weight and some integers each."""
+    """Observations that are not counted yet. Each consists of a weight and some integers."""
 
     def __init__(self, numbers: int) -> None:
         self.weights = array("d")
@@ -128,7 +129,7 @@ class _Pending:
 
 
 def bucket(ages: npt.NDArray[np.integer[Any] | np.floating[Any]]) -> Integers:
-    """The bucket of each age. The first holds ages below one tick."""
+    """The bucket of each age. Bucket 0 holds ages below one tick."""
     found: Integers = np.floor(scale(ages)).astype(np.int64)
     return found
 
@@ -140,16 +141,16 @@ def scale(ages: npt.NDArray[np.integer[Any] | np.floating[Any]]) -> Floats:
 
 
 def density(chance: Floats) -> Floats:
-    """The best ratio of expected hits to expected ticks of a chunk, by the bucket that it enters: shape [n, ages + 1].
+    """The best ratio of expected hits to expected ticks in memory, by a chunk's bucket: shape [n, ages + 1].
 
-    To keep a chunk up to some age costs the time until its next read or until that age, whichever is earlier. It gains
-    one hit if the chunk is read. The result is the best ratio over all such ages.
+    Suppose that a chunk stays until its next read, but at most until some age. Its cost is that time; its gain is one
+    hit if it is read. The result is the best ratio of gain to cost over all such ages.
 
     Source: the Gittins index; also the hit density of EHC and LHD (Beckmann, Chen and Cidon, NSDI 2018).
     """
     ages = chance.shape[1]
     until = np.concatenate([np.zeros((len(chance), 1)), np.cumsum(chance * _WIDTHS[:ages], axis=1)], axis=1)
-    expected = -np.expm1(-chance * _WIDTHS[:ages]) / chance  # ticks in a bucket, from its beginning
+    expected = -np.expm1(-chance * _WIDTHS[:ages]) / chance  # ticks that a chunk which enters a bucket stays in it
     best = np.empty((len(chance), ages + 1))
     for first in range(ages):
         stays = np.exp(until[:, first : first + 1] - until[:, first:])

@@ -1,4 +1,4 @@
-"""One victim after another, without scoring all rows for each."""
+"""Choosing one victim at a time, without scoring all rows for each victim."""
 
 import heapq
 from typing import Any, Final
@@ -11,15 +11,15 @@ from raykv.types import Bits, Rows
 
 RESCORE_SHARE: Final = 256
 RESCORE_LEAST: Final = 16
-"""If scores drift, all rows are scored again after one victim per 256 rows, but not before 16 victims."""
+"""If scores drift, all rows are scored again after one victim per 256 rows, but at least 16 victims."""
 
 
 class EvictionOrder:
     """The rows of a cache in the order in which a policy evicts them: one heap per queue.
 
-    An entry holds the score of its row at the time of the push. When the entry comes up, the score is computed again,
-    since a read may have raised it. So the order is exact for policies whose scores only rise, and only by reads. If
-    scores drift, the order is that of the last scoring of all rows.
+    An entry holds the score of its row at the time of the push. When the entry is popped, the score is computed again,
+    since a read may have raised it. So the order is exact if only reads change scores, and only upwards. If scores
+    drift, the order is as of the last scoring of all rows.
     """
 
     def __init__(self, policy: Policy, columns: Columns) -> None:
@@ -27,14 +27,14 @@ class EvictionOrder:
         self._heaps: list[list[tuple[Any, int, int, int]]] = [[] for _ in range(policy.queues)]
         count = len(columns.accessed)
         self._here = np.zeros(count, np.bool_)
-        self._stamp = [0] * count  # of a row's one valid entry
+        self._stamp = [0] * count  # by row: stamp of the only valid entry
         self._stamps = 0
-        self._scored = np.zeros(count, columns.accessed.dtype)  # last read of a row when it was scored
+        self._scored = np.zeros(count, columns.accessed.dtype)  # by row: `accessed` at the last scoring
         self._queue = [0] * count
         self._sizes = [0] * policy.queues
         self._has_second_chances = type(policy).second_chance is not Policy.second_chance
         self._until_rescore = 0
-        self._bound: Any = None  # rows with a higher score are in no heap until all rows are scored again
+        self._bound: Any = None  # rows with a higher score are in no heap until the next scoring of all rows
 
     def on_insert(self, rows: Rows, now: int) -> None:
         self._policy.on_insert(self._columns, rows, now)
@@ -49,10 +49,10 @@ class EvictionOrder:
             self._requeue(rows, now)
 
     def next(self, now: int, protected: Bits) -> int:
-        """Remove and return the row to evict next, among those not protected; -1 if there is none.
+        """Remove and return the unprotected row to evict next; -1 if there is none.
 
-        The caller evicts it. It lowers the parent's count of children, and calls `on_childless` if that is 0 then. It
-        reports such rows to the policy while their columns are unchanged.
+        The caller reports the row to the policy's `on_remove` while its columns are unchanged, and evicts it. It also
+        lowers `children` of the parent, and calls `on_childless` for the parent if that is 0 now.
         """
         if self._policy.drifts and self._until_rescore <= 0:
             self._rescore(now, RESCORE_LEAST + 2 * sum(self._sizes) // RESCORE_SHARE)
@@ -138,7 +138,7 @@ class EvictionOrder:
         return queues
 
     def _rescore(self, now: int, count: int) -> None:
-        """Score all rows that may be evicted, and start again with the first `count` of them."""
+        """Score all evictable rows, and fill the heaps again; a single queue only with the `count` lowest rows."""
         rows = np.flatnonzero(self._here).astype(np.int32)
         self._until_rescore = max(RESCORE_LEAST, len(rows) // RESCORE_SHARE)
         if self._policy.leaf_first:

@@ -1,4 +1,4 @@
-"""S3-FIFO: three first-in-first-out queues, two of chunks and one of keys."""
+"""S3-FIFO: two first-in-first-out queues of chunks, and one of keys of evicted chunks."""
 
 import math
 from collections.abc import Sequence
@@ -13,15 +13,15 @@ from raykv.memory.layout import Columns
 from raykv.types import Bits, Rows
 
 SMALL_SHARE: Final = 10
-"""The small queue has one tenth of all chunks. The number of remembered keys is the length of the main queue."""
+"""The small queue has one tenth of all chunks. The key queue is as long as the main queue."""
 READS_TO_STAY: Final = 2
 """Reads in the small queue that move a chunk to the main queue."""
 MOST_ROUNDS: Final = 3
-"""Reads that count in the main queue: at most this many times a chunk passes its end without a further read."""
+"""In the main queue, a chunk gets at most this many second chances without a further read."""
 
 
 class S3FIFO(Policy):
-    """A small queue (0), which most chunks leave unread, and a main queue (1) for the others and for returned chunks.
+    """Queue 0 (small) takes new chunks. Queue 1 (main) takes chunks that were read in queue 0 or stored again.
 
     Source: S3-FIFO (Yang et al., SOSP 2023), with the parameters given there.
     """
@@ -31,10 +31,10 @@ class S3FIFO(Policy):
     def __init__(self) -> None:
         self._main = np.zeros(0, np.bool_)
         self._place = np.zeros(0, np.int64)
-        self._counted = np.zeros(0, np.uint32)  # reads that already had their effect
+        self._counted = np.zeros(0, np.uint32)  # by row: reads that were used up by second chances
         self._ghosts = Ghosts()
         self._held = 0
-        self._full = False  # after the first eviction, all new chunks enter the small queue
+        self._full = False  # True after the first eviction: from then on new chunks do not fill the main queue
         self._last = 0
 
     def score(self, columns: Columns, rows: Rows, now: int) -> npt.NDArray[np.int64]:

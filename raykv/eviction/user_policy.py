@@ -1,4 +1,4 @@
-"""A policy that a user wrote as a function from columns to scores."""
+"""A policy that a user supplies as a scoring function."""
 
 from collections.abc import Callable
 
@@ -10,17 +10,17 @@ from raykv.memory.layout import Columns
 from raykv.types import Rows
 
 Score = Callable[[Columns, Rows, int], Scores]
-"""From columns, rows and the time in ticks to one score per row; the lowest is evicted first."""
+"""Function of columns, rows and the time in ticks. Returns one score per row; the lowest score is evicted first."""
 
 
 class UserPolicy(Policy):
-    """Evicts the rows that the function scores lowest, leaves first."""
+    """Evicts the rows with the lowest scores, leaves first."""
 
     leaf_first = True
     drifts = True
 
     def __init__(self, function: Score, name: str) -> None:
-        """Try the function on a few rows. Raises ConfigError: It raises, or does not return one number per row."""
+        """Try the function on a few rows. Raises ConfigError: The function raises or does not X."""
         self._function, self.name = function, name
         columns, rows = empty_columns(4), np.array([0, 2], np.int32)
         for some in (rows, rows[:0]):

@@ -1,1 +1,1 @@
-"""Shared memory: the arena's bytes, the table that describes them, and the slots they are cut into."""
+"""Shared memory: the arena that holds chunk bytes, the chunk table, and the slots of the arena."""

@@ -1,4 +1,4 @@
-"""Shared memory that outlives its process: a file in a tmpfs or hugetlbfs, or anonymous memory with a path."""
+"""Shared memory: a file in a tmpfs or hugetlbfs, which outlives its process, or anonymous memory."""
 
 import fcntl
 import mmap
@@ -15,13 +15,13 @@ from raykv.memory import pages
 
 
 class SharedMemory:
-    """One mapped file, for its owner's user alone. Ends with `close`, or with the last reference to it.
+    """One mapped file. Only processes of the same user may open it. The mapping ends with `close` or with this object.
 
     Attributes:
-        path: Other processes of the same user open it by this path.
-        view: All of its bytes.
-        address: Where they begin in this process; a multiple of the huge page, unless they are fewer than that.
-        page_nbytes: The page of a hugetlbfs, else the host's. The file's length is a multiple of it.
+        path: Other processes open the file by this path.
+        view: All bytes of the file.
+        address: Address of the first byte in this process. A multiple of the huge page size if the file is that large.
+        page_nbytes: Page size of the hugetlbfs, else of the host. The file's length is a multiple of it.
         huge_pages: Whether `populate` asks for huge pages.
     """
 
@@ -38,10 +38,10 @@ class SharedMemory:
 
     @classmethod
     def create(cls, path: Path | None, nbytes: int, *, huge_pages: HugePages = "try") -> Self:
-        """Make a file of zeros. It has no memory yet: see `populate`.
+        """Make a file of zeros. It takes no real memory until `populate` or the first touch.
 
-        With path None: anonymous memory that ends with its last user. On hugetlbfs the length becomes a multiple of the
-        page. Raises ConfigError: The file exists, or its directory does not let us make it, or a hugetlbfs has no room.
+        Path None: make anonymous memory; it ends with its last user. On hugetlbfs the length is rounded up to pages.
+        Raises ConfigError: The file exists, its directory is not writable, or a hugetlbfs has no room.
         """
         if path is None:
             fd = os.memfd_create("raykv")
@@ -62,7 +62,7 @@ class SharedMemory:
 
     @classmethod
     def attach(cls, path: Path, *, writable: bool, huge_pages: HugePages = "never") -> Self:
-        """Map a file that `create` made. Raises LostError: It does not exist (any more), or may not be opened."""
+        """Map a file that `create` made. Raises LostError: The file does not exist or may not be opened."""
         try:
             fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
         except OSError as error:
@@ -77,13 +77,13 @@ class SharedMemory:
             raise LostError(f"shared memory {path} cannot be mapped: {error.strerror}") from error
 
     def populate(self, offset: int, nbytes: int, *, hurry: bool = False) -> bool:
-        """Take real memory for a part of the file, so that touching it later cannot kill us with SIGBUS.
+        """Take real memory for a part of the file. Touching that part later cannot kill this process with SIGBUS.
 
-        Uses huge pages where they fit, are wanted, and the kernel has some. Other threads run meanwhile. A second call
-        costs little, and turns small pages into huge ones where that has become possible; the part may be in use.
-        `hurry`: a writer waits: take small pages, which is quicker at worst, unless huge ones are required. Returns:
-        False when the file system has no room (or, where huge pages are required, no huge ones). Nothing was taken
-        then, unless another process took the last of it at the same time.
+        Uses huge pages if `huge_pages` allows them and the kernel has some. Other threads run during the call. A second
+        call is cheap. It turns small pages into huge ones if the kernel has some by then; the part may be in use.
+        `hurry`: a writer waits, so take small pages unless huge pages are required. Returns: False when the file system
+        has no room, or when huge pages are required and there are none. In both cases no memory was taken, unless
+        another process took the last of it at the same time.
         """
         mapping = self._map
         if mapping is None:
@@ -101,16 +101,16 @@ class SharedMemory:
 
     @property
     def huge_nbytes(self) -> int:
-        """Bytes in huge pages: all of a hugetlbfs file, else those that `populate` found or made in this process."""
+        """Bytes in huge pages. On tmpfs: only those that `populate` made or found in this process."""
         if self.page_nbytes > mmap.PAGESIZE and self._close_fd.alive:
             return os.fstat(self._fd).st_blocks * 512
         return self._huge_blocks.count(1) * pages.huge_nbytes()
 
     def _take_huge_pages(self, mapping: pages.Mapping, offset: int, nbytes: int) -> bool:
-        """Take the huge pages that fit into a part. True when it got all of them. Raises OSError: No room for one."""
+        """Take all huge pages that fit into a part. False when the kernel refused one. Raises OSError: No room."""
         found = os.fstatvfs(self._fd)
         if self.huge_pages == "never" or (found.f_blocks and found.f_bavail * found.f_frsize < nbytes):
-            return False  # with so little room only `posix_fallocate` as a whole gives all back if it fails
+            return False  # so little room may not suffice; one `posix_fallocate` call takes all or nothing
         block = pages.huge_nbytes()
         for number in range(-(-offset // block), (offset + nbytes) // block):
             if self._huge_blocks[number]:
@@ -120,7 +120,7 @@ class SharedMemory:
             else:
                 got = self._faults_are_huge and pages.fault(mapping, number * block)
             if not got:
-                return False  # the next one is not likelier, and each try may cost the kernel a search for room
+                return False  # the next huge page would fail too, and each try may cost the kernel a search
             self._huge_blocks[number] = 1
         return True
 
@@ -129,10 +129,10 @@ class SharedMemory:
         return pages.grant_of(self._fd) not in ("never", "deny")
 
     def own(self, *, timeout_s: float) -> None:
-        """Become the one process that writes here. Ends with the process, however that ends.
+        """Become the one process that writes to this file. The kernel ends the ownership with the process.
 
-        Raises ConfigError: Another process still owns it after `timeout_s`. (A killed process may take a moment to
-        end.)
+        Waits up to `timeout_s`: a killed process may take a moment to end. Raises ConfigError: Another process still
+        owns the file then.
         """
         until_s = time.monotonic() + timeout_s
         while True:
@@ -151,26 +151,26 @@ class SharedMemory:
             os.utime(self._fd)
 
     def is_current(self) -> bool:
-        """Whether `path` still leads to this file, not to a new one."""
+        """Whether `path` still names this file: it was neither removed nor replaced."""
         try:
             return os.path.samestat(os.fstat(self._fd), os.stat(self.path))
         except OSError:
             return False
 
     def close(self) -> None:
-        """Unmap, and give up the ownership. Views that are still in use keep the mapping until they end."""
+        """Unmap the file and give up the ownership. The mapping stays until the last view of it ends."""
         if self._close_fd.alive:
-            fcntl.flock(self._fd, fcntl.LOCK_UN)  # else it would last as long as those views: they share the open file
+            fcntl.flock(self._fd, fcntl.LOCK_UN)  # else the ownership would last as long as the mapping
             self._close_fd()
         try:
             self.view.release()
         except BufferError:
-            pass  # numpy arrays still point here; the mapping ends with the last of them
+            pass  # numpy arrays still use the mapping; it ends with the last array
         self._map = None
 
 
 def free_nbytes(directory: Path | None) -> int:
-    """Bytes that are free in the file system of `directory`, or (None) in the host's memory."""
+    """Bytes that are free in the file system of `directory`; with None, in the host's memory."""
     if directory is None:
         with open("/proc/meminfo", encoding="ascii") as file:
             fields = dict(line.split(":", 1) for line in file)
@@ -181,15 +181,15 @@ def free_nbytes(directory: Path | None) -> int:
     finally:
         os.close(fd)
     free = stat.f_bavail * stat.f_frsize
-    if page:  # a hugetlbfs may be mounted without a bound of its own
+    if page:  # a hugetlbfs that is mounted without a size limit reports f_blocks 0
         return min(free if stat.f_blocks else 1 << 62, pages.hugetlb_free_nbytes(page))
     return free
 
 
 def sized_by_share(config: StorageConfig, share: float) -> StorageConfig:
-    """The same config with an arena of a share of its directory, in whole extents.
+    """The config with `arena_nbytes` set to a share of the size of `shm_dir`, rounded down to whole extents.
 
-    Raises ConfigError: The share holds no extent, or the directory has no size of its own.
+    Raises ConfigError: The share is smaller than an extent, or `shm_dir` is not a directory.
     """
     if config.shm_dir is None or not config.shm_dir.is_dir():
         raise ConfigError(f"field 'arena_share': {config.shm_dir} is no directory to take a share of; set arena_nbytes")
@@ -201,10 +201,7 @@ def sized_by_share(config: StorageConfig, share: float) -> StorageConfig:
 
 
 def require_room(directory: Path | None, nbytes: int, *, field: str) -> None:
-    """Refuse sizes that cannot be served, before any file is made.
-
-    Raises ConfigError: Not a directory, or less than `nbytes` is free there.
-    """
+    """Raise ConfigError if `directory` is not a directory or has less than `nbytes` free. None: the host's memory."""
     if directory is not None and not directory.is_dir():
         raise ConfigError(f"field 'shm_dir': {directory} is not a directory; name a mounted tmpfs such as /dev/shm")
     free = free_nbytes(directory)
@@ -219,7 +216,7 @@ def require_room(directory: Path | None, nbytes: int, *, field: str) -> None:
 
 
 def require_pages(arena: SharedMemory, extent_nbytes: int) -> None:
-    """Refuse (ConfigError) extents that are not whole pages, and hosts without huge pages where those are required."""
+    """Raise ConfigError if extents are not whole pages, or if huge pages are required and the kernel has none."""
     required = arena.huge_pages == "require"
     page = max(arena.page_nbytes, pages.huge_nbytes() if required else 0)
     if extent_nbytes % page:

@@ -1,4 +1,4 @@
-"""Copying chunk bytes between memory in one piece and memory in several."""
+"""Copying chunk bytes between one contiguous buffer and several buffers."""
 
 import os
 import struct
@@ -18,20 +18,20 @@ from raykv.memory import native
 from raykv.types import Scattered
 
 STREAM_NBYTES: Final = 512 << 10
-"""A batch of this many bytes is copied past the cache: it would leave the cache again before its use."""
+"""A batch of at least this size is copied past the CPU cache, since the cache would drop it before its use."""
 STREAM_ONE_NBYTES: Final = 64 << 10
-"""The same for the read of a single chunk."""
+"""The same limit for the read of a single chunk."""
 HASH_NBYTES: Final = 256 << 10
-"""Bytes are copied and hashed in turns of this size: the second pass finds them in the cache."""
+"""Bytes are copied and hashed in steps of this size, so that the second pass finds them in the CPU cache."""
 CHECKSUM: Final = struct.Struct("<Q")
 TINY_NBYTES: Final = 240
-"""Up to this size xxh3 is another algorithm, which the compiled loops leave to xxhash."""
+"""Up to this size xxh3 uses another algorithm. The compiled loops do not implement it; the xxhash package does."""
 _WITHOUT_GIL_NBYTES: Final = 64 << 10
 _SHARE_NBYTES: Final = 1 << 20  # no thread is woken for less
 
 
 def copy(target: memoryview, source: memoryview) -> None:
-    """Copy bytes. Large copies let other threads run meanwhile; for small ones that costs more than it gains."""
+    """Copy bytes. A large copy releases the GIL; for a small copy that would cost more than it gains."""
     if len(source) < _WITHOUT_GIL_NBYTES:
         target[:] = source
     else:
@@ -39,7 +39,7 @@ def copy(target: memoryview, source: memoryview) -> None:
 
 
 def scatter(source: memoryview, into: Sequence[memoryview]) -> bool:
-    """Copy one run of bytes into several views, in order. False, and nothing copied, when the lengths differ."""
+    """Copy contiguous bytes into several views, in order. Returns False and copies nothing if the lengths differ."""
     if sum(map(len, into)) != len(source):
         return False
     start = 0
@@ -50,7 +50,7 @@ def scatter(source: memoryview, into: Sequence[memoryview]) -> bool:
 
 
 def gather(target: memoryview, pieces: Sequence[memoryview]) -> None:
-    """Copy several views into one run of bytes, in order. ValueError when the lengths differ."""
+    """Copy several views into one contiguous target, in order. Raises ValueError: The lengths differ."""
     if len(target) != (needed := sum(map(len, pieces))):
         raise ValueError(f"slot: {len(target)} bytes where {needed} are needed")
     start = 0
@@ -60,7 +60,7 @@ def gather(target: memoryview, pieces: Sequence[memoryview]) -> None:
 
 
 def checksum_of(pieces: Sequence[memoryview]) -> int:
-    """xxh3-64 of the bytes of several views, in order."""
+    """xxh3-64 over the bytes of several views, in order."""
     if len(pieces) == 1:
         return xxhash.xxh3_64_intdigest(pieces[0])
     state = xxhash.xxh3_64()
@@ -70,14 +70,15 @@ def checksum_of(pieces: Sequence[memoryview]) -> int:
 
 
 def checksums_of(chunks: Sequence[Sequence[memoryview]]) -> bytes:
-    """The checksum of each chunk, as u64 in the order of the wire."""
+    """The checksum of each chunk, packed as little-endian u64."""
     return b"".join([CHECKSUM.pack(checksum_of(pieces)) for pieces in chunks])
 
 
 def byte_views(scattered: Scattered, name: str, *, writable: bool) -> list[memoryview]:
-    """Byte views of one buffer or several.
+    """Byte views of one buffer or of a list of buffers.
 
-    Raises UsageError: Not a buffer, not contiguous, or read-only where we write. Names it `name`.
+    Raises UsageError: A buffer is of the wrong type, not contiguous, or read-only though `writable` is set. The message
+    calls it `name`.
     """
     views = []
     for part in scattered if isinstance(scattered, list | tuple) else (scattered,):
@@ -97,27 +98,27 @@ def byte_views(scattered: Scattered, name: str, *, writable: bool) -> list[memor
 
 
 def all_byte_views(many: Sequence[Scattered], name: str, *, writable: bool) -> tuple[list[list[memoryview]], list[int]]:
-    """Byte views of each of many, and the number of bytes of each.
+    """Byte views of each value, and the number of bytes of each value.
 
-    Raises UsageError: As `byte_views`; with the place of the wrong one.
+    Raises UsageError: As `byte_views`. The message has the position of the wrong value.
     """
     views = [byte_views(each, f"{name}[{place}]", writable=writable) for place, each in enumerate(many)]
     return views, [sum(map(len, pieces)) for pieces in views]
 
 
 def default_copy_threads() -> int:
-    """Half of the cores that this process may use, at most 4: the engine needs the rest."""
+    """Half of the cores that this process may use, but at most 4. The engine needs the other cores."""
     return max(1, min(4, len(os.sched_getaffinity(0)) // 2))
 
 
 class CopyThreads:
-    """Threads that share the copies of one large batch with the caller. Thread-safe. Usable after a fork.
+    """Threads that help the caller copy one large batch. Thread-safe. Usable after a fork.
 
-    The caller copies what the threads leave: a thread that wakes late, or is busy with another batch, copies less. When
-    a call returns, also by an exception, no thread copies for it any more.
+    The caller copies too. A thread that wakes late or is busy with another batch copies less, and the caller copies
+    more. When a call returns or raises, no thread still copies for it.
 
     Attributes:
-        count: Threads that copy at the same time, the caller included.
+        count: Number of threads that copy one batch, the caller's thread included.
     """
 
     def __init__(self, count: int) -> None:
@@ -126,13 +127,13 @@ class CopyThreads:
         _all_copy_threads.add(self)
 
     def after_fork(self) -> None:
-        """In a forked child: start again, without the parent's threads, and without its locks, which may be held."""
+        """Start again in a forked child: the parent's threads do not exist there, and its locks may be held."""
         self._jobs: SimpleQueue[object] = SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
 
     def called(self, chunks: int, nbytes: int) -> Callable[[object], None] | None:
-        """The `call` of `native.read` or `native.fill` for this many chunks and bytes; None: copy alone."""
+        """The argument `call` of `native.read` or `native.fill`, which wakes threads. None: the caller copies alone."""
         shares = min(self.count, chunks, nbytes // _SHARE_NBYTES)
         if shares <= 1 or native.share is None:
             return None
@@ -144,9 +145,9 @@ class CopyThreads:
         return partial(self._call, shares - 1)
 
     def fill(self, targets: list[memoryview], values: list[Sequence[memoryview]]) -> npt.NDArray[np.uint64]:
-        """Copy chunks, each from several views, into targets of the same length. Returns their checksums.
+        """Copy chunks, each from several views, into `targets`. Returns the chunks' checksums.
 
-        Raises ValueError: The lengths differ.
+        Raises ValueError: A chunk and its target differ in length.
         """
         nbytes = sum(map(len, targets))
         stream = nbytes >= STREAM_NBYTES

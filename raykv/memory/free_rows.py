@@ -1,4 +1,4 @@
-"""Rows of a chunk table that are free. Bookkeeping of one process, derived again from the columns at every start."""
+"""The free rows of a chunk table. One process holds this list, and derives it from the columns at every start."""
 
 import mmap
 from collections.abc import Iterator
@@ -10,21 +10,19 @@ import numpy.typing as npt
 from raykv.types import Bits, Rows
 
 BLOCK_ROWS: Final = 1 << 16
-"""A start looks at rows in blocks of this size: the arrays of one block stay in the cache."""
+"""At a start, rows are read in blocks of this size, so that the arrays of one block stay in the CPU cache."""
 
 
 class FreeRows:
-    """The free rows: those on a stack, and all from `fresh` up to `limit`, which were never used.
-
-    Costs four bytes for each row that was used and is free again, and nothing for the others.
+    """The free rows of a table. Rows that were used before are on a stack, at four bytes each.
 
     Attributes:
-        fresh: Rows from here on were never used.
-        limit: Rows from here on must not be used: they have no real memory yet.
+        fresh: First row that was never used. Rows from `fresh` up to `limit` are free.
+        limit: Rows from here on must not be used, since they have no real memory yet.
     """
 
     def __init__(self, busy: Bits, *, rows: int, limit: int) -> None:
-        """Start from the rows that are busy. `busy` has one entry for each row below `limit`."""
+        """`busy` has one entry for each row below `limit`: whether the row is in use. `rows`: size of the table."""
         free_at_end = int(busy[::-1].argmax()) if busy.any() else len(busy)
         self.fresh, self.limit = len(busy) - free_at_end, limit
         self._stack: npt.NDArray[np.int32] = lazy_zeros(rows, np.int32)
@@ -40,7 +38,7 @@ class FreeRows:
         yield from range(self.fresh, self.limit)
 
     def take(self, count: int) -> Rows:
-        """Take up to `count` rows; fewer when there are no more."""
+        """Take `count` rows, or all free rows if there are fewer."""
         reused, first = min(count, self._stacked), self.fresh
         self._stacked -= reused
         self.fresh = min(first + count - reused, self.limit)
@@ -53,12 +51,12 @@ class FreeRows:
 
 
 def blocks(count: int) -> Iterator[slice]:
-    """0 .. count - 1 in runs of BLOCK_ROWS."""
+    """Slices of at most BLOCK_ROWS that cover 0 .. count - 1."""
     return (slice(first, min(first + BLOCK_ROWS, count)) for first in range(0, count, BLOCK_ROWS))
 
 
 def lazy_zeros(count: int, kind: type[np.generic]) -> npt.NDArray[Any]:
-    """An array of zeros. Its pages take real memory when they are first written to."""
+    """An array of zeros. Each page of it takes real memory at the first write to that page."""
     memory = mmap.mmap(-1, max(1, count * np.dtype(kind).itemsize), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
         try:

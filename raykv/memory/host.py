@@ -1,6 +1,6 @@
-"""How much memory this host and this container still have for us, and letting other threads go first.
+"""How much memory the host and the container have left; the scheduling class of background threads.
 
-Functions take the root of the file system: tests pass that of another host.
+Functions take the root of the file system, so that tests can pass files of another host.
 """
 
 import os
@@ -9,15 +9,12 @@ from pathlib import Path
 from typing import Final
 
 SPARED_SHARE: Final = 8
-"""This part of the memory of the host, of the container and of a file system is left to others."""
+"""One part in this many of the host's, container's and file system's memory stays free for other programs."""
 UNLIMITED: Final = 1 << 60
 
 
 def give_way() -> None:
-    """Let this thread not interrupt others when it wakes (SCHED_BATCH). For background threads.
-
-    It waits for a free core, or for its turn: else each wake-up on the core of a reader or writer would hold it up.
-    """
+    """Put the calling background thread into SCHED_BATCH: when it wakes, it does not preempt readers or writers."""
     try:
         if os.sched_getscheduler(0) == os.SCHED_OTHER:  # else an administrator has chosen
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
@@ -26,9 +23,9 @@ def give_way() -> None:
 
 
 def has_to_spare(directory: Path | None, root: Path = Path("/")) -> bool:
-    """Whether an eighth of the host's memory, of the container's and of the file system of `directory` is free.
+    """Whether an eighth of the memory is free: of the host, of the container, and of the file system of `directory`.
 
-    False where the host does not say.
+    False if the host does not report it. With directory None the file system is not checked.
     """
     try:
         lines = [line.partition(":") for line in lines_of(root / "proc/meminfo")]
@@ -47,7 +44,10 @@ def has_to_spare(directory: Path | None, root: Path = Path("/")) -> bool:
 
 
 def cgroup_memory(root: Path) -> tuple[int | None, int]:
-    """The nearest limit at or above this process's control group, and the use there. None: no limit."""
+    """The memory limit of this process's control group or its nearest ancestor with one, and the memory used there.
+
+    The limit is None if there is none.
+    """
     for limit_name, used_name in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
         for group in _groups(root, "memory"):
             limit = "".join(lines_of(group / limit_name)).strip()
@@ -57,13 +57,13 @@ def cgroup_memory(root: Path) -> tuple[int | None, int]:
 
 
 def cgroup_file(root: Path, name: str) -> str:
-    """A file of this process's control group, or of the nearest one above that sets a limit by it; "" if none does."""
+    """The text of a limit file of this process's control group or its nearest ancestor with a limit. "": no limit."""
     texts = ("\n".join(lines_of(group / name)) for group in _groups(root, name.partition(".")[0]))
     return next((text for text in texts if text and not text.startswith("max")), "")
 
 
 def _groups(root: Path, controller: str) -> Iterator[Path]:
-    """Possible directories of this process's control groups of a kind, from the nearest to the outermost."""
+    """Possible directories of this process's control groups for a controller, innermost first."""
     mounted = root / "sys/fs/cgroup"
     for line in lines_of(root / "proc/self/cgroup"):
         controllers, _, path = line.partition(":")[2].partition(":")
@@ -76,7 +76,7 @@ def _groups(root: Path, controller: str) -> Iterator[Path]:
 
 
 def lines_of(path: Path) -> list[str]:
-    """Lines of a kernel file; none if it does not exist."""
+    """Lines of a kernel file; an empty list if it cannot be read."""
     try:
         return path.read_text(errors="replace").splitlines()
     except OSError:

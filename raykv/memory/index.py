@@ -1,10 +1,10 @@
 """The hash index of a chunk table: from a 128-bit key to a row. Open addressing with linear probing.
 
-Only one process writes. Any number of processes may read, without a lock. An entry is empty, removed, or a row number.
-A search stops at an empty entry and continues past a removed one. There are two copies, one of them in use:
-`rebuild_index` fills the other one, then switches.
+Only one process writes. Other processes read without a lock. An entry is empty, removed, or a row number. A search
+stops at an empty entry and continues past a removed entry. The index exists twice, and one copy is in use:
+`rebuild_index` fills the other copy, then switches to it.
 
-No loop is endless: an index without an empty entry is full or damaged, and raises LostError. A restart rebuilds it.
+An index without an empty entry is full or damaged. A search in it raises LostError. A restart of the node rebuilds it.
 """
 
 from typing import Final, NoReturn
@@ -23,7 +23,7 @@ REMOVED: Final = 1
 FIRST: Final = 2
 """The entry of row 0."""
 MOST_REMOVED_SHARE: Final = 4
-"""When more than one entry in this many is a removed one, the index is rebuilt."""
+"""When more than one entry in this many is a removed entry, the index is rebuilt."""
 
 _MIX: Final = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio: the product spreads neighbours
 _LOW_64: Final = (1 << 64) - 1
@@ -34,8 +34,8 @@ class HashIndex:
     """Lookups for readers, and changes for the one writer.
 
     Attributes:
-        records: The bytes of the columns of RECORD.
-        removed: Number of removed entries in the copy in use. Only the writer keeps it up to date.
+        records: The bytes of the columns in RECORD.
+        removed: Number of removed entries in the copy in use. Correct only in the writer's process.
     """
 
     columns: Columns
@@ -51,15 +51,15 @@ class HashIndex:
         raise NotImplementedError
 
     def find(self, keys: KeyArray) -> Rows:
-        """Row of each key in any state, or -1.
+        """Row of each key, in any state, or -1.
 
-        A key whose entry moves meanwhile may be missed: a miss to a reader. A row may change right after it was found:
-        compare its generation before and after use. Raises LostError: See the module. The same for all methods here.
+        A key may be missed while the writer moves its entry. A row may change right after this call, so the caller
+        compares the row's generation before and after use. Raises LostError: The index is full or damaged.
         """
         return self._lookup(keys, None)[0]
 
     def find_ready(self, keys: KeyArray, now: int) -> tuple[Rows, npt.NDArray[np.uint32]]:
-        """Rows of the keys that are ready and not expired at tick `now`, else -1; and their generations."""
+        """Row of each key, and the row's generation. The row is -1 unless it is ready and not expired at tick `now`."""
         return self._lookup(keys, now)
 
     def _lookup(self, keys: KeyArray, now: int | None) -> tuple[Rows, npt.NDArray[np.uint32]]:
@@ -103,7 +103,7 @@ class HashIndex:
         return self._raise_damaged()
 
     def _home(self, hi: npt.NDArray[np.uint64], lo: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
-        """Where the search for each key begins. The halves are mixed, since a caller's keys need not be hashes."""
+        """The entry at which the search for each key begins. Keys need not be hashes, so their halves are mixed."""
         mixed = (hi ^ lo) * np.uint64(_MIX) >> np.uint64(32)
         return (mixed * np.uint64(self._size) >> np.uint64(32)).astype(np.int64)
 
@@ -121,12 +121,12 @@ class HashIndex:
         return entries
 
     def insert(self, keys: KeyArray, rows: Rows) -> None:
-        """Enter rows under keys that are not in the index. Writes the keys to their columns first."""
+        """Write keys to the columns of `rows`, then enter the rows. The keys must not be in the index yet."""
         self.columns.key_hi[rows], self.columns.key_lo[rows] = keys[:, 0], keys[:, 1]
         self._enter(self.index, rows)
 
     def remove(self, rows: Rows) -> None:
-        """Take rows out of the index; a row that is not in it is passed over. Their generations must be odd by now."""
+        """Take rows out of the index. Skips rows that are not in it. The rows' generations must be odd already."""
         for row in rows.tolist():
             self._remove_one(row)
 
@@ -149,7 +149,7 @@ class HashIndex:
             if self.removed > size // MOST_REMOVED_SHARE:
                 self.rebuild_index(self.index_entries())
             return
-        # Nothing lies behind it: no search has to go on here, nor at the removed entries just before.
+        # The next entry is empty, so no search has to continue past this entry or the removed entries just before it.
         index[position] = EMPTY
         position = position - 1 if position else size - 1
         while index[position] == REMOVED:
@@ -158,17 +158,17 @@ class HashIndex:
             position = position - 1 if position else size - 1
 
     def rebuild_index(self, rows: Rows) -> None:
-        """Fill the other copy with `rows`, then switch to it: a lookup during one rebuild finds all of them."""
+        """Fill the other copy with `rows`, then switch to it. A lookup during the rebuild still finds all rows."""
         number = 1 - self._active[0]
         if not self._populate_copy(number):
-            number = self._active[0]  # no memory for a second copy: readers miss rows that are not entered yet
+            number = self._active[0]  # no memory for the other copy: until the end readers miss some rows
         self._copies[number][:] = EMPTY
         self._enter(self._copies[number], rows)
         self._active[0] = number
         self.removed = 0
 
     def _enter(self, index: npt.NDArray[np.int32], rows: Rows) -> None:
-        """Put each row at the first free entry from its key's home on."""
+        """Put each row at the first free entry at or after its key's home."""
         if native.enter is not None:
             reused = native.enter(self.records, index, np.ascontiguousarray(rows))
             if reused < 0:

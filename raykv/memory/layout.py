@@ -1,4 +1,4 @@
-"""The layout of a chunk table in shared memory: header, one row per chunk, an array per column."""
+"""The layout of a chunk table in shared memory: a header, one row per chunk, one array per column."""
 
 from enum import IntEnum
 from typing import TYPE_CHECKING, Final
@@ -16,24 +16,24 @@ MAX_DEPTH: Final = 1 << 31
 TICKS_PER_S: Final = 64
 """Times in the table are 32-bit ticks since the table was made. They wrap after two years."""
 ROWS_AT_START: Final = 1 << 16
-"""Rows that get real memory when a table is made. `Table.populate_rows` adds more."""
+"""Number of rows that get real memory when a table is made. `Table.populate_rows` adds more."""
 QUARANTINE_S: Final = 10.0
-"""A slot stays out of use this long after its writer was cut off: the writer may still be filling it."""
+"""After a writer's connection broke, its slots stay out of use this long: the writer may still write to them."""
 
 
 class RowState(IntEnum):
-    """The state of a row. Only the node changes it; docs/storage.md shows who moves a row where."""
+    """The state of a row. Only the node changes it; docs/storage.md shows all transitions."""
 
     FREE = 0
     """No slot, no key."""
     LENT = 1
-    """A writer fills the slot. No key yet."""
+    """A writer fills the slot. The row has no key yet."""
     READY = 2
-    """Holds a chunk; in the index."""
+    """The row holds a chunk and is in the index."""
     QUARANTINED = 3
-    """The writer was cut off and may still write. The slot is free again after QUARANTINE_S."""
+    """The writer's connection broke, and it may still write. The slot is free again after QUARANTINE_S."""
     PENDING_DELETE = 4
-    """Deleted while pinned: not in the index, and free after the last unpin."""
+    """Deleted while pinned. The row is not in the index, and is free after the last unpin."""
 
 
 HEADER: Final = np.dtype(
@@ -64,7 +64,7 @@ RECORD: Final = np.dtype(
         ("key_lo", "<u8"),
     ]
 )
-"""What lookups and reads need. Two records fill one cache line, so one cache miss fetches all of a row."""
+"""The fields that lookups and reads need. Two records fill one cache line, so a record costs one cache miss."""
 COLUMNS: Final[dict[str, str]] = {
     "checksum": "<u8",
     "inserted": "<u4",
@@ -85,27 +85,27 @@ ROW_NBYTES: Final = (
     + sum(np.dtype(kind).itemsize for kind in COLUMNS.values())
     + INDEX_COPIES * INDEX_ENTRIES_PER_ROW * np.dtype(np.int32).itemsize
 )
-"""Memory of one row, both copies of the index included."""
+"""Bytes of shared memory per row, both copies of the index included."""
 
 
 class Columns:
-    """The columns as numpy arrays over shared memory, one entry per row. Those of RECORD are strided views.
+    """The columns as numpy arrays over shared memory, one entry per row. Columns of RECORD are strided views.
 
     Attributes:
-        key_hi, key_lo: The key.
+        key_hi, key_lo: The two halves of the key.
         checksum: xxh3-64 of the chunk's bytes.
         generation: Even and not 0: readable. Odd, or 0 (never used): not readable. It changes with every new content.
-        page: Where the slot begins in the arena, in units of SLOT_ALIGNMENT_NBYTES.
-        nbytes: Length of the chunk; of a lent row, size of the slot.
-        inserted, accessed, expires: In ticks; 0 in `expires` means never. Readers write `accessed` and `frequency`
-            without a lock: a lost update does no harm.
+        page: Start of the slot in the arena, in units of SLOT_ALIGNMENT_NBYTES.
+        nbytes: Length of the chunk. In a lent row: size of the slot.
+        inserted, accessed, expires: Times in ticks; `expires` 0 means never. Readers write `accessed` and `frequency`
+            without a lock, since a lost update does no harm.
         frequency: Number of reads.
-        depth: Number of chunks before this one in its chain.
-        parent, parent_generation: Row of the chunk before this one, and its generation then. -1: no parent. When the
-            generation differs by now, the parent is gone, and the row has none.
-        children: Number of READY rows whose live parent this row is.
+        depth: Number of chunks before this chunk in its chain.
+        parent, parent_generation: Row of the chunk before this chunk (-1: none), and that row's generation at the
+            commit. If that row has another generation now, the parent chunk is gone.
+        children: Number of READY rows whose live parent is this row.
         group: Number of the quota group in the table's list of namespaces.
-        pins: Number of readers that hold a view of the bytes.
+        pins: Number of pins, which keep the bytes in place.
         state: See `RowState`.
     """
 
@@ -132,7 +132,7 @@ class Columns:
 
 
 class Cells:
-    """The same columns as memoryviews: one entry is read or written in 40 ns, where numpy needs a microsecond."""
+    """The same columns as memoryviews. Access to one entry takes 40 ns; numpy needs a microsecond."""
 
     def __init__(self, columns: Columns) -> None:
         self.__dict__.update({name: memoryview(array) for name, array in vars(columns).items()})
@@ -143,7 +143,7 @@ class Cells:
 
 
 class Layout:
-    """Where each part lies in the file. Depends on two numbers alone."""
+    """The offset of each part of the file. Depends only on the numbers of rows and extents."""
 
     def __init__(self, rows: int, extents: int) -> None:
         self.index_size = INDEX_ENTRIES_PER_ROW * rows
@@ -162,7 +162,7 @@ class Layout:
         return start
 
     def parts_of_rows(self, first: int, end: int) -> list[tuple[int, int]]:
-        """(offset, nbytes) of everything that belongs to rows first .. end - 1."""
+        """(offset, nbytes) of each part of the file that holds the columns of rows first .. end - 1."""
         widths = [(self.records, RECORD.itemsize)]
         widths += [(start, np.dtype(COLUMNS[name]).itemsize) for name, start in self.columns.items()]
         return [(start + first * width, (end - first) * width) for start, width in widths]
@@ -173,7 +173,7 @@ def table_nbytes(rows: int, extents: int) -> int:
 
 
 def header_cell(view: memoryview, field: str) -> "memoryview[int]":
-    """One integer of the header, which is cheaper to read than a field of a numpy array."""
+    """One integer of the header as a memoryview, which is faster to read than a field of a numpy array."""
     fields = HEADER.fields
     assert fields is not None
     start = fields[field][1]

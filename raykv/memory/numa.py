@@ -1,8 +1,8 @@
-"""Spreading an arena over the memory nodes (NUMA) of a host.
+"""Spreading an arena over the NUMA nodes of a host.
 
-The arena is cut into one run of extents per memory node that we may use. Each run asks for its pages from one node. The
-kernel's policy is "preferred", not "bind": a slower page is better than the out-of-memory killer. The policy belongs to
-the file: it also holds when another process touches a page first.
+The arena is cut into parts of neighbouring extents, one part per usable NUMA node. The pages of a part come from its
+node. The kernel's policy is "preferred", not "bind": a page of a distant node is better than the out-of-memory killer.
+The policy belongs to the file, so it also holds when another process touches a page first.
 """
 
 import logging
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 MPOL_PREFERRED: Final = 1
 MAX_NODES: Final = 1024
-_MBIND: Final = {"x86_64": 237, "aarch64": 235}  # libnuma, which knows the numbers too, may not be installed
+_MBIND: Final = {"x86_64": 237, "aarch64": 235}  # system call numbers; libnuma may not be installed
 
 
 def part_of(extents: int, parts: int) -> npt.NDArray[np.int64]:
@@ -29,7 +29,7 @@ def part_of(extents: int, parts: int) -> npt.NDArray[np.int64]:
 
 
 def in_turns(extents: int, parts: int) -> list[int]:
-    """All extents, in an order in which the parts take turns: so a half-full arena uses all nodes alike."""
+    """All extents, one of each part in turn. In this order a half-full arena uses all NUMA nodes equally."""
     part = part_of(extents, parts)
     place = np.arange(extents) - np.searchsorted(part, part)  # within its part
     order: list[int] = np.lexsort((part, place)).tolist()
@@ -37,7 +37,7 @@ def in_turns(extents: int, parts: int) -> list[int]:
 
 
 def usable_nodes(root: Path = Path("/")) -> tuple[int, ...]:
-    """Memory nodes that have memory and that this process may use. (0,) where the host does not say."""
+    """NUMA nodes that have memory and that this process may use. (0,) if the host does not report them."""
     try:
         present = parse_list((root / "sys/devices/system/node/has_memory").read_text())
         status = (root / "proc/self/status").read_text().splitlines()
@@ -48,7 +48,7 @@ def usable_nodes(root: Path = Path("/")) -> tuple[int, ...]:
 
 
 def parse_list(text: str) -> set[int]:
-    """Numbers of a list as the kernel writes it: "0-2,5"."""
+    """The numbers of a kernel list such as "0-2,5"."""
     found: set[int] = set()
     for part in text.strip().split(","):
         if part:
@@ -58,10 +58,10 @@ def parse_list(text: str) -> set[int]:
 
 
 def spread(arena: SharedMemory, extents: int, extent_nbytes: int, nodes: Sequence[int]) -> tuple[int, ...]:
-    """Let each part of the arena take its pages from one node. Pages that are there already stay.
+    """Let each part of the arena take its pages from one NUMA node. Pages that exist already stay where they are.
 
-    Returns: The node of each part. () when there is only one, or when the kernel or the container forbids it: then
-    nothing is asked for, and that is logged.
+    Returns: The node of each part. () when there is only one node, or when the kernel or the container forbids memory
+    policies, which is logged.
     """
     if len(nodes) < 2:
         return ()
@@ -79,9 +79,9 @@ def spread(arena: SharedMemory, extents: int, extent_nbytes: int, nodes: Sequenc
 
 
 def prefer(memory: SharedMemory, offset: int, nbytes: int, node: int) -> None:
-    """Take the pages of a part from one node, as long as it has any.
+    """Take new pages of a part of `memory` from one NUMA node, as long as the node has free pages.
 
-    Raises OSError: EPERM or ENOSYS in containers that forbid it, EINVAL for a node that does not exist.
+    Raises OSError: EPERM or ENOSYS: the container forbids memory policies. EINVAL: the node does not exist.
     """
     machine = os.uname().machine
     if machine not in _MBIND:
@@ -96,7 +96,7 @@ def prefer(memory: SharedMemory, offset: int, nbytes: int, node: int) -> None:
 
 
 def may_prefer() -> bool:
-    """Whether the kernel and the container let us place memory; tried on one page."""
+    """Whether the kernel and the container allow memory policies; tries one page."""
     memory = SharedMemory.create(None, 4096, huge_pages="never")
     try:
         prefer(memory, 0, 4096, usable_nodes()[0])

@@ -1,8 +1,8 @@
-"""Taking real memory for the arena and the table before it is needed.
+"""Taking real memory for the arena and the table before its use.
 
-A file in shared memory has no memory until its first touch, and a touch when there is none kills the process. So an
-extent is populated before its first use: ahead of need by `Populator.step` on a background thread, or at once, in small
-pages, when a writer needs it. `Slots` knows which extents are populated, unpopulated or failed.
+A page of a shared file takes real memory at its first touch. If there is no memory, the touch kills the process. So
+each extent is populated before its first use. Usually `Populator.step` does so on a background thread. If a writer
+needs an unpopulated extent, it is populated at once, in small pages. `Slots` holds the state of each extent.
 """
 
 import threading
@@ -17,7 +17,7 @@ from raykv.memory.table import Table
 
 AHEAD_NBYTES: Final = 256 << 20
 AHEAD_SHARE: Final = 8
-"""This many bytes of free extents stay populated, or this part of the arena if that is less."""
+"""AHEAD_NBYTES of free extents stay populated, or one part in AHEAD_SHARE of the arena if that is less."""
 AHEAD_ROWS: Final = 1 << 18
 """This many free rows stay populated."""
 
@@ -26,13 +26,14 @@ class Populator:
     """Takes real memory for extents and rows.
 
     Attributes:
-        on_populated: Called once with (offset, nbytes) of each extent that got memory, before its first use: the place
-            to register it with a NIC or a GPU. Called by the thread of `step`, or by a writer under the node's lock.
-            Extents that serve since an earlier process have memory already: see `Table.extent_slots`.
+        on_populated: Hooks, for example to register memory with a NIC or a GPU. Each is called once per extent, with
+            (offset, nbytes), after the extent got memory and before its first use. The caller is the thread of `step`,
+            or a writer that holds the node's lock. No hook is called for extents that an earlier process populated
+            and that hold chunks; see `Table.extent_slots`.
     """
 
     def __init__(self, arena: SharedMemory, table: Table, slots: Slots, free_rows: FreeRows) -> None:
-        """From now on `slots` takes memory by `populate_now`."""
+        """Sets `slots.populate` to `populate_now`."""
         self._arena, self._table, self._slots, self._free_rows = arena, table, slots, free_rows
         self._ahead_nbytes = min(AHEAD_NBYTES, arena.nbytes // AHEAD_SHARE)
         slots.populate = self.populate_now
@@ -45,15 +46,16 @@ class Populator:
 
     @property
     def due(self) -> bool:
-        """Whether `step` would take memory although others write. Cheap."""
+        """Whether `step` would take memory even with `quiet=False`. Cheap."""
         return self._next_extent(quiet=False) >= 0 or self._next_rows() > 0
 
     def step(self, lock: AbstractContextManager[object], *, quiet: bool) -> bool:
-        """Take memory for one more extent and for more rows, if due. The long part runs without the lock.
+        """Take memory for one more extent and for more rows, if due. The slow part runs without the lock.
 
-        `lock`: the node's, not held. `quiet`: nobody writes, and the host has memory to spare: populate the whole
-        arena, and try failed extents again. During writes this would cost them a core and bandwidth. Returns: whether
-        to call it again. False also when the file system is full: call it again later.
+        `lock`: the node's lock, which the caller does not hold. `quiet`: nobody writes and the host has memory to
+        spare, so populate the whole arena and try failed extents again. During writes that would take a core and memory
+        bandwidth from the writers. Returns: True if the caller should call again at once. False also when the file
+        system is full; the caller should call again later.
         """
         with lock:
             extent, rows = self._next_extent(quiet=quiet), self._next_rows()
@@ -67,7 +69,7 @@ class Populator:
         return populated or more_rows
 
     def _next_extent(self, *, quiet: bool) -> int:
-        """The extent to populate now; -1 when enough are."""
+        """The extent to populate now; -1 when enough extents are populated."""
         slots = self._slots
         if not quiet:
             return -1 if slots.free_populated_nbytes >= self._ahead_nbytes else slots.first_unpopulated()
@@ -75,7 +77,7 @@ class Populator:
         return extent if extent >= 0 else slots.first_failed()
 
     def _next_rows(self) -> int:
-        """Number of rows to populate up to; 0 when enough are."""
+        """The number of rows that should be populated; 0 when enough rows are populated."""
         populated, rows = self._table.rows_populated, self._table.rows
         few = populated < rows and len(self._free_rows) < AHEAD_ROWS
         return min(rows, populated + AHEAD_ROWS) if few else 0

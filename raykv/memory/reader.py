@@ -1,4 +1,4 @@
-"""Reading a node's chunks through shared memory: no call, no lock, one copy."""
+"""Reading a node's chunks from shared memory, with one copy, and without a lock or a call to the node."""
 
 import time
 from collections.abc import Sequence
@@ -21,16 +21,16 @@ ONE_THREAD: Final = CopyThreads(1)
 
 
 class ShmReader:
-    """Chunks of one node on this host. Works on while the node is dead or being upgraded. Thread-safe.
+    """Reads the chunks of one node on this host. Also works while the node is dead or being upgraded. Thread-safe.
 
-    A damaged table makes misses, not errors: a cache never fails its reader.
+    Reads of a damaged table are misses, not errors.
 
     Attributes:
-        table, arena: Mapped. The arena is writable only if asked for: a client copies its own chunks into it.
+        table, arena: The mapped files. The arena is read-only unless the caller asked for `writable`.
     """
 
     def __init__(self, table: str, arena: str, *, writable: bool) -> None:
-        """Map a node's files. Raises LostError: They are gone, or of another layout version."""
+        """Map a node's files. Raises LostError: A file is missing, damaged or of another layout version."""
         self.table = Table(SharedMemory.attach(FilePath(table), writable=True))
         self.arena = SharedMemory.attach(FilePath(arena), writable=writable)
         self._one = self.table.reader(self.arena.view)
@@ -39,14 +39,14 @@ class ShmReader:
         return self._find(keys, self.table.ticks(now_s))[0] >= 0
 
     def lengths(self, keys: KeyArray, *, now_s: float) -> npt.NDArray[np.uint32]:
-        """Length of each chunk; 0 where it could not be read here now."""
+        """Length of each chunk; 0 if the chunk cannot be read here now."""
         rows, generations = self._find(keys, self.table.ticks(now_s))
         lengths = self.table.columns.nbytes[rows]
         unchanged = (rows >= 0) & (self.table.columns.generation[rows] == generations)
         return np.where(unchanged, lengths, np.uint32(0))
 
     def ready_one(self, key: bytes) -> bool:
-        """Whether the chunk of a 16-byte key could be read here now. Raises ValueError: The key has not 16 bytes."""
+        """Whether the chunk of a 16-byte key can be read here now. Raises ValueError: Not 16 bytes."""
         if self._one is not None:
             return self._one.ready(key)
         return bool(self.ready(_one_key(key), now_s=time.monotonic())[0])
@@ -62,9 +62,9 @@ class ShmReader:
     ) -> tuple[Bits, int]:
         """Copy chunks into the caller's buffers.
 
-        For each key `into` has a writable, contiguous buffer, or several; together as long as the chunk. Returns: True
-        where the buffers now hold the chunk; where False, their content is undefined. And the number of bytes that
-        arrived. Raises UsageError: An entry of `into` is not such a buffer.
+        `into` has an entry per key: a writable, contiguous buffer of the chunk's length, or a list of buffers with that
+        total length. Returns: for each key, whether the buffers now hold the chunk (if not, their content is
+        undefined); and the number of bytes copied. Raises UsageError: An entry of `into` is no such buffer.
         """
         table, now = self.table, self.table.ticks(now_s)
         rows, generations = self._find(keys, now)
@@ -84,7 +84,7 @@ class ShmReader:
                 self._read(rows, generations, into, hits, now)
         except (BufferError, TypeError, ValueError):
             for place, target in enumerate(into):
-                byte_views(target, f"into[{place}]", writable=True)  # names the wrong one
+                byte_views(target, f"into[{place}]", writable=True)  # raises UsageError for the wrong entry
             raise
         if checksums is not None:
             for place in np.flatnonzero(hits).tolist():
@@ -96,8 +96,7 @@ class ShmReader:
         """Copy the chunk of one 16-byte key into a writable, contiguous buffer of its length.
 
         Returns: whether the buffer now holds the chunk; if not, its content is undefined. Raises ValueError: The key
-        has not 16 bytes. BufferError, TypeError, ValueError, UsageError: `into` is not such a buffer; TypeError if it
-        is several.
+        does not have 16 bytes. BufferError, TypeError, ValueError, UsageError: `into` is not such a buffer.
         """
         if self._one is not None:
             return self._one.read(key, into, STREAM_ONE_NBYTES)
@@ -107,7 +106,7 @@ class ShmReader:
         return bool(self.read(_one_key(key), [into], verify=False, now_s=time.monotonic())[0][0])
 
     def is_current(self) -> bool:
-        """Whether the mapped files are the ones that the names lead to now."""
+        """Whether the paths still name the mapped files: they were neither removed nor replaced."""
         return self.table.memory.is_current() and self.arena.is_current()
 
     def close(self) -> None:
@@ -123,7 +122,7 @@ class ShmReader:
     def _read(
         self, rows: Rows, generations: npt.NDArray[np.uint32], into: Sequence[Scattered], hits: Bits, now: int
     ) -> None:
-        """The same as `read` in native/reader.c."""
+        """Does the same as `read` in native/reader.c."""
         columns, view = self.table.columns, self.arena.view
         for place, row in enumerate(rows.tolist()):
             target = byte_views(into[place], f"into[{place}]", writable=True)

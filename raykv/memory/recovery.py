@@ -1,7 +1,7 @@
-"""Taking over a table that another process left behind.
+"""Taking over the table of an earlier process.
 
-A killed process leaves a sound table (see `Table.changing`). Any other file may be unsound: cut short, or overwritten.
-Then starting empty is better than serving chunks that cannot be trusted.
+A killed process leaves a table that can be repaired (see `Table.changing`). A file that was cut short or overwritten is
+refused, since its chunks cannot be trusted.
 """
 
 import numpy as np
@@ -18,10 +18,7 @@ from raykv.types import Bits, Rows
 
 
 def require_sound(table: Table) -> None:
-    """Refuse a table that contradicts itself. Does not read the bytes of chunks: they have checksums.
-
-    Raises LostError: Names the contradiction.
-    """
+    """Raise LostError, which names the contradiction, if the table contradicts itself. Does not check chunk bytes."""
     sizes, known = table.extent_slots, table.known_namespaces
     impossible = (sizes % SLOT_ALIGNMENT_NBYTES != 0) | (sizes > table.extent_nbytes)
     _require(table, not impossible.any(), "extents of impossible slot sizes")
@@ -31,7 +28,7 @@ def require_sound(table: Table) -> None:
 
 
 def _check_block(table: Table, block: slice, known: Bits, taken: Bits) -> int:
-    """Check some rows, and mark their slots in `taken`. Returns the number of rows that have a slot."""
+    """Check the rows of a block, and set their slots in `taken`. Returns the number of rows that have a slot."""
     columns = table.columns
     generation, state = columns.generation[block].copy(), columns.state[block]
     _require(table, state.max() <= max(RowState), "rows in unknown states")
@@ -46,7 +43,7 @@ def _check_block(table: Table, block: slice, known: Bits, taken: Bits) -> int:
     within, extent_pages = pages - slots.starts, table.extent_nbytes // SLOT_ALIGNMENT_NBYTES
     aligned = (slots.numbers - slots.starts) * slots.steps == within
     _require(table, aligned.all() and (within + slots.steps).max() <= extent_pages, "chunks off their slots")
-    # A length of 0 wraps, and is larger than any slot.
+    # The subtraction wraps a length of 0 to a number larger than any slot.
     fits = (nbytes - np.uint32(1)) // np.uint32(SLOT_ALIGNMENT_NBYTES) < slots.steps
     _require(table, fits.all(), "chunks without bytes, or larger than their slots")
     parents, groups = columns.parent[block][rows], columns.group[block][rows]
@@ -62,11 +59,11 @@ def _require(table: Table, sound: bool | np.bool_, problem: str) -> None:
 
 
 def take_over(table: Table) -> tuple[Rows, Rows]:
-    """Keep what was committed; take everything else out of index and chains.
+    """Keep committed chunks; take all other rows out of the index and the chains.
 
-    A row with an even generation is READY; if it was PENDING_DELETE it is FREE, since its pins ended with their
-    connections. A row with an odd generation that was not FREE is QUARANTINED: its writer may still fill the slot.
-    Returns: The ready rows and the quarantined ones.
+    A row with an even generation becomes READY. But PENDING_DELETE becomes FREE, since pins end with the connections of
+    the earlier process. A row with an odd generation that was not FREE becomes QUARANTINED, since its writer may still
+    fill the slot. Returns: the ready rows and the quarantined rows.
     """
     columns, populated = table.columns, slice(0, table.rows_populated)
     generations, state = columns.generation[populated].copy(), columns.state[populated]
@@ -91,9 +88,9 @@ def take_over(table: Table) -> tuple[Rows, Rows]:
 
 
 def _index_is_exact(table: Table, ready: Rows) -> bool:
-    """Whether the index names each ready row once, and nothing else. Counts its removed entries on the way.
+    """Whether the index has one entry for each ready row, and no other rows. Sets `table.removed`.
 
-    Compares the number of its entries, their sum and the sum of their squares: damage changes one of them.
+    Compares the number of entries, their sum and the sum of their squares. Damage changes at least one of these.
     """
     index, expected = table.index, ready + np.int32(FIRST)
     table.removed = removed = int(np.count_nonzero(index == REMOVED))
@@ -104,7 +101,7 @@ def _index_is_exact(table: Table, ready: Rows) -> bool:
 
 
 def _relink(table: Table, ready: Rows, generations: npt.NDArray[np.uint32]) -> None:
-    """Drop links to parents that are not ready, or that are not one place before the chunk. Count children again.
+    """Remove links to parents that are not ready, or whose depth is not one less than the chunk's. Count children.
 
     `generations` is 0 for rows that are not ready.
     """

@@ -1,9 +1,9 @@
-"""Slots of the arena: extents of equal size, and each extent serves one slot size at a time (as slabs in memcached).
+"""Slots of the arena. The arena consists of equal extents; an extent has slots of one size, like a slab in memcached.
 
-Chunks of one namespace have one size, so an extent has no holes of odd sizes, and is free again with its last slot.
-Bookkeeping of one process, derived at a start from `extent_slots` in the chunk table and from the pages of the rows.
+When its last used slot becomes free, an extent is free again, for any slot size. One process holds these lists. At a
+start it derives them from `extent_slots` in the chunk table and from the column `page` of the rows.
 
-The free slots of an extent are those on its stack, and all from `fresh` on, which were not used since it was claimed.
+The free slots of an extent are on its stack, or at `fresh` and after: those were not used since the extent was claimed.
 """
 
 from collections import deque
@@ -21,7 +21,7 @@ Pages = npt.NDArray[np.uint32]
 Extents = npt.NDArray[np.int64]
 
 RUN_SLOTS = 128
-"""A sample consists of runs of this many neighbours: chunks of one chain often lie next to each other."""
+"""A sample consists of runs of this many neighbouring slots, since a chain's chunks often lie next to each other."""
 
 
 def slot_nbytes(nbytes: int) -> int:
@@ -29,11 +29,12 @@ def slot_nbytes(nbytes: int) -> int:
 
 
 class Places(NamedTuple):
-    """Where slots lie. The first slot of an extent has the number of its first page, and each next one the next number.
+    """Where slots lie.
 
     Attributes:
+        numbers: Number of each slot. An extent's first slot has the number of its first page; the others count on.
         starts: First page of the extent.
-        steps: Pages of the slot; 0 in a free extent. One entry when all are the same.
+        steps: Pages per slot; 0 in a free extent. A single entry when all are equal.
     """
 
     numbers: npt.NDArray[np.intp]
@@ -56,12 +57,12 @@ def slot_places(pages: Pages, extent_slots: npt.NDArray[np.uint32], extent_nbyte
 class Slots:
     """Which slots are free, and which row has which slot.
 
-    A free extent is populated (it has real memory), unpopulated, or failed: there was no memory when it was needed.
-    A failed extent is out of use until `mark_populated`.
+    A free extent is populated (it has real memory), unpopulated, or failed: `populate` returned False. A failed extent
+    is out of use until `mark_populated`.
 
     Attributes:
-        free_nbytes: Bytes in free slots and free extents.
-        populate: Takes real memory for an extent; False if there is none. Called before an extent's first use.
+        free_nbytes: Bytes in free slots and free extents, failed extents excluded.
+        populate: Called before the first use of an extent, to take real memory. Returns False if there is none.
     """
 
     def __init__(
@@ -73,21 +74,21 @@ class Slots:
         rows: Rows,
         order: Iterable[int] | None = None,
     ) -> None:
-        """Start from the shared column and the rows. When both are empty, every extent is free.
+        """Derive the lists from the chunk table.
 
-        `extent_slots` is the shared column, changed here; `pages` the column with the first page of each row's slot;
-        `rows` have a slot. `order`: all extents in the order of their use; None: first to last.
+        `extent_slots`: array of the table; this object changes it. `pages`: the column `page`. `rows`: all rows that
+        have a slot. `order`: all extents in the order in which to use them; None: first to last.
         """
         extents = len(extent_slots)
         self._extent_slots, self._extent_nbytes, self.populate = extent_slots, extent_nbytes, populate
         self._extent_pages = extent_nbytes // SLOT_ALIGNMENT_NBYTES
         self.free_nbytes = extents * extent_nbytes
         self._stack = lazy_zeros(extents * self._extent_pages, np.uint32)
-        self._row_at = lazy_zeros(extents * self._extent_pages, np.int32)  # row + 1 by number of the slot; 0: none
+        self._row_at = lazy_zeros(extents * self._extent_pages, np.int32)  # by slot number: row + 1; 0: no row
         self._stacked, self._fresh = np.zeros(extents, np.int64), np.zeros(extents, np.int64)
         self._open: dict[int, dict[int, None]] = {}  # by slot size: extents with free slots
-        self._free: dict[int, int] = {}  # by slot size: free slots in them
-        self._populated: deque[int] = deque()  # free extents; the last used one is the last
+        self._free: dict[int, int] = {}  # by slot size: number of free slots in these extents
+        self._populated: deque[int] = deque()  # free extents; the most recently used extent is the last
         self._unpopulated: dict[int, None] = {}
         self._failed: dict[int, None] = {}
         self._recover(pages, rows)
@@ -125,15 +126,15 @@ class Slots:
     # -- taking and giving -------------------------------------------------------------------------------------------
 
     def free(self, size: int) -> int:
-        """Slots of `size` that `take` can give now."""
+        """Number of slots of `size` that `take` can give now."""
         return self.free_populated(size) + (self._extent_nbytes // size) * len(self._unpopulated)
 
     def free_populated(self, size: int) -> int:
-        """Those of them that have real memory already."""
+        """Number of slots of `size` that `take` can give now and that have real memory already."""
         return self._free.get(size, 0) + (self._extent_nbytes // size) * len(self._populated)
 
     def take(self, count: int, size: int) -> Pages:
-        """Take up to `count` slots of `size`; fewer when there are no more."""
+        """Take `count` slots of `size`, or fewer if no more are free. Returns the first page of each slot."""
         parts, step = [], size // SLOT_ALIGNMENT_NBYTES
         while count > 0 and (extent := self._open_extent(size)) >= 0:
             start, slots = extent * self._extent_pages, self._extent_nbytes // size
@@ -169,7 +170,7 @@ class Slots:
         self._free[size] += count
         self.free_nbytes += count * size
         self._open[size][extent] = None
-        if self._stacked[extent] == self._fresh[extent]:  # that was its last slot in use
+        if self._stacked[extent] == self._fresh[extent]:  # the extent has no slot in use any more
             self._stacked[extent] = self._fresh[extent] = 0
             self._free[size] -= self._extent_nbytes // size
             self.free_nbytes += self._extent_nbytes % size
@@ -178,7 +179,7 @@ class Slots:
             self._populated.append(extent)
 
     def _open_extent(self, size: int) -> int:
-        """An extent that serves `size` and has a free slot; a free extent is claimed if need be. -1: none is left."""
+        """An extent with a free slot of `size`. Claims a free extent if necessary. -1: there is none."""
         extents = self._open.get(size)
         if extents:
             return next(reversed(extents))
@@ -223,7 +224,7 @@ class Slots:
         return next(iter(self._failed), -1)
 
     def mark_populated(self, extent: int) -> None:
-        """An extent has real memory now. It may have been claimed meanwhile."""
+        """Note that an extent has real memory. Does nothing if a writer has claimed the extent meanwhile."""
         if extent in self._unpopulated:
             del self._unpopulated[extent]
         elif extent in self._failed:
@@ -243,7 +244,7 @@ class Slots:
         return _used(self._row_at[start : start + int(self._fresh[extent])])
 
     def sample(self, count: int, rng: "np.random.Generator", size: int | None = None) -> Rows:
-        """Rows of about `count` slots in use, in runs of neighbours from anywhere; all rows when they are fewer."""
+        """Rows of about `count` used slots, in random runs of neighbours; all rows if there are fewer."""
         served = self._extent_slots != 0 if size is None else self._extent_slots == size
         extents = np.flatnonzero(served & (self._fresh > 0))
         ends = np.cumsum(-(-self._fresh[extents] // RUN_SLOTS))
@@ -260,7 +261,7 @@ class Slots:
         return self._fresh[extents] - self._stacked[extents]
 
     def extents_serving_others(self, size: int) -> Extents:
-        """Extents that serve another slot size than `size`: they could be emptied for it."""
+        """Extents in use with another slot size than `size`."""
         return np.flatnonzero((self._extent_slots != 0) & (self._extent_slots != size))
 
     def extent_of(self, pages: Pages) -> Extents:

@@ -1,7 +1,7 @@
-"""The chunk table: a row per chunk, an array per column, a hash index, all in shared memory.
+"""The chunk table in shared memory: one row per chunk, one array per column, and a hash index.
 
-One process writes (`raykv.storage`); any number read, without a lock. A reader takes a row's `generation`, uses the row
-and the arena bytes that it names, and takes `generation` again. The same even number means that nothing changed.
+One process writes (`raykv.storage`). Other processes read without a lock. A reader loads a row's `generation`, uses the
+row and its bytes in the arena, and loads `generation` again. If both loads gave the same even number, nothing changed.
 
 Source: seqlocks (Lameter, 2005; as in the Linux kernel), one per row.
 """
@@ -43,19 +43,19 @@ if TYPE_CHECKING:
     from raykv.memory.native._native import Reader
 
 HUGE_STEP_NBYTES: Final = 32 << 20
-"""Bytes per call of `use_huge_pages`: milliseconds, or 100 ms where a hypervisor must find the memory first."""
+"""Bytes per call of `use_huge_pages`. A call takes milliseconds, or 100 ms if a hypervisor must find the memory."""
 
 
 class Table(HashIndex):
-    """The table as readers and the writer see it. Methods that change it are for the writer alone.
+    """A mapped chunk table. Only the writer may call methods that change it, except `touch`.
 
     Attributes:
-        namespaces: Array of NAMESPACE; an entry with empty text is free. The text is the quota group's JSON.
-        extent_slots: Per extent of the arena the slot size that it serves, in bytes; 0: free.
+        namespaces: Array of NAMESPACE. The text is the quota group's JSON; an entry with empty text is free.
+        extent_slots: The slot size of each extent of the arena, in bytes; 0: the extent is free.
     """
 
     def __init__(self, memory: SharedMemory) -> None:
-        """Use a mapped table. Raises LostError: No table of this layout version, or cut short."""
+        """Use a mapped file. Raises LostError: It is not a table of this layout version, cut short or damaged."""
         self.memory = memory
         if memory.nbytes < HEADER.itemsize:
             raise LostError(f"{memory.path} is too short to be a chunk table")
@@ -83,7 +83,7 @@ class Table(HashIndex):
         arrays |= {name: np.frombuffer(view, kind, self.rows, layout.columns[name]) for name, kind in COLUMNS.items()}
         self.columns = Columns(arrays)
         self.cells = Cells(self.columns)
-        # What lookups use is found once: a field of the header costs more than a probe.
+        # Attributes for lookups, since access to a header field through numpy costs more than a probe.
         self.records = view[layout.records : layout.records + self.rows * RECORD.itemsize]
         self._size = layout.index_size
         self._copies = [np.frombuffer(view, "<i4", self._size, start) for start in layout.indexes]
@@ -95,7 +95,7 @@ class Table(HashIndex):
 
     @classmethod
     def create(cls, path: Path | None, *, rows: int, extents: int, extent_nbytes: int, now_s: float) -> "Table":
-        """Make an empty table. Its first ROWS_AT_START rows have real memory; see `populate_rows`.
+        """Make an empty table. Takes real memory for its first ROWS_AT_START rows.
 
         Raises ConfigError: The file cannot be made, or there is no room for it.
         """
@@ -109,7 +109,7 @@ class Table(HashIndex):
         header["rows"], header["index_size"] = rows, layout.index_size
         header["extents"], header["extent_nbytes"] = extents, extent_nbytes
         header["made_at_s"], header["layout_version"] = now_s, LAYOUT_VERSION
-        header["magic"] = MAGIC  # last: without it the file is no table
+        header["magic"] = MAGIC  # last, so that a half-made file is refused
         table = cls(memory)
         if not table.populate_rows(ROWS_AT_START):
             memory.path.unlink()
@@ -120,7 +120,7 @@ class Table(HashIndex):
 
     @property
     def rows_populated(self) -> int:
-        """Number of rows with real memory. Touching a row beyond may kill the process."""
+        """Number of rows with real memory. Touching a later row may kill the process."""
         return self._rows_populated[0]
 
     def populate_rows(self, upto: int) -> bool:
@@ -140,10 +140,9 @@ class Table(HashIndex):
         return True
 
     def use_huge_pages(self) -> bool:
-        """Turn small pages of the populated rows into huge ones, one step per call. Lookups get faster.
+        """Turn small pages of the populated rows into huge pages, one step per call. Lookups get faster.
 
-        For quiet times. Safe while others read and write. Costs nothing when nothing has changed. Returns: whether
-        there is more to do.
+        For quiet times. Safe while others read and write. Returns: whether there is more to do.
         """
         if not self._small and self._huge_upto != self.rows_populated:
             self._huge_upto = self.rows_populated
@@ -153,7 +152,7 @@ class Table(HashIndex):
         return bool(self._small)
 
     def _steps(self, rows: int) -> Iterator[tuple[int, int]]:
-        """(offset, nbytes) of what has memory when this many rows have, cut where huge pages may begin."""
+        """(offset, nbytes) of the parts that are populated with this many rows, cut at multiples of a step."""
         parts = [(0, self._layout.indexes[1]), *self._layout.parts_of_rows(0, rows)]
         if rows == self.rows:
             parts = [(0, self._layout.nbytes)]
@@ -168,7 +167,7 @@ class Table(HashIndex):
     # -- clock and header ------------------------------------------------------------------------------------------
 
     def ticks(self, now_s: float) -> int:
-        """A time by the host's monotonic clock, in the table's units. At least 1, since 0 means never."""
+        """Convert a time of the host's monotonic clock to ticks. At least 1, since 0 means never."""
         return max(1, int((now_s - self._made_at_s) * TICKS_PER_S))
 
     def seconds(self, ticks: int) -> float:
@@ -194,42 +193,42 @@ class Table(HashIndex):
 
     @property
     def dirty(self) -> bool:
-        """True during a change. True at a start: the last owner died in one."""
+        """True during a change. If it is True at a start, the last owner died during a change."""
         return bool(self._header["dirty"])
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Mark a change. If it does not finish, the mark stays, and recovery rebuilds the index."""
+        """Set `dirty` during a change. If the change does not finish, `dirty` stays set; recovery repairs the index."""
         self._header["dirty"] = 1
         yield
         self._header["dirty"] = 0
 
     @property
     def known_namespaces(self) -> Bits:
-        """Which entries of `namespaces` are in use. Does not read their texts, which are two megabytes."""
+        """Which entries of `namespaces` are in use. Reads only the first byte of each text."""
         known: Bits = self._text_begins != 0
         return known
 
     def texts(self) -> dict[int, bytes]:
         texts = self.namespaces["text"]
         known = np.flatnonzero(self.known_namespaces).tolist()
-        return {number: text for number in known if (text := bytes(texts[number]))}  # one may be dropped meanwhile
+        return {number: text for number in known if (text := bytes(texts[number]))}  # the writer may have cleared one
 
     # -- rows -------------------------------------------------------------------------------------------------------
 
     def touch(self, rows: Rows, tick: int) -> None:
-        """Count a read of rows (none of them -1). Readers call this too: a lost update does no harm."""
+        """Count a read of each row. No row may be -1. Readers call this without a lock; a lost update does no harm."""
         self.columns.accessed[rows] = tick
         self.columns.frequency[rows] += 1
 
     def ready_rows(self) -> Rows:
-        """All rows that hold a chunk and are not pending delete. Looks at every row: not for each request."""
+        """All rows that hold a chunk and are not PENDING_DELETE. Slow, since it scans all rows."""
         generation, state = (part[: self.rows_populated] for part in (self.columns.generation, self.columns.state))
         ready = (generation & 1 == 0) & (generation != 0) & (state != RowState.PENDING_DELETE)
         return np.flatnonzero(ready).astype(np.int32)
 
     def reader(self, arena: memoryview) -> "Reader | None":
-        """The compiled lookup and read of one chunk; None without the compiled part."""
+        """The compiled reader of single chunks; None if the compiled loops are not in use."""
         if native.Reader is None:
             return None
         made: Reader = native.Reader(

@@ -1,1 +1,1 @@
-"""The chunk table's one writer: what is stored, where, and what goes when room is needed."""
+"""Storage of one node, the only writer of its chunk table: storing, eviction and deletion of chunks."""

@@ -1,8 +1,8 @@
 """Rows and slots of one node, and the state of each row.
 
-Each method that moves rows is one arrow of the diagram in docs/storage.md. Nothing else writes the column `state`.
-A process may be killed between any two writes here: the order of the writes leaves each row in a state that recovery
-understands (see `raykv.memory.recovery`).
+Each method that changes states is one arrow of the diagram in docs/storage.md. Only `Allocator` and recovery write the
+column `state`. A process may be killed between any two writes here. The order of the writes ensures that recovery
+(`raykv.memory.recovery`) can repair each row.
 """
 
 from collections import deque
@@ -22,10 +22,10 @@ from raykv.storage.batches import Chain
 from raykv.types import KeyArray, Rows
 
 AHEAD_SHARE: Final = 2
-"""Slots are lent ahead of need from one part in this many of what is free: of the bytes above the low-water mark, of
-the group's quota, and of the rows."""
+"""One part in this many may be lent ahead of need: of the free bytes above the low-water mark, of the free bytes of the
+group's quota, and of the free rows."""
 AHEAD_BOUND: Final = 8
-"""No slot is lent ahead while lent slots take more than one part in this many of the arena."""
+"""No slot is lent ahead of need while lent slots take more than one part in this many of the arena."""
 NO_ROWS: Final[Rows] = np.empty(0, np.int32)
 
 
@@ -33,16 +33,16 @@ class Allocator:
     """The rows and slots of a store, and their states.
 
     Attributes:
-        slots, free_rows: What is free.
-        used_nbytes: Bytes in slots of rows that are not free, by quota group.
-        lent_nbytes: Bytes in slots of lent rows, by quota group.
-        chunks: Rows that are ready.
+        slots, free_rows: The free slots and the free rows.
+        used_nbytes: By quota group: bytes in slots of rows that are not free.
+        lent_nbytes: By quota group: bytes in slots of lent rows.
+        chunks: Number of ready rows.
     """
 
     def __init__(
         self, config: StorageConfig, table: Table, slots: Slots, *, ready: Rows, quarantined: Rows, now_s: float
     ) -> None:
-        """Derive everything from the columns. Rows that are neither ready nor quarantined are free."""
+        """Derive all attributes from the columns. Rows that are neither ready nor quarantined are free."""
         self._table, self.slots = table, slots
         self._arena_nbytes, self._low_water = config.extents * config.extent_nbytes, config.low_water
         busy = np.zeros(table.rows_populated, np.bool_)
@@ -56,18 +56,18 @@ class Allocator:
         self._quarantine = self._resume_quarantine(quarantined, now_s)
 
     def lend(self, count: int, size: int, group: int) -> tuple[Rows, Pages]:
-        """FREE to LENT: up to `count` rows, with slots of `size` bytes. Returns the rows, and the page of each slot."""
+        """FREE to LENT: up to `count` rows with slots of `size` bytes. Returns the rows and their slots' pages."""
         pages = self.slots.take(min(count, len(self.free_rows)), size)
         rows = self.free_rows.take(len(pages))
         if not rows.size:
             return rows, pages
         columns = self._table.columns
-        columns.generation[rows] |= 1  # 0, of a row that was never used, becomes odd
+        columns.generation[rows] |= 1  # also makes the 0 of a row that was never used odd
         columns.page[rows] = pages
         columns.group[rows] = group
         columns.nbytes[rows] = size
         columns.pins[rows] = columns.expires[rows] = columns.frequency[rows] = 0
-        columns.state[rows] = RowState.LENT  # last: the row has a slot
+        columns.state[rows] = RowState.LENT  # last, since recovery expects that a lent row has a slot
         self.slots.set_rows(pages, rows)
         self.used_nbytes[group] += len(rows) * size
         self.lent_nbytes[group] += len(rows) * size
@@ -76,7 +76,7 @@ class Allocator:
     def commit(
         self, rows: Rows, keys: KeyArray, checksums: npt.NDArray[np.uint64], chain: Chain, nbytes: int, now: int
     ) -> None:
-        """LENT to READY. The keys are in no row yet."""
+        """LENT to READY. The keys must not be in the table yet."""
         columns, parents = self._table.columns, chain.parents
         linked = parents >= 0
         columns.checksum[rows] = checksums
@@ -84,14 +84,14 @@ class Allocator:
         columns.depth[rows] = chain.depths
         columns.children[rows] = 0
         columns.parent[rows] = parents
-        # A parent that is in this commit too gets its even generation below.
+        # A parent in the same commit gets its even generation below.
         columns.parent_generation[rows] = np.where(linked, _even(columns.generation[np.maximum(parents, 0)]), 0)
         with self._table.changing():
             columns.nbytes[rows] = nbytes
-            self._table.insert(keys, rows)  # before anything is counted: a damaged index raises LostError
+            self._table.insert(keys, rows)  # before any count changes: a damaged index raises LostError
             columns.state[rows] = RowState.READY
             np.add.at(columns.children, parents[linked], 1)
-            columns.generation[rows] = _even(columns.generation[rows])  # last: from here on readers see the chunks
+            columns.generation[rows] = _even(columns.generation[rows])  # last: now readers see the chunks
         self._add(self.lent_nbytes, rows, -1)
         self.chunks += len(rows)
 
@@ -101,7 +101,7 @@ class Allocator:
         self._free(rows)
 
     def quarantine(self, rows: Rows, *, now_s: float) -> None:
-        """LENT to QUARANTINED. `release` ends it after QUARANTINE_S, also in a later process."""
+        """LENT to QUARANTINED. `release` frees the rows after QUARANTINE_S, also in a later process."""
         if not rows.size:
             return
         columns, until_s = self._table.columns, now_s + QUARANTINE_S
@@ -111,18 +111,18 @@ class Allocator:
         self._quarantine.append((until_s, rows))
 
     def release(self, *, now_s: float) -> None:
-        """QUARANTINED to FREE: the rows whose time is over."""
+        """QUARANTINED to FREE: the rows whose quarantine has ended."""
         while self._quarantine and now_s >= self._quarantine[0][0]:
             self._free(self._quarantine.popleft()[1])
 
     def remove(self, rows: Rows) -> None:
-        """READY to FREE, or to PENDING_DELETE while pinned. Nobody finds the chunks any more."""
+        """READY to FREE; pinned rows: READY to PENDING_DELETE. Lookups no longer find the chunks."""
         table, columns = self._table, self._table.columns
         pinned = columns.pins[rows] > 0
         unpinned = rows[~pinned]
         parents = live_parents(columns, rows)
         with table.changing():
-            columns.generation[unpinned] |= 1  # first: readers turn away
+            columns.generation[unpinned] |= 1  # first, so that readers reject the rows
             columns.state[rows[pinned]] = RowState.PENDING_DELETE
             table.remove(rows)
             np.subtract.at(columns.children, parents[parents >= 0], 1)
@@ -131,7 +131,7 @@ class Allocator:
         self._free(unpinned)
 
     def free_unpinned(self, rows: Rows) -> None:
-        """PENDING_DELETE to FREE: those of the rows that nobody pins any more."""
+        """PENDING_DELETE to FREE: those of `rows` that have no pin."""
         columns = self._table.columns
         rows = rows[(columns.state[rows] == RowState.PENDING_DELETE) & (columns.pins[rows] == 0)]
         if rows.size:
@@ -150,7 +150,7 @@ class Allocator:
         self.free_rows.give(rows)
 
     def require_lent(self, rows: Rows, group: int | None = None, size: int = 0) -> None:
-        """Raise UsageError for rows that are not lent, or not to this quota group, or not with slots of this size."""
+        """Raise UsageError unless all rows are lent: to this quota group, if given, with slots of `size` bytes."""
         columns, count = self._table.columns, self._table.rows_populated
         if not rows.size:
             return
@@ -164,7 +164,7 @@ class Allocator:
             raise UsageError(f"slots of another size than {size:,} bytes: lend slots for chunks of this size")
 
     def most_ahead(self, size: int, group: int) -> int:
-        """How many slots of `size` may be lent ahead of need. They are free and have real memory."""
+        """How many slots of `size` may be lent ahead of need. Only free slots with real memory count."""
         low_water = int(self._low_water * self.slots.usable_nbytes)
         nbytes = (self.slots.free_nbytes - low_water) // AHEAD_SHARE
         nbytes = min(nbytes, self._arena_nbytes // AHEAD_BOUND - int(self.lent_nbytes.sum()))
@@ -185,7 +185,7 @@ class Allocator:
         return nbytes + (SLOT_ALIGNMENT_NBYTES - 1) & -SLOT_ALIGNMENT_NBYTES
 
     def _add(self, counts: npt.NDArray[np.int64], rows: Rows, sign: int) -> None:
-        """Add the bytes of these rows' slots to counts by quota group."""
+        """Add the slot sizes of these rows, times `sign`, to `counts`, which is by quota group."""
         groups, sizes = self._table.columns.group[rows], self.slot_sizes(rows)
         if (groups == groups[:1]).all():  # nearly always
             counts[groups[:1]] += sign * sizes.sum()
@@ -193,9 +193,9 @@ class Allocator:
             counts += sign * np.bincount(groups, sizes, MAX_NAMESPACES).astype(np.int64)
 
     def _resume_quarantine(self, rows: Rows, now_s: float) -> deque[tuple[float, Rows]]:
-        """Rows that an earlier process had in quarantine stay for the rest of their time, all others for all of it.
+        """Continue the quarantine of rows that an earlier process quarantined; start it for all other rows.
 
-        A row's column `inserted` holds the end. Only a row in quarantine has one that lies ahead.
+        The column `inserted` holds the end of the quarantine. In all other rows `inserted` is not in the future.
         """
         table, inserted = self._table, self._table.columns.inserted
         now, latest = table.ticks(now_s), table.ticks(now_s + QUARANTINE_S)
@@ -209,6 +209,6 @@ def has_duplicates(numbers: npt.NDArray[np.integer[Any]]) -> bool:
 
 
 def _even(generations: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
-    """The generation that each row has, or will have when it is ready. 0 stands for "never used"."""
+    """The generation that each row has, or will have once it is ready. Never 0, which means "never used"."""
     even = generations + (generations & 1)
     return np.where(even == 0, np.uint32(2), even)

@@ -1,4 +1,4 @@
-"""Batches that are committed: what can be wrong with them, and where their chunks go in a chain."""
+"""Checking a batch before its commit, and computing its chunks' parents and depths."""
 
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ from raykv.types import Batch, Rows
 
 
 class Written(NamedTuple):
-    """Written chunks of a batch, one entry each: place in the batch, row of the slot, xxh3-64 of the bytes."""
+    """The written chunks of a batch, one entry per chunk: position in the batch, row, xxh3-64 of the bytes."""
 
     positions: npt.NDArray[np.int32]
     rows: Rows
@@ -21,14 +21,14 @@ class Written(NamedTuple):
 
 
 class Chain(NamedTuple):
-    """Places in chains, one entry a row: row of the chunk before it (-1 for none), number of chunks before it."""
+    """One entry per row: row of the chunk before it in its chain (-1: none), and number of chunks before it."""
 
     parents: Rows
     depths: npt.NDArray[np.int64]
 
 
 def require_batch(batch: Batch, written: Written) -> None:
-    """Raise UsageError, which names the field, for what cannot be stored."""
+    """Raise UsageError, which names the field, if the batch cannot be stored."""
     require_hints(batch.hints.ttl_s, batch.hints.priority)
     if not 0 <= batch.depth < MAX_DEPTH:
         raise UsageError(f"field 'depth': {batch.depth} is not in 0 .. {MAX_DEPTH - 1}")
@@ -46,8 +46,8 @@ def require_batch(batch: Batch, written: Written) -> None:
 def chain_of(table: Table, batch: Batch, existing: Rows, positions: npt.NDArray[np.int32], rows: Rows) -> Chain:
     """Parents and depths of the rows that get the keys at `positions`.
 
-    The parent is the chunk before it, new or old. The depth is counted from the last old chunk before it, or from what
-    the writer says where a chunk between is missing. `existing`: the row of each key of the batch, or -1.
+    A chunk's parent is the chunk before it in the batch, new or existing. Its depth is counted from the last existing
+    chunk before it; if a chunk between is missing, from `batch.depth`. `existing`: the row of each key, or -1.
     """
     if not batch.chained:
         return Chain(np.full(len(rows), -1, np.int32), np.zeros(len(rows), np.int64))

@@ -1,4 +1,4 @@
-"""What a store holds: everything that looks and changes nothing."""
+"""The part of a store that only reads."""
 
 import struct
 from typing import Final
@@ -19,39 +19,39 @@ _KEY: Final = struct.Struct("<QQ")
 
 
 class Contents:
-    """The half of a store that only looks. `Store` adds everything that changes it."""
+    """The methods of a store that change nothing."""
 
     def __init__(self, table: Table, allocator: Allocator, evictor: Evictor) -> None:
         self.table, self.allocator, self.evictor = table, allocator, evictor
 
     def missing(self, keys: KeyArray, *, now_s: float) -> npt.NDArray[np.int32]:
-        """Positions of the keys that are not ready, each key once, in order."""
+        """Positions of the keys that are not ready, in order. Of equal keys only the first position is returned."""
         rows, _ = self.table.find_ready(keys, self.table.ticks(now_s))
         absent = np.flatnonzero(rows < 0)
         return absent[is_first(keys[absent])].astype(np.int32)
 
     def history(self, keys: KeyArray, *, now_s: float) -> tuple[Bits, npt.NDArray[np.uint32], Departures]:
-        """Of each key: whether the chunk is here; its length, 0 if it is not; and its last departure."""
+        """For each key: whether the chunk is here, its length (0 if not here), and its last departure."""
         columns, now = self.table.columns, self.table.ticks(now_s)
         rows = self.table.find(keys)
         here, rows = rows >= 0, np.maximum(rows, 0)
         departures = self.evictor.eviction_log.find(keys)
         expires = columns.expires[rows]
-        expired = here & (expires > 0) & (expires <= now)  # still here, but no reader gets it
+        expired = here & (expires > 0) & (expires <= now)  # still in the table, but no reader gets the chunk
         departures.reasons[expired], departures.tiers[expired] = Reason.EXPIRED, Place.DRAM
         departures.when_s[expired] = [self.table.seconds(tick) for tick in expires[expired].tolist()]
         here &= ~expired
         return here, np.where(here, columns.nbytes[rows], np.uint32(0)), departures
 
     def rows_of(self, group: int) -> tuple[Rows, npt.NDArray[np.uint32]]:
-        """Ready rows of a quota group, and their generations, for `Store.drop`. Looks at all rows."""
+        """Ready rows of a quota group, and their generations, for `Store.drop`. Scans all rows."""
         columns = self.table.columns
         rows = np.flatnonzero(columns.group[: self.allocator.free_rows.fresh] == group).astype(np.int32)
         rows = rows[columns.state[rows] == RowState.READY]
         return rows, columns.generation[rows]
 
     def ready_keys(self) -> KeyArray:
-        """All keys that can be read. Looks at all rows. Without the lock, keys that change meanwhile may be missing."""
+        """All keys that can be read. Scans all rows. If the caller does not hold the lock, a few may be missing."""
         columns, rows = self.table.columns, self.table.ready_rows()
         return np.stack([columns.key_hi[rows], columns.key_lo[rows]], axis=1)
 
@@ -79,7 +79,7 @@ class Contents:
 
     @property
     def written(self) -> tuple[int, int]:
-        """Changes when anything is written."""
+        """A value that changes with every write to the store."""
         return self.evictor.counters.committed, self.allocator.slots.free_nbytes
 
 

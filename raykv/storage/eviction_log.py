@@ -1,4 +1,4 @@
-"""Why chunks are not here any more: a bounded log of recent departures. Pure: no clock, no lock."""
+"""Why and when chunks were removed: a bounded log of departures. Uses no clock and no lock."""
 
 from collections.abc import Sequence
 from typing import Final, NamedTuple
@@ -10,15 +10,15 @@ from raykv.protocol.reasons import Place
 from raykv.types import KeyArray
 
 EVICTION_LOG_ENTRIES: Final = 1 << 18
-"""Departures in a node's log, at 43 bytes each. New ones replace the oldest. A power of two."""
+"""Departures in a node's log, at 43 bytes each. New departures replace the oldest. Must be a power of two."""
 CHAIN_STEPS: Final = 64
-"""Departures of other keys that a search passes. More in one bucket means keys that were made for it."""
+"""A search gives up after this many departures of other keys. Only adversarial keys fill a bucket so far."""
 
 _MIX: Final = np.uint64(0x9E3779B97F4A7C15)
 
 
 class Departures(NamedTuple):
-    """The last departure of keys, one entry each: `Reason` (NONE: not in the log), `Place`, time, policy that chose."""
+    """The last departure of each key: `Reason` (NONE: not in the log), `Place`, time, and name of the policy."""
 
     reasons: npt.NDArray[np.uint8]
     tiers: npt.NDArray[np.uint8]
@@ -27,11 +27,11 @@ class Departures(NamedTuple):
 
 
 class EvictionLog:
-    """A ring of departures and, by a hash of the key, chains through it from the newest to the oldest."""
+    """A ring of departures. Departures of equal key hash (a bucket) form a linked list, newest first."""
 
     def __init__(self, entries: int = EVICTION_LOG_ENTRIES) -> None:
         self._entries, self._shift = entries, np.uint64(65 - entries.bit_length())
-        self._next = 1  # number of the next departure; 0 is none
+        self._next = 1  # number of the next departure; number 0 means no departure
         self._keys = np.zeros((entries, 2), np.uint64)
         self._when_s = np.zeros(entries, np.float64)
         self._reason = np.zeros(entries, np.uint8)
@@ -46,7 +46,7 @@ class EvictionLog:
 
     @property
     def since_s(self) -> float | None:
-        """Time of the oldest departure in the log; None while no entry was replaced."""
+        """Time of the oldest departure in the log; None if the log still has all departures."""
         if self._next <= self._entries:
             return None
         return float(self._when_s[self._next % self._entries])
@@ -60,7 +60,7 @@ class EvictionLog:
         policies: str | Sequence[str] = "",
         now_s: float,
     ) -> None:
-        """Log the departure of chunks. `reasons`, and `policies` that chose them: one for all, or one each."""
+        """Log the departure of chunks. `reasons` and `policies`: one for all chunks, or one per chunk."""
         if len(keys) > self._entries:
             skipped = len(keys) - self._entries
             reasons = reasons if np.ndim(reasons) == 0 else np.asarray(reasons)[skipped:]
@@ -88,7 +88,7 @@ class EvictionLog:
         found = np.zeros(len(keys), np.int64)
         pending = np.arange(len(keys))
         for _ in range(CHAIN_STEPS):
-            # The entry of a number that is too old was replaced; those behind it are older still.
+            # A number that is too old means that its entry was replaced. All further entries are older still.
             pending = pending[number[pending] >= max(1, self._next - self._entries)]
             if not pending.size:
                 break
@@ -109,7 +109,7 @@ class EvictionLog:
         return ((keys[:, 0] ^ keys[:, 1]) * _MIX >> self._shift).astype(np.int64)
 
     def _number(self, name: str) -> int:
-        """Number of a policy's name; 0 for names beyond the first 254 (users may bring policies of their own)."""
+        """Number of a policy's name; 0 after the first 254 names (users may add policies)."""
         if name not in self._names:
             if len(self._names) == np.iinfo(np.uint8).max:
                 return 0

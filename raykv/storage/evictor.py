@@ -1,6 +1,6 @@
-"""Eviction by policy, and the one way out of the store for every reason.
+"""Eviction by policy, and the removal of chunks for any reason.
 
-In a large table victims are sought in a sample. Only for a small quota group are the groups of all rows looked at.
+In a large table, victims come from a sample. Only for a small quota group all rows are scanned.
 """
 
 import math
@@ -25,12 +25,12 @@ from raykv.storage.row_hints import RowHints
 from raykv.types import Bits, Rows
 
 SAMPLE_ROWS: Final = 1 << 16
-"""Candidates are all rows of a table of this size, and this many rows of a larger one."""
+"""Candidates are all rows of a table up to this size, or this many rows of a larger table."""
 SAMPLE_SHARE: Final = 128
-"""A sample costs milliseconds, so at least one in this many of its rows goes. Ahead of need that is also the most for
-one step, because others wait for the lock."""
+"""A sample costs milliseconds, so at least one in this many of its rows is evicted. A step ahead of need evicts no
+more than that, because other threads wait for the lock."""
 FOREIGN_EXTENTS: Final = 64
-"""Extents of other slot sizes, coldest first, among which one is sought that can be emptied."""
+"""This many of the coldest extents of other slot sizes are checked for one that can be emptied."""
 MAX_PINS: Final = (1 << 16) - 1
 
 
@@ -49,10 +49,10 @@ class Evictor:
     """Makes room in a store.
 
     Attributes:
-        departures: Chunks removed since this process opened the store, by quota group and reason.
-        reads_of_departed: How often they had been read, by quota group.
+        departures: By quota group and reason: number of chunks removed since this process opened the store.
+        reads_of_departed: By quota group: how often these chunks had been read.
         removed: Keys of chunks removed since the store's last `take_changes`, 16 bytes each.
-        over_quota: Quota groups that may hold more than their quota, which was lowered.
+        over_quota: Quota groups whose quota was set and which may hold more than that.
     """
 
     def __init__(self, config: StorageConfig, table: Table, allocator: Allocator, row_hints: RowHints) -> None:
@@ -66,10 +66,10 @@ class Evictor:
         self.over_quota: set[int] = set()
         self._evicting_ahead = False
 
-    # -- the way out -------------------------------------------------------------------------------------------------
+    # -- removal -----------------------------------------------------------------------------------------------------
 
     def remove(self, rows: Rows, now: int, reason: Reason) -> None:
-        """Remove ready chunks. Pinned ones keep their rows until the last `unpin`.
+        """Remove ready chunks. Pinned chunks stay in place until the last `unpin`.
 
         An evicted chunk that had expired counts as expired.
         """
@@ -92,16 +92,16 @@ class Evictor:
         self._allocator.remove(rows)
 
     def reset_group(self, group: int) -> None:
-        """Begin without a policy of its own and without counts: the number is another quota group's from now on."""
+        """Give a group number to a new quota group: remove the old group's policy and its counts."""
         self.policies.use(group, None, NO_ROWS, 1)
         self.departures[group] = self.reads_of_departed[group] = 0
 
-    # -- for a writer that waits -------------------------------------------------------------------------------------
+    # -- eviction for a waiting writer -------------------------------------------------------------------------------
 
     def make_room(self, count: int, size: int, group: int, protected: Rows, now: int) -> int:
-        """Evict until `count` slots of `size` are free for the quota group, but no `protected` rows (-1: none).
+        """Evict until the group can get `count` slots of `size`. Returns how many slots it can get, up to `count`.
 
-        Returns: how many there is room for.
+        Evicts no row in `protected`; entries of -1 are ignored.
         """
         allocator = self._allocator
         enough = min(allocator.slots.free(size), len(allocator.free_rows)) >= count
@@ -117,7 +117,7 @@ class Evictor:
         return count
 
     def _make_room_in_quota(self, count: int, size: int, group: int, now: int) -> int:
-        """Evict the quota group's own chunks until it may have `count` more slots. Returns how many it may have."""
+        """Evict the group's own chunks until its quota allows `count` more slots. Returns how many it allows."""
         quota = int(self._table.namespaces["capacity"][group])
         count = min(count, quota // size) if quota else count
         while (allowed := self._within_quota(count, size, group)) < count:
@@ -134,12 +134,15 @@ class Evictor:
         return min(count, max(0, quota - int(self._allocator.used_nbytes[group])) // size)
 
     def _as_chunks(self, nbytes: int, rows: Rows) -> int:
-        """How many chunks of the mean size of `rows` take `nbytes`."""
+        """Number of chunks, of the mean slot size of `rows`, that take `nbytes`."""
         mean = int(self._allocator.slot_sizes(rows).mean()) if rows.size else 1
         return -(-nbytes // max(1, mean))
 
     def _evict_for_slots(self, missing: int, size: int, now: int) -> bool:
-        """Free slots of one size: the coldest chunks of that size, or a whole extent of another that is colder yet."""
+        """Free slots of one size: evict cold chunks of that size, or a whole extent of another size that is colder.
+
+        Returns: False if nothing could be evicted.
+        """
         columns = self._table.columns
         rows = self._candidates()
         if self._is_small():
@@ -155,9 +158,9 @@ class Evictor:
         return bool(victims.size)
 
     def _coldest_foreign_extent(self, size: int, candidates: Rows) -> tuple[Rows, int]:
-        """Rows of the extent whose last read is longest ago, among those of other sizes that can be emptied.
+        """Rows of the coldest extent of another slot size that can be emptied, and the tick of their last read.
 
-        The candidates, which may be a sample, give the order. The extent that is chosen is looked at whole.
+        The order of the extents comes from the candidates, which may be a sample.
         """
         columns, slots = self._table.columns, self._allocator.slots
         last = np.full(self._table.extents, np.iinfo(np.int64).max)
@@ -171,7 +174,7 @@ class Evictor:
                 return rows, int(columns.accessed[rows].max())
         return NO_ROWS, 0
 
-    # -- ahead of need -----------------------------------------------------------------------------------------------
+    # -- eviction ahead of need --------------------------------------------------------------------------------------
 
     @property
     def needs_eviction(self) -> bool:
@@ -179,11 +182,11 @@ class Evictor:
 
     @property
     def nearly_full(self) -> bool:
-        """Whether so little is free that eviction must not wait for the tiers below."""
+        """Whether so little is free that eviction must not wait until tiers below have copied the chunks."""
         return self._lacking(self._config.low_water / 2) > 0
 
     def evict_ahead(self, now: int) -> bool:
-        """Evict down to lowered quotas, and from the low-water mark to the high one. One step; True: there is more."""
+        """One step of eviction down to lowered quotas and up to the high-water mark. Returns whether there is more."""
         if self.over_quota:
             self._evict_over_quota(now)
             if self.over_quota:
@@ -197,7 +200,7 @@ class Evictor:
         return self._evicting_ahead
 
     def upcoming(self, share: float, now: int) -> Rows:
-        """The chunks that would be evicted first, until this share of the arena is free. Nothing changes."""
+        """The chunks that would be evicted first, until this share of the arena is free. Evicts nothing."""
         count = self._lacking(share)
         if count <= 0 or not self._allocator.chunks:
             return NO_ROWS
@@ -215,10 +218,10 @@ class Evictor:
             rows = self._candidates_of(group, wanted=SAMPLE_SHARE)
             if self._evict(rows, self._as_chunks(excess, rows), now, one_step=True):
                 return
-        self.over_quota.discard(group)  # within its quota, or the rest is pinned or lent
+        self.over_quota.discard(group)  # it is within its quota, or its other rows are pinned or lent
 
     def _lacking(self, share: float) -> int:
-        """Chunks that must go until this share of the arena, and of the rows, is free."""
+        """Number of chunks to evict until this share of the arena and of the rows is free."""
         allocator, slots = self._allocator, self._allocator.slots
         by_rows = math.ceil(share * self._table.rows) - (self._table.rows - allocator.rows_in_use)
         nbytes = share * slots.usable_nbytes - slots.free_nbytes
@@ -233,7 +236,7 @@ class Evictor:
         self.policies.use(group, chosen, self._in_order(self._table.ready_rows()), now)
 
     def learn(self, rows: Rows, now: int) -> None:
-        """Report the chunks that were found at the start, unless the policy remembers nothing: the order costs time."""
+        """Report recovered chunks to the default policy. Skips policies without `on_insert`, since sorting is slow."""
         if type(self.policies.default).on_insert is not Policy.on_insert:
             self.policies.on_insert(self._in_order(rows), now)
 
@@ -252,16 +255,13 @@ class Evictor:
         return cells.state[row] == RowState.READY and cells.pins[row] == 0
 
     def _candidates(self, *, size: int | None = None) -> Rows:
-        """Rows that may go: all of a small table; a sample of a large one, only of slots of `size` if that is given."""
+        """Evictable rows: all of a small table; a sample of a large table, only slots of `size` if given."""
         small = self._is_small()
         rows = self._table.ready_rows() if small else self._allocator.slots.sample(SAMPLE_ROWS, self._rng, size)
         return rows[self.evictable(rows)]
 
     def _candidates_of(self, group: int, *, wanted: int) -> Rows:
-        """Rows of one quota group that may go.
-
-        A sample of a large table has few rows of a small group: then the groups of all rows are looked at.
-        """
+        """Evictable rows of one quota group. If a sample has too few rows of the group, all rows are scanned."""
         columns, used = self._table.columns, self._allocator.used_nbytes
         if self._is_small() or used[group] * SAMPLE_SHARE > used.sum():
             rows = self._candidates()
@@ -275,7 +275,7 @@ class Evictor:
         return mine[self.evictable(mine)]
 
     def _evict(self, candidates: Rows, count: int, now: int, *, one_step: bool = False) -> int:
-        """Evict `count` of the candidates. Of a sample at least its share goes, and in `one_step` just that share."""
+        """Evict `count` candidates. Of a sample, evict at least its SAMPLE_SHARE; in `one_step` exactly that share."""
         if not self._is_small() and count > 0:
             count = max(1 if one_step else count, len(candidates) // SAMPLE_SHARE)
         rows = self._victims(candidates, count, now)
@@ -287,17 +287,17 @@ class Evictor:
         return self.policies.victims(candidates, count, now, None if self._is_small() else self._may_evict)
 
     def _is_small(self) -> bool:
-        """Whether looking at all rows costs no more than a sample."""
+        """Whether scanning all rows costs no more than a sample."""
         return self._allocator.free_rows.fresh <= SAMPLE_ROWS
 
     @cached_property
     def _rng(self) -> "np.random.Generator":
-        """For samples. Made at first use: the import of `numpy.random` would delay a start."""
+        """For samples. Made at first use, since the import of `numpy.random` would delay the start."""
         return np.random.default_rng(self._table.incarnation)
 
     @contextmanager
     def _shielded(self, rows: Rows) -> Iterator[None]:
-        """Pin rows against eviction. Pins do not outlive the process, so a crash within leaves no trace."""
+        """Pin rows against eviction. If the process crashes meanwhile, recovery clears the pins."""
         pins = self._table.columns.pins
         rows = np.unique(rows[rows >= 0])
         rows = rows[pins[rows] < MAX_PINS]

@@ -1,4 +1,4 @@
-"""The two files of a node's memory, the chunk table and the arena: found, made, removed."""
+"""Opening, making and removing the two files of a node: the chunk table and the arena."""
 
 import logging
 from pathlib import Path
@@ -15,9 +15,9 @@ from raykv.storage.quota_groups import QuotaGroups
 log = logging.getLogger(__name__)
 
 OWN_TIMEOUT_S: Final = 10.0
-"""How long a start waits for the process that owned the memory before, which may be dying."""
+"""How long a start waits for the end of the process that owned the files before."""
 MOST_TICKS: Final = 1 << 31
-"""A table of this age, about a year, is made new: its times would wrap."""
+"""A table of this age, about a year, is replaced by an empty one, since its times would wrap."""
 
 
 def store_files(prefix: Path) -> tuple[Path, Path]:
@@ -25,19 +25,19 @@ def store_files(prefix: Path) -> tuple[Path, Path]:
 
 
 def remove_files(prefix: Path) -> None:
-    """Remove a node's memory. Processes that map it keep it until they close it."""
+    """Remove a node's two files. Processes that map them can use them until they unmap them."""
     for path in store_files(prefix):
         path.unlink(missing_ok=True)
 
 
 def open_files(config: StorageConfig, prefix: Path | None, *, now_s: float) -> tuple[Table, SharedMemory]:
-    """Map a node's table and arena as their one writer; see `Store.open`. Missing or damaged files are made new."""
+    """Map a node's table and arena as their only writer; see `Store.open`. Replaces missing or damaged files."""
     require_room(config.shm_dir, 0, field="shm_dir")
     if prefix is not None:
         try:
             return _attach(config, prefix, now_s=now_s)
         except LostError as error:
-            log.info("starting empty: %s", str(error))  # as text: a log record must not keep the memory open
+            log.info("starting empty: %s", str(error))  # as text, since the exception would keep the mapping alive
             remove_files(prefix)
     return _create(config, prefix, now_s=now_s)
 

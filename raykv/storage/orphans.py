@@ -1,4 +1,4 @@
-"""Memory on this host that no node will come back for."""
+"""Removing the shared-memory files of nodes that no longer exist."""
 
 import logging
 from collections.abc import Container
@@ -13,15 +13,15 @@ from raykv.storage.files import remove_files
 log = logging.getLogger(__name__)
 
 ABANDONED_S: Final = 300.0
-"""Memory is abandoned this long after its last use. A node touches its table with every heartbeat."""
+"""Files are abandoned this long after their last use. A node touches its table with every heartbeat."""
 
 
 def remove_orphans(config: NodeConfig, alive: Container[str], *, now_s: float) -> list[str]:
-    """Remove memory that nodes of this cluster's name left here and whose Ray nodes are gone.
+    """Remove the files on this host of nodes of this cluster whose Ray nodes are gone.
 
-    A new Ray node has a new name, so that memory would never be used again. Another Ray cluster on this host may have a
-    raykv cluster of the same name: memory that a process owns or used lately stays. `alive`: names of the nodes whose
-    Ray nodes are alive. `now_s`: wall clock, as of file times. Returns: names of the nodes whose memory was removed.
+    A new Ray node has a new id, so no node would use these files again. Another Ray cluster on this host may have a
+    raykv cluster of the same name. So files stay that a process owns or used lately. `alive`: ids of the nodes whose
+    Ray nodes are alive. `now_s`: wall clock, as in file times. Returns: ids of the nodes whose files were removed.
     """
     directory = config.storage.shm_dir
     start = f"raykv-{config.cluster}-"
@@ -29,7 +29,7 @@ def remove_orphans(config: NodeConfig, alive: Container[str], *, now_s: float) -
     for table in sorted(directory.glob(f"{start}*.table")) if directory else []:
         node_id = table.name.removeprefix(start).removesuffix(".table")
         if "-" in node_id:
-            continue  # of a cluster whose name begins as ours does: a Ray node's name has no dash
+            continue  # a cluster whose name begins with ours and a dash; a Ray node's id has no dash
         if node_id not in alive and _is_abandoned(table, now_s):
             log.info("removing the memory of node %s, which is gone", node_id)
             remove_all_files(table.with_suffix(""))
@@ -45,7 +45,7 @@ def remove_all_files(prefix: Path) -> None:
 
 
 def remove_unowned(prefix: Path) -> bool:
-    """Remove all files of a node, unless a process serves them. Whether they were removed."""
+    """Remove all files of a node, unless a process serves them. Returns whether the files were removed."""
     table = prefix.with_name(prefix.name + ".table")
     if table.exists() and not _is_unowned(table):
         return False
@@ -64,7 +64,7 @@ def _is_unowned(table: Path) -> bool:
     try:
         memory = SharedMemory.attach(table, writable=True)
     except (OSError, LostError):
-        return False  # another process has just removed it, or it belongs to another user
+        return False  # another process has just removed the file, or the file belongs to another user
     try:
         memory.own(timeout_s=0.0)
     except ConfigError:

@@ -1,7 +1,4 @@
-"""The quota groups of one node: under which number each namespace's chunks count, and how many bytes they may take.
-
-The list lies in the chunk table, so it outlives the process.
-"""
+"""The quota groups of one node: their numbers and quotas. The list is in the chunk table, so it outlives the node."""
 
 from collections.abc import Callable
 
@@ -17,8 +14,8 @@ class QuotaGroups:
     def __init__(self, table: Table, release: Callable[[int], bool] = lambda number: False) -> None:
         """Read the list.
 
-        `release` gives up a number for another group; False while any row counts under it. Raises LostError: The list
-        is damaged.
+        `release`: called before a dropped group's number gets another group; returns False while the number is in use.
+        Raises LostError: The list is damaged.
         """
         self._table, self._namespaces, self._release = table, table.namespaces, release
         self._retired: set[int] = set()
@@ -30,11 +27,10 @@ class QuotaGroups:
             raise LostError(f"{table.memory.path} is damaged: an entry of its list is not a namespace") from error
 
     def open(self, namespace: Namespace, capacity_nbytes: int | None = None) -> int:
-        """Number of the quota group of this namespace. It is entered into the list if it is not there.
+        """Number of this namespace's quota group. Adds the group to the list if it is missing.
 
-        `capacity_nbytes`: the most that its slots may take here; 0 for no bound but the arena; None leaves it. Raises
-        CapacityError: All numbers are taken. UsageError: The namespace's fields are too long, or the capacity is out of
-        range.
+        `capacity_nbytes`: new quota of the group's slots here; 0: no quota; None: unchanged. Raises CapacityError: All
+        numbers are taken. UsageError: The namespace's fields are too long, or the capacity is out of range.
         """
         if capacity_nbytes is not None and not 0 <= capacity_nbytes < 1 << 64:
             raise UsageError(f"field 'capacity_nbytes': {capacity_nbytes} is not in 0 .. 2**64 - 1; 0 is no bound")
@@ -64,14 +60,14 @@ class QuotaGroups:
         return self._numbers.get(digest)
 
     def number(self, digest: bytes) -> int:
-        """Number of a quota group that was opened. LostError if it was not, or if this node started empty since."""
+        """Number of an open quota group. Raises LostError: It was not opened, or this node started empty since."""
         number = self._numbers.get(digest)
         if number is None:
             raise LostError("this namespace is not open on this node")
         return number
 
     def retire(self, number: int, *, retired: bool = True) -> None:
-        """Mark a quota group as dropped: another may get its number when no others are left and nothing uses it."""
+        """Note that a quota group was dropped. If all numbers are taken, another group may get its number."""
         (self._retired.add if retired else self._retired.discard)(number)
 
     def _reclaim(self) -> int:

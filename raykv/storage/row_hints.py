@@ -1,6 +1,6 @@
 """Hints for rows: eviction priority, ended session, expiry.
 
-The expiry is in the table. The rest ends with the process: after a restart all rows have the same priority.
+The expiry is in the table. The other hints end with the process: after a restart all rows have the same priority.
 """
 
 from typing import Final
@@ -23,17 +23,17 @@ EXPIRED: Final = -HIGHEST_PRIORITY - 2
 
 
 class RowHints:
-    """Priorities and expiry of rows, and the defaults of quota groups.
+    """Hints of rows, and default hints of quota groups.
 
     Attributes:
-        active: Whether any row may have hints. Without, nothing here costs anything.
+        active: Whether any row may have hints. If not, the methods cost nothing.
         expiring: Whether any row may expire.
     """
 
     def __init__(self, table: Table, *, expiring: bool) -> None:
         self._table = table
         self._priority = lazy_zeros(table.rows, np.int8)
-        self._ended = lazy_zeros(table.rows, np.uint32)  # tick at which the session ended; 0: it goes on
+        self._ended = lazy_zeros(table.rows, np.uint32)  # tick at which the session ended; 0: not ended
         self._group_ttl: dict[int, int] = {}  # in ticks
         self._group_priority: dict[int, int] = {}
         self._group_tiers: dict[int, str] = {}
@@ -48,14 +48,14 @@ class RowHints:
         if config.ttl_s is not None:
             self._group_ttl[group] = ticks_of(config.ttl_s)
         if config.tiers == "ssd":
-            self._group_priority[group] = -HIGHEST_PRIORITY  # they are in memory only on their way
+            self._group_priority[group] = -HIGHEST_PRIORITY  # these chunks are in memory only until the SSD has them
         elif config.priority:
             self._group_priority[group] = config.priority
         self.expiring = self.expiring or bool(self._group_ttl)
         self.active = self.active or bool(self._group_ttl or self._group_priority)
 
     def set_new(self, rows: Rows, hints: Hints, group: int, now: int) -> None:
-        """Set the hints of rows that get new chunks of one quota group. The group's defaults fill in."""
+        """Set the hints of rows that get new chunks of one quota group. The group's defaults fill missing hints."""
         if not (self.active or hints.ttl_s or hints.priority):
             return
         ticks = ticks_of(hints.ttl_s) if hints.ttl_s else self._group_ttl.get(group, 0)
@@ -65,7 +65,7 @@ class RowHints:
         self._ended[rows] = 0
 
     def update(self, rows: Rows, now: int, ttl_s: float | None, priority: int | None, *, ended: bool | None) -> None:
-        """Change the hints of rows. None leaves a hint as it is; ttl_s 0 is never; a read undoes `ended`."""
+        """Change the hints of rows. None: unchanged. `ttl_s` 0: never expires. A later read of a row undoes `ended`."""
         self.active = True
         if ttl_s is not None:
             self.expiring = self.expiring or bool(ttl_s)
@@ -76,7 +76,7 @@ class RowHints:
             self._ended[rows] = now if ended else 0
 
     def ranks(self, rows: Rows, now: int) -> Ranks:
-        """One rank a row. Lower ranks are evicted first, whatever the policy says."""
+        """One rank per row. Rows of lower rank are evicted first, whatever scores the policy gives."""
         columns = self._table.columns
         ranks: Ranks = self._priority[rows].astype(np.int64)
         ended = self._ended[rows]
@@ -86,7 +86,10 @@ class RowHints:
         return ranks
 
     def below(self, rows: Rows, now: int) -> tuple[Bits, Ranks | None]:
-        """Which rows may go to the tiers below memory, and a priority for each, as `Admission.admit` takes it."""
+        """Which rows may be copied to the tiers below memory, and the rows' priorities for `Admission.admit`.
+
+        The priorities are None if no row has hints.
+        """
         may = np.ones(len(rows), np.bool_)
         if not (self.active or self._group_tiers):
             return may, None

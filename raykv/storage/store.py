@@ -1,7 +1,7 @@
-"""One node's storage: lend, commit, pin, remove. The single writer of its chunk table.
+"""One node's storage: lend, commit, pin, remove. The only writer of the node's chunk table.
 
-Plain and synchronous: no thread, no socket, no clock. The node calls it under one lock and passes the time. Readers on
-this host use the table and the arena directly (`raykv.memory.reader`).
+Synchronous, without threads, sockets or a clock. The node calls the store under one lock and passes the time. Readers
+on this host read the table and the arena directly (`raykv.memory.reader`).
 """
 
 from collections.abc import Sequence
@@ -38,20 +38,20 @@ from raykv.storage.row_hints import RowHints
 from raykv.types import Batch, Bits, KeyArray, Rows
 
 EXPIRE_ROWS: Final = 1 << 16
-"""Rows among which expired chunks are sought in one step."""
+"""Rows that one step of `Store.expire` checks."""
 
 
 class LentSlots(NamedTuple):
-    """Slots for a writer to fill and to commit: row of each, and where in the arena it begins."""
+    """Slots for a writer to fill and to commit: the row of each slot, and the slot's offset in the arena."""
 
     rows: Rows
     offsets: npt.NDArray[np.uint64]
 
 
 class Pinned(NamedTuple):
-    """Chunks that stay where they are until `unpin`, one entry a key.
+    """Chunks that stay in place until `unpin`, one entry per key.
 
-    Where the row is -1 the key is not ready, and the other entries mean nothing.
+    Row -1: the key is not ready, and the other fields of the entry are undefined.
     """
 
     rows: Rows
@@ -64,14 +64,14 @@ class Store(Contents):
     """The arena, the chunk table and the slots of one node, and everything that changes them.
 
     Attributes:
-        recovered: Chunks that were found at the start.
-        memory_nodes: Memory node of each part of the arena (`numa.part_of`); () if the kernel was asked for none.
+        recovered: Number of chunks found at the start.
+        memory_nodes: NUMA node of each part of the arena (`numa.part_of`); () if the arena is not spread over nodes.
     """
 
     def __init__(self, config: StorageConfig, table: Table, arena: SharedMemory, *, now_s: float) -> None:
-        """Take over a table: keep what was committed, quarantine the slots of unfinished writes.
+        """Take over a table: keep committed chunks, quarantine the slots of unfinished writes.
 
-        Free rows, free slots and all counts are derived from the columns, so they cannot disagree with them.
+        Free rows, free slots and all counts are derived from the columns.
         """
         self.config, self.arena = config, arena
         self.memory_nodes = spread(
@@ -98,10 +98,9 @@ class Store(Contents):
 
     @classmethod
     def open(cls, config: StorageConfig, prefix: Path | None, *, now_s: float) -> Self:
-        """Map this node's files, or make them.
+        """Map this node's files, or make them. Prefix None: use anonymous memory, which ends with the process.
 
-        With prefix None: anonymous memory, which ends with the process. Raises ConfigError: No room for the files, no
-        directory for them, or not the pages that the config asks for.
+        Raises ConfigError: There is no directory or no room for the files, or the kernel lacks the required huge pages.
         """
         return cls(config, *open_files(config, prefix, now_s=now_s), now_s=now_s)
 
@@ -122,11 +121,11 @@ class Store(Contents):
         protect: Sequence[KeyArray] = (),
         now_s: float,
     ) -> LentSlots:
-        """Lend slots to a writer. A lent slot counts as used; no reader sees it until `commit`.
+        """Lend slots to a writer. A lent slot counts as used. Readers do not see its bytes until `commit`.
 
-        Other chunks are evicted for `count` slots, but none of the keys in `protect`. Slots `ahead` of need come last,
-        and nothing is evicted for them. Returns: fewer slots when the store is full. Raises UsageError: The size is 0
-        or above an extent.
+        Evicts chunks to get `count` slots, but not the keys in `protect`. Adds up to `ahead` slots without eviction, at
+        the end of the result. Returns: fewer slots when the store is full. Raises UsageError: The size is 0 or larger
+        than an extent.
         """
         self._require_size(nbytes)
         now, size = self.table.ticks(now_s), slot_nbytes(nbytes)
@@ -134,7 +133,7 @@ class Store(Contents):
         lent, missing = [(NO_ROWS, np.empty(0, np.uint32))], count
         if count > 0:
             protected = np.concatenate([NO_ROWS, *map(self.table.find, protect)])
-            for _ in range(2):  # again if extents turned out to have no memory: then others must be emptied
+            for _ in range(2):  # again if an extent could not get real memory: then chunks must be evicted instead
                 room = self.evictor.make_room(missing, size, group, protected, now)
                 lent.append(self.allocator.lend(room, size, group))
                 missing -= len(lent[-1][0])
@@ -147,10 +146,10 @@ class Store(Contents):
         return LentSlots(rows, pages.astype(np.uint64) * SLOT_ALIGNMENT_NBYTES)
 
     def commit(self, group: int, batch: Batch, written: Written, *, now_s: float) -> Bits:
-        """Give keys to lent slots, whose bytes are written, and make the chunks visible to all readers.
+        """Give keys to lent slots that the writer has filled, and make the chunks visible to all readers.
 
-        Returns: which of the slots were used. The others stay lent: their keys are here already, or twice in the batch.
-        Raises UsageError: Names what is wrong with the batch or the slots. Nothing was stored.
+        Returns: for each slot, whether it was used. An unused slot stays lent: its key is stored already, or occurs
+        earlier in the batch. Raises UsageError: Something is wrong with the batch or the slots. Nothing was stored.
         """
         self._require_size(batch.nbytes)
         require_batch(batch, written)
@@ -171,14 +170,14 @@ class Store(Contents):
         return used
 
     def give_back(self, rows: Rows) -> None:
-        """Take lent slots back from a writer that writes to them no more. UsageError if one of them is not lent."""
+        """Take back lent slots that the writer no longer writes to. Raises UsageError: One of them is not lent."""
         self.allocator.require_lent(rows)
         self.allocator.give_back(rows)
 
     def quarantine(self, rows: Rows, *, now_s: float) -> None:
-        """Take lent slots from a writer that was cut off. UsageError if one of them is not lent.
+        """Take lent slots from a writer whose connection broke. Raises UsageError: One of them is not lent.
 
-        They are out of use for QUARANTINE_S, because the writer may still be writing.
+        The slots are out of use for QUARANTINE_S, because the writer may still write to them.
         """
         self.allocator.require_lent(rows)
         self.allocator.quarantine(rows, now_s=now_s)
@@ -194,12 +193,12 @@ class Store(Contents):
     # -- reading with a pin ------------------------------------------------------------------------------------------
 
     def pin(self, keys: KeyArray, *, now_s: float, touch: bool = True) -> Pinned:
-        """Keep the bytes of those keys that are ready in place until `unpin`. `touch`: count it as a read."""
+        """Pin the chunks that are ready: their bytes stay in place until `unpin`. `touch`: count this as a read."""
         columns, now = self.table.columns, self.table.ticks(now_s)
         rows, _ = self.table.find_ready(keys, now)
         pinned = rows[rows >= 0]
         if pinned.size and int(columns.pins[pinned].max()) + len(pinned) > MAX_PINS:
-            wanted = np.bincount(pinned, minlength=self.table.rows)  # a key may stand here more than once
+            wanted = np.bincount(pinned, minlength=self.table.rows)  # `keys` may have a key more than once
             rows[(rows >= 0) & (columns.pins[rows] + wanted[rows] > MAX_PINS)] = -1
             pinned = rows[rows >= 0]
         np.add.at(columns.pins, pinned, np.uint16(1))
@@ -210,7 +209,7 @@ class Store(Contents):
         return Pinned(rows, offsets, columns.nbytes[safe], columns.checksum[safe])
 
     def unpin(self, rows: Rows) -> None:
-        """End pins; entries of -1 are passed over. UsageError, and nothing changes, if a row has fewer pins."""
+        """End one pin per entry; entries of -1 are ignored. UsageError, and no change, if a row has fewer pins."""
         pins, rows = self.table.columns.pins, rows[rows >= 0]
         before = pins[rows]
         np.subtract.at(pins, rows, np.uint16(1))
@@ -220,7 +219,7 @@ class Store(Contents):
         self.allocator.free_unpinned(rows)
 
     def corrupt(self, pinned: Pinned) -> Rows:
-        """Rows of the pinned chunks whose bytes are not those that were stored. Reads every byte; needs no lock."""
+        """Rows of the pinned chunks whose bytes do not match their checksums. The caller needs no lock."""
         rows, first = np.unique(pinned.rows, return_index=True)
         return rows[[row >= 0 and not self._is_intact(pinned, place) for row, place in zip(rows, first, strict=True)]]
 
@@ -231,27 +230,27 @@ class Store(Contents):
     # -- removing ----------------------------------------------------------------------------------------------------
 
     def delete(self, keys: KeyArray, *, now_s: float) -> int:
-        """Remove chunks; pinned ones keep their slots until the last `unpin`. Returns how many were here."""
+        """Remove chunks; pinned chunks stay in place until the last `unpin`. Returns how many were here."""
         rows = self.table.find(keys)
         rows = np.unique(rows[rows >= 0])
         self.evictor.remove(rows, self.table.ticks(now_s), Reason.DELETED)
         return len(rows)
 
     def drop(self, rows: Rows, generations: npt.NDArray[np.uint32], *, now_s: float) -> int:
-        """Remove what `rows_of` gave, if it is still the same chunk. Returns how many chunks were removed."""
+        """Remove the chunks that `rows_of` returned, if the rows still hold them. Returns how many were removed."""
         columns = self.table.columns
         rows = rows[(columns.generation[rows] == generations) & (columns.state[rows] == RowState.READY)]
         self.evictor.remove(rows, self.table.ticks(now_s), Reason.DROPPED)
         return len(rows)
 
     def drop_corrupt(self, rows: Rows, *, now_s: float) -> int:
-        """Remove chunks that `corrupt` found, while their pins still hold them. Returns how many were here."""
+        """Remove chunks that `corrupt` found. The caller still holds their pins. Returns how many were here."""
         rows = rows[self.table.columns.state[rows] == RowState.READY]
         self.evictor.remove(rows, self.table.ticks(now_s), Reason.CORRUPT)
         return len(rows)
 
     def expire(self, lock: AbstractContextManager[Any], *, now_s: float) -> int:
-        """Remove what has expired, in steps, each under the lock. Returns how many chunks were removed."""
+        """Remove expired chunks, in steps; each step takes the lock. Returns how many chunks were removed."""
         if not self.row_hints.expiring:
             return 0
         count, now, columns = 0, self.table.ticks(now_s), self.table.columns
@@ -261,7 +260,7 @@ class Store(Contents):
             if not rows.size:
                 continue
             with lock:
-                expires = columns.expires[rows]  # again, now that nobody changes it
+                expires = columns.expires[rows]  # again, since it may have changed before the lock
                 expired = (expires > 0) & (expires <= now) & (columns.state[rows] == RowState.READY)
                 self.evictor.remove(rows[expired], now, Reason.EXPIRED)
                 count += int(expired.sum())
@@ -274,24 +273,24 @@ class Store(Contents):
         return self.evictor.needs_eviction
 
     def evict_ahead(self, *, now_s: float) -> bool:
-        """Evict ahead of need, one step: after writes, while `needs_eviction`. Returns whether there is more to do."""
+        """One step of eviction ahead of need, if `needs_eviction`. Returns whether there is more to do."""
         self.allocator.release(now_s=now_s)
         return self.evictor.evict_ahead(self.table.ticks(now_s))
 
     def use_policy(self, group: int | None, chosen: str | type[Policy] | Score | None, *, now_s: float) -> None:
-        """Evict by another policy from now on. It starts from the chunks that are here. Looks at all rows.
+        """Evict by another policy from now on. The policy learns the chunks that are here. Scans all rows.
 
-        Group None: all quota groups without a policy of their own. Policy None: the one of the config, and for a quota
-        group the one for all. Raises ConfigError: There is no such policy.
+        Group None: set the default policy, which holds for all quota groups without an own policy. Policy None: take
+        the policy of the config; for a quota group, the default policy. Raises ConfigError: There is no such policy.
         """
         if chosen is None and group is None:
             chosen = self.config.policy
         self.evictor.use_policy(group, None if chosen is None else policy(chosen), self.table.ticks(now_s))
 
     def configure(self, group: int, config: NamespaceConfig, *, now_s: float) -> None:
-        """Treat a quota group's chunks by this config from now on. What is above its quota is evicted ahead of need.
+        """Apply a config to a quota group. Chunks above the new quota are evicted later, by `evict_ahead`.
 
-        Raises ConfigError: There is no such policy here. The rest of the config holds.
+        Raises ConfigError: There is no such policy here. The other settings of the config are applied.
         """
         self.table.namespaces["capacity"][group] = config.dram_quota_nbytes or 0
         self.row_hints.configure(group, config)
@@ -310,10 +309,10 @@ class Store(Contents):
         output_tokens: int | None = None,
         now_s: float,
     ) -> int:
-        """Change the hints of chunks; see `RowHints.update`. Returns how many of them are here.
+        """Change the hints of chunks; see `RowHints.update`. Returns how many of the chunks are here.
 
-        `touch`: count it as a read. `output_tokens`: the request that read or stored the chunks is done, and generated
-        this many tokens. Raises UsageError: Names the hint that is out of range.
+        `touch`: count this as a read. `output_tokens`: the request that read or stored the chunks is done, and
+        generated this many tokens. Raises UsageError: A hint is out of range.
         """
         require_hints(ttl_s, priority, output_tokens)
         now = self.table.ticks(now_s)
@@ -328,7 +327,7 @@ class Store(Contents):
         return len(rows)
 
     def _release_group(self, group: int) -> bool:
-        """Give up a quota group's number to another group. False while any row counts under it."""
+        """Free a quota group's number for another group. Returns False while any row belongs to the old group."""
         if self.allocator.used_nbytes[group]:
             return False
         self.row_hints.configure(group, NamespaceConfig())

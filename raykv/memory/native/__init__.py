@@ -1,7 +1,6 @@
-"""The compiled loops, each of them None where it was not built: then numpy and the standard library do the same.
+"""The compiled loops. Each is None if it was not built; then the callers use numpy and the standard library.
 
-They are built with the package when a C compiler is there. RAYKV_NATIVE=0 leaves them unused. The same tests pass with
-and without them.
+The package build compiles the loops if it finds a C compiler. RAYKV_NATIVE=0 turns them off.
 """
 
 from typing import Final

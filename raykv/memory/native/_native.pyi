@@ -1,4 +1,4 @@
-# What the arguments are: module.c.
+# module.c describes the arguments.
 from typing import Any
 
 def find(*arguments: Any) -> bool: ...
