@@ -1,6 +1,6 @@
 /* Declarations for all C files. The C files have the loops that need most time: looking up many keys, copying many
-   chunks out of the arena and into it, receiving many chunks from a socket. Python modules document these loops and have the
-   same loops in Python.
+   chunks out of the arena and into it, receiving many chunks from a socket. Python modules document these loops, and do
+   the same in Python.
 
    Loops check what they read from shared memory: a row or an offset outside the buffers is a miss. */
 

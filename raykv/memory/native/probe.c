@@ -56,7 +56,7 @@ int32_t probe(const record_t *records, size_t rows, const int32_t *index, size_t
 }
 
 /* Look up many keys. Prefetches memory for each key in stages, which overlap with those of other keys: the home entry
-   in the index; then the record of that entry, which is the right one for two keys of three; for the other keys, the next
+   in the index; then the record of that entry, the right one for two keys of three; for the other keys, the next
    records. Fetching all of these at once is slower. Returns 0 when the index has no empty entry. */
 static int find_all(const record_t *records, size_t rows, const int32_t *index, size_t size, const uint64_t *keys,
                     size_t count, int64_t now, int32_t *found, uint32_t *generations) {
