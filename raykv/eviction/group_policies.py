@@ -103,7 +103,7 @@ class GroupPolicies:
             self._ask(policy, lambda asked, mine=mine: report(asked, mine))  # type: ignore[misc]
 
     def _ask(self, policy: Policy, question: Callable[[Policy], T]) -> T:
-        """Call a policy. If a user's policy raises, log the exception and use `leaf_lru` from then on."""
+        """Call a policy. If a user's policy raises, log the exception, replace it by `leaf_lru`, and call that."""
         try:
             return question(policy)
         except Exception:

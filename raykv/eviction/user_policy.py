@@ -20,7 +20,7 @@ class UserPolicy(Policy):
     drifts = True
 
     def __init__(self, function: Score, name: str) -> None:
-        """Try the function on a few rows. Raises ConfigError: The function raises or does not X."""
+        """Try the function on a few rows. Raises ConfigError: The function raises or returns no numbers."""
         self._function, self.name = function, name
         columns, rows = empty_columns(4), np.array([0, 2], np.int32)
         for some in (rows, rows[:0]):

@@ -1,4 +1,4 @@
-/* Copying bytes: past the cache where they are many, and by several threads. */
+/* Copying bytes. Large copies bypass the CPU cache and use several threads. */
 
 #include "native.h"
 #include <sched.h>
@@ -9,9 +9,9 @@
 
 /* -- the quickest way --------------------------------------------------------------------------------------------- */
 
-/* Which way is the quickest depends on the processor: what gains a third on one costs a third on another. So the first
-   copies of a process try the ways in turn, and the way with the lowest cost stays. Small and large copies choose apart:
-   a small one finds part of its bytes in a cache. */
+/* The quickest way depends on the processor: a way that gains a third on one processor costs a third on another. So the
+   first copies of a process try all ways in turn. Later copies use the way with the lowest cost. Small and large copies
+   choose separately, since part of a small copy's bytes are in a cache. */
 #define TRIES (5 * WAYS)
 #define LARGE_NBYTES (128 << 10)
 #define TRIED_NBYTES (16 << 10) /* smaller copies are not timed */
@@ -106,8 +106,8 @@ __attribute__((target("avx2"))) void stream_group(char *to, const char *from) {
             stream_128(to + page + at, from + page + at);
 }
 
-/* Stores past the cache: the target's old lines are not read first, which saves a third of the memory traffic. FETCHED:
-   the source is fetched past the outer caches too, so that a large copy leaves other data in them. */
+/* Stores bypass the cache. So the target's old lines are not read first, which saves a third of the memory traffic.
+   FETCHED: loads bypass the outer caches too, so that a large copy does not evict other data from them. */
 __attribute__((target("avx2"))) static void stream_avx2(char *to, const char *from, size_t n, int way) {
     size_t head = (size_t)(-(intptr_t)to) & 63;
     head = head > n ? n : head;
@@ -150,11 +150,11 @@ void copy_bytes(char *to, const char *from, size_t n, int stream) {
 
 /* -- jobs --------------------------------------------------------------------------------------------------------- */
 
-/* The chunks of one batch. Several threads copy them without the interpreter's lock; a free thread takes the next ones.
-   The caller's thread holds the buffers, and copies what the helpers leave: they may come late, or never. */
+/* The chunks of one batch. Several threads copy them without the GIL; each free thread takes the next chunks. The
+   caller's thread holds the buffers and copies too, since the helper threads may start late or never. */
 typedef struct {
     void (*copy)(const void *batch, Py_ssize_t at);
-    const void *batch; /* belongs to the caller: only to be used by a thread that has begun a chunk */
+    const void *batch; /* the caller's: a thread may use it only after it has begun a chunk */
     Py_ssize_t count, step, begun, ended; /* in chunks; a thread takes `step` of them at once */
 } job_t;
 
@@ -172,7 +172,7 @@ static void work(job_t *job) {
     }
 }
 
-/* Let no thread begin another chunk, and wait for the chunks that were begun. */
+/* Stop all threads from beginning another chunk, and wait until the begun chunks are copied. */
 static void end_job(job_t *job) {
     Py_ssize_t begun = __atomic_exchange_n(&job->begun, job->count, __ATOMIC_RELAXED);
     begun = begun < job->count ? begun : job->count;
@@ -187,8 +187,8 @@ static void end_job(job_t *job) {
 
 static void free_job(PyObject *capsule) { PyMem_Free(PyCapsule_GetPointer(capsule, JOB)); }
 
-/* Copy all chunks of a batch. `call` is called with the job, to bring helpers; None: no helpers. Fails only when `call`
-   does; no thread copies any more then. */
+/* Copy all chunks of a batch. `call` is called with the job, to wake helper threads; None: no helpers. Returns 0 with
+   an exception if `call` or an allocation fails. On return no thread copies for this batch any more. */
 int run_job(void (*copy)(const void *, Py_ssize_t), const void *batch, Py_ssize_t count, PyObject *call, int keep_lock) {
     job_t alone = {copy, batch, count, count / STEPS_A_JOB + 1, 0, 0}, *job = &alone;
     PyObject *capsule = NULL, *called = NULL;

@@ -1,7 +1,7 @@
 /* Checksums, and copying with the checksum in the same pass.
 
-   xxh3-64 (seed 0) of more than HASH_LEAST bytes, in steps: bytes are hashed while the copy has them in the cache, and
-   without the interpreter's lock. The same as the xxhash package, which the tests compare it to. */
+   The checksum is xxh3-64 (seed 0) of more than HASH_LEAST bytes, as in the xxhash package. It is computed in steps,
+   while the copied bytes are in the CPU cache, and without the GIL. */
 
 #include "native.h"
 
@@ -81,7 +81,7 @@ __attribute__((target("avx2"))) static inline __m256i scramble_half(__m256i lane
     return _mm256_add_epi64(_mm256_mul_epu32(mixed, prime), high);
 }
 
-/* With `to`, a multiple of 32, the bytes are also streamed there, in the same pass. */
+/* If `to` is not NULL, also copies the bytes there with streaming stores. `to` must be a multiple of 32. */
 __attribute__((target("avx2"))) static inline void blocks_avx2(uint64_t *lanes, const uint8_t *from, size_t count,
                                                                uint8_t *to) {
     __m256i low = _mm256_loadu_si256((__m256i *)lanes), high = _mm256_loadu_si256((__m256i *)(lanes + 4));
@@ -120,8 +120,8 @@ static void hash_blocks(uint64_t *lanes, const uint8_t *from, size_t count) {
     blocks_plain(lanes, from, count);
 }
 
-/* The sum of all `nbytes` bytes, after hashing the last `left` of them, 1 to HASH_BLOCK. At least a stripe is in memory
-   before `tail + left`. */
+/* Hash the last `left` (1 to HASH_BLOCK) of `nbytes` bytes. Returns the checksum of all bytes. The STRIPE bytes before
+   `tail + left` must be readable. */
 static uint64_t hash_tail(uint64_t *lanes, const uint8_t *tail, size_t left, size_t nbytes) {
     stripes_plain(lanes, tail, secret, (left - 1) / STRIPE);
     stripes_plain(lanes, tail + left - STRIPE, secret + 121, 1);
@@ -136,9 +136,9 @@ static uint64_t hash_tail(uint64_t *lanes, const uint8_t *tail, size_t left, siz
     return sum ^ sum >> 32;
 }
 
-/* -- bytes that come in parts ------------------------------------------------------------------------------------- */
+/* -- bytes that arrive in parts ----------------------------------------------------------------------------------- */
 
-/* The last bytes of each part are held back, behind the stripe before them: more may follow. */
+/* The last bytes of each part are not hashed yet, since more may follow. `tail` holds them, after a stripe. */
 
 void hasher_begin(hasher_t *hasher) {
     hash_begin(hasher->lanes);
@@ -176,7 +176,7 @@ uint64_t hasher_end(hasher_t *hasher) {
 #define TURN (16 * HASH_BLOCK) /* bytes hashed and copied in turns: they stay in the innermost cache in between */
 
 #if defined(__x86_64__)
-/* The same by streamed stores, up to the last block. Returns the number of bytes. */
+/* `store_blocks` with streaming stores. Returns the number of bytes. */
 __attribute__((target("avx2"))) static size_t store_streamed(uint64_t *lanes, char *to, const char *from, size_t blocks,
                                                              int way) {
     size_t done = 0;
@@ -192,7 +192,7 @@ __attribute__((target("avx2"))) static size_t store_streamed(uint64_t *lanes, ch
 }
 #endif
 
-/* Copy whole blocks and hash them on the way: the source is read from memory once, and the target not at all. */
+/* Copy whole blocks and hash them in the same pass. Memory is read once for the source and never for the target. */
 static void store_blocks(uint64_t *lanes, char *to, const char *from, size_t blocks, int stream) {
     size_t nbytes = blocks * HASH_BLOCK, done = 0;
     trial_t trial = {PLAIN, 0};
@@ -213,8 +213,8 @@ static void store_blocks(uint64_t *lanes, char *to, const char *from, size_t blo
     end_store(trial, nbytes);
 }
 
-/* Copy one or several pieces behind each other, and hash them. Where a piece begins a block of the hash, its whole blocks
-   are hashed from the source; the rest is hashed in the target, while the cache has it. */
+/* Copy pieces one after another into `to`, and hash them. If a piece begins at a block of the hash, its whole blocks
+   are hashed from the source. Other bytes are hashed in the target, while they are in the CPU cache. */
 static uint64_t store_pieces(char *to, const Py_buffer *pieces, Py_ssize_t count, size_t nbytes, int stream) {
     uint64_t lanes[8];
     hash_begin(lanes);

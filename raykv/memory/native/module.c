@@ -1,4 +1,4 @@
-/* The module, and the buffers of its calls. Nothing here keeps state between calls but the choice of ways (copy.c). */
+/* The module, and the buffers of its calls. The only state between calls is the choice of copy ways (copy.c). */
 
 #include "native.h"
 
@@ -26,7 +26,7 @@ Py_buffer *hold(buffers_t *buffers, PyObject *object, int flags) {
     return buffer;
 }
 
-/* The pieces of one chunk, which is a buffer or a list or tuple of them. Adds its length to `nbytes`. */
+/* Hold the pieces of one chunk, a buffer or a list or tuple of buffers. Adds the chunk's length to `nbytes`. */
 int hold_chunk(buffers_t *pieces, PyObject *chunk, int flags, chunk_t *place, size_t *nbytes) {
     int many = PyList_Check(chunk) || PyTuple_Check(chunk);
     Py_ssize_t count = many ? PySequence_Fast_GET_SIZE(chunk) : 1;

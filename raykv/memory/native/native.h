@@ -1,8 +1,8 @@
-/* What the C files share. They hold the loops that profiling found: probing the chunk table for many keys, copying many
-   chunks out of the arena and into it, receiving many from a socket. The Python modules say what these loops do, and do
-   the same without them.
+/* Declarations for all C files. The C files have the loops that need most time: looking up many keys, copying many
+   chunks out of the arena and into it, receiving many chunks from a socket. Python modules document these loops, and do
+   the same in Python.
 
-   No loop trusts what it reads: a row or a place outside the buffers is a miss. */
+   Loops check what they read from shared memory: a row or an offset outside the buffers is a miss. */
 
 #ifndef RAYKV_NATIVE_H
 #define RAYKV_NATIVE_H
@@ -14,7 +14,7 @@
 #include <time.h>
 
 #define PAGE_SHIFT 12
-#define HASH_LEAST 240                /* xxh3 of fewer bytes is another algorithm: Python's part */
+#define HASH_LEAST 240                /* up to this size xxh3 uses another algorithm; Python's xxhash package does it */
 #define WITHOUT_GIL_NBYTES (32 << 10) /* from this size on a copy lets other threads run */
 #define WITHOUT_GIL_ONE_NBYTES (256 << 10)
 #define WITHOUT_GIL_KEYS 4096
@@ -30,7 +30,7 @@ static inline int64_t monotonic_ns(void) {
     return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
 }
 
-#pragma GCC visibility push(hidden) /* these names are no other library's */
+#pragma GCC visibility push(hidden) /* other libraries must not see these names */
 
 /* -- module.c: the buffers of a call ------------------------------------------------------------------------------ */
 

@@ -1,7 +1,7 @@
 /* The hash index: see index.py.
 
-   A reader races with the writer on purpose (table.py: seqlocks). Loads of a generation are acquiring, and a fence stands
-   between a copy and the second look at the generation, so that this holds on processors that reorder loads. */
+   A reader races with the writer on purpose (table.py: seqlocks). Some processors reorder loads. So the first load of a
+   generation is an acquire load, and a fence separates the copy from the second load of the generation. */
 
 #include "native.h"
 
@@ -12,14 +12,14 @@
 #define BEHIND 3              /* records fetched ahead where the first one is another key's */
 #define NO_END (-2)           /* of `probe`: the index has no empty entry */
 
-/* Where the search for a key begins: HashIndex._home. */
+/* The entry at which the search for a key begins; see HashIndex._home. */
 static inline size_t home_of(uint64_t hi, uint64_t lo, size_t size) {
     return (size_t)((((hi ^ lo) * UINT64_C(0x9E3779B97F4A7C15)) >> 32) * (uint64_t)size >> 32);
 }
 
 static inline int is_row(int32_t entry, size_t rows) { return entry >= FIRST && (size_t)(entry - FIRST) < rows; }
 
-/* Whether a record has this key. Reads the generation first: the rest is valid for as long as it stays the same. */
+/* Whether a record has this key. Loads the generation first: the key is valid while the generation does not change. */
 static inline int has_key(const record_t *record, const uint64_t *key, uint32_t *generation) {
     uint32_t seen = __atomic_load_n(&record->generation, __ATOMIC_ACQUIRE);
     if (__atomic_load_n(&record->key_lo, __ATOMIC_RELAXED) != key[1] ||
@@ -35,7 +35,7 @@ static inline int is_usable(const record_t *record, uint32_t generation, int64_t
     return now < 0 || (generation && !(generation & 1) && (!expires || (int64_t)expires > now));
 }
 
-/* Row of a key; -1: not here; NO_END: not here, and all entries are taken. */
+/* Row of a key. -1: the key is not here or not usable. NO_END: the key is not here, and no entry is empty. */
 int32_t probe(const record_t *records, size_t rows, const int32_t *index, size_t size, const uint64_t *key, int64_t now,
               uint32_t *generation) {
     size_t position = home_of(key[0], key[1], size);
@@ -55,9 +55,9 @@ int32_t probe(const record_t *records, size_t rows, const int32_t *index, size_t
     return size ? NO_END : -1;
 }
 
-/* Fetches each key's lines of memory ahead of their use, in stages, while those of other keys are on their way: its
-   place in the index; then the record of the first row there, which is its own for two keys of three; and only for the
-   others the records behind. To fetch all of these at once is slower. Returns 0 when the index has no empty entry. */
+/* Look up many keys. Prefetches memory for each key in stages, which overlap with those of other keys: the home entry
+   in the index; then the record of that entry, the right one for two keys of three; for the other keys, the next
+   records. Fetching all of these at once is slower. Returns 0 when the index has no empty entry. */
 static int find_all(const record_t *records, size_t rows, const int32_t *index, size_t size, const uint64_t *keys,
                     size_t count, int64_t now, int32_t *found, uint32_t *generations) {
     size_t homes[UNDER_WAY], others[UNDER_WAY], waiting = 0, probed = 0;

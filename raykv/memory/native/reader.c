@@ -1,15 +1,15 @@
-/* Reading chunks out of the arena: many at once (`read`), or one (`Reader`). */
+/* Reading chunks from the arena: many at once (`read`), or one (`Reader`). */
 
 #include "native.h"
 
-/* Racy on purpose: a lost update does no harm. */
+/* Races with other readers on purpose, since a lost update does no harm. */
 static void count_read(const Py_buffer *accessed, const Py_buffer *frequency, int32_t row, uint32_t tick) {
     __atomic_store_n((uint32_t *)accessed->buf + row, tick, __ATOMIC_RELAXED);
     uint32_t *reads = (uint32_t *)frequency->buf + row;
     __atomic_store_n(reads, __atomic_load_n(reads, __ATOMIC_RELAXED) + 1, __ATOMIC_RELAXED);
 }
 
-/* Where a record's chunk lies in the arena; NULL if that is outside, or its length is not `nbytes`. */
+/* The address of a record's chunk in the arena; NULL if it is outside the arena or its length is not `nbytes`. */
 static const char *chunk_of(const record_t *record, const Py_buffer *arena, uint64_t nbytes) {
     uint64_t start = (uint64_t)__atomic_load_n(&record->page, __ATOMIC_RELAXED) << PAGE_SHIFT;
     int inside = __atomic_load_n(&record->nbytes, __ATOMIC_RELAXED) == nbytes && start + nbytes <= (uint64_t)arena->len;
@@ -98,7 +98,7 @@ done:
 
 /* -- one ---------------------------------------------------------------------------------------------------------- */
 
-/* The mapped memory of one node, held between calls: to pass it as arguments costs more than a lookup. */
+/* The mapped memory of one node, held between calls, since passing it as arguments costs more than a lookup. */
 enum { RECORDS, INDEX, OTHER_INDEX, ACTIVE, ARENA, ACCESSED, FREQUENCY, BUFFERS };
 
 typedef struct {
@@ -149,7 +149,7 @@ static uint32_t tick_of(const reader_t *reader) {
     return ticks < 1 ? 1 : (uint32_t)ticks;
 }
 
-/* Row of a 16-byte key that is ready, or -1; -2 with an exception when it is not a key. */
+/* Row of a 16-byte key; -1 if it is not ready; -2 with an exception if the object is not a 16-byte key. */
 static int32_t row_of(const reader_t *reader, PyObject *object, uint32_t tick, uint32_t *generation) {
     uint64_t key[2];
     if (!PyBytes_Check(object) || PyBytes_GET_SIZE(object) != sizeof key) {

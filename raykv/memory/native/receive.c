@@ -11,7 +11,7 @@
 
 enum { FULL, LATE, CLOSED, FAILED }; /* how a call ends */
 
-/* What is being filled, and how far it is. */
+/* The chunks to fill, and the position of the next byte. */
 typedef struct {
     const chunk_t *chunks;
     const Py_buffer *pieces;
@@ -21,7 +21,7 @@ typedef struct {
     hasher_t hasher;
 } filling_t;
 
-/* n more bytes are in place: hash them, and go on to the place of the next one. */
+/* Hash n more bytes, which are in place, and move the position behind them. */
 static void advance(filling_t *filling, size_t n) {
     while (filling->chunk < filling->count) {
         const chunk_t *chunk = &filling->chunks[filling->chunk];
@@ -43,7 +43,7 @@ static void advance(filling_t *filling, size_t n) {
     }
 }
 
-/* The places of the next bytes. The pieces of all chunks lie behind each other. */
+/* Set `places` to the places of the next bytes, and return their number. */
 static size_t next_places(const filling_t *filling, struct iovec *places) {
     size_t count = 0, nbytes = 0, skip = filling->filled;
     Py_ssize_t end = filling->chunks[filling->count - 1].end;
@@ -59,7 +59,7 @@ static size_t next_places(const filling_t *filling, struct iovec *places) {
     return count;
 }
 
-/* Bytes that were received before. */
+/* Fill the first chunks with bytes that the caller received before. */
 static void fill_from(filling_t *filling, const char *from, size_t left) {
     struct iovec places[STEP_PIECES];
     while (left) {
@@ -73,8 +73,8 @@ static void fill_from(filling_t *filling, const char *from, size_t left) {
     }
 }
 
-/* Fill it all from a socket: spin as long as bytes come within `spin_ns` of each other; then sleep for the rest. Runs
-   without the interpreter's lock, and ends with EINTR when Python has to handle a signal. */
+/* Fill the remaining chunks from a socket. Spins until no bytes arrive for `spin_ns`, then sleeps. Runs without the
+   GIL. Fails with EINTR when Python has to handle a signal. */
 static int fill_from_socket(filling_t *filling, int fd, int64_t deadline_ns, int64_t spin_ns, int *sleeps) {
     struct iovec places[STEP_PIECES];
     int64_t last_ns = monotonic_ns();
