@@ -718,6 +718,7 @@ def test_what_is_done_in_the_background_leaves_the_others_their_threads(monkeypa
         assert done.acquire(timeout=5.0)
 
 
+@pytest.mark.slow
 def test_a_call_does_not_wait_beyond_its_deadline_for_the_threads_of_others(monkeypatch):
     monkeypatch.setattr(parallel, "MAX_PARALLEL", 2)
     with cluster(2) as running:

@@ -74,6 +74,7 @@ else:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("action", "local"), [("put", True), ("close", True), ("read", True), ("read", False)])
 def test_parent_and_child_read_and_write_right_bytes(shm_dir, action: str, local: bool, rng: random.Random):
     with node_process(shm_dir) as node:

@@ -480,6 +480,7 @@ embedded.close()
 """
 
 
+@pytest.mark.slow
 def test_a_put_that_is_interrupted_harms_neither_bytes_nor_the_client():
     """Control-C in a notebook, while the node is busy."""
     done = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=60)

@@ -124,6 +124,7 @@ def test_an_address_that_swallows_everything_costs_little_where_others_answer(bl
             router.refresh(time.monotonic() + 0.2)
 
 
+@pytest.mark.slow
 def test_mappings_of_nodes_that_left_are_released():
     with cluster(2, separate_hosts=False) as running:
         put(running.client(SPACE, node=0), names(2))

@@ -131,6 +131,7 @@ def test_a_chain_read_backwards_is_still_taken_from_its_end():
     assert choose("leaf_lru", forest, set(range(length)), 3) == [length - 1, length - 2, length - 3]
 
 
+@pytest.mark.slow
 def test_a_parent_whose_row_holds_another_chunk_is_no_parent(rng):
     """A chunk may be deleted before its children. Its row is used again, with another generation."""
     for _ in range(300):

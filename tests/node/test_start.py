@@ -108,6 +108,7 @@ def young(shm_dir):
     node.stop(unlink=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spare", [True, False])
 def test_an_idle_node_takes_the_memory_of_its_whole_arena_if_the_host_can_spare_it(young, monkeypatch, spare):
     monkeypatch.setattr(reclaimer, "has_to_spare", lambda directory: spare)
@@ -117,6 +118,7 @@ def test_an_idle_node_takes_the_memory_of_its_whole_arena_if_the_host_can_spare_
     assert taken_nbytes(young) == (256 * MIB if spare else 32 * MIB)
 
 
+@pytest.mark.slow
 def test_while_chunks_are_written_no_more_memory_is_taken_than_the_next_ones_need(young, monkeypatch):
     monkeypatch.setattr(reclaimer, "has_to_spare", lambda directory: True)
     monkeypatch.setattr(reclaimer, "QUIET_S", 0.5)
