@@ -35,7 +35,8 @@ from raykv.embedded import InProcessMembership
 from raykv.node.node import Node
 from raykv.storage import allocator
 
-allocator.QUARANTINE_S = float(sys.argv[3])
+if len(sys.argv) > 3:
+    allocator.QUARANTINE_S = float(sys.argv[3])
 membership = InProcessMembership(member_timeout_s=5.0)
 node = Node(NodeConfig.load(json.loads(sys.argv[1])), secret=bytes.fromhex(sys.argv[2]), membership=membership)
 node.start()
