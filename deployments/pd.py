@@ -121,7 +121,8 @@ def llm_config(args: PDArgs, replicas: int, resources: dict[str, float]) -> dict
                 "kv_connector_module_path": "raykv.integrations.vllm",
                 "kv_role": "kv_both",
                 "kv_load_failure_policy": "recompute",
-                "kv_connector_extra_config": {"cluster": args.pool},
+                # A step on CPU takes seconds, and the node may have to wait for a core.
+                "kv_connector_extra_config": {"cluster": args.pool, "store_timeout_s": 0.1},
             },
         },
     }
