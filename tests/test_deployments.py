@@ -70,7 +70,7 @@ def test_a_field_reaches_its_worker():
     assert config["placement_group_config"] == {"bundle_per_worker": {"GPU": 1, "prefill": 1.0}}
     assert (engine["dtype"], engine["block_size"], engine["tensor_parallel_size"]) == ("bfloat16", 128, 4)
     assert engine["kv_transfer_config"]["kv_load_failure_policy"] == "recompute"
-    assert engine["kv_transfer_config"]["kv_connector_extra_config"] == {"cluster": "other"}
+    assert engine["kv_transfer_config"]["kv_connector_extra_config"] == {"cluster": "other", "store_timeout_s": 0.1}
     assert "max_model_len" not in engine
 
 
