@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import itertools
 import os
 import resource
 import shutil
@@ -188,7 +189,13 @@ def test_one_of_two_read_only_while_running(mount, tmp_path: Path):
         for salt in range(5):
             driven.put(keys_for(20, salt), NBYTES)
         trigger.write_text("for a test")
-        wait_for(lambda: state(driven) == "off" and "Read-only" in driven.tier.stats()["reason"])
+        salts = itertools.count(10)
+
+        def seen() -> bool:
+            offer(driven, next(salts))  # only an operation shows it
+            return state(driven) == "off" and "Read-only" in driven.tier.stats()["reason"]
+
+        wait_for(seen)
         assert state(driven, 1) == "on"
         for salt in range(5, 10):
             driven.put(keys_for(20, salt), NBYTES)
