@@ -30,7 +30,7 @@ from raykv.protocol.codec import expect
 from raykv.protocol.namespace import Namespace
 from raykv.storage.store import Store, Written
 from raykv.supervisor.handle import NodeHandle
-from raykv.transport.link import SocketLink
+from raykv.transport.link import Link
 from raykv.types import Batch, KeyArray
 
 NBYTES = 4096
@@ -121,7 +121,7 @@ def _until_hit(config: NodeConfig, key: KeyArray, value: bytes) -> int:
     until_s = time.monotonic() + ASK_S
     while time.monotonic() < until_s:
         try:
-            link = SocketLink.connect(config.local_address, SECRET, deadline_s=until_s)
+            link = Link.connect(config.local_address, SECRET, deadline_s=until_s)
             try:
                 link.call(
                     messages.Read(chunk_keys.to_bytes(key)),

@@ -46,7 +46,7 @@ from vllm import LLM, SamplingParams  # noqa: E402
 from benchmarks.system import die_with_parent  # noqa: E402
 from deployments.model import ensure_model  # noqa: E402
 from raykv.integrations.vllm.connector import RayKVConnector  # noqa: E402
-from raykv.transport.link import SocketLink  # noqa: E402
+from raykv.transport.link import Link  # noqa: E402
 
 NODE: Final = Path(__file__).parent / "systems" / "raykv_node.py"
 HOOKS: Final = (
@@ -84,23 +84,23 @@ class Hooks:
         thread = threading.get_ident()
         for name in HOOKS:
             setattr(RayKVConnector, name, self._timed(name, getattr(RayKVConnector, name)))
-        collect, wait_ready = SocketLink.collect, SocketLink.wait_ready
+        collect, wait_ready = Link.collect, Link.wait_ready
 
-        def count(link: SocketLink) -> None:
+        def count(link: Link) -> None:
             if self.current and threading.get_ident() == thread and not wait_ready(link, 0.0):
                 self.waits[self.current] += 1
 
-        def counted_collect(link: SocketLink, *arguments: Any, **options: Any) -> Any:
+        def counted_collect(link: Link, *arguments: Any, **options: Any) -> Any:
             count(link)
             return collect(link, *arguments, **options)
 
-        def counted_wait_ready(link: SocketLink, timeout_s: float) -> bool:
+        def counted_wait_ready(link: Link, timeout_s: float) -> bool:
             if timeout_s > 0:
                 count(link)
             return wait_ready(link, timeout_s)
 
-        setattr(SocketLink, "collect", counted_collect)  # noqa: B010 - a checker sees a method here
-        setattr(SocketLink, "wait_ready", counted_wait_ready)  # noqa: B010
+        setattr(Link, "collect", counted_collect)  # noqa: B010 - a checker sees a method here
+        setattr(Link, "wait_ready", counted_wait_ready)  # noqa: B010
 
     def _timed(self, name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(hook)

@@ -9,8 +9,6 @@ from raykv.config import ClientConfig, NodeConfig, StorageConfig
 from raykv.membership.in_process import InProcessMembership
 from raykv.node.node import Node
 from raykv.protocol.namespace import Namespace
-from raykv.transport.link import SocketLink
-from raykv.transport.memory import Network
 
 if TYPE_CHECKING:
     from raykv.client.client import Client
@@ -19,7 +17,7 @@ __all__ = ["EmbeddedCluster", "InProcessMembership", "embedded"]
 
 
 class EmbeddedCluster:
-    """Nodes and a directory in this process, with real sockets unless a `network` is given.
+    """Nodes and a directory in this process. They use real sockets.
 
     Attributes:
         membership: The directory.
@@ -27,13 +25,11 @@ class EmbeddedCluster:
         secret: For clients that connect by "host:port", as hexadecimal text.
     """
 
-    def __init__(
-        self, config: NodeConfig, *, separate_hosts: bool, network: Network | None, member_timeout_s: float
-    ) -> None:
+    def __init__(self, config: NodeConfig, *, separate_hosts: bool, member_timeout_s: float) -> None:
         """Use `raykv.embedded` instead. Args: config: Config of each node, without name and host."""
         self._secret = secrets.token_bytes(32)
         self.secret = self._secret.hex()
-        self._config, self._separate_hosts, self._network = config, separate_hosts, network
+        self._config, self._separate_hosts = config, separate_hosts
         self._clients: list[Client] = []
         self.membership = InProcessMembership(member_timeout_s=member_timeout_s)
         self.nodes: list[Node] = []
@@ -43,7 +39,7 @@ class EmbeddedCluster:
         number = len(self.nodes)
         host = f"host-{number}" if self._separate_hosts else None
         config = self._config.model_copy(update={"node_id": f"node-{number}", "host": host})
-        node = Node(config, secret=self._secret, membership=self.membership, network=self._network)
+        node = Node(config, secret=self._secret, membership=self.membership)
         self.nodes.append(node)
         node.start()
         return number
@@ -53,11 +49,7 @@ class EmbeddedCluster:
         from raykv.client.client import Client
         from raykv.client.router import Router
 
-        member = self.nodes[node].member
-        connect = self._network.connect if self._network else SocketLink.connect
-        made = Client(
-            namespace, Router(ClientConfig.load({"address": member.local_address, **config}), connect, local=True)
-        )
+        made = Client(namespace, Router(ClientConfig.load({"address": self.address(node), **config})))
         self._clients.append(made)
         return made
 
@@ -67,10 +59,7 @@ class EmbeddedCluster:
 
     def kill(self, node: int) -> None:
         """Stop a node as if it crashed: the other nodes are not informed. Its memory is freed."""
-        victim = self.nodes[node]
-        if self._network is not None:
-            self._network.dead.add(victim.config.node_id)
-        victim.stop(leave=False)
+        self.nodes[node].stop(leave=False)
 
     def settle(self, *, timeout_s: float = 10.0) -> None:
         """Wait until all live nodes have the directory's view and have announced all chunks to the owners.
@@ -113,7 +102,6 @@ def embedded(
     arena_nbytes: int | str = "256 MiB",
     name: str = "embedded",
     separate_hosts: bool = True,
-    network: Network | None = None,
     heartbeat_s: float = 0.1,
     member_timeout_s: float = 1.0,
     **storage: Any,
@@ -125,7 +113,6 @@ def embedded(
         arena_nbytes: Memory of each node, in bytes or as text such as "256 MiB".
         name: Name of the cluster.
         separate_hosts: Treat each node as a separate host, so that chunks travel through sockets.
-        network: An in-memory network in place of sockets, for tests that drop messages on purpose.
         heartbeat_s: Time between heartbeats of a node.
         member_timeout_s: A node without heartbeats for this long is removed from the view.
         storage: Other fields of StorageConfig.
@@ -134,7 +121,7 @@ def embedded(
     config = NodeConfig.load(
         {"cluster": name, "node_id": "node", "storage": StorageConfig.load(fields), "heartbeat_s": heartbeat_s}
     )
-    cluster = EmbeddedCluster(config, separate_hosts=separate_hosts, network=network, member_timeout_s=member_timeout_s)
+    cluster = EmbeddedCluster(config, separate_hosts=separate_hosts, member_timeout_s=member_timeout_s)
     try:
         for _ in range(nodes):
             cluster.add()

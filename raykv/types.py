@@ -21,8 +21,8 @@ Buffer: TypeAlias = bytes | bytearray | memoryview | npt.NDArray[Any]
 Scattered: TypeAlias = Buffer | Sequence[Buffer]
 """One chunk's bytes: one buffer, or several buffers in order. An engine stores a chunk in many pages."""
 
-Path: TypeAlias = Literal["shm", "tcp", "memory"]
-"""How bytes travel: through shared memory on one host, a TCP socket, or a call within the process."""
+Path: TypeAlias = Literal["shm", "tcp"]
+"""How bytes travel: through shared memory on one host, or a TCP socket."""
 
 NodeId: TypeAlias = str
 

@@ -14,6 +14,7 @@ import pytest
 
 from deployments.local_ray import require_token
 from raykv.memory import native
+from tests.support.faults import Faults
 
 require_token()  # Ray reads its authentication mode once, when the first test module imports it
 
@@ -53,6 +54,13 @@ def no_thread_stays() -> Iterator[None]:
     for thread in ours:
         thread.join(timeout=5.0)
     assert not [thread.name for thread in ours if thread.is_alive()]
+
+
+@pytest.fixture
+def faults(rng: random.Random) -> Iterator[Faults]:
+    """Lost messages, delays and silent nodes, as the test sets them. None in the beginning."""
+    with pytest.MonkeyPatch.context() as patch:
+        yield Faults(patch, rng)
 
 
 COMPILED = ["find", "enter", "read", "fill", "share", "receive", "quickest", "vectors", "Reader"]

@@ -1,4 +1,4 @@
-"""A whole cluster in one process: over real sockets, and over a network that loses messages on purpose."""
+"""A whole cluster in one process, also one whose messages are lost on purpose."""
 
 import asyncio
 import hashlib
@@ -21,8 +21,7 @@ from raykv.memory.copying import checksum_of
 from raykv.node import announcer
 from raykv.protocol import messages
 from raykv.transport.base import Reply
-from raykv.transport.link import SocketLink
-from raykv.transport.memory import Network
+from raykv.transport.link import Link
 from tests.support.clients import remote_client
 
 SPACE = raykv.Namespace(model="m")
@@ -186,7 +185,7 @@ def test_a_stale_location_is_corrected_by_the_miss():
 
 def test_bytes_that_are_not_what_was_announced_are_not_stored():
     with cluster(1) as running:
-        link = SocketLink.connect(running.address(), b"", deadline_s=time.monotonic() + 5)
+        link = Link.connect(running.address(), b"", deadline_s=time.monotonic() + 5)
         link.call(messages.OpenNamespace(b'{"model": "m"}'), deadline_s=time.monotonic() + 5)
         client = running.client(SPACE)
         sums = np.array([checksum_of([memoryview(content("a"))]), 12345], np.uint64).tobytes()
@@ -379,9 +378,8 @@ def test_of_two_reservations_of_one_key_the_second_commit_returns_its_slot():
         assert first.reserve(["a", "c"], NBYTES).index.tolist() == [1]
 
 
-def test_a_reservation_is_valid_while_its_connection_answers(monkeypatch):
-    network = Network()
-    with cluster(1, network=network) as running:
+def test_a_reservation_is_valid_while_its_connection_answers(faults, monkeypatch):
+    with cluster(1) as running:
         client = running.client(SPACE, breaker_s=0.0)
         lost, kept = client.reserve(["a"], NBYTES), client.reserve(["b"], NBYTES)
         assert lost.valid()
@@ -394,9 +392,9 @@ def test_a_reservation_is_valid_while_its_connection_answers(monkeypatch):
         monkeypatch.undo()
         assert kept.commit().stored == 1
         assert not kept.valid()
-        network.loss = 1.0
+        faults.loss = 1.0
         assert put(client, ["d"]).skipped == 1, "the connection breaks, and the leases end"
-        network.loss = 0.0
+        faults.loss = 0.0
         assert not lost.valid()
         assert put(client, ["e"]).stored == 1, "over another connection"
         assert not lost.valid()
@@ -461,16 +459,15 @@ def test_a_put_to_another_host_that_has_no_room_for_the_namespace_stores_nothing
         assert "no room" in result.reason
 
 
-def test_a_lease_is_not_taken_to_another_connection():
-    network = Network()
-    with cluster(1, network=network) as running:
+def test_a_lease_is_not_taken_to_another_connection(faults):
+    with cluster(1) as running:
         client = running.client(SPACE, breaker_s=0.0)
         put(client, ["p"])
         room, pins = client.reserve(["a"], NBYTES), client.pin(["p"])
-        network.loss = 1.0
+        faults.loss = 1.0
         assert put(client, ["b"]).skipped == 1, "the connection breaks, and the leases end"
         assert client.match(["c"]).count == 0
-        network.loss = 0.0
+        faults.loss = 0.0
         assert room.commit().skipped == 1
         pins.release()
         assert put(client, ["b"]).stored == 1
@@ -602,14 +599,13 @@ def test_whoever_asks_for_it_sees_damage_in_shared_memory_too():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", [0.05, 0.3])
-def test_on_a_bad_network_every_get_is_right_or_a_miss(loss, rng):
-    network = Network(rng)
-    with cluster(4, network=network, extent_nbytes="256 KiB") as running:
+def test_on_a_bad_network_every_get_is_right_or_a_miss(loss, faults, rng):
+    with cluster(4, extent_nbytes="256 KiB") as running:
         clients = [running.client(SPACE, node=node, breaker_s=0.01) for node in range(4)]
         for number in range(0, 12, 2):  # something to be found, however few puts get through later
             put(rng.choice(clients), [f"{number}/{place}" for place in range(7)])
         running.settle()
-        network.loss, network.delay_s = loss, 0.0005
+        faults.loss, faults.delay_s = loss, 0.0005
         hits = asked = 0
         for step in range(150):
             chain = [f"{rng.randrange(12)}/{place}" for place in range(rng.randrange(1, 8))]
@@ -625,7 +621,7 @@ def test_on_a_bad_network_every_get_is_right_or_a_miss(loss, rng):
                 clients.pop()
         print(f"{hits} of {asked} chunks arrived")
         assert 0 < hits < asked
-        network.loss = 0.0
+        faults.loss = 0.0
         running.settle(timeout_s=30.0)  # an announcement that was lost just now is given up after ANNOUNCE_DEADLINE_S
         for node in running.nodes[:3]:
             assert node.failure is None
@@ -635,23 +631,22 @@ def test_on_a_bad_network_every_get_is_right_or_a_miss(loss, rng):
 
 
 @pytest.mark.slow
-def test_a_slow_network_costs_the_deadline_and_no_more():
-    network = Network()
-    with cluster(3, network=network) as running:
+def test_a_slow_network_costs_the_deadline_and_no_more(faults):
+    with cluster(3) as running:
         put(running.client(SPACE, node=0), names(5))
         running.settle()
         reader = running.client(SPACE, node=1, breaker_s=0.05)
-        network.delay_s = 5.0
+        faults.delay_s = 5.0
         began_s = time.monotonic()
         assert get(reader, names(5), timeout_s=0.2).hits == (False,) * 5
         assert time.monotonic() - began_s < 1.5
-        network.delay_s = 0.0
+        faults.delay_s = 0.0
         wait_until(lambda: get(reader, names(5)).prefix == 5)
 
 
 def test_links_are_closed_with_the_cluster():
     with cluster(2) as running:
-        link = SocketLink.connect(running.address(1), b"", deadline_s=time.monotonic() + 5)
+        link = Link.connect(running.address(1), b"", deadline_s=time.monotonic() + 5)
         assert isinstance(link.call(messages.GetView(), deadline_s=time.monotonic() + 5), messages.ViewIs)
     with pytest.raises(PeerUnavailable):
         link.call(messages.GetView(), deadline_s=time.monotonic() + 5)
@@ -755,12 +750,11 @@ def test_a_call_does_not_wait_beyond_its_deadline_for_the_threads_of_others(monk
         assert not ran
 
 
-def test_keys_for_an_owner_that_is_away_take_no_room_from_others(monkeypatch):
+def test_keys_for_an_owner_that_is_away_take_no_room_from_others(faults, monkeypatch):
     monkeypatch.setattr(announcer, "MAX_RETRIED_KEYS", 16)
-    network = Network()
-    with cluster(3, network=network) as running:
+    with cluster(3) as running:
         running.settle()
-        network.dead.add("node-1")
+        faults.silence(running.nodes[1])
         client, node = running.client(SPACE, breaker_s=0.0), running.nodes[0]
         for part in range(3):
             failed = node.stats()["errors"].get("announce", 0)

@@ -14,9 +14,9 @@ from raykv.memory.reader import ShmReader
 from raykv.protocol import messages
 from raykv.protocol.chunk_keys import KEY_NBYTES, to_bytes
 from raykv.protocol.codec import expect
-from raykv.transport.base import Link, remaining
+from raykv.transport.base import remaining
 from raykv.transport.forking import drop_after_fork
-from raykv.transport.pool import Connect
+from raykv.transport.link import Link
 from raykv.types import KeyArray
 
 CHECK_S: Final = 1.0
@@ -31,14 +31,13 @@ class LocalConnection:
         reader: Reads the node's memory.
     """
 
-    def __init__(self, connect: Connect, address: str, *, deadline_s: float, retry_s: float) -> None:
+    def __init__(self, address: str, *, deadline_s: float, retry_s: float) -> None:
         """Connect to the node and map its memory.
 
         Raises:
             PeerUnavailable: The node does not answer, or its memory cannot be mapped.
         """
-        self._connect, self._address = connect, address
-        self._lock = threading.Lock()
+        self._address, self._lock = address, threading.Lock()
         self._check_at_s = 0.0
         self.attached = messages.Attached("", "", 0, "", "")
         self.reader: ShmReader
@@ -63,7 +62,7 @@ class LocalConnection:
             TransientError: The node does not answer.
             LostError: The node's memory files no longer exist.
         """
-        link = self._connect(self._address, b"", deadline_s=deadline_s)
+        link = Link.connect(self._address, b"", deadline_s=deadline_s)
         try:
             attached = expect(messages.Attached, link.call(messages.Attach(), deadline_s=deadline_s))
             files = attached.table, attached.arena

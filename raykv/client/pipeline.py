@@ -14,8 +14,9 @@ from typing import Final, TypeAlias
 from raykv.client.slot_pool import TRUST_S
 from raykv.errors import PeerUnavailable, ProtocolError, RayKVError, TransientError
 from raykv.protocol import messages
-from raykv.transport.base import MAX_POSTED, Link, remaining
+from raykv.transport.base import MAX_POSTED, remaining
 from raykv.transport.forking import drop_after_fork
+from raykv.transport.link import Link
 
 MAX_POSTED_KEYS: Final = 2048
 """Most keys in requests without an answer. Requests and answers of this size fit into the socket's buffers, so neither
@@ -212,7 +213,7 @@ class Pipeline:
 
     def collect_arrived_locked(self) -> None:
         """Collect the answers that have arrived."""
-        while self._posted and self._link is not None and self._link.ready():
+        while self._posted and self._link is not None and self._link.wait_ready(0.0):
             self._collect_locked()
 
     def _collect_locked(self) -> None:

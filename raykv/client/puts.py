@@ -12,8 +12,9 @@ from raykv.client.writer import Values
 from raykv.errors import CapacityError, LostError, ProtocolError, TransientError
 from raykv.protocol import chunk_keys, messages
 from raykv.protocol.codec import array, expect
-from raykv.transport.base import Link, Runs
+from raykv.transport.base import Runs
 from raykv.transport.bulk_read import with_checksums
+from raykv.transport.link import Link
 from raykv.types import Batch, KeyArray, PutResult, Scattered
 
 

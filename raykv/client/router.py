@@ -24,8 +24,7 @@ from raykv.protocol.codec import array, expect, unpack_bits
 from raykv.protocol.placement import Member, View
 from raykv.transport.data_path import PathEnvironment, open_data_paths
 from raykv.transport.forking import drop_after_fork
-from raykv.transport.link import SocketLink
-from raykv.transport.pool import Connect, ConnectionPool
+from raykv.transport.pool import ConnectionPool
 from raykv.types import Bits, KeyArray, NodeId, host_identity
 
 Holders: TypeAlias = tuple[NodeId, ...]
@@ -69,12 +68,8 @@ class Router:
         read_failures: Recent failures of reads.
     """
 
-    def __init__(self, config: ClientConfig, connect: Connect | None = None, *, local: bool | None = None) -> None:
+    def __init__(self, config: ClientConfig) -> None:
         """Join through the node at `config.address`.
-
-        Args:
-            connect: Function that opens links. None: sockets.
-            local: Whether that node is on this host. None: it is if the address is a Unix socket.
 
         Raises:
             ConfigError: No address is given, or "host:port" without a secret.
@@ -83,11 +78,10 @@ class Router:
         address = config.address
         if address is None:
             raise ConfigError("field 'address': give a node's address, or set RAYKV_ADDRESS")
-        is_local = address.startswith("unix:") if local is None else local
+        is_local = address.startswith("unix:")
         if not is_local and config.secret is None:
             raise ConfigError("field 'secret': needed for an address of the form host:port, or set RAYKV_SECRET")
         self.config, self._address = config, address
-        self._connect = connect or partial(SocketLink.connect, spin_s=config.spin_s)
         self.copy_threads = CopyThreads(config.copy_threads or default_copy_threads())
         self.parallel, self.read_failures = Parallel(), ReadFailures()
         self._metrics: dict[bytes, ClientMetrics] = {}
@@ -102,9 +96,7 @@ class Router:
             attached = self._use_local(address, deadline_s)
             host, secret = attached.host, attached.secret
         self._host = host
-        self.pool = ConnectionPool(
-            self._connect, secret, breaker_s=config.breaker_s, max_idle=config.connections_per_peer
-        )
+        self.pool = ConnectionPool(secret, breaker_s=config.breaker_s, max_idle=config.connections_per_peer)
         self.paths = open_data_paths(PathEnvironment(self.pool, host, config.verify, self.copy_threads))
         drop_after_fork(self)
         try:
@@ -123,7 +115,7 @@ class Router:
 
     def _use_local(self, address: str, deadline_s: float) -> messages.Attached:
         retry_s = self.config.breaker_s
-        self.local = LocalConnection(self._connect, address, deadline_s=deadline_s, retry_s=retry_s)
+        self.local = LocalConnection(address, deadline_s=deadline_s, retry_s=retry_s)
         self.writer = Writer(self.local, self.copy_threads, retry_s=retry_s)
         return self.local.attached
 

@@ -14,8 +14,8 @@ from raykv.errors import LostError, PeerUnavailable, RayKVError, TransientError
 from raykv.memory.slots import slot_nbytes
 from raykv.protocol import chunk_keys, messages
 from raykv.protocol.codec import array
-from raykv.transport.base import Link
 from raykv.transport.forking import drop_after_fork
+from raykv.transport.link import Link
 from raykv.types import Batch
 
 NO_ANSWER: Final = "the local node did not answer by the deadline"

@@ -14,7 +14,7 @@ from raykv.protocol import codec, messages
 from raykv.protocol.namespace import Namespace
 from raykv.protocol.placement import Member, View
 from raykv.transport.base import Reply, Session
-from raykv.transport.link import SocketLink
+from raykv.transport.link import Link
 from raykv.types import NodeId
 
 ANSWER_S: Final = 4.0
@@ -99,7 +99,7 @@ class MembershipProxy:
 
     def _call(self, request: messages.Message) -> messages.Answer:
         deadline_s = time.monotonic() + ANSWER_S
-        link = SocketLink.connect(self._address, self._secret, deadline_s=deadline_s)
+        link = Link.connect(self._address, self._secret, deadline_s=deadline_s)
         try:
             answer = link.call(request, deadline_s=deadline_s)
         finally:

@@ -38,8 +38,6 @@ from raykv.storage.orphans import remove_all_files
 from raykv.storage.store import Store
 from raykv.tier.registry import open_tiers
 from raykv.transport.base import Reply, Session
-from raykv.transport.link import SocketLink
-from raykv.transport.memory import Network
 from raykv.transport.pool import ConnectionPool
 from raykv.transport.server import LogLimit, SocketServer
 from raykv.types import host_identity
@@ -67,10 +65,8 @@ class Node:
         failure: The exception that ended a background thread; None if all threads run.
     """
 
-    def __init__(
-        self, config: NodeConfig, *, secret: bytes, membership: MembershipPort, network: Network | None = None
-    ) -> None:
-        """Map or create the memory, and make the parts. The node does not listen yet. `network` replaces sockets.
+    def __init__(self, config: NodeConfig, *, secret: bytes, membership: MembershipPort) -> None:
+        """Map or create the memory, and make the parts. The node does not listen yet.
 
         Raises:
             ConfigError: There is no room for the memory, or a path is too long for a Unix socket.
@@ -81,7 +77,7 @@ class Node:
                 "choose a shorter node_id, cluster or shm_dir"
             )
         self.config = config
-        self._secret, self._membership, self._network = secret, membership, network
+        self._secret, self._membership = secret, membership
         self.failure: BaseException | None = None
         self.lock, self._stopping = threading.Lock(), threading.Event()
         changed, due = threading.Event(), threading.Event()
@@ -89,8 +85,7 @@ class Node:
         store = self.store = Store.open(config.storage, config.file_prefix, now_s=time.monotonic())
         mover = self.mover = open_tiers(config, store, self.lock, changed=self._wake_all)
         self.reconciler = NamespaceReconciler(store, self.lock, mover, registry_paths(config), self._wake_all)
-        connect = network.connect if network is not None else partial(SocketLink.connect, spin_s=config.spin_s)
-        self._pool = ConnectionPool(connect, secret, breaker_s=config.heartbeat_s, max_idle=2)
+        self._pool = ConnectionPool(secret, breaker_s=config.heartbeat_s, max_idle=2)
         self.location_index = index = LocationIndex(config.max_locations)
         announcer = self._announcer = Announcer(config, store, self.lock, mover, index, self._pool, changed)
         self._reclaimer = Reclaimer(config, store, self.lock, mover, announcer, due)
@@ -121,19 +116,13 @@ class Node:
         """
         config = self.config
         log.info("node %s starts with %s", config.node_id, config.model_dump_json())
-        endpoints = {"tcp": config.node_id, "unix": config.node_id}
-        if self._network is None:
-            for name, address in (("tcp", config.bind), ("unix", config.local_address)):
-                server = SocketServer(
-                    self,
-                    address,
-                    self._secret,
-                    io_timeout_s=config.io_timeout_s,
-                    max_connections=config.max_connections,
-                    spin_s=config.spin_s,
-                )
-                self._servers.append(server)
-                endpoints[name] = server.address
+        endpoints = {}
+        for name, address in (("tcp", config.bind), ("unix", config.local_address)):
+            server = SocketServer(
+                self, address, self._secret, io_timeout_s=config.io_timeout_s, max_connections=config.max_connections
+            )
+            self._servers.append(server)
+            endpoints[name] = server.address
         self.member = Member(
             node_id=config.node_id,
             host=config.host or host_identity(),
@@ -143,8 +132,6 @@ class Node:
         )
         for server in self._servers:
             server.serve()
-        if self._network is not None:
-            self._network.services[config.node_id] = self
         self._heartbeat.beat(self.member)
         tasks = {
             "heartbeat": partial(self._heartbeat.run, self.member, self._stopping),
@@ -167,8 +154,6 @@ class Node:
                 pass  # the directory will notice the missing heartbeats
         for server in self._servers:
             server.close()
-        if self._network is not None:
-            self._network.services.pop(self.config.node_id, None)
         for thread in self._threads:
             thread.join(timeout=JOIN_S)
         self._pool.close()

@@ -18,7 +18,7 @@ from raykv.protocol import codec, messages
 from raykv.protocol.trace_requests import TracedRequest, unpack
 from raykv.storage.orphans import remove_unowned
 from raykv.supervisor.process import STOP, NodeReport, NodeSpec
-from raykv.transport.link import SocketLink
+from raykv.transport.link import Link
 from raykv.transport.server import SocketServer
 
 log = logging.getLogger(__name__)
@@ -184,11 +184,11 @@ class NodeHandle:
         finally:
             link.close()
 
-    def _connect(self, deadline_s: float) -> SocketLink:
+    def _connect(self, deadline_s: float) -> Link:
         """Connect to the node. If it is being restarted, retry until the deadline."""
         while True:
             try:
-                return SocketLink.connect(self._address, b"", deadline_s=deadline_s)
+                return Link.connect(self._address, b"", deadline_s=deadline_s)
             except TransientError as error:
                 if self._ended or time.monotonic() + RETRY_S >= deadline_s:
                     raise PeerUnavailable(f"the node does not answer: {self._problem or error}") from error

@@ -1,21 +1,19 @@
-"""The contract of a transport: `Link` is the client end of a connection, `Service` the server end.
+"""The types that both ends of a connection use: `raykv.transport.link.Link` and `Service`.
 
 A client sends a request, and the server sends an answer. For a read, the server then sends chunk bytes from its arena
 to the client's buffers. For a write, the client sends chunk bytes after the answer. No intermediate buffer is used.
 
-Requests can be pipelined: `post` sends a request without waiting, and `collect` receives the answers in the order of
-the requests. A large read is split into several requests: the node prepares one part while the network carries the
-part before it. Each request of a link has a number, and its answer carries the same number.
+Requests can be pipelined: `Link.post` sends a request without waiting, and `Link.collect` receives the answers in the
+order of the requests. Each request of a link has a number, and its answer carries the same number.
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol, TypeAlias
 
 from raykv.errors import PeerUnavailable
 from raykv.protocol.messages import Answer, Message
-from raykv.types import Path
 
 MAX_POSTED: Final = 64
 """The most requests in flight on one link. Answers that are not collected fill the sockets' buffers."""
@@ -91,74 +89,6 @@ class Service(Protocol):
 
     def answer(self, request: Message, session: Session) -> Reply:
         """Serve one request. Errors are returned as answers. Only a bug raises an exception."""
-        ...
-
-
-class Link(Protocol):
-    """The client end of one connection. Not thread-safe.
-
-    Attributes:
-        path: The name in `GetResult` for bytes that arrive over this link.
-        epoch: The greatest epoch in an answer so far.
-        closed: Whether the link is closed. A closed link cannot be used again.
-    """
-
-    path: Path
-    epoch: int
-    closed: bool
-    _posted: Sized
-
-    def post(self, request: Message, *, deadline_s: float) -> None:
-        """Send a request without waiting for its answer. The caller must call `collect` for each posted request.
-
-        The request must not be a Write (see `push`). At most MAX_POSTED requests may be in flight. `deadline_s` is a
-        time of the monotonic clock.
-
-        Raises:
-            PeerUnavailable: The connection broke, or the peer did not accept the request in time. The link is closed.
-        """
-        ...
-
-    def collect(self, place: Callable[[Answer], Targets] | None = None, *, deadline_s: float) -> Answer:
-        """Wait for the answer to the oldest posted request that is not collected yet.
-
-        Args:
-            place: For a read: takes the answer, and returns buffers for exactly the payload. After an error a buffer
-                may be partly filled; the link does not write to it any more.
-
-        Raises:
-            PeerUnavailable: No answer arrived by the deadline, or the connection broke. The link is closed.
-            ProtocolError: The peer did not send this answer. The link is closed.
-            RayKVError: The node refused the request. The link can still be used.
-        """
-        ...
-
-    def call(self, request: Message, place: Callable[[Answer], Targets] | None = None, *, deadline_s: float) -> Answer:
-        """Post a request and collect its answer. The caller must have collected all other posted requests."""
-        assert not self._posted
-        self.post(request, deadline_s=deadline_s)
-        return self.collect(place, deadline_s=deadline_s)
-
-    def push(self, request: Message, pick: Callable[[Answer], Runs], *, deadline_s: float) -> Answer:
-        """Post a Write, send its payload, and return the second answer. `pick` maps the first answer to the payload.
-
-        Raises the errors of `collect`. The caller must have collected all other posted requests.
-        """
-        ...
-
-    def wait_ready(self, timeout_s: float) -> bool:
-        """Wait until `collect` would not block. Returns False after a time-out, or if no request is posted.
-
-        Returns True for a broken or closed connection: the next `collect` raises the error.
-        """
-        ...
-
-    def ready(self) -> bool:
-        """Return whether `collect` would not block."""
-        return self.wait_ready(0.0)
-
-    def close(self) -> None:
-        """Close the connection. The server then ends the connection's leases."""
         ...
 
 

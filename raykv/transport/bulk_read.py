@@ -12,7 +12,8 @@ from raykv.memory.copying import checksums_of
 from raykv.protocol import chunk_keys, messages
 from raykv.protocol.chunk_keys import KEY_NBYTES
 from raykv.protocol.codec import array, expect
-from raykv.transport.base import ChunkRun, Link, Runs, Targets
+from raykv.transport.base import ChunkRun, Runs, Targets
+from raykv.transport.link import Link
 from raykv.types import GetResult, KeyArray, NodeId, Path
 
 PART_NBYTES: Final = 8 << 20
@@ -152,7 +153,7 @@ class BulkRead:
             RayKVError: The errors of `Link.collect`. The link is closed.
         """
         run, progress = self._run, self._run.progress
-        run.begin(link.path)
+        run.begin("tcp")
         self._named_any = False
         waiting = deque(progress.cut(run.missing, nbytes=PART_NBYTES, keys=PART_KEYS))
         in_flight: deque[list[int]] = deque()

@@ -75,24 +75,20 @@ class DataPaths:
 
 
 class LinkPath(DataPath):
-    """Reads over the links of a pool: TCP or the in-process network."""
+    """Reads over the links of a pool."""
 
-    def __init__(self, pool: ConnectionPool, *, verify: bool = True, name: str = "tcp") -> None:
-        """Use a pool. The caller closes the pool.
+    name = "tcp"
 
-        Args:
-            verify: Compare checksums.
-            name: Name of the path, and key in `Member.endpoints`.
-        """
-        self.name, self._pool, self._verify = name, pool, verify
+    def __init__(self, pool: ConnectionPool, *, verify: bool = True) -> None:
+        """Use a pool. The caller closes the pool. `verify`: compare checksums."""
+        self._pool, self._verify = pool, verify
 
     def can_reach(self, member: Member, *, deadline_s: float) -> bool:
-        return self.name in member.endpoints
+        return bool(member.address)
 
     def read(self, member: Member, run: ReadRun, *, deadline_s: float) -> None:
         bulk = BulkRead(run, verify=self._verify)
-        address = member.endpoints[self.name]
-        self._pool.ask(address, lambda link: bulk.read(link, deadline_s=deadline_s), deadline_s=deadline_s)
+        self._pool.ask(member.address, lambda link: bulk.read(link, deadline_s=deadline_s), deadline_s=deadline_s)
 
 
 class ShmPath(DataPath):

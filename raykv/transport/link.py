@@ -1,7 +1,6 @@
 """The client end of a connection over TCP or a Unix socket."""
 
 import socket
-import time
 from collections import deque
 from collections.abc import Callable
 from typing import Final
@@ -10,21 +9,25 @@ from raykv.errors import PeerUnavailable, ProtocolError, RayKVError
 from raykv.protocol.codec import encode, raise_failure
 from raykv.protocol.messages import Answer, Failure, Message
 from raykv.transport.addresses import parse_address, tune
-from raykv.transport.base import MAX_POSTED, Link, Runs, Targets, remaining
+from raykv.transport.base import MAX_POSTED, Runs, Targets, remaining
 from raykv.transport.forking import drop_after_fork
 from raykv.transport.handshake import greet_server, require_same_user
 from raykv.transport.stream import Stream
-from raykv.types import Path
 
 TICK_S: Final = 0.01
 """A call over a link may end up to this much later than its deadline."""
 MAX_REQUEST_ID: Final = 0xFFFFFFFF
 
 
-class SocketLink(Link):
-    """One connection. A forked child closes its copy and sends nothing to the peer."""
+class Link:
+    """The client end of one connection. Not thread-safe. A forked child closes its copy and sends nothing to the peer.
 
-    path: Path = "tcp"
+    Deadlines are times of the monotonic clock.
+
+    Attributes:
+        epoch: The greatest epoch in an answer so far.
+        closed: Whether the link is closed. A closed link cannot be used again.
+    """
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
@@ -35,13 +38,12 @@ class SocketLink(Link):
         drop_after_fork(self)
 
     @classmethod
-    def connect(cls, address: str, secret: bytes, *, deadline_s: float, spin_s: float = 0.0) -> "SocketLink":
+    def connect(cls, address: str, secret: bytes, *, deadline_s: float) -> "Link":
         """Connect and do the handshake.
 
         Args:
             address: "host:port", "unix:/path", or "unix:@name" for an abstract Unix socket.
             secret: The cluster's secret; not used over Unix sockets.
-            spin_s: See `Stream`.
 
         Raises:
             PeerUnavailable: Nothing listens at the address, the deadline has passed, or the secret differs.
@@ -60,7 +62,7 @@ class SocketLink(Link):
                 secret = b""
             else:
                 tune(connection)
-            stream = Stream(connection, tick_s=TICK_S, spin_s=spin_s)
+            stream = Stream(connection, tick_s=TICK_S)
             greet_server(stream, secret, deadline_s)
         except (OSError, OverflowError, UnicodeError, RayKVError) as error:  # (port or name may be impossible)
             connection.close()
@@ -69,7 +71,17 @@ class SocketLink(Link):
             raise PeerUnavailable(f"{address}: {getattr(error, 'strerror', None) or error}") from error
         return cls(stream)
 
+    def call(self, request: Message, place: Callable[[Answer], Targets] | None = None, *, deadline_s: float) -> Answer:
+        """Post a request and collect its answer. The caller must have collected all other posted requests."""
+        assert not self._posted
+        self.post(request, deadline_s=deadline_s)
+        return self.collect(place, deadline_s=deadline_s)
+
     def push(self, request: Message, pick: Callable[[Answer], Runs], *, deadline_s: float) -> Answer:
+        """Post a Write, send its payload, and return the second answer. `pick` maps the first answer to the payload.
+
+        Raises the errors of `collect`. The caller must have collected all other posted requests.
+        """
         request_id = self._next_id
         first = self.call(request, deadline_s=deadline_s)
         try:
@@ -83,13 +95,19 @@ class SocketLink(Link):
         return answer
 
     def post(self, request: Message, *, deadline_s: float) -> None:
+        """Send a request without waiting for its answer. The caller must call `collect` for each posted request.
+
+        The request must not be a Write (see `push`). At most MAX_POSTED requests may be in flight.
+
+        Raises:
+            PeerUnavailable: The connection broke, or the peer did not accept the request in time. The link is closed.
+        """
         self._require_open()
         assert len(self._posted) < MAX_POSTED
         request_id = self._next_id
         message = encode(request, self.epoch, request_id)
         try:
-            if time.monotonic() >= deadline_s:
-                raise PeerUnavailable("the deadline has passed")
+            remaining(deadline_s)
             self._stream.send(message, deadline_s)
         except BaseException:
             self.close()
@@ -98,6 +116,17 @@ class SocketLink(Link):
         self._posted.append(request_id)
 
     def collect(self, place: Callable[[Answer], Targets] | None = None, *, deadline_s: float) -> Answer:
+        """Wait for the answer to the oldest posted request that is not collected yet.
+
+        Args:
+            place: For a read: takes the answer, and returns buffers for exactly the payload. After an error a buffer
+                may be partly filled; the link does not write to it any more.
+
+        Raises:
+            PeerUnavailable: No answer arrived by the deadline, or the connection broke. The link is closed.
+            ProtocolError: The peer did not send this answer. The link is closed.
+            RayKVError: The node refused the request. The link can still be used.
+        """
         self._require_open()
         assert self._posted
         try:
@@ -124,6 +153,10 @@ class SocketLink(Link):
         return answer  # type: ignore[return-value]  # callers check the type of the answer
 
     def wait_ready(self, timeout_s: float) -> bool:
+        """Wait until `collect` would not block. Returns False after a time-out, or if no request is posted.
+
+        Returns True for a broken or closed connection: the next `collect` raises the error.
+        """
         return self.closed or (bool(self._posted) and self._stream.wait_ready(timeout_s))
 
     def _require_open(self) -> None:
@@ -131,6 +164,7 @@ class SocketLink(Link):
             raise PeerUnavailable("the connection is closed")
 
     def close(self) -> None:
+        """Close the connection. The server then ends the connection's leases."""
         self.closed = True
         self._posted.clear()
         self._stream.socket.close()

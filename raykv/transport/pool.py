@@ -3,22 +3,17 @@
 import threading
 import time
 from collections.abc import Callable, Container
-from typing import Final, Protocol, TypeVar
+from typing import Final, TypeVar
 
 from raykv.errors import PeerUnavailable, RayKVError, TransientError
-from raykv.transport.base import Link, remaining
+from raykv.transport.base import remaining
 from raykv.transport.forking import drop_after_fork
+from raykv.transport.link import Link
 
 T = TypeVar("T")
 
 FAIR_S: Final = 0.05
 """A call that starts with less time than this before its deadline does not trip the breaker."""
-
-
-class Connect(Protocol):
-    """Makes a link: `SocketLink.connect` or `Network.connect`."""
-
-    def __call__(self, address: str, secret: bytes, *, deadline_s: float) -> Link: ...
 
 
 class ConnectionPool:
@@ -30,9 +25,9 @@ class ConnectionPool:
         failures: Number of requests that a node did not answer, or that were not sent since its breaker had tripped.
     """
 
-    def __init__(self, connect: Connect, secret: bytes, *, breaker_s: float, max_idle: int) -> None:
+    def __init__(self, secret: bytes, *, breaker_s: float, max_idle: int) -> None:
         """`breaker_s`: pause for an address after a failure. `max_idle`: the most idle links to one address."""
-        self._connect, self._breaker_s, self._max_idle = connect, breaker_s, max_idle
+        self._breaker_s, self._max_idle = breaker_s, max_idle
         self.secret, self.epoch, self.failures = secret, 0, 0
         self._idle: dict[str, list[Link]] = {}
         self._tripped_until_s: dict[str, float] = {}
@@ -73,7 +68,7 @@ class ConnectionPool:
                     self._trip(address)
                     raise
         try:
-            return self._run(address, self._connect(address, self.secret, deadline_s=deadline_s), request)
+            return self._run(address, Link.connect(address, self.secret, deadline_s=deadline_s), request)
         except TransientError:
             if not (short and time.monotonic() >= deadline_s):
                 self._trip(address)

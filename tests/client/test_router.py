@@ -14,7 +14,7 @@ from raykv.client.parallel import Parallel
 from raykv.errors import PeerUnavailable, RayKVError
 from raykv.protocol.placement import View
 from raykv.transport.bulk_read import PART_KEYS
-from raykv.transport.link import SocketLink
+from raykv.transport.link import Link
 from tests.support.clients import remote_client
 from tests.support.nodes import NBYTES, SPACE, cluster, content, names, wait_until
 
@@ -60,14 +60,14 @@ def test_a_client_without_descriptors_misses():
         with no_descriptors():
             assert get(client, names(3)).hits == (False,) * 3
             with pytest.raises(PeerUnavailable):
-                SocketLink.connect("127.0.0.1:1", b"", deadline_s=time.monotonic() + 1.0)
+                Link.connect("127.0.0.1:1", b"", deadline_s=time.monotonic() + 1.0)
         assert get(client, names(3)).hits == (True,) * 3
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:99999", "a..b:1", "\N{SNOWMAN}." * 50 + ":1"])
 def test_an_impossible_address_is_a_node_that_is_away(address):
     with pytest.raises(PeerUnavailable):
-        SocketLink.connect(address, b"", deadline_s=time.monotonic() + 1.0)
+        Link.connect(address, b"", deadline_s=time.monotonic() + 1.0)
 
 
 def test_when_one_task_raises_the_others_have_ended():
@@ -192,7 +192,7 @@ def test_a_remote_put_that_is_repeated_counts_its_own_chunks_as_stored(monkeypat
     """The connection breaks after the node has stored the chunks: the second attempt finds them stored."""
     with cluster(1) as running, remote_client(running) as client:
         put(client, ["other"])
-        push = SocketLink.push
+        push = Link.push
         calls = []
 
         def lose_the_first_answer(link, request, pick, *, deadline_s):
@@ -203,7 +203,7 @@ def test_a_remote_put_that_is_repeated_counts_its_own_chunks_as_stored(monkeypat
                 raise PeerUnavailable("the connection broke")
             return answer
 
-        monkeypatch.setattr(SocketLink, "push", lose_the_first_answer)
+        monkeypatch.setattr(Link, "push", lose_the_first_answer)
         assert put(client, ["a", "other", "b"]) == raykv.PutResult(2, 1, 0)
         assert [answer.count for answer in calls] == [2, 0]
         assert put(client, ["a", "other", "b"]) == raykv.PutResult(0, 3, 0)

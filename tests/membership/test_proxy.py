@@ -17,7 +17,7 @@ from raykv.node.node import Node
 from raykv.protocol import messages
 from raykv.protocol.namespace import Namespace
 from raykv.protocol.placement import Member, View
-from raykv.transport.link import SocketLink
+from raykv.transport.link import Link
 from raykv.transport.server import SocketServer
 
 SECRET = b"known to the node"
@@ -105,7 +105,7 @@ def test_a_directory_that_is_away_is_away_for_the_node_too(directory, address):
 
 
 def test_it_answers_for_nothing_else_and_survives_nonsense(directory, address):
-    link = SocketLink.connect(address, SECRET, deadline_s=time.monotonic() + 5.0)
+    link = Link.connect(address, SECRET, deadline_s=time.monotonic() + 5.0)
     for message, problem in (
         (messages.Attach(), UsageError),
         (messages.GetStats(), UsageError),

@@ -1,6 +1,5 @@
 """Announcements between nodes: what owners know after changes, restarts, and owners that do not answer."""
 
-import random
 from collections.abc import Iterator
 
 import numpy as np
@@ -11,7 +10,7 @@ from raykv.errors import PeerUnavailable
 from raykv.node.node import Node
 from raykv.protocol import messages
 from raykv.protocol.chunk_keys import KEY_NBYTES
-from raykv.transport.memory import Network
+from tests.support.faults import Faults
 from tests.support.nodes import Peer, keys_of, make_node, wait_until
 
 NAMES = [f"chunk-{number}" for number in range(40)]
@@ -19,17 +18,15 @@ PAGE = 4096
 
 
 class Nodes:
-    """Nodes that reach each other over an in-memory network."""
+    """Nodes of one cluster, and a directory."""
 
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self) -> None:
         self.membership = InProcessMembership(member_timeout_s=0.5)
-        self.network = Network(rng)
         self.by_name: dict[str, Node] = {}
 
     def start(self, *names: str) -> None:
         for name in names:
-            self.network.dead.discard(name)
-            self.by_name[name] = make_node(node_id=name, membership=self.membership, network=self.network)
+            self.by_name[name] = make_node(node_id=name, membership=self.membership)
             self.by_name[name].start()
         self.settle()
 
@@ -65,8 +62,8 @@ class Nodes:
 
 
 @pytest.fixture
-def nodes(rng: random.Random) -> Iterator[Nodes]:
-    made = Nodes(rng)
+def nodes() -> Iterator[Nodes]:
+    made = Nodes()
     yield made
     for node in made.by_name.values():
         node.stop(unlink=True, leave=False)
@@ -107,32 +104,32 @@ def test_a_restarted_owner_learns_again(nodes: Nodes):
     assert {nodes.located(name) for name in NAMES} == {(("a",), PAGE)}
 
 
-def test_an_owner_that_does_not_answer_hears_later(nodes: Nodes):
+def test_an_owner_that_does_not_answer_hears_later(nodes: Nodes, faults: Faults):
     nodes.start("a", "b")
-    nodes.network.dead.add("b")
+    faults.silence(nodes.by_name["b"])
     nodes.put("a", NAMES)
     node = nodes.by_name["a"]
     wait_until(lambda: node.stats()["errors"].get("announce", 0) > 1)
     assert node.stats()["unannounced"] > 0
     assert not node.announced
-    nodes.network.dead.discard("b")
+    faults.restore(nodes.by_name["b"])
     nodes.settle()
     assert {nodes.located(name) for name in NAMES} == {(("a",), PAGE)}
 
 
-def test_lost_messages_cost_time_and_nothing_else(nodes: Nodes):
+def test_lost_messages_cost_time_and_nothing_else(nodes: Nodes, faults: Faults):
     nodes.start("a", "b", "c")
-    nodes.network.loss = 0.3
+    faults.loss = 0.3
     for number, name in enumerate(NAMES):
         nodes.put("abc"[number % 3], [name])
     nodes.settle()
     assert [nodes.located(name)[0] for name in NAMES] == [("abc"[number % 3],) for number in range(len(NAMES))]
 
 
-def test_keys_of_an_owner_that_does_not_answer_are_bounded_and_delay_nobody(nodes: Nodes, monkeypatch):
+def test_keys_of_an_owner_that_does_not_answer_are_bounded_and_delay_nobody(nodes: Nodes, faults: Faults, monkeypatch):
     monkeypatch.setattr("raykv.node.announcer.MAX_RETRIED_KEYS", 16)
     nodes.start("a", "b", "c")
-    nodes.network.dead.add("b")
+    faults.silence(nodes.by_name["b"])
     many = [f"many-{number}" for number in range(500)]
     for start in range(0, 500, 100):
         nodes.put("a", many[start : start + 100])
@@ -141,7 +138,7 @@ def test_keys_of_an_owner_that_does_not_answer_are_bounded_and_delay_nobody(node
     assert 100 < len(others) < 400
     wait_until(lambda: all(nodes.located(name)[0] == ("a",) for name in others))
     wait_until(lambda: a.stats()["errors"].get("announce", 0) > 0 and a.stats()["unannounced"] <= 16)
-    nodes.network.dead.discard("b")
+    faults.restore(nodes.by_name["b"])
     nodes.settle()
 
 

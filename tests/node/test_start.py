@@ -14,7 +14,7 @@ from raykv.node import reclaimer
 from raykv.node.node import Node
 from raykv.node.reclaimer import QUIET_S
 from raykv.protocol import messages
-from raykv.transport.link import SocketLink
+from raykv.transport.link import Link
 
 MIB, GIB = 1 << 20, 1 << 30
 FIRST_ANSWER_NBYTES = 160 * MIB
@@ -32,7 +32,7 @@ def test_little_memory_is_taken_before_the_first_answer(shm_dir, monkeypatch, ro
     node.start()
     try:
         deadline_s = time.monotonic() + 10.0
-        link = SocketLink.connect(node.member.local_address, b"", deadline_s=deadline_s)
+        link = Link.connect(node.member.local_address, b"", deadline_s=deadline_s)
         assert link.call(messages.Read(bytes(16)), deadline_s=deadline_s).nbytes == bytes(4)
         link.close()
     finally:

@@ -5,12 +5,10 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from raykv.embedded import InProcessMembership
 from raykv.node.node import Node
 from raykv.protocol import codec, messages
 from raykv.protocol.reasons import Place, Reason
 from raykv.tier.registry import register_tier
-from raykv.transport.memory import Network
 from tests.support.nodes import Peer, content, keys_of, make_node, wait_until
 from tests.support.toy_tier import ToyTier
 
@@ -22,9 +20,8 @@ NAMES = [f"chunk-{number}" for number in range(100)]
 def node() -> Iterator[Node]:
     """A node with a toy tier, some of whose chunks are in the tier alone."""
     register_tier("toy", ToyTier)
-    network = Network()
     storage = {"tiers": {"toy": {}}, "arena_nbytes": "4 MiB"}
-    made = make_node(storage=storage, membership=InProcessMembership(member_timeout_s=5.0), network=network)
+    made = make_node(storage=storage)
     made.start()
     peer = Peer(made).open()
     for name in NAMES:  # read each before it is evicted, so that the tier takes it

@@ -23,7 +23,7 @@ from raykv.memory import native
 from raykv.protocol import messages
 from raykv.supervisor.handle import NodeHandle
 from raykv.supervisor.process import CONFIG_STATUS
-from raykv.transport.link import SocketLink
+from raykv.transport.link import Link
 from raykv.types import NodeId
 from tests.support.load import Load
 from tests.support.nodes import SECRET, SPACE, get, names, put, wait_until
@@ -309,7 +309,7 @@ def test_requests_are_recorded_over_it(made):
     assert left_out == 0
     assert [len(each.keys) for each in requests[:3]] == [200] * 3
     deadline_s = time.monotonic() + 5.0
-    far = SocketLink.connect(made.node.stats()["address"], bytes.fromhex(SECRET), deadline_s=deadline_s)
+    far = Link.connect(made.node.stats()["address"], bytes.fromhex(SECRET), deadline_s=deadline_s)
     with closing(far), pytest.raises(UsageError, match="this host"):
         far.call(messages.FetchTrace(True), deadline_s=deadline_s)
     made.node.record_trace(False)

@@ -22,7 +22,6 @@ from raykv.node.node import Node
 from raykv.node.sessions import NodeSession
 from raykv.protocol import chunk_keys, codec, messages
 from raykv.transport.base import Reply
-from raykv.transport.memory import Network
 
 SPACE = raykv.Namespace(model="m")
 SECRET = "5e" * 32
@@ -72,19 +71,13 @@ def get(client: "raykv.Client", keys: list[str], **options: Any) -> tuple[bool, 
     return hits
 
 
-def make_node(
-    *,
-    secret: bytes = bytes(32),
-    membership: InProcessMembership | None = None,
-    network: Network | None = None,
-    **fields: Any,
-) -> Node:
+def make_node(*, secret: bytes = bytes(32), membership: InProcessMembership | None = None, **fields: Any) -> Node:
     """A node that was not started. `fields` of NodeConfig; `storage` of StorageConfig."""
     given = {"arena_nbytes": "4 MiB", "extent_nbytes": "64 KiB", "shm_dir": None, **fields.pop("storage", {})}
     storage = StorageConfig.load(given)
     config = NodeConfig.load({"node_id": "n", "storage": storage, "heartbeat_s": 0.05, **fields})
     directory = membership or InProcessMembership(member_timeout_s=5.0)
-    return Node(config, secret=secret, membership=directory, network=network)
+    return Node(config, secret=secret, membership=directory)
 
 
 @contextmanager

@@ -11,9 +11,8 @@ import pytest
 
 from raykv.errors import CapacityError, PeerUnavailable, ProtocolError, UsageError
 from raykv.protocol import messages
-from raykv.transport.base import MAX_POSTED, Link, Runs
-from raykv.transport.link import SocketLink
-from raykv.transport.memory import Network
+from raykv.transport.base import MAX_POSTED, Runs
+from raykv.transport.link import Link
 from raykv.transport.server import SocketServer
 from tests.support.transports import SECRET, Warehouse, soon
 
@@ -124,7 +123,7 @@ class LinkContract:
 
     def test_posted_requests_are_answered_in_order(self, connect, service):
         link = connect()
-        assert not link.ready()
+        assert not link.wait_ready(0.0)
         assert not link.wait_ready(0.01)
         for request in (messages.GetStats(), messages.Attach(), messages.Delete(b""), messages.GetView()):
             link.post(request, deadline_s=soon())
@@ -133,9 +132,9 @@ class LinkContract:
         with pytest.raises(UsageError, match="not for deletion"):
             link.collect(deadline_s=soon())
         assert link.wait_ready(10.0)
-        assert link.ready()
+        assert link.wait_ready(0.0)
         assert link.collect(deadline_s=soon()) == messages.Stats(b"GetView")
-        assert not link.ready()
+        assert not link.wait_ready(0.0)
         assert link.call(messages.GetStats(), deadline_s=soon()) == messages.Stats(b"GetStats")
 
     def test_as_many_as_may_be_posted(self, connect):
@@ -297,7 +296,7 @@ class SocketContract(LinkContract):
     def serve(self, service, tmp):
         server = SocketServer(service, self.address(tmp), SECRET, io_timeout_s=5.0, max_connections=64)
         server.serve()
-        return lambda: SocketLink.connect(server.address, SECRET, deadline_s=soon()), server.close
+        return lambda: Link.connect(server.address, SECRET, deadline_s=soon()), server.close
 
     def test_an_answer_that_comes_too_late(self, connect, service):
         link = connect()
@@ -335,12 +334,3 @@ class TestUnixWithoutFile(SocketContract):
 
     def address(self, tmp: str) -> str:
         return f"unix:@{tmp}"
-
-
-class TestMemory(LinkContract):
-    local = True
-
-    def serve(self, service, tmp):
-        network = Network()
-        network.services[tmp] = service
-        return lambda: network.connect(tmp, b"", deadline_s=soon()), lambda: network.dead.add(tmp)

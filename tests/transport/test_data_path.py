@@ -14,8 +14,7 @@ from raykv.transport import bulk_read, stream
 from raykv.transport.base import Reply
 from raykv.transport.bulk_read import BulkRead, ReadProgress, ReadRun
 from raykv.transport.data_path import DataPath, DataPaths, LinkPath, ShmPath
-from raykv.transport.link import SocketLink
-from raykv.transport.memory import Network
+from raykv.transport.link import Link
 from raykv.transport.pool import ConnectionPool
 from raykv.transport.server import SocketServer
 from tests.support.transports import SECRET, Holder, soon
@@ -40,21 +39,15 @@ def holder():
     return Holder({key(number): content(number) for number in range(60)})
 
 
-@pytest.fixture(params=["sockets", "network"])
-def reached(request, holder):
+@pytest.fixture
+def reached(holder):
     """A pool that leads to the holder, and the member that the holder is."""
-    network, server = Network(), None
-    if request.param == "sockets":
-        server = SocketServer(holder, "127.0.0.1:0", SECRET, io_timeout_s=1.0, max_connections=8)
-        server.serve()
-        pool, where = ConnectionPool(SocketLink.connect, SECRET, breaker_s=0.1, max_idle=2), server.address
-    else:
-        network.services["here"] = holder
-        pool, where = ConnectionPool(network.connect, b"", breaker_s=0.1, max_idle=2), "here"
-    yield pool, member(tcp=where)
+    server = SocketServer(holder, "127.0.0.1:0", SECRET, io_timeout_s=1.0, max_connections=8)
+    server.serve()
+    pool = ConnectionPool(SECRET, breaker_s=0.1, max_idle=2)
+    yield pool, member(tcp=server.address)
     pool.close()
-    if server is not None:
-        server.close()
+    server.close()
 
 
 @pytest.fixture
@@ -93,7 +86,7 @@ def test_parts_and_partial_hits(reached, holder, small_parts, count):
     assert sum(map(len, holder.reads)) == count
     assert max(map(len, holder.reads)) <= 3
     assert holder.groups == {b"group"}
-    assert run.path == ("memory" if reached[1].address == "here" else "tcp")
+    assert run.path == "tcp"
 
 
 def test_one_request_for_a_read_that_fits(reached, holder):
@@ -166,7 +159,7 @@ def test_an_answer_of_the_wrong_shape(reached, holder):
 def test_a_holder_that_stalls_costs_the_rest_and_not_what_has_arrived(holder, loops, monkeypatch):
     server = SocketServer(holder, "127.0.0.1:0", SECRET, io_timeout_s=5.0, max_connections=8)
     server.serve()
-    pool = ConnectionPool(SocketLink.connect, SECRET, breaker_s=0.1, max_idle=2)
+    pool = ConnectionPool(SECRET, breaker_s=0.1, max_idle=2)
     holder.cut_after = NBYTES + 1000
     progress, into = progress_of([0, 1, 2, 3])
     run = ReadRun(progress, "n", [0, 1, 2, 3])
@@ -188,7 +181,7 @@ def test_a_read_goes_on_over_a_new_link_where_it_was_broken_off(holder, small_pa
     """The idle link dies in the middle: what has arrived is not read again."""
     server = SocketServer(holder, "127.0.0.1:0", SECRET, io_timeout_s=5.0, max_connections=8)
     server.serve()
-    pool = ConnectionPool(SocketLink.connect, SECRET, breaker_s=0.1, max_idle=2)
+    pool = ConnectionPool(SECRET, breaker_s=0.1, max_idle=2)
     reached = pool, member(tcp=server.address)
     read(reached, [50])
     answer = holder.answer
@@ -230,7 +223,7 @@ def test_a_holder_that_sends_too_slowly_is_left_at_the_deadline(holder):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stream.Stream, "_send_some", trickle)
-        link = SocketLink.connect(server.address, SECRET, deadline_s=soon())
+        link = Link.connect(server.address, SECRET, deadline_s=soon())
         progress, _ = progress_of([1])
         began_s = time.monotonic()
         with pytest.raises(PeerUnavailable):
@@ -258,7 +251,7 @@ class Toy(DataPath):
 
 
 def test_the_first_path_that_leads_to_a_member_is_chosen():
-    pool = ConnectionPool(SocketLink.connect, SECRET, breaker_s=0.1, max_idle=2)
+    pool = ConnectionPool(SECRET, breaker_s=0.1, max_idle=2)
     toy, shm, tcp = Toy(), ShmPath(pool, "host"), LinkPath(pool)
     paths = DataPaths([toy, shm, tcp])
     assert paths.choose(member(toy="x", tcp="y:1"), deadline_s=soon()) is toy
@@ -280,7 +273,7 @@ def test_a_node_of_this_host_whose_files_cannot_be_mapped_is_read_over_tcp(holde
     address = f"unix:@raykv-test-{time.monotonic_ns()}"
     server = SocketServer(holder, address, b"", io_timeout_s=5.0, max_connections=8)
     server.serve()
-    pool = ConnectionPool(SocketLink.connect, SECRET, breaker_s=0.1, max_idle=2)
+    pool = ConnectionPool(SECRET, breaker_s=0.1, max_idle=2)
     shm = ShmPath(pool, "host")
     there = member(unix=address, tcp="y:1")
     assert not shm.can_reach(there, deadline_s=soon())

@@ -7,7 +7,7 @@ import pytest
 from raykv.errors import PeerUnavailable, ProtocolError, UsageError
 from raykv.protocol import messages
 from raykv.transport import link as link_module
-from raykv.transport.link import SocketLink
+from raykv.transport.link import Link
 from raykv.transport.server import SocketServer
 from tests.support.transports import SECRET, LyingServer, Warehouse, soon
 
@@ -23,7 +23,7 @@ def stats(number: int) -> messages.Stats:
 )
 def test_an_answer_to_another_request_closes_the_link(ids, good):
     lying = LyingServer([(stats(number), number) for number in ids], after=3)
-    link = SocketLink.connect(lying.address, SECRET, deadline_s=soon())
+    link = Link.connect(lying.address, SECRET, deadline_s=soon())
     with contextlib.closing(lying), contextlib.closing(link):
         for _ in range(3):
             link.post(messages.GetStats(), deadline_s=soon())
@@ -41,7 +41,7 @@ def test_an_answer_to_another_request_closes_the_link(ids, good):
 
 def test_an_answer_without_its_request_that_says_why():
     lying = LyingServer([(messages.Failure("ProtocolError", "version 9, we speak 4"), 0)], after=1)
-    link = SocketLink.connect(lying.address, SECRET, deadline_s=soon())
+    link = Link.connect(lying.address, SECRET, deadline_s=soon())
     with contextlib.closing(lying), contextlib.closing(link):
         with pytest.raises(ProtocolError, match="version 9"):
             link.call(messages.GetStats(), deadline_s=soon())
@@ -51,7 +51,7 @@ def test_an_answer_without_its_request_that_says_why():
 def test_the_second_answer_of_a_write_has_the_number_of_its_request():
     for second_id in (1, 2):
         lying = LyingServer([(messages.Accepted(b""), 1), (messages.Count(0), second_id)], after=1)
-        link = SocketLink.connect(lying.address, SECRET, deadline_s=soon())
+        link = Link.connect(lying.address, SECRET, deadline_s=soon())
         with contextlib.closing(lying), contextlib.closing(link):
             request = messages.Write(b"", 1)
             if second_id == 1:
@@ -66,7 +66,7 @@ def test_numbers_start_again_before_they_are_too_large(monkeypatch):
     monkeypatch.setattr(link_module, "MAX_REQUEST_ID", 3)
     server = SocketServer(Warehouse(), "127.0.0.1:0", SECRET, io_timeout_s=5.0, max_connections=8)
     server.serve()
-    with contextlib.closing(SocketLink.connect(server.address, SECRET, deadline_s=soon())) as link:
+    with contextlib.closing(Link.connect(server.address, SECRET, deadline_s=soon())) as link:
         for number in range(8):
             assert link.call(messages.Locate(b"%d" % number), deadline_s=soon()) == stats(number)
         with pytest.raises(UsageError):

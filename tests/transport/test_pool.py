@@ -1,6 +1,5 @@
 """Links are reused, nodes that hang are left alone for a while, and forked processes share nothing."""
 
-import contextlib
 import os
 import signal
 import socket
@@ -11,8 +10,7 @@ import pytest
 
 from raykv.errors import CapacityError, PeerUnavailable, UsageError
 from raykv.protocol import messages
-from raykv.transport.link import SocketLink
-from raykv.transport.memory import Network
+from raykv.transport.link import Link
 from raykv.transport.pool import ConnectionPool
 from raykv.transport.server import SocketServer
 from tests.support.transports import SECRET, Warehouse, soon
@@ -35,7 +33,7 @@ def served(request, service):
 
 @pytest.fixture
 def pool():
-    made = ConnectionPool(SocketLink.connect, SECRET, breaker_s=60.0, max_idle=2)
+    made = ConnectionPool(SECRET, breaker_s=60.0, max_idle=2)
     yield made
     made.close()
 
@@ -158,7 +156,7 @@ def test_parent_and_child_ask_at_once_and_get_their_own_answers(pool, served):
 
 def test_a_child_that_closes_its_pool_and_server_disturbs_nobody(pool, served, service):
     stats(pool, served.address)
-    held = SocketLink.connect(served.address, SECRET, deadline_s=soon())
+    held = Link.connect(served.address, SECRET, deadline_s=soon())
     held.post(messages.Locate(b"held"), deadline_s=soon())
 
     def close_all() -> None:
@@ -179,7 +177,7 @@ def test_a_child_that_closes_its_pool_and_server_disturbs_nobody(pool, served, s
 def test_leases_end_with_the_parents_link_while_the_child_lives(pool, served, service):
     """The child must not keep a copy of the descriptor: the server would never see the end of the connection."""
     stats(pool, served.address)
-    held = SocketLink.connect(served.address, SECRET, deadline_s=soon())
+    held = Link.connect(served.address, SECRET, deadline_s=soon())
     ready, go = os.pipe(), os.pipe()
 
     def wait() -> None:
@@ -202,22 +200,6 @@ def test_a_lock_held_at_the_fork_does_not_block_the_child(pool, served):
     with pool._lock:
         child = in_child(lambda: ask_for_keys(pool, served.address, b"child", 3))
     assert os.waitpid(child, 0)[1] == 0
-
-
-def test_an_in_process_network_after_a_fork(service):
-    network = Network()
-    network.services["a"] = service
-    with contextlib.closing(ConnectionPool(network.connect, b"", breaker_s=60.0, max_idle=2)) as pool:
-        stats(pool, "a")
-
-        def close_all() -> None:
-            pool.close()
-            assert not service.sessions[0].closed.is_set()  # a node's sessions are its own process's
-            stats(pool, "a")
-
-        assert os.waitpid(in_child(close_all), 0)[1] == 0
-        stats(pool, "a")
-        assert len(service.sessions) == 1
 
 
 def test_many_threads_share_a_pool(pool, served):

@@ -13,7 +13,7 @@ from raykv.errors import ConfigError, PeerUnavailable, ProtocolError, RayKVError
 from raykv.protocol import codec, messages
 from raykv.transport import handshake, server
 from raykv.transport.addresses import parse_address
-from raykv.transport.link import SocketLink
+from raykv.transport.link import Link
 from raykv.transport.server import SocketServer
 from tests.support.transports import SECRET, Warehouse, is_closed, member_socket, raw_socket, soon, stream_on
 
@@ -36,8 +36,8 @@ def served(request, service):
     assert all(session.closed.wait(5.0) for session in service.sessions)
 
 
-def connect(served: SocketServer, seconds: float = 5.0) -> SocketLink:
-    return SocketLink.connect(served.address, SECRET, deadline_s=soon(seconds))
+def connect(served: SocketServer, seconds: float = 5.0) -> Link:
+    return Link.connect(served.address, SECRET, deadline_s=soon(seconds))
 
 
 def serves(served: SocketServer) -> bool:
@@ -218,7 +218,7 @@ def test_requests_in_flight_end_with_the_server(service):
     service.hold.clear()
     for _ in range(3):
         link.post(messages.GetStats(), deadline_s=soon())
-    assert not link.ready()
+    assert not link.wait_ready(0.0)
     closing = threading.Thread(target=made.close)
     closing.start()
     with pytest.raises(PeerUnavailable):
@@ -265,7 +265,7 @@ def test_an_address_in_use(served, service):
 @pytest.mark.parametrize("served", ["tcp"], indirect=True)
 def test_a_wrong_secret(served):
     with pytest.raises(PeerUnavailable, match="another cluster"):
-        SocketLink.connect(served.address, b"wrong", deadline_s=soon())
+        Link.connect(served.address, b"wrong", deadline_s=soon())
     with raw_socket(served.address) as stream:  # one that ignores the server's proof
         stream.sendall(handshake.greeting(b"n" * 32))
         theirs = handshake.read_greeting(stream_on(stream).exactly(handshake.GREETING.size, soon()))
@@ -305,7 +305,7 @@ def test_something_else_behind_the_port():
         with waiting, stream, pytest.raises(ProtocolError, match="does not speak raykv"):
             handshake.greet_server(stream_on(waiting), SECRET, soon())
         with pytest.raises(PeerUnavailable):
-            SocketLink.connect(address, SECRET, deadline_s=soon(0.2))  # it listens, and says nothing
+            Link.connect(address, SECRET, deadline_s=soon(0.2))  # it listens, and says nothing
 
 
 def test_a_handshake_of_random_bytes(served, rng: random.Random):

@@ -10,7 +10,6 @@ from raykv.transport import data_path
 from raykv.transport.base import Reply
 from raykv.transport.bulk_read import ReadProgress, ReadRun
 from raykv.transport.data_path import ShmPath
-from raykv.transport.link import SocketLink
 from raykv.transport.pool import ConnectionPool
 from raykv.transport.server import SocketServer
 from tests.support.stores import LETTERS, Bench, content, names_to_keys
@@ -71,7 +70,7 @@ def make(node):
     address = f"unix:@raykv-test-{time.monotonic_ns()}"
     server = SocketServer(node, address, b"", io_timeout_s=5.0, max_connections=8)
     server.serve()
-    pool = ConnectionPool(SocketLink.connect, b"", breaker_s=0.1, max_idle=2)
+    pool = ConnectionPool(b"", breaker_s=0.1, max_idle=2)
     there, paths = Member("n", "host", {"unix": address}, 1.0, 1), []
 
     def make(**fields) -> tuple[ShmPath, Member]:

@@ -13,7 +13,7 @@ from raykv.errors import RayKVError
 from raykv.node.node import Node
 from raykv.protocol import codec, messages
 from raykv.transport.bulk_read import with_checksums
-from raykv.transport.link import SocketLink
+from raykv.transport.link import Link
 from tests.support.nodes import Peer, keys_of, make_node, running_node, wait_until
 from tests.support.transports import SECRET, member_socket, soon, stream_on
 
@@ -28,8 +28,8 @@ def node():
         assert made.failure is None
 
 
-def connect(node: Node) -> SocketLink:
-    return SocketLink.connect(node.member.address, SECRET, deadline_s=soon())
+def connect(node: Node) -> Link:
+    return Link.connect(node.member.address, SECRET, deadline_s=soon())
 
 
 def serves(node: Node) -> bool:
@@ -42,7 +42,7 @@ def test_a_client_that_connects_while_the_node_starts_waits_until_it_can_answer(
     answers: list[object] = []
 
     def ask() -> None:
-        with contextlib.closing(SocketLink.connect(made.config.local_address, b"", deadline_s=soon())) as link:
+        with contextlib.closing(Link.connect(made.config.local_address, b"", deadline_s=soon())) as link:
             try:
                 answers.append(link.call(messages.Attach(), deadline_s=soon()))
             except RayKVError as error:
