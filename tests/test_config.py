@@ -86,7 +86,6 @@ def test_storage_that_cannot_be(fields, words):
         {"node_id": "n", "bind": "nowhere"},
         {"node_id": "n", "heartbeat_s": 0},
         {"node_id": "n", "max_connections": 0},
-        {"node_id": "n", "spin_s": 0.002},
         {"node_id": "n", "io_timeout_s": float("inf")},
         {"node_id": "n", "heartbeat_s": float("nan")},
     ],
@@ -106,15 +105,10 @@ def test_a_path_too_long_for_a_socket_names_the_fields(shm_dir):
         Node(NodeConfig.load(fields), secret=b"", membership=InProcessMembership(member_timeout_s=1.0))
 
 
-@pytest.mark.parametrize("fields", [{"timeout_s": float("nan")}, {"timeout_s": float("inf")}, {"spin_s": -1e-6}])
+@pytest.mark.parametrize("fields", [{"timeout_s": float("nan")}, {"timeout_s": float("inf")}])
 def test_clients_that_cannot_be(fields):
     with pytest.raises(ConfigError, match=next(iter(fields))):
         ClientConfig.load(fields)
-
-
-def test_spinning_is_off_by_default():
-    assert ClientConfig().spin_s == NodeConfig(node_id="n").spin_s == 0.0
-    assert NodeConfig(node_id="n", spin_s=0.001).spin_s == 0.001
 
 
 def test_options_of_tiers_from_outside_travel_with_the_config():

@@ -31,7 +31,6 @@ def parse_nbytes(value: object) -> object:
 
 Nbytes = Annotated[int, BeforeValidator(parse_nbytes), Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-SpinSeconds = Annotated[float, Field(ge=0, le=0.001)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
 HugePages = Literal["try", "require", "never"]
 

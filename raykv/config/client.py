@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, SecretStr
 
-from raykv.config.base import Model, Seconds, SpinSeconds
+from raykv.config.base import Model, Seconds
 from raykv.config.environment import client_fields
 
 
@@ -19,7 +19,6 @@ class ClientConfig(Model):
         connections_per_peer: The most idle connections to one peer.
         streams_per_peer: Connections that share a large read from one peer. None means that it depends on the cores.
         copy_threads: Threads that copy a large batch on this host. None means half the number of cores, at most 4.
-        spin_s: A thread that waits for a socket polls it for this long before it sleeps. 0 turns polling off.
         verify: Which bytes have their checksums verified: those from the network ("remote"), all ("always"), or
             none ("never").
     """
@@ -31,7 +30,6 @@ class ClientConfig(Model):
     connections_per_peer: Annotated[int, Field(ge=1, le=64)] = 4
     streams_per_peer: Annotated[int, Field(ge=1, le=16)] | None = None
     copy_threads: Annotated[int, Field(ge=1, le=64)] | None = None
-    spin_s: SpinSeconds = 0.0
     verify: Literal["remote", "always", "never"] = "remote"
 
     @classmethod

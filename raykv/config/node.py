@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from raykv.config.base import Model, Name, Seconds, SpinSeconds
+from raykv.config.base import Model, Name, Seconds
 from raykv.config.storage import StorageConfig
 
 
@@ -22,7 +22,6 @@ class NodeConfig(Model):
         heartbeat_s: Time between heartbeats to the directory.
         announce_s: The longest time from a commit to its announcement to the owners of its keys.
         io_timeout_s: A peer that stalls for this long in the middle of a message is disconnected.
-        spin_s: A thread that waits for a socket polls it for this long before it sleeps. 0 turns polling off.
         max_connections: Connections served at once. Further connections are refused.
         max_locations: The most keys whose locations this node stores as their owner. Then the oldest are dropped.
         storage: The node's memory.
@@ -37,7 +36,6 @@ class NodeConfig(Model):
     heartbeat_s: Seconds = 1.0
     announce_s: Seconds = 0.01
     io_timeout_s: Seconds = 10.0
-    spin_s: SpinSeconds = 0.0
     max_connections: Annotated[int, Field(ge=4, le=65536)] = 1024
     max_locations: Annotated[int, Field(ge=1024)] = 1 << 22
 

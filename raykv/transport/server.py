@@ -78,19 +78,17 @@ class SocketServer:
         *,
         io_timeout_s: float,
         max_connections: int,
-        spin_s: float = 0.0,
     ) -> None:
         """Listen, or raise ConfigError. Clients that connect before `serve` have to wait.
 
         Args:
             secret: The cluster's secret; not used over Unix sockets.
             io_timeout_s: A peer that stalls for this long within a message or payload is disconnected.
-            spin_s: See `Stream`. Only used for TCP, since clients on this host need the cores.
         """
         self._service, self._io_timeout_s, self._max_connections = service, io_timeout_s, max_connections
         self._listener, self.address = listen(address)
         self._local = self._listener.family == socket.AF_UNIX
-        self._secret, self._spin_s = (b"", 0.0) if self._local else (secret, spin_s)
+        self._secret = b"" if self._local else secret
         self._shaking: dict[socket.socket, threading.Thread] = {}  # oldest first
         self._connections: dict[socket.socket, threading.Thread] = {}
         self._lock = threading.Lock()
@@ -189,7 +187,7 @@ class SocketServer:
             require_same_user(connection)
         else:
             tune(connection)
-        stream = Stream(connection, tick_s=TICK_S, spin_s=self._spin_s)
+        stream = Stream(connection, tick_s=TICK_S)
         admit = partial(self._admit, connection)
         greet_client(stream, self._secret, admit, time.monotonic() + HANDSHAKE_TIMEOUT_S)
         stream.set_tick(self._io_timeout_s)

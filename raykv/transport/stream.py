@@ -47,18 +47,11 @@ class Stream:
     middle of a message, so the caller must close it.
     """
 
-    def __init__(self, connection: socket.socket, *, tick_s: float, spin_s: float = 0.0) -> None:
-        """Use a connected socket.
-
-        Args:
-            tick_s: See `set_tick`.
-            spin_s: Poll the socket for this long before sleeping; 0 sleeps at once. Polling avoids the delay of a
-                thread wake-up, but uses a core.
-        """
+    def __init__(self, connection: socket.socket, *, tick_s: float) -> None:
+        """Use a connected socket. `tick_s`: see `set_tick`."""
         self.socket = connection
         connection.settimeout(None)
         self.set_tick(tick_s)
-        self._spin_s = spin_s
         self._ahead = memoryview(bytearray(READ_AHEAD_NBYTES))
         self._start = self._end = 0  # range of the bytes in `_ahead` that are not used yet
 
@@ -159,20 +152,12 @@ class Stream:
         return len(here) >= min(_HEADER_NBYTES + length, READ_AHEAD_NBYTES)
 
     def _read_ahead(self, flags: int = 0) -> int:
-        """Read bytes into the buffer. Spins for `spin_s`, then waits for up to a tick, unless `flags` forbid waiting.
-
-        Returns the number of bytes read; 0 when none arrived.
-        """
+        """Read bytes into the buffer. Waits for up to a tick, unless `flags` forbid it. Returns the number of bytes."""
         if self._start:
             left = bytes(self._ahead[self._start : self._end])
             self._ahead[: len(left)] = left
             self._start, self._end = 0, len(left)
-        room, got = [self._ahead[self._end :]], 0
-        if self._spin_s and not flags:
-            until_s = time.monotonic() + self._spin_s
-            while not (got := self._receive(room, _DONTWAIT)) and time.monotonic() < until_s:
-                os.sched_yield()
-        got = got or self._receive(room, flags)
+        got = self._receive([self._ahead[self._end :]], flags)
         self._end += got
         return got
 
@@ -209,7 +194,7 @@ class Stream:
         assert native.receive is not None
         ahead = self._ahead[self._start : self._end]
         checksums = bytearray(8 * len(run.sizes)) if run.hashed else None
-        end, run.full = native.receive(self.socket.fileno(), ahead, run.chunks, checksums, deadline_s, self._spin_s)
+        end, run.full = native.receive(self.socket.fileno(), ahead, run.chunks, checksums, deadline_s)
         self._start += min(len(ahead), sum(run.sizes))
         if checksums is not None:
             run.checksums = bytes(checksums[: 8 * run.full])

@@ -23,12 +23,12 @@ from tests.support.transports import soon
 SIZES = [1, 240, 241, 305, 1023, 1024, 1025, 1088, 2048, 4096, 5000, 70_000, 256 << 10, (256 << 10) + 1, 600_000]
 
 
-@pytest.fixture(params=[0.0, 2e-4], ids=["sleeps", "spins"])
-def ends(request):
-    """A stream that sleeps at once or spins before, and the other end of its socket."""
+@pytest.fixture
+def ends():
+    """A stream, and the other end of its socket."""
     here, there = socket.socketpair()
     with here, there:
-        yield Stream(here, tick_s=0.01, spin_s=request.param), there
+        yield Stream(here, tick_s=0.01), there
 
 
 def cut(raw: bytearray, rng) -> list[memoryview]:
@@ -143,14 +143,14 @@ def test_the_compiled_way_refuses_what_would_not_fit(ends):
         (good, bytes(8), BufferError),
     ]:
         with pytest.raises(error):
-            native.receive(number, b"", chunks, sums, soon(), 0.0)
-    assert native.receive(number, b"", [], None, soon(), 0.0)[:2] == (0, 0)
-    assert native.receive(number, b"x" * 1000, good, None, soon(), 0.0)[:2] == (0, 1)
+            native.receive(number, b"", chunks, sums, soon())
+    assert native.receive(number, b"", [], None, soon())[:2] == (0, 0)
+    assert native.receive(number, b"x" * 1000, good, None, soon())[:2] == (0, 1)
     assert good == [[bytearray(b"x" * 300)]]
-    end, full = native.receive(stream.socket.fileno() + 1000, b"", good, None, soon(), 0.0)[:2]
+    end, full = native.receive(stream.socket.fileno() + 1000, b"", good, None, soon())[:2]
     assert (end < 0, full) == (True, 0)
     sums = bytearray(8)
-    assert native.receive(number, b"y" * 299, good, sums, soon(), 1e-4)[:2] == (0, 1)
+    assert native.receive(number, b"y" * 299, good, sums, soon())[:2] == (0, 1)
     assert struct.unpack("=Q", sums)[0] == xxhash.xxh3_64_intdigest(b"y" * 299 + b"\0")
 
 
@@ -212,7 +212,7 @@ def test_a_message_is_ready_when_it_is_whole_or_its_beginning_is_here(ends):
     assert receiver.wait_ready(10.0)
 
 
-def test_spinning_is_bounded(ends):
+def test_waiting_takes_no_time_of_the_processor(ends):
     receiver, there = ends
     before_s = time.thread_time()
     with pytest.raises(PeerUnavailable, match="deadline"):

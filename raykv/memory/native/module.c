@@ -66,10 +66,10 @@ static PyMethodDef methods[] = {
      "Copy values, each a list or tuple of buffers, into slots of more than 240 bytes, and write their checksums. call:\n"
      "as for `read`."},
     {"receive", receive, METH_VARARGS,
-     "receive(fd, ahead, chunks, checksums, deadline_s, spin_s) -> (int, int)\n\n"
+     "receive(fd, ahead, chunks, checksums, deadline_s) -> (int, int)\n\n"
      "Fill chunks of more than 240 bytes, each a list or tuple of writable buffers: from `ahead` first, then from a\n"
-     "socket. Writes their checksums, unless that is None. spin_s: wait this long for bytes before sleeping. Returns 0\n"
-     "(full), 1 (late), 2 (closed by the peer) or the negative error number; and how many chunks are full."},
+     "socket. Writes their checksums, unless that is None. Returns 0 (full), 1 (late), 2 (closed by the peer) or the\n"
+     "negative error number; and how many chunks are full."},
     {"share", share, METH_O, "share(job): copy chunks of a batch of `read` or `fill` until none is left to begin."},
     {"quickest", quickest, METH_O,
      "quickest(nbytes) -> (str | None, str | None)\n\n"

@@ -2,7 +2,6 @@
 
 #include "native.h"
 #include <errno.h>
-#include <sched.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
 
@@ -73,14 +72,13 @@ static void fill_from(filling_t *filling, const char *from, size_t left) {
     }
 }
 
-/* Fill the remaining chunks from a socket. Spins until no bytes arrive for `spin_ns`, then sleeps. Runs without the
-   GIL. Fails with EINTR when Python has to handle a signal. */
-static int fill_from_socket(filling_t *filling, int fd, int64_t deadline_ns, int64_t spin_ns, int *sleeps) {
+/* Fill the remaining chunks from a socket, whose own time limit ends each wait. Runs without the GIL. Fails with EINTR
+   when Python has to handle a signal. */
+static int fill_from_socket(filling_t *filling, int fd, int64_t deadline_ns) {
     struct iovec places[STEP_PIECES];
-    int64_t last_ns = monotonic_ns();
     while (filling->chunk < filling->count) {
         struct msghdr message = {.msg_iov = places, .msg_iovlen = next_places(filling, places)};
-        ssize_t got = recvmsg(fd, &message, *sleeps ? MSG_WAITALL : MSG_DONTWAIT);
+        ssize_t got = recvmsg(fd, &message, MSG_WAITALL);
         if (got == 0)
             return CLOSED;
         if (got > 0) {
@@ -90,15 +88,8 @@ static int fill_from_socket(filling_t *filling, int fd, int64_t deadline_ns, int
         } else if (errno != EAGAIN && errno != EWOULDBLOCK) {
             return FAILED;
         }
-        int64_t now_ns = monotonic_ns();
-        if (now_ns >= deadline_ns)
+        if (monotonic_ns() >= deadline_ns)
             return LATE;
-        if (got > 0)
-            last_ns = now_ns;
-        else if (now_ns - last_ns < spin_ns)
-            sched_yield();
-        else
-            *sleeps = 1; /* the socket's own time limit ends each wait */
     }
     return FULL;
 }
@@ -108,8 +99,8 @@ PyObject *receive(PyObject *module, PyObject *arguments) {
     int fd;
     Py_buffer ahead, sums = {.obj = NULL, .buf = NULL};
     PyObject *chunks, *checksums, *result = NULL;
-    double deadline_s, spin_s;
-    if (!PyArg_ParseTuple(arguments, "iy*O!Odd", &fd, &ahead, &PyList_Type, &chunks, &checksums, &deadline_s, &spin_s))
+    double deadline_s;
+    if (!PyArg_ParseTuple(arguments, "iy*O!Od", &fd, &ahead, &PyList_Type, &chunks, &checksums, &deadline_s))
         return NULL;
     buffers_t pieces = {NULL, 0, 0};
     Py_ssize_t count = PyList_GET_SIZE(chunks);
@@ -136,10 +127,10 @@ PyObject *receive(PyObject *module, PyObject *arguments) {
     hasher_begin(&filling.hasher);
     fill_from(&filling, ahead.buf, (size_t)ahead.len < total ? (size_t)ahead.len : total);
     int64_t deadline_ns = deadline_s < 9e9 ? (int64_t)(deadline_s * 1e9) : INT64_MAX;
-    int end = FULL, sleeps = spin_s <= 0, problem = 0;
+    int end = FULL, problem = 0;
     while (filling.chunk < count) {
         PyThreadState *state = PyEval_SaveThread();
-        end = fill_from_socket(&filling, fd, deadline_ns, (int64_t)(spin_s * 1e9), &sleeps);
+        end = fill_from_socket(&filling, fd, deadline_ns);
         problem = errno;
         PyEval_RestoreThread(state);
         if (end != FAILED || problem != EINTR)
