@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from raykv.errors import ConfigError  # noqa: E402
-from raykv.integrations.kv_layout import DeviceLayout, HostLayout, Layout, layout_of, runs_of  # noqa: E402
+from raykv.integrations.kv_layout import DeviceLayout, Layout, layout_of, runs_of  # noqa: E402
 
 LAYERS, BLOCKS, HEADS, TOKENS, CONTENT = 3, 7, 2, 4, 10
 AXES = "LBHNC"
@@ -46,7 +46,7 @@ def carry(layout: Layout, source: list[int], target: list[int | None]) -> None:
     layout.load([(target, targets)])
 
 
-@pytest.mark.parametrize("kind", [HostLayout, DeviceLayout])
+@pytest.mark.parametrize("kind", [Layout, DeviceLayout])
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_chunk_carries_exactly_its_blocks(order: str, kind: type[Layout]):
     layers = caches(order)
@@ -58,11 +58,11 @@ def test_a_chunk_carries_exactly_its_blocks(order: str, kind: type[Layout]):
 
 
 def test_all_layers_of_a_block_are_one_run_where_blocks_are_outermost():
-    assert len(built(HostLayout, caches("BLHNC"), 1).targets([0])) == 1
-    assert len(built(HostLayout, caches("LBHNC"), 1).targets([0])) == LAYERS
+    assert len(built(Layout, caches("BLHNC"), 1).targets([0])) == 1
+    assert len(built(Layout, caches("LBHNC"), 1).targets([0])) == LAYERS
 
 
-@pytest.mark.parametrize("kind", [HostLayout, DeviceLayout])
+@pytest.mark.parametrize("kind", [Layout, DeviceLayout])
 def test_several_chunks_are_read_at_once(kind: type[Layout]):
     layers = caches("LBNHC")
     layout = built(kind, layers, 2)
@@ -88,12 +88,12 @@ def test_it_is_imported_without_torch_and_without_an_engine():
 def test_layers_that_share_a_tensor_are_taken_once():
     layers = caches("LBNHC")
     layers["shared"] = layers["layer.0"]
-    assert built(HostLayout, layers, 1).chunk_nbytes == BLOCK_BYTES
+    assert built(Layout, layers, 1).chunk_nbytes == BLOCK_BYTES
 
 
 def test_blocks_that_the_kernel_splits_are_carried_whole():
     whole = torch.arange(6 * 8 * 4, dtype=torch.int32).view(6, 1, 8, 4)
-    layout = HostLayout({"layer": whole.view(12, 1, 4, 4)}, 6, 1)
+    layout = Layout({"layer": whole.view(12, 1, 4, 4)}, 6, 1)
     assert layout.chunk_nbytes == 8 * 4 * 4
     carry(layout, [4], [2])
     assert torch.equal(whole[2], whole[4])
@@ -101,7 +101,7 @@ def test_blocks_that_the_kernel_splits_are_carried_whole():
 
 def test_equal_descriptions_mean_equal_meaning_of_bytes():
     descriptions = {
-        (order, dtype): built(HostLayout, caches(order, dtype), 1).description
+        (order, dtype): built(Layout, caches(order, dtype), 1).description
         for order in ORDERS
         for dtype in (torch.bfloat16, torch.float16)
     }

@@ -15,7 +15,7 @@ pytest.importorskip("vllm")
 
 import raykv  # noqa: E402
 from raykv.errors import ConfigError, PeerUnavailable, ProtocolError  # noqa: E402
-from raykv.integrations.kv_layout import DeviceLayout, HostLayout, Layout  # noqa: E402
+from raykv.integrations.kv_layout import DeviceLayout, Layout  # noqa: E402
 from raykv.integrations.vllm.config import ConnectorConfig  # noqa: E402
 from raykv.integrations.vllm.connection import Connection  # noqa: E402
 from raykv.integrations.vllm.metadata import Load, Save, Scope, StepOrders  # noqa: E402
@@ -47,7 +47,7 @@ class Clock:
 class Bench:
     """A worker's side over a small KV cache and a real client."""
 
-    def __init__(self, open_client: Callable[[], raykv.Client], kind: type[Layout] = HostLayout, **config: Any) -> None:
+    def __init__(self, open_client: Callable[[], raykv.Client], kind: type[Layout] = Layout, **config: Any) -> None:
         self.cache = torch.arange(BLOCKS * 1024, dtype=torch.int32).view(BLOCKS, 1, 4, 256)
         self.stats, self.clock = RayKVStats(), Clock()
         self.connection = Connection(open_client)
@@ -112,7 +112,7 @@ def benches() -> Iterator[list[Bench]]:
         bench.worker.close()
 
 
-@pytest.mark.parametrize("kind", [HostLayout, DeviceLayout])
+@pytest.mark.parametrize("kind", [Layout, DeviceLayout])
 @pytest.mark.parametrize("node", [0, 1])
 def test_what_is_saved_here_is_loaded_there(cluster: raykv.EmbeddedCluster, benches: list[Bench], kind: Any, node: int):
     benches += [
