@@ -33,9 +33,8 @@ def content_digest(path: Path) -> str:
     Raises:
         OSError: A file cannot be read.
     """
-    files = [path] if path.is_file() else sorted(one for one in path.iterdir() if _matters(one))
     digest = hashlib.blake2b(digest_size=16, person=b"raykv-weights")
-    for file in files:
+    for file in _files(path):
         nbytes = file.stat().st_size
         name = "" if file == path else file.name
         digest.update(f"\0{name}\0{nbytes}\0".encode())
@@ -47,12 +46,12 @@ def content_digest(path: Path) -> str:
 
 def signature(path: Path) -> tuple[tuple[str, int, int], ...]:
     """Return name, size and modification time of each file. The result differs after a file on this host changes."""
-    files = [path] if path.is_file() else [one for one in path.iterdir() if _matters(one)]
-    return tuple(sorted((file.name, (stat := file.stat()).st_size, stat.st_mtime_ns) for file in files))
+    return tuple((file.name, (stat := file.stat()).st_size, stat.st_mtime_ns) for file in _files(path))
 
 
-def _matters(file: Path) -> bool:
-    return file.is_file() and (file.suffix in _WEIGHT_SUFFIXES or file.name in _CONFIG_NAMES)
+def _files(path: Path) -> list[Path]:
+    found = [path] if path.is_file() else sorted(file for file in path.iterdir() if file.is_file())
+    return [file for file in found if file == path or file.suffix in _WEIGHT_SUFFIXES or file.name in _CONFIG_NAMES]
 
 
 def _windows(descriptor: int, suffix: str, nbytes: int) -> Iterator[tuple[int, int]]:
