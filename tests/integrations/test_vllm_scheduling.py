@@ -37,6 +37,8 @@ import raykv  # noqa: E402
 from raykv.integrations.vllm import connector as connector_module  # noqa: E402
 from raykv.integrations.vllm import worker as worker_module  # noqa: E402
 from raykv.integrations.vllm.connector import RayKVConnector  # noqa: E402
+from raykv.integrations.vllm.reporter import RequestReporter  # noqa: E402
+from tests.support.nodes import wait_until  # noqa: E402
 
 pytestmark = pytest.mark.vllm
 
@@ -197,7 +199,7 @@ class Engine:
         output.invalid_block_ids = self.worker.get_block_ids_with_load_errors()
         output.kv_connector_stats = self.worker.get_kv_connector_stats()
         if output.kv_connector_stats is not None:
-            self.loaded_tokens += output.kv_connector_stats.data.get("reused_tokens", {}).get("", 0)
+            self.loaded_tokens += output.kv_connector_stats.data.get("reused_tokens", 0)
         self.worker.clear_connector_metadata()
         names = list(step.num_scheduled_tokens)
         return ModelRunnerOutput(
@@ -325,9 +327,19 @@ def test_every_slot_holds_its_prefix(
     assert aborted
 
 
-def test_finished_requests_are_reported_to_the_nodes(model: Path, cluster: raykv.EmbeddedCluster):
+def test_finished_requests_are_reported_to_the_nodes(
+    model: Path, cluster: raykv.EmbeddedCluster, monkeypatch: pytest.MonkeyPatch
+):
     """Not those that were aborted or handed over; and with the chunks of the prompt."""
+    queued: list[tuple[int, int]] = []
     reports: list[tuple[int, int]] = []
+    report = RequestReporter.report
+
+    def recorded(reporter: RequestReporter, client: raykv.Client, names: list[bytes], output_tokens: int) -> None:
+        queued.append((len(names), output_tokens))
+        report(reporter, client, names, output_tokens)
+
+    monkeypatch.setattr(RequestReporter, "report", recorded)
     store = cluster.nodes[0].store
     store.evictor.policies.on_request_done = lambda rows, tokens, now: reports.append((len(rows), tokens))
     engine = Engine(model, cluster.address(0), random.Random(1), overlap=False, chunk_blocks=1)
@@ -339,5 +351,6 @@ def test_finished_requests_are_reported_to_the_nodes(model: Path, cluster: raykv
         if len(engine.outputs.get("aborted", [])) > 20:
             engine.abort("aborted")
         engine.step()
+    wait_until(lambda: reports)
     engine.close()
-    assert reports == [(len(prompt) // BLOCK_TOKENS, 9)]
+    assert queued == reports == [(len(prompt) // BLOCK_TOKENS, 9)]

@@ -90,7 +90,8 @@ class Bench:
         return [n for n in range(6) if torch.equal(self.cache[10 + n], self.cache[n])]
 
     def counted(self, metric: str) -> dict[str, float]:
-        return self.stats.data.get(metric, {})
+        parts = ((key.partition("|"), amount) for key, amount in self.stats.data.items())
+        return {labels: amount for (name, _, labels), amount in parts if name == metric}
 
 
 def order(first: int = 0, last: int = 6, *, salt: str = "", cached: bool = False) -> Save:

@@ -3,7 +3,6 @@
 Every metric is a counter, so values can be summed over ranks, steps and log intervals.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
@@ -24,50 +23,36 @@ METRICS: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 """Name -> (meaning, labels)."""
 
-_SEPARATOR = "|"
+SEPARATOR = "|"
 
 
-@dataclass
 class RayKVStats(KVConnectorStats):
-    """Counters since the last `pop`.
-
-    `data` maps a metric to its values by label. Several labels are joined to one string for serialization.
-    """
+    """Counters since the last `pop`. `data` maps a metric and its labels, joined by SEPARATOR, to a value."""
 
     def count(self, metric: str, amount: float = 1, *labels: str) -> None:
         """Add to a counter of `METRICS`."""
-        values = self.data.setdefault(metric, {})
-        label = _SEPARATOR.join(labels)
-        values[label] = values.get(label, 0) + amount
+        key = SEPARATOR.join((metric, *labels))
+        self.data[key] = self.data.get(key, 0) + amount
 
     def pop(self) -> "RayKVStats | None":
         """Return the counters since the last call, and reset them. None means that nothing was counted."""
-        if self.is_empty():
-            return None
         popped = RayKVStats(self.data)
         self.reset()
-        return popped
+        return None if popped.is_empty() else popped
 
     def reset(self) -> None:
-        self.data: dict[str, dict[str, float]] = {}
+        self.data: dict[str, float] = {}
 
     def is_empty(self) -> bool:
         return not self.data
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        for metric, values in other.data.items():
-            mine = self.data.setdefault(metric, {})
-            for label, amount in values.items():
-                mine[label] = mine.get(label, 0) + amount
+        for key, amount in other.data.items():
+            self.count(key, amount)
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """Return the counters in a flat form for vLLM's log."""
-        return {
-            f"{metric}[{label}]" if label else metric: round(amount, 4)
-            for metric, values in sorted(self.data.items())
-            for label, amount in sorted(values.items())
-        }
+        return {key: round(amount, 4) for key, amount in sorted(self.data.items())}
 
 
 class RayKVPromMetrics(KVConnectorPromMetrics):
@@ -83,7 +68,6 @@ class RayKVPromMetrics(KVConnectorPromMetrics):
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        for metric, values in transfer_stats_data.items():
-            for label, amount in values.items():
-                labels = label.split(_SEPARATOR) if label else []
-                self._counters[metric].labels(*self.per_engine_labelvalues[engine_idx], *labels).inc(amount)
+        for key, amount in transfer_stats_data.items():
+            metric, *labels = key.split(SEPARATOR)
+            self._counters[metric].labels(*self.per_engine_labelvalues[engine_idx], *labels).inc(amount)
