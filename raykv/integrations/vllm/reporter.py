@@ -23,7 +23,6 @@ class RequestReporter:
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="raykv-report")
         self._room = BoundedSemaphore(MAX_WAITING)
-        self._closing = self._failed = False
 
     def report(self, client: "Client", names: list[bytes], output_tokens: int) -> None:
         """Queue a report for the nodes that hold a request's chunks. Never waits, never raises."""
@@ -31,17 +30,13 @@ class RequestReporter:
             self._thread.submit(self._send, client, names, output_tokens)
 
     def close(self) -> None:
-        """Send the queued reports, up to the first failure, and end. The caller adds no report after this."""
-        self._closing = True
-        self._thread.shutdown()
+        """Finish the report that is being sent, and drop the queued ones. The caller adds no report after this."""
+        self._thread.shutdown(cancel_futures=True)
 
     def _send(self, client: "Client", names: list[bytes], output_tokens: int) -> None:
         try:
-            if not (self._closing and self._failed):
-                client.hint(client.keys(names), output_tokens=output_tokens)
-                self._failed = False
+            client.hint(client.keys(names), output_tokens=output_tokens)
         except RayKVError as error:
-            self._failed = True
             logger.debug("no node learnt of a request's %d output tokens: %s", output_tokens, error)
         finally:
             self._room.release()
