@@ -5,15 +5,18 @@ each extent is populated before its first use. Usually `Populator.step` does so 
 needs an unpopulated extent, it is populated at once, in small pages. `Slots` holds the state of each extent.
 """
 
-import threading
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Final
 
 from raykv.memory.arena import SharedMemory
 from raykv.memory.free_rows import FreeRows
+from raykv.memory.numa import preferred
 from raykv.memory.slots import Slots
 from raykv.memory.table import Table
+
+log = logging.getLogger(__name__)
 
 AHEAD_NBYTES: Final = 256 << 20
 AHEAD_SHARE: Final = 8
@@ -27,22 +30,19 @@ class Populator:
 
     Attributes:
         on_populated: Hooks, for example to register memory with a NIC or a GPU. Each is called once per extent, with
-            (offset, nbytes), after the extent got memory and before its first use. The caller is the thread of `step`,
-            or a writer that holds the node's lock. No hook is called for extents that an earlier process populated
-            and that hold chunks; see `Table.extent_slots`.
+            (offset, nbytes), after the extent got memory and before its first use. The caller holds the node's lock. No
+            hook is called for extents that an earlier process populated and that hold chunks; see `Table.extent_slots`.
     """
 
-    def __init__(self, arena: SharedMemory, table: Table, slots: Slots, free_rows: FreeRows) -> None:
-        """Sets `slots.populate` to `populate_now`."""
+    def __init__(
+        self, arena: SharedMemory, table: Table, slots: Slots, free_rows: FreeRows, *, nodes: Sequence[int] = (0,)
+    ) -> None:
+        """Sets `slots.populate`. `nodes`: the NUMA nodes from which neighbouring extents take memory, in turn."""
         self._arena, self._table, self._slots, self._free_rows = arena, table, slots, free_rows
+        self._nodes = nodes
         self._ahead_nbytes = min(AHEAD_NBYTES, arena.nbytes // AHEAD_SHARE)
-        slots.populate = self.populate_now
+        slots.populate = self._populate_now
         self.on_populated: list[Callable[[int, int], None]] = []
-        self._announced: set[int] = set()
-        self._announcing = threading.Lock()  # `step` and a writer may populate the same extent
-
-    def populate_now(self, extent: int) -> bool:
-        return self._populate(extent, hurry=True)
 
     @property
     def due(self) -> bool:
@@ -62,8 +62,8 @@ class Populator:
         populated = extent >= 0 and self._populate(extent, hurry=False)
         more_rows = rows > 0 and self._table.populate_rows(rows)
         with lock:
-            if populated:
-                self._slots.mark_populated(extent)
+            if populated and self._slots.mark_populated(extent):
+                self._announce(extent)
             if more_rows:
                 self._free_rows.limit = self._table.rows_populated
         return populated or more_rows
@@ -82,13 +82,22 @@ class Populator:
         few = populated < rows and len(self._free_rows) < AHEAD_ROWS
         return min(rows, populated + AHEAD_ROWS) if few else 0
 
+    def _populate_now(self, extent: int) -> bool:
+        populated = self._populate(extent, hurry=True)
+        if populated:
+            self._announce(extent)
+        return populated
+
     def _populate(self, extent: int, *, hurry: bool) -> bool:
-        nbytes = self._table.extent_nbytes
-        if not self._arena.populate(extent * nbytes, nbytes, hurry=hurry):
-            return False
-        with self._announcing:
-            if extent not in self._announced:
-                self._announced.add(extent)
-                for hook in self.on_populated:
-                    hook(extent * nbytes, nbytes)
-        return True
+        nbytes, arena = self._table.extent_nbytes, self._arena
+        if len(self._nodes) < 2:
+            return arena.populate(extent * nbytes, nbytes, hurry=hurry)
+        with preferred(self._nodes[extent % len(self._nodes)]) as allowed:
+            if not allowed:
+                log.warning("the arena is not spread over the memory nodes %s: not allowed here", self._nodes)
+                self._nodes = (0,)
+            return arena.populate(extent * nbytes, nbytes, hurry=hurry)
+
+    def _announce(self, extent: int) -> None:
+        for hook in self.on_populated:
+            hook(extent * self._table.extent_nbytes, self._table.extent_nbytes)

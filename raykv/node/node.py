@@ -206,7 +206,6 @@ class Node:
                 "epoch": self.view.epoch,
                 "arena_nbytes": store.arena.nbytes,
                 "huge_nbytes": store.arena.huge_nbytes,
-                "memory_nodes": list(store.memory_nodes),
                 "used_nbytes": store.used_nbytes,
                 "lent_nbytes": store.lent_nbytes,
                 "chunks": store.chunks,

@@ -57,8 +57,10 @@ class Allocator:
 
     def lend(self, count: int, size: int, group: int) -> tuple[Rows, Pages]:
         """FREE to LENT: up to `count` rows with slots of `size` bytes. Returns the rows and their slots' pages."""
-        pages = self.slots.take(min(count, len(self.free_rows)), size)
-        rows = self.free_rows.take(len(pages))
+        taken = self.free_rows.take(count)
+        pages = self.slots.take(taken, size)
+        rows = taken[: len(pages)]
+        self.free_rows.give(taken[len(pages) :])
         if not rows.size:
             return rows, pages
         columns = self._table.columns
@@ -68,7 +70,6 @@ class Allocator:
         columns.nbytes[rows] = size
         columns.pins[rows] = columns.expires[rows] = columns.frequency[rows] = 0
         columns.state[rows] = RowState.LENT  # last, since recovery expects that a lent row has a slot
-        self.slots.set_rows(pages, rows)
         self.used_nbytes[group] += len(rows) * size
         self.lent_nbytes[group] += len(rows) * size
         return rows, pages

@@ -20,7 +20,7 @@ from raykv.eviction.base import Policy
 from raykv.eviction.user_policy import Score
 from raykv.memory.arena import SharedMemory
 from raykv.memory.layout import RowState
-from raykv.memory.numa import in_turns, spread, usable_nodes
+from raykv.memory.numa import usable_nodes
 from raykv.memory.populate import Populator
 from raykv.memory.recovery import take_over
 from raykv.memory.slots import Slots, slot_nbytes
@@ -65,7 +65,6 @@ class Store(Contents):
 
     Attributes:
         recovered: Number of chunks found at the start.
-        memory_nodes: NUMA node of each part of the arena (`numa.part_of`); () if the arena is not spread over nodes.
     """
 
     def __init__(self, config: StorageConfig, table: Table, arena: SharedMemory, *, now_s: float) -> None:
@@ -74,9 +73,6 @@ class Store(Contents):
         Free rows, free slots and all counts are derived from the columns.
         """
         self.config, self.arena = config, arena
-        self.memory_nodes = spread(
-            arena, config.extents, config.extent_nbytes, usable_nodes() if config.numa == "auto" else ()
-        )
         ready, quarantined = take_over(table)
         self.recovered = len(ready)
         slots = Slots(
@@ -85,7 +81,6 @@ class Store(Contents):
             lambda extent: False,  # until the populator takes over
             table.columns.page,
             np.concatenate([ready, quarantined]),
-            in_turns(config.extents, len(self.memory_nodes)) if self.memory_nodes else None,
         )
         allocator = Allocator(config, table, slots, ready=ready, quarantined=quarantined, now_s=now_s)
         self.row_hints = RowHints(table, expiring=bool(table.columns.expires[ready].any()))
@@ -93,7 +88,8 @@ class Store(Contents):
         self.evictor.learn(ready, table.ticks(now_s))
         self.eviction_log, self.counters = self.evictor.eviction_log, self.evictor.counters
         self.groups = QuotaGroups(table, self._release_group)
-        self.populator = Populator(arena, table, slots, allocator.free_rows)
+        nodes = usable_nodes() if config.numa == "auto" else (0,)
+        self.populator = Populator(arena, table, slots, allocator.free_rows, nodes=nodes)
         self._added: list[bytes] = []
 
     @classmethod

@@ -152,7 +152,10 @@ def memory_nodes(root: Path) -> Finding:
         lines = lines_of(root / f"sys/devices/system/node/node{node}/meminfo")
         totals = [int(line.split()[3]) * KIB for line in lines if "MemTotal:" in line]
         sizes.append(f"{node} ({_size(totals[0])})" if totals else str(node))
-    forbidden = len(nodes) > 1 and root == Path("/") and not numa.may_prefer()
+    forbidden = False
+    if len(nodes) > 1 and root == Path("/"):
+        with numa.preferred(nodes[0]) as allowed:
+            forbidden = not allowed
     says = f"{len(nodes)}: {', '.join(sizes)}" + ("; placing memory is forbidden" if forbidden else "")
     return better("memory nodes", says, "docker run --cap-add SYS_NICE", when=forbidden)
 

@@ -3,13 +3,14 @@
 import os
 import subprocess
 import threading
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from raykv.config import SLOT_ALIGNMENT_NBYTES as PAGE
-from raykv.memory import populate
+from raykv.memory import numa, populate
 from raykv.memory.arena import SharedMemory, free_nbytes
 from raykv.memory.free_rows import FreeRows
 from raykv.memory.layout import ROWS_AT_START
@@ -42,6 +43,9 @@ class Memory:
     def taken(self) -> int:
         return os.stat(self.arena.path).st_blocks * 512
 
+    def take(self, count: int) -> np.ndarray:
+        return self.slots.take(np.arange(count, dtype=np.int32), EXTENT_NBYTES)
+
     def step_all(self, *, quiet: bool) -> int:
         steps = 0
         while self.populator.step(LOCK, quiet=quiet):
@@ -67,7 +71,7 @@ def test_some_extents_are_populated_ahead_and_all_when_nobody_writes():
     assert memory.step_all(quiet=False) == ahead
     assert not memory.populator.due
     assert memory.slots.free_populated_nbytes == memory.taken() == ahead * EXTENT_NBYTES
-    memory.slots.take(1, EXTENT_NBYTES)
+    memory.take(1)
     assert memory.populator.due
     assert memory.step_all(quiet=False) == 1
     assert memory.step_all(quiet=True) == EXTENTS - ahead - 1
@@ -79,10 +83,10 @@ def test_each_extent_is_announced_once_before_its_first_use():
     memory = Memory()
     memory.populator.step(LOCK, quiet=False)
     assert memory.hooked == [(0, EXTENT_NBYTES)]
-    pages = memory.slots.take(3, EXTENT_NBYTES)
+    pages = memory.take(3)
     assert sorted(offset for offset, _ in memory.hooked) == sorted(page * PAGE for page in pages.tolist())
     memory.slots.give(pages)
-    memory.slots.take(2, EXTENT_NBYTES)
+    memory.take(2)
     memory.step_all(quiet=True)
     assert sorted(memory.hooked) == [(extent * EXTENT_NBYTES, EXTENT_NBYTES) for extent in range(EXTENTS)]
 
@@ -93,13 +97,13 @@ def test_an_extent_that_was_claimed_meanwhile_stays_claimed_and_is_announced_onc
 
     def claimed(offset: int, nbytes: int, *, hurry: bool = False) -> bool:
         if not hurry:
-            memory.slots.take(1, EXTENT_NBYTES)
+            memory.take(1)
         return take(offset, nbytes, hurry=hurry)
 
     monkeypatch.setattr(memory.arena, "populate", claimed)
     assert memory.populator.step(LOCK, quiet=False)
     assert memory.slots.free_populated_nbytes == 0
-    assert memory.slots.used(np.array([extent])).tolist() == [1]
+    assert len(memory.slots.rows_in(extent)) == 1
     assert memory.hooked == [(extent * EXTENT_NBYTES, EXTENT_NBYTES)]
 
 
@@ -119,11 +123,11 @@ def test_the_lock_is_free_while_memory_is_taken(monkeypatch):
 def test_an_extent_without_memory_is_out_of_use_until_there_is_some(small_tmpfs):
     """Another process fills the file system: no SIGBUS, no error, and what has memory stays in use."""
     memory = Memory(small_tmpfs / "arena")
-    pages = memory.slots.take(2, EXTENT_NBYTES)
+    pages = memory.take(2)
     ballast = small_tmpfs / "ballast"
     with ballast.open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, free_nbytes(small_tmpfs) - EXTENT_NBYTES)
-    assert len(memory.slots.take(5, EXTENT_NBYTES)) == 1
+    assert len(memory.take(5)) == 1
     assert memory.slots.extents_failed == EXTENTS - 3
     assert memory.slots.usable_nbytes == 3 * EXTENT_NBYTES
     assert memory.slots.free_nbytes == 0
@@ -133,7 +137,7 @@ def test_an_extent_without_memory_is_out_of_use_until_there_is_some(small_tmpfs)
     ballast.unlink()
     assert memory.step_all(quiet=True) == 2
     assert memory.slots.extents_failed == EXTENTS - 5
-    assert len(memory.slots.take(9, EXTENT_NBYTES)) == 4
+    assert len(memory.take(9)) == 4
 
 
 def test_rows_are_populated_ahead(monkeypatch):
@@ -147,3 +151,26 @@ def test_rows_are_populated_ahead(monkeypatch):
     memory.step_all(quiet=False)
     assert memory.free_rows.limit == memory.table.rows == 5 * ROWS_AT_START
     assert not memory.populator.step(LOCK, quiet=False)
+
+
+def test_neighbouring_extents_come_from_the_memory_nodes_in_turn(monkeypatch):
+    memory, asked = Memory(), []
+
+    @contextmanager
+    def preferred(node: int):
+        asked.append(node)
+        yield True
+
+    monkeypatch.setattr(populate, "preferred", preferred)
+    memory.populator = Populator(memory.arena, memory.table, memory.slots, memory.free_rows, nodes=(2, 5, 7))
+    memory.take(1)
+    memory.step_all(quiet=True)
+    assert asked == [(2, 5, 7)[extent % 3] for extent in range(EXTENTS)]
+
+
+def test_where_memory_nodes_may_not_be_chosen_one_line_says_so(monkeypatch, caplog):
+    memory = Memory()
+    monkeypatch.setattr(numa, "_SET_MEMPOLICY", {})
+    memory.populator = Populator(memory.arena, memory.table, memory.slots, memory.free_rows, nodes=(0, 1))
+    assert memory.step_all(quiet=True) == EXTENTS
+    assert len(caplog.records) == 1
