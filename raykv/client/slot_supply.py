@@ -124,7 +124,7 @@ class SlotSupply:
             pool.coming += needed + ahead
         parent = b"" if batch.parent is None else chunk_keys.to_bytes(batch.parent)
         keys = chunk_keys.to_bytes(batch.keys)
-        request = messages.Lend(batch.nbytes, needed, ahead, keys, parent, group=group.digest)
+        request = messages.Lend(batch.nbytes, needed, ahead, keys, parent, until_s=deadline_s, group=group.digest)
         finish = partial(self._lent, pool, needed + ahead)
         try:
             posted = pipeline.post(request, finish, deadline_s=deadline_s, keys=len(batch.keys))

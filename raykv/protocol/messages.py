@@ -6,6 +6,7 @@ Arrays are raw little-endian bytes. The docstrings give their element types (i32
 A lease is a lent slot or a pin. It belongs to one connection, and ends with that connection.
 """
 
+import math
 from typing import Final
 
 import msgspec
@@ -58,7 +59,8 @@ class Lend(Message):
     """Lend `count` slots of `nbytes` to this connection. Answer: Lent, with fewer slots when memory is full.
 
     `ahead`: number of additional slots for later writes; the node evicts nothing for these. `keys`, `parent`: chunks
-    that must not be evicted to make room, because the writer is about to extend them.
+    that must not be evicted to make room, because the writer is about to extend them. `until_s`: time of this host's
+    monotonic clock at which the writer gives up. After it the node lends only the slots ahead.
     """
 
     nbytes: int
@@ -66,6 +68,7 @@ class Lend(Message):
     ahead: int = 0
     keys: bytes = b""
     parent: bytes = b""
+    until_s: float = math.inf
 
 
 class Run(msgspec.Struct, array_like=True):

@@ -16,6 +16,7 @@ from raykv.client.pipeline import ignore
 from raykv.client.slot_pool import (
     GROW_S,
     MAX_POOL_NBYTES,
+    MAX_POOL_SHARE,
     MAX_POOL_SLOTS,
     POOL_IDLE_S,
     TRUST_S,
@@ -332,6 +333,22 @@ def test_a_stopped_node_costs_its_deadline_and_no_lease(node, stopped_s: float):
         assert put(client, ["again"]).stored == 1
         assert sum(get(reader, late[:asked])) == posted
         assert client.router.writer.supply.pipeline.life == 1, "the same connection"
+
+
+@pytest.mark.slow
+def test_a_node_that_was_stopped_evicts_nothing_for_a_put_that_has_given_up(node):
+    with node.client() as client, node.client() as other:
+        assert put(client, ["first"]).stored == 1
+        assert put(other, names(500)).stored == 500  # 25 of 32 MB
+        before = node.stats()
+        stop(node)
+        assert put(client, names(400, "late"), timeout_s=0.2).stored == 0
+        resume(node)
+        wait_until(lambda: node.stats()["requests"]["Lend"] > before["requests"]["Lend"])
+        after = node.stats()
+        assert after["evicted"] == before["evicted"]
+        assert after["lent_nbytes"] - before["lent_nbytes"] <= (32 << 20) // MAX_POOL_SHARE
+        assert put(client, names(400, "again")).stored == 400
 
 
 @pytest.mark.slow

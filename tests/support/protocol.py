@@ -15,7 +15,7 @@ EXAMPLES = [
     messages.GetView(),
     messages.GetStats(),
     messages.OpenNamespace(b"{}", 5),
-    messages.Lend(4096, 3, 7, b"keys", b"parent"),
+    messages.Lend(4096, 3, 7, b"keys", b"parent", 12.5),
     messages.Commit((RUN, RUN)),
     messages.GiveBack(b"rows"),
     messages.Write(b"keys", 4096, False, b"parent", 9, 60.0, -3),

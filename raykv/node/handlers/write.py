@@ -48,13 +48,14 @@ class WriteHandler:
         parent = parent_in(request.parent)
         protect = [keys_in(request.keys), *(() if parent is None else (parent,))]
         with self._lock:
+            now_s = time.monotonic()
             slots = self._store.lend(
                 self._store.groups.number(request.group),
                 request.nbytes,
-                request.count,
+                request.count if now_s < request.until_s else 0,
                 ahead=request.ahead,
                 protect=protect,
-                now_s=time.monotonic(),
+                now_s=now_s,
             )
             session.lent.update(slots.rows.tolist())
         self._reclaimer.wake_if_due()
