@@ -213,9 +213,9 @@ class NodeActor:
         figures = self._node.stats()
         return {"pid": self._node.pid, "actor_pid": os.getpid(), "starts": self._node.starts, **figures}
 
-    def record(self, on: bool) -> tuple[list[TracedRequest], int]:
+    def record(self, on: bool) -> list[TracedRequest]:
         """See `NodeHandle.record_trace`. Returns nothing if there is no node."""
-        return self._node.record_trace(on) if self._node is not None else ([], 0)
+        return self._node.record_trace(on) if self._node is not None else []
 
     def stop(self, dead: Iterable[str] = ()) -> None:
         """Leave the cluster, and remove the node's memory.

@@ -174,11 +174,11 @@ def upgrade(name: str = "default", *, timeout_s: float = 60.0) -> Iterator[dict[
     raise PeerUnavailable(f"the directory did not come back within {timeout_s} s")
 
 
-def record(name: str = "default", *, seconds: float, every_s: float = 1.0) -> Iterator[tuple[list[TracedRequest], int]]:
+def record(name: str = "default", *, seconds: float, every_s: float = 1.0) -> Iterator[list[TracedRequest]]:
     """Record the requests of the cluster for `seconds`, or until the caller stops iterating.
 
     Yields:
-        Every `every_s`: the new requests in order of time, and the number of requests that did not fit the buffers.
+        Every `every_s`: the new requests in order of time. Requests that exceed a node's buffer of 16 MiB are missing.
 
     Raises:
         PeerUnavailable: No cluster of that name runs.
@@ -195,7 +195,7 @@ def record(name: str = "default", *, seconds: float, every_s: float = 1.0) -> It
         _fetch_records(name, False)
 
 
-def _fetch_records(name: str, on: bool) -> tuple[list[TracedRequest], int]:
+def _fetch_records(name: str, on: bool) -> list[TracedRequest]:
     """Fetch the recorded requests of all nodes. `on`: all nodes record from now on, also new nodes."""
     _directory(name)
     asked = []
@@ -205,15 +205,12 @@ def _fetch_records(name: str, on: bool) -> tuple[list[TracedRequest], int]:
         except ValueError:
             continue
     requests: list[TracedRequest] = []
-    left_out = 0
     for answer in asked:
         try:
-            some, lost = ray.get(answer, timeout=CALL_TIMEOUT_S)
+            requests += ray.get(answer, timeout=CALL_TIMEOUT_S)
         except ray.exceptions.RayError:
             continue  # the node is being restarted: the trace has a gap
-        requests += some
-        left_out += lost
-    return sorted(requests, key=lambda each: each.at_s), left_out
+    return sorted(requests, key=lambda each: each.at_s)
 
 
 def _wait_for_other(name: str, ray_node_id: str, pid: int, until_s: float) -> dict[str, Any]:

@@ -31,7 +31,6 @@ from raykv.node.location_index import LocationIndex
 from raykv.node.namespace_reconciler import NamespaceReconciler, registry_paths
 from raykv.node.reclaimer import Reclaimer
 from raykv.node.sessions import HandlerTable, NodeSession
-from raykv.node.trace_buffer import TraceBuffer
 from raykv.protocol import codec, messages
 from raykv.protocol.placement import Member, View
 from raykv.storage.orphans import remove_all_files
@@ -97,12 +96,12 @@ class Node:
             **ReadHandler(store, self.lock, mover, index, announcer).table,
             **WriteHandler(store, self.lock, mover, announcer, self._reclaimer).table,
             **LocateHandler(config.node_id, store, self.lock, mover, index).table,
-            **AdminHandler(store, self.lock, self.reconciler, membership, TraceBuffer()).table,
+            **AdminHandler(store, self.lock, self.reconciler, membership).table,
         }
         self._requests: Counter[str] = Counter()
         self._errors: Counter[str] = Counter()
         self._times: defaultdict[str, Histogram] = defaultdict(Histogram)
-        self._bug_logs: defaultdict[str, LogLimit] = defaultdict(lambda: LogLimit(log, max_lines=1, every_s=BUG_LOG_S))
+        self._bug_log = LogLimit(log)
         self._servers: list[SocketServer] = []
         self._threads: list[threading.Thread] = []
 

@@ -406,11 +406,9 @@ class NamespacesAre(Message):
 
 
 class Trace(Message):
-    """Recorded requests. `left_out`: number that did not fit in the node's buffer. `more`: there are more to fetch."""
+    """The requests that were recorded since the last FetchTrace, encoded by `trace_requests.pack`."""
 
     requests: bytes
-    left_out: int = 0
-    more: bool = False
 
 
 class HeartbeatAnswered(Message):

@@ -14,8 +14,6 @@ from raykv.protocol import chunk_keys
 from raykv.protocol.chunk_keys import KEY_NBYTES
 from raykv.types import KeyArray
 
-FETCHED_KEYS: Final = 1 << 19
-"""The most keys in one message. A single request with more keys is a message of its own."""
 _ENTRY: Final = struct.Struct("<dII")
 
 

@@ -102,19 +102,9 @@ class NodeHandle:
         found: dict[str, Any] = json.loads(codec.expect(messages.Stats, self._ask(messages.GetStats())).stats)
         return found
 
-    def record_trace(self, on: bool) -> tuple[list[TracedRequest], int]:
-        """Fetch the recorded requests, and the number that did not fit the buffer. `on`: continue to record.
-
-        Raises:
-            PeerUnavailable: The node does not answer.
-        """
-        requests: list[TracedRequest] = []
-        left_out, more = 0, True
-        while more:
-            trace = codec.expect(messages.Trace, self._ask(messages.FetchTrace(on)))
-            requests += unpack(trace.requests)
-            left_out, more = left_out + trace.left_out, trace.more
-        return requests, left_out
+    def record_trace(self, on: bool) -> list[TracedRequest]:
+        """Fetch the recorded requests. `on`: continue to record. Raises PeerUnavailable if the node does not answer."""
+        return [*unpack(codec.expect(messages.Trace, self._ask(messages.FetchTrace(on))).requests)]
 
     def stop(self, *, unlink: bool = False) -> None:
         """Stop the node for good. Safe to call again. `unlink`: also leave the cluster and remove the memory."""

@@ -159,13 +159,12 @@ def _upgrade(options: argparse.Namespace) -> str:
 def _record(options: argparse.Namespace) -> str:
     from raykv.cluster import control
 
-    count = lost = 0
+    count = 0
     since_s: float | None = None
     try:
         with open(options.file, "x", encoding="utf-8") as file:
             try:
-                for requests, left_out in control.record(options.name, seconds=options.seconds):
-                    lost += left_out
+                for requests in control.record(options.name, seconds=options.seconds):
                     for each in requests:
                         since_s = each.at_s if since_s is None else since_s
                         file.write(each.line(min(since_s, each.at_s)) + "\n")
@@ -175,7 +174,7 @@ def _record(options: argparse.Namespace) -> str:
                 pass
     except OSError as error:
         raise RayKVError(f"FILE {options.file}: {error.strerror}") from error
-    return f"{count:,} requests in {options.file}" + (f"; {lost:,} more were dropped" if lost else "")
+    return f"{count:,} requests in {options.file}"
 
 
 def _down(options: argparse.Namespace) -> str:

@@ -7,10 +7,13 @@ import pytest
 import xxhash
 
 from raykv.errors import ProtocolError, UsageError
+from raykv.node.handlers import admin
 from raykv.node.handlers.read import neighbours
 from raykv.node.node import Node
-from raykv.protocol import messages
+from raykv.protocol import chunk_keys, messages
 from raykv.protocol.chunk_keys import KEY_NBYTES
+from raykv.protocol.trace_requests import TracedRequest, pack
+from raykv.transport.server import MAX_LOG_LINES
 from tests.support.nodes import SPACE, Peer, content, keys_of, make_node, running_node
 
 DIGEST = SPACE.group.digest
@@ -305,10 +308,31 @@ def test_wrong_bytes_are_dropped_when_a_reader_suspects_them(node):
     assert (read(peer, ["a", "b"]), pins(node)) == ([False, True], 0)
 
 
+# -- recorded requests ------------------------------------------------------------------------------------------------
+
+
+def test_recorded_requests_are_fetched_once_in_order_and_bounded(node, monkeypatch):
+    peer = opened(node)
+    one, two, empty = (pack([TracedRequest(1.0, 16, chunk_keys.from_bytes(keys_of(n)))]) for n in ("a", "bcd", ""))
+    peer.ask(messages.RecordTrace(one))
+    assert peer.ask(messages.FetchTrace(True)).requests == b"", "it was not recording"
+    for part in (two, one, empty):
+        peer.ask(messages.RecordTrace(part))
+    with pytest.raises(UsageError, match="end in the middle"):
+        peer.ask(messages.RecordTrace(two[:-1]))
+    assert peer.ask(messages.FetchTrace(True)).requests == two + one + empty
+    monkeypatch.setattr(admin, "MAX_TRACE_NBYTES", len(two) + len(one))
+    for part in (two, two, one, empty):
+        peer.ask(messages.RecordTrace(part))
+    assert peer.ask(messages.FetchTrace(False)).requests == two + one
+    peer.ask(messages.RecordTrace(one))
+    assert peer.ask(messages.FetchTrace(False)).requests == b""
+
+
 # -- errors -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_bug_is_logged_once_a_minute_and_counted_each_time(node, caplog, monkeypatch):
+def test_bugs_are_logged_a_few_times_a_minute_and_counted_each_time(node, caplog, monkeypatch):
     peer = opened(node)
     for kind in (messages.Read, messages.Pin):
         monkeypatch.setitem(node.handlers, kind, lambda request, session: 1 // 0)

@@ -50,7 +50,7 @@ EXAMPLES = [
     messages.Histories(b"p", b"n", b"r", b"t", b"a", b"o", b"k", ("lru",), 1.5),
     messages.Configured(b"{}", 3, "why not"),
     messages.NamespacesAre(b"{}"),
-    messages.Trace(b"requests", 3, True),
+    messages.Trace(b"requests"),
     messages.HeartbeatAnswered(VIEW, True, b"{}", True, "away"),
     messages.Stats(b"{}"),
     messages.Failure("UsageError", "no"),

@@ -1,6 +1,7 @@
 """Requests about namespaces and recorded traces."""
 
 import threading
+from typing import Final
 
 import msgspec
 
@@ -8,27 +9,24 @@ from raykv.errors import TransientError, UsageError
 from raykv.membership.membership import MembershipPort
 from raykv.node.namespace_reconciler import NamespaceReconciler
 from raykv.node.sessions import HandlerTable, NodeSession
-from raykv.node.trace_buffer import TraceBuffer
 from raykv.protocol import codec, messages
 from raykv.protocol.namespace import Namespace
-from raykv.protocol.trace_requests import FETCHED_KEYS, pack
+from raykv.protocol.trace_requests import unpack
 from raykv.storage.store import Store
 from raykv.transport.base import Reply
+
+MAX_TRACE_NBYTES: Final = 16 << 20
+"""The most bytes of recorded requests between two fetches, so that one message can carry them. Others are dropped."""
 
 
 class AdminHandler:
     """Opens, configures and lists namespaces. Accepts reports of clients, and returns recorded requests."""
 
     def __init__(
-        self,
-        store: Store,
-        lock: threading.Lock,
-        reconciler: NamespaceReconciler,
-        membership: MembershipPort,
-        trace_buffer: TraceBuffer,
+        self, store: Store, lock: threading.Lock, reconciler: NamespaceReconciler, membership: MembershipPort
     ) -> None:
-        self._store, self._lock, self._reconciler = store, lock, reconciler
-        self._membership, self._trace_buffer = membership, trace_buffer
+        self._store, self._lock, self._reconciler, self._membership = store, lock, reconciler, membership
+        self._trace = bytearray()
         self.table: HandlerTable = {
             messages.OpenNamespace: self._open_namespace,
             messages.Configure: self._configure,
@@ -69,13 +67,17 @@ class AdminHandler:
         return Reply(messages.NamespacesAre(msgspec.json.encode(self._reconciler.list())))
 
     def _record_trace(self, request: messages.RecordTrace, session: NodeSession) -> Reply:
-        if self._store.table.recording:
-            self._trace_buffer.add(request.requests)
+        for _ in unpack(request.requests):
+            pass  # raises UsageError if the requests are damaged
+        with self._lock:
+            if self._store.table.recording and len(self._trace) + len(request.requests) <= MAX_TRACE_NBYTES:
+                self._trace += request.requests
         return Reply(messages.Done())
 
     def _fetch_trace(self, request: messages.FetchTrace, session: NodeSession) -> Reply:
         if not session.local:
             raise UsageError("only processes of this host and user may fetch recorded requests")
-        self._store.table.recording = request.on
-        requests, left_out = self._trace_buffer.drain(FETCHED_KEYS)
-        return Reply(messages.Trace(pack(requests), left_out, bool(self._trace_buffer)))
+        with self._lock:
+            self._store.table.recording = request.on
+            trace, self._trace = self._trace, bytearray()
+        return Reply(messages.Trace(bytes(trace)))
