@@ -1,4 +1,4 @@
-"""How long a killed node with a large table is away: from the new process's first line, and from the kill, to a hit.
+"""How long a killed node with a large table is away, from the kill to the first hit.
 
 Run by hand: `python -m benchmarks.restart`
 
@@ -68,7 +68,7 @@ def _run(home: Path, rows: int, kills: int) -> None:
     try:
         recovered, imports = node.stats()["recovered"], []
         print(f"{recovered:,} rows; {kills} kills; milliseconds: median, and the worst")
-        first_line, first_hit, away = [], [], []
+        away = []
         for turn in range(kills + 1):
             time.sleep(PAUSE_S)
             imports.append(_import_ms())
@@ -78,13 +78,9 @@ def _run(home: Path, rows: int, kills: int) -> None:
             while node.starts == starts:
                 time.sleep(0.001)
             if turn:  # the first one warms up
-                first_line.append((node.first_ns - killed_ns) / 1e6)
-                first_hit.append((hit_ns - node.first_ns) / 1e6)
                 away.append((hit_ns - killed_ns) / 1e6)
             assert node.stats()["recovered"] == recovered
         for what, times in (
-            ("from the new process's first line to the first hit", first_hit),
-            ("from the kill to the new process's first line", first_line),
             ("from the kill to the first hit", away),
             ("for comparison: a new Python process that imports raykv.node.node", imports),
         ):

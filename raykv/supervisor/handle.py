@@ -17,7 +17,7 @@ from raykv.membership.proxy import MembershipProxyServer
 from raykv.protocol import codec, messages
 from raykv.protocol.trace_requests import TracedRequest, unpack
 from raykv.storage.orphans import remove_unowned
-from raykv.supervisor.process import STOP, NodeReport, NodeSpec
+from raykv.supervisor.process import NodeReport, NodeSpec
 from raykv.transport.link import Link
 from raykv.transport.server import SocketServer
 
@@ -37,8 +37,9 @@ class NodeHandle:
     Attributes:
         config: The config of the node.
         pid: Process of the node; 0 before the first start. Each restart changes it.
-        first_ns: Monotonic time at which process `pid` began to run its code.
         starts: How often the node was started.
+        supervisor: Process of the supervisor.
+        ended: Whether the supervisor has ended. Then nobody restarts the node.
     """
 
     def __init__(self, config: NodeConfig, *, secret: bytes, membership: MembershipPort) -> None:
@@ -49,11 +50,11 @@ class NodeHandle:
             PeerUnavailable: The process ended, or did not report within START_S; its stderr says why.
         """
         self.config = config
-        self.pid = self.first_ns = self.starts = 0
+        self.pid = self.starts = 0
         self._membership = membership
         self._address = self._problem = ""
         self._reported = threading.Condition()
-        self._ended = False
+        self.ended = False
         self._stopping = threading.Lock()
         self._proxy = SocketServer(
             MembershipProxyServer(membership, config.node_id),
@@ -64,7 +65,7 @@ class NodeHandle:
         )
         self._proxy.serve()
         try:
-            self._supervisor = subprocess.Popen(
+            self.supervisor = subprocess.Popen(
                 [sys.executable, "-P", "-m", "raykv.supervisor.process"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -79,7 +80,7 @@ class NodeHandle:
         try:
             self._send(msgspec.json.encode(NodeSpec(config.model_dump(mode="json"), secret.hex(), self._proxy.address)))
             with self._reported:
-                self._reported.wait_for(lambda: self.starts or self._problem or self._ended, START_S)
+                self._reported.wait_for(lambda: self.starts or self._problem or self.ended, START_S)
             if self._problem:
                 raise ConfigError(self._problem)
             if not self.starts:
@@ -87,15 +88,6 @@ class NodeHandle:
         except BaseException:
             self._end()
             raise
-
-    @property
-    def supervisor_pid(self) -> int:
-        return self._supervisor.pid
-
-    @property
-    def ended(self) -> bool:
-        """Whether the supervisor has ended. Then nobody restarts the node."""
-        return self._ended
 
     def stats(self) -> dict[str, Any]:
         """See `Node.stats`. Waits while the node restarts. Raises PeerUnavailable if the node does not answer."""
@@ -109,10 +101,10 @@ class NodeHandle:
     def stop(self, *, unlink: bool = False) -> None:
         """Stop the node for good. Safe to call again. `unlink`: also leave the cluster and remove the memory."""
         with self._stopping:
-            if not self._ended:
-                self._send(STOP)
+            if not self.ended:
+                self._send(b"stop")
                 try:
-                    self._supervisor.wait(STOP_S)
+                    self.supervisor.wait(STOP_S)
                 except subprocess.TimeoutExpired:
                     log.warning("node %s does not stop in order; it is killed", self.config.node_id)
             self._end()
@@ -127,42 +119,42 @@ class NodeHandle:
 
     def _end(self) -> None:
         """End the supervisor and its node, the listener thread and the proxy server."""
-        assert self._supervisor.stdin is not None
+        assert self.supervisor.stdin is not None
         try:
-            self._supervisor.stdin.close()  # at the end of stdin the supervisor kills the node and ends
+            self.supervisor.stdin.close()  # at the end of stdin the supervisor kills the node and ends
         except BrokenPipeError:
             pass
         try:
-            self._supervisor.wait(STOP_S)
+            self.supervisor.wait(STOP_S)
         except subprocess.TimeoutExpired:
-            self._supervisor.kill()  # the node ends with it
-            self._supervisor.wait()
+            self.supervisor.kill()  # the node ends with it
+            self.supervisor.wait()
         self._listener.join(STOP_S)
         self._proxy.close()
 
     def _send(self, line: bytes) -> None:
-        assert self._supervisor.stdin is not None
+        assert self.supervisor.stdin is not None
         try:
-            self._supervisor.stdin.write(line + b"\n")
-            self._supervisor.stdin.flush()
+            self.supervisor.stdin.write(line + b"\n")
+            self.supervisor.stdin.flush()
         except BrokenPipeError:
             pass  # the supervisor has ended; see `ended`
 
     def _listen(self) -> None:
-        assert self._supervisor.stdout is not None
+        assert self.supervisor.stdout is not None
         try:
-            with self._supervisor.stdout as lines:
+            with self.supervisor.stdout as lines:
                 for line in lines:
                     report = msgspec.json.decode(line, type=NodeReport)
                     with self._reported:
                         self._problem = report.problem
                         if not report.problem:
-                            self.pid, self.first_ns, self._address = report.pid, report.first_ns, report.address
+                            self.pid, self._address = report.pid, report.address
                             self.starts += 1
                         self._reported.notify_all()
         finally:
             with self._reported:
-                self._ended = True
+                self.ended = True
                 self._reported.notify_all()
 
     def _ask(self, request: messages.Message) -> messages.Answer:
@@ -180,6 +172,6 @@ class NodeHandle:
             try:
                 return Link.connect(self._address, b"", deadline_s=deadline_s)
             except TransientError as error:
-                if self._ended or time.monotonic() + RETRY_S >= deadline_s:
+                if self.ended or time.monotonic() + RETRY_S >= deadline_s:
                     raise PeerUnavailable(f"the node does not answer: {self._problem or error}") from error
                 time.sleep(RETRY_S)

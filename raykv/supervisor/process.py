@@ -4,7 +4,7 @@ Each node is a fork of the supervisor, which has imported all modules already. A
 than the time to map the node's memory. Forking is safe, since the supervisor has no threads and maps no memory. The
 supervisor also holds the node's port: peers find a restarted node without a new view.
 
-    stdin   one line of JSON, the `NodeSpec`; later a line "stop". At the end of stdin the node is killed at once.
+    stdin   one line of JSON, the `NodeSpec`. Later any byte stops the node. At the end of stdin it is killed at once.
     stdout  one line of JSON, a `NodeReport`, for each start of the node.
 """
 
@@ -35,8 +35,6 @@ STEADY_S: Final = 1.0
 MIN_DELAY_S: Final = 0.05
 MAX_DELAY_S: Final = 5.0
 CHECK_S: Final = 0.5
-MAX_SPEC_NBYTES: Final = 1 << 20
-STOP: Final = b"stop"
 _PR_SET_PDEATHSIG: Final = 1
 
 
@@ -53,13 +51,11 @@ class NodeReport(msgspec.Struct, omit_defaults=True):
 
     Attributes:
         pid: Process of the node.
-        first_ns: Monotonic time at which the process began to run its code.
         address: The node's address for processes of this host.
         problem: Why the node cannot run with this config here; empty if the node runs.
     """
 
     pid: int
-    first_ns: int
     address: str = ""
     problem: str = ""
 
@@ -71,12 +67,11 @@ class Supervisor:
         self._spec = spec
         self._config = NodeConfig.load(spec.config)
         self._reports = reports
-        self._port: socket.socket | None = None
-        self._received = b""
+        self._port = socket.socket()
         self._signal: signal.Signals | None = None
 
     def run(self) -> int:
-        """Run until the owner sends "stop" or closes stdin. Return the exit status."""
+        """Run until the owner stops the node or closes stdin. Return the exit status."""
         self._hold_port()
         gc.collect()
         gc.freeze()  # otherwise each node's first collection copies all pages shared with the supervisor
@@ -101,7 +96,6 @@ class Supervisor:
     def _hold_port(self) -> None:
         """Bind the node's port without listening, so that each node can listen on it. Port 0 means any free port."""
         host, _, port = self._config.bind.rpartition(":")
-        self._port = socket.socket()
         self._port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             self._port.bind((host, int(port)))
@@ -112,20 +106,14 @@ class Supervisor:
     # -- the supervisor's side ---------------------------------------------------------------------------------------
 
     def _watch(self, pid: int) -> int:
-        """Wait until the node has ended, and forward the owner's commands to it. Return the wait status."""
+        """Wait until the node has ended, and forward the owner's signals to it. Return the wait status."""
         ended = os.pidfd_open(pid)
         try:
-            poll = select.poll()
-            poll.register(ended, select.POLLIN)
-            poll.register(0, select.POLLIN)
-            while True:
-                for descriptor, _ in poll.poll():
-                    if descriptor == ended:
-                        return os.waitpid(pid, 0)[1]
-                    if not self._receive():
-                        poll.unregister(0)
-                    if self._signal is not None:
-                        os.kill(pid, self._signal)
+            while ended not in select.select([ended, 0], [], [])[0]:
+                os.kill(pid, self._receive())
+                if self._signal == signal.SIGKILL:
+                    break  # from now on `select` would return at once
+            return os.waitpid(pid, 0)[1]
         finally:
             os.close(ended)
 
@@ -134,42 +122,37 @@ class Supervisor:
             self._receive()
         return self._signal is not None
 
-    def _receive(self) -> bool:
-        """Read the owner's commands. False means the end of stdin: the owner has ended."""
-        raw = os.read(0, 4096)
-        *lines, self._received = (self._received + raw).split(b"\n")
-        if STOP in lines:
-            self._signal = signal.SIGTERM
-        if not raw:
-            self._signal = signal.SIGKILL
-        return bool(raw)
+    def _receive(self) -> signal.Signals:
+        """Read from stdin. Return the signal for the node: SIGKILL if the owner has ended."""
+        self._signal = signal.SIGTERM if os.read(0, 4096) else signal.SIGKILL
+        return self._signal
 
     # -- the node's side ---------------------------------------------------------------------------------------------
 
     def _become_node(self, supervisor: int) -> None:
         """Run the node in this forked process. Never returns."""
-        first_ns, status = time.monotonic_ns(), 1
+        status = 1
         try:
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # end with the supervisor
             if os.getppid() == supervisor:
                 os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-                status = self._serve(first_ns)
+                status = self._serve()
         except BaseException:
             log.critical("node %s ends", self._config.node_id, exc_info=True)
         finally:
             logging.shutdown()
             os._exit(status)
 
-    def _serve(self, first_ns: int) -> int:
+    def _serve(self) -> int:
         secret = bytes.fromhex(self._spec.secret)
         try:
             node = Node(self._config, secret=secret, membership=MembershipProxy(self._spec.membership, secret))
             node.start()
         except ConfigError as error:
             log.error("node %s cannot be served here: %s", self._config.node_id, error)
-            _report(self._reports, NodeReport(os.getpid(), first_ns, problem=str(error)))
+            _report(self._reports, NodeReport(os.getpid(), problem=str(error)))
             return CONFIG_STATUS
-        _report(self._reports, NodeReport(os.getpid(), first_ns, node.member.local_address))
+        _report(self._reports, NodeReport(os.getpid(), node.member.local_address))
         while signal.sigtimedwait({signal.SIGTERM}, CHECK_S) is None:
             if node.failure is not None:
                 log.critical("the node failed (%r); ending this process", node.failure)
@@ -182,31 +165,13 @@ def _report(reports: int, report: NodeReport) -> None:
     os.write(reports, msgspec.json.encode(report) + b"\n")
 
 
-def _read_spec() -> bytes:
-    """Read the first line of stdin, byte by byte, so that the following lines stay in the pipe."""
-    raw = b""
-    while not raw.endswith(b"\n") and len(raw) < MAX_SPEC_NBYTES:
-        byte = os.read(0, 1)
-        if not byte:
-            return b""
-        raw += byte
-    return raw
-
-
 def main() -> int:
     reports = os.dup(1)
     os.dup2(2, 1)  # so that printed text does not mix with the reports
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # an inherited SIG_IGN would make waitpid fail
     logging.basicConfig(format="%(asctime)s %(process)d %(levelname)s %(name)s: %(message)s", level=logging.WARNING)
-    raw = _read_spec()
-    if not raw:
-        return 0
-    try:
-        supervisor = Supervisor(msgspec.json.decode(raw, type=NodeSpec), reports)
-    except ConfigError as error:
-        _report(reports, NodeReport(os.getpid(), time.monotonic_ns(), problem=str(error)))
-        return CONFIG_STATUS
-    return supervisor.run()
+    spec = sys.stdin.buffer.readline()  # the owner writes nothing else before the node has started
+    return Supervisor(msgspec.json.decode(spec, type=NodeSpec), reports).run()
 
 
 if __name__ == "__main__":

@@ -73,7 +73,7 @@ def test_stop_removes_what_nodes_of_dead_ray_nodes_left(make_actor, shm_dir):
         config = NodeConfig(cluster="test", node_id=node_id, storage=storage)
         handles.append(NodeHandle(config, secret=b"s", membership=InProcessMembership(member_timeout_s=60.0)))
     try:
-        os.kill(handles[0].supervisor_pid, signal.SIGKILL)  # as at the end of its Ray node
+        os.kill(handles[0].supervisor.pid, signal.SIGKILL)  # as at the end of its Ray node
         wait_until(lambda: handles[0].ended)
         assert list(shm_dir.glob(f"raykv-test-{dead}.*"))
         make_actor().stop([dead, other])
