@@ -16,8 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from raykv.errors import CapacityError, ConfigError, LostError, NamespaceMismatch, ProtocolError, RayKVError, UsageError
-from raykv.protocol.messages import Answer, Failure, Message, Request
-from raykv.types import Bits
+from raykv.protocol import chunk_keys
+from raykv.protocol.chunk_keys import KEY_NBYTES
+from raykv.protocol.messages import MAX_KEYS, Answer, Failure, Message, Request
+from raykv.types import Bits, KeyArray
 
 T = TypeVar("T")
 
@@ -84,6 +86,27 @@ def array(raw: bytes, kind: str, count: int) -> npt.NDArray[Any]:
     """Decode an array of an answer. Raises ProtocolError if the array does not have `count` entries."""
     if len(raw) != count * np.dtype(kind).itemsize:
         raise ProtocolError(f"{len(raw)} bytes where {count} entries of {kind} were due")
+    return np.frombuffer(raw, kind)
+
+
+def keys_in(raw: bytes) -> KeyArray:
+    """Decode keys of a request. Raises UsageError if the last key is incomplete, or there are more than MAX_KEYS."""
+    if len(raw) > MAX_KEYS * KEY_NBYTES:
+        raise UsageError(f"{len(raw) // KEY_NBYTES:,} keys in one request; at most {MAX_KEYS:,}: ask in parts")
+    return chunk_keys.from_bytes(raw)
+
+
+def parent_in(raw: bytes) -> KeyArray | None:
+    """Decode a parent's key, shape [1, 2]; None if `raw` is empty. Raises UsageError if the length is wrong."""
+    if raw and len(raw) != KEY_NBYTES:
+        raise UsageError(f"field 'parent': {len(raw)} bytes; a key has {KEY_NBYTES}, and no parent has none")
+    return chunk_keys.from_bytes(raw) if raw else None
+
+
+def numbers_in(raw: bytes, kind: str) -> npt.NDArray[Any]:
+    """Decode an array of a request. Raises UsageError if the last element is incomplete."""
+    if len(raw) % np.dtype(kind).itemsize:
+        raise UsageError(f"{len(raw)} bytes are not a whole number of {kind}")
     return np.frombuffer(raw, kind)
 
 

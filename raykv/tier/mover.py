@@ -10,9 +10,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from raykv.protocol import chunk_keys
-from raykv.protocol.reasons import Reason
+from raykv.protocol.reasons import Place, Reason
 from raykv.storage.store import Store
 from raykv.tier.base import Tier
 from raykv.tier.demotion import Demotion
@@ -63,6 +64,17 @@ class TierMover:
         for tier in self.tiers:
             here |= tier.has(keys)
         return here
+
+    def find(self, keys: KeyArray) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint32]]:
+        """Return each chunk's fastest tier (`reasons.Place`) and its length; Place.NOWHERE and 0 if there is none."""
+        places, nbytes = np.full(len(keys), Place.NOWHERE, np.uint8), np.zeros(len(keys), np.uint32)
+        for tier in self.tiers:
+            absent = np.flatnonzero(places == Place.NOWHERE)
+            held = absent[tier.has(keys[absent])]
+            for position, found in zip(held.tolist(), tier.find(keys[held]), strict=True):
+                if found is not None:
+                    places[position], nbytes[position] = tier.place, found.nbytes
+        return places, nbytes
 
     def keys(self) -> KeyArray:
         """Keys of all chunks in the tiers; see `Tier.keys`."""

@@ -7,10 +7,8 @@ from typing import Any
 import numpy as np
 
 from raykv.errors import UsageError
-from raykv.node.below_memory import find_below
-from raykv.node.handlers.fields import LOCKED_KEYS, keys_in, numbers_in
 from raykv.node.location_index import UNKNOWN, Location, LocationIndex, located
-from raykv.node.sessions import HandlerTable, NodeSession
+from raykv.node.sessions import LOCKED_KEYS, HandlerTable, NodeSession
 from raykv.protocol import codec, messages
 from raykv.protocol.reasons import Place
 from raykv.storage.store import Store
@@ -34,11 +32,11 @@ class LocateHandler:
         }
 
     def _locate(self, request: messages.Locate, session: NodeSession) -> Reply:
-        keys = keys_in(request.keys)
+        keys = codec.keys_in(request.keys)
         locations = self._location_index.locate(keys)
         unknown = [position for position, each in enumerate(locations) if each is UNKNOWN] if self._mover else []
         if unknown:  # only the writer announces a chunk in a shared tier, so the owner looks there itself
-            places, nbytes = find_below(self._mover, keys[unknown])
+            places, nbytes = self._mover.find(keys[unknown])
             here = (self._node_id,)
             for position, place, length in zip(unknown, places.tolist(), nbytes.tolist(), strict=True):
                 if place != Place.NOWHERE:
@@ -46,16 +44,16 @@ class LocateHandler:
         return Reply(located(locations))
 
     def _announce(self, request: messages.Announce, session: NodeSession) -> Reply:
-        added, nbytes = keys_in(request.added), numbers_in(request.nbytes, "<u4")
+        added, nbytes = codec.keys_in(request.added), codec.numbers_in(request.nbytes, "<u4")
         if len(nbytes) != len(added):
             raise UsageError(f"field 'nbytes': {len(nbytes)} lengths for {len(added)} keys")
         below = codec.unpack_bits(request.below_memory, len(added)) if request.below_memory else None
-        self._location_index.remove(request.node_id, keys_in(request.removed))
+        self._location_index.remove(request.node_id, codec.keys_in(request.removed))
         self._location_index.add(request.node_id, added, nbytes, below)
         return Reply(messages.Done())
 
     def _why(self, request: messages.Why, session: NodeSession) -> Reply:
-        keys, now_s = keys_in(request.keys), time.monotonic()
+        keys, now_s = codec.keys_in(request.keys), time.monotonic()
         parts: list[tuple[Any, ...]] = []
         policies: list[str] = []
         for first in range(0, len(keys), LOCKED_KEYS):
@@ -66,7 +64,7 @@ class LocateHandler:
         columns = [np.concatenate(column) for column in zip(*parts, strict=True)] or [np.empty(0)] * 5
         places, nbytes, reasons, tiers, when_s = columns
         absent = np.flatnonzero(places == Place.NOWHERE)
-        places[absent], nbytes[absent] = find_below(self._mover, keys[absent])
+        places[absent], nbytes[absent] = self._mover.find(keys[absent])
         names, since_s = tuple(dict.fromkeys(policies)), self._store.eviction_log.since_s
         return Reply(
             messages.Histories(

@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from raykv.node.announcer import Announcer
-from raykv.node.handlers.fields import LOCKED_KEYS, keys_in, numbers_in
 from raykv.node.location_index import LocationIndex, located
 from raykv.node.sessions import HandlerTable, NodeSession
 from raykv.protocol import messages
+from raykv.protocol.codec import keys_in, numbers_in
 from raykv.storage.store import Pinned, Store
 from raykv.tier.mover import TierMover
 from raykv.transport.base import Reply
@@ -89,32 +89,27 @@ class ReadHandler:
         return Reply(messages.Count(count))
 
     def _pin_all(self, keys: KeyArray) -> Pinned:
-        """Pin chunks. Chunks below memory are promoted first. A chunk that was not found gets row -1 and zeros."""
-        count = len(keys)
-        pinned = Pinned(
-            np.full(count, -1, np.int32), np.zeros(count, "<u8"), np.zeros(count, "<u4"), np.zeros(count, "<u8")
-        )
+        """Pin chunks. Chunks below memory are promoted first. A chunk that was not found gets row -1 and length 0."""
+        pinned = self._pin_ready(keys)
+        absent = np.flatnonzero(pinned.rows < 0) if self._mover else np.empty(0, np.intp)
+        until_s = time.monotonic() + PROMOTE_TIMEOUT_S
         try:
-            for first in range(0, count, LOCKED_KEYS):
-                self._pin_some(keys, np.arange(first, min(first + LOCKED_KEYS, count)), pinned)
-            absent = np.flatnonzero(pinned.rows < 0) if self._mover else np.empty(0, np.intp)
-            until_s = time.monotonic() + PROMOTE_TIMEOUT_S
             for first in range(0, len(absent), PROMOTED_KEYS):
                 some = absent[first : first + PROMOTED_KEYS]
                 self._mover.promote(keys[some], until_s=until_s)
-                self._pin_some(keys, some, pinned)
+                found = self._pin_ready(keys[some])
+                pinned.rows[some], pinned.offsets[some] = found.rows, found.offsets
+                pinned.nbytes[some], pinned.checksums[some] = found.nbytes, found.checksums
         except BaseException:
             self._end_pins(pinned.rows)
             raise
         return pinned
 
-    def _pin_some(self, keys: KeyArray, positions: npt.NDArray[np.intp], pinned: Pinned) -> None:
+    def _pin_ready(self, keys: KeyArray) -> Pinned:
         with self._lock:
-            found = self._store.pin(keys[positions], now_s=time.monotonic())
-        here = found.rows >= 0
-        some = positions[here]
-        pinned.rows[some], pinned.offsets[some] = found.rows[here], found.offsets[here]
-        pinned.nbytes[some], pinned.checksums[some] = found.nbytes[here], found.checksums[here]
+            pinned = self._store.pin(keys, now_s=time.monotonic())
+        pinned.nbytes[pinned.rows < 0] = 0
+        return pinned
 
     def _end_pins(self, rows: Rows) -> None:
         with self._lock:

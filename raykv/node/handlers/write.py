@@ -10,10 +10,10 @@ import numpy.typing as npt
 from raykv.errors import RayKVError, UsageError
 from raykv.memory.copying import checksums_of
 from raykv.node.announcer import Announcer
-from raykv.node.handlers.fields import keys_in, numbers_in, parent_in
 from raykv.node.reclaimer import Reclaimer
 from raykv.node.sessions import HandlerTable, NodeSession
 from raykv.protocol import codec, messages
+from raykv.protocol.codec import keys_in, numbers_in, parent_in
 from raykv.protocol.messages import MAX_KEYS
 from raykv.storage.batches import Written
 from raykv.storage.store import Store
