@@ -10,9 +10,8 @@ import numpy.typing as npt
 
 from raykv.config import NodeConfig
 from raykv.errors import RayKVError, TransientError
-from raykv.node.below_memory import find_below
-from raykv.node.handlers.fields import LOCKED_KEYS
 from raykv.node.location_index import LocationIndex
+from raykv.node.sessions import LOCKED_KEYS
 from raykv.protocol import chunk_keys, messages
 from raykv.protocol.codec import pack_bits
 from raykv.protocol.placement import Member, View
@@ -27,7 +26,7 @@ log = logging.getLogger(__name__)
 ANNOUNCED_KEYS: Final = 1 << 16
 """The most keys in one announcement."""
 MAX_RETRIED_KEYS: Final = 1 << 20
-"""The most keys that are queued for owners that do not answer. The oldest keys are dropped: each may cause a miss."""
+"""The most keys in the queue for owners that do not answer. Later keys are dropped: each may cause a miss."""
 ANNOUNCE_DEADLINE_S: Final = 5.0
 
 
@@ -55,7 +54,6 @@ class Announcer:
         self._config, self._store, self._lock, self._mover = config, store, lock, mover
         self._location_index, self._pool, self._changed = location_index, pool, changed
         self._queue: list[KeyArray] = []
-        self._retried: list[KeyArray] = []  # keys whose owners did not answer
         self._sending = self._adopting = False
         self.view = View()
         self.failures = 0
@@ -73,14 +71,14 @@ class Announcer:
 
     @property
     def waiting_keys(self) -> int:
-        """Number of keys in the queues. Changes that the thread has not yet taken from the store are not counted."""
-        return sum(map(len, [*self._queue, *self._retried]))
+        """Number of keys in the queue. Changes that the thread has not yet taken from the store are not counted."""
+        return sum(map(len, self._queue))
 
     @property
     def done(self) -> bool:
         """Whether everything is announced."""
         with self._lock:
-            return not (self._sending or self._adopting or self._queue or self._retried or self._store.has_changes)
+            return not (self._sending or self._adopting or self._queue or self._store.has_changes)
 
     def adopt(self, view: View) -> None:
         """Follow a newer view. Drop locations that other nodes own now, and announce the keys whose owner changed."""
@@ -106,7 +104,7 @@ class Announcer:
             self._changed.clear()
             below = self._mover.take_changes()
             with self._lock:
-                queued, self._queue, self._retried = [*self._queue, *self._retried], [], []
+                queued, self._queue = self._queue, []
                 added, removed = self._store.take_changes()
                 self._sending = True
             self._mover.drop_outdated(added)
@@ -150,9 +148,8 @@ class Announcer:
                 log.warning("%s refuses an announcement: %s", owner.node_id, error)
                 return
             with self._lock:
-                self._retried.append(keys)
-                while sum(map(len, self._retried)) > MAX_RETRIED_KEYS:
-                    self._retried.pop(0)
+                if self.waiting_keys + len(keys) <= MAX_RETRIED_KEYS:
+                    self._queue.append(keys)
 
     def _look_up(self, keys: KeyArray) -> tuple[npt.NDArray[np.uint32], Bits]:
         """Return the length of each chunk (0: not here), and whether the chunk is only in a tier below memory.
@@ -170,7 +167,7 @@ class Announcer:
         below = np.zeros(len(keys), np.bool_)
         if self._mover:
             absent = np.flatnonzero(nbytes == 0)
-            places, nbytes[absent] = find_below(self._mover, keys[absent])
+            places, nbytes[absent] = self._mover.find(keys[absent])
             below[absent] = places != Place.NOWHERE
         return nbytes, below
 

@@ -26,7 +26,6 @@ from raykv.node.handlers.admin import AdminHandler
 from raykv.node.handlers.locate import LocateHandler
 from raykv.node.handlers.read import ReadHandler
 from raykv.node.handlers.write import WriteHandler
-from raykv.node.heartbeat import Heartbeat
 from raykv.node.location_index import LocationIndex
 from raykv.node.namespace_reconciler import NamespaceReconciler, registry_paths
 from raykv.node.reclaimer import Reclaimer
@@ -44,8 +43,6 @@ from raykv.types import host_identity
 log = logging.getLogger(__name__)
 
 UNIX_PATH_MAX: Final = 107
-BUG_LOG_S: Final = 60.0
-"""A bug in a handler is logged once in this time for each type of message, since peers may repeat the request."""
 JOIN_S: Final = 5.0
 
 
@@ -88,7 +85,6 @@ class Node:
         self.location_index = index = LocationIndex(config.max_locations)
         announcer = self._announcer = Announcer(config, store, self.lock, mover, index, self._pool, changed)
         self._reclaimer = Reclaimer(config, store, self.lock, mover, announcer, due)
-        self._heartbeat = Heartbeat(config, store, membership, announcer, self.reconciler)
         self.handlers: HandlerTable = {
             messages.Attach: self._attach,
             messages.GetView: lambda request, session: Reply(messages.ViewIs(self.view)),
@@ -131,13 +127,12 @@ class Node:
         )
         for server in self._servers:
             server.serve()
-        self._heartbeat.beat(self.member)
-        tasks = {
-            "heartbeat": partial(self._heartbeat.run, self.member, self._stopping),
+        self._beat()
+        for name, task in {
+            "heartbeat": self._beat_until_stopped,
             "announcer": partial(self._announcer.run, self._stopping),
             "reclaimer": partial(self._reclaimer.run, self._stopping),
-        }
-        for name, task in tasks.items():
+        }.items():
             thread = threading.Thread(target=self._run_task, args=(task,), name=f"raykv-{name}", daemon=True)
             thread.start()
             self._threads.append(thread)
@@ -169,6 +164,34 @@ class Node:
             if not self._stopping.is_set():
                 log.critical("node %s: a background thread died", self.config.node_id, exc_info=True)
                 self.failure = error
+
+    def _beat_until_stopped(self) -> None:
+        while not self._stopping.wait(self.config.heartbeat_s):
+            self._beat()
+            self.store.table.memory.touch()  # `orphans` removes files that nobody touches
+
+    def _beat(self) -> None:
+        """Send one heartbeat to the directory, and apply the answer. Without an answer, nothing changes."""
+        view, registry = self.view, self.reconciler.registry
+        version = registry.version
+        try:
+            answer = self._membership.beat(self.member, view.epoch, None, version)
+            if answer.want_view or answer.want_registry:
+                ours = registry.encode() if answer.want_registry else None
+                answer = self._membership.beat(
+                    self.member, view.epoch, view if answer.want_view else None, version, ours
+                )
+        except TransientError:
+            self._errors["beat"] += 1
+            return
+        if answer.view is not None and answer.view.epoch > view.epoch:
+            self._announcer.adopt(answer.view)
+        if answer.registry is not None:
+            try:
+                self.reconciler.adopt(answer.registry)
+            except RayKVError as error:  # a restart would not help
+                self._errors["registry"] += 1
+                log.error("this node cannot follow the list of namespaces: %s", error)
 
     def _wake_all(self) -> None:
         for event in self._events:
@@ -214,7 +237,7 @@ class Node:
                 "unannounced": announcer.waiting_keys,
                 "refused_connections": sum(server.refused for server in self._servers),
                 "requests": dict(self._requests),
-                "errors": dict(self._errors + self._heartbeat.failures + Counter(announce=announcer.failures)),
+                "errors": dict(self._errors + Counter(announce=announcer.failures)),
                 "answer_times": {name: times.summary() for name, times in sorted(self._times.items())},
                 **asdict(store.counters),
                 **tiers,
@@ -248,7 +271,7 @@ class Node:
             return Reply(codec.failure(error))
         except Exception:  # noqa: BLE001 - a bug must not end the connection, with its leases and other requests
             self._errors[name] += 1
-            self._bug_logs[name].write(logging.ERROR, "bug while serving %s", name, trace=True)
+            self._bug_log.write(logging.ERROR, "bug while serving %s", name, trace=True)
             return Reply(messages.Failure("ProtocolError", f"internal error while serving {name}; see the node's log"))
         finally:
             self._times[name].add_time(time.perf_counter() - began_s)
