@@ -4,15 +4,13 @@ records = plan(read_trace("trace.jsonl"), sizes=["5%", "64 GiB"], policies=["lea
 print(as_table(records))
 """
 
-from raykv.planner.model import ModelShape
-from raykv.planner.records import Record, SsdOptions, as_csv, as_json, as_table, plan
+from raykv.planner.records import ModelShape, Record, as_csv, as_json, as_table, plan
 from raykv.planner.trace import Request, Trace, parse_trace, read_trace
 
 __all__ = [
     "ModelShape",
     "Record",
     "Request",
-    "SsdOptions",
     "Trace",
     "as_csv",
     "as_json",

@@ -38,38 +38,33 @@ class Cache:
         rows = self.row_of[chunks]
         self._policy.on_request_done(self.columns, rows[rows >= 0], output_tokens, now)
 
-    def make_room(self, count: int, now: int, protect: Rows | None = None) -> None:
+    def make_room(self, count: int, now: int, protect: Rows) -> None:
         """Evict until `count` chunks fit, or no other row may be evicted. Rows in `protect` stay."""
-        if len(self._free) >= count:
-            return
-        if protect is not None:
-            self._protected[protect] = True
+        self._protected[protect] = True
         gone: list[int] = []
         while len(self._free) + len(gone) < count and (row := self._order.next(now, self._protected)) >= 0:
             gone.append(row)
             self._unlink(row, now)
-        if protect is not None:
-            self._protected[protect] = False
-        if gone:
-            rows = np.array(gone, np.int32)
-            self._policy.on_remove(self.columns, rows, now, evicted=True)
-            if self._ssd is not None:
-                columns, parents = self.columns, live_parents(self.columns, rows)
-                above = np.where(parents >= 0, columns.frequency[parents], 0)
-                chunks = columns.key_lo[rows].tolist()
-                self._ssd.offer(chunks, columns.frequency[rows], above, columns.nbytes[rows], now)
-            self.row_of[self.columns.key_lo[rows]] = -1
-            self.columns.generation[rows] += 1
-            self.columns.state[rows] = RowState.FREE
-            self._free += gone
-            self.evicted += len(gone)
+        self._protected[protect] = False
+        if not gone:
+            return
+        columns, rows = self.columns, np.array(gone, np.int32)
+        self._policy.on_remove(columns, rows, now, evicted=True)
+        chunks = columns.key_lo[rows]
+        if self._ssd is not None:
+            parents = live_parents(columns, rows)
+            above = np.where(parents >= 0, columns.frequency[parents], 0)
+            self._ssd.offer(chunks.tolist(), columns.frequency[rows], above, columns.nbytes[rows], now)
+        self.row_of[chunks] = -1
+        columns.generation[rows] += 1
+        columns.state[rows] = RowState.FREE
+        self._free += gone
+        self.evicted += len(gone)
 
-    def store(
-        self, chunks: list[int], nbytes: list[int], expires: int, now: int, reads: Mapping[int, int] | None = None
-    ) -> None:
+    def store(self, chunks: list[int], nbytes: list[int], now: int, reads: Mapping[int, int]) -> None:
         """Store the missing chunks of a chain, first to last, until the cache is full.
 
-        `reads` maps a chunk that was read from the SSD to its number of reads. `expires` is in ticks; 0 means never.
+        `reads` maps a chunk that was read from the SSD to its number of reads.
         """
         cells, row_of, rows, parent = self.cells, self.row_of.data, [], -1
         for chunk, size in zip(chunks, nbytes, strict=True):
@@ -81,9 +76,8 @@ class Cache:
                 cells.key_lo[row], cells.nbytes[row], cells.state[row] = chunk, size, RowState.READY
                 cells.generation[row] += 1 + cells.generation[row] % 2  # the next even number: readable
                 cells.inserted[row] = cells.accessed[row] = now
-                cells.frequency[row] = reads.get(chunk, 0) if reads else 0
+                cells.frequency[row] = reads.get(chunk, 0)
                 cells.children[row] = 0
-                cells.expires[row] = expires
                 cells.parent[row] = parent
                 if parent >= 0:
                     cells.parent_generation[row] = cells.generation[parent]

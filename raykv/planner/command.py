@@ -1,12 +1,10 @@
 """The command `raykv plan`: computes what a cache of a given size and policy would save on a trace."""
 
 import argparse
-import math
 
 from raykv.config import parse_nbytes
 from raykv.errors import UsageError
-from raykv.planner.model import DTYPE_NBYTES, ModelShape
-from raykv.planner.records import SsdOptions, as_csv, as_json, as_table, plan
+from raykv.planner.records import DTYPE_NBYTES, ModelShape, as_csv, as_json, as_table, plan
 from raykv.planner.trace import read_trace
 
 
@@ -17,13 +15,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--sizes", default="5%,10%,25%,50%", help="'10%%' of the trace's chunks, or '64 GiB'; comma")
     parser.add_argument("--policies", default="leaf_lru,belady", help="names, 'module:attribute', or all; comma")
-    parser.add_argument("--objects", action="store_true", help="read each chunk by itself, and ignore chains")
     parser.add_argument("--ssd-sizes", default="0", help="of a second tier, as --sizes; 0 for none; comma")
     parser.add_argument("--ssd-per-day", metavar="SIZE", help="the most to write to it in a day, such as '2 TiB'")
     parser.add_argument(
         "--tokens-per-chunk", type=int, metavar="N", help="if the trace does not say; Mooncake's blocks have 512"
     )
-    parser.add_argument("--ttl", type=float, default=math.inf, metavar="SECONDS", help="time from store to expiry")
     parser.add_argument("--json", action="store_true", help="records for programs")
     parser.add_argument("--csv", action="store_true", help="records for spreadsheets")
     parser.add_argument("--plot", metavar="FILE", help="write a chart too, such as plan.png or plan.svg")
@@ -44,21 +40,17 @@ def plan_command(options: argparse.Namespace) -> str:
     model = ModelShape(
         options.layers, options.kv_heads, options.head_size, options.dtype, options.hidden, options.parameters
     )
-    if min(model.layers, model.kv_heads, model.head_size, model.hidden, model.parameters, options.ttl) <= 0:
-        raise UsageError("the model's numbers and --ttl must be above 0")
+    if min(model.layers, model.kv_heads, model.head_size, model.hidden, model.parameters) <= 0:
+        raise UsageError("the model's numbers must be above 0")
     if options.tokens_per_chunk is not None and not 1 <= options.tokens_per_chunk <= 1 << 20:
         raise UsageError(f"--tokens-per-chunk {options.tokens_per_chunk} must be from 1 to {1 << 20}")
     records = plan(
         read_trace(options.trace, options.tokens_per_chunk),
-        [size.strip() for size in options.sizes.split(",")],
+        options.sizes.split(","),
         [name.strip() for name in options.policies.split(",")],
         model=model,
-        mode="objects" if options.objects else "prefix",
-        ttl_s=options.ttl,
-        ssd=SsdOptions(
-            [size.strip() for size in options.ssd_sizes.split(",")],
-            None if options.ssd_per_day is None else _nbytes(options.ssd_per_day),
-        ),
+        ssd_sizes=options.ssd_sizes.split(","),
+        ssd_nbytes_per_day=None if options.ssd_per_day is None else _nbytes(options.ssd_per_day),
     )
     if options.plot:
         from raykv.planner.plot import save

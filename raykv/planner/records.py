@@ -3,7 +3,6 @@
 import csv
 import io
 import json
-import math
 import re
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -14,9 +13,7 @@ from typing import Any, Final
 from raykv.config import GIB, MIB, parse_nbytes
 from raykv.errors import UsageError
 from raykv.eviction import POLICIES, policy
-from raykv.planner.belady import belady
-from raykv.planner.model import ModelShape
-from raykv.planner.replay import Mode, Outcome, replay
+from raykv.planner.replay import Outcome, belady, replay
 from raykv.planner.ssd import Ssd
 from raykv.planner.trace import Trace
 from raykv.tier.admission import DAY_S, Admission
@@ -24,6 +21,34 @@ from raykv.tier.admission import DAY_S, Admission
 BELADY: Final = "belady"
 SEGMENT_NBYTES: Final = 64 * MIB
 """Size of a segment of the SSD's log, as in `SsdConfig`."""
+DTYPE_NBYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "int8": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """The shape of a decoder model. The defaults describe Llama 3.1 8B.
+
+    `kv_heads`, `head_size` and `dtype` describe keys and values. `hidden` is query heads times head size. `parameters`
+    counts the parameters that are active for each token.
+    """
+
+    layers: int = 32
+    kv_heads: int = 8
+    head_size: int = 128
+    dtype: str = "bfloat16"
+    hidden: int = 4096
+    parameters: float = 8.03e9
+
+    @property
+    def token_nbytes(self) -> int:
+        return 2 * self.layers * self.kv_heads * self.head_size * DTYPE_NBYTES[self.dtype]
+
+    def prefill_flops(self, tokens: int, attended: int) -> float:
+        """Return the floating-point operations for a prefill.
+
+        `attended` is the sum, over these tokens, of the number of tokens before each.
+        """
+        return 2.0 * self.parameters * tokens + 4.0 * self.layers * self.hidden * (attended + tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +63,6 @@ class Record:
 
     trace: str
     policy: str
-    mode: str
     size_chunks: int
     size_nbytes: int
     size_share: float
@@ -47,8 +71,6 @@ class Record:
     tokens: int
     prefix_hits: int
     prefix_hit_ratio: float
-    plain_hits: int
-    plain_hit_ratio: float
     tokens_hit: int
     token_hit_ratio: float
     saved_flops: float
@@ -64,39 +86,25 @@ class Record:
     took_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class SsdOptions:
-    """An SSD tier below memory. Each of its `sizes` is combined with each size of memory; size 0 means no SSD.
-
-    `nbytes_per_day` limits writes to the SSD; see `raykv.tier.admission`. None means no limit.
-    """
-
-    sizes: Sequence[str | int] = (0,)
-    nbytes_per_day: float | None = None
-
-
 def plan(
     trace: Trace,
     sizes: Sequence[str | int],
     policies: Iterable[str | Callable[..., Any]] = ("leaf_lru",),
     *,
     model: ModelShape | None = None,
-    mode: Mode = "prefix",
-    ttl_s: float = math.inf,
-    ssd: SsdOptions | None = None,
+    ssd_sizes: Sequence[str | int] = (0,),
+    ssd_nbytes_per_day: float | None = None,
 ) -> list[Record]:
-    """Replay a trace with each policy and size.
+    """Replay a trace with each policy, each size of memory, and each size of an SSD tier below it (0: no SSD).
 
     A size is text such as "64 GiB" or "10%" (of the trace's different chunks), or a number of chunks. A policy is an
-    argument of `raykv.eviction.policy`, or "belady" for the bound, or "all" for all names. For `mode` and `ttl_s` see
-    `replay`. Raises UsageError: A size is not valid. ConfigError: A policy does not exist.
+    argument of `raykv.eviction.policy`, or "belady" for the bound, or "all" for all names. `ssd_nbytes_per_day` limits
+    the writes to the SSD. Raises UsageError: A size is not valid. ConfigError: A policy does not exist.
     """
-    model, ssd = model or ModelShape(), ssd or SsdOptions()
+    model = model or ModelShape()
     chunk_nbytes = trace.chunk_tokens * model.token_nbytes
     capacities = [_capacity(size, trace.chunks, chunk_nbytes) for size in sizes]
-    below = [0 if _is_none(size) else _capacity(size, trace.chunks, chunk_nbytes) for size in ssd.sizes]
-    if mode == "objects" and any(below):
-        raise UsageError("a second tier holds chains of chunks: leave out the SSD's sizes, or mode 'objects'")
+    below = [0 if str(size).strip(" %") == "0" else _capacity(size, trace.chunks, chunk_nbytes) for size in ssd_sizes]
     records = []
     for chosen in _expanded(policies):
         for capacity, ssd_chunks in product(capacities, below):
@@ -105,10 +113,10 @@ def plan(
                 outcome = belady(trace, capacity + ssd_chunks)
             else:
                 if ssd_chunks:
-                    admission = Admission(ssd.nbytes_per_day, now_s=0.0)
+                    admission = Admission(ssd_nbytes_per_day, now_s=0.0)
                     log = Ssd(ssd_chunks, SEGMENT_NBYTES // chunk_nbytes, admission, model.token_nbytes)
-                outcome = replay(trace, policy(chosen), capacity, mode=mode, ttl_s=ttl_s, ssd=log)
-            labels = {"policy": _name(chosen), "mode": mode, "size_chunks": capacity, "ssd_chunks": ssd_chunks}
+                outcome = replay(trace, policy(chosen), capacity, ssd=log)
+            labels = {"policy": _name(chosen), "size_chunks": capacity, "ssd_chunks": ssd_chunks}
             records.append(_record(trace, model, outcome, log, took_s=time.perf_counter() - began_s, **labels))
     return records
 
@@ -129,8 +137,6 @@ def _record(trace: Trace, model: ModelShape, outcome: Outcome, ssd: Ssd | None, 
         tokens=trace.tokens,
         prefix_hits=outcome.prefix_hits,
         prefix_hit_ratio=outcome.prefix_hits / trace.accesses,
-        plain_hits=outcome.plain_hits,
-        plain_hit_ratio=outcome.plain_hits / trace.accesses,
         tokens_hit=outcome.tokens_hit,
         token_hit_ratio=outcome.tokens_hit / max(1, trace.tokens),
         saved_flops=model.prefill_flops(outcome.tokens_hit, outcome.attended),
@@ -151,10 +157,6 @@ def _expanded(policies: Iterable[str | Callable[..., Any]]) -> list[str | Callab
     for name in policies:
         names += [*POLICIES, BELADY] if name == "all" else [name]
     return list(dict.fromkeys(names))
-
-
-def _is_none(size: str | int) -> bool:
-    return size == 0 or (isinstance(size, str) and re.fullmatch(r"\s*0\s*%?\s*", size) is not None)
 
 
 def _capacity(size: str | int, chunks: int, chunk_nbytes: int) -> int:
@@ -179,17 +181,16 @@ def as_table(records: Sequence[Record]) -> str:
     first = records[0]
     tiers = any(record.ssd_chunks for record in records)
     lines = [
-        f"{first.trace}: {first.requests:,} requests, {first.chunks:,} chunks read, {first.tokens:,} tokens; "
-        f"{'as a node does it' if first.mode == 'prefix' else 'each access by itself'}",
+        f"{first.trace}: {first.requests:,} requests, {first.chunks:,} chunks read, {first.tokens:,} tokens",
         "",
-        f"{'policy':<12} {'size':>7} {'GiB':>9} {'hit %':>7} {'plain %':>8} {'tokens %':>9} {'saved PFLOP':>12} "
+        f"{'policy':<12} {'size':>7} {'GiB':>9} {'hit %':>7} {'tokens %':>9} {'saved PFLOP':>12} "
         f"{'saved GiB':>10} {'s':>6}" + (f" {'SSD GiB':>9} {'from SSD %':>10} {'GiB/day':>9}" if tiers else ""),
     ]
     lines += [
         f"{record.policy:<12} {record.size_share:>7.1%} {record.size_nbytes / GIB:>9.1f} "
-        f"{100 * record.prefix_hit_ratio:>7.2f} {100 * record.plain_hit_ratio:>8.2f} "
-        f"{100 * record.token_hit_ratio:>9.2f} {record.saved_flops / 1e15:>12.1f} {record.saved_gib:>10.1f} "
-        f"{record.took_s:>6.1f}" + (_ssd_part(record) if tiers else "")
+        f"{100 * record.prefix_hit_ratio:>7.2f} {100 * record.token_hit_ratio:>9.2f} "
+        f"{record.saved_flops / 1e15:>12.1f} {record.saved_gib:>10.1f} {record.took_s:>6.1f}"
+        + (_ssd_part(record) if tiers else "")
         for record in records
     ]
     return "\n".join(lines)

@@ -1,9 +1,9 @@
-"""Replays a trace through a cache of a given size, and counts the hits of a policy."""
+"""Replays a trace through a cache of a given size, and counts the hits: of a policy, or of Belady's bound."""
 
 import heapq
 import math
 from dataclasses import dataclass
-from typing import Final, Literal, NamedTuple
+from typing import Final
 
 import numpy as np
 
@@ -11,12 +11,11 @@ from raykv.eviction.base import Policy
 from raykv.memory.layout import TICKS_PER_S
 from raykv.planner.cache import Cache
 from raykv.planner.ssd import Ssd
-from raykv.planner.trace import Request, Trace
+from raykv.planner.trace import Trace
 
 DECODE_S: Final = 0.03
 """Assumed time per generated token. A replay computes from it when a request ends."""
-
-Mode = Literal["prefix", "objects"]
+_NEVER: Final = 1 << 62
 
 
 @dataclass(slots=True)
@@ -27,59 +26,23 @@ class Outcome:
     """
 
     prefix_hits: int = 0
-    plain_hits: int = 0
     tokens_hit: int = 0
     attended: int = 0
     stored: int = 0
     evicted: int = 0
     ssd_hits: int = 0
 
-    def add(self, trace: Trace, request: Request, prefix: int, plain: int) -> None:
-        tokens = min(request.tokens, prefix * trace.chunk_tokens)
-        self.prefix_hits += prefix
-        self.plain_hits += plain
-        self.tokens_hit += tokens
-        self.attended += tokens * (tokens - 1) // 2
-
 
 def replay(
-    trace: Trace,
-    policy: Policy,
-    capacity: int,
-    *,
-    mode: Mode = "prefix",
-    ttl_s: float = math.inf,
-    ssd: Ssd | None = None,
-    decode_s: float = DECODE_S,
+    trace: Trace, policy: Policy, capacity: int, *, ssd: Ssd | None = None, decode_s: float = DECODE_S
 ) -> Outcome:
     """Replay a trace. The caller passes a new policy, and an empty `ssd` or None.
 
-    Mode "prefix" works like a node: a request reads its leading chunks up to the first miss and stores the missing
-    chunks. A request never evicts its own chunks; chunks that do not fit are not stored. Mode "objects" is the usual
-    way to compare caches: each chunk is read independently, and each miss evicts one chunk. `ttl_s` is the time from
-    store to expiry; only the policy `ttl` uses it. The `ssd` (only in mode "prefix") receives evicted chunks. A chunk
-    that is read from the `ssd` is stored in memory again. `decode_s` is the time per generated token.
+    As on a node, a request reads its leading chunks up to the first miss, and stores the missing chunks. A request
+    never evicts its own chunks; chunks that do not fit are not stored. The `ssd` receives evicted chunks. A chunk that
+    is read from the `ssd` is stored in memory again. `decode_s` is the time per generated token.
     """
-    cache = Cache(policy, max(1, capacity), trace.chunks, ssd)
-    outcome = Outcome()
-    if mode == "prefix":
-        _by_prefix(trace, cache, ssd, outcome, _Times(ttl_s, decode_s))
-    else:
-        _by_object(trace, cache, outcome, _Times(ttl_s, decode_s))
-    outcome.stored, outcome.evicted = cache.stored, cache.evicted
-    return outcome
-
-
-class _Times(NamedTuple):
-    ttl_s: float
-    decode_s: float
-
-    def expiry(self, now: int) -> int:
-        return 0 if self.ttl_s == math.inf else now + math.ceil(self.ttl_s * TICKS_PER_S)
-
-
-def _by_prefix(trace: Trace, cache: Cache, ssd: Ssd | None, outcome: Outcome, times: _Times) -> None:
-    now = 0
+    cache, outcome, now = Cache(policy, max(1, capacity), trace.chunks, ssd), Outcome(), 0
     running: list[tuple[float, int]] = []
     for place, request in enumerate(trace.requests):
         chunks = np.array(request.chunks, np.int64)
@@ -88,33 +51,58 @@ def _by_prefix(trace: Trace, cache: Cache, ssd: Ssd | None, outcome: Outcome, ti
             done = trace.requests[heapq.heappop(running)[1]]
             cache.request_done(done.chunks, done.output_tokens, now)
         if request.output_tokens:
-            heapq.heappush(running, (request.at_s + times.decode_s * request.output_tokens, place))
+            heapq.heappush(running, (request.at_s + decode_s * request.output_tokens, place))
         rows = cache.row_of[chunks]
         here = rows >= 0
         found = here if ssd is None else here | [ssd.has(chunk) for chunk in request.chunks]
         prefix = len(rows) if found.all() else int(found.argmin())
-        outcome.add(trace, request, prefix, int(found.sum()))
+        tokens = min(request.tokens, prefix * trace.chunk_tokens)
+        outcome.prefix_hits += prefix
+        outcome.tokens_hit += tokens
+        outcome.attended += tokens * (tokens - 1) // 2
         cache.read(rows[:prefix][here[:prefix]], now)
         reads = {} if ssd is None else {chunk: ssd.read(chunk) for chunk in chunks[:prefix][~here[:prefix]].tolist()}
         outcome.ssd_hits += len(reads)
         if not here.all():
             cache.make_room(len(set(chunks[~here].tolist())), now, protect=rows[here])
-            cache.store(request.chunks, trace.tokens_of(request), times.expiry(now), now, reads)
+            cache.store(request.chunks, trace.tokens_of(request), now, reads)
+    outcome.stored, outcome.evicted = cache.stored, cache.evicted
+    return outcome
 
 
-def _by_object(trace: Trace, cache: Cache, outcome: Outcome, times: _Times) -> None:
-    now, rows = 0, cache.row_of.data
+def belady(trace: Trace, capacity: int) -> Outcome:
+    """Replay with the policy that evicts the chunk whose next read is latest. No real policy has more hits.
+
+    Each chunk is read independently of the chunks before it, so all hits count as prefix hits. Source: Belady, 1966.
+    """
+    accesses = [chunk for request in trace.requests for chunk in request.chunks]
+    following, last = [_NEVER] * len(accesses), [_NEVER] * trace.chunks
+    for at in range(len(accesses) - 1, -1, -1):
+        following[at], last[accesses[at]] = last[accesses[at]], at
+    outcome, at = Outcome(), 0
+    next_read = [-1] * trace.chunks  # -1 for chunks that are not in the cache
+    heap: list[tuple[int, int]] = []
     for request in trace.requests:
-        sizes = trace.tokens_of(request)
-        prefix, plain = 0, 0
-        for at, chunk in enumerate(request.chunks):
-            now += 1
-            row = rows[chunk]
-            if row >= 0:
-                plain += 1
-                prefix += prefix == at
-                cache.read(np.array([row], np.int32), now)
+        for place, (chunk, tokens) in enumerate(zip(request.chunks, trace.tokens_of(request), strict=True)):
+            if next_read[chunk] >= 0:
+                start = place * trace.chunk_tokens
+                outcome.prefix_hits += 1
+                outcome.tokens_hit += tokens
+                outcome.attended += tokens * start + tokens * (tokens - 1) // 2
             else:
-                cache.make_room(1, now)
-                cache.store([chunk], sizes[at : at + 1], times.expiry(now), now)
-        outcome.add(trace, request, prefix, plain)
+                if outcome.stored - outcome.evicted >= capacity:
+                    _evict(heap, next_read)
+                    outcome.evicted += 1
+                outcome.stored += 1
+            next_read[chunk] = following[at]
+            heapq.heappush(heap, (-following[at], chunk))
+            at += 1
+    return outcome
+
+
+def _evict(heap: list[tuple[int, int]], next_read: list[int]) -> None:
+    while True:
+        at, chunk = heapq.heappop(heap)
+        if next_read[chunk] == -at:
+            next_read[chunk] = -1
+            return

@@ -169,8 +169,8 @@ def test_what_it_remembers_is_bounded(rng, monkeypatch):
     cache = Cache(made, 50, 3000)
     for now in range(1, 300):
         first = rng.randrange(2990)
-        cache.make_room(10, now)
-        cache.store(list(range(first, first + 10)), [1] * 10, 0, now)
+        cache.make_room(10, now, np.empty(0, np.int32))
+        cache.store(list(range(first, first + 10)), [1] * 10, now, {})
     assert len(made._ghosts) <= 100 + density_module.OBSERVE_LEAST
 
 

@@ -186,7 +186,7 @@ def test_hits_differ_little_from_the_reference(name, tolerance, rng):
 
 
 def hits(name: str, accesses: list[int], size: int) -> int:
-    return replay(single(accesses), policy(name), size, mode="objects").plain_hits
+    return replay(single(accesses), policy(name), size).prefix_hits
 
 
 @pytest.mark.parametrize("name", ["leaf_lru", "lru", "lfu", "fifo"])
@@ -286,8 +286,8 @@ def test_a_policy_can_start_from_the_columns(name, rng):
     cache = Cache(policy("leaf_lru"), 200, 2000)
     for now in range(1, 60):
         first = rng.randrange(1900)
-        cache.make_room(30, now)
-        cache.store(list(range(first, first + 30)), [1] * 30, 0, now)
+        cache.make_room(30, now, np.empty(0, np.int32))
+        cache.store(list(range(first, first + 30)), [1] * 30, now, {})
     columns = cache.columns
     rows = np.sort(cache.row_of[cache.row_of >= 0])
     made = policy(name)
@@ -315,8 +315,8 @@ def broken(columns: Columns, rows: np.ndarray, now: int) -> np.ndarray:
 
 def test_a_policy_of_ones_own():
     accesses = [1, 2, 3, 1, 4, 1, 5, 1, 2] * 50
-    own = replay(single(accesses), policy(oldest_first), 3, mode="objects")
-    assert own.plain_hits == REFERENCES["fifo"](accesses, 3)
+    own = replay(single(accesses), policy(oldest_first), 3)
+    assert own.prefix_hits == REFERENCES["fifo"](accesses, 3)
     columns = table(4)
     assert victims(policy(Odd), columns, np.arange(4, dtype=np.int32), 4, 0).tolist() == [0, 2, 1, 3]
     assert policy("raykv.eviction.by_columns:LRU").score(columns, np.array([1], np.int32), 0).tolist() == [0]

@@ -11,7 +11,7 @@ import pytest
 from raykv.config import GIB
 from raykv.errors import ConfigError, UsageError
 from raykv.eviction import POLICIES
-from raykv.planner import ModelShape, SsdOptions, as_csv, as_json, as_table, parse_trace, plan
+from raykv.planner import ModelShape, as_csv, as_json, as_table, parse_trace, plan
 from raykv.tools.cli import main
 
 LINES = [
@@ -29,10 +29,10 @@ def test_records_say_what_is_saved():
     trace = parse_trace(LINES, "t")
     record = plan(trace, [7], model=SMALL)[0]
     assert SMALL.token_nbytes == 2 * 2 * 1 * 8 * 2
-    assert (record.trace, record.policy, record.mode) == ("t", "leaf_lru", "prefix")
+    assert (record.trace, record.policy) == ("t", "leaf_lru")
     assert (record.requests, record.chunks, record.tokens) == (9, 27, 9 * 1536)
     assert (record.size_chunks, record.size_nbytes, record.size_share) == (7, 7 * 512 * 64, 1.0)
-    assert record.prefix_hits == record.plain_hits == 20
+    assert record.prefix_hits == 20
     assert record.prefix_hit_ratio == 20 / 27
     assert record.tokens_hit == 20 * 512
     assert record.saved_gib == 20 * 512 * 64 / GIB
@@ -55,20 +55,19 @@ def test_a_wrong_size_is_named(size):
 
 def test_a_second_tier_is_tried_with_each_size_of_memory():
     trace = parse_trace(LINES)
-    records = plan(trace, [3, 5], ["leaf_lru", "belady"], model=SMALL, ssd=SsdOptions(["0", "100%"]))
-    assert [(record.size_chunks, record.ssd_chunks) for record in records] == [(3, 0), (3, 7), (5, 0), (5, 7)] * 2
-    without, below = records[:2]
+    records = plan(trace, [3, 5], ["leaf_lru", "belady"], model=SMALL, ssd_sizes=["0", " 0%", "100%"])
+    sizes = [(3, 0), (3, 0), (3, 7), (5, 0), (5, 0), (5, 7)] * 2
+    assert [(record.size_chunks, record.ssd_chunks) for record in records] == sizes
+    without, below = records[1:3]
     assert (without.ssd_nbytes, without.ssd_hits, without.ssd_written_nbytes) == (0, 0, 0)
     assert below.ssd_nbytes == 7 * 512 * 64
     assert below.prefix_hits == without.prefix_hits + below.ssd_hits
     assert below.ssd_written_nbytes == 6 * 512 * 64, "each once, except the first, which never leaves memory"
     assert below.ssd_written_nbytes_per_day == below.ssd_written_nbytes * 86_400, "the trace is shorter than a second"
     assert below.ssd_write_amplification == 1.0
-    assert records[5].prefix_hits == 20, "the bound is that of both together"
-    poor = plan(trace, [3], model=SMALL, ssd=SsdOptions(["100%"], 24 * 512 * 64))
+    assert records[8].prefix_hits == 20, "the bound is that of both together"
+    poor = plan(trace, [3], model=SMALL, ssd_sizes=["100%"], ssd_nbytes_per_day=24 * 512 * 64)
     assert poor[0].ssd_written_nbytes == 512 * 64, "one chunk an hour"
-    with pytest.raises(UsageError, match="objects"):
-        plan(trace, [3], mode="objects", ssd=SsdOptions(["100%"]))
 
 
 def test_policies_are_names_functions_or_all():
@@ -92,7 +91,7 @@ def test_records_as_text():
     assert [row["policy"] for row in rows] == ["lru", "lru", "belady", "belady"]
     assert json.loads(as_json(records))[1]["prefix_hits"] == 20 == int(rows[1]["prefix_hits"])
     table = as_table(records).splitlines()
-    assert table[0] == "t: 9 requests, 27 chunks read, 13,824 tokens; as a node does it"
+    assert table[0] == "t: 9 requests, 27 chunks read, 13,824 tokens"
     assert table[-1].split()[:2] == ["belady", "100.0%"]
     assert as_table([]) == ""
 
@@ -110,14 +109,14 @@ def test_the_command(tmp_path, capsys):
         ("belady", 4),
         ("belady", 3),
     ]
-    assert main(["plan", str(path), "--objects", "--ttl", "5", "--policies", "all"]) == 0
-    assert "each access by itself" in capsys.readouterr().out
+    assert main(["plan", str(path), "--policies", "all"]) == 0
+    assert "belady" in capsys.readouterr().out
     assert main(["plan", str(path), "--ssd-sizes", "0,50%", "--ssd-per-day", "1 TiB"]) == 0
     assert "from SSD %" in capsys.readouterr().out
     assert main(["plan", str(path), "--tokens-per-chunk", "600", "--sizes", "1 GiB", "--json"]) == 0
     assert {record["size_chunks"] for record in json.loads(capsys.readouterr().out)} == {(1 << 30) // (600 << 17)}
     assert main(["plan", str(path), "--csv"]) == 0
-    assert capsys.readouterr().out.startswith("trace,policy,mode")
+    assert capsys.readouterr().out.startswith("trace,policy,size_chunks")
 
 
 @pytest.mark.parametrize(
@@ -126,10 +125,8 @@ def test_the_command(tmp_path, capsys):
         (["--sizes", "many"], "size 'many'"),
         (["--policies", "best"], "unknown policy 'best'"),
         (["--layers", "0"], "above 0"),
-        (["--ttl", "-1"], "above 0"),
         (["--ssd-sizes", "5%,some"], "size 'some'"),
         (["--ssd-per-day", "1 TB"], "--ssd-per-day: '1 TB' is not a size"),
-        (["--objects", "--ssd-sizes", "5%"], "leave out the SSD's sizes"),
         (["--tokens-per-chunk", "0"], "--tokens-per-chunk 0 must be from 1"),
     ],
 )

@@ -1,13 +1,13 @@
 """Replays against brute force, and against another simulator on a real trace."""
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from raykv.eviction import POLICIES, policy
-from raykv.planner.belady import belady
-from raykv.planner.replay import replay
+from raykv.planner.replay import belady, replay
 from raykv.planner.trace import Request, Trace, read_trace
 
 TRACE = Path(__file__).parents[1] / "data" / "mooncake_synthetic_trace.jsonl.gz"
@@ -47,6 +47,16 @@ def conversations(rng: random.Random, count: int) -> Trace:
     return Trace("conversations", requests, len(numbers), 4)
 
 
+def apart(trace: Trace) -> Trace:
+    """Each read of a chunk as a request of its own, as other simulators read a trace."""
+    requests = [
+        Request(0.0, [chunk], tokens, 0)
+        for request in trace.requests
+        for chunk, tokens in zip(request.chunks, trace.tokens_of(request), strict=True)
+    ]
+    return replace(trace, requests=requests)
+
+
 def brute_leaf_lru(trace: Trace, size: int) -> int:
     """Prefix hits: of all leaves the least recently read goes, again and again; the deepest of equals."""
     read: dict[int, int] = {}
@@ -83,21 +93,22 @@ def test_prefix_hits_are_those_of_brute_force(rng):
         assert replay(trace, policy("leaf_lru"), size).prefix_hits == brute_leaf_lru(trace, size)
 
 
-@pytest.mark.parametrize("mode", ["prefix", pytest.param("objects", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("alone", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "name", [*sorted(set(POLICIES) - {"density"}), pytest.param("density", marks=pytest.mark.slow)]
 )
-def test_what_holds_for_every_policy(name, mode, rng):
+def test_what_holds_for_every_policy(name, alone, rng):
     trace = conversations(rng, 400)
+    trace = apart(trace) if alone else trace
     all_there = trace.accesses - trace.chunks
-    bound = [belady(trace, size).plain_hits for size in (20, 200)]
+    bound = [belady(trace, size).prefix_hits for size in (20, 200)]
     for size, most in zip((20, 200), bound, strict=True):
-        found = replay(trace, policy(name), size, mode=mode)
-        assert found.prefix_hits <= found.plain_hits <= most <= all_there
+        found = replay(trace, policy(name), size)
+        assert found.prefix_hits <= most <= all_there
         assert found.stored - found.evicted <= size
         assert found.tokens_hit <= 4 * found.prefix_hits
-    whole = replay(trace, policy(name), trace.chunks, mode=mode)
-    assert (whole.plain_hits, whole.prefix_hits, whole.stored, whole.evicted) == (all_there, all_there, trace.chunks, 0)
+    whole = replay(trace, policy(name), trace.chunks)
+    assert (whole.prefix_hits, whole.stored, whole.evicted) == (all_there, trace.chunks, 0)
 
 
 def test_belady_is_the_best_there_is(rng):
@@ -115,7 +126,7 @@ def test_belady_is_the_best_there_is(rng):
             left = [held] if len(held) < 2 else [held - {key} for key in held]
             return max(best(at + 1, held | {accesses[at]}) for held in left)
 
-        assert belady(Trace("", requests, len(number), 1), 2).plain_hits == best(0, frozenset())
+        assert belady(Trace("", requests, len(number), 1), 2).prefix_hits == best(0, frozenset())
 
 
 def test_a_request_larger_than_the_cache_keeps_its_first_chunks():
@@ -125,10 +136,8 @@ def test_a_request_larger_than_the_cache_keeps_its_first_chunks():
         assert (found.prefix_hits, found.tokens_hit, found.attended, found.stored) == (4, 4, 6, 4), name
 
 
-def test_a_time_to_live_makes_ttl_first_in_first_out(rng):
+def test_without_a_time_to_live_ttl_is_leaf_first_lru(rng):
     trace = conversations(rng, 300)
-    by_ttl = replay(trace, policy("ttl"), 50, mode="objects", ttl_s=60.0)
-    assert by_ttl.plain_hits == replay(trace, policy("fifo"), 50, mode="objects").plain_hits
     assert replay(trace, policy("ttl"), 50).prefix_hits == replay(trace, policy("leaf_lru"), 50).prefix_hits
 
 
@@ -147,8 +156,8 @@ def test_hits_are_those_that_libcachesim_has_at_every_size(name, real):
 def compare(trace: Trace, name: str, shares: list[float]) -> None:
     for share in shares:
         size, recorded = round(share * trace.chunks), RECORDED[name][SHARES.index(share)]
-        found = belady(trace, size) if name == "belady" else replay(trace, policy(name), size, mode="objects")
-        assert found.plain_hits / trace.accesses == pytest.approx(recorded / trace.accesses, abs=TOLERANCE[name])
+        found = belady(trace, size) if name == "belady" else replay(apart(trace), policy(name), size)
+        assert found.prefix_hits / trace.accesses == pytest.approx(recorded / trace.accesses, abs=TOLERANCE[name])
 
 
 # Percentage points of hits above LRU that density must have, by size of the cache.
