@@ -182,9 +182,9 @@ def _from_all(columns: Columns, candidates: Rows, count: int, order: QueueOrder,
         chosen = lowest(columns, candidates, scores, window)
         if not leaf_first:
             return chosen
-        chosen = _without_parents_of_others(columns, chosen)
+        chosen = _leaves_first(columns, chosen)
         if len(chosen) >= count or window >= len(candidates):
-            return _first(columns, chosen, count)
+            return chosen[:count]
         window *= 2  # some rows with low scores have children with higher scores
 
 
@@ -225,47 +225,23 @@ def lowest(columns: Columns, candidates: Rows, scores: Scores, count: int) -> Ro
     return order
 
 
-def _without_parents_of_others(columns: Columns, chosen: Rows) -> Rows:
-    """The rows of `chosen` whose descendants are all in `chosen`.
+def _leaves_first(columns: Columns, chosen: Rows) -> Rows:
+    """`chosen` without the rows that have a descendant outside `chosen`, and with each row after its descendants.
 
-    Usually these are all rows of `chosen`, since a read of a chunk also reads its ancestors. If a row must stay, all
-    its ancestors must stay. They are found in steps of 1, 2, 4, ... generations, since chains may be very long.
+    Each row gets the latest place of its descendants. The places are passed to ancestors in steps of 1, 2, 4, ...
+    generations, since chains may be very long.
     """
     outside = len(chosen)
-    above = np.append(_places(chosen, live_parents(columns, chosen), outside), outside)
-    stays = np.append(columns.children[chosen] > np.bincount(above, minlength=outside + 1)[:outside], False)
+    by_row, parents = np.argsort(chosen), live_parents(columns, chosen)
+    found = by_row[np.minimum(np.searchsorted(chosen, parents, sorter=by_row), outside - 1)]
+    above = np.append(np.where(chosen[found] == parents, found, outside), outside)
+    place = np.arange(outside + 1)
+    place[:outside][columns.children[chosen] > np.bincount(above, minlength=outside + 1)[:outside]] = outside
     for _ in range(outside.bit_length()):
-        if not stays.any():
-            return chosen
-        stays[above[stays]] = True
-        stays[outside] = False
+        if (above == outside).all():
+            break
+        np.maximum.at(place, above, place)
         above = above[above]
-    closed: Rows = chosen[~stays[:outside]]
-    return closed
-
-
-def _first(columns: Columns, chosen: Rows, count: int) -> Rows:
-    """The first `count` rows, with all their children. `chosen` must contain all children of its rows."""
-    if len(chosen) <= count:
-        return chosen
-    # A chunk cannot be evicted before its children, so it gets the latest place of its children. Depth breaks the tie.
-    above = _places(chosen, live_parents(columns, chosen), -1)
-    if not ((above >= 0) & (above < np.arange(len(chosen)))).any():
-        return chosen[:count]
-    depth = columns.depth[chosen].astype(np.int64)
-    turn, parents = list(range(len(chosen))), above.tolist()
-    for place in np.argsort(-depth, kind="stable").tolist():
-        parent = parents[place]
-        if parent >= 0 and turn[parent] < turn[place]:
-            turn[parent] = turn[place]
-    first: Rows = chosen[np.lexsort((-depth, np.array(turn)))][:count]
-    return first
-
-
-def _places(chosen: Rows, rows: Rows, missing: int) -> npt.NDArray[np.int64]:
-    """The index of each row in `chosen`; `missing` if the row is not in `chosen`."""
-    if not chosen.size:
-        return np.full(len(rows), missing, np.int64)
-    order = np.argsort(chosen)
-    place = order[np.minimum(np.searchsorted(chosen, rows, sorter=order), len(chosen) - 1)]
-    return np.where(chosen[place] == rows, place, missing)
+    place = place[:outside]
+    closed: Rows = chosen[np.lexsort((-columns.depth[chosen].astype(np.int64), place))]
+    return closed[: np.count_nonzero(place < outside)]
