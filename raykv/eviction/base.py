@@ -104,37 +104,26 @@ class QueueOrder:
     ) -> None:
         self._policy, self._columns, self._now = policy, columns, now
         self._ranks = ranks if ranks is not None and ranks(candidates, now).any() else None
-        if policy.queues == 1:
-            if self._ranks is not None:
-                self._all = np.sort(policy.score(columns, candidates, now))
-            return
-        queue, scores = policy.queue(columns, candidates), policy.score(columns, candidates, now)
-        self._sorted = [np.sort(scores[queue == number]) for number in range(policy.queues)]
-        self._shares = policy.shares([len(members) for members in self._sorted], count)
+        self._queues: list[tuple[Scores, int]] = []  # sorted scores, and share; empty: the scores alone give the order
+        if policy.queues > 1 or self._ranks is not None:
+            queue, scores = policy.queue(columns, candidates), policy.score(columns, candidates, now)
+            members = [np.sort(scores[queue == number]) for number in range(policy.queues)]
+            self._queues = list(zip(members, policy.shares([len(each) for each in members], count), strict=True))
 
     def scores(self, rows: Rows) -> Scores:
         """One score per row. The row with the lowest score comes first."""
-        if self._ranks is None:
-            return self._within_rank(rows)
-        places: Any = self._within_rank(rows)
-        if self._policy.queues == 1:
-            places, most = np.searchsorted(self._all, places), len(self._all)
-        else:
-            most = 2 * sum(len(members) for members in self._sorted)
-        ranked: Scores = self._ranks(rows, self._now) * (most + 1) + places
-        return ranked
-
-    def _within_rank(self, rows: Rows) -> Scores:
         scores = self._policy.score(self._columns, rows, self._now)
-        if self._policy.queues == 1:
+        if not self._queues:
             return scores
-        queue, found = self._policy.queue(self._columns, rows), np.zeros(len(rows), np.int64)
-        behind = sum(len(members) for members in self._sorted)
-        for number, members in enumerate(self._sorted):
+        queue, places = self._policy.queue(self._columns, rows), np.zeros(len(rows), np.int64)
+        total = sum(len(members) for members, _ in self._queues)
+        for number, (members, share) in enumerate(self._queues):
             mine = queue == number
-            places = np.searchsorted(members, scores[mine])
-            found[mine] = np.where(places < self._shares[number], places, places + behind)
-        return found
+            place = np.searchsorted(members, scores[mine])
+            places[mine] = np.where(place < share, place, place + total)
+        if self._ranks is not None:
+            places += self._ranks(rows, self._now) * (2 * total + 1)
+        return places
 
 
 def victims(
