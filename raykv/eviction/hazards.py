@@ -1,6 +1,5 @@
 """The chance that chunks are read again, by their class and by the time since their last read."""
 
-from array import array
 from typing import Any, Final
 
 import numpy as np
@@ -12,7 +11,7 @@ Integers = npt.NDArray[np.int64]
 AGES: Final = 65
 """Number of age buckets, two per doubling of the age in ticks: enough for 32 bits."""
 AHEAD: Final = 8
-AT_ONCE: Final = 1 << 16
+AT_ONCE: Final = 1 << 14
 """Observations are collected, and counted together: when the counts are needed, or after this many observations."""
 LEVEL: Final = 2.0
 BELIEF: Final = 4.0
@@ -40,32 +39,36 @@ class Hazards:
         self._digits, self.classes = digits, int(np.prod(digits))
         self._reads = np.zeros((self.classes, AGES))
         self._ticks = np.zeros((self.classes, AGES))  # in the first and last bucket of each interval
-        self._whole = np.zeros(
-            (self.classes, AGES + 1)
-        )  # number of intervals that cover a bucket, as the difference to the bucket before
-        self._new_reads, self._new_intervals = _Pending(2), _Pending(3)
+        # The number of intervals that cover a bucket, as the difference to the bucket before.
+        self._whole = np.zeros((self.classes, AGES + 1))
+        self._new_reads: list[tuple[Integers, Integers, Floats]] = []
+        self._new_intervals: list[tuple[Integers, Integers, Integers, Floats]] = []
+        self._new = 0
         self.seen = 0.0
         self.ages = AHEAD
 
     def add_reads(self, classes: Integers, ages: Integers, weights: Floats) -> None:
-        self._new_reads.add(weights, classes, ages)
         self.seen += float(weights.sum())
-        if len(self._new_reads.weights) >= AT_ONCE:
-            self._count()
+        self._new_reads.append((classes, ages, weights))
+        self._count_if_many(len(weights))
 
     def add_unread(self, classes: Integers, first: Integers, last: Integers, weights: Floats) -> None:
         """Chunks of these classes had no read between two ages. Negative ages (clocks differ) count as 0."""
-        self._new_intervals.add(weights, classes, first, last)
-        if len(self._new_intervals.weights) >= AT_ONCE:
+        self._new_intervals.append((classes, first, last, weights))
+        self._count_if_many(len(weights))
+
+    def _count_if_many(self, added: int) -> None:
+        self._new += added
+        if self._new >= AT_ONCE:
             self._count()
 
     def _count(self) -> None:
-        weights, classes, ages = self._new_reads.drain()
-        if weights.size:
+        if self._new_reads:
+            classes, ages, weights = map(np.concatenate, zip(*self._new_reads, strict=True))
             np.add.at(self._reads, (classes, bucket(ages)), weights)
-        weights, classes, first, last = self._new_intervals.drain()
-        if weights.size:
-            self._count_intervals(classes, first, last, weights)
+        if self._new_intervals:
+            self._count_intervals(*map(np.concatenate, zip(*self._new_intervals, strict=True)))
+        self._new_reads, self._new_intervals, self._new = [], [], 0
 
     def _count_intervals(self, classes: Integers, first: Integers, last: Integers, weights: Floats) -> None:
         first, last = np.maximum(first, 0), np.maximum(last, 0)
@@ -108,24 +111,6 @@ class Hazards:
             chance = (reads_here + BELIEF) / (ticks_here + BELIEF / chance)
         found: Floats = chance.reshape(self.classes, self.ages)
         return found
-
-
-class _Pending:
-    """Observations that are not counted yet. Each consists of a weight and some integers."""
-
-    def __init__(self, numbers: int) -> None:
-        self.weights = array("d")
-        self._numbers = tuple(array("q") for _ in range(numbers))
-
-    def add(self, weights: Floats, *numbers: npt.NDArray[np.integer[Any]]) -> None:
-        self.weights.frombytes(weights.tobytes())
-        for held, values in zip(self._numbers, numbers, strict=True):
-            held.frombytes(values.astype(np.int64).tobytes())
-
-    def drain(self) -> tuple[npt.NDArray[Any], ...]:
-        drained = np.frombuffer(self.weights, np.float64), *(np.frombuffer(held, np.int64) for held in self._numbers)
-        self.weights, self._numbers = array("d"), tuple(array("q") for _ in self._numbers)
-        return drained
 
 
 def bucket(ages: npt.NDArray[np.integer[Any] | np.floating[Any]]) -> Integers:
