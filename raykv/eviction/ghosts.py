@@ -10,12 +10,8 @@ Scalar = TypeVar("Scalar", bound=np.generic)
 
 
 def by_row(held: npt.NDArray[Scalar], rows: int) -> npt.NDArray[Scalar]:
-    """`held`, if it has at least `rows` entries; else a copy that zeros extend to `rows` entries."""
-    if len(held) >= rows:
-        return held
-    longer = np.zeros(rows, held.dtype)
-    longer[: len(held)] = held
-    return longer
+    """`held`; if it is still empty, zeros for all rows of the table."""
+    return held if held.size else np.zeros(rows, held.dtype)
 
 
 class Ghosts:

@@ -17,9 +17,9 @@ RESCORE_LEAST: Final = 16
 class EvictionOrder:
     """The rows of a cache in the order in which a policy evicts them: one heap per queue.
 
-    An entry holds the score of its row at the time of the push. When the entry is popped, the score is computed again,
-    since a read may have raised it. So the order is exact if only reads change scores, and only upwards. If scores
-    drift, the order is as of the last scoring of all rows.
+    An entry holds the score of its row at the time of the push. If the row was read since then, the popped entry is
+    pushed again with a new score. So the order is exact if only reads change scores, and only upwards. If scores drift,
+    the order is as of the last scoring of all rows.
     """
 
     def __init__(self, policy: Policy, columns: Columns) -> None:
@@ -39,14 +39,23 @@ class EvictionOrder:
     def on_insert(self, rows: Rows, now: int) -> None:
         self._policy.on_insert(self._columns, rows, now)
         self._here[rows] = True
-        for row, queue in zip(rows.tolist(), self._queues(rows), strict=True):
+        for row, queue in zip(rows.tolist(), self._policy.queue(self._columns, rows).tolist(), strict=True):
             self._queue[row] = queue
             self._sizes[queue] += 1
         self._push(rows, now)
 
     def on_read(self, rows: Rows, now: int) -> None:
-        if len(self._sizes) > 1:
-            self._requeue(rows, now)
+        """Move rows to other queues if the policy wants that now."""
+        if len(self._sizes) == 1:
+            return
+        moved = []
+        for row, queue in zip(rows.tolist(), self._policy.queue(self._columns, rows).tolist(), strict=True):
+            if self._queue[row] != queue:
+                self._sizes[self._queue[row]] -= 1
+                self._sizes[queue] += 1
+                self._queue[row] = queue
+                moved.append(row)
+        self._push(np.array(moved, np.int32), now)
 
     def next(self, now: int, protected: Bits) -> int:
         """Remove and return the unprotected row to evict next; -1 if there is none.
@@ -79,33 +88,23 @@ class EvictionOrder:
             rows = np.array([row], np.int32)
             if not (self._has_second_chances and self._policy.second_chance(self._columns, rows, now)[0]):
                 break
-            self._requeue(rows, now)
+            self.on_read(rows, now)
             self._push(rows, now)
         if skipped:
             self._push(np.array(skipped, np.int32), now)
         return row
 
     def _pop(self, now: int) -> int:
-        queues = [0]
-        if len(self._sizes) > 1:
-            queues = np.argsort(self._policy.shares(self._sizes, 1))[::-1].tolist()
-        for queue in queues:
-            heap = self._heaps[queue]
+        shares = self._policy.shares(self._sizes, 1)
+        for _, heap in sorted(zip(shares, self._heaps, strict=True), key=lambda each: -each[0]):
             while heap:
-                score, _, row, stamp = heapq.heappop(heap)
-                if stamp != self._stamp[row] or not self._here[row]:
+                _, _, row, stamp = heapq.heappop(heap)
+                if stamp != self._stamp[row] or (self._policy.leaf_first and self._columns.children[row]):
                     continue
-                if self._policy.leaf_first and self._columns.children[row]:
-                    continue
-                if not self._has_risen(row, score, now):
+                if self._columns.accessed[row] == self._scored[row]:
                     return row
                 self._push(np.array([row], np.int32), now)
         return -1
-
-    def _has_risen(self, row: int, score: Any, now: int) -> bool:
-        if self._policy.drifts:
-            return bool(self._columns.accessed[row] != self._scored[row])
-        return bool(self._policy.score(self._columns, np.array([row], np.int32), now).tolist()[0] > score)
 
     def _push(self, rows: Rows, now: int) -> None:
         if self._policy.leaf_first:
@@ -119,23 +118,6 @@ class EvictionOrder:
             self._stamp[row] = self._stamps
             if self._bound is None or score <= self._bound:
                 heapq.heappush(self._heaps[self._queue[row]], (score, -depth, row, self._stamps))
-
-    def _requeue(self, rows: Rows, now: int) -> None:
-        moved = []
-        for row, queue in zip(rows.tolist(), self._queues(rows), strict=True):
-            if self._queue[row] != queue:
-                self._sizes[self._queue[row]] -= 1
-                self._sizes[queue] += 1
-                self._queue[row] = queue
-                moved.append(row)
-        if moved:
-            self._push(np.array(moved, np.int32), now)
-
-    def _queues(self, rows: Rows) -> list[int]:
-        if len(self._sizes) == 1:
-            return [0] * len(rows)
-        queues: list[int] = self._policy.queue(self._columns, rows).tolist()
-        return queues
 
     def _rescore(self, now: int, count: int) -> None:
         """Score all evictable rows, and fill the heaps again; a single queue only with the `count` lowest rows."""
