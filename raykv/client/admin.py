@@ -194,7 +194,7 @@ class AdminCalls:
             name: partial(router.call, name, request(places), deadline_s)
             for name, places in _holders(router, found, self._group.digest, deadline_s).items()
         }
-        answers = router.parallel.run(work, deadline_s)
+        answers = router.parallel.run(work)
         return sum(answer.count for answer in answers.values() if isinstance(answer, messages.Count))
 
     def why(
@@ -284,11 +284,7 @@ def _configure(
         raise PeerUnavailable(f"no node could do that: {problem}")
     adopt = messages.Adopt(answer.registry, group=group.digest)
     work = {name: partial(router.call, name, adopt, deadline_s) for name in names if name != first}
-    counts = {
-        name: each.count
-        for name, each in router.parallel.run(work, deadline_s).items()
-        if isinstance(each, messages.Count)
-    }
+    counts = {name: each.count for name, each in router.parallel.run(work).items() if isinstance(each, messages.Count)}
     return [first, *counts], answer.count + sum(counts.values())
 
 

@@ -108,7 +108,7 @@ class Fetcher:
     def _read(self, runs: Sequence[ReadRun], read: Callable[[ReadRun, float], None], deadline_s: float) -> None:
         """Read all runs in parallel. Record the chunks that arrived, also those of a run that failed."""
         outcomes = self._router.parallel.run(
-            {number: partial(read, run, deadline_s) for number, run in enumerate(runs)}, deadline_s
+            {number: partial(read, run, deadline_s) for number, run in enumerate(runs)}
         )
         for number, run in enumerate(runs):
             progress = run.progress
@@ -142,10 +142,7 @@ class Fetcher:
     def _report_gone(self, holder: NodeId, keys: bytes, deadline_s: float) -> None:
         """Ask a node to report to the owners which chunks it no longer has. Does not wait for an answer."""
         request = messages.Suspect(keys, group=self._group)
-        try:
-            self._router.parallel.submit(partial(self._router.call, holder, request, deadline_s))
-        except RuntimeError:
-            pass  # no thread can be started, or the client is closed
+        self._router.parallel.in_background(partial(self._router.call, holder, request, deadline_s))
 
     def promote(self, keys: KeyArray, holders: Sequence[NodeId | None], deadline_s: float) -> None:
         """Ask the holders to load chunks into memory. Does not wait until the chunks are loaded."""
@@ -162,7 +159,7 @@ class Fetcher:
             )
             for holder, places in shares.items()
         }
-        self._router.parallel.run(work, deadline_s)
+        self._router.parallel.run(work)
 
     def record_end(self, progress: ReadProgress, *, late: bool) -> None:
         """Update the read failures at the end of a `get`. `late`: the deadline has passed."""

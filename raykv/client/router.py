@@ -256,7 +256,7 @@ class Router:
     def ask_all(self, request: messages.Message, deadline_s: float) -> dict[NodeId, messages.Answer | RayKVError]:
         """Send a request to all members and this host's node in parallel. Errors are values of the result."""
         nodes = self.node_ids(deadline_s)
-        return self.parallel.run({name: partial(self.call, name, request, deadline_s) for name in nodes}, deadline_s)
+        return self.parallel.run({name: partial(self.call, name, request, deadline_s) for name in nodes})
 
     # -- locations --------------------------------------------------------------------------------------------------
 
@@ -271,7 +271,7 @@ class Router:
                 owner: partial(self.ask_owner, owner, some[share] if len(shares) > 1 else some, group, deadline_s)
                 for owner, share in shares.items()
             }
-            for owner, part in self.parallel.run(work, deadline_s).items():
+            for owner, part in self.parallel.run(work).items():
                 if isinstance(part, Locations):
                     mine = unknown[shares[owner]]
                     whole.numbers[mine] = np.where(part.numbers > 0, part.numbers + len(whole.choices) - 1, 0)

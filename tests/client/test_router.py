@@ -11,7 +11,7 @@ import pytest
 
 import raykv
 from raykv.client.parallel import Parallel
-from raykv.errors import PeerUnavailable, RayKVError
+from raykv.errors import PeerUnavailable
 from raykv.protocol.placement import View
 from raykv.transport.bulk_read import PART_KEYS
 from raykv.transport.link import Link
@@ -71,18 +71,20 @@ def test_an_impossible_address_is_a_node_that_is_away(address):
 
 
 def test_when_one_task_raises_the_others_have_ended():
-    ended = threading.Event()
+    begun, ended = threading.Event(), threading.Event()
 
     def slow():
+        begun.set()
         time.sleep(0.2)
         ended.set()
 
     def wrong():
+        assert begun.wait(5.0)
         raise IndexError("a bug")
 
     parallel = Parallel()
     with pytest.raises(IndexError):
-        parallel.run({1: wrong, 2: slow, 3: slow}, time.monotonic() + 5.0)
+        parallel.run({1: wrong, 2: slow, 3: slow})
     assert ended.is_set()
     parallel.close()
 
@@ -97,14 +99,13 @@ def test_without_more_threads_the_caller_does_the_work(monkeypatch):
     parallel = Parallel()
     monkeypatch.setattr(ThreadPoolExecutor, "submit", refuse)
     work = {number: lambda number=number: done.append(number) or number for number in range(3)}
-    assert parallel.run(work, time.monotonic() + 5.0) == {0: 0, 1: 1, 2: 2}
+    assert parallel.run(work) == {0: 0, 1: 1, 2: 2}
     parallel.in_background(lambda: None)
-    for task in queued[:3]:
-        assert isinstance(task(), RayKVError)
+    for task in queued:
+        task()  # a thread that starts late finds nothing to do
     assert done == [0, 1, 2]
     parallel.close()
-    with pytest.raises(RuntimeError):
-        parallel.run(work, time.monotonic() + 5.0)
+    assert parallel.run(work) == {0: 0, 1: 1, 2: 2}
 
 
 def test_an_address_that_swallows_everything_costs_little_where_others_answer(black_hole):
