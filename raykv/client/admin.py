@@ -20,10 +20,9 @@ from raykv.client.arguments import (
     priority_of,
     token_ids,
 )
-from raykv.client.key_sources import ArrayKeys, KeySource, NamedKeys, TokenKeys
 from raykv.client.router import Router
 from raykv.client.slot_pool import QuotaGroup
-from raykv.client.why import Inquiry, Why, namespaces, reasons_of
+from raykv.client.why import Derive, Inquiry, PromptKeys, Why, namespaces, reasons_of, split
 from raykv.config import NamespaceConfig
 from raykv.errors import PeerUnavailable, RayKVError, UsageError
 from raykv.metrics import BUCKETS, ClientMetrics, quantiles
@@ -214,14 +213,15 @@ class AdminCalls:
         if (keys is None) == (tokens is None):
             raise UsageError("fields 'keys' and 'tokens': give one of them")
         deadline_s = self.router.deadline(timeout_s)
-        source: KeySource
+        derive: Derive
         if tokens is not None:
-            source = TokenKeys(self.namespace, tokens)
-        elif isinstance(keys, np.ndarray):
-            source = ArrayKeys(keys)
+            ids, size = token_ids(tokens), self.namespace.chunk_tokens
+            count, derive = len(ids) // size, PromptKeys(ids, size)
         else:
-            source = NamedKeys(self.namespace, list_of_names(keys))
-        return Inquiry(self.router, self.namespace, source, deadline_s).run()
+            given = key_array("keys", keys) if isinstance(keys, np.ndarray) else list_of_names(keys)
+            count, derive = len(given), partial(_derived, given)
+        elsewhere = not isinstance(keys, np.ndarray)
+        return Inquiry(self.router, self.namespace, derive, elsewhere=elsewhere, deadline_s=deadline_s).run(count)
 
     # -- about ------------------------------------------------------------------------------------------------------
 
@@ -286,6 +286,13 @@ def _configure(
     work = {name: partial(router.call, name, adopt, deadline_s) for name in names if name != first}
     counts = {name: each.count for name, each in router.parallel.run(work).items() if isinstance(each, messages.Count)}
     return [first, *counts], answer.count + sum(counts.values())
+
+
+def _derived(keys: KeyArray | Sequence[Any], namespace: Namespace, places: Sequence[int]) -> list[bytes | None]:
+    """See `raykv.client.why.Derive`. An array holds the keys already."""
+    if isinstance(keys, np.ndarray):
+        return [*split(keys[places])]
+    return [*split(named_keys(namespace.digest, [keys[place] for place in places]))]
 
 
 def _plain(value: Any) -> Any:

@@ -16,12 +16,12 @@ import numpy as np
 from raykv.client.admin import AdminCalls, report
 from raykv.client.arguments import Keys, buffers, depth_of, flag, instance, integer_in, one_key, parent_key, sequence
 from raykv.client.fetcher import Fetcher
-from raykv.client.key_sources import split
 from raykv.client.leases import Pins, Reservation
 from raykv.client.puts import Put, PutOptions, batches_of, put_remote
 from raykv.client.router import Router
 from raykv.client.slot_pool import LentBatch, sum_of
 from raykv.client.trace_recorder import TraceRecorder
+from raykv.client.why import split
 from raykv.client.writer import Values
 from raykv.errors import PeerUnavailable
 from raykv.protocol import chunk_keys

@@ -2,18 +2,19 @@
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, Literal, NamedTuple, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
-from raykv.client.key_sources import KeySource, split
 from raykv.client.read_failures import ReadFailure
 from raykv.client.router import Router
 from raykv.errors import RayKVError
 from raykv.protocol import chunk_keys, messages
+from raykv.protocol.chunk_keys import KEY_NBYTES
 from raykv.protocol.codec import array
 from raykv.protocol.namespace import Namespace
 from raykv.protocol.reasons import Place, Reason
@@ -21,15 +22,17 @@ from raykv.types import KeyArray, NodeId
 
 PART_KEYS: Final = 1 << 12
 """Most keys of one request. The deadline is checked between two requests."""
-MAX_OTHERS: Final = 64
-"""Most other namespaces to search. Those that differ in the fewest fields are searched first."""
 MAX_OTHER_KEYS: Final = 1 << 18
 """Most keys that one call derives under other namespaces."""
 
 WhyReason: TypeAlias = Literal[
     "here", "never_stored", "evicted", "expired", "deleted", "dropped", "corrupt", "demoted",
-    "timed_out", "no_answer", "owner_unknown", "other_namespace", "not_asked_in_time",
+    "timed_out", "no_answer", "other_namespace", "not_asked_in_time",
 ]  # fmt: skip
+
+Derive: TypeAlias = Callable[[Namespace, Sequence[int]], list[bytes | None]]
+"""Derives the 16-byte keys of chunks under a namespace, given their positions in the call in rising order. None: the
+chunk has no key there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +42,8 @@ class Why:
     Attributes:
         reason: "here": a node holds the chunk. "never_stored": no node holds the chunk or remembers its removal.
             "other_namespace": the chunk is or was stored under a namespace that differs in `fields`. "no_answer": a
-            node did not answer. "owner_unknown": the cluster has no members. "timed_out", "corrupt" (without a tier):
-            this client's last read failed so. "not_asked_in_time": the deadline passed before the lookup.
+            node did not answer. "timed_out", "corrupt" (without a tier): this client's last read failed so.
+            "not_asked_in_time": the deadline passed before the lookup.
         node: The node that holds or last held the chunk, or that does not answer.
         tier: "dram", "ssd" or "file": where the chunk is, or was last.
         ago_s: Seconds since the chunk was removed, or since the read failed.
@@ -66,122 +69,98 @@ class Why:
     def text(self) -> str:
         """The explanation as a sentence."""
         ago = "" if self.ago_s is None else f" {_span(self.ago_s)} ago"
+        where = f"the {self.tier} of {self.node}"
         match self.reason:
             case "here":
                 late = "" if self.announced else "; its owner does not know of it yet"
-                return f"here: {self.nbytes:,} bytes in the {self.tier} of {self.node}{late}"
-            case "evicted":
-                by = f" by {self.policy}" if self.policy else ""
-                return f"evicted{by}{ago} from the {self.tier} of {self.node}"
+                return f"here: {self.nbytes:,} bytes in {where}{late}"
             case "other_namespace":
-                where = f"in the {self.tier} of {self.node}" if self.tier else f"of {self.node}"
-                return f"stored under another namespace ({where}); fields that differ: {', '.join(self.fields)}"
+                return f"stored under another namespace (in {where}); fields that differ: {', '.join(self.fields)}"
             case "timed_out" | "corrupt" if not self.tier:
                 late = "not here by the deadline of the last read"
                 what = late if self.reason == "timed_out" else "the last read got wrong bytes"
                 return f"{what},{ago}" + (f", from {self.node}" if self.node else "")
             case "no_answer":
                 return f"{self.node} does not answer" + (f" ({ago.strip()})" if ago else "")
-            case "owner_unknown":
-                return "nobody owns it: the cluster has no members"
             case "never_stored":
                 back = "they were started" if self.remembers_s is None else f"{_span(self.remembers_s)} ago"
                 return f"never stored (the nodes remember since {back})"
             case "not_asked_in_time":
                 return "not asked in time; raise timeout_s, or ask about fewer keys at once"
-        return f"{self.reason}{ago} from the {self.tier} of {self.node}"
+        by = f" by {self.policy}" if self.policy and self.reason == "evicted" else ""
+        return f"{self.reason}{by}{ago} from {where}"
 
 
-_NOT_ASKED: Final = Why("not_asked_in_time")
+class PromptKeys:
+    """Derives the keys of a prompt's chunks under several namespaces, each key once.
 
+    Under another chunk size, the matching chunk is the first one that covers this chunk's last token.
+    """
 
-class _Answer(NamedTuple):
-    """What one member knows of the keys, one entry per key: see `messages.Histories`."""
+    def __init__(self, tokens: npt.NDArray[np.integer[Any]], chunk_tokens: int) -> None:
+        self._tokens, self._chunk_tokens = tokens, chunk_tokens
+        self._derived: dict[bytes, list[bytes]] = {}
 
-    node: NodeId
-    histories: messages.Histories
-    places: bytes
-    nbytes: list[int]
-    reasons: bytes
-    tiers: bytes
-    ages_s: list[float]
-    policies: bytes
-    announced: bytes
+    def __call__(self, namespace: Namespace, places: Sequence[int]) -> list[bytes | None]:
+        """Derive keys: see `Derive`."""
+        size, digest = namespace.chunk_tokens, namespace.digest
+        theirs = [-(-(place + 1) * self._chunk_tokens // size) - 1 for place in places]
+        raw = self._derived.setdefault(digest, [])
+        tokens = self._tokens[len(raw) * size : (theirs[-1] + 1) * size]
+        raw += split(chunk_keys.chain(digest, tokens, size, parent=raw[-1] if raw else b""))
+        return [raw[place] if place < len(raw) else None for place in theirs]
 
 
 class Inquiry:
     """One call of `Client.why`. Asks all members about the chunks, PART_KEYS at a time, until the deadline."""
 
-    def __init__(self, router: Router, namespace: Namespace, source: KeySource, deadline_s: float) -> None:
-        self._router, self._namespace, self._source, self._deadline_s = router, namespace, source, deadline_s
-        self._others: list[Namespace] | None = None
+    def __init__(
+        self, router: Router, namespace: Namespace, derive: Derive, *, elsewhere: bool, deadline_s: float
+    ) -> None:
+        """`elsewhere`: `derive` knows keys under other namespaces too."""
+        self._router, self._namespace, self._derive, self._deadline_s = router, namespace, derive, deadline_s
+        self._others: list[Namespace] | None = None if elsewhere else []
         self._other_keys = MAX_OTHER_KEYS
 
-    def run(self) -> list[Why]:
-        """Return one entry per chunk. Chunks after the deadline get "not_asked_in_time"."""
+    def run(self, count: int) -> list[Why]:
+        """Return one entry for each of `count` chunks. Chunks after the deadline get "not_asked_in_time"."""
         found: list[Why] = []
-        while len(found) < len(self._source):
-            if found and self._late():
-                return found + [_NOT_ASKED] * (len(self._source) - len(found))
-            keys = self._source.keys(len(found), min(len(found) + PART_KEYS, len(self._source)))
-            found += self._explain(keys, len(found))
-        return found
+        while len(found) < count and not (found and self._late()):
+            found += self._explain(range(len(found), min(len(found) + PART_KEYS, count)))
+        return found + [Why("not_asked_in_time")] * (count - len(found))
 
     def _late(self) -> bool:
         return time.monotonic() >= self._deadline_s
 
-    def _explain(self, keys: KeyArray, first: int) -> list[Why]:
-        """Explain the chunks with these keys. `first`: position of the first key in the call."""
+    def _explain(self, places: Sequence[int]) -> Iterator[Why]:
         router, now_s = self._router, time.monotonic()
-        answers, silent = _ask(router, keys, self._namespace, self._deadline_s)
-        if first and silent and self._late():
-            return [_NOT_ASKED] * len(keys)
-        found = [_from_members(answers, place) for place in range(len(keys))]
-        unknown = [first + place for place, why in enumerate(found) if why is None]
-        elsewhere = self._elsewhere(unknown) if unknown else {}
-        spans = (each.histories.remembers_s for each in answers)
-        remembers_s = min((span for span in spans if span is not None), default=None)
-        ring = router.view(self._deadline_s).ring
-        owners = ring.owners(keys).tolist()
-        reasons = []
-        for place, (key, why) in enumerate(zip(split(keys), found, strict=True)):
-            why = why or elsewhere.get(first + place)
-            if why is None:
-                owner = ring.nodes[owners[place]] if owners[place] >= 0 else None
-                if owner is None:
-                    why = Why("owner_unknown")
-                elif silent:
-                    why = Why("no_answer", owner if owner in silent else min(silent))
-                else:
-                    why = Why("never_stored", remembers_s=remembers_s)
-            reasons.append(_with_failure(why, router.read_failures.last(key, now_s=now_s), now_s))
-        return reasons
+        keys = [key for key in self._derive(self._namespace, places) if key is not None]
+        found, silent, remembers_s = ask_members(router, self._namespace, keys, self._deadline_s)
+        elsewhere = self._elsewhere([place for place, why in zip(places, found, strict=True) if why is None])
+        absent = Why("never_stored", remembers_s=remembers_s)
+        if silent:
+            in_time = not places[0] or not self._late()
+            absent = Why("no_answer", min(silent)) if in_time else Why("not_asked_in_time")
+        for place, key, why in zip(places, keys, found, strict=True):
+            why = why or elsewhere.get(place, absent)
+            yield _with_failure(why, router.read_failures.last(key, now_s=now_s), now_s)
 
     def _elsewhere(self, places: list[int]) -> dict[int, Why]:
-        """Find chunks under other namespaces, by position. The most similar namespace is preferred."""
-        if self._others is None:
-            self._others = _alike(self._namespace, quota_groups(self._router, self._deadline_s))
-        asked: list[tuple[int, Namespace]] = []
-        raw: list[bytes] = []
-        for other in self._others[:MAX_OTHERS]:
-            if self._late() or self._other_keys < len(places):
-                break
-            self._other_keys -= len(places)
-            for place, key in zip(places, self._source.keys_under(other, places), strict=True):
-                if key is not None:
-                    asked.append((place, other))
-                    raw.append(key)
+        """Search other namespaces for chunks, the most similar namespace first."""
         found: dict[int, Why] = {}
-        for start in range(0, len(raw), PART_KEYS):
-            if self._late():
+        if self._others is None and places:
+            self._others = _alike(self._namespace, quota_groups(self._router, self._deadline_s))
+        for other in self._others or ():
+            places = [place for place in places if place not in found]
+            self._other_keys -= len(places)
+            if not places or self._other_keys < 0 or self._late():
                 break
-            part = chunk_keys.from_bytes(b"".join(raw[start : start + PART_KEYS]))
-            answers, _ = _ask(self._router, part, self._namespace, self._deadline_s)
-            for number, (place, other) in enumerate(asked[start : start + PART_KEYS]):
-                why, best = _from_members(answers, number), found.get(place)
-                if why is not None and (best is None or (why.reason == "here" and not best.nbytes)):
-                    fields = tuple(self._namespace.differences(other))
-                    found[place] = replace(why, reason="other_namespace", ago_s=None, policy="", fields=fields)
+            keys = {place: key for place, key in zip(places, self._derive(other, places), strict=True) if key}
+            known, *_ = ask_members(self._router, self._namespace, list(keys.values()), self._deadline_s)
+            fields = tuple(self._namespace.differences(other))
+            for place, why in zip(keys, known, strict=True):
+                if why is not None:
+                    found[place] = Why("other_namespace", why.node, why.tier, fields=fields)
         return found
 
 
@@ -203,56 +182,58 @@ def namespaces(router: Router, deadline_s: float) -> tuple[dict[NodeId, dict[str
 
 def reasons_of(router: Router, namespace: Namespace, keys: Sequence[bytes], deadline_s: float) -> Counter[str]:
     """Count the reasons why chunks were missed, given their 16-byte keys. "arrived": the chunk is stored now."""
-    answers, silent = _ask(router, chunk_keys.from_bytes(b"".join(keys)), namespace, deadline_s)
-    reasons: Counter[str] = Counter()
-    for place in range(len(keys)):
-        why = _from_members(answers, place)
-        if why is None:
-            reasons["no_answer" if silent else "never_stored"] += 1
-        else:
-            reasons["arrived" if why.reason == "here" else why.reason] += 1
-    return reasons
+    found, silent, _ = ask_members(router, namespace, keys, deadline_s)
+    absent = "no_answer" if silent else "never_stored"
+    words = (absent if why is None else why.reason for why in found)
+    return Counter("arrived" if word == "here" else word for word in words)
 
 
-def _ask(router: Router, keys: KeyArray, namespace: Namespace, deadline_s: float) -> tuple[list[_Answer], set[NodeId]]:
-    """Ask all members. Returns their answers, and the names of members without a valid answer."""
-    request = messages.Why(chunk_keys.to_bytes(keys), group=namespace.group.digest)
+def ask_members(
+    router: Router, namespace: Namespace, keys: Sequence[bytes], deadline_s: float
+) -> tuple[list[Why | None], set[NodeId], float | None]:
+    """Ask all members about chunks, given their 16-byte keys.
+
+    Returns:
+        Where each chunk is, or else its last removal (None: no member knows the chunk), the members without a valid
+        answer, and the time in seconds that all the others remember.
+    """
+    request = messages.Why(b"".join(keys), group=namespace.group.digest)
     outcomes = router.ask_all(request, deadline_s)
-    answers, count = [], len(keys)
-    for name, answer in outcomes.items():
-        if isinstance(answer, messages.Histories) and len(answer.places) == count:
-            answers.append(
-                _Answer(
-                    name,
-                    answer,
-                    answer.places,
-                    array(answer.nbytes, "<u4", count).tolist(),
-                    array(answer.reasons, "u1", count).tobytes(),
-                    array(answer.tiers, "u1", count).tobytes(),
-                    array(answer.ages_s, "<f4", count).tolist(),
-                    array(answer.policy, "u1", count).tobytes(),
-                    array(answer.announced, "u1", count).tobytes(),
-                )
-            )
-    return answers, set(outcomes) - {each.node for each in answers}
+    answers = {name: each for name, each in sorted(outcomes.items()) if isinstance(each, messages.Histories)}
+    found: list[Why | None] = [None] * len(keys)
+    ranks = [(2, 0.0)] * len(keys)
+    announced = np.zeros(len(keys), np.bool_)
+    for node, answer in answers.items():
+        announced |= array(answer.announced, "?", len(keys))
+        for place, (rank, why) in enumerate(_histories(node, answer, len(keys))):
+            if rank < ranks[place]:
+                ranks[place], found[place] = rank, why
+    for place in np.flatnonzero(~announced).tolist():
+        why = found[place]
+        if why is not None and why.reason == "here":
+            found[place] = replace(why, announced=False)
+    spans_s = [each.remembers_s for each in answers.values() if each.remembers_s is not None]
+    return found, set(outcomes) - set(answers), min(spans_s, default=None)
 
 
-def _from_members(answers: Sequence[_Answer], place: int) -> Why | None:
-    """Return where a chunk is, or else its last removal. None: no member knows the chunk."""
-    announced = any(each.announced[place] for each in answers)
-    here = [each for each in answers if each.places[place] != Place.NOWHERE]
-    if here:
-        each = min(here, key=lambda each: (each.places[place], each.node))
-        tier = _word(Place, each.places[place])
-        return Why("here", each.node, tier, nbytes=each.nbytes[place], announced=announced)
-    departed = [each for each in answers if each.reasons[place] != Reason.NONE]
-    if not departed:
-        return None
-    each = min(departed, key=lambda each: (each.ages_s[place], each.node))
-    word: Any = _word(Reason, each.reasons[place])
-    names, number = each.histories.policies, each.policies[place]
-    policy = names[number] if number < len(names) else ""
-    return Why(word, each.node, _word(Place, each.tiers[place]), each.ages_s[place], policy)
+def _histories(node: NodeId, answer: messages.Histories, count: int) -> Iterator[tuple[tuple[int, float], Why | None]]:
+    """Yield what one member knows of each chunk, with a rank. Of several members, the one with the lowest rank counts.
+
+    A chunk in memory is preferred to one in a tier, and any chunk to a removal. The latest removal is preferred.
+    """
+    places, reasons, tiers, policies = (
+        array(raw, "u1", count).tolist() for raw in (answer.places, answer.reasons, answer.tiers, answer.policy)
+    )
+    nbytes, ages_s = array(answer.nbytes, "<u4", count).tolist(), array(answer.ages_s, "<f4", count).tolist()
+    for place, size, reason, tier, age_s, policy in zip(places, nbytes, reasons, tiers, ages_s, policies, strict=True):
+        word: Any = _word(Reason, reason)
+        if place != Place.NOWHERE:
+            yield (0, place), Why("here", node, _word(Place, place), nbytes=size)
+        elif reason != Reason.NONE:
+            name = answer.policies[policy] if policy < len(answer.policies) else ""
+            yield (1, age_s), Why(word, node, _word(Place, tier), age_s, name)
+        else:
+            yield (2, 0.0), None
 
 
 def _alike(namespace: Namespace, known: Sequence[Namespace]) -> list[Namespace]:
@@ -282,12 +263,21 @@ def _with_failure(why: Why, failure: ReadFailure | None, now_s: float) -> Why:
 
 def _word(kind: type[Reason] | type[Place], value: int) -> str:
     """The word for an enum value. A node of another version may send values that are unknown here."""
-    return kind(value).word if value in np.array(kind) else f"{kind.__name__.lower()} {value}"
+    try:
+        return kind(value).word
+    except ValueError:
+        return f"{kind.__name__.lower()} {value}"
 
 
 def _span(seconds: float) -> str:
     """Format a duration for people."""
-    for unit, length in (("days", 172_800.0), ("h", 7200.0), ("min", 120.0)):
-        if seconds >= length:
-            return f"{seconds / {'days': 86400, 'h': 3600, 'min': 60}[unit]:.0f} {unit}"
+    for unit, length_s in (("days", 86400.0), ("h", 3600.0), ("min", 60.0)):
+        if seconds >= 2 * length_s:
+            return f"{seconds / length_s:.0f} {unit}"
     return f"{seconds:.1f} s"
+
+
+def split(keys: KeyArray) -> list[bytes]:
+    """Return each key as 16 bytes."""
+    raw = chunk_keys.to_bytes(keys)
+    return [raw[at : at + KEY_NBYTES] for at in range(0, len(raw), KEY_NBYTES)]
