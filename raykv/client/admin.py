@@ -20,6 +20,7 @@ from raykv.client.arguments import (
     priority_of,
     token_ids,
 )
+from raykv.client.fetcher import by_node
 from raykv.client.router import Router
 from raykv.client.slot_pool import QuotaGroup
 from raykv.client.why import Derive, Inquiry, PromptKeys, Why, namespaces, reasons_of, split
@@ -100,7 +101,7 @@ class AdminCalls:
             ConfigError: A field is wrong or unknown. The message names the field.
             PeerUnavailable: The directory does not answer. Nothing was changed.
         """
-        return len(_configure(self.router, self._group, fields, self.router.deadline(timeout_s))[0])
+        return len(_configure(self.router, self._group, fields, self.router.deadline(timeout_s)))
 
     def drop_namespace(self, *, timeout_s: float | None = None) -> int:
         """Drop this namespace, with all its salts and adapters: its config, and its chunks on every node and tier.
@@ -113,7 +114,7 @@ class AdminCalls:
         Raises:
             PeerUnavailable: The directory does not answer. Nothing was dropped.
         """
-        return _configure(self.router, self._group, None, self.router.deadline(timeout_s))[1]
+        return sum(_configure(self.router, self._group, None, self.router.deadline(timeout_s)))
 
     def namespaces(self, *, timeout_s: float | None = None) -> list[dict[str, Any]]:
         """List every namespace that a node knows, without salts and adapters.
@@ -137,8 +138,7 @@ class AdminCalls:
         Pinned chunks are dropped when they are unpinned. Copies on nodes that do not answer stay.
         """
         request = messages.Delete(chunk_keys.to_bytes(self._as_keys(keys)), group=self._group.digest)
-        answers = self.router.ask_all(request, self.router.deadline(timeout_s))
-        return sum(answer.count for answer in answers.values() if isinstance(answer, messages.Count))
+        return sum(_counts(self.router.ask_all(request, self.router.deadline(timeout_s))))
 
     def hint(
         self,
@@ -186,15 +186,15 @@ class AdminCalls:
         router, found = self.router, self._as_keys(keys)
         deadline_s = router.deadline(timeout_s)
 
-        def request(places: Sequence[int]) -> messages.Hint:
-            return messages.Hint(chunk_keys.to_bytes(found[places]), group=self._group.digest, **fields)
-
-        work = {
-            name: partial(router.call, name, request(places), deadline_s)
-            for name, places in _holders(router, found, self._group.digest, deadline_s).items()
+        located = router.locate(found, deadline_s, group=self._group.digest)
+        shares = by_node((place, node) for place, holders in enumerate(located.holders) for node in holders)
+        if router.local_id is not None and len(found):
+            shares[router.local_id] = [*range(len(found))]  # its newest chunks may not be announced yet
+        requests = {
+            name: messages.Hint(chunk_keys.to_bytes(found[places]), group=self._group.digest, **fields)
+            for name, places in shares.items()
         }
-        answers = router.parallel.run(work)
-        return sum(answer.count for answer in answers.values() if isinstance(answer, messages.Count))
+        return sum(_counts(router.call_each(requests, deadline_s)))
 
     def why(
         self, keys: Keys | None = None, *, tokens: Tokens | None = None, timeout_s: float | None = None
@@ -254,38 +254,35 @@ class AdminCalls:
         self.close()
 
 
-def _configure(
-    router: Router, group: QuotaGroup, fields: dict[str, Any] | None, deadline_s: float
-) -> tuple[list[NodeId], int]:
+def _configure(router: Router, group: QuotaGroup, fields: dict[str, Any] | None, deadline_s: float) -> list[int]:
     """Change a quota group's config at the directory, then on every node. `fields` None: drop the group.
 
     Returns:
-        The nodes that apply the change already, and the number of chunks dropped on them.
+        For each node that applies the change already, the number of chunks that it dropped.
     """
     try:
         text = b"{}" if fields is None else msgspec.json.encode(fields, enc_hook=_plain)
     except (TypeError, ValueError) as error:
         raise UsageError(f"fields {', '.join(fields or ())}: {error}; give numbers, text or None") from None
     request = messages.Configure(group.text, text, fields is None, group=group.digest)
-    problem: RayKVError = PeerUnavailable("the cluster has no nodes")
+    problem = "the cluster has no nodes"
     router.refresh(deadline_s)
-    names = router.node_ids(deadline_s)
-    for first in names:
+    for name in router.node_ids(deadline_s):
         try:
-            answer = expect(messages.Configured, router.call(first, request, deadline_s))
+            answer = expect(messages.Configured, router.call(name, request, deadline_s))
             if not answer.problem:
-                break
-            problem = PeerUnavailable(answer.problem)
+                return _counts(router.ask_all(messages.Adopt(answer.registry, group=group.digest), deadline_s))
+            problem = answer.problem
         except UsageError:
             raise
         except RayKVError as error:
-            problem = error
-    else:
-        raise PeerUnavailable(f"no node could do that: {problem}")
-    adopt = messages.Adopt(answer.registry, group=group.digest)
-    work = {name: partial(router.call, name, adopt, deadline_s) for name in names if name != first}
-    counts = {name: each.count for name, each in router.parallel.run(work).items() if isinstance(each, messages.Count)}
-    return [first, *counts], answer.count + sum(counts.values())
+            problem = str(error)
+    raise PeerUnavailable(f"no node could do that: {problem}")
+
+
+def _counts(answers: Mapping[NodeId, messages.Answer | RayKVError]) -> list[int]:
+    """Return the numbers of the nodes that answered."""
+    return [answer.count for answer in answers.values() if isinstance(answer, messages.Count)]
 
 
 def _derived(keys: KeyArray | Sequence[Any], namespace: Namespace, places: Sequence[int]) -> list[bytes | None]:
@@ -310,12 +307,10 @@ def report(router: Router, namespace: Namespace, deadline_s: float) -> None:
     if absent:
         misses.update(reasons_of(router, namespace, absent, deadline_s))
     request = messages.Report(dict(misses), tuple(gets), tuple(puts), group=group)
-    for name in router.node_ids(deadline_s):
-        try:
-            router.call(name, request, deadline_s)
-            return
-        except RayKVError:
-            continue  # these counts are lost if no node answers
+    try:
+        router.ask_any(request, deadline_s)
+    except RayKVError:
+        pass  # these counts are lost
 
 
 def merge_namespaces(listed: Mapping[NodeId, Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -352,18 +347,3 @@ def merge_namespaces(listed: Mapping[NodeId, Mapping[str, Any]]) -> list[dict[st
 
 _SUMS = ("chunks", "used_nbytes", "reads", "requests", "served_nbytes")
 _COUNTERS = ("departures", "below_nbytes", "misses")
-
-
-def _holders(router: Router, keys: KeyArray, group: bytes, deadline_s: float) -> dict[NodeId, Sequence[int]]:
-    """Group the positions of the keys by holder. This host's node gets all positions."""
-    found = router.locate(keys, deadline_s, group=group)
-    members = {member.node_id for member in router.view(deadline_s).members}
-    shares: dict[NodeId, list[int]] = {}
-    for number, holders in enumerate(found.choices):
-        places: list[int] = np.flatnonzero(found.numbers == number).tolist()
-        for name in holders:
-            if places and name in members:
-                shares.setdefault(name, []).extend(places)
-    if router.local_id is not None and len(keys):
-        shares[router.local_id] = list(range(len(keys)))
-    return {name: sorted(places) for name, places in shares.items()}

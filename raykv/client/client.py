@@ -90,8 +90,8 @@ class Client(AdminCalls):
         else:
             unknown = np.array([place for place, holder in enumerate(holders) if holder is None])
             located = router.locate(found[unknown], deadline_s, group=self._group.digest)
-            for place, holder in zip(unknown.tolist(), located.first(), strict=True):
-                holders[place] = holder
+            for place, known in zip(unknown.tolist(), located.holders, strict=True):
+                holders[place] = known[0] if known else None
             nbytes[unknown], below[unknown] = located.nbytes, located.below_memory
             missed = [place for place, holder in enumerate(holders) if holder is None]
             if missed:
@@ -113,7 +113,8 @@ class Client(AdminCalls):
         here: Bits = self._fetcher.lengths(found, deadline_s) > 0
         if not here.all():
             unknown = np.flatnonzero(~here)
-            here[unknown] = self.router.locate(found[unknown], deadline_s, group=self._group.digest).numbers > 0
+            located = self.router.locate(found[unknown], deadline_s, group=self._group.digest)
+            here[unknown] = [bool(holders) for holders in located.holders]
         return here
 
     def get(

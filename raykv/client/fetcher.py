@@ -61,11 +61,7 @@ class Fetcher:
 
     def fetch(self, progress: ReadProgress, holders: Sequence[NodeId | None], deadline_s: float) -> None:
         """Read the missing chunks from their holders, in parallel. Skip chunks whose holder is None (unknown)."""
-        shares: dict[NodeId, list[int]] = {}
-        for place in progress.missing():
-            holder = holders[place]
-            if holder is not None:
-                shares.setdefault(holder, []).append(place)
+        shares = by_node((place, holders[place]) for place in progress.missing())
         self._read(self._runs(progress, shares), self._read_from_holder, deadline_s)
 
     def find(self, progress: ReadProgress, deadline_s: float) -> None:
@@ -132,8 +128,7 @@ class Fetcher:
         if unknown:
             found = self._router.ask_owner(run.holder, run.progress.keys[unknown], self._group, deadline_s)
             useless = {*run.corrupt, *run.other_size}
-            for place, number in zip(unknown, found.numbers.tolist(), strict=True):
-                names = found.choices[number]
+            for place, names in zip(unknown, found.holders, strict=True):
                 run.named[place] = tuple(n for n in names if n != run.holder) if place in useless else names
 
     def _add_failure(self, keys: Iterable[bytes], kind: Kind, node: NodeId) -> None:
@@ -146,20 +141,11 @@ class Fetcher:
 
     def promote(self, keys: KeyArray, holders: Sequence[NodeId | None], deadline_s: float) -> None:
         """Ask the holders to load chunks into memory. Does not wait until the chunks are loaded."""
-        shares: dict[NodeId, list[int]] = {}
-        for place, holder in enumerate(holders):
-            if holder is not None:
-                shares.setdefault(holder, []).append(place)
-        work = {
-            holder: partial(
-                self._router.call,
-                holder,
-                messages.Promote(chunk_keys.to_bytes(keys[places]), group=self._group),
-                deadline_s,
-            )
-            for holder, places in shares.items()
+        requests = {
+            holder: messages.Promote(chunk_keys.to_bytes(keys[places]), group=self._group)
+            for holder, places in by_node(enumerate(holders)).items()
         }
-        self._router.parallel.run(work)
+        self._router.call_each(requests, deadline_s)
 
     def record_end(self, progress: ReadProgress, *, late: bool) -> None:
         """Update the read failures at the end of a `get`. `late`: the deadline has passed."""
@@ -167,6 +153,15 @@ class Fetcher:
         if late:
             failures.add(map(progress.raw_key, progress.missing()), "timed_out", None, now_s=time.monotonic())
         failures.remove(progress.raw_key(place) for place, hit in enumerate(progress.hits) if hit)
+
+
+def by_node(pairs: Iterable[tuple[int, NodeId | None]]) -> dict[NodeId, list[int]]:
+    """Group positions by node. Positions without a node are left out."""
+    found: dict[NodeId, list[int]] = {}
+    for place, node in pairs:
+        if node is not None:
+            found.setdefault(node, []).append(place)
+    return found
 
 
 def default_streams() -> int:

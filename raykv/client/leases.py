@@ -114,7 +114,7 @@ class Pins:
         if (rows >= 0).any():
             try:
                 request = messages.Unpin(rows.tobytes())
-                self._local.call(request, deadline_s=time.monotonic() + RELEASE_S, life=self._life)
+                self._local.call(request, time.monotonic() + RELEASE_S, life=self._life)
             except TransientError:
                 pass  # the pins ended with the connection
 

@@ -98,7 +98,7 @@ class LocalConnection:
                 return False
         return True
 
-    def call(self, request: messages.Message, *, deadline_s: float, life: int | None = None) -> messages.Answer:
+    def call(self, request: messages.Message, deadline_s: float, *, life: int | None = None) -> messages.Answer:
         """Send a request to the node, and return its answer.
 
         If the connection is broken, this connects again: the node may have been restarted.

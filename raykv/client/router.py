@@ -3,7 +3,7 @@
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Final, NamedTuple, TypeAlias
 
@@ -37,25 +37,14 @@ class Locations(NamedTuple):
     """The holders of chunks, according to the owners.
 
     Attributes:
-        choices: The different lists of holders. Holders on this host are first in each list. choices[0] is empty.
-        numbers: i32, for each key its index in `choices`.
+        holders: For each key its holders, those on this host first. Empty: no holder is known.
         nbytes: u32, length of each chunk. 0: unknown.
         below_memory: Whether the chunk is only on SSD or file at its holders.
     """
 
-    choices: list[Holders]
-    numbers: npt.NDArray[np.int32]
+    holders: list[Holders]
     nbytes: npt.NDArray[np.uint32]
     below_memory: Bits
-
-    @classmethod
-    def unknown(cls, count: int) -> "Locations":
-        return cls([()], np.zeros(count, np.int32), np.zeros(count, np.uint32), np.zeros(count, np.bool_))
-
-    def first(self) -> list[NodeId | None]:
-        """Return the nearest holder of each key. None: no holder is known."""
-        nearest = [holders[0] if holders else None for holders in self.choices]
-        return [nearest[number] for number in self.numbers.tolist()]
 
 
 class Router:
@@ -178,38 +167,35 @@ class Router:
         Raises:
             TransientError: No node answers.
         """
-        request = messages.GetView()
-        try:
-            if self.local is None:
-                raise PeerUnavailable("there is no node on this host")
-            answer = self.local.call(request, deadline_s=deadline_s)
-        except RayKVError:
-            answer = self._ask_any(request, deadline_s)
-        view = expect(messages.ViewIs, answer).view
+        view = expect(messages.ViewIs, self.ask_any(messages.GetView(), deadline_s)).view
         if view.epoch > self._view.epoch:
             self._view = view
             self.pool.retain({self._address, *(address for m in view.members for address in m.endpoints.values())})
             self.paths.retain(view.members)
         return self._view
 
-    def _ask_any(self, request: messages.Message, deadline_s: float) -> messages.Answer:
+    # -- asking -----------------------------------------------------------------------------------------------------
+
+    def ask_any(self, request: messages.Message, deadline_s: float) -> messages.Answer:
+        """Ask this host's node, then other nodes one after the other, until one answers.
+
+        Raises:
+            PeerUnavailable: No node answers.
+        """
         # The configured address is last: its node may have left long ago.
         given = [] if self._address.startswith("unix:") else [self._address]
-        addresses = [*dict.fromkeys([*(member.address for member in self._view.members), *given])]
-        problem = TransientError("no address to ask")
-        for number, address in enumerate(addresses):
+        addresses = dict.fromkeys([*(member.address for member in self._view.members), *given])
+        calls = [partial(self.ask, address, request) for address in addresses]
+        if self.local is not None:
+            calls.insert(0, partial(self.local.call, request))
+        problem = "no address to ask"
+        for number, call in enumerate(calls, start=1):
             left_s = deadline_s - time.monotonic()
-            until_s = deadline_s - left_s / 2 if number + 1 < len(addresses) else deadline_s
             try:
-                return self.ask(address, request, until_s)
+                return call(deadline_s - left_s / 2 if number < len(calls) else deadline_s)
             except RayKVError as error:
-                problem = error if isinstance(error, TransientError) else TransientError(f"{address}: {error}")
-        try:
-            raise problem
-        finally:
-            del problem  # breaks the cycle of error and frame, which would keep the caller's buffers in memory
-
-    # -- asking -----------------------------------------------------------------------------------------------------
+                problem = str(error)
+        raise PeerUnavailable(problem)
 
     def ask(self, address: str, request: messages.Message, deadline_s: float) -> messages.Answer:
         """Send a request to the node at an address, and return the answer.
@@ -227,7 +213,7 @@ class Router:
         """
         if node_id == self.local_id:
             assert self.local is not None
-            return self.local.call(request, deadline_s=deadline_s)
+            return self.local.call(request, deadline_s)
         return self.ask(self.member(node_id, deadline_s).address, request, deadline_s)
 
     @property
@@ -255,41 +241,46 @@ class Router:
 
     def ask_all(self, request: messages.Message, deadline_s: float) -> dict[NodeId, messages.Answer | RayKVError]:
         """Send a request to all members and this host's node in parallel. Errors are values of the result."""
-        nodes = self.node_ids(deadline_s)
-        return self.parallel.run({name: partial(self.call, name, request, deadline_s) for name in nodes})
+        return self.call_each(dict.fromkeys(self.node_ids(deadline_s), request), deadline_s)
+
+    def call_each(
+        self, requests: Mapping[NodeId, messages.Message], deadline_s: float
+    ) -> dict[NodeId, messages.Answer | RayKVError]:
+        """Send a request to each of several members in parallel. Errors are values of the result."""
+        work = {name: partial(self.call, name, request, deadline_s) for name, request in requests.items()}
+        return self.parallel.run(work)
 
     # -- locations --------------------------------------------------------------------------------------------------
 
     def locate(self, keys: KeyArray, deadline_s: float, *, group: bytes = b"") -> Locations:
         """Ask the owners for the holders of chunks. The keys of a silent owner have no holders in the result."""
-        whole, unknown, view = Locations.unknown(len(keys)), np.arange(len(keys)), View()
+        count = len(keys)
+        whole = Locations([()] * count, np.zeros(count, np.uint32), np.zeros(count, np.bool_))
+        unknown, view = np.arange(count), View()
         while len(unknown) and self.view(deadline_s).epoch > view.epoch:  # an answer may show that the view was stale
             view = self._view
-            some = keys if len(unknown) == len(keys) else keys[unknown]
-            shares = view.ring.shares(some)
+            shares = {owner: unknown[share] for owner, share in view.ring.shares(keys[unknown]).items()}
             work = {
-                owner: partial(self.ask_owner, owner, some[share] if len(shares) > 1 else some, group, deadline_s)
-                for owner, share in shares.items()
+                owner: partial(self.ask_owner, owner, keys[share], group, deadline_s) for owner, share in shares.items()
             }
             for owner, part in self.parallel.run(work).items():
                 if isinstance(part, Locations):
-                    mine = unknown[shares[owner]]
-                    whole.numbers[mine] = np.where(part.numbers > 0, part.numbers + len(whole.choices) - 1, 0)
+                    mine = shares[owner]
                     whole.nbytes[mine], whole.below_memory[mine] = part.nbytes, part.below_memory
-                    whole.choices.extend(part.choices[1:])
-            unknown = np.flatnonzero(whole.numbers == 0)
+                    for place, holders in zip(mine.tolist(), part.holders, strict=True):
+                        whole.holders[place] = holders
+            unknown = np.array([place for place, holders in enumerate(whole.holders) if not holders], np.int64)
         return whole
 
     def ask_owner(self, owner: NodeId, keys: KeyArray, group: bytes, deadline_s: float) -> Locations:
         """Ask one owner for the holders of keys that it owns."""
         request = messages.Locate(chunk_keys.to_bytes(keys), group=group)
         answer = expect(messages.Located, self.call(owner, request, deadline_s))
-        count = len(keys)
-        numbers = array(answer.places, "<i4", count) + np.int32(1)
-        numbers = np.where((numbers > 0) & (numbers <= len(answer.choices)), numbers, np.int32(0))
+        count, choices = len(keys), [*map(self.nearest_first, answer.choices)]
+        places = array(answer.places, "<i4", count).tolist()
+        holders = [choices[place] if 0 <= place < len(choices) else () for place in places]
         nbytes = array(answer.nbytes, "<u4", count) if answer.nbytes else np.zeros(count, np.uint32)
-        choices = [(), *map(self.nearest_first, answer.choices)]
-        return Locations(choices, numbers, nbytes, unpack_bits(answer.below_memory, count))
+        return Locations(holders, nbytes, unpack_bits(answer.below_memory, count))
 
     def nearest_first(self, holders: Sequence[NodeId]) -> Holders:
         """Sort holders: those on this host first."""

@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, TypeAlias
 
@@ -149,7 +149,8 @@ class Inquiry:
         """Search other namespaces for chunks, the most similar namespace first."""
         found: dict[int, Why] = {}
         if self._others is None and places:
-            self._others = _alike(self._namespace, quota_groups(self._router, self._deadline_s))
+            listed, _ = namespaces(self._router, self._deadline_s)
+            self._others = _alike(self._namespace, {text for groups in listed.values() for text in groups})
         for other in self._others or ():
             places = [place for place in places if place not in found]
             self._other_keys -= len(places)
@@ -162,11 +163,6 @@ class Inquiry:
                 if why is not None:
                     found[place] = Why("other_namespace", why.node, why.tier, fields=fields)
         return found
-
-
-def quota_groups(router: Router, deadline_s: float) -> list[Namespace]:
-    texts = {text for listed in namespaces(router, deadline_s)[0].values() for text in listed}
-    return [Namespace.model_validate_json(text) for text in sorted(texts)]
 
 
 def namespaces(router: Router, deadline_s: float) -> tuple[dict[NodeId, dict[str, Any]], dict[NodeId, str]]:
@@ -236,14 +232,16 @@ def _histories(node: NodeId, answer: messages.Histories, count: int) -> Iterator
             yield (2, 0.0), None
 
 
-def _alike(namespace: Namespace, known: Sequence[Namespace]) -> list[Namespace]:
+def _alike(namespace: Namespace, texts: Collection[str]) -> list[Namespace]:
     """List other namespaces under which the same tokens may be stored, the most similar first.
 
-    A quota group does not list its salts and adapters. So this tries the caller's values and empty values.
+    `texts` are the fields of the quota groups in use, as JSON. They contain no salts and no adapters. So this tries the
+    caller's values and empty values.
     """
+    groups = [namespace.group, *map(Namespace.model_validate_json, sorted(texts))]
     made = {
         other.digest: other
-        for group in [namespace.group, *known]
+        for group in groups
         for salt in dict.fromkeys([namespace.salt, ""])
         for lora in dict.fromkeys([namespace.lora, ""])
         if (other := group.with_fields(salt=salt, lora=lora)) != namespace
