@@ -226,7 +226,7 @@ class Store(System):
         return self._faces
 
     def about(self) -> dict[str, Any]:
-        return {"raykv": raykv.__version__, "raykv compiled part": native.find is not None}
+        return {"raykv": raykv.__version__, "raykv compiled part": native.loops is not None}
 
     # -- what only raykv is asked -----------------------------------------------------------------------------------
 

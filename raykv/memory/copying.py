@@ -19,8 +19,6 @@ from raykv.types import Scattered
 
 STREAM_NBYTES: Final = 512 << 10
 """A batch of at least this size is copied past the CPU cache, since the cache would drop it before its use."""
-STREAM_ONE_NBYTES: Final = 64 << 10
-"""The same limit for the read of a single chunk."""
 HASH_NBYTES: Final = 256 << 10
 """Bytes are copied and hashed in steps of this size, so that the second pass finds them in the CPU cache."""
 CHECKSUM: Final = struct.Struct("<Q")
@@ -133,9 +131,9 @@ class CopyThreads:
         self._lock = threading.Lock()
 
     def called(self, chunks: int, nbytes: int) -> Callable[[object], None] | None:
-        """The argument `call` of `native.read` or `native.fill`, which wakes threads. None: the caller copies alone."""
+        """The argument `call` of the compiled loops, which wakes threads. None: the caller copies alone."""
         shares = min(self.count, chunks, nbytes // _SHARE_NBYTES)
-        if shares <= 1 or native.share is None:
+        if shares <= 1 or native.loops is None:
             return None
         try:
             self._start(shares - 1)
@@ -152,8 +150,8 @@ class CopyThreads:
         nbytes = sum(map(len, targets))
         stream = nbytes >= STREAM_NBYTES
         checksums = np.empty(len(targets), np.uint64)
-        if native.fill is not None and targets and min(map(len, targets)) > TINY_NBYTES:
-            native.fill(targets, values, checksums, stream, self.called(len(targets), nbytes))
+        if native.loops is not None and targets and min(map(len, targets)) > TINY_NBYTES:
+            native.loops.fill(targets, values, checksums, stream, self.called(len(targets), nbytes))
         else:
             for place, (target, value) in enumerate(zip(targets, values, strict=True)):
                 gather(target, value)
@@ -180,9 +178,9 @@ class CopyThreads:
 
     @staticmethod
     def _work(jobs: "SimpleQueue[object]") -> None:
-        assert native.share is not None
+        assert native.loops is not None
         while (job := jobs.get()) is not None:
-            native.share(job)
+            native.loops.share(job)
             del job
 
 

@@ -42,9 +42,9 @@ class HashIndex:
     cells: Cells
     records: memoryview
     removed: int
-    _copies: "list[npt.NDArray[np.int32]]"
+    copies: "list[npt.NDArray[np.int32]]"
     _copy_cells: "list[memoryview[int]]"
-    _active: "memoryview[int]"
+    active: "memoryview[int]"
     _size: int
 
     def _populate_copy(self, number: int) -> bool:
@@ -63,10 +63,10 @@ class HashIndex:
         return self._lookup(keys, now)
 
     def _lookup(self, keys: KeyArray, now: int | None) -> tuple[Rows, npt.NDArray[np.uint32]]:
-        if native.find is not None:
+        if native.loops is not None:
             rows, generations = np.empty(len(keys), np.int32), np.empty(len(keys), np.uint32)
             index, tick = self.index, -1 if now is None else now
-            if not native.find(self.records, index, np.ascontiguousarray(keys), rows, generations, tick):
+            if not native.loops.find(self.records, index, np.ascontiguousarray(keys), rows, generations, tick):
                 self._raise_damaged()
             return rows, generations
         rows = self._probe(keys)
@@ -114,7 +114,7 @@ class HashIndex:
 
     @property
     def index(self) -> npt.NDArray[np.int32]:
-        return self._copies[self._active[0]]
+        return self.copies[self.active[0]]
 
     def index_entries(self) -> Rows:
         entries: Rows = self.index[(self.index != EMPTY) & (self.index != REMOVED)] - np.int32(FIRST)
@@ -131,7 +131,7 @@ class HashIndex:
             self._remove_one(row)
 
     def _remove_one(self, row: int) -> None:
-        index, size, wanted = self._copy_cells[self._active[0]], self._size, row + FIRST
+        index, size, wanted = self._copy_cells[self.active[0]], self._size, row + FIRST
         mixed = (self.cells.key_hi[row] ^ self.cells.key_lo[row]) * _MIX & _LOW_64
         position = (mixed >> 32) * size >> 32  # as in `_home`
         for _ in range(size):
@@ -159,18 +159,18 @@ class HashIndex:
 
     def rebuild_index(self, rows: Rows) -> None:
         """Fill the other copy with `rows`, then switch to it. A lookup during the rebuild still finds all rows."""
-        number = 1 - self._active[0]
+        number = 1 - self.active[0]
         if not self._populate_copy(number):
-            number = self._active[0]  # no memory for the other copy: until the end readers miss some rows
-        self._copies[number][:] = EMPTY
-        self._enter(self._copies[number], rows)
-        self._active[0] = number
+            number = self.active[0]  # no memory for the other copy: until the end readers miss some rows
+        self.copies[number][:] = EMPTY
+        self._enter(self.copies[number], rows)
+        self.active[0] = number
         self.removed = 0
 
     def _enter(self, index: npt.NDArray[np.int32], rows: Rows) -> None:
         """Put each row at the first free entry at or after its key's home."""
-        if native.enter is not None:
-            reused = native.enter(self.records, index, np.ascontiguousarray(rows))
+        if native.loops is not None:
+            reused = native.loops.enter(self.records, index, np.ascontiguousarray(rows))
             if reused < 0:
                 self._raise_damaged()
             self.removed -= reused

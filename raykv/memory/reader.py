@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 from pathlib import Path as FilePath
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +12,8 @@ from raykv.config import SLOT_ALIGNMENT_NBYTES
 from raykv.errors import LostError
 from raykv.memory import native
 from raykv.memory.arena import SharedMemory
-from raykv.memory.copying import STREAM_NBYTES, STREAM_ONE_NBYTES, CopyThreads, byte_views, checksum_of, scatter
+from raykv.memory.copying import STREAM_NBYTES, CopyThreads, byte_views, checksum_of, scatter
+from raykv.memory.layout import TICKS_PER_S
 from raykv.memory.table import Table
 from raykv.protocol.chunk_keys import halves
 from raykv.types import Bits, KeyArray, Rows, Scattered
@@ -31,9 +32,12 @@ class ShmReader:
 
     def __init__(self, table: str, arena: str, *, writable: bool) -> None:
         """Map a node's files. Raises LostError: A file is missing, damaged or of another layout version."""
-        self.table = Table(SharedMemory.attach(FilePath(table), writable=True))
+        mapped = self.table = Table(SharedMemory.attach(FilePath(table), writable=True))
         self.arena = SharedMemory.attach(FilePath(arena), writable=writable)
-        self._one = self.table.reader(self.arena.view)
+        self._compiled: Any = native.loops and native.loops.Reader(
+            mapped.records, *mapped.copies, mapped.active, self.arena.view, mapped.columns.accessed,
+            mapped.columns.frequency, mapped.made_at_s, TICKS_PER_S,
+        )  # fmt: skip
 
     def ready(self, keys: KeyArray, *, now_s: float) -> Bits:
         return self._find(keys, self.table.ticks(now_s))[0] >= 0
@@ -47,8 +51,9 @@ class ShmReader:
 
     def ready_one(self, key: bytes) -> bool:
         """Whether the chunk of a 16-byte key can be read here now. Raises ValueError: Not 16 bytes."""
-        if self._one is not None:
-            return self._one.ready(key)
+        if self._compiled is not None:
+            ready: bool = self._compiled.ready(key)
+            return ready
         return bool(self.ready(_one_key(key), now_s=time.monotonic())[0])
 
     def read(
@@ -74,12 +79,9 @@ class ShmReader:
         hits = np.zeros(len(keys), np.bool_)
         checksums = table.columns.checksum[rows * found] if verify else None
         try:
-            if native.read is not None:
-                columns = table.columns
-                native.read(
-                    table.records, self.arena.view, rows, generations, into, hits, columns.accessed, columns.frequency,
-                    now, total >= STREAM_NBYTES, threads.called(len(keys), total),
-                )  # fmt: skip
+            if self._compiled is not None:
+                call = threads.called(len(keys), total)
+                self._compiled.read(rows, generations, into, hits, now, total >= STREAM_NBYTES, call)
             else:
                 self._read(rows, generations, into, hits, now)
         except (BufferError, TypeError, ValueError):
@@ -98,8 +100,9 @@ class ShmReader:
         Returns: whether the buffer now holds the chunk; if not, its content is undefined. Raises ValueError: The key
         does not have 16 bytes. BufferError, TypeError, ValueError, UsageError: `into` is not such a buffer.
         """
-        if self._one is not None:
-            return self._one.read(key, into, STREAM_ONE_NBYTES)
+        if self._compiled is not None:
+            hit: bool = self._compiled.read_one(key, into)
+            return hit
         if isinstance(into, list | tuple):
             raise TypeError("into: several buffers")
         byte_views(into, "into", writable=True)

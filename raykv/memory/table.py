@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from raykv.errors import ConfigError, LostError
-from raykv.memory import native, pages
+from raykv.memory import pages
 from raykv.memory.arena import SharedMemory
 from raykv.memory.index import HashIndex
 from raykv.memory.layout import (
@@ -38,9 +38,6 @@ from raykv.memory.layout import (
     header_cell,
 )
 from raykv.types import Bits, Rows
-
-if TYPE_CHECKING:
-    from raykv.memory.native._native import Reader
 
 HUGE_STEP_NBYTES: Final = 32 << 20
 """Bytes per call of `use_huge_pages`. A call takes milliseconds, or 100 ms if a hypervisor must find the memory."""
@@ -66,10 +63,10 @@ class Table(HashIndex):
         self.rows, self.extents = int(header["rows"]), int(header["extents"])
         self.extent_nbytes = int(header["extent_nbytes"])
         layout = Layout(self.rows, self.extents)
-        self._made_at_s = float(header["made_at_s"])
+        self.made_at_s = float(header["made_at_s"])
         whole = 0 <= memory.nbytes - layout.nbytes < memory.page_nbytes and header["index_size"] == layout.index_size
         whole = whole and header["active_index"] < len(layout.indexes) and header["rows_populated"] <= self.rows
-        if not (whole and math.isfinite(self._made_at_s)):
+        if not (whole and math.isfinite(self.made_at_s)):
             raise LostError(f"{memory.path} is cut short or damaged")
         view = memory.view
         self._layout = layout
@@ -86,9 +83,9 @@ class Table(HashIndex):
         # Attributes for lookups, since access to a header field through numpy costs more than a probe.
         self.records = view[layout.records : layout.records + self.rows * RECORD.itemsize]
         self._size = layout.index_size
-        self._copies = [np.frombuffer(view, "<i4", self._size, start) for start in layout.indexes]
+        self.copies = [np.frombuffer(view, "<i4", self._size, start) for start in layout.indexes]
         self._copy_cells = [view[start : start + 4 * self._size].cast("i") for start in layout.indexes]
-        self._active = header_cell(view, "active_index")
+        self.active = header_cell(view, "active_index")
         self._rows_populated = header_cell(view, "rows_populated")
         self.removed = 0
         self._huge_upto, self._small = -1, list[tuple[int, int]]()
@@ -168,10 +165,10 @@ class Table(HashIndex):
 
     def ticks(self, now_s: float) -> int:
         """Convert a time of the host's monotonic clock to ticks. At least 1, since 0 means never."""
-        return max(1, int((now_s - self._made_at_s) * TICKS_PER_S))
+        return max(1, int((now_s - self.made_at_s) * TICKS_PER_S))
 
     def seconds(self, ticks: int) -> float:
-        return self._made_at_s + ticks / TICKS_PER_S
+        return self.made_at_s + ticks / TICKS_PER_S
 
     @property
     def recording(self) -> bool:
@@ -226,13 +223,3 @@ class Table(HashIndex):
         generation, state = (part[: self.rows_populated] for part in (self.columns.generation, self.columns.state))
         ready = (generation & 1 == 0) & (generation != 0) & (state != RowState.PENDING_DELETE)
         return np.flatnonzero(ready).astype(np.int32)
-
-    def reader(self, arena: memoryview) -> "Reader | None":
-        """The compiled reader of single chunks; None if the compiled loops are not in use."""
-        if native.Reader is None:
-            return None
-        made: Reader = native.Reader(
-            self.records, *self._copies, self._active, arena, self.columns.accessed, self.columns.frequency,
-            self._made_at_s, TICKS_PER_S,
-        )  # fmt: skip
-        return made

@@ -197,9 +197,9 @@ def kernel(root: Path) -> Finding:
 
 def compiled_loops(root: Path) -> Finding:
     """Check whether the C extension was built."""
-    says = "built" if native.available else "not built, or RAYKV_NATIVE=0 is set: lookups are slower"
+    says = "built" if native.loops is not None else "not built, or RAYKV_NATIVE=0 is set: lookups are slower"
     remedy = "install a C compiler and Python's headers, then: pip install --force-reinstall --no-deps raykv"
-    return better("compiled loops", says, remedy, when=not native.available)
+    return better("compiled loops", says, remedy, when=native.loops is None)
 
 
 def packages(root: Path) -> list[Finding]:

@@ -37,7 +37,7 @@ _WAITALL: Final = socket.MSG_WAITALL
 _DONTWAIT: Final = socket.MSG_DONTWAIT
 _CLOSED: Final = "the peer closed the connection"
 _LATE: Final = "the deadline has passed"
-_LATE_END: Final = 1  # `native.receive` returns this after the deadline
+_LATE_END: Final = 1  # `receive` in native/ returns this after the deadline
 
 
 class Stream:
@@ -185,16 +185,16 @@ class Stream:
         """Fill views in order. The chunks of a ChunkRun are hashed as they arrive."""
         if not isinstance(run, ChunkRun):
             self._fill_views(run, deadline_s)
-        elif native.receive is None or not run.sizes or min(run.sizes) <= TINY_NBYTES:
+        elif native.loops is None or not run.sizes or min(run.sizes) <= TINY_NBYTES:
             self._fill_chunks(run, deadline_s)
         else:
             self._fill_chunks_compiled(run, deadline_s)
 
     def _fill_chunks_compiled(self, run: ChunkRun, deadline_s: float) -> None:
-        assert native.receive is not None
+        assert native.loops is not None
         ahead = self._ahead[self._start : self._end]
         checksums = bytearray(8 * len(run.sizes)) if run.hashed else None
-        end, run.full = native.receive(self.socket.fileno(), ahead, run.chunks, checksums, deadline_s)
+        end, run.full = native.loops.receive(self.socket.fileno(), ahead, run.chunks, checksums, deadline_s)
         self._start += min(len(ahead), sum(run.sizes))
         if checksums is not None:
             run.checksums = bytes(checksums[: 8 * run.full])

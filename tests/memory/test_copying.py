@@ -88,7 +88,7 @@ def test_helpers_are_called_for_large_batches(loops):
     ]:
         jobs.clear()
         call = threads.called(chunks, nbytes)
-        assert (call is not None) == (helpers > 0 and native.share is not None)
+        assert (call is not None) == (helpers > 0 and native.loops is not None)
         if call is not None:
             call("job")
             assert jobs == ["job"] * helpers
@@ -108,7 +108,7 @@ class Helpers:
 
     def __call__(self, job: object) -> None:
         self.job = job
-        self.threads = [threading.Thread(target=native.share, args=(job,)) for _ in range(self.count)]
+        self.threads = [threading.Thread(target=native.loops.share, args=(job,)) for _ in range(self.count)]
         for thread in self.threads:
             thread.start()
         if self.fails_after_s is not None:
@@ -125,7 +125,7 @@ def test_a_helper_takes_each_chunk_once_or_comes_too_late(rng, loops):
     for number in range(80):
         slots, values, checksums = batch(rng, rng.randrange(1, 40), rng.choice([241, 5000, 100_000]))
         helpers = Helpers(rng.randrange(4))
-        native.fill(slots, values, checksums, bool(number % 2), helpers)
+        native.loops.fill(slots, values, checksums, bool(number % 2), helpers)
         assert checksums.tolist() == [checksum_of(value) for value in values]
         assert all(slot == value[0] for slot, value in zip(slots, values, strict=True))
         memory = [slot.obj for slot in slots]
@@ -133,7 +133,7 @@ def test_a_helper_takes_each_chunk_once_or_comes_too_late(rng, loops):
             slot[:] = bytes(len(slot))
             slot.release()  # free to be used again
             value[0].release()
-        native.share(helpers.job)
+        native.loops.share(helpers.job)
         helpers.join()
         assert all(room.count(0) == len(room) for room in memory), "a late helper wrote all the same"
 
@@ -146,7 +146,7 @@ def test_no_thread_copies_any_more_when_the_call_has_failed(rng, loops):
         helpers = Helpers(1, fails_after_s=0.001 * (number % 2))
         checksums[:] = 0
         with pytest.raises(KeyError):
-            native.fill(slots, values, checksums, True, helpers)
+            native.loops.fill(slots, values, checksums, True, helpers)
         seen = checksums.copy()
         helpers.join()
         assert (checksums == seen).all()
@@ -156,13 +156,13 @@ def test_no_thread_copies_any_more_when_the_call_has_failed(rng, loops):
 
 @pytest.mark.parametrize("loops", ["compiled"], indirect=True)
 def test_threads_that_were_called_copy(rng, loops, monkeypatch):
-    threads, share, seen = CopyThreads(2), native.share, []
+    threads, share, seen = CopyThreads(2), native.loops.share, []
 
     def counted(job: object) -> None:
         share(job)
         seen.append(threading.current_thread().name)
 
-    monkeypatch.setattr(native, "share", counted)
+    monkeypatch.setattr(native, "loops", SimpleNamespace(share=counted, fill=native.loops.fill))
     slots, values, checksums = batch(rng, 4, 1 << 20)
     call = threads.called(4, 4 << 20)
     waited = threading.Event()
@@ -174,7 +174,7 @@ def test_threads_that_were_called_copy(rng, loops, monkeypatch):
             time.sleep(0.001)
         waited.set()
 
-    native.fill(slots, values, checksums, True, call_and_wait)
+    native.loops.fill(slots, values, checksums, True, call_and_wait)
     assert waited.is_set()
     assert seen == ["raykv-copy"]
     assert checksums.tolist() == [checksum_of(value) for value in values]
@@ -217,7 +217,7 @@ def test_a_child_by_fork_has_threads_of_its_own(rng, loops):
 def test_a_job_is_nothing_else(loops):
     for wrong in (None, 5, object()):
         with pytest.raises((ValueError, TypeError)):
-            native.share(wrong)
+            native.loops.share(wrong)
 
 
 def test_byte_views_are_taken_as_they_are_and_everything_else_is_made_one(rng):
@@ -253,8 +253,8 @@ def test_views_that_cannot_be_used_are_named():
 
 
 def test_every_way_of_a_large_copy_is_tried_and_is_right(rng, loops):
-    """In a new process: the first copies try the ways, and the best one stays."""
-    if native.quickest is None or native.vectors is None or not native.vectors(256):
+    """In a new process: the first copies try the ways, in turn; there are more copies here than tries."""
+    if native.loops is None or not native.loops.avx2(True):
         pytest.skip("only one way here")
     subprocess.run([sys.executable, "-c", WAYS, str(rng.randrange(1 << 30))], check=True)
 
@@ -268,20 +268,19 @@ from tests.support.copies import gather_hashed
 from raykv.memory.layout import RECORD
 rng = random.Random(int(sys.argv[1]))
 room, source = mmap(-1, 1 << 20), memoryview(rng.randbytes(1 << 20))  # a map begins at a page
-records, columns = np.zeros(1, RECORD), np.zeros((2, 1), np.uint32)
+records, index, columns = np.zeros(1, RECORD), np.zeros(2, np.int32), np.zeros((2, 1), np.uint32)
 records["generation"] = 2
+reader = native.loops.Reader(records, index, index, np.zeros(1, np.uint64), source, *columns, 0.0, 1)
 
 
 def read(target, start):
     records["page"], records["nbytes"] = start >> 12, len(target)
     hits, row = np.zeros(1, np.bool_), np.zeros(1, np.int32)
-    native.read(records, source, row, records["generation"].copy(), [target], hits, *columns, 1, True, None)
+    reader.read(row, records["generation"].copy(), [target], hits, 1, True, None)
     assert hits[0]
 
 
-ways = {"fetched", "pages", "plain"}
 for small, large, rounds in ((16 << 10, 64 << 10, 60), (128 << 10, 512 << 10, 40)):
-    assert native.quickest(small) == native.quickest(large) == (None, None)
     for number in range(rounds):
         nbytes, to = rng.randrange(small, large), 64 * rng.randrange(512)
         start, before = 4096 * rng.randrange(16), rng.choice([0, 32, rng.randrange(64)])
@@ -294,11 +293,4 @@ for small, large, rounds in ((16 << 10, 64 << 10, 60), (128 << 10, 512 << 10, 40
             assert gather_hashed(target, [part], stream=True) == xxhash.xxh3_64_intdigest(part)
         assert target == part
         assert (room[: to + before], room[to + before + nbytes :]) == around
-    for _ in range(15):
-        gather_hashed(memoryview(room)[:large], [source[:large]], stream=True)
-    chosen = native.quickest(small)
-    assert set(chosen) <= ways, chosen
-    for _ in range(50):
-        read(memoryview(room)[:large], 0)
-    assert native.quickest(small) == chosen
 """

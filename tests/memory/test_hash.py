@@ -13,18 +13,17 @@ pytestmark = pytest.mark.usefixtures("loops")
 EDGES = [64 * n + d for n in (3, 4, 15, 16, 17, 32, 255, 256, 257) for d in (-1, 0, 1)]
 
 
-@pytest.fixture(params=[256, 0])
+@pytest.fixture(params=[True, False])
 def width(request):
-    """Vectors of this many bits; skips where the processor or the loops have none."""
-    if native.vectors is None:
-        if request.param:
-            pytest.skip("one way without the compiled loops")
-    elif native.vectors(request.param) != request.param:
-        native.vectors(256)
-        pytest.skip("not this processor's")
+    """With AVX2 and without; skips where the processor or the loops have none."""
+    loops = native.loops
+    if request.param and (loops is None or not loops.avx2(True)):
+        pytest.skip("no AVX2 here")
+    if loops is not None:
+        loops.avx2(request.param)
     yield
-    if native.vectors is not None:
-        native.vectors(256)
+    if loops is not None:
+        loops.avx2(True)
 
 
 @pytest.mark.usefixtures("width")

@@ -343,7 +343,7 @@ def test_large_batches_are_shared_between_threads(np_rng):
     table.columns.generation[:count] = 2
     reader = ShmReader(str(table.memory.path), str(arena.path), writable=False)
     threads = CopyThreads(3)
-    assert (threads.called(count, count * chunk) is not None) == (native.share is not None)
+    assert (threads.called(count, count * chunk) is not None) == (native.loops is not None)
     for _ in range(20):
         into = [np.zeros(chunk + 5, np.uint8)[n % 5 :][:chunk] for n in range(count)]  # not aligned
         hits, nbytes = reader.read(KEYS[:count], into, verify=False, now_s=1.0, threads=threads)

@@ -11,9 +11,7 @@ import xxhash
 
 from raykv.memory import native
 
-pytestmark = pytest.mark.skipif(
-    native.receive is None, reason="the compiled loops were not built, or RAYKV_NATIVE is 0"
-)
+pytestmark = pytest.mark.skipif(native.loops is None, reason="the compiled loops were not built, or RAYKV_NATIVE is 0")
 
 FULL, LATE, CLOSED = 0, 1, 2
 
@@ -46,7 +44,7 @@ def test_chunks_arrive_with_their_checksums(rng, pair):
         sender = threading.Thread(target=near.sendall, args=(whole[ahead:],))
         sender.start()
         sums = bytearray(8 * len(values))
-        end = native.receive(far.fileno(), whole[:ahead], chunks, sums, time.monotonic() + 20.0)
+        end = native.loops.receive(far.fileno(), whole[:ahead], chunks, sums, time.monotonic() + 20.0)
         sender.join()
         assert end == (FULL, len(values))
         assert [b"".join(chunk) for chunk in chunks] == values
@@ -57,7 +55,7 @@ def test_a_deadline_ends_every_wait(pair):
     near, far = pair
     near.sendall(b"x" * 400)
     began_s = time.monotonic()
-    end = native.receive(far.fileno(), b"", [[bytearray(300)], [bytearray(300)]], None, began_s + 0.2)
+    end = native.loops.receive(far.fileno(), b"", [[bytearray(300)], [bytearray(300)]], None, began_s + 0.2)
     assert end == (LATE, 1)
     assert 0.2 <= time.monotonic() - began_s < 5.0
 
@@ -67,11 +65,11 @@ def test_the_end_of_a_connection_and_errors_differ(pair):
     near.sendall(b"x" * 400)
     near.close()
     deadline_s = time.monotonic() + 20.0
-    assert native.receive(far.fileno(), b"", [[bytearray(500)]], None, deadline_s) == (CLOSED, 0)
+    assert native.loops.receive(far.fileno(), b"", [[bytearray(500)]], None, deadline_s) == (CLOSED, 0)
     with open("/dev/null", "rb") as no_socket:
-        assert native.receive(no_socket.fileno(), b"", [[bytearray(500)]], None, deadline_s) == (-88, 0)
+        assert native.loops.receive(no_socket.fileno(), b"", [[bytearray(500)]], None, deadline_s) == (-88, 0)
     for wrong in ([[bytearray(240)]], [[b"read-only" * 100]], [[None]]):
         with pytest.raises((ValueError, BufferError, TypeError)):
-            native.receive(far.fileno(), b"", wrong, None, deadline_s)
+            native.loops.receive(far.fileno(), b"", wrong, None, deadline_s)
     with pytest.raises(ValueError, match="checksums"):
-        native.receive(far.fileno(), b"", [[bytearray(500)]], bytearray(7), deadline_s)
+        native.loops.receive(far.fileno(), b"", [[bytearray(500)]], bytearray(7), deadline_s)

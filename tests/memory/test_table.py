@@ -157,7 +157,7 @@ def test_readers_find_all_keys_while_the_index_is_rebuilt():
 
 def fill_index(made: Table, rows: int) -> None:
     """Overwrite both copies of the index with entries of all rows but row 0: no search finds an empty one."""
-    for copy in made._copies:
+    for copy in made.copies:
         copy[:] = 3 + np.arange(len(copy)) % (rows - 1)
 
 

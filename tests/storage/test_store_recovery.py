@@ -131,7 +131,7 @@ def test_a_crash_at_any_write_of_a_change(shm_dir, how, monkeypatch):
 
     To see each write, it replaces the arrays that the table and the slots keep for themselves.
     """
-    monkeypatch.setattr("raykv.memory.native.enter", None)
+    monkeypatch.setattr("raykv.memory.native.loops", None)
     bench = Bench.open(shm_dir / "n")
     bench.put("abcdefghijklmn", 64 * KIB)
     moments: list[Path] = []
@@ -148,7 +148,7 @@ def test_a_crash_at_any_write_of_a_change(shm_dir, how, monkeypatch):
     for name in vars(table.columns):
         setattr(table.columns, name, getattr(table.columns, name).view(Watched))
         setattr(table.cells, name, WatchedCells(getattr(table.cells, name), take_moment))
-    table._copies = [index.view(Watched) for index in table._copies]
+    table.copies = [index.view(Watched) for index in table.copies]
     table._copy_cells = [WatchedCells(cells, take_moment) for cells in table._copy_cells]
     bench.store.allocator.slots._extent_slots = table.extent_slots.view(Watched)
     change(bench, how)

@@ -329,13 +329,13 @@ def kill_under_load(shm_dir: Path, kills: int, seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not native.available, reason="readers without compiled loops are slower than this test's patience")
+@pytest.mark.skipif(native.loops is None, reason="readers without compiled loops are slower than this test's patience")
 def test_killed_at_random_moments_under_load_reads_never_stop(shm_dir, seed):
     kill_under_load(shm_dir, 2, seed)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-@pytest.mark.skipif(not native.available, reason="readers without compiled loops are slower than this test's patience")
+@pytest.mark.skipif(native.loops is None, reason="readers without compiled loops are slower than this test's patience")
 def test_killed_many_times_under_load_reads_never_stop(shm_dir):
     kill_under_load(shm_dir, soak("kills", 200) // 8, soak("seed", random.randrange(1 << 30)))

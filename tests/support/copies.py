@@ -10,8 +10,8 @@ from raykv.memory.copying import TINY_NBYTES, CopyThreads
 
 def gather_hashed(target: memoryview, pieces: Sequence[memoryview], *, stream: bool = False) -> int:
     """What `CopyThreads.fill` does for one chunk; `stream` chooses between the compiled ways."""
-    if native.fill is None or len(target) <= TINY_NBYTES:
+    if native.loops is None or len(target) <= TINY_NBYTES:
         return int(CopyThreads(1).fill([target], [pieces])[0])
     checksum = np.empty(1, np.uint64)
-    native.fill([target], [pieces], checksum, stream, None)
+    native.loops.fill([target], [pieces], checksum, stream, None)
     return int(checksum[0])

@@ -16,74 +16,45 @@
 #define LARGE_NBYTES (128 << 10)
 #define TRIED_NBYTES (16 << 10) /* smaller copies are not timed */
 
-typedef struct {
-    uint32_t begun, ended, cost[WAYS]; /* tries; ps per byte of the best try, 0: none yet */
-} choice_t;
-
-static choice_t copying[2], storing[2]; /* small, large */
-
-static int best_way(const choice_t *choice) {
+trial_t begin_trial(int hashed, size_t nbytes) {
+    static choice_t choices[2][2]; /* copies and copies with the hash; small ones and large ones */
+    choice_t *choice = &choices[hashed][nbytes >= LARGE_NBYTES];
+    if (nbytes >= TRIED_NBYTES && __atomic_load_n(&choice->begun, __ATOMIC_RELAXED) < TRIES) {
+        int way = (int)(__atomic_fetch_add(&choice->begun, 1, __ATOMIC_RELAXED) % WAYS);
+        return (trial_t){choice, way, nbytes, monotonic_ns()};
+    }
     int best = 0;
     for (int way = 1; way < WAYS; way++)
         if (__atomic_load_n(&choice->cost[way], __ATOMIC_RELAXED) < __atomic_load_n(&choice->cost[best], __ATOMIC_RELAXED))
             best = way;
-    return best;
+    return (trial_t){NULL, best, nbytes, 0};
 }
 
-static trial_t trial_begin(choice_t *choice, size_t nbytes) {
-    if (nbytes < TRIED_NBYTES || __atomic_load_n(&choice->begun, __ATOMIC_RELAXED) >= TRIES)
-        return (trial_t){best_way(choice), 0};
-    return (trial_t){(int)(__atomic_fetch_add(&choice->begun, 1, __ATOMIC_RELAXED) % WAYS), monotonic_ns()};
-}
-
-static void trial_end(choice_t *choice, trial_t trial, size_t nbytes) {
-    if (!trial.began_ns)
+void end_trial(trial_t trial) {
+    if (!trial.choice)
         return;
-    double cost = 1e3 * (double)(monotonic_ns() - trial.began_ns) / (double)nbytes;
-    uint32_t now = cost < 1 ? 1 : cost < 1e9 ? (uint32_t)cost : 1000000000;
-    uint32_t before = __atomic_load_n(&choice->cost[trial.way], __ATOMIC_RELAXED);
+    double cost = 1e3 * (double)(monotonic_ns() - trial.began_ns) / (double)trial.nbytes;
+    uint32_t now = cost < 1 ? 1 : cost < 1e9 ? (uint32_t)cost : 1000000000, *best = &trial.choice->cost[trial.way];
+    uint32_t before = __atomic_load_n(best, __ATOMIC_RELAXED);
     if (!before || now < before)
-        __atomic_store_n(&choice->cost[trial.way], now, __ATOMIC_RELAXED);
-    __atomic_add_fetch(&choice->ended, 1, __ATOMIC_RELAXED);
-}
-
-trial_t begin_store(size_t nbytes) { return trial_begin(&storing[nbytes >= LARGE_NBYTES], nbytes); }
-
-void end_store(trial_t trial, size_t nbytes) { trial_end(&storing[nbytes >= LARGE_NBYTES], trial, nbytes); }
-
-static const char *name_of(const choice_t *choice) {
-    static const char *const names[WAYS] = {"fetched", "pages", "plain"};
-    return __atomic_load_n(&choice->ended, __ATOMIC_RELAXED) < TRIES ? NULL : names[best_way(choice)];
-}
-
-PyObject *quickest(PyObject *module, PyObject *nbytes) {
-    (void)module;
-    size_t size = PyLong_AsSize_t(nbytes);
-    if (size == (size_t)-1 && PyErr_Occurred())
-        return NULL;
-    return Py_BuildValue("(zz)", name_of(&copying[size >= LARGE_NBYTES]), name_of(&storing[size >= LARGE_NBYTES]));
+        __atomic_store_n(best, now, __ATOMIC_RELAXED);
 }
 
 /* -- vectors ------------------------------------------------------------------------------------------------------ */
 
 int has_avx2;
 
-void use_vectors(long most) {
-    (void)most;
+int use_avx2(int wanted) {
 #if defined(__x86_64__)
     __builtin_cpu_init();
-    has_avx2 = most >= 256 && __builtin_cpu_supports("avx2");
+    has_avx2 = wanted && __builtin_cpu_supports("avx2");
+#else
+    (void)wanted;
 #endif
+    return has_avx2;
 }
 
-PyObject *vectors(PyObject *module, PyObject *most) {
-    (void)module;
-    long bits = PyLong_AsLong(most);
-    if (bits == -1 && PyErr_Occurred())
-        return NULL;
-    use_vectors(bits);
-    return PyLong_FromLong(has_avx2 ? 256 : 0);
-}
+PyObject *avx2(PyObject *Py_UNUSED(module), PyObject *wanted) { return PyBool_FromLong(use_avx2(PyObject_IsTrue(wanted))); }
 
 /* -- one copy ----------------------------------------------------------------------------------------------------- */
 
@@ -133,13 +104,12 @@ __attribute__((target("avx2"))) static void stream_avx2(char *to, const char *fr
 void copy_bytes(char *to, const char *from, size_t n, int stream) {
 #if defined(__x86_64__)
     if (stream && has_avx2 && n >= 4096) {
-        choice_t *choice = &copying[n >= LARGE_NBYTES];
-        trial_t trial = trial_begin(choice, n);
+        trial_t trial = begin_trial(0, n);
         if (trial.way == PLAIN)
             memcpy(to, from, n);
         else
             stream_avx2(to, from, n, trial.way);
-        trial_end(choice, trial, n);
+        end_trial(trial);
         return;
     }
 #else
@@ -159,8 +129,6 @@ typedef struct {
 } job_t;
 
 #define JOB "raykv.job"
-#define SPIN_NS 300000 /* waking a thread takes this long on a virtual machine */
-#define NAP_NS 50000
 #define STEPS_A_JOB 64
 
 static void work(job_t *job) {
@@ -176,13 +144,8 @@ static void work(job_t *job) {
 static void end_job(job_t *job) {
     Py_ssize_t begun = __atomic_exchange_n(&job->begun, job->count, __ATOMIC_RELAXED);
     begun = begun < job->count ? begun : job->count;
-    int64_t since_ns = monotonic_ns();
-    while (__atomic_load_n(&job->ended, __ATOMIC_ACQUIRE) < begun) {
-        if (monotonic_ns() - since_ns < SPIN_NS)
-            sched_yield();
-        else
-            nanosleep(&(struct timespec){0, NAP_NS}, NULL);
-    }
+    while (__atomic_load_n(&job->ended, __ATOMIC_ACQUIRE) < begun)
+        sched_yield(); /* the other threads end their chunks within milliseconds */
 }
 
 static void free_job(PyObject *capsule) { PyMem_Free(PyCapsule_GetPointer(capsule, JOB)); }
@@ -216,8 +179,7 @@ int run_job(void (*copy)(const void *, Py_ssize_t), const void *batch, Py_ssize_
     return done;
 }
 
-PyObject *share(PyObject *module, PyObject *capsule) {
-    (void)module;
+PyObject *share(PyObject *Py_UNUSED(module), PyObject *capsule) {
     job_t *job = PyCapsule_GetPointer(capsule, JOB);
     if (!job)
         return NULL;

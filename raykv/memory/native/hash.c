@@ -34,12 +34,10 @@ static const uint8_t secret[192] = {
     0x45, 0xcb, 0x3a, 0x8f, 0x95, 0x16, 0x04, 0x28, 0xaf, 0xd7, 0xfb, 0xca, 0xbb, 0x4b, 0x40, 0x7e,
 };
 
+/* Assumes a little-endian processor, as the chunk table does. */
 static inline uint64_t read64(const uint8_t *at) {
     uint64_t value;
     memcpy(&value, at, sizeof value);
-#if __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
-    value = __builtin_bswap64(value);
-#endif
     return value;
 }
 
@@ -195,10 +193,10 @@ __attribute__((target("avx2"))) static size_t store_streamed(uint64_t *lanes, ch
 /* Copy whole blocks and hash them in the same pass. Memory is read once for the source and never for the target. */
 static void store_blocks(uint64_t *lanes, char *to, const char *from, size_t blocks, int stream) {
     size_t nbytes = blocks * HASH_BLOCK, done = 0;
-    trial_t trial = {PLAIN, 0};
+    trial_t trial = {NULL, PLAIN, nbytes, 0};
 #if defined(__x86_64__)
     if (stream && has_avx2 && ((uintptr_t)to & 31) == 0) {
-        trial = begin_store(nbytes);
+        trial = begin_trial(1, nbytes);
         if (trial.way != PLAIN)
             done = store_streamed(lanes, to, from, blocks, trial.way);
     }
@@ -210,7 +208,7 @@ static void store_blocks(uint64_t *lanes, char *to, const char *from, size_t blo
         hash_blocks(lanes, (const uint8_t *)from + done, turn / HASH_BLOCK);
         memcpy(to + done, from + done, turn);
     }
-    end_store(trial, nbytes);
+    end_trial(trial);
 }
 
 /* Copy pieces one after another into `to`, and hash them. If a piece begins at a block of the hash, its whole blocks
@@ -238,56 +236,40 @@ static uint64_t store_pieces(char *to, const Py_buffer *pieces, Py_ssize_t count
 }
 
 typedef struct {
-    const Py_buffer *slots, *pieces;
-    const chunk_t *chunks;
+    const chunks_t *slots, *values;
     uint64_t *checksums;
     int stream;
 } stores_t;
 
 static void fill_one(const void *batch, Py_ssize_t at) {
     const stores_t *stores = batch;
-    const Py_buffer *slot = &stores->slots[at], *piece = &stores->pieces[stores->chunks[at].first];
-    Py_ssize_t count = stores->chunks[at].end - stores->chunks[at].first;
-    stores->checksums[at] = store_pieces(slot->buf, piece, count, (size_t)slot->len, stores->stream);
+    const chunk_t *value = &stores->values->all[at];
+    const Py_buffer *slot = &stores->slots->pieces[at], *pieces = &stores->values->pieces[value->first];
+    stores->checksums[at] = store_pieces(slot->buf, pieces, value->end - value->first, value->nbytes, stores->stream);
 }
 
-PyObject *fill(PyObject *module, PyObject *arguments) {
-    (void)module;
-    PyObject *slots, *values, *call, *result = NULL;
+PyObject *fill(PyObject *Py_UNUSED(module), PyObject *arguments) {
+    PyObject *slot_list, *value_list, *call, *result = NULL;
     Py_buffer checksums;
     int stream;
-    if (!PyArg_ParseTuple(arguments, "O!O!w*pO", &PyList_Type, &slots, &PyList_Type, &values, &checksums, &stream,
-                          &call))
+    if (!PyArg_ParseTuple(arguments, "OOw*pO", &slot_list, &value_list, &checksums, &stream, &call))
         return NULL;
-    buffers_t targets = {NULL, 0, 0}, pieces = {NULL, 0, 0};
-    Py_ssize_t count = PyList_GET_SIZE(slots);
-    chunk_t *chunks = PyMem_Calloc((size_t)count + 1, sizeof *chunks);
-    if (!chunks) {
-        PyErr_NoMemory();
+    chunks_t slots = {0}, values = {0};
+    if (!hold_chunks(&slots, slot_list, PyBUF_WRITABLE, HASH_LEAST + 1) ||
+        !hold_chunks(&values, value_list, PyBUF_SIMPLE, HASH_LEAST + 1))
         goto done;
-    }
-    if (PyList_GET_SIZE(values) != count || checksums.len != 8 * count) {
+    if (values.count != slots.count || slots.held != slots.count || checksums.len != 8 * slots.count) {
         PyErr_SetString(PyExc_ValueError, "slots, values and checksums differ in length");
         goto done;
     }
-    for (Py_ssize_t at = 0; at < count; at++) {
-        size_t nbytes = 0;
-        Py_buffer *slot = hold(&targets, PyList_GET_ITEM(slots, at), PyBUF_WRITABLE);
-        if (!slot || !hold_chunk(&pieces, PyList_GET_ITEM(values, at), PyBUF_SIMPLE, &chunks[at], &nbytes))
+    for (Py_ssize_t at = 0; at < slots.count; at++)
+        if (!sized(&slots.pieces[at], (Py_ssize_t)values.all[at].nbytes, "slot"))
             goto done;
-        if (slot->len <= HASH_LEAST) {
-            PyErr_SetString(PyExc_ValueError, "slots: each must have more than 240 bytes");
-            goto done;
-        }
-        if (!sized(slot, (Py_ssize_t)nbytes, "slot"))
-            goto done;
-    }
-    stores_t stores = {targets.held, pieces.held, chunks, checksums.buf, stream};
-    if (run_job(fill_one, &stores, count, call, 0))
+    stores_t stores = {&slots, &values, checksums.buf, stream};
+    if (run_job(fill_one, &stores, slots.count, call, 0))
         result = Py_NewRef(Py_None);
 done:
-    let_go(&targets), let_go(&pieces);
-    PyMem_Free(chunks);
+    let_go(&slots), let_go(&values);
     PyBuffer_Release(&checksums);
     return result;
 }

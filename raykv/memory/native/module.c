@@ -9,42 +9,60 @@ int sized(const Py_buffer *buffer, Py_ssize_t nbytes, const char *name) {
     return 0;
 }
 
-Py_buffer *hold(buffers_t *buffers, PyObject *object, int flags) {
-    if (buffers->count == buffers->room) {
-        Py_ssize_t room = buffers->room ? 2 * buffers->room : 64;
-        Py_buffer *held = PyMem_Realloc(buffers->held, (size_t)room * sizeof *held);
-        if (!held) {
+static Py_buffer *hold(chunks_t *chunks, PyObject *object, int flags) {
+    if (chunks->held == chunks->room) {
+        Py_ssize_t room = chunks->room ? 2 * chunks->room : 64;
+        Py_buffer *pieces = PyMem_Realloc(chunks->pieces, (size_t)room * sizeof *pieces);
+        if (!pieces) {
             PyErr_NoMemory();
             return NULL;
         }
-        buffers->held = held, buffers->room = room;
+        chunks->pieces = pieces, chunks->room = room;
     }
-    Py_buffer *buffer = &buffers->held[buffers->count];
-    if (PyObject_GetBuffer(object, buffer, flags) < 0)
+    Py_buffer *piece = &chunks->pieces[chunks->held];
+    if (PyObject_GetBuffer(object, piece, flags) < 0)
         return NULL;
-    buffers->count++;
-    return buffer;
+    chunks->held++;
+    return piece;
 }
 
-/* Hold the pieces of one chunk, a buffer or a list or tuple of buffers. Adds the chunk's length to `nbytes`. */
-int hold_chunk(buffers_t *pieces, PyObject *chunk, int flags, chunk_t *place, size_t *nbytes) {
-    int many = PyList_Check(chunk) || PyTuple_Check(chunk);
-    Py_ssize_t count = many ? PySequence_Fast_GET_SIZE(chunk) : 1;
-    place->first = pieces->count;
-    for (Py_ssize_t at = 0; at < count; at++) {
-        Py_buffer *piece = hold(pieces, many ? PySequence_Fast_GET_ITEM(chunk, at) : chunk, flags);
-        if (!piece)
-            return 0;
-        *nbytes += (size_t)piece->len;
+/* Hold the pieces of a list of chunks; each chunk is a buffer, or a list or tuple of buffers. Returns 0 with an
+   exception if one is something else, or shorter than `least`. The caller calls `let_go` in any case. */
+int hold_chunks(chunks_t *chunks, PyObject *list, int flags, size_t least) {
+    if (!(chunks->list = PySequence_Fast(list, "chunks: not a sequence")))
+        return 0;
+    Py_ssize_t count = PySequence_Fast_GET_SIZE(chunks->list);
+    if (!(chunks->all = PyMem_Calloc((size_t)count + 1, sizeof *chunks->all))) {
+        PyErr_NoMemory();
+        return 0;
     }
-    place->end = pieces->count;
+    for (; chunks->count < count; chunks->count++) {
+        chunk_t *chunk = &chunks->all[chunks->count];
+        PyObject *object = PySequence_Fast_GET_ITEM(chunks->list, chunks->count);
+        int many = PyList_Check(object) || PyTuple_Check(object);
+        Py_ssize_t parts = many ? PySequence_Fast_GET_SIZE(object) : 1;
+        chunk->first = chunks->held;
+        for (Py_ssize_t at = 0; at < parts; at++) {
+            Py_buffer *piece = hold(chunks, many ? PySequence_Fast_GET_ITEM(object, at) : object, flags);
+            if (!piece)
+                return 0;
+            chunk->nbytes += (size_t)piece->len;
+        }
+        chunk->end = chunks->held;
+        if (chunk->nbytes < least) {
+            PyErr_Format(PyExc_ValueError, "chunks: each must have at least %zu bytes", least);
+            return 0;
+        }
+    }
     return 1;
 }
 
-void let_go(buffers_t *buffers) {
-    while (buffers->count)
-        PyBuffer_Release(&buffers->held[--buffers->count]);
-    PyMem_Free(buffers->held);
+void let_go(chunks_t *chunks) {
+    while (chunks->held)
+        PyBuffer_Release(&chunks->pieces[--chunks->held]);
+    PyMem_Free(chunks->pieces);
+    PyMem_Free(chunks->all);
+    Py_XDECREF(chunks->list);
 }
 
 static PyMethodDef methods[] = {
@@ -56,27 +74,17 @@ static PyMethodDef methods[] = {
      "enter(records, index, rows) -> int\n\n"
      "Put rows at the first free entries from their keys' homes on. Returns the number of removed entries that were used\n"
      "again; -1 when one of them is not a row, or the index is full."},
-    {"read", read_chunks, METH_VARARGS,
-     "read(records, arena, rows, generations, targets, hits, accessed, frequency, tick, stream, call)\n\n"
-     "Copy the chunks of the rows into their targets (each a writable buffer, or a list or tuple of them), and set hits\n"
-     "where the row was the same before and after. Counts the reads. call: called with a job for `share`; None: no\n"
-     "helpers."},
     {"fill", fill, METH_VARARGS,
      "fill(slots, values, checksums, stream, call)\n\n"
-     "Copy values, each a list or tuple of buffers, into slots of more than 240 bytes, and write their checksums. call:\n"
-     "as for `read`."},
+     "Copy values, each a buffer or a list of buffers, into slots of more than 240 bytes, and write their checksums.\n"
+     "call: called with a job for `share`; None: no other thread helps."},
     {"receive", receive, METH_VARARGS,
      "receive(fd, ahead, chunks, checksums, deadline_s) -> (int, int)\n\n"
      "Fill chunks of more than 240 bytes, each a list or tuple of writable buffers: from `ahead` first, then from a\n"
      "socket. Writes their checksums, unless that is None. Returns 0 (full), 1 (late), 2 (closed by the peer) or the\n"
      "negative error number; and how many chunks are full."},
-    {"share", share, METH_O, "share(job): copy chunks of a batch of `read` or `fill` until none is left to begin."},
-    {"quickest", quickest, METH_O,
-     "quickest(nbytes) -> (str | None, str | None)\n\n"
-     "The way to copy this many bytes past the cache, and to copy and hash them: 'fetched', 'pages' or 'plain'. None:\n"
-     "not known yet."},
-    {"vectors", vectors, METH_O,
-     "vectors(most) -> int: use vectors of at most this many bits from now on, 256 or 0. Returns the bits in use."},
+    {"share", share, METH_O, "share(job): copy chunks of a batch until none is left to begin."},
+    {"avx2", avx2, METH_O, "avx2(wanted) -> bool: use AVX2 from now on, or do not. Returns whether it is in use."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -85,7 +93,7 @@ static struct PyModuleDef definition = {
 };
 
 PyMODINIT_FUNC PyInit__native(void) {
-    use_vectors(256);
+    use_avx2(1);
     PyObject *module = PyModule_Create(&definition), *reader = PyType_FromSpec(&reader_spec);
     if (!module || !reader || PyModule_AddObjectRef(module, "Reader", reader) < 0)
         Py_CLEAR(module);

@@ -35,40 +35,47 @@ static inline int64_t monotonic_ns(void) {
 /* -- module.c: the buffers of a call ------------------------------------------------------------------------------ */
 
 typedef struct {
-    Py_buffer *held;
-    Py_ssize_t count, room;
-} buffers_t; /* released together */
-
-typedef struct {
     const char *from;      /* NULL: a miss */
-    Py_ssize_t first, end; /* its pieces among the buffers of the call */
+    Py_ssize_t first, end; /* its pieces among those of all chunks */
+    size_t nbytes;
 } chunk_t;
 
+typedef struct {
+    PyObject *list;
+    chunk_t *all;
+    Py_buffer *pieces;
+    Py_ssize_t count, held, room; /* chunks, pieces, and entries of `pieces` */
+} chunks_t;
+
 int sized(const Py_buffer *buffer, Py_ssize_t nbytes, const char *name);
-Py_buffer *hold(buffers_t *buffers, PyObject *object, int flags);
-int hold_chunk(buffers_t *pieces, PyObject *chunk, int flags, chunk_t *place, size_t *nbytes);
-void let_go(buffers_t *buffers);
+int hold_chunks(chunks_t *chunks, PyObject *list, int flags, size_t least);
+void let_go(chunks_t *chunks);
 
 /* -- copy.c ------------------------------------------------------------------------------------------------------- */
 
 enum { FETCHED, PAGES, PLAIN, WAYS }; /* ways of a large copy */
 
 typedef struct {
+    uint32_t begun, cost[WAYS]; /* tries; ps per byte of the best try, 0: none yet */
+} choice_t;
+
+typedef struct {
+    choice_t *choice; /* NULL: not timed */
     int way;
-    int64_t began_ns; /* 0: not timed */
+    size_t nbytes;
+    int64_t began_ns;
 } trial_t;
 
 #define GROUP (4 * 4096) /* bytes that `stream_group` copies */
 
 extern int has_avx2;
-void use_vectors(long most);
+int use_avx2(int wanted);
 void copy_bytes(char *to, const char *from, size_t n, int stream);
 void stream_group(char *to, const char *from);
-trial_t begin_store(size_t nbytes);
-void end_store(trial_t trial, size_t nbytes);
+trial_t begin_trial(int hashed, size_t nbytes);
+void end_trial(trial_t trial);
 int run_job(void (*copy)(const void *, Py_ssize_t), const void *batch, Py_ssize_t count, PyObject *call, int keep_lock);
-PyObject *quickest(PyObject *module, PyObject *nbytes);
-PyObject *vectors(PyObject *module, PyObject *most);
+PyObject *avx2(PyObject *module, PyObject *wanted);
 PyObject *share(PyObject *module, PyObject *job);
 
 /* -- hash.c ------------------------------------------------------------------------------------------------------- */
@@ -97,7 +104,6 @@ PyObject *enter(PyObject *module, PyObject *arguments);
 /* -- reader.c, receive.c ------------------------------------------------------------------------------------------ */
 
 extern PyType_Spec reader_spec;
-PyObject *read_chunks(PyObject *module, PyObject *arguments);
 PyObject *receive(PyObject *module, PyObject *arguments);
 
 #pragma GCC visibility pop

@@ -108,8 +108,7 @@ static int find_all(const record_t *records, size_t rows, const int32_t *index, 
     return 1;
 }
 
-PyObject *find(PyObject *module, PyObject *arguments) {
-    (void)module;
+PyObject *find(PyObject *Py_UNUSED(module), PyObject *arguments) {
     Py_buffer records, index, keys, rows, generations;
     long long now;
     if (!PyArg_ParseTuple(arguments, "y*y*y*w*w*L", &records, &index, &keys, &rows, &generations, &now))
@@ -130,8 +129,7 @@ PyObject *find(PyObject *module, PyObject *arguments) {
     return result;
 }
 
-PyObject *enter(PyObject *module, PyObject *arguments) {
-    (void)module;
+PyObject *enter(PyObject *Py_UNUSED(module), PyObject *arguments) {
     Py_buffer records, index, rows;
     if (!PyArg_ParseTuple(arguments, "y*w*y*", &records, &index, &rows))
         return NULL;

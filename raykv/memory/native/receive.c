@@ -12,20 +12,19 @@ enum { FULL, LATE, CLOSED, FAILED }; /* how a call ends */
 
 /* The chunks to fill, and the position of the next byte. */
 typedef struct {
-    const chunk_t *chunks;
-    const Py_buffer *pieces;
+    const chunks_t *chunks;
     uint64_t *checksums; /* NULL: not wanted */
-    Py_ssize_t count, chunk, piece;
+    Py_ssize_t chunk, piece;
     size_t filled; /* of the piece */
     hasher_t hasher;
 } filling_t;
 
 /* Hash n more bytes, which are in place, and move the position behind them. */
 static void advance(filling_t *filling, size_t n) {
-    while (filling->chunk < filling->count) {
-        const chunk_t *chunk = &filling->chunks[filling->chunk];
-        for (; filling->piece < chunk->end; filling->piece++, filling->filled = 0) {
-            const Py_buffer *piece = &filling->pieces[filling->piece];
+    const chunks_t *chunks = filling->chunks;
+    while (filling->chunk < chunks->count) {
+        for (; filling->piece < chunks->all[filling->chunk].end; filling->piece++, filling->filled = 0) {
+            const Py_buffer *piece = &chunks->pieces[filling->piece];
             size_t step = (size_t)piece->len - filling->filled;
             step = step > n ? n : step;
             if (filling->checksums && step)
@@ -45,14 +44,14 @@ static void advance(filling_t *filling, size_t n) {
 /* Set `places` to the places of the next bytes, and return their number. */
 static size_t next_places(const filling_t *filling, struct iovec *places) {
     size_t count = 0, nbytes = 0, skip = filling->filled;
-    Py_ssize_t end = filling->chunks[filling->count - 1].end;
-    for (Py_ssize_t at = filling->piece; at < end && count < STEP_PIECES && nbytes < STEP_NBYTES; at++, skip = 0) {
-        size_t step = (size_t)filling->pieces[at].len - skip;
+    const chunks_t *chunks = filling->chunks;
+    for (Py_ssize_t at = filling->piece; at < chunks->held && count < STEP_PIECES && nbytes < STEP_NBYTES; at++, skip = 0) {
+        size_t step = (size_t)chunks->pieces[at].len - skip;
         if (!step)
             continue;
         if (step > STEP_NBYTES - nbytes)
             step = STEP_NBYTES - nbytes;
-        places[count].iov_base = (char *)filling->pieces[at].buf + skip, places[count++].iov_len = step;
+        places[count].iov_base = (char *)chunks->pieces[at].buf + skip, places[count++].iov_len = step;
         nbytes += step;
     }
     return count;
@@ -61,7 +60,7 @@ static size_t next_places(const filling_t *filling, struct iovec *places) {
 /* Fill the first chunks with bytes that the caller received before. */
 static void fill_from(filling_t *filling, const char *from, size_t left) {
     struct iovec places[STEP_PIECES];
-    while (left) {
+    while (left && filling->chunk < filling->chunks->count) {
         size_t count = next_places(filling, places), moved = 0;
         for (size_t at = 0; at < count && left; at++) {
             size_t step = places[at].iov_len < left ? places[at].iov_len : left;
@@ -76,14 +75,14 @@ static void fill_from(filling_t *filling, const char *from, size_t left) {
    when Python has to handle a signal. */
 static int fill_from_socket(filling_t *filling, int fd, int64_t deadline_ns) {
     struct iovec places[STEP_PIECES];
-    while (filling->chunk < filling->count) {
+    while (filling->chunk < filling->chunks->count) {
         struct msghdr message = {.msg_iov = places, .msg_iovlen = next_places(filling, places)};
         ssize_t got = recvmsg(fd, &message, MSG_WAITALL);
         if (got == 0)
             return CLOSED;
         if (got > 0) {
             advance(filling, (size_t)got);
-            if (filling->chunk == filling->count)
+            if (filling->chunk == filling->chunks->count)
                 break;
         } else if (errno != EAGAIN && errno != EWOULDBLOCK) {
             return FAILED;
@@ -94,41 +93,25 @@ static int fill_from_socket(filling_t *filling, int fd, int64_t deadline_ns) {
     return FULL;
 }
 
-PyObject *receive(PyObject *module, PyObject *arguments) {
-    (void)module;
+PyObject *receive(PyObject *Py_UNUSED(module), PyObject *arguments) {
     int fd;
     Py_buffer ahead, sums = {.obj = NULL, .buf = NULL};
-    PyObject *chunks, *checksums, *result = NULL;
+    PyObject *list, *checksums, *result = NULL;
     double deadline_s;
-    if (!PyArg_ParseTuple(arguments, "iy*O!Od", &fd, &ahead, &PyList_Type, &chunks, &checksums, &deadline_s))
+    if (!PyArg_ParseTuple(arguments, "iy*OOd", &fd, &ahead, &list, &checksums, &deadline_s))
         return NULL;
-    buffers_t pieces = {NULL, 0, 0};
-    Py_ssize_t count = PyList_GET_SIZE(chunks);
-    size_t total = 0;
-    chunk_t *places = PyMem_Calloc((size_t)count + 1, sizeof *places);
-    if (!places) {
-        PyErr_NoMemory();
+    chunks_t chunks = {0};
+    if (!hold_chunks(&chunks, list, PyBUF_WRITABLE, HASH_LEAST + 1))
         goto done;
-    }
     if (checksums != Py_None && (PyObject_GetBuffer(checksums, &sums, PyBUF_WRITABLE) < 0 ||
-                                 !sized(&sums, 8 * count, "checksums")))
+                                 !sized(&sums, 8 * chunks.count, "checksums")))
         goto done;
-    for (Py_ssize_t at = 0; at < count; at++) {
-        size_t nbytes = 0;
-        if (!hold_chunk(&pieces, PyList_GET_ITEM(chunks, at), PyBUF_WRITABLE, &places[at], &nbytes))
-            goto done;
-        if (nbytes <= HASH_LEAST) {
-            PyErr_SetString(PyExc_ValueError, "chunks: each must have more than 240 bytes");
-            goto done;
-        }
-        total += nbytes;
-    }
-    filling_t filling = {places, pieces.held, sums.buf, count, 0, 0, 0, {{0}, 0, 0, {0}}};
+    filling_t filling = {&chunks, sums.buf, 0, 0, 0, {{0}, 0, 0, {0}}};
     hasher_begin(&filling.hasher);
-    fill_from(&filling, ahead.buf, (size_t)ahead.len < total ? (size_t)ahead.len : total);
+    fill_from(&filling, ahead.buf, (size_t)ahead.len);
     int64_t deadline_ns = deadline_s < 9e9 ? (int64_t)(deadline_s * 1e9) : INT64_MAX;
     int end = FULL, problem = 0;
-    while (filling.chunk < count) {
+    while (filling.chunk < chunks.count) {
         PyThreadState *state = PyEval_SaveThread();
         end = fill_from_socket(&filling, fd, deadline_ns);
         problem = errno;
@@ -140,8 +123,7 @@ PyObject *receive(PyObject *module, PyObject *arguments) {
     }
     result = Py_BuildValue("(in)", end == FAILED ? -problem : end, filling.chunk);
 done:
-    let_go(&pieces);
-    PyMem_Free(places);
+    let_go(&chunks);
     PyBuffer_Release(&sums), PyBuffer_Release(&ahead);
     return result;
 }
