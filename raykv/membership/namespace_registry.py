@@ -9,8 +9,8 @@ from typing import Any, Final, Self
 
 import msgspec
 
-from raykv.config import NamespaceConfig
-from raykv.errors import CapacityError, RayKVError, UsageError
+from raykv.config import Model, NamespaceConfig
+from raykv.errors import CapacityError, UsageError
 from raykv.protocol.namespace import Namespace
 
 MAX_ENTRIES: Final = 1024
@@ -121,52 +121,30 @@ class NamespaceRegistry:
         self.version = max(self.version, other.version) + lacking
 
     def encode(self) -> bytes:
-        entries = [
-            _EntryFields(
-                entry.namespace.model_dump(mode="json", exclude_defaults=True),
-                entry.config.model_dump(mode="json", exclude_defaults=True),
-                entry.changed_ns,
-                entry.dropped_ns,
-                entry.listed,
-            )
-            for entry in self.entries.values()
-        ]
-        return msgspec.json.encode(_Fields(self.version, entries))
+        """Return the list as JSON text."""
+        return msgspec.json.encode(_Encoded(self.version, list(self.entries.values())), enc_hook=_fields_of)
 
     @classmethod
     def decode(cls, text: bytes) -> Self:
-        """Read what `encode` wrote.
-
-        Raises:
-            UsageError: The bytes are anything else.
-        """
+        """Decode the output of `encode`. Raises UsageError if `text` is not such a list, or too long."""
         try:
-            fields = msgspec.json.decode(text, type=_Fields)
-            entries = [
-                Entry(
-                    Namespace.load(each.namespace),
-                    NamespaceConfig.load(each.config),
-                    each.changed_ns,
-                    each.dropped_ns,
-                    each.listed,
-                )
-                for each in fields.entries
-            ]
-        except (msgspec.MsgspecError, ValueError, RecursionError, RayKVError) as error:  # ValueError: UTF-8, pydantic
+            found = msgspec.json.decode(text, type=_Encoded, dec_hook=_load)
+            entries = {entry.namespace.digest: entry for entry in found.entries}
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # ValueError: text that is not UTF-8
             raise UsageError(f"not a list of namespaces: {error}") from error
         if len(entries) > 2 * MAX_ENTRIES:
             raise UsageError(f"a list of {len(entries)} namespaces; at most {2 * MAX_ENTRIES} are accepted")
-        return cls(fields.version, {entry.namespace.digest: entry for entry in entries})
+        return cls(found.version, entries)
 
 
-class _EntryFields(msgspec.Struct):
-    namespace: dict[str, Any]
-    config: dict[str, Any]
-    changed_ns: int
-    dropped_ns: int
-    listed: bool
-
-
-class _Fields(msgspec.Struct):
+class _Encoded(msgspec.Struct):
     version: int
-    entries: list[_EntryFields]
+    entries: list[Entry]
+
+
+def _fields_of(model: Model) -> dict[str, Any]:
+    return model.model_dump(mode="json", exclude_defaults=True)
+
+
+def _load(kind: type[Model], fields: Any) -> Model:
+    return kind.load(msgspec.convert(fields, dict[str, Any]))
