@@ -6,7 +6,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from raykv.config import ClientConfig, NodeConfig, StorageConfig
-from raykv.membership.in_process import InProcessMembership
+from raykv.membership.membership import InProcessMembership
 from raykv.node.node import Node
 from raykv.protocol.namespace import Namespace
 

@@ -773,10 +773,10 @@ def test_a_node_that_was_out_for_a_while_announces_all_its_chunks_again(monkeypa
         running.settle()
         beat = running.membership.beat
 
-        def cut_off(member, *arguments):
-            if member.node_id == "node-2":
+        def cut_off(heartbeat):
+            if heartbeat.member.node_id == "node-2":
                 raise PeerUnavailable("cut off")
-            return beat(member, *arguments)
+            return beat(heartbeat)
 
         monkeypatch.setattr(running.membership, "beat", cut_off)
         wait_until(lambda: all(running.nodes[n].view.member("node-2") is None for n in (0, 1)))

@@ -261,18 +261,16 @@ def _configure(router: Router, group: QuotaGroup, fields: dict[str, Any] | None,
         For each node that applies the change already, the number of chunks that it dropped.
     """
     try:
-        text = b"{}" if fields is None else msgspec.json.encode(fields, enc_hook=_plain)
+        text = None if fields is None else msgspec.json.encode(fields, enc_hook=_plain)
     except (TypeError, ValueError) as error:
         raise UsageError(f"fields {', '.join(fields or ())}: {error}; give numbers, text or None") from None
-    request = messages.Configure(group.text, text, fields is None, group=group.digest)
+    request = messages.Configure(group.text, text, group=group.digest)
     problem = "the cluster has no nodes"
     router.refresh(deadline_s)
     for name in router.node_ids(deadline_s):
         try:
             answer = expect(messages.Configured, router.call(name, request, deadline_s))
-            if not answer.problem:
-                return _counts(router.ask_all(messages.Adopt(answer.registry, group=group.digest), deadline_s))
-            problem = answer.problem
+            return _counts(router.ask_all(messages.Adopt(answer.registry, group=group.digest), deadline_s))
         except UsageError:
             raise
         except RayKVError as error:
@@ -314,7 +312,7 @@ def report(router: Router, namespace: Namespace, deadline_s: float) -> None:
 
 
 def merge_namespaces(listed: Mapping[NodeId, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Merge the nodes' `NamespacesAre` answers into one entry per quota group."""
+    """Merge the namespaces in the nodes' statistics into one entry per quota group."""
     found: dict[str, dict[str, Any]] = {}
     for node, groups in sorted(listed.items()):
         for text, theirs in groups.items():

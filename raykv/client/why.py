@@ -167,11 +167,11 @@ class Inquiry:
 
 def namespaces(router: Router, deadline_s: float) -> tuple[dict[NodeId, dict[str, Any]], dict[NodeId, str]]:
     """Return each member's report per quota group (its fields as JSON), and the errors of silent members."""
-    answers = router.ask_all(messages.GetNamespaces(), deadline_s)
+    answers = router.ask_all(messages.GetStats(), deadline_s)
     listed = {
-        name: msgspec.json.decode(answer.namespaces, type=dict[str, Any])
+        name: msgspec.json.decode(answer.stats)["namespaces"]
         for name, answer in answers.items()
-        if isinstance(answer, messages.NamespacesAre)
+        if isinstance(answer, messages.Stats)
     }
     return listed, {name: str(answer) for name, answer in answers.items() if isinstance(answer, RayKVError)}
 

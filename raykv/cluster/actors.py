@@ -12,11 +12,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raykv.config import ClusterConfig, NodeConfig
 from raykv.errors import ConfigError, PeerUnavailable, RayKVError
-from raykv.membership.in_process import InProcessMembership
-from raykv.membership.membership import HeartbeatAnswer
+from raykv.membership.membership import InProcessMembership
 from raykv.memory.arena import sized_by_share
+from raykv.protocol.messages import Heartbeat, HeartbeatAnswer
 from raykv.protocol.namespace import Namespace
-from raykv.protocol.placement import Member, View
 from raykv.protocol.trace_requests import TracedRequest
 from raykv.storage.orphans import ABANDONED_S, remove_orphans, remove_unowned
 from raykv.supervisor.handle import NodeHandle
@@ -137,11 +136,8 @@ class RayMembership:
         self._name = directory_name(cluster)
         self._handle: Any = None
 
-    def beat(
-        self, member: Member, epoch: int, view: View | None = None, version: int = 0, registry: bytes | None = None
-    ) -> HeartbeatAnswer:
-        """See `MembershipPort`."""
-        answer: HeartbeatAnswer = self._call("beat", member, epoch, view, version, registry)
+    def beat(self, heartbeat: Heartbeat) -> HeartbeatAnswer:
+        answer: HeartbeatAnswer = self._call("beat", heartbeat)
         return answer
 
     def configure(self, namespace: Namespace, fields: dict[str, Any] | None, registry: bytes | None = None) -> bytes:

@@ -1,53 +1,28 @@
-"""The members of a cluster, without I/O. `raykv.cluster.actors` runs this code in the directory actor.
+"""The directory: the members of a cluster. `raykv.cluster.actors` runs this code in the directory actor.
 
 Reading and storing chunks does not need the directory. If the directory fails, nodes and clients use their last view.
 After a restart the directory is empty, and adopts the view of the first node that calls.
 """
 
-from dataclasses import dataclass, replace
+import logging
+import threading
+import time
 from typing import Any, Protocol
 
 from raykv.membership.namespace_registry import NamespaceRegistry
+from raykv.protocol.messages import Heartbeat, HeartbeatAnswer
 from raykv.protocol.namespace import Namespace
 from raykv.protocol.placement import Member, View
 from raykv.types import NodeId
 
-
-@dataclass(frozen=True, slots=True)
-class HeartbeatAnswer:
-    """The directory's answer to a heartbeat.
-
-    Attributes:
-        view: The directory's view. None means that the node's view is not older.
-        want_view: The node's view is newer than the directory's. The node must send it with another heartbeat at once.
-        registry: The directory's list of namespaces, encoded. None means that the node's list is not older.
-        want_registry: The directory lacks this node's list. The node must send it with another heartbeat at once.
-    """
-
-    view: View | None = None
-    want_view: bool = False
-    registry: bytes | None = None
-    want_registry: bool = False
+log = logging.getLogger(__name__)
 
 
 class MembershipPort(Protocol):
     """The calls of a node to the directory."""
 
-    def beat(
-        self, member: Member, epoch: int, view: View | None = None, version: int = 0, registry: bytes | None = None
-    ) -> HeartbeatAnswer:
-        """Send a heartbeat.
-
-        Args:
-            member: The calling node.
-            epoch: Epoch of the node's view.
-            view: The node's view, if the directory asked for it.
-            version: Version of the node's list of namespaces.
-            registry: The node's list of namespaces, if the directory asked for it.
-
-        Raises:
-            TransientError: The directory does not answer.
-        """
+    def beat(self, heartbeat: Heartbeat) -> HeartbeatAnswer:
+        """Send a heartbeat. Raises TransientError if the directory does not answer."""
         ...
 
     def configure(self, namespace: Namespace, fields: dict[str, Any] | None, registry: bytes | None = None) -> bytes:
@@ -73,7 +48,7 @@ class MembershipPort(Protocol):
 
 
 class Membership:
-    """Members, the view, and the list of namespaces.
+    """The logic of the directory, without clock and lock.
 
     Attributes:
         view: The present view. Every change increases its epoch, also after a restart of the directory.
@@ -88,43 +63,32 @@ class Membership:
         self.view = View()
         self.registry = NamespaceRegistry()
 
-    def beat(
-        self,
-        member: Member,
-        epoch: int,
-        view: View | None,
-        *,
-        now_s: float,
-        version: int = 0,
-        registry: bytes | None = None,
-    ) -> HeartbeatAnswer:
+    def beat(self, heartbeat: Heartbeat, *, now_s: float) -> HeartbeatAnswer:
         """Handle a heartbeat. A new member, or a member with a new address or incarnation, causes a new view.
 
         Raises:
-            UsageError: `registry` is not a list of namespaces.
+            UsageError: The heartbeat's `registry` is not a list of namespaces.
         """
-        given = None if registry is None else NamespaceRegistry.decode(registry)
-        answer = self._update_view(member, epoch, view, now_s)
-        if given is not None:
-            self.registry.merge(given)
-            self._merged.add(member.node_id)
-        ours = self.registry
-        return replace(
-            answer,
-            registry=ours.encode() if ours.version > version else None,
-            want_registry=version > 0 and (member.node_id not in self._merged or version > ours.version),
-        )
+        ours, node_id, version = self.registry, heartbeat.member.node_id, heartbeat.version
+        if heartbeat.registry is not None:
+            ours.merge(NamespaceRegistry.decode(heartbeat.registry))
+            self._merged.add(node_id)
+        answer = self._update_view(heartbeat, now_s)
+        answer.registry = ours.encode() if ours.version > version else None
+        answer.want_registry = version > 0 and (node_id not in self._merged or version > ours.version)
+        return answer
 
-    def _update_view(self, member: Member, epoch: int, view: View | None, now_s: float) -> HeartbeatAnswer:
+    def _update_view(self, heartbeat: Heartbeat, now_s: float) -> HeartbeatAnswer:
+        member, view = heartbeat.member, heartbeat.view
         if view is not None and view.epoch > self.view.epoch:
             self.view = view
             self._seen_s = {known.node_id: now_s for known in view.members}
-        if epoch > self.view.epoch:
+        if heartbeat.epoch > self.view.epoch:
             return HeartbeatAnswer(want_view=True)
         self._seen_s[member.node_id] = now_s
         if self.view.member(member.node_id) != member:
             self._publish([*(known for known in self.view.members if known.node_id != member.node_id), member])
-        return HeartbeatAnswer(self.view if self.view.epoch > epoch else None)
+        return HeartbeatAnswer(self.view if self.view.epoch > heartbeat.epoch else None)
 
     def configure(
         self, namespace: Namespace, fields: dict[str, Any] | None, registry: bytes | None = None, *, now_ns: int
@@ -157,3 +121,34 @@ class Membership:
 
     def _publish(self, members: list[Member]) -> None:
         self.view = View(self.view.epoch + 1, tuple(sorted(members, key=lambda member: member.node_id)))
+
+
+class InProcessMembership:
+    """A `MembershipPort` in this process, for `raykv.embedded` and the directory actor. Thread-safe.
+
+    Attributes:
+        logic: Members, view and namespaces.
+    """
+
+    def __init__(self, *, member_timeout_s: float) -> None:
+        self.logic = Membership(member_timeout_s=member_timeout_s)
+        self._lock = threading.Lock()
+
+    def beat(self, heartbeat: Heartbeat) -> HeartbeatAnswer:
+        self.expire()
+        with self._lock:
+            return self.logic.beat(heartbeat, now_s=time.monotonic())
+
+    def configure(self, namespace: Namespace, fields: dict[str, Any] | None, registry: bytes | None = None) -> bytes:
+        with self._lock:
+            return self.logic.configure(namespace, fields, registry, now_ns=time.time_ns())
+
+    def leave(self, node_id: NodeId) -> None:
+        with self._lock:
+            self.logic.leave(node_id)
+
+    def expire(self) -> None:
+        """Remove members whose heartbeats have stopped for the timeout."""
+        with self._lock:
+            for node_id in self.logic.expire(now_s=time.monotonic()):
+                log.warning("node %s is silent and is removed from the view", node_id)

@@ -4,18 +4,19 @@ The proxy server listens on the loopback interface and serves one node. The node
 """
 
 import time
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 
-from raykv.errors import PeerUnavailable, RayKVError, TransientError, UsageError
-from raykv.membership.membership import HeartbeatAnswer, MembershipPort
+from raykv.errors import RayKVError, TransientError, UsageError
+from raykv.membership.membership import MembershipPort
 from raykv.protocol import codec, messages
 from raykv.protocol.namespace import Namespace
-from raykv.protocol.placement import Member, View
 from raykv.transport.base import Reply, Session
 from raykv.transport.link import Link
 from raykv.types import NodeId
+
+T = TypeVar("T")
 
 ANSWER_S: Final = 4.0
 """Time limit for one call to the directory through the proxy."""
@@ -45,25 +46,21 @@ class MembershipProxyServer:
         return _NoLeases()
 
     def answer(self, request: messages.Message, session: Session) -> Reply:
-        """Forward one call. If the directory does not answer, the reply's `problem` says why."""
+        """Forward one call to the directory."""
         try:
             return Reply(self._answer(request))
         except TransientError as error:
-            away = messages.Configured if isinstance(request, messages.Configure) else messages.HeartbeatAnswered
-            return Reply(away(problem=str(error)))
+            return Reply(messages.Unavailable(str(error)))
         except RayKVError as error:
             return Reply(codec.failure(error))
 
     def _answer(self, request: messages.Message) -> messages.Answer:
         match request:
             case messages.Heartbeat(member=member) if member.node_id == self._node_id:
-                found = self._membership.beat(
-                    member, request.view_epoch, request.view, request.version, request.registry
-                )
-                return messages.HeartbeatAnswered(found.view, found.want_view, found.registry, found.want_registry)
+                return self._membership.beat(request)
             case messages.Configure():
                 namespace = Namespace.load(codec.fields(request.namespace))
-                fields = None if request.drop else codec.fields(request.fields)
+                fields = None if request.fields is None else codec.fields(request.fields)
                 return messages.Configured(self._membership.configure(namespace, fields, request.registry))
             case messages.Leave() if request.node_id == self._node_id:
                 self._membership.leave(request.node_id)
@@ -78,32 +75,21 @@ class MembershipProxy:
         """Args: address: "host:port" of the proxy server."""
         self._address, self._secret = address, secret
 
-    def beat(
-        self, member: Member, epoch: int, view: View | None = None, version: int = 0, registry: bytes | None = None
-    ) -> HeartbeatAnswer:
-        """See `MembershipPort`."""
-        request = messages.Heartbeat(member=member, view_epoch=epoch, view=view, version=version, registry=registry)
-        found = codec.expect(messages.HeartbeatAnswered, self._call(request))
-        return HeartbeatAnswer(found.view, found.want_view, found.registry, found.want_registry)
+    def beat(self, heartbeat: messages.Heartbeat) -> messages.HeartbeatAnswer:
+        return self._call(heartbeat, messages.HeartbeatAnswer)
 
     def configure(self, namespace: Namespace, fields: dict[str, Any] | None, registry: bytes | None = None) -> bytes:
-        """See `MembershipPort`."""
         name = namespace.model_dump_json(exclude_defaults=True).encode()
-        changes = b"{}" if fields is None else msgspec.json.encode(fields)
-        request = messages.Configure(namespace=name, fields=changes, drop=fields is None, registry=registry)
-        return codec.expect(messages.Configured, self._call(request)).registry
+        changes = None if fields is None else msgspec.json.encode(fields)
+        return self._call(messages.Configure(name, changes, registry), messages.Configured).registry
 
     def leave(self, node_id: NodeId) -> None:
-        """See `MembershipPort`."""
-        self._call(messages.Leave(node_id=node_id))
+        self._call(messages.Leave(node_id), messages.Done)
 
-    def _call(self, request: messages.Message) -> messages.Answer:
+    def _call(self, request: messages.Message, kind: type[T]) -> T:
         deadline_s = time.monotonic() + ANSWER_S
         link = Link.connect(self._address, self._secret, deadline_s=deadline_s)
         try:
-            answer = link.call(request, deadline_s=deadline_s)
+            return codec.expect(kind, link.call(request, deadline_s=deadline_s))
         finally:
             link.close()
-        if isinstance(answer, messages.HeartbeatAnswered | messages.Configured) and answer.problem:
-            raise PeerUnavailable(answer.problem)
-        return answer

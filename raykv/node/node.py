@@ -173,14 +173,13 @@ class Node:
     def _beat(self) -> None:
         """Send one heartbeat to the directory, and apply the answer. Without an answer, nothing changes."""
         view, registry = self.view, self.reconciler.registry
-        version = registry.version
+        heartbeat = messages.Heartbeat(self.member, view.epoch, version=registry.version)
         try:
-            answer = self._membership.beat(self.member, view.epoch, None, version)
+            answer = self._membership.beat(heartbeat)
             if answer.want_view or answer.want_registry:
-                ours = registry.encode() if answer.want_registry else None
-                answer = self._membership.beat(
-                    self.member, view.epoch, view if answer.want_view else None, version, ours
-                )
+                heartbeat.view = view if answer.want_view else None
+                heartbeat.registry = registry.encode() if answer.want_registry else None
+                answer = self._membership.beat(heartbeat)
         except TransientError:
             self._errors["beat"] += 1
             return

@@ -15,10 +15,19 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from raykv.errors import CapacityError, ConfigError, LostError, NamespaceMismatch, ProtocolError, RayKVError, UsageError
+from raykv.errors import (
+    CapacityError,
+    ConfigError,
+    LostError,
+    NamespaceMismatch,
+    PeerUnavailable,
+    ProtocolError,
+    RayKVError,
+    UsageError,
+)
 from raykv.protocol import chunk_keys
 from raykv.protocol.chunk_keys import KEY_NBYTES
-from raykv.protocol.messages import MAX_KEYS, Answer, Failure, Message, Request
+from raykv.protocol.messages import MAX_KEYS, Answer, Failure, Message, Request, Unavailable
 from raykv.types import Bits, KeyArray
 
 T = TypeVar("T")
@@ -136,7 +145,9 @@ def fields(text: bytes) -> dict[str, Any]:
 
 
 def expect(kind: type[T], answer: Answer) -> T:
-    """Return `answer` if it is of this kind. Raises ProtocolError otherwise."""
+    """Return `answer` if it is of this kind. Raises PeerUnavailable for Unavailable, and ProtocolError otherwise."""
+    if isinstance(answer, Unavailable):
+        raise PeerUnavailable(answer.problem)
     if not isinstance(answer, kind):
         raise ProtocolError(f"{type(answer).__name__} where {kind.__name__} was due")
     return answer

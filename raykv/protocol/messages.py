@@ -46,13 +46,9 @@ class GetStats(Message):
 
 
 class OpenNamespace(Message):
-    """Give the quota group of a namespace (JSON) a number on this node. Answer: Done.
-
-    `capacity_nbytes`: limit for the group's slots on this node; 0 means no limit, None leaves the limit unchanged.
-    """
+    """Give the quota group of a namespace (JSON) a number on this node. Answer: Done."""
 
     namespace: bytes
-    capacity_nbytes: int | None = None
 
 
 class Lend(Message):
@@ -204,15 +200,15 @@ class Why(Message):
 
 
 class Configure(Message):
-    """Change a namespace's config, or drop the namespace. Answer: Configured.
+    """Change a namespace's config, or drop the namespace. Answer: Configured, or Unavailable.
 
-    `namespace` and `fields` (of the config) are JSON. The node forwards the request to the directory. `registry`: the
-    node's list of namespaces, sent only by a node to the membership proxy; see `MembershipPort.configure`.
+    `namespace` and `fields` (of the config) are JSON; `fields` None drops the namespace. The node forwards the request
+    to the directory. `registry`: the node's list of namespaces, sent only by a node to the membership proxy; see
+    `MembershipPort.configure`.
     """
 
     namespace: bytes
-    fields: bytes = b"{}"
-    drop: bool = False
+    fields: bytes | None
     registry: bytes | None = None
 
 
@@ -230,10 +226,6 @@ class Report(Message):
     puts: tuple[int, ...] = ()
 
 
-class GetNamespaces(Message):
-    """Ask for the quota groups of this node. Answer: NamespacesAre."""
-
-
 class RecordTrace(Message):
     """Add a client's requests, encoded by `trace_requests.pack`, to the trace being recorded. Answer: Done."""
 
@@ -247,17 +239,21 @@ class FetchTrace(Message):
 
 
 class Heartbeat(Message):
-    """Call `MembershipPort.beat` at the membership proxy. Answer: HeartbeatAnswered."""
+    """A node tells the directory that it is alive. Answer: HeartbeatAnswer, or Unavailable.
+
+    `member`: the node. `epoch`: epoch of its view. `version`: version of its list of namespaces. `view`, `registry`:
+    the view and the encoded list, if the directory asked for them.
+    """
 
     member: Member
-    view_epoch: int
+    epoch: int
     view: View | None = None
     version: int = 0
     registry: bytes | None = None
 
 
 class Leave(Message):
-    """Call `MembershipPort.leave` at the membership proxy. Answer: Done, or HeartbeatAnswered with a problem."""
+    """Call `MembershipPort.leave` at the membership proxy. Answer: Done, or Unavailable."""
 
     node_id: NodeId
 
@@ -389,20 +385,9 @@ class Histories(Message):
 
 
 class Configured(Message):
-    """The list of namespaces after a change. `count`: number of chunks that the answering node dropped.
+    """The list of namespaces after a change."""
 
-    `problem`: why the directory could not be asked. In that case nothing was changed.
-    """
-
-    registry: bytes = b""
-    count: int = 0
-    problem: str = ""
-
-
-class NamespacesAre(Message):
-    """JSON text: an object with the quota groups of a node. The keys are the groups' fields as JSON."""
-
-    namespaces: bytes
+    registry: bytes
 
 
 class Trace(Message):
@@ -411,18 +396,27 @@ class Trace(Message):
     requests: bytes
 
 
-class HeartbeatAnswered(Message):
-    """A `HeartbeatAnswer`. `problem`: why the directory could not be asked."""
+class HeartbeatAnswer(Message):
+    """The directory's view and its list of namespaces; None if the node's are not older.
+
+    `want_view`, `want_registry`: the node has a newer view, or a list that the directory lacks. The node must send them
+    with another heartbeat at once.
+    """
 
     view: View | None = None
     want_view: bool = False
     registry: bytes | None = None
     want_registry: bool = False
-    problem: str = ""
+
+
+class Unavailable(Message):
+    """The directory does not answer, so nothing was changed. `problem` says why."""
+
+    problem: str
 
 
 class Stats(Message):
-    """The node's counters as JSON text."""
+    """The node's counters as JSON text: see `Node.stats`."""
 
     stats: bytes
 
@@ -436,10 +430,10 @@ class Failure(Message):
 
 Request = (
     Attach | GetView | GetStats | OpenNamespace | Lend | Commit | GiveBack | Write | Read | Pin | Unpin | Promote
-    | Delete | Suspect | Hint | Locate | Announce | Why | Configure | Adopt | Report | GetNamespaces | RecordTrace
-    | FetchTrace | Heartbeat | Leave
+    | Delete | Suspect | Hint | Locate | Announce | Why | Configure | Adopt | Report | RecordTrace | FetchTrace
+    | Heartbeat | Leave
 )  # fmt: skip
 Answer = (
     Done | Count | Attached | ViewIs | Lent | Committed | Accepted | Held | Reading | Located | Histories | Configured
-    | NamespacesAre | Trace | HeartbeatAnswered | Stats | Failure
+    | Trace | HeartbeatAnswer | Unavailable | Stats | Failure
 )  # fmt: skip

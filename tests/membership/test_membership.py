@@ -2,7 +2,8 @@
 
 import random
 
-from raykv.membership.membership import HeartbeatAnswer, Membership
+from raykv.membership.membership import Membership
+from raykv.protocol.messages import Heartbeat, HeartbeatAnswer
 from raykv.protocol.placement import Member, View
 
 
@@ -17,9 +18,9 @@ class Node:
         self.member, self.view = member(name, life), View()
 
     def beat(self, directory: Membership, now_s: float) -> None:
-        answer = directory.beat(self.member, self.view.epoch, None, now_s=now_s)
+        answer = directory.beat(Heartbeat(self.member, self.view.epoch), now_s=now_s)
         if answer.want_view:
-            answer = directory.beat(self.member, self.view.epoch, self.view, now_s=now_s)
+            answer = directory.beat(Heartbeat(self.member, self.view.epoch, self.view), now_s=now_s)
             assert not answer.want_view
         if answer.view is not None:
             assert answer.view.epoch > self.view.epoch
@@ -36,7 +37,7 @@ def test_joining_staying_and_leaving():
     assert (names(a.view), a.view.epoch) == (["a"], 1)
     b.beat(directory, 0.0)
     assert names(b.view) == ["a", "b"]
-    assert directory.beat(b.member, 2, None, now_s=1.0) == HeartbeatAnswer()
+    assert directory.beat(Heartbeat(b.member, 2), now_s=1.0) == HeartbeatAnswer()
     a.beat(directory, 1.0)
     assert a.view == b.view == directory.view
     directory.leave("a")

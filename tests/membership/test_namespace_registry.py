@@ -8,6 +8,7 @@ from raykv.config import NamespaceConfig
 from raykv.errors import CapacityError, ConfigError, UsageError
 from raykv.membership.membership import Membership
 from raykv.membership.namespace_registry import MAX_ENTRIES, Entry, NamespaceRegistry
+from raykv.protocol.messages import Heartbeat
 from raykv.protocol.namespace import Namespace
 from raykv.protocol.placement import Member
 
@@ -159,24 +160,24 @@ def test_copies_that_merge_agree(rng: random.Random):
 
 def test_the_directory_sends_the_list_and_learns_from_nodes():
     directory, node = Membership(member_timeout_s=5.0), member("n")
-    assert directory.beat(node, 0, None, now_s=0.0).registry is None
+    assert directory.beat(Heartbeat(node, 0), now_s=0.0).registry is None
     text = directory.configure(A, {"ttl_s": 60}, now_ns=1)
-    answer = directory.beat(node, 1, None, now_s=0.0)
+    answer = directory.beat(Heartbeat(node, 1), now_s=0.0)
     assert (answer.registry, answer.want_registry) == (text, False)
     mine = NamespaceRegistry.decode(text)
-    assert directory.beat(node, 1, None, now_s=0.0, version=mine.version).want_registry, "it may know more"
-    answer = directory.beat(node, 1, None, now_s=0.0, version=mine.version, registry=text)
+    assert directory.beat(Heartbeat(node, 1, version=mine.version), now_s=0.0).want_registry, "it may know more"
+    answer = directory.beat(Heartbeat(node, 1, version=mine.version, registry=text), now_s=0.0)
     assert (answer.registry, answer.want_registry) == (None, False)
     restarted = Membership(member_timeout_s=5.0)
     restarted.configure(B, {"ttl_s": 30}, now_ns=2)
-    answer = restarted.beat(node, 1, None, now_s=0.0, version=mine.version)
+    answer = restarted.beat(Heartbeat(node, 1, version=mine.version), now_s=0.0)
     assert answer.want_registry
-    answer = restarted.beat(node, 1, None, now_s=0.0, version=mine.version, registry=mine.encode())
+    answer = restarted.beat(Heartbeat(node, 1, version=mine.version, registry=mine.encode()), now_s=0.0)
     both = NamespaceRegistry.decode(answer.registry)
     assert {entry.config.ttl_s for entry in both.entries.values()} == {60, 30}
     assert both.version > mine.version
     other = member("o")
-    assert restarted.beat(other, 0, None, now_s=0.0).registry == answer.registry
+    assert restarted.beat(Heartbeat(other, 0), now_s=0.0).registry == answer.registry
 
 
 def test_a_restarted_directory_builds_on_the_list_of_the_calling_node():

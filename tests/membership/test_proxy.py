@@ -10,11 +10,11 @@ import pytest
 from raykv.config import NodeConfig, StorageConfig
 from raykv.embedded import InProcessMembership
 from raykv.errors import ConfigError, PeerUnavailable, RayKVError, UsageError
-from raykv.membership.membership import HeartbeatAnswer
 from raykv.membership.namespace_registry import NamespaceRegistry
 from raykv.membership.proxy import MembershipProxy, MembershipProxyServer
 from raykv.node.node import Node
 from raykv.protocol import messages
+from raykv.protocol.messages import Heartbeat, HeartbeatAnswer
 from raykv.protocol.namespace import Namespace
 from raykv.protocol.placement import Member, View
 from raykv.transport.link import Link
@@ -33,9 +33,9 @@ class Fickle(InProcessMembership):
         self.away = ""
         self.left: list[str] = []
 
-    def beat(self, *arguments: Any, **fields: Any) -> HeartbeatAnswer:
+    def beat(self, heartbeat: Heartbeat) -> HeartbeatAnswer:
         self._require()
-        return super().beat(*arguments, **fields)
+        return super().beat(heartbeat)
 
     def configure(self, namespace: Namespace, fields: dict[str, Any] | None, registry: bytes | None = None) -> bytes:
         self._require()
@@ -67,14 +67,14 @@ def address(directory: Fickle) -> Iterator[str]:
 
 def test_heartbeats_and_their_answers_pass_unchanged(directory, address):
     asked = MembershipProxy(address, SECRET)
-    first = asked.beat(MEMBER, 0)
+    first = asked.beat(Heartbeat(MEMBER, 0))
     assert first == HeartbeatAnswer(View(1, (MEMBER,)))
-    assert asked.beat(MEMBER, 1) == HeartbeatAnswer()
-    assert asked.beat(MEMBER, 9) == HeartbeatAnswer(want_view=True)
-    assert asked.beat(MEMBER, 9, View(9, (MEMBER,))) == HeartbeatAnswer()
+    assert asked.beat(Heartbeat(MEMBER, 1)) == HeartbeatAnswer()
+    assert asked.beat(Heartbeat(MEMBER, 9)) == HeartbeatAnswer(want_view=True)
+    assert asked.beat(Heartbeat(MEMBER, 9, View(9, (MEMBER,)))) == HeartbeatAnswer()
     registry = NamespaceRegistry()
     registry.configure(SPACE, {"priority": 3}, now_ns=1)
-    answer = asked.beat(MEMBER, 9, None, registry.version, registry.encode())
+    answer = asked.beat(Heartbeat(MEMBER, 9, None, registry.version, registry.encode()))
     assert directory.logic.registry.entries.keys() == registry.entries.keys()
     assert answer == HeartbeatAnswer()
     asked.leave("a")
@@ -95,13 +95,17 @@ def test_configs_are_changed_through_it_and_errors_keep_their_class(directory, a
 def test_a_directory_that_is_away_is_away_for_the_node_too(directory, address):
     asked = MembershipProxy(address, SECRET)
     directory.away = "restarting"
-    for call in (lambda: asked.beat(MEMBER, 0), lambda: asked.configure(SPACE, {}), lambda: asked.leave("a")):
+    for call in (
+        lambda: asked.beat(Heartbeat(MEMBER, 0)),
+        lambda: asked.configure(SPACE, {}),
+        lambda: asked.leave("a"),
+    ):
         with pytest.raises(PeerUnavailable, match="restarting"):
             call()
     directory.away = ""
-    assert asked.beat(MEMBER, 0).view is not None
+    assert asked.beat(Heartbeat(MEMBER, 0)).view is not None
     with pytest.raises(PeerUnavailable):
-        MembershipProxy("unix:@raykv-test-nobody", SECRET).beat(MEMBER, 0)
+        MembershipProxy("unix:@raykv-test-nobody", SECRET).beat(Heartbeat(MEMBER, 0))
 
 
 def test_it_answers_for_nothing_else_and_survives_nonsense(directory, address):
@@ -118,12 +122,12 @@ def test_it_answers_for_nothing_else_and_survives_nonsense(directory, address):
         with pytest.raises(problem):
             link.call(message, deadline_s=time.monotonic() + 5.0)
     link.close()
-    assert MembershipProxy(address, SECRET).beat(MEMBER, 0).view is not None
+    assert MembershipProxy(address, SECRET).beat(Heartbeat(MEMBER, 0)).view is not None
 
 
 def test_a_wrong_secret_is_refused(directory, address):
     with pytest.raises(PeerUnavailable, match="secret"):
-        MembershipProxy(address, b"something else").beat(MEMBER, 0)
+        MembershipProxy(address, b"something else").beat(Heartbeat(MEMBER, 0))
     assert not directory.logic.view.members
 
 
@@ -135,7 +139,7 @@ def test_many_calls_at_once(directory, address):
         try:
             for life in range(20):
                 member = Member("a", "h", {"tcp": f"x:{number}"}, 1.0, life)
-                answer = MembershipProxy(address, SECRET).beat(member, 0)
+                answer = MembershipProxy(address, SECRET).beat(Heartbeat(member, 0))
                 epochs.append(answer.view.epoch)
         except RayKVError as error:
             problems.append(error)

@@ -149,10 +149,10 @@ def test_a_node_that_was_out_of_the_view_announces_everything_again(nodes: Nodes
     nodes.settle()
     beat = nodes.membership.beat
 
-    def without_c(member, *rest):
-        if member.node_id == "c":
+    def without_c(heartbeat):
+        if heartbeat.member.node_id == "c":
             raise PeerUnavailable("cut off")
-        return beat(member, *rest)
+        return beat(heartbeat)
 
     monkeypatch.setattr(nodes.membership, "beat", without_c)
     wait_until(lambda: all(nodes.by_name[name].view.member("c") is None for name in "ab"))

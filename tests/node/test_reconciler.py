@@ -120,11 +120,11 @@ def test_a_place_that_cannot_be_written_does_no_harm(shm_dir: Path, caplog):
     [
         messages.OpenNamespace(b'{"model": "\xff"}'),
         messages.OpenNamespace(b"\xff\xfe"),
-        messages.Configure(b'{"model": "\xff"}'),
+        messages.Configure(b'{"model": "\xff"}', b"{}"),
         messages.Configure(b'{"model": "m"}', b'{"policy": "\xff"}'),
-        messages.Configure(b"{"),
+        messages.Configure(b"{", b"{}"),
         messages.Configure(b'{"model": "m"}', b"[]"),
-        messages.Configure(b'{"color": 1}', b"{}", True),
+        messages.Configure(b'{"color": 1}', None),
         messages.Configure(b'{"model": "m"}', b'{"policy": 5}'),
         messages.Adopt(b"garbage"),
         messages.Adopt(b'{"version": 1, "entries": [{}]}'),
@@ -133,7 +133,6 @@ def test_a_place_that_cannot_be_written_does_no_harm(shm_dir: Path, caplog):
         messages.Hint(b"k" * 16, priority=1000),
         messages.Hint(b"k" * 15),
         messages.Why(b"k" * 15),
-        messages.RecordTrace(b"k"),
         messages.Announce("n", added=b"k" * 16),
     ],
 )
@@ -182,7 +181,7 @@ def test_numbers_of_dropped_namespaces_are_used_again():
             peer.ask(messages.OpenNamespace(json_of(MINE)))
         with pytest.raises(LostError):
             peer.ask(messages.Lend(5000, 1, group=MINE.group.digest))
-        peer.ask(messages.Configure(json_of(Namespace(model="m7")), drop=True))
+        peer.ask(messages.Configure(json_of(Namespace(model="m7")), None))
         peer.ask(messages.OpenNamespace(json_of(MINE)))
         assert peer.ask(messages.Lend(5000, 1, group=MINE.group.digest)).rows
 

@@ -79,7 +79,7 @@ def test_random_frames_never_stop_a_server(served, rng, recwarn):
         messages.Commit((run, run), group=group),
         messages.Lend(4096, 2, keys=keys, group=group),
         messages.Configure('{"model": "ä"}'.encode(), fields=b'{"a": [1, {"b": 2}]}'),
-        messages.OpenNamespace('{"model": "ä"}'.encode(), capacity_nbytes=1 << 40),
+        messages.OpenNamespace('{"model": "ä"}'.encode()),
         messages.Announce("nöde", keys, keys),
         messages.Report({"gone": 3, "ä": 4}, gets=(1, 2)),
     ]

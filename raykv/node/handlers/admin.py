@@ -3,8 +3,6 @@
 import threading
 from typing import Final
 
-import msgspec
-
 from raykv.errors import TransientError, UsageError
 from raykv.membership.membership import MembershipPort
 from raykv.node.namespace_reconciler import NamespaceReconciler
@@ -32,7 +30,6 @@ class AdminHandler:
             messages.Configure: self._configure,
             messages.Adopt: self._adopt,
             messages.Report: self._report,
-            messages.GetNamespaces: self._get_namespaces,
             messages.RecordTrace: self._record_trace,
             messages.FetchTrace: self._fetch_trace,
         }
@@ -40,20 +37,20 @@ class AdminHandler:
     def _open_namespace(self, request: messages.OpenNamespace, session: NodeSession) -> Reply:
         namespace = Namespace.load(codec.fields(request.namespace))
         with self._lock:
-            self._store.groups.open(namespace, request.capacity_nbytes)
+            self._store.groups.open(namespace)
         return Reply(messages.Done())
 
     def _configure(self, request: messages.Configure, session: NodeSession) -> Reply:
-        namespace, fields = Namespace.load(codec.fields(request.namespace)), codec.fields(request.fields)
-        if not request.drop:
+        namespace = Namespace.load(codec.fields(request.namespace))
+        fields = None if request.fields is None else codec.fields(request.fields)
+        if fields is not None:
             self._reconciler.require(namespace, fields)
         try:
-            ours = self._reconciler.registry.encode()
-            registry = self._membership.configure(namespace, None if request.drop else fields, ours)
+            registry = self._membership.configure(namespace, fields, self._reconciler.registry.encode())
         except TransientError as error:
-            return Reply(messages.Configured(problem=str(error)))
+            return Reply(messages.Unavailable(str(error)))
         self._reconciler.adopt(registry)
-        return Reply(messages.Configured(registry, self._reconciler.dropped_chunks(namespace.group.digest)))
+        return Reply(messages.Configured(registry))
 
     def _adopt(self, request: messages.Adopt, session: NodeSession) -> Reply:
         self._reconciler.adopt(request.registry)
@@ -62,9 +59,6 @@ class AdminHandler:
     def _report(self, request: messages.Report, session: NodeSession) -> Reply:
         self._reconciler.add_report(request.group, request.misses, request.gets, request.puts)
         return Reply(messages.Done())
-
-    def _get_namespaces(self, request: messages.GetNamespaces, session: NodeSession) -> Reply:
-        return Reply(messages.NamespacesAre(msgspec.json.encode(self._reconciler.list())))
 
     def _record_trace(self, request: messages.RecordTrace, session: NodeSession) -> Reply:
         for _ in unpack(request.requests):
