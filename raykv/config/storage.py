@@ -116,8 +116,9 @@ class StorageConfig(Model):
         high_water: Eviction stops when this share is free.
         shm_dir: Directory for arena, table and socket, on tmpfs or hugetlbfs. None means anonymous memory, which is
             freed when the process ends.
-        huge_pages: Pages of 2 MiB: "try" uses them if the host has any, "never" does not use them. With "require" the
-            node does not start without them, and does not use an extent without them.
+        huge_pages: Pages of 2 MiB: "try" uses them if the host has any, "never" does not ask for them. With "require"
+            the node does not start without them, and does not use an extent without them; this needs Linux 6.1 or a
+            hugetlbfs.
         numa: "auto" divides the arena equally among the host's NUMA nodes.
         ssd: The SSD tier below memory. None means that there is none.
         file: The file tier below the SSD tier, shared with other nodes. None means that there is none.

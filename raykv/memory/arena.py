@@ -1,11 +1,12 @@
 """Shared memory: a file in a tmpfs or hugetlbfs, which outlives its process, or anonymous memory."""
 
+import ctypes
+import errno
 import fcntl
 import mmap
 import os
 import time
 import weakref
-from functools import cached_property
 from pathlib import Path
 from typing import Self
 
@@ -20,7 +21,7 @@ class SharedMemory:
     Attributes:
         path: Other processes open the file by this path.
         view: All bytes of the file.
-        address: Address of the first byte in this process. A multiple of the huge page size if the file is that large.
+        address: Address of the first byte in this process, a multiple of the huge page size.
         page_nbytes: Page size of the hugetlbfs, else of the host. The file's length is a multiple of it.
         huge_pages: Whether `populate` asks for huge pages.
     """
@@ -29,11 +30,11 @@ class SharedMemory:
         self.path, self.nbytes, self.huge_pages = path, nbytes, huge_pages
         self._fd = fd
         self._close_fd = weakref.finalize(self, os.close, fd)
-        hugetlb, huge = pages.hugetlb_page_nbytes(fd), pages.huge_nbytes()
-        self.page_nbytes = hugetlb or mmap.PAGESIZE
-        alignment = huge if nbytes >= huge and not hugetlb else mmap.PAGESIZE
-        self._map: pages.Mapping | None = pages.Mapping(fd, nbytes, writable=writable, alignment=alignment)
-        self.view, self.address = self._map.view, self._map.address
+        self.page_nbytes, huge = pages.hugetlb_page_nbytes(fd) or mmap.PAGESIZE, pages.huge_nbytes()
+        mapped = pages.map_file(fd, nbytes, writable=writable, alignment=max(huge, self.page_nbytes))
+        view = memoryview(mapped).cast("B")
+        self.view, self.address = view if writable else view.toreadonly(), ctypes.addressof(mapped)
+        self._mapped: object = mapped
         self._huge_blocks = bytearray(nbytes // huge)
 
     @classmethod
@@ -85,48 +86,38 @@ class SharedMemory:
         has no room, or when huge pages are required and there are none. In both cases no memory was taken, unless
         another process took the last of it at the same time.
         """
-        mapping = self._map
-        if mapping is None:
+        mapped = self._mapped  # not unmapped during this call
+        if mapped is None:
             return False
         try:
             huge = self.page_nbytes > mmap.PAGESIZE
             if not huge and not (hurry and self.huge_pages != "require"):
-                huge = self._take_huge_pages(mapping, offset, nbytes)
+                huge = self._take_huge_pages(offset, nbytes)
             os.posix_fallocate(self._fd, offset, nbytes)
         except OSError as error:
-            if pages.is_full(error):
+            if error.errno in (errno.ENOSPC, errno.ENOMEM):
                 return False
             raise
         return huge or self.huge_pages != "require"
 
     @property
     def huge_nbytes(self) -> int:
-        """Bytes in huge pages. On tmpfs: only those that `populate` made or found in this process."""
+        """Bytes in huge pages. On tmpfs: only those that `populate` made in this process."""
         if self.page_nbytes > mmap.PAGESIZE and self._close_fd.alive:
             return os.fstat(self._fd).st_blocks * 512
         return self._huge_blocks.count(1) * pages.huge_nbytes()
 
-    def _take_huge_pages(self, mapping: pages.Mapping, offset: int, nbytes: int) -> bool:
+    def _take_huge_pages(self, offset: int, nbytes: int) -> bool:
         """Take all huge pages that fit into a part. False when the kernel refused one. Raises OSError: No room."""
         found = os.fstatvfs(self._fd)
         if self.huge_pages == "never" or (found.f_blocks and found.f_bavail * found.f_frsize < nbytes):
             return False  # so little room may not suffice; one `posix_fallocate` call takes all or nothing
         block = pages.huge_nbytes()
         for number in range(-(-offset // block), (offset + nbytes) // block):
-            if self._huge_blocks[number]:
-                continue
-            if pages.collapse_works():
-                got = pages.collapse(mapping, self._fd, number * block)
-            else:
-                got = self._faults_are_huge and pages.fault(mapping, number * block)
-            if not got:
+            if not self._huge_blocks[number] and not pages.collapse(self.address, self._fd, number * block):
                 return False  # the next huge page would fail too, and each try may cost the kernel a search
             self._huge_blocks[number] = 1
         return True
-
-    @cached_property
-    def _faults_are_huge(self) -> bool:
-        return pages.grant_of(self._fd) not in ("never", "deny")
 
     def own(self, *, timeout_s: float) -> None:
         """Become the one process that writes to this file. The kernel ends the ownership with the process.
@@ -166,7 +157,7 @@ class SharedMemory:
             self.view.release()
         except BufferError:
             pass  # numpy arrays still use the mapping; it ends with the last array
-        self._map = None
+        self._mapped = None
 
 
 def free_nbytes(directory: Path | None) -> int:

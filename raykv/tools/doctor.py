@@ -118,10 +118,8 @@ def huge_pages(root: Path) -> Finding:
     size = _size(pages.huge_nbytes())
     if pages.try_collapse():
         return Finding(name, "ok", f"shared memory gets pages of {size} on request (shmem_enabled: {setting})")
-    says = f"no pages of {size} for shared memory (shmem_enabled: {setting})"
-    if setting in ("always", "force", "advise", "within_size"):
-        says = f"this kernel gives pages of {size} by the mount's setting alone"
-    remedy = "mount -o remount,huge=advise /dev/shm, or update the kernel to 6.1 or later"
+    says = f"this kernel makes no pages of {size} for shared memory on request (shmem_enabled: {setting})"
+    remedy = "mount -o remount,huge=within_size /dev/shm, or update the kernel to 6.1 or later"
     return Finding(name, "better", says, remedy)
 
 

@@ -1,6 +1,5 @@
 """Huge pages: had where the kernel gives them, done without where not, and never a reason to die."""
 
-import mmap
 import os
 import subprocess
 import sys
@@ -66,7 +65,7 @@ def test_files_of_any_size_are_mapped_where_huge_pages_fit(shm_dir, nbytes, writ
     assert len(memory.view) == memory.nbytes == nbytes
     assert memory.view[nbytes - 1] == ord("a")
     assert memory.view.readonly != writable
-    assert memory.address % (HUGE if nbytes >= HUGE else mmap.PAGESIZE) == 0
+    assert memory.address % HUGE == 0
     memory.close()
 
 
@@ -154,9 +153,10 @@ def test_a_table_that_began_in_a_hurry_and_grew_in_steps_ends_in_huge_pages(shm_
 
 
 @pytest.mark.parametrize("collapses", [True, False])
-@pytest.mark.parametrize("huge", ["never", "advise"])
+@pytest.mark.parametrize("huge", ["never", "within_size"])
 def test_a_full_tmpfs_is_an_answer_and_costs_nothing(mount, huge, collapses, monkeypatch):
-    monkeypatch.setattr(pages, "collapse_works", lambda: collapses)
+    if not collapses:
+        monkeypatch.setattr(pages, "collapse", lambda *_: False)
     place = mount("tmpfs", f"size={5 * HUGE},huge={huge}")
     made = SharedMemory.create(place / "file", 16 * HUGE)
     assert made.populate(0, 2 * HUGE)
@@ -167,38 +167,20 @@ def test_a_full_tmpfs_is_an_answer_and_costs_nothing(mount, huge, collapses, mon
         assert made.populate(offset, 2 * HUGE) == (offset == 0)
     assert free_nbytes(place) == 0
     made.view[: 5 * HUGE] = b"x" * (5 * HUGE)
-    if collapses or huge == "advise":
+    if collapses:
         assert made.huge_nbytes in (4 * HUGE, 5 * HUGE)
     made.close()
 
 
-def test_a_kernel_that_collapses_nothing_gives_huge_pages_by_fault_if_the_mount_says_so(mount, monkeypatch):
-    monkeypatch.setattr(pages, "collapse_works", lambda: False)
-    made = SharedMemory.create(mount("tmpfs", "size=64m,huge=advise") / "file", 4 * HUGE)
+@pytest.mark.parametrize(("huge", "expected"), [("within_size", 4 * HUGE), ("never", 0)])
+def test_a_kernel_that_collapses_nothing_gives_huge_pages_if_the_mount_says_so(mount, monkeypatch, huge, expected):
+    monkeypatch.setattr(pages, "collapse", lambda *_: False)
+    made = SharedMemory.create(mount("tmpfs", f"size=64m,huge={huge}") / "file", 4 * HUGE)
     assert made.populate(0, 4 * HUGE)
-    assert made.huge_nbytes == mapped_huge(made) == 4 * HUGE
-    plain = SharedMemory.create(mount("tmpfs", "size=64m,huge=never") / "file", 4 * HUGE)
-    assert plain.populate(0, 4 * HUGE)
-    assert blocks(plain) == 4 * HUGE
-    assert plain.huge_nbytes == mapped_huge(plain) == 0
-    plain.close()
+    assert blocks(made) == 4 * HUGE
+    made.view[:] = b"x" * (4 * HUGE)
+    assert mapped_huge(made) == expected
     made.close()
-
-
-def test_the_setting_of_a_mount_for_huge_pages(mount, tmp_path):
-    def grant(directory: Path | None, overall: str = "advise") -> str:
-        (tmp_path / "shmem_enabled").write_text(f"always [{overall}] never\n")
-        fd = os.memfd_create("x") if directory is None else os.open(directory, os.O_RDONLY)
-        try:
-            return pages.grant_of(fd, thp=tmp_path)
-        finally:
-            os.close(fd)
-
-    assert grant(None) == "advise"
-    for huge in ("advise", "within_size", "always", "never"):
-        assert grant(mount("tmpfs", f"size=1m,huge={huge}")) == huge
-    assert grant(mount("tmpfs", "size=1m"), "deny") == "deny"
-    assert pages.grant_of(0, thp=tmp_path / "missing") == "never"
 
 
 def test_required_huge_pages_that_the_kernel_does_not_give_are_refused(shm_dir, monkeypatch):
@@ -208,7 +190,6 @@ def test_required_huge_pages_that_the_kernel_does_not_give_are_refused(shm_dir, 
     with pytest.raises(ConfigError, match=r"'extent_nbytes'.*multiple"):
         Store.open(config.model_copy(update={"extent_nbytes": HUGE // 2}), shm_dir / "n", now_s=0.0)
     monkeypatch.setattr(pages, "collapse", lambda *_: False)
-    monkeypatch.setattr(pages, "collapse_works", lambda: True)
     with pytest.raises(ConfigError, match=r"'huge_pages'.*raykv doctor"):
         Store.open(config, shm_dir / "n", now_s=0.0)
     assert not list(shm_dir.iterdir())
