@@ -25,12 +25,11 @@ class GroupPolicies:
 
     Attributes:
         default: The policy of all quota groups that have no own policy.
-        ranks: Ranks of rows, which come before the policies' scores; None if all rows have the same rank.
     """
 
-    def __init__(self, default: Policy, columns: Columns) -> None:
-        self.default, self._columns = default, columns
-        self.ranks: Ranks | None = None
+    def __init__(self, default: Policy, columns: Columns, ranks: Ranks | None = None) -> None:
+        """`ranks`: gives ranks of rows, which come before the policies' scores."""
+        self.default, self._columns, self._ranks = default, columns, ranks
         self._own: dict[int, Policy] = {}
 
     def use(self, group: int | None, policy: Policy | None, rows_in_order: Rows, now: int) -> None:
@@ -74,7 +73,7 @@ class GroupPolicies:
         """Choose up to `count` of these rows to evict; see `base.victims`."""
 
         def choose(policy: Policy, mine: Rows, share: int) -> Rows:
-            ranks, columns = self.ranks, self._columns
+            ranks, columns = self._ranks, self._columns
             return self._ask(policy, lambda asked: victims(asked, columns, mine, share, now, ranks, may_go))
 
         parts, chosen = list(self._by_policy(rows)), []
@@ -92,7 +91,7 @@ class GroupPolicies:
         """The up to `count` rows that would be evicted first; see `base.upcoming`."""
 
         def choose(policy: Policy, mine: Rows) -> Rows:
-            share, ranks, columns = -(-count * len(mine) // max(1, len(rows))), self.ranks, self._columns
+            share, ranks, columns = -(-count * len(mine) // max(1, len(rows))), self._ranks, self._columns
             return self._ask(policy, lambda asked: upcoming(asked, columns, mine, share, now, ranks))
 
         found = [choose(policy, mine) for policy, mine in list(self._by_policy(rows))]

@@ -56,8 +56,8 @@ class Evictor:
     """
 
     def __init__(self, config: StorageConfig, table: Table, allocator: Allocator, row_hints: RowHints) -> None:
-        self._config, self._table, self._allocator, self._row_hints = config, table, allocator, row_hints
-        self.policies = GroupPolicies(policy(config.policy), table.columns)
+        self._config, self._table, self._allocator = config, table, allocator
+        self.policies = GroupPolicies(policy(config.policy), table.columns, row_hints.ranks)
         self.eviction_log = EvictionLog()
         self.counters = Counters()
         self.departures = np.zeros((MAX_NAMESPACES, len(Reason)), np.int64)
@@ -207,7 +207,6 @@ class Evictor:
         rows = self._candidates()
         if not self._is_small():
             count = math.ceil(len(rows) * share)
-        self.policies.ranks = self._row_hints.ranks if self._row_hints.active else None
         return self.policies.upcoming(rows, count, now)
 
     def _evict_over_quota(self, now: int) -> None:
@@ -283,7 +282,6 @@ class Evictor:
         return len(rows)
 
     def _victims(self, candidates: Rows, count: int, now: int) -> Rows:
-        self.policies.ranks = self._row_hints.ranks if self._row_hints.active else None
         return self.policies.victims(candidates, count, now, None if self._is_small() else self._may_evict)
 
     def _is_small(self) -> bool:

@@ -83,7 +83,7 @@ class Store(Contents):
             np.concatenate([ready, quarantined]),
         )
         allocator = Allocator(config, table, slots, ready=ready, quarantined=quarantined, now_s=now_s)
-        self.row_hints = RowHints(table, expiring=bool(table.columns.expires[ready].any()))
+        self.row_hints = RowHints(table, active=bool(table.columns.expires[ready].any()))
         super().__init__(table, allocator, Evictor(config, table, allocator, self.row_hints))
         self.evictor.learn(ready, table.ticks(now_s))
         self.eviction_log, self.counters = self.evictor.eviction_log, self.evictor.counters
@@ -247,7 +247,7 @@ class Store(Contents):
 
     def expire(self, lock: AbstractContextManager[Any], *, now_s: float) -> int:
         """Remove expired chunks, in steps; each step takes the lock. Returns how many chunks were removed."""
-        if not self.row_hints.expiring:
+        if not self.row_hints.active:
             return 0
         count, now, columns = 0, self.table.ticks(now_s), self.table.columns
         for first in range(0, self.allocator.free_rows.fresh, EXPIRE_ROWS):

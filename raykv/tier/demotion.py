@@ -72,7 +72,7 @@ class Demotion:
             rows = store.evictor.upcoming(AHEAD_SHARE, now)
             rows = rows[store.evictor.evictable(rows)]
             may, priority = store.row_hints.below(rows, now)
-            rows, priority = rows[may], None if priority is None else priority[may]
+            rows, priority = rows[may], priority[may]
             keys = np.stack([columns.key_hi[rows], columns.key_lo[rows]], axis=1)
             parents = live_parents(columns, rows)
             parent_reads = np.where(parents >= 0, columns.frequency[np.maximum(parents, 0)], 0).astype(np.int64)
@@ -86,7 +86,7 @@ class Demotion:
             parent_reads[missing],
             sizes[missing],
             now_s=now_s,
-            priority=None if priority is None else priority[missing],
+            priority=priority[missing],
         )
         chosen = np.flatnonzero(missing)
         for first in range(0, len(chosen), STEP_CHUNKS):

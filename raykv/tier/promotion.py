@@ -165,7 +165,7 @@ class Promotion:
             table.ticks(now_s + each.expires_s - today_s) if each.expires_s else 0 for each in found
         ]
         if any(each.expires_s for each in found):
-            store.row_hints.expiring = store.row_hints.active = True
+            store.row_hints.active = True
 
     def give_up(self, keys: KeyArray) -> None:
         """Do not commit these chunks when their reads end: they were deleted. The caller holds the node's lock."""

@@ -96,7 +96,7 @@ def test_defaults_of_the_group_and_hints_of_the_writer(bench):
 
 def test_what_may_go_below_memory(bench):
     rows, now = bench.store.table.find(names_to_keys("ABC")), bench.store.table.ticks(bench.now_s)
-    assert bench.store.row_hints.below(rows, now)[1] is None
+    assert not bench.store.row_hints.below(rows, now)[1].any()
     bench.hint([0], priority=-5)
     bench.hint([1], ended=True)
     may, priorities = bench.store.row_hints.below(rows, now)

@@ -280,7 +280,7 @@ def test_nothing_is_left_open_when_a_file_is_refused(shm_dir, on_files, caplog):
 def test_only_the_expiry_of_hints_outlives_the_process(on_files, shm_dir):
     on_files.put("abcd", hints={"ttl_s": 5.0, "priority": 9})
     again = reopen(crashed(on_files.store, shm_dir, "again"), on_files.now_s)
-    assert again.store.row_hints.expiring
+    assert again.store.row_hints.active
     rows = again.store.table.find(names_to_keys("abcd"))
     assert not again.store.row_hints.ranks(rows, again.store.table.ticks(again.now_s)).any()
     again.now_s += 10.0
