@@ -37,7 +37,7 @@ from raykv.memory.layout import (
     RowState,
     header_cell,
 )
-from raykv.types import Bits, Rows
+from raykv.types import Bits, KeyArray, Rows
 
 HUGE_STEP_NBYTES: Final = 32 << 20
 """Bytes per call of `use_huge_pages`. A call takes milliseconds, or 100 ms if a hypervisor must find the memory."""
@@ -217,6 +217,9 @@ class Table(HashIndex):
         """Count a read of each row. No row may be -1. Readers call this without a lock; a lost update does no harm."""
         self.columns.accessed[rows] = tick
         self.columns.frequency[rows] += 1
+
+    def keys_of(self, rows: Rows) -> KeyArray:
+        return np.stack([self.columns.key_hi[rows], self.columns.key_lo[rows]], axis=1)
 
     def ready_rows(self) -> Rows:
         """All rows that hold a chunk and are not PENDING_DELETE. Slow, since it scans all rows."""

@@ -231,7 +231,7 @@ class Node:
                 "lent_nbytes": store.lent_nbytes,
                 "chunks": store.chunks,
                 "recovered": store.recovered,
-                "extents_failed": store.extents_failed,
+                "extents_failed": store.allocator.slots.extents_failed,
                 "located": len(self.location_index),
                 "unannounced": announcer.waiting_keys,
                 "refused_connections": sum(server.refused for server in self._servers),

@@ -34,7 +34,7 @@ class Reclaimer:
     def wake_if_due(self) -> None:
         """Wake the thread if there is work. It is called after every write, so it must be fast."""
         store = self._store
-        if not self._due.is_set() and (store.needs_eviction or self._mover.due or store.populator.due):
+        if not self._due.is_set() and (store.evictor.needs_eviction or self._mover.due or store.populator.due):
             self._due.set()
 
     def run(self, stopping: threading.Event) -> None:

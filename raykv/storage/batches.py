@@ -43,6 +43,14 @@ def require_batch(batch: Batch, written: Written) -> None:
         raise UsageError(f"field 'positions': not in 0 .. {len(batch.keys) - 1}, the places of the keys")
 
 
+def require_size(nbytes: int, extent_nbytes: int) -> None:
+    if not 0 < nbytes <= extent_nbytes:
+        raise UsageError(
+            f"a chunk of {nbytes:,} bytes does not fit: at least 1, and at most extent_nbytes ({extent_nbytes:,}); "
+            "raise extent_nbytes or cut the value into chunks"
+        )
+
+
 def chain_of(table: Table, batch: Batch, existing: Rows, positions: npt.NDArray[np.int32], rows: Rows) -> Chain:
     """Parents and depths of the rows that get the keys at `positions`.
 

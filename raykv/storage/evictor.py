@@ -78,7 +78,6 @@ class Evictor:
         columns, evicted = self._table.columns, reason is Reason.EVICTED
         self.policies.on_remove(rows, now, evicted=evicted)
         groups, expires = columns.group[rows], columns.expires[rows]
-        keys = np.stack([columns.key_hi[rows], columns.key_lo[rows]], axis=1)
         reasons = np.full(len(rows), reason, np.uint8)
         if evicted:
             reasons[(expires > 0) & (expires <= now)] = Reason.EXPIRED
@@ -87,6 +86,7 @@ class Evictor:
         np.add.at(self.departures, (groups, reasons), 1)
         np.add.at(self.reads_of_departed, groups, columns.frequency[rows])
         policies = self.policies.names(rows) if evicted else ""
+        keys = self._table.keys_of(rows)
         self.eviction_log.add(keys, reasons, policies=policies, now_s=self._table.seconds(now))
         self.removed.append(keys.tobytes())
         self._allocator.remove(rows)

@@ -27,10 +27,10 @@ from raykv.memory.slots import Slots, slot_nbytes
 from raykv.memory.table import Table
 from raykv.protocol import chunk_keys
 from raykv.protocol.hints import require_hints
-from raykv.protocol.reasons import Reason
-from raykv.storage.allocator import NO_ROWS, Allocator
-from raykv.storage.batches import Written, chain_of, require_batch
-from raykv.storage.contents import Contents, is_first
+from raykv.protocol.reasons import Place, Reason
+from raykv.storage.allocator import NO_ROWS, Allocator, has_duplicates
+from raykv.storage.batches import Written, chain_of, require_batch, require_size
+from raykv.storage.eviction_log import Departures
 from raykv.storage.evictor import MAX_PINS, Evictor
 from raykv.storage.files import open_files
 from raykv.storage.quota_groups import QuotaGroups
@@ -60,7 +60,7 @@ class Pinned(NamedTuple):
     checksums: npt.NDArray[np.uint64]
 
 
-class Store(Contents):
+class Store:
     """The arena, the chunk table and the slots of one node, and everything that changes them.
 
     Attributes:
@@ -72,7 +72,7 @@ class Store(Contents):
 
         Free rows, free slots and all counts are derived from the columns.
         """
-        self.config, self.arena = config, arena
+        self.config, self.table, self.arena = config, table, arena
         ready, quarantined = take_over(table)
         self.recovered = len(ready)
         slots = Slots(
@@ -82,14 +82,14 @@ class Store(Contents):
             table.columns.page,
             np.concatenate([ready, quarantined]),
         )
-        allocator = Allocator(config, table, slots, ready=ready, quarantined=quarantined, now_s=now_s)
+        self.allocator = Allocator(config, table, slots, ready=ready, quarantined=quarantined, now_s=now_s)
         self.row_hints = RowHints(table, active=bool(table.columns.expires[ready].any()))
-        super().__init__(table, allocator, Evictor(config, table, allocator, self.row_hints))
+        self.evictor = Evictor(config, table, self.allocator, self.row_hints)
         self.evictor.learn(ready, table.ticks(now_s))
         self.eviction_log, self.counters = self.evictor.eviction_log, self.evictor.counters
         self.groups = QuotaGroups(table, self._release_group)
         nodes = usable_nodes() if config.numa == "auto" else (0,)
-        self.populator = Populator(arena, table, slots, allocator.free_rows, nodes=nodes)
+        self.populator = Populator(arena, table, slots, self.allocator.free_rows, nodes=nodes)
         self._added: list[bytes] = []
 
     @classmethod
@@ -104,6 +104,55 @@ class Store(Contents):
         """Unmap the memory; the files stay."""
         self.table.memory.close()
         self.arena.close()
+
+    # -- reading -----------------------------------------------------------------------------------------------------
+
+    def missing(self, keys: KeyArray, *, now_s: float) -> npt.NDArray[np.int32]:
+        """Positions of the keys that are not ready, in order. Of equal keys only the first position is returned."""
+        rows, _ = self.table.find_ready(keys, self.table.ticks(now_s))
+        absent = np.flatnonzero(rows < 0)
+        return absent[is_first(keys[absent])].astype(np.int32)
+
+    def history(self, keys: KeyArray, *, now_s: float) -> tuple[Bits, npt.NDArray[np.uint32], Departures]:
+        """For each key: whether the chunk is here, its length (0 if not here), and its last departure."""
+        columns, now = self.table.columns, self.table.ticks(now_s)
+        rows = self.table.find(keys)
+        here, rows = rows >= 0, np.maximum(rows, 0)
+        departures = self.evictor.eviction_log.find(keys)
+        expires = columns.expires[rows]
+        expired = here & (expires > 0) & (expires <= now)  # still in the table, but no reader gets the chunk
+        departures.reasons[expired], departures.tiers[expired] = Reason.EXPIRED, Place.DRAM
+        departures.when_s[expired] = [self.table.seconds(tick) for tick in expires[expired].tolist()]
+        here &= ~expired
+        return here, np.where(here, columns.nbytes[rows], np.uint32(0)), departures
+
+    def rows_of(self, group: int) -> tuple[Rows, npt.NDArray[np.uint32]]:
+        """Ready rows of a quota group, and their generations, for `Store.drop`. Scans all rows."""
+        columns = self.table.columns
+        rows = np.flatnonzero(columns.group[: self.allocator.free_rows.fresh] == group).astype(np.int32)
+        rows = rows[columns.state[rows] == RowState.READY]
+        return rows, columns.generation[rows]
+
+    def ready_keys(self) -> KeyArray:
+        """All keys that can be read. Scans all rows. If the caller does not hold the lock, a few may be missing."""
+        return self.table.keys_of(self.table.ready_rows())
+
+    @property
+    def used_nbytes(self) -> int:
+        return int(self.allocator.used_nbytes.sum())
+
+    @property
+    def lent_nbytes(self) -> int:
+        return int(self.allocator.lent_nbytes.sum())
+
+    @property
+    def chunks(self) -> int:
+        return self.allocator.chunks
+
+    @property
+    def written(self) -> tuple[int, int]:
+        """A value that changes with every write to the store."""
+        return self.counters.committed, self.allocator.slots.free_nbytes
 
     # -- writing -----------------------------------------------------------------------------------------------------
 
@@ -123,7 +172,7 @@ class Store(Contents):
         the end of the result. Returns: fewer slots when the store is full. Raises UsageError: The size is 0 or larger
         than an extent.
         """
-        self._require_size(nbytes)
+        require_size(nbytes, self.config.extent_nbytes)
         now, size = self.table.ticks(now_s), slot_nbytes(nbytes)
         self.allocator.release(now_s=now_s)
         lent, missing = [(NO_ROWS, np.empty(0, np.uint32))], count
@@ -147,7 +196,7 @@ class Store(Contents):
         Returns: for each slot, whether it was used. An unused slot stays lent: its key is stored already, or occurs
         earlier in the batch. Raises UsageError: Something is wrong with the batch or the slots. Nothing was stored.
         """
-        self._require_size(batch.nbytes)
+        require_size(batch.nbytes, self.config.extent_nbytes)
         require_batch(batch, written)
         self.allocator.require_lent(written.rows, group, slot_nbytes(batch.nbytes))
         now = self.table.ticks(now_s)
@@ -216,12 +265,12 @@ class Store(Contents):
 
     def corrupt(self, pinned: Pinned) -> Rows:
         """Rows of the pinned chunks whose bytes do not match their checksums. The caller needs no lock."""
-        rows, first = np.unique(pinned.rows, return_index=True)
-        return rows[[row >= 0 and not self._is_intact(pinned, place) for row, place in zip(rows, first, strict=True)]]
-
-    def _is_intact(self, pinned: Pinned, place: int) -> bool:
-        start, nbytes = int(pinned.offsets[place]), int(pinned.nbytes[place])
-        return xxhash.xxh3_64_intdigest(self.arena.view[start : start + nbytes]) == int(pinned.checksums[place])
+        found = [
+            row
+            for row, start, nbytes, checksum in zip(*(field.tolist() for field in pinned), strict=True)
+            if row >= 0 and xxhash.xxh3_64_intdigest(self.arena.view[start : start + nbytes]) != checksum
+        ]
+        return np.unique(np.array(found, np.int32))
 
     # -- removing ----------------------------------------------------------------------------------------------------
 
@@ -264,12 +313,8 @@ class Store(Contents):
 
     # -- eviction ----------------------------------------------------------------------------------------------------
 
-    @property
-    def needs_eviction(self) -> bool:
-        return self.evictor.needs_eviction
-
     def evict_ahead(self, *, now_s: float) -> bool:
-        """One step of eviction ahead of need, if `needs_eviction`. Returns whether there is more to do."""
+        """One step of eviction ahead of need, if `Evictor.needs_eviction`. Returns whether there is more to do."""
         self.allocator.release(now_s=now_s)
         return self.evictor.evict_ahead(self.table.ticks(now_s))
 
@@ -339,9 +384,10 @@ class Store(Contents):
         self._added, self.evictor.removed = [], []
         return chunk_keys.from_bytes(added), chunk_keys.from_bytes(removed)
 
-    def _require_size(self, nbytes: int) -> None:
-        if not 0 < nbytes <= self.config.extent_nbytes:
-            raise UsageError(
-                f"a chunk of {nbytes:,} bytes does not fit: at least 1, and at most extent_nbytes "
-                f"({self.config.extent_nbytes:,}); raise extent_nbytes or cut the value into chunks"
-            )
+
+def is_first(keys: KeyArray) -> Bits:
+    if not has_duplicates(keys[:, 1]):
+        return np.ones(len(keys), np.bool_)
+    first = np.zeros(len(keys), np.bool_)
+    first[np.unique(keys, axis=0, return_index=True)[1]] = True
+    return first

@@ -73,7 +73,7 @@ class Demotion:
             rows = rows[store.evictor.evictable(rows)]
             may, priority = store.row_hints.below(rows, now)
             rows, priority = rows[may], priority[may]
-            keys = np.stack([columns.key_hi[rows], columns.key_lo[rows]], axis=1)
+            keys = store.table.keys_of(rows)
             parents = live_parents(columns, rows)
             parent_reads = np.where(parents >= 0, columns.frequency[np.maximum(parents, 0)], 0).astype(np.int64)
             sizes = store.allocator.slot_sizes(rows)
@@ -117,14 +117,15 @@ class Demotion:
             rows = pinned.rows[here]
             self._writing += len(rows)
             parents = live_parents(columns, rows)
+            parent_keys = raw_keys(store.table.keys_of(parents))
             fields = zip(
-                map(store.key_of, rows.tolist()),
+                raw_keys(keys[wanted][here]),
                 pinned.offsets[here].tolist(),
                 pinned.nbytes[here].tolist(),
                 pinned.checksums[here].tolist(),
                 columns.group[rows].tolist(),
                 columns.depth[rows].tolist(),
-                [store.key_of(parent) if parent >= 0 else b"" for parent in parents.tolist()],
+                [key if parent >= 0 else b"" for key, parent in zip(parent_keys, parents.tolist(), strict=True)],
                 columns.frequency[rows].tolist(),
                 [today_s + store.table.seconds(ticks) if ticks else 0.0 for ticks in columns.expires[rows].tolist()],
                 strict=True,

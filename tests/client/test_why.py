@@ -10,6 +10,7 @@ import pytest
 import raykv
 from raykv.client.read_failures import FAILURE_S, MAX_FAILURES, ReadFailures
 from raykv.client.why import PART_KEYS, Why
+from raykv.config import SLOT_ALIGNMENT_NBYTES
 from raykv.embedded import EmbeddedCluster
 from raykv.errors import UsageError
 from raykv.protocol import chunk_keys
@@ -72,7 +73,8 @@ def test_a_corrupt_chunk():
         put(client, ["a"])
         running.settle()
         store = running.nodes[0].store
-        store.arena.view[store.offset_of(int(store.table.ready_rows()[0]))] ^= 1
+        page = int(store.table.columns.page[store.table.ready_rows()[0]])
+        store.arena.view[page * SLOT_ALIGNMENT_NBYTES] ^= 1
         assert other.get(["a"], [bytearray(NBYTES)]).hits == (False,)
         assert the_reason(other, "a").reason == "corrupt", "this client saw it"
         why = the_reason(client, "a")

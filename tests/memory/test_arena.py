@@ -167,7 +167,7 @@ def test_when_the_file_system_fills_up_later_chunks_are_skipped_or_others_evicte
     with ballast.open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, free_nbytes(small_tmpfs) - (300 << 10))
     assert fill(4, 256 << 10, 2.0) == 3  # one more extent, and the two that were there
-    assert store.extents_failed == 5
+    assert store.allocator.slots.extents_failed == 5
     assert store.counters.evicted == 2
     assert store.chunks == 3
     assert not store.table.dirty
@@ -180,7 +180,7 @@ def test_when_the_file_system_fills_up_later_chunks_are_skipped_or_others_evicte
     ballast.unlink()
     for left in range(4, -1, -1):
         assert store.populator.step(lock, quiet=True)
-        assert store.extents_failed == left
+        assert store.allocator.slots.extents_failed == left
     assert not store.populator.step(lock, quiet=True)
     assert fill(5, 256 << 10, 5.0) == 5
     store.close()

@@ -104,14 +104,14 @@ def test_a_lowered_quota_is_kept_ahead_of_need(bench):
     names = [f"n{number}" for number in range(16)]
     bench.put(names)
     bench.store.configure(bench.group, NamespaceConfig(dram_quota_nbytes=4 * PAGE), now_s=bench.now_s)
-    assert bench.store.needs_eviction
+    assert bench.store.evictor.needs_eviction
     while bench.store.evict_ahead(now_s=bench.now_s):
         pass
     assert (bench.here(names), bench.store.used_nbytes) == ("".join(names[:4]), 4 * PAGE)
     bench.pin(names[:4])
     bench.store.configure(bench.group, NamespaceConfig(dram_quota_nbytes=PAGE), now_s=bench.now_s)
     assert not bench.store.evict_ahead(now_s=bench.now_s), "pinned: nothing more to do for now"
-    assert not bench.store.needs_eviction
+    assert not bench.store.evictor.needs_eviction
 
 
 # -- ahead of need ----------------------------------------------------------------------------------------------------
@@ -119,7 +119,7 @@ def test_a_lowered_quota_is_kept_ahead_of_need(bench):
 
 def test_eviction_runs_ahead_of_need(bench):
     bench.put([f"n{number}" for number in range(16)], 64 * KIB)
-    assert bench.store.needs_eviction
+    assert bench.store.evictor.needs_eviction
     bench.store.evict_ahead(now_s=bench.now_s)
     assert bench.store.chunks == 15  # 5 % of 16 extents is one
     bench.store.evict_ahead(now_s=bench.now_s)
@@ -132,10 +132,10 @@ def test_rows_that_run_short_are_freed_ahead_of_need():
     names = [f"{number}" for number in range(70)]
     for name in names[:64]:
         assert bench.put([name]) == 1
-    assert bench.store.needs_eviction
+    assert bench.store.evictor.needs_eviction
     while bench.store.evict_ahead(now_s=bench.now_s):
         pass
-    assert not bench.store.needs_eviction
+    assert not bench.store.evictor.needs_eviction
     assert bench.store.chunks < 64
     evicted = bench.store.counters.evicted
     assert bench.put(names[64:66]) == 2
@@ -273,6 +273,4 @@ def test_the_log_says_by_which_policy_a_chunk_was_evicted():
     here, nbytes, departures = bench.store.history(names_to_keys("ABu?"), now_s=bench.now_s)
     assert (here.tolist(), nbytes.tolist()) == ([False, True, True, False], [0, PAGE, PAGE, 0])
     assert departures.policies == ["lru", "", "", ""]
-    assert bench.store.key_of(bench.row("u")) == names_to_keys("u").tobytes()
-    assert bench.store.offset_of(bench.row("u")) == bench.column("page", "u")[0] * PAGE
     bench.close()

@@ -67,7 +67,7 @@ def test_a_large_table_costs_what_its_rows_cost(rows, monkeypatch, np_rng):
     assert store.counters.evicted > 0
     print(f"2048 chunks at most {max(took_s) * 1e3:.0f} ms, usually {sorted(took_s)[100] * 1e3:.0f} ms")
     assert sorted(took_s)[100] < 0.2
-    while store.needs_eviction:
+    while store.evictor.needs_eviction:
         store.evict_ahead(now_s=now_s)
     ready = store.table.ready_rows()
     assert store.chunks == len(ready) > rows * 0.9

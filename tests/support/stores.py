@@ -201,7 +201,7 @@ def check_slots(store: Store, rows: list[int]) -> None:
         assert sorted(slots.rows_in(extent).tolist()) == sorted(by_extent.get(extent, []))
     serving = [size for size in extent_sizes if size]
     tails = sum(table.extent_nbytes % size for size in serving)
-    unusable = tails + store.extents_failed * table.extent_nbytes
+    unusable = tails + slots.extents_failed * table.extent_nbytes
     assert slots.free_nbytes == table.extents * table.extent_nbytes - sum(sizes.values()) - unusable
 
 
