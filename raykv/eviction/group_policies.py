@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -71,40 +71,28 @@ class GroupPolicies:
 
     def victims(self, rows: Rows, count: int, now: int, may_go: MayGo | None = None) -> Rows:
         """Choose up to `count` of these rows to evict; see `base.victims`."""
-
-        def choose(policy: Policy, mine: Rows, share: int) -> Rows:
-            ranks, columns = self._ranks, self._columns
-            return self._ask(policy, lambda asked: victims(asked, columns, mine, share, now, ranks, may_go))
-
-        parts, chosen = list(self._by_policy(rows)), []
-        left, among = max(0, count), len(rows)
-        for policy, mine in parts:
-            chosen.append(choose(policy, mine, -(-left * len(mine) // max(1, among))))
-            left, among = left - len(chosen[-1]), among - len(mine)
-        for place, (policy, mine) in enumerate(parts):
-            if left > 0 and len(parts) > 1:  # another policy found fewer victims than its share
-                more = choose(policy, mine, len(chosen[place]) + left)
-                left, chosen[place] = left - len(more) + len(chosen[place]), more
-        return np.concatenate(chosen) if chosen else rows[:0]
+        return self._choose(victims, rows, count, now, self._ranks, may_go)
 
     def upcoming(self, rows: Rows, count: int, now: int) -> Rows:
         """The up to `count` rows that would be evicted first; see `base.upcoming`."""
+        return self._choose(upcoming, rows, count, now, self._ranks)
 
-        def choose(policy: Policy, mine: Rows) -> Rows:
-            share, ranks, columns = -(-count * len(mine) // max(1, len(rows))), self._ranks, self._columns
-            return self._ask(policy, lambda asked: upcoming(asked, columns, mine, share, now, ranks))
-
-        found = [choose(policy, mine) for policy, mine in list(self._by_policy(rows))]
-        return np.concatenate(found)[:count] if found else rows[:0]
+    def _choose(self, rule: Callable[..., Rows], rows: Rows, count: int, *more: Any) -> Rows:
+        chosen, left, among = [rows[:0]], max(0, count), len(rows)
+        for policy, mine in self._by_policy(rows):
+            share = -(-left * len(mine) // max(1, among))
+            chosen.append(self._ask(policy, rule, self._columns, mine, share, *more))
+            left, among = left - len(chosen[-1]), among - len(mine)
+        return np.concatenate(chosen)
 
     def _report(self, rows: Rows, report: Callable[[Policy, Rows], None]) -> None:
-        for policy, mine in list(self._by_policy(rows)):
-            self._ask(policy, lambda asked, mine=mine: report(asked, mine))  # type: ignore[misc]
+        for policy, mine in self._by_policy(rows):
+            self._ask(policy, report, mine)
 
-    def _ask(self, policy: Policy, question: Callable[[Policy], T]) -> T:
+    def _ask(self, policy: Policy, question: Callable[..., T], *arguments: Any) -> T:
         """Call a policy. If a user's policy raises, log the exception, replace it by `leaf_lru`, and call that."""
         try:
-            return question(policy)
+            return question(policy, *arguments)
         except Exception:
             if policy.name in POLICY_NAMES:
                 raise
@@ -113,7 +101,7 @@ class GroupPolicies:
             instead.name = "leaf_lru"
             self.default = instead if self.default is policy else self.default
             self._own = {group: instead if own is policy else own for group, own in self._own.items()}
-            return question(instead)
+            return question(instead, *arguments)
 
     def _by_policy(self, rows: Rows) -> Iterator[tuple[Policy, Rows]]:
         if not self._own:

@@ -108,9 +108,9 @@ class Evictor:
         if not enough or self._within_quota(count, size, group) < count:
             with self._shielded(protected):
                 count = self._make_room_in_quota(count, size, group, now)
-                if count > len(allocator.free_rows):
-                    self._evict(self._candidates(), count - len(allocator.free_rows), now)
-                    count = min(count, len(allocator.free_rows))
+                while (missing := count - len(allocator.free_rows)) > 0:
+                    if not self._evict(self._candidates(), missing, now):
+                        count = len(allocator.free_rows)
                 while (missing := count - allocator.slots.free(size)) > 0:
                     if not self._evict_for_slots(missing, size, now):
                         return allocator.slots.free(size)
