@@ -15,7 +15,7 @@ from raykv.memory.arena import SharedMemory
 from raykv.memory.copying import STREAM_NBYTES, CopyThreads, byte_views, checksum_of, scatter
 from raykv.memory.layout import TICKS_PER_S
 from raykv.memory.table import Table
-from raykv.protocol.chunk_keys import halves
+from raykv.protocol.chunk_keys import KEY_NBYTES, from_bytes
 from raykv.types import Bits, KeyArray, Rows, Scattered
 
 ONE_THREAD: Final = CopyThreads(1)
@@ -139,4 +139,6 @@ class ShmReader:
 
 
 def _one_key(key: bytes) -> KeyArray:
-    return np.array([halves(key)], np.uint64)
+    if len(key) != KEY_NBYTES:
+        raise ValueError(f"key: {len(key)} bytes; a key has {KEY_NBYTES}")
+    return from_bytes(key)

@@ -6,7 +6,6 @@ Chunk checksums and ring slots use xxhash, since an attacker gains nothing from 
 """
 
 import hashlib
-import struct
 from collections.abc import Iterable, Sequence
 from functools import partial
 
@@ -17,7 +16,6 @@ from raykv.errors import UsageError
 from raykv.types import KeyArray
 
 KEY_NBYTES = 16
-_HALVES = struct.Struct("<QQ")
 
 
 def empty() -> KeyArray:
@@ -35,14 +33,6 @@ def from_bytes(raw: bytes | bytearray | memoryview) -> KeyArray:
 def to_bytes(keys: KeyArray) -> bytes:
     """Encode keys as 16 bytes each: the high half, then the low half, both little-endian."""
     return np.ascontiguousarray(keys, "<u8").tobytes()
-
-
-def halves(key: bytes) -> tuple[int, int]:
-    """Return the (high, low) halves of one key. Raises ValueError if the key does not have 16 bytes."""
-    if len(key) != KEY_NBYTES:
-        raise ValueError(f"key: {len(key)} bytes; a key has {KEY_NBYTES}")
-    hi, lo = _HALVES.unpack(key)
-    return hi, lo
 
 
 def named(digest: bytes, names: Iterable[bytes | str]) -> KeyArray:

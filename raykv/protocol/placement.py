@@ -94,14 +94,6 @@ class Ring:
         owners: npt.NDArray[np.int16] = self.ranks[self.slots(keys), 0]
         return owners
 
-    def owner(self, hi: int) -> NodeId | None:
-        """Return the owner of the key with this high half; None when there are no nodes."""
-        return self._first[hi >> 64 - SLOT_BITS] if self.nodes else None
-
-    @cached_property
-    def _first(self) -> list[NodeId]:
-        return [self.nodes[place] for place in self.ranks[:, 0].tolist()]
-
     def shares(self, keys: KeyArray) -> dict[NodeId, list[int]]:
         """Return the positions of each owner's keys. Nodes that own no key are left out."""
         owners = self.owners(keys)

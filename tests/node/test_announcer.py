@@ -9,7 +9,7 @@ from raykv.embedded import InProcessMembership
 from raykv.errors import PeerUnavailable
 from raykv.node.node import Node
 from raykv.protocol import messages
-from raykv.protocol.chunk_keys import KEY_NBYTES
+from raykv.protocol.chunk_keys import from_bytes
 from tests.support.faults import Faults
 from tests.support.nodes import Peer, keys_of, make_node, wait_until
 
@@ -51,7 +51,8 @@ class Nodes:
 
     def owner(self, name: str) -> str:
         view = next(iter(self.by_name.values())).view
-        return view.ring.owner(int.from_bytes(keys_of([name])[: KEY_NBYTES // 2], "little"))
+        (owner,) = view.ring.shares(from_bytes(keys_of([name])))
+        return owner
 
     def located(self, name: str) -> tuple[tuple[str, ...], int]:
         """Holders and length of a chunk, as its owner knows them."""

@@ -140,7 +140,7 @@ def owned_by(running: EmbeddedCluster, node: int, count: int) -> list[str]:
     """Names of chunks whose keys that node owns."""
     client, found, number = running.client(SPACE, node=node), [], 0
     while len(found) < count:
-        if running.nodes[0].view.ring.owner(int(client.keys([str(number)])[0, 0])) == f"node-{node}":
+        if [*running.nodes[0].view.ring.shares(client.keys([str(number)]))] == [f"node-{node}"]:
             found.append(str(number))
         number += 1
     return found
