@@ -26,14 +26,17 @@ class Entry:
         config: Its config.
         changed_ns: Time of the last change, in nanoseconds since 1970. The later change wins.
         dropped_ns: Time of the last drop; 0 means never. Chunks stored before this time are deleted.
-        listed: Whether the quota group was configured after its last drop.
     """
 
     namespace: Namespace
     config: NamespaceConfig
     changed_ns: int
     dropped_ns: int = 0
-    listed: bool = True
+
+    @property
+    def listed(self) -> bool:
+        """Whether the quota group was configured after its last drop."""
+        return self.changed_ns > self.dropped_ns
 
 
 @dataclass(slots=True)
@@ -71,11 +74,11 @@ class NamespaceRegistry:
         before = self.entries.get(group.digest)
         if (before is None or not before.listed) and sum(each.listed for each in self.entries.values()) >= MAX_ENTRIES:
             raise CapacityError(f"{MAX_ENTRIES} namespaces have a config; drop one")
-        self._set(Entry(group, config, now_ns, before.dropped_ns if before else 0))
+        self._set(group, config, now_ns)
 
     def drop(self, namespace: Namespace, *, now_ns: int) -> None:
         """Record that the nodes must delete all chunks of the namespace's quota group, and reset its config."""
-        self._set(Entry(namespace.group, NamespaceConfig(), now_ns, now_ns, listed=False))
+        self._set(namespace.group, NamespaceConfig(), now_ns, drop=True)
         self.trim()
 
     def trim(self) -> None:
@@ -89,12 +92,12 @@ class NamespaceRegistry:
         """Return (time of the drop, digest) of the dropped namespaces, oldest first."""
         return sorted((each.changed_ns, digest) for digest, each in self.entries.items() if not each.listed)
 
-    def _set(self, entry: Entry) -> None:
-        before = self.entries.get(entry.namespace.digest)
-        if before is not None and entry.changed_ns <= before.changed_ns:  # clocks may go back
-            newer_ns = before.changed_ns + 1
-            entry = replace(entry, changed_ns=newer_ns, dropped_ns=entry.dropped_ns if entry.listed else newer_ns)
-        self.entries[entry.namespace.digest] = entry
+    def _set(self, group: Namespace, config: NamespaceConfig, now_ns: int, *, drop: bool = False) -> None:
+        before = self.entries.get(group.digest)
+        dropped_ns = 0
+        if before is not None:
+            dropped_ns, now_ns = before.dropped_ns, max(now_ns, before.changed_ns + 1)  # clocks may go back
+        self.entries[group.digest] = Entry(group, config, now_ns, now_ns if drop else dropped_ns)
         self.version += 1
 
     def newer(self, other: "NamespaceRegistry") -> list[Entry]:

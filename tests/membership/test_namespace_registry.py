@@ -68,7 +68,7 @@ def test_a_drop_ends_the_config_and_is_remembered():
 def test_it_is_bounded():
     registry = NamespaceRegistry()
     for number in range(MAX_ENTRIES):
-        registry.configure(Namespace(model=str(number)), {}, now_ns=number)
+        registry.configure(Namespace(model=str(number)), {}, now_ns=number + 1)
     with pytest.raises(CapacityError, match="drop one"):
         registry.configure(A, {}, now_ns=5000)
     for number in range(2 * MAX_ENTRIES):
@@ -91,7 +91,7 @@ def test_a_trimmed_entry_does_not_come_back_from_another_copy():
             registry.merge(node)
             assert registry.version == node.version, "there was nothing new"
     assert len(registry.entries) == MAX_ENTRIES
-    node.entries[A.group.digest] = Entry(A.group, NamespaceConfig(), 5, 5, listed=False)
+    node.entries[A.group.digest] = Entry(A.group, NamespaceConfig(), 5, 5)
     node.merge(registry)
     registry.merge(node)
     assert node.entries == registry.entries
