@@ -8,7 +8,6 @@ from typing import Annotated, Self
 from pydantic import Field
 
 from raykv.config import Model
-from raykv.errors import NamespaceMismatch
 
 DIGEST_NBYTES = 16
 
@@ -67,17 +66,3 @@ class Namespace(Model):
         """Return the names of the fields that differ between the two namespaces."""
         mine, theirs = self.model_dump(), other.model_dump()
         return [field for field in mine if mine[field] != theirs[field]]
-
-    def require_equal(self, other: "Namespace", *, what: str) -> None:
-        """Refuse `what`, an object of namespace `other`, unless `other` equals this namespace.
-
-        Raises:
-            NamespaceMismatch: Names each field that differs, with both values. The values of salts are not shown.
-        """
-        mine, theirs = self.model_dump(), other.model_dump()
-        texts = [
-            f"{field} (differs)" if field == "salt" else f"{field} ({theirs[field]!r} there, {mine[field]!r} here)"
-            for field in self.differences(other)
-        ]
-        if texts:
-            raise NamespaceMismatch(f"{what} belongs to another namespace; fields that differ: {', '.join(texts)}")

@@ -51,10 +51,13 @@ class Ticket(Model):
             NamespaceMismatch: The ticket belongs to another namespace. The error names the fields that differ.
         """
         if self.digest != namespace.digest.hex():
-            namespace.group.require_equal(self.group, what="the hand-off ticket")
-            raise NamespaceMismatch(
-                "the hand-off ticket belongs to another namespace; fields that differ: salt or lora"
-            )
+            mine, theirs = namespace.group, self.group
+            differences = [
+                f"{field} ({getattr(theirs, field)!r} there, {getattr(mine, field)!r} here)"
+                for field in mine.differences(theirs)
+            ]
+            fields = ", ".join(differences or ["salt or lora"])
+            raise NamespaceMismatch(f"the hand-off ticket belongs to another namespace; fields that differ: {fields}")
         holders = [run.node_id for run in self.runs for _ in range(min(run.chunks, wanted))][:wanted]
         return Match(len(holders), tuple(holders))
 

@@ -33,8 +33,10 @@ def test_a_ticket_keeps_the_salt_to_itself():
 
 def test_another_namespace_is_refused_by_name():
     ticket = Ticket.of(SPACE, ("a",))
-    with pytest.raises(NamespaceMismatch, match="dtype"):
-        ticket.match(SPACE.with_fields(dtype="float16"), 1)
+    with pytest.raises(NamespaceMismatch) as caught:
+        ticket.match(SPACE.with_fields(dtype="float16", tp_rank=3, salt="secret"), 1)
+    assert "dtype ('bfloat16' there, 'float16' here), tp_rank" in str(caught.value).replace("tp_rank (0", "tp_rank")
+    assert "secret" not in str(caught.value)
     for fields in ({"salt": "other"}, {"lora": "x"}):
         with pytest.raises(NamespaceMismatch, match="salt or lora"):
             ticket.match(SPACE.with_fields(**fields), 1)
