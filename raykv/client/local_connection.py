@@ -39,7 +39,7 @@ class LocalConnection:
         """
         self._address, self._lock = address, threading.Lock()
         self._check_at_s = 0.0
-        self.attached = messages.Attached("", "", 0, "", "")
+        self.attached = messages.Attached("", "", "", "")
         self.reader: ShmReader
         self._pinned_reader: ShmReader  # the memory that contains the pins of the pipeline's connection
         self._pipeline = Pipeline(self._open_own_link, retry_s=retry_s)

@@ -280,7 +280,6 @@ class Node:
             messages.Attached(
                 node_id=self.config.node_id,
                 host=self.member.host,
-                incarnation=self.member.incarnation,
                 table=str(self.store.table.memory.path),
                 arena=str(self.store.arena.path),
                 secret=self._secret if session.local else b"",

@@ -279,7 +279,6 @@ class Attached(Message):
 
     node_id: NodeId
     host: str
-    incarnation: int
     table: str
     arena: str
     secret: bytes = b""
@@ -287,9 +286,8 @@ class Attached(Message):
 
     def __repr__(self) -> str:
         """Show all fields, but hide the value of the secret: this text may be logged."""
-        shown = ((name, getattr(self, name)) for name in self.__struct_fields__ if name not in ("group", "secret"))
-        fields = ", ".join(f"{name}={value!r}" for name, value in shown)
-        return f"Attached({fields}, secret={'set' if self.secret else 'empty'})"
+        shown = msgspec.structs.replace(self, secret=b"set" if self.secret else b"")
+        return msgspec.Struct.__repr__(shown)
 
 
 class ViewIs(Message):

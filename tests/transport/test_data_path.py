@@ -268,7 +268,7 @@ def test_the_first_path_that_leads_to_a_member_is_chosen():
 
 
 def test_a_node_of_this_host_whose_files_cannot_be_mapped_is_read_over_tcp(holder):
-    answers: list[messages.Answer] = [messages.Attached("n", "host", 1, "/nowhere/table", "/nowhere/arena")]
+    answers: list[messages.Answer] = [messages.Attached("n", "host", "/nowhere/table", "/nowhere/arena")]
     holder.answer = lambda request, session: Reply(answers.pop())
     address = f"unix:@raykv-test-{time.monotonic_ns()}"
     server = SocketServer(holder, address, b"", io_timeout_s=5.0, max_connections=8)

@@ -39,7 +39,7 @@ class Attaching:
         if isinstance(request, messages.Attach):
             self.asked.append((messages.Attach,))
             table, arena = str(store.table.memory.path), str(store.arena.path)
-            return Reply(messages.Attached("n", "host", 1, table, arena, tiers=bool(self.below)))
+            return Reply(messages.Attached("n", "host", table, arena, tiers=bool(self.below)))
         assert isinstance(request, messages.Promote | messages.Suspect)
         keys = chunk_keys.from_bytes(request.keys).tolist()
         names = [name for name in LETTERS if names_to_keys([name])[0].tolist() in keys]
