@@ -5,6 +5,7 @@ import json
 import logging
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from raykv.config import GIB, ClusterConfig
@@ -188,7 +189,7 @@ def _doctor(options: argparse.Namespace) -> int:
     from raykv.tools import doctor
 
     found = doctor.examine()
-    print(json.dumps(doctor.as_json(found), indent=2) if options.json else doctor.report(found))
+    print(json.dumps(list(map(asdict, found)), indent=2) if options.json else doctor.report(found))
     return int(any(finding.grade == "wrong" for finding in found))
 
 

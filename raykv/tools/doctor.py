@@ -3,14 +3,13 @@
 Each check takes the root of the file system, so that tests can simulate another host.
 """
 
-import importlib.util
 import os
 import platform
 import resource
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 from raykv.config import GIB, KIB, MIB
 from raykv.memory import native, numa, pages
@@ -20,13 +19,6 @@ Grade = Literal["ok", "better", "wrong"]
 
 MIN_SHM_NBYTES: Final = GIB
 MIN_FILES: Final = 4096
-KERNEL_WANTED: Final = (6, 1)
-CPU_FLAGS: Final = ("avx2", "avx512f", "asimd")
-PACKAGES: Final = {
-    "ray": "pip install 'raykv[ray]'",
-    "torch": "pip install 'raykv[vllm]'",
-    "vllm": "pip install 'raykv[vllm]'",
-}
 PACED: Final = "bbr"
 """TCP congestion control that paces the sender with timers."""
 
@@ -50,15 +42,8 @@ class Finding:
 
 def examine(root: Path = Path("/")) -> list[Finding]:
     """Run all checks. This changes nothing on the host."""
-    found: list[Finding] = []
-    for check in CHECKS:
-        one = check(root)
-        found += one if isinstance(one, list) else [one]
-    return found
-
-
-def as_json(findings: Iterable[Finding]) -> list[dict[str, Any]]:
-    return [asdict(finding) for finding in findings]
+    memory = (shared_memory, memory_limit, huge_pages, hugetlb_pools, memory_nodes)
+    return [check(root) for check in (*memory, cores, open_files, system, compiled_loops, tcp)]
 
 
 def report(findings: Iterable[Finding]) -> str:
@@ -90,7 +75,8 @@ def shared_memory(root: Path) -> Finding:
         return Finding(name, "wrong", "there is no /dev/shm", "mount -t tmpfs -o size=80% tmpfs /dev/shm")
     if not os.access(place, os.W_OK):
         return Finding(name, "wrong", "/dev/shm is not writable", "chmod 1777 /dev/shm")
-    stat, total = os.statvfs(place), _memory(root).get("MemTotal", 0)
+    stat, meminfo = os.statvfs(place), lines_of(root / "proc/meminfo")
+    total = next((int(line.split()[1]) * KIB for line in meminfo if line.startswith("MemTotal:")), 0)
     size, free = stat.f_blocks * stat.f_frsize, stat.f_bavail * stat.f_frsize
     says = f"/dev/shm has {_size(size)}, {_size(free)} free"
     if free < MIN_SHM_NBYTES:
@@ -123,38 +109,30 @@ def huge_pages(root: Path) -> Finding:
     return Finding(name, "better", says, remedy)
 
 
-def hugetlb_pools(root: Path) -> list[Finding]:
-    """Check hugetlb pools and their mounts. A host needs none if `huge_pages` is ok."""
-    name, found = "hugetlb pool", []
+def hugetlb_pools(root: Path) -> Finding:
+    """Check whether hugetlb pools are mounted. A host needs none if `huge_pages` is ok."""
+    pools = []
+    for pool in sorted((root / "sys/kernel/mm/hugepages").glob("hugepages-*kB")):
+        page = int(pool.name.removeprefix("hugepages-").removesuffix("kB")) * KIB
+        count = _text(pool / "nr_hugepages")
+        if count.isdigit() and int(count):
+            free = pages.hugetlb_free_nbytes(page, sys=root / "sys")
+            pools.append(f"{_size(int(count) * page)} in {_size(page)} pages, {_size(free)} free")
+    if not pools:
+        return Finding("hugetlb pool", "ok", "none, and none is needed")
     mounts = [line.split() for line in lines_of(root / "proc/mounts")]
     places = [fields[1] for fields in mounts if len(fields) > 2 and fields[2] == "hugetlbfs"]
     mounted = f"mounted at {', '.join(places)}: may serve as shm_dir" if places else "but mounted nowhere"
-    for pool in sorted((root / "sys/kernel/mm/hugepages").glob("hugepages-*kB")):
-        page = int(pool.name.removeprefix("hugepages-").removesuffix("kB")) * KIB
-        count = _number(pool / "nr_hugepages") or 0
-        if not count:
-            found.append(Finding(name, "ok", f"none of {_size(page)} pages, and none is needed"))
-            continue
-        free = pages.hugetlb_free_nbytes(page, sys=root / "sys")
-        says = f"{_size(count * page)} in {_size(page)} pages, {_size(free)} free, {mounted}"
-        remedy = f"mount -t hugetlbfs -o pagesize={page // KIB}K,mode=1777 none /dev/hugepages"
-        found.append(better(name, says, remedy, when=not places))
-    return found
+    remedy = "mount -t hugetlbfs -o mode=1777 none /dev/hugepages (with pagesize=1G for pages of 1 GiB)"
+    return better("hugetlb pool", f"{'; '.join(pools)}, {mounted}", remedy, when=not places)
 
 
 def memory_nodes(root: Path) -> Finding:
     """Check which NUMA nodes' memory this process may use."""
     nodes = numa.usable_nodes(root)
-    sizes = []
-    for node in nodes:
-        lines = lines_of(root / f"sys/devices/system/node/node{node}/meminfo")
-        totals = [int(line.split()[3]) * KIB for line in lines if "MemTotal:" in line]
-        sizes.append(f"{node} ({_size(totals[0])})" if totals else str(node))
-    forbidden = False
-    if len(nodes) > 1 and root == Path("/"):
-        with numa.preferred(nodes[0]) as allowed:
-            forbidden = not allowed
-    says = f"{len(nodes)}: {', '.join(sizes)}" + ("; placing memory is forbidden" if forbidden else "")
+    with numa.preferred(nodes[0]) as allowed:
+        forbidden = len(nodes) > 1 and not allowed
+    says = f"{len(nodes)}: {', '.join(map(str, nodes))}" + ("; placing memory is forbidden" if forbidden else "")
     return better("memory nodes", says, "docker run --cap-add SYS_NICE", when=forbidden)
 
 
@@ -182,15 +160,9 @@ def open_files(root: Path) -> Finding:
 # -- machine and software ----------------------------------------------------------------------------------------------
 
 
-def kernel(root: Path) -> Finding:
-    """Check the version of Linux. The finding also names the C library and the vector units."""
-    release = "".join(lines_of(root / "proc/sys/kernel/osrelease")) or os.uname().release
-    lines = [line for line in lines_of(root / "proc/cpuinfo") if line.startswith(("flags", "Features"))]
-    has = ", ".join(flag for flag in CPU_FLAGS if flag in {word for line in lines for word in line.split()})
-    says = f"Linux {release}, {' '.join(platform.libc_ver())}, {os.uname().machine} with {has or 'no vectors'}"
-    version = tuple(int(part) for part in release.split("-")[0].split(".")[:2] if part.isdigit())
-    remedy = "Linux 6.1 or later gives huge pages without privilege"
-    return better("kernel", says, remedy, when=version < KERNEL_WANTED)
+def system(root: Path) -> Finding:
+    """Name the kernel and the C library."""
+    return Finding("system", "ok", platform.platform())
 
 
 def compiled_loops(root: Path) -> Finding:
@@ -198,16 +170,6 @@ def compiled_loops(root: Path) -> Finding:
     says = "built" if native.loops is not None else "not built, or RAYKV_NATIVE=0 is set: lookups are slower"
     remedy = "install a C compiler and Python's headers, then: pip install --force-reinstall --no-deps raykv"
     return better("compiled loops", says, remedy, when=native.loops is None)
-
-
-def packages(root: Path) -> list[Finding]:
-    """Check which optional packages are installed."""
-    return [
-        Finding(package, "ok", "installed")
-        if importlib.util.find_spec(package) is not None
-        else Finding(package, "ok", "not installed; optional", remedy)
-        for package, remedy in PACKAGES.items()
-    ]
 
 
 def tcp(root: Path) -> Finding:
@@ -219,11 +181,6 @@ def tcp(root: Path) -> Finding:
     return better("TCP", says, remedy, when=paced)
 
 
-CHECKS: Final[tuple[Callable[[Path], Finding | list[Finding]], ...]] = (
-    *(shared_memory, memory_limit, huge_pages, hugetlb_pools, memory_nodes, cores, open_files),
-    *(kernel, compiled_loops, packages, tcp),
-)
-
 # -- helpers -----------------------------------------------------------------------------------------------------------
 
 
@@ -231,20 +188,9 @@ def _text(path: Path) -> str:
     return "".join(lines_of(path)) or "unknown"
 
 
-def _number(path: Path) -> int | None:
-    text = _text(path).strip()
-    return int(text) if text.isdigit() else None
-
-
 def _chosen(path: Path) -> str:
     text = _text(path)
     return text[text.index("[") + 1 : text.index("]")] if "[" in text and "]" in text else "unknown"
-
-
-def _memory(root: Path) -> dict[str, int]:
-    """Return the fields of /proc/meminfo, in bytes."""
-    fields = (line.partition(":") for line in lines_of(root / "proc/meminfo"))
-    return {name: int(rest.split()[0]) * KIB for name, _, rest in fields if rest.split()}
 
 
 def _size(nbytes: int) -> str:

@@ -45,7 +45,7 @@ def shm_size(monkeypatch):
 
 def test_this_host_is_looked_at_and_every_finding_is_whole():
     found = doctor.examine()
-    assert len({finding.name for finding in found}) >= 10
+    assert len({finding.name for finding in found}) == 10
     for finding in found:
         assert finding.grade in ("ok", "better", "wrong")
         assert finding.name
@@ -133,20 +133,21 @@ def test_pools_of_huge_pages(host):
     for name, count in (("nr", 1024), ("free", 1000), ("resv", 488)):
         host.write(f"{pool}/{name}_hugepages", str(count))
     host.write("sys/kernel/mm/hugepages/hugepages-1048576kB/nr_hugepages", "0")
-    gigabyte, pool_finding = doctor.hugetlb_pools(host.root)
-    assert gigabyte.grade == "ok"
-    assert pool_finding.grade == "better"
-    assert "2.0 GiB in 2 MiB pages, 1.0 GiB free" in pool_finding.says
+    finding = doctor.hugetlb_pools(host.root)
+    assert finding.grade == "better"
+    assert finding.says == "2.0 GiB in 2 MiB pages, 1.0 GiB free, but mounted nowhere"
     host.write("proc/mounts", "none /mnt/huge hugetlbfs rw,pagesize=2M 0 0")
-    assert [finding.grade for finding in doctor.hugetlb_pools(host.root)] == ["ok", "ok"]
-    assert "/mnt/huge" in doctor.hugetlb_pools(host.root)[1].says
+    finding = doctor.hugetlb_pools(host.root)
+    assert finding.grade == "ok"
+    assert "/mnt/huge" in finding.says
+    host.write(f"{pool}/nr_hugepages", "0")
+    assert doctor.hugetlb_pools(host.root).says == "none, and none is needed"
 
 
 def test_memory_nodes(host):
     host.write("sys/devices/system/node/has_memory", "0-1")
     host.write("proc/self/status", "Mems_allowed_list:\t0-1")
-    host.write("sys/devices/system/node/node1/meminfo", f"Node 1 MemTotal:       {3 * GIB >> 10} kB")
-    assert doctor.memory_nodes(host.root).says == "2: 0, 1 (3.0 GiB)"
+    assert doctor.memory_nodes(host.root).says.startswith("2: 0, 1")
 
 
 def test_cores_by_time(host):
@@ -169,16 +170,6 @@ def test_tcp(host, chosen, grade):
     found = doctor.tcp(host.root)
     assert found.grade == grade
     assert f"is {chosen}" in found.says
-
-
-@pytest.mark.parametrize(("release", "grade"), [("5.15.0-91-generic", "better"), ("6.1.0", "ok"), ("6.18.44+", "ok")])
-def test_kernel(host, release, grade):
-    host.write("proc/sys/kernel/osrelease", release)
-    host.write("proc/cpuinfo", "flags\t\t: fpu avx2 sse")
-    finding = doctor.kernel(host.root)
-    assert finding.grade == grade
-    assert release in finding.says
-    assert "with avx2" in finding.says
 
 
 @pytest.mark.parametrize("built", [True, False])
