@@ -4,20 +4,17 @@ Configs are frozen and refuse unknown fields. Names of sizes end in `_nbytes`; s
 Names of times end in `_s`. Only `raykv.config.environment` reads environment variables.
 """
 
-from raykv.config.base import GIB, KIB, MIB, SLOT_ALIGNMENT_NBYTES, HugePages, Model, ModelT, Name, Nbytes, parse_nbytes
+from raykv.config.base import GIB, KIB, MIB, SLOT_ALIGNMENT_NBYTES, HugePages, Model, Name, Nbytes, parse_nbytes
 from raykv.config.client import ClientConfig
-from raykv.config.cluster import ClusterConfig
 from raykv.config.environment import environment_of_child, native_wanted
-from raykv.config.node import NodeConfig
+from raykv.config.node import ClusterConfig, NodeConfig
 from raykv.config.storage import (
     HIGHEST_PRIORITY,
     POLICY_NAMES,
     FileTierConfig,
     NamespaceConfig,
-    PolicyName,
     SsdConfig,
     StorageConfig,
-    parse_policy,
 )
 
 __all__ = [
@@ -32,16 +29,13 @@ __all__ = [
     "FileTierConfig",
     "HugePages",
     "Model",
-    "ModelT",
     "Name",
     "NamespaceConfig",
     "Nbytes",
     "NodeConfig",
-    "PolicyName",
     "SsdConfig",
     "StorageConfig",
     "environment_of_child",
     "native_wanted",
     "parse_nbytes",
-    "parse_policy",
 ]

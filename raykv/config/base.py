@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
@@ -33,8 +33,6 @@ Nbytes = Annotated[int, BeforeValidator(parse_nbytes), Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
 HugePages = Literal["try", "require", "never"]
-
-ModelT = TypeVar("ModelT", bound="Model")
 
 
 class Model(BaseModel):

@@ -1,4 +1,4 @@
-"""Settings of one storage node."""
+"""Settings of one storage node, and of a cluster of nodes."""
 
 import os
 from pathlib import Path
@@ -18,12 +18,9 @@ class NodeConfig(Model):
         node_id: The node's name, unique in its cluster. With the same name a restarted node finds its memory.
         bind: Address on which the node listens for peers and clients. Port 0 means any free port.
         host: Identity of the host. Nodes and clients with equal hosts share memory. None means the detected identity.
-        weight: The node's share of the hash ring, relative to other nodes. None means the arena's size in GiB.
         heartbeat_s: Time between heartbeats to the directory.
-        announce_s: The longest time from a commit to its announcement to the owners of its keys.
         io_timeout_s: A peer that stalls for this long in the middle of a message is disconnected.
         max_connections: Connections served at once. Further connections are refused.
-        max_locations: The most keys whose locations this node stores as their owner. Then the oldest are dropped.
         storage: The node's memory.
     """
 
@@ -31,13 +28,10 @@ class NodeConfig(Model):
     node_id: Name
     bind: Annotated[str, Field(pattern=r"^[^:\s]+:\d{1,5}$")] = "127.0.0.1:0"
     host: str | None = None
-    weight: Annotated[float, Field(gt=0)] | None = None
     storage: StorageConfig = StorageConfig()
     heartbeat_s: Seconds = 1.0
-    announce_s: Seconds = 0.01
     io_timeout_s: Seconds = 10.0
     max_connections: Annotated[int, Field(ge=4, le=65536)] = 1024
-    max_locations: Annotated[int, Field(ge=1024)] = 1 << 22
 
     @property
     def file_prefix(self) -> Path | None:
@@ -52,3 +46,22 @@ class NodeConfig(Model):
         if self.file_prefix is None:
             return f"unix:@raykv-{self.cluster}-{self.node_id}-{os.getpid()}"
         return f"unix:{self.file_prefix}.sock"
+
+
+class ClusterConfig(Model):
+    """Settings for `raykv.cluster.start` and `raykv up`.
+
+    Attributes:
+        name: Name of the cluster.
+        storage: Memory of each node.
+        arena_share: Size of each node's arena as a share of its shm_dir. Replaces storage.arena_nbytes.
+        member_timeout_s: A node that sends no heartbeat for this long is removed from the view.
+        separate_hosts: Ray nodes on one machine do not read each other's shared memory. Simulates a network, for tests
+            and demonstrations.
+    """
+
+    name: Name = "default"
+    storage: StorageConfig = StorageConfig()
+    arena_share: Annotated[float, Field(gt=0.0, le=0.95)] | None = None
+    member_timeout_s: Seconds = 5.0
+    separate_hosts: bool = False

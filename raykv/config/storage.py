@@ -169,7 +169,6 @@ class NamespaceConfig(Model):
         tiers: Tiers that may hold the chunks. With "ssd", memory is only a buffer for writes and reads.
         dram_quota_nbytes: The most bytes that the slots take in one node's memory. None means no limit.
         ssd_quota_nbytes: The most bytes that the chunks take on one node's SSDs. None means no limit.
-        chunk_tokens: Tokens in a chunk, for information only. If set, it must equal the namespace's value.
         priority: Default priority of chunks, from -100 to 100. Chunks with a higher priority are evicted later.
     """
 
@@ -178,5 +177,4 @@ class NamespaceConfig(Model):
     tiers: Literal["dram", "ssd", "both"] = "both"
     dram_quota_nbytes: Annotated[Nbytes, Field(gt=0, lt=1 << 63)] | None = None
     ssd_quota_nbytes: Annotated[Nbytes, Field(gt=0, lt=1 << 63)] | None = None
-    chunk_tokens: Annotated[int, Field(ge=1)] | None = None
     priority: Annotated[int, Field(ge=-HIGHEST_PRIORITY, le=HIGHEST_PRIORITY)] = 0

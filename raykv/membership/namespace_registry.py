@@ -61,16 +61,10 @@ class NamespaceRegistry:
 
         Raises:
             ConfigError: A field is wrong or unknown.
-            UsageError: `chunk_tokens` differs from the namespace's.
             CapacityError: There are MAX_ENTRIES namespaces with a config.
         """
         group = namespace.group
         config = NamespaceConfig.load({**self.config(group.digest).model_dump(), **fields})
-        if config.chunk_tokens not in (None, group.chunk_tokens):
-            raise UsageError(
-                f"field 'chunk_tokens': {config.chunk_tokens}, but chunks of this namespace have {group.chunk_tokens}"
-                " tokens; keys depend on it, so use another namespace: with_fields(chunk_tokens=...)"
-            )
         before = self.entries.get(group.digest)
         if (before is None or not before.listed) and sum(each.listed for each in self.entries.values()) >= MAX_ENTRIES:
             raise CapacityError(f"{MAX_ENTRIES} namespaces have a config; drop one")

@@ -52,7 +52,7 @@ class LocationIndex:
     Keys with equal locations share one object. So the memory for a key is its 16 bytes and a dict entry.
     """
 
-    def __init__(self, max_keys: int) -> None:
+    def __init__(self, max_keys: int = 1 << 22) -> None:
         """Make an empty index. It holds at most `max_keys` keys. Beyond this limit the oldest keys are dropped."""
         self._max_keys = max_keys
         self._locations: dict[bytes, Location] = {}

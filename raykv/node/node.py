@@ -82,7 +82,7 @@ class Node:
         mover = self.mover = open_tiers(config, store, self.lock, changed=self._wake_all)
         self.reconciler = NamespaceReconciler(store, self.lock, mover, registry_paths(config), self._wake_all)
         self._pool = ConnectionPool(secret, breaker_s=config.heartbeat_s, max_idle=2)
-        self.location_index = index = LocationIndex(config.max_locations)
+        self.location_index = index = LocationIndex()
         announcer = self._announcer = Announcer(config, store, self.lock, mover, index, self._pool, changed)
         self._reclaimer = Reclaimer(config, store, self.lock, mover, announcer, due)
         self.handlers: HandlerTable = {
@@ -122,7 +122,7 @@ class Node:
             node_id=config.node_id,
             host=config.host or host_identity(),
             endpoints=endpoints,
-            weight=config.weight or config.storage.arena_nbytes / GIB,
+            weight=config.storage.arena_nbytes / GIB,
             incarnation=time.time_ns(),
         )
         for server in self._servers:

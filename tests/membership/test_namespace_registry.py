@@ -31,7 +31,7 @@ def test_fields_change_one_by_one():
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"ttl": 1}, "unknown field 'ttl'; NamespaceConfig has: chunk_tokens, dram_quota_nbytes, policy"),
+        ({"ttl": 1}, "unknown field 'ttl'; NamespaceConfig has: dram_quota_nbytes, policy"),
         ({"ttl_s": 0}, "ttl_s"),
         ({"policy": "sieve"}, "field 'policy': .*there are: leaf_lru"),
         ({"tiers": "tape"}, "tiers"),
@@ -44,13 +44,6 @@ def test_a_wrong_field_is_named(fields, words):
     with pytest.raises(ConfigError, match=words):
         registry.configure(A, fields, now_ns=1)
     assert not registry.entries
-
-
-def test_the_chunk_size_is_part_of_the_namespace():
-    registry = NamespaceRegistry()
-    registry.configure(A, {"chunk_tokens": 16}, now_ns=1)
-    with pytest.raises(UsageError, match=r"16\D*tokens; keys depend on it, so use another namespace: with_fields"):
-        registry.configure(A, {"chunk_tokens": 32}, now_ns=1)
 
 
 def test_a_drop_ends_the_config_and_is_remembered():
