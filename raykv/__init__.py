@@ -108,7 +108,7 @@ def connect(namespace: Namespace, *, address: str | None = None, secret: str | N
             )
         from raykv.cluster import find_address
 
-        settings = ClientConfig.load({**settings.model_dump(exclude_none=True), **find_address()})
+        settings = settings.model_copy(update={"address": find_address()})
     return Client(namespace, Router(settings))
 
 

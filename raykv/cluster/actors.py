@@ -46,6 +46,17 @@ def node_name(cluster: str, ray_node_id: str) -> str:
     return f"raykv:{cluster}:node:{ray_node_id}"
 
 
+def node_actors(cluster: str) -> dict[str, Any]:
+    """Return the node actor of each live Ray node; None where there is none yet."""
+    found: dict[str, Any] = dict.fromkeys(sorted(ray_nodes()))
+    for ray_node_id in found:
+        try:
+            found[ray_node_id] = ray.get_actor(node_name(cluster, ray_node_id), namespace=NAMESPACE)
+        except ValueError:
+            pass
+    return found
+
+
 def ray_nodes(*, alive: bool = True) -> set[str]:
     """Return the ids of the Ray nodes that are alive, or else of the dead ones."""
     return {node["NodeID"] for node in ray.nodes() if node["Alive"] is alive}
@@ -83,15 +94,9 @@ class DirectoryActor(InProcessMembership):
         """Stop all nodes. Remove their memory and the memory of dead Ray nodes. The caller must end this actor."""
         self._stopping.set()
         self._reconciler.join(timeout_s)
-        for ray_node_id in ray_nodes():  # includes nodes that an earlier directory started
-            try:
-                self._nodes.setdefault(
-                    ray_node_id, ray.get_actor(node_name(self._config.name, ray_node_id), namespace=NAMESPACE)
-                )
-            except ValueError:
-                pass
+        earlier = {ray_node_id: handle for ray_node_id, handle in node_actors(self._config.name).items() if handle}
         dead = _names(ray_nodes(alive=False))
-        stopped = {handle: handle.stop.remote(dead) for handle in self._nodes.values()}
+        stopped = {handle: handle.stop.remote(dead) for handle in {**earlier, **self._nodes}.values()}
         for handle, done in stopped.items():
             try:
                 ray.get(done, timeout=timeout_s)

@@ -2,12 +2,13 @@
 
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Final
 
 import ray
 
-from raykv.cluster.actors import NAMESPACE, DirectoryActor, directory_name, node_name, ray_nodes
+from raykv.cluster.actors import NAMESPACE, DirectoryActor, directory_name, node_actors, node_name
 from raykv.config import ClusterConfig
 from raykv.errors import ConfigError, PeerUnavailable
 from raykv.protocol.trace_requests import TracedRequest
@@ -55,21 +56,15 @@ def start(config: ClusterConfig | None = None, *, timeout_s: float = 60.0, **fie
             f"cluster {wanted.name!r} already runs with other values of: {', '.join(differing)}; "
             "run 'raykv down' first, or start with another name"
         )
-    until_s = time.monotonic() + timeout_s
-    while time.monotonic() < until_s:
-        found = status(wanted.name)
+
+    def is_up(found: dict[str, Any]) -> bool:
         nodes = found["nodes"].values()
         refused = [node["error"] for node in nodes if "pid" in node and "error" in node]
         if refused:
             raise ConfigError(f"a node cannot serve this configuration: {refused[0]}")
-        if nodes and all(node.get("member") and node["epoch"] >= found["epoch"] for node in nodes):
-            return found
-        time.sleep(POLL_S)
-    problems = {
-        name: node.get("error", "it does not know all members yet")
-        for name, node in status(wanted.name)["nodes"].items()
-    }
-    raise PeerUnavailable(f"nodes not up within {timeout_s} s: {problems}")
+        return bool(nodes) and all(node.get("member") and node["epoch"] >= found["epoch"] for node in nodes)
+
+    return _wait_until(is_up, wanted.name, time.monotonic() + timeout_s)
 
 
 def status(name: str = "default", *, timeout_s: float = CALL_TIMEOUT_S) -> dict[str, Any]:
@@ -85,15 +80,10 @@ def status(name: str = "default", *, timeout_s: float = CALL_TIMEOUT_S) -> dict[
     described = ray.get(_directory(name).describe.remote(), timeout=timeout_s)
     members = {member.node_id for member in described["view"].members}
     nodes: dict[str, dict[str, Any]] = {}
-    asked = {}
-    for ray_node_id in sorted(ray_nodes()):
-        try:
-            asked[ray_node_id] = ray.get_actor(node_name(name, ray_node_id), namespace=NAMESPACE).describe.remote()
-        except ValueError:
-            nodes[ray_node_id] = {"error": "no node actor yet"}
+    asked = {ray_node_id: actor and actor.describe.remote() for ray_node_id, actor in node_actors(name).items()}
     for ray_node_id, answer in asked.items():
         try:
-            figures = ray.get(answer, timeout=timeout_s)
+            figures = ray.get(answer, timeout=timeout_s) if answer else {"error": "no node actor yet"}
             nodes[ray_node_id] = {"member": figures.get("node_id") in members, **figures}
         except ray.exceptions.RayError as error:
             nodes[ray_node_id] = {"error": str(error)}
@@ -146,7 +136,8 @@ def upgrade(name: str = "default", *, timeout_s: float = 60.0) -> Iterator[dict[
             ray.get(actor.step_aside.remote(), timeout=timeout_s)
         except ray.exceptions.RayError as error:
             raise PeerUnavailable(f"node {ray_node_id} did not step aside: {error}") from error
-        after = _wait_for_other(name, ray_node_id, before["pid"], began_s + timeout_s)
+        is_back = partial(_is_node_back, ray_node_id, before["pid"])
+        after = _wait_until(is_back, name, began_s + timeout_s)["nodes"][ray_node_id]
         yield {
             "node": ray_node_id,
             "pid_before": before["pid"],
@@ -157,21 +148,13 @@ def upgrade(name: str = "default", *, timeout_s: float = 60.0) -> Iterator[dict[
         }
     began_s, pid = time.monotonic(), status(name)["directory"]["pid"]
     ray.kill(_directory(name), no_restart=False)
-    while time.monotonic() < began_s + timeout_s:
-        try:
-            found = status(name, timeout_s=timeout_s)
-        except (PeerUnavailable, ray.exceptions.RayError):
-            found = {}
-        if found and found["directory"]["pid"] != pid and all(node.get("member") for node in found["nodes"].values()):
-            yield {
-                "node": "directory",
-                "pid_before": pid,
-                "pid": found["directory"]["pid"],
-                "seconds": time.monotonic() - began_s,
-            }
-            return
-        time.sleep(POLL_S)
-    raise PeerUnavailable(f"the directory did not come back within {timeout_s} s")
+    found = _wait_until(partial(_is_directory_back, pid), name, began_s + timeout_s)
+    yield {
+        "node": "directory",
+        "pid_before": pid,
+        "pid": found["directory"]["pid"],
+        "seconds": time.monotonic() - began_s,
+    }
 
 
 def record(name: str = "default", *, seconds: float, every_s: float = 1.0) -> Iterator[list[TracedRequest]]:
@@ -198,12 +181,7 @@ def record(name: str = "default", *, seconds: float, every_s: float = 1.0) -> It
 def _fetch_records(name: str, on: bool) -> list[TracedRequest]:
     """Fetch the recorded requests of all nodes. `on`: all nodes record from now on, also new nodes."""
     _directory(name)
-    asked = []
-    for ray_node_id in sorted(ray_nodes()):
-        try:
-            asked.append(ray.get_actor(node_name(name, ray_node_id), namespace=NAMESPACE).record.remote(on))
-        except ValueError:
-            continue
+    asked = [actor.record.remote(on) for actor in node_actors(name).values() if actor]
     requests: list[TracedRequest] = []
     for answer in asked:
         try:
@@ -213,24 +191,32 @@ def _fetch_records(name: str, on: bool) -> list[TracedRequest]:
     return sorted(requests, key=lambda each: each.at_s)
 
 
-def _wait_for_other(name: str, ray_node_id: str, pid: int, until_s: float) -> dict[str, Any]:
-    """Wait until another process of this node is a member. Return the figures of the node."""
-    problem = "it did not answer"
+def _is_node_back(ray_node_id: str, old_pid: int, found: dict[str, Any]) -> bool:
+    node = found["nodes"].get(ray_node_id, {})
+    return bool(node.get("member")) and node["pid"] != old_pid
+
+
+def _is_directory_back(old_pid: int, found: dict[str, Any]) -> bool:
+    return found["directory"]["pid"] != old_pid and all(node.get("member") for node in found["nodes"].values())
+
+
+def _wait_until(is_ready: Callable[[dict[str, Any]], bool], name: str, until_s: float) -> dict[str, Any]:
+    """Wait until `is_ready` accepts the status of the cluster, and return that status."""
+    problem: object = "no answer"
     while time.monotonic() < until_s:
         try:
-            found: dict[str, Any] = status(name)["nodes"].get(ray_node_id, {})
-            if found.get("pid", pid) != pid:
-                if found.get("member"):
-                    return found
-                problem = found.get("error", "it is not a member yet")
+            found = status(name)
+            if is_ready(found):
+                return found
+            problem = {each: node.get("error", "it does not know all members") for each, node in found["nodes"].items()}
         except (PeerUnavailable, ray.exceptions.RayError) as error:
-            problem = str(error)
+            problem = error
         time.sleep(POLL_S)
-    raise PeerUnavailable(f"node {ray_node_id} did not come back in time ({problem}): no further node is restarted")
+    raise PeerUnavailable(f"cluster {name!r} is not ready in time: {problem}")
 
 
-def find_address(name: str = "default", *, timeout_s: float = CALL_TIMEOUT_S) -> dict[str, str]:
-    """Return the address of the raykv node on this process's Ray node, as fields of ClientConfig.
+def find_address(name: str = "default", *, timeout_s: float = CALL_TIMEOUT_S) -> str:
+    """Return the address of the raykv node on this process's Ray node.
 
     Raises:
         PeerUnavailable: No cluster of that name runs, or it has no node on this Ray node.
@@ -238,7 +224,8 @@ def find_address(name: str = "default", *, timeout_s: float = CALL_TIMEOUT_S) ->
     ray_node_id = ray.get_runtime_context().get_node_id()
     try:
         actor = ray.get_actor(node_name(name, ray_node_id), namespace=NAMESPACE)
-        return {"address": ray.get(actor.describe.remote(), timeout=timeout_s)["local_address"]}
+        address: str = ray.get(actor.describe.remote(), timeout=timeout_s)["local_address"]
+        return address
     except (ValueError, ray.exceptions.RayError) as error:
         raise PeerUnavailable(f"no raykv node on this Ray node; run 'raykv up' ({error})") from error
 

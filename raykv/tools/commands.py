@@ -12,7 +12,7 @@ import numpy as np
 from raykv import connect
 from raykv.client.admin import merge_namespaces
 from raykv.client.client import Client
-from raykv.config import GIB, MIB, ClientConfig, NamespaceConfig
+from raykv.config import GIB, MIB, ClientConfig
 from raykv.errors import RayKVError, UsageError
 from raykv.protocol.chunk_keys import KEY_NBYTES, from_bytes
 from raykv.protocol.namespace import Namespace
@@ -24,9 +24,10 @@ ANY = Namespace(model="-")
 def add_commands(commands: Any) -> list[argparse.ArgumentParser]:
     """Add the commands to the command line, and return their parsers."""
     why = commands.add_parser("why", help="where chunks are, or why they are gone")
-    why.add_argument("names", nargs="*", metavar="NAME", help="names of objects")
-    why.add_argument("--tokens", metavar="FILE", help="in place of names: a prompt, as a JSON list of token ids")
-    why.add_argument("--keys", nargs="+", default=[], metavar="HEX", help="in place of names: keys, 32 digits each")
+    chunks = why.add_mutually_exclusive_group(required=True)
+    chunks.add_argument("names", nargs="*", default=[], metavar="NAME", help="names of objects")
+    chunks.add_argument("--tokens", metavar="FILE", help="in place of names: a prompt, as a JSON list of token ids")
+    chunks.add_argument("--keys", nargs="+", default=[], metavar="HEX", help="in place of names: keys, 32 digits each")
     why.add_argument("--namespace", metavar="NAMESPACE", help="see 'raykv namespace list' (default: the only one)")
     why.set_defaults(run=_why)
 
@@ -64,14 +65,11 @@ def _client(options: argparse.Namespace) -> Client:
     if address is None:
         from raykv.cluster import find_address
 
-        address = find_address(options.name)["address"]
+        address = find_address(options.name)
     return connect(ANY, address=address)
 
 
 def _why(options: argparse.Namespace) -> str:
-    given = [bool(options.names), options.tokens is not None, bool(options.keys)]
-    if sum(given) != 1:
-        raise UsageError("give names, or --tokens, or --keys")
     with _client(options) as client:
         if options.keys:
             found, what = client.why(from_bytes(b"".join(map(_key, options.keys)))), options.keys
@@ -93,7 +91,7 @@ def _list(options: argparse.Namespace) -> str:
     with _client(options) as client:
         found = client.namespaces()
     if options.json:
-        return json.dumps(found, indent=2, default=_fields)
+        return json.dumps(found, indent=2, default=lambda value: value.model_dump(mode="json", exclude_defaults=True))
     return "\n".join(namespace_lines(found)) or "no namespace is in use"
 
 
@@ -170,10 +168,6 @@ def _choose(client: Client, text: str | None, *, new: bool = False) -> Namespace
         hint += ". A new one must be given by its fields as JSON: '{\"model\": ...}'"
     which = f"{len(found)} are called {text!r}" if text is not None else f"there are {len(found)}"
     raise UsageError(f"--namespace: {which}; {hint}")
-
-
-def _fields(value: Namespace | NamespaceConfig) -> dict[str, Any]:
-    return value.model_dump(mode="json", exclude_defaults=isinstance(value, Namespace))
 
 
 def _field(text: str) -> tuple[str, Any]:

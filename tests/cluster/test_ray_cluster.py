@@ -96,8 +96,7 @@ def test_after_start_every_node_knows_every_other(local_ray):
 def test_connect_finds_the_node_of_its_own_ray_node(cluster, monkeypatch):
     monkeypatch.delenv("RAYKV_ADDRESS", raising=False)
     mine = ray.get_runtime_context().get_node_id()
-    found = raykv.cluster.find_address("test")
-    assert found == {"address": cluster["nodes"][mine]["local_address"]}
+    assert raykv.cluster.find_address("test") == cluster["nodes"][mine]["local_address"]
 
 
 def test_start_is_idempotent_and_refuses_another_configuration(cluster):

@@ -73,7 +73,9 @@ def test_what_is_wrong_is_named(run, running, tmp_path):
     assert "there are 2" in _with_another(run, running, "why", "a")
     assert "not a JSON list" in run("why", "--tokens", _file(tmp_path, '["a"]'), "--namespace", "mine", fails=True)
     assert "32 hexadecimal digits" in run("why", "--keys", "abc", fails=True)
-    assert "give names" in run("why", fails=True)
+    for wrong in ([], ["a", "--keys", "ab"], ["--keys", "ab", "--tokens", "x"]):
+        with pytest.raises(SystemExit):
+            run("why", *wrong)
     assert "unknown field 'ttl'" in run("namespace", "set", "--namespace", "mine", "ttl=3", fails=True)
     assert "FIELD=VALUE" in run("namespace", "set", "--namespace", "mine", "ttl", fails=True)
     assert "those in use: mine" in run("namespace", "drop", "--namespace", "nine", fails=True)

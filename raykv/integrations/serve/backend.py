@@ -75,7 +75,7 @@ def _wait_for_address(cluster: str) -> str:
     until_s = time.monotonic() + FIND_NODE_S
     while True:
         try:
-            return find_address(cluster)["address"]
+            return find_address(cluster)
         except PeerUnavailable:
             if time.monotonic() > until_s:
                 raise
