@@ -8,7 +8,6 @@ import xxhash
 
 from raykv.errors import ProtocolError, UsageError
 from raykv.node.handlers import admin
-from raykv.node.handlers.read import neighbours
 from raykv.node.node import Node
 from raykv.protocol import chunk_keys, messages
 from raykv.protocol.chunk_keys import KEY_NBYTES
@@ -234,22 +233,6 @@ def test_a_wrong_remote_write_ends_as_a_failure_and_keeps_nothing(node):
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------
-
-
-def test_neighbours_become_one_view(rng: random.Random):
-    arena = memoryview(bytes(rng.randbytes(1 << 16)))
-    for _ in range(300):
-        count = rng.randrange(6)
-        offsets = np.array([rng.randrange(8) * 1024 for _ in range(count)], np.uint64)
-        if count > 1 and rng.random() < 0.5:
-            offsets = np.arange(count, dtype=np.uint64) * np.uint64(1024)
-        nbytes = np.array([rng.choice([0, 1, 1000, 1024, 1024]) for _ in range(count)], np.uint32)
-        views = neighbours(arena, offsets, nbytes)
-        expected = [bytes(arena[int(a) : int(a) + int(n)]) for a, n in zip(offsets, nbytes, strict=True)]
-        assert b"".join(views) == b"".join(expected)
-        ends = (offsets.astype(np.int64) + nbytes)[nbytes > 0]
-        gaps = int((offsets.astype(np.int64)[nbytes > 0][1:] != ends[:-1]).sum()) if len(ends) else -1
-        assert len(views) == gaps + 1
 
 
 def test_chunks_stay_while_they_are_sent(node):

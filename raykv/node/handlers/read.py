@@ -6,7 +6,6 @@ from collections import Counter
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from raykv.node.announcer import Announcer
 from raykv.node.location_index import LocationIndex, located
@@ -52,7 +51,8 @@ class ReadHandler:
         def finish(complete: bool) -> None:
             self._end_pins(pinned.rows)
 
-        outgoing = neighbours(self._store.arena.view, pinned.offsets, pinned.nbytes)
+        places = zip(pinned.offsets.tolist(), pinned.nbytes.tolist(), strict=True)
+        outgoing = [self._store.arena.view[start : start + nbytes] for start, nbytes in places if nbytes]
         return Reply(answer, outgoing=outgoing, finish=finish)
 
     def _pin(self, request: messages.Pin, session: NodeSession) -> Reply:
@@ -114,15 +114,3 @@ class ReadHandler:
     def _end_pins(self, rows: Rows) -> None:
         with self._lock:
             self._store.unpin(rows)
-
-
-def neighbours(view: memoryview, offsets: npt.NDArray[np.uint64], nbytes: npt.NDArray[np.uint32]) -> list[memoryview]:
-    """Return views of the chunks at these offsets, in order. Adjacent chunks share one view; length 0 is skipped."""
-    here = nbytes > 0
-    starts = offsets[here].astype(np.int64)
-    if not len(starts):
-        return []
-    ends = starts + nbytes[here]
-    gaps = np.flatnonzero(starts[1:] != ends[:-1]) + 1
-    first, last = np.append(0, gaps), np.append(gaps, len(starts)) - 1
-    return [view[start:end] for start, end in zip(starts[first].tolist(), ends[last].tolist(), strict=True)]

@@ -2,10 +2,8 @@
 
 import threading
 import time
-from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from raykv.errors import RayKVError, UsageError
 from raykv.memory.copying import checksums_of
@@ -18,11 +16,8 @@ from raykv.protocol.messages import MAX_KEYS
 from raykv.storage.batches import Written
 from raykv.storage.store import Store
 from raykv.tier.mover import TierMover
-from raykv.transport.base import ChunkRun, Reply, Targets
-from raykv.types import Batch, Bits, Hints, Rows
-
-RECEIVED_NBYTES: Final = 1 << 20
-"""Small chunks are received and hashed in groups of about this many bytes."""
+from raykv.transport.base import ChunkRun, Reply
+from raykv.types import Batch, Hints, Rows
 
 
 class WriteHandler:
@@ -108,24 +103,31 @@ class WriteHandler:
             slots = self._store.lend(group, request.nbytes, len(missing), protect=protect, now_s=now_s)
             session.lent.update(slots.rows.tolist())
         positions = missing[: len(slots.rows)]
-        incoming = _Incoming(self._store.arena.view, slots.offsets.tolist(), request.nbytes)
+        view, expected = self._store.arena.view, bytearray(8 * len(positions))
+        runs = [ChunkRun([[view[start : start + batch.nbytes]]], [batch.nbytes]) for start in slots.offsets.tolist()]
 
         def finish(complete: bool) -> messages.Answer:
-            checksums, intact = incoming.checked(complete)
             try:
-                count = self._commit_received(
-                    group, batch, Written(positions[intact], slots.rows[intact], checksums[intact]), session
-                )
+                count = 0
+                if complete:
+                    checksums = b"".join(run.checksums or checksums_of(run.chunks) for run in runs)
+                    written = Written(positions, slots.rows, np.frombuffer(checksums, "<u8"))
+                    count = self._commit_intact(group, batch, written, expected, session)
+                return messages.Count(count)
             except RayKVError as error:
                 return codec.failure(error)
             finally:
                 self._return_slots(np.array([row for row in slots.rows.tolist() if row in session.lent]), session)
-            return messages.Count(count)
 
         accepted = messages.Accepted(positions.astype("<i4").tobytes(), len(missing) - len(positions))
-        return Reply(accepted, incoming=incoming.targets(), finish=finish)
+        return Reply(accepted, incoming=[*runs, (memoryview(expected),)], finish=finish)
 
-    def _commit_received(self, group: int, batch: Batch, written: Written, session: NodeSession) -> int:
+    def _commit_intact(
+        self, group: int, batch: Batch, written: Written, expected: bytearray, session: NodeSession
+    ) -> int:
+        """Commit the chunks whose checksum is the expected one (u64). Returns how many were stored."""
+        intact = written.checksums == np.frombuffer(expected, "<u8")
+        written = Written(*(column[intact] for column in written))
         with self._lock:
             used = self._store.commit(group, batch, written, now_s=time.monotonic())
             session.lent.difference_update(written.rows[used].tolist())
@@ -163,31 +165,6 @@ class WriteHandler:
         if request.ttl_s is not None:
             self._mover.drop_outdated(keys)
         return Reply(messages.Count(count))
-
-
-class _Incoming:
-    """Receives chunks of one size into slots, then the sender's checksums. Each chunk is hashed as it arrives."""
-
-    def __init__(self, view: memoryview, starts: list[int], nbytes: int) -> None:
-        self._expected = bytearray(8 * len(starts))
-        step = max(1, RECEIVED_NBYTES // nbytes)
-        self._runs = [
-            ChunkRun([[view[start : start + nbytes]] for start in some], [nbytes] * len(some))
-            for some in (starts[first : first + step] for first in range(0, len(starts), step))
-        ]
-
-    def targets(self) -> Targets:
-        """Return the buffers for the payload."""
-        return [*self._runs, (memoryview(self._expected),)]
-
-    def checked(self, complete: bool) -> tuple[npt.NDArray[np.uint64], Bits]:
-        """Return the checksum of each chunk, and whether the chunk is intact. No chunk is intact unless `complete`."""
-        expected = np.frombuffer(self._expected, "<u8")
-        if not complete:
-            return expected, np.zeros(len(expected), np.bool_)
-        found = b"".join(run.checksums + checksums_of(run.chunks[len(run.checksums) // 8 :]) for run in self._runs)
-        checksums = np.frombuffer(found, "<u8")
-        return checksums, checksums == expected
 
 
 def _batch_in(request: messages.Run | messages.Write) -> Batch:
