@@ -24,10 +24,6 @@ from raykv.tier.mover import TierMover
 
 log = logging.getLogger(__name__)
 
-MAX_REASON_LETTERS: Final = 32
-"""A client's name for the reason of a miss is cut to this length."""
-MAX_COUNT: Final = 1 << 48
-"""Higher counts in a client's report are ignored."""
 DROPPED_AT_ONCE: Final = 8192
 """The most chunks of a dropped namespace that are removed while the lock is held once."""
 MAX_FILE_NBYTES: Final = 64 << 20
@@ -132,11 +128,9 @@ class NamespaceReconciler:
             self._served[number] += (1, nbytes)
 
     def add_report(self, digest: bytes, misses: dict[str, int], gets: Sequence[int], puts: Sequence[int]) -> None:
-        """Add a client's counts for a quota group. Impossible counts and unknown groups are ignored."""
+        """Add a client's counts for a quota group. Unknown groups are ignored."""
         if self._store.groups.find(digest) is not None:
-            possible = {reason[:MAX_REASON_LETTERS]: count for reason, count in misses.items() if 0 < count < MAX_COUNT}
-            if all(0 <= count < MAX_COUNT for count in (*gets, *puts)):
-                self._metrics.add_report(digest, possible, gets, puts)
+            self._metrics.add_report(digest, misses, gets, puts)
 
     def _configure(self, entry: Entry) -> None:
         store, number = self._store, None

@@ -7,7 +7,7 @@ A lease is a lent slot or a pin. It belongs to one connection, and ends with tha
 """
 
 import math
-from typing import Final
+from typing import Annotated, Final, TypeAlias
 
 import msgspec
 
@@ -18,6 +18,8 @@ MAX_KEYS: Final = 1 << 20
 """The most keys in one request."""
 MAX_HOLDERS: Final = 3
 """The most holders that an answer names for one key."""
+
+ReportedCount: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 48)]
 
 
 class Message(msgspec.Struct, tag=True, omit_defaults=True, kw_only=True):
@@ -221,9 +223,9 @@ class Adopt(Message):
 class Report(Message):
     """A client's counts for `group` since its last report: see `ClientMetrics`. Answer: Done."""
 
-    misses: dict[str, int]
-    gets: tuple[int, ...] = ()
-    puts: tuple[int, ...] = ()
+    misses: dict[Annotated[str, msgspec.Meta(max_length=32)], ReportedCount]
+    gets: tuple[ReportedCount, ...] = ()
+    puts: tuple[ReportedCount, ...] = ()
 
 
 class RecordTrace(Message):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import raykv
-from raykv.errors import LostError, UsageError
+from raykv.errors import LostError, ProtocolError, UsageError
 from raykv.membership.namespace_registry import NamespaceRegistry
 from raykv.node.namespace_reconciler import registry_paths
 from raykv.protocol import messages
@@ -161,13 +161,15 @@ def test_counts_of_requests_and_bytes_by_quota_group():
         assert (listed["requests"], listed["served_nbytes"]) == (4, 10_000)
 
 
-def test_impossible_reports_are_ignored():
+def test_impossible_reports_are_refused():
     with running_node() as node:
         peer, digest = Peer(node), MINE.group.digest
         peer.ask(messages.OpenNamespace(json_of(MINE)))
         peer.ask(messages.Report({"x": 1}, group=b"nobody"))
-        peer.ask(messages.Report({"x" * 99: 5, "y": -1}, (-3,), group=digest))
-        peer.ask(messages.Report({"x" * 99: 5, "y": -1, "z": 1 << 60}, (3,), group=digest))
+        for counts in (({"y": -1},), ({"z": 1 << 60},), ({"x" * 33: 5},), ({}, (-3,)), ({}, (), (1 << 60,))):
+            with pytest.raises(ProtocolError):
+                peer.ask(messages.Report(*counts, group=digest))
+        peer.ask(messages.Report({"x" * 32: 5}, (3,), group=digest))
         (listed,) = node.reconciler.list().values()
         assert listed["misses"] == {"x" * 32: 5}
 
