@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import closing
 from typing import Any, Final
 
 import msgspec
@@ -69,6 +70,7 @@ class NodeHandle:
                 [sys.executable, "-P", "-m", "raykv.supervisor.process"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
+                bufsize=0,
                 env=environment_of_child(),
                 process_group=0,  # an interrupt from the terminal is for the owner, which then stops the node
             )
@@ -120,10 +122,7 @@ class NodeHandle:
     def _end(self) -> None:
         """End the supervisor and its node, the listener thread and the proxy server."""
         assert self.supervisor.stdin is not None
-        try:
-            self.supervisor.stdin.close()  # at the end of stdin the supervisor kills the node and ends
-        except BrokenPipeError:
-            pass
+        self.supervisor.stdin.close()  # at the end of stdin the supervisor kills the node and ends
         try:
             self.supervisor.wait(STOP_S)
         except subprocess.TimeoutExpired:
@@ -136,7 +135,6 @@ class NodeHandle:
         assert self.supervisor.stdin is not None
         try:
             self.supervisor.stdin.write(line + b"\n")
-            self.supervisor.stdin.flush()
         except BrokenPipeError:
             pass  # the supervisor has ended; see `ended`
 
@@ -158,19 +156,12 @@ class NodeHandle:
                 self._reported.notify_all()
 
     def _ask(self, request: messages.Message) -> messages.Answer:
-        link = self._connect(time.monotonic() + ANSWER_S)
-        try:
-            return link.call(request, deadline_s=time.monotonic() + ANSWER_S)
-        except TransientError as error:
-            raise PeerUnavailable(f"the node does not answer: {error}") from error
-        finally:
-            link.close()
-
-    def _connect(self, deadline_s: float) -> Link:
-        """Connect to the node. If it is being restarted, retry until the deadline."""
+        """Send a request to the node. If it is being restarted, retry until the deadline."""
+        deadline_s = time.monotonic() + ANSWER_S
         while True:
             try:
-                return Link.connect(self._address, b"", deadline_s=deadline_s)
+                with closing(Link.connect(self._address, b"", deadline_s=deadline_s)) as link:
+                    return link.call(request, deadline_s=deadline_s)
             except TransientError as error:
                 if self.ended or time.monotonic() + RETRY_S >= deadline_s:
                     raise PeerUnavailable(f"the node does not answer: {self._problem or error}") from error

@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     try:
         if options.here is not None:
-            return int(options.here(options))
+            return int(options.here(options) or 0)
         print(options.run(options) if node_address(options) is not None else _with_ray(options))
     except RayKVError as error:
         print(f"raykv: {error}", file=sys.stderr)
@@ -90,7 +90,7 @@ def parser() -> argparse.ArgumentParser:
         "plan", help="what a cache of a given size and policy would save on a trace; needs no Ray"
     )
     add_arguments(plan)
-    plan.set_defaults(here=_plan)
+    plan.set_defaults(here=lambda options: print(plan_command(options)))
     asking = add_commands(commands)
     for command in (up, status, upgrade, record, down, *asking):
         command.add_argument("--name", default="default", help="name of the raykv cluster")
@@ -191,11 +191,6 @@ def _doctor(options: argparse.Namespace) -> int:
     found = doctor.examine()
     print(json.dumps(list(map(asdict, found)), indent=2) if options.json else doctor.report(found))
     return int(any(finding.grade == "wrong" for finding in found))
-
-
-def _plan(options: argparse.Namespace) -> int:
-    print(plan_command(options))
-    return 0
 
 
 def _table(found: dict[str, Any]) -> str:
