@@ -2,11 +2,9 @@
 
 import os
 import struct
-import threading
-import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from queue import SimpleQueue
 from typing import Final
 
 import numpy as np
@@ -121,26 +119,25 @@ class CopyThreads:
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self.after_fork()
-        _all_copy_threads.add(self)
-
-    def after_fork(self) -> None:
-        """Start again in a forked child: the parent's threads do not exist there, and its locks may be held."""
-        self._jobs: SimpleQueue[object] = SimpleQueue()
-        self._threads: list[threading.Thread] = []
-        self._lock = threading.Lock()
+        self._pool: ThreadPoolExecutor | None = None
+        self._pid = 0
 
     def called(self, chunks: int, nbytes: int) -> Callable[[object], None] | None:
         """The argument `call` of the compiled loops, which wakes threads. None: the caller copies alone."""
-        shares = min(self.count, chunks, nbytes // _SHARE_NBYTES)
-        if shares <= 1 or native.loops is None:
-            return None
+        helpers = min(self.count, chunks, nbytes // _SHARE_NBYTES) - 1
+        return partial(self._call, helpers) if helpers > 0 and native.loops is not None else None
+
+    def _call(self, helpers: int, job: object) -> None:
+        assert native.loops is not None
+        pool = self._pool
+        if pool is None or self._pid != os.getpid():  # a forked child has none of its parent's threads
+            pool = self._pool = ThreadPoolExecutor(self.count - 1, "raykv-copy")
+            self._pid = os.getpid()
         try:
-            self._start(shares - 1)
-        except RuntimeError:  # this process may have no more threads
-            if not self._threads:
-                return None
-        return partial(self._call, shares - 1)
+            for _ in range(helpers):
+                pool.submit(native.loops.share, job)
+        except RuntimeError:
+            pass  # this process may have no more threads, or ends: fewer threads copy
 
     def fill(self, targets: list[memoryview], values: list[Sequence[memoryview]]) -> npt.NDArray[np.uint64]:
         """Copy chunks, each from several views, into `targets`. Returns the chunks' checksums.
@@ -159,37 +156,6 @@ class CopyThreads:
         return checksums
 
     def close(self) -> None:
-        with self._lock:
-            for _ in self._threads:
-                self._jobs.put(None)
-            self._threads = []
-
-    def _start(self, wanted: int) -> None:
-        while len(self._threads) < wanted:
-            with self._lock:
-                if len(self._threads) < wanted:
-                    thread = threading.Thread(target=self._work, args=(self._jobs,), name="raykv-copy", daemon=True)
-                    thread.start()
-                    self._threads.append(thread)
-
-    def _call(self, others: int, job: object) -> None:
-        for _ in range(others):
-            self._jobs.put(job)
-
-    @staticmethod
-    def _work(jobs: "SimpleQueue[object]") -> None:
-        assert native.loops is not None
-        while (job := jobs.get()) is not None:
-            native.loops.share(job)
-            del job
-
-
-_all_copy_threads: "weakref.WeakSet[CopyThreads]" = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    for threads in list(_all_copy_threads):
-        threads.after_fork()
-
-
-os.register_at_fork(after_in_child=_after_fork)
+        if self._pool is not None:
+            self._pool.shutdown(wait=False)
+            self._pool = None

@@ -78,7 +78,7 @@ def test_gather_hashed_copies_and_hashes(rng, stream):
 def test_helpers_are_called_for_large_batches(loops):
     threads = CopyThreads(4)
     jobs: list[object] = []
-    threads._start, threads._jobs = lambda wanted: None, SimpleNamespace(put=jobs.append)
+    threads._pool, threads._pid = SimpleNamespace(submit=lambda share, job: jobs.append(job)), os.getpid()
     for chunks, nbytes, helpers in [
         (100, 1 << 30, 3),
         (2, 1 << 30, 1),
@@ -176,7 +176,7 @@ def test_threads_that_were_called_copy(rng, loops, monkeypatch):
 
     native.loops.fill(slots, values, checksums, True, call_and_wait)
     assert waited.is_set()
-    assert seen == ["raykv-copy"]
+    assert seen == ["raykv-copy_0"]
     assert checksums.tolist() == [checksum_of(value) for value in values]
     threads.close()
 
@@ -184,10 +184,10 @@ def test_threads_that_were_called_copy(rng, loops, monkeypatch):
 def test_a_process_that_may_have_no_more_threads_copies_alone(monkeypatch, rng):
     threads = CopyThreads(2)
 
-    def refused(wanted: int) -> None:
+    def refused(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(threads, "_start", refused)
+    monkeypatch.setattr(threading.Thread, "start", refused)
     slots, values, _ = batch(rng, 4, 1 << 20)
     assert threads.fill(slots, values).tolist() == [checksum_of(value) for value in values]
 
@@ -199,7 +199,7 @@ def test_a_child_by_fork_has_threads_of_its_own(rng, loops):
     slots, values, _ = batch(rng, 4, 1 << 20)
     expected = [checksum_of(value) for value in values]
     assert threads.fill(slots, values).tolist() == expected
-    with threads._lock:
+    with threads._pool._shutdown_lock:
         child = os.fork()
         if not child:
             for slot in slots:
