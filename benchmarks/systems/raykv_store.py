@@ -281,8 +281,6 @@ class Store(System):
         columns.state[:] = RowState.READY
         columns.generation[:] = 2
         table.rebuild_index(np.arange(rows, dtype=np.int32))
-        while table.use_huge_pages():  # as the node does by and by
-            pass
         client = raykv.connect(NAMESPACE, address=node.local_address)
         self._clients = [client]
         return Raykv(client), rows

@@ -52,6 +52,8 @@ HEADER: Final = np.dtype(
         ("recording", "<u8"),
     ]
 )
+"""`incarnation`: how many processes have owned the table. `dirty`: 1 during a change; if it is 1 at a start, the last
+owner died during a change. `recording`: 1 if clients are asked to report their lookups (`client.trace_recorder`)."""
 NAMESPACE: Final = np.dtype([("capacity", "<u8"), ("text", f"S{NAMESPACE_TEXT_NBYTES}")])
 TEXT_OFFSET: Final = NAMESPACE.itemsize - NAMESPACE_TEXT_NBYTES
 RECORD: Final = np.dtype(

@@ -67,7 +67,7 @@ def take_over(table: Table) -> tuple[Rows, Rows]:
     """
     columns, populated = table.columns, slice(0, table.rows_populated)
     generations, state = columns.generation[populated].copy(), columns.state[populated]
-    was_dirty, odd = table.dirty, (generations & 1).astype(np.bool_)
+    was_dirty, odd = bool(table.header["dirty"]), (generations & 1).astype(np.bool_)
     quarantined = odd & (state != RowState.FREE)
     deleted = np.flatnonzero(~odd & (state == RowState.PENDING_DELETE))
     generations[odd] = generations[deleted] = 0
@@ -83,7 +83,7 @@ def take_over(table: Table) -> tuple[Rows, Rows]:
         columns.children[populated] = 0
         for block in blocks(len(ready)):
             _relink(table, ready[block], generations)
-        table.incarnation += 1
+        table.header["incarnation"] += 1
     return ready, unfinished
 
 

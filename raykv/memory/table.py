@@ -9,15 +9,12 @@ Source: seqlocks (Lameter, 2005; as in the Linux kernel), one per row.
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
-from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from raykv.errors import ConfigError, LostError
-from raykv.memory import pages
 from raykv.memory.arena import SharedMemory
 from raykv.memory.index import HashIndex
 from raykv.memory.layout import (
@@ -39,14 +36,12 @@ from raykv.memory.layout import (
 )
 from raykv.types import Bits, KeyArray, Rows
 
-HUGE_STEP_NBYTES: Final = 32 << 20
-"""Bytes per call of `use_huge_pages`. A call takes milliseconds, or 100 ms if a hypervisor must find the memory."""
-
 
 class Table(HashIndex):
     """A mapped chunk table. Only the writer may call methods that change it, except `touch`.
 
     Attributes:
+        header: One element of type HEADER.
         namespaces: Array of NAMESPACE. The text is the quota group's JSON; an entry with empty text is free.
         extent_slots: The slot size of each extent of the arena, in bytes; 0: the extent is free.
     """
@@ -56,8 +51,7 @@ class Table(HashIndex):
         self.memory = memory
         if memory.nbytes < HEADER.itemsize:
             raise LostError(f"{memory.path} is too short to be a chunk table")
-        self._header = np.frombuffer(memory.view, HEADER, 1)[0]
-        header = self._header
+        header = self.header = np.frombuffer(memory.view, HEADER, 1)[0]
         if header["magic"] != MAGIC or header["layout_version"] != LAYOUT_VERSION:
             raise LostError(f"{memory.path} is not a chunk table of layout version {LAYOUT_VERSION}")
         self.rows, self.extents = int(header["rows"]), int(header["extents"])
@@ -88,7 +82,6 @@ class Table(HashIndex):
         self.active = header_cell(view, "active_index")
         self._rows_populated = header_cell(view, "rows_populated")
         self.removed = 0
-        self._huge_upto, self._small = -1, list[tuple[int, int]]()
 
     @classmethod
     def create(cls, path: Path | None, *, rows: int, extents: int, extent_nbytes: int, now_s: float) -> "Table":
@@ -99,7 +92,7 @@ class Table(HashIndex):
         layout = Layout(rows, extents)
         memory = SharedMemory.create(path, layout.nbytes)
         no_room = f"field 'max_chunks': no room for a table of {layout.nbytes:,} bytes; lower max_chunks"
-        if not memory.populate(0, layout.indexes[1], hurry=True):
+        if not memory.populate(0, layout.indexes[1]):
             memory.path.unlink()
             raise ConfigError(no_room)
         header = np.frombuffer(memory.view, HEADER, 1)[0]
@@ -136,28 +129,6 @@ class Table(HashIndex):
         self._rows_populated[0] = end
         return True
 
-    def use_huge_pages(self) -> bool:
-        """Turn small pages of the populated rows into huge pages, one step per call. Lookups get faster.
-
-        For quiet times. Safe while others read and write. Returns: whether there is more to do.
-        """
-        if not self._small and self._huge_upto != self.rows_populated:
-            self._huge_upto = self.rows_populated
-            self._small = list(self._steps(self._huge_upto))
-        if self._small:
-            self.memory.populate(*self._small.pop(0))
-        return bool(self._small)
-
-    def _steps(self, rows: int) -> Iterator[tuple[int, int]]:
-        """(offset, nbytes) of the parts that are populated with this many rows, cut at multiples of a step."""
-        parts = [(0, self._layout.indexes[1]), *self._layout.parts_of_rows(0, rows)]
-        if rows == self.rows:
-            parts = [(0, self._layout.nbytes)]
-        step = max(HUGE_STEP_NBYTES, pages.huge_nbytes())
-        for offset, nbytes in parts:
-            cuts = [offset, *range((offset // step + 1) * step, offset + nbytes, step), offset + nbytes]
-            yield from ((start, end - start) for start, end in pairwise(cuts))
-
     def _populate_copy(self, number: int) -> bool:
         return self.memory.populate(self._layout.indexes[number], 4 * self._size)
 
@@ -170,35 +141,12 @@ class Table(HashIndex):
     def seconds(self, ticks: int) -> float:
         return self.made_at_s + ticks / TICKS_PER_S
 
-    @property
-    def recording(self) -> bool:
-        """Whether clients are asked to report their lookups; see `raykv.client.trace_recorder`."""
-        return bool(self._header["recording"])
-
-    @recording.setter
-    def recording(self, value: bool) -> None:
-        self._header["recording"] = value
-
-    @property
-    def incarnation(self) -> int:
-        """How many processes have owned this table, this one included."""
-        return int(self._header["incarnation"])
-
-    @incarnation.setter
-    def incarnation(self, value: int) -> None:
-        self._header["incarnation"] = value
-
-    @property
-    def dirty(self) -> bool:
-        """True during a change. If it is True at a start, the last owner died during a change."""
-        return bool(self._header["dirty"])
-
     @contextmanager
     def changing(self) -> Iterator[None]:
         """Set `dirty` during a change. If the change does not finish, `dirty` stays set; recovery repairs the index."""
-        self._header["dirty"] = 1
+        self.header["dirty"] = 1
         yield
-        self._header["dirty"] = 0
+        self.header["dirty"] = 0
 
     @property
     def known_namespaces(self) -> Bits:

@@ -63,5 +63,4 @@ class Reclaimer:
             wait = self._mover.writing and not store.evictor.nearly_full
             more = not wait and store.evict_ahead(now_s=time.monotonic())
         all_of_it = quiet and not self._due.is_set() and has_to_spare(store.config.shm_dir)
-        more = store.populator.step(self._lock, quiet=all_of_it) or more
-        return more or store.table.use_huge_pages()
+        return store.populator.step(self._lock, quiet=all_of_it) or more

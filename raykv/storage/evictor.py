@@ -291,7 +291,7 @@ class Evictor:
     @cached_property
     def _rng(self) -> "np.random.Generator":
         """For samples. Made at first use, since the import of `numpy.random` would delay the start."""
-        return np.random.default_rng(self._table.incarnation)
+        return np.random.default_rng(int(self._table.header["incarnation"]))
 
     @contextmanager
     def _shielded(self, rows: Rows) -> Iterator[None]:

@@ -170,7 +170,7 @@ def test_when_the_file_system_fills_up_later_chunks_are_skipped_or_others_evicte
     assert store.allocator.slots.extents_failed == 5
     assert store.counters.evicted == 2
     assert store.chunks == 3
-    assert not store.table.dirty
+    assert not store.table.header["dirty"]
     assert fill(70, 4096, 3.0) == 64
     assert store.used_nbytes == 64 * 4096
     while store.evict_ahead(now_s=4.0):  # its bounds are shares of what there is, not of what was hoped for

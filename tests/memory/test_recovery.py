@@ -175,17 +175,17 @@ def test_what_was_committed_stays_and_everything_else_goes(np_rng, dirty):
         table = random_table(np_rng)
         columns = table.columns
         ready, quarantined = brute_states(table)
-        table._header["dirty"] = dirty
+        table.header["dirty"] = dirty
         if dirty:  # the index is torn
             noise(np_rng, table.index, np_rng.integers(0, len(table.index), 5))
         keys = np.stack([columns.key_hi, columns.key_lo], axis=1)[ready]
         before = {name: part.copy() for name, part in vars(columns).items()}
-        incarnation = table.incarnation
+        incarnation = int(table.header["incarnation"])
         found, unfinished = recovery.take_over(table)
         assert found.dtype == unfinished.dtype == np.int32
         assert (found.tolist(), unfinished.tolist()) == (ready, quarantined)
-        assert not table.dirty
-        assert table.incarnation == incarnation + 1
+        assert not table.header["dirty"]
+        assert table.header["incarnation"] == incarnation + 1
         states = [RowState.FREE] * table.rows_populated
         for row in ready:
             states[row] = RowState.READY
@@ -230,7 +230,7 @@ def test_an_index_that_does_not_name_each_ready_row_once_is_rebuilt(np_rng, how)
     else:
         entries = table.index[places]
         table.index[[places[entries == 10][0], places[entries == 21][0]]] = [11, 20]  # the same sum and XOR
-    assert not table.dirty
+    assert not table.header["dirty"]
     ready, _ = recovery.take_over(table)
     assert ready.tolist() == rows.tolist()
     assert table.find(keys).tolist() == rows.tolist()
@@ -243,7 +243,7 @@ def test_readers_find_every_chunk_while_the_index_is_rebuilt(monkeypatch):
     table.insert(keys, rows)
     table.columns.generation[rows] = [2, 3, 2]
     table.columns.state[rows] = RowState.READY  # 6: killed before its generation became even
-    table._header["dirty"] = 1
+    table.header["dirty"] = 1
     rebuild, found = table.rebuild_index, []
 
     def watched(entered):

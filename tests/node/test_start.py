@@ -8,7 +8,7 @@ import pytest
 from raykv.config import ClusterConfig, NodeConfig, StorageConfig
 from raykv.embedded import InProcessMembership
 from raykv.errors import ConfigError
-from raykv.memory import arena, pages
+from raykv.memory import arena
 from raykv.memory.arena import sized_by_share
 from raykv.node import reclaimer
 from raykv.node.node import Node
@@ -62,26 +62,6 @@ def test_a_node_tells_what_pages_it_has(shm_dir):
         assert 0 <= node.stats()["huge_nbytes"] <= 64 * MIB
     finally:
         node.stop(unlink=True)
-
-
-@pytest.mark.skipif(not pages.try_collapse(), reason="this kernel makes no huge pages on request")
-def test_the_table_gets_huge_pages_when_nobody_waits_for_them(shm_dir):
-    storage = StorageConfig(arena_nbytes=64 * MIB, max_chunks=100_000, shm_dir=shm_dir)
-    for life in ("first", "second"):
-        node = Node(
-            NodeConfig(node_id="n", storage=storage), secret=b"", membership=InProcessMembership(member_timeout_s=5.0)
-        )
-        memory = node.store.table.memory
-        whole = memory.nbytes // pages.huge_nbytes() * pages.huge_nbytes()
-        assert memory.huge_nbytes < whole
-        node.start()
-        try:
-            until_s = time.monotonic() + 20.0
-            while memory.huge_nbytes < whole:
-                assert time.monotonic() < until_s, life
-                time.sleep(0.01)
-        finally:
-            node.stop(unlink=life == "second")
 
 
 def test_an_arena_may_be_a_share_of_its_directory(shm_dir, tmp_path):

@@ -36,7 +36,7 @@ def test_a_killed_process_loses_only_what_was_not_committed(on_files, shm_dir, d
     again = reopen(prefix, on_files.now_s)
     assert again.here("abcxyzpqr") == "abcxy"
     assert again.store.recovered == again.store.chunks == 5
-    assert again.store.table.incarnation == on_files.store.table.incarnation + 1
+    assert again.store.table.header["incarnation"] == on_files.store.table.header["incarnation"] + 1
     assert again.group == on_files.group
     assert not again.store.table.columns.pins.any(), "a pin ends with its connection"
     assert again.column("children", "cx") == [1, 1]

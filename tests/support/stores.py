@@ -152,7 +152,7 @@ def check(store: Store, pins: "Counter[int] | None" = None) -> None:
         pins: Pins by row, if the test knows them.
     """
     columns, table, allocator = store.table.columns, store.table, store.allocator
-    assert not table.dirty
+    assert not table.header["dirty"]
     rows_of = states(store)
     free, lent, ready, quarantined, deleted = (rows_of[state] for state in RowState)
     assert sum(map(len, rows_of.values())) == table.rows_populated, "a row in no state"

@@ -64,7 +64,7 @@ class AdminHandler:
         for _ in unpack(request.requests):
             pass  # raises UsageError if the requests are damaged
         with self._lock:
-            if self._store.table.recording and len(self._trace) + len(request.requests) <= MAX_TRACE_NBYTES:
+            if self._store.table.header["recording"] and len(self._trace) + len(request.requests) <= MAX_TRACE_NBYTES:
                 self._trace += request.requests
         return Reply(messages.Done())
 
@@ -72,6 +72,6 @@ class AdminHandler:
         if not session.local:
             raise UsageError("only processes of this host and user may fetch recorded requests")
         with self._lock:
-            self._store.table.recording = request.on
+            self._store.table.header["recording"] = request.on
             trace, self._trace = self._trace, bytearray()
         return Reply(messages.Trace(bytes(trace)))
