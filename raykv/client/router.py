@@ -22,6 +22,7 @@ from raykv.metrics import ClientMetrics
 from raykv.protocol import chunk_keys, messages
 from raykv.protocol.codec import array, expect, unpack_bits
 from raykv.protocol.placement import Member, View
+from raykv.protocol.trace_requests import TracedRequest
 from raykv.transport.data_path import PathEnvironment, open_data_paths
 from raykv.transport.forking import drop_after_fork
 from raykv.transport.pool import ConnectionPool
@@ -295,7 +296,7 @@ class Router:
         """Return the counters of the quota group with this digest."""
         return self._metrics.setdefault(group, ClientMetrics())
 
-    def send_trace(self, requests: bytes) -> None:
+    def send_trace(self, requests: list[TracedRequest]) -> None:
         """Send recorded requests to this host's node. Never raises: see `raykv.client.trace_recorder`."""
         member = self._view.member(self.local_id) if self.local_id is not None else None
         try:

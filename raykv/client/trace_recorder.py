@@ -4,9 +4,8 @@ import threading
 from collections.abc import Callable
 from typing import Final
 
-import numpy as np
-
-from raykv.protocol.trace_requests import TracedRequest, pack
+from raykv.protocol.chunk_keys import to_bytes
+from raykv.protocol.trace_requests import TracedRequest
 from raykv.transport.forking import drop_after_fork
 from raykv.types import KeyArray
 
@@ -18,8 +17,8 @@ SEND_KEYS: Final = 1 << 14
 class TraceRecorder:
     """Collects requests, and sends several of them at once. Thread-safe."""
 
-    def __init__(self, send: Callable[[bytes], None], chunk_tokens: int) -> None:
-        """Args: send: Sends packed requests to the node. Must not raise."""
+    def __init__(self, send: Callable[[list[TracedRequest]], None], chunk_tokens: int) -> None:
+        """Args: send: Sends requests to the node. Must not raise."""
         self._send, self._chunk_tokens = send, chunk_tokens
         self._sent_s = -SEND_S
         self.after_fork()
@@ -34,9 +33,9 @@ class TraceRecorder:
     def record(self, keys: KeyArray, *, today_s: float, now_s: float) -> None:
         """Record one request for these keys. `today_s`: seconds since 1970. `now_s`: monotonic clock."""
         with self._lock:
-            self._waiting.append(TracedRequest(today_s, self._chunk_tokens, np.array(keys)))
+            self._waiting.append(TracedRequest(today_s, self._chunk_tokens, to_bytes(keys)))
             self._keys += len(keys)
             if self._keys < SEND_KEYS and now_s < self._sent_s + SEND_S:
                 return
             requests, self._waiting, self._keys, self._sent_s = self._waiting, [], 0, now_s
-        self._send(pack(requests))
+        self._send(requests)

@@ -12,6 +12,7 @@ from typing import Annotated, Final, TypeAlias
 import msgspec
 
 from raykv.protocol.placement import Member, View
+from raykv.protocol.trace_requests import TracedRequest
 from raykv.types import NodeId
 
 MAX_KEYS: Final = 1 << 20
@@ -229,9 +230,9 @@ class Report(Message):
 
 
 class RecordTrace(Message):
-    """Add a client's requests, encoded by `trace_requests.pack`, to the trace being recorded. Answer: Done."""
+    """Add a client's requests to the trace being recorded. Answer: Done."""
 
-    requests: bytes
+    requests: list[TracedRequest]
 
 
 class FetchTrace(Message):
@@ -391,9 +392,9 @@ class Configured(Message):
 
 
 class Trace(Message):
-    """The requests that were recorded since the last FetchTrace, encoded by `trace_requests.pack`."""
+    """The requests that were recorded since the last FetchTrace."""
 
-    requests: bytes
+    requests: list[TracedRequest]
 
 
 class HeartbeatAnswer(Message):

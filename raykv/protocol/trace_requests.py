@@ -5,29 +5,23 @@ A flag in the chunk table turns recording on. One call of `match` is one request
 """
 
 import json
-import struct
-from collections.abc import Iterator
-from typing import Final, NamedTuple
+from typing import Annotated
 
-from raykv.errors import UsageError
-from raykv.protocol import chunk_keys
+import msgspec
+
 from raykv.protocol.chunk_keys import KEY_NBYTES
-from raykv.types import KeyArray
-
-_ENTRY: Final = struct.Struct("<dII")
 
 
-class TracedRequest(NamedTuple):
-    """One request: its time in seconds since 1970, and the keys of its chunks in order."""
+class TracedRequest(msgspec.Struct, array_like=True):
+    """One request: its time in seconds since 1970, and the keys of its chunks in order, 16 bytes each."""
 
-    at_s: float
+    at_s: Annotated[float, msgspec.Meta(ge=0.0, lt=1e12)]
     chunk_tokens: int
-    keys: KeyArray
+    keys: bytes
 
     def line(self, since_s: float = 0.0) -> str:
         """Return the JSON line that the planner reads. Its time is relative to `since_s`."""
-        raw = chunk_keys.to_bytes(self.keys)
-        names = [raw[at : at + KEY_NBYTES].hex() for at in range(0, len(raw), KEY_NBYTES)]
+        names = [self.keys[at : at + KEY_NBYTES].hex() for at in range(0, len(self.keys), KEY_NBYTES)]
         fields = {
             "at_s": round(self.at_s - since_s, 6),
             "tokens": len(names) * self.chunk_tokens,
@@ -35,26 +29,3 @@ class TracedRequest(NamedTuple):
             "keys": names,
         }
         return json.dumps(fields, separators=(",", ":"))
-
-
-def pack(requests: list[TracedRequest]) -> bytes:
-    """Encode requests as bytes."""
-    parts: list[bytes] = []
-    for each in requests:
-        parts += [_ENTRY.pack(each.at_s, each.chunk_tokens, len(each.keys)), chunk_keys.to_bytes(each.keys)]
-    return b"".join(parts)
-
-
-def unpack(raw: bytes) -> Iterator[TracedRequest]:
-    """Decode the output of `pack`. Raises UsageError if a request is truncated or has an impossible time."""
-    at = 0
-    while at < len(raw):
-        if len(raw) - at < _ENTRY.size:
-            raise UsageError("recorded requests that end in the middle")
-        at_s, chunk_tokens, count = _ENTRY.unpack_from(raw, at)
-        at += _ENTRY.size
-        end = at + KEY_NBYTES * count
-        if end > len(raw) or not 0.0 <= at_s < 1e12:
-            raise UsageError("recorded requests that end in the middle")
-        yield TracedRequest(at_s, chunk_tokens, chunk_keys.from_bytes(raw[at:end]))
-        at = end

@@ -16,7 +16,7 @@ from raykv.errors import ConfigError, PeerUnavailable, TransientError
 from raykv.membership.membership import MembershipPort
 from raykv.membership.proxy import MembershipProxyServer
 from raykv.protocol import codec, messages
-from raykv.protocol.trace_requests import TracedRequest, unpack
+from raykv.protocol.trace_requests import TracedRequest
 from raykv.storage.orphans import remove_unowned
 from raykv.supervisor.process import NodeReport, NodeSpec
 from raykv.transport.link import Link
@@ -98,7 +98,7 @@ class NodeHandle:
 
     def record_trace(self, on: bool) -> list[TracedRequest]:
         """Fetch the recorded requests. `on`: continue to record. Raises PeerUnavailable if the node does not answer."""
-        return [*unpack(codec.expect(messages.Trace, self._ask(messages.FetchTrace(on))).requests)]
+        return codec.expect(messages.Trace, self._ask(messages.FetchTrace(on))).requests
 
     def stop(self, *, unlink: bool = False) -> None:
         """Stop the node for good. Safe to call again. `unlink`: also leave the cluster and remove the memory."""

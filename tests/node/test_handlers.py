@@ -9,9 +9,9 @@ import xxhash
 from raykv.errors import ProtocolError, UsageError
 from raykv.node.handlers import admin
 from raykv.node.node import Node
-from raykv.protocol import chunk_keys, messages
+from raykv.protocol import codec, messages
 from raykv.protocol.chunk_keys import KEY_NBYTES
-from raykv.protocol.trace_requests import TracedRequest, pack
+from raykv.protocol.trace_requests import TracedRequest
 from raykv.transport.server import MAX_LOG_LINES
 from tests.support.nodes import SPACE, Peer, content, keys_of, make_node, running_node
 
@@ -296,20 +296,28 @@ def test_wrong_bytes_are_dropped_when_a_reader_suspects_them(node):
 
 def test_recorded_requests_are_fetched_once_in_order_and_bounded(node, monkeypatch):
     peer = opened(node)
-    one, two, empty = (pack([TracedRequest(1.0, 16, chunk_keys.from_bytes(keys_of(n)))]) for n in ("a", "bcd", ""))
-    peer.ask(messages.RecordTrace(one))
-    assert peer.ask(messages.FetchTrace(True)).requests == b"", "it was not recording"
+    one, two, empty = (TracedRequest(1.0, 16, keys_of(names)) for names in ("a", "bcd", ""))
+    peer.ask(messages.RecordTrace([one]))
+    assert peer.ask(messages.FetchTrace(True)).requests == [], "it was not recording"
     for part in (two, one, empty):
-        peer.ask(messages.RecordTrace(part))
-    with pytest.raises(UsageError, match="end in the middle"):
-        peer.ask(messages.RecordTrace(two[:-1]))
-    assert peer.ask(messages.FetchTrace(True)).requests == two + one + empty
-    monkeypatch.setattr(admin, "MAX_TRACE_NBYTES", len(two) + len(one))
+        peer.ask(messages.RecordTrace([part]))
+    assert peer.ask(messages.FetchTrace(True)).requests == [two, one, empty]
+    monkeypatch.setattr(admin, "MAX_TRACE_NBYTES", 2 * admin.REQUEST_NBYTES + len(two.keys) + len(one.keys))
     for part in (two, two, one, empty):
-        peer.ask(messages.RecordTrace(part))
-    assert peer.ask(messages.FetchTrace(False)).requests == two + one
-    peer.ask(messages.RecordTrace(one))
-    assert peer.ask(messages.FetchTrace(False)).requests == b""
+        peer.ask(messages.RecordTrace([part]))
+    assert peer.ask(messages.FetchTrace(False)).requests == [two, one]
+    peer.ask(messages.RecordTrace([one]))
+    assert peer.ask(messages.FetchTrace(False)).requests == []
+
+
+def test_a_full_buffer_of_the_shortest_requests_fits_into_one_message(node):
+    peer = opened(node)
+    peer.ask(messages.FetchTrace(True))
+    most = admin.MAX_TRACE_NBYTES // admin.REQUEST_NBYTES
+    peer.ask(messages.RecordTrace([TracedRequest(1e9, 1 << 20, b"")] * most))
+    found = peer.ask(messages.FetchTrace(False))
+    assert len(found.requests) == most
+    assert len(codec.encode(found, 0, 0)) < admin.MAX_TRACE_NBYTES
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------
@@ -357,6 +365,8 @@ def test_random_requests_leave_the_node_whole(node, rng: random.Random, caplog):
         if name == "runs":
             fields = {key: value(key, text) for key, text in annotations(messages.Run)}
             return tuple(messages.Run(**fields) for _ in range(rng.randrange(3)))
+        if name == "requests":
+            return [TracedRequest(rng.random(), 16, rng.randbytes(rng.randrange(40))) for _ in range(rng.randrange(3))]
         if "bytes" in kind:
             some = [b"", rng.randbytes(rng.randrange(40)), keys_of(["a"]), keys_of(["a", "b"])]
             some += [np.array([rng.randrange(-2, 70)], "<i4").tobytes(), bytes(8), b'{"model": "x"}']

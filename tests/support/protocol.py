@@ -2,6 +2,7 @@
 
 from raykv.protocol import messages
 from raykv.protocol.placement import Member, View
+from raykv.protocol.trace_requests import TracedRequest
 
 
 def member(name: str = "a", *, host: str = "h", weight: float = 1.0, incarnation: int = 1) -> Member:
@@ -32,7 +33,7 @@ EXAMPLES = [
     messages.Configure(b"{}", b'{"ttl_s": 1}', b"{}"),
     messages.Adopt(b"{}"),
     messages.Report({"evicted": 3}, (0, 1), (2,)),
-    messages.RecordTrace(b"requests"),
+    messages.RecordTrace([TracedRequest(12.5, 16, b"keys")]),
     messages.FetchTrace(True),
     messages.Heartbeat(VIEW.members[0], 3, VIEW, 5, b"{}"),
     messages.Leave("a"),
@@ -48,7 +49,7 @@ EXAMPLES = [
     messages.Located((("a", "b"), ("b",)), b"places", b"lengths", b"bits"),
     messages.Histories(b"p", b"n", b"r", b"t", b"a", b"o", b"k", ("lru",), 1.5),
     messages.Configured(b"{}"),
-    messages.Trace(b"requests"),
+    messages.Trace([TracedRequest(12.5, 16, b"keys")]),
     messages.HeartbeatAnswer(VIEW, True, b"{}", True),
     messages.Unavailable("away"),
     messages.Stats(b"{}"),

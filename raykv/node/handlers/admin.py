@@ -9,10 +9,12 @@ from raykv.node.namespace_reconciler import NamespaceReconciler
 from raykv.node.sessions import HandlerTable, NodeSession
 from raykv.protocol import codec, messages
 from raykv.protocol.namespace import Namespace
-from raykv.protocol.trace_requests import unpack
+from raykv.protocol.trace_requests import TracedRequest
 from raykv.storage.store import Store
 from raykv.transport.base import Reply
 
+REQUEST_NBYTES: Final = 32
+"""The most bytes of an encoded request without its keys."""
 MAX_TRACE_NBYTES: Final = 16 << 20
 """The most bytes of recorded requests between two fetches, so that one message can carry them. Others are dropped."""
 
@@ -24,7 +26,8 @@ class AdminHandler:
         self, store: Store, lock: threading.Lock, reconciler: NamespaceReconciler, membership: MembershipPort
     ) -> None:
         self._store, self._lock, self._reconciler, self._membership = store, lock, reconciler, membership
-        self._trace = bytearray()
+        self._trace: list[TracedRequest] = []
+        self._trace_nbytes = 0
         self.table: HandlerTable = {
             messages.OpenNamespace: self._open_namespace,
             messages.Configure: self._configure,
@@ -61,11 +64,11 @@ class AdminHandler:
         return Reply(messages.Done())
 
     def _record_trace(self, request: messages.RecordTrace, session: NodeSession) -> Reply:
-        for _ in unpack(request.requests):
-            pass  # raises UsageError if the requests are damaged
+        nbytes = sum(REQUEST_NBYTES + len(each.keys) for each in request.requests)
         with self._lock:
-            if self._store.table.header["recording"] and len(self._trace) + len(request.requests) <= MAX_TRACE_NBYTES:
+            if self._store.table.header["recording"] and self._trace_nbytes + nbytes <= MAX_TRACE_NBYTES:
                 self._trace += request.requests
+                self._trace_nbytes += nbytes
         return Reply(messages.Done())
 
     def _fetch_trace(self, request: messages.FetchTrace, session: NodeSession) -> Reply:
@@ -73,5 +76,5 @@ class AdminHandler:
             raise UsageError("only processes of this host and user may fetch recorded requests")
         with self._lock:
             self._store.table.header["recording"] = request.on
-            trace, self._trace = self._trace, bytearray()
-        return Reply(messages.Trace(bytes(trace)))
+            trace, self._trace, self._trace_nbytes = self._trace, [], 0
+        return Reply(messages.Trace(trace))
