@@ -32,6 +32,7 @@ class Ssd:
         self._admission, self._token_nbytes = admission, token_nbytes
         self._segments: deque[list[int]] = deque([[]])
         self._held: dict[int, tuple[int, int, bool]] = {}  # tokens, reads, whether it was read since its write
+        self._refused: set[int] = set()  # a chunk that is offered again was stored twice
         self.written = self.moved = self.tokens = 0
 
     def has(self, chunk: int) -> bool:
@@ -49,9 +50,9 @@ class Ssd:
         if not new.any():
             return
         nbytes = tokens[new].astype(np.int64) * self._token_nbytes
-        keys = [chunks[place] for place in np.flatnonzero(new).tolist()]
-        admitted = self._admission.admit(reads[new], parent_reads[new], nbytes, now_s=now / TICKS_PER_S, keys=keys)
-        self._admission.add_departed(key for key, let_in in zip(keys, admitted.tolist(), strict=True) if not let_in)
+        again = reads + np.array([chunk in self._refused for chunk in chunks], np.int64)
+        admitted = self._admission.admit(again[new], parent_reads[new], nbytes, now_s=now / TICKS_PER_S)
+        self._refused.update(chunks[place] for place in np.flatnonzero(new)[~admitted].tolist())
         for place in np.flatnonzero(new)[admitted].tolist():
             self.written += 1
             self._append(chunks[place], int(tokens[place]), int(reads[place]))

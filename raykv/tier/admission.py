@@ -1,6 +1,5 @@
 """Decides which chunks are written to a tier that wears out: chunks that are read again, within a byte budget."""
 
-from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -11,8 +10,6 @@ from raykv.types import Bits
 DAY_S: Final = 86_400.0
 BURST_S: Final = 3_600.0
 """Burst limit: at most the budget of this time may be written at once."""
-MOST_DEPARTED: Final = 1 << 17
-"""Largest number of keys that `add_departed` remembers."""
 
 Numbers = npt.NDArray[np.integer[Any]]
 
@@ -21,8 +18,8 @@ class Admission:
     """Decides which chunks are written. A node and the planner use the same rule.
 
     A chunk is admitted if it was read since it was stored, or if its parent was read: the same prefix is likely to be
-    requested again. A chunk that departed (`add_departed`) and was stored again is admitted too. Chunks of a scan,
-    which nobody reads again, are not admitted. Hints override these rules.
+    requested again. A caller counts a second store as a read. Chunks of a scan, which nobody reads again, are not
+    admitted. Hints override these rules.
 
     The budget is a token bucket: it grows with time, up to the budget of `burst_s`.
     """
@@ -32,7 +29,6 @@ class Admission:
         self._per_s = None if budget_nbytes_per_day is None else budget_nbytes_per_day / DAY_S
         self._most = (self._per_s or 0.0) * burst_s
         self._left, self._filled_s = self._most, now_s
-        self._departed: dict[Hashable, None] = {}
 
     def left_nbytes(self, *, now_s: float) -> float:
         """Bytes that may be written now; negative if `spend` exceeded the budget."""
@@ -55,7 +51,6 @@ class Admission:
         *,
         now_s: float,
         priority: Numbers | None = None,
-        keys: Sequence[Hashable] | None = None,
     ) -> Bits:
         """Decide which chunks to write, and take their bytes from the budget. Each array has one entry per chunk.
 
@@ -67,10 +62,7 @@ class Admission:
             parent_reads: Reads of the chunk before it in its chain; 0 if there is none.
             nbytes: Space that the chunk takes in the tier.
             priority: Hints: positive: write if the budget allows; negative: do not write; 0: no hint.
-            keys: Keys of the chunks; a departed key counts as one read.
         """
-        if keys is not None:
-            reads = reads + np.array([key in self._departed for key in keys], np.int64)
         wanted = deserve(reads, parent_reads, priority)
         if self._per_s is None or not wanted.any():
             return wanted
@@ -82,14 +74,6 @@ class Admission:
             left -= size if wanted[place] else 0.0
         self._left = left
         return wanted
-
-    def add_departed(self, keys: Iterable[Hashable]) -> None:
-        """Remember keys of chunks that left memory and are not in the tier."""
-        for key in keys:
-            self._departed.pop(key, None)
-            self._departed[key] = None
-        while len(self._departed) > MOST_DEPARTED:
-            del self._departed[next(iter(self._departed))]
 
 
 def deserve(reads: Numbers, parent_reads: Numbers, priority: Numbers | None = None) -> Bits:

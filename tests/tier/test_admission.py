@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from raykv.tier import admission as module
 from raykv.tier.admission import DAY_S, Admission, deserve
 
 
@@ -23,24 +22,6 @@ def test_a_scan_stays_out_and_costs_nothing():
     nobody = np.zeros(10_000, np.int64)
     assert not admission.admit(nobody, nobody, nobody + 4096, now_s=0.0).any()
     assert admission.left_nbytes(now_s=0.0) == before
-
-
-def test_a_chunk_that_departed_and_was_stored_again_is_admitted():
-    admission, none = Admission(now_s=0.0), numbers(0, 0)
-    for _ in range(3):
-        assert not admission.admit(none, none, none, now_s=0.0, keys=["a", "b"]).any(), "to be looked at is not to go"
-    admission.add_departed(["a"])
-    assert admission.admit(none, none, none, now_s=0.0, keys=["a", "b"]).tolist() == [True, False]
-    assert not admission.admit(none, none, none, now_s=0.0, keys=["a", "b"], priority=numbers(-1, 0)).any()
-    assert not admission.admit(none, none, none, now_s=0.0).any()
-
-
-def test_only_the_latest_departures_are_remembered(monkeypatch):
-    monkeypatch.setattr(module, "MOST_DEPARTED", 3)
-    admission = Admission(now_s=0.0)
-    admission.add_departed("abcda")
-    none = np.zeros(5, np.int64)
-    assert admission.admit(none, none, none, now_s=0.0, keys="abcde").tolist() == [True, False, True, True, False]
 
 
 def test_without_a_budget_all_that_deserve_it_are_let_in():
