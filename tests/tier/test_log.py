@@ -1,11 +1,13 @@
 """The log of one volume: places of batches, order of reclaiming. No bytes, no clock."""
 
 import random
+from types import SimpleNamespace
 
 import numpy as np
 
 from raykv.tier.segments.format import BLOCK_NBYTES, DELETED, DROPPED, ENTRY, Counts, Record
-from raykv.tier.segments.log import MOVED_SHARE, Log, second_chance
+from raykv.tier.segments.log import Log
+from raykv.tier.ssd.upkeep import MOVED_SHARE, Upkeep, second_chance
 
 BLOCKS = 64
 
@@ -170,7 +172,6 @@ def test_a_start_continues_after_the_segments_that_it_found():
     record = Record(1, 1, 1, 1, 5, BLOCKS, (), np.zeros(0, ENTRY), nothing, np.zeros(0, DROPPED))
     newest = log.add_found(2, sealed=True, record=record._replace(sequence=9))
     older = log.add_found(0, sealed=False, record=record._replace(sequence=4, deleted=np.zeros(1, DELETED)))
-    assert log.in_order() == [older, newest]
     assert older.has_tombstones
     assert not newest.has_tombstones
     assert log.next_to_seal() is older
@@ -179,7 +180,7 @@ def test_a_start_continues_after_the_segments_that_it_found():
     segment = log.open_next()
     assert segment is not None
     assert segment.sequence == 10
-    assert log.in_order() == [older, newest, segment]
+    assert log.in_use() == [newest, older, segment]
 
 
 def test_the_most_read_are_moved_on_as_far_as_there_is_room():
@@ -190,9 +191,13 @@ def test_the_most_read_are_moved_on_as_far_as_there_is_room():
 
 
 def test_what_is_moved_on_is_a_share_of_what_was_handed_in():
-    log = a_log()
-    assert log.may_move_nbytes() == 0
-    log.written_nbytes = 10 * BLOCKS * BLOCK_NBYTES
-    assert log.may_move_nbytes() == BLOCKS * BLOCK_NBYTES // 2, "and at most half of a segment"
-    log.moved_nbytes = log.written_nbytes // MOVED_SHARE - 5
-    assert log.may_move_nbytes() == 5
+    config = SimpleNamespace(segment_nbytes=BLOCKS * BLOCK_NBYTES)
+    shared = SimpleNamespace(counts={"written_nbytes": 0, "moved_nbytes": 0}, index=SimpleNamespace(rows=1))
+    upkeep, written = Upkeep(shared, SimpleNamespace(config=config)), 10 * config.segment_nbytes
+    assert upkeep._may_move_nbytes() == 0
+    shared.counts["written_nbytes"] = written
+    assert upkeep._may_move_nbytes() == config.segment_nbytes // 2, "and at most half of a segment"
+    shared.counts["moved_nbytes"] = written // MOVED_SHARE - 5
+    assert upkeep._may_move_nbytes() == 5
+    shared.counts["moved_nbytes"] = written
+    assert upkeep._may_move_nbytes() == 0

@@ -372,16 +372,14 @@ def test_a_stale_copy_on_one_path_does_not_put_out_the_live_one_on_another(tmp_p
 
 def test_a_late_move_does_not_delete_a_chunk_that_was_stored_since(tmp_path: Path, monkeypatch):
     (key,), nbytes = keys_for(1), 60_000
-    held, release, again = threading.Event(), threading.Event(), threading.Event()
+    held, release = threading.Event(), threading.Event()
     real = Writer._write
 
     def write(self: Writer, batch: Batch) -> None:
         for item in batch.content.items:
-            if item.chunk.key == key and item.row >= 0:
+            if item.chunk.key == key and item.moved_from >= 0:
                 held.set()
                 assert release.wait(20.0)
-            elif item.chunk.key == key and held.is_set():
-                again.set()
         real(self, batch)
 
     monkeypatch.setattr(Writer, "_write", write)
@@ -394,11 +392,9 @@ def test_a_late_move_does_not_delete_a_chunk_that_was_stored_since(tmp_path: Pat
             driven.put(keys_for(8, salt), nbytes)
         assert held.wait(20.0)
         assert driven.delete([key]) == 1
-        writer = threading.Thread(target=driven.put, args=([key], nbytes))
-        writer.start()
-        assert again.wait(20.0)
+        assert driven.write([driven.chunk(key, nbytes)]) == [False], "it is being written still"
         release.set()
-        writer.join(20.0)
+        wait_for(lambda: driven.write([driven.chunk(key, nbytes)]) == [True])
         assert driven.read([key], nbytes) == [content_of(key, nbytes)]
         assert driven.tier.flush(10.0)
     with SsdDriver(tmp_path, capacity_nbytes=20 * SEGMENT).started() as driven:

@@ -113,9 +113,6 @@ class Index:
             self._free.limit = table.rows_populated
         return self._free.take(count)
 
-    def release(self, rows: Rows) -> None:
-        self._free.give(rows)
-
     def insert(self, rows: Rows, entries: Array, groups: npt.NDArray[Any], segment: int) -> None:
         """Enter chunks (`format.ENTRY`) into allocated rows. Their keys must be new. `groups`: number per chunk."""
         columns = self.columns
@@ -126,15 +123,12 @@ class Index:
         columns.group[rows] = groups
         self._parent[rows], self._chained[rows] = entries["parent"], entries["chained"] == 1
         self._expires_s[rows] = entries["expires_s"]
-        self.move(rows, entries, segment)
+        self.segment[rows], columns.page[rows] = segment, entries["block"]
+        self._reads_at_write[rows] = entries["reads"]
         columns.generation[rows] = 2
         self._table.insert(np.ascontiguousarray(entries["key"]), rows)
         self.nbytes += np.bincount(groups, entries["nbytes"], MAX_NAMESPACES).astype(np.int64)
         self.chunks += np.bincount(groups, minlength=MAX_NAMESPACES)
-
-    def move(self, rows: Rows, entries: Array, segment: int) -> None:
-        self.segment[rows], self.columns.page[rows] = segment, entries["block"]
-        self._reads_at_write[rows] = self.columns.frequency[rows]
 
     def touch(self, rows: Rows, *, now_s: float) -> None:
         self._table.touch(rows, self._table.ticks(now_s))

@@ -9,22 +9,14 @@ Source: log-structured file systems (Rosenblum and Ousterhout, 1992). Unlike the
 not the emptiest: a cache may drop unread chunks instead of moving them.
 """
 
-from array import array
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
-import numpy as np
-import numpy.typing as npt
-
-from raykv.tier.segments.format import BATCH, BLOCK_NBYTES, NOTHING, Array, Counts, Record, blocks_of, joined
+from raykv.tier.segments.format import BATCH, NOTHING, Array, Counts, Record, blocks_of, joined
 
 State = Literal["free", "open", "closed", "sealing", "sealed", "reclaiming"]
 
-MOVED_SHARE: Final = 4
-"""At most one byte is moved for every four bytes that callers write. This bounds write amplification."""
-MOVED_AT_ONCE: Final = 0.5
-"""At most this share of a segment is moved, so that reclaiming it frees enough space."""
 SPARE_SEGMENTS: Final = 2
 """With fewer free segments, one is made or reclaimed. One is for new chunks, and one for moved chunks."""
 
@@ -47,7 +39,6 @@ class Segment:
     Attributes:
         sequence: Position in the order in which segments were opened; 0 while free.
         live_nbytes: Bytes of its chunks in the index.
-        rows: Rows of the index entered for this segment. Some rows may since have moved to another segment.
         readers: Number of reads queued or running.
         end, placed: First block and number of the next batch.
         records: Records of the written batches; empty once sealed.
@@ -58,7 +49,6 @@ class Segment:
     sequence: int = 0
     state: State = "free"
     live_nbytes: int = 0
-    rows: "array[int]" = field(default_factory=lambda: array("i"))
     readers: int = 0
     has_tombstones: bool = False
     end: int = 0
@@ -73,7 +63,6 @@ class Log:
 
     Attributes:
         open, reclaiming: The segment being filled, and the segment being reclaimed.
-        written_nbytes, moved_nbytes: Bytes that callers wrote, and bytes that were moved, in whole blocks.
     """
 
     def __init__(self, *, limit: int, segment_blocks: int, incarnation: int) -> None:
@@ -81,12 +70,9 @@ class Log:
         self.segments: dict[int, Segment] = {}
         self.open: Segment | None = None
         self.reclaiming: Segment | None = None
-        self._sequence = self._first_absent = 0
+        self._sequence = 0
         self._free: set[int] = set()
         self._closed: list[Segment] = []
-        self._in_use: dict[int, Segment] = {}  # by sequence
-        self._sorted = True
-        self.written_nbytes = self.moved_nbytes = 0
 
     def free(self) -> list[int]:
         """Numbers of the segments that may be opened: free ones without readers."""
@@ -95,9 +81,7 @@ class Log:
     def absent(self) -> int | None:
         if len(self.segments) >= self.limit:
             return None
-        while self._first_absent in self.segments:
-            self._first_absent += 1
-        return self._first_absent
+        return next(number for number in range(self.limit) if number not in self.segments)
 
     def add_free(self, number: int) -> None:
         self.segments[number] = Segment(number)
@@ -106,7 +90,6 @@ class Log:
     def remove_free(self, number: int) -> None:
         del self.segments[number]
         self._free.discard(number)
-        self._first_absent = min(self._first_absent, number)
 
     def add_found(self, number: int, *, sealed: bool, record: Record) -> Segment:
         segment = Segment(number, record.sequence, "sealed" if sealed else "closed")
@@ -114,15 +97,12 @@ class Log:
         if not sealed:
             segment.records = [record]
             self._closed.append(segment)
-        self.segments[number] = self._in_use[record.sequence] = segment
-        self._sorted = False
+        self.segments[number] = segment
         self._sequence = max(self._sequence, record.sequence)
         return segment
 
-    def in_order(self) -> list[Segment]:
-        if not self._sorted:
-            self._in_use, self._sorted = dict(sorted(self._in_use.items())), True
-        return list(self._in_use.values())
+    def in_use(self) -> list[Segment]:
+        return [segment for segment in self.segments.values() if segment.state != "free"]
 
     def open_next(self, *, spare: int = 0) -> Segment | None:
         """Close the open segment and open a free one. If at most `spare` are free: change nothing, return None."""
@@ -135,7 +115,7 @@ class Log:
         self._sequence += 1
         self.open = Segment(min(free), self._sequence, "open")
         self._free.discard(self.open.number)
-        self.segments[self.open.number] = self._in_use[self._sequence] = self.open
+        self.segments[self.open.number] = self.open
         return self.open
 
     def fits(self, counts: Counts, *, blocks: int) -> bool:
@@ -208,31 +188,18 @@ class Log:
         """Take the next segment to be reclaimed. None if none can be, or another one is being reclaimed."""
         if self.reclaiming is not None:
             return None
-        full = self.in_order()
-        sealed = [each for each in full if each.state == "sealed"]
-        chosen = next((each for each in sealed if not each.live_nbytes and not each.has_tombstones), None)
-        if chosen is None and sealed and sealed[0] is full[0]:
-            chosen = sealed[0]
+        in_use = self.in_use()
+        empty = (each for each in in_use if not each.live_nbytes and not each.has_tombstones)
+        oldest = min(in_use, key=lambda each: each.sequence, default=None)
+        chosen = next((each for each in empty if each.state == "sealed"), oldest)
+        if chosen is not None and chosen.state != "sealed":
+            return None
         if chosen is not None:
             chosen.state, self.reclaiming = "reclaiming", chosen
         return chosen
-
-    def may_move_nbytes(self) -> int:
-        most = int(MOVED_AT_ONCE * self.segment_blocks) * BLOCK_NBYTES
-        return max(0, min(most, self.written_nbytes // MOVED_SHARE - self.moved_nbytes))
 
     def mark_wiped(self, segment: Segment) -> None:
         """Mark a reclaimed segment as free. It may be opened once it has no readers."""
         self.segments[segment.number] = Segment(segment.number, readers=segment.readers)
         self._free.add(segment.number)
-        del self._in_use[segment.sequence]
         self.reclaiming = None
-
-
-def second_chance(
-    reads: npt.NDArray[np.int64], nbytes: npt.NDArray[np.int64], *, most_nbytes: int
-) -> npt.NDArray[np.int64]:
-    """Indexes of the chunks to move out of a reclaimed segment: the most read first, up to `most_nbytes`."""
-    order = np.argsort(-reads, kind="stable")
-    order = order[reads[order] > 0]
-    return order[np.cumsum(nbytes[order]) <= most_nbytes]

@@ -36,7 +36,6 @@ class WriteQueue:
     def dequeue(self) -> "Item":
         item = self.queue.popleft()
         self.queued_nbytes -= item.chunk.nbytes
-        item.placed = True
         return item
 
 
@@ -74,25 +73,21 @@ class Item:
     Attributes:
         view: Bytes of the chunk, padded to a whole block.
         text: Quota group as JSON.
-        request, place: The request and the position in it; None for a chunk being moved.
-        row, moved_from: Row, and (segment, block), of a chunk being moved; else -1.
-        placed: Whether the item has left the queue.
+        request, place: The request and the position in it.
+        moved_from: Segment that the chunk is moved out of, as in `Index.segment`; -1 for a chunk of a caller.
         cancelled: Whether the chunk was deleted after it was queued.
     """
 
     chunk: Chunk
     view: memoryview
     text: bytes
-    request: Request | None = None
-    place: int = 0
-    row: int = -1
-    moved_from: tuple[int, int] = (-1, -1)
-    placed: bool = False
+    request: Request
+    place: int
+    moved_from: int = -1
     cancelled: bool = False
 
     def finish(self, result: bool) -> None:
-        if self.request is not None:
-            self.request.finish(self.place, result)
+        self.request.finish(self.place, result)
 
 
 def item_of(chunk: Chunk, arena: memoryview, text: bytes, request: Request) -> Item:

@@ -7,15 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
-import numpy as np
-
 from raykv.config import SsdConfig
 from raykv.tier.segments.format import BLOCK_NBYTES, Counts
 from raykv.tier.segments.index import SEGMENTS
 from raykv.tier.segments.log import Batch, Log, Segment
 from raykv.tier.segments.requests import Item, Run
 from raykv.tier.segments.volume import Volume
-from raykv.types import Rows
 
 PENDING_DELETED: Final = 1 << 20
 """Most deleted keys remembered for a drive that is off. If there are more, the drive is emptied when it is on again."""
@@ -27,7 +24,6 @@ class Content:
 
     Attributes:
         epoch: Epoch of the drive when the batch was begun.
-        rows: Rows of the index allocated for the new chunks.
         blocks, texts: Total blocks, and quota groups, of all chunks.
     """
 
@@ -35,7 +31,6 @@ class Content:
     deleted: list[bytes]
     dropped: list[bytes]
     items: list[Item] = field(default_factory=list)
-    rows: Rows = field(default_factory=lambda: np.empty(0, np.int32))
     blocks: int = 0
     texts: frozenset[bytes] = frozenset()
 
@@ -55,8 +50,7 @@ class Drive:
         deleted, dropped: Tombstones not yet written to the drive: keys, and quota groups as text.
         drop_everything: There were too many tombstones to remember. All content of the drive is discarded.
         tasks: Tasks of the upkeep thread.
-        reads, moves: Queues: runs to be read, and chunks to be moved out of the segment being reclaimed.
-        moves_left: Number of moves not yet written; None while no segment waits for moves.
+        reads: Queue of runs to be read.
         under_way: Number of running reads and writes.
     """
 
@@ -80,8 +74,6 @@ class Drive:
         self.log = Log(limit=limit, segment_blocks=self.segment_blocks, incarnation=self._incarnation)
         self.tasks: deque[Callable[[], None]] = deque()
         self.reads: deque[Run] = deque()
-        self.moves: deque[Item] = deque()
-        self.moves_left: int | None = None
         self.making = self.closed = False
         self.in_flight: set[Batch] = set()
 

@@ -11,32 +11,16 @@ import errno
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Final
 
 import numpy as np
-import xxhash
 
 from raykv.errors import ConfigError
-from raykv.tier.segments.format import (
-    BLOCK_NBYTES,
-    TAIL_BLOCKS,
-    Array,
-    Record,
-    blocks_of,
-    living,
-    raw_keys,
-    read_segment,
-)
+from raykv.tier.segments.format import BLOCK_NBYTES, Array, Record, living, raw_keys, read_segment
 from raykv.tier.segments.index import SEGMENTS
-from raykv.tier.segments.volume import aligned
 from raykv.tier.ssd.drive import Drive
 from raykv.tier.ssd.shared import Shared
-from raykv.types import Bits
 
 log = logging.getLogger(__name__)
-
-VERIFY_NBYTES: Final = 8 << 20
-"""Initial size of the buffer for verifying chunks."""
 
 
 class Recovery:
@@ -91,41 +75,15 @@ class Recovery:
 
     def _records(self, number: int, file_nbytes: int) -> tuple[Record, bool] | None:
         """Like `read_segment`, but without the damaged chunks of an unsealed segment."""
-        buffer = aligned(TAIL_BLOCKS * BLOCK_NBYTES)
-
-        def read(offset: int, nbytes: int) -> memoryview:
-            nonlocal buffer
-            if len(buffer) < nbytes:
-                buffer = aligned(nbytes)
-            return buffer[: self._read_bytes(number, offset, buffer[:nbytes])]
-
-        found = read_segment(read, segment_blocks=self._drive.segment_blocks, blocks_there=file_nbytes // BLOCK_NBYTES)
+        shared, drive = self._shared, self._drive
+        read, blocks = partial(shared.read_bytes, drive, number), file_nbytes // BLOCK_NBYTES
+        found = read_segment(read, segment_blocks=drive.segment_blocks, blocks_there=blocks)
         if found is None or found[1]:
             return found
         record = found[0]
-        return record._replace(entries=record.entries[self._whole(number, record.entries)]), False
-
-    def _whole(self, number: int, entries: Array) -> Bits:
-        whole, buffer = np.zeros(len(entries), np.bool_), aligned(VERIFY_NBYTES)
-        for place, (block, nbytes, checksum) in enumerate(entries[["block", "nbytes", "checksum"]].tolist()):
-            size = blocks_of(nbytes) * BLOCK_NBYTES
-            if size > self._drive.config.segment_nbytes:
-                continue
-            if size > len(buffer):
-                buffer = aligned(size)
-            got = self._read_bytes(number, block * BLOCK_NBYTES, buffer[:size])
-            whole[place] = got >= nbytes and xxhash.xxh3_64_intdigest(buffer[:nbytes]) == checksum
-        return whole
-
-    def _read_bytes(self, number: int, offset: int, target: memoryview) -> int:
-        """Read bytes of a segment. Returns their number; 0 on a media error (EIO)."""
-        try:
-            return self._drive.volume.read(number, offset, [target])
-        except OSError as error:
-            if error.errno != errno.EIO:
-                raise
-            self._shared.counts["errors"] += 1
-            return 0
+        chunks = record.entries[["block", "nbytes", "checksum"]].tolist()
+        whole = [shared.read_chunk(drive, number, *chunk) is not None for chunk in chunks]
+        return record._replace(entries=record.entries[np.array(whole, np.bool_)]), False
 
     def _enter_all(self, epoch: int) -> None:
         shared, drive = self._shared, self._drive
@@ -153,8 +111,6 @@ class Recovery:
         """Enter a segment's entries that are not in newer segments. `groups`: number of each text of the record."""
         shared, drive, index = self._shared, self._drive, self._shared.index
         segment = drive.log.add_found(number, sealed=sealed, record=record)
-        texts = zip(groups, record.texts, strict=True)
-        shared.texts.update({group: text for group, text in texts if group is not None})
         dropped = self._dropped | drive.dropped.keys()
         known = [group is not None and text not in dropped for group, text in zip(groups, record.texts, strict=True)]
         keep = np.array(known, np.bool_)[entries["group"]]
@@ -167,14 +123,12 @@ class Recovery:
         for key in raw_keys(entries["key"][elsewhere]):
             drive.deleted[key] = None  # another drive has this chunk too: delete this copy
         entries = entries[existing < 0]
-        rows = index.allocate(len(entries))
-        entries = entries[: len(rows)]
         numbers = np.array([group or 0 for group in groups], np.uint16)[entries["group"]]
-        shared.insert(drive, segment, rows, entries, numbers)
+        shared.insert(drive, segment, entries, numbers)
 
     def _finish(self) -> None:
         shared, drive = self._shared, self._drive
-        if drive.drop_everything and drive.log.in_order():
+        if drive.drop_everything and drive.log.in_use():
             shared.fail(drive, ConfigError("too many chunks were deleted during the start; it is emptied"))
             return
         if drive.logged_reason:

@@ -3,6 +3,7 @@
 Invariant: the index holds the chunks that recovery would find, except chunks covered by a tombstone, written or queued.
 """
 
+import errno
 import logging
 import threading
 import time
@@ -10,12 +11,15 @@ from collections.abc import Callable, Iterable
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
+import xxhash
 
 from raykv.tier.base import GroupNames
-from raykv.tier.segments.format import Array, flat, key_array
+from raykv.tier.segments.format import BLOCK_NBYTES, Array, blocks_of, flat, key_array
 from raykv.tier.segments.index import SEGMENTS, Changes, Index
 from raykv.tier.segments.log import Batch, Segment
 from raykv.tier.segments.requests import Item, Run, WriteQueue
+from raykv.tier.segments.volume import aligned
 from raykv.tier.ssd.drive import Drive
 from raykv.types import Rows
 
@@ -31,7 +35,7 @@ class Shared(WriteQueue):
     Attributes:
         queue: Chunks to be written that are not in a batch yet.
         coming: Chunks queued or being written, by key.
-        texts, quotas: Per number of a quota group on this node: its JSON, and its quota in bytes.
+        quotas: Per number of a quota group on this node: its quota in bytes.
         ended: The tier is being closed.
     """
 
@@ -42,7 +46,6 @@ class Shared(WriteQueue):
         self.index, self.wall = index, wall
         self.drives: list[Drive] = []
         self.coming: dict[bytes, Item] = {}
-        self.texts: dict[int, bytes] = {}
         self.quotas: dict[int, int] = {}
         self.changes = Changes()
         self.ended = False
@@ -50,71 +53,57 @@ class Shared(WriteQueue):
     def enqueue(self, item: Item) -> None:
         self.coming[item.chunk.key] = item
         super().enqueue(item)
-
-    def put_back(self, item: Item) -> None:
-        self.queue.appendleft(item)
-        self.queued_nbytes += item.chunk.nbytes
-        item.placed = False
+        if item.moved_from >= 0:  # first, because its segment is free only after that
+            self.queue.rotate(1)
 
     def next_item(self) -> Item | None:
         while self.queue and self.queue[0].cancelled:
-            self.queue.popleft()
+            self.finish(self.dequeue(), False)
         return self.queue[0] if self.queue else None
 
     def finish(self, item: Item, result: bool) -> None:
         self.coming.pop(item.chunk.key, None)
-        self.counts["written_nbytes"] += item.chunk.nbytes if result else 0
+        if result:
+            self.counts["written_nbytes" if item.moved_from < 0 else "moved_nbytes"] += item.chunk.nbytes
         item.finish(result)
 
-    def cancel(self, item: Item) -> None:
-        if item.cancelled:
-            return
-        item.cancelled = True
-        if not item.placed:
-            self.queued_nbytes -= item.chunk.nbytes
-            self.finish(item, False)
-
     def fail_queue_if_off(self) -> None:
-        if any(drive.on for drive in self.drives) and not self.ended:
-            return
-        while self.next_item() is not None:
+        if self.ended or not any(drive.on for drive in self.drives):
+            while self.queue:
+                self.finish(self.dequeue(), False)
+
+    def fail_moves(self) -> None:
+        """Give up chunks that wait to be moved. Without space, they would wait for their own segment for ever."""
+        while (item := self.next_item()) is not None and item.moved_from >= 0:
             self.finish(self.dequeue(), False)
+
+    def free_rows(self) -> int:
+        """Rows of the index that are left when all batches being written are published."""
+        in_flight = [len(batch.content.items) for drive in self.drives for batch in drive.in_flight]
+        return self.index.free_rows() - sum(in_flight)
 
     def notify(self) -> None:
         for drive in self.drives:
             drive.notify()
 
     def rows_of(self, drive: Drive, segment: Segment) -> Rows:
-        rows = np.unique(np.array(segment.rows, np.int32))
-        here: Rows = rows[self.index.segment[rows] == drive.identity(segment)]
-        return here
+        return self.index.rows_where(self.index.segment[self.index.used()] == drive.identity(segment))
 
-    def is_at(self, row: int, moved_from: tuple[int, int], checksum: int) -> bool:
-        index, columns = self.index, self.index.columns
-        place = int(index.segment[row]), int(columns.page[row])
-        return place == moved_from and int(columns.checksum[row]) == checksum
+    def insert(self, drive: Drive, segment: Segment, entries: Array, groups: Array) -> int:
+        """Enter chunks of a segment, whose keys must be new. Returns how many: fewer if the index is full."""
+        rows = self.index.allocate(len(entries))
+        if len(rows):
+            entries = entries[: len(rows)]
+            self.index.insert(rows, entries, groups[: len(rows)], drive.identity(segment))
+            self.changes.add(entries["key"])
+            segment.live_nbytes += int(self.index.disk_nbytes(rows).sum())
+        return len(rows)
 
-    def insert(self, drive: Drive, segment: Segment, rows: Rows, entries: Array, groups: Array) -> int:
-        """Enter chunks of a segment, whose keys must be new. Returns the bytes that they take on the drive."""
-        if not len(rows):
-            return 0
-        self.index.insert(rows, entries, groups, drive.identity(segment))
-        self.changes.add(entries["key"])
-        return self._add_to(segment, rows)
-
-    def _add_to(self, segment: Segment, rows: Rows) -> int:
-        segment.rows.extend(rows.tolist())
-        nbytes = int(self.index.disk_nbytes(rows).sum())
-        segment.live_nbytes += nbytes
-        return nbytes
-
-    def _remove_from_segments(self, rows: Rows) -> None:
-        identities, inverse = np.unique(self.index.segment[rows], return_inverse=True)
-        totals = np.bincount(inverse, self.index.disk_nbytes(rows))
-        for identity, total in zip(identities.tolist(), totals.tolist(), strict=True):
-            segments = self.drives[identity // SEGMENTS].log.segments
-            if identity % SEGMENTS in segments:
-                segments[identity % SEGMENTS].live_nbytes -= int(total)
+    def _segments_of(self, rows: Rows) -> tuple[list[Segment], npt.NDArray[np.intp]]:
+        """The segments of some rows, each once, and the position of each row's segment in this list."""
+        identities, positions = np.unique(self.index.segment[rows], return_inverse=True)
+        segments = [self.drives[each // SEGMENTS].log.segments[each % SEGMENTS] for each in identities.tolist()]
+        return segments, positions
 
     def remove(self, rows: Rows, *, tombstones: bool) -> None:
         """Remove rows, without duplicates, from the index. `tombstones`: also queue tombstones for the keys."""
@@ -124,7 +113,10 @@ class Shared(WriteQueue):
             keys = flat(self.index.keys(rows)).tolist()
             for identity, key in zip(self.index.segment[rows].tolist(), keys, strict=True):
                 self.drives[identity // SEGMENTS].deleted[key] = None
-        self._remove_from_segments(rows)
+        segments, positions = self._segments_of(rows)
+        totals = np.bincount(positions, self.index.disk_nbytes(rows)).tolist()
+        for segment, total in zip(segments, totals, strict=True):
+            segment.live_nbytes -= int(total)
         self._remove_rows(rows)
 
     def _remove_rows(self, rows: Rows) -> None:
@@ -135,27 +127,13 @@ class Shared(WriteQueue):
         index = self.index
         self.remove(index.rows_where(index.expired(index.used(), now_s=self.wall())), tombstones=False)
 
-    def land(self, drive: Drive, item: Item, segment: Segment, entry: Array) -> None:
-        if self.is_at(item.row, item.moved_from, item.chunk.checksum):
-            row = np.array([item.row], np.int32)
-            self._remove_from_segments(row)
-            self.index.move(row, entry, drive.identity(segment))
-            drive.log.moved_nbytes += self._add_to(segment, row)
-            self.counts["moved_nbytes"] += item.chunk.nbytes
-        else:
-            self.disown(drive, item.chunk.key)
-
     def disown(self, drive: Drive, key: bytes) -> None:
         """Queue a tombstone for a copy on the drive that is not in the index, so that recovery does not find it.
 
-        If the chunk was stored on this drive again, there is no tombstone: recovery takes the newer copy, and a
-        tombstone written after that copy would cover it too.
+        If the index has another copy on this drive, there is no tombstone, because it would cover that copy too.
         """
         row = int(self.index.find_all(key_array([key]))[0])
-        if row >= 0 and int(self.index.segment[row]) // SEGMENTS == drive.number:
-            return
-        coming = (item for batch in drive.in_flight for item in batch.content.items)
-        if not any(item.chunk.key == key and item.row < 0 and not item.cancelled for item in coming):
+        if row < 0 or int(self.index.segment[row]) // SEGMENTS != drive.number:
             drive.deleted[key] = None
 
     def enforce_quotas(self, groups: Iterable[int]) -> None:
@@ -165,17 +143,14 @@ class Shared(WriteQueue):
                 self._trim(group, quota)
 
     def _trim(self, group: int, quota: int) -> None:
-        columns = self.index.columns
-        segments = [(segment.sequence, drive, segment) for drive in self.drives for segment in drive.log.in_order()]
-        for _, drive, segment in sorted(segments, key=lambda each: each[0]):
-            excess = int(self.index.nbytes[group]) - quota
-            if excess <= 0:
-                return
-            rows = self.rows_of(drive, segment)
-            rows = rows[columns.group[rows] == group]
-            rows = rows[np.argsort(columns.page[rows], kind="stable")]
-            before = np.cumsum(columns.nbytes[rows].astype(np.int64)) - columns.nbytes[rows]
-            self.remove(rows[before < excess], tombstones=True)
+        """Remove the oldest chunks of a quota group until it is within its quota."""
+        index = self.index
+        rows = index.rows_of_group(group)
+        segments, positions = self._segments_of(rows)
+        sequences = np.array([segment.sequence for segment in segments])[positions]
+        rows = rows[np.lexsort((index.columns.page[rows], sequences))]
+        nbytes = index.columns.nbytes[rows].astype(np.int64)
+        self.remove(rows[np.cumsum(nbytes) - nbytes < index.nbytes[group] - quota], tombstones=True)
 
     def refuse_reads(self, drive: Drive) -> None:
         for run in drive.reads:
@@ -191,10 +166,25 @@ class Shared(WriteQueue):
     def void(self, drive: Drive, batch: Batch) -> None:
         """Undo a batch that was not published before its drive failed."""
         drive.in_flight.discard(batch)
-        self.index.release(batch.content.rows)
         for item in batch.content.items:
-            if item.row < 0:
-                self.finish(item, False)
+            self.finish(item, False)
+
+    def read_bytes(self, drive: Drive, number: int, offset: int, nbytes: int) -> memoryview:
+        """Read bytes of a segment into new memory. Returns fewer at the file's end, and none at a media error (EIO)."""
+        buffer = aligned(nbytes)[:nbytes]
+        try:
+            return buffer[: drive.volume.read(number, offset, [buffer])]
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            self.counts["errors"] += 1
+            return buffer[:0]
+
+    def read_chunk(self, drive: Drive, number: int, block: int, nbytes: int, checksum: int) -> memoryview | None:
+        """Read a chunk and the padding of its last block into new memory. Returns None if the chunk is damaged."""
+        view = self.read_bytes(drive, number, block * BLOCK_NBYTES, blocks_of(nbytes) * BLOCK_NBYTES)
+        whole = len(view) >= nbytes and xxhash.xxh3_64_intdigest(view[:nbytes]) == checksum
+        return view if whole else None
 
     def fail(self, drive: Drive, error: Exception, epoch: int | None = None) -> None:
         """Turn a drive off; `Workers.watch` retries it. No effect if the drive has failed since `epoch` (if given)."""

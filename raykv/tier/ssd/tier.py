@@ -112,7 +112,6 @@ class SsdTier(Tier):
         with shared.lock:
             taken = 0
             if not shared.ended and any(drive.on for drive in shared.drives):
-                shared.texts.update(texts)
                 here = shared.index.find(key_array([chunk.key for chunk in chunks]), now_s=shared.wall()) >= 0
                 for chunk, is_here in zip(chunks, here.tolist(), strict=True):
                     if is_here or chunk.key in shared.coming or not self._fits(chunk):
@@ -163,7 +162,7 @@ class SsdTier(Tier):
             raw = raw_keys(keys)
             for key in raw:
                 if (item := shared.coming.get(key)) is not None:
-                    shared.cancel(item)
+                    item.cancelled = True
             for drive in shared.drives:
                 if drive.state != "on":
                     drive.remember_deleted(raw)
@@ -173,15 +172,13 @@ class SsdTier(Tier):
     def drop(self, group: int) -> int:
         shared, text = self._shared, self._shared.groups.text(group)
         with shared.lock:
-            text = text or shared.texts.get(group, b"")
             rows = shared.index.rows_of_group(group)
             shared.remove(rows, tombstones=False)
-            for item in list(shared.coming.values()):
+            for item in shared.coming.values():
                 if item.chunk.group == group:
-                    shared.cancel(item)
+                    item.cancelled = True
             for drive in shared.drives:
                 drive.dropped.update({text: None} if text else {})
-            shared.texts.pop(group, None)
             shared.quotas.pop(group, None)
             shared.notify()
         return len(rows)

@@ -10,16 +10,20 @@ from collections.abc import Callable
 from typing import Final
 
 import numpy as np
-import xxhash
+import numpy.typing as npt
 
 from raykv.tier.base import Chunk
-from raykv.tier.segments.format import BLOCK_NBYTES
-from raykv.tier.segments.log import Segment, second_chance
-from raykv.tier.segments.requests import Item
+from raykv.tier.segments.format import BLOCK_NBYTES, raw_keys
+from raykv.tier.segments.log import Segment
+from raykv.tier.segments.requests import Item, Request
 from raykv.tier.segments.volume import aligned, encoded
 from raykv.tier.ssd.drive import Drive
 from raykv.tier.ssd.shared import Shared
 
+MOVED_SHARE: Final = 4
+"""At most one byte is moved for every four bytes that callers write. This bounds write amplification."""
+MOVED_AT_ONCE: Final = 0.5
+"""At most this share of a segment is moved, so that reclaiming it frees enough space."""
 FEWEST_SEGMENTS: Final = 2
 """A drive without space for this number of segments is turned off."""
 SPARE_ROWS: Final = 2048
@@ -45,9 +49,6 @@ class Upkeep:
             return lambda: self._seal(to_seal, epoch)
         if self._shared.ended:
             return None
-        if log.reclaiming is not None and drive.moves_left == 0:
-            drive.moves_left, moved = None, log.reclaiming
-            return lambda: self._free(moved, epoch)
         if drive.making:
             return None
         if log.wants_space() and time.monotonic() >= drive.grow_at_s and (number := log.absent()) is not None:
@@ -106,39 +107,46 @@ class Upkeep:
                 drive.notify()
 
     def _reclaim(self, segment: Segment, epoch: int) -> None:
-        """Read the chunks to be moved out of a segment, and queue them for writing."""
-        drive, index = self._drive, self._shared.index
-        with self._shared.lock:
-            rows = self._shared.rows_of(drive, segment)
-            rows = rows[~index.expired(rows, now_s=self._shared.wall())]
+        """Write the recently read chunks of a segment again, like chunks of a caller. `_free` follows."""
+        shared, drive, index = self._shared, self._drive, self._shared.index
+        with shared.lock:
+            rows = shared.rows_of(drive, segment)
+            rows = rows[~index.expired(rows, now_s=shared.wall())]
             sizes = index.disk_nbytes(rows)
-            chosen = second_chance(index.reads_since_write(rows), sizes, most_nbytes=drive.log.may_move_nbytes())
-            items = [self._item_of(row) for row in rows[chosen].tolist()]
-        buffer, end, moves = aligned(int(sizes[chosen].sum())), 0, []
-        for item, size in zip(items, sizes[chosen].tolist(), strict=True):
-            item.view, end = buffer[end : end + size], end + size
-            got = drive.volume.read(segment.number, item.moved_from[1] * BLOCK_NBYTES, [item.view])
-            nbytes = item.chunk.nbytes
-            if got >= nbytes and xxhash.xxh3_64_intdigest(item.view[:nbytes]) == item.chunk.checksum:
-                moves.append(item)
+            rows = rows[second_chance(index.reads_since_write(rows), sizes, most_nbytes=self._may_move_nbytes())]
+            keys, found = raw_keys(index.keys(rows)), [index.found(row) for row in rows.tolist()]
+            blocks = index.columns.page[rows].tolist()
+        places = zip(blocks, found, strict=True)
+        views = [shared.read_chunk(drive, segment.number, block, *entry[:2]) for block, entry in places]
+        request = Request(shared.callbacks, lambda _: self._end_moves(segment, epoch))
+        with shared.lock:
+            if epoch != drive.epoch:
+                return
+            here = np.isin(rows, shared.rows_of(drive, segment)).tolist()
+            for key, entry, view, is_here in zip(keys, found, views, here, strict=True):
+                if is_here and view is not None and key not in shared.coming:
+                    chunk = Chunk(key=key, offset=0, **entry._asdict())
+                    text = shared.groups.text(entry.group)
+                    shared.enqueue(Item(chunk, view, text, request, request.add(), drive.identity(segment)))
+            request.submit()
+            shared.notify()
+
+    def _may_move_nbytes(self) -> int:
+        counts, most = self._shared.counts, int(MOVED_AT_ONCE * self._drive.config.segment_nbytes)
+        return max(0, min(most, counts["written_nbytes"] // MOVED_SHARE - counts["moved_nbytes"]))
+
+    def _end_moves(self, segment: Segment, epoch: int) -> None:
+        drive = self._drive
         with self._shared.lock:
             if epoch == drive.epoch:
-                drive.moves.extend(moves)
-                drive.moves_left = len(moves)
+                drive.tasks.append(lambda: self._free(segment, epoch))
                 drive.notify()
-
-    def _item_of(self, row: int) -> Item:
-        index = self._shared.index
-        found, key = index.found(row), index.keys(np.array([row], np.int32)).tobytes()
-        chunk = Chunk(key=key, offset=0, **found._asdict())
-        moved_from = int(index.segment[row]), int(index.columns.page[row])
-        return Item(chunk, memoryview(b""), self._shared.texts[found.group], row=row, moved_from=moved_from)
 
     def _free(self, segment: Segment, epoch: int) -> None:
         drive, number = self._drive, segment.number
-        if segment.has_tombstones:  # sync earlier wipes first: the tombstones cover those segments
-            drive.volume.write(number, 0, [], sync=True)
         self.wipe(number)
+        # Synced before a tombstone for these chunks can be wiped: else a power cut brings deleted chunks back.
+        drive.volume.write(number, 0, [], sync=True)
         with self._shared.lock:
             if epoch != drive.epoch:
                 return
@@ -150,3 +158,12 @@ class Upkeep:
             drive.notify()
         if surplus:
             drive.volume.remove(number)
+
+
+def second_chance(
+    reads: npt.NDArray[np.int64], nbytes: npt.NDArray[np.int64], *, most_nbytes: int
+) -> npt.NDArray[np.int64]:
+    """Indexes of the chunks to move out of a reclaimed segment: the most read first, up to `most_nbytes`."""
+    order = np.argsort(-reads, kind="stable")
+    order = order[reads[order] > 0]
+    return order[np.cumsum(nbytes[order]) <= most_nbytes]

@@ -1,11 +1,12 @@
 """Writes batches of chunks and tombstones to one drive. See `raykv.tier.ssd.tier`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Final
 
 import numpy as np
 
-from raykv.tier.segments.format import BLOCK_NBYTES, DELETED, DROPPED, Array, blocks_of, key_array
+from raykv.tier.segments.format import BLOCK_NBYTES, DELETED, DROPPED, blocks_of, key_array
+from raykv.tier.segments.index import SEGMENTS
 from raykv.tier.segments.log import Batch
 from raykv.tier.segments.requests import Item, entries_of
 from raykv.tier.segments.volume import IOV_MAX, encoded
@@ -28,27 +29,24 @@ class Writer:
 
     def next_task(self) -> Callable[[], None] | None:
         shared, drive = self._shared, self._drive
-        if drive.state != "on" or not (drive.deleted or drive.dropped or drive.moves or shared.queue):
+        if drive.state != "on" or not (drive.deleted or drive.dropped or shared.queue):
             return None
         draft = self._draft()
         if draft is None:
-            return None
-        self._allocate_rows(draft)
-        if not (draft.items or draft.deleted or draft.dropped):
             return None
         for key in draft.deleted:
             del drive.deleted[key]
         drive.dropped.clear()
         batch = self._place(draft)
         drive.in_flight.add(batch)
-        if shared.queue or drive.moves:
+        if shared.queue:
             drive.wake.notify()
         drive.under_way += 1
         return lambda: self._write(batch)
 
     def _draft(self) -> Content | None:
         """Choose the next batch, and open a segment that it fits into. None: nothing to write, or no free segment."""
-        drive = self._drive
+        shared, drive = self._shared, self._drive
         for _ in range(2):
             draft = Content(drive.epoch, list(drive.deleted)[:BATCH_DELETED], list(drive.dropped))
             item = self._fill(draft)
@@ -60,55 +58,32 @@ class Writer:
             if item is None and not tombstones:
                 return None
             # The last free segment is reserved for moved chunks and tombstones, unless there are very few segments.
-            ordinary = not drive.moves and not tombstones
+            ordinary = item is not None and item.moved_from < 0 and not tombstones
             spare = 1 if ordinary and len(drive.log.segments) > FEW_SEGMENTS else 0
             if drive.log.open_next(spare=spare) is None:
-                while drive.moves:  # no space: they are dropped with their segment
-                    drive.moves.popleft()
-                    self._finish_move()
+                shared.fail_moves()
                 return None
         return None
 
     def _fill(self, draft: Content) -> Item | None:
-        """Add the chunks that fit. Returns the first chunk that does not fit; None if all fit."""
+        """Add the chunks that fit. Returns the first chunk that does not fit into the segment, or None."""
         shared, drive = self._shared, self._drive
         # If one record cannot hold all tombstones, all are written before any chunk: a tombstone written after a newer
         # copy would cover that copy too.
-        tombstones_alone = len(draft.deleted) < len(drive.deleted)
-        while (item := self._next_item(tombstones_alone)) is not None:
+        if len(draft.deleted) < len(drive.deleted):
+            return None
+        free_rows = shared.free_rows()
+        while (item := shared.next_item()) is not None:
             blocks = draft.blocks + blocks_of(item.chunk.nbytes)
             full = draft.items and (blocks * BLOCK_NBYTES > BATCH_NBYTES or len(draft.items) == BATCH_CHUNKS)
             if full or not drive.log.fits(draft.counts(item), blocks=blocks):
-                break
-            if item.row >= 0:
-                drive.moves.popleft()
-            else:
-                shared.dequeue()
+                return item
+            if item.moved_from < 0 and len(draft.items) >= free_rows:
+                return None
+            shared.dequeue()
             draft.items.append(item)
             draft.blocks, draft.texts = blocks, draft.texts | {item.text}
-        return item
-
-    def _next_item(self, tombstones_alone: bool) -> Item | None:
-        moves = self._drive.moves
-        while moves:
-            if self._shared.is_at(moves[0].row, moves[0].moved_from, moves[0].chunk.checksum):
-                return moves[0]
-            moves.popleft()
-            self._finish_move()
-        return None if tombstones_alone else self._shared.next_item()
-
-    def _finish_move(self) -> None:
-        if self._drive.moves_left is not None:
-            self._drive.moves_left -= 1
-            self._drive.wake_upkeep.notify()
-
-    def _allocate_rows(self, draft: Content) -> None:
-        """Allocate rows of the index for new chunks. Chunks without a row go back to the queue."""
-        new = [item for item in draft.items if item.row < 0]
-        draft.rows = self._shared.index.allocate(len(new))
-        for item in reversed(new[len(draft.rows) :]):
-            self._shared.put_back(item)
-        draft.items = [item for item in draft.items if item.row >= 0] + new[: len(draft.rows)]
+        return None
 
     def _place(self, draft: Content) -> Batch:
         texts = list(dict.fromkeys([*(item.text for item in draft.items), *draft.dropped]))
@@ -149,30 +124,23 @@ class Writer:
 
     def _publish(self, batch: Batch) -> None:
         """Enter the chunks of a batch into the index. Recovery can find the batch from now on."""
-        items, entries = batch.content.items, batch.record.entries
-        moved = np.array([item.row >= 0 for item in items], np.bool_)
-        if not moved.all():
-            self._publish_new(batch, [item for item in items if item.row < 0], entries[~moved])
-        for place in np.flatnonzero(moved).tolist():
-            self._shared.land(self._drive, items[place], batch.segment, entries[place : place + 1])
-            self._finish_move()
-
-    def _publish_new(self, batch: Batch, items: Sequence[Item], entries: Array) -> None:
         shared, drive, index = self._shared, self._drive, self._shared.index
+        items, entries = batch.content.items, batch.record.entries
+        moved_from = np.array([item.moved_from for item in items], np.int64)
         existing = index.find_all(np.ascontiguousarray(entries["key"]))
-        others = existing[existing >= 0]
-        if len(others):  # expired, or found on another drive since
-            expired = others[index.expired(others, now_s=shared.wall())]
-            shared.remove(np.unique(expired), tombstones=False)
-            existing[np.isin(existing, expired)] = -1
-        here = existing >= 0
-        chosen = ~np.array([item.cancelled for item in items]) & ~here
-        index.release(batch.content.rows[~chosen])
+        moved = (existing >= 0) & (index.segment[existing] == moved_from)
+        expired = (existing >= 0) & index.expired(existing, now_s=shared.wall())
+        shared.remove(np.unique(existing[moved | expired]), tombstones=False)
+        here = (existing >= 0) & ~moved & ~expired  # found on another drive since
+        chosen = np.where(moved_from < 0, ~here, moved) & ~np.array([item.cancelled for item in items], np.bool_)
         groups = np.array([item.chunk.group for item in items], np.uint16)
-        rows = batch.content.rows[chosen]
-        drive.log.written_nbytes += shared.insert(drive, batch.segment, rows, entries[chosen], groups[chosen])
+        count = shared.insert(drive, batch.segment, entries[chosen], groups[chosen])
+        chosen[np.flatnonzero(chosen)[count:]] = False
         for item, is_here, is_chosen in zip(items, here.tolist(), chosen.tolist(), strict=True):
+            source = item.moved_from // SEGMENTS
             if not is_chosen:
                 shared.disown(drive, item.chunk.key)
+            elif source not in (-1, drive.number):
+                shared.disown(shared.drives[source], item.chunk.key)
             shared.finish(item, is_here or is_chosen)
         shared.enforce_quotas({item.chunk.group for item in items})
