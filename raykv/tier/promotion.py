@@ -102,9 +102,10 @@ class Promotion:
     def _begin(self, keys: KeyArray, found: list[Found]) -> tuple[_Run | None, list[_Run]]:
         """Begin a run, without chunks that other runs already read. Returns the run, or None, and those other runs."""
         store, first, now_s, raw = self._store, found[0], time.monotonic(), raw_keys(keys)
-        chained = bool(first.parent) or (len(found) > 1 and bool(found[1].parent))
         parent = key_array([first.parent]) if first.parent else None
-        batch = Batch(keys, first.nbytes, parent=parent, depth=first.depth, chained=chained)
+        batch = Batch(
+            keys, first.nbytes, parent=parent, depth=first.depth, chained=len(found) > 1 or bool(first.parent)
+        )
         with self._lock:
             others = [self._runs[key] for key in raw if key in self._runs]
             if self._runs and self.nbytes + first.nbytes * len(keys) > self._most_nbytes:
@@ -183,28 +184,18 @@ class Promotion:
 def split_into_runs(keys: KeyArray, found: Sequence[Found | None], most_nbytes: int) -> list[slice]:
     """Cut the chunks that were found into runs, each of which can be stored as one batch.
 
-    Chunks of a run have the same size and quota group. Either they follow each other in one chain, or none of them has
-    a parent. A run of several chunks takes at most `most_nbytes`.
+    Chunks of a run have the same size and quota group, and follow each other in one chain. A run of several chunks
+    takes at most `most_nbytes`.
     """
-    raw, kind = raw_keys(keys), ""
-    runs: list[slice] = []
+    raw, runs = raw_keys(keys), list[slice]()
     for place, entry in enumerate(found):
+        before = found[place - 1] if place else None
         if entry is None:
             continue
-        if runs and runs[-1].stop == place:
-            length = place - runs[-1].start
-            link = _link(found[place - 1], entry, raw[place - 1])
-            if link and (length + 1) * entry.nbytes <= most_nbytes and (length == 1 or link == kind):
-                runs[-1], kind = slice(runs[-1].start, place + 1), link
+        if before is not None and (entry.nbytes, entry.group) == (before.nbytes, before.group):
+            fits = (place + 1 - runs[-1].start) * entry.nbytes <= most_nbytes
+            if fits and entry.parent == raw[place - 1] and entry.depth == before.depth + 1:
+                runs[-1] = slice(runs[-1].start, place + 1)
                 continue
         runs.append(slice(place, place + 1))
     return runs
-
-
-def _link(before: Found | None, entry: Found, key_before: bytes) -> str:
-    """How a chunk continues the run of the chunk before it: "chained" or "apart"; "" if it does not."""
-    if before is None or (before.nbytes, before.group) != (entry.nbytes, entry.group):
-        return ""
-    if entry.parent == key_before and entry.depth == before.depth + 1:
-        return "chained"
-    return "apart" if not (before.parent or entry.parent) else ""

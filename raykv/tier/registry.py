@@ -3,7 +3,7 @@
 import importlib
 import threading
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, Final, cast
 
 from raykv.config import NodeConfig
 from raykv.errors import ConfigError, RayKVError
@@ -18,12 +18,7 @@ Opener = Callable[[Any, Environment], Tier]
 """Takes (options, environment), returns the open tier. An outside tier gets its options as the dict in the config."""
 
 
-class _Registered(NamedTuple):
-    opener: Opener | str
-    place: Place
-
-
-_registered: Final[dict[str, _Registered]] = {}
+_registered: Final[dict[str, tuple[Opener | str, Place]]] = {}
 
 
 def register_tier(name: str, opener: Opener | str, place: Place = Place.OTHER) -> None:
@@ -32,7 +27,7 @@ def register_tier(name: str, opener: Opener | str, place: Place = Place.OTHER) -
     `opener` is a function or class that opens the tier, or its name as "module:attribute", imported at first use.
     `place` says where the chunks lie. Tiers with a lower `place` are searched first.
     """
-    _registered[name] = _Registered(opener, place)
+    _registered[name] = opener, place
 
 
 register_tier("ssd", "raykv.tier.ssd.tier:SsdTier", Place.SSD)
