@@ -3,6 +3,7 @@
 import mmap
 import random
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -142,11 +143,20 @@ class SsdDriver(Driver):
     tier: SsdTier
 
     def __init__(self, path: Path | Sequence[Path], arena: Arena | None = None, **fields: Any) -> None:
-        clocks = {name: fields.pop(name) for name in ("wall",) if name in fields}
         paths = (path,) if isinstance(path, Path) else tuple(path)
         config = {"paths": paths, "capacity_nbytes": 16 * SEGMENT, "segment_nbytes": SEGMENT, **fields}
         arena = arena or Arena()
-        super().__init__(SsdTier(SsdConfig.load(config), environment(arena), **clocks), arena)
+        super().__init__(SsdTier(SsdConfig.load(config), environment(arena)), arena)
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until all tombstones are written. False after the timeout, or if no drive that lacks some is on."""
+        shared, until_s = self.tier._shared, time.monotonic() + timeout_s
+        while True:
+            with shared.lock:
+                pending = [drive for drive in shared.drives if drive.has_pending_tombstones]
+                if not pending or time.monotonic() > until_s or not any(drive.on for drive in pending):
+                    return not pending
+            time.sleep(0.002)
 
 
 class FileDriver(Driver):

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 from raykv.config import SsdConfig
 from raykv.errors import ConfigError
 from raykv.tier.base import Chunk, Environment
+from raykv.tier.segments import requests
 from raykv.tier.segments.format import key_array
 from raykv.tier.segments.log import Batch
 from raykv.tier.ssd import tier as ssd_tier
@@ -110,7 +112,7 @@ def test_deleted_and_dropped_chunks_stay_away(tmp_path: Path):
         assert len(removed) == 9 + 17
         gone = {*keys[:9], *keys[2::3]}
         assert all_keys(driven.tier) == set(keys) - gone
-        assert driven.tier.flush(10.0)
+        assert driven.flush(10.0)
         (again,) = keys[:1]
         driven.put([again], 9000)
     with SsdDriver(tmp_path).started() as driven:
@@ -130,10 +132,11 @@ def test_dropping_many_chunks_takes_less_than_a_second(tmp_path: Path):
         assert driven.tier.stats()["chunks"] == len(keys) // 2
 
 
-def test_expired_chunks_are_not_here(tmp_path: Path):
+def test_expired_chunks_are_not_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     now_s = [1000.0]
+    monkeypatch.setattr(time, "time", lambda: now_s[0])
     keys = keys_for(10)
-    with SsdDriver(tmp_path, wall=lambda: now_s[0]).started() as driven:
+    with SsdDriver(tmp_path).started() as driven:
         driven.put(keys[:5], 5000, expires_s=2000.0)
         driven.put(keys[5:], 5000)
         assert all(driven.has(keys))
@@ -143,7 +146,7 @@ def test_expired_chunks_are_not_here(tmp_path: Path):
         assert driven.read(keys[:1], 5000) == [None]
         driven.put(keys[:2], 5000)
         assert driven.has(keys[:3]) == [True, True, False]
-    with SsdDriver(tmp_path, wall=lambda: now_s[0]).started() as driven:
+    with SsdDriver(tmp_path).started() as driven:
         assert all_keys(driven.tier) == {*keys[:2], *keys[5:]}
 
 
@@ -198,7 +201,7 @@ def test_quotas_hold_within_a_segment(tmp_path: Path):
         driven.tier.set_quota(0, nbytes)
         assert driven.tier.used_nbytes(0) <= SEGMENT
         assert driven.write([driven.chunk(keys_for(1, 7)[0], nbytes + 1)]) == [False]
-        assert driven.tier.flush(10.0)
+        assert driven.flush(10.0)
     left = all_keys(driven.tier)
     with SsdDriver(tmp_path).started() as driven:
         assert all_keys(driven.tier) == left
@@ -216,7 +219,7 @@ def test_rows_run_short_before_space_does(tmp_path: Path):
 
 
 def test_a_full_queue_takes_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(ssd_tier, "QUEUED_CHUNKS", 8)
+    monkeypatch.setattr(requests, "QUEUED_CHUNKS", 8)
     with SsdDriver(tmp_path).started() as driven:
         taken, results = 0, []
         chunks = [driven.chunk(key, 5000) for key in keys_for(100)]
@@ -329,7 +332,7 @@ def test_several_threads_against_a_dictionary(tmp_path: Path, seed: int):
         assert not problems
         assert driven.tier.stats()["corrupt"] == 0
         assert driven.tier.stats()["errors"] == 0
-        assert driven.tier.flush(10.0)
+        assert driven.flush(10.0)
     here = all_keys(driven.tier)
     with SsdDriver(
         places, arena=arena, capacity_nbytes=20 * SEGMENT
@@ -367,7 +370,7 @@ def test_a_stale_copy_on_one_path_does_not_put_out_the_live_one_on_another(tmp_p
             assert all_keys(driven.tier) == {key, *keys_for(20, 1)}
             assert driven.read([key], nbytes) == [content_of(key, nbytes)]
             assert other_on.is_set()
-            assert driven.tier.flush(10.0)
+            assert driven.flush(10.0)
 
 
 def test_a_late_move_does_not_delete_a_chunk_that_was_stored_since(tmp_path: Path, monkeypatch):
@@ -389,14 +392,14 @@ def test_a_late_move_does_not_delete_a_chunk_that_was_stored_since(tmp_path: Pat
             assert driven.read([key], nbytes) == [content_of(key, nbytes)]
             if held.wait(0.01):
                 break
-            driven.put(keys_for(8, salt), nbytes)
+            driven.tier.write([driven.chunk(each, nbytes) for each in keys_for(8, salt)], lambda *_: None)
         assert held.wait(20.0)
         assert driven.delete([key]) == 1
         assert driven.write([driven.chunk(key, nbytes)]) == [False], "it is being written still"
         release.set()
         wait_for(lambda: driven.write([driven.chunk(key, nbytes)]) == [True])
         assert driven.read([key], nbytes) == [content_of(key, nbytes)]
-        assert driven.tier.flush(10.0)
+        assert driven.flush(10.0)
     with SsdDriver(tmp_path, capacity_nbytes=20 * SEGMENT).started() as driven:
         assert driven.read([key], nbytes) == [content_of(key, nbytes)]
 
@@ -453,6 +456,6 @@ def test_a_chunk_deleted_while_a_path_starts_is_found_on_neither_path(tmp_path: 
             deleted.set()
             driven.started()
             assert all_keys(driven.tier) == set(others)
-            assert driven.tier.flush(10.0)
+            assert driven.flush(10.0)
     with SsdDriver([first, second]).started() as driven:
         assert all_keys(driven.tier) == set(others)

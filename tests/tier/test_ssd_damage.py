@@ -37,7 +37,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Places]:
             some = keys[first : first + 5]
             assert all(driven.write([driven.chunk(key, size_of(key)) for key in some]))
             driven.delete(some[:1])
-        assert driven.tier.flush(10.0)
+        assert driven.flush(10.0)
         index = driven.tier._shared.index
         columns = index.columns
         rows = index.find_all(key_array(keys))
@@ -148,7 +148,7 @@ def test_wrong_bytes_are_dropped_and_stay_away(whole: tuple[Path, Places], tmp_p
         assert driven.read([key], size_of(key)) == [None]
         assert driven.tier.stats()["corrupt"] == 1
         assert driven.has([key]) == [False]
-        assert driven.tier.flush(10.0)
+        assert driven.flush(10.0)
     with SsdDriver(path, arena=arena, **FIELDS).started() as driven:
         assert key not in all_keys(driven.tier)
         assert len(all_keys(driven.tier)) == len(places) - 1

@@ -17,8 +17,9 @@ from pathlib import Path
 import pytest
 
 from raykv.tier.segments.format import key_array
-from raykv.tier.ssd import shared, upkeep
+from raykv.tier.ssd import state as ssd_state
 from raykv.tier.ssd import tier as ssd_tier
+from raykv.tier.ssd import upkeep
 from tests.support.tiers import SEGMENT, Arena, SsdDriver, all_keys, content_of, keys_for, wait_for
 
 NBYTES = 60_000
@@ -31,7 +32,7 @@ QUICK_S = 0.5
 @pytest.fixture(autouse=True)
 def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is tried again is tried again soon."""
-    monkeypatch.setattr(shared, "RETRY_S", 0.15)
+    monkeypatch.setattr(ssd_state, "RETRY_S", 0.15)
     monkeypatch.setattr(upkeep, "GROW_S", 0.15)
     monkeypatch.setattr(ssd_tier, "TIDY_S", 0.05)
     monkeypatch.setattr(ssd_tier, "WATCH_S", 0.05)
@@ -225,7 +226,7 @@ def test_a_drive_that_breaks_and_comes_back(mount):
     with SsdDriver(path, arena).started() as driven:
         driven.put(keys_for(20), NBYTES)
         driven.delete(keys_for(20)[:5])
-        assert driven.tier.flush(10.0)
+        assert driven.flush(10.0)
         control(path, SHUT_DOWN, struct.pack("I", 0))  # after writing down what is in memory
         results: list[bool] = []
         wait_for(lambda: offer(driven, 1, results) == 0 or state(driven) == "off")
@@ -233,13 +234,13 @@ def test_a_drive_that_breaks_and_comes_back(mount):
         assert driven.tier.stats()["errors"] > 0
         assert not any(driven.has(keys_for(20)))
         driven.delete(keys_for(20)[5:10])  # while nobody knows what lies there
-        assert not driven.tier.flush(0.1)
+        assert not driven.flush(0.1)
         wait_for(lambda: run("umount", str(path)))  # nobody holds on to it
         image = path.with_name("image0")
         assert run("mount", "-o", "loop,noatime", str(image), str(path))
         wait_for(lambda: state(driven) == "on")
         assert not any(driven.has(keys_for(20)[:10])), "deleted before, and meanwhile"
-        wait_for(lambda: driven.tier.flush(1.0))
+        wait_for(lambda: driven.flush(1.0))
         left = set(keys_for(20)[10:])
         assert all_keys(driven.tier) >= left
         assert driven.read(sorted(left), NBYTES) == [content_of(key, NBYTES) for key in sorted(left)]
@@ -273,14 +274,14 @@ def test_a_drive_that_hangs(mount):
             )
             quickly(lambda: driven.delete(keys_for(3)))
             assert quickly(lambda: driven.has(keys_for(4))) == [False] * 3 + [True]
-            assert not driven.tier.flush(0.05)
+            assert not driven.flush(0.05)
             # What waited in the queue is called back, what is in the kernel is not: it may still read those bytes.
             wait_for(lambda: len(results) > 0 or taken <= 4 * 20)
         finally:
             thaw(path)
         wait_for(lambda: state(driven) == "on")
         wait_for(lambda: len(results) == taken)
-        assert driven.tier.flush(10.0)
+        assert driven.flush(10.0)
         driven.put(keys_for(20, 7), NBYTES)
         assert driven.tier.stats()["errors"] == 0
     with SsdDriver(path).started() as driven:
@@ -367,6 +368,6 @@ def test_a_bad_spot_costs_its_chunk_and_many_turn_the_path_off(tmp_path: Path, m
             assert driven.read([key], NBYTES) == [None]
         wait_for(lambda: state(driven) == "on")
         assert driven.has(keys[5:]) == [True] * 15, "found again"
-        assert driven.tier.flush(5.0)
+        assert driven.flush(5.0)
     with SsdDriver(tmp_path).started() as driven:
         assert driven.has(keys) == [False, True, False, False, False] + [True] * 15

@@ -83,13 +83,13 @@ def child(path: Path, segments: int, seed: int) -> None:
             some = rng.sample(written, min(len(written), 3))
             say(b"deleting", some)
             driven.delete(some)
-            if driven.tier.flush(10.0):
+            if driven.flush(10.0):
                 say(b"deleted", some)
         elif written:
             here = [key for key in all_keys(driven.tier) | tried if key[1] % 3 == 2]
             say(b"deleting", here)
             driven.tier.drop(2)
-            if driven.tier.flush(10.0):
+            if driven.flush(10.0):
                 say(b"deleted", here)
 
 

@@ -7,7 +7,7 @@ import threading
 import time
 from typing import Final
 
-from raykv.tier.file.folder import VANISHED, Name
+from raykv.tier.file.folder import Name
 from raykv.tier.file.state import State
 from raykv.tier.segments.format import living, raw_keys
 
@@ -48,13 +48,10 @@ class Scanner:
             state.recover()
             new = [name for name in names if name.kind != "part" and name.stem not in state.catalog.known]
         # Tombstones first, then the newest packs: so no chunk is entered that is deleted or replaced right after.
-        complete = True
         for name in sorted(new, key=lambda name: (name.kind == "tombs", name.sequence), reverse=True):
             if state.closed:
                 return
-            complete &= self._learn(name)
-        with state.lock:
-            state.complete = complete and state.readable
+            self._learn(name)
         self._remove_missing({name.stem for name in names}, began_s)
         try:
             for name in parts:
@@ -66,21 +63,20 @@ class Scanner:
         except OSError as error:  # reads do not depend on it
             state.count_error("not tidied", error)
 
-    def _learn(self, name: Name) -> bool:
-        """Enter the content of a file. Returns False if the file cannot be read now; the next scan retries it."""
+    def _learn(self, name: Name) -> None:
+        """Enter the content of a file. If the file cannot be read now, the next scan retries it."""
         catalog = self._state.catalog
         try:
             record, nbytes = self._state.folder.record_of(name)
         except OSError as error:
             self._state.count_error(f"{name} cannot be read", error)
-            return error.errno in VANISHED
+            return
         entries = None if record is None else living(record)
         with self._state.lock:
             pack = catalog.add_pack(name, nbytes)
             if record is not None and entries is not None:
                 catalog.apply_tombstones(name.sequence, raw_keys(record.deleted["key"]), record.dropped_texts())
                 catalog.insert(pack, record.texts, entries[entries["group"] < len(record.texts)])
-        return True
 
     def _remove_missing(self, there: set[str], began_s: float) -> None:
         """Forget files that were removed. `stat` confirms each removal, as a listing may miss a file being renamed."""

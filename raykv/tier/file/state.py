@@ -4,14 +4,14 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from typing import Final, Literal
 
 from raykv.config import FileTierConfig
 from raykv.tier.base import Environment
 from raykv.tier.file.catalog import Catalog, Pack
 from raykv.tier.file.folder import VANISHED, Folder
-from raykv.tier.segments.requests import Item, Run, WriteQueue
+from raykv.tier.segments.format import BLOCK_NBYTES
+from raykv.tier.segments.requests import Run, WriteQueue
 
 log = logging.getLogger(__name__)
 
@@ -24,37 +24,24 @@ class State(WriteQueue):
 
     Attributes:
         lock: Notified when a thread may have work.
-        queue, in_flight: Chunks to be written, and chunks being written.
         runs: Queued reads.
         reading: Number of chunks in queued and running reads.
         filling: The pack that this node is writing.
-        complete: Whether all packs of the last scan are known.
     """
 
     def __init__(self, config: FileTierConfig, environment: Environment) -> None:
-        super().__init__("raykv-file-callbacks", environment.arena, environment.groups)
+        largest_nbytes = config.pack_nbytes - 4 * BLOCK_NBYTES  # with two records in an empty pack
+        self.catalog = Catalog(environment.node, rows=config.rows)
+        super().__init__("raykv-file-callbacks", self.catalog.index, environment, largest_nbytes=largest_nbytes)
         self.config = config
         self.folder = Folder(config.path, environment.node)
-        self.catalog = Catalog(environment.node, rows=config.rows)
         self.lock = threading.Condition()
-        self.in_flight: list[Item] = []
         self.runs: deque[Run] = deque()
         self.reading = 0
         self.filling: Pack | None = None
-        self.closed = self.readable = self.writable = self.complete = self._slow = False
+        self.closed = self.readable = self.writable = self._slow = False
         self.reason, self.retry_s, self.next_scan_s = "", 0.0, 0.0
         self.packs_removed = 0
-
-    def cancel(self, which: Callable[[Item], bool]) -> list[bytes]:
-        found = [item for item in (*self.queue, *self.in_flight) if which(item)]
-        for item in found:
-            item.cancelled = True
-        return [item.chunk.key for item in found]
-
-    def refuse_writes(self) -> None:
-        """Fail queued writes. Chunks being written are not called back yet: the disk may still use their bytes."""
-        while self.queue:
-            self.dequeue().finish(False)
 
     def refuse_reads(self) -> None:
         for run in self.runs:
@@ -85,7 +72,7 @@ class State(WriteQueue):
             self.retry_s = time.monotonic() + RETRY_S
             self.refuse_writes()
             if reading:
-                self.readable, self.complete, self.next_scan_s = False, False, self.retry_s
+                self.readable, self.next_scan_s = False, self.retry_s
                 self.refuse_reads()
             self.lock.notify_all()
 

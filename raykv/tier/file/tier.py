@@ -34,12 +34,9 @@ from raykv.tier.file.state import State
 from raykv.tier.file.writing import Writer
 from raykv.tier.segments.format import BLOCK_NBYTES, raw_keys
 from raykv.tier.segments.io_threads import IoThreads
-from raykv.tier.segments.requests import Request, Run, item_of, pieces_of, runs_of
+from raykv.tier.segments.requests import Request, Run, pieces_of, runs_of
 from raykv.types import Bits, KeyArray, Rows
 
-QUEUED_CHUNKS: Final = 1024
-QUEUED_NBYTES: Final = 256 << 20
-"""Limits of the write queue. Queued chunks cannot be evicted from memory."""
 READ_NBYTES: Final = 8 << 20
 """Largest read of adjacent chunks in one call."""
 QUEUED_READS: Final = 4096
@@ -146,18 +143,9 @@ class FileTier(Tier):
             }
 
     def write(self, chunks: Sequence[Chunk], done: Written) -> int:
-        state, taken = self._state, 0
-        texts = {group: state.groups.text(group) for group in {chunk.group for chunk in chunks}}
-        request = Request(state.callbacks, lambda results: done(chunks[: len(results)], results))
+        state = self._state
         with state.lock:
-            for chunk in chunks if state.status() == "on" else ():
-                if len(state.queue) >= QUEUED_CHUNKS or state.queued_nbytes >= QUEUED_NBYTES:
-                    break
-                state.enqueue(item_of(chunk, state.arena, texts[chunk.group], request))
-                taken += 1
-            state.counts["refused"] += len(chunks) - taken
-            if taken:
-                request.submit()
+            taken = state.offer(chunks, done, on=state.status() == "on")
             state.lock.notify_all()
         return taken
 
@@ -190,7 +178,7 @@ class FileTier(Tier):
             state.fail(problem, reading=True)
         with state.lock:
             state.reading -= len(run.pieces)
-            wrong = run.enter(right, self._index, state.counts, now_s=time.time())
+            wrong = run.enter(right, state)
             if problem is not None and problem.errno in VANISHED and pack is not None:
                 state.catalog.remove_pack(pack)
             else:
@@ -208,38 +196,34 @@ class FileTier(Tier):
                 self._state.folder.touch(pack.name)
 
     def delete(self, keys: KeyArray) -> int:
-        """See `Tier`. Takes effect on other nodes, and across a restart, once the tombstones are written."""
-        state, names = self._state, set(raw_keys(keys))
+        """See `Tier`. Takes effect on other nodes, and across a restart, once the tombstones are written.
+
+        Chunks that are not here get tombstones too: they may be in packs that this node has not scanned yet.
+        """
+        state, names = self._state, raw_keys(keys)
         with state.lock:
             rows = self._index.find_all(keys)
-            rows = np.unique(rows[rows >= 0]).astype(np.int32)
-            coming = state.cancel(lambda item: item.chunk.key in names)
-            here, sequence = {*raw_keys(self._index.keys(rows)), *coming}, self._sequence_after(rows)
-            self._catalog.tombstones.add_pending(sequence, keys=here if state.complete else names)
-            if not state.complete:  # the tombstones also cover packs that are not scanned yet
-                self._catalog.apply_tombstones(sequence, list(names), [])
-            self._catalog.remove(rows)
-            state.lock.notify_all()
+            rows = np.unique(rows[rows >= 0])
+            state.cancel(names)
+            self._bury(rows, keys=names)
         return len(rows)
 
     def drop(self, group: int) -> int:
         state, text = self._state, self._state.groups.text(group)
         with state.lock:
             rows = self._catalog.rows_of_group(text)
-            coming = state.cancel(lambda item: item.text == text)
-            if len(rows) or coming or not state.complete:
-                self._catalog.tombstones.add_pending(sequence := self._sequence_after(rows), texts=[text])
-                if not state.complete:
-                    self._catalog.apply_tombstones(sequence, [], [text])
-            self._catalog.remove(rows)
-            state.lock.notify_all()
+            state.cancel_group(group)
+            self._bury(rows, texts=[text])
         return len(rows)
 
-    def _sequence_after(self, rows: Rows) -> int:
-        """A tombstone sequence that covers the packs of these rows and the pack being filled."""
-        packs = [int(each) for each in self._catalog.sequences(rows)]
-        filling = self._state.filling
-        return max(time.time_ns(), 1 + max([*packs, 0 if filling is None else filling.name.sequence]))
+    def _bury(self, rows: Rows, *, keys: Sequence[bytes] = (), texts: Sequence[bytes] = ()) -> None:
+        """Queue tombstones that cover the packs of these rows and the pack being filled, and apply them here."""
+        state, catalog = self._state, self._catalog
+        packs = [*catalog.sequences(rows).tolist(), 0 if state.filling is None else state.filling.name.sequence]
+        sequence = max(time.time_ns(), 1 + max(packs))
+        catalog.tombstones.add_pending(sequence, keys, texts)
+        catalog.apply_tombstones(sequence, keys, texts)
+        state.lock.notify_all()
 
     def close(self) -> None:
         """See `Tier`. Publishes the part; waits at most CLOSE_S for that."""

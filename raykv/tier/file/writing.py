@@ -150,7 +150,7 @@ class Writer:
         if part is not None and (lost or now_s >= part.begun_s + state.config.seal_s):
             self._seal()
         with state.lock:
-            items = state.in_flight = self._next_batch()
+            items = self._next_batch()
         if items and self._part is not None and state.filling is not None:
             self._write(self._part, state.filling, items)
         elif state.queue:
@@ -158,25 +158,19 @@ class Writer:
 
     def _next_batch(self) -> list[Item]:
         """Take the next batch from the queue. If it is empty but the queue is not, the caller must begin a part."""
-        state, part = self._state, self._part
-        items, blocks, texts = dict[bytes, Item](), 0, frozenset[bytes]()
-        ahead = list(islice(state.queue, BATCH_CHUNKS))
-        there = state.catalog.index.find(key_array([item.chunk.key for item in ahead]), now_s=time.time()) >= 0
-        for item, here in zip(ahead, there.tolist(), strict=True):
-            size, key = blocks_of(item.chunk.nbytes), item.chunk.key
-            if here or item.cancelled or size > self._blocks - 4:
-                state.dequeue().finish(here and not item.cancelled)
-                continue
-            if part is None or key in items or (items and (blocks + size) * BLOCK_NBYTES > BATCH_NBYTES):
-                break
-            if state.catalog.tombstones.covers(key, item.text, part.name.sequence):
-                break
-            if not part.fits(Counts(len(items) + 1, texts=texts | {item.text}), blocks=blocks + size):
-                break
-            items[key] = state.dequeue()
+        state, part, tombstones = self._state, self._part, self._state.catalog.tombstones
+        items, blocks, texts = list[Item](), 0, frozenset[bytes]()
+        while part is not None and (item := state.next_item()) is not None and len(items) < BATCH_CHUNKS:
+            blocks += blocks_of(item.chunk.nbytes)
             texts |= {item.text}
-            blocks += size
-        return list(items.values())
+            if items and blocks * BLOCK_NBYTES > BATCH_NBYTES:
+                break
+            if tombstones.covers(item.chunk.key, item.text, part.name.sequence):
+                break
+            if not part.fits(Counts(len(items) + 1, texts=texts), blocks=blocks):
+                break
+            items.append(state.dequeue())
+        return items
 
     def _write(self, part: Part, pack: Pack, items: list[Item]) -> None:
         state, catalog = self._state, self._state.catalog
@@ -186,19 +180,17 @@ class Writer:
             nbytes = part.write(entries, texts, [item.view for item in items])
         except OSError:
             with state.lock:
-                state.in_flight = []
                 for item in items:
-                    item.finish(False)
+                    state.finish(item, False)
             raise
         with state.lock:
-            state.in_flight, pack.nbytes = [], part.nbytes
+            pack.nbytes = part.nbytes
             state.counts["disk_nbytes"] += nbytes
             if not pack.removed:
                 catalog.insert(pack, texts, entries[np.array([not item.cancelled for item in items], np.bool_)])
             here = catalog.index.find_all(key_array([item.chunk.key for item in items])) >= 0
             for item, is_here in zip(items, here.tolist(), strict=True):
-                state.counts["written_nbytes"] += item.chunk.nbytes if is_here else 0
-                item.finish(is_here)
+                state.finish(item, is_here)
 
     def _next_sequence(self, above: int = 0) -> int:
         """The time in ns, raised above `above` and above every sequence that this process has used."""
@@ -241,9 +233,8 @@ class Writer:
             while state.folder.name(sequence, "tombs").stem in catalog.known:
                 sequence += 1
             catalog.apply_tombstones(sequence, keys, texts)
-            merged = self._merged(old) if len(old) >= MERGE_FILES else None
-        if merged is None:
-            old, merged = [], ([], [])
+            old = old if len(old) >= MERGE_FILES else []
+            merged = self._merged(old)
         name = state.folder.name(sequence, "tombs")
         nbytes = state.folder.write_tombstones(name, [*keys, *merged[0]], [*texts, *merged[1]])
         with state.lock:
@@ -254,11 +245,10 @@ class Writer:
         for pack in old:
             state.folder.remove(pack.name)
 
-    def _merged(self, old: list[Pack]) -> tuple[list[bytes], list[bytes]] | None:
-        """Tombstones of these files, without chunks that were stored again. None: too many for one file."""
+    def _merged(self, old: list[Pack]) -> tuple[list[bytes], list[bytes]]:
+        """Tombstones of these files: keys, and quota groups. Without chunks and groups that were stored again."""
         catalog = self._state.catalog
         keys, texts = catalog.tombstones.of({pack.name.sequence for pack in old})
         here = catalog.index.find_all(key_array(keys)) >= 0
         keys = [key for key, is_here in zip(keys, here.tolist(), strict=True) if not is_here]
-        texts = [text for text in texts if not len(catalog.rows_of_group(text))]
-        return (keys, texts) if len(keys) + len(texts) <= TOMBSTONE_KEYS else None
+        return keys, [text for text in texts if not len(catalog.rows_of_group(text))]

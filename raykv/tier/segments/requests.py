@@ -1,42 +1,28 @@
 """Pending `write` and `read` calls of a tier, and their chunks."""
 
+import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 import xxhash
 
-from raykv.tier.base import Chunk, Found, GroupNames, is_same
+from raykv.tier.base import Chunk, Environment, Found, Written, is_same
 from raykv.tier.segments.format import BLOCK_NBYTES, ENTRY, Array, blocks_of, key_array
 from raykv.tier.segments.index import Index
 from raykv.tier.segments.io_threads import Callbacks
 from raykv.tier.segments.volume import IOV_MAX
 from raykv.types import Bits, KeyArray, Rows
 
-NBYTES_COUNTS: Final = ("written_nbytes", "disk_nbytes", "moved_nbytes", "read_nbytes")
-COUNTS: Final = (*NBYTES_COUNTS, "refused", "timeouts", "errors", "corrupt")
+COUNTS: Final = (
+    "written_nbytes", "disk_nbytes", "moved_nbytes", "read_nbytes", "refused", "timeouts", "errors", "corrupt",
+)  # fmt: skip
 """Counters of every tier; see `Tier.stats`."""
-
-
-class WriteQueue:
-    """Base of a tier's state: arena, callbacks, counters, and the queue of chunks to be written."""
-
-    def __init__(self, name: str, arena: memoryview, groups: GroupNames) -> None:
-        self.arena, self.groups, self.callbacks = arena, groups, Callbacks(name)
-        self.queue: deque[Item] = deque()
-        self.queued_nbytes = 0
-        self.counts = dict.fromkeys(COUNTS, 0)
-
-    def enqueue(self, item: "Item") -> None:
-        self.queue.append(item)
-        self.queued_nbytes += item.chunk.nbytes
-
-    def dequeue(self) -> "Item":
-        item = self.queue.popleft()
-        self.queued_nbytes -= item.chunk.nbytes
-        return item
+QUEUED_CHUNKS: Final = 1 << 14
+QUEUED_NBYTES: Final = 128 << 20
+"""Limits of a tier's write queue. Queued chunks cannot be evicted from memory."""
 
 
 class Request:
@@ -86,13 +72,86 @@ class Item:
     moved_from: int = -1
     cancelled: bool = False
 
-    def finish(self, result: bool) -> None:
-        self.request.finish(self.place, result)
 
+class WriteQueue:
+    """Base of a tier's state: arena, index, callbacks, counters, and chunks to be written. The tier's lock guards it.
 
-def item_of(chunk: Chunk, arena: memoryview, text: bytes, request: Request) -> Item:
-    view = arena[chunk.offset : chunk.offset + blocks_of(chunk.nbytes) * BLOCK_NBYTES]
-    return Item(chunk, view, text, request, request.add())
+    Attributes:
+        largest_nbytes: Size of the largest chunk that the tier takes.
+        quotas: Quotas in bytes, by number of the quota group on this node.
+        queue: Chunks to be written that are not in a batch yet.
+        coming: Chunks queued or being written, by key.
+    """
+
+    def __init__(self, name: str, index: Index, environment: Environment, *, largest_nbytes: int) -> None:
+        self.index, self.arena, self.groups = index, environment.arena, environment.groups
+        self.callbacks, self.largest_nbytes = Callbacks(name), largest_nbytes
+        self.quotas: dict[int, int] = {}
+        self.queue: deque[Item] = deque()
+        self.coming: dict[bytes, Item] = {}
+        self.queued_nbytes = 0
+        self.counts = dict.fromkeys(COUNTS, 0)
+
+    def offer(self, chunks: Sequence[Chunk], done: Written, *, on: bool) -> int:
+        """Queue chunks, as `Tier.write`. Takes none if the tier is not `on`.
+
+        `done` gets False for a chunk that an earlier call is still writing.
+        """
+        request, taken = Request(self.callbacks, lambda results: done(chunks[: len(results)], results)), 0
+        here = self.index.find(key_array([chunk.key for chunk in chunks]), now_s=time.time()) >= 0
+        for chunk, is_here in zip(chunks, here.tolist(), strict=True):
+            full = len(self.queue) >= QUEUED_CHUNKS or self.queued_nbytes >= QUEUED_NBYTES
+            most_nbytes = min(self.largest_nbytes, self.quotas.get(chunk.group, self.largest_nbytes))
+            if not on or full:
+                break
+            if is_here or chunk.key in self.coming or chunk.nbytes > most_nbytes:
+                request.add(is_here)
+                self.counts["refused"] += not is_here
+            else:
+                view = self.arena[chunk.offset : chunk.offset + blocks_of(chunk.nbytes) * BLOCK_NBYTES]
+                self.enqueue(Item(chunk, view, self.groups.text(chunk.group), request, request.add()))
+            taken += 1
+        self.counts["refused"] += len(chunks) - taken
+        if taken:
+            request.submit()
+        return taken
+
+    def enqueue(self, item: Item) -> None:
+        self.coming[item.chunk.key] = item
+        self.queue.append(item)
+        self.queued_nbytes += item.chunk.nbytes
+        if item.moved_from >= 0:  # first, because its segment is free only after that
+            self.queue.rotate(1)
+
+    def next_item(self) -> Item | None:
+        """The first chunk of the queue; None if the queue is empty."""
+        while self.queue and self.queue[0].cancelled:
+            self.finish(self.dequeue(), False)
+        return self.queue[0] if self.queue else None
+
+    def dequeue(self) -> Item:
+        item = self.queue.popleft()
+        self.queued_nbytes -= item.chunk.nbytes
+        return item
+
+    def finish(self, item: Item, result: bool) -> None:
+        del self.coming[item.chunk.key]
+        if result:
+            self.counts["written_nbytes" if item.moved_from < 0 else "moved_nbytes"] += item.chunk.nbytes
+        item.request.finish(item.place, result)
+
+    def cancel(self, keys: Iterable[bytes]) -> None:
+        """Do not keep these chunks, which were deleted while they were queued or being written."""
+        for key in self.coming.keys() & keys:
+            self.coming[key].cancelled = True
+
+    def cancel_group(self, group: int) -> None:
+        self.cancel([key for key, item in self.coming.items() if item.chunk.group == group])
+
+    def refuse_writes(self) -> None:
+        """Fail queued writes. Chunks being written are not called back yet: the disk may still use their bytes."""
+        while self.queue:
+            self.finish(self.dequeue(), False)
 
 
 def entries_of(items: Sequence[Item], indexes: dict[bytes, int]) -> Array:
@@ -125,10 +184,6 @@ class Run:
         self.request, self.pieces = request, pieces
         self.segment, self.block = pieces[0].segment, pieces[0].block
 
-    @property
-    def rows(self) -> Rows:
-        return np.array([piece.row for piece in self.pieces], np.int32)
-
     def views(self, arena: memoryview) -> list[memoryview]:
         return [arena[each.offset : each.offset + blocks_of(each.nbytes) * BLOCK_NBYTES] for each in self.pieces]
 
@@ -141,18 +196,15 @@ class Run:
             end += len(view)
         return right
 
-    def unchanged(self, index: Index) -> Bits:
-        """Which rows still hold the requested chunk."""
-        rows, pieces = self.rows, np.array([piece[1:5] for piece in self.pieces], np.uint64).reshape(-1, 4)
-        same: Bits = index.segment[rows] == pieces[:, 0].astype(np.int64)
-        same &= (index.columns.page[rows] == pieces[:, 1]) & (index.columns.checksum[rows] == pieces[:, 3])
-        return same
-
-    def enter(self, right: Bits, index: Index, counts: dict[str, int], *, now_s: float) -> Rows:
+    def enter(self, right: Bits, queue: WriteQueue) -> Rows:
         """Count bytes and touch rows of the `right` chunks. Returns rows that still hold one of the wrong chunks."""
-        rows, same = self.rows, self.unchanged(index)
-        counts["read_nbytes"] += int(np.array([piece.nbytes for piece in self.pieces])[right].sum())
-        index.touch(np.unique(rows[right & same]), now_s=now_s)
+        index, columns = queue.index, queue.index.columns
+        rows, segments, blocks, nbytes, checksums = np.array([piece[:5] for piece in self.pieces], np.uint64).T
+        rows = rows.astype(np.int32)
+        same = (index.segment[rows] == segments.astype(np.int64)) & (columns.page[rows] == blocks)
+        same &= columns.checksum[rows] == checksums
+        queue.counts["read_nbytes"] += int(nbytes[right].sum())
+        index.touch(np.unique(rows[right & same]), now_s=time.time())
         return np.unique(rows[~right & same])
 
     def finish(self, results: Sequence[Any]) -> None:

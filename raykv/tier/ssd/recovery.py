@@ -9,7 +9,8 @@ Tasks run on the drive's threads and wait for the disk. An error turns the drive
 
 import errno
 import logging
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
@@ -17,16 +18,15 @@ import numpy as np
 from raykv.errors import ConfigError
 from raykv.tier.segments.format import BLOCK_NBYTES, Array, Record, living, raw_keys, read_segment
 from raykv.tier.segments.index import SEGMENTS
-from raykv.tier.ssd.drive import Drive
-from raykv.tier.ssd.shared import Shared
+from raykv.tier.ssd.state import Drive, Shared
 
 log = logging.getLogger(__name__)
 
 
 class Recovery:
-    def __init__(self, shared: Shared, drive: Drive, wipe: Callable[[int], None]) -> None:
-        """The caller begins with `open` or `list_segments`. `wipe` makes a segment empty for recovery."""
-        self._shared, self._drive, self._wipe = shared, drive, wipe
+    def __init__(self, shared: Shared, drive: Drive) -> None:
+        """The caller begins with `open` or `list_segments`."""
+        self._shared, self._drive = shared, drive
         self._unread = 0
         self._found: list[tuple[int, Record, bool]] = []
         self._deleted, self._dropped = set[bytes](), set[bytes]()  # tombstones of newer segments
@@ -37,8 +37,13 @@ class Recovery:
 
     def list_segments(self) -> None:
         drive = self._drive
-        numbers = drive.volume.numbers()
+        numbers, emptied = drive.volume.numbers(), drive.drop_everything
+        if emptied:
+            for number in numbers:
+                drive.volume.remove(number)
+            numbers = {}
         with self._shared.lock:
+            drive.drop_everything = drive.drop_everything and not emptied
             self._unread, self._found, epoch = len(numbers), [], drive.epoch
             drive.tasks.extend(partial(self._read, number, nbytes, epoch) for number, nbytes in numbers.items())
             if not numbers:
@@ -49,10 +54,7 @@ class Recovery:
         """Read one segment's records. The task that reads the last segment calls `_enter_all`."""
         drive, found, usable = self._drive, None, True
         try:
-            if drive.drop_everything:
-                self._wipe(number)
-            else:
-                found = self._records(number, file_nbytes)
+            found = self._records(number, file_nbytes)
             if file_nbytes != drive.config.segment_nbytes:
                 drive.volume.make(number)
         except OSError as error:
@@ -114,7 +116,7 @@ class Recovery:
         dropped = self._dropped | drive.dropped.keys()
         known = [group is not None and text not in dropped for group, text in zip(groups, record.texts, strict=True)]
         keep = np.array(known, np.bool_)[entries["group"]]
-        keep &= (entries["expires_s"] == 0) | (entries["expires_s"] > shared.wall())
+        keep &= (entries["expires_s"] == 0) | (entries["expires_s"] > time.time())
         for deleted in filter(None, (self._deleted, drive.deleted)):  # in newer segments, or by callers
             keep &= np.array([key not in deleted for key in raw_keys(entries["key"])], np.bool_)
         entries = entries[keep]
@@ -128,12 +130,10 @@ class Recovery:
 
     def _finish(self) -> None:
         shared, drive = self._shared, self._drive
-        if drive.drop_everything and drive.log.in_use():
+        if drive.drop_everything:
             shared.fail(drive, ConfigError("too many chunks were deleted during the start; it is emptied"))
             return
-        if drive.logged_reason:
+        if drive.reason:
             log.info("SSD path %s is on again", drive.volume.path)
-        drive.state, drive.reason, drive.logged_reason = "on", "", ""
-        drive.drop_everything = False
+        drive.state, drive.reason = "on", ""
         drive.notify()
-        shared.tombstones_written.notify_all()

@@ -14,7 +14,7 @@ use its buffers until then.
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -23,20 +23,14 @@ from raykv.config import SsdConfig
 from raykv.errors import ConfigError
 from raykv.protocol.reasons import Place
 from raykv.tier.base import Arrived, Chunk, Environment, Found, Tier, Written
-from raykv.tier.segments.format import BLOCK_NBYTES, key_array, raw_keys
-from raykv.tier.segments.index import SEGMENTS, Index
-from raykv.tier.segments.requests import Piece, Request, item_of, pieces_of
+from raykv.tier.segments.format import raw_keys
+from raykv.tier.segments.index import SEGMENTS
+from raykv.tier.segments.requests import Piece, Request, pieces_of
 from raykv.tier.segments.volume import Volume
-from raykv.tier.ssd.drive import Drive
-from raykv.tier.ssd.shared import Shared
+from raykv.tier.ssd.state import Drive, Shared
 from raykv.tier.ssd.workers import Workers
 from raykv.types import Bits, KeyArray
 
-QUEUED_CHUNKS: Final = 1 << 14
-QUEUED_NBYTES: Final = 128 << 20
-"""Limits of the write queue. Queued chunks cannot be evicted from memory."""
-INDEX_ROW_NBYTES: Final = 64 << 10
-"""The index has a row for each 64 KiB of SSD, unless the config has `max_chunks`."""
 WATCH_S: Final = 0.25
 """Interval of the checks for slow drives, and for failed drives to retry."""
 TIDY_S: Final = 10.0
@@ -48,16 +42,14 @@ CLOSE_S: Final = 10.0
 class SsdTier(Tier):
     name, place = "ssd", Place.SSD
 
-    def __init__(self, config: SsdConfig, environment: Environment, *, wall: Callable[[], float] = time.time) -> None:
-        """Lock the directories and start recovery. `wall` returns seconds since 1970.
+    def __init__(self, config: SsdConfig, environment: Environment) -> None:
+        """Lock the directories and start recovery.
 
         Raises ConfigError if another process uses a directory, O_DIRECT is required and refused, or memory is short
         for the index.
         """
         self.config, self.write_nbytes_per_day = config, config.write_nbytes_per_day
-        rows = config.max_chunks or max(1024, len(config.paths) * config.capacity_nbytes // INDEX_ROW_NBYTES)
-        index = Index(rows, now_s=wall())
-        self._shared = shared = Shared(index, environment.arena, environment.groups, wall)
+        self._shared = shared = Shared(config, environment)
         for number, path in enumerate(config.paths):
             volume = Volume(path / environment.node, segment_nbytes=config.segment_nbytes, direct=config.direct)
             shared.drives.append(Drive(number, volume, config, shared.lock))
@@ -79,13 +71,13 @@ class SsdTier(Tier):
 
     def has(self, keys: KeyArray) -> Bits:
         with self._shared.lock:
-            here: Bits = self._shared.index.find(keys, now_s=self._shared.wall()) >= 0
+            here: Bits = self._shared.index.find(keys, now_s=time.time()) >= 0
         return here
 
     def find(self, keys: KeyArray) -> list[Found | None]:
         with self._shared.lock:
             index = self._shared.index
-            rows = index.find(keys, now_s=self._shared.wall())
+            rows = index.find(keys, now_s=time.time())
             return [index.found(row) if row >= 0 else None for row in rows.tolist()]
 
     def keys(self) -> KeyArray:
@@ -105,41 +97,18 @@ class SsdTier(Tier):
             return int(nbytes.sum() if group is None else nbytes[group])
 
     def write(self, chunks: Sequence[Chunk], done: Written) -> int:
-        """See `Tier`. `done` gets False for a chunk that an earlier call is still writing."""
         shared = self._shared
-        texts = {group: shared.groups.text(group) for group in {chunk.group for chunk in chunks}}
-        request = Request(shared.callbacks, lambda results: done(chunks[: len(results)], results))
         with shared.lock:
-            taken = 0
-            if not shared.ended and any(drive.on for drive in shared.drives):
-                here = shared.index.find(key_array([chunk.key for chunk in chunks]), now_s=shared.wall()) >= 0
-                for chunk, is_here in zip(chunks, here.tolist(), strict=True):
-                    if is_here or chunk.key in shared.coming or not self._fits(chunk):
-                        request.add(is_here)
-                        shared.counts["refused"] += not is_here
-                    elif len(shared.queue) >= QUEUED_CHUNKS or shared.queued_nbytes + chunk.nbytes > QUEUED_NBYTES:
-                        break
-                    else:
-                        shared.enqueue(item_of(chunk, shared.arena, texts[chunk.group], request))
-                    taken += 1
-            shared.counts["refused"] += len(chunks) - taken
-            if taken:
-                request.submit()
+            taken = shared.offer(chunks, done, on=shared.on)
             for drive in shared.drives:
                 drive.wake.notify()
         return taken
-
-    def _fits(self, chunk: Chunk) -> bool:
-        """Whether a chunk fits into an empty segment, with two records, and into its group's quota."""
-        quota = self._shared.quotas.get(chunk.group)
-        most = self.config.segment_nbytes - 4 * BLOCK_NBYTES
-        return chunk.nbytes <= min(most, QUEUED_NBYTES) and (quota is None or chunk.nbytes <= quota)
 
     def read(self, keys: KeyArray, found: Sequence[Found | None], offsets: Sequence[int], done: Arrived) -> bool:
         shared = self._shared
         with shared.lock:
             pieces: dict[int, list[Piece]] = {}
-            for piece in pieces_of(shared.index, keys, found, offsets, now_s=shared.wall()):
+            for piece in pieces_of(shared.index, keys, found, offsets, now_s=time.time()):
                 if shared.drives[piece.segment // SEGMENTS].readable:
                     pieces.setdefault(piece.segment // SEGMENTS, []).append(piece)
             off = shared.ended or not any(drive.readable for drive in shared.drives)
@@ -153,16 +122,14 @@ class SsdTier(Tier):
         return True
 
     def delete(self, keys: KeyArray) -> int:
-        """See `Tier`. Takes effect across a restart once the tombstones are written; `flush` waits for that."""
+        """See `Tier`. Takes effect across a restart once the tombstones are written."""
         shared = self._shared
         with shared.lock:
-            here = int((shared.index.find(keys, now_s=shared.wall()) >= 0).sum())
+            here = int((shared.index.find(keys, now_s=time.time()) >= 0).sum())
             rows = np.unique(shared.index.find_all(keys))
             shared.remove(rows[rows >= 0], tombstones=True)
             raw = raw_keys(keys)
-            for key in raw:
-                if (item := shared.coming.get(key)) is not None:
-                    item.cancelled = True
+            shared.cancel(raw)
             for drive in shared.drives:
                 if drive.state != "on":
                     drive.remember_deleted(raw)
@@ -174,9 +141,7 @@ class SsdTier(Tier):
         with shared.lock:
             rows = shared.index.rows_of_group(group)
             shared.remove(rows, tombstones=False)
-            for item in shared.coming.values():
-                if item.chunk.group == group:
-                    item.cancelled = True
+            shared.cancel_group(group)
             for drive in shared.drives:
                 drive.dropped.update({text: None} if text else {})
             shared.quotas.pop(group, None)
@@ -190,20 +155,6 @@ class SsdTier(Tier):
                 self._shared.quotas[group] = nbytes
                 self._shared.enforce_quotas([group])
                 self._shared.notify()
-
-    def flush(self, timeout_s: float) -> bool:
-        """Wait until all tombstones are written, so that no restart finds a deleted chunk.
-
-        Returns False after the timeout, or if every drive that lacks tombstones is off or slow.
-        """
-        shared, until_s = self._shared, time.monotonic() + timeout_s
-        with shared.lock:
-            while pending := [drive for drive in shared.drives if drive.has_pending_tombstones]:
-                left_s = until_s - time.monotonic()
-                if left_s <= 0 or not any(drive.on for drive in pending):
-                    return False
-                shared.tombstones_written.wait(left_s)
-        return True
 
     def _watch(self) -> None:
         tidied_s = time.monotonic()
@@ -242,7 +193,7 @@ class SsdTier(Tier):
             if shared.ended:
                 return
             shared.ended = True
-            shared.fail_queue_if_off()
+            shared.refuse_writes()
             for drive in shared.drives:
                 shared.refuse_reads(drive)
             shared.notify()

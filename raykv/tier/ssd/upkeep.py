@@ -17,8 +17,7 @@ from raykv.tier.segments.format import BLOCK_NBYTES, raw_keys
 from raykv.tier.segments.log import Segment
 from raykv.tier.segments.requests import Item, Request
 from raykv.tier.segments.volume import aligned, encoded
-from raykv.tier.ssd.drive import Drive
-from raykv.tier.ssd.shared import Shared
+from raykv.tier.ssd.state import Drive, Shared
 
 MOVED_SHARE: Final = 4
 """At most one byte is moved for every four bytes that callers write. This bounds write amplification."""
@@ -111,7 +110,7 @@ class Upkeep:
         shared, drive, index = self._shared, self._drive, self._shared.index
         with shared.lock:
             rows = shared.rows_of(drive, segment)
-            rows = rows[~index.expired(rows, now_s=shared.wall())]
+            rows = rows[~index.expired(rows, now_s=time.time())]
             sizes = index.disk_nbytes(rows)
             rows = rows[second_chance(index.reads_since_write(rows), sizes, most_nbytes=self._may_move_nbytes())]
             keys, found = raw_keys(index.keys(rows)), [index.found(row) for row in rows.tolist()]

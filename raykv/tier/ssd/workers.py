@@ -12,9 +12,8 @@ from raykv.tier.segments.format import BLOCK_NBYTES
 from raykv.tier.segments.index import SEGMENTS
 from raykv.tier.segments.io_threads import IoThreads
 from raykv.tier.segments.requests import Piece, Request, Run, runs_of
-from raykv.tier.ssd.drive import Drive
 from raykv.tier.ssd.recovery import Recovery
-from raykv.tier.ssd.shared import Shared
+from raykv.tier.ssd.state import Drive, Shared
 from raykv.tier.ssd.upkeep import Upkeep
 from raykv.tier.ssd.writing import Writer
 from raykv.types import Rows
@@ -39,7 +38,7 @@ class Workers:
         """Start the threads. They begin with recovery, unless the directory could not be opened."""
         self._shared, self._drive = shared, drive
         self._upkeep, self._writer = Upkeep(shared, drive), Writer(shared, drive)
-        self._recovery = Recovery(shared, drive, self._upkeep.wipe)
+        self._recovery = Recovery(shared, drive)
         with shared.lock:
             if drive.state == "starting":
                 drive.tasks.append(self._recovery.list_segments)
@@ -94,7 +93,7 @@ class Workers:
             shared.refuse_reads(drive)
         if slow != drive.slow:
             drive.slow = slow
-            shared.fail_queue_if_off()
+            shared.refuse_writes_if_off()
         if drive.state == "off" and not drive.tasks and not self.io.busy():
             self._retry()
         drive.notify()
@@ -140,7 +139,7 @@ class Workers:
             drive.finish_operation()
         right = run.verify(views, got)
         with shared.lock:
-            wrong = run.enter(right, shared.index, shared.counts, now_s=shared.wall())
+            wrong = run.enter(right, shared)
             shared.finish_read(drive, run, right.tolist(), epoch)
             drive.bad_reads = drive.bad_reads + 1 if problem is not None else 0
             if epoch == drive.epoch:

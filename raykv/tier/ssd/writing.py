@@ -1,5 +1,6 @@
 """Writes batches of chunks and tombstones to one drive. See `raykv.tier.ssd.tier`."""
 
+import time
 from collections.abc import Callable
 from typing import Final
 
@@ -10,8 +11,7 @@ from raykv.tier.segments.index import SEGMENTS
 from raykv.tier.segments.log import Batch
 from raykv.tier.segments.requests import Item, entries_of
 from raykv.tier.segments.volume import IOV_MAX, encoded
-from raykv.tier.ssd.drive import Content, Drive
-from raykv.tier.ssd.shared import Shared
+from raykv.tier.ssd.state import Content, Drive, Shared
 
 BATCH_NBYTES: Final = 8 << 20
 BATCH_CHUNKS: Final = IOV_MAX - 1
@@ -119,7 +119,6 @@ class Writer:
                 for each in drive.log.finish(batch):
                     drive.in_flight.discard(each)
                     self._publish(each)
-            shared.tombstones_written.notify_all()
             drive.notify()
 
     def _publish(self, batch: Batch) -> None:
@@ -129,7 +128,7 @@ class Writer:
         moved_from = np.array([item.moved_from for item in items], np.int64)
         existing = index.find_all(np.ascontiguousarray(entries["key"]))
         moved = (existing >= 0) & (index.segment[existing] == moved_from)
-        expired = (existing >= 0) & index.expired(existing, now_s=shared.wall())
+        expired = (existing >= 0) & index.expired(existing, now_s=time.time())
         shared.remove(np.unique(existing[moved | expired]), tombstones=False)
         here = (existing >= 0) & ~moved & ~expired  # found on another drive since
         chosen = np.where(moved_from < 0, ~here, moved) & ~np.array([item.cancelled for item in items], np.bool_)

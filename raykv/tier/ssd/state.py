@@ -1,76 +1,171 @@
-"""The state that the drives of an SSD tier share: index and write queue. One lock guards all of it.
+"""The state of an SSD tier: `Drive` for each path, and `Shared`: index and write queue. One lock guards all of it.
 
 Invariant: the index holds the chunks that recovery would find, except chunks covered by a tombstone, written or queued.
 """
 
 import errno
 import logging
+import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable
-from typing import Final
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from raykv.tier.base import GroupNames
-from raykv.tier.segments.format import BLOCK_NBYTES, Array, blocks_of, flat, key_array
+from raykv.config import SsdConfig
+from raykv.tier.base import Environment
+from raykv.tier.segments.format import BLOCK_NBYTES, Array, Counts, blocks_of, flat, key_array
 from raykv.tier.segments.index import SEGMENTS, Changes, Index
-from raykv.tier.segments.log import Batch, Segment
+from raykv.tier.segments.log import Batch, Log, Segment
 from raykv.tier.segments.requests import Item, Run, WriteQueue
-from raykv.tier.segments.volume import aligned
-from raykv.tier.ssd.drive import Drive
+from raykv.tier.segments.volume import Volume, aligned
 from raykv.types import Rows
 
 log = logging.getLogger(__name__)
 
+PENDING_DELETED: Final = 1 << 20
+"""Most deleted keys remembered for a drive that is off. If there are more, the drive is emptied when it is on again."""
+INDEX_ROW_NBYTES: Final = 64 << 10
+"""The index has a row for each 64 KiB of SSD, unless the config has `max_chunks`."""
 RETRY_S: Final = 30.0
 """Time between a drive's failure and the next attempt."""
+
+
+@dataclass(eq=False, slots=True)
+class Content:
+    """The content of a batch: chunks and tombstones.
+
+    Attributes:
+        epoch: Epoch of the drive when the batch was begun.
+        blocks, texts: Total blocks, and quota groups, of all chunks.
+    """
+
+    epoch: int
+    deleted: list[bytes]
+    dropped: list[bytes]
+    items: list[Item] = field(default_factory=list)
+    blocks: int = 0
+    texts: frozenset[bytes] = frozenset()
+
+    def counts(self, item: Item | None = None) -> Counts:
+        """Counts for the batch's record; includes `item` if given."""
+        texts = self.texts.union(self.dropped, [item.text] if item else [])
+        return Counts(len(self.items) + (item is not None), len(self.deleted), len(self.dropped), texts)
+
+
+class Drive:
+    """The state of one directory of segments.
+
+    Attributes:
+        slow: An operation takes too long. The drive gets no new work.
+        reason: Why the drive is off or does not grow; empty if nothing is wrong.
+        epoch: Number of failures. Results of work begun in an earlier epoch are ignored.
+        deleted, dropped: Tombstones not yet written to the drive: keys, and quota groups as text.
+        drop_everything: There were too many tombstones to remember. All content of the drive is discarded.
+        tasks: Tasks of the upkeep thread.
+        reads: Queue of runs to be read.
+        under_way: Number of running reads and writes.
+    """
+
+    def __init__(self, number: int, volume: Volume, config: SsdConfig, lock: threading.Lock) -> None:
+        self.number, self.volume, self.config = number, volume, config
+        self.segment_blocks = config.segment_nbytes // BLOCK_NBYTES
+        self._incarnation = secrets.randbits(64)
+        self.state: Literal["starting", "on", "off"] = "starting"
+        self.slow, self.reason, self.epoch = False, "", 0
+        self.wake = threading.Condition(lock)  # for the threads that read and write chunks
+        self.wake_upkeep = threading.Condition(lock)
+        self.deleted: dict[bytes, None] = {}
+        self.dropped: dict[bytes, None] = {}
+        self.drop_everything = False
+        self.retry_at_s = self.grow_at_s = 0.0
+        self.reads_queued = self.under_way = self.bad_reads = 0
+        self.reset()
+
+    def reset(self) -> None:
+        limit = min(SEGMENTS - 1, self.config.capacity_nbytes // self.config.segment_nbytes)
+        self.log = Log(limit=limit, segment_blocks=self.segment_blocks, incarnation=self._incarnation)
+        self.tasks: deque[Callable[[], None]] = deque()
+        self.reads: deque[Run] = deque()
+        self.making = self.closed = False
+        self.in_flight: set[Batch] = set()
+
+    @property
+    def on(self) -> bool:
+        return self.state == "on" and not self.slow
+
+    @property
+    def readable(self) -> bool:
+        return self.state != "off" and not self.slow
+
+    @property
+    def has_pending_tombstones(self) -> bool:
+        """Whether recovery could find a deleted chunk, because its tombstone is not written yet."""
+        contents = [self, *(batch.content for batch in self.in_flight)]
+        cancelled = (item.cancelled for content in contents[1:] for item in content.items)
+        return any(content.deleted or content.dropped for content in contents) or any(cancelled)
+
+    def identity(self, segment: Segment) -> int:
+        """The value of `Index.segment` for a segment."""
+        return self.number * SEGMENTS + segment.number
+
+    def notify(self) -> None:
+        self.wake.notify_all()
+        self.wake_upkeep.notify()
+
+    def finish_operation(self) -> None:
+        self.under_way -= 1
+        self.wake.notify()
+
+    def remember_deleted(self, keys: Sequence[bytes]) -> None:
+        """Keep tombstones for keys that were deleted while the content of the drive was unknown."""
+        self.deleted.update(dict.fromkeys(keys))
+        if len(self.deleted) > PENDING_DELETED:
+            self.drop_everything = True
+            self.deleted.clear()
+
+    def stats(self) -> dict[str, Any]:
+        states = [segment.state for segment in self.log.segments.values()]
+        return {
+            "path": str(self.volume.path),
+            "state": "slow" if self.slow else self.state,
+            "reason": self.reason,
+            "direct": self.volume.direct,
+            "segments": len(states),
+            "free_segments": states.count("free"),
+            "queued_reads": self.reads_queued,
+        }
 
 
 class Shared(WriteQueue):
     """Guarded by `lock`.
 
     Attributes:
-        queue: Chunks to be written that are not in a batch yet.
-        coming: Chunks queued or being written, by key.
-        quotas: Per number of a quota group on this node: its quota in bytes.
         ended: The tier is being closed.
     """
 
-    def __init__(self, index: Index, arena: memoryview, groups: GroupNames, wall: Callable[[], float]) -> None:
-        super().__init__("raykv-ssd-callbacks", arena, groups)
+    def __init__(self, config: SsdConfig, environment: Environment) -> None:
+        rows = config.max_chunks or max(1024, len(config.paths) * config.capacity_nbytes // INDEX_ROW_NBYTES)
+        largest_nbytes = config.segment_nbytes - 4 * BLOCK_NBYTES  # with two records in an empty segment
+        index = Index(rows, now_s=time.time())
+        super().__init__("raykv-ssd-callbacks", index, environment, largest_nbytes=largest_nbytes)
         self.lock = threading.Lock()
-        self.tombstones_written = threading.Condition(self.lock)
-        self.index, self.wall = index, wall
         self.drives: list[Drive] = []
-        self.coming: dict[bytes, Item] = {}
-        self.quotas: dict[int, int] = {}
         self.changes = Changes()
         self.ended = False
 
-    def enqueue(self, item: Item) -> None:
-        self.coming[item.chunk.key] = item
-        super().enqueue(item)
-        if item.moved_from >= 0:  # first, because its segment is free only after that
-            self.queue.rotate(1)
+    @property
+    def on(self) -> bool:
+        return not self.ended and any(drive.on for drive in self.drives)
 
-    def next_item(self) -> Item | None:
-        while self.queue and self.queue[0].cancelled:
-            self.finish(self.dequeue(), False)
-        return self.queue[0] if self.queue else None
-
-    def finish(self, item: Item, result: bool) -> None:
-        self.coming.pop(item.chunk.key, None)
-        if result:
-            self.counts["written_nbytes" if item.moved_from < 0 else "moved_nbytes"] += item.chunk.nbytes
-        item.finish(result)
-
-    def fail_queue_if_off(self) -> None:
-        if self.ended or not any(drive.on for drive in self.drives):
-            while self.queue:
-                self.finish(self.dequeue(), False)
+    def refuse_writes_if_off(self) -> None:
+        if not self.on:
+            self.refuse_writes()
 
     def fail_moves(self) -> None:
         """Give up chunks that wait to be moved. Without space, they would wait for their own segment for ever."""
@@ -125,7 +220,7 @@ class Shared(WriteQueue):
 
     def remove_expired(self) -> None:
         index = self.index
-        self.remove(index.rows_where(index.expired(index.used(), now_s=self.wall())), tombstones=False)
+        self.remove(index.rows_where(index.expired(index.used(), now_s=time.time())), tombstones=False)
 
     def disown(self, drive: Drive, key: bytes) -> None:
         """Queue a tombstone for a copy on the drive that is not in the index, so that recovery does not find it.
@@ -191,10 +286,9 @@ class Shared(WriteQueue):
         if epoch is not None and epoch != drive.epoch:
             return
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        if reason != drive.logged_reason:
+        if reason != drive.reason:
             log.warning("SSD path %s is off: %s", drive.volume.path, reason)
-        drive.logged_reason = drive.reason = reason
-        drive.state = "off"
+        drive.state, drive.reason = "off", reason
         drive.retry_at_s = time.monotonic() + RETRY_S
         self.counts["errors"] += 1
         self.refuse_reads(drive)
@@ -212,7 +306,7 @@ class Shared(WriteQueue):
         self._remove_rows(rows)
         drive.reset()
         drive.in_flight = in_flight
-        self.fail_queue_if_off()
+        self.refuse_writes_if_off()
         drive.notify()
 
     def fail_later(self, drive: Drive, error: Exception, epoch: int | None = None) -> None:
