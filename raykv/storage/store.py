@@ -15,9 +15,8 @@ import xxhash
 
 from raykv.config import SLOT_ALIGNMENT_NBYTES, NamespaceConfig, StorageConfig
 from raykv.errors import UsageError
-from raykv.eviction import policy
+from raykv.eviction import Score, policy
 from raykv.eviction.base import Policy
-from raykv.eviction.user_policy import Score
 from raykv.memory.arena import SharedMemory
 from raykv.memory.layout import RowState
 from raykv.memory.numa import usable_nodes
