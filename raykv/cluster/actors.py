@@ -17,7 +17,7 @@ from raykv.memory.arena import sized_by_share
 from raykv.protocol.messages import Heartbeat, HeartbeatAnswer
 from raykv.protocol.namespace import Namespace
 from raykv.protocol.trace_requests import TracedRequest
-from raykv.storage.orphans import ABANDONED_S, remove_orphans, remove_unowned
+from raykv.storage.files import ABANDONED_S, remove_orphans, remove_unowned
 from raykv.supervisor.handle import NodeHandle
 from raykv.types import NodeId
 

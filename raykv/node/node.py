@@ -32,7 +32,7 @@ from raykv.node.reclaimer import Reclaimer
 from raykv.node.sessions import HandlerTable, NodeSession
 from raykv.protocol import codec, messages
 from raykv.protocol.placement import Member, View
-from raykv.storage.orphans import remove_all_files
+from raykv.storage.files import remove_all_files
 from raykv.storage.store import Store
 from raykv.tier.registry import open_tiers
 from raykv.transport.base import Reply, Session
@@ -168,7 +168,7 @@ class Node:
     def _beat_until_stopped(self) -> None:
         while not self._stopping.wait(self.config.heartbeat_s):
             self._beat()
-            self.store.table.memory.touch()  # `orphans` removes files that nobody touches
+            self.store.table.memory.touch()  # `remove_orphans` removes files that nobody touches
 
     def _beat(self) -> None:
         """Send one heartbeat to the directory, and apply the answer. Without an answer, nothing changes."""

@@ -17,7 +17,7 @@ from raykv.membership.membership import MembershipPort
 from raykv.membership.proxy import MembershipProxyServer
 from raykv.protocol import codec, messages
 from raykv.protocol.trace_requests import TracedRequest
-from raykv.storage.orphans import remove_unowned
+from raykv.storage.files import remove_unowned
 from raykv.supervisor.process import NodeReport, NodeSpec
 from raykv.transport.link import Link
 from raykv.transport.server import SocketServer

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from raykv.config import NodeConfig, StorageConfig
-from raykv.storage.files import store_files
-from raykv.storage.orphans import ABANDONED_S, remove_orphans
+from raykv.storage.files import ABANDONED_S, remove_orphans, store_files
 from raykv.storage.store import Store
 
 
