@@ -1,10 +1,11 @@
 """The command `raykv plan`: computes what a cache of a given size and policy would save on a trace."""
 
 import argparse
+from collections.abc import Sequence
 
-from raykv.config import parse_nbytes
+from raykv.config import GIB, parse_nbytes
 from raykv.errors import UsageError
-from raykv.planner.records import DTYPE_NBYTES, ModelShape, as_csv, as_json, as_table, plan
+from raykv.planner.records import DTYPE_NBYTES, ModelShape, Record, as_csv, as_json, as_table, plan
 from raykv.planner.trace import read_trace
 
 
@@ -53,9 +54,7 @@ def plan_command(options: argparse.Namespace) -> str:
         ssd_nbytes_per_day=None if options.ssd_per_day is None else _nbytes(options.ssd_per_day),
     )
     if options.plot:
-        from raykv.planner.plot import save
-
-        save(records, options.plot)
+        _save_chart(records, options.plot)
     return as_json(records) if options.json else as_csv(records) if options.csv else as_table(records)
 
 
@@ -64,3 +63,31 @@ def _nbytes(text: str) -> float:
         return float(str(parse_nbytes(text)))
     except ValueError as error:
         raise UsageError(f"--ssd-per-day: {error}") from None
+
+
+def _save_chart(records: Sequence[Record], path: str) -> None:
+    """Draw prefix hits over the size of the cache, with one line per policy and size of the SSD."""
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        raise UsageError("a chart needs matplotlib; pip install 'raykv[notebooks]'") from None
+    chart = Figure(figsize=(8, 5), layout="constrained")
+    axes = chart.add_subplot()
+    lines: dict[tuple[str, int], list[tuple[float, float]]] = {}
+    for record in records:
+        point = 100 * record.size_share, 100 * record.prefix_hit_ratio
+        lines.setdefault((record.policy, record.ssd_nbytes), []).append(point)
+    for (name, ssd_nbytes), points in lines.items():
+        axes.plot(
+            *zip(*sorted(points), strict=True),
+            marker="o",
+            markersize=3,
+            linestyle="--" if name == "belady" else "-",
+            label=f"{name}, {ssd_nbytes / GIB:.0f} GiB SSD" if ssd_nbytes else name,
+        )
+    axes.set_xlabel("cache, % of the trace's different chunks")
+    axes.set_ylabel("hits, % of chunks read")
+    axes.set_title(records[0].trace)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    chart.savefig(path)
