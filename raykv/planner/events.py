@@ -9,7 +9,6 @@ whose blocks were all cached causes no event, so the trace has fewer hits than t
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
@@ -21,16 +20,19 @@ CONTINUES_S: Final = 2.0
 
 Key = Annotated[int, msgspec.Meta(ge=-(1 << 63))] | Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
+Tokens = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
+ChunkTokens = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
 Found = TypeVar("Found")
 
 
-@dataclass(slots=True)
-class Raw:
-    at_s: float
-    keys: list[int | str]
-    tokens: int
-    output_tokens: int
-    chunk_tokens: int
+class RequestLine(msgspec.Struct):
+    """A line of raykv's own format. The other formats are converted to it."""
+
+    at_s: Seconds
+    tokens: Tokens
+    keys: list[Key]
+    output_tokens: Tokens = 0
+    chunk_tokens: ChunkTokens | None = None
 
 
 class EventLine(msgspec.Struct):
@@ -42,31 +44,32 @@ class BlockStored(msgspec.Struct):
     block_hashes: list[Key]
     parent_block_hash: Key | None
     token_ids: list[Any]
-    block_size: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
+    block_size: ChunkTokens
 
 
 _OTHERS: Final = ("BlockRemoved", "AllBlocksCleared")
 
 
-def requests_of(lines: Iterable[tuple[str, bytes]]) -> Iterator[Raw]:
+def requests_of(lines: Iterable[tuple[str, bytes]]) -> list[RequestLine]:
     """Make requests from (place, line) pairs. Raises UsageError: A line is wrong. Names the line and the field."""
     before: dict[int | str, int | str | None] = {}
-    growing: dict[int | str, tuple[Raw, float]] = {}  # last block of a request -> (the request, the block's time)
-    requests: list[Raw] = []
+    growing: dict[int | str, tuple[RequestLine, float]] = {}  # by last block: the request, and the block's time
+    requests: list[RequestLine] = []
     for where, line in lines:
         for at_s, event in _stored(where, line):
             keys, size = event.block_hashes, event.block_size
             if not keys:
                 continue
             before.update(zip(keys, [event.parent_block_hash, *keys[:-1]], strict=True))
-            raw, last_s = growing.pop(event.parent_block_hash, (None, 0.0)) if event.parent_block_hash else (None, 0.0)
-            if raw is None or at_s > last_s + CONTINUES_S:
-                raw = Raw(at_s, _chain(event.parent_block_hash, before), 0, 0, size)
-                requests.append(raw)
-            raw.keys += keys
-            raw.tokens = size * len(raw.keys)
-            growing[keys[-1]] = raw, at_s
-    yield from requests
+            parent = event.parent_block_hash
+            request, last_s = (None if parent is None else growing.pop(parent, None)) or (None, 0.0)
+            if request is None or at_s > last_s + CONTINUES_S:
+                request = RequestLine(at_s, 0, _chain(parent, before), chunk_tokens=size)
+                requests.append(request)
+            request.keys += keys
+            request.tokens = size * len(request.keys)
+            growing[keys[-1]] = request, at_s
+    return requests
 
 
 def _chain(last: int | str | None, before: dict[int | str, int | str | None]) -> list[int | str]:

@@ -17,17 +17,15 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 
 from raykv.errors import UsageError
-from raykv.planner.events import Key, Raw, Seconds, decode, requests_of
+from raykv.planner.events import Key, RequestLine, Tokens, decode, requests_of
 
 MOONCAKE_TOKENS: Final = 512
 MAX_LINE_NBYTES: Final = 64 << 20
-
-_Tokens = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,26 +68,10 @@ class Trace:
 class MooncakeLine(msgspec.Struct):
     """A line of Mooncake's format. The timestamp is in milliseconds."""
 
-    keys_field: ClassVar[str] = "hash_ids"
     timestamp: Annotated[float, msgspec.Meta(ge=0, le=1e15)]
-    input_length: _Tokens
-    output_length: _Tokens
+    input_length: Tokens
+    output_length: Tokens
     hash_ids: list[Key]
-
-    def raw(self, chunk_tokens: int) -> Raw:
-        return Raw(self.timestamp / 1000, self.hash_ids, self.input_length, self.output_length, chunk_tokens)
-
-
-class RecordedLine(msgspec.Struct):
-    keys_field: ClassVar[str] = "keys"
-    at_s: Seconds
-    tokens: _Tokens
-    keys: list[Key]
-    output_tokens: _Tokens = 0
-    chunk_tokens: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] | None = None
-
-    def raw(self, chunk_tokens: int) -> Raw:
-        return Raw(self.at_s, self.keys, self.tokens, self.output_tokens, self.chunk_tokens or chunk_tokens)
 
 
 def read_trace(path: Path | str, chunk_tokens: int | None = None) -> Trace:
@@ -111,22 +93,22 @@ def read_trace(path: Path | str, chunk_tokens: int | None = None) -> Trace:
 def parse_trace(lines: Iterable[bytes | str], name: str = "trace", chunk_tokens: int | None = None) -> Trace:
     numbers: dict[int | str, int] = {}
     requests: list[Request] = []
-    size = 0
-    for raw in _raw(lines, name, chunk_tokens or MOONCAKE_TOKENS):
-        if raw.chunk_tokens != (size := size or raw.chunk_tokens):
+    size: int | None = None
+    for line in _request_lines(lines, name, chunk_tokens or MOONCAKE_TOKENS):
+        if line.chunk_tokens != (size := size or line.chunk_tokens):
             raise UsageError(
-                f"{name}, request {len(requests) + 1}: field 'chunk_tokens': {raw.chunk_tokens}, where it was "
+                f"{name}, request {len(requests) + 1}: field 'chunk_tokens': {line.chunk_tokens}, where it was "
                 f"{size} before; a trace has chunks of one size"
             )
-        chunks = [numbers.setdefault(key, len(numbers)) for key in raw.keys]
-        requests.append(Request(raw.at_s, chunks, raw.tokens, raw.output_tokens))
-    if not numbers:
+        chunks = [numbers.setdefault(key, len(numbers)) for key in line.keys]
+        requests.append(Request(line.at_s, chunks, line.tokens, line.output_tokens))
+    if size is None or not numbers:
         raise UsageError(f"{name}: no request with a chunk in it")
     requests.sort(key=lambda request: request.at_s)
     return Trace(name, requests, len(numbers), size)
 
 
-def _raw(lines: Iterable[bytes | str], name: str, chunk_tokens: int) -> Iterator[Raw]:
+def _request_lines(lines: Iterable[bytes | str], name: str, chunk_tokens: int) -> Iterator[RequestLine]:
     placed = _placed(lines, name)
     first = next(placed, None)
     if first is None:
@@ -137,13 +119,17 @@ def _raw(lines: Iterable[bytes | str], name: str, chunk_tokens: int) -> Iterator
         yield from requests_of(placed)
         return
     for where, line in placed:
-        raw = decode(form, where, line).raw(chunk_tokens)
-        if len(raw.keys) > -(-raw.tokens // raw.chunk_tokens):
+        request, field = decode(form, where, line), "keys"
+        if isinstance(request, MooncakeLine):
+            field, keys = "hash_ids", request.hash_ids
+            request = RequestLine(request.timestamp / 1000, request.input_length, keys, request.output_length)
+        size = request.chunk_tokens = request.chunk_tokens or chunk_tokens
+        if len(request.keys) > -(-request.tokens // size):
             raise UsageError(
-                f"{where}: field '{form.keys_field}': {len(raw.keys)} chunks of {raw.chunk_tokens} tokens are "
-                f"more than {raw.tokens} tokens have"
+                f"{where}: field '{field}': {len(request.keys)} chunks of {size} tokens are more than "
+                f"{request.tokens} tokens have"
             )
-        yield raw
+        yield request
 
 
 def _placed(lines: Iterable[bytes | str], name: str) -> Iterator[tuple[str, bytes]]:
@@ -154,7 +140,7 @@ def _placed(lines: Iterable[bytes | str], name: str) -> Iterator[tuple[str, byte
             yield f"{name}, line {place}", line.encode() if isinstance(line, str) else line
 
 
-def _form(where: str, line: bytes) -> type[MooncakeLine] | type[RecordedLine] | None:
+def _form(where: str, line: bytes) -> type[MooncakeLine] | type[RequestLine] | None:
     """Detect the format of a trace by its first line. None means vLLM's KV events."""
     found = decode(Any, where, line)
     if isinstance(found, list) or (isinstance(found, dict) and "events" in found):
@@ -162,7 +148,7 @@ def _form(where: str, line: bytes) -> type[MooncakeLine] | type[RecordedLine] | 
     if isinstance(found, dict) and "hash_ids" in found:
         return MooncakeLine
     if isinstance(found, dict) and "keys" in found:
-        return RecordedLine
+        return RequestLine
     raise UsageError(
         f"{where}: unknown format: a request has field 'hash_ids' (Mooncake) or 'keys' (raykv), a batch of events has "
         "field 'events' (vLLM)"
