@@ -71,11 +71,11 @@ class View(msgspec.Struct, frozen=True, dict=True):
 
 
 class Ring:
-    """A table that ranks all nodes for each slot.
+    """A table of the owner of each slot.
 
     Attributes:
         nodes: Names of the nodes, sorted.
-        ranks: Shape [SLOTS, nodes]: for each slot the indices in `nodes`, in order of rank. The owner is first.
+        owner_of_slot: Shape [SLOTS]: for each slot the index of its owner in `nodes`; -1 when there are no nodes.
     """
 
     def __init__(self, weights: Sequence[tuple[NodeId, float]]) -> None:
@@ -85,13 +85,13 @@ class Ring:
         seeds = np.array([xxhash.xxh3_64_intdigest(name.encode()) for name, _ in ordered], np.uint64)
         # Uniform in (0, 1): 53 bits, never 0 or 1.
         uniform = ((_mix(np.arange(SLOTS, dtype=np.uint64)[:, None] ^ seeds) >> np.uint64(11)) + 0.5) * 2.0**-53
-        self.ranks: npt.NDArray[np.int16] = np.argsort(share / np.log(uniform), axis=1).astype(np.int16)
+        scores = share / np.log(uniform)
+        self.owner_of_slot = (scores.argmin(axis=1) if ordered else np.full(SLOTS, -1)).astype(np.int16)
 
     def owners(self, keys: KeyArray) -> npt.NDArray[np.int16]:
         """Return the index in `nodes` of each key's owner; -1 when there are no nodes."""
-        if not self.nodes:
-            return np.full(len(keys), -1, np.int16)
-        owners: npt.NDArray[np.int16] = self.ranks[self.slots(keys), 0]
+        slots = keys[:, 0] >> np.uint64(64 - SLOT_BITS)  # the chunk table's index uses the low half
+        owners: npt.NDArray[np.int16] = self.owner_of_slot[slots]
         return owners
 
     def shares(self, keys: KeyArray) -> dict[NodeId, list[int]]:
@@ -99,11 +99,6 @@ class Ring:
         owners = self.owners(keys)
         some = np.unique(owners[owners >= 0]).tolist()
         return {self.nodes[owner]: np.flatnonzero(owners == owner).tolist() for owner in some}
-
-    @staticmethod
-    def slots(keys: KeyArray) -> npt.NDArray[np.int64]:
-        """Return each key's slot: the top bits of its high half. The chunk table's index uses the low half."""
-        return (keys[:, 0] >> np.uint64(64 - SLOT_BITS)).astype(np.int64)
 
 
 def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
