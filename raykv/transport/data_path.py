@@ -74,14 +74,29 @@ class DataPaths:
             path.close()
 
 
+class PathEnvironment(NamedTuple):
+    """Parameters of a data path, from the reader that opens it.
+
+    Attributes:
+        pool: For requests to nodes. The reader closes the pool.
+        host: Identity of the reader's host.
+        verify: "remote" compares checksums except for copies on this host, "always" for all reads, "never" for none.
+        threads: Threads for large copies.
+    """
+
+    pool: ConnectionPool
+    host: str
+    verify: str = "remote"
+    threads: CopyThreads = ONE_THREAD
+
+
 class LinkPath(DataPath):
     """Reads over the links of a pool."""
 
     name = "tcp"
 
-    def __init__(self, pool: ConnectionPool, *, verify: bool = True) -> None:
-        """Use a pool. The caller closes the pool. `verify`: compare checksums."""
-        self._pool, self._verify = pool, verify
+    def __init__(self, environment: PathEnvironment) -> None:
+        self._pool, self._verify = environment.pool, environment.verify != "never"
 
     def can_reach(self, member: Member, *, deadline_s: float) -> bool:
         return bool(member.address)
@@ -92,22 +107,16 @@ class LinkPath(DataPath):
 
 
 class ShmPath(DataPath):
-    """Copies from the shared memory of nodes on this host. It sends requests only to promote and to report chunks."""
+    """Copies from the shared memory of nodes on this host. It maps a node's memory at the first use.
+
+    It sends requests only to promote and to report chunks.
+    """
 
     name = "shm"
 
-    def __init__(
-        self, pool: ConnectionPool, host: str, *, verify: bool = False, threads: CopyThreads = ONE_THREAD
-    ) -> None:
-        """Make the path. It maps a member's memory at the first use.
-
-        Args:
-            pool: For requests to the nodes. The caller closes the pool.
-            host: Identity of this host.
-            verify: Compare checksums.
-            threads: Threads for large copies.
-        """
-        self._pool, self._host, self._verify, self._threads = pool, host, verify, threads
+    def __init__(self, environment: PathEnvironment) -> None:
+        self._pool, self._host, self._threads = environment.pool, environment.host, environment.threads
+        self._verify = environment.verify == "always"
         self._readers: dict[tuple[NodeId, int], ShmReader | None] = {}  # by incarnation; None: cannot be mapped
         self._tiered: set[tuple[NodeId, int]] = set()  # incarnations that have tiers below memory
 
@@ -209,22 +218,6 @@ class ShmPath(DataPath):
         self._readers = {}
 
 
-class PathEnvironment(NamedTuple):
-    """Parameters of a data path, from the reader that opens it.
-
-    Attributes:
-        pool: For requests to nodes. The reader closes the pool.
-        host: Identity of the reader's host.
-        verify: "remote" compares checksums except for copies on this host, "always" for all reads, "never" for none.
-        threads: Threads for large copies.
-    """
-
-    pool: ConnectionPool
-    host: str
-    verify: str
-    threads: CopyThreads
-
-
 _openers: Final[dict[str, Callable[[PathEnvironment], DataPath]]] = {}
 
 
@@ -241,8 +234,5 @@ def open_data_paths(environment: PathEnvironment) -> DataPaths:
     return DataPaths(opener(environment) for opener in reversed(_openers.values()))
 
 
-register_data_path("tcp", lambda given: LinkPath(given.pool, verify=given.verify != "never"))
-register_data_path(
-    "shm",
-    lambda given: ShmPath(given.pool, given.host, verify=given.verify == "always", threads=given.threads),
-)
+register_data_path("tcp", LinkPath)
+register_data_path("shm", ShmPath)

@@ -13,7 +13,7 @@ from raykv.protocol.placement import Member
 from raykv.transport import bulk_read, stream
 from raykv.transport.base import Reply
 from raykv.transport.bulk_read import BulkRead, ReadProgress, ReadRun
-from raykv.transport.data_path import DataPath, DataPaths, LinkPath, ShmPath
+from raykv.transport.data_path import DataPath, DataPaths, LinkPath, PathEnvironment, ShmPath
 from raykv.transport.link import Link
 from raykv.transport.pool import ConnectionPool
 from raykv.transport.server import SocketServer
@@ -68,7 +68,7 @@ def read(reached, numbers, sizes=None, *, locate=False, verify=True) -> tuple[Re
     pool, there = reached
     progress, into = progress_of(numbers, sizes)
     run = ReadRun(progress, "n", list(range(len(numbers))), locate=locate)
-    LinkPath(pool, verify=verify).read(there, run, deadline_s=soon())
+    LinkPath(PathEnvironment(pool, "host", "always" if verify else "never")).read(there, run, deadline_s=soon())
     for place in run.arrived:
         assert bytes(into[place]) == content(numbers[place], len(into[place]))
     outcomes = [run.arrived, run.gone, run.corrupt, run.other_size, [p for p in run.named if p not in run.gone]]
@@ -165,7 +165,7 @@ def test_a_holder_that_stalls_costs_the_rest_and_not_what_has_arrived(holder, lo
     run = ReadRun(progress, "n", [0, 1, 2, 3])
     began_s = time.monotonic()
     with pytest.raises(PeerUnavailable):
-        LinkPath(pool).read(member(tcp=server.address), run, deadline_s=soon(0.3))
+        LinkPath(PathEnvironment(pool, "host")).read(member(tcp=server.address), run, deadline_s=soon(0.3))
     assert 0.25 < time.monotonic() - began_s < 0.6
     assert run.arrived == [0]
     assert into[0] == content(0)
@@ -252,7 +252,7 @@ class Toy(DataPath):
 
 def test_the_first_path_that_leads_to_a_member_is_chosen():
     pool = ConnectionPool(SECRET, breaker_s=0.1, max_idle=2)
-    toy, shm, tcp = Toy(), ShmPath(pool, "host"), LinkPath(pool)
+    toy, shm, tcp = Toy(), ShmPath(PathEnvironment(pool, "host")), LinkPath(PathEnvironment(pool, "host"))
     paths = DataPaths([toy, shm, tcp])
     assert paths.choose(member(toy="x", tcp="y:1"), deadline_s=soon()) is toy
     assert paths.choose(member(tcp="y:1"), deadline_s=soon()) is tcp  # its memory cannot be mapped
@@ -274,7 +274,7 @@ def test_a_node_of_this_host_whose_files_cannot_be_mapped_is_read_over_tcp(holde
     server = SocketServer(holder, address, b"", io_timeout_s=5.0, max_connections=8)
     server.serve()
     pool = ConnectionPool(SECRET, breaker_s=0.1, max_idle=2)
-    shm = ShmPath(pool, "host")
+    shm = ShmPath(PathEnvironment(pool, "host"))
     there = member(unix=address, tcp="y:1")
     assert not shm.can_reach(there, deadline_s=soon())
     assert not shm.can_reach(there, deadline_s=soon())

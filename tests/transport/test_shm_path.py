@@ -9,7 +9,7 @@ from raykv.protocol.placement import Member
 from raykv.transport import data_path
 from raykv.transport.base import Reply
 from raykv.transport.bulk_read import ReadProgress, ReadRun
-from raykv.transport.data_path import ShmPath
+from raykv.transport.data_path import PathEnvironment, ShmPath
 from raykv.transport.pool import ConnectionPool
 from raykv.transport.server import SocketServer
 from tests.support.stores import LETTERS, Bench, content, names_to_keys
@@ -74,7 +74,7 @@ def make(node):
     there, paths = Member("n", "host", {"unix": address}, 1.0, 1), []
 
     def make(**fields) -> tuple[ShmPath, Member]:
-        paths.append(ShmPath(pool, "host", **fields))
+        paths.append(ShmPath(PathEnvironment(pool, "host", **fields)))
         return paths[-1], there
 
     yield make
@@ -119,7 +119,7 @@ def test_corrupt_chunks_when_checksums_are_compared(bench, node, make, verify):
     bench.put("ABC")
     start = bench.column("page", "B")[0] * 4096
     bench.store.arena.view[start + 9] ^= 1
-    made = make(verify=verify)
+    made = make(verify="always" if verify else "remote")
     if not verify:
         with pytest.raises(AssertionError):
             read(made, "ABC")
