@@ -75,11 +75,21 @@ class PutResult:
         posted: Chunks whose commit was sent but not yet answered. `Client.flush` returns their results.
     """
 
-    stored: int
-    existed: int
-    skipped: int
+    stored: int = 0
+    existed: int = 0
+    skipped: int = 0
     reason: str = ""
     posted: int = 0
+
+    def __add__(self, other: "PutResult") -> "PutResult":
+        """Add the counts. The first reason that is not empty is used."""
+        return PutResult(
+            self.stored + other.stored,
+            self.existed + other.existed,
+            self.skipped + other.skipped,
+            self.reason or other.reason,
+            self.posted + other.posted,
+        )
 
 
 @dataclass(frozen=True, slots=True)

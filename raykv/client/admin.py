@@ -22,10 +22,9 @@ from raykv.client.arguments import (
 )
 from raykv.client.fetcher import by_node
 from raykv.client.router import Router
-from raykv.client.slot_pool import QuotaGroup
 from raykv.client.why import Derive, Inquiry, PromptKeys, Why, namespaces, reasons_of, split
 from raykv.config import NamespaceConfig
-from raykv.errors import PeerUnavailable, RayKVError, UsageError
+from raykv.errors import RayKVError, UsageError
 from raykv.metrics import BUCKETS, ClientMetrics, quantiles
 from raykv.protocol import chunk_keys, messages
 from raykv.protocol.codec import expect
@@ -48,8 +47,8 @@ class AdminCalls:
         self._digest, self.router = namespace.digest, router
 
     @cached_property
-    def _group(self) -> QuotaGroup:
-        return QuotaGroup.of(self.namespace)
+    def _group(self) -> Namespace:
+        return self.namespace.group
 
     @cached_property
     def _metrics(self) -> ClientMetrics:
@@ -254,7 +253,7 @@ class AdminCalls:
         self.close()
 
 
-def _configure(router: Router, group: QuotaGroup, fields: dict[str, Any] | None, deadline_s: float) -> list[int]:
+def _configure(router: Router, group: Namespace, fields: dict[str, Any] | None, deadline_s: float) -> list[int]:
     """Change a quota group's config at the directory, then on every node. `fields` None: drop the group.
 
     Returns:
@@ -264,18 +263,10 @@ def _configure(router: Router, group: QuotaGroup, fields: dict[str, Any] | None,
         text = None if fields is None else msgspec.json.encode(fields, enc_hook=_plain)
     except (TypeError, ValueError) as error:
         raise UsageError(f"fields {', '.join(fields or ())}: {error}; give numbers, text or None") from None
-    request = messages.Configure(group.text, text, group=group.digest)
-    problem = "the cluster has no nodes"
+    request = messages.Configure(group.model_dump_json(exclude_defaults=True).encode(), text, group=group.digest)
     router.refresh(deadline_s)
-    for name in router.node_ids(deadline_s):
-        try:
-            answer = expect(messages.Configured, router.call(name, request, deadline_s))
-            return _counts(router.ask_all(messages.Adopt(answer.registry, group=group.digest), deadline_s))
-        except UsageError:
-            raise
-        except RayKVError as error:
-            problem = str(error)
-    raise PeerUnavailable(f"no node could do that: {problem}")
+    answer = expect(messages.Configured, router.ask_any(request, deadline_s))
+    return _counts(router.ask_all(messages.Adopt(answer.registry, group=group.digest), deadline_s))
 
 
 def _counts(answers: Mapping[NodeId, messages.Answer | RayKVError]) -> list[int]:

@@ -19,7 +19,7 @@ from raykv.client.fetcher import Fetcher
 from raykv.client.leases import Pins, Reservation
 from raykv.client.puts import Put, PutOptions, batches_of, put_remote
 from raykv.client.router import Router
-from raykv.client.slot_pool import LentBatch, sum_of
+from raykv.client.slot_pool import LentBatch
 from raykv.client.trace_recorder import TraceRecorder
 from raykv.client.why import split
 from raykv.client.writer import Values
@@ -278,9 +278,8 @@ class Client(AdminCalls):
         if self.router.writer is not None:
             result = self.router.writer.put(self._group, batches, wait=wait, deadline_s=deadline_s)
         else:
-            result = PutResult(0, 0, 0)
-            for batch, values in batches:
-                result = sum_of(result, put_remote(self.router, self._group, batch, values, deadline_s))
+            stored = (put_remote(self.router, self._group, *each, deadline_s) for each in batches)
+            result = sum(stored, PutResult())
         self._metrics.puts.add_time(time.monotonic() - began_s)
         return result
 
@@ -311,7 +310,7 @@ class Client(AdminCalls):
             The results since the last `flush`. `posted` counts the chunks that are still without an answer.
         """
         writer, deadline_s = self.router.writer, self.router.deadline(timeout_s)
-        return PutResult(0, 0, 0) if writer is None else writer.flush(deadline_s)
+        return PutResult() if writer is None else writer.flush(deadline_s)
 
     def prepare(self, nbytes: int, count: int, *, timeout_s: float | None = None) -> None:
         """Request slots for `count` chunks of `nbytes` bytes, so that the next puts need not wait for slots.

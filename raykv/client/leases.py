@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from raykv.client.arguments import deadline_after
 from raykv.client.local_connection import LocalConnection
-from raykv.client.slot_pool import LentBatch, sum_of
+from raykv.client.slot_pool import LentBatch
 from raykv.client.writer import Writer
 from raykv.errors import TransientError
 from raykv.memory.reader import ShmReader
@@ -63,10 +63,9 @@ class Reservation:
         """
         deadline_s, lent, was_open = deadline_after(timeout_s), self._lent, self._open
         self._open = False
-        result = PutResult(0, lent.existed, lent.skipped, lent.reason)
         if was_open and self._writer is not None:
-            return sum_of(result, self._writer.commit_lent(lent, deadline_s=deadline_s))
-        return result
+            return lent.result + self._writer.commit_lent(lent, deadline_s=deadline_s)
+        return lent.result
 
     def abort(self, *, timeout_s: float = 5.0) -> None:
         """Give the slots back to the node without storing anything.

@@ -5,16 +5,14 @@ Reads need only the mapping, so they work while the node is down. `raykv.client.
 
 import threading
 import time
-from collections.abc import Callable
 from typing import Final
 
-from raykv.client.pipeline import Outcome, Pipeline, Posted, ignore
+from raykv.client.pipeline import Finish, Outcome, Pipeline, Posted
 from raykv.errors import PeerUnavailable, RayKVError
 from raykv.memory.reader import ShmReader
 from raykv.protocol import messages
 from raykv.protocol.chunk_keys import KEY_NBYTES, to_bytes
 from raykv.protocol.codec import expect
-from raykv.transport.base import remaining
 from raykv.transport.forking import drop_after_fork
 from raykv.transport.link import Link
 from raykv.types import KeyArray
@@ -29,7 +27,10 @@ class LocalConnection:
     Attributes:
         attached: The node's last description of itself.
         reader: Reads the node's memory.
+        pipeline: The connection for requests and pins.
     """
+
+    reader: ShmReader
 
     def __init__(self, address: str, *, deadline_s: float, retry_s: float) -> None:
         """Connect to the node and map its memory.
@@ -40,20 +41,14 @@ class LocalConnection:
         self._address, self._lock = address, threading.Lock()
         self._check_at_s = 0.0
         self.attached = messages.Attached("", "", "", "")
-        self.reader: ShmReader
-        self._pinned_reader: ShmReader  # the memory that contains the pins of the pipeline's connection
-        self._pipeline = Pipeline(self._open_own_link, retry_s=retry_s)
-        with self._pipeline.lock:
-            self._pipeline.connect_locked(deadline_s)
+        self.pipeline = Pipeline(self.open_link, retry_s=retry_s)
+        with self.pipeline.lock:
+            self.pipeline.connect_locked(deadline_s)
         drop_after_fork(self)
 
     def after_fork(self) -> None:
         """Replace the lock. The child keeps using the mapping."""
         self._lock = threading.Lock()
-
-    def _open_own_link(self, deadline_s: float) -> Link:
-        link, self._pinned_reader = self.open_link(deadline_s)
-        return link
 
     def open_link(self, deadline_s: float) -> tuple[Link, ShmReader]:
         """Open a connection to the node. Returns the connection, and the memory of its slots and pins.
@@ -73,18 +68,9 @@ class LocalConnection:
                     self.reader = ShmReader(*files, writable=True)
                 self.attached = attached
                 return link, self.reader
-        except BaseException:
+        except BaseException:  # after an interrupt too: nobody else would close the link
             link.close()
             raise
-
-    @property
-    def epoch(self) -> int:
-        """The greatest epoch in any answer so far."""
-        return self._pipeline.epoch
-
-    @epoch.setter
-    def epoch(self, value: int) -> None:
-        self._pipeline.epoch = value
 
     def is_current(self) -> bool:
         """Return whether the mapped memory is still the node's. If not, the next call maps the new memory."""
@@ -93,8 +79,8 @@ class LocalConnection:
             self._check_at_s = now_s + CHECK_S
             if not self.reader.is_current():
                 self._check_at_s = 0.0
-                with self._pipeline.lock:
-                    self._pipeline.drop_locked("the node's memory was replaced")
+                with self.pipeline.lock:
+                    self.pipeline.drop_locked("the node's memory was replaced")
                 return False
         return True
 
@@ -110,7 +96,7 @@ class LocalConnection:
             PeerUnavailable: The node is down, or does not answer by the deadline.
             RayKVError: The node refused the request.
         """
-        return _answer_of(self._ask(request, ignore, deadline_s=deadline_s, life=life))
+        return _answer_of(self._ask(request, deadline_s=deadline_s, life=life))
 
     def pin(self, keys: KeyArray, *, group: bytes, deadline_s: float) -> tuple[messages.Held, int, ShmReader]:
         """Pin chunks in this host's memory. Returns their places, the number of the connection, and the memory.
@@ -121,46 +107,44 @@ class LocalConnection:
 
         def unpin(outcome: Outcome) -> None:
             if isinstance(outcome, messages.Held):
-                self._pipeline.post_locked(messages.Unpin(outcome.rows), ignore)
+                self.pipeline.post_locked(messages.Unpin(outcome.rows))
 
         posted = self._ask(messages.Pin(to_bytes(keys), group=group), unpin, deadline_s=deadline_s)
         held = expect(messages.Held, _answer_of(posted))
-        with self._pipeline.lock:
-            if posted.life != self._pipeline.life:
+        with self.pipeline.lock:
+            if posted.life != self.pipeline.life:
                 raise PeerUnavailable("the connection with the pins broke")
-            return held, posted.life, self._pinned_reader
+            return held, posted.life, self.pipeline.reader
 
     def _ask(
-        self, request: messages.Message, late: Callable[[Outcome], None], *, deadline_s: float, life: int | None = None
+        self, request: messages.Message, late: Finish | None = None, *, deadline_s: float, life: int | None = None
     ) -> Posted:
         """Send a request, and wait for its outcome. An answer after the deadline is passed to `late`."""
-        pipeline, keys = self._pipeline, len(getattr(request, "keys", b"")) // KEY_NBYTES
+        pipeline, keys = self.pipeline, len(getattr(request, "keys", b"")) // KEY_NBYTES
         while True:
-            connected = pipeline.connected
-            posted = None
+            may_be_broken = pipeline.connected and life is None  # then a new connection is tried
             try:
-                posted = pipeline.post(request, ignore, deadline_s=deadline_s, life=life, keys=keys)
-                if not pipeline.wait(posted, deadline_s) and pipeline.replace_finish(posted, late):
-                    raise PeerUnavailable("the local node did not answer by the deadline")
-                if not isinstance(posted.outcome, PeerUnavailable) or not connected or life is not None:
-                    return posted
+                posted = pipeline.post(request, deadline_s=deadline_s, life=life, keys=keys)
             except PeerUnavailable:
-                if posted is not None or not connected or life is not None or pipeline.connected:
+                if not may_be_broken or pipeline.connected:
                     raise
-            remaining(deadline_s)
+                continue
+            if not pipeline.wait(posted, deadline_s):
+                with pipeline.lock:
+                    if posted.outcome is None:
+                        posted.finish = late
+                        raise PeerUnavailable("the local node did not answer by the deadline")
+            if not (may_be_broken and isinstance(posted.outcome, PeerUnavailable)):
+                return posted
 
     def close(self) -> None:
-        self._pipeline.close()
+        self.pipeline.close()
         self.reader.close()
 
 
 def _answer_of(posted: Posted) -> messages.Answer:
     outcome = posted.outcome
     assert outcome is not None
-    if not isinstance(outcome, RayKVError):
-        return outcome
-    try:
-        raise outcome
-    finally:
-        posted.outcome = None
-        del outcome, posted  # breaks the cycle of error and frame, which would keep the caller's buffers in memory
+    if isinstance(outcome, RayKVError):
+        raise type(outcome)(str(outcome))  # a new error, because `posted` refers to the other: that would be a cycle
+    return outcome

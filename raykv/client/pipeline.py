@@ -9,10 +9,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from raykv.client.slot_pool import TRUST_S
 from raykv.errors import PeerUnavailable, ProtocolError, RayKVError, TransientError
+from raykv.memory.reader import ShmReader
 from raykv.protocol import messages
 from raykv.transport.base import MAX_POSTED, remaining
 from raykv.transport.forking import drop_after_fork
@@ -29,25 +31,28 @@ YIELD_S: Final = 50e-6
 
 Outcome: TypeAlias = messages.Answer | RayKVError
 """The node's answer, the error that the node sent, or the error that ended the connection."""
+Finish: TypeAlias = Callable[[Outcome], None]
+"""Called with the outcome of a request, while the lock of the pipeline is held. It must not call the pipeline, but may
+send one request by `post_locked`."""
 
 
+@dataclass(slots=True, eq=False)
 class Posted:
     """A request that was sent.
 
     Attributes:
-        outcome: None until the answer is collected.
+        finish: See `Finish`. None: nothing is called.
         life: Number of the connection on which the request was sent.
-        asked_at_s: When the request was sent.
         keys: Number of keys in the request.
-        finish: Called with the outcome, under the lock of the pipeline.
+        asked_at_s: When the request was sent.
+        outcome: None until the answer is collected.
     """
 
-    __slots__ = ("asked_at_s", "finish", "keys", "life", "outcome")
-
-    def __init__(self, finish: Callable[[Outcome], None], *, life: int, keys: int) -> None:
-        self.finish, self.life, self.keys = finish, life, keys
-        self.asked_at_s = time.monotonic()
-        self.outcome: Outcome | None = None
+    finish: Finish | None
+    life: int
+    keys: int
+    asked_at_s: float
+    outcome: Outcome | None = None
 
 
 class Pipeline:
@@ -56,32 +61,33 @@ class Pipeline:
     Attributes:
         lock: Guards this object, and the state that `finish` functions change. Callers of `*_locked` methods hold it.
         life: Number of the current connection. Leases of any other connection have ended.
+        reader: The memory that contains the slots and the pinned chunks of the current connection.
         epoch: The greatest epoch in any answer so far.
         trusted_until_s: Until this time the connection's leases are valid: see TRUST_S.
     """
 
-    def __init__(self, open_link: Callable[[float], Link], *, retry_s: float) -> None:
+    reader: ShmReader
+
+    def __init__(self, open_link: Callable[[float], tuple[Link, ShmReader]], *, retry_s: float) -> None:
         """Connect at first use.
 
         Args:
-            open_link: Opens a link by a deadline.
+            open_link: Opens a link by a deadline, and maps the node's memory.
             retry_s: Time without a new attempt after a failed one.
         """
         self._open_link, self._retry_s = open_link, retry_s
-        self.lock = threading.Lock()
-        self.life, self.epoch = 0, 0
-        self.trusted_until_s = 0.0
-        self._link: Link | None = None
-        self._posted: deque[Posted] = deque()
-        self._posted_keys = 0
+        self.life = self.epoch = 0
         self._retry_at_s = 0.0
+        self.after_fork()
         drop_after_fork(self)
 
     def after_fork(self) -> None:
         """Drop the connection, its leases and its answers: they belong to the parent."""
         self.lock = threading.Lock()
         self.life += 1
-        self._link, self._posted, self._posted_keys = None, deque(), 0
+        self._link: Link | None = None
+        self._posted: deque[Posted] = deque()
+        self._posted_keys = 0
         self.trusted_until_s = 0.0
 
     @property
@@ -90,7 +96,7 @@ class Pipeline:
 
     @contextmanager
     def locked(self, deadline_s: float) -> Iterator[None]:
-        """Hold the lock.
+        """Hold the lock. An interrupt drops the connection: a message may be half sent or half received.
 
         Raises:
             PeerUnavailable: Other threads hold the lock until the deadline.
@@ -99,14 +105,14 @@ class Pipeline:
             raise PeerUnavailable("the connection to the local node is busy with other calls")
         try:
             yield
-        except BaseException as error:
+        except BaseException as error:  # KeyboardInterrupt, for example
             self.drop_if_interrupted_locked(error)
             raise
         finally:
             self.lock.release()
 
     def drop_if_interrupted_locked(self, error: BaseException) -> None:
-        """Drop the connection after a KeyboardInterrupt, for example: a message may be half sent or half received."""
+        """Drop the connection unless `error` is an ordinary exception."""
         if not isinstance(error, Exception):
             self.drop_locked("a call was interrupted")
 
@@ -122,7 +128,7 @@ class Pipeline:
         if time.monotonic() < self._retry_at_s:
             raise PeerUnavailable("the local node is away")
         try:
-            self._link = self._open_link(deadline_s)
+            self._link, self.reader = self._open_link(deadline_s)
         except RayKVError as error:
             self._retry_at_s = time.monotonic() + self._retry_s
             raise PeerUnavailable(f"the local node is away: {error}") from error
@@ -131,7 +137,7 @@ class Pipeline:
     def post(
         self,
         request: messages.Message,
-        finish: Callable[[Outcome], None],
+        finish: Finish | None = None,
         *,
         deadline_s: float,
         life: int | None = None,
@@ -162,15 +168,19 @@ class Pipeline:
         few = not self._posted or self._posted_keys + keys <= MAX_POSTED_KEYS
         return few and len(self._posted) < MAX_POSTED
 
-    def post_locked(self, request: messages.Message, finish: Callable[[Outcome], None], *, keys: int = 0) -> Posted:
-        """Send a request on the open connection, without waiting for room. A `finish` may send one request this way."""
+    def post_locked(self, request: messages.Message, finish: Finish | None = None, *, keys: int = 0) -> Posted:
+        """Send a request on the open connection, without waiting for room.
+
+        Raises:
+            PeerUnavailable: Nothing was sent: there is no connection, or it broke.
+        """
         if self._link is None:
             raise PeerUnavailable("the local node is away")
-        posted = Posted(finish, life=self.life, keys=keys)
+        posted = Posted(finish, self.life, keys, time.monotonic())
         try:
             self._link.post(request, deadline_s=posted.asked_at_s + POST_S)
-        except BaseException as error:
-            if self._link.closed:  # an open link means that nothing was sent
+        except RayKVError as error:
+            if self._link.closed:  # an open link means that the request is too long
                 self.drop_locked(str(error))
             raise
         self._posted.append(posted)
@@ -181,29 +191,19 @@ class Pipeline:
         """Wait for an answer. Returns whether it arrived. If it did not, a later call collects it."""
         while posted.outcome is None:
             left_s = deadline_s - time.monotonic()
-            if not self.lock.acquire(timeout=max(0.0, left_s)):
-                break
             try:
-                if self._link is None or posted.life != self.life:
-                    break
-                if self._link.wait_ready(SLICE_S if left_s > SLICE_S else 0.0):  # it waits whole milliseconds
-                    self._collect_locked()
-                    continue
-            except BaseException as error:
-                self.drop_if_interrupted_locked(error)
-                raise
-            finally:
-                self.lock.release()
+                with self.locked(deadline_s):
+                    if self._link is None or posted.life != self.life:
+                        break
+                    if self._link.wait_ready(SLICE_S if left_s > SLICE_S else 0.0):  # it waits whole milliseconds
+                        self._collect_locked()
+                        continue
+            except PeerUnavailable:
+                break  # other threads use the connection
             if left_s <= SLICE_S:
                 break
             time.sleep(YIELD_S)  # lets a waiting thread get the lock
         return posted.outcome is not None
-
-    def replace_finish(self, posted: Posted, finish: Callable[[Outcome], None]) -> bool:
-        """Set the function to be called with the outcome. Returns False if the outcome has arrived already."""
-        with self.lock:
-            posted.finish = finish
-            return posted.outcome is None
 
     def wait_all(self, deadline_s: float) -> bool:
         """Wait until every request sent so far has an outcome. Returns False at the deadline."""
@@ -236,7 +236,8 @@ class Pipeline:
     def _finish_locked(self, posted: Posted, outcome: Outcome) -> None:
         posted.outcome = outcome
         try:
-            posted.finish(outcome)
+            if posted.finish is not None:
+                posted.finish(outcome)
         except ProtocolError as error:
             posted.outcome = error
             self.drop_locked(str(error))
@@ -252,31 +253,8 @@ class Pipeline:
         for posted in lost:
             self._finish_locked(posted, PeerUnavailable(reason))
 
-    def trusted(self, life: int, probe: messages.Message, deadline_s: float) -> bool:
-        """Return whether the leases of connection `life` are valid for the next QUARANTINE_S - TRUST_S seconds.
-
-        If the node's last answer is older than TRUST_S, this sends `probe`. No answer by the deadline counts as False.
-        """
-        while life == self.life:
-            if time.monotonic() < self.trusted_until_s:
-                return True
-            try:
-                with self.locked(deadline_s):
-                    pending = self._posted[0] if self._posted else None
-                if pending is None:
-                    pending = self.post(probe, ignore, deadline_s=deadline_s, life=life)
-            except PeerUnavailable:
-                return False
-            if not self.wait(pending, deadline_s):
-                return False
-        return False
-
     def close(self) -> None:
         """Close the connection, and never open another."""
         with self.lock:
             self.drop_locked("the client was closed")
             self._retry_at_s = float("inf")
-
-
-def ignore(outcome: Outcome) -> None:
-    """Discard an outcome: the `finish` of requests whose answer does not matter."""

@@ -7,11 +7,11 @@ from typing import TypedDict
 
 from raykv.client.arguments import Keys, buffers, depth_of, flag, hints_of, parent_key
 from raykv.client.router import Router
-from raykv.client.slot_pool import QuotaGroup
 from raykv.client.writer import Values
 from raykv.errors import CapacityError, LostError, ProtocolError, TransientError
 from raykv.protocol import chunk_keys, messages
 from raykv.protocol.codec import array, expect
+from raykv.protocol.namespace import Namespace
 from raykv.transport.base import Runs
 from raykv.transport.bulk_read import with_checksums
 from raykv.transport.link import Link
@@ -69,7 +69,7 @@ def batches_of(put: Put, keys: KeyArray) -> Iterator[tuple[Batch, Values]]:
         start = stop
 
 
-def put_remote(router: Router, group: QuotaGroup, batch: Batch, values: Values, deadline_s: float) -> PutResult:
+def put_remote(router: Router, group: Namespace, batch: Batch, values: Values, deadline_s: float) -> PutResult:
     """Store a batch on the owner of its first key. So all chunks of the batch are on one node.
 
     Raises:
@@ -89,7 +89,7 @@ def put_remote(router: Router, group: QuotaGroup, batch: Batch, values: Values, 
 class _RemoteWrite:
     """A Write request that may be sent twice: the connection can break after the node has stored the chunks."""
 
-    def __init__(self, group: QuotaGroup, batch: Batch, values: Values, deadline_s: float) -> None:
+    def __init__(self, group: Namespace, batch: Batch, values: Values, deadline_s: float) -> None:
         self._group, self._batch, self._values, self._deadline_s = group, batch, values, deadline_s
         self._offered: set[int] = set()  # positions that an earlier attempt may have stored
         self._positions: list[int] = []
@@ -98,7 +98,8 @@ class _RemoteWrite:
         try:
             return self._send_once(link)
         except LostError:  # the node does not know the namespace
-            opening = messages.OpenNamespace(self._group.text, group=self._group.digest)
+            fields = self._group.model_dump_json(exclude_defaults=True)
+            opening = messages.OpenNamespace(fields.encode(), group=self._group.digest)
             link.call(opening, deadline_s=self._deadline_s)
             return self._send_once(link)
 

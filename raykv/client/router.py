@@ -13,10 +13,11 @@ import numpy.typing as npt
 from raykv.client.arguments import deadline_after
 from raykv.client.local_connection import LocalConnection
 from raykv.client.parallel import Parallel
+from raykv.client.pipeline import Pipeline
 from raykv.client.read_failures import ReadFailures
 from raykv.client.writer import Writer
 from raykv.config import ClientConfig
-from raykv.errors import ConfigError, PeerUnavailable, RayKVError, TransientError
+from raykv.errors import ConfigError, PeerUnavailable, RayKVError, TransientError, UsageError
 from raykv.memory.copying import CopyThreads, default_copy_threads
 from raykv.metrics import ClientMetrics
 from raykv.protocol import chunk_keys, messages
@@ -136,8 +137,8 @@ class Router:
         local = self.local
         if local is not None and local.attached.secret and local.attached.secret != self.pool.secret:
             self._join_again(local)
-        epochs = (self.pool.epoch, local.epoch if local else 0, self.writer.epoch if self.writer else 0)
-        if max(epochs) > self._view.epoch or self._in_doubt():
+        epoch = max([self.pool.epoch, *(pipeline.epoch for pipeline in self._pipelines())])
+        if epoch > self._view.epoch or self._in_doubt():
             try:
                 self.refresh(deadline_s)
             except RayKVError:
@@ -150,10 +151,13 @@ class Router:
         with self._lock:
             self.pool.retain(())
             self.pool.secret, self.pool.epoch = local.attached.secret, 0
-            local.epoch, self._view = 0, View()
-            if self.writer is not None:
-                self.writer.epoch = 0
+            self._view = View()
+            for pipeline in self._pipelines():
+                pipeline.epoch = 0
             self._doubt_s, self._failures = -math.inf, self.pool.failures - 1  # forces a refresh
+
+    def _pipelines(self) -> list[Pipeline]:
+        return [each.pipeline for each in (self.local, self.writer) if each is not None]
 
     def _in_doubt(self) -> bool:
         """Return whether a node has failed since the last refresh. True at most once per `breaker_s`."""
@@ -181,6 +185,7 @@ class Router:
         """Ask this host's node, then other nodes one after the other, until one answers.
 
         Raises:
+            UsageError: A node refuses the request.
             PeerUnavailable: No node answers.
         """
         # The configured address is last: its node may have left long ago.
@@ -194,6 +199,8 @@ class Router:
             left_s = deadline_s - time.monotonic()
             try:
                 return call(deadline_s - left_s / 2 if number < len(calls) else deadline_s)
+            except UsageError:
+                raise
             except RayKVError as error:
                 problem = str(error)
         raise PeerUnavailable(problem)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple, Self
+from typing import Final
 
 from raykv.memory.layout import QUARANTINE_S
 from raykv.protocol.namespace import Namespace
@@ -22,23 +22,6 @@ connection right after that answer, the slot is still in quarantine. Later the w
 
 Slot = tuple[int, int]
 """Row of a slot, and its offset in the arena."""
-
-
-class QuotaGroup(NamedTuple):
-    """The quota group of a namespace, as requests name it.
-
-    Attributes:
-        digest: Identifies the group.
-        text: Fields of the group's namespace, as JSON.
-    """
-
-    digest: bytes
-    text: bytes
-
-    @classmethod
-    def of(cls, namespace: Namespace) -> Self:
-        group = namespace.group
-        return cls(group.digest, group.model_dump_json(exclude_defaults=True).encode())
 
 
 class SlotPool:
@@ -96,38 +79,34 @@ class LentBatch:
     """Lent slots for the chunks of a batch that are not stored yet. The writer fills and then commits the slots.
 
     Attributes:
+        group: The quota group.
         positions: For each slot, the position of its key in the batch.
         slots, views: One entry per position. `views` are the bytes to fill.
-        pool: The pool from which the slots were taken.
-        life: Number of the connection that the lease belongs to.
+        checksums: Checksum (u64) of each slot's bytes, after they are written.
+        pool: The pool from which the slots were taken. None: there are no slots.
         existed: Number of chunks of the batch that were stored already.
         reason: Why there are too few slots. Empty if there are enough.
         ahead: Number of slots that the commit requests in advance for later puts.
     """
 
-    group: QuotaGroup
+    group: Namespace
     batch: Batch
     positions: Sequence[int] = ()
     slots: list[Slot] = field(default_factory=list)
     views: list[memoryview] = field(default_factory=list)
+    checksums: bytes = b""
     pool: SlotPool | None = None
-    life: int = 0
     existed: int = 0
     reason: str = ""
     ahead: int = 0
 
     @property
-    def skipped(self) -> int:
-        """Number of chunks without a slot."""
-        return len(self.batch.keys) - self.existed - len(self.slots)
+    def life(self) -> int:
+        """Number of the connection that the lease belongs to."""
+        return -1 if self.pool is None else self.pool.life
 
-
-def sum_of(first: PutResult, second: PutResult) -> PutResult:
-    """Add the counts of two results. The first reason that is not empty is used."""
-    return PutResult(
-        first.stored + second.stored,
-        first.existed + second.existed,
-        first.skipped + second.skipped,
-        first.reason or second.reason,
-        first.posted + second.posted,
-    )
+    @property
+    def result(self) -> PutResult:
+        """What is known before the commit: chunks that were stored already, and chunks without a slot."""
+        skipped = len(self.batch.keys) - self.existed - len(self.slots)
+        return PutResult(0, self.existed, skipped, self.reason)

@@ -8,14 +8,13 @@ from typing import Final
 import numpy as np
 
 from raykv.client.local_connection import LocalConnection
-from raykv.client.pipeline import Outcome, Pipeline, Posted, ignore
-from raykv.client.slot_pool import POOL_IDLE_S, TRUST_S, LentBatch, QuotaGroup, Slot, SlotPool
+from raykv.client.pipeline import Outcome, Pipeline, Posted
+from raykv.client.slot_pool import POOL_IDLE_S, TRUST_S, LentBatch, Slot, SlotPool
 from raykv.errors import LostError, PeerUnavailable, RayKVError, TransientError
 from raykv.memory.slots import slot_nbytes
 from raykv.protocol import chunk_keys, messages
 from raykv.protocol.codec import array
-from raykv.transport.forking import drop_after_fork
-from raykv.transport.link import Link
+from raykv.protocol.namespace import Namespace
 from raykv.types import Batch
 
 NO_ANSWER: Final = "the local node did not answer by the deadline"
@@ -30,30 +29,14 @@ class SlotSupply:
 
     def __init__(self, local: LocalConnection, *, retry_s: float) -> None:
         """Connect at first use."""
-        self._local = local
-        self.pipeline = Pipeline(self._open_link, retry_s=retry_s)
-        self._reader = local.reader  # the memory that contains the slots of this connection
+        self.pipeline = Pipeline(local.open_link, retry_s=retry_s)
+        self._life = 0  # of the connection that lent the slots in `_pools`
         self._pools: dict[tuple[bytes, int], SlotPool] = {}
         self._requests: dict[SlotPool, Posted] = {}
-        self._opened: set[bytes] = set()
-        self._refused: dict[bytes, RayKVError] = {}
+        self._opened: set[bytes] = set()  # quota groups
         self._idle_check_s = 0.0
-        drop_after_fork(self)
 
-    def after_fork(self) -> None:
-        """Drop all slots: they belong to the parent."""
-        self._pools, self._requests, self._opened = {}, {}, set()
-
-    def _open_link(self, deadline_s: float) -> Link:
-        link, self._reader = self._local.open_link(deadline_s)
-        self._pools, self._requests, self._opened = {}, {}, set()
-        return link
-
-    def slots(self) -> list[Slot]:
-        """Return all free slots."""
-        return [slot for pool in self._pools.values() for slot in pool.slots]
-
-    def knows(self, group: QuotaGroup) -> bool:
+    def knows(self, group: Namespace) -> bool:
         """Return whether the quota group was opened on this connection."""
         return group.digest in self._opened
 
@@ -66,12 +49,11 @@ class SlotSupply:
             PeerUnavailable: The node does not answer.
             RayKVError: The node refused to lend.
         """
-        full = reopened = False
+        reopened = False
         while True:
             with self.pipeline.locked(deadline_s):
                 pool = self._pool_locked(lent.group, lent.batch.nbytes, deadline_s)
-                if self._move_locked(pool, lent, count, partly=full):
-                    lent.reason = "full" if len(lent.slots) < count else ""
+                if self._move_locked(pool, lent, count):
                     return
                 needed = max(0, count - len(pool.slots))
                 if needed:
@@ -81,44 +63,52 @@ class SlotSupply:
             if pending is None or mine:
                 pending = self._request(lent.group, lent.batch, pool, needed, deadline_s)
             if not self.pipeline.wait(pending, deadline_s):
+                lent.reason = NO_ANSWER
                 with self.pipeline.locked(deadline_s):
-                    self._move_locked(pool, lent, count, partly=True)
-                lent.reason = NO_ANSWER if len(lent.slots) < count else ""
+                    self._move_locked(pool, lent, count)
                 return
             outcome = pending.outcome
             if isinstance(outcome, LostError) and not reopened:
-                self._opened.discard(lent.group.digest)  # the namespace was dropped in the meantime
+                self.lost_group(lent.group)  # the namespace was dropped in the meantime
                 reopened = True
             elif isinstance(outcome, RayKVError):
-                raise self._refused.pop(lent.group.digest, outcome)
+                raise type(outcome)(str(outcome))
             full = mine and isinstance(outcome, messages.Lent) and len(outcome.rows) < 4 * needed
+            lent.reason = "full" if full else ""
 
-    def _pool_locked(self, group: QuotaGroup, nbytes: int, deadline_s: float) -> SlotPool:
-        self.pipeline.collect_arrived_locked()
-        self.pipeline.connect_locked(deadline_s)
+    def _pool_locked(self, group: Namespace, nbytes: int, deadline_s: float) -> SlotPool:
+        """Connect, and return the pool of a quota group and a chunk size. Slots of earlier connections are dropped."""
+        pipeline = self.pipeline
+        pipeline.collect_arrived_locked()
+        pipeline.connect_locked(deadline_s)
+        if self._life != pipeline.life:
+            self._life, self._pools, self._requests, self._opened = pipeline.life, {}, {}, set()
         self._give_back_surplus_locked()
         where = group.digest, slot_nbytes(nbytes)
-        return self._pools.setdefault(where, SlotPool(where[1], self._reader.arena.nbytes, life=self.pipeline.life))
+        pool = self._pools.get(where)
+        if pool is None:
+            pool = self._pools[where] = SlotPool(where[1], pipeline.reader.arena.nbytes, life=self._life)
+        return pool
 
-    def _move_locked(self, pool: SlotPool, lent: LentBatch, count: int, *, partly: bool) -> bool:
-        """Move slots to `lent`. False: the lease may have ended, or (unless `partly`) the pool has too few slots."""
+    def _move_locked(self, pool: SlotPool, lent: LentBatch, count: int) -> bool:
+        """Move slots to `lent`. Moves fewer than `count` only if `lent.reason` says why. False: no slots were moved."""
         now_s = time.monotonic()
         if pool.life != self.pipeline.life or now_s >= self.pipeline.trusted_until_s:
             return False
-        if len(pool.slots) < count and not partly:
+        if len(pool.slots) < count and not lent.reason:
             return False
-        lent.slots, lent.pool, lent.life = pool.pop(count, now_s), pool, pool.life
-        arena, nbytes = self._reader.arena.view, lent.batch.nbytes
+        lent.slots, lent.pool = pool.pop(count, now_s), pool
+        arena, nbytes = self.pipeline.reader.arena.view, lent.batch.nbytes
         lent.views = [arena[start : start + nbytes] for _, start in lent.slots]
+        if len(lent.slots) == count:
+            lent.reason = ""
         return True
 
-    def _request(self, group: QuotaGroup, batch: Batch, pool: SlotPool, needed: int, deadline_s: float) -> Posted:
+    def _request(self, group: Namespace, batch: Batch, pool: SlotPool, needed: int, deadline_s: float) -> Posted:
         """Request `needed` slots, for which the node may evict chunks, and free slots to refill the pool."""
         pipeline = self.pipeline
-        if group.digest not in self._opened:
-            self._opened.add(group.digest)  # safe before the answer: the node handles requests in order
-            opening = messages.OpenNamespace(group.text, group=group.digest)
-            pipeline.post(opening, partial(self._group_opened, group.digest), deadline_s=deadline_s)
+        if not self.knows(group):
+            self._open(group, pool.life, deadline_s)
         with pipeline.locked(deadline_s):
             ahead = max(0, pool.wanted - len(pool.slots) - pool.coming)
             pool.coming += needed + ahead
@@ -127,17 +117,22 @@ class SlotSupply:
         request = messages.Lend(batch.nbytes, needed, ahead, keys, parent, until_s=deadline_s, group=group.digest)
         finish = partial(self._lent, pool, needed + ahead)
         try:
-            posted = pipeline.post(request, finish, deadline_s=deadline_s, keys=len(batch.keys))
-        except BaseException:
+            posted = pipeline.post(request, finish, deadline_s=deadline_s, life=pool.life, keys=len(batch.keys))
+        except BaseException:  # nothing was sent; after an interrupt the pool is dropped
             pool.coming -= needed + ahead
             raise
         self._requests[pool] = posted
         return posted
 
-    def _group_opened(self, digest: bytes, outcome: Outcome) -> None:
-        if isinstance(outcome, RayKVError):
-            self._opened.discard(digest)
-            self._refused[digest] = outcome
+    def _open(self, group: Namespace, life: int, deadline_s: float) -> None:
+        """Open a quota group on this connection, and wait for the answer: the node may refuse."""
+        opening = messages.OpenNamespace(group.model_dump_json(exclude_defaults=True).encode(), group=group.digest)
+        posted = self.pipeline.post(opening, deadline_s=deadline_s, life=life)
+        if not self.pipeline.wait(posted, deadline_s):
+            raise PeerUnavailable(NO_ANSWER)
+        if isinstance(posted.outcome, RayKVError):
+            raise type(posted.outcome)(str(posted.outcome))
+        self._opened.add(group.digest)
 
     def _lent(self, pool: SlotPool, coming: int, outcome: Outcome) -> None:
         pool.coming -= coming
@@ -151,15 +146,17 @@ class SlotSupply:
             pool.slots += zip(np.frombuffer(rows, "<i4").tolist(), starts, strict=True)
 
     def put_back_locked(self, lent: LentBatch, slots: Sequence[Slot]) -> None:
-        """Put unused slots back into their pool, if their lease is still valid."""
+        """Put unused slots back into their pool, if their lease is still valid. Do not wait for slots lent ahead."""
         if lent.pool is not None and lent.life == self.pipeline.life:
             lent.pool.slots += slots
+            lent.pool.coming -= lent.ahead
+            lent.ahead = 0
 
-    def lost_group(self, group: QuotaGroup) -> None:
+    def lost_group(self, group: Namespace) -> None:
         """Make the next lease open the quota group again. Call this if the node does not know the group."""
         self._opened.discard(group.digest)
 
-    def prepare(self, group: QuotaGroup, nbytes: int, count: int, deadline_s: float) -> None:
+    def prepare(self, group: Namespace, nbytes: int, count: int, deadline_s: float) -> None:
         """Request slots for `count` chunks that will be stored soon. Does not wait for the slots.
 
         Raises:
@@ -175,17 +172,25 @@ class SlotSupply:
         self._request(group, Batch(chunk_keys.empty(), nbytes), pool, 0, deadline_s)
 
     def lease_valid(self, lent: LentBatch, deadline_s: float) -> bool:
-        """Return whether the caller may still write to the slots: see `Pipeline.trusted`."""
+        """Return whether the caller may write to the slots for the next QUARANTINE_S - TRUST_S seconds.
+
+        If the node's last answer is older than TRUST_S, this asks the node. No answer by the deadline counts as False.
+        """
+        pipeline, life = self.pipeline, lent.life
         probe = messages.Lend(lent.batch.nbytes, 0, group=lent.group.digest)
-        return self.pipeline.trusted(lent.life, probe, deadline_s)
+        try:
+            while life == pipeline.life and time.monotonic() >= pipeline.trusted_until_s:
+                if not pipeline.wait(pipeline.post(probe, deadline_s=deadline_s, life=life), deadline_s):
+                    return False
+        except PeerUnavailable:
+            return False
+        return life == pipeline.life
 
     def give_back(self, lent: LentBatch, deadline_s: float) -> None:
         """Return the slots of a batch to the node. If the node is unavailable, put them back into their pool."""
-        if not lent.slots:
-            return
         try:
             request = messages.GiveBack(rows_of(lent.slots))
-            self.pipeline.wait(self.pipeline.post(request, ignore, deadline_s=deadline_s, life=lent.life), deadline_s)
+            self.pipeline.wait(self.pipeline.post(request, deadline_s=deadline_s, life=lent.life), deadline_s)
         except PeerUnavailable:
             with self.pipeline.lock:
                 self.put_back_locked(lent, lent.slots)
@@ -202,23 +207,23 @@ class SlotSupply:
         """Return slots to the node without waiting. Ignores a broken connection, which ends the leases anyway."""
         try:
             if slots:
-                self.pipeline.post_locked(messages.GiveBack(rows_of(slots)), ignore)
+                self.pipeline.post_locked(messages.GiveBack(rows_of(slots)))
         except TransientError:
             pass
 
     def close(self, deadline_s: float) -> None:
         """Return all slots, and close the connection."""
+        pipeline = self.pipeline
+        pipeline.wait_all(deadline_s)  # an answer may bring more slots
         try:
-            if self.pipeline.connected:
-                with self.pipeline.locked(deadline_s):
-                    slots = [slot for pool in self._pools.values() for slot in pool.pop(len(pool.slots), 0.0)]
-                if slots:
-                    request = messages.GiveBack(rows_of(slots))
-                    self.pipeline.post(request, ignore, deadline_s=deadline_s)
-                self.pipeline.wait_all(deadline_s)
+            with pipeline.locked(deadline_s):
+                if self._life == pipeline.life and pipeline.has_room_locked(0):
+                    self.give_back_locked([slot for pool in self._pools.values() for slot in pool.slots])
+                    self._pools = {}
         except PeerUnavailable:
             pass  # the node puts the slots into quarantine
-        self.pipeline.close()
+        pipeline.wait_all(deadline_s)
+        pipeline.close()
 
 
 def rows_of(slots: Sequence[Slot]) -> bytes:

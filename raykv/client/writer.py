@@ -14,15 +14,16 @@ from typing import Final
 
 import numpy as np
 
-from raykv.client.commit import Filled, PendingCommit
 from raykv.client.local_connection import LocalConnection
-from raykv.client.pipeline import Outcome, Posted
-from raykv.client.slot_pool import LentBatch, QuotaGroup, sum_of
-from raykv.client.slot_supply import NO_ANSWER, SlotSupply
-from raykv.errors import CapacityError, LostError, TransientError, UsageError
-from raykv.memory.copying import CopyThreads, checksum_of
-from raykv.protocol import chunk_keys
+from raykv.client.pipeline import Outcome
+from raykv.client.slot_pool import LentBatch, Slot
+from raykv.client.slot_supply import NO_ANSWER, SlotSupply, rows_of
+from raykv.errors import CapacityError, LostError, ProtocolError, RayKVError, TransientError, UsageError
+from raykv.memory.copying import CopyThreads, checksums_of
+from raykv.protocol import chunk_keys, messages
 from raykv.protocol.chunk_keys import KEY_NBYTES
+from raykv.protocol.codec import array, expect
+from raykv.protocol.namespace import Namespace
 from raykv.transport.forking import drop_after_fork
 from raykv.types import Batch, PutResult
 
@@ -48,30 +49,21 @@ class Writer:
         """
         self._local, self._threads = local, threads
         self.supply = SlotSupply(local, retry_s=retry_s)
-        self._pipeline = self.supply.pipeline
+        self.pipeline = self.supply.pipeline
         self.after_fork()
         drop_after_fork(self)
 
     def after_fork(self) -> None:
         """Drop the posted chunks: they belong to the parent."""
-        self._results, self._unanswered = PutResult(0, 0, 0), set[PendingCommit]()
+        self._results, self._unanswered = PutResult(), set[PendingCommit]()
 
     @property
     def posted(self) -> bool:
         """Whether commits of this writer are still without an answer."""
         return bool(self._unanswered)
 
-    @property
-    def epoch(self) -> int:
-        """The greatest epoch in any answer so far."""
-        return self._pipeline.epoch
-
-    @epoch.setter
-    def epoch(self, value: int) -> None:
-        self._pipeline.epoch = value
-
     def put(
-        self, group: QuotaGroup, batches: Sequence[tuple[Batch, Values]], *, wait: bool, deadline_s: float
+        self, group: Namespace, batches: Sequence[tuple[Batch, Values]], *, wait: bool, deadline_s: float
     ) -> PutResult:
         """Store batches with one Commit.
 
@@ -84,11 +76,9 @@ class Writer:
         Raises:
             UsageError: A size does not fit an extent.
         """
-        for batch, _ in batches:
-            self._require_size(batch.nbytes)
-        connected, life = self._pipeline.connected, self._pipeline.life
+        connected, life = self.pipeline.connected, self.pipeline.life
         result = self._put_once(group, batches, wait=wait, deadline_s=deadline_s)
-        stale = connected and (life != self._pipeline.life or not self.supply.knows(group))
+        stale = connected and (life != self.pipeline.life or not self.supply.knows(group))
         if result.skipped and stale and time.monotonic() < deadline_s:  # for example after a restart of the node
             again = self._put_once(group, batches, wait=wait, deadline_s=deadline_s)
             ours = max(0, again.existed - result.existed)  # stored by the first attempt, whose answer was lost
@@ -96,27 +86,22 @@ class Writer:
         return result
 
     def _put_once(
-        self, group: QuotaGroup, batches: Sequence[tuple[Batch, Values]], *, wait: bool, deadline_s: float
+        self, group: Namespace, batches: Sequence[tuple[Batch, Values]], *, wait: bool, deadline_s: float
     ) -> PutResult:
-        every: list[LentBatch] = []
-        filled: list[Filled] = []
+        lents: list[LentBatch] = []
         try:
             for batch, values in batches:
                 lent = self.lend(group, batch, deadline_s=deadline_s)
-                every.append(lent)
+                lents.append(lent)
                 if lent.slots:
                     chosen = [values[position] for position in lent.positions]
-                    filled.append(Filled(lent, self._threads.fill(lent.views, chosen)))
-        except BaseException as error:
-            with self._pipeline.lock:
-                self._pipeline.drop_if_interrupted_locked(error)
-                for lent in every:
-                    self.supply.put_back_locked(lent, lent.slots)
+                    lent.checksums = self._threads.fill(lent.views, chosen).tobytes()
+        except BaseException as error:  # a size that does not fit, or an interrupt: the slots were not used
+            self._undo(lents, error)
             raise
-        result = PutResult(0, 0, 0)
-        for lent in every:
-            result = sum_of(result, PutResult(0, lent.existed, lent.skipped, lent.reason))
-        return sum_of(result, self._commit(group, filled, wait=wait, deadline_s=deadline_s)) if filled else result
+        result = sum((lent.result for lent in lents), PutResult())
+        filled = [lent for lent in lents if lent.slots]
+        return result + self._commit(group, filled, wait=wait, deadline_s=deadline_s) if filled else result
 
     def _missing(self, batch: Batch) -> list[int]:
         """Return the positions of the keys that are not stored on this host, each key once."""
@@ -137,50 +122,49 @@ class Writer:
                 "raise extent_nbytes or cut the value into chunks"
             )
 
-    def _commit(self, group: QuotaGroup, filled: list[Filled], *, wait: bool, deadline_s: float) -> PutResult:
-        """Send one Commit. Skip the chunks whose slots belong to an earlier connection."""
-        life = filled[-1].lent.life
-        current = [each for each in filled if each.lent.life == life]
-        lost = sum(len(each.lent.slots) for each in filled) - sum(len(each.lent.slots) for each in current)
-        result = PutResult(0, 0, lost, "the connection that lent the slots broke" if lost else "")
-        commit = PendingCommit(self.supply, group, current)
+    def _commit(self, group: Namespace, filled: list[LentBatch], *, wait: bool, deadline_s: float) -> PutResult:
+        """Send one Commit. If it cannot be sent, or slots belong to an earlier connection, all chunks are skipped."""
+        commit, until_s = PendingCommit(self.supply, group, filled), max(deadline_s, time.monotonic() + LATE_S)
         commit.posted = not wait
-        posted = self._post(commit, life, max(deadline_s, time.monotonic() + LATE_S))
-        if posted is None or (wait and self._pipeline.wait(posted, deadline_s)):
-            assert commit.result is not None
-            return sum_of(result, commit.result)
-        with self._pipeline.lock:
-            if wait and commit.result is not None:
-                return sum_of(result, commit.result)
-            commit.posted = True
-        return sum_of(result, PutResult(0, 0, 0, NO_ANSWER if wait else "", commit.chunks))
-
-    def _post(self, commit: PendingCommit, life: int, deadline_s: float) -> Posted | None:
-        """Send a commit. Returns None if it was not sent; the chunks are skipped then."""
+        life = min(lent.life for lent in filled)
         try:
-            with self._pipeline.locked(deadline_s):
+            with self.pipeline.locked(until_s):
                 request = commit.request_locked()
             self._unanswered.add(commit)
             finish = partial(self._finish_locked, commit)
-            return self._pipeline.post(request, finish, deadline_s=deadline_s, life=life, keys=commit.keys)
-        except BaseException as error:
-            with self._pipeline.lock:
-                self._pipeline.drop_if_interrupted_locked(error)
-                self._unanswered.discard(commit)
-                commit.withdraw_locked(str(error))
+            posted = self.pipeline.post(request, finish, deadline_s=until_s, life=life, keys=commit.keys)
+        except BaseException as error:  # nothing was sent, or an interrupt drops the connection
+            self._unanswered.discard(commit)
+            self._undo(filled, error)
             if isinstance(error, _UNAVAILABLE):
-                return None
+                return PutResult(0, 0, commit.chunks, str(error))
             raise
+        if wait:
+            self.pipeline.wait(posted, deadline_s)
+        with self.pipeline.lock:
+            if wait and commit.result is not None:
+                return commit.result
+            commit.posted = True
+        return PutResult(reason=NO_ANSWER if wait else "", posted=commit.chunks)
 
-    def _finish_locked(self, commit: PendingCommit, outcome: Outcome) -> None:
+    def _undo(self, lents: Sequence[LentBatch], error: BaseException) -> None:
+        """Put slots back whose commit was not sent. After an interrupt, drop the connection: it may have been sent."""
+        with self.pipeline.lock:
+            self.pipeline.drop_if_interrupted_locked(error)
+            for lent in lents:
+                self.supply.put_back_locked(lent, lent.slots)
+
+    def _finish_locked(self, commit: "PendingCommit", outcome: Outcome) -> None:
         self._unanswered.discard(commit)
-        commit.finish_locked(outcome)
-        if commit.posted and commit.result is not None:
-            self._results = sum_of(self._results, commit.result)
+        try:
+            commit.finish_locked(outcome)
+        finally:
+            if commit.posted and commit.result is not None:
+                self._results += commit.result
 
     # -- slots that the caller fills --------------------------------------------------------------------------------
 
-    def lend(self, group: QuotaGroup, batch: Batch, *, deadline_s: float) -> LentBatch:
+    def lend(self, group: Namespace, batch: Batch, *, deadline_s: float) -> LentBatch:
         """Get slots for the chunks that are not stored on this host. If there are too few, `reason` says why.
 
         Raises:
@@ -199,10 +183,10 @@ class Writer:
 
     def commit_lent(self, lent: LentBatch, *, deadline_s: float) -> PutResult:
         """Commit slots that the caller has filled, and wait for the answer."""
-        checksums = np.array([checksum_of([view]) for view in lent.views], np.uint64)
-        return self._commit(lent.group, [Filled(lent, checksums)], wait=True, deadline_s=deadline_s)
+        lent.checksums = checksums_of([[view] for view in lent.views])
+        return self._commit(lent.group, [lent], wait=True, deadline_s=deadline_s)
 
-    def prepare(self, group: QuotaGroup, nbytes: int, count: int, *, deadline_s: float) -> None:
+    def prepare(self, group: Namespace, nbytes: int, count: int, *, deadline_s: float) -> None:
         """Request slots for `count` chunks that will be stored soon. Does not wait for the slots.
 
         Raises:
@@ -216,7 +200,7 @@ class Writer:
 
     def drain(self, deadline_s: float) -> bool:
         """Wait for the answers to all commits. True: new answers arrived, so the caller should look up again."""
-        return self.posted and self._pipeline.wait_all(deadline_s)
+        return self.posted and self.pipeline.wait_all(deadline_s)
 
     def flush(self, deadline_s: float) -> PutResult:
         """Wait for the posted chunks. Returns their results since the last call. Never raises.
@@ -224,11 +208,91 @@ class Writer:
         `posted` counts the chunks that have no answer by the deadline.
         """
         self.drain(deadline_s)
-        with self._pipeline.lock:
-            done, self._results = self._results, PutResult(0, 0, 0)
+        with self.pipeline.lock:
+            done, self._results = self._results, PutResult()
             waiting = sum(commit.chunks for commit in self._unanswered if commit.posted)
-        return sum_of(done, PutResult(0, 0, 0, "", waiting))
+        return done + PutResult(posted=waiting)
 
     def close(self) -> None:
         """Give all slots back, and close the connection."""
         self.supply.close(time.monotonic() + CLOSE_S)
+
+
+class PendingCommit:
+    """Filled slots, and the Commit that names them to the node.
+
+    Attributes:
+        chunks: Number of slots.
+        keys: Number of keys in the message.
+        result: None until there is an outcome.
+        posted: Whether no call waits for the result: it is for `Writer.flush`.
+    """
+
+    def __init__(self, supply: SlotSupply, group: Namespace, filled: Sequence[LentBatch]) -> None:
+        self._supply, self._group, self._filled = supply, group, filled
+        self.chunks = sum(len(lent.slots) for lent in filled)
+        self.keys = sum(lent.positions[-1] + 1 for lent in filled)
+        self.result: PutResult | None = None
+        self.posted = False
+
+    def request_locked(self) -> messages.Commit:
+        """Make the message. It also requests the slots that the pools lack."""
+        now_s = time.monotonic()
+        for lent in self._filled:
+            assert lent.pool is not None
+            lent.ahead = lent.pool.lacking(now_s)
+            lent.pool.coming += lent.ahead
+        return messages.Commit(tuple(map(_run_of, self._filled)), group=self._group.digest)
+
+    def finish_locked(self, outcome: Outcome) -> None:
+        """Put unused slots back into their pools, and give refused ones back to the node.
+
+        Raises:
+            ProtocolError: The answer is wrong. All chunks count as skipped.
+        """
+        self.result = PutResult(0, 0, self.chunks, "the node's answer to a Commit is wrong")
+        if isinstance(outcome, RayKVError):
+            runs = (messages.CommittedRun(problem=str(outcome)),) * len(self._filled)
+            if isinstance(outcome, LostError):
+                self._supply.lost_group(self._group)
+        else:
+            runs = expect(messages.Committed, outcome).runs
+        if len(runs) != len(self._filled):
+            raise ProtocolError(self.result.reason)
+        refused: list[Slot] = []
+        results = [self._finish_run_locked(lent, run, refused) for lent, run in zip(self._filled, runs, strict=True)]
+        self.result = sum(results, PutResult())
+        self._supply.give_back_locked(refused)
+
+    def _finish_run_locked(self, lent: LentBatch, run: messages.CommittedRun, refused: list[Slot]) -> PutResult:
+        assert lent.pool is not None
+        self._supply.add_locked(lent.pool, run.rows, run.offsets)
+        unused: list[Slot] = []
+        if run.problem:
+            refused += lent.slots
+        else:
+            places = array(run.unused, "<i4", len(run.unused) // 4).tolist()
+            unused = [lent.slots[place] for place in places if 0 <= place < len(lent.slots)]
+        self._supply.put_back_locked(lent, unused)
+        if run.problem:
+            return PutResult(0, 0, len(lent.slots), run.problem)
+        return PutResult(len(lent.slots) - len(unused), len(unused))
+
+
+def _run_of(lent: LentBatch) -> messages.Run:
+    """The keys up to the last one that is stored: an earlier one may be the parent of a later one."""
+    batch, positions = lent.batch, lent.positions
+    count = positions[-1] + 1
+    every = len(positions) == count
+    return messages.Run(
+        chunk_keys.to_bytes(batch.keys[:count]),
+        batch.nbytes,
+        rows_of(lent.slots),
+        lent.checksums,
+        b"" if every else np.array(positions, np.int32).tobytes(),
+        batch.chained,
+        b"" if batch.parent is None else chunk_keys.to_bytes(batch.parent),
+        batch.depth,
+        lent.ahead,
+        *batch.hints,
+    )

@@ -182,7 +182,12 @@ def test_a_client_joins_a_cluster_that_was_made_again():
         client = running.client(SPACE, node=1)
         router = client.router
         before, router.pool.secret = router.pool.secret, b"of the old one"
-        router._view, router.pool.epoch, router.local.epoch, router.writer.epoch = View(1000), 1000, 1000, 1000
+        router._view, router.pool.epoch, router.local.pipeline.epoch, router.writer.pipeline.epoch = (
+            View(1000),
+            1000,
+            1000,
+            1000,
+        )
         router.pool.retain(())
         assert get(client, ["a"]).hits == (True,)
         assert router.pool.secret == before
