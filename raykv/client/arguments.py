@@ -51,25 +51,15 @@ def flag(field: str, value: Any) -> bool:
     return bool(value)
 
 
-def instance(field: str, value: Any, kind: type[T], remedy: str) -> T:
+def instance(field: str, value: Any, kind: type[T] | tuple[type[T], ...], remedy: str) -> T:
     if not isinstance(value, kind):
-        raise UsageError(f"field '{field}': {type(value).__name__} instead of {kind.__name__}; {remedy}")
+        raise UsageError(f"field '{field}': {type(value).__name__}; {remedy}")
     return value
-
-
-def sequence(field: str, value: Any, remedy: str) -> Sequence[Any]:
-    if not isinstance(value, list | tuple):
-        raise UsageError(f"field '{field}': {type(value).__name__} instead of a list; {remedy}")
-    return value
-
-
-def timeout(timeout_s: Any) -> float:
-    return number_in("timeout_s", timeout_s, 0.0, MAX_TIMEOUT_S)
 
 
 def deadline_after(timeout_s: Any) -> float:
     """The deadline, by the monotonic clock, of a call that begins now."""
-    return time.monotonic() + timeout(timeout_s)
+    return time.monotonic() + number_in("timeout_s", timeout_s, 0.0, MAX_TIMEOUT_S)
 
 
 def list_of_names(names: Any) -> Sequence[Any]:
@@ -96,44 +86,35 @@ def named_keys(digest: bytes, names: Any) -> KeyArray:
 def key_array(field: str, keys: Any) -> KeyArray:
     """Check an array of keys: shape [n, 2], type uint64."""
     if not isinstance(keys, np.ndarray) or keys.ndim != 2 or keys.shape[1] != 2 or keys.dtype != np.uint64:
-        what = type(keys).__name__
-        if isinstance(keys, np.ndarray):
-            what = f"an array of shape {list(keys.shape)} and type {keys.dtype}"
         raise UsageError(
-            f"field '{field}': {what}; use the arrays that keys() and chain() make, of shape [n, 2] and type uint64, "
-            "or a list of names"
+            f"field '{field}': {_shown(keys)}; give an array that keys() or chain() made, of shape [n, 2] and type "
+            "uint64, or a list of names"
         )
     return keys
 
 
 def parent_key(parent: Any) -> KeyArray | None:
-    if parent is None:
-        return None
-    if not isinstance(parent, np.ndarray) or parent.shape != (1, 2) or parent.dtype != np.uint64:
-        shape = f"an array of shape {list(parent.shape)}" if isinstance(parent, np.ndarray) else type(parent).__name__
-        raise UsageError(f"field 'parent': {shape}; give one key as keys[i : i + 1], of shape [1, 2] and type uint64")
-    return parent
+    key = None if parent is None else key_array("parent", parent)
+    if key is not None and len(key) != 1:
+        raise UsageError(f"field 'parent': {len(key)} keys; give one key as keys[i : i + 1]")
+    return key
 
 
 def one_key(key: Any) -> bytes:
-    if not isinstance(key, bytes | bytearray | memoryview):
-        raise UsageError(f"field 'key': {type(key).__name__}; give the {KEY_NBYTES} bytes that key() returns")
-    raw = bytes(key)
-    if len(raw) != KEY_NBYTES:
-        raise UsageError(f"field 'key': {len(raw)} bytes; a key has {KEY_NBYTES}: use what key() returns")
+    if not isinstance(key, bytes | bytearray | memoryview) or len(raw := bytes(key)) != KEY_NBYTES:
+        raise UsageError(f"field 'key': {_shown(key)}; give the {KEY_NBYTES} bytes that key() returns")
     return raw
 
 
-def token_ids(tokens: Any) -> npt.NDArray[np.integer[Any]]:
+def token_ids(tokens: Any) -> npt.NDArray[np.int64]:
     try:
         ids = np.asarray(tokens)
     except (TypeError, ValueError, OverflowError):
         ids = np.empty(0, object)
-    if not ids.size and ids.ndim == 1 and ids.dtype != object:
-        return np.empty(0, np.int64)
-    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+    empty = not ids.size and ids.dtype != object  # numpy makes an empty list an array of floats
+    if ids.ndim != 1 or not (empty or ids.dtype.kind in "iu"):
         raise UsageError(f"field 'tokens': {_shown(tokens)} is not a flat list of token ids in 0 .. 2**32 - 1")
-    return ids
+    return ids.astype(np.int64, copy=False)
 
 
 def buffers(field: str, many: Any, count: int, *, writable: bool) -> tuple[list[list[memoryview]], list[int]]:
@@ -144,9 +125,9 @@ def buffers(field: str, many: Any, count: int, *, writable: bool) -> tuple[list[
         raise UsageError(f"field '{field}': {len(many)} entries for {count} keys; give one entry a key")
     try:
         return all_byte_views(list(many), field, writable=writable)
+    except UsageError:
+        raise
     except (TypeError, ValueError, BufferError) as error:
-        if isinstance(error, UsageError):
-            raise
         raise UsageError(f"field '{field}': {error}; pass arrays of plain numbers, or their bytes") from None
 
 
@@ -166,5 +147,7 @@ def depth_of(depth: Any) -> int:
 
 
 def _shown(value: Any) -> str:
+    if isinstance(value, np.ndarray):
+        return f"an array of shape {list(value.shape)} and type {value.dtype}"
     text = repr(value)
     return text if len(text) <= 60 else text[:60] + "..."

@@ -14,7 +14,7 @@ from typing import Final, Unpack
 import numpy as np
 
 from raykv.client.admin import AdminCalls, report
-from raykv.client.arguments import Keys, buffers, depth_of, flag, instance, integer_in, one_key, parent_key, sequence
+from raykv.client.arguments import Keys, buffers, depth_of, flag, instance, integer_in, one_key, parent_key
 from raykv.client.fetcher import Fetcher
 from raykv.client.leases import Pins, Reservation
 from raykv.client.puts import Put, PutOptions, batches_of, put_remote
@@ -272,7 +272,7 @@ class Client(AdminCalls):
         """Store several `Put`s with one message. Arguments, result and errors as for `put`."""
         began_s, wait, deadline_s = time.monotonic(), flag("wait", wait), self.router.deadline(timeout_s)
         batches: list[tuple[Batch, Values]] = []
-        for put in sequence("puts", puts, "give a list of raykv.Put"):
+        for put in instance("puts", puts, (list, tuple), "give a list of raykv.Put"):
             instance("puts", put, Put, "give a list of raykv.Put")
             batches += batches_of(put, self._as_keys(put.keys))
         if self.router.writer is not None:
