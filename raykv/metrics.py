@@ -1,14 +1,19 @@
 """Counters per quota group: misses by reason, and durations of calls. Logic only."""
 
+import math
 import threading
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, Final
+
+from raykv.transport.forking import drop_after_fork
 
 MAX_ABSENT: Final = 4096
 """Most missed keys whose reasons are looked up later. Further misses count as "unknown"."""
 REPORT_S: Final = 10.0
-"""Time between two reports of a client with misses."""
+"""A client collects misses for this long before it reports them."""
 BUCKETS: Final = 40
 MAX_REASONS: Final = 64
 
@@ -41,20 +46,15 @@ class Histogram:
         return counts
 
     def summary(self) -> dict[str, float]:
-        return quantiles(self.counts)
-
-
-def quantiles(counts: Sequence[int]) -> dict[str, float]:
-    """Return the count, and upper bounds of the p50 and p99 in microseconds."""
-    total, found = sum(counts), {"count": float(sum(counts))}
-    for name, share in (("p50_us", 0.5), ("p99_us", 0.99)):
-        below = 0
-        for bucket, count in enumerate(counts):
-            below += count
-            if total and below >= share * total:
-                found[name] = float(1 << bucket)
-                break
-    return found
+        """Return the count, and upper bounds of the p50 and p99 in microseconds if the count is not 0."""
+        sums = list(accumulate(self.counts))
+        found = {"count": float(sums[-1])}
+        if sums[-1]:
+            found |= {
+                name: float(1 << bisect_left(sums, share * sums[-1]))
+                for name, share in (("p50_us", 0.5), ("p99_us", 0.99))
+            }
+        return found
 
 
 class ClientMetrics:
@@ -69,18 +69,22 @@ class ClientMetrics:
         self._misses: Counter[str] = Counter()
         self._absent: list[bytes] = []
         self._lock = threading.Lock()
-        self._reported_s = 0.0
+        self._report_at_s = math.inf
+        drop_after_fork(self)
 
     def after_fork(self) -> None:
         """Replace the lock: another thread of the parent may hold it."""
         self._lock = threading.Lock()
 
-    def add_misses(self, reasons: Mapping[str, int], absent: Iterable[bytes]) -> None:
+    def add_misses(self, reasons: Mapping[str, int], absent: Iterable[bytes], *, now_s: float) -> bool:
         """Count chunks that did not arrive.
 
         Args:
             reasons: Number of misses by known reason.
             absent: 16-byte keys of the misses whose reason is to be looked up.
+
+        Returns:
+            Whether to report now: REPORT_S after the first miss since the last report.
         """
         with self._lock:
             self._misses.update(reasons)
@@ -89,17 +93,9 @@ class ClientMetrics:
                     self._absent.append(key)
                 else:
                     self._misses["unknown"] += 1
-
-    def due(self, now_s: float) -> bool:
-        """Return whether to report now. True at most once per REPORT_S, and only after misses."""
-        if not (self._absent or self._misses) or now_s < self._reported_s + REPORT_S:
-            return False
-        with self._lock:
-            if now_s < self._reported_s + REPORT_S:
-                return False
-            first = self._reported_s == 0.0
-            self._reported_s = now_s
-            return not first  # the first report waits REPORT_S to collect more misses
+            due = now_s >= self._report_at_s
+            self._report_at_s = math.inf if due else min(self._report_at_s, now_s + REPORT_S)
+            return due
 
     def reset(self) -> tuple[Counter[str], list[bytes], list[int], list[int]]:
         """Return misses by reason, keys of other misses, and the counts of both histograms. Reset them all."""

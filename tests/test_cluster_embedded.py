@@ -681,7 +681,8 @@ def test_a_namespace_keeps_to_its_capacity_on_every_node_and_leaves_the_others_a
         bounded = [running.client(SPACE, node=node) for node in range(2)]
         other = running.client(SPACE.with_fields(model="other"), node=0)
         assert put(other, names(10)).stored == 10
-        assert bounded[0].limit(5 * 12288) == 2  # a chunk of 10 000 bytes takes a slot of three pages
+        quota_nbytes = 5 * 12288  # a chunk of 10 000 bytes takes a slot of three pages
+        assert bounded[0].configure(dram_quota_nbytes=quota_nbytes) == 2
         for client in bounded:
             put(client, names(20), chained=False)
             assert sum(get(client, names(20), timeout_s=0.5).hits) >= 5
@@ -690,8 +691,8 @@ def test_a_namespace_keeps_to_its_capacity_on_every_node_and_leaves_the_others_a
                 node
             )
         assert get(other, names(10)).prefix == 10
-        with pytest.raises(UsageError, match="capacity_nbytes"):
-            bounded[0].limit(-1)
+        with pytest.raises(UsageError, match="dram_quota_nbytes"):
+            bounded[0].configure(dram_quota_nbytes=-1)
 
 
 def test_what_is_done_in_the_background_leaves_the_others_their_threads(monkeypatch):

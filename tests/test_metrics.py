@@ -42,15 +42,13 @@ def test_times_by_powers_of_two():
 
 def test_a_clients_counters_are_bounded_and_reported_now_and_then():
     metrics = ClientMetrics()
-    assert not metrics.due(100.0)
-    metrics.add_misses({"timed_out": 2}, [b"k"] * (MAX_ABSENT + 5))
-    assert not metrics.due(100.0), "some gather first"
-    assert not metrics.due(100.0 + REPORT_S - 1)
-    assert metrics.due(100.0 + REPORT_S)
-    assert not metrics.due(100.0 + REPORT_S)
+    assert not metrics.add_misses({"timed_out": 1}, [b"k"] * (MAX_ABSENT + 4), now_s=100.0), "some gather first"
+    assert not metrics.add_misses({"timed_out": 1}, [], now_s=100.0 + REPORT_S - 1)
+    assert metrics.add_misses({}, [b"k"], now_s=100.0 + REPORT_S)
+    assert not metrics.add_misses({}, [], now_s=100.0 + REPORT_S)
     misses, absent, _, _ = metrics.reset()
     assert (misses, len(absent)) == ({"timed_out": 2, "unknown": 5}, MAX_ABSENT)
-    assert not metrics.due(1e9)
+    assert not metrics.add_misses({}, [], now_s=100.0 + 2 * REPORT_S - 1), "the time begins again"
 
 
 def test_a_nodes_counters_are_bounded():
@@ -111,7 +109,7 @@ def test_a_client_with_misses_reports_in_the_background():
         put(client, ["a"])
         for _ in range(3):
             get(client, ["b"])
-        client.router.metrics(MINE.group.digest)._reported_s = time.monotonic() - REPORT_S - 1
+        client.router.metrics(MINE.group.digest)._report_at_s = 0.0
         get(client, ["b"])
         until_s = time.monotonic() + 5
         while not (misses := next(iter(node.reconciler.list().values()))["misses"]):

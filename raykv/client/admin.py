@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, partial
-from types import TracebackType
 from typing import Any, Self
 
 import msgspec
@@ -25,7 +24,7 @@ from raykv.client.router import Router
 from raykv.client.why import Derive, Inquiry, PromptKeys, Why, namespaces, reasons_of, split
 from raykv.config import NamespaceConfig
 from raykv.errors import RayKVError, UsageError
-from raykv.metrics import BUCKETS, ClientMetrics, quantiles
+from raykv.metrics import ClientMetrics, Histogram
 from raykv.protocol import chunk_keys, messages
 from raykv.protocol.codec import expect
 from raykv.protocol.hints import MAX_TTL_S, MOST_OUTPUT_TOKENS
@@ -72,19 +71,6 @@ class AdminCalls:
         return key_array("keys", keys) if isinstance(keys, np.ndarray) else self.keys(keys)
 
     # -- configs ----------------------------------------------------------------------------------------------------
-
-    def limit(self, capacity_nbytes: int, *, timeout_s: float | None = None) -> int:
-        """Limit the memory that this namespace, with all its salts and adapters, uses on each node.
-
-        Args:
-            capacity_nbytes: Bytes of slots on one node. 0: no limit. Chunks above the limit are evicted in the
-                background.
-
-        Returns:
-            The number of nodes that apply the limit already. The other nodes apply it after their next heartbeat.
-        """
-        capacity_nbytes = integer_in("capacity_nbytes", capacity_nbytes, 0, (1 << 63) - 1)
-        return self.configure(dram_quota_nbytes=capacity_nbytes or None, timeout_s=timeout_s)
 
     def configure(self, *, timeout_s: float | None = None, **fields: Any) -> int:
         """Change the config of this namespace, with all its salts and adapters, while the cluster runs.
@@ -247,9 +233,7 @@ class AdminCalls:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -314,8 +298,7 @@ def merge_namespaces(listed: Mapping[NodeId, Mapping[str, Any]]) -> list[dict[st
                     "config": NamespaceConfig(),
                     **dict.fromkeys(_SUMS, 0),
                     **{name: Counter[str]() for name in _COUNTERS},
-                    "get_counts": [0] * BUCKETS,
-                    "put_counts": [0] * BUCKETS,
+                    **{name: Histogram() for name in _TIMES},
                     "nodes": {},
                 },
             )
@@ -325,14 +308,15 @@ def merge_namespaces(listed: Mapping[NodeId, Mapping[str, Any]]) -> list[dict[st
                 whole[name] += theirs.get(name, 0)
             for name in _COUNTERS:
                 whole[name].update(theirs.get(name, {}))
-            for name in ("get_counts", "put_counts"):
-                whole[name] = [ours + more for ours, more in zip(whole[name], theirs[name], strict=True)]
+            for name, counts in _TIMES.items():
+                whole[name].add_counts(theirs[counts])
             whole["nodes"][node] = {name: value for name, value in theirs.items() if name != "config"}
     for whole in found.values():
         whole |= {name: dict(whole[name]) for name in _COUNTERS}
-        whole["get_times"], whole["put_times"] = (quantiles(whole.pop(f"{kind}_counts")) for kind in ("get", "put"))
+        whole |= {name: whole[name].summary() for name in _TIMES}
     return [found[text] for text in sorted(found)]
 
 
 _SUMS = ("chunks", "used_nbytes", "reads", "requests", "served_nbytes")
 _COUNTERS = ("departures", "below_nbytes", "misses")
+_TIMES = {"get_times": "get_counts", "put_times": "put_counts"}

@@ -367,6 +367,5 @@ class Client(AdminCalls):
                 reasons[failure.kind] += 1
             else:
                 absent.append(key)
-        self._metrics.add_misses(reasons, absent)
-        if self._metrics.due(now_s):
+        if self._metrics.add_misses(reasons, absent, now_s=now_s):
             router.parallel.in_background(partial(report, router, self.namespace, router.deadline(None)))

@@ -5,7 +5,6 @@ A lease ends with the connection on which the node granted it.
 
 import time
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Final, Self
 
 import numpy as np
@@ -120,7 +119,5 @@ class Pins:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()

@@ -1,7 +1,6 @@
 """Connects a client to this host's node and to other nodes. Follows the view, and finds the owners of keys."""
 
 import math
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -25,7 +24,6 @@ from raykv.protocol.codec import array, expect, unpack_bits
 from raykv.protocol.placement import Member, View
 from raykv.protocol.trace_requests import TracedRequest
 from raykv.transport.data_path import PathEnvironment, open_data_paths
-from raykv.transport.forking import drop_after_fork
 from raykv.transport.pool import ConnectionPool
 from raykv.types import Bits, KeyArray, NodeId, host_identity
 
@@ -76,7 +74,6 @@ class Router:
         self.copy_threads = CopyThreads(config.copy_threads or default_copy_threads())
         self.parallel, self.read_failures = Parallel(), ReadFailures()
         self._metrics: dict[bytes, ClientMetrics] = {}
-        self._lock = threading.Lock()
         self._view = View()
         self._failures, self._doubt_s = 0, -math.inf
         self.local: LocalConnection | None = None
@@ -89,7 +86,6 @@ class Router:
         self._host = host
         self.pool = ConnectionPool(secret, breaker_s=config.breaker_s, max_idle=config.connections_per_peer)
         self.paths = open_data_paths(PathEnvironment(self.pool, host, config.verify, self.copy_threads))
-        drop_after_fork(self)
         try:
             self.refresh(deadline_s)
         except BaseException:
@@ -97,12 +93,6 @@ class Router:
             raise
         if self.local is None:
             self._find_local(deadline_s)
-
-    def after_fork(self) -> None:
-        """Replace the locks: other threads of the parent may hold them. Connections reset themselves."""
-        self._lock = threading.Lock()
-        for each in self._metrics.values():
-            each.after_fork()
 
     def _use_local(self, address: str, deadline_s: float) -> messages.Attached:
         retry_s = self.config.breaker_s
@@ -148,13 +138,11 @@ class Router:
 
     def _join_again(self, local: LocalConnection) -> None:
         """Join the new cluster of this host's node. It has a new secret, and its epochs start again."""
-        with self._lock:
-            self.pool.retain(())
-            self.pool.secret, self.pool.epoch = local.attached.secret, 0
-            self._view = View()
-            for pipeline in self._pipelines():
-                pipeline.epoch = 0
-            self._doubt_s, self._failures = -math.inf, self.pool.failures - 1  # forces a refresh
+        self.pool.retain(())
+        self.pool.secret, self.pool.epoch, self._view = local.attached.secret, 0, View()
+        for pipeline in self._pipelines():
+            pipeline.epoch = 0
+        self._doubt_s, self._failures = -math.inf, self.pool.failures - 1  # forces a refresh
 
     def _pipelines(self) -> list[Pipeline]:
         return [each.pipeline for each in (self.local, self.writer) if each is not None]

@@ -59,7 +59,6 @@ def cases() -> list[tuple[str, str, Any]]:
     for method in ("flush", "stats", "namespaces", "drop_namespace"):
         add(method, "timeout_s", TIMEOUTS, lambda c, v, m=method: getattr(c, m)(timeout_s=v))
     add("configure", "timeout_s", TIMEOUTS, lambda c, v: c.configure(ttl_s=5.0, timeout_s=v))
-    add("limit", "timeout_s", TIMEOUTS, lambda c, v: c.limit(0, timeout_s=v))
     add("get", "timeout_s", TIMEOUTS, lambda c, v: c.get(["a"], into, timeout_s=v))
     add("get_one", "timeout_s", TIMEOUTS, lambda c, v: c.get_one(c.key("no"), into[0], timeout_s=v))
     add("exists_one", "timeout_s", TIMEOUTS, lambda c, v: c.exists_one(c.key("no"), timeout_s=v))
@@ -93,7 +92,7 @@ def cases() -> list[tuple[str, str, Any]]:
     add("reserve", "nbytes", sizes, lambda c, v: c.reserve(["n"], v))
     add("reserve", "parent", PARENTS, lambda c, v: c.reserve(["n"], NBYTES, parent=v))
     add("reserve", "depth", DEPTHS, lambda c, v: c.reserve(["n"], NBYTES, depth=v))
-    add("limit", "capacity_nbytes", [*NOT_INTEGERS, None, -1, 1 << 70], lambda c, v: c.limit(v))
+    add("configure", "dram_quota_nbytes", [-1, -(1 << 70), object()], lambda c, v: c.configure(dram_quota_nbytes=v))
     tokens: list[Any] = [
         5, "text", [-1], [1 << 32], [1.5], ["a"], [None], [[1], [2]], [[1], [2, 3]], np.ones((2, 2), int), {1: 2},
         [1 << 70], np.array([1.5]), [True, False], object(),
@@ -176,8 +175,7 @@ def test_numpy_scalars_are_numbers():
             assert client.hint([name], priority=number, ttl_s=np.int64(9), output_tokens=number) == 1
             assert client.put_one(client.key(f"{name}-1"), bytes(NBYTES), priority=number, ttl_s=number)
             client.prepare(np.int64(NBYTES), number)
-            assert client.limit(np.int64(0), timeout_s=number) == 1
-            assert client.configure(priority=number) == 1
+            assert client.configure(priority=number, dram_quota_nbytes=np.int64(1 << 20), timeout_s=number) == 1
         assert room.commit().stored == 1
         assert client.match(["held"], timeout_s=np.float32(1)).nbytes == (NBYTES,)
 
