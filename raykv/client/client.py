@@ -168,8 +168,8 @@ class Client(AdminCalls):
         late = now_s >= deadline_s - LATE_S
         if late or len(router.read_failures):
             self._fetcher.record_end(progress, late=late)
-        if not progress.complete:
-            self._add_misses(list(map(progress.raw_key, progress.missing())), began_s)
+        if missing := progress.missing():
+            self._add_misses(list(map(progress.raw_key, missing)), began_s)
         return progress.result()
 
     def _read_here(self, keys: KeyArray, into: Sequence[Scattered], deadline_s: float) -> tuple[Bits, int]:

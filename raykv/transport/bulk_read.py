@@ -44,11 +44,6 @@ class ReadProgress:
         self._nbytes: dict[Path, int] = {}
         self._chunks: dict[tuple[NodeId, Path], int] = {}
 
-    @property
-    def complete(self) -> bool:
-        """Whether all chunks have arrived."""
-        return all(self.hits)
-
     def missing(self) -> list[int]:
         """Return the places of the chunks that have not arrived."""
         return [place for place, hit in enumerate(self.hits) if not hit]

@@ -22,7 +22,7 @@ class ConnectionPool:
     Attributes:
         secret: The cluster's secret, for new links.
         epoch: The greatest epoch in an answer so far.
-        failures: Number of requests that a node did not answer, or that were not sent since its breaker had tripped.
+        failures: Number of requests without an answer. Requests that a tripped breaker held back count too.
     """
 
     def __init__(self, secret: bytes, *, breaker_s: float, max_idle: int) -> None:

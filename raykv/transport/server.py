@@ -30,15 +30,15 @@ MAX_HANDSHAKES: Final = 64
 """The most concurrent handshakes. A new connection beyond this limit closes the oldest handshake."""
 MAX_LOG_LINES: Final = 5
 LOG_EVERY_S: Final = 60.0
-"""A server logs at most MAX_LOG_LINES lines about its peers in this time."""
+"""See `LogLimit`: a peer may repeat what fails."""
 
 
 class LogLimit:
-    """Logs at most `max_lines` lines in `every_s` seconds. The next line gives the number left out. Thread-safe."""
+    """Logs at most MAX_LOG_LINES lines in LOG_EVERY_S. The next line gives the number left out. Thread-safe."""
 
-    def __init__(self, log: logging.Logger, *, max_lines: int = MAX_LOG_LINES, every_s: float = LOG_EVERY_S) -> None:
-        self._log, self._max_lines, self._every_s, self._lock = log, max_lines, every_s, threading.Lock()
-        self._began_s = -every_s
+    def __init__(self, log: logging.Logger) -> None:
+        self._log, self._lock = log, threading.Lock()
+        self._began_s = -LOG_EVERY_S
         self._lines = self._left_out = 0
 
     def write(self, level: int, text: str, *arguments: object, trace: bool = False) -> None:
@@ -47,9 +47,9 @@ class LogLimit:
             return
         now_s = time.monotonic()
         with self._lock:
-            if now_s - self._began_s >= self._every_s:
+            if now_s - self._began_s >= LOG_EVERY_S:
                 self._began_s, self._lines = now_s, 0
-            if self._lines >= self._max_lines:
+            if self._lines >= MAX_LOG_LINES:
                 self._left_out += 1
                 return
             self._lines += 1
@@ -71,13 +71,7 @@ class SocketServer:
     """
 
     def __init__(
-        self,
-        service: Service,
-        address: str,
-        secret: bytes,
-        *,
-        io_timeout_s: float,
-        max_connections: int,
+        self, service: Service, address: str, secret: bytes, *, io_timeout_s: float, max_connections: int
     ) -> None:
         """Listen, or raise ConfigError. Clients that connect before `serve` have to wait.
 

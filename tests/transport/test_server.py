@@ -126,9 +126,11 @@ def test_the_log_says_little_about_a_thousand_bad_frames(served, caplog):
     assert serves(served)
 
 
-def test_the_log_counts_what_it_left_out(caplog):
+def test_the_log_counts_what_it_left_out(caplog, monkeypatch):
     caplog.set_level(logging.DEBUG)
-    limit = server.LogLimit(logging.getLogger("x"), max_lines=2, every_s=0.05)
+    monkeypatch.setattr(server, "MAX_LOG_LINES", 2)
+    monkeypatch.setattr(server, "LOG_EVERY_S", 0.05)
+    limit = server.LogLimit(logging.getLogger("x"))
     for number in range(5):
         limit.write(logging.WARNING, "line %d", number)
     assert [record.getMessage() for record in caplog.records] == ["line 0", "line 1"]
