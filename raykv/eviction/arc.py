@@ -35,7 +35,6 @@ class ARC(Policy):
         return columns.accessed[rows]
 
     def queue(self, columns: Columns, rows: Rows) -> Queues:
-        self._returned = by_row(self._returned, len(columns.frequency))
         return ((columns.frequency[rows] > 0) | self._returned[rows]).astype(np.int8)
 
     def shares(self, sizes: Sequence[int], count: int) -> list[int]:
@@ -48,7 +47,7 @@ class ARC(Policy):
         return [count - from_more, from_more]
 
     def on_insert(self, columns: Columns, rows: Rows, now: int) -> None:
-        self._returned = by_row(self._returned, len(columns.frequency))
+        self._returned = by_row(self._returned, columns)
         self._held += len(rows)
         once, more = self._ghosts
         for row, key in zip(rows.tolist(), key_numbers(columns, rows), strict=True):

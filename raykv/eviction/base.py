@@ -30,7 +30,8 @@ class Policy(ABC):
     """An eviction policy. Subclasses must implement only `score`.
 
     Policies see reads only as changed columns. A policy holds its own state in arrays by row and in bounded sets by
-    key. After a restart the node calls `on_insert` once with all rows, oldest first, to restore that state.
+    key. After a restart the node calls `on_insert` once with all rows, oldest first, to restore that state. The other
+    methods get only rows that `on_insert` got before.
 
     Attributes:
         name: Name in reports.

@@ -90,7 +90,6 @@ class HitDensity(Policy):
         self._recompute()
 
     def score(self, columns: Columns, rows: Rows, now: int) -> Floats:
-        self._grow(columns)
         kinds = self._kinds(rows, columns.frequency[rows])
         ages = scale(np.maximum(0, now - columns.accessed[rows].astype(np.int64)))
         whole = ages.astype(np.int64)
@@ -101,8 +100,7 @@ class HitDensity(Policy):
     def on_insert(self, columns: Columns, rows: Rows, now: int) -> None:
         if not rows.size:
             return
-        self._grow(columns)
-        mine = self._rows
+        mine = self._rows = by_row(self._rows, columns)
         self._held += len(rows)
         self._used_rows = max(self._used_rows, int(rows.max()) + 1)
         mine["here"][rows] = True
@@ -118,7 +116,6 @@ class HitDensity(Policy):
             self._recompute()
 
     def on_request_done(self, columns: Columns, rows: Rows, output_tokens: int, now: int) -> None:
-        self._grow(columns)
         self._observe(columns, rows, now)
         values, unit = FEATURES["output"], self._unit["output"]
         level = min(values - 1, 1 + max(0, output_tokens.bit_length() - 2) // 2)
@@ -127,7 +124,6 @@ class HitDensity(Policy):
         self._known[self._kinds(rows, self._rows["reads"][rows])] = True
 
     def on_remove(self, columns: Columns, rows: Rows, now: int, *, evicted: bool) -> None:
-        self._grow(columns)
         self._observe(columns, rows, now)
         mine = self._rows[rows]
         self._rows["here"][rows] = False
@@ -244,9 +240,6 @@ class HitDensity(Policy):
         found = np.log(density(self._hazards.per_tick()[known]))
         places = np.minimum(np.arange(AGES + 1), found.shape[1] - 1)
         self._scores[known] = found[:, places]
-
-    def _grow(self, columns: Columns) -> None:
-        self._rows = by_row(self._rows, len(columns.frequency))
 
 
 def _fields_of(ghosts: Iterable[_Ghost]) -> tuple[Integers, Integers, Integers, Integers, Floats]:

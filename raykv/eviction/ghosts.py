@@ -6,12 +6,14 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from raykv.memory.layout import Columns
+
 Scalar = TypeVar("Scalar", bound=np.generic)
 
 
-def by_row(held: npt.NDArray[Scalar], rows: int) -> npt.NDArray[Scalar]:
+def by_row(held: npt.NDArray[Scalar], columns: Columns) -> npt.NDArray[Scalar]:
     """`held`; if it is still empty, zeros for all rows of the table."""
-    return held if held.size else np.zeros(rows, held.dtype)
+    return held if held.size else np.zeros(len(columns.frequency), held.dtype)
 
 
 class Ghosts:

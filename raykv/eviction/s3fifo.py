@@ -38,11 +38,9 @@ class S3FIFO(Policy):
         self._last = 0
 
     def score(self, columns: Columns, rows: Rows, now: int) -> npt.NDArray[np.int64]:
-        self._grow(columns)
         return self._place[rows]
 
     def queue(self, columns: Columns, rows: Rows) -> Queues:
-        self._grow(columns)
         return self._main[rows].astype(np.int8)
 
     def shares(self, sizes: Sequence[int], count: int) -> list[int]:
@@ -52,7 +50,6 @@ class S3FIFO(Policy):
         return [from_small, count - from_small]
 
     def second_chance(self, columns: Columns, rows: Rows, now: int) -> Bits:
-        self._grow(columns)
         reads = columns.frequency[rows] - self._counted[rows]
         main = self._main[rows]
         stays: Bits = reads >= np.where(main, 1, READS_TO_STAY)
@@ -63,7 +60,8 @@ class S3FIFO(Policy):
         return stays
 
     def on_insert(self, columns: Columns, rows: Rows, now: int) -> None:
-        self._grow(columns)
+        self._main, self._place = by_row(self._main, columns), by_row(self._place, columns)
+        self._counted = by_row(self._counted, columns)
         to_main = np.array([self._ghosts.remove(key) for key in key_numbers(columns, rows)], np.bool_)
         if not self._full:
             limit = self.capacity // SMALL_SHARE if self.capacity else math.inf
@@ -83,11 +81,6 @@ class S3FIFO(Policy):
     def _append(self, rows: Rows) -> None:
         self._place[rows] = np.arange(self._last + 1, self._last + 1 + len(rows))
         self._last += len(rows)
-
-    def _grow(self, columns: Columns) -> None:
-        count = len(columns.frequency)
-        self._main, self._place = by_row(self._main, count), by_row(self._place, count)
-        self._counted = by_row(self._counted, count)
 
 
 def _main_part(chunks: int) -> int:
