@@ -177,10 +177,6 @@ class Allocator:
     def rows_in_use(self) -> int:
         return self.free_rows.limit - len(self.free_rows)
 
-    @property
-    def quarantined(self) -> Rows:
-        return np.concatenate([NO_ROWS, *(rows for _, rows in self._quarantine)])
-
     def slot_sizes(self, rows: Rows) -> npt.NDArray[np.int64]:
         nbytes = self._table.columns.nbytes[rows].astype(np.int64)
         return nbytes + (SLOT_ALIGNMENT_NBYTES - 1) & -SLOT_ALIGNMENT_NBYTES

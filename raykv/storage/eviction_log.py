@@ -41,9 +41,6 @@ class EvictionLog:
         self._newest = np.zeros(entries, np.int64)  # by bucket
         self._names = [""]
 
-    def __len__(self) -> int:
-        return min(self._next - 1, self._entries)
-
     @property
     def since_s(self) -> float | None:
         """Time of the oldest departure in the log; None if the log still has all departures."""

@@ -143,16 +143,9 @@ class Evictor:
 
         Returns: False if nothing could be evicted.
         """
-        columns = self._table.columns
-        rows = self._candidates()
-        if self._is_small():
-            own = rows[self._allocator.slot_sizes(rows) == size]
-        else:
-            own = self._candidates(size=size)
-            missing = max(missing, len(own) // SAMPLE_SHARE)
-        victims = self._victims(own, missing, now)
-        foreign, last_access = self._coldest_foreign_extent(size, rows)
-        if foreign.size and (not victims.size or last_access < int(columns.accessed[victims].min())):
+        victims = self._victims(self._candidates(size=size), missing, now)
+        foreign, last_access = self._coldest_foreign_extent(size, self._candidates())
+        if foreign.size and (not victims.size or last_access < int(self._table.columns.accessed[victims].min())):
             victims = foreign
         self.remove(victims, now, Reason.EVICTED)
         return bool(victims.size)
@@ -254,10 +247,13 @@ class Evictor:
         return cells.state[row] == RowState.READY and cells.pins[row] == 0
 
     def _candidates(self, *, size: int | None = None) -> Rows:
-        """Evictable rows: all of a small table; a sample of a large table, only slots of `size` if given."""
-        small = self._is_small()
-        rows = self._table.ready_rows() if small else self._allocator.slots.sample(SAMPLE_ROWS, self._rng, size)
-        return rows[self.evictable(rows)]
+        """Evictable rows: all of a small table, or a sample of a large table. With `size`, only slots of this size."""
+        if not self._is_small():
+            rows = self._allocator.slots.sample(SAMPLE_ROWS, self._rng, size)
+            return rows[self.evictable(rows)]
+        rows = self._table.ready_rows()
+        wanted = self.evictable(rows)
+        return rows[wanted if size is None else wanted & (self._allocator.slot_sizes(rows) == size)]
 
     def _candidates_of(self, group: int, *, wanted: int) -> Rows:
         """Evictable rows of one quota group. If a sample has too few rows of the group, all rows are scanned."""
@@ -274,14 +270,15 @@ class Evictor:
         return mine[self.evictable(mine)]
 
     def _evict(self, candidates: Rows, count: int, now: int, *, one_step: bool = False) -> int:
-        """Evict `count` candidates. Of a sample, evict at least its SAMPLE_SHARE; in `one_step` exactly that share."""
-        if not self._is_small() and count > 0:
-            count = max(1 if one_step else count, len(candidates) // SAMPLE_SHARE)
-        rows = self._victims(candidates, count, now)
+        """Evict candidates; see `_victims`. Returns how many were evicted."""
+        rows = self._victims(candidates, count, now, one_step=one_step)
         self.remove(rows, now, Reason.EVICTED)
         return len(rows)
 
-    def _victims(self, candidates: Rows, count: int, now: int) -> Rows:
+    def _victims(self, candidates: Rows, count: int, now: int, *, one_step: bool = False) -> Rows:
+        """Choose `count` victims. Of a sample, choose at least its SAMPLE_SHARE, in `one_step` exactly that share."""
+        if not self._is_small() and count > 0:
+            count = max(1 if one_step else count, len(candidates) // SAMPLE_SHARE)
         return self.policies.victims(candidates, count, now, None if self._is_small() else self._may_evict)
 
     def _is_small(self) -> bool:

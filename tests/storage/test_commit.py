@@ -234,9 +234,9 @@ def test_a_slot_that_is_quarantined_twice_stays_until_the_second_time_is_over(be
     assert again.rows == lent.rows
     bench.store.quarantine(again.rows, now_s=cut_off_s + 1.5 * QUARANTINE_S)
     bench.store.evict_ahead(now_s=cut_off_s + 2.4 * QUARANTINE_S)
-    assert bench.store.allocator.quarantined.tolist() == again.rows.tolist()
+    assert states(bench.store)[RowState.QUARANTINED] == again.rows.tolist()
     bench.store.evict_ahead(now_s=cut_off_s + 2.5 * QUARANTINE_S)
-    assert bench.store.allocator.quarantined.tolist() == []
+    assert states(bench.store)[RowState.QUARANTINED] == []
 
 
 def test_reads_of_the_chunk_before_are_not_counted(bench):

@@ -25,13 +25,11 @@ def test_what_went_is_known_by_its_last_departure():
     assert found.tiers.tolist() == [Place.DRAM, Place.SSD, Place.DRAM, Place.NOWHERE]
     assert found.when_s.tolist() == [1.0, 2.0, 1.0, 0.0]
     assert found.policies == ["lru", "", "lru", ""]
-    assert len(eviction_log) == 5
 
 
 def test_no_keys():
     eviction_log = EvictionLog(16)
     eviction_log.add(keys_of([]), Reason.DELETED, now_s=1.0)
-    assert len(eviction_log) == 0
     assert eviction_log.find(keys_of([])).policies == []
 
 
@@ -43,7 +41,7 @@ def test_more_at_once_than_it_can_remember():
     assert np.flatnonzero(found.reasons).tolist() == list(range(24, 40))
     assert found.reasons[-11:].tolist() == reasons[-11:]
     assert found.policies[-2:] == ["lru", "fifo"]
-    assert (len(eviction_log), eviction_log.since_s) == (16, 5.0)
+    assert eviction_log.since_s == 5.0
 
 
 @pytest.mark.parametrize("round_", range(4))
@@ -58,7 +56,7 @@ def test_random_departures(round_, rng: random.Random):
         found = eviction_log.find(keys_of(range(100)))
         for number, reason, when_s in zip(range(100), found.reasons.tolist(), found.when_s.tolist(), strict=True):
             assert (reason, when_s) == remembered.get(number, (0, 0.0))
-        assert len(eviction_log) == min(64, len(added))
+        assert (eviction_log.since_s is None) == (len(added) <= 64)
 
 
 def test_keys_made_to_collide_cost_a_bounded_search():

@@ -11,10 +11,10 @@ import pytest
 
 from raykv.config import SLOT_ALIGNMENT_NBYTES as PAGE
 from raykv.errors import UsageError
-from raykv.memory.layout import HEADER, QUARANTINE_S
+from raykv.memory.layout import HEADER, QUARANTINE_S, RowState
 from raykv.storage.files import remove_files, store_files
 from raykv.storage.store import Store
-from tests.support.stores import KIB, Bench, check, config_for, crashed, names_to_keys, reopen
+from tests.support.stores import KIB, Bench, check, config_for, crashed, names_to_keys, reopen, states
 
 
 @pytest.fixture
@@ -84,13 +84,13 @@ def test_processes_that_die_one_after_the_other_do_not_keep_slots_in_quarantine_
         bench = reopen(prefix, bench.now_s + QUARANTINE_S / 4)
         opened.append(bench.store)
         bench.lend(1, 64 * KIB)
-        assert set(lent.rows.tolist()) <= set(bench.store.allocator.quarantined.tolist())
-        assert len(bench.store.allocator.quarantined) == 4 + life
+        assert set(lent.rows.tolist()) <= set(states(bench.store)[RowState.QUARANTINED])
+        assert len(states(bench.store)[RowState.QUARANTINED]) == 4 + life
     bench.store.evict_ahead(now_s=bench.now_s + QUARANTINE_S / 4)
-    assert len(bench.store.allocator.quarantined) == 2, "those of the first process are back, later ones are not"
+    assert len(states(bench.store)[RowState.QUARANTINED]) == 2, "those of the first process are back, no others"
     check(bench.store)
     bench.store.evict_ahead(now_s=bench.now_s + QUARANTINE_S * 5 / 4)
-    assert not len(bench.store.allocator.quarantined)
+    assert not states(bench.store)[RowState.QUARANTINED]
     for store in opened:
         store.close()
 

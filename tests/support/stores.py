@@ -157,7 +157,7 @@ def check(store: Store, pins: "Counter[int] | None" = None) -> None:
     free, lent, ready, quarantined, deleted = (rows_of[state] for state in RowState)
     assert sum(map(len, rows_of.values())) == table.rows_populated, "a row in no state"
     assert sorted(allocator.free_rows) == free
-    assert sorted(allocator.quarantined.tolist()) == quarantined
+    assert sorted(row for _, rows in allocator._quarantine for row in rows.tolist()) == quarantined
     assert store.chunks == len(ready)
 
     generations, held = columns.generation.tolist(), columns.pins.tolist()
