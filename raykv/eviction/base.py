@@ -21,6 +21,8 @@ Ranks = Callable[[Rows, int], npt.NDArray[np.int64]]
 """Function of rows and a tick that returns ranks. Rows of lower rank are evicted first, whatever their scores."""
 Queues = npt.NDArray[np.integer[Any]]
 MayGo = Callable[[int], bool]
+Order = Callable[[Rows], Scores]
+"""Function of rows that returns one score per row. The row with the lowest score comes first."""
 
 SECOND_CHANCE_ROUNDS: Final = 16
 """Most rounds of second chances in one choice of victims. After the last round no row gets another chance."""
@@ -97,34 +99,27 @@ def key_numbers(columns: Columns, rows: Rows) -> list[int]:
     return numbers
 
 
-class QueueOrder:
-    """A single order over all queues and ranks. Among the first `count` rows, each queue has its share."""
+def single_order(
+    policy: Policy, columns: Columns, candidates: Rows, count: int, now: int, ranks: Ranks | None = None
+) -> Order:
+    """Put all queues and ranks into a single order. Among the first `count` candidates, each queue has its share."""
+    ranked = ranks if ranks is not None and ranks(candidates, now).any() else None
+    if policy.queues == 1 and ranked is None:
+        return lambda rows: policy.score(columns, rows, now)
+    queue, scores = policy.queue(columns, candidates), policy.score(columns, candidates, now)
+    queues = [np.sort(scores[queue == number]) for number in range(policy.queues)]
+    shares, total = policy.shares([len(members) for members in queues], count), len(candidates)
 
-    def __init__(
-        self, policy: Policy, columns: Columns, candidates: Rows, count: int, now: int, ranks: Ranks | None = None
-    ) -> None:
-        self._policy, self._columns, self._now = policy, columns, now
-        self._ranks = ranks if ranks is not None and ranks(candidates, now).any() else None
-        self._queues: list[tuple[Scores, int]] = []  # sorted scores, and share; empty: the scores alone give the order
-        if policy.queues > 1 or self._ranks is not None:
-            queue, scores = policy.queue(columns, candidates), policy.score(columns, candidates, now)
-            members = [np.sort(scores[queue == number]) for number in range(policy.queues)]
-            self._queues = list(zip(members, policy.shares([len(each) for each in members], count), strict=True))
-
-    def scores(self, rows: Rows) -> Scores:
-        """One score per row. The row with the lowest score comes first."""
-        scores = self._policy.score(self._columns, rows, self._now)
-        if not self._queues:
-            return scores
-        queue, places = self._policy.queue(self._columns, rows), np.zeros(len(rows), np.int64)
-        total = sum(len(members) for members, _ in self._queues)
-        for number, (members, share) in enumerate(self._queues):
+    def places(rows: Rows) -> Scores:
+        scores, queue = policy.score(columns, rows, now), policy.queue(columns, rows)
+        found = np.zeros(len(rows), np.int64)
+        for number, (members, share) in enumerate(zip(queues, shares, strict=True)):
             mine = queue == number
             place = np.searchsorted(members, scores[mine])
-            places[mine] = np.where(place < share, place, place + total)
-        if self._ranks is not None:
-            places += self._ranks(rows, self._now) * (2 * total + 1)
-        return places
+            found[mine] = np.where(place < share, place, place + total)
+        return found if ranked is None else found + ranked(rows, now) * (2 * total + 1)
+
+    return places
 
 
 def victims(
@@ -146,7 +141,7 @@ def victims(
     if count <= 0 or not candidates.size:
         return chosen
     for rounds_left in range(SECOND_CHANCE_ROUNDS, -1, -1):
-        order = QueueOrder(policy, columns, candidates, count, now, ranks)
+        order = single_order(policy, columns, candidates, count, now, ranks)
         if may_go is not None and policy.leaf_first:
             chosen = _from_sample(columns, candidates, count, order, may_go)
         else:
@@ -162,12 +157,12 @@ def upcoming(
     """The rows that would be evicted first if there were no second chances. Changes nothing."""
     if count <= 0 or not candidates.size:
         return candidates[:0]
-    scores = QueueOrder(policy, columns, candidates, count, now, ranks).scores(candidates)
-    return lowest(columns, candidates, scores, count)
+    order = single_order(policy, columns, candidates, count, now, ranks)
+    return lowest(columns, candidates, order(candidates), count)
 
 
-def _from_all(columns: Columns, candidates: Rows, count: int, order: QueueOrder, *, leaf_first: bool) -> Rows:
-    scores, window = order.scores(candidates), count
+def _from_all(columns: Columns, candidates: Rows, count: int, order: Order, *, leaf_first: bool) -> Rows:
+    scores, window = order(candidates), count
     while True:
         chosen = lowest(columns, candidates, scores, window)
         if not leaf_first:
@@ -178,13 +173,13 @@ def _from_all(columns: Columns, candidates: Rows, count: int, order: QueueOrder,
         window *= 2  # some rows with low scores have children with higher scores
 
 
-def _from_sample(columns: Columns, candidates: Rows, count: int, order: QueueOrder, may_go: MayGo) -> Rows:
+def _from_sample(columns: Columns, candidates: Rows, count: int, order: Order, may_go: MayGo) -> Rows:
     """Choose leaves of the sample in order, and each parent after its last child."""
     leaves = candidates[columns.children[candidates] == 0]
-    leaves = lowest(columns, leaves, order.scores(leaves), min(count, len(leaves)))
+    leaves = lowest(columns, leaves, order(leaves), min(count, len(leaves)))
 
     def entries(rows: Rows) -> list[tuple[Any, int, int, int]]:
-        scores, depths = order.scores(rows).tolist(), (-columns.depth[rows].astype(np.int64)).tolist()
+        scores, depths = order(rows).tolist(), (-columns.depth[rows].astype(np.int64)).tolist()
         return list(zip(scores, depths, rows.tolist(), live_parents(columns, rows).tolist(), strict=True))
 
     heap = entries(leaves)

@@ -156,14 +156,7 @@ class Store:
     # -- writing -----------------------------------------------------------------------------------------------------
 
     def lend(
-        self,
-        group: int,
-        nbytes: int,
-        count: int,
-        *,
-        ahead: int = 0,
-        protect: Sequence[KeyArray] = (),
-        now_s: float,
+        self, group: int, nbytes: int, count: int, *, ahead: int = 0, protect: Sequence[KeyArray] = (), now_s: float
     ) -> LentSlots:
         """Lend slots to a writer. A lent slot counts as used. Readers do not see its bytes until `commit`.
 
