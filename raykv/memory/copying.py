@@ -1,7 +1,6 @@
 """Copying chunk bytes between one contiguous buffer and several buffers."""
 
 import os
-import struct
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -17,9 +16,6 @@ from raykv.types import Scattered
 
 STREAM_NBYTES: Final = 512 << 10
 """A batch of at least this size is copied past the CPU cache, since the cache would drop it before its use."""
-HASH_NBYTES: Final = 256 << 10
-"""Bytes are copied and hashed in steps of this size, so that the second pass finds them in the CPU cache."""
-CHECKSUM: Final = struct.Struct("<Q")
 TINY_NBYTES: Final = 240
 """Up to this size xxh3 uses another algorithm. The compiled loops do not implement it; the xxhash package does."""
 _WITHOUT_GIL_NBYTES: Final = 64 << 10
@@ -67,7 +63,7 @@ def checksum_of(pieces: Sequence[memoryview]) -> int:
 
 def checksums_of(chunks: Sequence[Sequence[memoryview]]) -> bytes:
     """The checksum of each chunk, packed as little-endian u64."""
-    return b"".join([CHECKSUM.pack(checksum_of(pieces)) for pieces in chunks])
+    return b"".join([checksum_of(pieces).to_bytes(8, "little") for pieces in chunks])
 
 
 def byte_views(scattered: Scattered, name: str, *, writable: bool) -> list[memoryview]:

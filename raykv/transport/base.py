@@ -25,14 +25,14 @@ a full run while its bytes are in the CPU cache."""
 
 @dataclass(slots=True)
 class ChunkRun:
-    """Chunks that one call fills in order. Each chunk is hashed while its bytes are in the CPU cache.
+    """Chunks that one call fills in order. Compiled code hashes each chunk while its bytes are in the CPU cache.
 
     Attributes:
         chunks: The views of each chunk. Iterating over the run yields all these views.
         sizes: Lengths of the chunks in bytes.
-        hashed: Whether checksums are computed.
+        hashed: Whether to compute checksums.
         full: Number of full chunks, counted from the first chunk. It is valid after errors too.
-        checksums: Checksums (u64) of the first chunks, at most `full`.
+        checksums: Checksums (u64) of all full chunks, or of none. The receiver hashes the other chunks itself.
     """
 
     chunks: list[list[memoryview]]

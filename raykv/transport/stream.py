@@ -17,11 +17,9 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-import xxhash
-
 from raykv.errors import PeerUnavailable
 from raykv.memory import native
-from raykv.memory.copying import CHECKSUM, HASH_NBYTES, TINY_NBYTES
+from raykv.memory.copying import TINY_NBYTES
 from raykv.protocol.codec import HEADER, Header, decode, decode_header
 from raykv.protocol.messages import Answer, Request
 from raykv.transport.base import ChunkRun, Runs
@@ -182,15 +180,17 @@ class Stream:
         return bytes(raw)
 
     def fill(self, run: Sequence[memoryview] | ChunkRun, deadline_s: float) -> None:
-        """Fill views in order. The chunks of a ChunkRun are hashed as they arrive."""
+        """Fill views in order. Compiled code hashes the chunks of a ChunkRun as they arrive."""
         if not isinstance(run, ChunkRun):
             self._fill_views(run, deadline_s)
-        elif native.loops is None or not run.sizes or min(run.sizes) <= TINY_NBYTES:
+        elif native.loops is not None and run.sizes and min(run.sizes) > TINY_NBYTES:
             self._fill_chunks(run, deadline_s)
         else:
-            self._fill_chunks_compiled(run, deadline_s)
+            for chunk in run.chunks:
+                self._fill_views(chunk, deadline_s)
+                run.full += 1
 
-    def _fill_chunks_compiled(self, run: ChunkRun, deadline_s: float) -> None:
+    def _fill_chunks(self, run: ChunkRun, deadline_s: float) -> None:
         assert native.loops is not None
         ahead = self._ahead[self._start : self._end]
         checksums = bytearray(8 * len(run.sizes)) if run.hashed else None
@@ -203,20 +203,6 @@ class Stream:
             raise _lost(error) from error
         if end:
             raise PeerUnavailable(_LATE if end == _LATE_END else _CLOSED)
-
-    def _fill_chunks(self, run: ChunkRun, deadline_s: float) -> None:
-        """Fill the chunks without compiled code."""
-        for chunk in run.chunks:
-            state = xxhash.xxh3_64()
-            for piece in chunk:
-                for first in range(0, len(piece), HASH_NBYTES):
-                    part = piece[first : first + HASH_NBYTES]
-                    self._fill_views((part,), deadline_s)
-                    if run.hashed:
-                        state.update(part)
-            if run.hashed:
-                run.checksums += CHECKSUM.pack(state.intdigest())
-            run.full += 1
 
     def _fill_views(self, views: Sequence[memoryview], deadline_s: float) -> None:
         pieces = [piece for piece in self._use_read_ahead(views) if len(piece)]
