@@ -19,11 +19,11 @@ class TracedRequest(msgspec.Struct, array_like=True):
     chunk_tokens: int
     keys: bytes
 
-    def line(self, since_s: float = 0.0) -> str:
-        """Return the JSON line that the planner reads. Its time is relative to `since_s`."""
+    def line(self) -> str:
+        """Return the JSON line that the planner reads."""
         names = [self.keys[at : at + KEY_NBYTES].hex() for at in range(0, len(self.keys), KEY_NBYTES)]
         fields = {
-            "at_s": round(self.at_s - since_s, 6),
+            "at_s": round(self.at_s, 6),
             "tokens": len(names) * self.chunk_tokens,
             "chunk_tokens": self.chunk_tokens,
             "keys": names,
