@@ -30,11 +30,11 @@ CALL_TIMEOUT_S: Final = 3.0
 WATCH_S: Final = 0.5
 STEP_ASIDE_S: Final = 0.2
 RETRY_ROOM_S: Final = ABANDONED_S / 10
-"""If a node did not fit into memory, its actor looks this often for memory of dead nodes to remove."""
+"""If a node did not fit into memory, its actor tries to remove memory of dead nodes at this interval."""
 UNOWNED_S: Final = 5.0
 """`stop` waits this long for the processes of a dead Ray node. If they still run then, their memory stays."""
 NODE_ID_LENGTH: Final = 16
-"""A node's name is this long a prefix of Ray's node id (56 characters), since the path of a socket must be short."""
+"""A node's name is the first 16 of the 56 characters of Ray's node id, since the path of a socket must be short."""
 
 
 def directory_name(cluster: str) -> str:
@@ -44,6 +44,19 @@ def directory_name(cluster: str) -> str:
 def node_name(cluster: str, ray_node_id: str) -> str:
     """Return the name of the node actor on a Ray node."""
     return f"raykv:{cluster}:node:{ray_node_id}"
+
+
+def detached(kind: type, name: str, **options: Any) -> Any:
+    """Return the factory of a detached actor. Its method `remote` returns the actor `name` if that runs already."""
+    return ray.remote(kind).options(
+        name=name,
+        namespace=NAMESPACE,
+        lifetime="detached",
+        get_if_exists=True,
+        num_cpus=0,
+        max_restarts=-1,
+        **options,
+    )
 
 
 def node_actors(cluster: str) -> dict[str, Any]:
@@ -58,7 +71,7 @@ def node_actors(cluster: str) -> dict[str, Any]:
 
 
 def ray_nodes(*, alive: bool = True) -> set[str]:
-    """Return the ids of the Ray nodes that are alive, or else of the dead ones."""
+    """Return the ids of the Ray nodes that are alive, or of those that are dead."""
     return {node["NodeID"] for node in ray.nodes() if node["Alive"] is alive}
 
 
@@ -116,22 +129,14 @@ class DirectoryActor(InProcessMembership):
     def _reconcile(self) -> None:
         alive = ray_nodes()
         for ray_node_id in alive - set(self._nodes):
-            self._nodes[ray_node_id] = self._start_node(ray_node_id)
+            self._nodes[ray_node_id] = detached(
+                NodeActor,
+                node_name(self._config.name, ray_node_id),
+                max_concurrency=16,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(ray_node_id, soft=False),
+            ).remote(self._config, self._secret)
         for ray_node_id in set(self._nodes) - alive:
             ray.kill(self._nodes.pop(ray_node_id), no_restart=True)  # otherwise Ray waits for the Ray node for ever
-
-    def _start_node(self, ray_node_id: str) -> Any:
-        actor = ray.remote(NodeActor).options(
-            name=node_name(self._config.name, ray_node_id),
-            namespace=NAMESPACE,
-            lifetime="detached",
-            get_if_exists=True,
-            num_cpus=0,
-            max_restarts=-1,
-            max_concurrency=16,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(ray_node_id, soft=False),
-        )
-        return actor.remote(self._config, self._secret)
 
 
 class RayMembership:
@@ -204,15 +209,15 @@ class NodeActor:
         threading.Thread(target=self._watch, name="raykv-watch", daemon=True).start()
 
     def describe(self) -> dict[str, Any]:
-        """Return the process ids and the figures of the node, or the reason why it does not run.
+        """Return the process ids and the counters of the node, or the reason why it does not run.
 
         Raises:
             PeerUnavailable: The node does not answer.
         """
         if self._node is None:
             return {"pid": os.getpid(), "error": self._problem}
-        figures = self._node.stats()
-        return {"pid": self._node.pid, "actor_pid": os.getpid(), "starts": self._node.starts, **figures}
+        stats = self._node.stats()
+        return {"pid": self._node.pid, "actor_pid": os.getpid(), "starts": self._node.starts, **stats}
 
     def record(self, on: bool) -> list[TracedRequest]:
         """See `NodeHandle.record_trace`. Returns nothing if there is no node."""

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import ray
 
-from raykv.cluster.actors import NAMESPACE, DirectoryActor, directory_name, node_actors, node_name
+from raykv.cluster.actors import NAMESPACE, DirectoryActor, detached, directory_name, node_actors, node_name
 from raykv.config import ClusterConfig
 from raykv.errors import ConfigError, PeerUnavailable
 from raykv.protocol.trace_requests import TracedRequest
@@ -36,19 +36,8 @@ def start(config: ClusterConfig | None = None, *, timeout_s: float = 60.0, **fie
         PeerUnavailable: Some nodes did not start in time. Names them, and the reason if Ray knows it.
     """
     wanted = ClusterConfig.load({**(config.model_dump(exclude_unset=True) if config else {}), **fields})
-    directory = (
-        ray.remote(DirectoryActor)
-        .options(
-            name=directory_name(wanted.name),
-            namespace=NAMESPACE,
-            lifetime="detached",
-            get_if_exists=True,
-            num_cpus=0,
-            max_restarts=-1,
-            max_concurrency=32,
-        )
-        .remote(wanted, secrets.token_bytes(32))
-    )
+    made = detached(DirectoryActor, directory_name(wanted.name), max_concurrency=32)
+    directory = made.remote(wanted, secrets.token_bytes(32))
     running = ray.get(directory.describe.remote(), timeout=timeout_s)["config"]
     differing = [name for name in ClusterConfig.model_fields if getattr(running, name) != getattr(wanted, name)]
     if differing:
@@ -68,10 +57,10 @@ def start(config: ClusterConfig | None = None, *, timeout_s: float = 60.0, **fie
 
 
 def status(name: str = "default", *, timeout_s: float = CALL_TIMEOUT_S) -> dict[str, Any]:
-    """Return the processes of a cluster, and their figures.
+    """Return the processes of a cluster, and the counters of the nodes.
 
     Returns:
-        {"name", "epoch", "directory": {"pid"}, "nodes": {ray node id: {"member": bool, "pid", figures...} or
+        {"name", "epoch", "directory": {"pid"}, "nodes": {ray node id: {"member": bool, "pid", counters...} or
         {"error": text}}}.
 
     Raises:
@@ -83,8 +72,8 @@ def status(name: str = "default", *, timeout_s: float = CALL_TIMEOUT_S) -> dict[
     asked = {ray_node_id: actor and actor.describe.remote() for ray_node_id, actor in node_actors(name).items()}
     for ray_node_id, answer in asked.items():
         try:
-            figures = ray.get(answer, timeout=timeout_s) if answer else {"error": "no node actor yet"}
-            nodes[ray_node_id] = {"member": figures.get("node_id") in members, **figures}
+            found = ray.get(answer, timeout=timeout_s) if answer else {"error": "no node actor yet"}
+            nodes[ray_node_id] = {"member": found.get("node_id") in members, **found}
         except ray.exceptions.RayError as error:
             nodes[ray_node_id] = {"error": str(error)}
     return {

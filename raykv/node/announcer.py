@@ -28,7 +28,7 @@ ANNOUNCED_KEYS: Final = 1 << 16
 MAX_RETRIED_KEYS: Final = 1 << 20
 """The most keys in the queue for owners that do not answer. Later keys are dropped: each may cause a miss."""
 ANNOUNCE_S: Final = 0.01
-"""Changes of this time are announced together."""
+"""The announcer waits this long after a change, so that more changes gather."""
 ANNOUNCE_DEADLINE_S: Final = 5.0
 
 
@@ -102,7 +102,7 @@ class Announcer:
         while not stopping.is_set():
             self._changed.wait(timeout=self._config.heartbeat_s)
             if self._changed.is_set():
-                stopping.wait(ANNOUNCE_S)  # let more changes gather
+                stopping.wait(ANNOUNCE_S)
             self._changed.clear()
             below = self._mover.take_changes()
             with self._lock:

@@ -54,10 +54,10 @@ class Node:
         store: The node's chunks in memory.
         mover: The tiers below memory.
         lock: Guards the store. Chunk bytes never move under it.
-        location_index: What this node knows as an owner.
-        handlers: By message, the function that serves it.
+        location_index: The holders of the keys that this node owns.
+        handlers: Maps the type of a request to the function that serves it.
         reconciler: The node's list of namespaces.
-        member: The node's entry in the view. It is set by `start`.
+        member: The node's entry in the view; set by `start`.
         failure: The exception that ended a background thread; None if all threads run.
     """
 

@@ -33,7 +33,9 @@ PROXY_CONNECTIONS: Final = 64
 
 
 class NodeHandle:
-    """The owner's handle of one node. The supervisor restarts the node whenever it ends. Thread-safe.
+    """Starts one node under a supervisor, asks it for its counters, and stops it. Thread-safe.
+
+    The supervisor restarts the node whenever it ends. When this process ends, supervisor and node end too.
 
     Attributes:
         config: The config of the node.

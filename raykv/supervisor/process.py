@@ -4,6 +4,8 @@ Each node is a fork of the supervisor, which has imported all modules already. A
 than the time to map the node's memory. Forking is safe, since the supervisor has no threads and maps no memory. The
 supervisor also holds the node's port: peers find a restarted node without a new view.
 
+The owner, the process with the `NodeHandle`, is at the other end of two pipes:
+
     stdin   one line of JSON, the `NodeSpec`. Later any byte stops the node. At the end of stdin it is killed at once.
     stdout  one line of JSON, a `NodeReport`, for each start of the node.
 """
