@@ -11,7 +11,6 @@ import numpy.typing as npt
 from raykv.config import NodeConfig
 from raykv.errors import RayKVError, TransientError
 from raykv.node.location_index import LocationIndex
-from raykv.node.sessions import LOCKED_KEYS
 from raykv.protocol import chunk_keys, messages
 from raykv.protocol.codec import pack_bits
 from raykv.protocol.placement import Member, View
@@ -27,6 +26,8 @@ ANNOUNCED_KEYS: Final = 1 << 16
 """The most keys in one announcement."""
 MAX_RETRIED_KEYS: Final = 1 << 20
 """The most keys in the queue for owners that do not answer. Later keys are dropped: each may cause a miss."""
+LOCKED_KEYS: Final = 4096
+"""The most keys that are looked up while the node's lock is held once, since writers wait for the lock."""
 ANNOUNCE_S: Final = 0.01
 """The announcer waits this long after a change, so that more changes gather."""
 ANNOUNCE_DEADLINE_S: Final = 5.0
@@ -156,8 +157,7 @@ class Announcer:
     def _look_up(self, keys: KeyArray) -> tuple[npt.NDArray[np.uint32], Bits]:
         """Return the length of each chunk (0: not here), and whether the chunk is only in a tier below memory.
 
-        The lookup holds the lock, since without the lock it may miss a key. It holds the lock only for LOCKED_KEYS keys
-        at once, since writers wait for it.
+        The lookup holds the lock, since without the lock it may miss a key.
         """
         nbytes = np.zeros(len(keys), np.uint32)
         for start in range(0, len(keys), LOCKED_KEYS):

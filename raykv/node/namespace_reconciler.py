@@ -13,7 +13,6 @@ import numpy as np
 
 from raykv.config import NodeConfig
 from raykv.errors import RayKVError
-from raykv.eviction import policy
 from raykv.membership.namespace_registry import Entry, NamespaceRegistry
 from raykv.memory.layout import MAX_NAMESPACES
 from raykv.metrics import NamespaceMetrics
@@ -57,19 +56,6 @@ class NamespaceReconciler:
         self.registry.version = min(self.registry.version, 1)  # so that the directory sends its own
         for entry in self.registry.entries.values():
             self._configure(entry)
-
-    def require(self, namespace: Namespace, fields: dict[str, Any]) -> None:
-        """Refuse a config that this node cannot apply. Called before the directory adds the config to the list.
-
-        Raises:
-            UsageError, CapacityError: The errors of `NamespaceRegistry.configure`.
-            ConfigError: This node does not have the policy.
-        """
-        trial = NamespaceRegistry(entries=dict(self.registry.entries))
-        trial.configure(namespace, fields, now_ns=0)
-        wanted = trial.config(namespace.group.digest).policy
-        if wanted is not None:
-            policy(wanted)
 
     def adopt(self, text: bytes) -> None:
         """Apply the newer entries of a list of namespaces. Raises UsageError if `text` is not such a list."""

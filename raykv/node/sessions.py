@@ -4,7 +4,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, Final, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -13,9 +13,6 @@ from raykv.protocol.messages import Message
 from raykv.storage.store import Store
 from raykv.transport.base import Reply
 from raykv.types import Rows
-
-LOCKED_KEYS: Final = 4096
-"""The most keys that are looked up while the node's lock is held once, since writers wait for the lock."""
 
 HandlerTable: TypeAlias = dict[type[Message], Callable[[Any, "NodeSession"], Reply]]
 """Maps the type of a request to the method that serves it."""

@@ -4,6 +4,7 @@ import threading
 from typing import Final
 
 from raykv.errors import TransientError, UsageError
+from raykv.eviction import policy
 from raykv.membership.membership import MembershipPort
 from raykv.node.namespace_reconciler import NamespaceReconciler
 from raykv.node.sessions import HandlerTable, NodeSession
@@ -46,8 +47,8 @@ class AdminHandler:
     def _configure(self, request: messages.Configure, session: NodeSession) -> Reply:
         namespace = Namespace.load(codec.fields(request.namespace))
         fields = None if request.fields is None else codec.fields(request.fields)
-        if fields is not None:
-            self._reconciler.require(namespace, fields)
+        if fields is not None and isinstance(fields.get("policy"), str):
+            policy(fields["policy"])  # raises ConfigError if this node does not have it; the directory checks the rest
         try:
             registry = self._membership.configure(namespace, fields, self._reconciler.registry.encode())
         except TransientError as error:

@@ -2,13 +2,12 @@
 
 import threading
 import time
-from typing import Any
 
 import numpy as np
 
 from raykv.errors import UsageError
 from raykv.node.location_index import UNKNOWN, Location, LocationIndex, located
-from raykv.node.sessions import LOCKED_KEYS, HandlerTable, NodeSession
+from raykv.node.sessions import HandlerTable, NodeSession
 from raykv.protocol import codec, messages
 from raykv.protocol.reasons import Place
 from raykv.storage.store import Store
@@ -54,26 +53,19 @@ class LocateHandler:
 
     def _why(self, request: messages.Why, session: NodeSession) -> Reply:
         keys, now_s = codec.keys_in(request.keys), time.monotonic()
-        parts: list[tuple[Any, ...]] = []
-        policies: list[str] = []
-        for first in range(0, len(keys), LOCKED_KEYS):
-            with self._lock:
-                here, lengths, departures = self._store.history(keys[first : first + LOCKED_KEYS], now_s=now_s)
-            parts.append((np.where(here, Place.DRAM, Place.NOWHERE), lengths, *departures[:3]))
-            policies += departures.policies
-        columns = [np.concatenate(column) for column in zip(*parts, strict=True)] or [np.empty(0)] * 5
-        places, nbytes, reasons, tiers, when_s = columns
-        absent = np.flatnonzero(places == Place.NOWHERE)
-        places[absent], nbytes[absent] = self._mover.find(keys[absent])
-        names, since_s = tuple(dict.fromkeys(policies)), self._store.eviction_log.since_s
+        with self._lock:
+            here, nbytes, departures = self._store.history(keys, now_s=now_s)
+        places = np.full(len(keys), Place.DRAM, np.uint8)
+        places[~here], nbytes[~here] = self._mover.find(keys[~here])
+        names, since_s = tuple(dict.fromkeys(departures.policies)), self._store.eviction_log.since_s
         return Reply(
             messages.Histories(
-                places.astype("u1").tobytes(),
+                places.tobytes(),
                 nbytes.astype("<u4").tobytes(),
-                reasons.astype("u1").tobytes(),
-                tiers.astype("u1").tobytes(),
-                np.maximum(now_s - when_s, 0.0).astype("<f4").tobytes(),
-                bytes(map({name: number for number, name in enumerate(names)}.__getitem__, policies)),
+                departures.reasons.tobytes(),
+                departures.tiers.tobytes(),
+                np.maximum(now_s - departures.when_s, 0.0).astype("<f4").tobytes(),
+                bytes(map(names.index, departures.policies)),
                 bytes(bool(each.holders) for each in self._location_index.locate(keys)),
                 names,
                 None if since_s is None else now_s - since_s,
