@@ -34,7 +34,7 @@ class Reclaimer:
     def wake_if_due(self) -> None:
         """Wake the thread if there is work. It is called after every write, so it must be fast."""
         store = self._store
-        if not self._due.is_set() and (store.evictor.needs_eviction or self._mover.due or store.populator.due):
+        if not self._due.is_set() and (store.evictor.needs_eviction or self._mover.demotion.due or store.populator.due):
             self._due.set()
 
     def run(self, stopping: threading.Event) -> None:
@@ -60,7 +60,7 @@ class Reclaimer:
         self._mover.demote()
         with self._lock:
             # Chunks that a tier is writing should be evicted next. Evicting now would take other chunks instead.
-            wait = self._mover.writing and not store.evictor.nearly_full
+            wait = self._mover.demotion.writing and not store.evictor.nearly_full
             more = not wait and store.evict_ahead(now_s=time.monotonic())
         all_of_it = quiet and not self._due.is_set() and has_to_spare(store.config.shm_dir)
         return store.populator.step(self._lock, quiet=all_of_it) or more

@@ -18,7 +18,7 @@ from raykv.storage.store import Store
 from raykv.tier.base import Tier
 from raykv.tier.demotion import Demotion
 from raykv.tier.promotion import Promotion
-from raykv.types import Bits, KeyArray
+from raykv.types import KeyArray
 
 OUTLIVES_S = 1.0
 """Expiry times of two copies that differ by less than this count as equal."""
@@ -29,7 +29,8 @@ class TierMover:
 
     Attributes:
         tiers: Fastest first; may be empty.
-        demote, due, writing, barring: See `Demotion`.
+        demotion, promotion: Move chunks down and up.
+        demote, barring: See `Demotion`.
         promote, give_up: See `Promotion`.
     """
 
@@ -47,23 +48,9 @@ class TierMover:
     def __bool__(self) -> bool:
         return bool(self.tiers)
 
-    @property
-    def due(self) -> bool:
-        return self.demotion.due
-
-    @property
-    def writing(self) -> bool:
-        return self.demotion.writing
-
     def _on_written(self, keys: KeyArray) -> None:
         self.drop_outdated(keys)  # the expiry in memory may have changed during the write
         self._changed()
-
-    def has(self, keys: KeyArray) -> Bits:
-        here = np.zeros(len(keys), np.bool_)
-        for tier in self.tiers:
-            here |= tier.has(keys)
-        return here
 
     def find(self, keys: KeyArray) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint32]]:
         """Return each chunk's fastest tier (`reasons.Place`) and its length; Place.NOWHERE and 0 if there is none."""

@@ -27,7 +27,7 @@ def node() -> Iterator[Node]:
     for name in NAMES:  # read each before it is evicted, so that the tier takes it
         peer.commit(peer.filled([name], NBYTES, chained=False))
         peer.ask(messages.Read(keys_of([name])))
-        wait_until(lambda: not made.mover.due and not made.mover.writing)
+        wait_until(lambda: not made.mover.demotion.due and not made.mover.demotion.writing)
     yield made
     peer.close()
     made.stop(unlink=True)

@@ -60,7 +60,7 @@ def push_out(cluster: EmbeddedCluster, client: raykv.Client, some: list[str]) ->
     while True:
         client.flush()
         in_memory = node.store.table.find_ready(keys, 1)[0] >= 0
-        below = node.mover.has(keys)
+        below = node.mover.find(keys)[1] > 0
         if below.all() and not in_memory.any():
             break
         assert time.monotonic() < until_s, (in_memory, below)

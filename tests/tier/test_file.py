@@ -268,7 +268,7 @@ def test_tombstones_are_written_though_a_failed_attempt_left_its_part(tmp_path, 
         one.put(keys, 5000)
         wait_for(lambda: one.tier._state.filling is None)  # it is sealed
         monkeypatch.setattr(folder, "write_all", once)
-        monkeypatch.setattr(Folder, "discard", lambda self, name: None)
+        monkeypatch.setattr(Folder, "remove", lambda self, name: None)
         assert one.delete(keys[:2]) == 2
         wait_for(lambda: not broken and not one.tier._catalog.tombstones.pending)
         one.on()

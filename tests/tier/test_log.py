@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from raykv.tier.base import Chunk
 from raykv.tier.segments.format import BLOCK_NBYTES, DELETED, DROPPED, ENTRY, Counts, Record
 from raykv.tier.segments.log import Log
 from raykv.tier.ssd.upkeep import MOVED_SHARE, Upkeep, second_chance
@@ -20,11 +21,9 @@ def a_log(limit: int = 4, made: int = 4) -> Log:
 
 
 def place(log: Log, *blocks: int, deleted: int = 0, text: bytes = b"t"):
-    entries = np.zeros(len(blocks), ENTRY)
-    entries["nbytes"] = [count * BLOCK_NBYTES for count in blocks]
-    return log.place(
-        entries=entries, deleted=np.zeros(deleted, DELETED), dropped=np.zeros(0, DROPPED), texts=(text,), content=None
-    )
+    chunks = [Chunk(bytes(16), 0, count * BLOCK_NBYTES, 0, 0) for count in blocks]
+    items = [SimpleNamespace(chunk=chunk, text=text) for chunk in chunks]
+    return log.place(items, None, keys=[bytes(16)] * deleted)
 
 
 def fits(log: Log, blocks: int, entries: int = 1) -> bool:

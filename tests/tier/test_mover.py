@@ -56,13 +56,13 @@ def test_while_it_is_written_a_chunk_is_not_evicted(house):
     house.mover.demote()
     pinned = house.pins()
     assert pinned > 0
-    assert house.mover.writing
+    assert house.mover.demotion.writing
     house.put([f"more-{number}" for number in range(15)], 60_000, chained=False)
     assert house.pins() == pinned
     assert sum(house.read(names)) == pinned
     house.toy.go_on()
     assert house.pins() == 0
-    assert not house.mover.writing
+    assert not house.mover.demotion.writing
     assert len(house.toy.chunks) == pinned
 
 
@@ -340,7 +340,7 @@ def test_random_traffic_keeps_memory_and_tier_in_agreement(rng: random.Random):
     house.toy.go_on()
     house.read(names)
     assert house.pins() == 0
-    assert not house.mover.writing
+    assert not house.mover.demotion.writing
     assert house.mover.stats()["promoting_nbytes"] == house.store.lent_nbytes == 0
     assert house.store.used_nbytes == int(house.store.allocator.slot_sizes(house.store.table.ready_rows()).sum())
 
@@ -422,7 +422,7 @@ def test_changes_and_reasons_of_a_tier_are_reported(house):
     house.sink(["a", "b"])
     keys = names_to_keys(["a", "b"])
     assert {bytes(key) for changes in house.mover.take_changes() for key in changes} == {bytes(key) for key in keys}
-    assert house.mover.has(keys).all()
+    assert house.mover.find(keys)[1].all()
     assert len(house.mover.keys()) == 2
     assert house.mover.delete(keys[:1]) == 1
     departed = house.store.eviction_log.find(keys)
@@ -434,11 +434,11 @@ def test_changes_and_reasons_of_a_tier_are_reported(house):
 def test_without_tiers_nothing_is_due(house):
     mover = TierMover(house.store, house.lock, [], house.count_change)
     assert not mover
-    assert not mover.due
+    assert not mover.demotion.due
     mover.demote()
     keys = names_to_keys(["a"])
     assert mover.promote(keys, until_s=time.monotonic() + 5.0) == 0
-    assert not mover.has(keys).any()
+    assert not mover.find(keys)[1].any()
     assert not len(mover.keys())
     with mover.barring(keys, group=0):
         assert mover.delete(keys) == mover.drop(0) == 0

@@ -48,7 +48,7 @@ def test_a_tier_from_outside_the_package_holds_chunks(opener):
     bench.put("A")
     keys = names_to_keys("A")
     mover.demotion.write(toy, bench.store.table.find(keys), keys)
-    wait_for(lambda: bool(mover.has(keys).all()) and not mover.writing)
+    wait_for(lambda: bool(mover.find(keys)[1].all()) and not mover.demotion.writing)
     bench.store.delete(keys, now_s=time.monotonic())
     assert mover.promote(keys, until_s=time.monotonic() + 5.0) == 1
     bench.now_s = time.monotonic()

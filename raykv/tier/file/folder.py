@@ -16,15 +16,13 @@ import numpy as np
 
 from raykv.tier.segments.format import (
     BLOCK_NBYTES,
-    DELETED,
-    DROPPED,
     ENTRY,
     HEAD,
     SUMMARY,
     Record,
     claimed_blocks,
-    key_array,
     read_segment,
+    tombstones_of,
 )
 from raykv.tier.segments.volume import encoded, make_directory, transfer, write_all
 
@@ -74,12 +72,12 @@ class Folder:
 
     @contextmanager
     def operation(self) -> Iterator[None]:
-        """Measure an operation of the calling thread, for `longest_s`."""
+        """Measure an operation of the calling thread, for `longest_s`. Operations may be nested."""
         self._since[threading.get_ident()] = time.monotonic()
         try:
             yield
         finally:
-            del self._since[threading.get_ident()]
+            self._since.pop(threading.get_ident(), None)
 
     def prepare(self) -> None:
         """Create the directory. The root is created only once: if the root vanishes later, it was unmounted."""
@@ -160,10 +158,8 @@ class Folder:
 
     def write_tombstones(self, name: Name, keys: Sequence[bytes], texts: Sequence[bytes]) -> int:
         """Write and publish a tombstone file, which is one summary. Returns its length in bytes."""
-        deleted, dropped = np.zeros(len(keys), DELETED), np.zeros(len(texts), DROPPED)
-        deleted["key"], dropped["group"] = key_array(keys), np.arange(len(texts))
-        entries = np.zeros(0, ENTRY)
-        record = Record(SUMMARY, name.sequence, 1, 0, 0, 0, tuple(texts), entries, deleted, dropped)
+        tombstones = tombstones_of(keys, range(len(texts)))
+        record = Record(SUMMARY, name.sequence, 1, 0, 0, 0, tuple(texts), np.zeros(0, ENTRY), *tombstones)
         record = record._replace(segment_blocks=record.blocks())
         part = name._replace(kind="part")
         # no O_EXCL: a failed attempt may have left its part
@@ -172,13 +168,10 @@ class Folder:
                 nbytes = write_all(fd, [encoded(record)], 0)
                 self.publish(fd, part, "tombs")
             except OSError:
-                self.discard(part)
+                with suppress(OSError):
+                    self.remove(part)
                 raise
         return nbytes
-
-    def discard(self, name: Name) -> None:
-        with suppress(OSError):
-            os.unlink(self.path / str(name))
 
     def take_over(self, name: Name) -> None:
         """Seal a part that an earlier process of this node left; remove the part if it has no chunks.

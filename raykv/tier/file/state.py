@@ -25,7 +25,6 @@ class State(WriteQueue):
     Attributes:
         lock: Notified when a thread may have work.
         runs: Queued reads.
-        reading: Number of chunks in queued and running reads.
         filling: The pack that this node is writing.
     """
 
@@ -37,7 +36,6 @@ class State(WriteQueue):
         self.folder = Folder(config.path, environment.node)
         self.lock = threading.Condition()
         self.runs: deque[Run] = deque()
-        self.reading = 0
         self.filling: Pack | None = None
         self.closed = self.readable = self.writable = self._slow = False
         self.reason, self.retry_s, self.next_scan_s = "", 0.0, 0.0
@@ -45,7 +43,6 @@ class State(WriteQueue):
 
     def refuse_reads(self) -> None:
         for run in self.runs:
-            self.reading -= len(run.pieces)
             run.finish([False] * len(run.pieces))
         self.runs.clear()
 

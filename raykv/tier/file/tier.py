@@ -34,13 +34,9 @@ from raykv.tier.file.state import State
 from raykv.tier.file.writing import Writer
 from raykv.tier.segments.format import BLOCK_NBYTES, raw_keys
 from raykv.tier.segments.io_threads import IoThreads
-from raykv.tier.segments.requests import Request, Run, pieces_of, runs_of
+from raykv.tier.segments.requests import QUEUED_READS, Request, Run, runs_of
 from raykv.types import Bits, KeyArray, Rows
 
-READ_NBYTES: Final = 8 << 20
-"""Largest read of adjacent chunks in one call."""
-QUEUED_READS: Final = 4096
-"""Most chunks in the read queue."""
 TOUCH_S: Final = 60.0
 """Shortest time between two updates of a pack's time of last use."""
 SCANNER, WRITER = 0, 1
@@ -153,13 +149,11 @@ class FileTier(Tier):
         state = self._state
         with state.lock:
             ready = state.readable and not state.closed and state.status() != "slow"
-            if not (ready and (not state.reading or state.reading + len(keys) <= QUEUED_READS)):
+            if not ready or len(state.runs) >= QUEUED_READS:
                 state.counts["refused"] += len(keys)
                 return False
             request = Request(state.callbacks, done, chunks=len(keys))
-            pieces = pieces_of(self._index, keys, found, offsets, now_s=time.time())
-            state.reading += len(pieces)
-            state.runs.extend(runs_of(request, pieces, most_nbytes=READ_NBYTES))
+            state.runs.extend(runs_of(self._index, keys, found, offsets, request))
             request.submit()
             state.lock.notify_all()
         return True
@@ -177,7 +171,6 @@ class FileTier(Tier):
         if problem is not None and problem.errno not in VANISHED:
             state.fail(problem, reading=True)
         with state.lock:
-            state.reading -= len(run.pieces)
             wrong = run.enter(right, state)
             if problem is not None and problem.errno in VANISHED and pack is not None:
                 state.catalog.remove_pack(pack)

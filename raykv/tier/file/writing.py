@@ -5,6 +5,7 @@ import math
 import os
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import islice
 from typing import Final
 
@@ -14,9 +15,9 @@ from raykv.tier.file.catalog import Pack
 from raykv.tier.file.folder import WRITE, Folder, Name, lock, write_summary
 from raykv.tier.file.scanning import Scanner
 from raykv.tier.file.state import State
-from raykv.tier.segments.format import BLOCK_NBYTES, DELETED, DROPPED, Array, Counts, blocks_of, key_array
+from raykv.tier.segments.format import BLOCK_NBYTES, Counts, Record, blocks_of, key_array
 from raykv.tier.segments.log import Log
-from raykv.tier.segments.requests import Item, entries_of
+from raykv.tier.segments.requests import Item
 from raykv.tier.segments.volume import encoded, write_all
 
 log = logging.getLogger(__name__)
@@ -46,20 +47,20 @@ class Part:
                 os.ftruncate(self._fd, nbytes)
             except OSError:
                 self.close()
-                folder.discard(self.name)
+                with suppress(OSError):
+                    folder.remove(self.name)
                 raise
 
     def fits(self, counts: Counts, *, blocks: int) -> bool:
         return not self.broken and self._log.fits(counts, blocks=blocks)
 
-    def write(self, entries: Array, texts: tuple[bytes, ...], views: Sequence[memoryview]) -> int:
-        """Write a batch that fits; sets the place of each entry. Returns the number of bytes written."""
-        deleted, dropped = np.zeros(0, DELETED), np.zeros(0, DROPPED)
-        batch = self._log.place(entries=entries, deleted=deleted, dropped=dropped, texts=texts, content=None)
+    def write(self, items: Sequence[Item]) -> Record:
+        """Write a batch that fits. Returns its record."""
+        batch = self._log.place(items, None)
         start = batch.start * BLOCK_NBYTES
         with self._folder.operation():
             try:
-                nbytes = write_all(self._fd, [encoded(batch.record), *views], start)
+                nbytes = write_all(self._fd, [encoded(batch.record), *(item.view for item in items)], start)
                 # Starts writeback now, so that `seal` does not wait long for it.
                 os.posix_fadvise(self._fd, start, nbytes, os.POSIX_FADV_DONTNEED)
             except OSError:
@@ -67,7 +68,7 @@ class Part:
                 raise
         self._log.finish(batch)
         self.nbytes = start + nbytes
-        return nbytes
+        return batch.record
 
     def seal(self) -> Name | None:
         """Publish the part. After an OSError the caller may try again.
@@ -174,20 +175,19 @@ class Writer:
 
     def _write(self, part: Part, pack: Pack, items: list[Item]) -> None:
         state, catalog = self._state, self._state.catalog
-        texts = tuple(dict.fromkeys(item.text for item in items))
-        entries = entries_of(items, {text: index for index, text in enumerate(texts)})
         try:
-            nbytes = part.write(entries, texts, [item.view for item in items])
+            record = part.write(items)
         except OSError:
             with state.lock:
                 for item in items:
                     state.finish(item, False)
             raise
         with state.lock:
+            state.counts["disk_nbytes"] += part.nbytes - pack.nbytes
             pack.nbytes = part.nbytes
-            state.counts["disk_nbytes"] += nbytes
             if not pack.removed:
-                catalog.insert(pack, texts, entries[np.array([not item.cancelled for item in items], np.bool_)])
+                entries = record.entries[np.array([not item.cancelled for item in items], np.bool_)]
+                catalog.insert(pack, record.texts, entries)
             here = catalog.index.find_all(key_array([item.chunk.key for item in items])) >= 0
             for item, is_here in zip(items, here.tolist(), strict=True):
                 state.finish(item, is_here)

@@ -273,6 +273,13 @@ def living(record: Record) -> Array:
     return entries[latest[alive]]
 
 
+def tombstones_of(keys: Sequence[bytes], groups: Sequence[int]) -> tuple[Array, Array]:
+    """Arrays of DELETED and DROPPED. `groups`: index of each dropped group in the record's texts."""
+    deleted, dropped = np.zeros(len(keys), DELETED), np.zeros(len(groups), DROPPED)
+    deleted["key"], dropped["group"] = key_array(keys), groups
+    return deleted, dropped
+
+
 def flat(keys: Array) -> Array:
     """Keys of shape [n, 2] as n values of 16 bytes, for sorting and hashing."""
     return np.ascontiguousarray(keys, "<u8").view("V16").reshape(-1)

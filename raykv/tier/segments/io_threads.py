@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from raykv.errors import RayKVError
 from raykv.memory.host import give_way
 
 log = logging.getLogger(__name__)
@@ -28,7 +29,7 @@ class IoThreads:
         """Start the threads.
 
         `next_task` takes the thread's number and waits for a task; it returns None to end the thread. `failed` is
-        called with any exception that a task raises.
+        called with any exception that a task raises, and should turn the tier off; the thread continues.
         """
         self._next_task, self._failed = next_task, failed
         self._since: list[float | None] = [None] * count
@@ -60,8 +61,9 @@ class IoThreads:
             self._since[number] = time.monotonic()
             try:
                 task()
-            except Exception as error:  # `failed` turns the tier off; the thread continues
-                log.exception("an unforeseen error in a tier's input or output")
+            except Exception as error:
+                if not isinstance(error, (OSError, RayKVError)):
+                    log.exception("an unforeseen error in a tier's input or output")
                 self._failed(error)
             del task
             self._since[number] = None

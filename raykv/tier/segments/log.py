@@ -10,10 +10,12 @@ not the emptiest: a cache may drop unread chunks instead of moving them.
 """
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
-from raykv.tier.segments.format import BATCH, NOTHING, Array, Counts, Record, blocks_of, joined
+from raykv.tier.segments.format import BATCH, NOTHING, Counts, Record, blocks_of, joined, tombstones_of
+from raykv.tier.segments.requests import Item, entries_of
 
 State = Literal["free", "open", "closed", "sealing", "sealed", "reclaiming"]
 
@@ -126,16 +128,21 @@ class Log:
         summary = segment.counts.plus(counts).blocks()
         return segment.end + counts.blocks() + blocks + summary <= self.segment_blocks
 
-    def place(self, *, entries: Array, deleted: Array, dropped: Array, texts: tuple[bytes, ...], content: Any) -> Batch:
-        """Place a batch in the open segment, where it must fit. Sets the fields `block` and `batch` of the arrays."""
+    def place(
+        self, items: Sequence[Item], content: Any, *, keys: Sequence[bytes] = (), groups: Sequence[bytes] = ()
+    ) -> Batch:
+        """Place a batch in the open segment, where it must fit. `keys` and `groups` (as JSON) get tombstones."""
         segment = self.open
         assert segment is not None
         start, number = segment.end, segment.placed
-        counts = Counts(len(entries), len(deleted), len(dropped), frozenset(texts))
+        texts = tuple(dict.fromkeys([*(item.text for item in items), *groups]))
+        counts = Counts(len(items), len(keys), len(groups), frozenset(texts))
         block = start + counts.blocks()
-        for place, nbytes in enumerate(entries["nbytes"].tolist()):
+        entries = entries_of(items, texts)
+        for place, item in enumerate(items):
             entries["block"][place] = block
-            block += blocks_of(nbytes)
+            block += blocks_of(item.chunk.nbytes)
+        deleted, dropped = tombstones_of(keys, [texts.index(text) for text in groups])
         for part in (entries, deleted, dropped):
             part["batch"] = number
         record = Record(
@@ -152,7 +159,7 @@ class Log:
         )
         segment.end, segment.placed = block, number + 1
         segment.counts = segment.counts.plus(counts)
-        segment.has_tombstones = segment.has_tombstones or bool(len(deleted) or len(dropped))
+        segment.has_tombstones = segment.has_tombstones or bool(keys or groups)
         batch = Batch(segment, start, record, content)
         segment.in_flight.append(batch)
         return batch

@@ -23,6 +23,10 @@ COUNTS: Final = (
 QUEUED_CHUNKS: Final = 1 << 14
 QUEUED_NBYTES: Final = 128 << 20
 """Limits of a tier's write queue. Queued chunks cannot be evicted from memory."""
+QUEUED_READS: Final = 1 << 14
+"""Most reads in the queues of a tier."""
+READ_NBYTES: Final = 4 << 20
+"""Largest read of adjacent chunks in one call."""
 
 
 class Request:
@@ -154,8 +158,9 @@ class WriteQueue:
             self.finish(self.dequeue(), False)
 
 
-def entries_of(items: Sequence[Item], indexes: dict[bytes, int]) -> Array:
-    """Entries (`format.ENTRY`) of chunks, without their places. `indexes`: index of each text in the record."""
+def entries_of(items: Sequence[Item], texts: Sequence[bytes]) -> Array:
+    """Entries (`format.ENTRY`) of chunks, without their places. `texts`: the quota groups of the record."""
+    indexes = {text: index for index, text in enumerate(texts)}
     entries = np.zeros(len(items), ENTRY)
     if items:
         entries["key"] = key_array([item.chunk.key for item in items])
@@ -212,30 +217,25 @@ class Run:
             self.request.finish(piece.place, bool(result))
 
 
-def pieces_of(
-    index: Index, keys: KeyArray, found: Sequence[Found | None], offsets: Sequence[int], *, now_s: float
-) -> list[Piece]:
-    """Pieces for the chunks of a `read` that are still the same as in `found`, in disk order."""
-    rows, columns = index.find(keys, now_s=now_s), index.columns
+def runs_of(
+    index: Index, keys: KeyArray, found: Sequence[Found | None], offsets: Sequence[int], request: Request
+) -> list[Run]:
+    """Reads of the chunks that are still the same as in `found`. Chunks that are adjacent on the disk share a read."""
+    rows, columns = index.find(keys, now_s=time.time()), index.columns
     fields: list[Array] = [index.segment, columns.page, columns.nbytes, columns.checksum]
     values = zip(rows.tolist(), *(field[rows].tolist() for field in fields), offsets, range(len(keys)), strict=True)
     pieces = [Piece(*each) for each in values if each[0] >= 0]
-    same = [each for each in pieces if is_same(found[each.place], each.nbytes, each.checksum)]
-    return sorted(same, key=lambda piece: (piece.segment, piece.block))
-
-
-def runs_of(request: Request, pieces: Sequence[Piece], *, most_nbytes: int) -> list[Run]:
-    """Join pieces that are adjacent on the disk to runs of at most `most_nbytes`. Calls `request.expect` for them."""
+    pieces = [each for each in pieces if is_same(found[each.place], each.nbytes, each.checksum)]
     request.expect(len(pieces))
     runs: list[Run] = []
     end, nbytes = (-1, -1), 0
-    for piece in pieces:
-        size = blocks_of(piece.nbytes) * BLOCK_NBYTES
-        if (piece.segment, piece.block) != end or nbytes + size > most_nbytes or len(runs[-1].pieces) == IOV_MAX:
+    for piece in sorted(pieces, key=lambda piece: (piece.segment, piece.block)):
+        blocks = blocks_of(piece.nbytes)
+        nbytes += blocks * BLOCK_NBYTES
+        if (piece.segment, piece.block) != end or nbytes > READ_NBYTES or len(runs[-1].pieces) == IOV_MAX:
             runs.append(Run(request, [piece]))
-            nbytes = 0
+            nbytes = blocks * BLOCK_NBYTES
         else:
             runs[-1].pieces.append(piece)
-        nbytes += size
-        end = (piece.segment, piece.block + blocks_of(piece.nbytes))
+        end = (piece.segment, piece.block + blocks)
     return runs

@@ -84,7 +84,7 @@ class Drive:
         self.dropped: dict[bytes, None] = {}
         self.drop_everything = False
         self.retry_at_s = self.grow_at_s = 0.0
-        self.reads_queued = self.under_way = self.bad_reads = 0
+        self.under_way = self.bad_reads = 0
         self.reset()
 
     def reset(self) -> None:
@@ -138,7 +138,7 @@ class Drive:
             "direct": self.volume.direct,
             "segments": len(states),
             "free_segments": states.count("free"),
-            "queued_reads": self.reads_queued,
+            "queued_reads": len(self.reads),
         }
 
 
@@ -251,7 +251,6 @@ class Shared(WriteQueue):
         for run in drive.reads:
             self.finish_read(drive, run, [False] * len(run.pieces), drive.epoch)
         drive.reads.clear()
-        drive.reads_queued = 0
 
     def finish_read(self, drive: Drive, run: Run, results: Iterable[bool], epoch: int) -> None:
         if epoch == drive.epoch:
@@ -281,9 +280,9 @@ class Shared(WriteQueue):
         whole = len(view) >= nbytes and xxhash.xxh3_64_intdigest(view[:nbytes]) == checksum
         return view if whole else None
 
-    def fail(self, drive: Drive, error: Exception, epoch: int | None = None) -> None:
-        """Turn a drive off; `Workers.watch` retries it. No effect if the drive has failed since `epoch` (if given)."""
-        if epoch is not None and epoch != drive.epoch:
+    def fail(self, drive: Drive, error: Exception) -> None:
+        """Turn a drive off; `Workers.watch` retries it. No effect if the drive is off."""
+        if drive.state == "off":
             return
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         if reason != drive.reason:
@@ -309,6 +308,6 @@ class Shared(WriteQueue):
         self.refuse_writes_if_off()
         drive.notify()
 
-    def fail_later(self, drive: Drive, error: Exception, epoch: int | None = None) -> None:
+    def fail_later(self, drive: Drive, error: Exception) -> None:
         with self.lock:
-            self.fail(drive, error, epoch)
+            self.fail(drive, error)

@@ -25,7 +25,7 @@ from raykv.protocol.reasons import Place
 from raykv.tier.base import Arrived, Chunk, Environment, Found, Tier, Written
 from raykv.tier.segments.format import raw_keys
 from raykv.tier.segments.index import SEGMENTS
-from raykv.tier.segments.requests import Piece, Request, pieces_of
+from raykv.tier.segments.requests import QUEUED_READS, Request, runs_of
 from raykv.tier.segments.volume import Volume
 from raykv.tier.ssd.state import Drive, Shared
 from raykv.tier.ssd.workers import Workers
@@ -107,18 +107,20 @@ class SsdTier(Tier):
     def read(self, keys: KeyArray, found: Sequence[Found | None], offsets: Sequence[int], done: Arrived) -> bool:
         shared = self._shared
         with shared.lock:
-            pieces: dict[int, list[Piece]] = {}
-            for piece in pieces_of(shared.index, keys, found, offsets, now_s=time.time()):
-                if shared.drives[piece.segment // SEGMENTS].readable:
-                    pieces.setdefault(piece.segment // SEGMENTS, []).append(piece)
             off = shared.ended or not any(drive.readable for drive in shared.drives)
-            if off or not all(self._workers[number].has_room_for_reads(len(some)) for number, some in pieces.items()):
+            if off or sum(len(drive.reads) for drive in shared.drives) >= QUEUED_READS:
                 shared.counts["refused"] += len(keys)
                 return False
             request = Request(shared.callbacks, done, chunks=len(keys))
-            for number, some in pieces.items():
-                self._workers[number].queue_reads(request, some)
+            for run in runs_of(shared.index, keys, found, offsets, request):
+                drive = shared.drives[run.segment // SEGMENTS]
+                if drive.readable:
+                    drive.log.segments[run.segment % SEGMENTS].readers += 1
+                    drive.reads.append(run)
+                else:
+                    run.finish([False] * len(run.pieces))
             request.submit()
+            shared.notify()
         return True
 
     def delete(self, keys: KeyArray) -> int:

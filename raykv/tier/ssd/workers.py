@@ -3,15 +3,13 @@
 import errno
 import logging
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from typing import Final
 
-from raykv.errors import ConfigError
 from raykv.tier.segments.format import BLOCK_NBYTES
 from raykv.tier.segments.index import SEGMENTS
 from raykv.tier.segments.io_threads import IoThreads
-from raykv.tier.segments.requests import Piece, Request, Run, runs_of
+from raykv.tier.segments.requests import Run
 from raykv.tier.ssd.recovery import Recovery
 from raykv.tier.ssd.state import Drive, Shared
 from raykv.tier.ssd.upkeep import Upkeep
@@ -24,11 +22,6 @@ UPKEEP, FIRST_WRITER = 0, 1
 """Numbers of threads. UPKEEP makes, seals and wipes segments. FIRST_WRITER prefers writes, lest reads starve them."""
 EXTRA_THREADS: Final = 3
 """Threads of a drive beyond its queue depth: for upkeep, and to verify checksums and encode records during I/O."""
-
-READ_NBYTES: Final = 4 << 20
-"""Largest read of adjacent chunks in one call."""
-QUEUED_READS: Final = 1 << 14
-"""Most chunks in the read queue of a drive."""
 BAD_READS: Final = 3
 """This number of failed reads in a row turns the drive off. Fewer failures only drop the chunks."""
 
@@ -61,13 +54,7 @@ class Workers:
                 if shared.queue:  # this thread found no space for the queue: make some
                     drive.wake_upkeep.notify()
                 drive.wake.wait()
-            return partial(self._run, task, drive.epoch)
-
-    def _run(self, task: Callable[[], None], epoch: int) -> None:
-        try:
-            task()
-        except (OSError, ConfigError) as error:
-            self._shared.fail_later(self._drive, error, epoch)
+            return task
 
     def _next_task(self, thread: int) -> Callable[[], None] | None:
         drive = self._drive
@@ -108,23 +95,11 @@ class Workers:
             drive.state = "starting"
             drive.tasks.append(self._recovery.open)
 
-    def has_room_for_reads(self, count: int) -> bool:
-        return self._drive.reads_queued + count <= QUEUED_READS
-
-    def queue_reads(self, request: Request, pieces: Sequence[Piece]) -> None:
-        runs = runs_of(request, pieces, most_nbytes=READ_NBYTES)
-        for run in runs:
-            self._drive.log.segments[run.segment % SEGMENTS].readers += 1
-        self._drive.reads.extend(runs)
-        self._drive.reads_queued += len(pieces)
-        self._drive.notify()
-
     def _next_read(self) -> Callable[[], None] | None:
         drive = self._drive
         if not drive.reads or drive.state == "off":
             return None
         run, epoch = drive.reads.popleft(), drive.epoch
-        drive.reads_queued -= len(run.pieces)
         drive.under_way += 1
         return lambda: self._read(run, epoch)
 

@@ -6,10 +6,10 @@ from typing import Final
 
 import numpy as np
 
-from raykv.tier.segments.format import BLOCK_NBYTES, DELETED, DROPPED, blocks_of, key_array
+from raykv.tier.segments.format import BLOCK_NBYTES, blocks_of
 from raykv.tier.segments.index import SEGMENTS
 from raykv.tier.segments.log import Batch
-from raykv.tier.segments.requests import Item, entries_of
+from raykv.tier.segments.requests import Item
 from raykv.tier.segments.volume import IOV_MAX, encoded
 from raykv.tier.ssd.state import Content, Drive, Shared
 
@@ -37,7 +37,7 @@ class Writer:
         for key in draft.deleted:
             del drive.deleted[key]
         drive.dropped.clear()
-        batch = self._place(draft)
+        batch = drive.log.place(draft.items, draft, keys=draft.deleted, groups=draft.dropped)
         drive.in_flight.add(batch)
         if shared.queue:
             drive.wake.notify()
@@ -85,20 +85,6 @@ class Writer:
             draft.blocks, draft.texts = blocks, draft.texts | {item.text}
         return None
 
-    def _place(self, draft: Content) -> Batch:
-        texts = list(dict.fromkeys([*(item.text for item in draft.items), *draft.dropped]))
-        indexes = {text: index for index, text in enumerate(texts)}
-        deleted, dropped = np.zeros(len(draft.deleted), DELETED), np.zeros(len(draft.dropped), DROPPED)
-        deleted["key"] = key_array(draft.deleted)
-        dropped["group"] = [indexes[text] for text in draft.dropped]
-        return self._drive.log.place(
-            entries=entries_of(draft.items, indexes),
-            deleted=deleted,
-            dropped=dropped,
-            texts=tuple(texts),
-            content=draft,
-        )
-
     def _write(self, batch: Batch) -> None:
         shared, drive, content = self._shared, self._drive, batch.content
         problem, nbytes = None, 0
@@ -112,7 +98,7 @@ class Writer:
             drive.finish_operation()
             shared.counts["disk_nbytes"] += nbytes
             if problem is not None:
-                shared.fail(drive, problem, content.epoch)
+                shared.fail(drive, problem)
             if content.epoch != drive.epoch:
                 shared.void(drive, batch)
             else:
