@@ -26,20 +26,15 @@ class QuotaGroups:
         except ValueError as error:
             raise LostError(f"{table.memory.path} is damaged: an entry of its list is not a namespace") from error
 
-    def open(self, namespace: Namespace, capacity_nbytes: int | None = None) -> int:
-        """Number of this namespace's quota group. Adds the group to the list if it is missing.
+    def open(self, namespace: Namespace) -> int:
+        """Return the number of this namespace's quota group. Add the group to the list if it is missing.
 
-        `capacity_nbytes`: new quota of the group's slots here; 0: no quota; None: unchanged. Raises CapacityError: All
-        numbers are taken. UsageError: The namespace's fields are too long, or the capacity is out of range.
+        Raises:
+            CapacityError: All numbers are taken.
+            UsageError: The namespace's fields are too long.
         """
-        if capacity_nbytes is not None and not 0 <= capacity_nbytes < 1 << 64:
-            raise UsageError(f"field 'capacity_nbytes': {capacity_nbytes} is not in 0 .. 2**64 - 1; 0 is no bound")
         number = self._numbers.get(namespace.group.digest)
-        if number is None:
-            number = self._enter(namespace.group)
-        if capacity_nbytes is not None:
-            self._namespaces["capacity"][number] = capacity_nbytes
-        return number
+        return self._enter(namespace.group) if number is None else number
 
     def _enter(self, group: Namespace) -> int:
         text = group.model_dump_json(exclude_defaults=True).encode()

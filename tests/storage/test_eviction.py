@@ -69,17 +69,17 @@ def test_a_size_that_is_in_use_by_pins_keeps_its_extents(bench):
 
 
 def test_a_quota_binds_its_group_alone(bench):
-    small = bench.store.groups.open(Namespace(model="small"), 3 * 64 * KIB)
+    small = bench.open_group("small", 3 * 64 * KIB)
     assert bench.put("ABCDE", 64 * KIB) == 5
     assert bench.put("abcde", 64 * KIB, group=small) == 3
     assert bench.put("vw", 64 * KIB, group=small) == 2
     assert bench.here("ABCDEabcdevw") == "ABCDEavw"
-    assert bench.store.groups.open(Namespace(model="small"), 0) == small
+    assert bench.open_group("small", 0) == small
     assert bench.put("1234", 64 * KIB, group=small) == 4
 
 
 def test_a_group_full_of_small_chunks_takes_a_large_one(bench):
-    small = bench.store.groups.open(Namespace(model="small"), 64 * KIB)
+    small = bench.open_group("small", 64 * KIB)
     names = [f"s{place}" for place in range(16)]
     assert bench.put(names, PAGE, group=small) == 16
     assert bench.put(["large"], 32 * KIB, group=small, chained=False) == 1
@@ -89,7 +89,7 @@ def test_a_group_full_of_small_chunks_takes_a_large_one(bench):
 
 
 def test_lent_slots_count_against_the_quota(bench):
-    small = bench.store.groups.open(Namespace(model="small"), 3 * 64 * KIB)
+    small = bench.open_group("small", 3 * 64 * KIB)
     lent = bench.lend(2, 64 * KIB, group=small)
     assert len(bench.lend(5, 64 * KIB, group=small).rows) == 1
     assert bench.store.counters.refused_full == 4
@@ -179,7 +179,7 @@ def test_slots_lent_ahead_leave_half_of_a_quota(bench):
     for extent in range(16):
         assert bench.store.allocator.slots.populate(extent)
         bench.store.allocator.slots.mark_populated(extent)
-    small = bench.store.groups.open(Namespace(model="small"), 8 * PAGE)
+    small = bench.open_group("small", 8 * PAGE)
     assert len(bench.lend(2, PAGE, ahead=100, group=small).rows) == 2 + 3
 
 

@@ -27,12 +27,6 @@ def test_tenants_and_adapters_of_one_model_share_a_group(bench):
         bench.store.groups.number(nobody)
 
 
-@pytest.mark.parametrize("nbytes", [-1, 1 << 64])
-def test_a_capacity_out_of_range_is_refused(bench, nbytes):
-    with pytest.raises(UsageError, match="capacity_nbytes"):
-        bench.store.groups.open(SPACE, nbytes)
-
-
 def fill_list(bench: Bench) -> None:
     for number in range(MAX_NAMESPACES - 1):
         bench.store.groups.open(Namespace(model=f"m{number}"))

@@ -15,7 +15,6 @@ from raykv.eviction.by_columns import LRU
 from raykv.memory.arena import SharedMemory
 from raykv.memory.layout import QUARANTINE_S, RowState
 from raykv.memory.table import Table
-from raykv.protocol.namespace import Namespace
 from raykv.storage.files import remove_files, store_files
 from raykv.storage.store import LentSlots
 from tests.support.stores import KIB, Bench, check, crashed, names_to_keys, reopen, states
@@ -47,7 +46,7 @@ class Operations:
 
     def __init__(self, bench: Bench, rng: random.Random, sizes: dict[str, int]) -> None:
         self.bench, self.store, self.rng, self.sizes = bench, bench.store, rng, sizes
-        self.groups = [bench.group, self.store.groups.open(Namespace(model="b"), 300 * KIB)]
+        self.groups = [bench.group, bench.open_group("b", 300 * KIB)]
         self.lent: list[tuple[str, LentSlots]] = []
         self.pins: list[np.ndarray] = []
         self.dropped: list[tuple[np.ndarray, np.ndarray]] = []

@@ -10,7 +10,7 @@ import numpy as np
 import xxhash
 
 from raykv.config import SLOT_ALIGNMENT_NBYTES as PAGE
-from raykv.config import StorageConfig
+from raykv.config import NamespaceConfig, StorageConfig
 from raykv.memory.layout import MAX_NAMESPACES, RowState
 from raykv.memory.slots import slot_nbytes
 from raykv.protocol import chunk_keys
@@ -60,6 +60,12 @@ class Bench:
         """A store on files, or in anonymous memory."""
         made_at_s = 0.0 if now_s == 1.0 else now_s
         return cls(Store.open(config_for(prefix and prefix.parent, **fields), prefix, now_s=made_at_s), now_s)
+
+    def open_group(self, model: str, quota_nbytes: int) -> int:
+        """Another quota group. Quota 0: none."""
+        number = self.store.groups.open(Namespace(model=model))
+        self.store.configure(number, NamespaceConfig(dram_quota_nbytes=quota_nbytes or None), now_s=self.now_s)
+        return number
 
     def lend(
         self, count: int, nbytes: int = PAGE, *, ahead: int = 0, protect: Any = (), group: Any = None
