@@ -106,23 +106,20 @@ def plan(
     capacities = [_capacity(size, trace.chunks, chunk_nbytes) for size in sizes]
     below = [0 if str(size).strip(" %") == "0" else _capacity(size, trace.chunks, chunk_nbytes) for size in ssd_sizes]
     records = []
-    for chosen in _expanded(policies):
-        for capacity, ssd_chunks in product(capacities, below):
-            began_s, log = time.perf_counter(), None
-            if chosen == BELADY:
-                outcome = belady(trace, capacity + ssd_chunks)
-            else:
-                if ssd_chunks:
-                    admission = Admission(ssd_nbytes_per_day, now_s=0.0)
-                    log = Ssd(ssd_chunks, SEGMENT_NBYTES // chunk_nbytes, admission, model.token_nbytes)
-                outcome = replay(trace, policy(chosen), capacity, ssd=log)
-            labels = {"policy": _name(chosen), "size_chunks": capacity, "ssd_chunks": ssd_chunks}
-            records.append(_record(trace, model, outcome, log, took_s=time.perf_counter() - began_s, **labels))
+    chosen = [each for name in policies for each in ([*POLICIES, BELADY] if name == "all" else [name])]
+    for name, capacity, ssd_chunks in product(dict.fromkeys(chosen), capacities, below):
+        began_s, log = time.perf_counter(), None
+        labels = {"policy": BELADY, "size_chunks": capacity, "ssd_chunks": ssd_chunks}
+        if name == BELADY:
+            outcome = belady(trace, capacity + ssd_chunks)
+        else:
+            if ssd_chunks:
+                admission = Admission(ssd_nbytes_per_day, now_s=0.0)
+                log = Ssd(ssd_chunks, SEGMENT_NBYTES // chunk_nbytes, admission, model.token_nbytes)
+            made = policy(name)
+            labels["policy"], outcome = made.name, replay(trace, made, capacity, ssd=log)
+        records.append(_record(trace, model, outcome, log, took_s=time.perf_counter() - began_s, **labels))
     return records
-
-
-def _name(chosen: str | Callable[..., Any]) -> str:
-    return chosen if isinstance(chosen, str) else getattr(chosen, "__qualname__", repr(chosen))
 
 
 def _record(trace: Trace, model: ModelShape, outcome: Outcome, ssd: Ssd | None, **labels: Any) -> Record:
@@ -150,13 +147,6 @@ def _record(trace: Trace, model: ModelShape, outcome: Outcome, ssd: Ssd | None, 
         ssd_write_amplification=1 + ssd.moved / max(1, ssd.written) if ssd else 1.0,
         **labels,
     )
-
-
-def _expanded(policies: Iterable[str | Callable[..., Any]]) -> list[str | Callable[..., Any]]:
-    names: list[str | Callable[..., Any]] = []
-    for name in policies:
-        names += [*POLICIES, BELADY] if name == "all" else [name]
-    return list(dict.fromkeys(names))
 
 
 def _capacity(size: str | int, chunks: int, chunk_nbytes: int) -> int:
