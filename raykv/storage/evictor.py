@@ -52,7 +52,7 @@ class Evictor:
         departures: By quota group and reason: number of chunks removed since this process opened the store.
         reads_of_departed: By quota group: how often these chunks had been read.
         removed: Keys of chunks removed since the store's last `take_changes`, 16 bytes each.
-        over_quota: Quota groups whose quota was set and which may hold more than that.
+        over_quota: Quota groups that may hold more bytes than their new quota.
     """
 
     def __init__(self, config: StorageConfig, table: Table, allocator: Allocator, row_hints: RowHints) -> None:

@@ -81,10 +81,10 @@ def _create(config: StorageConfig, prefix: Path | None, *, now_s: float) -> tupl
 
 
 def remove_orphans(config: NodeConfig, alive: Container[str], *, now_s: float) -> list[str]:
-    """Remove the files on this host of nodes of this cluster whose Ray nodes are gone.
+    """Remove the files of nodes on this host whose Ray nodes are gone.
 
     A new Ray node has a new id, so no node would use these files again. Another Ray cluster on this host may have a
-    raykv cluster of the same name. So files stay that a process owns or used lately. `alive`: ids of the nodes whose
+    raykv cluster of the same name, so files that a process owns or used lately stay. `alive`: ids of the nodes whose
     Ray nodes are alive. `now_s`: wall clock, as in file times. Returns: ids of the nodes whose files were removed.
     """
     directory = config.storage.shm_dir
