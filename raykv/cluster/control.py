@@ -33,7 +33,7 @@ def start(config: ClusterConfig | None = None, *, timeout_s: float = 60.0, **fie
     Raises:
         ConfigError: A field is wrong, a cluster of this name runs with another config, or a node cannot run with this
             config (for example, too little memory). In the last case call `stop` before the next `start`.
-        PeerUnavailable: Some nodes did not start in time. Names them, and the reason if Ray knows it.
+        PeerUnavailable: Some nodes did not start in time. The message names them, and the reason if Ray knows it.
     """
     wanted = ClusterConfig.load({**(config.model_dump(exclude_unset=True) if config else {}), **fields})
     made = detached(DirectoryActor, directory_name(wanted.name), max_concurrency=32)

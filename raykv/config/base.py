@@ -45,7 +45,7 @@ class Model(BaseModel):
         """Check `fields` and make the config.
 
         Raises:
-            ConfigError: A field is wrong or unknown. Names every such field, and lists the known fields.
+            ConfigError: A field is wrong or unknown. The message names every such field, and lists the known fields.
         """
         try:
             return cls(**fields)

@@ -53,7 +53,7 @@ class NamespaceReconciler:
         self.registry = NamespaceRegistry()
         for path in paths:
             self._load(path)
-        self.registry.version = min(self.registry.version, 1)  # so that the directory sends its own
+        self.registry.version = min(self.registry.version, 1)  # a low version makes the directory send its list
         for entry in self.registry.entries.values():
             self._configure(entry)
 
@@ -70,7 +70,7 @@ class NamespaceReconciler:
                 self.registry.entries = {**self.registry.entries, digest: entry}
             self.registry.trim()
             self.registry.version = max(self.registry.version, theirs.version)
-            self._save()  # last: a node that dies before this drops the chunks again
+            self._save()  # a node that dies before this line drops the chunks again
         self._changed()
 
     def dropped_chunks(self, digest: bytes) -> int:
@@ -162,7 +162,7 @@ class NamespaceReconciler:
                 if not stat.S_ISREG(os.fstat(descriptor).st_mode):  # other users may be able to write here
                     raise OSError("not a regular file")
                 registry = NamespaceRegistry.decode(file.read(MAX_FILE_NBYTES))
-            registry.encode()  # fails now rather than in the next heartbeat
+            registry.encode()  # if this fails, it must fail here and not in the next heartbeat
             self.registry.merge(registry)
         except FileNotFoundError:
             pass

@@ -53,7 +53,7 @@ class Node:
         config: The node's configuration.
         store: The node's chunks in memory.
         mover: The tiers below memory.
-        lock: Guards the store. Chunk bytes never move under it.
+        lock: Guards the store. Chunk bytes are never copied while it is held.
         location_index: The holders of the keys that this node owns.
         handlers: Maps the type of a request to the function that serves it.
         reconciler: The node's list of namespaces.

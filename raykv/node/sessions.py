@@ -24,7 +24,7 @@ class NodeSession:
     Attributes:
         local: Whether the peer is a process of the same user on this host.
         lent: Rows of the slots lent to the connection.
-        pins: Number of the connection's pins of each row.
+        pins: Maps a row to the number of pins that the connection has on it.
     """
 
     def __init__(self, store: Store, lock: threading.Lock, stopping: threading.Event, *, local: bool) -> None:
@@ -42,7 +42,7 @@ class NodeSession:
             )
 
     def require_pinned(self, rows: Counter[int]) -> None:
-        """Raise UsageError if `rows` has a higher count for a row than this connection has pins of it."""
+        """Raise UsageError if `rows` counts more pins of a row than this connection has."""
         if rows - self.pins:
             raise UsageError("rows that are not pinned by this connection")
 

@@ -135,7 +135,7 @@ class Supervisor:
         """Run the node in this forked process. Never returns."""
         status = 1
         try:
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # end with the supervisor
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # the kernel kills it when the supervisor ends
             if os.getppid() == supervisor:
                 os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
                 status = self._serve()
@@ -169,7 +169,7 @@ def _report(reports: int, report: NodeReport) -> None:
 
 def main() -> int:
     reports = os.dup(1)
-    os.dup2(2, 1)  # so that printed text does not mix with the reports
+    os.dup2(2, 1)  # printed text must not mix with the reports
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # an inherited SIG_IGN would make waitpid fail
     logging.basicConfig(format="%(asctime)s %(process)d %(levelname)s %(name)s: %(message)s", level=logging.WARNING)
     spec = sys.stdin.buffer.readline()  # the owner writes nothing else before the node has started
