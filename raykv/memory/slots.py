@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from raykv.config import SLOT_ALIGNMENT_NBYTES
-from raykv.memory.free_rows import blocks, lazy_zeros
+from raykv.memory.free_rows import lazy_zeros
 from raykv.types import Rows
 
 Pages = npt.NDArray[np.uint32]
@@ -63,21 +63,11 @@ class Slots:
         populate: Called before the first use of an extent, to take real memory. Returns False if there is none.
     """
 
-    def __init__(
-        self,
-        extent_slots: npt.NDArray[np.uint32],
-        extent_nbytes: int,
-        populate: Callable[[int], bool],
-        pages: Pages,
-        rows: Rows,
-    ) -> None:
-        """Derive the lists from the chunk table.
-
-        `extent_slots`: array of the table; this object changes it. `pages`: the column `page`. `rows`: all rows that
-        have a slot.
-        """
+    def __init__(self, extent_slots: npt.NDArray[np.uint32], extent_nbytes: int) -> None:
+        """`extent_slots`: array of the chunk table; this object changes it. Call `open_extents` before any use."""
         extents = len(extent_slots)
-        self._extent_slots, self._extent_nbytes, self.populate = extent_slots, extent_nbytes, populate
+        self._extent_slots, self._extent_nbytes = extent_slots, extent_nbytes
+        self.populate: Callable[[int], bool] = lambda extent: False
         self._extent_pages = extent_nbytes // SLOT_ALIGNMENT_NBYTES
         self.free_nbytes = extents * extent_nbytes
         self._row_at = lazy_zeros(extents * self._extent_pages, np.int32)  # by slot number: row + 1; 0: a free slot
@@ -87,14 +77,19 @@ class Slots:
         self._populated: deque[int] = deque()  # free extents; the most recently used extent is the last
         self._unpopulated: dict[int, None] = {}
         self._failed: dict[int, None] = {}
-        self._recover(pages, rows)
 
-    def _recover(self, pages: Pages, rows: Rows) -> None:
-        for block in blocks(len(rows)):
-            some = rows[block]
-            places = slot_places(pages[some], self._extent_slots, self._extent_nbytes)
-            self._row_at[places.numbers] = some + np.int32(1)
-            self._used += np.bincount(places.extents, minlength=len(self._used))
+    # -- a start -----------------------------------------------------------------------------------------------------
+
+    def enter(self, rows: Rows, places: Places) -> bool:
+        """Enter rows that have slots already. Returns False if two rows have the same slot."""
+        entries = rows + np.int32(1)
+        taken = self._row_at[places.numbers].any()
+        self._row_at[places.numbers] = entries
+        self._used += np.bincount(places.extents, minlength=len(self._used))
+        return not taken and bool((self._row_at[places.numbers] == entries).all())
+
+    def open_extents(self) -> None:
+        """List the free slots and extents, after all rows that have slots are entered."""
         for extent, (size, used) in enumerate(zip(self._extent_slots.tolist(), self._used.tolist(), strict=True)):
             if used:
                 self._serve(extent, size)

@@ -142,10 +142,14 @@ class Table(HashIndex):
         return self.made_at_s + ticks / TICKS_PER_S
 
     @contextmanager
-    def changing(self) -> Iterator[None]:
-        """Set `dirty` during a change. If the change does not finish, `dirty` stays set; recovery repairs the index."""
+    def changing(self) -> Iterator[bool]:
+        """Set `dirty` during a change. If the change does not finish, `dirty` stays set; recovery repairs the index.
+
+        Yields: whether an earlier change did not finish.
+        """
+        was_dirty = bool(self.header["dirty"])
         self.header["dirty"] = 1
-        yield
+        yield was_dirty
         self.header["dirty"] = 0
 
     @property

@@ -14,9 +14,10 @@ import numpy.typing as npt
 from raykv.config import SLOT_ALIGNMENT_NBYTES, StorageConfig
 from raykv.errors import UsageError
 from raykv.eviction.base import live_parents
-from raykv.memory.free_rows import FreeRows, blocks
+from raykv.memory.free_rows import FreeRows
 from raykv.memory.layout import MAX_NAMESPACES, QUARANTINE_S, RowState
-from raykv.memory.slots import Pages, Slots
+from raykv.memory.recovery import Recovered
+from raykv.memory.slots import Pages
 from raykv.memory.table import Table
 from raykv.storage.batches import Chain
 from raykv.types import KeyArray, Rows
@@ -39,21 +40,15 @@ class Allocator:
         chunks: Number of ready rows.
     """
 
-    def __init__(
-        self, config: StorageConfig, table: Table, slots: Slots, *, ready: Rows, quarantined: Rows, now_s: float
-    ) -> None:
-        """Derive all attributes from the columns. Rows that are neither ready nor quarantined are free."""
-        self._table, self.slots = table, slots
+    def __init__(self, config: StorageConfig, table: Table, found: Recovered, *, now_s: float) -> None:
+        """Rows that were found neither ready nor quarantined are free."""
+        self._table, self.slots = table, found.slots
         self._arena_nbytes, self._low_water = config.extents * config.extent_nbytes, config.low_water
-        busy = np.zeros(table.rows_populated, np.bool_)
-        busy[ready] = busy[quarantined] = True
+        busy = table.columns.state[: table.rows_populated] != RowState.FREE
         self.free_rows = FreeRows(busy, rows=table.rows, limit=table.rows_populated)
-        self.used_nbytes, self.lent_nbytes = np.zeros((2, MAX_NAMESPACES), np.int64)
-        for block in blocks(len(ready)):
-            self._add(self.used_nbytes, ready[block], 1)
-        self._add(self.used_nbytes, quarantined, 1)
-        self.chunks = len(ready)
-        self._quarantine = self._resume_quarantine(quarantined, now_s)
+        self.used_nbytes, self.lent_nbytes = found.used_nbytes, np.zeros(MAX_NAMESPACES, np.int64)
+        self.chunks = len(found.ready)
+        self._quarantine = self._resume_quarantine(found.quarantined, now_s)
 
     def lend(self, count: int, size: int, group: int) -> tuple[Rows, Pages]:
         """FREE to LENT: up to `count` rows with slots of `size` bytes. Returns the rows and their slots' pages."""

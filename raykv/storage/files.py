@@ -9,9 +9,7 @@ from raykv.config import NodeConfig, StorageConfig
 from raykv.errors import ConfigError, LostError
 from raykv.memory.arena import SharedMemory, require_pages, require_room
 from raykv.memory.layout import table_nbytes
-from raykv.memory.recovery import require_sound
 from raykv.memory.table import Table
-from raykv.storage.quota_groups import QuotaGroups
 
 log = logging.getLogger(__name__)
 
@@ -33,19 +31,8 @@ def remove_files(prefix: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def open_files(config: StorageConfig, prefix: Path | None, *, now_s: float) -> tuple[Table, SharedMemory]:
-    """Map a node's table and arena as their only writer; see `Store.open`. Replaces missing or damaged files."""
-    require_room(config.shm_dir, 0, field="shm_dir")
-    if prefix is not None:
-        try:
-            return _attach(config, prefix, now_s=now_s)
-        except LostError as error:
-            log.info("starting empty: %s", str(error))  # as text, since the exception would keep the mapping alive
-            remove_files(prefix)
-    return _create(config, prefix, now_s=now_s)
-
-
-def _attach(config: StorageConfig, prefix: Path, *, now_s: float) -> tuple[Table, SharedMemory]:
+def attach_files(config: StorageConfig, prefix: Path, *, now_s: float) -> tuple[Table, SharedMemory]:
+    """Map a node's table and arena as their only writer. Raises LostError: They are missing, damaged or do not fit."""
     table_path, arena_path = store_files(prefix)
     memory = SharedMemory.attach(table_path, writable=True, huge_pages="try")
     memory.own(timeout_s=OWN_TIMEOUT_S)
@@ -57,12 +44,11 @@ def _attach(config: StorageConfig, prefix: Path, *, now_s: float) -> tuple[Table
     if table.ticks(now_s) >= MOST_TICKS:
         raise LostError(f"{table_path} is too old for its 32-bit times")
     require_pages(arena, config.extent_nbytes)
-    require_sound(table)
-    QuotaGroups(table)  # raises LostError if the list is damaged
     return table, arena
 
 
-def _create(config: StorageConfig, prefix: Path | None, *, now_s: float) -> tuple[Table, SharedMemory]:
+def create_files(config: StorageConfig, prefix: Path | None, *, now_s: float) -> tuple[Table, SharedMemory]:
+    """Make a node's table and arena, empty. Prefix None: in anonymous memory."""
     arena_nbytes = config.extents * config.extent_nbytes
     table_path, arena_path = (None, None) if prefix is None else store_files(prefix)
     require_room(config.shm_dir, arena_nbytes + table_nbytes(config.rows, config.extents), field="arena_nbytes")

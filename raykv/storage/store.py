@@ -4,6 +4,7 @@ Synchronous, without threads, sockets or a clock. The node calls the store under
 on this host read the table and the arena directly (`raykv.memory.reader`).
 """
 
+import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -14,15 +15,15 @@ import numpy.typing as npt
 import xxhash
 
 from raykv.config import SLOT_ALIGNMENT_NBYTES, NamespaceConfig, StorageConfig
-from raykv.errors import UsageError
+from raykv.errors import LostError, UsageError
 from raykv.eviction import Score, policy
 from raykv.eviction.base import Policy
-from raykv.memory.arena import SharedMemory
+from raykv.memory.arena import SharedMemory, require_room
 from raykv.memory.layout import RowState
 from raykv.memory.numa import usable_nodes
 from raykv.memory.populate import Populator
-from raykv.memory.recovery import take_over
-from raykv.memory.slots import Slots, slot_nbytes
+from raykv.memory.recovery import recover
+from raykv.memory.slots import slot_nbytes
 from raykv.memory.table import Table
 from raykv.protocol import chunk_keys
 from raykv.protocol.hints import require_hints
@@ -31,10 +32,12 @@ from raykv.storage.allocator import NO_ROWS, Allocator, has_duplicates
 from raykv.storage.batches import Written, chain_of, require_batch, require_size
 from raykv.storage.eviction_log import Departures
 from raykv.storage.evictor import MAX_PINS, Evictor
-from raykv.storage.files import open_files
+from raykv.storage.files import attach_files, create_files, remove_files
 from raykv.storage.quota_groups import QuotaGroups
 from raykv.storage.row_hints import RowHints
 from raykv.types import Batch, Bits, KeyArray, Rows
+
+log = logging.getLogger(__name__)
 
 EXPIRE_ROWS: Final = 1 << 16
 """Rows that one step of `Store.expire` checks."""
@@ -69,35 +72,36 @@ class Store:
     def __init__(self, config: StorageConfig, table: Table, arena: SharedMemory, *, now_s: float) -> None:
         """Take over a table: keep committed chunks, quarantine the slots of unfinished writes.
 
-        Free rows, free slots and all counts are derived from the columns.
+        Free rows, free slots and all counts are derived from the columns. Raises LostError: The table is damaged.
         """
-        self.config, self.table, self.arena = config, table, arena
-        ready, quarantined = take_over(table)
-        self.recovered = len(ready)
-        slots = Slots(
-            table.extent_slots,
-            config.extent_nbytes,
-            lambda extent: False,  # until the populator takes over
-            table.columns.page,
-            np.concatenate([ready, quarantined]),
-        )
-        self.allocator = Allocator(config, table, slots, ready=ready, quarantined=quarantined, now_s=now_s)
-        self.row_hints = RowHints(table, active=bool(table.columns.expires[ready].any()))
-        self.evictor = Evictor(config, table, self.allocator, self.row_hints)
-        self.evictor.learn(ready, table.ticks(now_s))
-        self.eviction_log, self.counters = self.evictor.eviction_log, self.evictor.counters
+        found = recover(table)
         self.groups = QuotaGroups(table, self._release_group)
+        self.config, self.table, self.arena = config, table, arena
+        self.recovered = len(found.ready)
+        self.allocator = Allocator(config, table, found, now_s=now_s)
+        self.row_hints = RowHints(table, active=found.expiring)
+        self.evictor = Evictor(config, table, self.allocator, self.row_hints)
+        self.evictor.learn(found.ready, table.ticks(now_s))
+        self.eviction_log, self.counters = self.evictor.eviction_log, self.evictor.counters
         nodes = usable_nodes() if config.numa == "auto" else (0,)
-        self.populator = Populator(arena, table, slots, self.allocator.free_rows, nodes=nodes)
+        self.populator = Populator(arena, table, found.slots, self.allocator.free_rows, nodes=nodes)
         self._added: list[bytes] = []
 
     @classmethod
     def open(cls, config: StorageConfig, prefix: Path | None, *, now_s: float) -> Self:
         """Map this node's files, or make them. Prefix None: use anonymous memory, which ends with the process.
 
-        Raises ConfigError: There is no directory or no room for the files, or the kernel lacks the required huge pages.
+        Replaces missing or damaged files by empty ones. Raises ConfigError: There is no directory or no room for the
+        files, or the kernel lacks the required huge pages.
         """
-        return cls(config, *open_files(config, prefix, now_s=now_s), now_s=now_s)
+        require_room(config.shm_dir, 0, field="shm_dir")
+        if prefix is not None:
+            try:
+                return cls(config, *attach_files(config, prefix, now_s=now_s), now_s=now_s)
+            except LostError as error:
+                log.info("starting empty: %s", str(error))  # as text, since the exception would keep the mapping alive
+                remove_files(prefix)
+        return cls(config, *create_files(config, prefix, now_s=now_s), now_s=now_s)
 
     def close(self) -> None:
         """Unmap the memory; the files stay."""

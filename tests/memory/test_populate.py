@@ -30,10 +30,8 @@ class Memory:
         size = {"extents": EXTENTS, "extent_nbytes": EXTENT_NBYTES}
         self.table = Table.create(None, rows=rows, now_s=0.0, **size)
         self.arena = SharedMemory.create(path, EXTENTS * EXTENT_NBYTES, huge_pages="never")
-        nothing = np.empty(0, np.int32)
-        self.slots = Slots(
-            self.table.extent_slots, EXTENT_NBYTES, lambda extent: False, self.table.columns.page, nothing
-        )
+        self.slots = Slots(self.table.extent_slots, EXTENT_NBYTES)
+        self.slots.open_extents()
         populated = self.table.rows_populated
         self.free_rows = FreeRows(np.zeros(populated, np.bool_), rows=rows, limit=populated)
         self.populator = Populator(self.arena, self.table, self.slots, self.free_rows)

@@ -6,12 +6,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from raykv.config import SLOT_ALIGNMENT_NBYTES as PAGE
-from raykv.memory.slots import Slots, slot_nbytes
+from raykv.memory.slots import Slots, slot_nbytes, slot_places
 
 EXTENTS, EXTENT_PAGES = 5, 12
 EXTENT_NBYTES = EXTENT_PAGES * PAGE
 SIZES = [PAGE * pages for pages in (1, 2, 3, 5, 12)]
-NOTHING = np.empty(0, np.uint32), np.empty(0, np.int32)
+
+
+def slots_of(column: np.ndarray, broken: frozenset[int] = frozenset(), rows=(), firsts=()) -> Slots:
+    made = Slots(column, EXTENT_NBYTES)
+    made.populate = lambda extent: extent not in broken
+    made.enter(np.array(rows, np.int32), slot_places(np.array(firsts, np.uint32), column, EXTENT_NBYTES))
+    made.open_extents()
+    return made
 
 
 class Model:
@@ -23,7 +30,7 @@ class Model:
         self.owner: dict[int, int] = {}  # page -> first page of the slot it belongs to
         self.size: dict[int, int] = {}  # first page -> slot size
         self.rows, self.row_of = 0, dict[int, int]()  # first page -> row
-        self.slots = Slots(self.column, EXTENT_NBYTES, lambda extent: extent not in broken, *NOTHING)
+        self.slots = slots_of(self.column, broken)
 
     def take(self, count: int, size: int) -> None:
         promised = self.slots.free(size)
@@ -85,7 +92,7 @@ def test_no_page_ever_has_two_owners(todo, broken):
     for size in SIZES:  # all extents came back, for any size
         possible = (EXTENTS - len(broken)) * (EXTENT_NBYTES // size)
         assert len(model.slots.take(np.arange(1000, dtype=np.int32), size)) == possible
-        model.slots = Slots(np.zeros(EXTENTS, np.uint32), EXTENT_NBYTES, lambda e: e not in broken, *NOTHING)
+        model.slots = slots_of(np.zeros(EXTENTS, np.uint32), broken)
 
 
 @pytest.mark.usefixtures("loops")
@@ -100,7 +107,7 @@ def test_everything_can_be_derived_again_from_the_columns(todo):
             model.give(sorted(model.size)[: 1 + a % 7])
     firsts = np.array(list(model.size), np.uint32)
     rows = np.arange(len(firsts), dtype=np.int32)[::-1].copy()
-    again = Slots(model.column.copy(), EXTENT_NBYTES, lambda extent: True, firsts, rows)
+    again = slots_of(model.column.copy(), rows=rows, firsts=firsts[rows])
     for extent in range(EXTENTS):
         mine = firsts // EXTENT_PAGES == extent
         assert sorted(again.rows_in(extent).tolist()) == np.flatnonzero(mine).tolist()
