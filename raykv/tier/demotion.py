@@ -31,7 +31,7 @@ STEP_CHUNKS: Final = 1024
 
 
 class Demotion:
-    """Thread-safe.
+    """Writes chunks of one store to its tiers. Thread-safe.
 
     Attributes:
         demoted: Number of chunks that the tiers wrote.

@@ -25,7 +25,7 @@ OUTLIVES_S = 1.0
 
 
 class TierMover:
-    """Thread-safe.
+    """Moves chunks between one store and its tiers. Thread-safe.
 
     Attributes:
         tiers: Fastest first; may be empty.

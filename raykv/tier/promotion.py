@@ -23,7 +23,7 @@ RUNS_AT_ONCE: Final = 4
 """Chunks being promoted take at most an eighth of the arena; one run takes at most a quarter of that."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Run:
     """A run of chunks being promoted. The tier may write to their slots until it calls back.
 
@@ -49,7 +49,7 @@ class _Run:
 
 
 class Promotion:
-    """Thread-safe.
+    """Reads chunks from the tiers into one store. Thread-safe.
 
     Attributes:
         promoted: Number of chunks promoted.
@@ -70,7 +70,7 @@ class Promotion:
         """
         with self._lock:
             wanted = keys[self._store.missing(keys, now_s=time.monotonic())]
-        runs: dict[int, _Run] = {}
+        runs = set[_Run]()
         for tier in self._tiers:
             if not len(wanted):
                 break
@@ -80,17 +80,17 @@ class Promotion:
                 entries = [entry for entry in found[some] if entry is not None]
                 self._wait_for_room(entries[0].nbytes * len(entries), until_s)
                 run, others = self._begin(wanted[some], entries)
-                runs.update({id(each): each for each in others})
+                runs.update(others)
                 if run is not None and self._read(tier, run):
-                    runs[id(run)] = run
+                    runs.add(run)
                 elif run is not None:  # the tier refused; a later tier may have the chunks too
                     left[some] = [True] * len(entries)
             wanted = wanted[left]
-        for run in runs.values():
+        for run in runs:
             if not run.ended.wait(max(0.0, until_s - time.monotonic())):
                 self.late += until_s > 0
                 break
-        return sum(len(run.positions) for run in runs.values())
+        return sum(len(run.positions) for run in runs)
 
     def _wait_for_room(self, nbytes: int, until_s: float) -> None:
         while self.nbytes + nbytes > self._most_nbytes:

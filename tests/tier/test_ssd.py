@@ -19,7 +19,7 @@ from raykv.tier.segments.format import key_array
 from raykv.tier.segments.log import Batch
 from raykv.tier.ssd import tier as ssd_tier
 from raykv.tier.ssd.recovery import Recovery
-from raykv.tier.ssd.writing import Writer
+from raykv.tier.ssd.workers import Writer
 from tests.support.tiers import SEGMENT, Arena, Names, SsdDriver, all_keys, content_of, keys_for, wait_for
 
 SIZES = [1, 100, 4095, 4096, 4097, 65_536, 100_000, SEGMENT // 2]

@@ -15,7 +15,7 @@ from raykv.tier.segments.index import Changes, Index
 from raykv.types import Bits, KeyArray, Rows
 
 MAX_KEYS: Final = 1 << 20
-"""Most deleted keys that are remembered. The oldest are forgotten first."""
+"""Most deleted keys in memory. If there are more, the oldest are dropped."""
 
 
 @dataclass(eq=False, slots=True)
@@ -39,12 +39,19 @@ class Pack:
 
 
 class Catalog:
-    """Packs and tombstone files (`packs`: by number; `known`: by stem of the name), and an index of all chunks."""
+    """Packs and tombstone files, and an index of all chunks.
+
+    Attributes:
+        packs, known: The files, by number and by stem of the name.
+        texts, groups: Quota groups as JSON, and their numbers in the index. The node has other numbers, because packs
+            hold groups of other clusters too.
+    """
 
     def __init__(self, writer: str, *, rows: int) -> None:
         """Begin empty. `writer` is the name of this node. Raises ConfigError like `Index`."""
         self.index = Index(rows, now_s=time.time())
-        self.groups = GroupNumbers()
+        self.texts: list[bytes] = []
+        self.groups: dict[bytes, int] = {}
         self.packs: dict[int, Pack] = {}
         self.known: dict[str, Pack] = {}
         self.tombstones = Tombstones()
@@ -91,7 +98,7 @@ class Catalog:
         index, sequence = self.index, pack.name.sequence
         if not len(entries):
             return
-        groups = np.array(self.groups.of(texts, index.chunks), np.int64)
+        groups = np.array([self._group(text) for text in texts], np.int64)
         entries = entries[(groups[entries["group"]] >= 0) & self.tombstones.uncovered(entries, texts, sequence)]
         rows = index.find_all(np.ascontiguousarray(entries["key"]))
         existing = np.flatnonzero(rows >= 0)
@@ -106,6 +113,13 @@ class Catalog:
             index.insert(rows, entries, groups[entries["group"]], pack.number)
             if pack.mine:
                 self._changes.add(entries["key"])
+
+    def _group(self, text: bytes) -> int:
+        """Number of a quota group, assigned if new; -1 if no number is free."""
+        if text not in self.groups and len(self.texts) < MAX_NAMESPACES:
+            self.groups[text] = len(self.texts)
+            self.texts.append(text)
+        return self.groups.get(text, -1)
 
     def _remove_oldest(self, sequence: int) -> bool:
         """Remove the oldest pack's chunks from the index, if the pack is older than `sequence`. The file stays."""
@@ -123,7 +137,7 @@ class Catalog:
             self.index.remove(rows)
 
     def rows_of_group(self, text: bytes) -> Rows:
-        return self.index.rows_of_group(self.groups.numbers.get(text, -1))
+        return self.index.rows_of_group(self.groups.get(text, -1))
 
     def apply_tombstones(self, sequence: int, keys: Sequence[bytes], texts: Sequence[bytes]) -> None:
         """Delete chunks by key and by quota group, in all packs with a lower sequence."""
@@ -136,33 +150,10 @@ class Catalog:
         self.remove(found[self.sequences(found) < sequence])
 
 
-class GroupNumbers:
-    """Numbers of quota groups in this index. They differ from the node's: packs hold groups of other clusters too."""
-
-    def __init__(self) -> None:
-        self.numbers: dict[bytes, int] = {}
-        self.texts: dict[int, bytes] = {}
-
-    def of(self, texts: Sequence[bytes], chunks: Array) -> list[int]:
-        """Number of each group, assigned if new; -1 if no number is free. `chunks` counts the chunks of each number."""
-        for text in texts:
-            if text in self.numbers:
-                continue
-            number = len(self.texts)
-            if number >= MAX_NAMESPACES:
-                unused = (each for each in range(MAX_NAMESPACES) if not chunks[each] and self.texts[each] not in texts)
-                number = next(unused, -1)
-                if number < 0:
-                    continue
-                del self.numbers[self.texts[number]]
-            self.numbers[text], self.texts[number] = number, text
-        return [self.numbers.get(text, -1) for text in texts]
-
-
 class Tombstones:
-    """Tombstones: deleted keys and dropped quota groups. Pending tombstones are not yet written to the directory.
+    """Deleted keys and dropped quota groups. Pending tombstones are not yet in a file.
 
-    A tombstone has a sequence number. It covers the key, or the group's chunks, in all packs with a lower sequence.
+    A tombstone covers its key, or all chunks of its group, in the packs with a lower sequence than its own.
 
     Attributes:
         latest: The highest sequence so far.

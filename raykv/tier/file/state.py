@@ -20,7 +20,7 @@ RETRY_S: Final = 5.0
 
 
 class State(WriteQueue):
-    """Queues, catalog and health.
+    """Queues, catalog and health of one file tier.
 
     Attributes:
         lock: Notified when a thread may have work.

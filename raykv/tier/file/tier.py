@@ -98,7 +98,7 @@ class FileTier(Tier):
                 return [None] * len(keys)
             rows = self._index.find(keys, now_s=time.time()).tolist()
             found = [self._index.found(row) if row >= 0 else None for row in rows]
-            texts = {each.group: self._catalog.groups.texts[each.group] for each in found if each is not None}
+            texts = {each.group: self._catalog.texts[each.group] for each in found if each is not None}
         numbers = {group: self._state.groups.number(text) for group, text in texts.items()}
         known = [None if each is None or numbers[each.group] is None else each for each in found]
         return [each and each._replace(group=cast(int, numbers[each.group])) for each in known]
@@ -116,7 +116,7 @@ class FileTier(Tier):
         with self._state.lock:
             if text is None:
                 return int(self._index.nbytes.sum())
-            number = self._catalog.groups.numbers.get(text)
+            number = self._catalog.groups.get(text)
             return 0 if number is None else int(self._index.nbytes[number])
 
     def stats(self) -> dict[str, Any]:

@@ -26,7 +26,7 @@ BATCH_CHUNKS: Final = 256
 BATCH_NBYTES: Final = 32 << 20
 TOMBSTONES_S: Final = 1.0
 TOMBSTONE_KEYS: Final = 1 << 14
-"""Shortest time between two tombstone files, and the limit of keys per file."""
+"""Shortest time between two tombstone files, and the most new keys in one file."""
 MERGE_FILES: Final = 32
 """A node with this number of tombstone files merges them into one."""
 
@@ -98,17 +98,16 @@ class Part:
 
 
 class Writer:
-    """Used by one thread, except `due_s`."""
+    """Writes packs and tombstone files. Only one thread calls it, but every thread may call `due_s`."""
 
     def __init__(self, state: State, scanner: Scanner) -> None:
         self._state, self._scanner = state, scanner
-        self._blocks = state.config.pack_nbytes // BLOCK_NBYTES
         self._part: Part | None = None
         self._sequence = 0
         self._tombstones_s = 0.0
 
     def due_s(self) -> float:
-        """Monotonic time at which to call `step`. The caller holds the lock."""
+        """Monotonic time of the next `step`. The caller holds the lock."""
         state = self._state
         if not state.writable:
             return state.retry_s

@@ -33,7 +33,7 @@ class Index:
 
     Attributes:
         segment: Per row: the drive and segment, or the pack, of its chunk.
-        nbytes, chunks: Totals per quota group.
+        nbytes: Bytes of the chunks of each quota group.
     """
 
     def __init__(self, rows: int, *, now_s: float) -> None:
@@ -49,10 +49,10 @@ class Index:
         self._expires_s: npt.NDArray[np.float64] = lazy_zeros(rows, np.float64)
         self._reads_at_write: npt.NDArray[np.uint32] = lazy_zeros(rows, np.uint32)
         self.nbytes: npt.NDArray[np.int64] = np.zeros(MAX_NAMESPACES, np.int64)
-        self.chunks: npt.NDArray[np.int64] = np.zeros(MAX_NAMESPACES, np.int64)
+        self._chunks = 0
 
     def __len__(self) -> int:
-        return int(self.chunks.sum())
+        return self._chunks
 
     def find(self, keys: KeyArray, *, now_s: float) -> Rows:
         """Row of each key; -1 if the key is not here or has expired."""
@@ -128,7 +128,7 @@ class Index:
         columns.generation[rows] = 2
         self._table.insert(np.ascontiguousarray(entries["key"]), rows)
         self.nbytes += np.bincount(groups, entries["nbytes"], MAX_NAMESPACES).astype(np.int64)
-        self.chunks += np.bincount(groups, minlength=MAX_NAMESPACES)
+        self._chunks += len(rows)
 
     def touch(self, rows: Rows, *, now_s: float) -> None:
         self._table.touch(rows, self._table.ticks(now_s))
@@ -139,7 +139,7 @@ class Index:
         columns, table = self.columns, self._table
         groups = columns.group[rows]
         self.nbytes -= np.bincount(groups, columns.nbytes[rows], MAX_NAMESPACES).astype(np.int64)
-        self.chunks -= np.bincount(groups, minlength=MAX_NAMESPACES)
+        self._chunks -= len(rows)
         columns.generation[rows] = 1
         if len(rows) > REBUILD_ROWS and len(rows) * REBUILD_SHARE > len(self):
             table.rebuild_index(table.ready_rows())

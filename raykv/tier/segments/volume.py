@@ -8,7 +8,6 @@ Each operation opens its file, which costs microseconds. So a removed directory 
 
 import errno
 import fcntl
-import logging
 import mmap
 import os
 import re
@@ -19,8 +18,6 @@ from typing import Final, Literal
 
 from raykv.errors import ConfigError
 from raykv.tier.segments.format import BLOCK_NBYTES, Record, encode
-
-log = logging.getLogger(__name__)
 
 IOV_MAX: Final = 1024
 """Most buffers in one call (the limit of Linux)."""
@@ -113,7 +110,7 @@ class Volume:
     def close(self) -> None:
         fd, self._lock_fd = self._lock_fd, -1
         if fd >= 0:
-            _close(fd)
+            os.close(fd)
 
     def _path(self, number: int) -> Path:
         return self.path / f"{number:06}.segment"
@@ -125,7 +122,7 @@ class Volume:
         try:
             yield fd
         finally:
-            _close(fd)
+            os.close(fd)
 
 
 def make_directory(path: Path) -> None:
@@ -167,11 +164,3 @@ def aligned(nbytes: int) -> memoryview:
 def encoded(record: Record) -> memoryview:
     buffer = aligned(record.blocks() * BLOCK_NBYTES)
     return buffer[: encode(record, buffer)]
-
-
-def _close(fd: int) -> None:
-    """Close a file. An I/O error is only logged: the descriptor is closed anyway."""
-    try:
-        os.close(fd)
-    except OSError as error:
-        log.warning("closing a segment file: %s", error.strerror)

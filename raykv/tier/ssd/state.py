@@ -38,11 +38,9 @@ RETRY_S: Final = 30.0
 
 @dataclass(eq=False, slots=True)
 class Content:
-    """The content of a batch: chunks and tombstones.
+    """The content of a batch: chunks (`items`), their size in blocks, their quota groups (`texts`), and tombstones.
 
-    Attributes:
-        epoch: Epoch of the drive when the batch was begun.
-        blocks, texts: Total blocks, and quota groups, of all chunks.
+    `epoch` is the drive's epoch when the batch was begun.
     """
 
     epoch: int
@@ -138,16 +136,11 @@ class Drive:
             "direct": self.volume.direct,
             "segments": len(states),
             "free_segments": states.count("free"),
-            "queued_reads": len(self.reads),
         }
 
 
 class Shared(WriteQueue):
-    """Guarded by `lock`.
-
-    Attributes:
-        ended: The tier is being closed.
-    """
+    """What the drives share. `lock` guards it, and the drives too. `ended`: the tier is being closed."""
 
     def __init__(self, config: SsdConfig, environment: Environment) -> None:
         rows = config.max_chunks or max(1024, len(config.paths) * config.capacity_nbytes // INDEX_ROW_NBYTES)
@@ -168,7 +161,7 @@ class Shared(WriteQueue):
             self.refuse_writes()
 
     def fail_moves(self) -> None:
-        """Give up chunks that wait to be moved. Without space, they would wait for their own segment for ever."""
+        """Give up queued moves: no segment is free, and the segment of these chunks becomes free only after them."""
         while (item := self.next_item()) is not None and item.moved_from >= 0:
             self.finish(self.dequeue(), False)
 
@@ -225,7 +218,7 @@ class Shared(WriteQueue):
     def disown(self, drive: Drive, key: bytes) -> None:
         """Queue a tombstone for a copy on the drive that is not in the index, so that recovery does not find it.
 
-        If the index has another copy on this drive, there is no tombstone, because it would cover that copy too.
+        A copy on this drive that is in the index prevents this: the tombstone would cover that copy too.
         """
         row = int(self.index.find_all(key_array([key]))[0])
         if row < 0 or int(self.index.segment[row]) // SEGMENTS != drive.number:

@@ -169,7 +169,7 @@ class SsdTier(Tier):
                     self._shared.remove_expired()
 
     def stats(self) -> dict[str, Any]:
-        """See `Tier`. Adds queued_nbytes, and `paths`: `Drive.stats` of each path."""
+        """See `Tier`. Adds `paths`: `Drive.stats` of each path."""
         shared = self._shared
         with shared.lock:
             paths = [drive.stats() for drive in shared.drives]
@@ -181,7 +181,6 @@ class SsdTier(Tier):
                 "chunks": len(shared.index),
                 "used_nbytes": int(shared.index.nbytes.sum()),
                 "capacity_nbytes": self.config.capacity_nbytes * len(paths),
-                "queued_nbytes": shared.queued_nbytes,
                 **shared.counts,
                 "paths": paths,
             }

@@ -32,7 +32,7 @@ GROW_S: Final = 30.0
 
 
 class Upkeep:
-    """The caller of `next_task` holds the lock. Tasks run without it and wait for the disk."""
+    """Keeps segments available. `next_task` needs the tier's lock; the tasks wait for the disk without it."""
 
     def __init__(self, shared: Shared, drive: Drive) -> None:
         self._shared, self._drive = shared, drive
@@ -46,9 +46,7 @@ class Upkeep:
             return None
         if (to_seal := log.next_to_seal()) is not None:
             return lambda: self._seal(to_seal, epoch)
-        if self._shared.ended:
-            return None
-        if drive.making:
+        if self._shared.ended or drive.making:
             return None
         if log.wants_space() and time.monotonic() >= drive.grow_at_s and (number := log.absent()) is not None:
             drive.making, absent = True, number
@@ -57,15 +55,6 @@ class Upkeep:
         if short and (victim := log.choose_victim()) is not None:
             return lambda: self._reclaim(victim, epoch)
         return None
-
-    def wipe(self, number: int) -> None:
-        """Overwrite the blocks by which recovery finds a segment's chunks. Waits for the disk.
-
-        After a power cut before the next sync, recovery may find the old chunks again. Overwritten chunks are then
-        detected by their checksums.
-        """
-        for block in (0, self._drive.segment_blocks - 1):
-            self._write(number, block, aligned(BLOCK_NBYTES))
 
     def _write(self, number: int, block: int, view: memoryview, *, sync: bool = False) -> None:
         nbytes = self._drive.volume.write(number, block * BLOCK_NBYTES, [view], sync=sync)
@@ -77,7 +66,6 @@ class Upkeep:
         drive, problem = self._drive, None
         try:
             drive.volume.make(number)
-            self.wipe(number)
         except OSError as error:
             problem = error
         with self._shared.lock:
@@ -142,10 +130,14 @@ class Upkeep:
                 drive.notify()
 
     def _free(self, segment: Segment, epoch: int) -> None:
+        """Overwrite the blocks by which recovery finds a segment's chunks, and mark the segment as free.
+
+        Both are synced, because the next segment may hold tombstones for these chunks. If its blocks reached the disk
+        first, a power cut could bring deleted chunks back.
+        """
         drive, number = self._drive, segment.number
-        self.wipe(number)
-        # Synced before a tombstone for these chunks can be wiped: else a power cut brings deleted chunks back.
-        drive.volume.write(number, 0, [], sync=True)
+        self._write(number, 0, aligned(BLOCK_NBYTES))
+        self._write(number, drive.segment_blocks - 1, aligned(BLOCK_NBYTES), sync=True)
         with self._shared.lock:
             if epoch != drive.epoch:
                 return
