@@ -14,8 +14,7 @@ from raykv.config import ClusterConfig, NodeConfig
 from raykv.errors import ConfigError, PeerUnavailable, RayKVError
 from raykv.membership.membership import InProcessMembership
 from raykv.memory.arena import sized_by_share
-from raykv.protocol.messages import Heartbeat, HeartbeatAnswer
-from raykv.protocol.namespace import Namespace
+from raykv.protocol.messages import Configure, Heartbeat, HeartbeatAnswer
 from raykv.protocol.trace_requests import TracedRequest
 from raykv.storage.files import ABANDONED_S, remove_orphans, remove_unowned
 from raykv.supervisor.handle import NodeHandle
@@ -150,13 +149,11 @@ class RayMembership:
         answer: HeartbeatAnswer = self._call("beat", heartbeat)
         return answer
 
-    def configure(self, namespace: Namespace, fields: dict[str, Any] | None, registry: bytes | None = None) -> bytes:
-        """See `MembershipPort`."""
-        changed: bytes = self._call("configure", namespace, fields, registry)
+    def configure(self, change: Configure) -> bytes:
+        changed: bytes = self._call("configure", change)
         return changed
 
     def leave(self, node_id: NodeId) -> None:
-        """See `MembershipPort`."""
         self._call("leave", node_id)
 
     def _call(self, method: str, *arguments: Any) -> Any:

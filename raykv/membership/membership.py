@@ -7,10 +7,11 @@ After a restart the directory is empty, and adopts the view of the first node th
 import logging
 import threading
 import time
-from typing import Any, Protocol
+from typing import Protocol
 
 from raykv.membership.namespace_registry import NamespaceRegistry
-from raykv.protocol.messages import Heartbeat, HeartbeatAnswer
+from raykv.protocol import codec
+from raykv.protocol.messages import Configure, Heartbeat, HeartbeatAnswer
 from raykv.protocol.namespace import Namespace
 from raykv.protocol.placement import Member, View
 from raykv.types import NodeId
@@ -19,26 +20,18 @@ log = logging.getLogger(__name__)
 
 
 class MembershipPort(Protocol):
-    """The calls of a node to the directory."""
+    """The calls of a node to the directory. Each raises TransientError if the directory does not answer."""
 
     def beat(self, heartbeat: Heartbeat) -> HeartbeatAnswer:
-        """Send a heartbeat. Raises TransientError if the directory does not answer."""
+        """Send a heartbeat."""
         ...
 
-    def configure(self, namespace: Namespace, fields: dict[str, Any] | None, registry: bytes | None = None) -> bytes:
-        """Change the config of a namespace's quota group, or drop the quota group.
-
-        Args:
-            namespace: Any namespace of the quota group.
-            fields: Fields of `NamespaceConfig` to change. None drops the quota group.
-            registry: The calling node's own list. The directory merges it first, in case it has just restarted.
-
-        Returns:
-            The new list, encoded by `NamespaceRegistry.encode`.
+    def configure(self, change: Configure) -> bytes:
+        """Change or drop a quota group, and return the new list of namespaces (see `NamespaceRegistry.encode`).
 
         Raises:
-            TransientError: The directory does not answer.
-            UsageError, CapacityError: See `NamespaceRegistry.configure`.
+            UsageError: A field of the request is wrong.
+            CapacityError: Too many namespaces have a config.
         """
         ...
 
@@ -90,16 +83,15 @@ class Membership:
             self._publish([*(known for known in self.view.members if known.node_id != member.node_id), member])
         return HeartbeatAnswer(self.view if self.view.epoch > heartbeat.epoch else None)
 
-    def configure(
-        self, namespace: Namespace, fields: dict[str, Any] | None, registry: bytes | None = None, *, now_ns: int
-    ) -> bytes:
+    def configure(self, change: Configure, *, now_ns: int) -> bytes:
         """See `MembershipPort.configure`. `now_ns` is the wall clock."""
-        if registry is not None:
-            self.registry.merge(NamespaceRegistry.decode(registry))
-        if fields is None:
+        namespace = Namespace.load(codec.fields(change.namespace))
+        if change.registry is not None:  # this directory may have just restarted
+            self.registry.merge(NamespaceRegistry.decode(change.registry))
+        if change.fields is None:
             self.registry.drop(namespace, now_ns=now_ns)
         else:
-            self.registry.configure(namespace, fields, now_ns=now_ns)
+            self.registry.configure(namespace, codec.fields(change.fields), now_ns=now_ns)
         return self.registry.encode()
 
     def leave(self, node_id: NodeId) -> None:
@@ -139,9 +131,9 @@ class InProcessMembership:
         with self._lock:
             return self.logic.beat(heartbeat, now_s=time.monotonic())
 
-    def configure(self, namespace: Namespace, fields: dict[str, Any] | None, registry: bytes | None = None) -> bytes:
+    def configure(self, change: Configure) -> bytes:
         with self._lock:
-            return self.logic.configure(namespace, fields, registry, now_ns=time.time_ns())
+            return self.logic.configure(change, now_ns=time.time_ns())
 
     def leave(self, node_id: NodeId) -> None:
         with self._lock:

@@ -4,14 +4,11 @@ The proxy server listens on the loopback interface and serves one node. The node
 """
 
 import time
-from typing import Any, Final, TypeVar
-
-import msgspec
+from typing import Final, TypeVar
 
 from raykv.errors import RayKVError, TransientError, UsageError
 from raykv.membership.membership import MembershipPort
 from raykv.protocol import codec, messages
-from raykv.protocol.namespace import Namespace
 from raykv.transport.base import Reply, Session
 from raykv.transport.link import Link
 from raykv.types import NodeId
@@ -59,9 +56,7 @@ class MembershipProxyServer:
             case messages.Heartbeat(member=member) if member.node_id == self._node_id:
                 return self._membership.beat(request)
             case messages.Configure():
-                namespace = Namespace.load(codec.fields(request.namespace))
-                fields = None if request.fields is None else codec.fields(request.fields)
-                return messages.Configured(self._membership.configure(namespace, fields, request.registry))
+                return messages.Configured(self._membership.configure(request))
             case messages.Leave() if request.node_id == self._node_id:
                 self._membership.leave(request.node_id)
                 return messages.Done()
@@ -78,10 +73,8 @@ class MembershipProxy:
     def beat(self, heartbeat: messages.Heartbeat) -> messages.HeartbeatAnswer:
         return self._call(heartbeat, messages.HeartbeatAnswer)
 
-    def configure(self, namespace: Namespace, fields: dict[str, Any] | None, registry: bytes | None = None) -> bytes:
-        name = namespace.model_dump_json(exclude_defaults=True).encode()
-        changes = None if fields is None else msgspec.json.encode(fields)
-        return self._call(messages.Configure(name, changes, registry), messages.Configured).registry
+    def configure(self, change: messages.Configure) -> bytes:
+        return self._call(change, messages.Configured).registry
 
     def leave(self, node_id: NodeId) -> None:
         self._call(messages.Leave(node_id), messages.Done)

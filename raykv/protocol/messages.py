@@ -206,8 +206,8 @@ class Configure(Message):
     """Change a namespace's config, or drop the namespace. Answer: Configured, or Unavailable.
 
     `namespace` and `fields` (of the config) are JSON; `fields` None drops the namespace. The node forwards the request
-    to the directory. `registry`: the node's list of namespaces, sent only by a node to the membership proxy; see
-    `MembershipPort.configure`.
+    to the directory, with its own list of namespaces as `registry`: the directory merges the list first, since it may
+    have just restarted.
     """
 
     namespace: bytes

@@ -11,6 +11,7 @@ from raykv.membership.namespace_registry import MAX_ENTRIES, Entry, NamespaceReg
 from raykv.protocol.messages import Heartbeat
 from raykv.protocol.namespace import Namespace
 from raykv.protocol.placement import Member
+from tests.support.protocol import change
 
 A, B = Namespace(model="a", chunk_tokens=16), Namespace(model="b", extra={"x": "1", "y": "2"})
 
@@ -154,7 +155,7 @@ def test_copies_that_merge_agree(rng: random.Random):
 def test_the_directory_sends_the_list_and_learns_from_nodes():
     directory, node = Membership(member_timeout_s=5.0), member("n")
     assert directory.beat(Heartbeat(node, 0), now_s=0.0).registry is None
-    text = directory.configure(A, {"ttl_s": 60}, now_ns=1)
+    text = directory.configure(change(A, {"ttl_s": 60}), now_ns=1)
     answer = directory.beat(Heartbeat(node, 1), now_s=0.0)
     assert (answer.registry, answer.want_registry) == (text, False)
     mine = NamespaceRegistry.decode(text)
@@ -162,7 +163,7 @@ def test_the_directory_sends_the_list_and_learns_from_nodes():
     answer = directory.beat(Heartbeat(node, 1, version=mine.version, registry=text), now_s=0.0)
     assert (answer.registry, answer.want_registry) == (None, False)
     restarted = Membership(member_timeout_s=5.0)
-    restarted.configure(B, {"ttl_s": 30}, now_ns=2)
+    restarted.configure(change(B, {"ttl_s": 30}), now_ns=2)
     answer = restarted.beat(Heartbeat(node, 1, version=mine.version), now_s=0.0)
     assert answer.want_registry
     answer = restarted.beat(Heartbeat(node, 1, version=mine.version, registry=mine.encode()), now_s=0.0)
@@ -174,10 +175,10 @@ def test_the_directory_sends_the_list_and_learns_from_nodes():
 
 
 def test_a_restarted_directory_builds_on_the_list_of_the_calling_node():
-    known = Membership(member_timeout_s=5.0).configure(A, {"policy": "lfu", "ttl_s": 60}, now_ns=1)
+    known = Membership(member_timeout_s=5.0).configure(change(A, {"policy": "lfu", "ttl_s": 60}), now_ns=1)
     restarted = Membership(member_timeout_s=5.0)
-    changed = NamespaceRegistry.decode(restarted.configure(A, {"priority": 3}, known, now_ns=2))
+    changed = NamespaceRegistry.decode(restarted.configure(change(A, {"priority": 3}, known), now_ns=2))
     assert changed.config(A.group.digest) == NamespaceConfig(policy="lfu", ttl_s=60, priority=3)
     assert changed.version > NamespaceRegistry.decode(known).version
-    dropped = NamespaceRegistry.decode(Membership(member_timeout_s=5.0).configure(B, None, known, now_ns=2))
+    dropped = NamespaceRegistry.decode(Membership(member_timeout_s=5.0).configure(change(B, None, known), now_ns=2))
     assert dropped.config(A.group.digest) == NamespaceConfig(policy="lfu", ttl_s=60)

@@ -3,7 +3,6 @@
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
@@ -14,11 +13,12 @@ from raykv.membership.namespace_registry import NamespaceRegistry
 from raykv.membership.proxy import MembershipProxy, MembershipProxyServer
 from raykv.node.node import Node
 from raykv.protocol import messages
-from raykv.protocol.messages import Heartbeat, HeartbeatAnswer
+from raykv.protocol.messages import Configure, Heartbeat, HeartbeatAnswer
 from raykv.protocol.namespace import Namespace
 from raykv.protocol.placement import Member, View
 from raykv.transport.link import Link
 from raykv.transport.server import SocketServer
+from tests.support.protocol import change
 
 SECRET = b"known to the node"
 MEMBER = Member("a", "h", {"tcp": "x:1", "unix": "unix:/x"}, 1.5, 7)
@@ -37,9 +37,9 @@ class Fickle(InProcessMembership):
         self._require()
         return super().beat(heartbeat)
 
-    def configure(self, namespace: Namespace, fields: dict[str, Any] | None, registry: bytes | None = None) -> bytes:
+    def configure(self, change: Configure) -> bytes:
         self._require()
-        return super().configure(namespace, fields, registry)
+        return super().configure(change)
 
     def leave(self, node_id: str) -> None:
         self._require()
@@ -83,11 +83,11 @@ def test_heartbeats_and_their_answers_pass_unchanged(directory, address):
 
 def test_configs_are_changed_through_it_and_errors_keep_their_class(directory, address):
     asked = MembershipProxy(address, SECRET)
-    listed = NamespaceRegistry.decode(asked.configure(SPACE, {"policy": "lfu"}))
+    listed = NamespaceRegistry.decode(asked.configure(change(SPACE, {"policy": "lfu"})))
     assert [entry.config.policy for entry in listed.entries.values()] == ["lfu"]
     with pytest.raises(ConfigError, match="sieve"):
-        asked.configure(SPACE, {"policy": "sieve"})
-    (dropped,) = NamespaceRegistry.decode(asked.configure(SPACE, None)).entries.values()
+        asked.configure(change(SPACE, {"policy": "sieve"}))
+    (dropped,) = NamespaceRegistry.decode(asked.configure(change(SPACE, None))).entries.values()
     assert dropped.dropped_ns
     assert directory.logic.registry.entries.keys() == listed.entries.keys()
 
@@ -97,7 +97,7 @@ def test_a_directory_that_is_away_is_away_for_the_node_too(directory, address):
     directory.away = "restarting"
     for call in (
         lambda: asked.beat(Heartbeat(MEMBER, 0)),
-        lambda: asked.configure(SPACE, {}),
+        lambda: asked.configure(change(SPACE, {})),
         lambda: asked.leave("a"),
     ):
         with pytest.raises(PeerUnavailable, match="restarting"):

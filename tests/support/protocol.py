@@ -1,12 +1,22 @@
 """One example of every message, with a value in every field."""
 
+import json
+from typing import Any
+
 from raykv.protocol import messages
+from raykv.protocol.namespace import Namespace
 from raykv.protocol.placement import Member, View
 from raykv.protocol.trace_requests import TracedRequest
 
 
 def member(name: str = "a", *, host: str = "h", weight: float = 1.0, incarnation: int = 1) -> Member:
     return Member(name, host, {"tcp": f"{name}:1", "unix": f"unix:/{name}"}, weight, incarnation)
+
+
+def change(namespace: Namespace, fields: dict[str, Any] | None, registry: bytes | None = None) -> messages.Configure:
+    """The request to change a namespace's config; `fields` None: to drop it."""
+    text = None if fields is None else json.dumps(fields).encode()
+    return messages.Configure(namespace.model_dump_json().encode(), text, registry)
 
 
 VIEW = View(3, (member("a", weight=1.5, incarnation=7), member("b", weight=0.5, incarnation=1 << 60)))

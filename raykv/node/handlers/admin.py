@@ -45,12 +45,12 @@ class AdminHandler:
         return Reply(messages.Done())
 
     def _configure(self, request: messages.Configure, session: NodeSession) -> Reply:
-        namespace = Namespace.load(codec.fields(request.namespace))
-        fields = None if request.fields is None else codec.fields(request.fields)
-        if fields is not None and isinstance(fields.get("policy"), str):
+        fields = {} if request.fields is None else codec.fields(request.fields)
+        if isinstance(fields.get("policy"), str):
             policy(fields["policy"])  # raises ConfigError if this node does not have it; the directory checks the rest
+        request.registry = self._reconciler.registry.encode()
         try:
-            registry = self._membership.configure(namespace, fields, self._reconciler.registry.encode())
+            registry = self._membership.configure(request)
         except TransientError as error:
             return Reply(messages.Unavailable(str(error)))
         self._reconciler.adopt(registry)
