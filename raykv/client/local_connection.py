@@ -25,6 +25,7 @@ class LocalConnection:
     """The node of this host. Thread-safe.
 
     Attributes:
+        address: Where the node listens.
         attached: The node's last description of itself.
         reader: Reads the node's memory.
         pipeline: The connection for requests and pins.
@@ -38,7 +39,7 @@ class LocalConnection:
         Raises:
             PeerUnavailable: The node does not answer, or its memory cannot be mapped.
         """
-        self._address, self._lock = address, threading.Lock()
+        self.address, self._lock = address, threading.Lock()
         self._check_at_s = 0.0
         self.attached = messages.Attached("", "", "", "")
         self.pipeline = Pipeline(self.open_link, retry_s=retry_s)
@@ -57,7 +58,7 @@ class LocalConnection:
             TransientError: The node does not answer.
             LostError: The node's memory files no longer exist.
         """
-        link = Link.connect(self._address, b"", deadline_s=deadline_s)
+        link = Link.connect(self.address, b"", deadline_s=deadline_s)
         try:
             attached = expect(messages.Attached, link.call(messages.Attach(), deadline_s=deadline_s))
             files = attached.table, attached.arena

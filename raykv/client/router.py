@@ -1,6 +1,5 @@
 """Connects a client to this host's node and to other nodes. Follows the view, and finds the owners of keys."""
 
-import math
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -12,7 +11,6 @@ import numpy.typing as npt
 from raykv.client.arguments import deadline_after
 from raykv.client.local_connection import LocalConnection
 from raykv.client.parallel import Parallel
-from raykv.client.pipeline import Pipeline
 from raykv.client.read_failures import ReadFailures
 from raykv.client.writer import Writer
 from raykv.config import ClientConfig
@@ -75,7 +73,7 @@ class Router:
         self.parallel, self.read_failures = Parallel(), ReadFailures()
         self._metrics: dict[bytes, ClientMetrics] = {}
         self._view = View()
-        self._failures, self._doubt_s = 0, -math.inf
+        self._failures, self._retry_at_s = 0, 0.0
         self.local: LocalConnection | None = None
         self.writer: Writer | None = None
         secret, host = _secret(config), host_identity()
@@ -88,7 +86,7 @@ class Router:
         self.paths = open_data_paths(PathEnvironment(self.pool, host, config.verify, self.copy_threads))
         try:
             self.refresh(deadline_s)
-        except BaseException:
+        except BaseException:  # the caller gets no object to close
             self.close()
             raise
         if self.local is None:
@@ -124,35 +122,25 @@ class Router:
 
     def view(self, deadline_s: float) -> View:
         """Return the view. It is fetched again after an answer with a greater epoch, or after a node's failure."""
-        local = self.local
-        if local is not None and local.attached.secret and local.attached.secret != self.pool.secret:
-            self._join_again(local)
-        epoch = max([self.pool.epoch, *(pipeline.epoch for pipeline in self._pipelines())])
-        if epoch > self._view.epoch or self._in_doubt():
+        pool, local = self.pool, self.local
+        pipelines = [each.pipeline for each in (local, self.writer) if each is not None]
+        if local is not None and local.attached.secret not in (b"", pool.secret):
+            # The node has joined another cluster, whose epochs start again.
+            pool.retain(())
+            pool.secret, pool.epoch, self._view = local.attached.secret, 0, View()
+            for pipeline in pipelines:
+                pipeline.epoch = 0
+        stale = max([pool.epoch, *(pipeline.epoch for pipeline in pipelines)]) > self._view.epoch
+        failed = pool.failures != self._failures and time.monotonic() >= self._retry_at_s
+        if stale or failed or not self._view.members:
+            if failed:  # a node is down for a while: refresh at most once per `breaker_s`
+                self._retry_at_s = time.monotonic() + self.config.breaker_s
             try:
                 self.refresh(deadline_s)
             except RayKVError:
                 pass  # use the old view: stale entries cost misses, not errors
-            self._failures = self.pool.failures  # failures of the refresh itself cause no further refresh
+            self._failures = pool.failures  # failures of the refresh itself cause no further refresh
         return self._view
-
-    def _join_again(self, local: LocalConnection) -> None:
-        """Join the new cluster of this host's node. It has a new secret, and its epochs start again."""
-        self.pool.retain(())
-        self.pool.secret, self.pool.epoch, self._view = local.attached.secret, 0, View()
-        for pipeline in self._pipelines():
-            pipeline.epoch = 0
-        self._doubt_s, self._failures = -math.inf, self.pool.failures - 1  # forces a refresh
-
-    def _pipelines(self) -> list[Pipeline]:
-        return [each.pipeline for each in (self.local, self.writer) if each is not None]
-
-    def _in_doubt(self) -> bool:
-        """Return whether a node has failed since the last refresh. True at most once per `breaker_s`."""
-        if self.pool.failures == self._failures or time.monotonic() < self._doubt_s:
-            return False
-        self._failures, self._doubt_s = self.pool.failures, time.monotonic() + self.config.breaker_s
-        return True
 
     def refresh(self, deadline_s: float) -> View:
         """Fetch the view from this host's node, or from any other node.
@@ -293,11 +281,9 @@ class Router:
 
     def send_trace(self, requests: list[TracedRequest]) -> None:
         """Send recorded requests to this host's node. Never raises: see `raykv.client.trace_recorder`."""
-        member = self._view.member(self.local_id) if self.local_id is not None else None
         try:
-            if member is not None:
-                request = messages.RecordTrace(requests)
-                self.ask(member.local_address, request, time.monotonic() + TRACE_TIMEOUT_S)
+            if self.local is not None:
+                self.ask(self.local.address, messages.RecordTrace(requests), time.monotonic() + TRACE_TIMEOUT_S)
         except RayKVError:
             pass  # the trace then lacks these requests
 
