@@ -14,8 +14,6 @@ MAX_POOL_SHARE: Final = 16
 """Limits of one pool: this many slots, this many bytes, and 1/MAX_POOL_SHARE of the arena."""
 POOL_IDLE_S: Final = 5.0
 """A pool that is unused for this long gives its slots back to the node."""
-GROW_S: Final = 1.0
-"""A pool that requests slots twice within this time doubles its size."""
 TRUST_S: Final = QUARANTINE_S / 4
 """The writer may write to a lent slot for this long after the node's last answer. If the node died or closed the
 connection right after that answer, the slot is still in quarantine. Later the writer must ask the node first."""
@@ -41,7 +39,6 @@ class SlotPool:
         self.most = min(MAX_POOL_SLOTS, MAX_POOL_NBYTES // size, arena_nbytes // MAX_POOL_SHARE // size)
         self.wanted = self.coming = 0
         self.used_at_s = 0.0
-        self._asked_at_s = -GROW_S
         self.slots: list[Slot] = []
 
     def pop(self, count: int, now_s: float) -> list[Slot]:
@@ -63,15 +60,10 @@ class SlotPool:
         """Raise `wanted` after a put that needed `count` slots found too few."""
         self.wanted = min(self.most, max(4 * self.wanted, 2 * count))
 
-    def lacking(self, now_s: float) -> int:
+    def lacking(self) -> int:
         """Return how many slots to request in advance. 0 while the pool is more than half full."""
         have = len(self.slots) + self.coming
-        if 2 * have > self.wanted:
-            return 0
-        if now_s < self._asked_at_s + GROW_S:
-            self.wanted = min(self.most, 2 * self.wanted)
-        self._asked_at_s = now_s
-        return self.wanted - have
+        return 0 if 2 * have > self.wanted else self.wanted - have
 
 
 @dataclass(slots=True, eq=False)

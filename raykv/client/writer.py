@@ -237,10 +237,9 @@ class PendingCommit:
 
     def request_locked(self) -> messages.Commit:
         """Make the message. It also requests the slots that the pools lack."""
-        now_s = time.monotonic()
         for lent in self._filled:
             assert lent.pool is not None
-            lent.ahead = lent.pool.lacking(now_s)
+            lent.ahead = lent.pool.lacking()
             lent.pool.coming += lent.ahead
         return messages.Commit(tuple(map(_run_of, self._filled)), group=self._group.digest)
 

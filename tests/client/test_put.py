@@ -13,7 +13,6 @@ import pytest
 
 import raykv
 from raykv.client.slot_pool import (
-    GROW_S,
     MAX_POOL_NBYTES,
     MAX_POOL_SHARE,
     MAX_POOL_SLOTS,
@@ -93,7 +92,7 @@ def test_a_pool_is_bounded(size, arena_nbytes):
     pool = SlotPool(size, arena_nbytes)
     for number in range(100):
         pool.grow(1 << number % 20)
-        wanted = len(pool.slots) + pool.lacking(number * GROW_S / 2)
+        wanted = len(pool.slots) + pool.lacking()
         assert wanted <= MAX_POOL_SLOTS
         assert wanted * size <= min(MAX_POOL_NBYTES, arena_nbytes // 16)
 
@@ -101,17 +100,18 @@ def test_a_pool_is_bounded(size, arena_nbytes):
 def test_a_pool_grows_with_use_and_is_filled_when_half_empty():
     pool = SlotPool(4096, 1 << 30)
     pool.grow(2)
-    assert pool.lacking(0.0) == 4
+    assert pool.lacking() == 4
     pool.slots += [(1, 10), (2, 20), (3, 30), (4, 40)]
-    assert pool.lacking(0.1) == 0
+    assert pool.lacking() == 0
     assert pool.pop(1, 0.2) == [(4, 40)]
-    assert pool.lacking(0.2) == 0
+    assert pool.lacking() == 0
     assert pool.pop(1, 0.3) == [(3, 30)]
-    assert pool.lacking(0.3) == 6  # again, so soon: twice as many as before
-    assert pool.lacking(9.0) == 6  # not so soon
-    pool.coming = 6
-    assert pool.pop(5, 9.1) == [(1, 10), (2, 20)]
-    assert pool.lacking(9.1) == 0  # they are on their way
+    assert pool.lacking() == 2
+    pool.grow(2)  # a put found too few
+    assert pool.lacking() == 14
+    pool.coming = 14
+    assert pool.pop(5, 0.4) == [(1, 10), (2, 20)]
+    assert pool.lacking() == 0  # they are on their way
 
 
 # -- waited for -------------------------------------------------------------------------------------------------------
