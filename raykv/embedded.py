@@ -123,7 +123,7 @@ def embedded(
         for _ in range(nodes):
             cluster.add()
         cluster.settle()
-    except BaseException:
+    except BaseException:  # the caller gets no object to close
         cluster.close()
         raise
     return cluster

@@ -160,8 +160,7 @@ class Client(AdminCalls):
         if router.local_id is not None:
             progress.record(np.flatnonzero(hits).tolist(), router.local_id, "shm")
         if match is not None:
-            holders = [*match.holders[: len(found)], *[None] * (len(found) - len(match.holders))]
-            self._fetcher.fetch(progress, holders, deadline_s)
+            self._fetcher.fetch(progress, dict(enumerate(match.holders)), deadline_s)
         self._fetcher.find(progress, deadline_s)
         now_s = time.monotonic()
         self._metrics.gets.add_time(now_s - began_s)

@@ -5,7 +5,7 @@ A data path (`raykv.transport.data_path`) moves the bytes. A failure of another 
 
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Final
@@ -59,10 +59,10 @@ class Fetcher:
 
     # -- other nodes ------------------------------------------------------------------------------------------------
 
-    def fetch(self, progress: ReadProgress, holders: Sequence[NodeId | None], deadline_s: float) -> None:
-        """Read the missing chunks from their holders, in parallel. Skip chunks whose holder is None (unknown)."""
-        shares = by_node((place, holders[place]) for place in progress.missing())
-        self._read(self._runs(progress, shares), self._read_from_holder, deadline_s)
+    def fetch(self, progress: ReadProgress, holders: Mapping[int, NodeId], deadline_s: float) -> None:
+        """Read the missing chunks from their holders (by place), in parallel. Skip chunks without a holder."""
+        shares = by_node((place, holders.get(place)) for place in progress.missing())
+        self._read(self._runs(progress, shares), deadline_s)
 
     def find(self, progress: ReadProgress, deadline_s: float) -> None:
         """Read the missing chunks from their owners. Then try the holders that the owners name, one after the other.
@@ -74,20 +74,14 @@ class Fetcher:
         # An answer may show that the view was stale. Then the new owners are asked about the chunks still unknown.
         while unknown and (newest := self._router.view(deadline_s)).epoch > view.epoch:
             view = newest
-            keys = progress.keys if len(unknown) == len(progress.keys) else progress.keys[unknown]
-            shares = {owner: [unknown[at] for at in share] for owner, share in view.ring.shares(keys).items()}
-            runs = self._runs(progress, shares, locate=True)
-            self._read(runs, self._read_from_owner, deadline_s)
+            shares = view.ring.shares(progress.keys[unknown])
+            places = {owner: [unknown[at] for at in share] for owner, share in shares.items()}
+            runs = self._runs(progress, places, locate=True)
+            self._read(runs, deadline_s)
             named |= {place: holders for run in runs for place, holders in run.named.items()}
             unknown = [place for place in progress.missing() if not named.get(place)]
         for choice in range(messages.MAX_HOLDERS):
-            holders: list[NodeId | None] = [None] * len(progress.keys)
-            for place in progress.missing():
-                names = named.get(place, ())
-                if choice < len(names):
-                    holders[place] = names[choice]
-            if not any(holders):
-                return
+            holders = {place: names[choice] for place, names in named.items() if choice < len(names)}
             self.fetch(progress, holders, deadline_s)
 
     def _runs(
@@ -101,10 +95,11 @@ class Fetcher:
             runs += [ReadRun(progress, node_id, places[start:stop], locate=locate) for start, stop in pairwise(cuts)]
         return runs
 
-    def _read(self, runs: Sequence[ReadRun], read: Callable[[ReadRun, float], None], deadline_s: float) -> None:
+    def _read(self, runs: Sequence[ReadRun], deadline_s: float) -> None:
         """Read all runs in parallel. Record the chunks that arrived, also those of a run that failed."""
-        outcomes = self._router.parallel.run(
-            {number: partial(read, run, deadline_s) for number, run in enumerate(runs)}
+        router = self._router
+        outcomes = router.parallel.run(
+            {number: partial(self._read_run, run, deadline_s) for number, run in enumerate(runs)}
         )
         for number, run in enumerate(runs):
             progress = run.progress
@@ -113,16 +108,16 @@ class Fetcher:
                 self._add_failure(map(progress.raw_key, run.corrupt), "corrupt", run.holder)
             if isinstance(outcomes[number], RayKVError):
                 self._add_failure(map(progress.raw_key, run.missing), "no_answer", run.holder)
-            if run.gone:
-                self._report_gone(run.holder, progress.raw_keys(sorted(run.gone)), deadline_s)
+            if run.gone:  # the node then tells the owners what it no longer has
+                request = messages.Suspect(progress.raw_keys(sorted(run.gone)), group=self._group)
+                router.parallel.in_background(partial(router.call, run.holder, request, deadline_s))
 
-    def _read_from_holder(self, run: ReadRun, deadline_s: float) -> None:
+    def _read_run(self, run: ReadRun, deadline_s: float) -> None:
+        """Read the chunks that a node holds. If the node owns the keys, ask it for the holders of the other chunks."""
         member = self._router.member(run.holder, deadline_s)
         self._router.paths.choose(member, deadline_s=deadline_s).read(member, run, deadline_s=deadline_s)
-
-    def _read_from_owner(self, run: ReadRun, deadline_s: float) -> None:
-        """Read the chunks that an owner holds. Ask the owner for the holders of the other chunks."""
-        self._read_from_holder(run, deadline_s)
+        if not run.locate:
+            return
         run.named = {place: self._router.nearest_first(names) for place, names in run.named.items()}
         unknown = [place for place in run.missing if place not in run.named]
         if unknown:
@@ -133,11 +128,6 @@ class Fetcher:
 
     def _add_failure(self, keys: Iterable[bytes], kind: Kind, node: NodeId) -> None:
         self._router.read_failures.add(keys, kind, node, now_s=time.monotonic())
-
-    def _report_gone(self, holder: NodeId, keys: bytes, deadline_s: float) -> None:
-        """Ask a node to report to the owners which chunks it no longer has. Does not wait for an answer."""
-        request = messages.Suspect(keys, group=self._group)
-        self._router.parallel.in_background(partial(self._router.call, holder, request, deadline_s))
 
     def promote(self, keys: KeyArray, holders: Sequence[NodeId | None], deadline_s: float) -> None:
         """Ask the holders to load chunks into memory. Does not wait until the chunks are loaded."""

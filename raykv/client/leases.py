@@ -37,11 +37,11 @@ class Reservation:
 
     def __init__(self, writer: Writer | None, lent: LentBatch) -> None:
         """Use `Client.reserve` instead. `writer` None: there are no views."""
-        self._writer, self._lent = writer, lent
+        self._lent = lent
+        self._writer = writer if lent.slots else None  # None after `commit` and `abort` too
         self.index: npt.NDArray[np.int32] = np.array(lent.positions, np.int32)
         self.views = lent.views
         self.reason = lent.reason
-        self._open = bool(lent.slots) and writer is not None
 
     def valid(self, *, timeout_s: float = 1.0) -> bool:
         """Return whether the caller may write to the views for the next QUARANTINE_S - TRUST_S seconds.
@@ -51,8 +51,8 @@ class Reservation:
         Args:
             timeout_s: How long to wait for the node. It is asked only if its last answer is old.
         """
-        writer, deadline_s = self._writer, deadline_after(timeout_s)
-        return self._open and writer is not None and writer.supply.lease_valid(self._lent, deadline_s)
+        deadline_s = deadline_after(timeout_s)
+        return self._writer is not None and self._writer.supply.lease_valid(self._lent, deadline_s)
 
     def commit(self, *, timeout_s: float = 5.0) -> PutResult:
         """Make the chunks visible. The caller must have filled all views, and must not write to them afterwards.
@@ -60,11 +60,9 @@ class Reservation:
         Args:
             timeout_s: How long to wait for the node. Without an answer the chunks are `posted`: see `Client.flush`.
         """
-        deadline_s, lent, was_open = deadline_after(timeout_s), self._lent, self._open
-        self._open = False
-        if was_open and self._writer is not None:
-            return lent.result + self._writer.commit_lent(lent, deadline_s=deadline_s)
-        return lent.result
+        deadline_s, result = deadline_after(timeout_s), self._lent.result
+        writer, self._writer = self._writer, None
+        return result if writer is None else result + writer.commit_lent(self._lent, deadline_s=deadline_s)
 
     def abort(self, *, timeout_s: float = 5.0) -> None:
         """Give the slots back to the node without storing anything.
@@ -73,9 +71,9 @@ class Reservation:
             timeout_s: How long to wait for the node. Without an answer the slots are given back later.
         """
         deadline_s = deadline_after(timeout_s)
-        if self._open and self._writer is not None:
-            self._open = False
-            self._writer.supply.give_back(self._lent, deadline_s)
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.supply.give_back(self._lent, deadline_s)
 
 
 class Pins:

@@ -77,13 +77,13 @@ def put_remote(router: Router, group: Namespace, batch: Batch, values: Values, d
     """
     write = _RemoteWrite(group, batch, values, deadline_s)
     try:
-        view = router.view(deadline_s)
-        if not view.members:
-            return PutResult(0, 0, len(batch.keys), "the cluster has no nodes")
-        owner = router.member(view.ring.nodes[int(view.ring.owners(batch.keys[:1])[0])], deadline_s)
+        ring = router.view(deadline_s).ring
+        if not ring.nodes:
+            return PutResult(skipped=len(batch.keys), reason="the cluster has no nodes")
+        owner = router.member(ring.nodes[ring.owners(batch.keys[:1])[0]], deadline_s)
         return router.pool.ask(owner.address, write.send, deadline_s=deadline_s)
     except (TransientError, CapacityError, LostError) as error:
-        return PutResult(0, 0, len(batch.keys), str(error))
+        return PutResult(skipped=len(batch.keys), reason=str(error))
 
 
 class _RemoteWrite:

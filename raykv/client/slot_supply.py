@@ -146,7 +146,7 @@ class SlotSupply:
             pool.slots += zip(np.frombuffer(rows, "<i4").tolist(), starts, strict=True)
 
     def put_back_locked(self, lent: LentBatch, slots: Sequence[Slot]) -> None:
-        """Put unused slots back into their pool, if their lease is still valid. Do not wait for slots lent ahead."""
+        """Put unused slots back into their pool, if their lease is valid. No slots lent ahead are expected."""
         if lent.pool is not None and lent.life == self.pipeline.life:
             lent.pool.slots += slots
             lent.pool.coming -= lent.ahead

@@ -31,8 +31,8 @@ WhyReason: TypeAlias = Literal[
 ]  # fmt: skip
 
 Derive: TypeAlias = Callable[[Namespace, Sequence[int]], list[bytes | None]]
-"""Derives the 16-byte keys of chunks under a namespace, given their positions in the call in rising order. None: the
-chunk has no key there."""
+"""A function of a namespace and of chunks' positions in the call, in rising order. It returns the 16-byte keys of these
+chunks under the namespace. None: the chunk has no key there."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -225,7 +225,7 @@ class PendingCommit:
         chunks: Number of slots.
         keys: Number of keys in the message.
         result: None until there is an outcome.
-        posted: Whether no call waits for the result: it is for `Writer.flush`.
+        posted: Whether `Writer.flush` returns the result, because no call waits for it.
     """
 
     def __init__(self, supply: SlotSupply, group: Namespace, filled: Sequence[LentBatch]) -> None:
@@ -279,7 +279,10 @@ class PendingCommit:
 
 
 def _run_of(lent: LentBatch) -> messages.Run:
-    """The keys up to the last one that is stored: an earlier one may be the parent of a later one."""
+    """Make the part of a Commit for one batch. Keys after the last filled slot are left out.
+
+    Keys before it are not left out, even if they have no slot: a key may be the parent of the next one.
+    """
     batch, positions = lent.batch, lent.positions
     count = positions[-1] + 1
     every = len(positions) == count
