@@ -21,7 +21,7 @@ from raykv.client.arguments import (
 )
 from raykv.client.fetcher import by_node
 from raykv.client.router import Router
-from raykv.client.why import Derive, Inquiry, PromptKeys, Why, namespaces, reasons_of, split
+from raykv.client.why import Derive, Inquiry, PromptKeys, Why, reasons_of, split
 from raykv.config import NamespaceConfig
 from raykv.errors import RayKVError, UsageError
 from raykv.metrics import ClientMetrics, Histogram
@@ -110,10 +110,7 @@ class AdminCalls:
             "misses" (by reason), "get_times", "put_times", "nodes": the same fields per node, "silent": the error of
             each node that did not answer}. Clients report misses and times every few seconds.
         """
-        deadline_s = self.router.deadline(timeout_s)
-        report(self.router, self.namespace, deadline_s)
-        listed, silent = namespaces(self.router, deadline_s)
-        return [{**each, "silent": silent} for each in merge_namespaces(listed)]
+        return merge_namespaces(self.stats(timeout_s=timeout_s)["nodes"])
 
     # -- chunks -----------------------------------------------------------------------------------------------------
 
@@ -170,7 +167,6 @@ class AdminCalls:
     def _hint(self, keys: Keys, timeout_s: float | None, **fields: Any) -> int:
         router, found = self.router, self._as_keys(keys)
         deadline_s = router.deadline(timeout_s)
-
         located = router.locate(found, deadline_s, group=self._group.digest)
         shares = by_node((place, node) for place, holders in enumerate(located.holders) for node in holders)
         if router.local_id is not None and len(found):
@@ -286,37 +282,32 @@ def report(router: Router, namespace: Namespace, deadline_s: float) -> None:
         pass  # these counts are lost
 
 
-def merge_namespaces(listed: Mapping[NodeId, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Merge the namespaces in the nodes' statistics into one entry per quota group."""
-    found: dict[str, dict[str, Any]] = {}
-    for node, groups in sorted(listed.items()):
-        for text, theirs in groups.items():
-            whole = found.setdefault(
-                text,
-                {
-                    "namespace": Namespace.model_validate_json(text),
-                    "config": NamespaceConfig(),
-                    **dict.fromkeys(_SUMS, 0),
-                    **{name: Counter[str]() for name in _COUNTERS},
-                    **{name: Histogram() for name in _TIMES},
-                    "nodes": {},
-                },
-            )
-            if theirs["config"]:
-                whole["config"] = NamespaceConfig.load(theirs["config"])
-            for name in _SUMS:
-                whole[name] += theirs.get(name, 0)
-            for name in _COUNTERS:
-                whole[name].update(theirs.get(name, {}))
-            for name, counts in _TIMES.items():
-                whole[name].add_counts(theirs[counts])
-            whole["nodes"][node] = {name: value for name, value in theirs.items() if name != "config"}
-    for whole in found.values():
-        whole |= {name: dict(whole[name]) for name in _COUNTERS}
-        whole |= {name: whole[name].summary() for name in _TIMES}
-    return [found[text] for text in sorted(found)]
+def merge_namespaces(nodes: Mapping[NodeId, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Merge the namespaces in the nodes' statistics: see `Client.namespaces`."""
+    silent = {name: stats["error"] for name, stats in nodes.items() if "error" in stats}
+    found: dict[str, dict[NodeId, dict[str, Any]]] = {}
+    for name, stats in sorted(nodes.items()):
+        for text, group in stats.get("namespaces", {}).items():
+            found.setdefault(text, {})[name] = dict(group)
+    return [{**_merged(text, found[text]), "silent": silent} for text in sorted(found)]
 
 
-_SUMS = ("chunks", "used_nbytes", "reads", "requests", "served_nbytes")
-_COUNTERS = ("departures", "below_nbytes", "misses")
-_TIMES = {"get_times": "get_counts", "put_times": "put_counts"}
+def _merged(text: str, by_node: dict[NodeId, dict[str, Any]]) -> dict[str, Any]:
+    """Merge what the nodes say about one quota group. `text`: its fields as JSON."""
+    configs = [group.pop("config") for group in by_node.values()]
+    counters = {name: Counter[str]() for name in ("departures", "below_nbytes", "misses")}
+    times = {name: Histogram() for name in ("get", "put")}
+    for group in by_node.values():
+        for name, counter in counters.items():
+            counter.update(group.get(name, {}))
+        for name, histogram in times.items():
+            histogram.add_counts(group[f"{name}_counts"])
+    sums = ("chunks", "used_nbytes", "reads", "requests", "served_nbytes")
+    return {
+        "namespace": Namespace.model_validate_json(text),
+        "config": NamespaceConfig.load(next((config for config in reversed(configs) if config), {})),
+        **{name: sum(group.get(name, 0) for group in by_node.values()) for name in sums},
+        **{name: dict(counter) for name, counter in counters.items()},
+        **{f"{name}_times": histogram.summary() for name, histogram in times.items()},
+        "nodes": by_node,
+    }

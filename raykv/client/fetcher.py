@@ -41,7 +41,7 @@ class Fetcher:
         if local is None or writer is None:
             return np.zeros(len(keys), np.uint32)
         lengths = local.reader.lengths(keys, now_s=time.monotonic())
-        if writer.posted and not lengths.all() and writer.drain(deadline_s):
+        if not lengths.all() and writer.drain(deadline_s):
             lengths = local.reader.lengths(keys, now_s=time.monotonic())
         return lengths
 
@@ -53,7 +53,7 @@ class Fetcher:
         verify, threads = self._router.config.verify == "always", self._router.copy_threads
         read = partial(local.reader.read, keys, into, verify=verify, threads=threads)
         hits, nbytes = read(now_s=time.monotonic())
-        if writer.posted and not hits.all() and writer.drain(deadline_s):
+        if not hits.all() and writer.drain(deadline_s):
             hits, nbytes = read(now_s=time.monotonic())
         return hits, nbytes
 

@@ -25,6 +25,7 @@ class SlotSupply:
 
     Attributes:
         pipeline: The connection that owns the leases. Its lock guards the pools.
+        opened: Digests of the quota groups that are open on this connection.
     """
 
     def __init__(self, local: LocalConnection, *, retry_s: float) -> None:
@@ -33,12 +34,8 @@ class SlotSupply:
         self._life = 0  # of the connection that lent the slots in `_pools`
         self._pools: dict[tuple[bytes, int], SlotPool] = {}
         self._requests: dict[SlotPool, Posted] = {}
-        self._opened: set[bytes] = set()  # quota groups
+        self.opened: set[bytes] = set()
         self._idle_check_s = 0.0
-
-    def knows(self, group: Namespace) -> bool:
-        """Return whether the quota group was opened on this connection."""
-        return group.digest in self._opened
 
     def pop(self, lent: LentBatch, count: int, deadline_s: float) -> None:
         """Move up to `count` slots from their pool into `lent`. If there are fewer, `lent.reason` says why.
@@ -69,7 +66,7 @@ class SlotSupply:
                 return
             outcome = pending.outcome
             if isinstance(outcome, LostError) and not reopened:
-                self.lost_group(lent.group)  # the namespace was dropped in the meantime
+                self.opened.discard(lent.group.digest)  # the namespace was dropped in the meantime
                 reopened = True
             elif isinstance(outcome, RayKVError):
                 raise type(outcome)(str(outcome))
@@ -82,7 +79,7 @@ class SlotSupply:
         pipeline.collect_arrived_locked()
         pipeline.connect_locked(deadline_s)
         if self._life != pipeline.life:
-            self._life, self._pools, self._requests, self._opened = pipeline.life, {}, {}, set()
+            self._life, self._pools, self._requests, self.opened = pipeline.life, {}, {}, set()
         self._give_back_surplus_locked()
         where = group.digest, slot_nbytes(nbytes)
         pool = self._pools.get(where)
@@ -107,7 +104,7 @@ class SlotSupply:
     def _request(self, group: Namespace, batch: Batch, pool: SlotPool, needed: int, deadline_s: float) -> Posted:
         """Request `needed` slots, for which the node may evict chunks, and free slots to refill the pool."""
         pipeline = self.pipeline
-        if not self.knows(group):
+        if group.digest not in self.opened:
             self._open(group, pool.life, deadline_s)
         with pipeline.locked(deadline_s):
             ahead = max(0, pool.wanted - len(pool.slots) - pool.coming)
@@ -132,7 +129,7 @@ class SlotSupply:
             raise PeerUnavailable(NO_ANSWER)
         if isinstance(posted.outcome, RayKVError):
             raise type(posted.outcome)(str(posted.outcome))
-        self._opened.add(group.digest)
+        self.opened.add(group.digest)
 
     def _lent(self, pool: SlotPool, coming: int, outcome: Outcome) -> None:
         pool.coming -= coming
@@ -151,10 +148,6 @@ class SlotSupply:
             lent.pool.slots += slots
             lent.pool.coming -= lent.ahead
             lent.ahead = 0
-
-    def lost_group(self, group: Namespace) -> None:
-        """Make the next lease open the quota group again. Call this if the node does not know the group."""
-        self._opened.discard(group.digest)
 
     def prepare(self, group: Namespace, nbytes: int, count: int, deadline_s: float) -> None:
         """Request slots for `count` chunks that will be stored soon. Does not wait for the slots.

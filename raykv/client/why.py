@@ -12,7 +12,6 @@ import numpy.typing as npt
 
 from raykv.client.read_failures import ReadFailure
 from raykv.client.router import Router
-from raykv.errors import RayKVError
 from raykv.protocol import chunk_keys, messages
 from raykv.protocol.chunk_keys import KEY_NBYTES
 from raykv.protocol.codec import array
@@ -149,8 +148,9 @@ class Inquiry:
         """Search other namespaces for chunks, the most similar namespace first."""
         found: dict[int, Why] = {}
         if self._others is None and places:
-            listed, _ = namespaces(self._router, self._deadline_s)
-            self._others = _alike(self._namespace, {text for groups in listed.values() for text in groups})
+            answers = self._router.ask_all(messages.GetStats(), self._deadline_s).values()
+            stats = [msgspec.json.decode(each.stats) for each in answers if isinstance(each, messages.Stats)]
+            self._others = _alike(self._namespace, {text for each in stats for text in each["namespaces"]})
         for other in self._others or ():
             places = [place for place in places if place not in found]
             self._other_keys -= len(places)
@@ -163,17 +163,6 @@ class Inquiry:
                 if why is not None:
                     found[place] = Why("other_namespace", why.node, why.tier, fields=fields)
         return found
-
-
-def namespaces(router: Router, deadline_s: float) -> tuple[dict[NodeId, dict[str, Any]], dict[NodeId, str]]:
-    """Return each member's report per quota group (its fields as JSON), and the errors of silent members."""
-    answers = router.ask_all(messages.GetStats(), deadline_s)
-    listed = {
-        name: msgspec.json.decode(answer.stats)["namespaces"]
-        for name, answer in answers.items()
-        if isinstance(answer, messages.Stats)
-    }
-    return listed, {name: str(answer) for name, answer in answers.items() if isinstance(answer, RayKVError)}
 
 
 def reasons_of(router: Router, namespace: Namespace, keys: Sequence[bytes], deadline_s: float) -> Counter[str]:

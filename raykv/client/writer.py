@@ -57,11 +57,6 @@ class Writer:
         """Drop the posted chunks: they belong to the parent."""
         self._results, self._unanswered = PutResult(), set[PendingCommit]()
 
-    @property
-    def posted(self) -> bool:
-        """Whether commits of this writer are still without an answer."""
-        return bool(self._unanswered)
-
     def put(
         self, group: Namespace, batches: Sequence[tuple[Batch, Values]], *, wait: bool, deadline_s: float
     ) -> PutResult:
@@ -78,7 +73,7 @@ class Writer:
         """
         connected, life = self.pipeline.connected, self.pipeline.life
         result = self._put_once(group, batches, wait=wait, deadline_s=deadline_s)
-        stale = connected and (life != self.pipeline.life or not self.supply.knows(group))
+        stale = connected and (life != self.pipeline.life or group.digest not in self.supply.opened)
         if result.skipped and stale and time.monotonic() < deadline_s:  # for example after a restart of the node
             again = self._put_once(group, batches, wait=wait, deadline_s=deadline_s)
             ours = max(0, again.existed - result.existed)  # stored by the first attempt, whose answer was lost
@@ -200,7 +195,7 @@ class Writer:
 
     def drain(self, deadline_s: float) -> bool:
         """Wait for the answers to all commits. True: new answers arrived, so the caller should look up again."""
-        return self.posted and self.pipeline.wait_all(deadline_s)
+        return bool(self._unanswered) and self.pipeline.wait_all(deadline_s)
 
     def flush(self, deadline_s: float) -> PutResult:
         """Wait for the posted chunks. Returns their results since the last call. Never raises.
@@ -253,7 +248,7 @@ class PendingCommit:
         if isinstance(outcome, RayKVError):
             runs = (messages.CommittedRun(problem=str(outcome)),) * len(self._filled)
             if isinstance(outcome, LostError):
-                self._supply.lost_group(self._group)
+                self._supply.opened.discard(self._group.digest)  # the next put opens the group again
         else:
             runs = expect(messages.Committed, outcome).runs
         if len(runs) != len(self._filled):

@@ -133,8 +133,7 @@ def namespace_lines(found: list[dict[str, Any]]) -> list[str]:
 
 def status_lines(nodes: Mapping[str, Any]) -> list[str]:
     """Format the namespaces in the stats of nodes for people."""
-    by_node = {name: node["namespaces"] for name, node in nodes.items() if "namespaces" in node}
-    lines = namespace_lines(merge_namespaces(by_node))
+    lines = namespace_lines(merge_namespaces(nodes))
     return ["namespaces:", *lines] if lines else []
 
 
