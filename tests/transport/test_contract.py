@@ -1,4 +1,4 @@
-"""The contract of every transport: one suite, subclassed in a few lines by each."""
+"""The contract of links and servers: one suite for each kind of address."""
 
 import os
 import threading
@@ -18,13 +18,19 @@ from tests.support.transports import SECRET, Warehouse, soon
 
 
 class LinkContract:
-    """Subclasses give `serve`, which starts a service and returns how to connect to it and how to stop it."""
+    """Subclasses give the address of the server."""
 
     local: bool
     stock = bytes(range(256)) * 9001  # 2.3 MB: more than any socket buffer
 
-    def serve(self, service: Warehouse, tmp: str) -> tuple[Callable[[], Link], Callable[[], None]]:
+    def address(self, tmp: str) -> str:
         raise NotImplementedError
+
+    def serve(self, service: Warehouse, tmp: str) -> tuple[Callable[[], Link], Callable[[], None]]:
+        """Start a server. Returns how to connect to it and how to stop it."""
+        server = SocketServer(service, self.address(tmp), SECRET, io_timeout_s=5.0, max_connections=64)
+        server.serve()
+        return lambda: Link.connect(server.address, SECRET, deadline_s=soon()), server.close
 
     @pytest.fixture
     def service(self):
@@ -263,10 +269,6 @@ class LinkContract:
         with pytest.raises(PeerUnavailable):
             other()
 
-
-class SocketContract(LinkContract):
-    """What only sockets can show: they wait."""
-
     def test_waiting_for_an_answer_costs_no_more_than_the_given_time(self, connect, service):
         link = connect()
         service.hold.clear()
@@ -290,14 +292,6 @@ class SocketContract(LinkContract):
         with pytest.raises(PeerUnavailable):
             link.collect(deadline_s=soon())
 
-    def address(self, tmp: str) -> str:
-        raise NotImplementedError
-
-    def serve(self, service, tmp):
-        server = SocketServer(service, self.address(tmp), SECRET, io_timeout_s=5.0, max_connections=64)
-        server.serve()
-        return lambda: Link.connect(server.address, SECRET, deadline_s=soon()), server.close
-
     def test_an_answer_that_comes_too_late(self, connect, service):
         link = connect()
         service.hold.clear()
@@ -309,14 +303,14 @@ class SocketContract(LinkContract):
         assert service.sessions[0].closed.wait(5.0)
 
 
-class TestTcp(SocketContract):
+class TestTcp(LinkContract):
     local = False
 
     def address(self, tmp: str) -> str:
         return "127.0.0.1:0"
 
 
-class TestUnix(SocketContract):
+class TestUnix(LinkContract):
     local = True
 
     def address(self, tmp: str) -> str:
@@ -329,7 +323,7 @@ class TestUnix(SocketContract):
             path.unlink()
 
 
-class TestUnixWithoutFile(SocketContract):
+class TestUnixWithoutFile(LinkContract):
     local = True
 
     def address(self, tmp: str) -> str:
