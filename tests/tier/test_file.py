@@ -318,7 +318,7 @@ def test_tombstone_files_stay_few_and_are_removed_when_nothing_older_is_left(tmp
             assert not any(other.has(keys[:30]))
         one.packs()[0].unlink()
         wait_for(lambda: not list(one.folder.iterdir()))
-        wait_for(lambda: not len(one.tier._catalog.tombstones))
+        wait_for(lambda: not one.tier._catalog.tombstones._keys)
 
 
 # -- room -----------------------------------------------------------------------------------------------------------

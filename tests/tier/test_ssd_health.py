@@ -371,3 +371,26 @@ def test_a_bad_spot_costs_its_chunk_and_many_turn_the_path_off(tmp_path: Path, m
         assert driven.flush(5.0)
     with SsdDriver(tmp_path).started() as driven:
         assert driven.has(keys) == [False, True, False, False, False] + [True] * 15
+
+
+def test_a_bad_spot_in_a_reclaimed_segment_costs_its_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    preadv, bad = os.preadv, []
+
+    def bad_preadv(*arguments):
+        if bad:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return preadv(*arguments)
+
+    monkeypatch.setattr(os, "preadv", bad_preadv)
+    with SsdDriver(tmp_path, capacity_nbytes=8 * SEGMENT).started() as driven:
+        hot = keys_for(4)
+        driven.put(hot, NBYTES)
+        assert None not in driven.read(hot, NBYTES)
+        bad.append(True)
+        for salt in range(1, 16):
+            driven.put(keys_for(20, salt), NBYTES)
+        assert state(driven) == "on"
+        assert driven.tier.stats()["errors"] > 0
+        bad.clear()
+        assert not any(driven.has(hot)), "they could not be moved"
+        assert driven.read(keys_for(20, 15), NBYTES) == [content_of(key, NBYTES) for key in keys_for(20, 15)]

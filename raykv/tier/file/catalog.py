@@ -168,9 +168,6 @@ class Tombstones:
         self.pending_keys: dict[bytes, None] = {}
         self.pending_texts: dict[bytes, None] = {}
 
-    def __len__(self) -> int:
-        return len(self._keys) + len(self._texts)
-
     @property
     def pending(self) -> bool:
         return bool(self.pending_keys or self.pending_texts)

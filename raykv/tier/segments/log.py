@@ -17,8 +17,6 @@ from typing import Any, Final, Literal
 from raykv.tier.segments.format import BATCH, NOTHING, Counts, Record, blocks_of, joined, tombstones_of
 from raykv.tier.segments.requests import Item, entries_of
 
-State = Literal["free", "open", "closed", "sealing", "sealed", "reclaiming"]
-
 SPARE_SEGMENTS: Final = 2
 """With fewer free segments, one is made or reclaimed. One is for new chunks, and one for moved chunks."""
 
@@ -49,7 +47,7 @@ class Segment:
 
     number: int
     sequence: int = 0
-    state: State = "free"
+    state: Literal["free", "open", "closed", "sealing", "sealed", "reclaiming"] = "free"
     live_nbytes: int = 0
     readers: int = 0
     has_tombstones: bool = False

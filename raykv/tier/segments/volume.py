@@ -22,13 +22,11 @@ from raykv.tier.segments.format import BLOCK_NBYTES, Record, encode
 IOV_MAX: Final = 1024
 """Most buffers in one call (the limit of Linux)."""
 
-Direct = Literal["try", "require", "never"]
-
 
 class Volume:
     """The segment files of a directory. `direct`: O_DIRECT is used. Thread-safe; methods wait for the disk."""
 
-    def __init__(self, path: Path, *, segment_nbytes: int, direct: Direct) -> None:
+    def __init__(self, path: Path, *, segment_nbytes: int, direct: Literal["try", "require", "never"]) -> None:
         self.path, self.segment_nbytes = path, segment_nbytes
         self.direct = direct != "never"
         self._required = direct == "require"

@@ -7,10 +7,10 @@ first. A key that a newer segment has, or that a newer tombstone covers, is left
 Tasks run on the drive's threads and wait for the disk. An error turns the drive off.
 """
 
-import errno
 import logging
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 
 import numpy as np
@@ -52,23 +52,19 @@ class Recovery:
 
     def _read(self, number: int, file_nbytes: int, epoch: int) -> None:
         """Read one segment's records. The task that reads the last segment calls `_enter_all`."""
-        drive, found, usable = self._drive, None, True
-        try:
-            found = self._records(number, file_nbytes)
-            if file_nbytes != drive.config.segment_nbytes:
+        drive, found = self._drive, self._records(number, file_nbytes)
+        whole = file_nbytes == drive.config.segment_nbytes
+        if found is None and not whole:
+            drive.volume.remove(number)
+        elif not whole:
+            with suppress(OSError):  # without space, the file stays short
                 drive.volume.make(number)
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
-            usable = found is not None
-        if not usable:
-            drive.volume.remove(number)  # it is empty, and there is no space to extend it
         with self._shared.lock:
             if epoch != drive.epoch:
                 return
             if found is not None:
                 self._found.append((number, *found))
-            elif usable:
+            elif whole:
                 drive.log.add_free(number)
             self._unread -= 1
             last = not self._unread
