@@ -50,8 +50,10 @@ test: lint typecheck setup-core ## All that CI runs: at most 12 minutes on two c
 quick: setup-core ## The tests that need only the core: under a minute
 	@$(core)/bin/python -m pytest $(core_tests) -q -m "not slow and not soak" $(ARGS)
 
-soak: setup-core ## The long variants: SOAK="seed=7 kills=200 seconds=600" changes seed, counts and duration
-	@RAYKV_SOAK="$(SOAK)" $(core)/bin/python -m pytest $(core_tests) -m soak -s $(ARGS)
+soak: setup setup-core ## The long variants: SOAK="seed=7 kills=200 seconds=600" changes seed, counts and duration
+	@export RAYKV_SOAK="$(SOAK)"
+	$(core)/bin/python -m pytest $(core_tests) -m soak -s $(ARGS)
+	$(venv)/bin/python -m pytest $(full_tests) -m soak -s $(ARGS)
 
 bench: setup ## Measure raykv and other stores side by side, and the machine's own limits: 20 minutes
 	@RAYKV_TORCH_SOURCE="$(torch_source)" $(venv)/bin/python -m benchmarks.compare $(ARGS)

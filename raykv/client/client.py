@@ -107,7 +107,8 @@ class Client(AdminCalls):
         """Return for each chunk whether some node holds it, shape [n]. Stored chunks do not change.
 
         Args:
-            timeout_s: A chunk whose owner does not answer within this time counts as not stored.
+            timeout_s: A chunk whose owner does not answer within this time counts as not stored. With 0 only this
+                host's memory is read.
         """
         found, deadline_s = self._as_keys(keys), self.router.deadline(timeout_s)
         here: Bits = self._fetcher.lengths(found, deadline_s) > 0

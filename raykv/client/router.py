@@ -237,12 +237,15 @@ class Router:
     # -- locations --------------------------------------------------------------------------------------------------
 
     def locate(self, keys: KeyArray, deadline_s: float, *, group: bytes = b"") -> Locations:
-        """Ask the owners for the holders of chunks. The keys of a silent owner have no holders in the result."""
+        """Ask the owners for the holders of chunks. The keys of a silent owner have no holders in the result.
+
+        After the deadline it asks no owner.
+        """
         count = len(keys)
         whole = Locations([()] * count, np.zeros(count, np.uint32), np.zeros(count, np.bool_))
         unknown, view = np.arange(count), View()
-        while len(unknown) and self.view(deadline_s).epoch > view.epoch:  # an answer may show that the view was stale
-            view = self._view
+        while len(unknown) and time.monotonic() < deadline_s and self.view(deadline_s).epoch > view.epoch:
+            view = self._view  # an answer may show that it was stale: then this loop asks again
             shares = {owner: unknown[share] for owner, share in view.ring.shares(keys[unknown]).items()}
             work = {
                 owner: partial(self.ask_owner, owner, keys[share], group, deadline_s) for owner, share in shares.items()

@@ -1,5 +1,7 @@
 """Prefill and decode workers on two Ray nodes, and one process killed with signal 9 in the middle of each conversation.
 
+`make soak` kills each of five kinds of process, `make test` two of them.
+
 Every request must be answered, with the very tokens that a plain engine computes in full (float32, greedy).
 """
 
@@ -92,6 +94,11 @@ VICTIMS: dict[str, tuple[Callable[[], int], int]] = {
 }
 
 
+ALL = tuple(VICTIMS)
+SOME = ("prefill's node actor", "decode replica")
+"""A process that keeps chunks, and one that is in the middle of an answer."""
+
+
 def document(seed: int) -> str:
     rng = random.Random(seed)
     return " ".join(
@@ -155,37 +162,34 @@ def wait_for_another(victim: Callable[[], int], old: int) -> int:
     raise AssertionError(f"not back within {RESTART_S} s")
 
 
-@pytest.fixture(scope="module")
-def outcome() -> dict[str, tuple[Conversation, list[demo.Answer]]]:
-    """All conversations, and what a plain engine answers to the same messages."""
+@pytest.fixture(
+    scope="module", params=[pytest.param(SOME, id="some"), pytest.param(ALL, id="all", marks=pytest.mark.soak)]
+)
+def outcome(request: pytest.FixtureRequest) -> dict[str, tuple[Conversation, list[demo.Answer]]]:
+    """A conversation for each victim, and what a plain engine answers to the same messages."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     demo.ensure_model()
     with demo.deployment(port):
         client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=300)
-        talks = {
-            name: converse(client, seed, pid, after_tokens)
-            for seed, (name, (pid, after_tokens)) in enumerate(VICTIMS.items())
-        }
+        talks = {name: converse(client, seed, *VICTIMS[name]) for seed, name in enumerate(request.param)}
         process = demo.reference_process()
     requests = [messages for talk in talks.values() for messages in talk.messages]
     plain = iter(demo.answer_without_pool(process, requests))
     return {name: (talk, [next(plain) for _ in talk.messages]) for name, talk in talks.items()}
 
 
-@pytest.mark.parametrize("victim", VICTIMS)
-def test_every_request_is_answered_as_by_a_plain_engine(outcome, victim: str) -> None:
-    talk, plain = outcome[victim]
-    assert talk.killed
-    assert talk.texts == [answer.text for answer in plain]
-    assert talk.tokens == [answer.tokens for answer in plain]
+def test_every_request_is_answered_as_by_a_plain_engine(outcome) -> None:
+    for victim, (talk, plain) in outcome.items():
+        assert talk.killed, victim
+        assert talk.texts == [answer.text for answer in plain], victim
+        assert talk.tokens == [answer.tokens for answer in plain], victim
 
 
-@pytest.mark.parametrize("victim", VICTIMS)
-def test_a_killed_process_comes_back_by_itself(outcome, victim: str) -> None:
-    talk, _ = outcome[victim]
-    assert talk.revived not in (0, talk.killed)
+def test_a_killed_process_comes_back_by_itself(outcome) -> None:
+    for victim, (talk, _) in outcome.items():
+        assert talk.revived not in (0, talk.killed), victim
 
 
 def test_nothing_stays_behind(outcome) -> None:

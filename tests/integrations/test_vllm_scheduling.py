@@ -7,7 +7,10 @@ comes, how the loads end and when, who is aborted; blocks are so few that reques
 """
 
 import json
+import os
 import random
+import signal
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -35,6 +38,7 @@ from vllm.v1.structured_output import StructuredOutputManager  # noqa: E402
 
 import raykv  # noqa: E402
 from raykv.integrations.vllm import connector as connector_module  # noqa: E402
+from raykv.integrations.vllm import scheduler as scheduler_module  # noqa: E402
 from raykv.integrations.vllm import worker as worker_module  # noqa: E402
 from raykv.integrations.vllm.connector import RayKVConnector  # noqa: E402
 from raykv.integrations.vllm.reporter import RequestReporter  # noqa: E402
@@ -70,15 +74,18 @@ class Running:
 
 
 class Slow:
-    """An executor whose tasks run when chance says so, all on one thread: an order of events can be repeated."""
+    """An executor whose tasks run when chance says so, all on one thread: an order of events can be repeated.
+
+    Loads and lookups run on it.
+    """
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
         self._waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
 
-    def submit(self, call: Callable[..., Any], *arguments: Any) -> Future[Any]:
+    def submit(self, call: Callable[..., Any], *arguments: Any, **options: Any) -> Future[Any]:
         future: Future[Any] = Future()
-        self._waiting.append((future, lambda: call(*arguments)))
+        self._waiting.append((future, lambda: call(*arguments, **options)))
         return future
 
     def run_some(self) -> None:
@@ -96,7 +103,19 @@ class Slow:
 class Engine:
     """Scheduler and connector as in vLLM; only the model is ours."""
 
-    def __init__(self, model: Path, address: str, rng: random.Random, *, overlap: bool, chunk_blocks: int) -> None:
+    def __init__(
+        self,
+        model: Path,
+        address: str,
+        rng: random.Random,
+        *,
+        overlap: bool = False,
+        chunk_blocks: int = 1,
+        threads: bool = False,
+        **options: Any,
+    ) -> None:
+        """With `threads`, loads and lookups run on the connector's own threads."""
+        patient = {"store_timeout_s": 5.0}  # so that a busy machine skips nothing
         config = EngineArgs(
             model=str(model),
             skip_tokenizer_init=True,
@@ -112,8 +131,7 @@ class Engine:
                 "kv_connector_module_path": "raykv.integrations.vllm",
                 "kv_role": "kv_both",
                 "kv_load_failure_policy": "recompute",
-                # Patient, so that a busy machine skips nothing.
-                "kv_connector_extra_config": {"address": address, "chunk_blocks": chunk_blocks, "store_timeout_s": 5.0},
+                "kv_connector_extra_config": {"address": address, "chunk_blocks": chunk_blocks, **patient, **options},
             },
         ).create_engine_config()
         config.scheduler_config.async_scheduling = overlap
@@ -129,19 +147,21 @@ class Engine:
             kv_cache_groups=[KVCacheGroupSpec(names, spec)],
             hash_block_size=BLOCK_TOKENS,
         )
-        self.scheduler = (AsyncScheduler if overlap else Scheduler)(
-            vllm_config=config,
-            kv_cache_config=cache,
-            structured_output_manager=StructuredOutputManager(config),
-            block_size=BLOCK_TOKENS,
-            hash_block_size=BLOCK_TOKENS,
-            log_stats=True,
-        )
-        self.worker = RayKVConnector(config, KVConnectorRole.WORKER, cache)
         self.slots = torch.full((LAYERS, BLOCKS, 1, BLOCK_TOKENS, 2), -1, dtype=torch.int64)
-        self.loads = Slow(rng)
+        self.calls = Slow(rng)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(worker_module, "ThreadPoolExecutor", lambda *_, **__: self.loads)
+            if not threads:
+                patch.setattr(worker_module, "ThreadPoolExecutor", lambda *_, **__: self.calls)
+                patch.setattr(scheduler_module, "ThreadPoolExecutor", lambda *_, **__: self.calls)
+            self.scheduler = (AsyncScheduler if overlap else Scheduler)(
+                vllm_config=config,
+                kv_cache_config=cache,
+                structured_output_manager=StructuredOutputManager(config),
+                block_size=BLOCK_TOKENS,
+                hash_block_size=BLOCK_TOKENS,
+                log_stats=True,
+            )
+            self.worker = RayKVConnector(config, KVConnectorRole.WORKER, cache)
             self.worker.register_kv_caches(dict(zip(names, self.slots, strict=True)))
         self.scheduler.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): self.worker.get_handshake_metadata()})
         self.hasher = get_request_block_hasher(BLOCK_TOKENS, get_hash_fn_by_name("sha256"))
@@ -193,7 +213,7 @@ class Engine:
         sampled = [self.compute(name, count) for name, count in step.num_scheduled_tokens.items()]
         self.worker.start_load_kv(None)
         self.worker.wait_for_save()
-        self.loads.run_some()
+        self.calls.run_some()
         output = KVConnectorOutput()
         output.finished_recving = self.worker.get_transfer_results(step.finished_req_ids).finished_recving
         output.invalid_block_ids = self.worker.get_block_ids_with_load_errors()
@@ -258,12 +278,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[raykv.EmbeddedCluster]:
+@pytest.fixture(autouse=True)
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = SimpleNamespace(rank_in_group=0)
     monkeypatch.setattr(connector_module, "get_tp_group", lambda: alone)
     monkeypatch.setattr(connector_module, "get_pp_group", lambda: alone)
     init_none_hash(get_hash_fn_by_name("sha256"))
+
+
+@pytest.fixture
+def cluster() -> Iterator[raykv.EmbeddedCluster]:
     with raykv.embedded(nodes=2, arena_nbytes="32 MiB", extent_nbytes="1 MiB") as made:
         yield made
 
@@ -342,7 +366,7 @@ def test_finished_requests_are_reported_to_the_nodes(
     monkeypatch.setattr(RequestReporter, "report", recorded)
     store = cluster.nodes[0].store
     store.evictor.policies.on_request_done = lambda rows, tokens, now: reports.append((len(rows), tokens))
-    engine = Engine(model, cluster.address(0), random.Random(1), overlap=False, chunk_blocks=1)
+    engine = Engine(model, cluster.address(0), random.Random(1))
     prompt = list(range(23))
     engine.add("done", prompt, max_tokens=9, salt="")
     engine.add("handed over", prompt, max_tokens=1, salt="", params={"do_remote_decode": True})
@@ -354,3 +378,47 @@ def test_finished_requests_are_reported_to_the_nodes(
     wait_until(lambda: reports)
     engine.close()
     assert queued == reports == [(len(prompt) // BLOCK_TOKENS, 9)]
+
+
+def test_a_lookup_never_blocks_the_scheduler(model: Path, node: tuple[str, int]):
+    """While a stopped node owes the answer, other requests are computed; the request itself waits for it."""
+    address, pid = node
+    engine = Engine(model, address, random.Random(1), threads=True, lookup_timeout_s=60.0)
+    first, second = list(range(21)), list(range(50, 71))
+    engine.add("first", first, max_tokens=3, salt="")
+    while not engine.outputs["first"]:
+        engine.step()
+    os.kill(pid, signal.SIGSTOP)
+    began_s = time.monotonic()
+    engine.add("second", second, max_tokens=3, salt="")
+    while "first" in engine.scheduler.requests:
+        engine.step()
+    for _ in range(3):
+        assert not engine.scheduler.schedule().total_num_scheduled_tokens
+    assert time.monotonic() - began_s < 30.0, "a step waited for the stopped node"
+    assert not engine.outputs["second"]
+    os.kill(pid, signal.SIGCONT)
+    while engine.scheduler.requests:
+        engine.step()
+    engine.close()
+    assert engine.outputs == {"first": expected(first, 3), "second": expected(second, 3)}
+
+
+def test_chunks_in_this_hosts_memory_are_found_at_once(model: Path, node: tuple[str, int]):
+    """So their request is scheduled in its first step, although the node is stopped."""
+    address, pid = node
+    engine = Engine(model, address, random.Random(1), threads=True, load_timeout_s=60.0)
+    prompt = list(range(21))
+    engine.add("first", prompt, max_tokens=3, salt="")
+    while engine.scheduler.requests:
+        engine.step()
+    engine.scheduler.reset_prefix_cache()
+    os.kill(pid, signal.SIGSTOP)
+    engine.add("second", prompt, max_tokens=3, salt="")
+    engine.step()
+    assert engine.scheduler.requests["second"].status == RequestStatus.WAITING_FOR_REMOTE_KVS
+    os.kill(pid, signal.SIGCONT)
+    while engine.scheduler.requests:
+        engine.step()
+    engine.close()
+    assert engine.outputs["second"] == expected(prompt, 3)

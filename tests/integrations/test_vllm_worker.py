@@ -1,11 +1,9 @@
 """The worker's side without an engine: what becomes of orders when nodes, clocks and clients misbehave."""
 
-import json
 import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +21,7 @@ from raykv.integrations.vllm.stats import RayKVStats  # noqa: E402
 from raykv.integrations.vllm.worker import WorkerSide  # noqa: E402
 from raykv.protocol.namespace import Namespace  # noqa: E402
 from raykv.types import Match  # noqa: E402
-from tests.support.nodes import NODE, SECRET, run, wait_until  # noqa: E402
+from tests.support.nodes import wait_until  # noqa: E402
 
 pytestmark = pytest.mark.vllm
 
@@ -203,18 +201,6 @@ def test_a_dead_node_skips_chunks_and_says_why(cluster: raykv.EmbeddedCluster, b
     cluster.kill(0)
     assert bench.save() != ""
     assert bench.counted("stored_chunks") == {"skipped": 6}
-
-
-@pytest.fixture
-def node(shm_dir: Path) -> Iterator[tuple[str, int]]:
-    """Address and process id of a node in another process."""
-    fields = {"node_id": "n", "cluster": "t", "storage": {"arena_nbytes": "64 MiB", "shm_dir": str(shm_dir)}}
-    with run(NODE, json.dumps(fields), SECRET) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline(), "the node did not start"
-        yield f"unix:{shm_dir}/raykv-t-n.sock", process.pid
-        os.kill(process.pid, signal.SIGCONT)
-        process.communicate(timeout=WAIT_S)
 
 
 def test_a_stopped_node_holds_no_step_up_and_is_used_again(node: tuple[str, int], benches: list[Bench]):

@@ -15,7 +15,7 @@ class ConnectorConfig(Model):
             else the node that Ray started on this host.
         chunk_blocks: Number of the engine's blocks in one chunk.
         store_decode: Also store chunks that fill up while decoding, not only those of prompts.
-        lookup_timeout_s: A lookup that takes longer counts as a miss. The engine's scheduler waits for it.
+        lookup_timeout_s: A lookup that takes longer counts as a miss. Only the request waits, not the engine.
         load_timeout_s: Chunks that have not arrived by then are recomputed. Only the request waits, not the engine.
         store_timeout_s: The longest that one step of the engine waits for slots; chunks without a slot by then are
             skipped. If the node is on another host, stores cross the network: set this to seconds.

@@ -109,9 +109,10 @@ class RayKVConnector(KVConnectorBase_V1):
     def on_new_request(self, request: "Request") -> None:
         self.scheduler_side.add(request)
 
-    def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int, bool]:
-        tokens = self._run("lookup", 0, self.scheduler_side.match, request, num_computed_tokens)
-        return tokens, tokens > 0
+    def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
+        miss: int | None = 0
+        tokens = self._run("lookup", miss, self.scheduler_side.match, request, num_computed_tokens)
+        return tokens, bool(tokens)
 
     def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
         self._run("order_load", None, self.scheduler_side.order_load, request, blocks, num_external_tokens)

@@ -1,7 +1,12 @@
-"""The scheduler's side: decides in each step which chunks the workers load and save. It moves no bytes itself."""
+"""The scheduler's side: decides in each step which chunks the workers load and save. It moves no bytes itself.
+
+A lookup reads this host's memory at once. The owners of other chunks are asked on separate threads; until they answer,
+the scheduler skips the request and asks again in its next step.
+"""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -26,6 +31,10 @@ if TYPE_CHECKING:
 
 LOOKUP_AGE_S: Final = 1.0
 """A lookup stays valid this long. vLLM asks about a waiting request in every step."""
+LOOKUP_THREADS: Final = 4
+IDLE_WAIT_S: Final = 0.001
+"""The longest that a step that computes nothing waits for a lookup. Without this wait the engine's thread would spin
+and hold the GIL, which the lookup needs."""
 HAND_OFF_WAIT_S: Final = 0.02
 """The longest that `finish` waits until the node has stored the chunks that were posted last."""
 
@@ -49,6 +58,7 @@ class Tracked:
 
     Attributes:
         admission: Number of preemptions so far. A preemption resets all fields except the scope.
+        asking: The running lookup, and the number of tokens that the engine had computed when it began.
         ordered: A load was ordered. No second one follows, since a load that fails could repeat for ever.
         started: The request was scheduled, so `cached` and `loaded` are known.
         cached: Number of leading chunks that the engine found in its own cache.
@@ -60,6 +70,7 @@ class Tracked:
     scope: Scope
     admission: int = 0
     lookup: Lookup | None = None
+    asking: tuple[int, Future[dict[Rank, Match]]] | None = None
     ordered: bool = False
     started: bool = False
     cached: int = 0
@@ -101,6 +112,7 @@ class SchedulerSide:
         self._scopes = Scopes()
         self.requests: dict[str, Tracked] = {}
         self._ordered_loads: list[Load] = []
+        self._threads = ThreadPoolExecutor(LOOKUP_THREADS, thread_name_prefix="raykv-lookup")
         self._connection: Connection | None = None
         self._reporter = RequestReporter()
         self._namespaces: dict[Rank, Namespace] = {}
@@ -112,6 +124,7 @@ class SchedulerSide:
 
     def close(self) -> None:
         """Close the connection. The caller makes no other call during or after this one."""
+        self._threads.shutdown(cancel_futures=True)
         self._reporter.close()
         if self._connection is not None:
             self._connection.close()
@@ -121,9 +134,10 @@ class SchedulerSide:
     def add(self, request: "Request") -> None:
         self.requests[request.request_id] = Tracked(request, self._scopes.of(request))
 
-    def match(self, request: "Request", computed: int) -> int:
+    def match(self, request: "Request", computed: int) -> int | None:
         """Return how many tokens beyond `computed` can be loaded. vLLM may call this again for the same request.
 
+        None means that the owners of the chunks have not answered yet: the scheduler must ask again.
         The engine always computes the last token, because it samples the next token from that output.
         """
         tracked = self._current(request)
@@ -132,7 +146,10 @@ class SchedulerSide:
             return 0
         lookup = tracked.lookup
         if lookup is None or lookup.computed != computed or self._clock() - lookup.at_s > LOOKUP_AGE_S:
-            lookup = tracked.lookup = self._look_up(tracked, computed, first, last)
+            lookup = self._look_up(tracked, computed, first, last)
+            if lookup is None:
+                return None
+            tracked.lookup = lookup
         return (first + lookup.count) * self._chunk_tokens - computed if lookup.count else 0
 
     def order_load(self, request: "Request", blocks: "KVCacheBlocks", tokens: int) -> None:
@@ -163,6 +180,8 @@ class SchedulerSide:
     def orders(self, step: "SchedulerOutput") -> StepOrders:
         """Return the orders of the step that vLLM has just scheduled."""
         loads, self._ordered_loads = self._ordered_loads, []
+        if not step.total_num_scheduled_tokens:
+            self._await_lookup()
         saves = []
         if self._may_store:
             resolve = step.kv_connector_block_state.resolve_block_ids
@@ -203,7 +222,8 @@ class SchedulerSide:
         found = {rank: self._connection.client(namespace, scope) for rank, namespace in self._namespaces.items()}
         return {rank: client for rank, client in found.items() if client is not None}
 
-    def _look_up(self, tracked: Tracked, computed: int, first: int, last: int) -> Lookup:
+    def _look_up(self, tracked: Tracked, computed: int, first: int, last: int) -> Lookup | None:
+        """Look up the chunks from `first` to `last`. None means that the owners have not answered yet."""
         request = tracked.request
         clients = self._clients(tracked.scope)
         # A preempted request has decoded more tokens, and its ticket is old: look up again.
@@ -211,12 +231,34 @@ class SchedulerSide:
         if tickets:
             matches = self._redeem(clients, tickets, self._names(request, range(last)), first)
         else:
-            matches = self._ask(clients, self._names(request, range(first, last)), record=tracked.lookup is None)
+            if tracked.asking is None or tracked.asking[0] != computed:
+                names = self._names(request, range(first, last))
+                tracked.asking = computed, self._begin(clients, names, record=tracked.lookup is None)
+            if not tracked.asking[1].done():
+                return None
+            asking, tracked.asking = tracked.asking[1], None
+            matches = asking.result()
         count = min((match.count for match in matches.values()), default=0)
         self._stats.count("lookups", 1, ("ticket" if tickets else "hit") if count else "miss")
         self._stats.count("matched_tokens", max(0, (first + count) * self._chunk_tokens - computed) if count else 0)
         matches = {rank: _leading(match, count) for rank, match in matches.items()}
         return Lookup(computed, first, count, matches, self._clock())
+
+    def _begin(
+        self, clients: Mapping[Rank, "Client"], names: list[bytes], *, record: bool
+    ) -> Future[dict[Rank, Match]]:
+        """Begin a lookup. It is done at once if all chunks are in this host's memory."""
+        if all(client.exists(client.keys(names), timeout_s=0.0).all() for client in clients.values()):
+            done = Future[dict[Rank, Match]]()
+            done.set_result(self._ask(clients, names, record=record))
+            return done
+        return self._threads.submit(self._ask, clients, names, record=record)
+
+    def _await_lookup(self) -> None:
+        """Wait up to IDLE_WAIT_S for the next lookup to end, if any is running."""
+        running = [tracked.asking[1] for tracked in self.requests.values() if tracked.asking]
+        if running:
+            wait(running, IDLE_WAIT_S, FIRST_COMPLETED)
 
     def _ask(self, clients: Mapping[Rank, "Client"], names: list[bytes], *, record: bool) -> dict[Rank, Match]:
         """Look up these chunks for every rank. The next rank is asked only for the prefix that the last one found."""
