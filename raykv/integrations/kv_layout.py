@@ -9,7 +9,7 @@ import itertools
 import sys
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from raykv.errors import ConfigError
 
@@ -113,11 +113,16 @@ class Layout:
         """The runs as arrays, which are much faster to index than tensors."""
         return [run.numpy() for run in self._runs]
 
-    def read(self, chunks: Sequence[Sequence[int]]) -> list[list[memoryview]]:
-        """Return the bytes of chunks in host memory. The views are valid until the next call or the next step.
+    def fence(self) -> Any:
+        """Mark the end of the kernels that are queued on the current stream, for `read`."""
+        return None
+
+    def read(self, chunks: Sequence[Sequence[int]], fence: Any = None) -> list[list[memoryview]]:
+        """Return the bytes of chunks in host memory. The views are valid until the next call.
 
         Args:
-            chunks: The blocks of each chunk. The kernels that compute them have ended or are queued on this stream.
+            chunks: The blocks of each chunk.
+            fence: From `fence`, when the kernels that compute these chunks were queued. The result is read after it.
         """
         return [[array[block].data for block in blocks for array in self._arrays] for blocks in chunks]
 
@@ -139,22 +144,33 @@ class Layout:
 class DeviceLayout(Layout):
     """The KV cache of one worker in device memory. Each chunk passes through pinned host memory in one transfer.
 
-    A save runs on the current stream, after the kernels that compute the blocks, and waits for the transfer. A load
+    A save runs on a stream of its own, after the kernels that compute the blocks, and waits for the transfer. A load
     thread waits for its own stream before it reports the load.
     """
 
     def __init__(self, caches: Mapping[str, "torch.Tensor"], num_blocks: int, chunk_blocks: int) -> None:
+        import torch
+
         super().__init__(caches, num_blocks, chunk_blocks)
         self.batch_chunks = max(1, min(MAX_STAGED_CHUNKS, MAX_STAGED_NBYTES // self.chunk_nbytes))
         self._device = self._runs[0].device
+        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
 
-    def read(self, chunks: Sequence[Sequence[int]]) -> list[list[memoryview]]:
+    def fence(self) -> "torch.cuda.Event | None":
+        import torch
+
+        return None if self._stream is None else torch.cuda.current_stream(self._device).record_event()
+
+    def read(self, chunks: Sequence[Sequence[int]], fence: Any = None) -> list[list[memoryview]]:
         import torch
 
         staged = [self._pinned() for _ in chunks]
-        for blocks, buffer in zip(chunks, staged, strict=True):
-            buffer.copy_(torch.cat([run[block] for block in blocks for run in self._runs]), non_blocking=True)
-        self._synchronize()
+        with torch.cuda.stream(self._stream):  # type: ignore[no-untyped-call]
+            if self._stream is not None and fence is not None:
+                self._stream.wait_event(fence)
+            for blocks, buffer in zip(chunks, staged, strict=True):
+                buffer.copy_(torch.cat([run[block] for block in blocks for run in self._runs]), non_blocking=True)
+            self._synchronize()
         return [[buffer.numpy().data] for buffer in staged]
 
     def targets(self, blocks: Sequence[int | None]) -> list[memoryview]:

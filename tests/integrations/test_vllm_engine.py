@@ -11,6 +11,7 @@ import os
 import random
 import time
 from collections.abc import Iterator
+from concurrent.futures import wait
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -25,6 +26,7 @@ pytest.importorskip("vllm")
 
 from safetensors.torch import save_file  # noqa: E402
 from vllm import LLM, SamplingParams  # noqa: E402
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group  # noqa: E402
 
 import raykv  # noqa: E402
 
@@ -122,7 +124,7 @@ class Engine:
     def answer(
         self, prompts: list[list[int]], *, count: int = 8, params: dict[str, Any] | None = None, salt: str | None = None
     ) -> list[list[int]]:
-        """Greedy tokens for each prompt, all in flight at once."""
+        """Greedy tokens for each prompt, all in flight at once. Their saves have ended too."""
         self.outputs = self.llm.generate(
             [{"prompt_token_ids": prompt, **({"cache_salt": salt} if salt else {})} for prompt in prompts],
             SamplingParams(
@@ -135,6 +137,10 @@ class Engine:
             ),
             use_tqdm=False,
         )
+        if has_kv_transfer_group():
+            group = get_kv_transfer_group()
+            for connector in getattr(group, "_connectors", [group]):
+                wait([future for _, _, future in connector.worker_side.saving])
         return [list(output.outputs[0].token_ids) for output in self.outputs]
 
     def logprobs(self) -> list[list[float]]:

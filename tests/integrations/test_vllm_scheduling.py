@@ -13,7 +13,7 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -76,7 +76,7 @@ class Running:
 class Slow:
     """An executor whose tasks run when chance says so, all on one thread: an order of events can be repeated.
 
-    Loads and lookups run on it.
+    Lookups, loads and saves run on it.
     """
 
     def __init__(self, rng: random.Random) -> None:
@@ -91,13 +91,16 @@ class Slow:
     def run_some(self) -> None:
         while self._waiting and self._rng.random() < 0.4:
             self._waiting.rotate(self._rng.randrange(len(self._waiting)))
-            future, task = self._waiting.popleft()
+            self._run_first()
+
+    def _run_first(self) -> None:
+        future, task = self._waiting.popleft()
+        if future.set_running_or_notify_cancel():
             future.set_result(task())
 
     def shutdown(self, **_: Any) -> None:
         while self._waiting:
-            future, task = self._waiting.popleft()
-            future.set_result(task())
+            self._run_first()
 
 
 class Engine:
@@ -412,6 +415,7 @@ def test_chunks_in_this_hosts_memory_are_found_at_once(model: Path, node: tuple[
     engine.add("first", prompt, max_tokens=3, salt="")
     while engine.scheduler.requests:
         engine.step()
+    wait([future for _, _, future in engine.worker.worker_side.saving])
     engine.scheduler.reset_prefix_cache()
     os.kill(pid, signal.SIGSTOP)
     engine.add("second", prompt, max_tokens=3, salt="")

@@ -2,8 +2,10 @@
 
 import os
 import signal
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,7 +20,7 @@ from raykv.integrations.vllm.config import ConnectorConfig  # noqa: E402
 from raykv.integrations.vllm.connection import Connection  # noqa: E402
 from raykv.integrations.vllm.metadata import Load, Save, Scope, StepOrders  # noqa: E402
 from raykv.integrations.vllm.stats import RayKVStats  # noqa: E402
-from raykv.integrations.vllm.worker import WorkerSide  # noqa: E402
+from raykv.integrations.vllm.worker import MAX_SAVING_STEPS, WorkerSide  # noqa: E402
 from raykv.protocol.namespace import Namespace  # noqa: E402
 from raykv.types import Match  # noqa: E402
 from tests.support.nodes import wait_until  # noqa: E402
@@ -60,17 +62,15 @@ class Bench:
         )
 
     def save(self, first: int = 0, last: int = 6, *, cached: bool = False) -> str:
-        """Save chunks of the blocks of the same numbers, and wait until the node has answered."""
-        reason = self.worker.save([order(first, last, cached=cached)])
-        self.await_answers()
-        return reason
+        """Save chunks of the blocks of the same numbers, and wait for it. Returns why chunks were skipped."""
+        return self.save_all([order(first, last, cached=cached)])
 
-    def await_answers(self) -> None:
-        until_s = time.monotonic() + WAIT_S
-        while self.worker.posted_chunks and time.monotonic() < until_s:
-            self.worker.count_posted()
-            time.sleep(0.001)
-        assert not self.worker.posted_chunks
+    def save_all(self, saves: list[Save]) -> str:
+        self.worker.save(saves)
+        wait_until(lambda: self.worker.saving[-1][2].done())
+        reason = self.worker.count_saves()
+        assert not self.worker.saving
+        return reason
 
     def load(self, count: int = 6, *, holder: str = "node-0") -> set[str]:
         """Load the first chunks into the blocks from 10 on, and wait for it."""
@@ -94,7 +94,7 @@ class Bench:
 
 def order(first: int = 0, last: int = 6, *, salt: str = "", cached: bool = False) -> Save:
     parent = NAMES[first - 1] if first else None
-    return Save(Scope(salt=salt), NAMES[first:last], [[n] for n in range(first, last)], parent, first, cached)
+    return Save("r", Scope(salt=salt), NAMES[first:last], [[n] for n in range(first, last)], parent, first, cached)
 
 
 @pytest.fixture
@@ -209,17 +209,18 @@ def test_a_stopped_node_holds_no_step_up_and_is_used_again(node: tuple[str, int]
     benches.append(bench)
     steps = 50
     names = [[f"{step} {place}".encode() for place in range(6)] for step in range(2 * steps)]
-    saves = [Save(Scope(), each, [[n] for n in range(6)], None, 0, cached=False) for each in names]
+    saves = [Save("r", Scope(), each, [[n] for n in range(6)], None, 0, cached=False) for each in names]
     os.kill(pid, signal.SIGSTOP)
-    began_s = time.monotonic()
-    reasons = [bench.worker.save([save]) for save in saves[:steps]]
+    began_s, reasons = time.monotonic(), []
+    for save in saves[:steps]:
+        bench.worker.save([save])
+        bench.worker.release({"r"})
+        reasons.append(bench.worker.count_saves())
     took_s = time.monotonic() - began_s
     assert took_s < steps * 0.02 + 5.0, "a step waited for a node that is stopped"
     assert any(reasons)
     os.kill(pid, signal.SIGCONT)
-    bench.await_answers()
-    wait_until(lambda: not bench.worker.save([saves[steps]]))
-    bench.await_answers()
+    wait_until(lambda: not bench.save_all([saves[steps]]))
     assert bench.save() == ""
     assert bench.load(holder="n") == {"r"}
     assert bench.arrived() == list(range(6))
@@ -229,7 +230,7 @@ def test_a_stopped_node_holds_no_step_up_and_is_used_again(node: tuple[str, int]
 
 
 def test_slots_for_the_saves_of_a_step_are_at_hand_when_it_ends(node: tuple[str, int], benches: list[Bench]):
-    """So even a node that stops during the forward pass costs neither time nor chunks."""
+    """So even a node that stops during the forward pass costs no chunks."""
     address, pid = node
     client = raykv.connect(NAMESPACE, address=address)
     client.prepare(4096, 1)
@@ -244,11 +245,55 @@ def test_slots_for_the_saves_of_a_step_are_at_hand_when_it_ends(node: tuple[str,
         wait_until(prepared)
         other.stats()  # the slots are lent, and the answer has left by now
     os.kill(pid, signal.SIGSTOP)
-    assert bench.worker.save([order()]) == ""
-    assert bench.worker.posted_chunks == 6
+    bench.save()
+    assert bench.counted("stored_chunks") == {}, "the node has not answered"
     os.kill(pid, signal.SIGCONT)
-    bench.await_answers()
-    assert bench.counted("stored_chunks") == {"stored": 6}
+    wait_until(lambda: bench.save() == "" and bench.counted("stored_chunks").get("existed"))
+    assert bench.counted("stored_chunks")["stored"] == 6
+
+
+class Gated(HostLayout):
+    """Reads blocks only while the gate is open."""
+
+    gate = threading.Event()
+
+    def read(self, chunks: Sequence[Sequence[int]], fence: Any = None) -> list[list[memoryview]]:
+        assert self.gate.wait(WAIT_S)
+        return super().read(chunks, fence)
+
+
+def test_blocks_are_released_when_no_save_reads_them(cluster: raykv.EmbeddedCluster, benches: list[Bench]):
+    bench = Bench(lambda: cluster.client(NAMESPACE), Gated, store_timeout_s=60.0)
+    benches.append(bench)
+    Gated.gate.clear()
+    first, second, third = (replace(order(n, n + 2), request_id=str(n)) for n in (0, 2, 4))
+    for save in (first, second, third):
+        bench.worker.save([save])
+    wait_until(lambda: bench.worker.saving[0][2].running())
+    bench.worker.release({"no such request"})
+    bench.worker.release({"4"})  # not begun: it is skipped
+    waiting = threading.Thread(target=bench.worker.release, args=({"0"},))
+    waiting.start()
+    waiting.join(0.05)
+    assert waiting.is_alive(), "the blocks were released while a save reads them"
+    Gated.gate.set()
+    waiting.join(WAIT_S)
+    assert bench.worker.saving[0][2].done()
+    wait_until(lambda: bench.worker.saving[1][2].done())
+    assert bench.worker.count_saves() == "the request ended before the save began"
+    assert bench.counted("stored_chunks") == {"stored": 4, "skipped": 2}
+
+
+def test_saves_of_too_many_steps_are_skipped(cluster: raykv.EmbeddedCluster, benches: list[Bench]):
+    bench = Bench(lambda: cluster.client(NAMESPACE), Gated, store_timeout_s=60.0)
+    benches.append(bench)
+    Gated.gate.clear()
+    for _ in range(MAX_SAVING_STEPS + 3):
+        bench.worker.save([order()])
+    Gated.gate.set()
+    wait_until(lambda: bench.worker.saving[-1][2].done())
+    bench.worker.count_saves()
+    assert bench.counted("stored_chunks") == {"stored": 6, "existed": 6 * (MAX_SAVING_STEPS - 1), "skipped": 18}
 
 
 def test_one_message_stores_all_saves_of_a_step(
@@ -257,8 +302,7 @@ def test_one_message_stores_all_saves_of_a_step(
     bench = Bench(lambda: cluster.client(NAMESPACE))
     benches.append(bench)
     calls = recorded_puts(monkeypatch)
-    assert bench.worker.save([order(0, 2), order(2, 5), order(0, 3, salt="tenant")]) == ""
-    bench.await_answers()
+    assert bench.save_all([order(0, 2), order(2, 5), order(0, 3, salt="tenant")]) == ""
     plain, salted = (cluster.client(space).keys(NAMES) for space in (NAMESPACE, NAMESPACE.with_fields(salt="tenant")))
     (call,) = calls
     assert [put.keys.tolist() for put in call] == [plain[:2].tolist(), plain[2:5].tolist(), salted[:3].tolist()]
@@ -275,8 +319,7 @@ def test_a_device_stores_in_batches_that_continue_a_chain(
     bench = Bench(lambda: cluster.client(NAMESPACE), DeviceLayout)
     benches.append(bench)
     calls = recorded_puts(monkeypatch)
-    assert bench.worker.save([order(0, 3), order(3, 6)]) == ""
-    bench.await_answers()
+    assert bench.save_all([order(0, 3), order(3, 6)]) == ""
     keys = cluster.client(NAMESPACE).keys(NAMES).tolist()
     assert [[put.keys.tolist() for put in call] for call in calls] == [[keys[:2]], [keys[2:3], keys[3:4]], [keys[4:]]]
     above = [put.parent.tolist() if put.parent is not None else None for call in calls for put in call]
@@ -293,7 +336,7 @@ def test_cached_chunks_are_not_stored_when_nobody_says_in_time_who_holds_them(
     benches.append(bench)
     calls = recorded_puts(monkeypatch)
     bench.clock.per_look_s = 1.0
-    assert bench.worker.save([order(cached=True)]) == ""
+    assert bench.save(cached=True) == ""
     assert not calls
     assert bench.counted("stored_chunks") == {"skipped": 6}
 

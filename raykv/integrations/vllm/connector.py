@@ -152,8 +152,12 @@ class RayKVConnector(KVConnectorBase_V1):
         return self._worker_namespace
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Request slots for the saves and start the loads. vLLM calls this hook first, before the forward pass."""
+        """End saves that read released blocks, request slots for the saves of this step, and start its loads.
+
+        vLLM calls this hook first, before anything of the step is computed.
+        """
         assert isinstance(kv_connector_metadata, StepOrders)
+        self._run("release", None, self.worker_side.release, kv_connector_metadata.released)
         if kv_connector_metadata.saves:
             self._run("prepare", None, self.worker_side.prepare, kv_connector_metadata.saves)
         self._run("start_loads", None, self.worker_side.start_loads, kv_connector_metadata)
@@ -173,7 +177,7 @@ class RayKVConnector(KVConnectorBase_V1):
         orders = self._get_connector_metadata()
         assert isinstance(orders, StepOrders)
         if orders.saves:
-            self._log_rarely("save", self._run("save", "", self.worker_side.save, orders.saves))
+            self._run("save", None, self.worker_side.save, orders.saves)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         orders = self._get_connector_metadata()
@@ -192,8 +196,8 @@ class RayKVConnector(KVConnectorBase_V1):
         self._close()
 
     def get_kv_connector_stats(self) -> RayKVStats | None:
-        if self._worker_namespace is not None and self.worker_side.posted_chunks:
-            self._run("count_posted", None, self.worker_side.count_posted)
+        if self._worker_namespace is not None and self.worker_side.saving:
+            self._log_rarely("save", self._run("count_saves", "", self.worker_side.count_saves))
         return self._stats.pop()
 
     @classmethod

@@ -47,6 +47,7 @@ class Save:
     """Store consecutive chunks of one request. The engine has computed them at the end of this step.
 
     Attributes:
+        request_id: The request. Its blocks keep these chunks until the request is in `StepOrders.released`.
         names: Names of the chunks, first to last.
         blocks: Block ids of each chunk, in order.
         parent: Name of the chunk before the first one; None at the start of a prompt.
@@ -55,6 +56,7 @@ class Save:
             looks them up first.
     """
 
+    request_id: str
     scope: Scope
     names: list[bytes]
     blocks: list[list[int]]
@@ -69,12 +71,14 @@ class StepOrders(KVConnectorMetadata):
 
     Attributes:
         loads: Loads to start. The worker empties this list when it starts them.
-        saves: Saves to carry out after the step's forward pass.
+        saves: Saves to begin after the step's forward pass.
+        released: Requests that ended or were preempted: this step may overwrite their blocks.
         computes: Whether the step computes anything. The engine runs idle steps while loads are in flight.
     """
 
     loads: list[Load] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
+    released: set[str] = field(default_factory=set)
     computes: bool = True
 
 

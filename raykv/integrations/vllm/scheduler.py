@@ -187,7 +187,8 @@ class SchedulerSide:
             resolve = step.kv_connector_block_state.resolve_block_ids
             for request_id, tokens in step.num_scheduled_tokens.items():
                 saves += self._saves(self.requests[request_id], tokens, resolve)
-        return StepOrders(loads, saves, computes=step.total_num_scheduled_tokens > 0)
+        released = step.finished_req_ids | (step.preempted_req_ids or set())
+        return StepOrders(loads, saves, released, computes=step.total_num_scheduled_tokens > 0)
 
     def finish(self, request: "Request") -> dict[str, Any] | None:
         """Stop tracking a request.
@@ -348,7 +349,7 @@ class SchedulerSide:
         names = self._names(tracked.request, range(max(0, chunks.start - 1), chunks.stop))
         parent = names.pop(0) if chunks.start else None
         blocks = [[block_ids[block] for block in self._blocks_of(chunk)] for chunk in chunks]
-        return Save(tracked.scope, names, blocks, parent, chunks.start, cached)
+        return Save(tracked.request.request_id, tracked.scope, names, blocks, parent, chunks.start, cached)
 
 
 def _tickets_of(request: "Request") -> Any:

@@ -1,24 +1,25 @@
 """The worker's side: copies chunks between the KV cache and raykv, as ordered by the scheduler's side.
 
-Saves run on the engine's thread after a step's forward pass, because the next step may give the blocks to another
-request. A save copies the bytes into slots of the node's memory and posts one message. A later step reads the answer.
+Saves run on one separate thread after a step's forward pass. Full blocks do not change, so the next steps do not wait.
+Only when a request has ended or was preempted, its blocks may go to another request. Then the next step waits for a
+running save of that request, and skips its saves that have not begun.
 
 Loads run on separate threads. The engine does not touch the blocks of a loading request, even after an abort, until the
 load is reported as finished. Every load must therefore be reported exactly once, also a failed one.
 """
 
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from vllm.logger import init_logger
 
 from raykv import Put
-from raykv.errors import RayKVError, TransientError
+from raykv.errors import RayKVError
 from raykv.integrations.kv_layout import Layout
 from raykv.integrations.vllm.config import ConnectorConfig
 from raykv.integrations.vllm.connection import Connection
@@ -35,6 +36,8 @@ logger = init_logger("vllm.raykv.worker")
 IDLE_WAIT_S: Final = 0.005
 """The longest that a step that computes nothing waits for a load. Without this wait the engine's thread would spin and
 hold the GIL, which the load threads need. A new request is delayed by at most this time."""
+MAX_SAVING_STEPS: Final = 16
+"""Most steps whose saves are in flight. Saves of further steps are skipped."""
 
 
 class _Run(NamedTuple):
@@ -61,12 +64,20 @@ class _LoadResult:
     error: str = ""
 
 
+@dataclass(slots=True)
+class _SaveResult:
+    """The results of one step's saves. After an error the rest is not stored."""
+
+    parts: list[PutResult] = field(default_factory=list)
+    error: Exception | None = None
+
+
 class WorkerSide:
     """Loads and saves the chunks of one worker.
 
     Attributes:
         loading: Loads in flight, by request id.
-        posted_chunks: Number of posted chunks that the node had not answered at the last check.
+        saving: Saves in flight, by step: requests, number of chunks, result.
     """
 
     def __init__(
@@ -80,14 +91,15 @@ class WorkerSide:
         connection: Connection,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start the loading threads. Only the engine's thread writes `stats`."""
+        """Start the threads. Only the engine's thread writes `stats`."""
         self._config, self._stats, self._clock = config, stats, clock
         self._layout, self._namespace, self._rank, self._connection = layout, namespace, rank, connection
         self._counts_tokens = rank == (0, 0)  # every rank holds a share of the same tokens
         self._threads = ThreadPoolExecutor(config.load_threads, thread_name_prefix="raykv-load")
         self.loading: dict[str, tuple[Load, Future[_LoadResult]]] = {}
         self._failed_blocks: set[int] = set()
-        self.posted_chunks = 0
+        self._saver = ThreadPoolExecutor(1, thread_name_prefix="raykv-save")
+        self.saving: deque[tuple[set[str], int, Future[_SaveResult]]] = deque()
 
     # -- loads ----------------------------------------------------------------------------------------------------
 
@@ -173,48 +185,78 @@ class WorkerSide:
 
     def prepare(self, saves: Sequence[Save]) -> None:
         """Request the slots that these saves need, unless the client has them. The answer arrives during the step."""
-        client = self._connection.client(self._namespace, Scope())
-        if client is not None:
-            chunks = sum(len(save.names) for save in saves)
-            try:
-                client.prepare(self._layout.chunk_nbytes, chunks, timeout_s=self._config.store_timeout_s)
-            except TransientError:
-                pass  # `save` reports it
+        self._saver.submit(self._prepare, _chunks_of(saves))
 
-    def save(self, saves: Sequence[Save]) -> str:
-        """Copy computed chunks into the node's memory, and post one message that commits them all.
+    def save(self, saves: Sequence[Save]) -> None:
+        """Begin to store computed chunks. The kernels that compute them have ended or are queued."""
+        if len(self.saving) < MAX_SAVING_STEPS:
+            future = self._saver.submit(self._save, saves, self._layout.fence())
+            self.saving.append(({save.request_id for save in saves}, _chunks_of(saves), future))
+        else:
+            self._count_saved(_skipped(_chunks_of(saves), ""))
 
-        Waits at most `store_timeout_s`, and not at all if the client has enough slots.
+    def release(self, request_ids: Set[str]) -> None:
+        """Return when no save reads blocks of these requests. A save that has not begun is skipped."""
+        for saved_ids, _, future in self.saving:
+            if not saved_ids.isdisjoint(request_ids) and not future.cancel():
+                wait([future])
+
+    def count_saves(self) -> str:
+        """Add the ended saves to the statistics. Never waits.
 
         Returns:
             Why chunks were skipped: no room, no node, or no answer in time. Empty if no chunk was skipped.
-
-        Raises:
-            RayKVError: A call failed; the rest was not stored.
         """
-        deadline_s = self._clock() + self._config.store_timeout_s
-        client = self._connection.client(self._namespace, Scope())
-        if client is None:
-            return self._count_saved(_skipped(sum(len(save.names) for save in saves), "the node is not there yet"))
         reason = ""
-        for batch in self._batches([run for save in saves if (run := self._run(save, deadline_s)).blocks]):
-            values = iter(self._layout.read([blocks for run in batch for blocks in run.blocks]))
-            puts = [Put(run.keys, list(islice(values, len(run.blocks))), run.parent, run.depth) for run in batch]
-            result = client.put_many(puts, wait=False, timeout_s=max(0.0, deadline_s - self._clock()))
-            self.posted_chunks += result.posted
-            reason = self._count_saved(result) or reason
+        while self.saving and self.saving[0][2].done():
+            _, chunks, future = self.saving.popleft()
+            if future.cancelled():
+                reason = self._count_saved(_skipped(chunks, "the request ended before the save began"))
+                continue
+            result = future.result()
+            for part in result.parts:
+                reason = self._count_saved(part) or reason
+            if result.error is not None:
+                self._stats.count("errors", 1, "save", type(result.error).__name__)
+                reason = str(result.error)
         return reason
 
-    def count_posted(self) -> None:
-        """Add the answers that have arrived for posted chunks to the statistics. Never waits."""
-        client = self._connection.client(self._namespace, Scope()) if self.posted_chunks else None
+    def _prepare(self, chunks: int) -> None:
+        client = self._connection.client(self._namespace, Scope())
         if client is not None:
-            result = client.flush(timeout_s=0.0)
-            self.posted_chunks = result.posted
-            self._count_saved(result)
+            try:
+                client.prepare(self._layout.chunk_nbytes, chunks, timeout_s=self._config.store_timeout_s)
+            except RayKVError:
+                pass  # `_save` reports it
 
-    def _run(self, save: Save, deadline_s: float) -> _Run:
-        """Return the chunks of a save that the nodes do not hold yet."""
+    def _save(self, saves: Sequence[Save], fence: Any) -> _SaveResult:
+        """Copy chunks into the node's memory, and send one message per batch that commits them. Never raises.
+
+        Waits at most `store_timeout_s` for slots, and not at all if the client has enough.
+        """
+        result = _SaveResult()
+        try:
+            deadline_s = self._clock() + self._config.store_timeout_s
+            client = self._connection.client(self._namespace, Scope())
+            if client is None:
+                result.parts.append(_skipped(_chunks_of(saves), "the node is not there yet"))
+                return result
+            runs = [self._run(save, deadline_s, result) for save in saves]
+            for batch in self._batches([run for run in runs if run.blocks]):
+                values = iter(self._layout.read([blocks for run in batch for blocks in run.blocks], fence))
+                puts = [Put(run.keys, list(islice(values, len(run.blocks))), run.parent, run.depth) for run in batch]
+                result.parts.append(client.put_many(puts, wait=True, timeout_s=max(0.0, deadline_s - self._clock())))
+            result.parts.append(client.flush(timeout_s=0.0))  # late answers to earlier saves
+        except RayKVError as error:
+            result.error = error
+        except Exception as error:
+            # A defect. The engine does not depend on its saves.
+            logger.exception("a save failed unexpectedly; its chunks are not stored")
+            result.error = error
+        return result
+
+    def _run(self, save: Save, deadline_s: float, result: _SaveResult) -> _Run:
+        """Return the chunks of a save that the nodes do not hold yet. Skipped chunks are added to `result`."""
         client = self._connection.client(self._namespace, save.scope)
         assert client is not None, "clients of all scopes are made from one"
         above = [] if save.parent is None else [save.parent]
@@ -224,7 +266,7 @@ class WorkerSide:
             return run
         held = client.match(run.keys, timeout_s=max(0.0, deadline_s - self._clock()), record=False).count
         if self._clock() >= deadline_s and held < len(run.keys):
-            self._count_saved(_skipped(len(run.keys), ""))  # no answer in time
+            result.parts.append(_skipped(len(run.keys), ""))  # no answer in time
             held = len(run.keys)
         return run.part(held, len(run.keys))
 
@@ -254,9 +296,14 @@ class WorkerSide:
         return result.reason
 
     def close(self) -> None:
-        """Cancel queued loads, and wait for running ones, since they write into the KV cache. Then disconnect."""
+        """Cancel queued loads, and wait for running loads and all saves: they use the KV cache. Then disconnect."""
         self._threads.shutdown(wait=True, cancel_futures=True)
+        self._saver.shutdown(wait=True)
         self._connection.close()
+
+
+def _chunks_of(saves: Sequence[Save]) -> int:
+    return sum(len(save.names) for save in saves)
 
 
 def _skipped(chunks: int, reason: str) -> PutResult:
