@@ -19,6 +19,12 @@ from tests.support.faults import Faults
 require_token()  # Ray reads its authentication mode once, when the first test module imports it
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Two processes share the tests (`pytest -n 2 --dist loadgroup`): one at a time starts Ray; a file stays whole."""
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group("ray" if item.get_closest_marker("ray") else item.path.stem))
+
+
 @pytest.fixture
 def seed(request: pytest.FixtureRequest) -> int:
     """RAYKV_TEST_SEED, or a number that depends on the test's name alone; shown when the test fails."""
