@@ -94,13 +94,13 @@ class Engine:
         extra: dict[str, Any] | None = None,
         **arguments: Any,
     ) -> None:
+        patient = {"lookup_timeout_s": 5.0, "store_timeout_s": 5.0}  # so that a busy machine skips nothing
         connector = {
             "kv_connector": "RayKVConnector",
             "kv_connector_module_path": "raykv.integrations.vllm",
             "kv_role": "kv_both",
             "kv_load_failure_policy": "recompute",
-            # Patient, so that a busy machine skips nothing.
-            "kv_connector_extra_config": {"address": address, "store_timeout_s": 5.0, **(extra or {})},
+            "kv_connector_extra_config": {"address": address, **patient, **(extra or {})},
             **(transfer or {}),
         }
         self.llm = LLM(
@@ -158,6 +158,10 @@ class Engine:
             if metric.name == f"vllm:raykv_{name}" and set(labels) <= set(metric.labels.values())
         )
 
+    def reused_tokens(self) -> int:
+        """Prompt tokens that the last answers did not compute: loaded, or in the engine's own cache by then."""
+        return sum(output.num_cached_tokens or 0 for output in self.outputs)
+
     def close(self) -> None:
         self.llm.llm_engine.engine_core.shutdown()
 
@@ -177,6 +181,8 @@ def prompt(seed: int, tokens: int, *, after: list[int] | None = None) -> list[in
 
 SHARED = prompt(0, 300)
 PROMPTS = [SHARED, prompt(1, 45, after=SHARED[:200]), prompt(2, 20), prompt(3, 257), prompt(4, 33)]
+COMMON = 200 // BLOCK * BLOCK
+"""Tokens that two prompts share: when one is loaded first, the engine has them for the other."""
 FULL = sum((len(one) - 1) // BLOCK * BLOCK for one in PROMPTS)
 
 
@@ -219,13 +225,14 @@ def test_an_engine_on_another_node_reuses_all_and_answers_the_same(
     fill(model, cluster)
     with Engine(model, cluster.address(1)) as engine:
         assert engine.answer(PROMPTS) == answers
-        assert engine.counted("reused_tokens") == FULL
-        assert engine.counted("loaded_tokens", "node-0", "tcp") == FULL
+        assert engine.reused_tokens() == FULL
+        assert engine.counted("loaded_tokens", "node-0", "tcp") == engine.counted("reused_tokens") >= FULL - COMMON
         assert engine.counted("loads", "whole") == engine.counted("loads")
         assert engine.counted("errors") == 0
         assert engine.counted("stored_chunks") == 0
         assert engine.answer(PROMPTS) == answers  # from its own cache: nothing is loaded, nor stored here
-        assert engine.counted("reused_tokens") == FULL
+        assert engine.reused_tokens() == FULL
+        assert engine.counted("reused_tokens") >= FULL - COMMON
         assert engine.counted("stored_chunks") == 0
 
 
@@ -359,7 +366,8 @@ def test_nothing_is_shared_across_models_dtypes_and_salts(
         assert engine.answer(PROMPTS, salt="tenant two") == answers
         assert engine.counted("reused_tokens") == 0
         assert engine.answer(PROMPTS) == answers
-        assert engine.counted("reused_tokens") == FULL
+        assert engine.reused_tokens() == FULL
+        assert engine.counted("reused_tokens") >= FULL - COMMON
 
 
 def test_a_producer_only_stores_and_a_consumer_only_loads(
@@ -371,7 +379,8 @@ def test_a_producer_only_stores_and_a_consumer_only_loads(
         assert engine.counted("lookups") == 0
     with Engine(model, cluster.address(1), transfer={"kv_role": "kv_consumer"}) as engine:
         assert engine.answer(PROMPTS) == answers
-        assert engine.counted("reused_tokens") == FULL
+        assert engine.reused_tokens() == FULL
+        assert engine.counted("reused_tokens") >= FULL - COMMON
         assert engine.answer([prompt(50, 100)])
         assert engine.counted("stored_chunks") == 0
 
@@ -440,4 +449,5 @@ def test_it_works_and_reports_inside_a_multi_connector(
         model, cluster.address(0), transfer={**outer, "kv_connector_extra_config": {"connectors": [child]}}
     ) as engine:
         assert engine.answer(PROMPTS) == answers
-        assert engine.counted("reused_tokens") == FULL
+        assert engine.reused_tokens() == FULL
+        assert engine.counted("reused_tokens") >= FULL - COMMON

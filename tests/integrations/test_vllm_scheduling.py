@@ -73,6 +73,12 @@ class Running:
     block_ids: list[int] = field(default_factory=list)
 
 
+class Task(Future[Any]):
+    """A call that has not run yet."""
+
+    slow: "Slow"
+
+
 class Slow:
     """An executor whose tasks run when chance says so, all on one thread: an order of events can be repeated.
 
@@ -81,10 +87,11 @@ class Slow:
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
-        self._waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+        self._waiting: deque[tuple[Task, Callable[[], Any]]] = deque()
 
-    def submit(self, call: Callable[..., Any], *arguments: Any, **options: Any) -> Future[Any]:
-        future: Future[Any] = Future()
+    def submit(self, call: Callable[..., Any], *arguments: Any, **options: Any) -> Task:
+        future = Task()
+        future.slow = self
         self._waiting.append((future, lambda: call(*arguments, **options)))
         return future
 
@@ -279,6 +286,21 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     more = {"num_hidden_layers": 2, "num_attention_heads": 1, "vocab_size": VOCABULARY, "max_position_embeddings": 512}
     (folder / "config.json").write_text(json.dumps(config | more))
     return folder
+
+
+def wait_or_run(futures: list[Future[Any]], *limits: Any) -> None:
+    """Instead of a wait for a task that does not run by itself, let chance run some."""
+    for future in futures:
+        if isinstance(future, Task):
+            future.slow.run_some()
+        else:
+            wait([future], *limits)
+
+
+@pytest.fixture(autouse=True)
+def waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_module, "wait", wait_or_run)
+    monkeypatch.setattr(scheduler_module, "wait", wait_or_run)
 
 
 @pytest.fixture(autouse=True)

@@ -252,7 +252,7 @@ def test_slots_for_the_saves_of_a_step_are_at_hand_when_it_ends(node: tuple[str,
     assert bench.counted("stored_chunks")["stored"] == 6
 
 
-class Gated(HostLayout):
+class Gated(Layout):
     """Reads blocks only while the gate is open."""
 
     gate = threading.Event()
@@ -263,7 +263,7 @@ class Gated(HostLayout):
 
 
 def test_blocks_are_released_when_no_save_reads_them(cluster: raykv.EmbeddedCluster, benches: list[Bench]):
-    bench = Bench(lambda: cluster.client(NAMESPACE), Gated, store_timeout_s=60.0)
+    bench = Bench(lambda: cluster.client(NAMESPACE), Gated, store_timeout_s=0.5)
     benches.append(bench)
     Gated.gate.clear()
     first, second, third = (replace(order(n, n + 2), request_id=str(n)) for n in (0, 2, 4))
@@ -271,7 +271,7 @@ def test_blocks_are_released_when_no_save_reads_them(cluster: raykv.EmbeddedClus
         bench.worker.save([save])
     wait_until(lambda: bench.worker.saving[0][2].running())
     bench.worker.release({"no such request"})
-    bench.worker.release({"4"})  # not begun: it is skipped
+    bench.worker.release({"4"})  # it does not begin in time: it is skipped
     waiting = threading.Thread(target=bench.worker.release, args=({"0"},))
     waiting.start()
     waiting.join(0.05)

@@ -1,8 +1,8 @@
 """The worker's side: copies chunks between the KV cache and raykv, as ordered by the scheduler's side.
 
 Saves run on one separate thread after a step's forward pass. Full blocks do not change, so the next steps do not wait.
-Only when a request has ended or was preempted, its blocks may go to another request. Then the next step waits for a
-running save of that request, and skips its saves that have not begun.
+Only when a request has ended or was preempted, its blocks may go to another request. Then the next step waits for the
+saves of that request, but skips those that do not begin within `store_timeout_s`.
 
 Loads run on separate threads. The engine does not touch the blocks of a loading request, even after an abort, until the
 load is reported as finished. Every load must therefore be reported exactly once, also a failed one.
@@ -196,10 +196,13 @@ class WorkerSide:
             self._count_saved(_skipped(_chunks_of(saves), ""))
 
     def release(self, request_ids: Set[str]) -> None:
-        """Return when no save reads blocks of these requests. A save that has not begun is skipped."""
+        """Return when no save reads blocks of these requests. Skip saves that do not begin in `store_timeout_s`."""
+        until_s = self._clock() + self._config.store_timeout_s
         for saved_ids, _, future in self.saving:
-            if not saved_ids.isdisjoint(request_ids) and not future.cancel():
-                wait([future])
+            if not saved_ids.isdisjoint(request_ids):
+                wait([future], max(0.0, until_s - self._clock()))
+                if not future.cancel():
+                    wait([future])
 
     def count_saves(self) -> str:
         """Add the ended saves to the statistics. Never waits.
