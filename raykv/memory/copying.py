@@ -2,9 +2,8 @@
 
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +12,9 @@ import xxhash
 from raykv.errors import UsageError
 from raykv.memory import native
 from raykv.types import Scattered
+
+if TYPE_CHECKING:
+    from concurrent.futures import ThreadPoolExecutor
 
 STREAM_NBYTES: Final = 512 << 10
 """A batch of at least this size is copied past the CPU cache, since the cache would drop it before its use."""
@@ -127,6 +129,8 @@ class CopyThreads:
         assert native.loops is not None
         pool = self._pool
         if pool is None or self._pid != os.getpid():  # a forked child has none of its parent's threads
+            from concurrent.futures import ThreadPoolExecutor  # late: a node starts without it
+
             pool = self._pool = ThreadPoolExecutor(self.count - 1, "raykv-copy")
             self._pid = os.getpid()
         try:
