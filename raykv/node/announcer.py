@@ -93,7 +93,7 @@ class Announcer:
         self._adopting = True
         old, self.view = self.view, view
         keys = np.concatenate([self._store.ready_keys(), self._mover.keys()])  # later keys use the new view
-        if view.epoch == old.epoch + 1:  # after a gap, owners may have dropped this node's keys
+        if old.members and view.epoch == old.epoch + 1:  # after a gap, owners may have dropped this node's keys
             keys = keys[_owner_changed(old, view, keys)]
         self.announce(keys)
         self._adopting = False
@@ -113,7 +113,7 @@ class Announcer:
             self._mover.drop_outdated(added)
             keys = np.concatenate([added, removed, *below, *queued])
             if len(keys) and not stopping.is_set():
-                self._send(np.unique(keys, axis=0))
+                self._send(chunk_keys.unique(keys))
             self._sending = False
 
     def _send(self, keys: KeyArray) -> None:
@@ -176,8 +176,8 @@ class Announcer:
 
 def _owner_changed(old: View, new: View, keys: KeyArray) -> Bits:
     """Return which keys must be announced again: their owner is another node, or has restarted with an empty index."""
-    if not old.members or not new.members:
-        return np.full(len(keys), bool(new.members))
+    if not new.members:
+        return np.zeros(len(keys), np.bool_)
     return np.not_equal(_incarnations(old, keys), _incarnations(new, keys))
 
 

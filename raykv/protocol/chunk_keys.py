@@ -35,6 +35,12 @@ def to_bytes(keys: KeyArray) -> bytes:
     return np.ascontiguousarray(keys, "<u8").tobytes()
 
 
+def unique(keys: KeyArray) -> KeyArray:
+    """Each key once. Other threads run meanwhile; they would wait for seconds during `np.unique(keys, axis=0)`."""
+    whole = np.ascontiguousarray(keys).view("V16").ravel()
+    return keys[np.unique(whole, return_index=True)[1]]
+
+
 def named(digest: bytes, names: Iterable[bytes | str]) -> KeyArray:
     """Return the keys of independent objects. `digest` is the namespace's digest; text is encoded as UTF-8."""
     raw = (name.encode() if isinstance(name, str) else name for name in names)

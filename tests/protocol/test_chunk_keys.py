@@ -97,3 +97,10 @@ def test_bytes_and_back(pairs):
 def test_a_parent_of_the_wrong_length_is_refused(length):
     with pytest.raises(UsageError, match=f"'parent': {length} bytes"):
         chunk_keys.chain(bytes(16), [1, 2], 1, parent=bytes(length))
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2)), max_size=30))
+def test_unique_keys(halves):
+    keys = np.array(halves, np.uint64).reshape(-1, 2)
+    found = [tuple(key) for key in chunk_keys.unique(keys).tolist()]
+    assert sorted(found) == sorted(set(halves))

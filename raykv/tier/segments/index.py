@@ -14,9 +14,9 @@ from raykv.config import SLOT_ALIGNMENT_NBYTES
 from raykv.memory.free_rows import FreeRows, lazy_zeros
 from raykv.memory.layout import MAX_NAMESPACES, ROWS_AT_START, TICKS_PER_S
 from raykv.memory.table import Table
-from raykv.protocol.chunk_keys import empty, to_bytes
+from raykv.protocol.chunk_keys import empty, to_bytes, unique
 from raykv.tier.base import Found
-from raykv.tier.segments.format import BLOCK_NBYTES, Array, flat
+from raykv.tier.segments.format import BLOCK_NBYTES, Array
 from raykv.types import Bits, KeyArray, Rows
 
 SEGMENTS: Final = 1 << 20
@@ -170,5 +170,4 @@ class Changes:
         changes, self._keys, self._count = self._keys, deque(), 0
         if not changes:
             return empty()
-        keys = np.concatenate(changes)
-        return keys[np.unique(flat(keys), return_index=True)[1]]
+        return unique(np.concatenate(changes))
