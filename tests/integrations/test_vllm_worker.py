@@ -77,7 +77,6 @@ class Bench:
         match = Match(count, (holder,) * count)
         orders = StepOrders([Load("r", Scope(), NAMES[:count], [[10 + n] for n in range(count)], {(0, 0): match})])
         self.worker.start_loads(orders)
-        self.worker.start_loads(orders)  # vLLM has two hooks for it
         finished: set[str] = set()
         while not finished:
             self.worker.await_load()
@@ -309,7 +308,6 @@ def test_one_message_stores_all_saves_of_a_step(
     assert [None if put.parent is None else put.parent.tolist() for put in call] == [None, plain[1:2].tolist(), None]
     assert [put.depth for put in call] == [0, 2, 0]
     assert bench.counted("stored_chunks") == {"stored": 8}
-    assert bench.counted("stored_bytes")[""] == 8 * 4096
 
 
 def test_a_device_stores_in_batches_that_continue_a_chain(

@@ -163,7 +163,7 @@ class RayKVConnector(KVConnectorBase_V1):
         self._run("start_loads", None, self.worker_side.start_loads, kv_connector_metadata)
 
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
-        self._run("start_loads", None, self.worker_side.start_loads, self._get_connector_metadata())
+        """Do nothing: `handle_preemptions` has started the loads, before the forward pass."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: vLLM schedules a request only when its load has ended."""

@@ -32,7 +32,8 @@ class Load:
         names: Names of the chunks, first to last.
         blocks: Block ids of each chunk, in order. None is a block that the engine already has. It must not be written,
             because other requests may read it.
-        matches: The result of the lookup or of the hand-off ticket for each rank; aligned with `names`.
+        matches: For each rank the result of the lookup, or of the hand-off ticket. It begins with `names`, and may
+            contain more chunks.
     """
 
     request_id: str
@@ -70,7 +71,7 @@ class StepOrders(KVConnectorMetadata):
     """The orders of one step.
 
     Attributes:
-        loads: Loads to start. The worker empties this list when it starts them.
+        loads: Loads to start.
         saves: Saves to begin after the step's forward pass.
         released: Requests that ended or were preempted: this step may overwrite their blocks.
         computes: Whether the step computes anything. The engine runs idle steps while loads are in flight.

@@ -13,7 +13,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import groupby, islice
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from vllm.logger import init_logger
@@ -55,21 +56,11 @@ class _Run(NamedTuple):
 
 @dataclass(slots=True)
 class _LoadResult:
-    """The result of one load: the first `chunks` chunks are in the KV cache. `error` is empty for a mere miss."""
+    """The result of one load: the first `chunks` chunks are in the KV cache."""
 
     chunks: int = 0
-    nbytes: Counter[Path] = field(default_factory=Counter)
     sources: Counter[tuple[NodeId, Path]] = field(default_factory=Counter)
     seconds: float = 0.0
-    error: str = ""
-
-
-@dataclass(slots=True)
-class _SaveResult:
-    """The results of one step's saves. After an error the rest is not stored."""
-
-    parts: list[PutResult] = field(default_factory=list)
-    error: Exception | None = None
 
 
 class WorkerSide:
@@ -99,17 +90,16 @@ class WorkerSide:
         self.loading: dict[str, tuple[Load, Future[_LoadResult]]] = {}
         self._failed_blocks: set[int] = set()
         self._saver = ThreadPoolExecutor(1, thread_name_prefix="raykv-save")
-        self.saving: deque[tuple[set[str], int, Future[_SaveResult]]] = deque()
+        self.saving: deque[tuple[set[str], int, Future[list[PutResult]]]] = deque()
 
     # -- loads ----------------------------------------------------------------------------------------------------
 
     def start_loads(self, orders: StepOrders) -> None:
-        """Start the ordered loads in the background. A second call for the same orders does nothing."""
+        """Start the ordered loads in the background."""
         for load in orders.loads:
             client = self._connection.client(self._namespace, load.scope)
             future = self._threads.submit(self._load, client, load, self._clock())
             self.loading[load.request_id] = (load, future)
-        orders.loads = []
 
     def await_load(self) -> None:
         """Wait up to IDLE_WAIT_S for the next load to end, if any is in flight."""
@@ -120,8 +110,7 @@ class WorkerSide:
         """Return the requests whose loads have ended or failed. `pop_failed_blocks` returns the missing blocks."""
         finished = {request_id for request_id, (_, future) in self.loading.items() if future.done()}
         for request_id in finished:
-            load, future = self.loading.pop(request_id)
-            self._count_load(load, future.result())
+            self._count_load(*self.loading.pop(request_id))
         return finished
 
     def pop_failed_blocks(self) -> set[int]:
@@ -129,17 +118,18 @@ class WorkerSide:
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 
-    def _count_load(self, load: Load, result: _LoadResult) -> None:
-        count = self._stats.count
+    def _count_load(self, load: Load, future: Future[_LoadResult]) -> None:
+        count, error = self._stats.count, future.exception()
+        result = _LoadResult() if error else future.result()
         lost = {block for blocks in load.blocks[result.chunks :] for block in blocks if block is not None}
         self._failed_blocks |= lost
         whole = result.chunks == len(load.names)
         count("loads", 1, "whole" if whole else "partial" if result.chunks else "lost")
         count("load_seconds", result.seconds)
-        if result.error:
-            count("errors", 1, "load", result.error)
-        for path, nbytes in result.nbytes.items():
-            count("loaded_bytes", nbytes, path)
+        if error:
+            self._count_error("load", error)
+        for (_, path), chunks in result.sources.items():
+            count("loaded_bytes", chunks * self._layout.chunk_nbytes, path)
         if self._counts_tokens:
             chunk_tokens = self._namespace.chunk_tokens
             block_tokens = chunk_tokens // self._config.chunk_blocks
@@ -149,23 +139,21 @@ class WorkerSide:
             for source, chunks in result.sources.items():
                 count("loaded_tokens", chunks * chunk_tokens, *source)
 
+    def _count_error(self, hook: str, error: BaseException) -> None:
+        """Count an error of a load or a save. The engine recomputes what was to be loaded, and needs no save."""
+        self._stats.count("errors", 1, hook, type(error).__name__)
+        if not isinstance(error, RayKVError):
+            logger.error("a %s failed because of a defect in raykv", hook, exc_info=error)
+
     def _load(self, client: "Client | None", load: Load, ordered_s: float) -> _LoadResult:
-        """Load one request's chunks in batches, up to the first missing chunk. Never raises."""
-        result = _LoadResult()
-        size = self._layout.batch_chunks or len(load.names)
-        try:
-            for start in range(0, len(load.names), size):
-                left_s = ordered_s + self._config.load_timeout_s - self._clock()
-                if client is None or left_s <= 0:
-                    break
-                if not self._load_batch(client, load, slice(start, start + size), left_s, result):
-                    break
-        except RayKVError as error:
-            result.error = type(error).__name__
-        except Exception as error:
-            # A defect. Without a result its request would wait for ever.
-            logger.exception("a load failed unexpectedly; its request is recomputed")
-            result.error = type(error).__name__
+        """Load one request's chunks in batches, up to the first missing chunk."""
+        result, size = _LoadResult(), self._layout.batch_chunks
+        for start in range(0, len(load.names), size):
+            left_s = ordered_s + self._config.load_timeout_s - self._clock()
+            if client is None or left_s <= 0:
+                break
+            if not self._load_batch(client, load, slice(start, start + size), left_s, result):
+                break
         result.seconds = self._clock() - ordered_s
         return result
 
@@ -177,7 +165,6 @@ class WorkerSide:
         got = client.get(keys, targets, match=match, timeout_s=timeout_s)
         self._layout.load(list(zip(blocks, targets, strict=True))[: got.prefix])
         result.chunks += got.prefix
-        result.nbytes.update(got.nbytes_by_path)
         result.sources.update(got.chunks_by_source)
         return got.prefix == len(blocks)
 
@@ -215,51 +202,39 @@ class WorkerSide:
             _, chunks, future = self.saving.popleft()
             if future.cancelled():
                 reason = self._count_saved(_skipped(chunks, "the request ended before the save began"))
-                continue
-            result = future.result()
-            for part in result.parts:
-                reason = self._count_saved(part) or reason
-            if result.error is not None:
-                self._stats.count("errors", 1, "save", type(result.error).__name__)
-                reason = str(result.error)
+            elif error := future.exception():
+                self._count_error("save", error)
+                reason = str(error)
+            else:
+                for part in future.result():
+                    reason = self._count_saved(part) or reason
         return reason
 
     def _prepare(self, chunks: int) -> None:
         client = self._connection.client(self._namespace, Scope())
         if client is not None:
-            try:
-                client.prepare(self._layout.chunk_nbytes, chunks, timeout_s=self._config.store_timeout_s)
-            except RayKVError:
-                pass  # `_save` reports it
+            # The future of this call is dropped, and an error with it: `_save` reports the same one.
+            client.prepare(self._layout.chunk_nbytes, chunks, timeout_s=self._config.store_timeout_s)
 
-    def _save(self, saves: Sequence[Save], fence: Any) -> _SaveResult:
-        """Copy chunks into the node's memory, and send one message per batch that commits them. Never raises.
+    def _save(self, saves: Sequence[Save], fence: Any) -> list[PutResult]:
+        """Copy chunks into the node's memory, and send one message per batch that commits them.
 
         Waits at most `store_timeout_s` for slots, and not at all if the client has enough.
         """
-        result = _SaveResult()
-        try:
-            deadline_s = self._clock() + self._config.store_timeout_s
-            client = self._connection.client(self._namespace, Scope())
-            if client is None:
-                result.parts.append(_skipped(_chunks_of(saves), "the node is not there yet"))
-                return result
-            runs = [self._run(save, deadline_s, result) for save in saves]
-            for batch in self._batches([run for run in runs if run.blocks]):
-                values = iter(self._layout.read([blocks for run in batch for blocks in run.blocks], fence))
-                puts = [Put(run.keys, list(islice(values, len(run.blocks))), run.parent, run.depth) for run in batch]
-                result.parts.append(client.put_many(puts, wait=True, timeout_s=max(0.0, deadline_s - self._clock())))
-            result.parts.append(client.flush(timeout_s=0.0))  # late answers to earlier saves
-        except RayKVError as error:
-            result.error = error
-        except Exception as error:
-            # A defect. The engine does not depend on its saves.
-            logger.exception("a save failed unexpectedly; its chunks are not stored")
-            result.error = error
-        return result
+        deadline_s = self._clock() + self._config.store_timeout_s
+        client = self._connection.client(self._namespace, Scope())
+        if client is None:
+            return [_skipped(_chunks_of(saves), "the node is not there yet")]
+        results: list[PutResult] = []
+        runs = [self._run(save, deadline_s, results) for save in saves]
+        for batch in self._batches(runs):
+            values = iter(self._layout.read([blocks for run in batch for blocks in run.blocks], fence))
+            puts = [Put(run.keys, list(islice(values, len(run.blocks))), run.parent, run.depth) for run in batch]
+            results.append(client.put_many(puts, wait=True, timeout_s=max(0.0, deadline_s - self._clock())))
+        return [*results, client.flush(timeout_s=0.0)]  # with late answers to earlier saves
 
-    def _run(self, save: Save, deadline_s: float, result: _SaveResult) -> _Run:
-        """Return the chunks of a save that the nodes do not hold yet. Skipped chunks are added to `result`."""
+    def _run(self, save: Save, deadline_s: float, results: list[PutResult]) -> _Run:
+        """Return the chunks of a save that the nodes do not hold yet. Skipped chunks are added to `results`."""
         client = self._connection.client(self._namespace, save.scope)
         assert client is not None, "clients of all scopes are made from one"
         above = [] if save.parent is None else [save.parent]
@@ -269,30 +244,23 @@ class WorkerSide:
             return run
         held = client.match(run.keys, timeout_s=max(0.0, deadline_s - self._clock()), record=False).count
         if self._clock() >= deadline_s and held < len(run.keys):
-            result.parts.append(_skipped(len(run.keys), ""))  # no answer in time
+            results.append(_skipped(len(run.keys), ""))  # no answer in time
             held = len(run.keys)
         return run.part(held, len(run.keys))
 
     def _batches(self, runs: Sequence[_Run]) -> Iterator[list[_Run]]:
         """Split the chunks into batches of at most `Layout.batch_chunks`."""
-        most = self._layout.batch_chunks or max(1, sum(len(run.blocks) for run in runs))
-        batch: list[_Run] = []
-        room = most
-        for run in runs:
-            start = 0
-            while start < len(run.blocks):
-                part = run.part(start, start + room)
-                batch.append(part)
-                start, room = start + len(part.blocks), room - len(part.blocks)
-                if not room:
-                    yield batch
-                    batch, room = [], most
-        if batch:
+        size = self._layout.batch_chunks
+        chunks = [(number, place) for number, run in enumerate(runs) for place in range(len(run.blocks))]
+        for start in range(0, len(chunks), size):
+            batch = []
+            for number, group in groupby(chunks[start : start + size], itemgetter(0)):
+                places = [place for _, place in group]
+                batch.append(runs[number].part(places[0], places[-1] + 1))
             yield batch
 
     def _count_saved(self, result: PutResult) -> str:
         """Add a result to the statistics. Return its reason for skipped chunks."""
-        self._stats.count("stored_bytes", result.stored * self._layout.chunk_nbytes)
         for outcome, chunks in (("stored", result.stored), ("existed", result.existed), ("skipped", result.skipped)):
             if chunks:
                 self._stats.count("stored_chunks", chunks, outcome)
