@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from threading import BoundedSemaphore
 from typing import TYPE_CHECKING, Any, Final
 
 from vllm.v1.request import RequestStatus
@@ -16,7 +17,6 @@ from raykv.integrations.vllm.config import ConnectorConfig
 from raykv.integrations.vllm.connection import Connection
 from raykv.integrations.vllm.metadata import Load, Rank, Save, Scope, StepOrders
 from raykv.integrations.vllm.namespace import Scopes
-from raykv.integrations.vllm.reporter import RequestReporter
 from raykv.integrations.vllm.stats import RayKVStats
 from raykv.protocol.namespace import Namespace
 from raykv.protocol.ticket import Ticket
@@ -37,6 +37,8 @@ IDLE_WAIT_S: Final = 0.001
 and hold the GIL, which the lookup needs."""
 HAND_OFF_WAIT_S: Final = 0.02
 """The longest that `finish` waits until the node has stored the chunks that were posted last."""
+MAX_REPORTS: Final = 1024
+"""The most reports in the queue. Further reports are dropped, which only makes eviction a little worse."""
 
 _COMPLETED: Final = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 
@@ -114,7 +116,8 @@ class SchedulerSide:
         self._ordered_loads: list[Load] = []
         self._threads = ThreadPoolExecutor(LOOKUP_THREADS, thread_name_prefix="raykv-lookup")
         self._connection: Connection | None = None
-        self._reporter = RequestReporter()
+        self._reporter = ThreadPoolExecutor(1, thread_name_prefix="raykv-report")
+        self._report_places = BoundedSemaphore(MAX_REPORTS)
         self._namespaces: dict[Rank, Namespace] = {}
 
     def connect(self, connection: Connection, namespaces: Mapping[Rank, Namespace]) -> None:
@@ -125,7 +128,7 @@ class SchedulerSide:
     def close(self) -> None:
         """Close the connection. The caller makes no other call during or after this one."""
         self._threads.shutdown(cancel_futures=True)
-        self._reporter.close()
+        self._reporter.shutdown(cancel_futures=True)
         if self._connection is not None:
             self._connection.close()
 
@@ -172,7 +175,7 @@ class SchedulerSide:
                     [ids[block] if present <= block < end else None for block in self._blocks_of(chunk)]
                     for chunk in chunks
                 ],
-                matches={rank: _leading(match, len(chunks)) for rank, match in lookup.matches.items()},
+                matches=lookup.matches,
             )
         )
         tracked.ordered, tracked.loaded = True, chunks
@@ -241,8 +244,6 @@ class SchedulerSide:
             matches = asking.result()
         count = min((match.count for match in matches.values()), default=0)
         self._stats.count("lookups", 1, ("ticket" if tickets else "hit") if count else "miss")
-        self._stats.count("matched_tokens", max(0, (first + count) * self._chunk_tokens - computed) if count else 0)
-        matches = {rank: _leading(match, count) for rank, match in matches.items()}
         return Lookup(computed, first, count, matches, self._clock())
 
     def _begin(
@@ -304,12 +305,18 @@ class SchedulerSide:
         return tickets
 
     def _report(self, tracked: Tracked) -> None:
-        """Report a finished request to the nodes. After a hand-off only the decode engine reports."""
+        """Report a finished request to the nodes, on a thread. After a hand-off only the decode engine reports.
+
+        Eviction policies predict from its number of tokens which chunks are read again. A failed report is dropped.
+        """
         request = tracked.request
         names = self._names(request, range(request.num_prompt_tokens // self._chunk_tokens))
         if names and request.num_output_tokens:
             for client in self._clients(tracked.scope).values():
-                self._reporter.report(client, names, request.num_output_tokens)
+                if self._report_places.acquire(blocking=False):
+                    keys, tokens = client.keys(names), request.num_output_tokens
+                    report = self._reporter.submit(client.hint, keys, output_tokens=tokens)
+                    report.add_done_callback(lambda _: self._report_places.release())
 
     # -- chunks ---------------------------------------------------------------------------------------------------
 
@@ -355,7 +362,3 @@ class SchedulerSide:
 def _tickets_of(request: "Request") -> Any:
     """Return the prefill engine's tickets. They are unchecked input from an HTTP request, so their type is unknown."""
     return (request.kv_transfer_params or {}).get("raykv")
-
-
-def _leading(match: Match, count: int) -> Match:
-    return Match(min(match.count, count), match.holders[:count])

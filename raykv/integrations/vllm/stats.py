@@ -9,7 +9,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 
 METRICS: dict[str, tuple[str, tuple[str, ...]]] = {
     "lookups": ("Lookups of requests, by outcome: hit, miss or ticket.", ("outcome",)),
-    "matched_tokens": ("Prompt tokens found stored beyond the engine's own cache.", ()),
     "loads": ("Loads by how they ended: whole, partial or lost.", ("outcome",)),
     "reused_tokens": ("Prompt tokens loaded instead of computed.", ()),
     "lost_tokens": ("Prompt tokens found stored that did not arrive and were recomputed.", ()),
@@ -17,7 +16,6 @@ METRICS: dict[str, tuple[str, tuple[str, ...]]] = {
     "loaded_bytes": ("Bytes that arrived, by path.", ("path",)),
     "load_seconds": ("Seconds from the order of a load to its end; its request waits.", ()),
     "stored_chunks": ("Chunks offered, by outcome: stored, existed or skipped.", ("outcome",)),
-    "stored_bytes": ("Bytes copied into the node's memory.", ()),
     "hook_seconds": ("Seconds that the engine spent inside the connector.", ("hook",)),
     "errors": ("Errors that became misses, by hook and error.", ("hook", "error")),
 }
