@@ -18,8 +18,8 @@ class Admission:
     """Decides which chunks are written. A node and the planner use the same rule.
 
     A chunk is admitted if it was read since it was stored, or if its parent was read: the same prefix is likely to be
-    requested again. A caller counts a second store as a read. Chunks of a scan, which nobody reads again, are not
-    admitted. Hints override these rules.
+    requested again. Callers add one read for a chunk that was stored again. Chunks of a scan, which nobody reads again,
+    are not admitted. Hints override these rules.
 
     The budget is a token bucket: it grows with time, up to the budget of `burst_s`.
     """

@@ -97,7 +97,7 @@ class WriteQueue:
         self.counts = dict.fromkeys(COUNTS, 0)
 
     def offer(self, chunks: Sequence[Chunk], done: Written, *, on: bool) -> int:
-        """Queue chunks, as `Tier.write`. Takes none if the tier is not `on`.
+        """Queue chunks, see `Tier.write`. Takes none if the tier is not `on`.
 
         `done` gets False for a chunk that an earlier call is still writing.
         """
@@ -145,7 +145,7 @@ class WriteQueue:
         item.request.finish(item.place, result)
 
     def cancel(self, keys: Iterable[bytes]) -> None:
-        """Do not keep these chunks, which were deleted while they were queued or being written."""
+        """Cancel those chunks of `keys` that are queued or being written, because they were deleted."""
         for key in self.coming.keys() & keys:
             self.coming[key].cancelled = True
 

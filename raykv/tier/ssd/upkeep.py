@@ -132,8 +132,8 @@ class Upkeep:
     def _free(self, segment: Segment, epoch: int) -> None:
         """Overwrite the blocks by which recovery finds a segment's chunks, and mark the segment as free.
 
-        Both are synced, because the next segment may hold tombstones for these chunks. If its blocks reached the disk
-        first, a power cut could bring deleted chunks back.
+        Both blocks are synced, because a later segment may hold tombstones for these chunks. If the later segment was
+        wiped on the disk first, a power cut could bring deleted chunks back.
         """
         drive, number = self._drive, segment.number
         self._write(number, 0, aligned(BLOCK_NBYTES))
