@@ -100,9 +100,6 @@ class Counts(NamedTuple):
         return blocks_of(nbytes)
 
 
-NOTHING: Final = Counts()
-
-
 class Record(NamedTuple):
     """The content of one record; arrays of ENTRY, DELETED and DROPPED.
 

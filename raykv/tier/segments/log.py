@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
-from raykv.tier.segments.format import BATCH, NOTHING, Counts, Record, blocks_of, joined, tombstones_of
+from raykv.tier.segments.format import BATCH, Counts, Record, blocks_of, joined, tombstones_of
 from raykv.tier.segments.requests import Item, entries_of
 
 SPARE_SEGMENTS: Final = 2
@@ -55,7 +55,7 @@ class Segment:
     placed: int = 0
     records: list[Record] = field(default_factory=list)
     in_flight: deque[Batch] = field(default_factory=deque)
-    counts: Counts = NOTHING
+    counts: Counts = field(default_factory=Counts)
 
 
 class Log:
