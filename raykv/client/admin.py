@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, Self
 
 import msgspec
@@ -24,7 +24,7 @@ from raykv.client.router import Router
 from raykv.client.why import Derive, Inquiry, PromptKeys, Why, reasons_of, split
 from raykv.config import NamespaceConfig
 from raykv.errors import RayKVError, UsageError
-from raykv.metrics import ClientMetrics, Histogram
+from raykv.metrics import Histogram
 from raykv.protocol import chunk_keys, messages
 from raykv.protocol.codec import expect
 from raykv.protocol.hints import MAX_TTL_S, MOST_OUTPUT_TOKENS
@@ -42,16 +42,9 @@ class AdminCalls:
     """
 
     def __init__(self, namespace: Namespace, router: Router) -> None:
-        self.namespace = namespace
-        self._digest, self.router = namespace.digest, router
-
-    @cached_property
-    def _group(self) -> Namespace:
-        return self.namespace.group
-
-    @cached_property
-    def _metrics(self) -> ClientMetrics:
-        return self.router.metrics(self._group.digest)
+        self.namespace, self.router = namespace, router
+        self._digest, self._group = namespace.digest, namespace.group
+        self._metrics = router.metrics(self._group.digest)
 
     # -- keys -------------------------------------------------------------------------------------------------------
 

@@ -58,7 +58,7 @@ def instance(field: str, value: Any, kind: type[T] | tuple[type[T], ...], remedy
 
 
 def deadline_after(timeout_s: Any) -> float:
-    """The deadline, by the monotonic clock, of a call that begins now."""
+    """Return the deadline of a call that begins now, by the monotonic clock."""
     return time.monotonic() + number_in("timeout_s", timeout_s, 0.0, MAX_TIMEOUT_S)
 
 
