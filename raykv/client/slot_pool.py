@@ -61,9 +61,15 @@ class SlotPool:
         self.wanted = min(self.most, max(4 * self.wanted, 2 * count))
 
     def lacking(self) -> int:
-        """Return how many slots to request in advance. 0 while the pool is more than half full."""
+        """Return how many slots to request in advance, and double `wanted`. 0 while the pool is more than half full.
+
+        A pool that is used all the time so needs few requests. An idle pool starts again: see `pop_surplus`.
+        """
         have = len(self.slots) + self.coming
-        return 0 if 2 * have > self.wanted else self.wanted - have
+        if 2 * have > self.wanted:
+            return 0
+        self.wanted = min(self.most, 2 * self.wanted)
+        return self.wanted - have
 
 
 @dataclass(slots=True, eq=False)

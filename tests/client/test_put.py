@@ -100,18 +100,19 @@ def test_a_pool_is_bounded(size, arena_nbytes):
 def test_a_pool_grows_with_use_and_is_filled_when_half_empty():
     pool = SlotPool(4096, 1 << 30)
     pool.grow(2)
-    assert pool.lacking() == 4
     pool.slots += [(1, 10), (2, 20), (3, 30), (4, 40)]
     assert pool.lacking() == 0
     assert pool.pop(1, 0.2) == [(4, 40)]
     assert pool.lacking() == 0
     assert pool.pop(1, 0.3) == [(3, 30)]
-    assert pool.lacking() == 2
-    pool.grow(2)  # a put found too few
-    assert pool.lacking() == 14
-    pool.coming = 14
+    assert pool.lacking() == 6  # half empty: twice as many as before
+    pool.coming = 6
     assert pool.pop(5, 0.4) == [(1, 10), (2, 20)]
     assert pool.lacking() == 0  # they are on their way
+    pool.coming = 0
+    assert pool.lacking() == 16
+    assert pool.pop_surplus(1.0) == []
+    assert pool.lacking() == 0  # an idle pool starts again
 
 
 # -- waited for -------------------------------------------------------------------------------------------------------
