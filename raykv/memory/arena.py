@@ -13,6 +13,7 @@ from typing import Self
 from raykv.config import HugePages, StorageConfig
 from raykv.errors import ConfigError, LostError
 from raykv.memory import pages
+from raykv.memory.host import meminfo
 
 
 class SharedMemory:
@@ -163,9 +164,7 @@ class SharedMemory:
 def free_nbytes(directory: Path | None) -> int:
     """Bytes that are free in the file system of `directory`; with None, in the host's memory."""
     if directory is None:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            fields = dict(line.split(":", 1) for line in file)
-        return int(fields["MemAvailable"].split()[0]) * 1024
+        return meminfo()["MemAvailable"]
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         stat, page = os.fstatvfs(fd), pages.hugetlb_page_nbytes(fd)

@@ -58,9 +58,8 @@ def blocks(count: int) -> Iterator[slice]:
 def lazy_zeros(count: int, kind: type[np.generic]) -> npt.NDArray[Any]:
     """An array of zeros. Each page of it takes real memory at the first write to that page."""
     memory = mmap.mmap(-1, max(1, count * np.dtype(kind).itemsize), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_NOHUGEPAGE"):
-        try:
-            memory.madvise(mmap.MADV_NOHUGEPAGE)
-        except OSError:
-            pass  # a kernel without huge pages
+    try:
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+    except OSError:
+        pass  # a kernel without huge pages
     return np.frombuffer(memory, kind, count)

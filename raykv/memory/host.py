@@ -28,8 +28,7 @@ def has_to_spare(directory: Path | None, root: Path = Path("/")) -> bool:
     False if the host does not report it. With directory None the file system is not checked.
     """
     try:
-        lines = [line.partition(":") for line in lines_of(root / "proc/meminfo")]
-        host = {name: int(rest.split()[0]) for name, _, rest in lines if rest.split()}
+        host = meminfo(root)
         if host["MemAvailable"] < host["MemTotal"] // SPARED_SHARE:
             return False
         limit, used = cgroup_memory(root)
@@ -41,6 +40,12 @@ def has_to_spare(directory: Path | None, root: Path = Path("/")) -> bool:
         return stat.f_bavail >= stat.f_blocks // SPARED_SHARE
     except (OSError, KeyError, ValueError):  # such as no descriptors left
         return False
+
+
+def meminfo(root: Path = Path("/")) -> dict[str, int]:
+    """The sizes in /proc/meminfo, in bytes. Its few counts are multiplied by 1024 too."""
+    lines = [line.partition(":") for line in lines_of(root / "proc/meminfo")]
+    return {name: int(rest.split()[0]) << 10 for name, _, rest in lines if rest.split()}
 
 
 def cgroup_memory(root: Path) -> tuple[int | None, int]:

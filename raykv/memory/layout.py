@@ -172,11 +172,3 @@ class Layout:
 
 def table_nbytes(rows: int, extents: int) -> int:
     return Layout(rows, extents).nbytes
-
-
-def header_cell(view: memoryview, field: str) -> "memoryview[int]":
-    """One integer of the header as a memoryview, which is faster to read than a field of a numpy array."""
-    fields = HEADER.fields
-    assert fields is not None
-    start = fields[field][1]
-    return view[start : start + 8].cast("Q")

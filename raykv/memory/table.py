@@ -32,7 +32,6 @@ from raykv.memory.layout import (
     Columns,
     Layout,
     RowState,
-    header_cell,
 )
 from raykv.types import Bits, KeyArray, Rows
 
@@ -51,7 +50,8 @@ class Table(HashIndex):
         self.memory = memory
         if memory.nbytes < HEADER.itemsize:
             raise LostError(f"{memory.path} is too short to be a chunk table")
-        header = self.header = np.frombuffer(memory.view, HEADER, 1)[0]
+        headers = np.frombuffer(memory.view, HEADER, 1)
+        header = self.header = headers[0]
         if header["magic"] != MAGIC or header["layout_version"] != LAYOUT_VERSION:
             raise LostError(f"{memory.path} is not a chunk table of layout version {LAYOUT_VERSION}")
         self.rows, self.extents = int(header["rows"]), int(header["extents"])
@@ -79,8 +79,8 @@ class Table(HashIndex):
         self._size = layout.index_size
         self.copies = [np.frombuffer(view, "<i4", self._size, start) for start in layout.indexes]
         self._copy_cells = [view[start : start + 4 * self._size].cast("i") for start in layout.indexes]
-        self.active = header_cell(view, "active_index")
-        self._rows_populated = header_cell(view, "rows_populated")
+        self.active = headers["active_index"].data
+        self._rows_populated = headers["rows_populated"].data
         self.removed = 0
 
     @classmethod

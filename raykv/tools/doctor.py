@@ -13,7 +13,7 @@ from typing import Final, Literal
 
 from raykv.config import GIB, KIB, MIB
 from raykv.memory import native, numa, pages
-from raykv.memory.host import cgroup_file, cgroup_memory, lines_of
+from raykv.memory.host import cgroup_file, cgroup_memory, lines_of, meminfo
 
 Grade = Literal["ok", "better", "wrong"]
 
@@ -75,8 +75,7 @@ def shared_memory(root: Path) -> Finding:
         return Finding(name, "wrong", "there is no /dev/shm", "mount -t tmpfs -o size=80% tmpfs /dev/shm")
     if not os.access(place, os.W_OK):
         return Finding(name, "wrong", "/dev/shm is not writable", "chmod 1777 /dev/shm")
-    stat, meminfo = os.statvfs(place), lines_of(root / "proc/meminfo")
-    total = next((int(line.split()[1]) * KIB for line in meminfo if line.startswith("MemTotal:")), 0)
+    stat, total = os.statvfs(place), meminfo(root).get("MemTotal", 0)
     size, free = stat.f_blocks * stat.f_frsize, stat.f_bavail * stat.f_frsize
     says = f"/dev/shm has {_size(size)}, {_size(free)} free"
     if free < MIN_SHM_NBYTES:
