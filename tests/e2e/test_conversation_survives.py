@@ -1,19 +1,22 @@
-"""Prefill and decode workers on two Ray nodes, and one process killed with signal 9 in the middle of each conversation.
+"""The demo, and after its own conversation others, with one process killed by signal 9 in the middle of each.
 
 `make soak` kills each of five kinds of process, `make test` two of them.
 
 Every request must be answered, with the very tokens that a plain engine computes in full (float32, greedy).
 """
 
+import io
+import logging
 import os
 import random
+import re
 import signal
-import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +27,9 @@ psutil = pytest.importorskip("psutil")
 openai = pytest.importorskip("openai")
 
 from deployments import demo  # noqa: E402
+from deployments.local_ray import SETTINGS  # noqa: E402
 from raykv import cluster  # noqa: E402
+from tests.support.deployed import free_port, traces  # noqa: E402
 
 pytestmark = [pytest.mark.e2e, pytest.mark.vllm, pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -162,35 +167,71 @@ def wait_for_another(victim: Callable[[], int], old: int) -> int:
     raise AssertionError(f"not back within {RESTART_S} s")
 
 
+@dataclass
+class Outcome:
+    """The demo's exit code and output, each victim's conversation with a plain engine's answers, and what stayed."""
+
+    code: int
+    printed: str
+    talks: dict[str, tuple[Conversation, list[demo.Answer]]]
+    left: set[object]
+
+
 @pytest.fixture(
     scope="module", params=[pytest.param(SOME, id="some"), pytest.param(ALL, id="all", marks=pytest.mark.soak)]
 )
-def outcome(request: pytest.FixtureRequest) -> dict[str, tuple[Conversation, list[demo.Answer]]]:
-    """A conversation for each victim, and what a plain engine answers to the same messages."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    demo.ensure_model()
-    with demo.deployment(port):
+def outcome(request: pytest.FixtureRequest) -> Outcome:
+    """Run the demo, and the other conversations in the same deployment: it takes most of a minute to start."""
+    talks: dict[str, Conversation] = {}
+    plain: list[demo.Answer] = []
+    demo_converses, engine_answers = demo.converse, demo.answer_without_pool
+
+    def converse_more(port: int) -> list[demo.Turn]:
+        turns = demo_converses(port)
         client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=300)
-        talks = {name: converse(client, seed, *VICTIMS[name]) for seed, name in enumerate(request.param)}
-        process = demo.reference_process()
-    requests = [messages for talk in talks.values() for messages in talk.messages]
-    plain = iter(demo.answer_without_pool(process, requests))
-    return {name: (talk, [next(plain) for _ in talk.messages]) for name, talk in talks.items()}
+        talks.update({name: converse(client, seed, *VICTIMS[name]) for seed, name in enumerate(request.param)})
+        return turns
+
+    def answer_more(process: Any, requests: list[demo.Messages]) -> list[demo.Answer]:
+        more = [messages for talk in talks.values() for messages in talk.messages]
+        answers = engine_answers(process, [*requests, *more])
+        plain.extend(answers[len(requests) :])
+        return answers[: len(requests)]
+
+    before = traces()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as printed:
+        for name in (*demo.DRIVER_SETTINGS, *SETTINGS):
+            patch.setenv(name, "")  # so that the demo's settings end with it
+        patch.setattr(demo, "converse", converse_more)
+        patch.setattr(demo, "answer_without_pool", answer_more)
+        patch.setattr(logging, "disable", lambda level: None)
+        patch.setattr(sys, "argv", ["demo", "--port", str(free_port())])
+        code = demo.main()
+    print(printed.getvalue())
+    answers = iter(plain)
+    pairs = {name: (talk, [next(answers) for _ in talk.messages]) for name, talk in talks.items()}
+    return Outcome(code, printed.getvalue(), pairs, traces() - before)
 
 
-def test_every_request_is_answered_as_by_a_plain_engine(outcome) -> None:
-    for victim, (talk, plain) in outcome.items():
+def test_the_demo_keeps_its_promises(outcome: Outcome) -> None:
+    assert outcome.code == 0
+    rows = re.findall(r"^(\d+|1 again) +\d{4} .* identical$", outcome.printed, re.MULTILINE)
+    assert rows == ["1", "2", "3", "1 again"]
+    assert outcome.printed.count("  yes  ") == 4
+    assert "  NO   " not in outcome.printed
+
+
+def test_every_request_is_answered_as_by_a_plain_engine(outcome: Outcome) -> None:
+    for victim, (talk, plain) in outcome.talks.items():
         assert talk.killed, victim
         assert talk.texts == [answer.text for answer in plain], victim
         assert talk.tokens == [answer.tokens for answer in plain], victim
 
 
-def test_a_killed_process_comes_back_by_itself(outcome) -> None:
-    for victim, (talk, _) in outcome.items():
+def test_a_killed_process_comes_back_by_itself(outcome: Outcome) -> None:
+    for victim, (talk, _) in outcome.talks.items():
         assert talk.revived not in (0, talk.killed), victim
 
 
-def test_nothing_stays_behind(outcome) -> None:
-    assert [path.name for path in Path("/dev/shm").glob(f"raykv-{demo.POOL}-*")] == []
+def test_nothing_stays_behind(outcome: Outcome) -> None:
+    assert outcome.left == set()
