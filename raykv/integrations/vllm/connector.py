@@ -59,7 +59,7 @@ class RayKVConnector(KVConnectorBase_V1):
     vLLM makes one connector for its scheduler and one for each worker. It calls only the hooks of that role.
 
     Attributes:
-        scheduler_side: Set in the scheduler's role only.
+        scheduler_side: Set in the scheduler's role only, when vLLM has the namespaces of all workers.
         worker_side: Set in a worker's role only, by `register_kv_caches`.
     """
 
@@ -80,16 +80,6 @@ class RayKVConnector(KVConnectorBase_V1):
         self._stats = RayKVStats()
         self._logged_s: dict[str, float] = {}
         self._close: Callable[[], None] = lambda: None
-        if role == KVConnectorRole.SCHEDULER:
-            logger.info("raykv connector: %r", self._config)
-            self.scheduler_side = SchedulerSide(
-                self._config,
-                self._stats,
-                block_tokens=self._block_tokens,
-                hash_tokens=kv_cache_config.hash_block_size or self._block_tokens,
-                loads=self._kv_transfer_config.is_kv_consumer,
-                stores=self._kv_transfer_config.is_kv_producer,
-            )
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -102,8 +92,16 @@ class RayKVConnector(KVConnectorBase_V1):
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
         namespaces = {rank: one.namespace for rank, one in metadata.items() if isinstance(one, WorkerNamespace)}
-        connection = Connection(partial(self._connect, next(iter(namespaces.values()))))
-        self.scheduler_side.connect(connection, namespaces)
+        logger.info("raykv connector: %r", self._config)
+        self.scheduler_side = SchedulerSide(
+            self._config,
+            self._stats,
+            transfer=self._kv_transfer_config,
+            block_tokens=self._block_tokens,
+            hash_tokens=self._kv_cache_config.hash_block_size or self._block_tokens,
+            connection=Connection(partial(self._connect, next(iter(namespaces.values())))),
+            namespaces=namespaces,
+        )
         self._close = self.scheduler_side.close
 
     def on_new_request(self, request: "Request") -> None:

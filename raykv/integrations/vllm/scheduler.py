@@ -23,6 +23,7 @@ from raykv.protocol.ticket import Ticket
 from raykv.types import Match
 
 if TYPE_CHECKING:
+    from vllm.config import KVTransferConfig
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
@@ -98,39 +99,32 @@ class SchedulerSide:
         config: ConnectorConfig,
         stats: RayKVStats,
         *,
+        transfer: "KVTransferConfig",
         block_tokens: int,
         hash_tokens: int,
-        loads: bool,
-        stores: bool,
-        clock: Callable[[], float] = time.monotonic,
+        connection: Connection,
+        namespaces: Mapping[Rank, Namespace],
     ) -> None:
-        """Start without a node; see `connect`. Each of a request's `block_hashes` covers `hash_tokens` tokens."""
-        self._config, self._stats, self._clock = config, stats, clock
+        """Start the threads. The workers have sent `namespaces`. `hash_tokens` are the tokens of one block hash."""
+        self._config, self._stats, self._connection = config, stats, connection
+        self._namespaces = dict(sorted(namespaces.items()))
         self._chunk_blocks = config.chunk_blocks
         self._chunk_tokens = block_tokens * config.chunk_blocks
         self._block_tokens = block_tokens
         self._hashes_per_chunk = self._chunk_tokens // hash_tokens
-        self._may_load, self._may_store = loads, stores
+        self._may_load, self._may_store = transfer.is_kv_consumer, transfer.is_kv_producer
         self._scopes = Scopes()
         self.requests: dict[str, Tracked] = {}
         self._ordered_loads: list[Load] = []
         self._threads = ThreadPoolExecutor(LOOKUP_THREADS, thread_name_prefix="raykv-lookup")
-        self._connection: Connection | None = None
         self._reporter = ThreadPoolExecutor(1, thread_name_prefix="raykv-report")
         self._report_places = BoundedSemaphore(MAX_REPORTS)
-        self._namespaces: dict[Rank, Namespace] = {}
-
-    def connect(self, connection: Connection, namespaces: Mapping[Rank, Namespace]) -> None:
-        """Use this connection for lookups from now on, in the namespaces that the workers sent."""
-        self._connection = connection
-        self._namespaces = dict(sorted(namespaces.items()))
 
     def close(self) -> None:
         """Close the connection. The caller makes no other call during or after this one."""
         self._threads.shutdown(cancel_futures=True)
         self._reporter.shutdown(cancel_futures=True)
-        if self._connection is not None:
-            self._connection.close()
+        self._connection.close()
 
     # -- a request's life, in vLLM's order ------------------------------------------------------------------------
 
@@ -148,7 +142,7 @@ class SchedulerSide:
         if not self._may_load or tracked.ordered or request.skip_reading_prefix_cache or last <= first:
             return 0
         lookup = tracked.lookup
-        if lookup is None or lookup.computed != computed or self._clock() - lookup.at_s > LOOKUP_AGE_S:
+        if lookup is None or lookup.computed != computed or time.monotonic() - lookup.at_s > LOOKUP_AGE_S:
             lookup = self._look_up(tracked, computed, first, last)
             if lookup is None:
                 return None
@@ -221,8 +215,6 @@ class SchedulerSide:
 
     def _clients(self, scope: Scope) -> dict[Rank, "Client"]:
         """Return one client per rank; empty while no node is connected."""
-        if self._connection is None:
-            return {}
         found = {rank: self._connection.client(namespace, scope) for rank, namespace in self._namespaces.items()}
         return {rank: client for rank, client in found.items() if client is not None}
 
@@ -244,7 +236,7 @@ class SchedulerSide:
             matches = asking.result()
         count = min((match.count for match in matches.values()), default=0)
         self._stats.count("lookups", 1, ("ticket" if tickets else "hit") if count else "miss")
-        return Lookup(computed, first, count, matches, self._clock())
+        return Lookup(computed, first, count, matches, time.monotonic())
 
     def _begin(
         self, clients: Mapping[Rank, "Client"], names: list[bytes], *, record: bool
@@ -265,9 +257,9 @@ class SchedulerSide:
     def _ask(self, clients: Mapping[Rank, "Client"], names: list[bytes], *, record: bool) -> dict[Rank, Match]:
         """Look up these chunks for every rank. The next rank is asked only for the prefix that the last one found."""
         matches: dict[Rank, Match] = {}
-        deadline_s = self._clock() + self._config.lookup_timeout_s
+        deadline_s = time.monotonic() + self._config.lookup_timeout_s
         for rank, client in clients.items():
-            left_s = deadline_s - self._clock()
+            left_s = deadline_s - time.monotonic()
             if not names or left_s <= 0:
                 return {}
             is_new = record and not matches  # a request counts once: with the first rank
@@ -297,9 +289,9 @@ class SchedulerSide:
         clients = self._clients(tracked.scope)
         tickets = []
         for client in clients.values():
-            keys, deadline_s = client.keys(names), self._clock() + HAND_OFF_WAIT_S
+            keys, deadline_s = client.keys(names), time.monotonic() + HAND_OFF_WAIT_S
             match = client.match(keys, timeout_s=self._config.lookup_timeout_s, record=False)
-            while match.count < len(keys) and self._clock() < deadline_s:
+            while match.count < len(keys) and time.monotonic() < deadline_s:
                 match = client.match(keys, timeout_s=self._config.lookup_timeout_s, record=False)
             tickets.append(client.ticket(keys, match=match).to_json())
         return tickets
