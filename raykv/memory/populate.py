@@ -70,11 +70,8 @@ class Populator:
 
     def _next_extent(self, *, quiet: bool) -> int:
         """The extent to populate now; -1 when enough extents are populated."""
-        slots = self._slots
-        if not quiet:
-            return -1 if slots.free_populated_nbytes >= self._ahead_nbytes else slots.first_unpopulated()
-        extent = slots.first_unpopulated()
-        return extent if extent >= 0 else slots.first_failed()
+        enough = not quiet and self._slots.free_populated_nbytes >= self._ahead_nbytes
+        return -1 if enough else self._slots.next_without_memory(failed=quiet)
 
     def _next_rows(self) -> int:
         """The number of rows that should be populated; 0 when enough rows are populated."""

@@ -6,6 +6,7 @@ start it derives them from `extent_slots` in the chunk table and from the column
 
 from collections import deque
 from collections.abc import Callable
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -192,11 +193,9 @@ class Slots:
     def free_populated_nbytes(self) -> int:
         return len(self._populated) * self._extent_nbytes
 
-    def first_unpopulated(self) -> int:
-        return next(iter(self._unpopulated), -1)
-
-    def first_failed(self) -> int:
-        return next(iter(self._failed), -1)
+    def next_without_memory(self, *, failed: bool) -> int:
+        """The next free extent that is not populated; with `failed`, after these the failed extents. -1: none."""
+        return next(chain(self._unpopulated, self._failed if failed else ()), -1)
 
     def mark_populated(self, extent: int) -> bool:
         """Note that an extent has real memory. Returns False if a writer has claimed the extent meanwhile."""

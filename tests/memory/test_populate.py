@@ -74,7 +74,7 @@ def test_some_extents_are_populated_ahead_and_all_when_nobody_writes():
     assert memory.step_all(quiet=False) == 1
     assert memory.step_all(quiet=True) == EXTENTS - ahead - 1
     assert memory.taken() == EXTENTS * EXTENT_NBYTES
-    assert memory.slots.first_unpopulated() == memory.slots.first_failed() == -1
+    assert memory.slots.next_without_memory(failed=True) == -1
 
 
 def test_each_extent_is_announced_once_before_its_first_use():
@@ -91,7 +91,7 @@ def test_each_extent_is_announced_once_before_its_first_use():
 
 def test_an_extent_that_was_claimed_meanwhile_stays_claimed_and_is_announced_once(monkeypatch):
     memory = Memory()
-    extent, take = memory.slots.first_unpopulated(), memory.arena.populate
+    extent, take = memory.slots.next_without_memory(failed=False), memory.arena.populate
 
     def claimed(offset: int, nbytes: int, *, hurry: bool = False) -> bool:
         if not hurry:
