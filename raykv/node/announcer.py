@@ -1,4 +1,7 @@
-"""Announcements: a node tells the owner of each key whether it holds the chunk."""
+"""Announcements: this node tells the owner of each key whether this node holds the chunk.
+
+The owner is the node that keeps the list of the key's holders. The hash ring of the view assigns an owner to each key.
+"""
 
 import logging
 import threading
@@ -25,11 +28,11 @@ log = logging.getLogger(__name__)
 ANNOUNCED_KEYS: Final = 1 << 16
 """The most keys in one announcement."""
 MAX_RETRIED_KEYS: Final = 1 << 20
-"""The most keys in the queue for owners that do not answer. Later keys are dropped: each may cause a miss."""
+"""The most keys in the queue for owners that did not answer. Further keys are dropped; each may cause a miss."""
 LOCKED_KEYS: Final = 4096
-"""The most keys that are looked up while the node's lock is held once, since writers wait for the lock."""
+"""The most keys looked up per acquisition of the node's lock. Writers wait for this lock, so each hold is short."""
 ANNOUNCE_S: Final = 0.01
-"""The announcer waits this long after a change, so that more changes gather."""
+"""The announcer waits this long after a change, so that one message can announce several changes."""
 ANNOUNCE_DEADLINE_S: Final = 5.0
 
 
@@ -62,12 +65,12 @@ class Announcer:
         self.failures = 0
 
     def wake(self) -> None:
-        """Wake the thread. Must be called after a change of the store or of a tier."""
+        """Wake the announcer's thread. Every change of the store or of a tier must be followed by this call."""
         if not self._changed.is_set():
             self._changed.set()
 
     def announce(self, keys: KeyArray) -> None:
-        """Announce these keys, even if they have not changed."""
+        """Put these keys into the queue for the next announcement, even if nothing changed for them."""
         with self._lock:
             self._queue.append(keys)
         self._changed.set()
@@ -79,12 +82,12 @@ class Announcer:
 
     @property
     def done(self) -> bool:
-        """Whether everything is announced."""
+        """Whether all changes are announced."""
         with self._lock:
             return not (self._sending or self._adopting or self._queue or self._store.has_changes)
 
     def adopt(self, view: View) -> None:
-        """Follow a newer view. Drop locations that other nodes own now, and announce the keys whose owner changed."""
+        """Use a newer view. Drop locations of keys that other nodes own now, and announce keys with a new owner."""
         me = self._config.node_id
         if me in view.ring.nodes:
             mine = view.ring.nodes.index(me)
@@ -92,8 +95,8 @@ class Announcer:
             self._location_index.follow_view(nodes=nodes, owned=lambda keys: view.ring.owners(keys) == mine)
         self._adopting = True
         old, self.view = self.view, view
-        keys = np.concatenate([self._store.ready_keys(), self._mover.keys()])  # later keys use the new view
-        if old.members and view.epoch == old.epoch + 1:  # after a gap, owners may have dropped this node's keys
+        keys = np.concatenate([self._store.ready_keys(), self._mover.keys()])  # later changes use the new view
+        if old.members and view.epoch == old.epoch + 1:  # if a view was missed, owners may have dropped our keys
             keys = keys[_owner_changed(old, view, keys)]
         self.announce(keys)
         self._adopting = False
@@ -147,7 +150,7 @@ class Announcer:
             self._pool.ask(owner.address, lambda link: link.call(message, deadline_s=deadline_s), deadline_s=deadline_s)
         except RayKVError as error:
             self.failures += 1
-            if not isinstance(error, TransientError):  # it would be refused again
+            if not isinstance(error, TransientError):  # the owner would refuse it again
                 log.warning("%s refuses an announcement: %s", owner.node_id, error)
                 return
             with self._lock:

@@ -1,4 +1,7 @@
-"""The owner's index of the nodes that hold each key. A wrong entry causes one miss, and is then corrected."""
+"""The location index of one node: the holders of each key that this node owns.
+
+A wrong entry causes one miss, and is then corrected.
+"""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -32,7 +35,7 @@ class Location(NamedTuple):
     nbytes: int = 0
 
     def added(self, node_id: NodeId, nbytes: int, below: bool) -> "Location":
-        """Return a copy after an announcement of `node_id`: the holder is added, or its tier and the length change."""
+        """Return a copy with this holder and length. If `below`, the holder has the chunk only in a lower tier."""
         holders = self.holders if node_id in self.holders else (*self.holders, node_id)
         others = tuple(holder for holder in self.below if holder != node_id)
         return Location(holders, (*others, node_id) if below else others, nbytes)
@@ -49,7 +52,7 @@ UNKNOWN: Final = Location()
 class LocationIndex:
     """Locations of the keys that one node owns. Thread-safe.
 
-    Keys with equal locations share one object. So the memory for a key is its 16 bytes and a dict entry.
+    Keys with equal locations share one `Location`, so a key costs only its 16 bytes and a dict entry.
     """
 
     def __init__(self, max_keys: int = 1 << 22) -> None:
@@ -63,7 +66,7 @@ class LocationIndex:
         return len(self._locations)
 
     def add(self, node_id: NodeId, keys: KeyArray, nbytes: npt.NDArray[np.uint32], below: Bits | None = None) -> None:
-        """Record that `node_id` holds these chunks. `below`: which chunks are only in a tier below memory."""
+        """Record that `node_id` holds these chunks. `below` is true for chunks that are only in a lower tier."""
         bits = repeat(False) if below is None else below.tolist()
         with self._lock:
             shared, locations = self._shared, self._locations
@@ -96,7 +99,7 @@ class LocationIndex:
         return list(map(self._locations.get, _split(keys), repeat(UNKNOWN)))
 
     def follow_view(self, *, nodes: frozenset[NodeId], owned: Callable[[KeyArray], Bits]) -> None:
-        """Drop holders that are not in `nodes`, and keys that this node does not own. `owned` tests the ownership."""
+        """Drop holders outside `nodes`, and keys that this node does not own. `owned` returns which keys it owns."""
         with self._lock:
             if not self._locations:
                 return
@@ -113,7 +116,7 @@ class LocationIndex:
 
 
 def located(locations: Sequence[Location]) -> Located:
-    """Make the answer to Locate. `locations` has one entry for each key."""
+    """Encode locations, one for each key, as the answer to a `Locate` request."""
     distinct = {id(location): location for location in locations}
     numbers: dict[tuple[NodeId, ...], int] = {}
     entries: dict[int, tuple[int, int, bool]] = {}

@@ -1,4 +1,8 @@
-"""Applies the list of namespaces (`raykv.membership.namespace_registry`) to one node's store and tiers."""
+"""Applies the cluster's list of namespaces (`raykv.membership.namespace_registry`) to one node's store and tiers.
+
+The list has one entry for each quota group. A quota group is a namespace without its salt and adapter; it has one
+config, one capacity and one set of counters.
+"""
 
 import logging
 import os
@@ -24,7 +28,7 @@ from raykv.tier.mover import TierMover
 log = logging.getLogger(__name__)
 
 DROPPED_AT_ONCE: Final = 8192
-"""The most chunks of a dropped namespace that are removed while the lock is held once."""
+"""The most chunks of a dropped namespace that are removed per acquisition of the lock."""
 MAX_FILE_NBYTES: Final = 64 << 20
 
 
@@ -53,7 +57,7 @@ class NamespaceReconciler:
         self.registry = NamespaceRegistry()
         for path in paths:
             self._load(path)
-        self.registry.version = min(self.registry.version, 1)  # a low version makes the directory send its list
+        self.registry.version = min(self.registry.version, 1)  # with a low version, the directory sends its list
         for entry in self.registry.entries.values():
             self._configure(entry)
 
@@ -70,7 +74,7 @@ class NamespaceReconciler:
                 self.registry.entries = {**self.registry.entries, digest: entry}
             self.registry.trim()
             self.registry.version = max(self.registry.version, theirs.version)
-            self._save()  # a node that dies before this line drops the chunks again
+            self._save()  # a node that dies before this line drops the chunks again after its restart
         self._changed()
 
     def dropped_chunks(self, digest: bytes) -> int:
@@ -78,7 +82,7 @@ class NamespaceReconciler:
         return self._dropped.get(digest, 0)
 
     def list(self) -> dict[str, dict[str, Any]]:
-        """Return config and counters of each quota group. The keys are the groups' fields as JSON. Scans all rows."""
+        """Return config and counters of each quota group. The keys are the groups' fields as JSON. Scans the table."""
         store, columns = self._store, self._store.table.columns
         evictor = store.evictor
         ready = store.table.ready_rows()
@@ -159,10 +163,10 @@ class NamespaceReconciler:
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
             with os.fdopen(descriptor, "rb") as file:
-                if not stat.S_ISREG(os.fstat(descriptor).st_mode):  # other users may be able to write here
+                if not stat.S_ISREG(os.fstat(descriptor).st_mode):  # other users may be able to create files here
                     raise OSError("not a regular file")
                 registry = NamespaceRegistry.decode(file.read(MAX_FILE_NBYTES))
-            registry.encode()  # if this fails, it must fail here and not in the next heartbeat
+            registry.encode()  # a list that cannot be encoded must fail here, not in the next heartbeat
             self.registry.merge(registry)
         except FileNotFoundError:
             pass

@@ -1,8 +1,11 @@
-"""A node: one store with sockets, and its part of the cluster's location index.
+"""A node serves one store over sockets, and holds a part of the cluster's location index.
+
+The location index maps a key to its holders: the nodes that have the chunk. A hash ring assigns each key to one node,
+its owner, which keeps the key's entry. The view is the list of member nodes; the ring is computed from the view.
 
 Each connection has a thread, which runs the request handlers. There are three background threads: the announcer, the
-heartbeat and the reclaimer. One lock protects all changes of the store; it is never held while chunk bytes are copied.
-If a bug ends a background thread, `failure` is set, and the node's process exits with an error.
+heartbeat and the reclaimer. One lock protects all changes of the store. No thread copies chunk bytes while it holds
+the lock. If a bug ends a background thread, `failure` is set, and the node's process exits with an error.
 """
 
 import logging
@@ -53,16 +56,16 @@ class Node:
         config: The node's configuration.
         store: The node's chunks in memory.
         mover: The tiers below memory.
-        lock: Guards the store. Chunk bytes are never copied while it is held.
+        lock: Guards the store.
         location_index: The holders of the keys that this node owns.
         handlers: Maps the type of a request to the function that serves it.
-        reconciler: The node's list of namespaces.
-        member: The node's entry in the view; set by `start`.
+        reconciler: Applies the cluster's list of namespaces to this node.
+        member: The node's entry in the view. `start` sets it.
         failure: The exception that ended a background thread; None if all threads run.
     """
 
     def __init__(self, config: NodeConfig, *, secret: bytes, membership: MembershipPort) -> None:
-        """Map or create the memory, and make the parts. The node does not listen yet.
+        """Create the node's memory, or map the memory of the previous process. `start` opens the sockets.
 
         Raises:
             ConfigError: There is no room for the memory, or a path is too long for a Unix socket.
@@ -104,7 +107,7 @@ class Node:
     # -- life -------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Listen, and join the cluster. If the directory does not answer, the heartbeat retries.
+        """Open the sockets, and join the cluster. If the directory does not answer, the heartbeat thread retries.
 
         Raises:
             ConfigError: The node cannot listen on an address.
@@ -138,14 +141,14 @@ class Node:
             self._threads.append(thread)
 
     def stop(self, *, unlink: bool = False, leave: bool = True) -> None:
-        """Stop serving. `unlink`: remove the memory's files. `leave`: tell the directory that the node leaves."""
+        """Stop serving. With `unlink`, remove the memory's files. With `leave`, tell the directory about the stop."""
         self._stopping.set()
         self._wake_all()
         if leave:
             try:
                 self._membership.leave(self.config.node_id)
             except TransientError:
-                pass  # the directory will notice the missing heartbeats
+                pass  # the directory removes the node when its heartbeats stop
         for server in self._servers:
             server.close()
         for thread in self._threads:
@@ -168,7 +171,7 @@ class Node:
     def _beat_until_stopped(self) -> None:
         while not self._stopping.wait(self.config.heartbeat_s):
             self._beat()
-            self.store.table.memory.touch()  # `remove_orphans` removes files that nobody touches
+            self.store.table.memory.touch()  # `remove_orphans` removes files that were not touched lately
 
     def _beat(self) -> None:
         """Send one heartbeat to the directory, and apply the answer. Without an answer, nothing changes."""
@@ -188,7 +191,7 @@ class Node:
         if answer.registry is not None:
             try:
                 self.reconciler.adopt(answer.registry)
-            except RayKVError as error:  # a restart would not help
+            except RayKVError as error:  # a restart would not help, so the node goes on
                 self._errors["registry"] += 1
                 log.error("this node cannot follow the list of namespaces: %s", error)
 
@@ -253,7 +256,7 @@ class Node:
         return NodeSession(self.store, self.lock, self._stopping, local=local)
 
     def answer(self, request: messages.Message, session: Session) -> Reply:
-        """Serve one request. Every error becomes a Failure."""
+        """Serve one request. An exception becomes a `Failure` message."""
         assert isinstance(session, NodeSession)
         name, began_s = type(request).__name__, time.perf_counter()
         self._requests[name] += 1

@@ -15,7 +15,10 @@ QUIET_S: Final = 0.1
 
 
 class Reclaimer:
-    """Demotes, evicts and expires chunks, and populates memory, on a thread of its own. Long steps hold no lock."""
+    """Demotes, evicts and expires chunks, and populates memory, on a thread of its own.
+
+    Demoting copies a chunk to a tier below memory. Populating makes the kernel allocate pages before their first use.
+    """
 
     def __init__(
         self,
@@ -32,7 +35,7 @@ class Reclaimer:
         self._written_s = self._expired_s = time.monotonic()
 
     def wake_if_due(self) -> None:
-        """Wake the thread if there is work. It is called after every write, so it must be fast."""
+        """Wake the thread if there is work. Every write calls this method, so it must be fast."""
         store = self._store
         if not self._due.is_set() and (store.evictor.needs_eviction or self._mover.demotion.due or store.populator.due):
             self._due.set()
@@ -59,7 +62,7 @@ class Reclaimer:
                 self._announcer.wake()
         self._mover.demote()
         with self._lock:
-            # Chunks that a tier is writing should be evicted next. Evicting now would take other chunks instead.
+            # A tier is writing the chunks that should be evicted next. Eviction now would take other chunks instead.
             wait = self._mover.demotion.writing and not store.evictor.nearly_full
             more = not wait and store.evict_ahead(now_s=time.monotonic())
         all_of_it = quiet and not self._due.is_set() and has_to_spare(store.config.shm_dir)

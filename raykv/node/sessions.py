@@ -1,4 +1,4 @@
-"""The leases of one connection to a node."""
+"""The leases of one connection to a node: slots that the peer may write to, and pins on chunks that it reads."""
 
 import threading
 import time
@@ -19,7 +19,7 @@ HandlerTable: TypeAlias = dict[type[Message], Callable[[Any, "NodeSession"], Rep
 
 
 class NodeSession:
-    """The leases of one connection: lent slots and pins. Every change needs the node's lock.
+    """The leases of one connection: lent slots and pins. A caller that changes them must hold the node's lock.
 
     Attributes:
         local: Whether the peer is a process of the same user on this host.
@@ -49,7 +49,7 @@ class NodeSession:
     def close(self) -> None:
         """End all leases. Lent slots are quarantined, since the peer may still write to them for a while."""
         if self._stopping.is_set():
-            return  # the memory is about to be closed; the next process quarantines the lent slots
+            return  # the memory is about to be closed; the node's next process quarantines the lent slots
         with self._lock:
             self._store.quarantine(np.array(sorted(self.lent), np.int32), now_s=time.monotonic())
             self._store.unpin(np.array(list(self.pins.elements()), np.int32))

@@ -15,9 +15,9 @@ from raykv.storage.store import Store
 from raykv.transport.base import Reply
 
 REQUEST_NBYTES: Final = 32
-"""The most bytes of an encoded request without its keys."""
+"""The most bytes that a recorded request takes in a message, without its keys."""
 MAX_TRACE_NBYTES: Final = 16 << 20
-"""The most bytes of recorded requests between two fetches, so that one message can carry them. Others are dropped."""
+"""The most bytes of recorded requests for one fetch, since one message carries them. Further requests are dropped."""
 
 
 class AdminHandler:
@@ -47,7 +47,7 @@ class AdminHandler:
     def _configure(self, request: messages.Configure, session: NodeSession) -> Reply:
         fields = {} if request.fields is None else codec.fields(request.fields)
         if isinstance(fields.get("policy"), str):
-            policy(fields["policy"])  # raises ConfigError if this node does not have it; the directory checks the rest
+            policy(fields["policy"])  # raises ConfigError if this node lacks it; the directory checks the other fields
         request.registry = self._reconciler.registry.encode()
         try:
             registry = self._membership.configure(request)

@@ -18,9 +18,9 @@ from raykv.transport.base import Reply
 from raykv.types import KeyArray, Rows
 
 PROMOTE_TIMEOUT_S: Final = 4.0
-"""The longest time that one request waits for chunks below memory."""
+"""The longest time that one request waits for the promotion of chunks: their copy from a lower tier into memory."""
 PROMOTED_KEYS: Final = 64
-"""The most keys promoted at once. These chunks are pinned before the promotion of the next chunks needs room."""
+"""The most keys promoted at once. These chunks are pinned before the next promotion, which may evict chunks."""
 
 
 class ReadHandler:
@@ -80,7 +80,7 @@ class ReadHandler:
         with self._lock:
             pinned = self._store.pin(keys, now_s=time.monotonic(), touch=False)
         try:
-            corrupt = self._store.corrupt(pinned)  # hashes every byte, without the lock
+            corrupt = self._store.corrupt(pinned)  # hashes every byte, so the lock is not held
             with self._lock:
                 count = self._store.drop_corrupt(corrupt, now_s=time.monotonic())
         finally:
@@ -89,7 +89,7 @@ class ReadHandler:
         return Reply(messages.Count(count))
 
     def _pin_all(self, keys: KeyArray) -> Pinned:
-        """Pin chunks. Chunks below memory are promoted first. A chunk that was not found gets row -1 and length 0."""
+        """Pin chunks. Chunks below memory are promoted first. A missing chunk gets row -1 and length 0."""
         pinned = self._pin_ready(keys)
         absent = np.flatnonzero(pinned.rows < 0) if self._mover else np.empty(0, np.intp)
         until_s = time.monotonic() + PROMOTE_TIMEOUT_S

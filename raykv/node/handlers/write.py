@@ -21,7 +21,11 @@ from raykv.types import Batch, Hints, Rows
 
 
 class WriteHandler:
-    """Lends slots to writers, and commits the chunks in these slots to the store."""
+    """Lends slots to writers, and enters the chunks that they wrote into the store.
+
+    A slot is the place of one chunk in the arena. A lent slot belongs to one connection until its chunk is committed or
+    the slot is given back.
+    """
 
     def __init__(
         self, store: Store, lock: threading.Lock, mover: TierMover, announcer: Announcer, reclaimer: Reclaimer
@@ -94,7 +98,7 @@ class WriteHandler:
         return Reply(messages.Done())
 
     def _write(self, request: messages.Write, session: NodeSession) -> Reply:
-        """Lend slots to the session, and receive chunks into them. Commit intact chunks, and return the other slots."""
+        """Lend slots to the session, receive chunks into them, commit the intact chunks, and free the other slots."""
         batch, now_s = _batch_in(request), time.monotonic()
         protect = [batch.keys, *(() if batch.parent is None else (batch.parent,))]
         with self._lock:
@@ -125,7 +129,7 @@ class WriteHandler:
     def _commit_intact(
         self, group: int, batch: Batch, written: Written, expected: bytearray, session: NodeSession
     ) -> int:
-        """Commit the chunks whose checksum is the expected one (u64). Returns how many were stored."""
+        """Commit chunks that have the expected checksum. `expected` is an array of u64. Return how many were stored."""
         intact = written.checksums == np.frombuffer(expected, "<u8")
         written = Written(*(column[intact] for column in written))
         with self._lock:
