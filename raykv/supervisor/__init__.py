@@ -1,1 +1,1 @@
-"""The supervisor, a process that forks a node and restarts it, and `NodeHandle`, which starts the supervisor."""
+"""A supervisor process forks a node and restarts it. `NodeHandle` starts the supervisor."""

@@ -33,20 +33,20 @@ PROXY_CONNECTIONS: Final = 64
 
 
 class NodeHandle:
-    """Starts one node under a supervisor, asks it for its counters, and stops it. Thread-safe.
+    """Starts one node under a supervisor, reads the node's counters, and stops the node. Thread-safe.
 
     The supervisor restarts the node whenever it ends. When this process ends, supervisor and node end too.
 
     Attributes:
         config: The config of the node.
-        pid: Process of the node; 0 before the first start. Each restart changes it.
+        pid: Process id of the node. It is 0 before the first start, and each restart changes it.
         starts: How often the node was started.
-        supervisor: Process of the supervisor.
-        ended: Whether the supervisor has ended. Then nobody restarts the node.
+        supervisor: The supervisor's process.
+        ended: Whether the supervisor has ended. After that, the node is not restarted.
     """
 
     def __init__(self, config: NodeConfig, *, secret: bytes, membership: MembershipPort) -> None:
-        """Start the node, and wait until it serves. This process runs the node's proxy to the directory.
+        """Start the node, and wait until it serves. The node reaches the directory through a proxy in this process.
 
         Raises:
             ConfigError: The node cannot run with this config here; the message says why.
@@ -74,7 +74,7 @@ class NodeHandle:
                 stdout=subprocess.PIPE,
                 bufsize=0,
                 env=environment_of_child(),
-                process_group=0,  # an interrupt from the terminal is for the owner, which then stops the node
+                process_group=0,  # Ctrl-C must reach only this process, which then stops the node
             )
         except OSError:
             self._proxy.close()
@@ -94,16 +94,19 @@ class NodeHandle:
             raise
 
     def stats(self) -> dict[str, Any]:
-        """See `Node.stats`. Waits while the node restarts. Raises PeerUnavailable if the node does not answer."""
+        """Return `Node.stats`. Waits while the node restarts. Raises PeerUnavailable if the node does not answer."""
         found: dict[str, Any] = json.loads(codec.expect(messages.Stats, self._ask(messages.GetStats())).stats)
         return found
 
     def record_trace(self, on: bool) -> list[TracedRequest]:
-        """Fetch the recorded requests. `on`: continue to record. Raises PeerUnavailable if the node does not answer."""
+        """Fetch the requests recorded so far, and turn recording on or off.
+
+        Raises PeerUnavailable if the node does not answer.
+        """
         return codec.expect(messages.Trace, self._ask(messages.FetchTrace(on))).requests
 
     def stop(self, *, unlink: bool = False) -> None:
-        """Stop the node for good. Safe to call again. `unlink`: also leave the cluster and remove the memory."""
+        """Stop the node for good. Safe to call again. With `unlink`, also leave the cluster and remove the memory."""
         with self._stopping:
             if not self.ended:
                 self._send(b"stop")
@@ -158,7 +161,7 @@ class NodeHandle:
                 self._reported.notify_all()
 
     def _ask(self, request: messages.Message) -> messages.Answer:
-        """Send a request to the node. If it is being restarted, retry until the deadline."""
+        """Send a request to the node. While the node restarts, retry until the deadline."""
         deadline_s = time.monotonic() + ANSWER_S
         while True:
             try:

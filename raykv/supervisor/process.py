@@ -1,13 +1,13 @@
 """The supervisor: a process that runs one node and restarts it. `raykv.supervisor.handle` starts this module.
 
 Each node is a fork of the supervisor, which has imported all modules already. A restart therefore takes little more
-than the time to map the node's memory. Forking is safe, since the supervisor has no threads and maps no memory. The
-supervisor also holds the node's port: peers find a restarted node without a new view.
+than the time to map the node's memory. Forking is safe, since the supervisor has no threads and no shared memory. The
+supervisor also reserves the node's port, so peers reach a restarted node at the same address.
 
-The owner, the process with the `NodeHandle`, is at the other end of two pipes:
+The owner is the process with the `NodeHandle`. It is connected to the supervisor by two pipes:
 
-    stdin   one line of JSON, the `NodeSpec`. Later any byte stops the node. At the end of stdin it is killed at once.
-    stdout  one line of JSON, a `NodeReport`, for each start of the node.
+    stdin   One line of JSON is the `NodeSpec`. Any later byte stops the node. The end of stdin kills the node at once.
+    stdout  The supervisor writes one line of JSON, a `NodeReport`, for each start of the node.
 """
 
 import ctypes
@@ -41,7 +41,7 @@ _PR_SET_PDEATHSIG: Final = 1
 
 
 class NodeSpec(msgspec.Struct):
-    """The node's config, the cluster's secret as hexadecimal text, and the address of the `MembershipProxyServer`."""
+    """The parameters of a node: its config, the secret as hexadecimal text, the `MembershipProxyServer`'s address."""
 
     config: dict[str, Any]
     secret: str
@@ -49,10 +49,10 @@ class NodeSpec(msgspec.Struct):
 
 
 class NodeReport(msgspec.Struct, omit_defaults=True):
-    """The result of one start.
+    """The result of one start of the node.
 
     Attributes:
-        pid: Process of the node.
+        pid: Process id of the node.
         address: The node's address for processes of this host.
         problem: Why the node cannot run with this config here; empty if the node runs.
     """
@@ -80,7 +80,7 @@ class Supervisor:
         delay_s = 0.0
         while True:
             began_s, supervisor = time.monotonic(), os.getpid()
-            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # the node waits for it in `_serve`
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # the node receives it in `_serve`
             pid = os.fork()
             if not pid:
                 self._become_node(supervisor)
@@ -96,7 +96,7 @@ class Supervisor:
             delay_s = min(MAX_DELAY_S, max(MIN_DELAY_S, 2 * delay_s))
 
     def _hold_port(self) -> None:
-        """Bind the node's port without listening, so that each node can listen on it. Port 0 means any free port."""
+        """Bind the node's port without listening, so that each fork can listen on it. Port 0 means any free port."""
         host, _, port = self._config.bind.rpartition(":")
         self._port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -114,7 +114,7 @@ class Supervisor:
             while ended not in select.select([ended, 0], [], [])[0]:
                 os.kill(pid, self._receive())
                 if self._signal == signal.SIGKILL:
-                    break  # from now on `select` would return at once
+                    break  # stdin has ended, so `select` would always return at once
             return os.waitpid(pid, 0)[1]
         finally:
             os.close(ended)
@@ -125,7 +125,7 @@ class Supervisor:
         return self._signal is not None
 
     def _receive(self) -> signal.Signals:
-        """Read from stdin. Return the signal for the node: SIGKILL if the owner has ended."""
+        """Read from stdin. Return the signal for the node: SIGTERM, or SIGKILL if the owner has ended."""
         self._signal = signal.SIGTERM if os.read(0, 4096) else signal.SIGKILL
         return self._signal
 
@@ -135,7 +135,7 @@ class Supervisor:
         """Run the node in this forked process. Never returns."""
         status = 1
         try:
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # the kernel kills it when the supervisor ends
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # kill it when the supervisor ends
             if os.getppid() == supervisor:
                 os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
                 status = self._serve()
@@ -169,10 +169,10 @@ def _report(reports: int, report: NodeReport) -> None:
 
 def main() -> int:
     reports = os.dup(1)
-    os.dup2(2, 1)  # printed text must not mix with the reports
+    os.dup2(2, 1)  # text that code prints must not mix with the reports
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # an inherited SIG_IGN would make waitpid fail
     logging.basicConfig(format="%(asctime)s %(process)d %(levelname)s %(name)s: %(message)s", level=logging.WARNING)
-    spec = sys.stdin.buffer.readline()  # the owner writes nothing else before the node has started
+    spec = sys.stdin.buffer.readline()  # the buffer holds only this line: the owner now awaits a report
     return Supervisor(msgspec.json.decode(spec, type=NodeSpec), reports).run()
 
 
