@@ -46,7 +46,7 @@ def node_name(cluster: str, ray_node_id: str) -> str:
 
 
 def detached(kind: type, name: str, **options: Any) -> Any:
-    """Return the factory of a detached actor. Its method `remote` returns the actor `name` if that runs already."""
+    """Return the factory of a detached actor. Its method `remote` starts the actor, or returns the running one."""
     return ray.remote(kind).options(
         name=name,
         namespace=NAMESPACE,
@@ -59,7 +59,7 @@ def detached(kind: type, name: str, **options: Any) -> Any:
 
 
 def node_actors(cluster: str) -> dict[str, Any]:
-    """Return the node actor of each live Ray node; None where there is none yet."""
+    """Map the id of each live Ray node to its node actor, or to None if it has no actor yet."""
     found: dict[str, Any] = dict.fromkeys(sorted(ray_nodes()))
     for ray_node_id in found:
         try:
@@ -70,7 +70,7 @@ def node_actors(cluster: str) -> dict[str, Any]:
 
 
 def ray_nodes(*, alive: bool = True) -> set[str]:
-    """Return the ids of the Ray nodes that are alive, or of those that are dead."""
+    """Return the ids of the Ray nodes that are alive. With `alive=False`, return those of the dead Ray nodes."""
     return {node["NodeID"] for node in ray.nodes() if node["Alive"] is alive}
 
 
@@ -80,10 +80,10 @@ def _names(ray_node_ids: Iterable[str]) -> set[str]:
 
 
 class DirectoryActor(InProcessMembership):
-    """The directory, and a loop that starts a node actor on every Ray node.
+    """The directory of the cluster's members, and a loop that starts a node actor on every Ray node.
 
     After a crash Ray restarts this actor with the same secret and config. The actor then finds the node actors by their
-    names, and adopts the view of the first node that calls.
+    names. It gets the newest list of members (the view) from the nodes' heartbeats.
     """
 
     def __init__(self, config: ClusterConfig, secret: bytes) -> None:
@@ -163,7 +163,7 @@ class RayMembership:
             return ray.get(getattr(self._handle, method).remote(*arguments), timeout=CALL_TIMEOUT_S)
         except (ray.exceptions.RayError, ValueError) as error:
             cause = getattr(error, "cause", None)
-            if isinstance(cause, RayKVError):  # the directory answered with an error
+            if isinstance(cause, RayKVError):  # the directory has refused the call
                 raise cause from None
             self._handle = None
             raise PeerUnavailable(f"the directory is away: {error}") from error
@@ -206,7 +206,7 @@ class NodeActor:
         threading.Thread(target=self._watch, name="raykv-watch", daemon=True).start()
 
     def describe(self) -> dict[str, Any]:
-        """Return the process ids and the counters of the node, or the reason why it does not run.
+        """Return the process ids and the counters of the node, or the reason why the node does not run.
 
         Raises:
             PeerUnavailable: The node does not answer.
@@ -217,7 +217,7 @@ class NodeActor:
         return {"pid": self._node.pid, "actor_pid": os.getpid(), "starts": self._node.starts, **stats}
 
     def record(self, on: bool) -> list[TracedRequest]:
-        """See `NodeHandle.record_trace`. Returns nothing if there is no node."""
+        """Call `NodeHandle.record_trace`. Return an empty list if there is no node."""
         return self._node.record_trace(on) if self._node is not None else []
 
     def stop(self, dead: Iterable[str] = ()) -> None:
@@ -246,7 +246,7 @@ class NodeActor:
         threading.Timer(STEP_ASIDE_S, os._exit, (0,)).start()  # Ray answers this call first
 
     def _await_room(self) -> None:
-        """Remove memory of dead nodes from this host. After that, end this process: Ray restarts it.
+        """Remove memory of dead nodes from this host, then end this process. Ray restarts it.
 
         After a restart of a Ray node, the memory of its former raykv node counts as used until it is removed.
         """

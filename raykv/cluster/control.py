@@ -110,11 +110,11 @@ def upgrade(name: str = "default", *, timeout_s: float = 60.0) -> Iterator[dict[
     next node is restarted when this node is a member again.
 
     Yields:
-        For each node {"node", "pid_before", "pid", "chunks_before", "recovered", "seconds"}. The directory comes last,
-        without the counts of chunks.
+        For each node {"node", "pid_before", "pid", "chunks_before", "recovered", "seconds"}. The last item describes
+        the directory, without the counts of chunks.
 
     Raises:
-        PeerUnavailable: No cluster of that name runs, or a node did not return in time. Then no other is restarted.
+        PeerUnavailable: No cluster of that name runs, or a node did not return in time. No further node is restarted.
     """
     for ray_node_id, before in status(name)["nodes"].items():
         if "pid" not in before:
@@ -150,7 +150,7 @@ def record(name: str = "default", *, seconds: float, every_s: float = 1.0) -> It
     """Record the requests of the cluster for `seconds`, or until the caller stops iterating.
 
     Yields:
-        Every `every_s`: the new requests in order of time. Requests that exceed a node's buffer of 16 MiB are missing.
+        The new requests every `every_s` seconds, in order of time. Requests beyond a node's buffer of 16 MiB are lost.
 
     Raises:
         PeerUnavailable: No cluster of that name runs.
@@ -168,7 +168,7 @@ def record(name: str = "default", *, seconds: float, every_s: float = 1.0) -> It
 
 
 def _fetch_records(name: str, on: bool) -> list[TracedRequest]:
-    """Fetch the recorded requests of all nodes. `on`: all nodes record from now on, also new nodes."""
+    """Fetch the recorded requests of all nodes, and turn their recording on or off. This includes new nodes."""
     _directory(name)
     asked = [actor.record.remote(on) for actor in node_actors(name).values() if actor]
     requests: list[TracedRequest] = []
