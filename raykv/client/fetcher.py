@@ -108,7 +108,7 @@ class Fetcher:
                 self._add_failure(map(progress.raw_key, run.corrupt), "corrupt", run.holder)
             if isinstance(outcomes[number], RayKVError):
                 self._add_failure(map(progress.raw_key, run.missing), "no_answer", run.holder)
-            if run.gone:  # the node then tells the owners what it no longer has
+            if run.gone:  # the node then reports to the owners what it no longer has
                 request = messages.Suspect(progress.raw_keys(sorted(run.gone)), group=self._group)
                 router.parallel.in_background(partial(router.call, run.holder, request, deadline_s))
 

@@ -77,10 +77,10 @@ class SlotSupply:
         """Connect, and return the pool of a quota group and a chunk size. Slots of earlier connections are dropped."""
         pipeline = self.pipeline
         pipeline.collect_arrived_locked()
+        self._give_back_surplus_locked()  # first, because it may find the connection broken
         pipeline.connect_locked(deadline_s)
         if self._life != pipeline.life:
             self._life, self._pools, self._requests, self.opened = pipeline.life, {}, {}, set()
-        self._give_back_surplus_locked()
         where = group.digest, slot_nbytes(nbytes)
         pool = self._pools.get(where)
         if pool is None:
@@ -167,7 +167,7 @@ class SlotSupply:
     def lease_valid(self, lent: LentBatch, deadline_s: float) -> bool:
         """Return whether the caller may write to the slots for the next QUARANTINE_S - TRUST_S seconds.
 
-        If the node's last answer is older than TRUST_S, this asks the node. No answer by the deadline counts as False.
+        If the node's last answer is older than TRUST_S, this asks the node. Returns False without an answer.
         """
         pipeline, life = self.pipeline, lent.life
         probe = messages.Lend(lent.batch.nbytes, 0, group=lent.group.digest)

@@ -143,7 +143,10 @@ class Writer:
         return PutResult(reason=NO_ANSWER if wait else "", posted=commit.chunks)
 
     def _undo(self, lents: Sequence[LentBatch], error: BaseException) -> None:
-        """Put slots back whose commit was not sent. After an interrupt, drop the connection: it may have been sent."""
+        """Put slots back after a failure before the commit was sent.
+
+        After an interrupt, drop the connection instead: nobody knows whether the commit was sent.
+        """
         with self.pipeline.lock:
             self.pipeline.drop_if_interrupted_locked(error)
             for lent in lents:
@@ -160,7 +163,7 @@ class Writer:
     # -- slots that the caller fills --------------------------------------------------------------------------------
 
     def lend(self, group: Namespace, batch: Batch, *, deadline_s: float) -> LentBatch:
-        """Get slots for the chunks that are not stored on this host. If there are too few, `reason` says why.
+        """Get slots for the chunks of a batch that are not stored here. If there are too few, `reason` says why.
 
         Raises:
             UsageError: The size does not fit an extent.
