@@ -1,4 +1,4 @@
-"""Parses node addresses, and opens sockets for them."""
+"""Parses node addresses, listens on them, and sets socket options."""
 
 import os
 import socket
@@ -10,7 +10,7 @@ BACKLOG: Final = 128
 
 
 def parse_address(address: str) -> tuple[socket.AddressFamily, str | tuple[str, int]]:
-    """Return the family and the address for socket calls. Raises ConfigError unless "host:port" or "unix:..."."""
+    """Convert "host:port" or "unix:..." to a socket family and a socket address. Raises ConfigError for other text."""
     if address.startswith("unix:"):
         name = address.removeprefix("unix:")
         return socket.AF_UNIX, "\0" + name[1:] if name.startswith("@") else name
@@ -27,7 +27,7 @@ def listen(address: str) -> tuple[socket.socket, str]:
     try:
         if isinstance(where, str):
             if not where.startswith("\0") and os.path.exists(where):
-                os.unlink(where)  # left by a killed node: names are unique, so no live node uses it
+                os.unlink(where)  # from a killed node; names are unique, so no live node uses this file
             old = os.umask(0o177)
             try:
                 listener.bind(where)
@@ -45,7 +45,7 @@ def listen(address: str) -> tuple[socket.socket, str]:
 
 
 def tune(connection: socket.socket) -> None:
-    """Disable Nagle's algorithm, and set TCP keepalive: a dead host is detected within a minute, and its leases end."""
+    """Disable Nagle's algorithm. Enable TCP keepalive, so that the leases of a dead host end within a minute."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3)):

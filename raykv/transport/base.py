@@ -1,7 +1,8 @@
-"""The types that both ends of a connection use: `raykv.transport.link.Link` and `Service`.
+"""Types that both ends of a connection use. `raykv.transport.link.Link` is the client end, `Service` the server end.
 
 A client sends a request, and the server sends an answer. For a read, the server then sends chunk bytes from its arena
-to the client's buffers. For a write, the client sends chunk bytes after the answer. No intermediate buffer is used.
+to the client's buffers. For a write, the client sends chunk bytes after the answer. Large payloads are not copied to an
+intermediate buffer.
 
 Requests can be pipelined: `Link.post` sends a request without waiting, and `Link.collect` receives the answers in the
 order of the requests. Each request of a link has a number, and its answer carries the same number.
@@ -16,23 +17,23 @@ from raykv.errors import PeerUnavailable
 from raykv.protocol.messages import Answer, Message
 
 MAX_POSTED: Final = 64
-"""The most requests in flight on one link. Answers that are not collected fill the sockets' buffers."""
+"""The most requests in flight on one link. More answers that wait to be collected could fill the socket buffers."""
 
 Runs: TypeAlias = Iterable[Sequence[memoryview]]
-"""Runs of views. A transport requests the next run after it has filled or sent the run before. So a generator can check
-a full run while its bytes are in the CPU cache."""
+"""Groups of buffers, called runs. A transport takes the next run from the iterator only after it has filled or sent the
+last one. So a generator can hash a run while its bytes are in the CPU cache."""
 
 
 @dataclass(slots=True)
 class ChunkRun:
-    """Chunks that one call fills in order. Compiled code hashes each chunk while its bytes are in the CPU cache.
+    """Buffers of several chunks, which one call fills in order. Compiled code can hash each chunk as it arrives.
 
     Attributes:
         chunks: The views of each chunk. Iterating over the run yields all these views.
         sizes: Lengths of the chunks in bytes.
         hashed: Whether to compute checksums.
-        full: Number of full chunks, counted from the first chunk. It is valid after errors too.
-        checksums: Checksums (u64) of all full chunks, or of none. The receiver hashes the other chunks itself.
+        full: Number of chunks that are full, counted from the first. The number is also valid after an error.
+        checksums: Checksums (u64) of all full chunks. If it is empty, the caller must hash the chunks.
     """
 
     chunks: list[list[memoryview]]
@@ -46,7 +47,7 @@ class ChunkRun:
 
 
 Targets: TypeAlias = Iterable[Sequence[memoryview] | ChunkRun]
-"""Buffers to be filled in order. A transport requests them one by one, like `Runs`."""
+"""Buffers that a transport fills in order. It takes the next element only after the last one is full."""
 
 
 @dataclass(slots=True)
@@ -54,8 +55,8 @@ class Reply:
     """An answer, and the chunk bytes to send or receive after it.
 
     Attributes:
-        answer: Sent first.
-        outgoing: Sent after the answer. This memory must not change until `finish` is called.
+        answer: The answer, which is sent first.
+        outgoing: Chunk bytes to send after the answer. This memory must not change until `finish` is called.
         incoming: Buffers for the bytes that the client sends after the answer.
         finish: The transport calls it exactly once: with True after all bytes were transferred, with False after a
             failure. If it returns an answer, the transport sends this second answer.
@@ -68,7 +69,7 @@ class Reply:
 
 
 class Session(Protocol):
-    """The server's state of one connection. Leases belong to a session."""
+    """The server's state for one connection. It owns the connection's leases: lent slots and pins."""
 
     def close(self) -> None:
         """End the session's leases. The server calls it when the connection is closed."""
@@ -76,15 +77,15 @@ class Session(Protocol):
 
 
 class Service(Protocol):
-    """The server end, independent of the transport."""
+    """The request handler of a server. It does not depend on the transport."""
 
     @property
     def epoch(self) -> int:
-        """Epoch of the service's view."""
+        """Epoch of the view, which is the list of the cluster's members. A greater epoch is newer."""
         ...
 
     def session(self, *, local: bool) -> Session:
-        """Accept a connection. `local`: the kernel has confirmed that the peer is the same user on this host."""
+        """Make the session of a new connection. `local` means that the peer is a process of our user on this host."""
         ...
 
     def answer(self, request: Message, session: Session) -> Reply:

@@ -1,4 +1,8 @@
-"""Reads of many chunks over a link: the progress of one `get`, the part for one holder, and its requests."""
+"""Reads many chunks over a link.
+
+`ReadProgress` is the progress of one `get`. `ReadRun` is the part of a `get` that one node (the holder of the chunks)
+serves. `BulkRead` sends the requests for it and receives the chunks.
+"""
 
 import struct
 from collections import deque
@@ -18,17 +22,17 @@ from raykv.types import GetResult, KeyArray, NodeId, Path
 
 PART_NBYTES: Final = 8 << 20
 PART_KEYS: Final = 256
-"""Limits of one request. The holder pins the chunks of a request until it has sent them."""
+"""Limits of one request in bytes and keys. They are small because the holder pins the chunks until it has sent them."""
 PARTS_AHEAD: Final = 2
-"""The most requests in flight on one link: the holder looks up one part while the network carries another."""
+"""The most requests in flight on one link. The holder looks up one part while the network carries the other."""
 SCRAP_NBYTES: Final = 1 << 20
 
 
 class ReadProgress:
-    """The progress of one `get`. A place is the index of a chunk in the `get`. Not thread-safe.
+    """The progress of one `get`. A `place` is the index of a chunk in the `get`. Not thread-safe.
 
     Attributes:
-        keys: Shape [n, 2].
+        keys: Keys of the chunks, shape [n, 2].
         targets: The buffers of each chunk.
         sizes: Length of each chunk in bytes.
         group: Digest of the quota group; each request carries it.
@@ -45,7 +49,7 @@ class ReadProgress:
         self._chunks: dict[tuple[NodeId, Path], int] = {}
 
     def missing(self) -> list[int]:
-        """Return the places of the chunks that have not arrived."""
+        """Return the indices of the chunks that have not arrived."""
         return [place for place, hit in enumerate(self.hits) if not hit]
 
     def raw_key(self, place: int) -> bytes:
@@ -65,7 +69,7 @@ class ReadProgress:
         return [self.targets[place] for place in places]
 
     def cut(self, places: Sequence[int], *, nbytes: int, keys: int) -> list[list[int]]:
-        """Split places into parts of at most `keys` chunks and `nbytes` bytes. A larger chunk is a part of its own."""
+        """Split chunk indices into parts of at most `keys` chunks and `nbytes` bytes. A larger chunk is a part of its own."""
         parts: list[list[int]] = []
         room = 0
         for place in places:
@@ -91,20 +95,20 @@ class ReadProgress:
 
 @dataclass(slots=True)
 class ReadRun:
-    """The chunks of one `get` that are requested from one holder, and the outcome. The outcome is valid after errors.
+    """The chunks of one `get` that one holder is asked for, and the outcome. The outcome is also valid after an error.
 
     Attributes:
         progress: The progress of the `get`.
         holder: The node that is asked.
-        places: The chunks to read, in rising order.
-        locate: The holder is asked as the owner of the keys. It sends the chunks that it has, and names holders of the
-            other chunks. Chunks that are neither in `arrived` nor in `named` need a lookup (Locate).
-        arrived: Places of the chunks whose buffers are filled.
-        gone: Places of the chunks that the holder was expected to have, but does not have.
-        corrupt: Places of the chunks whose bytes did not match the checksum. The holder was asked to check them.
-        other_size: Places of the chunks whose length at the holder differs from the buffer's.
-        named: Other holders by place, as the owner knows them; an empty tuple if it knows none.
-        path: How the chunks arrived.
+        places: Indices in the `get` of the chunks to read, in rising order.
+        locate: Whether the node is asked as the owner of the keys. It then sends the chunks that it has, and names
+            holders of the other chunks. Chunks that are neither in `arrived` nor in `named` need a lookup (Locate).
+        arrived: Indices of the chunks whose buffers are filled.
+        gone: Indices of the chunks that the holder was expected to have, but does not have.
+        corrupt: Indices of the chunks whose bytes did not match the checksum. The holder is asked to check them.
+        other_size: Indices of the chunks whose length at the holder differs from the buffer's.
+        named: Other holders of a chunk, by its index, as the owner knows them. An empty tuple: the owner knows none.
+        path: The data path of the current attempt.
     """
 
     progress: ReadProgress
@@ -120,29 +124,30 @@ class ReadRun:
 
     @property
     def missing(self) -> list[int]:
-        """Places of the chunks that have not arrived."""
+        """Indices of the chunks that have not arrived."""
         arrived = set(self.arrived)
         return [place for place in self.places if place not in arrived]
 
     def begin(self, path: Path) -> None:
-        """Start an attempt: retain `arrived` and `named`, and clear the rest of the outcome."""
+        """Start an attempt to read over `path`. Keep `arrived` and `named`, and clear the rest of the outcome."""
         self.path, self.gone, self.corrupt, self.other_size = path, [], [], []
 
 
 class BulkRead:
     """Reads a run over one link, in parts. Requests for several parts are in flight at once.
 
-    When an owner names other holders, no further parts are requested. The caller looks up the rest in one call.
+    When the owner of the keys names other holders, the read ends after the parts in flight. The caller then looks up
+    the remaining chunks in one call.
     """
 
     def __init__(self, run: ReadRun, *, verify: bool) -> None:
-        """`verify`: compare checksums."""
+        """Prepare to read the chunks of `run`. `verify`: whether to compare checksums."""
         self._run, self._verify, self._named_any = run, verify, False
         self._filling: ChunkRun | None = None
-        self._expected: tuple[list[int], bytes] = [], b""  # places of the chunks being filled, and their checksums
+        self._expected: tuple[list[int], bytes] = [], b""  # indices of the chunks being filled, and their checksums
 
     def read(self, link: Link, *, deadline_s: float) -> None:
-        """Read the chunks that have not arrived. After an error the caller may call it again with another link.
+        """Read the chunks that have not arrived yet. After an error the caller may try again with another link.
 
         Raises:
             RayKVError: The errors of `Link.collect`. The link is closed.
@@ -166,7 +171,7 @@ class BulkRead:
             link.close()  # answers to other parts may still arrive on this link
             self._check(whole=False)
             raise
-        if run.corrupt:  # the holder drops corrupt chunks before it answers
+        if run.corrupt:  # returns after the holder has dropped corrupt chunks
             link.call(messages.Suspect(progress.raw_keys(run.corrupt)), deadline_s=deadline_s)
 
     def _place(self, part: list[int], answer: messages.Answer) -> Targets:
@@ -191,7 +196,7 @@ class BulkRead:
         yield from self._fill(places, checksums)
 
     def _add_absent(self, places: list[int], reading: messages.Reading) -> None:
-        """Record the chunks that the holder does not have. If the holder owns the keys, record the holders it names."""
+        """Record the chunks that the holder does not have. If it owns the keys, record the holders it names."""
         run = self._run
         if not run.locate:
             run.gone += places
@@ -205,7 +210,7 @@ class BulkRead:
             self._named_any |= bool(holders)
 
     def _fill(self, places: list[int], checksums: bytes) -> Targets:
-        """Yield the buffers of these chunks, and check the chunks after the buffers are full."""
+        """Yield the buffers of these chunks. Check the chunks after the transport has filled the buffers."""
         if places:
             progress = self._run.progress
             sizes = [progress.sizes[place] for place in places]
@@ -215,7 +220,7 @@ class BulkRead:
             self._check()
 
     def _check(self, *, whole: bool = True) -> None:
-        """Add the full chunks of the current ChunkRun to `arrived` or `corrupt`. `whole`: all its chunks are full."""
+        """Add the full chunks of the current ChunkRun to `arrived` or `corrupt`. `whole`: all of them are full."""
         filling, (places, expected) = self._filling, self._expected
         self._filling = None
         if filling is None:

@@ -15,7 +15,8 @@ from raykv.transport.pool import ConnectionPool
 from raykv.types import NodeId
 
 PROMOTE_NBYTES: Final = 16 << 20
-"""Size of one promotion request to a node on this host. A reader copies one part while the node promotes the next."""
+"""The most bytes that one request asks a node to promote, that is, to copy from an SSD or file to memory. A reader
+copies one part while the node promotes the next."""
 PROMOTE_SLACK_S: Final = 0.05
 """Time before the deadline that is reserved for copying promoted chunks."""
 
@@ -33,15 +34,15 @@ class DataPath(Protocol):
         ...
 
     def read(self, member: Member, run: ReadRun, *, deadline_s: float) -> None:
-        """Read the chunks of a run, and record the outcome in the run. Nothing writes to its buffers after the return.
+        """Read the chunks of a run, and record the outcome in the run. After the return nothing writes to the buffers.
 
         Raises:
-            RayKVError: The member does not answer, or refuses. The outcome in the run is valid nevertheless.
+            RayKVError: The member does not answer, or refuses. The outcome in the run is valid in this case too.
         """
         ...
 
     def retain(self, members: Collection[Member]) -> None:
-        """Release the resources for all other members, and for earlier incarnations. Reads in progress continue."""
+        """Keep resources only for these members, and not for their earlier incarnations. Reads in progress continue."""
         return
 
     def close(self) -> None:
@@ -64,7 +65,7 @@ class DataPaths:
         raise TransientError(f"no data path ({tried}) leads to {member.node_id!r}; its endpoints: {offered}")
 
     def retain(self, members: Collection[Member]) -> None:
-        """See `DataPath.retain`."""
+        """Keep resources only for these members; see `DataPath.retain`."""
         for path in self._paths:
             path.retain(members)
 
@@ -78,9 +79,9 @@ class PathEnvironment(NamedTuple):
     """Parameters of a data path, from the reader that opens it.
 
     Attributes:
-        pool: For requests to nodes. The reader closes the pool.
+        pool: Links for requests to nodes. The reader closes the pool.
         host: Identity of the reader's host.
-        verify: "remote" compares checksums except for copies on this host, "always" for all reads, "never" for none.
+        verify: "always" compares all checksums, "remote" only those of reads over links, "never" none.
         threads: Threads for large copies.
     """
 
@@ -91,7 +92,7 @@ class PathEnvironment(NamedTuple):
 
 
 class LinkPath(DataPath):
-    """Reads over the links of a pool."""
+    """Reads over the TCP links of a pool."""
 
     name = "tcp"
 
@@ -107,9 +108,9 @@ class LinkPath(DataPath):
 
 
 class ShmPath(DataPath):
-    """Copies from the shared memory of nodes on this host. It maps a node's memory at the first use.
+    """Copies from the shared memory of nodes on this host. The memory of a node is mapped at the first use.
 
-    It sends requests only to promote and to report chunks.
+    Requests are sent only to attach to a node, to promote chunks, and to report corrupt chunks.
     """
 
     name = "shm"
@@ -117,7 +118,7 @@ class ShmPath(DataPath):
     def __init__(self, environment: PathEnvironment) -> None:
         self._pool, self._host, self._threads = environment.pool, environment.host, environment.threads
         self._verify = environment.verify == "always"
-        self._readers: dict[tuple[NodeId, int], ShmReader | None] = {}  # by incarnation; None: cannot be mapped
+        self._readers: dict[tuple[NodeId, int], ShmReader | None] = {}  # None: the memory cannot be mapped
         self._tiered: set[tuple[NodeId, int]] = set()  # incarnations that have tiers below memory
 
     def can_reach(self, member: Member, *, deadline_s: float) -> bool:
@@ -129,7 +130,7 @@ class ShmPath(DataPath):
             raise LostError(f"the memory of {member.node_id!r} cannot be mapped here")
         run.begin("shm")
         absent = self._copy(reader, run, run.missing)
-        if not run.locate:  # otherwise the node is asked as the owner, and the caller looks up the holders
+        if not run.locate:  # with `locate`, the caller looks up other holders of absent chunks instead
             if absent and (member.node_id, member.incarnation) in self._tiered:
                 absent = self._promote(member, reader, run, absent, deadline_s)
             run.gone = absent
@@ -137,7 +138,7 @@ class ShmPath(DataPath):
             self._call(member, messages.Suspect(run.progress.raw_keys(sorted(run.corrupt))), deadline_s)
 
     def _copy(self, reader: ShmReader, run: ReadRun, places: list[int]) -> list[int]:
-        """Copy chunks into their buffers. Returns the places of the chunks that are not in memory."""
+        """Copy chunks into their buffers. Returns the indices of the chunks that are not in memory."""
         progress, now_s = run.progress, time.monotonic()
         keys, targets = progress.keys[places], progress.targets_at(places)
         hits, _ = reader.read(keys, targets, verify=self._verify, now_s=now_s, threads=self._threads)
@@ -153,7 +154,7 @@ class ShmPath(DataPath):
                 absent.append(place)
             elif length != progress.sizes[place]:
                 run.other_size.append(place)
-            elif self._verify:  # corrupt, or replaced during the copy: the node checks the chunk
+            elif self._verify:  # corrupt, or replaced during the copy; the node finds out which
                 run.corrupt.append(place)
         return absent
 
@@ -163,7 +164,7 @@ class ShmPath(DataPath):
         """Ask a node to promote chunks, and copy each part while the node promotes the next part.
 
         Returns:
-            Places of the chunks that were not promoted.
+            Indices of the chunks that were not promoted.
         """
         progress = run.progress
         parts = progress.cut(places, nbytes=PROMOTE_NBYTES, keys=messages.MAX_KEYS)
@@ -183,12 +184,12 @@ class ShmPath(DataPath):
         return absent
 
     def _call(self, member: Member, request: messages.Message, deadline_s: float) -> messages.Answer:
-        """Send a request to a node over a pooled link to its Unix socket, so that writers do not wait for it."""
+        """Send a request over a pooled link to a node's Unix socket. Writers use links of their own and do not wait."""
         address = member.endpoints["unix"]
         return self._pool.ask(address, lambda link: link.call(request, deadline_s=deadline_s), deadline_s=deadline_s)
 
     def _reader(self, member: Member, deadline_s: float) -> ShmReader | None:
-        """Return the mapped memory of a member, or None. The first call for each incarnation maps the memory."""
+        """Return the mapped memory of a member, or None if mapping fails. The first call per incarnation maps it."""
         life = member.node_id, member.incarnation
         if life not in self._readers:
             reader = None
@@ -206,7 +207,7 @@ class ShmPath(DataPath):
         return self._readers.get(life)
 
     def retain(self, members: Collection[Member]) -> None:
-        """Forget readers without closing them: another thread may be copying. Garbage collection unmaps the memory."""
+        """Drop readers without closing them, since another thread may be copying. Garbage collection unmaps them."""
         lives = {(member.node_id, member.incarnation) for member in members}
         self._readers = {life: reader for life, reader in list(self._readers.items()) if life in lives}
         self._tiered &= lives
@@ -224,7 +225,7 @@ _openers: Final[dict[str, Callable[[PathEnvironment], DataPath]]] = {}
 def register_data_path(name: str, opener: Callable[[PathEnvironment], DataPath]) -> None:
     """Make a data path available to readers that are opened later.
 
-    A new name has preference over all earlier names. A name that is registered already is replaced at its position.
+    A new name is preferred to all earlier names. If the name is registered already, its opener is replaced.
     """
     _openers[name] = opener
 

@@ -13,7 +13,7 @@ class Forkable(Protocol):
     """An object with state that a forked child must not share with its parent."""
 
     def after_fork(self) -> None:
-        """Called in the child. Must send nothing, and make new locks: threads of the parent may hold the old locks."""
+        """Clean up in the child. Send nothing. Make new locks, since threads of the parent may hold the old ones."""
         ...
 
 
@@ -21,7 +21,7 @@ _registered: WeakSet[Forkable] = WeakSet()
 
 
 def drop_after_fork(each: Forkable) -> None:
-    """Register an object: `each.after_fork()` is called in every forked child. The registry holds a weak reference."""
+    """Call `each.after_fork()` in every child that is forked later. The registry holds only a weak reference."""
     _registered.add(each)
 
 

@@ -47,11 +47,11 @@ def greet_client(stream: Stream, secret: bytes, admit: Callable[[], None], deadl
 
     Raises:
         PeerUnavailable: The client does not answer, or `admit` refused it.
-        ProtocolError: The client has another protocol, version or secret.
+        ProtocolError: The client speaks another protocol or version, or has another secret.
     """
     nonce = secrets.token_bytes(32)
     hello = stream.exactly(GREETING.size, deadline_s)
-    stream.send(greeting(nonce), deadline_s)  # before any check: a client of another version learns our version
+    stream.send(greeting(nonce), deadline_s)  # before any check, so that a client of another version learns ours
     theirs = read_greeting(hello)
     stream.send(proof(secret, "answering", theirs, nonce), deadline_s)
     if not hmac.compare_digest(stream.exactly(PROOF_NBYTES, deadline_s), proof(secret, "asking", theirs, nonce)):
@@ -61,7 +61,7 @@ def greet_client(stream: Stream, secret: bytes, admit: Callable[[], None], deadl
 
 
 def greeting(nonce: bytes) -> bytes:
-    """Return the first bytes that either end sends."""
+    """Return the first bytes that each end sends."""
     return GREETING.pack(GREETING_MAGIC, VERSION, nonce)
 
 

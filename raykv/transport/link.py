@@ -15,7 +15,7 @@ from raykv.transport.handshake import greet_server, require_same_user
 from raykv.transport.stream import Stream
 
 TICK_S: Final = 0.01
-"""A call over a link may end up to this much later than its deadline."""
+"""A call over a link may end up to this many seconds after its deadline."""
 MAX_REQUEST_ID: Final = 0xFFFFFFFF
 
 
@@ -25,7 +25,7 @@ class Link:
     Deadlines are times of the monotonic clock.
 
     Attributes:
-        epoch: The greatest epoch in an answer so far.
+        epoch: The greatest epoch of a view (list of members) in an answer so far.
         closed: Whether the link is closed. A closed link cannot be used again.
     """
 
@@ -52,7 +52,7 @@ class Link:
         family, where = parse_address(address)
         try:
             connection = socket.socket(family, socket.SOCK_STREAM)
-        except OSError as error:  # out of descriptors
+        except OSError as error:  # no file descriptor is free
             raise PeerUnavailable(f"{address}: cannot make a socket: {error.strerror or error}") from error
         try:
             connection.settimeout(remaining(deadline_s))
@@ -64,7 +64,7 @@ class Link:
                 tune(connection)
             stream = Stream(connection, tick_s=TICK_S)
             greet_server(stream, secret, deadline_s)
-        except (OSError, OverflowError, UnicodeError, RayKVError) as error:  # (port or name may be impossible)
+        except (OSError, OverflowError, UnicodeError, RayKVError) as error:  # also invalid ports and names
             connection.close()
             if isinstance(error, RayKVError):
                 raise
@@ -72,7 +72,7 @@ class Link:
         return cls(stream)
 
     def call(self, request: Message, place: Callable[[Answer], Targets] | None = None, *, deadline_s: float) -> Answer:
-        """Post a request and collect its answer. The caller must have collected all other posted requests."""
+        """Post a request and collect its answer. The caller must have collected all earlier answers."""
         assert not self._posted
         self.post(request, deadline_s=deadline_s)
         return self.collect(place, deadline_s=deadline_s)
@@ -80,7 +80,7 @@ class Link:
     def push(self, request: Message, pick: Callable[[Answer], Runs], *, deadline_s: float) -> Answer:
         """Post a Write, send its payload, and return the second answer. `pick` maps the first answer to the payload.
 
-        Raises the errors of `collect`. The caller must have collected all other posted requests.
+        Raises the errors of `collect`. The caller must have collected all earlier answers.
         """
         request_id = self._next_id
         first = self.call(request, deadline_s=deadline_s)
@@ -112,19 +112,19 @@ class Link:
         except BaseException:
             self.close()
             raise
-        self._next_id = request_id % MAX_REQUEST_ID + 1  # 0 stands for no request
+        self._next_id = request_id % MAX_REQUEST_ID + 1  # 0 means "no request"
         self._posted.append(request_id)
 
     def collect(self, place: Callable[[Answer], Targets] | None = None, *, deadline_s: float) -> Answer:
         """Wait for the answer to the oldest posted request that is not collected yet.
 
         Args:
-            place: For a read: takes the answer, and returns buffers for exactly the payload. After an error a buffer
-                may be partly filled; the link does not write to it any more.
+            place: A function for reads. It takes the answer, and returns buffers for exactly the payload. After an
+                error a buffer may be partly filled. Nothing writes to the buffers after the return.
 
         Raises:
             PeerUnavailable: No answer arrived by the deadline, or the connection broke. The link is closed.
-            ProtocolError: The peer did not send this answer. The link is closed.
+            ProtocolError: The peer sent something else. The link is closed.
             RayKVError: The node refused the request. The link can still be used.
         """
         self._require_open()

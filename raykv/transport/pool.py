@@ -13,20 +13,20 @@ from raykv.transport.link import Link
 T = TypeVar("T")
 
 FAIR_S: Final = 0.05
-"""A call that starts with less time than this before its deadline does not trip the breaker."""
+"""A call that misses its deadline trips the breaker only if the call had at least this many seconds."""
 
 
 class ConnectionPool:
-    """Links by address. Thread-safe: concurrent callers get separate links. A forked child starts without links.
+    """Reusable links to nodes. Thread-safe: concurrent callers get separate links. A forked child starts without links.
 
     Attributes:
         secret: The cluster's secret, for new links.
-        epoch: The greatest epoch in an answer so far.
+        epoch: The greatest epoch of a view (list of members) in an answer so far.
         failures: Number of requests without an answer. Requests that a tripped breaker held back count too.
     """
 
     def __init__(self, secret: bytes, *, breaker_s: float, max_idle: int) -> None:
-        """`breaker_s`: pause for an address after a failure. `max_idle`: the most idle links to one address."""
+        """`breaker_s`: length of the pause after a failure. `max_idle`: the most idle links to one address."""
         self._breaker_s, self._max_idle = breaker_s, max_idle
         self.secret, self.epoch, self.failures = secret, 0, 0
         self._idle: dict[str, list[Link]] = {}
@@ -35,7 +35,7 @@ class ConnectionPool:
         drop_after_fork(self)
 
     def available(self, address: str) -> bool:
-        """Return whether requests may be sent to an address: its breaker has not tripped."""
+        """Return False while the breaker pauses requests to this address."""
         return time.monotonic() >= self._tripped_until_s.get(address, 0.0)
 
     def ask(self, address: str, request: Callable[[Link], T], *, deadline_s: float) -> T:
@@ -64,7 +64,7 @@ class ConnectionPool:
                 if short and late:
                     raise
                 self.close_idle(address)
-                if late:  # the node hangs; a dead connection would have failed at once
+                if late:  # the node hangs: a dead connection fails at once
                     self._trip(address)
                     raise
         try:
@@ -105,7 +105,7 @@ class ConnectionPool:
             link.close()
 
     def retain(self, addresses: Container[str]) -> None:
-        """Close the idle links to addresses that are not in `addresses`. These nodes have left the cluster."""
+        """Close the idle links to all addresses that are not in `addresses`: their nodes have left the cluster."""
         for address in {*self._idle, *self._tripped_until_s}:
             if address not in addresses:
                 self.close_idle(address)

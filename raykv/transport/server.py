@@ -30,11 +30,11 @@ MAX_HANDSHAKES: Final = 64
 """The most concurrent handshakes. A new connection beyond this limit closes the oldest handshake."""
 MAX_LOG_LINES: Final = 5
 LOG_EVERY_S: Final = 60.0
-"""See `LogLimit`: a peer may repeat what fails."""
+"""Limits of `LogLimit`. A peer that repeats a failing request must not fill the log."""
 
 
 class LogLimit:
-    """Logs at most MAX_LOG_LINES lines in LOG_EVERY_S. The next line gives the number left out. Thread-safe."""
+    """Logs at most MAX_LOG_LINES lines in LOG_EVERY_S. A later line reports how many were left out. Thread-safe."""
 
     def __init__(self, log: logging.Logger) -> None:
         self._log, self._lock = log, threading.Lock()
@@ -83,7 +83,7 @@ class SocketServer:
         self._listener, self.address = listen(address)
         self._local = self._listener.family == socket.AF_UNIX
         self._secret = b"" if self._local else secret
-        self._shaking: dict[socket.socket, threading.Thread] = {}  # oldest first
+        self._shaking: dict[socket.socket, threading.Thread] = {}  # in the handshake, oldest first
         self._connections: dict[socket.socket, threading.Thread] = {}
         self._lock = threading.Lock()
         self._closed = threading.Event()
@@ -123,7 +123,7 @@ class SocketServer:
             except OSError:
                 if self._closed.is_set():
                     return
-                time.sleep(0.05)  # probably out of descriptors, until connections end
+                time.sleep(0.05)  # probably no descriptor is free until a connection ends
                 continue
             if not self._start_thread(connection):
                 self.refused += 1
@@ -145,7 +145,7 @@ class SocketServer:
         return True
 
     def _admit(self, connection: socket.socket) -> None:
-        """Count a connection as a member's. Raises PeerUnavailable if there are too many connections."""
+        """Move a connection from the handshakes to the members. Raises PeerUnavailable above the limit of members."""
         with self._lock:
             if self._closed.is_set() or len(self._connections) >= self._max_connections:
                 raise PeerUnavailable(f"{self._max_connections} connections already")

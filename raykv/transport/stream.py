@@ -1,11 +1,10 @@
 """Messages and runs of bytes on one connected socket, with deadlines.
 
-The socket is blocking, and the kernel ends each wait after a tick (SO_RCVTIMEO and SO_SNDTIMEO, set once). The clock is
-read only after a system call that transferred too few bytes. Python's own time-outs would need a `poll` before each
-system call.
+The socket is blocking. The kernel ends each wait after a tick (SO_RCVTIMEO and SO_SNDTIMEO, set once), so that the
+methods can check the deadline. Python's own time-outs would need a `poll` before each system call.
 
-One system call reads a message and up to READ_AHEAD_NBYTES of the bytes after it. These bytes are copied to their
-target later. All other bytes are received directly into their target.
+A short message is received into a buffer of READ_AHEAD_NBYTES. The same system call may also receive the first bytes of the
+payload, which are copied to their target later. All other bytes are received directly into their target.
 """
 
 import math
@@ -26,7 +25,7 @@ from raykv.transport.base import ChunkRun, Runs
 
 READ_AHEAD_NBYTES: Final = 4096
 STEP_NBYTES: Final = 1 << 20
-"""The most bytes of one `sendmsg`. A peer that does not accept them within a stall time-out is disconnected."""
+"""The most bytes of one `sendmsg` of a server. A peer that does not accept them within a time limit is disconnected."""
 STEP_PIECES: Final = 1024
 """The most views of one `sendmsg` or `recvmsg_into`: Linux's IOV_MAX."""
 
@@ -71,7 +70,7 @@ class Stream:
             self._send_some(step, time.monotonic() + stall_s)
 
     def send_runs(self, runs: Runs, deadline_s: float) -> None:
-        """Send runs of bytes. The next run is requested after the run before is sent."""
+        """Send runs of buffers. The next run is taken from the iterator only after the last one is sent."""
         for run in runs:
             for first in range(0, len(run), STEP_PIECES):
                 self._send_some(list(run[first : first + STEP_PIECES]), deadline_s)
@@ -122,9 +121,9 @@ class Stream:
         return decode(self.exactly(header.length, deadline_s))
 
     def wait_ready(self, timeout_s: float) -> bool:
-        """Wait until a message has arrived, or the first READ_AHEAD_NBYTES of a long message. False after a time-out.
+        """Wait until a message has arrived, or the first READ_AHEAD_NBYTES of a long message.
 
-        Returns True for a broken connection: the next `message` raises the error.
+        Returns False after a time-out. Returns True for a broken connection: the next `message` raises the error.
         """
         until_s = time.monotonic() + timeout_s
         try:
@@ -226,7 +225,7 @@ class Stream:
 
 
 def _steps(message: memoryview, pieces: Sequence[memoryview]) -> Iterator[list[memoryview]]:
-    """Split the message and the pieces into lists. One `sendmsg` can send each list."""
+    """Split a message and its payload into lists. Each list is small enough for one `sendmsg`."""
     step, room = [message], STEP_NBYTES
     for piece in pieces:
         rest = piece
