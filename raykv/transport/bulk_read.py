@@ -69,7 +69,7 @@ class ReadProgress:
         return [self.targets[place] for place in places]
 
     def cut(self, places: Sequence[int], *, nbytes: int, keys: int) -> list[list[int]]:
-        """Split chunk indices into parts of at most `keys` chunks and `nbytes` bytes. A larger chunk is a part of its own."""
+        """Split indices into parts of at most `keys` chunks and `nbytes` bytes. A larger chunk is its own part."""
         parts: list[list[int]] = []
         room = 0
         for place in places:

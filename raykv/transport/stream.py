@@ -3,8 +3,8 @@
 The socket is blocking. The kernel ends each wait after a tick (SO_RCVTIMEO and SO_SNDTIMEO, set once), so that the
 methods can check the deadline. Python's own time-outs would need a `poll` before each system call.
 
-A short message is received into a buffer of READ_AHEAD_NBYTES. The same system call may also receive the first bytes of the
-payload, which are copied to their target later. All other bytes are received directly into their target.
+A short message is received into a buffer of READ_AHEAD_NBYTES. The same system call may also receive the first bytes of
+the payload, which are copied to their target later. All other bytes are received directly into their target.
 """
 
 import math
