@@ -1,8 +1,9 @@
 """Keys of 128 bits, hashed from tokens or names.
 
-A key depends on its namespace. In a chain, a key also depends on every token before its chunk. Keys are keyed BLAKE2b
-hashes, not xxhash: tokens come from users, and a user who finds a collision could read the KV of another user's prompt.
-Chunk checksums and ring slots use xxhash, since an attacker gains nothing from a collision there.
+A key depends on its namespace. The chunks of a prompt form a chain: a key also depends on every token before its chunk.
+Keys are keyed BLAKE2b hashes, not xxhash: tokens come from users, and a user who finds a collision could read the KV of
+another user's prompt. Chunk checksums and the ring of owners use xxhash, since an attacker gains nothing from a
+collision there.
 """
 
 import hashlib
@@ -42,7 +43,7 @@ def unique(keys: KeyArray) -> KeyArray:
 
 
 def named(digest: bytes, names: Iterable[bytes | str]) -> KeyArray:
-    """Return the keys of independent objects. `digest` is the namespace's digest; text is encoded as UTF-8."""
+    """Return the keys of objects with names instead of tokens. `digest`: of the namespace. Text is encoded as UTF-8."""
     raw = (name.encode() if isinstance(name, str) else name for name in names)
     make = partial(hashlib.blake2b, digest_size=KEY_NBYTES, key=digest, person=b"raykv-name")
     return from_bytes(b"".join([make(name).digest() for name in raw]))

@@ -4,8 +4,9 @@ A message is a fixed header and a typed struct in MessagePack. No other format i
 
     header:  magic "RK" | version u8 | 0 u8 | epoch u32 | request u32 | length u32    then `length` bytes of MessagePack
 
-`epoch` is the epoch of the sender's view. With it a receiver detects that its own view is old. `request` numbers the
-requests of one connection. An answer carries the number of its request, so that answers cannot be mixed up.
+A view is a list of the cluster's members, and `epoch` is the version of the sender's view. With it a receiver detects
+that its own view is old. `request` numbers the requests of one connection. An answer carries the number of its request,
+so that answers cannot be mixed up.
 """
 
 import struct
@@ -92,14 +93,14 @@ def decode(body: bytes | bytearray | memoryview) -> Request | Answer:
 
 
 def array(raw: bytes, kind: str, count: int) -> npt.NDArray[Any]:
-    """Decode an array of an answer. Raises ProtocolError if the array does not have `count` entries."""
+    """Decode an array from an answer. Raises ProtocolError if the array does not have `count` entries."""
     if len(raw) != count * np.dtype(kind).itemsize:
         raise ProtocolError(f"{len(raw)} bytes where {count} entries of {kind} were due")
     return np.frombuffer(raw, kind)
 
 
 def keys_in(raw: bytes) -> KeyArray:
-    """Decode keys of a request. Raises UsageError if the last key is incomplete, or there are more than MAX_KEYS."""
+    """Decode keys from a request. Raises UsageError if the last key is incomplete, or there are more than MAX_KEYS."""
     if len(raw) > MAX_KEYS * KEY_NBYTES:
         raise UsageError(f"{len(raw) // KEY_NBYTES:,} keys in one request; at most {MAX_KEYS:,}: ask in parts")
     return chunk_keys.from_bytes(raw)
@@ -113,7 +114,7 @@ def parent_in(raw: bytes) -> KeyArray | None:
 
 
 def numbers_in(raw: bytes, kind: str) -> npt.NDArray[Any]:
-    """Decode an array of a request. Raises UsageError if the last element is incomplete."""
+    """Decode an array from a request. Raises UsageError if the last element is incomplete."""
     if len(raw) % np.dtype(kind).itemsize:
         raise UsageError(f"{len(raw)} bytes are not a whole number of {kind}")
     return np.frombuffer(raw, kind)
@@ -145,7 +146,7 @@ def fields(text: bytes) -> dict[str, Any]:
 
 
 def expect(kind: type[T], answer: Answer) -> T:
-    """Return `answer` if it is of this kind. Raises PeerUnavailable for Unavailable, and ProtocolError otherwise."""
+    """Return `answer` if it is a `kind`. Raises PeerUnavailable for an `Unavailable`, ProtocolError otherwise."""
     if isinstance(answer, Unavailable):
         raise PeerUnavailable(answer.problem)
     if not isinstance(answer, kind):
@@ -160,7 +161,7 @@ def failure(error: RayKVError) -> Failure:
 
 
 def raise_failure(answer: Failure) -> None:
-    """Raise the error that a Failure carries. A class that is not known here becomes ProtocolError."""
+    """Raise the error that a Failure carries. An unknown error class becomes ProtocolError."""
     raise _FAILURES.get(answer.kind, ProtocolError)(answer.text)
 
 

@@ -10,7 +10,7 @@ MOST_OUTPUT_TOKENS: Final = (1 << 31) - 1
 
 
 def require_hints(ttl_s: float | None, priority: int | None, output_tokens: int | None = None) -> None:
-    """Raise UsageError if a hint is out of range. None stands for a hint that was not given."""
+    """Raise UsageError if a hint is out of range. None means that the hint was not given."""
     if ttl_s is not None and not 0 <= ttl_s <= MAX_TTL_S:
         raise UsageError(f"field 'ttl_s': {ttl_s} is not in 0 .. {MAX_TTL_S:.0f} s; leave it out for no expiry")
     if priority is not None and not -HIGHEST_PRIORITY <= priority <= HIGHEST_PRIORITY:

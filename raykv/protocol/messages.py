@@ -3,7 +3,7 @@
 Arrays are raw little-endian bytes. The docstrings give their element types (i32, u64, ...). Keys are 16 bytes each, as
 `chunk_keys.to_bytes` encodes them. A payload of chunk bytes follows some answers.
 
-A lease is a lent slot or a pin. It belongs to one connection, and ends with that connection.
+A lease is a slot lent to a writer, or a pin that keeps a chunk in place for a reader. A lease ends with its connection.
 """
 
 import math
@@ -57,9 +57,9 @@ class OpenNamespace(Message):
 class Lend(Message):
     """Lend `count` slots of `nbytes` to this connection. Answer: Lent, with fewer slots when memory is full.
 
-    `ahead`: number of additional slots for later writes; the node evicts nothing for these. `keys`, `parent`: chunks
+    `ahead`: number of additional slots for later writes; the node evicts nothing to get them. `keys`, `parent`: chunks
     that must not be evicted to make room, because the writer is about to extend them. `until_s`: time of this host's
-    monotonic clock at which the writer gives up. After it the node lends only the slots ahead.
+    monotonic clock at which the writer gives up. After that time the node lends only the additional slots.
     """
 
     nbytes: int
@@ -71,7 +71,7 @@ class Lend(Message):
 
 
 class Run(msgspec.Struct, array_like=True):
-    """Chunks of one size to be committed together: see `raykv.types.Batch`.
+    """Chunks of one size to be committed together. `raykv.types.Batch` describes the other fields.
 
     `rows` i32, `checksums` u64: one entry for each lent slot. `positions` i32: index in `keys` of each slot's chunk;
     empty when the slots hold all keys in order. `ahead`: number of slots of this size to lend for later writes.
@@ -92,7 +92,7 @@ class Run(msgspec.Struct, array_like=True):
 
 
 class Commit(Message):
-    """Make chunks in lent slots visible to readers. Answer: Committed. An invalid run does not stop the other runs."""
+    """Make chunks in lent slots visible to readers. Answer: Committed. Valid runs are committed even if others fail."""
 
     runs: tuple[Run, ...]
 
@@ -106,7 +106,8 @@ class GiveBack(Message):
 class Write(Message):
     """Store chunks of equal size from another host.
 
-    Answer: Accepted. Then the writer sends the accepted chunks and their checksums (u64), and the node answers Count.
+    Answer: Accepted. Then the writer sends the accepted chunks and their checksums (u64). Second answer: Count of the
+    chunks that the node stored.
     """
 
     keys: bytes
@@ -121,7 +122,7 @@ class Write(Message):
 class Read(Message):
     """Ask for the bytes of chunks. Answer: Reading, and the payload.
 
-    `locate`: the node owns the keys, and also names the holders of the chunks that this node does not have.
+    `locate`: the node is asked as the owner of the keys. It also names the holders of the chunks that it does not have.
     """
 
     keys: bytes
@@ -129,7 +130,7 @@ class Read(Message):
 
 
 class Pin(Message):
-    """Hold chunks in memory until Unpin. Answer: Held."""
+    """Hold chunks in memory until Unpin or the end of the connection. Answer: Held."""
 
     keys: bytes
 
@@ -166,7 +167,7 @@ class Suspect(Message):
 
 
 class Hint(Message):
-    """A client's hints about chunks: see `Store.hint`. Answer: Count of the chunks that this node holds in memory."""
+    """Change hints, such as expiry and priority; see `Store.hint`. Answer: Count of these chunks in memory."""
 
     keys: bytes
     ttl_s: float | None = None
@@ -205,9 +206,9 @@ class Why(Message):
 class Configure(Message):
     """Change a namespace's config, or drop the namespace. Answer: Configured, or Unavailable.
 
-    `namespace` and `fields` (of the config) are JSON; `fields` None drops the namespace. The node forwards the request
-    to the directory, with its own list of namespaces as `registry`: the directory merges the list first, since it may
-    have just restarted.
+    `namespace` and `fields` (of the config) are JSON. If `fields` is None, the namespace is dropped. The node sets
+    `registry` to its own list of namespaces and forwards the request to the directory. The directory merges that list
+    into its own first, since it may have restarted and lost its list.
     """
 
     namespace: bytes
@@ -222,7 +223,7 @@ class Adopt(Message):
 
 
 class Report(Message):
-    """A client's counts for `group` since its last report: see `ClientMetrics`. Answer: Done."""
+    """Report a client's counts for `group` since its last report: see `ClientMetrics`. Answer: Done."""
 
     misses: dict[Annotated[str, msgspec.Meta(max_length=32)], ReportedCount]
     gets: tuple[ReportedCount, ...] = ()
@@ -230,13 +231,13 @@ class Report(Message):
 
 
 class RecordTrace(Message):
-    """Add a client's requests to the trace being recorded. Answer: Done."""
+    """Add a client's requests to the trace that the node records. Answer: Done."""
 
     requests: list[TracedRequest]
 
 
 class FetchTrace(Message):
-    """Fetch the recorded requests. `on`: continue to record. Only for the same host and user. Answer: Trace."""
+    """Fetch the recorded requests; only for the same host and user. `on`: whether to record further. Answer: Trace."""
 
     on: bool
 
@@ -244,8 +245,8 @@ class FetchTrace(Message):
 class Heartbeat(Message):
     """A node tells the directory that it is alive. Answer: HeartbeatAnswer, or Unavailable.
 
-    `member`: the node. `epoch`: epoch of its view. `version`: version of its list of namespaces. `view`, `registry`:
-    the view and the encoded list, if the directory asked for them.
+    `member`: the node. `epoch`: epoch of the node's view. `version`: version of the node's list of namespaces. `view`,
+    `registry`: the view and the encoded list, if the directory asked for them.
     """
 
     member: Member
@@ -256,7 +257,7 @@ class Heartbeat(Message):
 
 
 class Leave(Message):
-    """Call `MembershipPort.leave` at the membership proxy. Answer: Done, or Unavailable."""
+    """Ask the membership proxy to remove a node that stops for good. Answer: Done, or Unavailable."""
 
     node_id: NodeId
 
@@ -275,9 +276,10 @@ class Count(Message):
 
 
 class Attached(Message):
-    """Name and memory of a node. `secret` is sent only to processes of the same user on the same host.
+    """Name of a node, and paths of its shared-memory files (`table` and `arena`).
 
-    `tiers`: whether the node has tiers below memory, from which chunks can be promoted.
+    `secret`: the cluster's secret, only for processes of the same user on the same host. `tiers`: whether the node has
+    tiers below memory (SSD or file), from which chunks can be promoted.
     """
 
     node_id: NodeId
@@ -300,7 +302,7 @@ class ViewIs(Message):
 
 
 class Lent(Message):
-    """Lent slots: `rows` i32, `offsets` u64. The slots lent ahead come last."""
+    """Lent slots: `rows` i32, `offsets` u64 in the arena. The additional slots for later writes come last."""
 
     rows: bytes = b""
     offsets: bytes = b""
@@ -309,8 +311,9 @@ class Lent(Message):
 class CommittedRun(msgspec.Struct, array_like=True):
     """The outcome of one Run.
 
-    `unused` i32: indices in the run's `rows` of slots whose keys were stored already; these slots stay lent. `rows`
-    i32, `offsets` u64: slots lent ahead. `problem`: why the run was refused; then all its slots stay lent.
+    `unused` i32: indices in the run's `rows` of the slots that stay lent, because their keys were stored already.
+    `rows` i32, `offsets` u64: slots lent for later writes. `problem`: why the run was refused; then all its slots stay
+    lent.
     """
 
     unused: bytes = b""
@@ -320,13 +323,13 @@ class CommittedRun(msgspec.Struct, array_like=True):
 
 
 class Committed(Message):
-    """One entry for each run of a Commit."""
+    """The outcomes of a Commit, one entry for each run."""
 
     runs: tuple[CommittedRun, ...]
 
 
 class Accepted(Message):
-    """`positions` i32: the keys whose chunks the writer must send. `full`: number of new keys that found no room."""
+    """`positions` i32: indices of the keys whose chunks the writer must send. `full`: new keys that found no room."""
 
     positions: bytes
     full: int = 0
@@ -344,7 +347,7 @@ class Held(Message):
 class Reading(Message):
     """One entry for each key: nbytes u32 (0: not here), checksums u64. Payload: the chunks that are here, in order.
 
-    `choices`, `places`: as in Located, for the keys that are not here. Both are empty unless `Read.locate` was set.
+    `choices`, `places`: holders of the chunks that are not here, as in Located. Empty unless `Read.locate` was set.
     """
 
     nbytes: bytes
@@ -354,8 +357,10 @@ class Reading(Message):
 
 
 class Located(Message):
-    """Holders of each key: `places` i32 is its index in `choices` (at most MAX_HOLDERS nodes each), -1 for none known.
+    """The holders of chunks.
 
+    `choices`: the different lists of holders, at most MAX_HOLDERS nodes each. `places` i32: for each key, the index of
+    its list in `choices`; -1 if no holder is known.
     `nbytes` u32: length of each chunk, 0 if unknown; empty when no length is known. `below_memory`: one bit for each
     key, set if all its holders have the chunk only in a tier below memory; empty when no bit is set.
     """
@@ -370,7 +375,7 @@ class Histories(Message):
     """Where chunks are on this node, and their last departures from it, one entry for each key.
 
     Presence: `places` u8 (`reasons.Place`), `nbytes` u32. Last departure: `reasons` u8 (`reasons.Reason`), `tiers` u8,
-    `ages_s` f32, `policy` u8 (index in `policies`). `announced` u8: whether this node's location index has a holder.
+    `ages_s` f32, `policy` u8 (index in `policies`). `announced` u8: whether this node, as the owner, knows a holder.
     `remembers_s`: departures that are older than this may be forgotten; None when all departures are recorded.
     """
 
@@ -398,9 +403,9 @@ class Trace(Message):
 
 
 class HeartbeatAnswer(Message):
-    """The directory's view and its list of namespaces; None if the node's are not older.
+    """The directory's view and its list of namespaces. Each is None unless it is newer than the node's copy.
 
-    `want_view`, `want_registry`: the node has a newer view, or a list that the directory lacks. The node must send them
+    `want_view`, `want_registry`: the node has a newer view, or a list that the directory lacks. The node must send it
     with another heartbeat at once.
     """
 

@@ -1,7 +1,7 @@
-"""Maps keys to their owners: weighted rendezvous hashing over a fixed number of slots.
+"""Maps keys to their owners, the nodes that know where chunks are.
 
-Every node and client computes the same ring from the same members. Only the list of members is sent. When a node joins
-or leaves, only the slots of this node change owner.
+A key falls into one of SLOTS ring slots. Weighted rendezvous hashing gives each slot an owner. Every node and client
+computes the same ring from the same members. When a node joins or leaves, only the slots of this node change owner.
 
 Source: Thaler and Ravishankar, "A Name-Based Mapping Scheme for Rendezvous" (1996); weights after Schindelhauer and
 Schomaker (2005).
@@ -30,7 +30,7 @@ class Member(msgspec.Struct, frozen=True):
         host: Identity of the node's host. Processes with equal hosts share memory.
         endpoints: Addresses by transport: "tcp" has "host:port", "unix" has "unix:..." for clients on the same host.
         weight: The node's share of the ring, relative to other nodes.
-        incarnation: Grows with every start of the node. A node starts with an empty location index.
+        incarnation: Start time of the node's process. It differs after a restart, which empties the location index.
     """
 
     node_id: NodeId
@@ -51,7 +51,7 @@ class Member(msgspec.Struct, frozen=True):
 
 
 class View(msgspec.Struct, frozen=True, dict=True):
-    """The members of the cluster at one epoch. A greater epoch is later."""
+    """The members of the cluster at one time. A later view has a greater epoch."""
 
     epoch: int = 0
     members: tuple[Member, ...] = ()
@@ -71,7 +71,7 @@ class View(msgspec.Struct, frozen=True, dict=True):
 
 
 class Ring:
-    """A table of the owner of each slot.
+    """The owner of each ring slot, for one list of weighted nodes.
 
     Attributes:
         nodes: Names of the nodes, sorted.
@@ -83,26 +83,26 @@ class Ring:
         self.nodes = tuple(name for name, _ in ordered)
         share = np.array([weight for _, weight in ordered], np.float64)
         seeds = np.array([xxhash.xxh3_64_intdigest(name.encode()) for name, _ in ordered], np.uint64)
-        # Uniform in (0, 1): 53 bits, never 0 or 1.
+        # Uniform numbers of 53 bits in (0, 1). They are never 0 or 1, so the logarithm is finite and not 0.
         uniform = ((_mix(np.arange(SLOTS, dtype=np.uint64)[:, None] ^ seeds) >> np.uint64(11)) + 0.5) * 2.0**-53
         scores = share / np.log(uniform)
         self.owner_of_slot = (scores.argmin(axis=1) if ordered else np.full(SLOTS, -1)).astype(np.int16)
 
     def owners(self, keys: KeyArray) -> npt.NDArray[np.int16]:
         """Return the index in `nodes` of each key's owner; -1 when there are no nodes."""
-        slots = keys[:, 0] >> np.uint64(64 - SLOT_BITS)  # the chunk table's index uses the low half
+        slots = keys[:, 0] >> np.uint64(64 - SLOT_BITS)  # not the low half: the index of the table uses it
         owners: npt.NDArray[np.int16] = self.owner_of_slot[slots]
         return owners
 
     def shares(self, keys: KeyArray) -> dict[NodeId, list[int]]:
-        """Return the positions of each owner's keys. Nodes that own no key are left out."""
+        """Return the indices of each owner's keys. Nodes that own none of the keys are left out."""
         owners = self.owners(keys)
         some = np.unique(owners[owners >= 0]).tolist()
         return {self.nodes[owner]: np.flatnonzero(owners == owner).tolist() for owner in some}
 
 
 def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """SplitMix64's finaliser: the same on every machine."""
+    """Mix bits with the finaliser of SplitMix64. The result is the same on every machine."""
     x = (x + np.uint64(0x9E3779B97F4A7C15)) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))

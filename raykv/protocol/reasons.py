@@ -1,4 +1,4 @@
-"""Reasons why a chunk left a node, and places where a chunk can be. Messages contain the numbers."""
+"""Reasons why a chunk left a node, and places where a chunk can be. Messages contain their numbers."""
 
 from enum import IntEnum
 

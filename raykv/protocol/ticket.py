@@ -29,9 +29,9 @@ class Ticket(Model):
     """The holders of the first chunks of one prompt.
 
     Attributes:
-        group: The namespace without salt and LoRA adapter. An error uses it to name the fields that differ.
+        group: The namespace without salt and LoRA adapter. An error names the fields in which it differs.
         digest: Digest of the whole namespace, as hexadecimal text.
-        runs: Holders, in the order of the chunks.
+        runs: The nodes that hold the chunks, in the order of the chunks.
     """
 
     group: Namespace

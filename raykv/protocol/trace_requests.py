@@ -1,7 +1,7 @@
 """Recorded requests of a live cluster, with the chunks of each request.
 
-Reads of shared memory send no message. So clients report requests to the node on their host while a trace is recorded.
-A flag in the chunk table turns recording on. One call of `match` is one request, with the keys of the whole prompt.
+Reads of shared memory send no message. So while a node records a trace, clients report requests to the node on their
+host. A flag in the chunk table turns recording on. One call of `match` is one request, with the keys of the prompt.
 """
 
 import json
