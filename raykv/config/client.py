@@ -17,10 +17,10 @@ class ClientConfig(Model):
         timeout_s: Time limit of `get` and `match`. Chunks that have not arrived by then count as misses.
         breaker_s: After a peer fails, the client sends it no request for this long.
         connections_per_peer: The most idle connections to one peer.
-        streams_per_peer: Connections that share a large read from one peer. None means that it depends on the cores.
+        streams_per_peer: Connections that share a large read from one peer. None lets the number of cores decide.
         copy_threads: Threads that copy a large batch on this host. None means half the number of cores, at most 4.
-        verify: Which bytes have their checksums verified: those from the network ("remote"), all ("always"), or
-            none ("never").
+        verify: "remote" verifies the checksums of bytes from the network, "always" those of all bytes, and "never"
+            verifies none.
     """
 
     address: str | None = None

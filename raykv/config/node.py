@@ -14,14 +14,14 @@ class NodeConfig(Model):
     """Settings of one storage node.
 
     Attributes:
-        cluster: Name of the cluster. It is part of all names of files and actors.
+        cluster: Name of the cluster. It is part of the names of all files and actors.
         node_id: The node's name, unique in its cluster. With the same name a restarted node finds its memory.
         bind: Address on which the node listens for peers and clients. Port 0 means any free port.
         host: Identity of the host. Nodes and clients with equal hosts share memory. None means the detected identity.
         heartbeat_s: Time between heartbeats to the directory.
         io_timeout_s: A peer that stalls for this long in the middle of a message is disconnected.
         max_connections: Connections served at once. Further connections are refused.
-        storage: The node's memory.
+        storage: The node's memory and tiers.
     """
 
     cluster: Name = "default"
@@ -53,11 +53,11 @@ class ClusterConfig(Model):
 
     Attributes:
         name: Name of the cluster.
-        storage: Memory of each node.
+        storage: Memory and tiers of each node.
         arena_share: Size of each node's arena as a share of its shm_dir. Replaces storage.arena_nbytes.
         member_timeout_s: A node that sends no heartbeat for this long is removed from the view.
-        separate_hosts: Ray nodes on one machine do not read each other's shared memory. Simulates a network, for tests
-            and demonstrations.
+        separate_hosts: If true, Ray nodes on one machine do not read each other's shared memory. This simulates a
+            network, for tests and demonstrations.
     """
 
     name: Name = "default"

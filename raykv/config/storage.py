@@ -72,8 +72,8 @@ class FileTierConfig(Model):
     Attributes:
         path: The directory. The node creates it if it is missing.
         capacity_nbytes: The most bytes of all nodes together; all nodes must have the same value. Each node fills one
-            pack at a time, so allow several times `pack_nbytes` for each node.
-        pack_nbytes: Size of the files into which a node packs chunks.
+            pack (a file of many chunks) at a time, so allow several times `pack_nbytes` for each node.
+        pack_nbytes: Size of a pack.
         seal_s: A pack is published after this time, even if it is not full. Other nodes see only published packs.
         scan_s: Time between scans for packs of other nodes.
         depth: Reads in flight.
@@ -106,8 +106,8 @@ class StorageConfig(Model):
     """Settings of one node's memory and tiers.
 
     Attributes:
-        arena_nbytes: Shared memory for chunks, in shm_dir. The node allocates it extent by extent, ahead of writes and
-            while idle. An eighth of the host's and the container's memory and of shm_dir stays free.
+        arena_nbytes: Shared memory for chunks, in shm_dir. The node allocates its pages extent by extent, ahead of
+            writes. While idle it allocates all others, as long as an eighth of the host's memory stays free.
         extent_nbytes: The arena is divided into extents, like slabs of memcached: all slots of an extent have the same
             size. The largest chunk fills one extent.
         max_chunks: Rows of the chunk table, 89 bytes each. None means one row per 64 KiB of the arena.
@@ -122,7 +122,7 @@ class StorageConfig(Model):
         numa: "auto" divides the arena equally among the host's NUMA nodes.
         ssd: The SSD tier below memory. None means that there is none.
         file: The file tier below the SSD tier, shared with other nodes. None means that there is none.
-        tiers: Options of tiers that other packages registered, by name.
+        tiers: Maps the name of each tier that another package registered to the tier's options.
     """
 
     arena_nbytes: Nbytes = 1 * GIB
@@ -167,7 +167,7 @@ class NamespaceConfig(Model):
         policy: The eviction policy for the namespace's chunks. None means the node's policy.
         ttl_s: Chunks expire this long after their store. None means never.
         tiers: Tiers that may hold the chunks. With "ssd", memory is only a buffer for writes and reads.
-        dram_quota_nbytes: The most bytes that the slots take in one node's memory. None means no limit.
+        dram_quota_nbytes: The most bytes that the chunks' slots take in one node's memory. None means no limit.
         ssd_quota_nbytes: The most bytes that the chunks take on one node's SSDs. None means no limit.
         priority: Default priority of chunks, from -100 to 100. Chunks with a higher priority are evicted later.
     """
