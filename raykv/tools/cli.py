@@ -19,8 +19,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Returns:
-        0 for success; 1 for a failure, with the reason on stderr, or if `doctor` finds something wrong. argparse exits
-        with 2 for a wrong command line.
+        0 for success. 1 for a failure (the reason is on stderr), or if `doctor` finds something wrong. For a wrong
+        command line, argparse exits with 2.
     """
     options = parser().parse_args(arguments)
     try:

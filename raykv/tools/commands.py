@@ -18,7 +18,7 @@ from raykv.protocol.chunk_keys import KEY_NBYTES, from_bytes
 from raykv.protocol.namespace import Namespace
 
 ANY = Namespace(model="-")
-"""A client needs a namespace. This one contains no chunks."""
+"""A placeholder without chunks: a client needs a namespace, even for commands that concern none."""
 
 
 def add_commands(commands: Any) -> list[argparse.ArgumentParser]:
@@ -152,7 +152,10 @@ def _name(namespace: Namespace) -> str:
 
 
 def _choose(client: Client, text: str | None, *, new: bool = False) -> Namespace:
-    """Find a namespace. `text` is its fields as JSON, or its model's name; None means the only namespace in use."""
+    """Find a namespace by its fields as JSON or its model's name. None means the only namespace in use.
+
+    With `new`, the error message also explains how to name a namespace that is not in use yet.
+    """
     if text is not None and text.startswith("{"):
         try:
             return Namespace.load(json.loads(text))

@@ -20,7 +20,7 @@ Grade = Literal["ok", "better", "wrong"]
 MIN_SHM_NBYTES: Final = GIB
 MIN_FILES: Final = 4096
 PACED: Final = "bbr"
-"""TCP congestion control that paces the sender with timers."""
+"""The name of a TCP congestion control that paces the sender with timers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Finding:
         name: What was checked.
         grade: "ok"; "better" if raykv works but the remedy would help; "wrong" if raykv cannot work well.
         says: The result, for people.
-        remedy: A command or a step that helps; may be empty.
+        remedy: A command or a step that helps. It is empty if nothing must be done.
     """
 
     name: str
@@ -109,7 +109,7 @@ def huge_pages(root: Path) -> Finding:
 
 
 def hugetlb_pools(root: Path) -> Finding:
-    """Check whether hugetlb pools are mounted. A host needs none if `huge_pages` is ok."""
+    """Check whether hugetlb pools are mounted. A host needs no pool if the check `huge_pages` is ok."""
     pools = []
     for pool in sorted((root / "sys/kernel/mm/hugepages").glob("hugepages-*kB")):
         page = int(pool.name.removeprefix("hugepages-").removesuffix("kB")) * KIB
@@ -127,7 +127,7 @@ def hugetlb_pools(root: Path) -> Finding:
 
 
 def memory_nodes(root: Path) -> Finding:
-    """Check which NUMA nodes' memory this process may use."""
+    """Check on which NUMA nodes this process may place memory."""
     nodes = numa.usable_nodes(root)
     with numa.preferred(nodes[0]) as allowed:
         forbidden = len(nodes) > 1 and not allowed
@@ -160,7 +160,7 @@ def open_files(root: Path) -> Finding:
 
 
 def system(root: Path) -> Finding:
-    """Name the kernel and the C library."""
+    """Report the versions of the kernel and of the C library. The grade is always "ok"."""
     return Finding("system", "ok", platform.platform())
 
 
@@ -172,7 +172,7 @@ def compiled_loops(root: Path) -> Finding:
 
 
 def tcp(root: Path) -> Finding:
-    """Check TCP's congestion control."""
+    """Check the congestion control of TCP: timers that pace the sender take CPU time."""
     chosen = _text(root / "proc/sys/net/ipv4/tcp_congestion_control")
     paced = chosen.startswith(PACED)
     says = f"congestion control is {chosen}" + (": its timers take up to a quarter of a sender's time" if paced else "")
