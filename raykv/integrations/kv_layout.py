@@ -1,8 +1,9 @@
 """Copies blocks out of an engine's KV cache and back into it. Needs no engine.
 
-An engine gives a worker one tensor `[blocks, ...]` per layer. The order of the axes in memory varies (vLLM names them
-LBHNC, BLNHC and so on), and a CPU kernel may pack a block for its instruction set. Raykv treats a chunk as opaque
-bytes: a block is a list of dense runs, computed from the strides alone. The namespace contains the layout.
+An engine gives a worker one tensor `[blocks, ...]` per layer. The order of the axes in memory varies (vLLM calls the
+orders LBHNC, BLNHC and so on), and a CPU kernel may pack a block for its instruction set. Raykv treats a chunk as
+opaque bytes: a block is a list of runs (contiguous byte ranges), computed from the strides alone. The namespace
+contains a description of the layout, so engines with different layouts never share a chunk.
 """
 
 import itertools
@@ -19,20 +20,20 @@ if TYPE_CHECKING:
     import torch
 
 MAX_RUNS_PER_LAYER: Final = 64
-"""A layout that cuts a block into more pieces is refused."""
+"""A layout that cuts a block of one layer into more runs is refused."""
 MAX_STAGED_CHUNKS: Final = 32
 MAX_STAGED_NBYTES: Final = 256 << 20
 """Limits of the chunks that pass through pinned host memory at once."""
 
 
 def runs_of(name: str, cache: "torch.Tensor", num_blocks: int) -> "list[torch.Tensor]":
-    """Find the dense runs of one layer's blocks.
+    """Find the runs (contiguous byte ranges) of one layer's blocks.
 
     Args:
         cache: Shape [num_blocks * k, ...]. The kernel may divide each block into k smaller ones.
 
     Returns:
-        For each run a view of all blocks, shape [num_blocks, bytes of the run], uint8. Sorted by address.
+        One view per run, with shape [num_blocks, bytes of the run] and type uint8, sorted by address.
 
     Raises:
         ConfigError: The layout is not supported.
@@ -67,7 +68,7 @@ def _unsupported(name: str, problem: str) -> ConfigError:
 
 
 def merged(runs: "Sequence[torch.Tensor]") -> "list[torch.Tensor]":
-    """Join runs that follow each other without a gap, in every block."""
+    """Join runs that are adjacent in memory in every block."""
     joined: list[torch.Tensor] = []
     for run in runs:
         last = joined[-1] if joined else run
@@ -110,11 +111,11 @@ class Layout:
 
     @cached_property
     def _arrays(self) -> "list[npt.NDArray[np.uint8]]":
-        """The runs as arrays, which are much faster to index than tensors."""
+        """The runs as NumPy arrays, which are much faster to index than tensors."""
         return [run.numpy() for run in self._runs]
 
     def fence(self) -> Any:
-        """Mark the end of the kernels that are queued on the current stream, for `read`."""
+        """Return a marker that `read` waits for: the end of the kernels that are now queued on the current stream."""
         return None
 
     def read(self, chunks: Sequence[Sequence[int]], fence: Any = None) -> list[list[memoryview]]:
@@ -122,12 +123,12 @@ class Layout:
 
         Args:
             chunks: The blocks of each chunk.
-            fence: From `fence`, when the kernels that compute these chunks were queued. The result is read after it.
+            fence: The result of `fence`, called after the kernels of these chunks were queued. None means no wait.
         """
         return [[array[block].data for block in blocks for array in self._arrays] for blocks in chunks]
 
     def targets(self, blocks: Sequence[int | None]) -> list[memoryview]:
-        """Return buffers that receive one chunk. A None in `blocks` is a block that must not change."""
+        """Return buffers that receive one chunk. None in `blocks` stands for a block that must not change."""
         pieces: list[memoryview] = []
         for block in blocks:
             # The checksum covers the whole chunk, so a block that must not change is received into a scratch buffer.
@@ -144,8 +145,8 @@ class Layout:
 class DeviceLayout(Layout):
     """The KV cache of one worker in device memory. Each chunk passes through pinned host memory in one transfer.
 
-    A save runs on a stream of its own, after the kernels that compute the blocks, and waits for the transfer. A load
-    thread waits for its own stream before it reports the load.
+    A save copies on its own CUDA stream, after the kernels that compute the blocks, and returns after the transfer. A
+    load uses its thread's current stream, and returns after the copy.
     """
 
     def __init__(self, caches: Mapping[str, "torch.Tensor"], num_blocks: int, chunk_blocks: int) -> None:

@@ -33,11 +33,12 @@ def register() -> None:
 class RayKVBackend(DefaultPDProtocolMixin, BaseConnectorBackend):
     """Sets up `RayKVConnector` in a replica.
 
-    Ray Serve passes the prefill engine's ticket to the decode engine as `kv_transfer_params`.
+    Ray Serve passes the prefill engine's ticket (the holders of the prompt's chunks) to the decode engine, in
+    `kv_transfer_params`.
     """
 
     def setup(self) -> None:
-        """Set the connector's address, if it has none, to that of the node on this Ray node.
+        """Find the raykv node on this Ray node, and configure its address, unless an address is configured.
 
         Raises:
             PeerUnavailable: No raykv node runs on this Ray node; start one with `raykv up`.
@@ -49,7 +50,7 @@ class RayKVBackend(DefaultPDProtocolMixin, BaseConnectorBackend):
 
 
 class LocalModel(CallbackBase):
-    """Skips the download, for a model that lies in a folder on every node."""
+    """Skips the download of a model that already lies in a folder on every node."""
 
     async def on_before_node_init(self) -> None:
         self.ctx.run_init_node = False
@@ -58,8 +59,8 @@ class LocalModel(CallbackBase):
 class OneProcessEngine(VLLMEngine):
     """An engine on CPU whose only worker runs in the engine's own process.
 
-    By default Ray Serve uses vLLM's multi-process executor on CPU. That executor needs one more process, and its queues
-    stay in /dev/shm when Ray ends the replica.
+    By default Ray Serve uses vLLM's multi-process executor on CPU. That executor needs one more process. Its queues
+    stay in /dev/shm when Ray kills the replica.
     """
 
     def _start_async_llm_engine(

@@ -1,7 +1,7 @@
 """Ray Serve's OpenAI server, which repeats a request when its worker dies.
 
-Ray Serve alone fails such a request: with status 500 before the first token, later by ending the stream. A repeated
-request is cheap, because raykv holds the prompt's KV. A started stream is continued only if the request is
+Without this module such a request fails: before the first token with status 500, later with a stream that ends early.
+A repeated request is cheap, because raykv holds the prompt's KV. A started stream is continued only if the request is
 deterministic (temperature 0, or a seed).
 """
 
@@ -22,14 +22,14 @@ from raykv.integrations.serve.resume import PREFIX, AnswerDiffers, Resumption
 log = logging.getLogger("ray.serve")
 
 GIVE_UP_S: Final = 120.0
-"""No retry starts later than this after the first loss. A retry may then wait in Ray Serve's queue for a worker."""
+"""Time after the first loss in which retries may start. A started retry may wait longer for a worker, in a queue."""
 PAUSE_S: Final = 0.5
 ENGINE_DEAD: Final = str(EngineDeadError())
 """vLLM sends this message in a started stream when the engine is dead."""
 
 
 class ResumingIngress(OpenAiIngress):
-    """Repeats a request when its worker dies."""
+    """The OpenAI server that repeats a request when its worker dies."""
 
     async def _get_response(
         self, *, body: Any, call_method: str, raw_request: Request | None = None
@@ -41,7 +41,7 @@ class ResumingIngress(OpenAiIngress):
             try:
                 resumption = Resumption(sent) if sent else None
                 async for response in answer:
-                    if not isinstance(response, list):  # not a stream: one whole answer
+                    if not isinstance(response, list):  # no stream was requested: this is the whole answer
                         yield response
                         continue
                     for event in response:
@@ -79,5 +79,5 @@ def _repeatable(body: Any) -> bool:
 
 
 def _failure(message: str) -> str:
-    """Make an event that OpenAI's client raises as an APIError. A stream without it would look like a short answer."""
+    """Make an event that OpenAI's client raises as an APIError. Without it, the client would accept a cut answer."""
     return f"{PREFIX}{json.dumps({'error': {'message': message, 'type': 'WorkerLost', 'code': 503}})}\n\n"

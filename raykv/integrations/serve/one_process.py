@@ -10,6 +10,6 @@ class OneProcessExecutor(UniProcExecutor):
     """vLLM's executor without worker processes. It leaves nothing in /dev/shm, even when it is killed."""
 
     def _init_executor(self) -> None:
-        # The default lock of progress bars is a named semaphore in /dev/shm; one process needs a thread lock only.
+        # tqdm's default lock is a named semaphore in /dev/shm. In one process a thread lock is enough.
         tqdm.set_lock(threading.RLock())
         super()._init_executor()

@@ -1,4 +1,4 @@
-"""Joins a repeated answer to a broken stream, after the part that the client already has. No I/O."""
+"""Joins a repeated answer to a broken stream: the client gets only the part that it does not have. No I/O."""
 
 import json
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ class Resumption:
     """Removes from a repeated answer what the client already has."""
 
     def __init__(self, sent: Iterable[str]) -> None:
-        """Args: sent: The events that the client has received."""
+        """Remember the text of `sent`: the events that the client has received."""
         self._left: dict[int, str] = {}
         self._tokens_left: dict[int, int] = {}
         self._identity: dict[str, Any] = {}
@@ -29,7 +29,7 @@ class Resumption:
                 self._tokens_left[index] = self._tokens_left.get(index, 0) + len(choice.get("token_ids") or ())
 
     def rest(self, event: str) -> str | None:
-        """Return the new part of an event. None means that the client has all of it.
+        """Return the new part of an event of the repeated answer. None means that the client has the whole event.
 
         Raises:
             AnswerDiffers: The repeated answer differs from the first one.
@@ -45,7 +45,7 @@ class Resumption:
         return f"{PREFIX}{json.dumps(fields)}\n\n"
 
     def _cut(self, choice: dict[str, Any]) -> bool:
-        """Remove from one choice what the client has. Return False if nothing is left."""
+        """Remove from one choice the part that the client has. Return False if nothing is left."""
         index = choice["index"]
         left = self._left.get(index)
         if left is None:
@@ -55,7 +55,7 @@ class Resumption:
         if left[:common] != text[:common] or (choice.get("finish_reason") and len(text) < len(left)):
             raise AnswerDiffers
         self._left[index] = left[common:]
-        if tokens:  # only if the request asked for them; a token may be half a character and add no text yet
+        if tokens:  # present only on request; a token can be a part of a character, and then adds no text yet
             choice["token_ids"] = tokens[self._tokens_left[index] :]
             self._tokens_left[index] = max(0, self._tokens_left[index] - len(tokens))
         if "delta" in choice:

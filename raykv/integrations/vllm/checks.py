@@ -14,10 +14,10 @@ _KNOWN_SPECS = (FullAttentionSpec, MLAAttentionSpec)
 
 
 def check_engine(vllm_config: "VllmConfig") -> None:
-    """Refuse an engine in which a miss could fail a request, or whose KV depends on more than the prefix.
+    """Refuse an engine if a miss could fail a request, or if its KV depends on more than the prefix.
 
     Raises:
-        ConfigError: The engine is not supported. Names the field of vLLM's configuration and a value that works.
+        ConfigError: The engine is not supported. The message names vLLM's field and a value that works.
     """
     transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
     if transfer.kv_load_failure_policy != "recompute":
@@ -51,14 +51,14 @@ def check_engine(vllm_config: "VllmConfig") -> None:
 def check_cache(kv_cache_config: "KVCacheConfig") -> int:
     """Refuse a KV cache that is not one group of full attention.
 
-    With a sliding window blocks may be missing. A block of another kind may hold a running state instead of tokens.
-    With several groups vLLM cannot recompute from the first block that failed to load.
+    With a sliding window, blocks may be missing. Blocks of other kinds, such as Mamba's, hold a state instead of
+    tokens. With several groups, vLLM cannot recompute from the first block that failed to load.
 
     Returns:
         Tokens in a block.
 
     Raises:
-        ConfigError: The cache is not supported. Names the unsupported parts.
+        ConfigError: The cache is not supported. The message names the unsupported parts.
     """
     specs = [spec for group in kv_cache_config.kv_cache_groups for spec in _specs(group.kv_cache_spec)]
     unknown = sorted({type(spec).__name__ for spec in specs if type(spec) not in _KNOWN_SPECS})

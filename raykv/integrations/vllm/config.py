@@ -17,9 +17,9 @@ class ConnectorConfig(Model):
         store_decode: Also store chunks that fill up while decoding, not only those of prompts.
         lookup_timeout_s: A lookup that takes longer counts as a miss. Only the request waits, not the engine.
         load_timeout_s: Chunks that have not arrived by then are recomputed. Only the request waits, not the engine.
-        store_timeout_s: The longest that the save of one step waits for slots, and that a step waits for saves of
-            requests that have ended. Chunks without a slot by then are skipped. If the node is on another host, stores
-            cross the network: set this to seconds.
+        store_timeout_s: Saves of a step wait at most this long for slots. Chunks without a slot by then are skipped. A
+            step also waits at most this long until the saves of ended requests begin. If the node is on another host,
+            set this to seconds, because saves then cross the network.
         load_threads: Loads in flight at once. Further loads wait in a queue, and their timeout includes this wait.
         revision: Identifies the weights. None means a digest of the files, or else the commit of the hub.
     """

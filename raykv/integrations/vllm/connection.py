@@ -1,4 +1,4 @@
-"""Connects to the raykv node, with retries in the background. An engine starts and serves also without its node."""
+"""Connects to the raykv node, with retries in the background. Without the node, an engine still starts and serves."""
 
 import threading
 from collections import OrderedDict
@@ -14,7 +14,7 @@ from raykv.protocol.namespace import Namespace
 if TYPE_CHECKING:
     from raykv import Client
 
-# A child of vLLM's logger, so that its handlers and level apply.
+# This logger is a child of vLLM's logger, so vLLM's handlers and level apply.
 logger = init_logger("vllm.raykv.connection")
 
 FIRST_RETRY_S: Final = 0.5
@@ -24,7 +24,7 @@ MAX_SCOPED_CLIENTS: Final = 1024
 
 
 class Connection:
-    """Opens a client, and makes a client for each scope from it."""
+    """Opens one client, and derives from it a client for each `Scope` (a request's adapter and salt)."""
 
     def __init__(self, open_client: Callable[[], "Client"]) -> None:
         """Open the client. If the node is unreachable, start to retry in the background.

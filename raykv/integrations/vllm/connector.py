@@ -3,8 +3,8 @@
 Each hook is timed and calls `SchedulerSide` or `WorkerSide`. A `RayKVError` counts as a miss. Other exceptions are
 defects and are not caught.
 
-vLLM's hybrid memory allocator is not supported: with it, vLLM recomputes a whole request when one block fails to load.
-Without it, vLLM recomputes only from that block on.
+vLLM's hybrid memory allocator is not supported. With it, vLLM recomputes a whole request when one block fails to load.
+Without it, vLLM recomputes only that block and the blocks after it.
 """
 
 import time
@@ -56,7 +56,7 @@ ResultT = TypeVar("ResultT")
 class RayKVConnector(KVConnectorBase_V1):
     """Stores the KV that this engine computes, and loads the KV that any engine has stored.
 
-    vLLM makes one connector for its scheduler and one for each worker. It calls only the hooks of that role.
+    vLLM makes one connector for its scheduler and one for each worker. On each it calls only the hooks of its role.
 
     Attributes:
         scheduler_side: Set in the scheduler's role only, when vLLM has the namespaces of all workers.
@@ -71,7 +71,7 @@ class RayKVConnector(KVConnectorBase_V1):
         """Check that this engine is supported.
 
         Raises:
-            ConfigError: The engine is not supported. Names the field and the remedy.
+            ConfigError: The engine is not supported. The message names the field and the remedy.
         """
         super().__init__(vllm_config, role, kv_cache_config)
         check_engine(vllm_config)
@@ -83,7 +83,7 @@ class RayKVConnector(KVConnectorBase_V1):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """False: vLLM need not recompute after a dropped save, which only causes a later miss."""
+        """Return False: a dropped save only causes a later miss, so vLLM does not have to recompute."""
         return False
 
     # -- hooks of the scheduler -----------------------------------------------------------------------------------
@@ -122,7 +122,7 @@ class RayKVConnector(KVConnectorBase_V1):
         return False, self._run("finish", None, self.scheduler_side.finish, request)
 
     def reset_cache(self) -> bool:
-        """Refuse: other engines share the stored chunks. After a change of weights, restart with another `revision`."""
+        """Return False: other engines share the stored chunks. After new weights, restart with another `revision`."""
         return False
 
     # -- hooks of a worker, in the order of a step ----------------------------------------------------------------
@@ -152,7 +152,7 @@ class RayKVConnector(KVConnectorBase_V1):
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """End saves that read released blocks, request slots for the saves of this step, and start its loads.
 
-        vLLM calls this hook first, before anything of the step is computed.
+        vLLM calls this hook first in a step, before any computation.
         """
         assert isinstance(kv_connector_metadata, StepOrders)
         self._run("release", None, self.worker_side.release, kv_connector_metadata.released)
@@ -164,7 +164,7 @@ class RayKVConnector(KVConnectorBase_V1):
         """Do nothing: `handle_preemptions` has started the loads, before the forward pass."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Do nothing: vLLM schedules a request only when its load has ended."""
+        """Do nothing: vLLM schedules a request only after its load has ended."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: "AttentionMetadata", **kwargs: Any
@@ -213,7 +213,7 @@ class RayKVConnector(KVConnectorBase_V1):
 
     def _connect_writer(self, namespace: Namespace, chunk_nbytes: int) -> raykv.Client:
         client = self._connect(namespace)
-        client.prepare(chunk_nbytes, 1)  # connects now, since this takes longer than a step may wait
+        client.prepare(chunk_nbytes, 1)  # connect now, because this takes longer than a step may wait
         return client
 
     def _run(self, hook: str, nothing: ResultT, call: Callable[..., ResultT], *arguments: Any) -> ResultT:

@@ -12,7 +12,7 @@ from raykv.protocol.namespace import Namespace
 from raykv.types import Match
 
 Rank = tuple[int, int]
-"""(pipeline rank, tensor rank) of a worker, as vLLM's handshake names them."""
+"""A worker's (pipeline rank, tensor rank), as in vLLM's handshake."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,15 +25,15 @@ class Scope:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Load consecutive chunks of one request into its blocks.
+    """An order to load consecutive chunks of one request into its blocks.
 
     Attributes:
         request_id: The request. The engine does not use its blocks until the load is reported as finished.
         names: Names of the chunks, first to last.
-        blocks: Block ids of each chunk, in order. None is a block that the engine already has. It must not be written,
-            because other requests may read it.
-        matches: For each rank the result of the lookup, or of the hand-off ticket. It begins with `names`, and may
-            contain more chunks.
+        blocks: Block ids of each chunk, in order. None stands for a block that the engine already has. It must not be
+            written, because other requests may read it.
+        matches: For each rank the holders of the chunks, from a lookup or from the prefill engine's ticket. The first
+            holder belongs to the first chunk in `names`; there may be holders of further chunks.
     """
 
     request_id: str
@@ -45,14 +45,14 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """Store consecutive chunks of one request. The engine has computed them at the end of this step.
+    """An order to store consecutive chunks of one request. The engine has computed them at the end of this step.
 
     Attributes:
         request_id: The request. Its blocks keep these chunks until the request is in `StepOrders.released`.
         names: Names of the chunks, first to last.
         blocks: Block ids of each chunk, in order.
         parent: Name of the chunk before the first one; None at the start of a prompt.
-        depth: Place of the first chunk in its chain.
+        depth: Number of chunks before the first one.
         cached: Whether the engine found these chunks in its own cache. Most of them are stored already, so the worker
             looks them up first.
     """
@@ -73,7 +73,7 @@ class StepOrders(KVConnectorMetadata):
     Attributes:
         loads: Loads to start.
         saves: Saves to begin after the step's forward pass.
-        released: Requests that ended or were preempted: this step may overwrite their blocks.
+        released: Requests that ended or were preempted. This step may overwrite their blocks.
         computes: Whether the step computes anything. The engine runs idle steps while loads are in flight.
     """
 
@@ -85,6 +85,6 @@ class StepOrders(KVConnectorMetadata):
 
 @dataclass(frozen=True, slots=True)
 class WorkerNamespace(KVConnectorHandshakeMetadata):
-    """Handshake: a worker sends its namespace to the scheduler. Only a worker knows its layout and kernel."""
+    """The handshake of a worker: its namespace, for the scheduler. Only a worker knows its layout and kernel."""
 
     namespace: Namespace

@@ -87,8 +87,8 @@ def config_digest(hf_config: Any) -> str:
 
 
 def media_digest(config: Any) -> dict[str, str]:
-    """Digest the settings by which an engine prepares images and other media. Its block hashes do not cover them."""
-    if config is None:  # a model for text only
+    """Digest the settings for images and other media. The engine's block hashes do not cover these settings."""
+    if config is None:  # the model takes only text
         return {}
     names = ("mm_processor_kwargs", "mm_device_do_normalize", "media_io_kwargs")
     return {"media": _digest({name: getattr(config, name, None) for name in names})}
@@ -100,7 +100,7 @@ def _digest(fields: dict[str, Any]) -> str:
 
 
 def hash_algorithm(name: str) -> str:
-    """Name the engine's hash of token blocks together with its seed.
+    """Name the engine's hash function for token blocks, together with its seed.
 
     Raises:
         ConfigError: The seed is random in every process, so engines could not share chunks.
@@ -134,7 +134,7 @@ class Scopes:
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, str], tuple[Any, str]] = {}
-        """(name, path) of an adapter -> (last `signature` of its files, its part of the scope)."""
+        """Maps (name, path) of an adapter to the last `signature` of its files and its text in `Scope.lora`."""
 
     def of(self, request: "Request") -> Scope:
         adapter = request.lora_request
@@ -166,5 +166,5 @@ def adapter_files(place: str) -> Path | None:
         return path
     try:
         return Path(snapshot_download(place, local_files_only=True))
-    except (OSError, ValueError):  # not downloaded; not a valid name
+    except (OSError, ValueError):  # it is not downloaded, or its name is not valid
         return None

@@ -1,8 +1,8 @@
-"""Identifies weights by a digest of parts of their content. This takes milliseconds; reading all bytes takes minutes.
+"""Identifies weights by a digest of parts of their content. A digest of all bytes would take minutes.
 
-We cannot use times and paths: they differ between hosts. Training changes nearly all of a tensor, so we read the header
-of a safetensors file and the first kibibytes of every tensor. In every large file we also read windows at equal
-distances.
+We cannot use times and paths, because they differ between hosts. Training changes nearly all bytes of a tensor, so we
+read the header of a safetensors file and the first 4 KiB of every tensor. In every large file we also read windows of
+4 KiB at equal distances.
 """
 
 import hashlib

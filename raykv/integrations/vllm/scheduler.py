@@ -1,7 +1,7 @@
 """The scheduler's side: decides in each step which chunks the workers load and save. It moves no bytes itself.
 
-A lookup reads this host's memory at once. The owners of other chunks are asked on separate threads; until they answer,
-the scheduler skips the request and asks again in its next step.
+A lookup first reads the shared memory of this host. If chunks are missing there, a separate thread asks their owners:
+the nodes that know the holders. Until they answer, vLLM's scheduler skips the request in each step and asks again.
 """
 
 import time
@@ -34,19 +34,19 @@ LOOKUP_AGE_S: Final = 1.0
 """A lookup stays valid this long. vLLM asks about a waiting request in every step."""
 LOOKUP_THREADS: Final = 4
 IDLE_WAIT_S: Final = 0.001
-"""The longest that a step that computes nothing waits for a lookup. Without this wait the engine's thread would spin
-and hold the GIL, which the lookup needs."""
+"""A step without computation waits at most this long for a lookup. Without this wait the engine's thread would spin and
+hold the GIL, which the lookup needs."""
 HAND_OFF_WAIT_S: Final = 0.02
-"""The longest that `finish` waits until the node has stored the chunks that were posted last."""
+"""`finish` waits at most this long until the node has committed the last chunks of a prompt."""
 MAX_REPORTS: Final = 1024
-"""The most reports in the queue. Further reports are dropped, which only makes eviction a little worse."""
+"""The most reports of finished requests in the queue. Further reports are dropped, so eviction predicts worse."""
 
 _COMPLETED: Final = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 
 
 @dataclass(slots=True)
 class Lookup:
-    """The result of a lookup: `count` chunks from `first` on, when the engine itself had `computed` tokens."""
+    """The result of a lookup when the engine had `computed` tokens: `count` chunks from chunk `first` on are stored."""
 
     computed: int
     first: int
@@ -61,12 +61,12 @@ class Tracked:
 
     Attributes:
         admission: Number of preemptions so far. A preemption resets all fields except the scope.
-        asking: The running lookup, and the number of tokens that the engine had computed when it began.
-        ordered: A load was ordered. No second one follows, since a load that fails could repeat for ever.
-        started: The request was scheduled, so `cached` and `loaded` are known.
+        asking: The running lookup, and the number of tokens that the engine had computed at its start.
+        ordered: Whether a load was ordered. There is no second load, since a failing load could repeat for ever.
+        started: Whether the request was scheduled. From then on `cached` and `loaded` are known.
         cached: Number of leading chunks that the engine found in its own cache.
-        loaded: Chunks that the load brought; they follow the cached ones.
-        offered: Number of leading chunks that need no further save.
+        loaded: Range of the chunks that were loaded. They follow the cached chunks.
+        offered: Number of leading chunks that were considered for a save. They need no further save.
     """
 
     request: "Request"
@@ -81,7 +81,7 @@ class Tracked:
     offered: int = 0
 
     def start(self, computed: int) -> None:
-        """Record that the engine starts to compute with `computed` chunks. After a failed load these are fewer."""
+        """Record that the engine has `computed` chunks when it starts to compute. A failed load lowers this number."""
         self.started = True
         self.loaded = range(self.loaded.start, max(self.loaded.start, min(self.loaded.stop, computed)))
         self.cached = self.loaded.start if self.loaded else computed
@@ -105,7 +105,7 @@ class SchedulerSide:
         connection: Connection,
         namespaces: Mapping[Rank, Namespace],
     ) -> None:
-        """Start the threads. The workers have sent `namespaces`. `hash_tokens` are the tokens of one block hash."""
+        """Start the threads. The workers have sent `namespaces`. One block hash covers `hash_tokens` tokens."""
         self._config, self._stats, self._connection = config, stats, connection
         self._namespaces = dict(sorted(namespaces.items()))
         self._chunk_blocks = config.chunk_blocks
@@ -134,8 +134,8 @@ class SchedulerSide:
     def match(self, request: "Request", computed: int) -> int | None:
         """Return how many tokens beyond `computed` can be loaded. vLLM may call this again for the same request.
 
-        None means that the owners of the chunks have not answered yet: the scheduler must ask again.
-        The engine always computes the last token, because it samples the next token from that output.
+        None means that the owners of the chunks have not answered yet, so the scheduler must ask again. The engine
+        always computes the last token, because it samples the next token from the output of the last one.
         """
         tracked = self._current(request)
         first, last = computed // self._chunk_tokens, (request.num_tokens - 1) // self._chunk_tokens
@@ -150,7 +150,7 @@ class SchedulerSide:
         return (first + lookup.count) * self._chunk_tokens - computed if lookup.count else 0
 
     def order_load(self, request: "Request", blocks: "KVCacheBlocks", tokens: int) -> None:
-        """Order a load of `tokens` into `blocks`, which start with the blocks that the engine already has."""
+        """Order a load of `tokens` tokens. `blocks` begin with the blocks that the engine already has."""
         tracked = self._current(request)
         if not tokens:
             return
@@ -222,7 +222,7 @@ class SchedulerSide:
         """Look up the chunks from `first` to `last`. None means that the owners have not answered yet."""
         request = tracked.request
         clients = self._clients(tracked.scope)
-        # A preempted request has decoded more tokens, and its ticket is old: look up again.
+        # A preempted request has decoded more tokens, so its ticket is out of date.
         tickets = None if tracked.admission else _tickets_of(request)
         if tickets:
             matches = self._redeem(clients, tickets, self._names(request, range(last)), first)
@@ -241,7 +241,7 @@ class SchedulerSide:
     def _begin(
         self, clients: Mapping[Rank, "Client"], names: list[bytes], *, record: bool
     ) -> Future[dict[Rank, Match]]:
-        """Begin a lookup. It is done at once if all chunks are in this host's memory."""
+        """Begin a lookup. If all chunks are in this host's memory, the returned future is done already."""
         if all(client.exists(client.keys(names), timeout_s=0.0).all() for client in clients.values()):
             done = Future[dict[Rank, Match]]()
             done.set_result(self._ask(clients, names, record=record))
@@ -255,14 +255,14 @@ class SchedulerSide:
             wait(running, IDLE_WAIT_S, FIRST_COMPLETED)
 
     def _ask(self, clients: Mapping[Rank, "Client"], names: list[bytes], *, record: bool) -> dict[Rank, Match]:
-        """Look up these chunks for every rank. The next rank is asked only for the prefix that the last one found."""
+        """Look up these chunks, rank by rank. Each lookup covers only the prefix that the previous rank has."""
         matches: dict[Rank, Match] = {}
         deadline_s = time.monotonic() + self._config.lookup_timeout_s
         for rank, client in clients.items():
             left_s = deadline_s - time.monotonic()
             if not names or left_s <= 0:
                 return {}
-            is_new = record and not matches  # a request counts once: with the first rank
+            is_new = record and not matches  # a request is recorded once, for the first rank
             matches[rank] = client.match(client.keys(names), timeout_s=left_s, promote=True, record=is_new)
             names = names[: matches[rank].count]
         return matches
@@ -270,7 +270,7 @@ class SchedulerSide:
     def _redeem(
         self, clients: Mapping[Rank, "Client"], tickets: Any, names: list[bytes], first: int
     ) -> dict[Rank, Match]:
-        """Read the holders of the chunks from `first` on from the prefill engine's tickets, one per rank.
+        """Read the holders of the chunks from the prefill engine's tickets, one per rank. Skip chunks before `first`.
 
         Args:
             names: Names of the chunks from the start of the prompt, as in the tickets.
@@ -299,7 +299,8 @@ class SchedulerSide:
     def _report(self, tracked: Tracked) -> None:
         """Report a finished request to the nodes, on a thread. After a hand-off only the decode engine reports.
 
-        Eviction policies predict from its number of tokens which chunks are read again. A failed report is dropped.
+        From the request's number of output tokens, eviction policies predict which chunks will be read again. A failed
+        report is dropped.
         """
         request = tracked.request
         names = self._names(request, range(request.num_prompt_tokens // self._chunk_tokens))
@@ -320,10 +321,10 @@ class SchedulerSide:
         return range(chunk * self._chunk_blocks, (chunk + 1) * self._chunk_blocks)
 
     def _saves(self, tracked: Tracked, tokens: int, resolve: Callable[[str], Sequence[Sequence[int]]]) -> list[Save]:
-        """Order saves of the chunks that this step's `tokens` fill and that were not offered before.
+        """Order saves of the chunks that the step's `tokens` tokens complete, and that were not offered before.
 
-        An asynchronous scheduler or a drafter schedules tokens whose content is not known yet. A chunk with such tokens
-        is saved in a later step.
+        With asynchronous scheduling or speculative decoding, vLLM schedules tokens before their content is known. A
+        chunk with such tokens is saved in a later step.
 
         Args:
             resolve: Returns the block ids of a request, by group. It is slow, and most steps do not need it.
@@ -337,7 +338,7 @@ class SchedulerSide:
         full = min(known // self._chunk_tokens, len(request.block_hashes) // self._hashes_per_chunk)
         if full <= tracked.offered:
             return []
-        # With tickets, the prefill engine has just checked that these chunks are stored.
+        # With a ticket, the prefill engine has just looked up these chunks, so they need no save.
         cached = range(tracked.offered, 0 if _tickets_of(request) else min(full, tracked.cached))
         computed = range(max(tracked.offered, tracked.cached, tracked.loaded.stop), full)
         tracked.offered = full

@@ -19,7 +19,7 @@ METRICS: dict[str, tuple[str, tuple[str, ...]]] = {
     "hook_seconds": ("Seconds that the engine spent inside the connector.", ("hook",)),
     "errors": ("Errors that became misses, by hook and error.", ("hook", "error")),
 }
-"""Name -> (meaning, labels)."""
+"""Maps the name of each metric to its meaning and its labels."""
 
 SEPARATOR = "|"
 
@@ -54,7 +54,7 @@ class RayKVStats(KVConnectorStats):
 
 
 class RayKVPromMetrics(KVConnectorPromMetrics):
-    """Exports the counters to Prometheus, or to Ray's metrics if vLLM uses these."""
+    """Exports the counters to Prometheus, or to Ray's metrics if vLLM is configured for Ray's metrics."""
 
     def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)

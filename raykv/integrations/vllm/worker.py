@@ -1,11 +1,11 @@
 """The worker's side: copies chunks between the KV cache and raykv, as ordered by the scheduler's side.
 
 Saves run on one separate thread after a step's forward pass. Full blocks do not change, so the next steps do not wait.
-Only when a request has ended or was preempted, its blocks may go to another request. Then the next step waits for the
-saves of that request, but skips those that do not begin within `store_timeout_s`.
+The exception is a request that ended or was preempted: vLLM may give its blocks to another request. The next step then
+waits for the saves of that request, and cancels saves that do not begin within `store_timeout_s`.
 
 Loads run on separate threads. The engine does not touch the blocks of a loading request, even after an abort, until the
-load is reported as finished. Every load must therefore be reported exactly once, also a failed one.
+load is reported as finished. Therefore every load, also a failed one, must be reported exactly once.
 """
 
 import time
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.raykv.worker")
 
 IDLE_WAIT_S: Final = 0.005
-"""The longest that a step that computes nothing waits for a load. Without this wait the engine's thread would spin and
-hold the GIL, which the load threads need. A new request is delayed by at most this time."""
+"""A step without computation waits at most this long for a load. Without this wait the engine's thread would spin and
+hold the GIL, which the load threads need. The wait delays a new request by at most this time."""
 MAX_SAVING_STEPS: Final = 16
-"""Most steps whose saves are in flight. Saves of further steps are skipped."""
+"""Saves of at most this many steps are in flight. Saves of further steps are skipped."""
 
 
 class _Run(NamedTuple):
-    """Consecutive chunks to store: their keys, their blocks, and their place in the chain."""
+    """Consecutive chunks to store. `parent` is the key of the chunk before; `depth` counts all chunks before."""
 
     keys: KeyArray
     blocks: Sequence[Sequence[int]]
@@ -68,7 +68,7 @@ class WorkerSide:
 
     Attributes:
         loading: Loads in flight, by request id.
-        saving: Saves in flight, by step: requests, number of chunks, result.
+        saving: One entry per step with saves in flight: its requests, its number of chunks, and the result.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class WorkerSide:
         """Start the threads. Only the engine's thread writes `stats`."""
         self._config, self._stats, self._clock = config, stats, clock
         self._layout, self._namespace, self._rank, self._connection = layout, namespace, rank, connection
-        self._counts_tokens = rank == (0, 0)  # every rank holds a share of the same tokens
+        self._counts_tokens = rank == (0, 0)  # all ranks load the same tokens, so only one counts them
         self._threads = ThreadPoolExecutor(config.load_threads, thread_name_prefix="raykv-load")
         self.loading: dict[str, tuple[Load, Future[_LoadResult]]] = {}
         self._failed_blocks: set[int] = set()
@@ -107,7 +107,7 @@ class WorkerSide:
             wait([future for _, future in self.loading.values()], IDLE_WAIT_S, FIRST_COMPLETED)
 
     def pop_finished(self) -> set[str]:
-        """Return the requests whose loads have ended or failed. `pop_failed_blocks` returns the missing blocks."""
+        """Return the requests with a load that has ended or failed. `pop_failed_blocks` returns the missing blocks."""
         finished = {request_id for request_id, (_, future) in self.loading.items() if future.done()}
         for request_id in finished:
             self._count_load(*self.loading.pop(request_id))
@@ -140,7 +140,7 @@ class WorkerSide:
                 count("loaded_tokens", chunks * chunk_tokens, *source)
 
     def _count_error(self, hook: str, error: BaseException) -> None:
-        """Count an error of a load or a save. The engine recomputes what was to be loaded, and needs no save."""
+        """Count an error of a load or a save. After a failed load, the engine recomputes. A failed save is ignored."""
         self._stats.count("errors", 1, hook, type(error).__name__)
         if not isinstance(error, RayKVError):
             logger.error("a %s failed because of a defect in raykv", hook, exc_info=error)
@@ -171,7 +171,7 @@ class WorkerSide:
     # -- saves ----------------------------------------------------------------------------------------------------
 
     def prepare(self, saves: Sequence[Save]) -> None:
-        """Request the slots that these saves need, unless the client has them. The answer arrives during the step."""
+        """Request slots for these saves, unless the client has enough. The answer arrives while the step computes."""
         self._saver.submit(self._prepare, _chunks_of(saves))
 
     def save(self, saves: Sequence[Save]) -> None:
@@ -183,7 +183,7 @@ class WorkerSide:
             self._count_saved(_skipped(_chunks_of(saves), ""))
 
     def release(self, request_ids: Set[str]) -> None:
-        """Return when no save reads blocks of these requests. Skip saves that do not begin in `store_timeout_s`."""
+        """Wait until no save reads blocks of these requests. Cancel saves that do not begin in `store_timeout_s`."""
         until_s = self._clock() + self._config.store_timeout_s
         for saved_ids, _, future in self.saving:
             if not saved_ids.isdisjoint(request_ids):
@@ -213,7 +213,7 @@ class WorkerSide:
     def _prepare(self, chunks: int) -> None:
         client = self._connection.client(self._namespace, Scope())
         if client is not None:
-            # The future of this call is dropped, and an error with it: `_save` reports the same one.
+            # Nobody reads the result of this call. If it fails, `_save` fails too, and reports the error.
             client.prepare(self._layout.chunk_nbytes, chunks, timeout_s=self._config.store_timeout_s)
 
     def _save(self, saves: Sequence[Save], fence: Any) -> list[PutResult]:
@@ -231,10 +231,10 @@ class WorkerSide:
             values = iter(self._layout.read([blocks for run in batch for blocks in run.blocks], fence))
             puts = [Put(run.keys, list(islice(values, len(run.blocks))), run.parent, run.depth) for run in batch]
             results.append(client.put_many(puts, wait=True, timeout_s=max(0.0, deadline_s - self._clock())))
-        return [*results, client.flush(timeout_s=0.0)]  # with late answers to earlier saves
+        return [*results, client.flush(timeout_s=0.0)]  # `flush` returns late answers to earlier saves
 
     def _run(self, save: Save, deadline_s: float, results: list[PutResult]) -> _Run:
-        """Return the chunks of a save that the nodes do not hold yet. Skipped chunks are added to `results`."""
+        """Return the chunks of a save that no node holds yet. After a late lookup, all chunks are skipped."""
         client = self._connection.client(self._namespace, save.scope)
         assert client is not None, "clients of all scopes are made from one"
         above = [] if save.parent is None else [save.parent]
@@ -267,7 +267,7 @@ class WorkerSide:
         return result.reason
 
     def close(self) -> None:
-        """Cancel queued loads, and wait for running loads and all saves: they use the KV cache. Then disconnect."""
+        """Cancel queued loads, wait for running loads and all saves, since they use the KV cache, and disconnect."""
         self._threads.shutdown(wait=True, cancel_futures=True)
         self._saver.shutdown(wait=True)
         self._connection.close()
