@@ -107,7 +107,7 @@ class StorageConfig(Model):
 
     Attributes:
         arena_nbytes: Shared memory for chunks, in shm_dir. The node allocates its pages extent by extent, ahead of
-            writes. While idle it allocates all others, as long as an eighth of the host's memory stays free.
+            writes. While idle it allocates the rest, as long as an eighth of the memory is free.
         extent_nbytes: The arena is divided into extents, like slabs of memcached: all slots of an extent have the same
             size. The largest chunk fills one extent.
         max_chunks: Rows of the chunk table, 89 bytes each. None means one row per 64 KiB of the arena.
