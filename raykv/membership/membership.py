@@ -27,7 +27,7 @@ class MembershipPort(Protocol):
         ...
 
     def configure(self, change: Configure) -> bytes:
-        """Change or drop a quota group, and return the new list of namespaces (see `NamespaceRegistry.encode`).
+        """Change or drop a quota group. Return the new list of namespaces, encoded by `NamespaceRegistry.encode`.
 
         Raises:
             UsageError: A field of the request is wrong.
@@ -41,18 +41,18 @@ class MembershipPort(Protocol):
 
 
 class Membership:
-    """The logic of the directory, without clock and lock.
+    """The logic of the directory. It has no clock and no lock: callers pass the time and hold a lock.
 
     Attributes:
-        view: The present view. Every change increases its epoch, also after a restart of the directory.
+        view: The current list of members. Every change increases its epoch, also after a restart of the directory.
         registry: The list of namespaces that were configured or dropped.
     """
 
     def __init__(self, *, member_timeout_s: float) -> None:
-        """Args: member_timeout_s: A member that sends no heartbeat for this long is removed from the view."""
+        """Start without members. A member that sends no heartbeat for `member_timeout_s` is removed from the view."""
         self._timeout_s = member_timeout_s
         self._seen_s: dict[NodeId, float] = {}
-        self._merged: set[NodeId] = set()  # nodes whose list of namespaces was merged into ours
+        self._merged: set[NodeId] = set()  # these nodes' lists of namespaces are merged into `registry`
         self.view = View()
         self.registry = NamespaceRegistry()
 
@@ -86,7 +86,7 @@ class Membership:
     def configure(self, change: Configure, *, now_ns: int) -> bytes:
         """See `MembershipPort.configure`. `now_ns` is the wall clock."""
         namespace = Namespace.load(codec.fields(change.namespace))
-        if change.registry is not None:  # this directory may have just restarted
+        if change.registry is not None:  # this directory may have restarted and lost its list
             self.registry.merge(NamespaceRegistry.decode(change.registry))
         if change.fields is None:
             self.registry.drop(namespace, now_ns=now_ns)
@@ -140,7 +140,7 @@ class InProcessMembership:
             self.logic.leave(node_id)
 
     def expire(self) -> None:
-        """Remove members whose heartbeats have stopped for the timeout."""
+        """Remove members that have sent no heartbeat within the timeout."""
         with self._lock:
             for node_id in self.logic.expire(now_s=time.monotonic()):
                 log.warning("node %s is silent and is removed from the view", node_id)

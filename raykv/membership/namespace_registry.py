@@ -1,7 +1,7 @@
 """The list of namespaces that were configured or dropped. The directory holds it, and every node has a copy.
 
-The list is a last-writer-wins map with a version. If a node or the directory was unreachable or lost its copy, a merge
-makes the copies equal again.
+The list is a last-writer-wins map with a version. Copies may differ after a node or the directory was unreachable or
+lost its copy. A merge makes them equal again.
 """
 
 from dataclasses import dataclass, field, replace
@@ -14,7 +14,8 @@ from raykv.errors import CapacityError, UsageError
 from raykv.protocol.namespace import Namespace
 
 MAX_ENTRIES: Final = 1024
-"""The most namespaces with a config, and the most drops in the list. A node that was away learns of drops from it."""
+"""The list holds at most this many configs, and at most this many drops. A node that was unreachable reads the drops
+from the list."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +45,8 @@ class NamespaceRegistry:
     """One copy of the list.
 
     Attributes:
-        version: Every change of the directory's copy increases it. A node's copy has the version of its source.
-        entries: Digest of a quota group -> its entry.
+        version: Grows with every change of the directory's copy. A node's copy has the version that it received.
+        entries: The entry of each quota group, by the digest of the group.
     """
 
     version: int = 0
@@ -57,7 +58,7 @@ class NamespaceRegistry:
         return NamespaceConfig() if entry is None else entry.config
 
     def configure(self, namespace: Namespace, fields: dict[str, Any], *, now_ns: int) -> None:
-        """Change these fields of the config of a namespace's quota group. Other fields stay.
+        """Set some `fields` of the config of a namespace's quota group. The other fields stay unchanged.
 
         Raises:
             ConfigError: A field is wrong or unknown.
@@ -76,14 +77,14 @@ class NamespaceRegistry:
         self.trim()
 
     def trim(self) -> None:
-        """Remove all but the last MAX_ENTRIES dropped namespaces from the list."""
+        """Keep only the MAX_ENTRIES dropped namespaces that were dropped last."""
         dropped = self._dropped()
         if len(dropped) > MAX_ENTRIES:
             old = {digest for _, digest in dropped[:-MAX_ENTRIES]}
             self.entries = {digest: each for digest, each in self.entries.items() if digest not in old}
 
     def _dropped(self) -> list[tuple[int, bytes]]:
-        """Return (time of the drop, digest) of the dropped namespaces, oldest first."""
+        """Return the time of the drop and the digest of each dropped namespace, oldest first."""
         return sorted((each.changed_ns, digest) for digest, each in self.entries.items() if not each.listed)
 
     def _set(self, group: Namespace, config: NamespaceConfig, now_ns: int, *, drop: bool = False) -> None:
@@ -110,7 +111,7 @@ class NamespaceRegistry:
         return found
 
     def merge(self, other: "NamespaceRegistry") -> None:
-        """Merge a node's copy into the directory's. If the node's copy now lacks an entry, increase the version."""
+        """Merge a node's copy into this copy. If the node's copy lacks an entry of the result, increase the version."""
         for entry in self.newer(other):
             self.entries[entry.namespace.digest] = entry
         self.trim()
@@ -123,11 +124,11 @@ class NamespaceRegistry:
 
     @classmethod
     def decode(cls, text: bytes) -> Self:
-        """Decode the output of `encode`. Raises UsageError if `text` is not such a list, or too long."""
+        """Decode the output of `encode`. Raises UsageError if `text` is not such a list, or if the list is too long."""
         try:
             found = msgspec.json.decode(text, type=_Encoded, dec_hook=_load)
             entries = {entry.namespace.digest: entry for entry in found.entries}
-        except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # ValueError: text that is not UTF-8
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # ValueError: the text is not UTF-8
             raise UsageError(f"not a list of namespaces: {error}") from error
         if len(entries) > 2 * MAX_ENTRIES:
             raise UsageError(f"a list of {len(entries)} namespaces; at most {2 * MAX_ENTRIES} are accepted")

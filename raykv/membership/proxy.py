@@ -1,6 +1,7 @@
-"""A proxy to the directory for a node without Ray: the process that owns the node calls the directory for it.
+"""A proxy through which a node without Ray calls the directory.
 
-The proxy server listens on the loopback interface and serves one node. The node must prove the cluster's secret.
+The proxy server runs in the process that supervises the node. It listens on the loopback interface and serves only this
+node, which must prove that it knows the cluster's secret.
 """
 
 import time
@@ -36,7 +37,7 @@ class MembershipProxyServer:
     epoch = 0
 
     def __init__(self, membership: MembershipPort, node_id: NodeId) -> None:
-        """Args: node_id: The only node whose calls are forwarded."""
+        """Forward calls to `membership`, but only those of node `node_id`."""
         self._membership, self._node_id = membership, node_id
 
     def session(self, *, local: bool) -> Session:
@@ -64,10 +65,10 @@ class MembershipProxyServer:
 
 
 class MembershipProxy:
-    """The node's side of the proxy: a `MembershipPort`. Thread-safe, because each call makes its own connection."""
+    """The node's end of the proxy, a `MembershipPort`. Thread-safe, because each call makes its own connection."""
 
     def __init__(self, address: str, secret: bytes) -> None:
-        """Args: address: "host:port" of the proxy server."""
+        """Use the proxy server at `address` ("host:port")."""
         self._address, self._secret = address, secret
 
     def beat(self, heartbeat: messages.Heartbeat) -> messages.HeartbeatAnswer:
