@@ -1,8 +1,9 @@
-"""Rows and slots of one node, and the state of each row.
+"""The rows and slots of one node, and the state of each row.
 
-Each method that changes states is one arrow of the diagram in docs/storage.md. Only `Allocator` and recovery write the
-column `state`. A process may be killed between any two writes here. The order of the writes ensures that recovery
-(`raykv.memory.recovery`) can repair each row.
+A slot is the place of one chunk in the arena. A row of the chunk table describes the slot. Each method that changes
+states is one arrow of the diagram in docs/storage.md. Only `Allocator` and recovery write the column `state`. A process
+may be killed between any two writes here. The order of the writes ensures that recovery (`raykv.memory.recovery`) can
+repair each row.
 """
 
 from collections import deque
@@ -23,10 +24,10 @@ from raykv.storage.batches import Chain
 from raykv.types import KeyArray, Rows
 
 AHEAD_SHARE: Final = 2
-"""One part in this many may be lent ahead of need: of the free bytes above the low-water mark, of the free bytes of the
-group's quota, and of the free rows."""
+"""Slots lent ahead of need take at most 1 / AHEAD_SHARE of the free bytes above the low-water mark, of the free bytes
+of the group's quota, and of the free rows."""
 AHEAD_BOUND: Final = 8
-"""No slot is lent ahead of need while lent slots take more than one part in this many of the arena."""
+"""Slots are lent ahead of need only until all lent slots take 1 / AHEAD_BOUND of the arena."""
 NO_ROWS: Final[Rows] = np.empty(0, np.int32)
 
 
@@ -35,13 +36,13 @@ class Allocator:
 
     Attributes:
         slots, free_rows: The free slots and the free rows.
-        used_nbytes: By quota group: bytes in slots of rows that are not free.
-        lent_nbytes: By quota group: bytes in slots of lent rows.
-        chunks: Number of ready rows.
+        used_nbytes: Bytes in slots of all rows that are not free, by quota group.
+        lent_nbytes: Bytes in slots of lent rows, by quota group.
+        chunks: Number of ready rows, which are the rows with a readable chunk.
     """
 
     def __init__(self, config: StorageConfig, table: Table, found: Recovered, *, now_s: float) -> None:
-        """Rows that were found neither ready nor quarantined are free."""
+        """Take over the rows that recovery found ready or quarantined. All other rows are free."""
         self._table, self.slots = table, found.slots
         self._arena_nbytes, self._low_water = config.extents * config.extent_nbytes, config.low_water
         busy = table.columns.state[: table.rows_populated] != RowState.FREE
@@ -51,7 +52,7 @@ class Allocator:
         self._quarantine = self._resume_quarantine(found.quarantined, now_s)
 
     def lend(self, count: int, size: int, group: int) -> tuple[Rows, Pages]:
-        """FREE to LENT: up to `count` rows with slots of `size` bytes. Returns the rows and their slots' pages."""
+        """Move up to `count` rows from FREE to LENT, with slots of `size` bytes. Return rows and first pages."""
         taken = self.free_rows.take(count)
         pages = self.slots.take(taken, size)
         rows = taken[: len(pages)]
@@ -59,7 +60,7 @@ class Allocator:
         if not rows.size:
             return rows, pages
         columns = self._table.columns
-        columns.generation[rows] |= 1  # also makes the 0 of a row that was never used odd
+        columns.generation[rows] |= 1  # odd: readers reject the row; also turns the 0 of a new row into 1
         columns.page[rows] = pages
         columns.group[rows] = group
         columns.nbytes[rows] = size
@@ -72,7 +73,7 @@ class Allocator:
     def commit(
         self, rows: Rows, keys: KeyArray, checksums: npt.NDArray[np.uint64], chain: Chain, nbytes: int, now: int
     ) -> None:
-        """LENT to READY. The keys must not be in the table yet."""
+        """Move rows from LENT to READY, and enter their keys in the index. The keys must not be in the table yet."""
         columns, parents = self._table.columns, chain.parents
         linked = parents >= 0
         columns.checksum[rows] = checksums
@@ -92,12 +93,12 @@ class Allocator:
         self.chunks += len(rows)
 
     def give_back(self, rows: Rows) -> None:
-        """LENT to FREE."""
+        """Move rows from LENT to FREE."""
         self._add(self.lent_nbytes, rows, -1)
         self._free(rows)
 
     def quarantine(self, rows: Rows, *, now_s: float) -> None:
-        """LENT to QUARANTINED. `release` frees the rows after QUARANTINE_S, also in a later process."""
+        """Move rows from LENT to QUARANTINED. `release` frees them after QUARANTINE_S, also in a later process."""
         if not rows.size:
             return
         columns, until_s = self._table.columns, now_s + QUARANTINE_S
@@ -107,12 +108,12 @@ class Allocator:
         self._quarantine.append((until_s, rows))
 
     def release(self, *, now_s: float) -> None:
-        """QUARANTINED to FREE: the rows whose quarantine has ended."""
+        """Move the rows whose quarantine has ended from QUARANTINED to FREE."""
         while self._quarantine and now_s >= self._quarantine[0][0]:
             self._free(self._quarantine.popleft()[1])
 
     def remove(self, rows: Rows) -> None:
-        """READY to FREE; pinned rows: READY to PENDING_DELETE. Lookups no longer find the chunks."""
+        """Move rows from READY to FREE, or to PENDING_DELETE if pinned. Lookups no longer find the chunks."""
         table, columns = self._table, self._table.columns
         pinned = columns.pins[rows] > 0
         unpinned = rows[~pinned]
@@ -127,7 +128,7 @@ class Allocator:
         self._free(unpinned)
 
     def free_unpinned(self, rows: Rows) -> None:
-        """PENDING_DELETE to FREE: those of `rows` that have no pin."""
+        """Move those of `rows` that have no pin from PENDING_DELETE to FREE."""
         columns = self._table.columns
         rows = rows[(columns.state[rows] == RowState.PENDING_DELETE) & (columns.pins[rows] == 0)]
         if rows.size:
@@ -146,7 +147,7 @@ class Allocator:
         self.free_rows.give(rows)
 
     def require_lent(self, rows: Rows, group: int | None = None, size: int = 0) -> None:
-        """Raise UsageError unless all rows are lent: to this quota group, if given, with slots of `size` bytes."""
+        """Raise UsageError unless all rows are lent. If `group` is given, also check group and slot size."""
         columns, count = self._table.columns, self._table.rows_populated
         if not rows.size:
             return
@@ -160,7 +161,7 @@ class Allocator:
             raise UsageError(f"slots of another size than {size:,} bytes: lend slots for chunks of this size")
 
     def most_ahead(self, size: int, group: int) -> int:
-        """How many slots of `size` may be lent ahead of need. Only free slots with real memory count."""
+        """Return how many slots may be lent ahead of need. Only free slots that have physical memory already count."""
         low_water = int(self._low_water * self.slots.usable_nbytes)
         nbytes = (self.slots.free_nbytes - low_water) // AHEAD_SHARE
         nbytes = min(nbytes, self._arena_nbytes // AHEAD_BOUND - int(self.lent_nbytes.sum()))
@@ -177,17 +178,17 @@ class Allocator:
         return nbytes + (SLOT_ALIGNMENT_NBYTES - 1) & -SLOT_ALIGNMENT_NBYTES
 
     def _add(self, counts: npt.NDArray[np.int64], rows: Rows, sign: int) -> None:
-        """Add the slot sizes of these rows, times `sign`, to `counts`, which is by quota group."""
+        """Add the slot sizes of these rows, times `sign`, to the counts of their quota groups."""
         groups, sizes = self._table.columns.group[rows], self.slot_sizes(rows)
-        if (groups == groups[:1]).all():  # nearly always
+        if (groups == groups[:1]).all():  # nearly always, all rows have one group
             counts[groups[:1]] += sign * sizes.sum()
         else:
             counts += sign * np.bincount(groups, sizes, MAX_NAMESPACES).astype(np.int64)
 
     def _resume_quarantine(self, rows: Rows, now_s: float) -> deque[tuple[float, Rows]]:
-        """Continue the quarantine of rows that an earlier process quarantined; start it for all other rows.
+        """Continue a quarantine that an earlier process started. Start one for the rows that recovery has quarantined.
 
-        The column `inserted` holds the end of the quarantine. In all other rows `inserted` is not in the future.
+        If a quarantine was started, the column `inserted` holds its end. Otherwise `inserted` is not in the future.
         """
         table, inserted = self._table, self._table.columns.inserted
         now, latest = table.ticks(now_s), table.ticks(now_s + QUARANTINE_S)
@@ -201,6 +202,6 @@ def has_duplicates(numbers: npt.NDArray[np.integer[Any]]) -> bool:
 
 
 def _even(generations: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
-    """The generation that each row has, or will have once it is ready. Never 0, which means "never used"."""
+    """Return the even generation that each row has, or gets when it becomes ready. Never 0, which means "unused"."""
     even = generations + (generations & 1)
     return np.where(even == 0, np.uint32(2), even)

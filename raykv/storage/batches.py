@@ -1,4 +1,4 @@
-"""Checking a batch before its commit, and computing its chunks' parents and depths."""
+"""Checks a batch of chunks before its commit, and computes the parent and depth of each chunk."""
 
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ from raykv.types import Batch, Rows
 
 
 class Written(NamedTuple):
-    """The written chunks of a batch, one entry per chunk: position in the batch, row, xxh3-64 of the bytes."""
+    """The written chunks of a batch, one entry per chunk: index in the batch, row, xxh3-64 checksum."""
 
     positions: npt.NDArray[np.int32]
     rows: Rows
@@ -21,14 +21,14 @@ class Written(NamedTuple):
 
 
 class Chain(NamedTuple):
-    """One entry per row: row of the chunk before it in its chain (-1: none), and number of chunks before it."""
+    """For each row: the row of the chunk before it in its chain (-1: none), and the number of chunks before it."""
 
     parents: Rows
     depths: npt.NDArray[np.int64]
 
 
 def require_batch(batch: Batch, written: Written) -> None:
-    """Raise UsageError, which names the field, if the batch cannot be stored. The arrays have their right shapes."""
+    """Raise UsageError if the batch cannot be stored. The error names the field. Array shapes are not checked."""
     require_hints(batch.hints.ttl_s, batch.hints.priority)
     if not 0 <= batch.depth < MAX_DEPTH:
         raise UsageError(f"field 'depth': {batch.depth} is not in 0 .. {MAX_DEPTH - 1}")
@@ -48,10 +48,11 @@ def require_size(nbytes: int, extent_nbytes: int) -> None:
 
 
 def chain_of(table: Table, batch: Batch, existing: Rows, positions: npt.NDArray[np.int32], rows: Rows) -> Chain:
-    """Parents and depths of the rows that get the keys at `positions`.
+    """Return the parents and depths of `rows`, which get the keys at `positions`.
 
-    A chunk's parent is the chunk before it in the batch, new or existing. Its depth is counted from the last existing
-    chunk before it; if a chunk between is missing, from `batch.depth`. `existing`: the row of each key, or -1.
+    A chunk's parent is the chunk before it in the batch, new or existing. Its depth counts from the last chunk before
+    it that is not new: from that chunk's depth if it exists, else from `batch.depth`. `existing`: the row of each key,
+    or -1.
     """
     if not batch.chained:
         return Chain(np.full(len(rows), -1, np.int32), np.zeros(len(rows), np.int64))

@@ -1,4 +1,4 @@
-"""Why and when chunks were removed: a bounded log of departures. Uses no clock and no lock."""
+"""A bounded log of departures: which chunks were removed, why and when. It has no clock and no lock."""
 
 from collections.abc import Sequence
 from typing import Final, NamedTuple
@@ -12,13 +12,13 @@ from raykv.types import KeyArray
 EVICTION_LOG_ENTRIES: Final = 1 << 18
 """Departures in a node's log, at 43 bytes each. New departures replace the oldest. Must be a power of two."""
 CHAIN_STEPS: Final = 64
-"""A search gives up after this many departures of other keys. Only adversarial keys fill a bucket so far."""
+"""A search ends after this many departures of other keys with the same hash. Only an attacker causes so long a list."""
 
 _MIX: Final = np.uint64(0x9E3779B97F4A7C15)
 
 
 class Departures(NamedTuple):
-    """The last departure of each key: `Reason` (NONE: not in the log), `Place`, time, and name of the policy."""
+    """The last departure of each key: `Reason` (NONE if the log has none), `Place`, time, and name of the policy."""
 
     reasons: npt.NDArray[np.uint8]
     tiers: npt.NDArray[np.uint8]
@@ -27,7 +27,7 @@ class Departures(NamedTuple):
 
 
 class EvictionLog:
-    """A ring of departures. Departures of equal key hash (a bucket) form a linked list, newest first."""
+    """A ring buffer of departures. Those of keys with equal hash (a bucket) form a linked list, newest first."""
 
     def __init__(self, entries: int = EVICTION_LOG_ENTRIES) -> None:
         self._entries, self._shift = entries, np.uint64(65 - entries.bit_length())
@@ -85,7 +85,7 @@ class EvictionLog:
         found = np.zeros(len(keys), np.int64)
         pending = np.arange(len(keys))
         for _ in range(CHAIN_STEPS):
-            # A number that is too old means that its entry was replaced. All further entries are older still.
+            # If a number is too old, its entry was replaced. All further entries of the bucket are even older.
             pending = pending[number[pending] >= max(1, self._next - self._entries)]
             if not pending.size:
                 break
@@ -106,7 +106,7 @@ class EvictionLog:
         return ((keys[:, 0] ^ keys[:, 1]) * _MIX >> self._shift).astype(np.int64)
 
     def _number(self, name: str) -> int:
-        """Number of a policy's name; 0 after the first 254 names (users may add policies)."""
+        """Return the number of a policy's name. Users may add policies; after 254 names, all other names get 0."""
         if name not in self._names:
             if len(self._names) == np.iinfo(np.uint8).max:
                 return 0

@@ -25,12 +25,13 @@ from raykv.storage.row_hints import RowHints
 from raykv.types import Bits, Rows
 
 SAMPLE_ROWS: Final = 1 << 16
-"""Candidates are all rows of a table up to this size, or this many rows of a larger table."""
+"""If a table has used at most this many rows, all are candidates for eviction. Otherwise a sample of this size is."""
 SAMPLE_SHARE: Final = 128
-"""A sample costs milliseconds, so at least one in this many of its rows is evicted. A step ahead of need evicts no
-more than that, because other threads wait for the lock."""
+"""At least 1 / SAMPLE_SHARE of a sample is evicted, because a sample costs milliseconds. One step of eviction ahead of
+need evicts no more than that, because other threads wait for the lock."""
 FOREIGN_EXTENTS: Final = 64
-"""This many of the coldest extents of other slot sizes are checked for one that can be emptied."""
+"""An extent (a part of the arena) has slots of one size. To serve another size, this many of the coldest extents are
+checked for one that can be emptied."""
 MAX_PINS: Final = (1 << 16) - 1
 
 
@@ -46,12 +47,12 @@ class Counters:
 
 
 class Evictor:
-    """Makes room in a store.
+    """Evicts chunks to make room in a store, and removes chunks for other reasons.
 
     Attributes:
-        departures: By quota group and reason: number of chunks removed since this process opened the store.
-        reads_of_departed: By quota group: how often these chunks had been read.
-        removed: Keys of chunks removed since the store's last `take_changes`, 16 bytes each.
+        departures: Number of chunks removed since this process opened the store, by quota group and reason.
+        reads_of_departed: Number of reads of these chunks before their removal, by quota group.
+        removed: Keys of the chunks removed since the store's last `take_changes`, 16 bytes each.
         over_quota: Quota groups that may hold more bytes than their new quota.
     """
 
@@ -134,14 +135,14 @@ class Evictor:
         return min(count, max(0, quota - int(self._allocator.used_nbytes[group])) // size)
 
     def _as_chunks(self, nbytes: int, rows: Rows) -> int:
-        """Number of chunks, of the mean slot size of `rows`, that take `nbytes`."""
+        """Return how many chunks take `nbytes`, if each takes the mean slot size of `rows`."""
         mean = int(self._allocator.slot_sizes(rows).mean()) if rows.size else 1
         return -(-nbytes // max(1, mean))
 
     def _evict_for_slots(self, missing: int, size: int, now: int) -> bool:
         """Free slots of one size: evict cold chunks of that size, or a whole extent of another size that is colder.
 
-        Returns: False if nothing could be evicted.
+        Returns False if nothing could be evicted.
         """
         victims = self._victims(self._candidates(size=size), missing, now)
         foreign, last_access = self._coldest_foreign_extent(size, self._candidates())
@@ -151,9 +152,10 @@ class Evictor:
         return bool(victims.size)
 
     def _coldest_foreign_extent(self, size: int, candidates: Rows) -> tuple[Rows, int]:
-        """Rows of the coldest extent of another slot size that can be emptied, and the tick of their last read.
+        """Return the rows of the coldest extent that can be emptied, and the tick of their last access.
 
-        The order of the extents comes from the candidates, which may be a sample.
+        Only extents with slots of other sizes than `size` count. They are ordered by the last access to the candidates
+        in them, which may be a sample.
         """
         columns, slots = self._table.columns, self._allocator.slots
         last = np.full(self._table.extents, np.iinfo(np.int64).max)
@@ -175,11 +177,11 @@ class Evictor:
 
     @property
     def nearly_full(self) -> bool:
-        """Whether so little is free that eviction must not wait until tiers below have copied the chunks."""
+        """Whether so little is free that eviction must not wait for the tiers below memory to copy the chunks."""
         return self._lacking(self._config.low_water / 2) > 0
 
     def evict_ahead(self, now: int) -> bool:
-        """One step of eviction down to lowered quotas and up to the high-water mark. Returns whether there is more."""
+        """Do one step of eviction, to lowered quotas and then to the high-water mark. Returns whether more is to do."""
         if self.over_quota:
             self._evict_over_quota(now)
             if self.over_quota:
@@ -193,7 +195,7 @@ class Evictor:
         return self._evicting_ahead
 
     def upcoming(self, share: float, now: int) -> Rows:
-        """The chunks that would be evicted first, until this share of the arena is free. Evicts nothing."""
+        """Return the rows that would be evicted first to have this share of the arena free. Evicts nothing."""
         count = self._lacking(share)
         if count <= 0 or not self._allocator.chunks:
             return NO_ROWS
@@ -210,10 +212,10 @@ class Evictor:
             rows = self._candidates_of(group, wanted=SAMPLE_SHARE)
             if self._evict(rows, self._as_chunks(excess, rows), now, one_step=True):
                 return
-        self.over_quota.discard(group)  # it is within its quota, or its other rows are pinned or lent
+        self.over_quota.discard(group)  # the group is within its quota, or its other rows are pinned or lent
 
     def _lacking(self, share: float) -> int:
-        """Number of chunks to evict until this share of the arena and of the rows is free."""
+        """Return how many chunks to evict, so that this share of the arena and of the rows is free."""
         allocator, slots = self._allocator, self._allocator.slots
         by_rows = math.ceil(share * self._table.rows) - (self._table.rows - allocator.rows_in_use)
         nbytes = share * slots.usable_nbytes - slots.free_nbytes
@@ -247,7 +249,7 @@ class Evictor:
         return cells.state[row] == RowState.READY and cells.pins[row] == 0
 
     def _candidates(self, *, size: int | None = None) -> Rows:
-        """Evictable rows: all of a small table, or a sample of a large table. With `size`, only slots of this size."""
+        """Return evictable rows: all of a small table, else a sample. With `size`, only slots of this size."""
         if not self._is_small():
             rows = self._allocator.slots.sample(SAMPLE_ROWS, self._rng, size)
             return rows[self.evictable(rows)]
@@ -256,7 +258,7 @@ class Evictor:
         return rows[wanted if size is None else wanted & (self._allocator.slot_sizes(rows) == size)]
 
     def _candidates_of(self, group: int, *, wanted: int) -> Rows:
-        """Evictable rows of one quota group. If a sample has too few rows of the group, all rows are scanned."""
+        """Return evictable rows of one quota group. If a sample has too few of them, all rows are scanned."""
         columns, used = self._table.columns, self._allocator.used_nbytes
         if self._is_small() or used[group] * SAMPLE_SHARE > used.sum():
             rows = self._candidates()
@@ -276,7 +278,7 @@ class Evictor:
         return len(rows)
 
     def _victims(self, candidates: Rows, count: int, now: int, *, one_step: bool = False) -> Rows:
-        """Choose `count` victims. Of a sample, choose at least its SAMPLE_SHARE, in `one_step` exactly that share."""
+        """Choose `count` rows to evict. From a sample choose at least 1 / SAMPLE_SHARE, with `one_step` only that."""
         if not self._is_small() and count > 0:
             count = max(1 if one_step else count, len(candidates) // SAMPLE_SHARE)
         return self.policies.victims(candidates, count, now, None if self._is_small() else self._may_evict)
@@ -287,12 +289,12 @@ class Evictor:
 
     @cached_property
     def _rng(self) -> "np.random.Generator":
-        """For samples. Made at first use, since the import of `numpy.random` would delay the start."""
+        """Generator of samples. Made at its first use, since the import of `numpy.random` would delay the start."""
         return np.random.default_rng(int(self._table.header["incarnation"]))
 
     @contextmanager
     def _shielded(self, rows: Rows) -> Iterator[None]:
-        """Pin rows against eviction. If the process crashes meanwhile, recovery clears the pins."""
+        """Pin rows against eviction within the `with` block. If the process crashes in it, recovery clears the pins."""
         pins = self._table.columns.pins
         rows = np.unique(rows[rows >= 0])
         rows = rows[pins[rows] < MAX_PINS]

@@ -1,4 +1,4 @@
-"""Opening, making and removing the files of nodes: the chunk table, the arena, and small files with the same prefix."""
+"""Opens, makes and removes the files of nodes: the chunk table, the arena, and small files with the same prefix."""
 
 import logging
 from collections.abc import Container
@@ -14,11 +14,11 @@ from raykv.memory.table import Table
 log = logging.getLogger(__name__)
 
 OWN_TIMEOUT_S: Final = 10.0
-"""How long a start waits for the end of the process that owned the files before."""
+"""How long a starting node waits for the end of the process that owns its files."""
 MOST_TICKS: Final = 1 << 31
-"""A table of this age, about a year, is replaced by an empty one, since its times would wrap."""
+"""A table that is older than this, about a year, is replaced by an empty one, since its 32-bit times would wrap."""
 ABANDONED_S: Final = 300.0
-"""Files are abandoned this long after their last use. A node touches its table with every heartbeat."""
+"""Files count as abandoned after this time without use. A running node touches its table with every heartbeat."""
 
 
 def store_files(prefix: Path) -> tuple[Path, Path]:
@@ -32,7 +32,7 @@ def remove_files(prefix: Path) -> None:
 
 
 def attach_files(config: StorageConfig, prefix: Path, *, now_s: float) -> tuple[Table, SharedMemory]:
-    """Map a node's table and arena as their only writer. Raises LostError: They are missing, damaged or do not fit."""
+    """Map a node's table and arena as their only writer. Raises LostError if they are missing, damaged or unfit."""
     table_path, arena_path = store_files(prefix)
     memory = SharedMemory.attach(table_path, writable=True, huge_pages="try")
     memory.own(timeout_s=OWN_TIMEOUT_S)
@@ -48,7 +48,7 @@ def attach_files(config: StorageConfig, prefix: Path, *, now_s: float) -> tuple[
 
 
 def create_files(config: StorageConfig, prefix: Path | None, *, now_s: float) -> tuple[Table, SharedMemory]:
-    """Make a node's table and arena, empty. Prefix None: in anonymous memory."""
+    """Make a node's table and arena, both empty. If `prefix` is None, they are in anonymous memory."""
     arena_nbytes = config.extents * config.extent_nbytes
     table_path, arena_path = (None, None) if prefix is None else store_files(prefix)
     require_room(config.shm_dir, arena_nbytes + table_nbytes(config.rows, config.extents), field="arena_nbytes")
@@ -67,11 +67,11 @@ def create_files(config: StorageConfig, prefix: Path | None, *, now_s: float) ->
 
 
 def remove_orphans(config: NodeConfig, alive: Container[str], *, now_s: float) -> list[str]:
-    """Remove the files of nodes on this host whose Ray nodes are gone.
+    """Remove the files of raykv nodes on this host after their Ray nodes have ended. Return their ids.
 
     A new Ray node has a new id, so no node would use these files again. Another Ray cluster on this host may have a
-    raykv cluster of the same name, so files that a process owns or used lately stay. `alive`: ids of the nodes whose
-    Ray nodes are alive. `now_s`: wall clock, as in file times. Returns: ids of the nodes whose files were removed.
+    raykv cluster of the same name, so files stay if a process owns them or has used them recently. `alive`: ids of the
+    nodes that belong to live Ray nodes. `now_s`: wall clock, as in file times.
     """
     directory = config.storage.shm_dir
     start = f"raykv-{config.cluster}-"
@@ -79,7 +79,7 @@ def remove_orphans(config: NodeConfig, alive: Container[str], *, now_s: float) -
     for table in sorted(directory.glob(f"{start}*.table")) if directory else []:
         node_id = table.name.removeprefix(start).removesuffix(".table")
         if "-" in node_id:
-            continue  # a cluster whose name begins with ours and a dash; a Ray node's id has no dash
+            continue  # the name of another cluster begins with ours and a dash; a Ray node's id has no dash
         if node_id not in alive and _is_abandoned(table, now_s):
             log.info("removing the memory of node %s, which is gone", node_id)
             remove_all_files(table.with_suffix(""))
@@ -95,7 +95,7 @@ def remove_all_files(prefix: Path) -> None:
 
 
 def remove_unowned(prefix: Path) -> bool:
-    """Remove all files of a node, unless a process serves them. Returns whether the files were removed."""
+    """Remove all files of a node, unless a process owns them. Returns whether the files were removed."""
     table = prefix.with_name(prefix.name + ".table")
     if table.exists() and not _is_unowned(table):
         return False

@@ -1,4 +1,7 @@
-"""The quota groups of one node: their numbers and quotas. The list is in the chunk table, so it outlives the node."""
+"""The quota groups of one node, and their numbers. The list is in the chunk table, so it outlives the process.
+
+A quota group is a namespace without salt and adapter. Chunks of one group share a quota and a policy.
+"""
 
 from collections.abc import Callable
 
@@ -12,10 +15,10 @@ from raykv.protocol.namespace import Namespace
 
 class QuotaGroups:
     def __init__(self, table: Table, release: Callable[[int], bool] = lambda number: False) -> None:
-        """Read the list.
+        """Read the list. Raises LostError if the list is damaged.
 
-        `release`: called before a dropped group's number gets another group; returns False while the number is in use.
-        Raises LostError: The list is damaged.
+        `release` is called before the number of a dropped group is given to another group. It returns False while the
+        number is in use.
         """
         self._table, self._namespaces, self._release = table, table.namespaces, release
         self._retired: set[int] = set()
@@ -55,14 +58,14 @@ class QuotaGroups:
         return self._numbers.get(digest)
 
     def number(self, digest: bytes) -> int:
-        """Number of an open quota group. Raises LostError: It was not opened, or this node started empty since."""
+        """Return the number of an open quota group. Raises LostError if the group is not in the list."""
         number = self._numbers.get(digest)
         if number is None:
             raise LostError("this namespace is not open on this node")
         return number
 
     def retire(self, number: int, *, retired: bool = True) -> None:
-        """Note that a quota group was dropped. If all numbers are taken, another group may get its number."""
+        """Mark a quota group as dropped or not. If all numbers are taken, a new group may get its number."""
         (self._retired.add if retired else self._retired.discard)(number)
 
     def _reclaim(self) -> int:

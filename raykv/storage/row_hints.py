@@ -1,6 +1,6 @@
 """Hints for rows: eviction priority, ended session, expiry.
 
-The expiry is in the table. The other hints end with the process: after a restart all rows have the same priority.
+The table holds the expiry. The other hints are lost with the process: after a restart all rows have equal priority.
 """
 
 from typing import Final
@@ -24,7 +24,7 @@ NO_CONFIG: Final = NamespaceConfig()
 class RowHints:
     """Hints of rows. The configs of quota groups give the defaults for new rows.
 
-    `active`: whether any row may have hints. If not, the methods cost nothing.
+    `active`: whether any row may have hints. If it is False, all rows have equal rank.
     """
 
     def __init__(self, table: Table, *, active: bool) -> None:
@@ -48,7 +48,7 @@ class RowHints:
         self._ended[rows] = 0
 
     def update(self, rows: Rows, now: int, ttl_s: float | None, priority: int | None, *, ended: bool | None) -> None:
-        """Change the hints of rows. None: unchanged. `ttl_s` 0: never expires. A later read of a row undoes `ended`."""
+        """Change the hints of rows. None: no change. `ttl_s` 0: no expiry. A later read of a row undoes `ended`."""
         self.active = True
         if ttl_s is not None:
             self._table.columns.expires[rows] = expiry(now, ttl_s)
@@ -58,7 +58,7 @@ class RowHints:
             self._ended[rows] = now if ended else 0
 
     def ranks(self, rows: Rows, now: int) -> npt.NDArray[np.int64]:
-        """One rank per row. Rows of lower rank are evicted first, whatever scores the policy gives."""
+        """Return one rank per row. Rows of lower rank are evicted first, whatever their scores."""
         if not self.active:
             return np.zeros(len(rows), np.int64)
         columns = self._table.columns
@@ -70,7 +70,7 @@ class RowHints:
         return ranks
 
     def below(self, rows: Rows, now: int) -> tuple[Bits, npt.NDArray[np.int64]]:
-        """Which rows may be copied to the tiers below memory, and the rows' priorities for `Admission.admit`."""
+        """Return which rows may be copied to tiers below memory, and their priorities for `Admission.admit`."""
         ranks, may = self.ranks(rows, now), np.ones(len(rows), np.bool_)
         priorities = np.where(ranks == ENDED, 1, np.sign(ranks))
         groups = self._table.columns.group[rows]
@@ -84,10 +84,10 @@ class RowHints:
 
 
 def default_priority(config: NamespaceConfig) -> int:
-    """With `tiers` "ssd", chunks are in memory only until the SSD has them."""
+    """Return the priority of new chunks. With `tiers` "ssd", memory holds chunks only until the SSD has them."""
     return -HIGHEST_PRIORITY if config.tiers == "ssd" else config.priority
 
 
 def expiry(now: int, ttl_s: float | None) -> int:
-    """In ticks, at least one from now; 0, which means never, without a time to live."""
+    """Return the tick of the expiry, at least one tick from now. 0 means never: there is no time to live."""
     return now + max(1, round(ttl_s * TICKS_PER_S)) if ttl_s else 0

@@ -1,7 +1,7 @@
 """One node's storage: lend, commit, pin, remove. The only writer of the node's chunk table.
 
-Synchronous, without threads, sockets or a clock. The node calls the store under one lock and passes the time. Readers
-on this host read the table and the arena directly (`raykv.memory.reader`).
+The store has no threads, sockets or clock. The node calls it under one lock and passes the time. Readers on this
+host read the table and the arena directly (`raykv.memory.reader`).
 """
 
 import logging
@@ -53,7 +53,7 @@ class LentSlots(NamedTuple):
 class Pinned(NamedTuple):
     """Chunks that stay in place until `unpin`, one entry per key.
 
-    Row -1: the key is not ready, and the other fields of the entry are undefined.
+    A row of -1 means that there is no readable chunk. The other fields of the entry are undefined then.
     """
 
     rows: Rows
@@ -63,7 +63,7 @@ class Pinned(NamedTuple):
 
 
 class Store:
-    """The arena, the chunk table and the slots of one node, and everything that changes them.
+    """The arena, the chunk table and the slots of one node, and all operations that change them.
 
     Attributes:
         recovered: Number of chunks found at the start.
@@ -72,7 +72,7 @@ class Store:
     def __init__(self, config: StorageConfig, table: Table, arena: SharedMemory, *, now_s: float) -> None:
         """Take over a table: keep committed chunks, quarantine the slots of unfinished writes.
 
-        Free rows, free slots and all counts are derived from the columns. Raises LostError: The table is damaged.
+        Free rows, free slots and all counts are derived from the columns. Raises LostError if the table is damaged.
         """
         found = recover(table)
         self.groups = QuotaGroups(table, self._release_group)
@@ -89,10 +89,10 @@ class Store:
 
     @classmethod
     def open(cls, config: StorageConfig, prefix: Path | None, *, now_s: float) -> Self:
-        """Map this node's files, or make them. Prefix None: use anonymous memory, which ends with the process.
+        """Map this node's files. Missing or damaged files are replaced by empty ones.
 
-        Replaces missing or damaged files by empty ones. Raises ConfigError: There is no directory or no room for the
-        files, or the kernel lacks the required huge pages.
+        If `prefix` is None, anonymous memory is used, which ends with the process. Raises ConfigError if there is no
+        directory or no room for the files, or if the kernel lacks the required huge pages.
         """
         require_room(config.shm_dir, 0, field="shm_dir")
         if prefix is not None:
@@ -111,13 +111,13 @@ class Store:
     # -- reading -----------------------------------------------------------------------------------------------------
 
     def missing(self, keys: KeyArray, *, now_s: float) -> npt.NDArray[np.int32]:
-        """Positions of the keys that are not ready, in order. Of equal keys only the first position is returned."""
+        """Return the indices of the keys without a readable chunk, in order. Of equal keys only the first counts."""
         rows, _ = self.table.find_ready(keys, self.table.ticks(now_s))
         absent = np.flatnonzero(rows < 0)
         return absent[is_first(keys[absent])].astype(np.int32)
 
     def history(self, keys: KeyArray, *, now_s: float) -> tuple[Bits, npt.NDArray[np.uint32], Departures]:
-        """For each key: whether the chunk is here, its length (0 if not here), and its last departure."""
+        """Return for each key: whether the chunk is here, its length (0 if not here), and its last departure."""
         columns, now = self.table.columns, self.table.ticks(now_s)
         rows = self.table.find(keys)
         here, rows = rows >= 0, np.maximum(rows, 0)
@@ -130,14 +130,14 @@ class Store:
         return here, np.where(here, columns.nbytes[rows], np.uint32(0)), departures
 
     def rows_of(self, group: int) -> tuple[Rows, npt.NDArray[np.uint32]]:
-        """Ready rows of a quota group, and their generations, for `Store.drop`. Scans all rows."""
+        """Return the ready rows of a quota group, and their generations, for `Store.drop`. Scans all rows."""
         columns = self.table.columns
         rows = np.flatnonzero(columns.group[: self.allocator.free_rows.fresh] == group).astype(np.int32)
         rows = rows[columns.state[rows] == RowState.READY]
         return rows, columns.generation[rows]
 
     def ready_keys(self) -> KeyArray:
-        """All keys that can be read. Scans all rows. If the caller does not hold the lock, a few may be missing."""
+        """Return all keys that can be read. Scans all rows. Without the lock, a few keys may be missing."""
         return self.table.keys_of(self.table.ready_rows())
 
     @property
@@ -164,9 +164,9 @@ class Store:
     ) -> LentSlots:
         """Lend slots to a writer. A lent slot counts as used. Readers do not see its bytes until `commit`.
 
-        Evicts chunks to get `count` slots, but not the keys in `protect`. Adds up to `ahead` slots without eviction, at
-        the end of the result. Returns: fewer slots when the store is full. Raises UsageError: The size is 0 or larger
-        than an extent.
+        Evicts chunks to get `count` slots, but none of the keys in `protect`. Adds up to `ahead` slots without
+        eviction, at the end of the result. Returns fewer slots when the store is full. Raises UsageError if the size is
+        0 or larger than an extent.
         """
         require_size(nbytes, self.config.extent_nbytes)
         now, size = self.table.ticks(now_s), slot_nbytes(nbytes)
@@ -189,8 +189,8 @@ class Store:
     def commit(self, group: int, batch: Batch, written: Written, *, now_s: float) -> Bits:
         """Give keys to lent slots that the writer has filled, and make the chunks visible to all readers.
 
-        Returns: for each slot, whether it was used. An unused slot stays lent: its key is stored already, or occurs
-        earlier in the batch. Raises UsageError: Something is wrong with the batch or the slots. Nothing was stored.
+        Returns for each slot whether it was used. An unused slot stays lent: its key is stored already, or occurs
+        earlier in the batch. If the batch or the slots are not valid, raises UsageError and stores nothing.
         """
         require_size(batch.nbytes, self.config.extent_nbytes)
         require_batch(batch, written)
@@ -211,12 +211,12 @@ class Store:
         return used
 
     def give_back(self, rows: Rows) -> None:
-        """Take back lent slots that the writer no longer writes to. Raises UsageError: One of them is not lent."""
+        """Take back lent slots that the writer no longer uses. Raises UsageError if one is not lent."""
         self.allocator.require_lent(rows)
         self.allocator.give_back(rows)
 
     def quarantine(self, rows: Rows, *, now_s: float) -> None:
-        """Take lent slots from a writer whose connection broke. Raises UsageError: One of them is not lent.
+        """Take lent slots from a writer whose connection broke. Raises UsageError if one of them is not lent.
 
         The slots are out of use for QUARANTINE_S, because the writer may still write to them.
         """
@@ -250,17 +250,17 @@ class Store:
         return Pinned(rows, offsets, columns.nbytes[safe], columns.checksum[safe])
 
     def unpin(self, rows: Rows) -> None:
-        """End one pin per entry; entries of -1 are ignored. UsageError, and no change, if a row has fewer pins."""
+        """Remove one pin per entry that is not -1. If a row has too few pins, raises UsageError and changes nothing."""
         pins, rows = self.table.columns.pins, rows[rows >= 0]
         before = pins[rows]
         np.subtract.at(pins, rows, np.uint16(1))
-        if (pins[rows] > before).any():  # below 0, so it wrapped
+        if (pins[rows] > before).any():  # the count of pins wrapped below 0
             np.add.at(pins, rows, np.uint16(1))
             raise UsageError("rows with fewer pins than are to end: unpin each row once for each pin")
         self.allocator.free_unpinned(rows)
 
     def corrupt(self, pinned: Pinned) -> Rows:
-        """Rows of the pinned chunks whose bytes do not match their checksums. The caller needs no lock."""
+        """Return the rows of pinned chunks whose bytes do not match their checksums. The caller needs no lock."""
         found = [
             row
             for row, start, nbytes, checksum in zip(*(field.tolist() for field in pinned), strict=True)
@@ -301,7 +301,7 @@ class Store:
             if not rows.size:
                 continue
             with lock:
-                expires = columns.expires[rows]  # again, since it may have changed before the lock
+                expires = columns.expires[rows]  # again: it may have changed before we held the lock
                 expired = (expires > 0) & (expires <= now) & (columns.state[rows] == RowState.READY)
                 self.evictor.remove(rows[expired], now, Reason.EXPIRED)
                 count += int(expired.sum())
@@ -310,15 +310,16 @@ class Store:
     # -- eviction ----------------------------------------------------------------------------------------------------
 
     def evict_ahead(self, *, now_s: float) -> bool:
-        """One step of eviction ahead of need, if `Evictor.needs_eviction`. Returns whether there is more to do."""
+        """Do one step of eviction ahead of need, if `Evictor.needs_eviction`. Returns whether there is more to do."""
         self.allocator.release(now_s=now_s)
         return self.evictor.evict_ahead(self.table.ticks(now_s))
 
     def use_policy(self, group: int | None, chosen: str | type[Policy] | Score | None, *, now_s: float) -> None:
         """Evict by another policy from now on. The policy learns the chunks that are here. Scans all rows.
 
-        Group None: set the default policy, which holds for all quota groups without an own policy. Policy None: take
-        the policy of the config; for a quota group, the default policy. Raises ConfigError: There is no such policy.
+        If `group` is None, set the default policy, which applies to all quota groups without their own policy. If
+        `chosen` is None, use the default policy, or for `group` None the policy of the config. Raises ConfigError if
+        there is no such policy.
         """
         if chosen is None and group is None:
             chosen = self.config.policy
@@ -327,7 +328,7 @@ class Store:
     def configure(self, group: int, config: NamespaceConfig, *, now_s: float) -> None:
         """Apply a config to a quota group. Chunks above the new quota are evicted later, by `evict_ahead`.
 
-        Raises ConfigError: There is no such policy here. The other settings of the config are applied.
+        Raises ConfigError if the node does not know the policy. The other settings of the config are applied.
         """
         self.table.namespaces["capacity"][group] = config.dram_quota_nbytes or 0
         self.row_hints.configure(group, config)
@@ -349,7 +350,7 @@ class Store:
         """Change the hints of chunks; see `RowHints.update`. Returns how many of the chunks are here.
 
         `touch`: count this as a read. `output_tokens`: the request that read or stored the chunks is done, and
-        generated this many tokens. Raises UsageError: A hint is out of range.
+        generated this many tokens. Raises UsageError if a hint is out of range.
         """
         require_hints(ttl_s, priority, output_tokens)
         now = self.table.ticks(now_s)
