@@ -12,7 +12,7 @@ from raykv.memory.layout import Columns
 from raykv.types import Rows
 
 Score = Callable[[Columns, Rows, int], Scores]
-"""Function of columns, rows and the time in ticks. Returns one score per row; the lowest score is evicted first."""
+"""A function of columns, rows and time in ticks. It returns one score per row. The lowest score is evicted first."""
 
 POLICIES = {
     "leaf_lru": "raykv.eviction.by_columns:LeafLRU",
@@ -30,7 +30,7 @@ def policy(name: str | Callable[..., Any]) -> Policy:
     """Make a policy.
 
     `name`: one of POLICIES, or a user's policy: a subclass of `Policy` or a function of type `Score`, as an
-    object or as "module:attribute". Raises ConfigError: There is no such policy, or the object is not a policy.
+    object or as "module:attribute". Raises ConfigError if there is no such policy, or if the object is not a policy.
     """
     if not isinstance(name, str):
         return _made_of(name, getattr(name, "__qualname__", repr(name)))
@@ -59,13 +59,13 @@ def _made_of(found: Any, name: str) -> Policy:
 
 
 class UserPolicy(Policy):
-    """Evicts the rows with the lowest scores, leaves first."""
+    """A user's score function as a policy. It evicts the rows with the lowest scores, and children before parents."""
 
     leaf_first = True
     drifts = True
 
     def __init__(self, function: Score, name: str) -> None:
-        """Try the function on a few rows. Raises ConfigError: The function raises or returns no numbers."""
+        """Try the function on a few rows. Raises ConfigError if the function raises or does not return numbers."""
         self._function, self.name = function, name
         columns, rows = empty_columns(4), np.array([0, 2], np.int32)
         for some in (rows, rows[:0]):

@@ -18,22 +18,22 @@ from raykv.types import Bits, Rows
 
 Scores = npt.NDArray[np.generic]
 Ranks = Callable[[Rows, int], npt.NDArray[np.int64]]
-"""Function of rows and a tick that returns ranks. Rows of lower rank are evicted first, whatever their scores."""
+"""A function of rows and the time in ticks. It returns ranks. Rows of lower rank are evicted first at any score."""
 Queues = npt.NDArray[np.integer[Any]]
 MayGo = Callable[[int], bool]
 Order = Callable[[Rows], Scores]
-"""Function of rows that returns one score per row. The row with the lowest score comes first."""
+"""A function of rows. It returns one score per row. The row with the lowest score is evicted first."""
 
 SECOND_CHANCE_ROUNDS: Final = 16
-"""Most rounds of second chances in one choice of victims. After the last round no row gets another chance."""
+"""The most rounds of second chances in one choice of victims. After the last round no row gets another chance."""
 
 
 class Policy(ABC):
     """An eviction policy. Subclasses must implement only `score`.
 
-    Policies see reads only as changed columns. A policy holds its own state in arrays by row and in bounded sets by
-    key. After a restart the node calls `on_insert` once with all rows, oldest first, to restore that state. The other
-    methods get only rows that `on_insert` got before.
+    Policies see reads only as changed columns of the table. A policy holds its own state in arrays by row and in
+    bounded sets by key. After a restart the node calls `on_insert` once with all rows, oldest first, to restore that
+    state. The other methods get only rows that `on_insert` got before.
 
     Attributes:
         name: Name in reports.
@@ -52,17 +52,17 @@ class Policy(ABC):
 
     @abstractmethod
     def score(self, columns: Columns, rows: Rows, now: int) -> Scores:
-        """One score per row, of any ordered type. Scores are compared only within a queue. `now` is in ticks."""
+        """Return one score per row, of any ordered type. Scores are compared only within a queue. `now` is in ticks."""
 
     def queue(self, columns: Columns, rows: Rows) -> Queues:
         return np.zeros(len(rows), np.int8)
 
     def shares(self, sizes: Sequence[int], count: int) -> list[int]:
-        """How many of the next `count` victims come from each queue. `sizes`: the lengths of the queues."""
+        """Return how many of the next `count` victims come from each queue. `sizes`: the lengths of the queues."""
         return [count]
 
     def second_chance(self, columns: Columns, rows: Rows, now: int) -> Bits:
-        """Which of these victims get a second chance. This call changes the scores or queues of those rows."""
+        """Return which of these rows are not evicted now. For them, this call changes the score or the queue."""
         return np.zeros(len(rows), np.bool_)
 
     def on_insert(self, columns: Columns, rows: Rows, now: int) -> None:  # noqa: B027 - optional
@@ -78,7 +78,7 @@ class Policy(ABC):
 
 
 def empty_columns(rows: int) -> Columns:
-    """Columns that belong to no table. All values are 0, except `parent`, which is -1."""
+    """Return new columns that belong to no table. All values are 0, except `parent`, which is -1."""
     kinds = {name: RECORD[name] for name in RECORD.names or ()} | {name: np.dtype(k) for name, k in COLUMNS.items()}
     columns = Columns({name: np.zeros(rows, kind) for name, kind in kinds.items()})
     columns.parent[:] = -1
@@ -86,7 +86,7 @@ def empty_columns(rows: int) -> Columns:
 
 
 def live_parents(columns: Columns, rows: Rows) -> Rows:
-    """The row of each row's parent; -1 if there is no parent, or if the parent's row holds another chunk now."""
+    """Return the row of each chunk's parent; -1 if there is no parent, or if that row holds another chunk now."""
     parents = columns.parent[rows]
     live = (parents >= 0) & (columns.generation[np.maximum(parents, 0)] == columns.parent_generation[rows])
     found: Rows = np.where(live, parents, np.int32(-1))
@@ -94,7 +94,7 @@ def live_parents(columns: Columns, rows: Rows) -> Rows:
 
 
 def key_numbers(columns: Columns, rows: Rows) -> list[int]:
-    """The low half of each row's key, by which policies remember chunks."""
+    """Return the low half of each row's key. Policies remember evicted chunks by this number."""
     numbers: list[int] = columns.key_lo[rows].tolist()
     return numbers
 
@@ -102,7 +102,7 @@ def key_numbers(columns: Columns, rows: Rows) -> list[int]:
 def single_order(
     policy: Policy, columns: Columns, candidates: Rows, count: int, now: int, ranks: Ranks | None = None
 ) -> Order:
-    """Put all queues and ranks into a single order. Among the first `count` candidates, each queue has its share."""
+    """Combine all queues and ranks into one order. Its first `count` candidates contain the share of each queue."""
     ranked = ranks if ranks is not None and ranks(candidates, now).any() else None
     if policy.queues == 1 and ranked is None:
         return lambda rows: policy.score(columns, rows, now)
@@ -133,9 +133,9 @@ def victims(
 ) -> Rows:
     """Choose up to `count` rows to evict.
 
-    `candidates`: ready, unpinned and unprotected rows. `may_go`: must be given if the candidates are a sample. A
-    leaf-first policy then also takes a parent outside the sample, after its last child, if `may_go(parent)`. Returns:
-    rows in the order of eviction; fewer than `count` if no more rows may be evicted.
+    `candidates`: ready, unpinned and unprotected rows. `may_go` must be given if the candidates are a sample. A
+    leaf-first policy then also chooses a parent outside the sample, after its last child, if `may_go(parent)`. Returns
+    rows in the order of eviction, and fewer than `count` if no more rows may be evicted.
     """
     chosen = candidates[:0]
     if count <= 0 or not candidates.size:
@@ -154,7 +154,7 @@ def victims(
 def upcoming(
     policy: Policy, columns: Columns, candidates: Rows, count: int, now: int, ranks: Ranks | None = None
 ) -> Rows:
-    """The rows that would be evicted first if there were no second chances. Changes nothing."""
+    """Return the rows that would be evicted first if there were no second chances. Changes nothing."""
     if count <= 0 or not candidates.size:
         return candidates[:0]
     order = single_order(policy, columns, candidates, count, now, ranks)
@@ -170,7 +170,7 @@ def _from_all(columns: Columns, candidates: Rows, count: int, order: Order, *, l
         chosen = _leaves_first(columns, chosen)
         if len(chosen) >= count or window >= len(candidates):
             return chosen[:count]
-        window *= 2  # some rows with low scores have children with higher scores
+        window *= 2  # some rows were left out, since their children have higher scores
 
 
 def _from_sample(columns: Columns, candidates: Rows, count: int, order: Order, may_go: MayGo) -> Rows:
@@ -184,7 +184,7 @@ def _from_sample(columns: Columns, candidates: Rows, count: int, order: Order, m
 
     heap = entries(leaves)
     heapq.heapify(heap)
-    children: dict[int, int] = {}  # by parent of a chosen row: number of its children that are not chosen
+    children: dict[int, int] = {}  # by row of a parent: number of its children that are not chosen
     chosen: list[int] = []
     while heap and len(chosen) < count:
         _, _, row, parent = heapq.heappop(heap)
@@ -197,7 +197,7 @@ def _from_sample(columns: Columns, candidates: Rows, count: int, order: Order, m
 
 
 def lowest(columns: Columns, candidates: Rows, scores: Scores, count: int) -> Rows:
-    """The `count` candidates with the lowest scores, in order.
+    """Return the `count` candidates with the lowest scores, in order.
 
     Among equal scores the deepest row comes first. Equal scores are common, since all reads of a batch share a tick.
     """
@@ -211,10 +211,10 @@ def lowest(columns: Columns, candidates: Rows, scores: Scores, count: int) -> Ro
 
 
 def _leaves_first(columns: Columns, chosen: Rows) -> Rows:
-    """`chosen` without the rows that have a descendant outside `chosen`, and with each row after its descendants.
+    """Return `chosen` without the rows that have a descendant outside `chosen`. Each row comes after its descendants.
 
     Each row gets the latest place of its descendants. The places are passed to ancestors in steps of 1, 2, 4, ...
-    generations, since chains may be very long.
+    levels, since chains may be very long.
     """
     outside = len(chosen)
     by_row, parents = np.argsort(chosen), live_parents(columns, chosen)

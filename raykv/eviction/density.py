@@ -1,4 +1,4 @@
-"""Hit density: evict the chunk with the fewest expected hits for the memory and time that it takes."""
+"""Hit density: evict the chunk with the fewest expected hits per time in memory."""
 
 from collections.abc import Callable, Iterable
 from itertools import islice
@@ -22,34 +22,35 @@ LEVEL_OF: Final[dict[str, Callable[[int], int]]] = {
     "together": lambda chunks: chunks.bit_length() - 1 if chunks else 0,
     "deep": lambda depth: (depth + 1).bit_length() // 2,
 }
-"""How a count becomes a value of its feature. Counts above LEVELS - 1 are treated as LEVELS - 1."""
+"""Functions from a count to a value of the feature. Counts above LEVELS - 1 are treated as LEVELS - 1."""
 LEVELS: Final = 64
 GHOSTS_SHARE: Final = 8
 GHOSTS_MOST: Final = 1 << 18
 """The policy remembers at most GHOSTS_SHARE evicted chunks (ghosts) per chunk in the cache, and at most GHOSTS_MOST."""
 GHOSTS_OBSERVE_SHARE: Final = 4
-"""When a quarter of the ghosts is new, the policy counts for all ghosts that they were not read."""
+"""When a quarter of the ghosts is new, the policy records for all ghosts how long they were not read."""
 OBSERVE_SHARE: Final = 32
 OBSERVE_LEAST: Final = 256
-"""OBSERVE_SHARE rows are checked for reads per new chunk, in passes of at least OBSERVE_LEAST rows."""
+"""For each new chunk, OBSERVE_SHARE rows are checked for reads. One pass checks at least OBSERVE_LEAST rows."""
 LEARN_SHARE: Final = 25
 LEARN_LEAST: Final = 20
 """Scores are computed again when 1/25 of all observations is new, but not before LEARN_LEAST observations are new."""
 MEMORY_SHARE: Final = 8
 MEMORY_LEAST: Final = 1000.0
-"""Old observations fade, since traffic changes: after one read per 8 cached chunks, but at least MEMORY_LEAST reads."""
+"""Because traffic changes, old observations lose half their weight after one read per 8 cached chunks, but not before
+MEMORY_LEAST reads."""
 INSERT_SHARE: Final = 10
-"""Ten inserts count as one observation in the decision when to compute scores again."""
+"""Ten inserts count as one observation when the policy decides whether to compute scores again."""
 
 _ROW: Final = np.dtype(
     [
         ("here", "?"),
         ("kind", "<i4"),  # the class without its digit "often"
         ("turn", "<i4"),
-        ("place", "<i4"),  # within its turn
+        ("place", "<i4"),  # position within its turn
         ("earlier", "<u4"),  # reads before it was evicted and stored again
         ("weight", "<f8"),
-        ("last_read", "<u4"),  # `last_read`, `reads` and `observed` are as of the last check
+        ("last_read", "<u4"),  # `last_read`, `reads` and `observed`: values at the last check
         ("reads", "<u4"),
         ("observed", "<u4"),
     ]
@@ -60,14 +61,14 @@ _Ghost = tuple[int, int, int, int, float]
 
 
 class HitDensity(Policy):
-    """Learns for each class of chunks how likely and when they are read again. Evicts the lowest hit density first.
+    """Learns for each class of chunks when and how likely they are read again. Evicts the lowest hit density first.
 
-    Features of a class: whether the chunk is shorter than the chunk before it (the end of a prompt); the number of its
-    reads; the turn in which it was stored; the number of tokens that its last request generated, if the engine reports
-    it; the number of chunks stored with it; its depth.
+    A class has these features: whether the chunk is shorter than the chunk before it (the end of a prompt); the number
+    of its reads; the turn in which it was stored; the number of tokens that its last request generated, if the engine
+    reports it; the number of chunks stored with it; its depth.
 
-    The policy also learns from evicted chunks, whether they are stored again or not. Chunks stored together are read
-    together, so each weighs 1 divided by their number.
+    The policy also learns from evicted chunks: some are stored again, others are not. Chunks that are stored together
+    are usually read together. So each of n such chunks has the weight 1 / n.
     """
 
     leaf_first = True
@@ -163,7 +164,8 @@ class HitDensity(Policy):
     def _place(self, columns: Columns, rows: list[int], parents: list[int]) -> Integers:
         """Set `turn` and `place` of new rows. Returns, for each row, the number of chunks stored together with it.
 
-        A new turn begins after a chunk that was read since it was stored, since a later request has continued it.
+        A turn is one request of a conversation. A chunk begins a new turn if the chunk before it was read before, which
+        means that a later request continues the chain.
         """
         turns, places, earlier = self._rows["turn"], self._rows["place"], self._rows["earlier"]
         new = dict.fromkeys(rows, 0)

@@ -1,4 +1,4 @@
-"""State of policies: arrays with one value per row, and sets of keys of evicted chunks."""
+"""State of policies: arrays with one value per row, and sets of keys of evicted chunks (ghosts)."""
 
 from collections.abc import Iterable
 from typing import TypeVar
@@ -12,11 +12,13 @@ Scalar = TypeVar("Scalar", bound=np.generic)
 
 
 def by_row(held: npt.NDArray[Scalar], columns: Columns) -> npt.NDArray[Scalar]:
-    """`held`; if it is still empty, zeros for all rows of the table."""
+    """Return `held`, or zeros for all rows of the table if `held` is still empty."""
     return held if held.size else np.zeros(len(columns.frequency), held.dtype)
 
 
 class Ghosts:
+    """The keys of chunks that were evicted lately. The oldest keys are dropped first."""
+
     def __init__(self) -> None:
         self._keys: dict[int, None] = {}
 

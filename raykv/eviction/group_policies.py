@@ -20,15 +20,16 @@ T = TypeVar("T")
 class GroupPolicies:
     """Chooses victims by the policy of each quota group. Reports inserts, removals and ended requests to the policies.
 
-    Scores of different policies cannot be compared. So each policy chooses victims in proportion to its candidates.
-    If a user's policy raises an exception, the exception is logged once, and `leaf_lru` replaces the policy.
+    Scores of different policies cannot be compared. So each policy chooses victims in proportion to the number of its
+    candidates. If a user's policy raises an exception, the exception is logged once, and `leaf_lru` replaces the
+    policy.
 
     Attributes:
         default: The policy of all quota groups that have no own policy.
     """
 
     def __init__(self, default: Policy, columns: Columns, ranks: Ranks | None = None) -> None:
-        """`ranks`: gives ranks of rows, which come before the policies' scores."""
+        """`ranks` gives a rank to each row. Rows of lower rank are evicted first, whatever their scores."""
         self.default, self._columns, self._ranks = default, columns, ranks
         self._own: dict[int, Policy] = {}
 
@@ -74,7 +75,7 @@ class GroupPolicies:
         return self._choose(victims, rows, count, now, self._ranks, may_go)
 
     def upcoming(self, rows: Rows, count: int, now: int) -> Rows:
-        """The up to `count` rows that would be evicted first; see `base.upcoming`."""
+        """Return up to `count` rows that would be evicted first; see `base.upcoming`."""
         return self._choose(upcoming, rows, count, now, self._ranks)
 
     def _choose(self, rule: Callable[..., Rows], rows: Rows, count: int, *more: Any) -> Rows:

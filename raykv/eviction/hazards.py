@@ -9,14 +9,14 @@ Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
 
 AGES: Final = 65
-"""Number of age buckets, two per doubling of the age in ticks: enough for 32 bits."""
+"""Number of age buckets. There are two for each doubling of the age in ticks, which is enough for 32 bits."""
 AHEAD: Final = 8
 AT_ONCE: Final = 1 << 14
-"""Observations are collected, and counted together: when the counts are needed, or after this many observations."""
+"""Observations are buffered. They are counted when the counts are needed, or after this many observations."""
 LEVEL: Final = 2.0
 BELIEF: Final = 4.0
-"""Prior weights, in reads: LEVEL for a class as a whole, BELIEF for one bucket of a class. A class with fewer reads is
-assumed to behave like similar classes."""
+"""Weights of the prior, in reads: LEVEL for a class as a whole, BELIEF for one bucket of a class. A class with fewer
+reads is assumed to behave like similar classes."""
 
 _EDGES: Final = np.concatenate([[0.0], 2.0 ** (np.arange(AGES) / 2)])
 _WIDTHS: Final = np.diff(_EDGES)
@@ -24,22 +24,22 @@ _MIDDLES: Final = np.sqrt(np.maximum(_EDGES[:-1], 0.5) * _EDGES[1:])
 
 
 class Hazards:
-    """How often chunks of a class are read, by the time since their last read.
+    """Counts how often chunks of a class are read, by the time since their last read (their age).
 
-    A class is a number whose digits are features, the most predictive first. A class with few observations is assumed
+    A class is a number. Its digits are features, the most predictive first. A class with few observations is assumed
     to behave like all classes that differ only in the last digit. If these have few observations too, the last two
     digits are ignored, and so on.
 
     Attributes:
         seen: Number of reads so far.
-        ages: Number of buckets in use: up to the oldest observation, and AHEAD more.
+        ages: Number of age buckets in use: those up to the oldest observation, and AHEAD more.
     """
 
     def __init__(self, digits: tuple[int, ...]) -> None:
         self._digits, self.classes = digits, int(np.prod(digits))
         self._reads = np.zeros((self.classes, AGES))
-        self._ticks = np.zeros((self.classes, AGES))  # in the first and last bucket of each interval
-        # The number of intervals that cover a bucket, as the difference to the bucket before.
+        self._ticks = np.zeros((self.classes, AGES))  # observed ticks in the first and last bucket of each interval
+        # Number of intervals that cover the whole bucket, stored as the difference to the bucket before.
         self._whole = np.zeros((self.classes, AGES + 1))
         self._new_reads: list[tuple[Integers, Integers, Floats]] = []
         self._new_intervals: list[tuple[Integers, Integers, Integers, Floats]] = []
@@ -53,7 +53,7 @@ class Hazards:
         self._count_if_many(len(weights))
 
     def add_unread(self, classes: Integers, first: Integers, last: Integers, weights: Floats) -> None:
-        """Chunks of these classes had no read between two ages. Negative ages (clocks differ) count as 0."""
+        """Record that chunks of these classes had no read from age `first` to age `last`. Negative ages count as 0."""
         self._new_intervals.append((classes, first, last, weights))
         self._count_if_many(len(weights))
 
@@ -91,7 +91,7 @@ class Hazards:
         self.seen /= 2
 
     def per_tick(self) -> Floats:
-        """The chance of a read per tick, by class and bucket: shape [classes, ages]."""
+        """Return the chance of a read per tick, by class and age bucket. Shape [classes, ages]."""
         self._count()
         shape, upto, middles = (*self._digits, self.ages), slice(0, self.ages), _MIDDLES[: self.ages]
         reads = self._reads[:, upto].reshape(shape)
@@ -114,7 +114,7 @@ class Hazards:
 
 
 def bucket(ages: npt.NDArray[np.integer[Any] | np.floating[Any]]) -> Integers:
-    """The bucket of each age. Bucket 0 holds ages below one tick."""
+    """Return the bucket of each age. Bucket 0 holds ages below one tick."""
     found: Integers = np.floor(scale(ages)).astype(np.int64)
     return found
 
@@ -126,7 +126,7 @@ def scale(ages: npt.NDArray[np.integer[Any] | np.floating[Any]]) -> Floats:
 
 
 def density(chance: Floats) -> Floats:
-    """The best ratio of expected hits to expected ticks in memory, by a chunk's bucket: shape [n, ages + 1].
+    """Return the best ratio of expected hits to expected ticks in memory, by age bucket. Shape [n, ages + 1].
 
     Suppose that a chunk stays until its next read, but at most until some age. Its cost is that time; its gain is one
     hit if it is read. The result is the best ratio of gain to cost over all such ages.
@@ -135,7 +135,7 @@ def density(chance: Floats) -> Floats:
     """
     ages = chance.shape[1]
     until = np.concatenate([np.zeros((len(chance), 1)), np.cumsum(chance * _WIDTHS[:ages], axis=1)], axis=1)
-    expected = -np.expm1(-chance * _WIDTHS[:ages]) / chance  # ticks that a chunk which enters a bucket stays in it
+    expected = -np.expm1(-chance * _WIDTHS[:ages]) / chance  # expected ticks in a bucket before a read or its end
     best = np.empty((len(chance), ages + 1))
     for first in range(ages):
         stays = np.exp(until[:, first : first + 1] - until[:, first:])

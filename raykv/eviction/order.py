@@ -1,4 +1,4 @@
-"""Choosing one victim at a time, without scoring all rows for each victim."""
+"""Chooses one victim at a time, without scoring all rows for each victim."""
 
 import heapq
 from typing import Any, Final
@@ -11,15 +11,15 @@ from raykv.types import Bits, Rows
 
 RESCORE_SHARE: Final = 256
 RESCORE_LEAST: Final = 16
-"""If scores drift, all rows are scored again after one victim per 256 rows, but at least 16 victims."""
+"""If scores change with time, all rows are scored again after one victim per 256 rows, but at least 16 victims."""
 
 
 class EvictionOrder:
     """The rows of a cache in the order in which a policy evicts them: one heap per queue.
 
     An entry holds the score of its row at the time of the push. If the row was read since then, the popped entry is
-    pushed again with a new score. So the order is exact if only reads change scores, and only upwards. If scores drift,
-    the order is as of the last scoring of all rows.
+    pushed again with a new score. So the order is exact if only reads change scores, and if reads only raise scores. If
+    scores change with time, the order is that of the last scoring of all rows.
     """
 
     def __init__(self, policy: Policy, columns: Columns) -> None:
@@ -45,7 +45,7 @@ class EvictionOrder:
         self._push(rows, now)
 
     def on_read(self, rows: Rows, now: int) -> None:
-        """Move rows to other queues if the policy wants that now."""
+        """Move rows that were read to other queues if the policy now puts them there."""
         if len(self._sizes) == 1:
             return
         moved = []
@@ -60,8 +60,9 @@ class EvictionOrder:
     def next(self, now: int, protected: Bits) -> int:
         """Remove and return the unprotected row to evict next; -1 if there is none.
 
-        The caller reports the row to the policy's `on_remove` while its columns are unchanged, and evicts it. It also
-        lowers `children` of the parent, and calls `on_childless` for the parent if that is 0 now.
+        The caller reports the row to the policy's `on_remove` while the row's columns are unchanged, and evicts the
+        chunk. The caller also lowers `children` of the parent. If it is 0 then, the caller calls
+        `on_childless(parent)`.
         """
         if self._policy.drifts and self._until_rescore <= 0:
             self._rescore(now, RESCORE_LEAST + 2 * sum(self._sizes) // RESCORE_SHARE)
@@ -120,7 +121,7 @@ class EvictionOrder:
                 heapq.heappush(self._heaps[self._queue[row]], (score, -depth, row, self._stamps))
 
     def _rescore(self, now: int, count: int) -> None:
-        """Score all evictable rows, and fill the heaps again; a single queue only with the `count` lowest rows."""
+        """Score all evictable rows, and fill the heaps again. A single queue gets only the `count` lowest rows."""
         rows = np.flatnonzero(self._here).astype(np.int32)
         self._until_rescore = max(RESCORE_LEAST, len(rows) // RESCORE_SHARE)
         if self._policy.leaf_first:

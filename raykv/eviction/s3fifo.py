@@ -15,7 +15,7 @@ from raykv.types import Bits, Rows
 SMALL_SHARE: Final = 10
 """The small queue has one tenth of all chunks. The key queue is as long as the main queue."""
 READS_TO_STAY: Final = 2
-"""Reads in the small queue that move a chunk to the main queue."""
+"""After this many reads in the small queue, a chunk moves to the main queue instead of being evicted."""
 MOST_ROUNDS: Final = 3
 """In the main queue, a chunk gets at most this many second chances without a further read."""
 
@@ -31,10 +31,10 @@ class S3FIFO(Policy):
     def __init__(self) -> None:
         self._main = np.zeros(0, np.bool_)
         self._place = np.zeros(0, np.int64)
-        self._counted = np.zeros(0, np.uint32)  # by row: reads that were used up by second chances
+        self._counted = np.zeros(0, np.uint32)  # by row: reads that have already given a second chance
         self._ghosts = Ghosts()
         self._held = 0
-        self._full = False  # True after the first eviction: from then on new chunks do not fill the main queue
+        self._full = False  # after the first eviction, new chunks no longer fill the main queue
         self._last = 0
 
     def score(self, columns: Columns, rows: Rows, now: int) -> npt.NDArray[np.int64]:
