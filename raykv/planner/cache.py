@@ -74,7 +74,7 @@ class Cache:
                     break
                 row = self._free.pop()
                 cells.key_lo[row], cells.nbytes[row], cells.state[row] = chunk, size, RowState.READY
-                cells.generation[row] += 1 + cells.generation[row] % 2  # the next even number: readable
+                cells.generation[row] += 1 + cells.generation[row] % 2  # the next even number means readable
                 cells.inserted[row] = cells.accessed[row] = now
                 cells.frequency[row] = reads.get(chunk, 0)
                 cells.children[row] = 0

@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def plan_command(options: argparse.Namespace) -> str:
     """Run `raykv plan` and return its output.
 
-    Raises UsageError: A file, a line in it, a size or a policy is wrong. Names the wrong value.
+    Raises UsageError if an option, the trace or a line of it is wrong. The error names the wrong value.
     """
     model = ModelShape(
         options.layers, options.kv_heads, options.head_size, options.dtype, options.hidden, options.parameters

@@ -1,7 +1,8 @@
 """Converts vLLM's KV events into requests.
 
-A line is a batch, as an object (`{"ts": ..., "events": [...]}`) or as vLLM sends it (`[ts, [...], rank]`). An event is
-an object (`{"type": "BlockStored", ...}`) or an array (`["BlockStored", hashes, parent, token_ids, block_size, ...]`).
+A line is a batch of events, as an object (`{"ts": ..., "events": [...]}`) or as vLLM sends it (`[ts, [...], rank]`). An
+event is an object (`{"type": "BlockStored", ...}`) or an array (`["BlockStored", hashes, parent, token_ids, block_size,
+...]`).
 
 Events name only new blocks. We assume that the same request also read all blocks before them in the chain. A request
 whose blocks were all cached causes no event, so the trace has fewer hits than the engine had.
@@ -16,7 +17,7 @@ import msgspec
 from raykv.errors import UsageError
 
 CONTINUES_S: Final = 2.0
-"""Blocks that extend a request's chain within this time belong to the same request: its prefill still runs."""
+"""Blocks that extend a request's chain within this time belong to the same request, since its prefill still runs."""
 
 Key = Annotated[int, msgspec.Meta(ge=-(1 << 63))] | Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
@@ -26,7 +27,7 @@ Found = TypeVar("Found")
 
 
 class RequestLine(msgspec.Struct):
-    """A line of raykv's own format. The other formats are converted to it."""
+    """A line of raykv's own format. Lines of the other formats are converted to this type."""
 
     at_s: Seconds
     tokens: Tokens
@@ -51,7 +52,7 @@ _OTHERS: Final = ("BlockRemoved", "AllBlocksCleared")
 
 
 def requests_of(lines: Iterable[tuple[str, bytes]]) -> list[RequestLine]:
-    """Make requests from (place, line) pairs. Raises UsageError: A line is wrong. Names the line and the field."""
+    """Make requests from pairs (place in the file, line). Raises UsageError, which names the line and the field."""
     before: dict[int | str, int | str | None] = {}
     growing: dict[int | str, tuple[RequestLine, float]] = {}  # by last block: the request, and the block's time
     requests: list[RequestLine] = []
@@ -108,7 +109,7 @@ def _convert(form: type[Found], where: str, prefix: str, found: Any) -> Found:
 
 
 def decode(form: type[Found], where: str, line: bytes) -> Found:
-    """Decode a line of JSON. Raises UsageError: The line does not have this form. Names the line and the field."""
+    """Decode a line of JSON. Raises UsageError, which names the line and the field, if it has another form."""
     try:
         return msgspec.json.decode(line, type=form)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

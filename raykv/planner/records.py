@@ -1,4 +1,4 @@
-"""Computes a plan, which is a record for each policy and size, and formats records as text."""
+"""Computes a plan and formats it as text. A plan is a list of records, one for each policy and size of cache."""
 
 import csv
 import io
@@ -55,10 +55,10 @@ class ModelShape:
 class Record:
     """The result for one policy and one size of cache.
 
-    `requests`, `chunks` and `tokens` count all reads in the trace. At a prefix hit all earlier chunks of the request
-    hit too, so an engine can use it. `tokens_hit`, `saved_flops` and `saved_gib` count prefix hits only.
-    `size_share` is relative to the number of different chunks. The SSD's bytes per day are extrapolated from the
-    trace's duration. Write amplification is all bytes written, divided by the bytes that memory evicted to the SSD.
+    `requests`, `chunks` and `tokens` count all reads in the trace. A hit is a prefix hit if all earlier chunks of the
+    request hit too. Only prefix hits are useful to an engine. `tokens_hit`, `saved_flops` and `saved_gib` count prefix
+    hits only. `size_share` is relative to the number of different chunks. The SSD's bytes per day are extrapolated from
+    the trace's duration. Write amplification is all bytes written, divided by the bytes that memory evicted to the SSD.
     """
 
     trace: str
@@ -99,7 +99,7 @@ def plan(
 
     A size is text such as "64 GiB" or "10%" (of the trace's different chunks), or a number of chunks. A policy is an
     argument of `raykv.eviction.policy`, or "belady" for the bound, or "all" for all names. `ssd_nbytes_per_day` limits
-    the writes to the SSD. Raises UsageError: A size is not valid. ConfigError: A policy does not exist.
+    the writes to the SSD. Raises UsageError if a size is not valid, and ConfigError if a policy does not exist.
     """
     model = model or ModelShape()
     chunk_nbytes = trace.chunk_tokens * model.token_nbytes

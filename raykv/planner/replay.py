@@ -1,4 +1,4 @@
-"""Replays a trace through a cache of a given size, and counts the hits: of a policy, or of Belady's bound."""
+"""Replays a trace through a cache of a given size. Counts the hits of a policy, or of Belady's optimal policy."""
 
 import heapq
 import math
@@ -14,13 +14,13 @@ from raykv.planner.ssd import Ssd
 from raykv.planner.trace import Trace
 
 DECODE_S: Final = 0.03
-"""Assumed time per generated token. A replay computes from it when a request ends."""
+"""Assumed seconds per generated token. A replay uses this time to compute when a request ends."""
 _NEVER: Final = 1 << 62
 
 
 @dataclass(slots=True)
 class Outcome:
-    """The counts of a replay, in chunks. At a prefix hit all earlier chunks of the request hit too.
+    """The counts of a replay, in chunks. A hit is a prefix hit if all earlier chunks of the request hit too.
 
     `attended` is the sum, over the hit tokens, of the number of tokens before each in its request.
     """
@@ -73,7 +73,7 @@ def replay(
 def belady(trace: Trace, capacity: int) -> Outcome:
     """Replay with the policy that evicts the chunk whose next read is latest. No real policy has more hits.
 
-    Each chunk is read independently of the chunks before it, so all hits count as prefix hits. Source: Belady, 1966.
+    Here all hits count as prefix hits, whether earlier chunks of the request hit or not. Source: Belady, 1966.
     """
     accesses = [chunk for request in trace.requests for chunk in request.chunks]
     following, last = [_NEVER] * len(accesses), [_NEVER] * trace.chunks

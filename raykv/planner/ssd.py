@@ -10,7 +10,7 @@ from raykv.memory.layout import TICKS_PER_S
 from raykv.tier.admission import Admission
 
 MOVED_SHARE: Final = 4
-"""At most one chunk is written again per this number of chunks that memory evicts to the SSD."""
+"""For each MOVED_SHARE chunks that memory evicts to the SSD, at most one chunk is moved within the SSD."""
 
 Numbers = npt.NDArray[np.integer[Any]]
 
@@ -18,9 +18,9 @@ Numbers = npt.NDArray[np.integer[Any]]
 class Ssd:
     """A log of segments, like the SSD tier of a node.
 
-    When the log is full, the oldest segment is reclaimed. Its chunks that were read since their write are moved to the
-    end of the log, within MOVED_SHARE; the other chunks are dropped. A chunk that is read into memory also stays on the
-    SSD, so that memory can evict the chunk later without another write.
+    When the log is full, the oldest segment is reclaimed. Chunks in it that were read since their write are moved to
+    the end of the log, if MOVED_SHARE allows it. The other chunks are dropped. A chunk that is read into memory also
+    stays on the SSD, so that memory can evict the chunk later without another write.
 
     `written` counts chunks from memory, `moved` counts moved chunks, and `tokens` counts the tokens of both.
     """
@@ -32,7 +32,7 @@ class Ssd:
         self._admission, self._token_nbytes = admission, token_nbytes
         self._segments: deque[list[int]] = deque([[]])
         self._held: dict[int, tuple[int, int, bool]] = {}  # tokens, reads, whether it was read since its write
-        self._refused: set[int] = set()  # a chunk that is offered again was stored twice
+        self._refused: set[int] = set()  # if one of these is offered again, it was stored twice
         self.written = self.moved = self.tokens = 0
 
     def has(self, chunk: int) -> bool:

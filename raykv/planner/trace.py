@@ -1,9 +1,9 @@
-"""Reads traces: requests, and the chunks of each request's prompt.
+"""Reads traces. A trace is a list of requests, with the chunks of each request's prompt.
 
 There are three formats. Each has one JSON value per line, plain or gzipped. The first line determines the format.
 
-Mooncake's: `{"timestamp": ms, "input_length": tokens, "output_length": tokens, "hash_ids": [...]}`, blocks of 512
-tokens; the last one may be partial.
+Mooncake's: `{"timestamp": ms, "input_length": tokens, "output_length": tokens, "hash_ids": [...]}`, with
+blocks of 512 tokens. The last block of a request may be partial.
 
 Raykv's: `{"at_s": 12.5, "tokens": 1300, "output_tokens": 20, "chunk_tokens": 512, "keys": ["9f0c...", ...]}`. A key is
 a string or a number. `output_tokens` and `chunk_tokens` are optional.
@@ -77,8 +77,8 @@ class MooncakeLine(msgspec.Struct):
 def read_trace(path: Path | str, chunk_tokens: int | None = None) -> Trace:
     """Read a trace from a file.
 
-    `chunk_tokens` applies if the trace does not contain it; None means MOONCAKE_TOKENS. Raises UsageError: The file
-    cannot be read, contains no request, or has a wrong line. Names the line and the field.
+    `chunk_tokens` is used if the trace does not state it; None means MOONCAKE_TOKENS. Raises UsageError if the file
+    cannot be read, contains no request, or has a wrong line. The error names the line and the field.
     """
     path = Path(path)
     try:
