@@ -17,13 +17,13 @@ from raykv.memory.host import meminfo
 
 
 class SharedMemory:
-    """One mapped file. Only processes of the same user may open it. The mapping ends with `close` or with this object.
+    """One mapped file. Only processes of the same user may open it.
 
     Attributes:
         path: Other processes open the file by this path.
         view: All bytes of the file.
         address: Address of the first byte in this process, a multiple of the huge page size.
-        page_nbytes: Page size of the hugetlbfs, else of the host. The file's length is a multiple of it.
+        page_nbytes: Page size of the hugetlbfs, or of the host if the file is not on a hugetlbfs.
         huge_pages: Whether `populate` asks for huge pages.
     """
 
@@ -40,9 +40,9 @@ class SharedMemory:
 
     @classmethod
     def create(cls, path: Path | None, nbytes: int, *, huge_pages: HugePages = "try") -> Self:
-        """Make a file of zeros. It takes no real memory until `populate` or the first touch.
+        """Make a file of zeros. It takes no real memory until `populate` or the first access.
 
-        Path None: make anonymous memory; it ends with its last user. On hugetlbfs the length is rounded up to pages.
+        If `path` is None, make anonymous memory. On hugetlbfs the length is rounded up to whole pages.
         Raises ConfigError: The file exists, its directory is not writable, or a hugetlbfs has no room.
         """
         if path is None:
@@ -79,13 +79,12 @@ class SharedMemory:
             raise LostError(f"shared memory {path} cannot be mapped: {error.strerror}") from error
 
     def populate(self, offset: int, nbytes: int, *, hurry: bool = False) -> bool:
-        """Take real memory for a part of the file. Touching that part later cannot kill this process with SIGBUS.
+        """Allocate real memory for a part of the file, so that a later access cannot kill this process with SIGBUS.
 
         Uses huge pages if `huge_pages` allows them and the kernel has some. Other threads run during the call. A second
-        call is cheap. It turns small pages into huge ones if the kernel has some by then; the part may be in use.
-        `hurry`: a writer waits, so take small pages unless huge pages are required. Returns: False when the file system
-        has no room, or when huge pages are required and there are none. In both cases no memory was taken, unless
-        another process took the last of it at the same time.
+        call is cheap, and replaces small pages by huge pages if the kernel has some by then. Other threads may use the
+        part meanwhile. With `hurry` a writer waits, so only required huge pages are tried. Returns False if the file
+        system has no room, or if huge pages are required and the kernel has none.
         """
         mapped = self._mapped  # not unmapped during this call
         if mapped is None:
@@ -103,16 +102,16 @@ class SharedMemory:
 
     @property
     def huge_nbytes(self) -> int:
-        """Bytes in huge pages. On tmpfs: only those that `populate` made in this process."""
+        """Number of bytes in huge pages. On tmpfs, only pages that `populate` made in this process count."""
         if self.page_nbytes > mmap.PAGESIZE and self._close_fd.alive:
             return os.fstat(self._fd).st_blocks * 512
         return self._huge_blocks.count(1) * pages.huge_nbytes()
 
     def _take_huge_pages(self, offset: int, nbytes: int) -> bool:
-        """Take all huge pages that fit into a part. False when the kernel refused one. Raises OSError: No room."""
+        """Allocate all huge pages inside a part. Return False if the kernel refused one. Raises OSError: No room."""
         found = os.fstatvfs(self._fd)
         if self.huge_pages == "never" or (found.f_blocks and found.f_bavail * found.f_frsize < nbytes):
-            return False  # so little room may not suffice; one `posix_fallocate` call takes all or nothing
+            return False  # the room may not suffice; the caller's `posix_fallocate` takes all or nothing
         block = pages.huge_nbytes()
         for number in range(-(-offset // block), (offset + nbytes) // block):
             if not self._huge_blocks[number] and not pages.collapse(self.address, self._fd, number * block):
@@ -121,10 +120,10 @@ class SharedMemory:
         return True
 
     def own(self, *, timeout_s: float) -> None:
-        """Become the one process that writes to this file. The kernel ends the ownership with the process.
+        """Become the one process that writes to this file. The ownership ends when the process ends.
 
-        Waits up to `timeout_s`: a killed process may take a moment to end. Raises ConfigError: Another process still
-        owns the file then.
+        Waits up to `timeout_s`, because a killed process may take a moment to end. Raises ConfigError: Another process
+        still owns the file after that time.
         """
         until_s = time.monotonic() + timeout_s
         while True:
@@ -162,7 +161,7 @@ class SharedMemory:
 
 
 def free_nbytes(directory: Path | None) -> int:
-    """Bytes that are free in the file system of `directory`; with None, in the host's memory."""
+    """Return the free bytes in the file system of `directory`. None means the host's memory."""
     if directory is None:
         return meminfo()["MemAvailable"]
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -177,7 +176,7 @@ def free_nbytes(directory: Path | None) -> int:
 
 
 def sized_by_share(config: StorageConfig, share: float) -> StorageConfig:
-    """The config with `arena_nbytes` set to a share of the size of `shm_dir`, rounded down to whole extents.
+    """Return the config with `arena_nbytes` set to a share of the size of `shm_dir`, rounded down to whole extents.
 
     Raises ConfigError: The share is smaller than an extent, or `shm_dir` is not a directory.
     """
@@ -191,7 +190,7 @@ def sized_by_share(config: StorageConfig, share: float) -> StorageConfig:
 
 
 def require_room(directory: Path | None, nbytes: int, *, field: str) -> None:
-    """Raise ConfigError if `directory` is not a directory or has less than `nbytes` free. None: the host's memory."""
+    """Raise ConfigError if `directory` is no directory or has less than `nbytes` free. None means the host's memory."""
     if directory is not None and not directory.is_dir():
         raise ConfigError(f"field 'shm_dir': {directory} is not a directory; name a mounted tmpfs such as /dev/shm")
     free = free_nbytes(directory)

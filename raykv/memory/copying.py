@@ -1,4 +1,4 @@
-"""Copying chunk bytes between one contiguous buffer and several buffers."""
+"""Copies chunk bytes between one contiguous buffer and several buffers, and computes checksums."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from concurrent.futures import ThreadPoolExecutor
 
 STREAM_NBYTES: Final = 512 << 10
-"""A batch of at least this size is copied past the CPU cache, since the cache would drop it before its use."""
+"""A copy of at least this size bypasses the CPU cache, since the cache would drop the bytes before their use."""
 TINY_NBYTES: Final = 240
-"""Up to this size xxh3 uses another algorithm. The compiled loops do not implement it; the xxhash package does."""
+"""Up to this size xxh3 uses another algorithm. Only the xxhash package implements it, not the compiled loops."""
 _WITHOUT_GIL_NBYTES: Final = 64 << 10
-_SHARE_NBYTES: Final = 1 << 20  # no thread is woken for less
+_SHARE_NBYTES: Final = 1 << 20  # waking a thread for less does not pay
 
 
 def copy(target: memoryview, source: memoryview) -> None:
@@ -54,7 +54,7 @@ def gather(target: memoryview, pieces: Sequence[memoryview]) -> None:
 
 
 def checksum_of(pieces: Sequence[memoryview]) -> int:
-    """xxh3-64 over the bytes of several views, in order."""
+    """Return the xxh3-64 checksum of the bytes of several views, in order."""
     if len(pieces) == 1:
         return xxhash.xxh3_64_intdigest(pieces[0])
     state = xxhash.xxh3_64()
@@ -64,15 +64,15 @@ def checksum_of(pieces: Sequence[memoryview]) -> int:
 
 
 def checksums_of(chunks: Sequence[Sequence[memoryview]]) -> bytes:
-    """The checksum of each chunk, packed as little-endian u64."""
+    """Return the checksum of each chunk, packed as little-endian u64."""
     return b"".join([checksum_of(pieces).to_bytes(8, "little") for pieces in chunks])
 
 
 def byte_views(scattered: Scattered, name: str, *, writable: bool) -> list[memoryview]:
-    """Byte views of one buffer or of a list of buffers.
+    """Return byte views of one buffer or of a list of buffers.
 
-    Raises UsageError: A buffer is of the wrong type, not contiguous, or read-only though `writable` is set. The message
-    calls it `name`.
+    Raises UsageError: A buffer has the wrong type, is not contiguous, or is read-only although `writable` is set. The
+    message uses `name` for the argument.
     """
     views = []
     for part in scattered if isinstance(scattered, list | tuple) else (scattered,):
@@ -92,16 +92,16 @@ def byte_views(scattered: Scattered, name: str, *, writable: bool) -> list[memor
 
 
 def all_byte_views(many: Sequence[Scattered], name: str, *, writable: bool) -> tuple[list[list[memoryview]], list[int]]:
-    """Byte views of each value, and the number of bytes of each value.
+    """Return byte views of each value, and the number of bytes of each value.
 
-    Raises UsageError: As `byte_views`. The message has the position of the wrong value.
+    Raises UsageError: See `byte_views`. The message names the position of the wrong value.
     """
     views = [byte_views(each, f"{name}[{place}]", writable=writable) for place, each in enumerate(many)]
     return views, [sum(map(len, pieces)) for pieces in views]
 
 
 def default_copy_threads() -> int:
-    """Half of the cores that this process may use, but at most 4. The engine needs the other cores."""
+    """Return half of the number of cores that this process may use, at most 4. The engine needs the other cores."""
     return max(1, min(4, len(os.sched_getaffinity(0)) // 2))
 
 
@@ -121,7 +121,7 @@ class CopyThreads:
         self._pid = 0
 
     def called(self, chunks: int, nbytes: int) -> Callable[[object], None] | None:
-        """The argument `call` of the compiled loops, which wakes threads. None: the caller copies alone."""
+        """Return a function that the compiled loops call to wake helper threads. None means that no thread helps."""
         helpers = min(self.count, chunks, nbytes // _SHARE_NBYTES) - 1
         return partial(self._call, helpers) if helpers > 0 and native.loops is not None else None
 
@@ -129,7 +129,7 @@ class CopyThreads:
         assert native.loops is not None
         pool = self._pool
         if pool is None or self._pid != os.getpid():  # a forked child has none of its parent's threads
-            from concurrent.futures import ThreadPoolExecutor  # late: a node starts without it
+            from concurrent.futures import ThreadPoolExecutor  # imported late, since a node's start does not need it
 
             pool = self._pool = ThreadPoolExecutor(self.count - 1, "raykv-copy")
             self._pid = os.getpid()
@@ -137,7 +137,7 @@ class CopyThreads:
             for _ in range(helpers):
                 pool.submit(native.loops.share, job)
         except RuntimeError:
-            pass  # this process may have no more threads, or ends: fewer threads copy
+            pass  # the process cannot start a thread, or it ends: fewer threads copy
 
     def fill(self, targets: list[memoryview], values: list[Sequence[memoryview]]) -> npt.NDArray[np.uint64]:
         """Copy chunks, each from several views, into `targets`. Returns the chunks' checksums.

@@ -1,4 +1,4 @@
-"""The free rows of a chunk table. One process holds this list, and derives it from the columns at every start."""
+"""The list of free rows of a chunk table. One process holds it, and derives it from the columns at every start."""
 
 import mmap
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ class FreeRows:
     """
 
     def __init__(self, busy: Bits, *, rows: int, limit: int) -> None:
-        """`busy` has one entry for each row below `limit`: whether the row is in use. `rows`: size of the table."""
+        """`busy` tells for each row below `limit` whether the row is in use. `rows` is the size of the table."""
         free_at_end = int(busy[::-1].argmax()) if busy.any() else len(busy)
         self.fresh, self.limit = len(busy) - free_at_end, limit
         self._stack: npt.NDArray[np.int32] = lazy_zeros(rows, np.int32)
@@ -51,12 +51,12 @@ class FreeRows:
 
 
 def blocks(count: int) -> Iterator[slice]:
-    """Slices of at most BLOCK_ROWS that cover 0 .. count - 1."""
+    """Yield slices of at most BLOCK_ROWS numbers, which together cover 0 .. count - 1."""
     return (slice(first, min(first + BLOCK_ROWS, count)) for first in range(0, count, BLOCK_ROWS))
 
 
 def lazy_zeros(count: int, kind: type[np.generic]) -> npt.NDArray[Any]:
-    """An array of zeros. Each page of it takes real memory at the first write to that page."""
+    """Make an array of zeros. A page of the array takes real memory at the first write to that page."""
     memory = mmap.mmap(-1, max(1, count * np.dtype(kind).itemsize), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     try:
         memory.madvise(mmap.MADV_NOHUGEPAGE)

@@ -1,4 +1,4 @@
-"""How much memory the host and the container have left; the scheduling class of background threads.
+"""Measures the free memory of the host and the container, and sets the scheduling class of background threads.
 
 Functions take the root of the file system, so that tests can pass files of another host.
 """
@@ -9,23 +9,23 @@ from pathlib import Path
 from typing import Final
 
 SPARED_SHARE: Final = 8
-"""One part in this many of the host's, container's and file system's memory stays free for other programs."""
+"""An idle node populates more memory only while at least 1/SPARED_SHARE of the memory is free."""
 UNLIMITED: Final = 1 << 60
 
 
 def give_way() -> None:
     """Put the calling background thread into SCHED_BATCH: when it wakes, it does not preempt readers or writers."""
     try:
-        if os.sched_getscheduler(0) == os.SCHED_OTHER:  # else an administrator has chosen
+        if os.sched_getscheduler(0) == os.SCHED_OTHER:  # otherwise an administrator has chosen the class
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     except OSError:
         pass  # not allowed here
 
 
 def has_to_spare(directory: Path | None, root: Path = Path("/")) -> bool:
-    """Whether an eighth of the memory is free: of the host, of the container, and of the file system of `directory`.
+    """Whether the host, the container and the file system of `directory` each have an eighth of their memory free.
 
-    False if the host does not report it. With directory None the file system is not checked.
+    False if the host does not report its memory. With `directory` None, the file system is not checked.
     """
     try:
         host = meminfo(root)
@@ -38,20 +38,20 @@ def has_to_spare(directory: Path | None, root: Path = Path("/")) -> bool:
             return True
         stat = os.statvfs(directory)
         return stat.f_bavail >= stat.f_blocks // SPARED_SHARE
-    except (OSError, KeyError, ValueError):  # such as no descriptors left
+    except (OSError, KeyError, ValueError):  # for example, no file descriptor is left
         return False
 
 
 def meminfo(root: Path = Path("/")) -> dict[str, int]:
-    """The sizes in /proc/meminfo, in bytes. Its few counts are multiplied by 1024 too."""
+    """Return the entries of /proc/meminfo in bytes. A few entries are counts; these are multiplied by 1024 too."""
     lines = [line.partition(":") for line in lines_of(root / "proc/meminfo")]
     return {name: int(rest.split()[0]) << 10 for name, _, rest in lines if rest.split()}
 
 
 def cgroup_memory(root: Path) -> tuple[int | None, int]:
-    """The memory limit of this process's control group or its nearest ancestor with one, and the memory used there.
+    """Return the memory limit of this process's control group, and the memory used in that group.
 
-    The limit is None if there is none.
+    If the group has no limit, its nearest ancestor with a limit counts. Without any limit, return (None, 0).
     """
     for limit_name, used_name in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
         for group in _groups(root, "memory"):
@@ -62,13 +62,16 @@ def cgroup_memory(root: Path) -> tuple[int | None, int]:
 
 
 def cgroup_file(root: Path, name: str) -> str:
-    """The text of a limit file of this process's control group or its nearest ancestor with a limit. "": no limit."""
+    """Return the text of a limit file of this process's control group, or of the nearest ancestor with a limit.
+
+    An empty text means that there is no limit.
+    """
     texts = ("\n".join(lines_of(group / name)) for group in _groups(root, name.partition(".")[0]))
     return next((text for text in texts if text and not text.startswith("max")), "")
 
 
 def _groups(root: Path, controller: str) -> Iterator[Path]:
-    """Possible directories of this process's control groups for a controller, innermost first."""
+    """Yield possible directories of this process's control groups for a controller, innermost first."""
     mounted = root / "sys/fs/cgroup"
     for line in lines_of(root / "proc/self/cgroup"):
         controllers, _, path = line.partition(":")[2].partition(":")
@@ -81,7 +84,7 @@ def _groups(root: Path, controller: str) -> Iterator[Path]:
 
 
 def lines_of(path: Path) -> list[str]:
-    """Lines of a kernel file; an empty list if it cannot be read."""
+    """Return the lines of a kernel file, or an empty list if the file cannot be read."""
     try:
         return path.read_text(errors="replace").splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""The hash index of a chunk table: from a 128-bit key to a row. Open addressing with linear probing.
+"""The hash index of a chunk table maps a 128-bit key to a row. It uses open addressing with linear probing.
 
 Only one process writes. Other processes read without a lock. An entry is empty, removed, or a row number. A search
 stops at an empty entry and continues past a removed entry. The index exists twice, and one copy is in use:
@@ -23,9 +23,9 @@ REMOVED: Final = 1
 FIRST: Final = 2
 """The entry of row 0."""
 MOST_REMOVED_SHARE: Final = 4
-"""When more than one entry in this many is a removed entry, the index is rebuilt."""
+"""The index is rebuilt when more than 1/MOST_REMOVED_SHARE of its entries are removed entries."""
 
-_MIX: Final = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio: the product spreads neighbours
+_MIX: Final = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: the product spreads similar keys
 _LOW_64: Final = (1 << 64) - 1
 _LONG_SEARCH: Final = 256  # steps of a numpy search before it looks for an empty entry
 
@@ -34,7 +34,7 @@ class HashIndex:
     """Lookups for readers, and changes for the one writer.
 
     Attributes:
-        records: The bytes of the columns in RECORD.
+        records: The bytes of the array of `layout.RECORD`.
         removed: Number of removed entries in the copy in use. Correct only in the writer's process.
     """
 
@@ -51,7 +51,7 @@ class HashIndex:
         raise NotImplementedError
 
     def find(self, keys: KeyArray) -> Rows:
-        """Row of each key, in any state, or -1.
+        """Return the row of each key, in any state, or -1.
 
         A key may be missed while the writer moves its entry. A row may change right after this call, so the caller
         compares the row's generation before and after use. Raises LostError: The index is full or damaged.
@@ -59,7 +59,7 @@ class HashIndex:
         return self._lookup(keys, None)[0]
 
     def find_ready(self, keys: KeyArray, now: int) -> tuple[Rows, npt.NDArray[np.uint32]]:
-        """Row of each key, and the row's generation. The row is -1 unless it is ready and not expired at tick `now`."""
+        """Return the row of each key, and its generation. The row is -1 unless it is ready and unexpired at `now`."""
         return self._lookup(keys, now)
 
     def _lookup(self, keys: KeyArray, now: int | None) -> tuple[Rows, npt.NDArray[np.uint32]]:
@@ -89,7 +89,7 @@ class HashIndex:
         pending, last_row = np.arange(len(keys)), len(columns.key_lo) - 1
         for step in range(1, self._size + 1):
             entry = index[position[pending]]
-            # Row 0 always has real memory; a row beyond `rows_populated` may have none.
+            # Other entries read row 0, which always has real memory. A row after `rows_populated` may have none.
             row = np.where((entry >= FIRST) & (entry <= last_row + FIRST), entry - FIRST, 0)
             found = (entry >= FIRST) & (columns.key_lo[row] == lo[pending]) & (columns.key_hi[row] == hi[pending])
             rows[pending[found]] = row[found]
@@ -103,7 +103,7 @@ class HashIndex:
         return self._raise_damaged()
 
     def _home(self, hi: npt.NDArray[np.uint64], lo: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
-        """The entry at which the search for each key begins. Keys need not be hashes, so their halves are mixed."""
+        """Return the entry at which the search for each key begins. It mixes the halves, as a key may not be a hash."""
         mixed = (hi ^ lo) * np.uint64(_MIX) >> np.uint64(32)
         return (mixed * np.uint64(self._size) >> np.uint64(32)).astype(np.int64)
 
@@ -161,7 +161,7 @@ class HashIndex:
         """Fill the other copy with `rows`, then switch to it. A lookup during the rebuild still finds all rows."""
         number = 1 - self.active[0]
         if not self._populate_copy(number):
-            number = self.active[0]  # no memory for the other copy: until the end readers miss some rows
+            number = self.active[0]  # no memory for the other copy: readers miss rows during the rebuild
         self.copies[number][:] = EMPTY
         self._enter(self.copies[number], rows)
         self.active[0] = number
@@ -181,7 +181,7 @@ class HashIndex:
         pending = np.arange(len(rows))
         for step in range(1, self._size + 1):
             free = pending[index[position[pending]] < FIRST]
-            _, first = np.unique(position[free], return_index=True)  # one place goes to one row
+            _, first = np.unique(position[free], return_index=True)  # an entry can hold only one row
             placed = free[first]
             self.removed -= int(np.count_nonzero(index[position[placed]] == REMOVED))
             index[position[placed]] = rows[placed] + FIRST

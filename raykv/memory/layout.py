@@ -52,8 +52,8 @@ HEADER: Final = np.dtype(
         ("recording", "<u8"),
     ]
 )
-"""`incarnation`: how many processes have owned the table. `dirty`: 1 during a change; if it is 1 at a start, the last
-owner died during a change. `recording`: 1 if clients are asked to report their lookups (`client.trace_recorder`)."""
+"""`incarnation` counts the processes that have owned the table. `dirty` is 1 during a change. If it is 1 at a start,
+the last owner died during a change. `recording` is 1 if clients must report their lookups (`client.trace_recorder`)."""
 NAMESPACE: Final = np.dtype([("capacity", "<u8"), ("text", f"S{NAMESPACE_TEXT_NBYTES}")])
 TEXT_OFFSET: Final = NAMESPACE.itemsize - NAMESPACE_TEXT_NBYTES
 RECORD: Final = np.dtype(
@@ -96,7 +96,7 @@ class Columns:
     Attributes:
         key_hi, key_lo: The two halves of the key.
         checksum: xxh3-64 of the chunk's bytes.
-        generation: Even and not 0: readable. Odd, or 0 (never used): not readable. It changes with every new content.
+        generation: The row is readable if this is even and not 0. It changes with every new content of the row.
         page: Start of the slot in the arena, in units of SLOT_ALIGNMENT_NBYTES.
         nbytes: Length of the chunk. In a lent row: size of the slot.
         inserted, accessed, expires: Times in ticks; `expires` 0 means never. Readers write `accessed` and `frequency`
@@ -134,7 +134,7 @@ class Columns:
 
 
 class Cells:
-    """The same columns as memoryviews. Access to one entry takes 40 ns; numpy needs a microsecond."""
+    """The same columns as memoryviews. Access to a single entry is much faster than with numpy."""
 
     def __init__(self, columns: Columns) -> None:
         self.__dict__.update({name: memoryview(array) for name, array in vars(columns).items()})
@@ -145,7 +145,7 @@ class Cells:
 
 
 class Layout:
-    """The offset of each part of the file. Depends only on the numbers of rows and extents."""
+    """The offset of each part of the table's file. The offsets depend only on the numbers of rows and extents."""
 
     def __init__(self, rows: int, extents: int) -> None:
         self.index_size = INDEX_ENTRIES_PER_ROW * rows
@@ -164,7 +164,7 @@ class Layout:
         return start
 
     def parts_of_rows(self, first: int, end: int) -> list[tuple[int, int]]:
-        """(offset, nbytes) of each part of the file that holds the columns of rows first .. end - 1."""
+        """Return (offset, nbytes) of each part of the file that holds columns of the rows first .. end - 1."""
         widths = [(self.records, RECORD.itemsize)]
         widths += [(start, np.dtype(COLUMNS[name]).itemsize) for name, start in self.columns.items()]
         return [(start + first * width, (end - first) * width) for start, width in widths]

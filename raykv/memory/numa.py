@@ -1,4 +1,4 @@
-"""Taking memory from all NUMA nodes of a host.
+"""Takes memory from all NUMA nodes of a host.
 
 Neighbouring extents of an arena come from different NUMA nodes, in turn, so a half-full arena uses all nodes equally.
 The kernel's policy is "preferred", not "bind": a page of a distant node is better than the out-of-memory killer.
@@ -21,7 +21,7 @@ _SET_MEMPOLICY: Final = {"x86_64": 238, "aarch64": 237}  # system call numbers; 
 
 
 def usable_nodes(root: Path = Path("/")) -> tuple[int, ...]:
-    """NUMA nodes that have memory and that this process may use. (0,) if the host does not report them."""
+    """Return the NUMA nodes with memory that this process may use, or (0,) if the host does not report them."""
     try:
         present = parse_list((root / "sys/devices/system/node/has_memory").read_text())
         status = (root / "proc/self/status").read_text().splitlines()
@@ -32,7 +32,7 @@ def usable_nodes(root: Path = Path("/")) -> tuple[int, ...]:
 
 
 def parse_list(text: str) -> set[int]:
-    """The numbers of a kernel list such as "0-2,5"."""
+    """Return the numbers in a kernel list such as "0-2,5"."""
     found: set[int] = set()
     for part in text.strip().split(","):
         if part:
@@ -45,7 +45,7 @@ def parse_list(text: str) -> set[int]:
 def preferred(node: int) -> Iterator[bool]:
     """Let this thread take new pages from one NUMA node, as long as the node has free pages.
 
-    Yields: False if the kernel or the container forbids memory policies; then pages come from any node.
+    Yields: Whether this is allowed. If the kernel or the container forbids it, pages come from any node.
     """
     number, mask = _SET_MEMPOLICY.get(os.uname().machine), np.zeros(MAX_NODES // 64, np.uint64)
     mask[node // 64] = 1 << node % 64

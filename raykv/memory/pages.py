@@ -1,9 +1,9 @@
-"""Mapping files with the alignment that huge pages need, and asking the kernel for huge pages.
+"""Maps files with the alignment that huge pages need, and asks the kernel for huge pages.
 
-The first touch of 2 MiB costs a process one page fault with a huge page, and 512 without. Ways to get huge pages:
+The first access to 2 MiB costs a process one page fault with a huge page, and 512 without. Ways to get huge pages:
 
 * MADV_COLLAPSE (Linux 6.1 and later) turns a block with at least one page into a huge page. It needs no privilege and
-  no mount option. `collapse` takes only the first page before, so the kernel copies next to nothing.
+  no mount option. `collapse` first allocates one small page, so the kernel has only this page to copy.
 * If the tmpfs is mounted with huge=within_size or huge=always, the kernel takes huge pages by itself.
 * On hugetlbfs all pages are huge. They come from a pool that the administrator has filled.
 
@@ -42,9 +42,9 @@ def huge_nbytes() -> int:
 def map_file(fd: int, nbytes: int, *, writable: bool, alignment: int) -> "ctypes.Array[ctypes.c_ubyte]":
     """Map a whole file at a multiple of `alignment`, a power of two. The mapping ends with the last view of the array.
 
-    Raises OSError: Such as ENOMEM when a hugetlbfs has too few free pages.
+    Raises OSError: The kernel refuses, for example with ENOMEM if a hugetlbfs has too few free pages.
     """
-    # Reserve `alignment` bytes more, map the file at the first multiple of it, and unmap the rest.
+    # Reserve `alignment` more bytes, map the file at the first multiple of `alignment`, and unmap the rest.
     start = _mmap(None, nbytes + alignment, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, -1)
     address = -(-start // alignment) * alignment
     reserved_end, end = start + nbytes + alignment, -(-(address + nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -59,7 +59,7 @@ def map_file(fd: int, nbytes: int, *, writable: bool, alignment: int) -> "ctypes
     if reserved_end > end:
         _libc.munmap(end, reserved_end - end)
     array = (ctypes.c_ubyte * nbytes).from_address(address)
-    # Not at exit, since threads may still read the mapping then.
+    # Do not unmap at exit, since threads may still read the mapping then.
     weakref.finalize(array, _libc.munmap, address, nbytes).atexit = False
     return array
 
@@ -73,10 +73,10 @@ def _mmap(address: int | None, nbytes: int, protection: int, flags: int, fd: int
 
 
 def try_collapse() -> bool:
-    """Whether the kernel makes huge pages of shared memory on request. Makes one, which takes 5 ms."""
+    """Test whether the kernel makes huge pages of shared memory on request, by making one."""
     nbytes = huge_nbytes()
     if nbytes > 32 << 20:
-        return False  # larger than extents
+        return False  # larger than a usual extent
     fd = os.memfd_create("raykv-trial", os.MFD_CLOEXEC)
     try:
         os.ftruncate(fd, nbytes)
@@ -89,22 +89,22 @@ def try_collapse() -> bool:
 
 
 def collapse(address: int, fd: int, offset: int) -> bool:
-    """Make the block at `offset` of a file that is mapped at `address` one huge page. Returns False if there is none.
+    """Turn the block at `offset` of a file into a huge page. The file is mapped at `address`. Returns False on failure.
 
-    Raises OSError: ENOSPC or ENOMEM: The file system has no room for the block's first page.
+    Raises OSError: The file system has no room for the block's first page (ENOSPC or ENOMEM).
     """
     os.posix_fallocate(fd, offset, 1)
     return not _libc.madvise(address + offset, huge_nbytes(), MADV_COLLAPSE)
 
 
 def hugetlb_page_nbytes(fd: int) -> int:
-    """Page size of the hugetlbfs of a file or directory; 0 for any other file system."""
+    """Return the page size of the hugetlbfs of a file or directory. Return 0 for any other file system."""
     result = (ctypes.c_long * 32)()  # struct statfs: type and block size come first
     return int(result[1]) if not _libc.fstatfs(fd, result) and result[0] == _HUGETLBFS_MAGIC else 0
 
 
 def hugetlb_free_nbytes(page_nbytes: int, *, sys: Path = Path("/sys")) -> int:
-    """Bytes that are neither in use nor reserved in the hugetlb pool of this page size."""
+    """Return the bytes in the hugetlb pool of this page size that are free and not reserved."""
     pool = sys / f"kernel/mm/hugepages/hugepages-{page_nbytes >> 10}kB"
     try:
         free, reserved = (int((pool / name).read_text()) for name in ("free_hugepages", "resv_hugepages"))

@@ -1,8 +1,8 @@
-"""Taking real memory for the arena and the table before its use.
+"""Populates the arena and the chunk table: takes real memory for their pages before the first use.
 
-A page of a shared file takes real memory at its first touch. If there is no memory, the touch kills the process. So
-each extent is populated before its first use. Usually `Populator.step` does so on a background thread. If a writer
-needs an unpopulated extent, it is populated at once, in small pages. `Slots` holds the state of each extent.
+A page of a shared file takes real memory at the first access. If there is no memory, the access kills the process. So
+each extent is populated before its first use. Usually `Populator.step` does this on a background thread. If a writer
+needs an unpopulated extent, the extent is populated at once, in small pages. `Slots` holds the state of each extent.
 """
 
 import logging
@@ -20,9 +20,9 @@ log = logging.getLogger(__name__)
 
 AHEAD_NBYTES: Final = 256 << 20
 AHEAD_SHARE: Final = 8
-"""AHEAD_NBYTES of free extents stay populated, or one part in AHEAD_SHARE of the arena if that is less."""
+"""Free extents of AHEAD_NBYTES are populated in advance, or 1/AHEAD_SHARE of the arena if that is less."""
 AHEAD_ROWS: Final = 1 << 18
-"""This many free rows stay populated."""
+"""This many free rows are populated in advance."""
 
 
 class Populator:
@@ -37,7 +37,7 @@ class Populator:
     def __init__(
         self, arena: SharedMemory, table: Table, slots: Slots, free_rows: FreeRows, *, nodes: Sequence[int] = (0,)
     ) -> None:
-        """Sets `slots.populate`. `nodes`: the NUMA nodes from which neighbouring extents take memory, in turn."""
+        """Set `slots.populate`. Neighbouring extents take memory from the NUMA nodes in `nodes`, in turn."""
         self._arena, self._table, self._slots, self._free_rows = arena, table, slots, free_rows
         self._nodes = nodes
         self._ahead_nbytes = min(AHEAD_NBYTES, arena.nbytes // AHEAD_SHARE)
@@ -46,16 +46,16 @@ class Populator:
 
     @property
     def due(self) -> bool:
-        """Whether `step` would take memory even with `quiet=False`. Cheap."""
+        """Whether `step` with `quiet=False` would take memory. This is cheap to find out."""
         return self._next_extent(quiet=False) >= 0 or self._next_rows() > 0
 
     def step(self, lock: AbstractContextManager[object], *, quiet: bool) -> bool:
         """Take memory for one more extent and for more rows, if due. The slow part runs without the lock.
 
-        `lock`: the node's lock, which the caller does not hold. `quiet`: nobody writes and the host has memory to
-        spare, so populate the whole arena and try failed extents again. During writes that would take a core and memory
-        bandwidth from the writers. Returns: True if the caller should call again at once. False also when the file
-        system is full; the caller should call again later.
+        `lock` is the node's lock; the caller must not hold it. `quiet` means that nobody writes and the host has memory
+        to spare: then populate the whole arena, and try failed extents again. During writes this would take a core and
+        memory bandwidth from the writers. Returns True if the caller should call again at once. If the file system is
+        full, returns False, and the caller should call again later.
         """
         with lock:
             extent, rows = self._next_extent(quiet=quiet), self._next_rows()
@@ -69,12 +69,12 @@ class Populator:
         return populated or more_rows
 
     def _next_extent(self, *, quiet: bool) -> int:
-        """The extent to populate now; -1 when enough extents are populated."""
+        """Return the extent to populate now, or -1 if enough extents are populated."""
         enough = not quiet and self._slots.free_populated_nbytes >= self._ahead_nbytes
         return -1 if enough else self._slots.next_without_memory(failed=quiet)
 
     def _next_rows(self) -> int:
-        """The number of rows that should be populated; 0 when enough rows are populated."""
+        """Return the number of rows that should be populated in total, or 0 if enough rows are populated."""
         populated, rows = self._table.rows_populated, self._table.rows
         few = populated < rows and len(self._free_rows) < AHEAD_ROWS
         return min(rows, populated + AHEAD_ROWS) if few else 0

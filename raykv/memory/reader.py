@@ -1,4 +1,4 @@
-"""Reading a node's chunks from shared memory, with one copy, and without a lock or a call to the node."""
+"""Reads a node's chunks from shared memory, with one copy, and without a lock or a call to the node."""
 
 import time
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ class ShmReader:
         return self._find(keys, self.table.ticks(now_s))[0] >= 0
 
     def lengths(self, keys: KeyArray, *, now_s: float) -> npt.NDArray[np.uint32]:
-        """Length of each chunk; 0 if the chunk cannot be read here now."""
+        """Return the length of each chunk, or 0 if the chunk cannot be read here now."""
         rows, generations = self._find(keys, self.table.ticks(now_s))
         lengths = self.table.columns.nbytes[rows]
         unchanged = (rows >= 0) & (self.table.columns.generation[rows] == generations)
@@ -68,8 +68,8 @@ class ShmReader:
         """Copy chunks into the caller's buffers.
 
         `into` has an entry per key: a writable, contiguous buffer of the chunk's length, or a list of buffers with that
-        total length. Returns: for each key, whether the buffers now hold the chunk (if not, their content is
-        undefined); and the number of bytes copied. Raises UsageError: An entry of `into` is no such buffer.
+        total length. Returns (hits, the number of bytes copied). A hit means that the buffers hold the chunk. Without a
+        hit their content is undefined. Raises UsageError: An entry of `into` is no such buffer.
         """
         table, now = self.table, self.table.ticks(now_s)
         rows, generations = self._find(keys, now)
@@ -97,7 +97,7 @@ class ShmReader:
     def read_one(self, key: bytes, into: Scattered) -> bool:
         """Copy the chunk of one 16-byte key into a writable, contiguous buffer of its length.
 
-        Returns: whether the buffer now holds the chunk; if not, its content is undefined. Raises ValueError: The key
+        Returns whether the buffer now holds the chunk. If not, its content is undefined. Raises ValueError: The key
         does not have 16 bytes. BufferError, TypeError, ValueError, UsageError: `into` is not such a buffer.
         """
         if self._compiled is not None:
@@ -125,7 +125,7 @@ class ShmReader:
     def _read(
         self, rows: Rows, generations: npt.NDArray[np.uint32], into: Sequence[Scattered], hits: Bits, now: int
     ) -> None:
-        """Does the same as `read` in native/reader.c."""
+        """Copy chunks in Python, as `reader_read` in native/reader.c does."""
         columns, view = self.table.columns, self.arena.view
         for place, row in enumerate(rows.tolist()):
             target = byte_views(into[place], f"into[{place}]", writable=True)

@@ -1,7 +1,7 @@
-"""Taking over the table of an earlier process.
+"""Takes over the table of an earlier process.
 
-A killed process leaves a table that can be repaired (see `Table.changing`). A file that was cut short or overwritten is
-refused, since its chunks cannot be trusted.
+A killed process leaves a table that can be repaired (see `Table.changing`). A table that contradicts itself is refused,
+since its chunks cannot be trusted.
 """
 
 from typing import NamedTuple
@@ -24,9 +24,9 @@ class Recovered(NamedTuple):
 
     Attributes:
         ready: Rows that hold a chunk.
-        quarantined: Rows whose writer may still fill the slot.
-        slots: Which slots are free. The slots of these rows are in use.
-        used_nbytes: By quota group: bytes in slots of these rows.
+        quarantined: Rows with a slot that a writer may still fill.
+        slots: The arena's slots. Those of the rows in `ready` and `quarantined` are in use.
+        used_nbytes: Bytes in the slots of these rows, by quota group.
         expiring: Whether any of these rows may expire.
     """
 
@@ -38,12 +38,12 @@ class Recovered(NamedTuple):
 
 
 def recover(table: Table) -> Recovered:
-    """Keep committed chunks; take all other rows out of the index and the chains.
+    """Keep committed chunks, and take all other rows out of the index and the chains.
 
-    A row with an even generation becomes READY. But PENDING_DELETE becomes FREE, since pins end with the connections of
-    the earlier process. A row with an odd generation that was not FREE becomes QUARANTINED, since its writer may still
-    fill the slot. Raises LostError, which names the contradiction, and changes nothing, if the table contradicts
-    itself. Does not check chunk bytes.
+    A row with an even generation becomes READY. If it was PENDING_DELETE, it becomes FREE instead, since pins end with
+    the connections of the earlier process. A row with an odd generation that was not FREE becomes QUARANTINED, since
+    its writer may still fill the slot. Chunk bytes are not checked. If the table contradicts itself, changes nothing,
+    and raises LostError with the contradiction.
     """
     columns, populated = table.columns, slice(0, table.rows_populated)
     generations, state = columns.generation[populated].copy(), columns.state[populated]
@@ -100,7 +100,7 @@ def _check_rows(table: Table, rows: Rows, slots: Slots, used_nbytes: npt.NDArray
     _require(table, fits.all(), "chunks that do not fit their slots")
     _require(table, slots.enter(rows, places), "two chunks in one slot")
     known = table.known_namespaces
-    if (groups == groups[0]).all() and groups[0] < MAX_NAMESPACES and len(slot_sizes) == 1:  # nearly always
+    if (groups == groups[0]).all() and groups[0] < MAX_NAMESPACES and len(slot_sizes) == 1:  # the usual case
         _require(table, known[groups[0]], "chunks of unknown namespaces")
         used_nbytes[groups[0]] += len(rows) * int(slot_sizes[0])
     else:
@@ -114,7 +114,7 @@ def _require(table: Table, sound: bool | np.bool_, problem: str) -> None:
 
 
 def _range(rows: Rows) -> Rows | slice:
-    """The same rows as a slice, if they are neighbours: numpy reads it faster."""
+    """Return the rows as a slice if they are consecutive, since numpy reads a slice faster."""
     first, last = int(rows[0]), int(rows[-1])
     return slice(first, last + 1) if last - first == len(rows) - 1 else rows
 
@@ -122,7 +122,7 @@ def _range(rows: Rows) -> Rows | slice:
 def _index_is_exact(table: Table, ready: Rows) -> bool:
     """Whether the index has one entry for each ready row, and no other rows. Sets `table.removed`.
 
-    Compares the number of entries, their sum and the sum of their squares. Damage changes at least one of these.
+    Compares the number of entries, their sum and the sum of their squares. Damage almost always changes one of these.
     """
     index, expected = table.index, ready + np.int32(FIRST)
     table.removed = removed = int(np.count_nonzero(index == REMOVED))
@@ -133,7 +133,7 @@ def _index_is_exact(table: Table, ready: Rows) -> bool:
 
 
 def _relink(table: Table, ready: Rows, generations: npt.NDArray[np.uint32]) -> None:
-    """Remove links to parents that are not ready, or whose depth is not one less than the chunk's. Count children.
+    """Remove a link if the parent is not ready, or if the chunk's depth is not one more. Count children.
 
     `generations` is 0 for rows that are not ready.
     """

@@ -1,7 +1,7 @@
 """Slots of the arena. The arena consists of equal extents; an extent has slots of one size, like a slab in memcached.
 
-When its last used slot becomes free, an extent is free again, for any slot size. One process holds these lists. At a
-start it derives them from `extent_slots` in the chunk table and from the column `page` of the rows.
+An extent becomes free again, for any slot size, when its last used slot becomes free. One process holds these lists. At
+a start it derives them from `extent_slots` in the chunk table and from the column `page` of the rows.
 """
 
 from collections import deque
@@ -28,12 +28,13 @@ def slot_nbytes(nbytes: int) -> int:
 
 
 class Places(NamedTuple):
-    """Where slots lie.
+    """The places of slots in the arena.
 
     Attributes:
-        numbers: Number of each slot. An extent's first slot has the number of its first page; the others count on.
-        starts: First page of the extent.
-        steps: Pages per slot; 0 in a free extent. A single entry when all are equal.
+        numbers: Number of each slot. An extent's first slot has the number of its first page; the others count up.
+        extents: Extent of each slot.
+        starts: First page of that extent.
+        steps: Pages per slot; 0 in a free extent. The array has a single entry if all are equal.
     """
 
     numbers: npt.NDArray[np.intp]
@@ -48,13 +49,13 @@ def slot_places(pages: Pages, extent_slots: npt.NDArray[np.uint32], extent_nbyte
     starts, extents_at = extents * extent_pages, extents.astype(np.intp)  # numpy indexes faster by its own type
     steps = extent_slots[extents_at] // np.uint32(SLOT_ALIGNMENT_NBYTES)
     if steps.size and (steps == steps[0]).all():
-        steps = steps[:1]  # division by one number is ten times quicker
+        steps = steps[:1]  # numpy divides faster by a single number
     numbers = starts + (pages - starts) // np.maximum(steps, np.uint32(1))
     return Places(numbers.astype(np.intp), extents_at, starts, steps)
 
 
 class Slots:
-    """Which slots are free, and which row has which slot.
+    """Records which slots are free, and which row has which slot.
 
     A free extent is populated (it has real memory), unpopulated, or failed: `populate` returned False. A failed extent
     is out of use until `mark_populated`.
@@ -65,7 +66,7 @@ class Slots:
     """
 
     def __init__(self, extent_slots: npt.NDArray[np.uint32], extent_nbytes: int) -> None:
-        """`extent_slots`: array of the chunk table; this object changes it. Call `open_extents` before any use."""
+        """Use and change `extent_slots`, the array of the chunk table. Call `open_extents` before any use."""
         extents = len(extent_slots)
         self._extent_slots, self._extent_nbytes = extent_slots, extent_nbytes
         self.populate: Callable[[int], bool] = lambda extent: False
@@ -155,7 +156,7 @@ class Slots:
                 self._populated.append(extent)
 
     def _open_extent(self, size: int) -> int:
-        """An extent with a free slot of `size`. Claims a free extent if necessary. -1: there is none."""
+        """Return an extent with a free slot of `size`, or -1. Claims a free extent if necessary."""
         extents = self._open.get(size)
         if extents:
             return next(reversed(extents))
@@ -194,11 +195,11 @@ class Slots:
         return len(self._populated) * self._extent_nbytes
 
     def next_without_memory(self, *, failed: bool) -> int:
-        """The next free extent that is not populated; with `failed`, after these the failed extents. -1: none."""
+        """Return an unpopulated extent. If there is none and `failed` is set, return a failed one. -1 means none."""
         return next(chain(self._unpopulated, self._failed if failed else ()), -1)
 
     def mark_populated(self, extent: int) -> bool:
-        """Note that an extent has real memory. Returns False if a writer has claimed the extent meanwhile."""
+        """Record that an extent has real memory. Returns False if a writer has claimed the extent meanwhile."""
         if extent in self._unpopulated:
             del self._unpopulated[extent]
         elif extent in self._failed:
@@ -216,7 +217,7 @@ class Slots:
         return _used(self._row_at[start : start + self._extent_pages])
 
     def sample(self, count: int, rng: "np.random.Generator", size: int | None = None) -> Rows:
-        """Rows in about `count` slots, in random runs of neighbouring slots; all rows if there are fewer slots."""
+        """Return the rows of about `count` slots, in random runs of neighbouring slots."""
         extents = np.flatnonzero((self._used > 0) & (size is None or self._extent_slots == size))
         slots = self._extent_nbytes // self._extent_slots[extents].astype(np.int64)
         ends = np.cumsum(-(-slots // RUN_SLOTS))
@@ -230,7 +231,7 @@ class Slots:
         return _used(self._row_at[at[numbers < slots[place][:, None]]])
 
     def extents_serving_others(self, size: int) -> Extents:
-        """Extents in use with another slot size than `size`."""
+        """Return the extents that are in use with a slot size other than `size`."""
         return np.flatnonzero((self._extent_slots != 0) & (self._extent_slots != size))
 
     def extent_of(self, pages: Pages) -> Extents:

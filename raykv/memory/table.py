@@ -42,11 +42,11 @@ class Table(HashIndex):
     Attributes:
         header: One element of type HEADER.
         namespaces: Array of NAMESPACE. The text is the quota group's JSON; an entry with empty text is free.
-        extent_slots: The slot size of each extent of the arena, in bytes; 0: the extent is free.
+        extent_slots: The slot size of each extent of the arena, in bytes. 0 means that the extent is free.
     """
 
     def __init__(self, memory: SharedMemory) -> None:
-        """Use a mapped file. Raises LostError: It is not a table of this layout version, cut short or damaged."""
+        """Use a mapped file. Raises LostError: The file is cut short, damaged, or no table of this layout version."""
         self.memory = memory
         if memory.nbytes < HEADER.itemsize:
             raise LostError(f"{memory.path} is too short to be a chunk table")
@@ -110,13 +110,13 @@ class Table(HashIndex):
 
     @property
     def rows_populated(self) -> int:
-        """Number of rows with real memory. Touching a later row may kill the process."""
+        """Number of rows with real memory. An access to a later row may kill the process."""
         return self._rows_populated[0]
 
     def populate_rows(self, upto: int) -> bool:
         """Take real memory for the rows before `upto`. Safe while others read and write.
 
-        Returns: False when the file system has no room; `rows_populated` stays as it was.
+        Returns False if the file system has no room. Then `rows_populated` does not change.
         """
         first, end = self.rows_populated, min(upto, self.rows)
         if end <= first:
@@ -154,7 +154,7 @@ class Table(HashIndex):
 
     @property
     def known_namespaces(self) -> Bits:
-        """Which entries of `namespaces` are in use. Reads only the first byte of each text."""
+        """For each entry of `namespaces`, whether it is in use. Reads only the first byte of each text."""
         known: Bits = self._text_begins != 0
         return known
 

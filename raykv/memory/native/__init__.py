@@ -1,4 +1,4 @@
-"""The compiled loops: `loops`, or None if they are not in use. Then callers use numpy and the standard library.
+"""`loops` is the module of compiled loops. If it is None, callers use numpy and the standard library instead.
 
 The package build compiles the loops if it finds a C compiler. RAYKV_NATIVE=0 turns them off.
 """

@@ -17,7 +17,7 @@
 #define TRIED_NBYTES (16 << 10) /* smaller copies are not timed */
 
 trial_t begin_trial(int hashed, size_t nbytes) {
-    static choice_t choices[2][2]; /* copies and copies with the hash; small ones and large ones */
+    static choice_t choices[2][2]; /* first index: copy alone, or copy with hash; second: small, or large */
     choice_t *choice = &choices[hashed][nbytes >= LARGE_NBYTES];
     if (nbytes >= TRIED_NBYTES && __atomic_load_n(&choice->begun, __ATOMIC_RELAXED) < TRIES) {
         int way = (int)(__atomic_fetch_add(&choice->begun, 1, __ATOMIC_RELAXED) % WAYS);
@@ -70,15 +70,15 @@ __attribute__((target("avx2"))) static inline void stream_128(char *to, const ch
     _mm256_stream_si256((__m256i *)(to + 96), d);
 }
 
-/* Four pages at the same time: the processor fetches ahead within each page, and never beyond its end. */
+/* Copy four pages at the same time. The processor prefetches within a page, and never beyond its end. */
 __attribute__((target("avx2"))) void stream_group(char *to, const char *from) {
     for (size_t at = 0; at < GROUP / 4; at += 128)
         for (size_t page = 0; page < GROUP; page += GROUP / 4)
             stream_128(to + page + at, from + page + at);
 }
 
-/* Stores bypass the cache. So the target's old lines are not read first, which saves a third of the memory traffic.
-   FETCHED: loads bypass the outer caches too, so that a large copy does not evict other data from them. */
+/* Copy with stores that bypass the cache. The target's old lines are not read first, which saves a third of the memory
+   traffic. With FETCHED, loads bypass the outer caches too, so a large copy does not evict other data from them. */
 __attribute__((target("avx2"))) static void stream_avx2(char *to, const char *from, size_t n, int way) {
     size_t head = (size_t)(-(intptr_t)to) & 63;
     head = head > n ? n : head;
@@ -124,7 +124,7 @@ void copy_bytes(char *to, const char *from, size_t n, int stream) {
    caller's thread holds the buffers and copies too, since the helper threads may start late or never. */
 typedef struct {
     void (*copy)(const void *batch, Py_ssize_t at);
-    const void *batch; /* the caller's: a thread may use it only after it has begun a chunk */
+    const void *batch; /* belongs to the caller: a thread may use it only after it has begun a chunk */
     Py_ssize_t count, step, begun, ended; /* in chunks; a thread takes `step` of them at once */
 } job_t;
 
@@ -150,8 +150,8 @@ static void end_job(job_t *job) {
 
 static void free_job(PyObject *capsule) { PyMem_Free(PyCapsule_GetPointer(capsule, JOB)); }
 
-/* Copy all chunks of a batch. `call` is called with the job, to wake helper threads; None: no helpers. Returns 0 with
-   an exception if `call` or an allocation fails. On return no thread copies for this batch any more. */
+/* Copy all chunks of a batch. `call` gets the job, to wake helper threads; None means no helpers. `keep_lock`: hold the
+   GIL. Returns 0 with an exception if `call` or an allocation fails. On return no thread copies for this batch. */
 int run_job(void (*copy)(const void *, Py_ssize_t), const void *batch, Py_ssize_t count, PyObject *call, int keep_lock) {
     job_t alone = {copy, batch, count, count / STEPS_A_JOB + 1, 0, 0}, *job = &alone;
     PyObject *capsule = NULL, *called = NULL;

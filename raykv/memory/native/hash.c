@@ -79,7 +79,7 @@ __attribute__((target("avx2"))) static inline __m256i scramble_half(__m256i lane
     return _mm256_add_epi64(_mm256_mul_epu32(mixed, prime), high);
 }
 
-/* If `to` is not NULL, also copies the bytes there with streaming stores. `to` must be a multiple of 32. */
+/* Hash blocks. If `to` is not NULL, also copy the bytes there with streaming stores; `to` must be a multiple of 32. */
 __attribute__((target("avx2"))) static inline void blocks_avx2(uint64_t *lanes, const uint8_t *from, size_t count,
                                                                uint8_t *to) {
     __m256i low = _mm256_loadu_si256((__m256i *)lanes), high = _mm256_loadu_si256((__m256i *)(lanes + 4));
@@ -136,7 +136,8 @@ static uint64_t hash_tail(uint64_t *lanes, const uint8_t *tail, size_t left, siz
 
 /* -- bytes that arrive in parts ----------------------------------------------------------------------------------- */
 
-/* The last bytes of each part are not hashed yet, since more may follow. `tail` holds them, after a stripe. */
+/* The last bytes of each part are not hashed yet, since the last bytes of all need another step (`hash_tail`). They are
+   in `tail`, after the STRIPE bytes that were hashed last. */
 
 void hasher_begin(hasher_t *hasher) {
     hash_begin(hasher->lanes);
@@ -171,10 +172,10 @@ uint64_t hasher_end(hasher_t *hasher) {
 
 /* -- copying with the checksum ------------------------------------------------------------------------------------ */
 
-#define TURN (16 * HASH_BLOCK) /* bytes hashed and copied in turns: they stay in the innermost cache in between */
+#define TURN (16 * HASH_BLOCK) /* bytes that are hashed, then copied: they stay in the innermost cache in between */
 
 #if defined(__x86_64__)
-/* `store_blocks` with streaming stores. Returns the number of bytes. */
+/* Do the work of `store_blocks` with streaming stores. Returns the number of bytes. */
 __attribute__((target("avx2"))) static size_t store_streamed(uint64_t *lanes, char *to, const char *from, size_t blocks,
                                                              int way) {
     size_t done = 0;
@@ -190,7 +191,7 @@ __attribute__((target("avx2"))) static size_t store_streamed(uint64_t *lanes, ch
 }
 #endif
 
-/* Copy whole blocks and hash them in the same pass. Memory is read once for the source and never for the target. */
+/* Copy whole blocks and hash them in the same pass. The source is read from memory only once. */
 static void store_blocks(uint64_t *lanes, char *to, const char *from, size_t blocks, int stream) {
     size_t nbytes = blocks * HASH_BLOCK, done = 0;
     trial_t trial = {NULL, PLAIN, nbytes, 0};
@@ -211,8 +212,8 @@ static void store_blocks(uint64_t *lanes, char *to, const char *from, size_t blo
     end_trial(trial);
 }
 
-/* Copy pieces one after another into `to`, and hash them. If a piece begins at a block of the hash, its whole blocks
-   are hashed from the source. Other bytes are hashed in the target, while they are in the CPU cache. */
+/* Copy pieces one after another into `to`, and hash them. If a piece begins at a block boundary of the hash, its whole
+   blocks are hashed from the source. Other bytes are hashed in the target, while they are in the CPU cache. */
 static uint64_t store_pieces(char *to, const Py_buffer *pieces, Py_ssize_t count, size_t nbytes, int stream) {
     uint64_t lanes[8];
     hash_begin(lanes);

@@ -1,4 +1,4 @@
-/* The module, and the buffers of its calls. The only state between calls is the choice of copy ways (copy.c). */
+/* The Python module, and the buffers that its functions hold during a call. */
 
 #include "native.h"
 
@@ -26,8 +26,8 @@ static Py_buffer *hold(chunks_t *chunks, PyObject *object, int flags) {
     return piece;
 }
 
-/* Hold the pieces of a list of chunks; each chunk is a buffer, or a list or tuple of buffers. Returns 0 with an
-   exception if one is something else, or shorter than `least`. The caller calls `let_go` in any case. */
+/* Hold the buffers of a list of chunks. Each chunk is a buffer, or a list or tuple of buffers. Returns 0 with an
+   exception if a chunk has another type, or is shorter than `least`. The caller must call `let_go` in any case. */
 int hold_chunks(chunks_t *chunks, PyObject *list, int flags, size_t least) {
     if (!(chunks->list = PySequence_Fast(list, "chunks: not a sequence")))
         return 0;

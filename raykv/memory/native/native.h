@@ -1,8 +1,8 @@
-/* Declarations for all C files. The C files have the loops that need most time: looking up many keys, copying many
-   chunks out of the arena and into it, receiving many chunks from a socket. Python modules document these loops, and do
-   the same in Python.
+/* Declarations for all C files. The C files contain the loops that take the most time: looking up many keys, copying
+   many chunks out of the arena and into it, receiving many chunks from a socket. Python modules document these loops,
+   and contain the same loops in Python.
 
-   Loops check what they read from shared memory: a row or an offset outside the buffers is a miss. */
+   The loops check what they read from shared memory. A row or an offset outside the buffers is a miss. */
 
 #ifndef RAYKV_NATIVE_H
 #define RAYKV_NATIVE_H
@@ -14,8 +14,8 @@
 #include <time.h>
 
 #define PAGE_SHIFT 12
-#define HASH_LEAST 240                /* up to this size xxh3 uses another algorithm; Python's xxhash package does it */
-#define WITHOUT_GIL_NBYTES (32 << 10) /* from this size on a copy lets other threads run */
+#define HASH_LEAST 240                /* xxh3 uses another algorithm up to this size; the xxhash package has it */
+#define WITHOUT_GIL_NBYTES (32 << 10) /* a copy of at least this size releases the GIL */
 #define WITHOUT_GIL_ONE_NBYTES (256 << 10)
 #define WITHOUT_GIL_KEYS 4096
 
@@ -36,7 +36,7 @@ static inline int64_t monotonic_ns(void) {
 
 typedef struct {
     const char *from;      /* NULL: a miss */
-    Py_ssize_t first, end; /* its pieces among those of all chunks */
+    Py_ssize_t first, end; /* range of its pieces in the `pieces` of chunks_t */
     size_t nbytes;
 } chunk_t;
 
@@ -44,7 +44,7 @@ typedef struct {
     PyObject *list;
     chunk_t *all;
     Py_buffer *pieces;
-    Py_ssize_t count, held, room; /* chunks, pieces, and entries of `pieces` */
+    Py_ssize_t count, held, room; /* numbers of chunks, of used `pieces`, of allocated `pieces` */
 } chunks_t;
 
 int sized(const Py_buffer *buffer, Py_ssize_t nbytes, const char *name);
@@ -56,7 +56,7 @@ void let_go(chunks_t *chunks);
 enum { FETCHED, PAGES, PLAIN, WAYS }; /* ways of a large copy */
 
 typedef struct {
-    uint32_t begun, cost[WAYS]; /* tries; ps per byte of the best try, 0: none yet */
+    uint32_t begun, cost[WAYS]; /* number of tries; picoseconds per byte of each way's best try, or 0 */
 } choice_t;
 
 typedef struct {
@@ -87,7 +87,7 @@ typedef struct {
     uint64_t lanes[8];
     size_t nbytes, pending;
     uint8_t tail[STRIPE + HASH_BLOCK];
-} hasher_t; /* a checksum of bytes that come in parts */
+} hasher_t; /* the state of a checksum over bytes that arrive in parts */
 
 void hasher_begin(hasher_t *hasher);
 void hasher_feed(hasher_t *hasher, const uint8_t *from, size_t n);

@@ -7,10 +7,10 @@
 
 #define FIRST 2 /* index entries: 0 empty, 1 removed, row + 2 */
 #define REMOVED 1
-#define APART 8               /* keys between the fetch of a line of memory and its use */
-#define UNDER_WAY (4 * APART) /* keys of one call that are looked up at a time */
-#define BEHIND 3              /* records fetched ahead where the first one is another key's */
-#define NO_END (-2)           /* of `probe`: the index has no empty entry */
+#define APART 8               /* memory is used this many keys after its prefetch */
+#define UNDER_WAY (4 * APART) /* keys of one call whose lookup is in progress */
+#define BEHIND 3              /* records to prefetch if the first one has another key */
+#define NO_END (-2)           /* result of `probe`: the index has no empty entry */
 
 /* The entry at which the search for a key begins; see HashIndex._home. */
 static inline size_t home_of(uint64_t hi, uint64_t lo, size_t size) {
@@ -29,13 +29,13 @@ static inline int has_key(const record_t *record, const uint64_t *key, uint32_t 
     return 1;
 }
 
-/* Whether a row is ready and not expired at tick `now`. now < 0: in any state. */
+/* Whether a row is ready and not expired at tick `now`. If now < 0, every row is usable. */
 static inline int is_usable(const record_t *record, uint32_t generation, int64_t now) {
     uint32_t expires = __atomic_load_n(&record->expires, __ATOMIC_RELAXED);
     return now < 0 || (generation && !(generation & 1) && (!expires || (int64_t)expires > now));
 }
 
-/* Row of a key. -1: the key is not here or not usable. NO_END: the key is not here, and no entry is empty. */
+/* Return the row of a key; -1 if the key is not here or not usable; NO_END if it is not here and no entry is empty. */
 int32_t probe(const record_t *records, size_t rows, const int32_t *index, size_t size, const uint64_t *key, int64_t now,
               uint32_t *generation) {
     size_t position = home_of(key[0], key[1], size);
@@ -55,9 +55,9 @@ int32_t probe(const record_t *records, size_t rows, const int32_t *index, size_t
     return size ? NO_END : -1;
 }
 
-/* Look up many keys. Prefetches memory for each key in stages, which overlap with those of other keys: the home entry
-   in the index; then the record of that entry, the right one for two keys of three; for the other keys, the next
-   records. Fetching all of these at once is slower. Returns 0 when the index has no empty entry. */
+/* Look up many keys. The memory for a key is prefetched in three stages, which overlap with the stages of other keys.
+   Stage 1 fetches the home entry in the index. Stage 2 fetches the record of that entry, which is the right one for two
+   keys of three. Stage 3 fetches the next records, for the other keys. Returns 0 when the index has no empty entry. */
 static int find_all(const record_t *records, size_t rows, const int32_t *index, size_t size, const uint64_t *keys,
                     size_t count, int64_t now, int32_t *found, uint32_t *generations) {
     size_t homes[UNDER_WAY], others[UNDER_WAY], waiting = 0, probed = 0;
@@ -70,7 +70,7 @@ static int find_all(const record_t *records, size_t rows, const int32_t *index, 
             size_t home = homes[at % UNDER_WAY] = home_of(keys[2 * at], keys[2 * at + 1], size);
             __builtin_prefetch(&index[home]);
             if (home + BEHIND < size)
-                __builtin_prefetch(&index[home + BEHIND]); /* mostly the same line */
+                __builtin_prefetch(&index[home + BEHIND]); /* usually in the same cache line */
         }
         at = turn - APART;
         if (turn >= APART && at < count) {

@@ -13,14 +13,14 @@ typedef struct {
     double made_at_s, ticks_per_s;
 } reader_t;
 
-/* Races with other readers on purpose, since a lost update does no harm. */
+/* Count a read of a row. Other readers may do so at the same time: a lost update does no harm. */
 static void count_read(const reader_t *reader, int32_t row, uint32_t tick) {
     __atomic_store_n((uint32_t *)reader->held[ACCESSED].buf + row, tick, __ATOMIC_RELAXED);
     uint32_t *reads = (uint32_t *)reader->held[FREQUENCY].buf + row;
     __atomic_store_n(reads, __atomic_load_n(reads, __ATOMIC_RELAXED) + 1, __ATOMIC_RELAXED);
 }
 
-/* The address of a record's chunk in the arena; NULL if it is outside the arena or its length is not `nbytes`. */
+/* Return the address of a record's chunk, or NULL if it is outside the arena or its length is not `nbytes`. */
 static const char *chunk_of(const reader_t *reader, const record_t *record, uint64_t nbytes) {
     uint64_t start = (uint64_t)__atomic_load_n(&record->page, __ATOMIC_RELAXED) << PAGE_SHIFT;
     int inside = __atomic_load_n(&record->nbytes, __ATOMIC_RELAXED) == nbytes &&
@@ -105,7 +105,7 @@ static uint32_t tick_of(const reader_t *reader) {
     return ticks < 1 ? 1 : (uint32_t)ticks;
 }
 
-/* Row of a 16-byte key; -1 if it is not ready; -2 with an exception if the object is not a 16-byte key. */
+/* Return the row of a 16-byte key, -1 if it is not ready, or -2 with an exception if the object is no such key. */
 static int32_t row_of(const reader_t *reader, PyObject *object, uint32_t tick, uint32_t *generation) {
     uint64_t key[2];
     if (!PyBytes_Check(object) || PyBytes_GET_SIZE(object) != sizeof key) {

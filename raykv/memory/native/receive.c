@@ -1,11 +1,11 @@
-/* Receiving chunks from a socket into their places, with their checksums: see transport/stream.py. */
+/* Receives chunks from a socket into their places, and computes their checksums; see transport/stream.py. */
 
 #include "native.h"
 #include <errno.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
 
-#define STEP_NBYTES (256 << 10) /* most bytes of one system call: they are hashed before they leave the cache */
+#define STEP_NBYTES (256 << 10) /* most bytes of one system call, so that they are hashed while in the cache */
 #define STEP_PIECES 256
 
 enum { FULL, LATE, CLOSED, FAILED }; /* how a call ends */
@@ -15,11 +15,11 @@ typedef struct {
     const chunks_t *chunks;
     uint64_t *checksums; /* NULL: not wanted */
     Py_ssize_t chunk, piece;
-    size_t filled; /* of the piece */
+    size_t filled; /* bytes of the piece */
     hasher_t hasher;
 } filling_t;
 
-/* Hash n more bytes, which are in place, and move the position behind them. */
+/* Hash the next n bytes, which were received, and move the position behind them. */
 static void advance(filling_t *filling, size_t n) {
     const chunks_t *chunks = filling->chunks;
     while (filling->chunk < chunks->count) {
@@ -71,8 +71,8 @@ static void fill_from(filling_t *filling, const char *from, size_t left) {
     }
 }
 
-/* Fill the remaining chunks from a socket, whose own time limit ends each wait. Runs without the GIL. Fails with EINTR
-   when Python has to handle a signal. */
+/* Fill the remaining chunks from a socket. Each wait ends at the socket's own time limit. Runs without the GIL. Fails
+   with EINTR when Python has to handle a signal. */
 static int fill_from_socket(filling_t *filling, int fd, int64_t deadline_ns) {
     struct iovec places[STEP_PIECES];
     while (filling->chunk < filling->chunks->count) {
