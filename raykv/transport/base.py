@@ -21,7 +21,7 @@ MAX_POSTED: Final = 64
 
 Runs: TypeAlias = Iterable[Sequence[memoryview]]
 """Groups of buffers, called runs. A transport takes the next run from the iterator only after it has filled or sent the
-last one. So a generator can hash a run while its bytes are in the CPU cache."""
+previous one. So a generator can hash a run while its bytes are in the CPU cache."""
 
 
 @dataclass(slots=True)
@@ -47,7 +47,7 @@ class ChunkRun:
 
 
 Targets: TypeAlias = Iterable[Sequence[memoryview] | ChunkRun]
-"""Buffers that a transport fills in order. It takes the next element only after the last one is full."""
+"""Buffers that a transport fills in order. It takes the next element only after the previous one is full."""
 
 
 @dataclass(slots=True)
@@ -58,7 +58,8 @@ class Reply:
         answer: The answer, which is sent first.
         outgoing: Chunk bytes to send after the answer. This memory must not change until `finish` is called.
         incoming: Buffers for the bytes that the client sends after the answer.
-        finish: The transport calls it exactly once: with True after all bytes were transferred, with False after a
+        finish: The transport calls this function exactly once: with True after all bytes were transferred, with False
+        after a
             failure. If it returns an answer, the transport sends this second answer.
     """
 

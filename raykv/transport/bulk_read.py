@@ -220,7 +220,7 @@ class BulkRead:
             self._check()
 
     def _check(self, *, whole: bool = True) -> None:
-        """Add the full chunks of the current ChunkRun to `arrived` or `corrupt`. `whole`: all of them are full."""
+        """Add the full chunks of the current ChunkRun to `arrived` or `corrupt`. `whole`: whether all are full."""
         filling, (places, expected) = self._filling, self._expected
         self._filling = None
         if filling is None:

@@ -124,7 +124,7 @@ class Link:
 
         Raises:
             PeerUnavailable: No answer arrived by the deadline, or the connection broke. The link is closed.
-            ProtocolError: The peer sent something else. The link is closed.
+            ProtocolError: The peer sent something else than this answer. The link is closed.
             RayKVError: The node refused the request. The link can still be used.
         """
         self._require_open()

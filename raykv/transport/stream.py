@@ -70,7 +70,7 @@ class Stream:
             self._send_some(step, time.monotonic() + stall_s)
 
     def send_runs(self, runs: Runs, deadline_s: float) -> None:
-        """Send runs of buffers. The next run is taken from the iterator only after the last one is sent."""
+        """Send runs of buffers. The next run is taken from the iterator only after the previous one is sent."""
         for run in runs:
             for first in range(0, len(run), STEP_PIECES):
                 self._send_some(list(run[first : first + STEP_PIECES]), deadline_s)
