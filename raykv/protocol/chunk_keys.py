@@ -20,7 +20,7 @@ KEY_NBYTES = 16
 
 
 def empty() -> KeyArray:
-    """Return an array of zero keys."""
+    """Return an array without keys."""
     return np.empty((0, 2), np.uint64)
 
 
@@ -37,13 +37,13 @@ def to_bytes(keys: KeyArray) -> bytes:
 
 
 def unique(keys: KeyArray) -> KeyArray:
-    """Each key once. Other threads run meanwhile; they would wait for seconds during `np.unique(keys, axis=0)`."""
+    """Return each key once. `np.unique(keys, axis=0)` would do the same, but block other threads for seconds."""
     whole = np.ascontiguousarray(keys).view("V16").ravel()
     return keys[np.unique(whole, return_index=True)[1]]
 
 
 def named(digest: bytes, names: Iterable[bytes | str]) -> KeyArray:
-    """Return the keys of objects with names instead of tokens. `digest`: of the namespace. Text is encoded as UTF-8."""
+    """Return the keys of objects with names instead of tokens. `digest`: the namespace's digest. Text becomes UTF-8."""
     raw = (name.encode() if isinstance(name, str) else name for name in names)
     make = partial(hashlib.blake2b, digest_size=KEY_NBYTES, key=digest, person=b"raykv-name")
     return from_bytes(b"".join([make(name).digest() for name in raw]))

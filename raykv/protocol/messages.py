@@ -152,7 +152,7 @@ class Promote(Message):
 
 
 class Delete(Message):
-    """Drop chunks from memory and from the tiers. Answer: Count."""
+    """Drop chunks from memory and from the tiers. Answer: Count of the chunks that this node had."""
 
     keys: bytes
 
@@ -237,7 +237,7 @@ class RecordTrace(Message):
 
 
 class FetchTrace(Message):
-    """Fetch the recorded requests; only for the same host and user. `on`: whether to record further. Answer: Trace."""
+    """Fetch the recorded requests; only for our user on this host. `on`: whether to record further. Answer: Trace."""
 
     on: bool
 
@@ -360,9 +360,9 @@ class Located(Message):
     """The holders of chunks.
 
     `choices`: the different lists of holders, at most MAX_HOLDERS nodes each. `places` i32: for each key, the index of
-    its list in `choices`; -1 if no holder is known.
-    `nbytes` u32: length of each chunk, 0 if unknown; empty when no length is known. `below_memory`: one bit for each
-    key, set if all its holders have the chunk only in a tier below memory; empty when no bit is set.
+    its list in `choices`; -1 if no holder is known. `nbytes` u32: length of each chunk, 0 if unknown; empty when no
+    length is known. `below_memory`: one bit for each key, set if all its holders have the chunk only in a tier below
+    memory; empty when no bit is set.
     """
 
     choices: tuple[tuple[NodeId, ...], ...]
