@@ -84,7 +84,7 @@ class Membership:
         return HeartbeatAnswer(self.view if self.view.epoch > heartbeat.epoch else None)
 
     def configure(self, change: Configure, *, now_ns: int) -> bytes:
-        """See `MembershipPort.configure`. `now_ns` is the wall clock."""
+        """Change or drop a quota group; see `MembershipPort.configure`. `now_ns` is the wall clock."""
         namespace = Namespace.load(codec.fields(change.namespace))
         if change.registry is not None:  # this directory may have restarted and lost its list
             self.registry.merge(NamespaceRegistry.decode(change.registry))
