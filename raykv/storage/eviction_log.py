@@ -38,7 +38,7 @@ class EvictionLog:
         self._tier = np.zeros(entries, np.uint8)
         self._policy = np.zeros(entries, np.uint8)
         self._before = np.zeros(entries, np.int64)  # number of the departure before this one in its bucket
-        self._newest = np.zeros(entries, np.int64)  # by bucket
+        self._newest = np.zeros(entries, np.int64)  # number of the newest departure, by bucket
         self._names = [""]
 
     @property

@@ -181,7 +181,7 @@ class Evictor:
         return self._lacking(self._config.low_water / 2) > 0
 
     def evict_ahead(self, now: int) -> bool:
-        """Do one step of eviction, to lowered quotas and then to the high-water mark. Returns whether more is to do."""
+        """Do one step of eviction, for lowered quotas or the high-water mark. Returns whether there is more to do."""
         if self.over_quota:
             self._evict_over_quota(now)
             if self.over_quota:
@@ -278,7 +278,7 @@ class Evictor:
         return len(rows)
 
     def _victims(self, candidates: Rows, count: int, now: int, *, one_step: bool = False) -> Rows:
-        """Choose `count` rows to evict. From a sample choose at least 1 / SAMPLE_SHARE, with `one_step` only that."""
+        """Choose `count` rows to evict, but at least 1 / SAMPLE_SHARE of a sample; with `one_step`, just that share."""
         if not self._is_small() and count > 0:
             count = max(1 if one_step else count, len(candidates) // SAMPLE_SHARE)
         return self.policies.victims(candidates, count, now, None if self._is_small() else self._may_evict)

@@ -32,7 +32,7 @@ def remove_files(prefix: Path) -> None:
 
 
 def attach_files(config: StorageConfig, prefix: Path, *, now_s: float) -> tuple[Table, SharedMemory]:
-    """Map a node's table and arena as their only writer. Raises LostError if they are missing, damaged or unfit."""
+    """Map a node's table and arena as their only writer. Raises LostError if missing, damaged or for other settings."""
     table_path, arena_path = store_files(prefix)
     memory = SharedMemory.attach(table_path, writable=True, huge_pages="try")
     memory.own(timeout_s=OWN_TIMEOUT_S)

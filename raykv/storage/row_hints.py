@@ -89,5 +89,5 @@ def default_priority(config: NamespaceConfig) -> int:
 
 
 def expiry(now: int, ttl_s: float | None) -> int:
-    """Return the tick of the expiry, at least one tick from now. 0 means never: there is no time to live."""
+    """Return the tick of the expiry, at least one tick from now. Without `ttl_s`, return 0, which means never."""
     return now + max(1, round(ttl_s * TICKS_PER_S)) if ttl_s else 0
