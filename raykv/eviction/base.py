@@ -37,9 +37,10 @@ class Policy(ABC):
 
     Attributes:
         name: Name in reports.
-        leaf_first: Evict a chunk only after all chunks that follow it in its chains. A chunk without its parent can
+        leaf_first: Whether to evict a chunk only after all chunks that follow it in its chains. A chunk without its
+        parent can
             never be matched.
-        drifts: Scores change with time, not only with reads.
+        drifts: Whether scores change with time, not only with reads.
         queues: Number of queues.
         capacity: Number of chunks in a full cache; None if unknown.
     """

@@ -21,8 +21,7 @@ class GroupPolicies:
     """Chooses victims by the policy of each quota group. Reports inserts, removals and ended requests to the policies.
 
     Scores of different policies cannot be compared. So each policy chooses victims in proportion to the number of its
-    candidates. If a user's policy raises an exception, the exception is logged once, and `leaf_lru` replaces the
-    policy.
+    candidates. If a user's policy raises an exception, the node logs it once, and `leaf_lru` replaces the policy.
 
     Attributes:
         default: The policy of all quota groups that have no own policy.
@@ -91,7 +90,7 @@ class GroupPolicies:
             self._ask(policy, report, mine)
 
     def _ask(self, policy: Policy, question: Callable[..., T], *arguments: Any) -> T:
-        """Call a policy. If a user's policy raises, log the exception, replace it by `leaf_lru`, and call that."""
+        """Call a policy. If a user's policy raises, log the exception, and call `leaf_lru` from now on."""
         try:
             return question(policy, *arguments)
         except Exception:

@@ -60,9 +60,8 @@ class EvictionOrder:
     def next(self, now: int, protected: Bits) -> int:
         """Remove and return the unprotected row to evict next; -1 if there is none.
 
-        The caller reports the row to the policy's `on_remove` while the row's columns are unchanged, and evicts the
-        chunk. The caller also lowers `children` of the parent. If it is 0 then, the caller calls
-        `on_childless(parent)`.
+        The caller reports the row to the policy's `on_remove` while the row's columns are unchanged, and evicts it. The
+        caller also decrements `children` of the parent, and at 0 calls `on_childless(parent)`.
         """
         if self._policy.drifts and self._until_rescore <= 0:
             self._rescore(now, RESCORE_LEAST + 2 * sum(self._sizes) // RESCORE_SHARE)

@@ -1,4 +1,4 @@
-"""S3-FIFO: two first-in-first-out queues of chunks, and one of keys of evicted chunks."""
+"""S3-FIFO: two first-in-first-out queues of chunks, and a queue of the keys of evicted chunks."""
 
 import math
 from collections.abc import Sequence
