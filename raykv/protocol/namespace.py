@@ -24,7 +24,7 @@ class Namespace(Model):
         dtype: Element type of the stored KV.
         layout: Shape and order of the engine's bytes in a chunk.
         chunk_tokens: Tokens in a chunk.
-        tp_rank, tp_size, pp_rank, pp_size: Tensor- and pipeline-parallel rank. A chunk holds the KV of one rank.
+        tp_rank, tp_size, pp_rank, pp_size: Tensor and pipeline parallelism. A chunk holds the KV of one rank.
         attention_backend: Kernel family, and its instruction set if the layout of the bytes depends on it.
         hash_algorithm: The engine's token hash, with its seed.
         lora: Name and path of the LoRA adapter; empty for none.

@@ -161,7 +161,7 @@ class Allocator:
             raise UsageError(f"slots of another size than {size:,} bytes: lend slots for chunks of this size")
 
     def most_ahead(self, size: int, group: int) -> int:
-        """Return how many slots may be lent ahead of need. Only free slots that have physical memory already count."""
+        """Return how many slots may be lent ahead of need. Free slots without physical memory do not count."""
         low_water = int(self._low_water * self.slots.usable_nbytes)
         nbytes = (self.slots.free_nbytes - low_water) // AHEAD_SHARE
         nbytes = min(nbytes, self._arena_nbytes // AHEAD_BOUND - int(self.lent_nbytes.sum()))
