@@ -35,8 +35,8 @@ MAX_FILE_NBYTES: Final = 64 << 20
 class NamespaceReconciler:
     """A node's copy of the list of namespaces. Thread-safe.
 
-    Files next to the chunks store the copy. After a restart, the node compares it with the directory's list, and drops
-    the chunks of namespaces that were dropped while the node was down.
+    Files next to the chunks store the copy. After a restart, the node compares the copy with the directory's list, and
+    drops the chunks of namespaces that were dropped while the node was down.
 
     Attributes:
         registry: The copy. Only `adopt` changes it.

@@ -34,7 +34,7 @@ class LocateHandler:
         keys = codec.keys_in(request.keys)
         locations = self._location_index.locate(keys)
         unknown = [position for position, each in enumerate(locations) if each is UNKNOWN] if self._mover else []
-        if unknown:  # only its writer announces a chunk in a shared tier, so the owner also searches its tiers
+        if unknown:  # only the writer of a chunk in a shared tier announces it, so the owner searches the tier
             places, nbytes = self._mover.find(keys[unknown])
             here = (self._node_id,)
             for position, place, length in zip(unknown, places.tolist(), nbytes.tolist(), strict=True):
