@@ -6,7 +6,7 @@ supervisor also reserves the node's port, so peers reach a restarted node at the
 
 The owner is the process with the `NodeHandle`. It is connected to the supervisor by two pipes:
 
-    stdin   One line of JSON is the `NodeSpec`. Any later byte stops the node. The end of stdin kills the node at once.
+    stdin   The first line is the `NodeSpec` as JSON. A later byte stops the node. The end of stdin kills it at once.
     stdout  The supervisor writes one line of JSON, a `NodeReport`, for each start of the node.
 """
 
@@ -169,7 +169,7 @@ def _report(reports: int, report: NodeReport) -> None:
 
 def main() -> int:
     reports = os.dup(1)
-    os.dup2(2, 1)  # text that code prints must not mix with the reports
+    os.dup2(2, 1)  # printed text goes to stderr, since stdout carries the reports
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # an inherited SIG_IGN would make waitpid fail
     logging.basicConfig(format="%(asctime)s %(process)d %(levelname)s %(name)s: %(message)s", level=logging.WARNING)
     spec = sys.stdin.buffer.readline()  # the buffer holds only this line: the owner now awaits a report
