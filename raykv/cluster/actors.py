@@ -70,7 +70,7 @@ def node_actors(cluster: str) -> dict[str, Any]:
 
 
 def ray_nodes(*, alive: bool = True) -> set[str]:
-    """Return the ids of the Ray nodes that are alive. With `alive=False`, return those of the dead Ray nodes."""
+    """Return the ids of the live Ray nodes. With `alive=False`, return the ids of the dead Ray nodes."""
     return {node["NodeID"] for node in ray.nodes() if node["Alive"] is alive}
 
 

@@ -168,7 +168,7 @@ def record(name: str = "default", *, seconds: float, every_s: float = 1.0) -> It
 
 
 def _fetch_records(name: str, on: bool) -> list[TracedRequest]:
-    """Fetch the recorded requests of all nodes, and turn their recording on or off. This includes new nodes."""
+    """Fetch the recorded requests of all present nodes, and turn their recording on or off."""
     _directory(name)
     asked = [actor.record.remote(on) for actor in node_actors(name).values() if actor]
     requests: list[TracedRequest] = []
