@@ -18,7 +18,7 @@ from raykv.protocol.chunk_keys import KEY_NBYTES, from_bytes
 from raykv.protocol.namespace import Namespace
 
 ANY = Namespace(model="-")
-"""A placeholder without chunks: a client needs a namespace, even for commands that concern none."""
+"""A placeholder without chunks: every client needs a namespace, even if the command does not use it."""
 
 
 def add_commands(commands: Any) -> list[argparse.ArgumentParser]:
