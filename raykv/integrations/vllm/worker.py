@@ -183,7 +183,7 @@ class WorkerSide:
             self._count_saved(_skipped(_chunks_of(saves), ""))
 
     def release(self, request_ids: Set[str]) -> None:
-        """Wait until no save reads blocks of these requests. Cancel saves that do not begin in `store_timeout_s`."""
+        """Wait until no save reads these requests' blocks. Cancel saves that do not begin within `store_timeout_s`."""
         until_s = self._clock() + self._config.store_timeout_s
         for saved_ids, _, future in self.saving:
             if not saved_ids.isdisjoint(request_ids):
