@@ -75,7 +75,7 @@ class SharedMemory:
             raise LostError(f"shared memory {path} is empty")
         try:
             return cls(fd, path, nbytes, writable=writable, huge_pages=huge_pages)
-        except OSError as error:  # such as a directory
+        except OSError as error:  # for example, the path is a directory
             raise LostError(f"shared memory {path} cannot be mapped: {error.strerror}") from error
 
     def populate(self, offset: int, nbytes: int, *, hurry: bool = False) -> bool:
@@ -83,10 +83,10 @@ class SharedMemory:
 
         Uses huge pages if `huge_pages` allows them and the kernel has some. Other threads run during the call. A second
         call is cheap, and replaces small pages by huge pages if the kernel has some by then. Other threads may use the
-        part meanwhile. With `hurry` a writer waits, so only required huge pages are tried. Returns False if the file
-        system has no room, or if huge pages are required and the kernel has none.
+        part meanwhile. With `hurry` a writer waits: huge pages are tried only if they are required. Returns False if
+        the file system has no room, or if huge pages are required and the kernel has none.
         """
-        mapped = self._mapped  # not unmapped during this call
+        mapped = self._mapped  # this reference prevents an unmap during the call
         if mapped is None:
             return False
         try:
@@ -149,9 +149,9 @@ class SharedMemory:
             return False
 
     def close(self) -> None:
-        """Unmap the file and give up the ownership. The mapping stays until the last view of it ends."""
+        """Give up the ownership, and unmap the file when its last view ends."""
         if self._close_fd.alive:
-            fcntl.flock(self._fd, fcntl.LOCK_UN)  # else the ownership would last as long as the mapping
+            fcntl.flock(self._fd, fcntl.LOCK_UN)  # otherwise the ownership would last as long as the mapping
             self._close_fd()
         try:
             self.view.release()

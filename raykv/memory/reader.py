@@ -50,7 +50,7 @@ class ShmReader:
         return np.where(unchanged, lengths, np.uint32(0))
 
     def ready_one(self, key: bytes) -> bool:
-        """Whether the chunk of a 16-byte key can be read here now. Raises ValueError: Not 16 bytes."""
+        """Whether the chunk of a 16-byte key can be read here now. Raises ValueError: The key has another length."""
         if self._compiled is not None:
             ready: bool = self._compiled.ready(key)
             return ready

@@ -40,10 +40,10 @@ class Recovered(NamedTuple):
 def recover(table: Table) -> Recovered:
     """Keep committed chunks, and take all other rows out of the index and the chains.
 
-    A row with an even generation becomes READY. If it was PENDING_DELETE, it becomes FREE instead, since pins end with
-    the connections of the earlier process. A row with an odd generation that was not FREE becomes QUARANTINED, since
-    its writer may still fill the slot. Chunk bytes are not checked. If the table contradicts itself, changes nothing,
-    and raises LostError with the contradiction.
+    A row with an even generation above 0 becomes READY. If it was PENDING_DELETE, it becomes FREE instead, since pins
+    end with the connections of the earlier process. A row with an odd generation that was not FREE becomes QUARANTINED,
+    since its writer may still fill the slot. Chunk bytes are not checked. If the table contradicts itself, changes
+    nothing, and raises LostError with the contradiction.
     """
     columns, populated = table.columns, slice(0, table.rows_populated)
     generations, state = columns.generation[populated].copy(), columns.state[populated]
@@ -95,7 +95,7 @@ def _check_rows(table: Table, rows: Rows, slots: Slots, used_nbytes: npt.NDArray
     aligned = (places.numbers - places.starts) * steps == within
     _require(table, aligned.all() and (within + steps).max() <= extent_pages, "chunks off their slots")
     slot_sizes = steps * np.uint32(SLOT_ALIGNMENT_NBYTES)
-    # The subtraction wraps a length above the slot's size to a number larger than any page.
+    # If a length exceeds the slot's size, the unsigned subtraction gives a number larger than any page.
     fits = slot_sizes - nbytes < SLOT_ALIGNMENT_NBYTES
     _require(table, fits.all(), "chunks that do not fit their slots")
     _require(table, slots.enter(rows, places), "two chunks in one slot")
@@ -139,7 +139,7 @@ def _relink(table: Table, ready: Rows, generations: npt.NDArray[np.uint32]) -> N
     """
     columns, rows = table.columns, _range(ready)
     parents = columns.parent[rows]
-    above = np.clip(parents, 0, len(generations) - 1).astype(np.intp)  # numpy indexes faster by its own type
+    above = np.clip(parents, 0, len(generations) - 1).astype(np.intp)  # numpy indexes fastest with its own integer type
     expected = generations[above]
     linked = (parents == above) & (expected != 0) & (expected == columns.parent_generation[rows])
     linked &= columns.depth[rows] == columns.depth[above] + np.uint32(1)

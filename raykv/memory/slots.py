@@ -46,7 +46,7 @@ class Places(NamedTuple):
 def slot_places(pages: Pages, extent_slots: npt.NDArray[np.uint32], extent_nbytes: int) -> Places:
     extent_pages = np.uint32(extent_nbytes // SLOT_ALIGNMENT_NBYTES)
     extents = pages // extent_pages
-    starts, extents_at = extents * extent_pages, extents.astype(np.intp)  # numpy indexes faster by its own type
+    starts, extents_at = extents * extent_pages, extents.astype(np.intp)  # numpy indexes fastest with its own type
     steps = extent_slots[extents_at] // np.uint32(SLOT_ALIGNMENT_NBYTES)
     if steps.size and (steps == steps[0]).all():
         steps = steps[:1]  # numpy divides faster by a single number
@@ -72,10 +72,10 @@ class Slots:
         self.populate: Callable[[int], bool] = lambda extent: False
         self._extent_pages = extent_nbytes // SLOT_ALIGNMENT_NBYTES
         self.free_nbytes = extents * extent_nbytes
-        self._row_at = lazy_zeros(extents * self._extent_pages, np.int32)  # by slot number: row + 1; 0: a free slot
+        self._row_at = lazy_zeros(extents * self._extent_pages, np.int32)  # by slot number: row + 1, or 0 if it is free
         self._used = np.zeros(extents, np.int64)  # by extent: number of used slots
         self._open: dict[int, dict[int, None]] = {}  # by slot size: extents with free slots
-        self._free: dict[int, int] = {}  # by slot size: number of free slots in these extents
+        self._free: dict[int, int] = {}  # by slot size: number of free slots in the extents of `_open`
         self._populated: deque[int] = deque()  # free extents; the most recently used extent is the last
         self._unpopulated: dict[int, None] = {}
         self._failed: dict[int, None] = {}

@@ -174,7 +174,7 @@ class Table(HashIndex):
         return np.stack([self.columns.key_hi[rows], self.columns.key_lo[rows]], axis=1)
 
     def ready_rows(self) -> Rows:
-        """All rows that hold a chunk and are not PENDING_DELETE. Slow, since it scans all rows."""
+        """Return all rows that hold a chunk and are not PENDING_DELETE. Slow, since it scans all rows."""
         generation, state = (part[: self.rows_populated] for part in (self.columns.generation, self.columns.state))
         ready = (generation & 1 == 0) & (generation != 0) & (state != RowState.PENDING_DELETE)
         return np.flatnonzero(ready).astype(np.int32)

@@ -125,7 +125,7 @@ void copy_bytes(char *to, const char *from, size_t n, int stream) {
 typedef struct {
     void (*copy)(const void *batch, Py_ssize_t at);
     const void *batch; /* belongs to the caller: a thread may use it only after it has begun a chunk */
-    Py_ssize_t count, step, begun, ended; /* in chunks; a thread takes `step` of them at once */
+    Py_ssize_t count, step, begun, ended; /* numbers of chunks; a thread takes `step` at once */
 } job_t;
 
 #define JOB "raykv.job"

@@ -136,8 +136,8 @@ static uint64_t hash_tail(uint64_t *lanes, const uint8_t *tail, size_t left, siz
 
 /* -- bytes that arrive in parts ----------------------------------------------------------------------------------- */
 
-/* The last bytes of each part are not hashed yet, since the last bytes of all need another step (`hash_tail`). They are
-   in `tail`, after the STRIPE bytes that were hashed last. */
+/* The last bytes of a part are not hashed at once: if no part follows, `hash_tail` must hash them. `tail` holds them,
+   after the STRIPE bytes that were hashed last. */
 
 void hasher_begin(hasher_t *hasher) {
     hash_begin(hasher->lanes);

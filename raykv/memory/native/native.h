@@ -35,7 +35,7 @@ static inline int64_t monotonic_ns(void) {
 /* -- module.c: the buffers of a call ------------------------------------------------------------------------------ */
 
 typedef struct {
-    const char *from;      /* NULL: a miss */
+    const char *from;      /* NULL means a miss */
     Py_ssize_t first, end; /* range of its pieces in the `pieces` of chunks_t */
     size_t nbytes;
 } chunk_t;
@@ -53,14 +53,14 @@ void let_go(chunks_t *chunks);
 
 /* -- copy.c ------------------------------------------------------------------------------------------------------- */
 
-enum { FETCHED, PAGES, PLAIN, WAYS }; /* ways of a large copy */
+enum { FETCHED, PAGES, PLAIN, WAYS }; /* ways of a large copy; see stream_avx2 */
 
 typedef struct {
     uint32_t begun, cost[WAYS]; /* number of tries; picoseconds per byte of each way's best try, or 0 */
 } choice_t;
 
 typedef struct {
-    choice_t *choice; /* NULL: not timed */
+    choice_t *choice; /* NULL: this copy is not timed */
     int way;
     size_t nbytes;
     int64_t began_ns;

@@ -13,9 +13,9 @@ enum { FULL, LATE, CLOSED, FAILED }; /* how a call ends */
 /* The chunks to fill, and the position of the next byte. */
 typedef struct {
     const chunks_t *chunks;
-    uint64_t *checksums; /* NULL: not wanted */
+    uint64_t *checksums; /* NULL if the caller wants none */
     Py_ssize_t chunk, piece;
-    size_t filled; /* bytes of the piece */
+    size_t filled; /* bytes of the piece that are filled */
     hasher_t hasher;
 } filling_t;
 
