@@ -13,7 +13,7 @@ core := .venv-core
 # Tests that need more than the core's packages; all others run once, with the core's packages alone.
 full_tests := tests/cluster tests/e2e tests/integrations tests/test_deployments.py tests/test_notebooks.py
 core_tests := tests $(addprefix --ignore=,$(full_tests))
-two := -n 2 --dist loadgroup
+two := -n 2
 model := .cache/models/SmolLM2-135M-Instruct
 
 # PyTorch's CPU wheel comes from the folder that pip is told to look in, if it lies there, else from PyTorch's own index.
@@ -46,7 +46,7 @@ serve: setup model ## The demo's deployment, left running for your own requests
 test: lint typecheck setup-core ## All that CI runs: at most 12 minutes on two cores
 	@$(core)/bin/python -m pytest $(core_tests) $(two) -m "not soak" $(ARGS)
 	.ci/sanitize $(core)/bin/python
-	$(venv)/bin/python -m pytest $(full_tests) $(two) -m "not soak" $(ARGS)
+	$(venv)/bin/python -m pytest $(full_tests) $(two) --dist loadgroup -m "not soak" $(ARGS)
 
 quick: setup-core ## The tests that need only the core: under a minute
 	@$(core)/bin/python -m pytest $(core_tests) $(two) -q -m "not slow and not soak" $(ARGS)
