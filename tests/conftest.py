@@ -19,11 +19,9 @@ from tests.support.faults import Faults
 require_token()  # Ray reads its authentication mode once, when the first test module imports it
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_itemcollected(item: pytest.Item) -> None:
     """For `pytest -n 2 --dist loadgroup`: one process runs all tests that start Ray; each file stays whole."""
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group("ray" if item.get_closest_marker("ray") else item.path.stem))
+    item.add_marker(pytest.mark.xdist_group("ray" if item.get_closest_marker("ray") else item.path.stem))
 
 
 @pytest.fixture

@@ -247,7 +247,7 @@ def test_slots_for_the_saves_of_a_step_are_at_hand_when_it_ends(node: tuple[str,
     bench.save()
     assert bench.counted("stored_chunks") == {}, "the node has not answered"
     os.kill(pid, signal.SIGCONT)
-    wait_until(lambda: bench.save() == "" and bench.counted("stored_chunks").get("existed"))
+    wait_until(lambda: bench.save() == "" and bench.counted("stored_chunks").get("stored"))
     assert bench.counted("stored_chunks")["stored"] == 6
 
 
