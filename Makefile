@@ -46,7 +46,7 @@ serve: setup model ## The demo's deployment, left running for your own requests
 test: lint typecheck setup-core ## All that CI runs: at most 12 minutes on two cores
 	@$(core)/bin/python -m pytest $(core_tests) $(two) -m "not soak" $(ARGS)
 	.ci/sanitize $(core)/bin/python
-	$(venv)/bin/python -m pytest $(full_tests) $(two) --dist loadgroup -m "not soak" $(ARGS)
+	$(venv)/bin/python -m pytest $(full_tests) $(two) --dist loadfile -m "not soak" $(ARGS)
 
 quick: setup-core ## The tests that need only the core: under a minute
 	@$(core)/bin/python -m pytest $(core_tests) $(two) -q -m "not slow and not soak" $(ARGS)

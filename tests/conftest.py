@@ -8,20 +8,31 @@ import threading
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from xdist.scheduler import LoadFileScheduling
 
 from deployments.local_ray import require_token
 from raykv.memory import native
 from tests.support.faults import Faults
 
+ROOT = Path(__file__).parents[1]
+
 require_token()  # Ray reads its authentication mode once, when the first test module imports it
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
-    """For `pytest -n 2 --dist loadgroup`: one process runs all tests that start Ray; each file stays whole."""
-    item.add_marker(pytest.mark.xdist_group("ray" if item.get_closest_marker("ray") else item.path.stem))
+class RayTogether(LoadFileScheduling):
+    """Gives each file to one of pytest-xdist's processes, and all files that start Ray to the same one."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        return "ray" if "pytest.mark.ray" in (ROOT / file).read_text() else file
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> RayTogether | None:
+    return RayTogether(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 @pytest.fixture
