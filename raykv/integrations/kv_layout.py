@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     import torch
 
 MAX_RUNS_PER_LAYER: Final = 64
-"""A layout that cuts a block of one layer into more runs is refused."""
+"""A layout is refused if it cuts a block of one layer into more runs than this."""
 MAX_STAGED_CHUNKS: Final = 32
 MAX_STAGED_NBYTES: Final = 256 << 20
-"""Limits of the chunks that pass through pinned host memory at once."""
+"""One batch that passes through pinned host memory has at most this many chunks, and at most this many bytes."""
 
 
 def runs_of(name: str, cache: "torch.Tensor", num_blocks: int) -> "list[torch.Tensor]":
@@ -90,8 +90,8 @@ class Layout:
     """The KV cache of one worker in host memory, as chunks of `chunk_nbytes`. Blocks are read and written in place.
 
     Attributes:
-        description: The layout, for the namespace.
-        batch_chunks: The most chunks in one call of `read` or `load`.
+        description: Text that describes the layout. It becomes a part of the namespace.
+        batch_chunks: One call of `read` or `load` takes at most this many chunks.
     """
 
     batch_chunks = sys.maxsize
@@ -115,15 +115,15 @@ class Layout:
         return [run.numpy() for run in self._runs]
 
     def fence(self) -> Any:
-        """Return a marker that `read` waits for: the end of the kernels that are now queued on the current stream."""
+        """Mark the end of the kernels that are queued on the current stream. `read` waits for the returned marker."""
         return None
 
     def read(self, chunks: Sequence[Sequence[int]], fence: Any = None) -> list[list[memoryview]]:
-        """Return the bytes of chunks in host memory. The views are valid until the next call.
+        """Return views of host memory with the bytes of chunks. They are valid until the next call of `read`.
 
         Args:
             chunks: The blocks of each chunk.
-            fence: The result of `fence`, called after the kernels of these chunks were queued. None means no wait.
+            fence: The result of `fence()`, called after the kernels that compute the chunks were queued. None: no wait.
         """
         return [[array[block].data for block in blocks for array in self._arrays] for blocks in chunks]
 
@@ -136,7 +136,7 @@ class Layout:
         return pieces
 
     def load(self, chunks: Sequence[tuple[Sequence[int | None], list[memoryview]]]) -> None:
-        """Copy received chunks from their `targets` into the KV cache. The copy has ended when this returns.
+        """Copy received chunks from their `targets` into the KV cache. The copy has ended when this method returns.
 
         In host memory the targets are the blocks themselves, so there is nothing to copy.
         """
@@ -145,8 +145,8 @@ class Layout:
 class DeviceLayout(Layout):
     """The KV cache of one worker in device memory. Each chunk passes through pinned host memory in one transfer.
 
-    A save copies on its own CUDA stream, after the kernels that compute the blocks, and returns after the transfer. A
-    load uses its thread's current stream, and returns after the copy.
+    `read` copies on a separate CUDA stream, after the kernels that `fence` marked. `load` copies on the current stream
+    of the calling thread. Both return when the copy has ended.
     """
 
     def __init__(self, caches: Mapping[str, "torch.Tensor"], num_blocks: int, chunk_blocks: int) -> None:

@@ -38,7 +38,7 @@ class RayKVBackend(DefaultPDProtocolMixin, BaseConnectorBackend):
     """
 
     def setup(self) -> None:
-        """Find the raykv node on this Ray node, and configure its address, unless an address is configured.
+        """Unless an address is configured, find the raykv node on this Ray node and configure its address.
 
         Raises:
             PeerUnavailable: No raykv node runs on this Ray node; start one with `raykv up`.
@@ -59,8 +59,8 @@ class LocalModel(CallbackBase):
 class OneProcessEngine(VLLMEngine):
     """An engine on CPU whose only worker runs in the engine's own process.
 
-    By default Ray Serve uses vLLM's multi-process executor on CPU. That executor needs one more process. Its queues
-    stay in /dev/shm when Ray kills the replica.
+    By default Ray Serve uses vLLM's multi-process executor on CPU. That executor needs one more process, and its
+    queues stay in /dev/shm when Ray kills the replica.
     """
 
     def _start_async_llm_engine(

@@ -1,4 +1,4 @@
-"""Ray Serve's OpenAI server, which repeats a request when its worker dies.
+"""Ray Serve's OpenAI server, which sends a request again when the worker that serves it dies.
 
 Without this module such a request fails: before the first token with status 500, later with a stream that ends early.
 A repeated request is cheap, because raykv holds the prompt's KV. A started stream is continued only if the request is
@@ -22,14 +22,15 @@ from raykv.integrations.serve.resume import PREFIX, AnswerDiffers, Resumption
 log = logging.getLogger("ray.serve")
 
 GIVE_UP_S: Final = 120.0
-"""Time after the first loss in which retries may start. A started retry may wait longer for a worker, in a queue."""
+"""A request is sent again only within this time after its first worker died. The last attempt may take longer, since it
+may wait in a queue for a worker."""
 PAUSE_S: Final = 0.5
 ENGINE_DEAD: Final = str(EngineDeadError())
 """vLLM sends this message in a started stream when the engine is dead."""
 
 
 class ResumingIngress(OpenAiIngress):
-    """The OpenAI server that repeats a request when its worker dies."""
+    """The OpenAI server that sends a request again when the worker that serves it dies."""
 
     async def _get_response(
         self, *, body: Any, call_method: str, raw_request: Request | None = None
@@ -79,5 +80,5 @@ def _repeatable(body: Any) -> bool:
 
 
 def _failure(message: str) -> str:
-    """Make an event that OpenAI's client raises as an APIError. Without it, the client would accept a cut answer."""
+    """Make an event that OpenAI's client raises as an APIError. Otherwise the client would accept a cut answer."""
     return f"{PREFIX}{json.dumps({'error': {'message': message, 'type': 'WorkerLost', 'code': 503}})}\n\n"

@@ -13,7 +13,7 @@ class AnswerDiffers(Exception):
 
 
 class Resumption:
-    """Removes from a repeated answer what the client already has."""
+    """Removes from a repeated answer the part that the client already has."""
 
     def __init__(self, sent: Iterable[str]) -> None:
         """Remember the text of `sent`: the events that the client has received."""
@@ -55,7 +55,7 @@ class Resumption:
         if left[:common] != text[:common] or (choice.get("finish_reason") and len(text) < len(left)):
             raise AnswerDiffers
         self._left[index] = left[common:]
-        if tokens:  # present only on request; a token can be a part of a character, and then adds no text yet
+        if tokens:  # sent only if the client wants them. A token that is a part of a character adds no text yet
             choice["token_ids"] = tokens[self._tokens_left[index] :]
             self._tokens_left[index] = max(0, self._tokens_left[index] - len(tokens))
         if "delta" in choice:

@@ -55,7 +55,7 @@ def check_cache(kv_cache_config: "KVCacheConfig") -> int:
     tokens. With several groups, vLLM cannot recompute from the first block that failed to load.
 
     Returns:
-        Tokens in a block.
+        Number of tokens in a block.
 
     Raises:
         ConfigError: The cache is not supported. The message names the unsupported parts.

@@ -16,12 +16,12 @@ class ConnectorConfig(Model):
         chunk_blocks: Number of the engine's blocks in one chunk.
         store_decode: Also store chunks that fill up while decoding, not only those of prompts.
         lookup_timeout_s: A lookup that takes longer counts as a miss. Only the request waits, not the engine.
-        load_timeout_s: Chunks that have not arrived by then are recomputed. Only the request waits, not the engine.
-        store_timeout_s: Saves of a step wait at most this long for slots. Chunks without a slot by then are skipped. A
-            step also waits at most this long until the saves of ended requests begin. If the node is on another host,
-            set this to seconds, because saves then cross the network.
-        load_threads: Loads in flight at once. Further loads wait in a queue, and their timeout includes this wait.
-        revision: Identifies the weights. None means a digest of the files, or else the commit of the hub.
+        load_timeout_s: Chunks that arrive later than this are recomputed. Only the request waits, not the engine.
+        store_timeout_s: Saves of a step wait at most this long for slots. Chunks that get no slot are skipped. A step
+            also waits at most this long until the saves of ended or preempted requests begin. If the node is on another
+            host, set this to seconds, because saves then cross the network.
+        load_threads: At most this many loads run at once. Further loads wait in a queue; their timeout includes this.
+        revision: Text that identifies the weights. None means a digest of the files, or without files the hub's commit.
     """
 
     address: str | None = None

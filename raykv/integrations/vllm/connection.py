@@ -20,7 +20,8 @@ logger = init_logger("vllm.raykv.connection")
 FIRST_RETRY_S: Final = 0.5
 LAST_RETRY_S: Final = 30.0
 MAX_SCOPED_CLIENTS: Final = 1024
-"""Each salt needs a client and users choose the salts, so the number of clients must be bounded."""
+"""A connection has at most this many clients. Beyond that, it drops the oldest one. The limit is needed because each
+salt needs a client, and users choose the salts."""
 
 
 class Connection:

@@ -150,7 +150,7 @@ class RayKVConnector(KVConnectorBase_V1):
         return self._worker_namespace
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """End saves that read released blocks, request slots for the saves of this step, and start its loads.
+        """Wait for the saves of released requests. Request slots for the saves of this step, and start its loads.
 
         vLLM calls this hook first in a step, before any computation.
         """
@@ -188,7 +188,7 @@ class RayKVConnector(KVConnectorBase_V1):
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self.worker_side.pop_failed_blocks()
 
-    # -- both -----------------------------------------------------------------------------------------------------
+    # -- hooks of both roles --------------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
         self._close()

@@ -28,12 +28,12 @@ class Load:
     """An order to load consecutive chunks of one request into its blocks.
 
     Attributes:
-        request_id: The request. The engine does not use its blocks until the load is reported as finished.
+        request_id: The request. The engine does not use the request's blocks until the load is reported as finished.
         names: Names of the chunks, first to last.
         blocks: Block ids of each chunk, in order. None stands for a block that the engine already has. It must not be
             written, because other requests may read it.
         matches: For each rank the holders of the chunks, from a lookup or from the prefill engine's ticket. The first
-            holder belongs to the first chunk in `names`; there may be holders of further chunks.
+            holder belongs to the first chunk in `names`. There may be more holders than names.
     """
 
     request_id: str

@@ -149,7 +149,7 @@ class Scopes:
             now = () if path is None else signature(path)
             if seen == now:
                 return scope
-            # Without files we cannot identify the adapter, so only this process shares it.
+            # Without files we cannot identify the adapter, so only this process uses its chunks.
             scope = private if seen or not now or path is None else f"{name}:{content_digest(path)}"
         except (OSError, RuntimeError):  # RuntimeError: "~" of an unknown user
             return private

@@ -45,7 +45,7 @@ def content_digest(path: Path) -> str:
 
 
 def signature(path: Path) -> tuple[tuple[str, int, int], ...]:
-    """Return name, size and modification time of each file. The result differs after a file on this host changes."""
+    """Return name, size and modification time of each file. The result changes when a file on this host changes."""
     return tuple((file.name, (stat := file.stat()).st_size, stat.st_mtime_ns) for file in _files(path))
 
 

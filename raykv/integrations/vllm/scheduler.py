@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from raykv import Client
 
 LOOKUP_AGE_S: Final = 1.0
-"""A lookup stays valid this long. vLLM asks about a waiting request in every step."""
+"""The result of a lookup is used for this long, because vLLM asks for it in every step while the request waits."""
 LOOKUP_THREADS: Final = 4
 IDLE_WAIT_S: Final = 0.001
 """A step without computation waits at most this long for a lookup. Without this wait the engine's thread would spin and
@@ -39,7 +39,8 @@ hold the GIL, which the lookup needs."""
 HAND_OFF_WAIT_S: Final = 0.02
 """`finish` waits at most this long until the node has committed the last chunks of a prompt."""
 MAX_REPORTS: Final = 1024
-"""The most reports of finished requests in the queue. Further reports are dropped, so eviction predicts worse."""
+"""At most this many reports of finished requests wait to be sent. Further reports are dropped. Then the eviction
+policies know less, and predict worse which chunks will be read again."""
 
 _COMPLETED: Final = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 
@@ -61,7 +62,7 @@ class Tracked:
 
     Attributes:
         admission: Number of preemptions so far. A preemption resets all fields except the scope.
-        asking: The running lookup, and the number of tokens that the engine had computed at its start.
+        asking: The running lookup: (number of tokens that the engine had computed when it began, future result).
         ordered: Whether a load was ordered. There is no second load, since a failing load could repeat for ever.
         started: Whether the request was scheduled. From then on `cached` and `loaded` are known.
         cached: Number of leading chunks that the engine found in its own cache.
@@ -81,7 +82,11 @@ class Tracked:
     offered: int = 0
 
     def start(self, computed: int) -> None:
-        """Record that the engine has `computed` chunks when it starts to compute. A failed load lowers this number."""
+        """Set `cached` and `loaded` when the request is first scheduled.
+
+        `computed` is the number of leading chunks that the engine need not compute: cached and loaded chunks together.
+        If a load has failed, this number is lower than planned.
+        """
         self.started = True
         self.loaded = range(self.loaded.start, max(self.loaded.start, min(self.loaded.stop, computed)))
         self.cached = self.loaded.start if self.loaded else computed
@@ -150,7 +155,7 @@ class SchedulerSide:
         return (first + lookup.count) * self._chunk_tokens - computed if lookup.count else 0
 
     def order_load(self, request: "Request", blocks: "KVCacheBlocks", tokens: int) -> None:
-        """Order a load of `tokens` tokens. `blocks` begin with the blocks that the engine already has."""
+        """Order a load of `tokens` tokens. `blocks` are all blocks of the request; the first ones are filled."""
         tracked = self._current(request)
         if not tokens:
             return
@@ -191,7 +196,8 @@ class SchedulerSide:
         """Stop tracking a request.
 
         Returns:
-            For a request that a decode engine continues: the parameters for that engine, with a ticket for each rank.
+            If a decode engine continues the request: the parameters for that engine, with a ticket for each rank.
+            Otherwise None.
         """
         tracked = self.requests.pop(request.request_id, None)
         if tracked is None or request.status not in _COMPLETED:
@@ -219,7 +225,7 @@ class SchedulerSide:
         return {rank: client for rank, client in found.items() if client is not None}
 
     def _look_up(self, tracked: Tracked, computed: int, first: int, last: int) -> Lookup | None:
-        """Look up the chunks from `first` to `last`. None means that the owners have not answered yet."""
+        """Look up the chunks `first` to `last` - 1. None means that the owners have not answered yet."""
         request = tracked.request
         clients = self._clients(tracked.scope)
         # A preempted request has decoded more tokens, so its ticket is out of date.
@@ -255,14 +261,14 @@ class SchedulerSide:
             wait(running, IDLE_WAIT_S, FIRST_COMPLETED)
 
     def _ask(self, clients: Mapping[Rank, "Client"], names: list[bytes], *, record: bool) -> dict[Rank, Match]:
-        """Look up these chunks, rank by rank. Each lookup covers only the prefix that the previous rank has."""
+        """Look up these chunks, rank by rank. Each lookup covers only the prefix found for the previous rank."""
         matches: dict[Rank, Match] = {}
         deadline_s = time.monotonic() + self._config.lookup_timeout_s
         for rank, client in clients.items():
             left_s = deadline_s - time.monotonic()
             if not names or left_s <= 0:
                 return {}
-            is_new = record and not matches  # a request is recorded once, for the first rank
+            is_new = record and not matches  # the trace has each request once, for the first rank
             matches[rank] = client.match(client.keys(names), timeout_s=left_s, promote=True, record=is_new)
             names = names[: matches[rank].count]
         return matches
@@ -321,13 +327,13 @@ class SchedulerSide:
         return range(chunk * self._chunk_blocks, (chunk + 1) * self._chunk_blocks)
 
     def _saves(self, tracked: Tracked, tokens: int, resolve: Callable[[str], Sequence[Sequence[int]]]) -> list[Save]:
-        """Order saves of the chunks that the step's `tokens` tokens complete, and that were not offered before.
+        """Order saves of the chunks that the step's `tokens` tokens complete, and that were not considered before.
 
         With asynchronous scheduling or speculative decoding, vLLM schedules tokens before their content is known. A
         chunk with such tokens is saved in a later step.
 
         Args:
-            resolve: Returns the block ids of a request, by group. It is slow, and most steps do not need it.
+            resolve: Returns the block ids of a request, by KV cache group. It is slow, and most steps do not need it.
         """
         request = tracked.request
         if not tracked.started:
@@ -338,7 +344,7 @@ class SchedulerSide:
         full = min(known // self._chunk_tokens, len(request.block_hashes) // self._hashes_per_chunk)
         if full <= tracked.offered:
             return []
-        # With a ticket, the prefill engine has just looked up these chunks, so they need no save.
+        # The prefill engine has just looked up the chunks of its ticket, so this engine need not save them.
         cached = range(tracked.offered, 0 if _tickets_of(request) else min(full, tracked.cached))
         computed = range(max(tracked.offered, tracked.cached, tracked.loaded.stop), full)
         tracked.offered = full

@@ -42,7 +42,7 @@ MAX_SAVING_STEPS: Final = 16
 
 
 class _Run(NamedTuple):
-    """Consecutive chunks to store. `parent` is the key of the chunk before; `depth` counts all chunks before."""
+    """Consecutive chunks to store. `depth` chunks come before them; the last of those has the key `parent`."""
 
     keys: KeyArray
     blocks: Sequence[Sequence[int]]
@@ -56,7 +56,7 @@ class _Run(NamedTuple):
 
 @dataclass(slots=True)
 class _LoadResult:
-    """The result of one load: the first `chunks` chunks are in the KV cache."""
+    """The result of a load: the first `chunks` chunks arrived. `sources` counts arrived chunks by holder and path."""
 
     chunks: int = 0
     sources: Counter[tuple[NodeId, Path]] = field(default_factory=Counter)
@@ -107,14 +107,14 @@ class WorkerSide:
             wait([future for _, future in self.loading.values()], IDLE_WAIT_S, FIRST_COMPLETED)
 
     def pop_finished(self) -> set[str]:
-        """Return the requests with a load that has ended or failed. `pop_failed_blocks` returns the missing blocks."""
+        """Return the requests whose load has ended or failed since the last call. See also `pop_failed_blocks`."""
         finished = {request_id for request_id, (_, future) in self.loading.items() if future.done()}
         for request_id in finished:
             self._count_load(*self.loading.pop(request_id))
         return finished
 
     def pop_failed_blocks(self) -> set[int]:
-        """Return the blocks that ended loads did not fill. The engine recomputes them."""
+        """Return the blocks that loads failed to fill since the last call. The engine recomputes them."""
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 
@@ -195,7 +195,7 @@ class WorkerSide:
         """Add the ended saves to the statistics. Never waits.
 
         Returns:
-            Why chunks were skipped: no room, no node, or no answer in time. Empty if no chunk was skipped.
+            Why chunks were not stored, for example no room or no node: the last such reason, or "".
         """
         reason = ""
         while self.saving and self.saving[0][2].done():
@@ -217,7 +217,7 @@ class WorkerSide:
             client.prepare(self._layout.chunk_nbytes, chunks, timeout_s=self._config.store_timeout_s)
 
     def _save(self, saves: Sequence[Save], fence: Any) -> list[PutResult]:
-        """Copy chunks into the node's memory, and send one message per batch that commits them.
+        """Copy chunks in batches into the node's memory. Commit each batch with one message.
 
         Waits at most `store_timeout_s` for slots, and not at all if the client has enough.
         """
@@ -234,7 +234,7 @@ class WorkerSide:
         return [*results, client.flush(timeout_s=0.0)]  # `flush` returns late answers to earlier saves
 
     def _run(self, save: Save, deadline_s: float, results: list[PutResult]) -> _Run:
-        """Return the chunks of a save that no node holds yet. After a late lookup, all chunks are skipped."""
+        """Return the chunks to store. Leave out `cached` chunks that nodes hold, or all if the lookup is too slow."""
         client = self._connection.client(self._namespace, save.scope)
         assert client is not None, "clients of all scopes are made from one"
         above = [] if save.parent is None else [save.parent]
@@ -267,7 +267,7 @@ class WorkerSide:
         return result.reason
 
     def close(self) -> None:
-        """Cancel queued loads, wait for running loads and all saves, since they use the KV cache, and disconnect."""
+        """Cancel queued loads, wait for running loads and all saves, since they use the KV cache. Disconnect."""
         self._threads.shutdown(wait=True, cancel_futures=True)
         self._saver.shutdown(wait=True)
         self._connection.close()
