@@ -1,6 +1,7 @@
 """Announcements: this node tells the owner of each key whether this node holds the chunk.
 
-The owner is the node that keeps the list of the key's holders. The hash ring of the view assigns an owner to each key.
+The owner of a key keeps the list of the key's holders. The view is the list of the cluster's members. The hash ring of
+the view assigns each key to its owner.
 """
 
 import logging
@@ -26,11 +27,12 @@ from raykv.types import Bits, KeyArray
 log = logging.getLogger(__name__)
 
 ANNOUNCED_KEYS: Final = 1 << 16
-"""The most keys in one announcement."""
+"""One announcement holds at most this many keys. The announcer sends further keys in further announcements."""
 MAX_RETRIED_KEYS: Final = 1 << 20
-"""The most keys in the queue for owners that did not answer. Further keys are dropped; each may cause a miss."""
+"""If an owner does not answer, the keys go back into the queue, unless it would then hold more than this many keys. In
+that case they are dropped, and readers may miss these chunks."""
 LOCKED_KEYS: Final = 4096
-"""The most keys looked up per acquisition of the node's lock. Writers wait for this lock, so each hold is short."""
+"""The announcer looks up at most this many keys before it releases the node's lock, because writers wait for it."""
 ANNOUNCE_S: Final = 0.01
 """The announcer waits this long after a change, so that one message can announce several changes."""
 ANNOUNCE_DEADLINE_S: Final = 5.0
@@ -44,7 +46,7 @@ class Announcer:
 
     Attributes:
         view: The newest view. Announcements are sent to the owners in this view.
-        failures: Number of announcements that an owner did not accept.
+        failures: Number of announcements that failed, because the owner did not answer or refused them.
     """
 
     def __init__(
@@ -77,12 +79,12 @@ class Announcer:
 
     @property
     def waiting_keys(self) -> int:
-        """Number of keys in the queue. Changes that the thread has not yet taken from the store are not counted."""
+        """Number of keys in the queue. Changes that the announcer has not yet taken from the store are not counted."""
         return sum(map(len, self._queue))
 
     @property
     def done(self) -> bool:
-        """Whether all changes are announced."""
+        """Whether the queue is empty, all changes of the store are taken, and no announcement is being sent."""
         with self._lock:
             return not (self._sending or self._adopting or self._queue or self._store.has_changes)
 
@@ -95,14 +97,15 @@ class Announcer:
             self._location_index.follow_view(nodes=nodes, owned=lambda keys: view.ring.owners(keys) == mine)
         self._adopting = True
         old, self.view = self.view, view
-        keys = np.concatenate([self._store.ready_keys(), self._mover.keys()])  # later changes use the new view
-        if old.members and view.epoch == old.epoch + 1:  # if a view was missed, owners may have dropped our keys
+        # The new view is already set, so chunks that are stored after this line are announced to their new owners.
+        keys = np.concatenate([self._store.ready_keys(), self._mover.keys()])
+        if old.members and view.epoch == old.epoch + 1:  # after a missed view, all keys are announced again
             keys = keys[_owner_changed(old, view, keys)]
         self.announce(keys)
         self._adopting = False
 
     def run(self, stopping: threading.Event) -> None:
-        """Run the thread: announce until `stopping` is set."""
+        """Announce changes until `stopping` is set. The announcer's thread runs this method."""
         while not stopping.is_set():
             self._changed.wait(timeout=self._config.heartbeat_s)
             if self._changed.is_set():
@@ -150,7 +153,7 @@ class Announcer:
             self._pool.ask(owner.address, lambda link: link.call(message, deadline_s=deadline_s), deadline_s=deadline_s)
         except RayKVError as error:
             self.failures += 1
-            if not isinstance(error, TransientError):  # the owner would refuse it again
+            if not isinstance(error, TransientError):  # the owner would refuse a second try too
                 log.warning("%s refuses an announcement: %s", owner.node_id, error)
                 return
             with self._lock:
@@ -158,9 +161,9 @@ class Announcer:
                     self._queue.append(keys)
 
     def _look_up(self, keys: KeyArray) -> tuple[npt.NDArray[np.uint32], Bits]:
-        """Return the length of each chunk (0: not here), and whether the chunk is only in a tier below memory.
+        """Return each chunk's length (0 if this node lacks the chunk), and whether it is only in a tier below memory.
 
-        The lookup holds the lock, since without the lock it may miss a key.
+        The lookup in the table holds the node's lock. Without the lock it could miss a key.
         """
         nbytes = np.zeros(len(keys), np.uint32)
         for start in range(0, len(keys), LOCKED_KEYS):
@@ -178,13 +181,13 @@ class Announcer:
 
 
 def _owner_changed(old: View, new: View, keys: KeyArray) -> Bits:
-    """Return which keys must be announced again: their owner is another node, or has restarted with an empty index."""
+    """Return which keys have a new owner, or an owner that has restarted and so has an empty location index."""
     if not new.members:
         return np.zeros(len(keys), np.bool_)
     return np.not_equal(_incarnations(old, keys), _incarnations(new, keys))
 
 
 def _incarnations(view: View, keys: KeyArray) -> npt.NDArray[np.int64]:
-    """Return the incarnation of each key's owner. Incarnations are unique: each is a start time in nanoseconds."""
+    """Return the incarnation of each key's owner: the time in nanoseconds when the owner started. It is unique."""
     incarnations = {member.node_id: member.incarnation for member in view.members}
     return np.array([incarnations[name] for name in view.ring.nodes], np.int64)[view.ring.owners(keys)]

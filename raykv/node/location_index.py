@@ -1,6 +1,6 @@
-"""The location index of one node: the holders of each key that this node owns.
+"""The location index of one node. It maps each key that this node owns to the holders: the nodes that have the chunk.
 
-A wrong entry causes one miss, and is then corrected.
+If an entry is wrong, one reader has a miss. Then the entry is corrected.
 """
 
 import threading
@@ -18,14 +18,14 @@ from raykv.protocol.messages import MAX_HOLDERS, Located
 from raykv.types import Bits, KeyArray, NodeId
 
 MAX_SHARED: Final = 1 << 16
-"""The most entries of the table of shared locations. The table is cleared when it exceeds this limit."""
+"""`LocationIndex` clears its table of shared `Location` objects when the table has more entries than this."""
 
 
 class Location(NamedTuple):
     """The holders of one chunk.
 
     Attributes:
-        holders: Nodes that announced the chunk. The latest new holder is last.
+        holders: Nodes that announced the chunk, in the order in which they were added.
         below: The holders that have the chunk only in a tier below memory.
         nbytes: Length of the chunk; 0 if unknown.
     """
@@ -35,7 +35,7 @@ class Location(NamedTuple):
     nbytes: int = 0
 
     def added(self, node_id: NodeId, nbytes: int, below: bool) -> "Location":
-        """Return a copy with this holder and length. If `below`, the holder has the chunk only in a lower tier."""
+        """Return a copy with this holder and length. `below`: this holder has the chunk only in a tier below memory."""
         holders = self.holders if node_id in self.holders else (*self.holders, node_id)
         others = tuple(holder for holder in self.below if holder != node_id)
         return Location(holders, (*others, node_id) if below else others, nbytes)
@@ -56,7 +56,7 @@ class LocationIndex:
     """
 
     def __init__(self, max_keys: int = 1 << 22) -> None:
-        """Make an empty index. It holds at most `max_keys` keys. Beyond this limit the oldest keys are dropped."""
+        """Make an empty index for at most `max_keys` keys. A full index drops the keys that were added first."""
         self._max_keys = max_keys
         self._locations: dict[bytes, Location] = {}
         self._shared: dict[tuple[Location, NodeId, int, bool], Location] = {}
@@ -66,7 +66,7 @@ class LocationIndex:
         return len(self._locations)
 
     def add(self, node_id: NodeId, keys: KeyArray, nbytes: npt.NDArray[np.uint32], below: Bits | None = None) -> None:
-        """Record that `node_id` holds these chunks. `below` is true for chunks that are only in a lower tier."""
+        """Record that `node_id` holds these chunks. `below`: which of them are only in a tier below memory."""
         bits = repeat(False) if below is None else below.tolist()
         with self._lock:
             shared, locations = self._shared, self._locations
@@ -99,7 +99,7 @@ class LocationIndex:
         return list(map(self._locations.get, _split(keys), repeat(UNKNOWN)))
 
     def follow_view(self, *, nodes: frozenset[NodeId], owned: Callable[[KeyArray], Bits]) -> None:
-        """Drop holders outside `nodes`, and keys that this node does not own. `owned` returns which keys it owns."""
+        """Drop holders that are not in `nodes`, and keys that are not `owned` by this node."""
         with self._lock:
             if not self._locations:
                 return

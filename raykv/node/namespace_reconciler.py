@@ -1,7 +1,7 @@
 """Applies the cluster's list of namespaces (`raykv.membership.namespace_registry`) to one node's store and tiers.
 
-The list has one entry for each quota group. A quota group is a namespace without its salt and adapter; it has one
-config, one capacity and one set of counters.
+The list has one entry for each quota group. A quota group is a namespace without its salt and adapter. Each group
+has one config, one capacity and one set of counters.
 """
 
 import logging
@@ -28,12 +28,12 @@ from raykv.tier.mover import TierMover
 log = logging.getLogger(__name__)
 
 DROPPED_AT_ONCE: Final = 8192
-"""The most chunks of a dropped namespace that are removed per acquisition of the lock."""
+"""A drop removes at most this many chunks before it releases the node's lock, because writers wait for the lock."""
 MAX_FILE_NBYTES: Final = 64 << 20
 
 
 class NamespaceReconciler:
-    """A node's copy of the list of namespaces. Thread-safe.
+    """Holds a node's copy of the list of namespaces, and applies it to the store and the tiers. Thread-safe.
 
     Files next to the chunks store the copy. After a restart, the node compares the copy with the directory's list, and
     drops the chunks of namespaces that were dropped while the node was down.
@@ -47,12 +47,12 @@ class NamespaceReconciler:
     ) -> None:
         """Load and apply the list from the files `paths` (see `registry_paths`). Invalid files are ignored.
 
-        `changed` is called after each `adopt`, since chunks may have been dropped or quotas changed.
+        Each `adopt` calls `changed` at its end, since `adopt` may have dropped chunks or changed quotas.
         """
         self._store, self._lock, self._mover, self._paths, self._changed = store, lock, mover, paths, changed
         self._adopting = threading.Lock()
         self._metrics = NamespaceMetrics()
-        self._served = np.zeros((MAX_NAMESPACES, 2), np.int64)  # requests and bytes, by quota group
+        self._served = np.zeros((MAX_NAMESPACES, 2), np.int64)  # requests and bytes sent, by quota group
         self._dropped: dict[bytes, int] = {}
         self.registry = NamespaceRegistry()
         for path in paths:
@@ -62,7 +62,7 @@ class NamespaceReconciler:
             self._configure(entry)
 
     def adopt(self, text: bytes) -> None:
-        """Apply the newer entries of a list of namespaces. Raises UsageError if `text` is not such a list."""
+        """Apply the newer entries of `text`, an encoded list of namespaces. Raises UsageError if it is not valid."""
         theirs = NamespaceRegistry.decode(text)
         with self._adopting:
             for entry in self.registry.newer(theirs):
@@ -78,11 +78,11 @@ class NamespaceReconciler:
         self._changed()
 
     def dropped_chunks(self, digest: bytes) -> int:
-        """Return how many chunks the last drop of this quota group removed here. Each tier counts its own copies."""
+        """Return how many copies of chunks this node removed, in memory and tiers, when it last dropped the group."""
         return self._dropped.get(digest, 0)
 
     def list(self) -> dict[str, dict[str, Any]]:
-        """Return config and counters of each quota group. The keys are the groups' fields as JSON. Scans the table."""
+        """Map the fields of each quota group (JSON text) to its config and counters. Scans the whole chunk table."""
         store, columns = self._store, self._store.table.columns
         evictor = store.evictor
         ready = store.table.ready_rows()
@@ -109,16 +109,16 @@ class NamespaceReconciler:
         return found
 
     def count_request(self, digest: bytes, nbytes: int) -> None:
-        """Count a request of a quota group, and the bytes sent. Concurrent calls may lose a count.
+        """Count one request of a quota group, and the `nbytes` that answered it. Concurrent calls may lose a count.
 
-        Reads of shared memory are not counted, since they send no request.
+        A client that reads shared memory sends no request, so its read is not counted.
         """
         number = self._store.groups.find(digest)
         if number is not None:
             self._served[number] += (1, nbytes)
 
     def add_report(self, digest: bytes, misses: dict[str, int], gets: Sequence[int], puts: Sequence[int]) -> None:
-        """Add a client's counts for a quota group. Unknown groups are ignored."""
+        """Add a client's counts to the metrics of a quota group. If the node does not know the group, do nothing."""
         if self._store.groups.find(digest) is not None:
             self._metrics.add_report(digest, misses, gets, puts)
 
@@ -191,7 +191,7 @@ class NamespaceReconciler:
 
 
 def registry_paths(config: NodeConfig) -> list[Path]:
-    """Return the files for a node's list of namespaces: one next to the memory's files, one on the SSD tier."""
+    """Return the files for a node's list of namespaces: next to the files of its memory, and on its first SSD path."""
     prefix, ssd = config.file_prefix, config.storage.ssd
     paths = [] if prefix is None else [prefix.with_name(prefix.name + ".namespaces")]
     if ssd is not None:

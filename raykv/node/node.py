@@ -65,7 +65,7 @@ class Node:
     """
 
     def __init__(self, config: NodeConfig, *, secret: bytes, membership: MembershipPort) -> None:
-        """Create the node's memory, or map the memory of the previous process. `start` opens the sockets.
+        """Create the node's memory, or map the memory of the node's previous process. `start` opens the sockets.
 
         Raises:
             ConfigError: There is no room for the memory, or a path is too long for a Unix socket.
@@ -104,7 +104,7 @@ class Node:
         self._servers: list[SocketServer] = []
         self._threads: list[threading.Thread] = []
 
-    # -- life -------------------------------------------------------------------------------------------------------
+    # -- start and stop ---------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Open the sockets, and join the cluster. If the directory does not answer, the heartbeat thread retries.
@@ -141,7 +141,7 @@ class Node:
             self._threads.append(thread)
 
     def stop(self, *, unlink: bool = False, leave: bool = True) -> None:
-        """Stop serving. With `unlink`, remove the memory's files. With `leave`, tell the directory about the stop."""
+        """Stop serving. With `unlink`, remove the memory's files. With `leave`, leave the cluster at once."""
         self._stopping.set()
         self._wake_all()
         if leave:
@@ -174,7 +174,7 @@ class Node:
             self.store.table.memory.touch()  # `remove_orphans` removes files that were not touched lately
 
     def _beat(self) -> None:
-        """Send one heartbeat to the directory, and apply the answer. Without an answer, nothing changes."""
+        """Send a heartbeat to the directory. Apply the view and the list of namespaces if the answer has newer ones."""
         view, registry = self.view, self.reconciler.registry
         heartbeat = messages.Heartbeat(self.member, view.epoch, version=registry.version)
         try:
@@ -199,11 +199,11 @@ class Node:
         for event in self._events:
             event.set()
 
-    # -- what others see ----------------------------------------------------------------------------------------------
+    # -- state of the node --------------------------------------------------------------------------------------------
 
     @property
     def view(self) -> View:
-        """The newest view that the node knows."""
+        """The newest view (list of members) that the node knows."""
         return self._announcer.view
 
     @property
@@ -213,7 +213,7 @@ class Node:
 
     @property
     def announced(self) -> bool:
-        """Whether the owners know all chunks that this node holds."""
+        """Whether no change of the store waits to be announced to the owners of its keys."""
         return self._announcer.done
 
     def stats(self) -> dict[str, Any]:
@@ -246,7 +246,7 @@ class Node:
                 "namespaces": namespaces,
             }
 
-    # -- Service ----------------------------------------------------------------------------------------------------
+    # -- methods for the socket servers -----------------------------------------------------------------------------
 
     @property
     def epoch(self) -> int:
@@ -256,7 +256,7 @@ class Node:
         return NodeSession(self.store, self.lock, self._stopping, local=local)
 
     def answer(self, request: messages.Message, session: Session) -> Reply:
-        """Serve one request. An exception becomes a `Failure` message."""
+        """Serve one request. If its handler raises an exception, the reply is a `Failure` message."""
         assert isinstance(session, NodeSession)
         name, began_s = type(request).__name__, time.perf_counter()
         self._requests[name] += 1

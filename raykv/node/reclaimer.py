@@ -11,7 +11,7 @@ from raykv.storage.store import Store
 from raykv.tier.mover import TierMover
 
 QUIET_S: Final = 0.1
-"""After this time without a write, the reclaimer populates more memory in advance."""
+"""If nobody writes for this long and the host has memory to spare, the reclaimer populates the whole arena."""
 
 
 class Reclaimer:
@@ -41,7 +41,7 @@ class Reclaimer:
             self._due.set()
 
     def run(self, stopping: threading.Event) -> None:
-        """Run the thread: work until `stopping` is set."""
+        """Work until `stopping` is set. The reclaimer's thread runs this method."""
         while not stopping.is_set():
             while self._step() and not stopping.is_set():
                 pass
@@ -62,7 +62,7 @@ class Reclaimer:
                 self._announcer.wake()
         self._mover.demote()
         with self._lock:
-            # A tier is writing the chunks that should be evicted next. Eviction now would take other chunks instead.
+            # While a tier copies the chunks that should be evicted next, eviction would take other chunks. So it waits.
             wait = self._mover.demotion.writing and not store.evictor.nearly_full
             more = not wait and store.evict_ahead(now_s=time.monotonic())
         all_of_it = quiet and not self._due.is_set() and has_to_spare(store.config.shm_dir)

@@ -34,7 +34,7 @@ class NodeSession:
         self.pins: Counter[int] = Counter()
 
     def require_lent(self, rows: Rows) -> None:
-        """Raise UsageError if a row is not lent to this connection, or appears twice."""
+        """Raise UsageError if one of `rows` is not lent to this connection, or if `rows` contains a row twice."""
         numbers = rows.tolist()
         if not self.lent.issuperset(numbers) or len(set(numbers)) != len(numbers):
             raise UsageError(
@@ -47,7 +47,7 @@ class NodeSession:
             raise UsageError("rows that are not pinned by this connection")
 
     def close(self) -> None:
-        """End all leases. Lent slots are quarantined, since the peer may still write to them for a while."""
+        """End all leases. Lent slots are quarantined: nobody gets them for a while, since the peer may still write."""
         if self._stopping.is_set():
             return  # the memory is about to be closed; the node's next process quarantines the lent slots
         with self._lock:

@@ -15,13 +15,14 @@ from raykv.storage.store import Store
 from raykv.transport.base import Reply
 
 REQUEST_NBYTES: Final = 32
-"""The most bytes that a recorded request takes in a message, without its keys."""
+"""Largest size of one recorded request in a message, without its keys."""
 MAX_TRACE_NBYTES: Final = 16 << 20
-"""The most bytes of recorded requests for one fetch, since one message carries them. Further requests are dropped."""
+"""Between two fetches a node keeps at most this many bytes of recorded requests, because one message must hold them.
+It drops further requests."""
 
 
 class AdminHandler:
-    """Opens, configures and lists namespaces. Accepts reports of clients, and returns recorded requests."""
+    """Opens and configures namespaces, adds clients' reports to the metrics, and records requests for a trace."""
 
     def __init__(
         self, store: Store, lock: threading.Lock, reconciler: NamespaceReconciler, membership: MembershipPort

@@ -17,7 +17,7 @@ from raykv.types import NodeId
 
 
 class LocateHandler:
-    """Answers lookups as the owner of keys, and reports where chunks are on this node and why they left it."""
+    """Serves lookups and announcements of keys that this node owns. Reports where chunks are here, or why they left."""
 
     def __init__(
         self, node_id: NodeId, store: Store, lock: threading.Lock, mover: TierMover, location_index: LocationIndex
@@ -34,7 +34,8 @@ class LocateHandler:
         keys = codec.keys_in(request.keys)
         locations = self._location_index.locate(keys)
         unknown = [position for position, each in enumerate(locations) if each is UNKNOWN] if self._mover else []
-        if unknown:  # only the writer of a chunk in a shared tier announces it, so the owner searches the tier
+        if unknown:
+            # Only the writer of a chunk in a shared tier announces the chunk, so the owner also searches the tier.
             places, nbytes = self._mover.find(keys[unknown])
             here = (self._node_id,)
             for position, place, length in zip(unknown, places.tolist(), nbytes.tolist(), strict=True):

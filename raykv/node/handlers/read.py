@@ -18,13 +18,14 @@ from raykv.transport.base import Reply
 from raykv.types import KeyArray, Rows
 
 PROMOTE_TIMEOUT_S: Final = 4.0
-"""The longest time that one request waits for the promotion of chunks: their copy from a lower tier into memory."""
+"""One request waits at most this long for promotion: the copy of chunks from a tier below memory into memory."""
 PROMOTED_KEYS: Final = 64
-"""The most keys promoted at once. These chunks are pinned before the next promotion, which may evict chunks."""
+"""A request promotes at most this many chunks at a time, and then pins them. Otherwise the promotion of further chunks
+could evict them before they are read."""
 
 
 class ReadHandler:
-    """Pins chunks, sends their bytes from the arena, and unpins the chunks after the bytes are sent."""
+    """Serves reads. It pins the chunks, sends their bytes from the arena, and then unpins the chunks."""
 
     def __init__(
         self, store: Store, lock: threading.Lock, mover: TierMover, location_index: LocationIndex, announcer: Announcer

@@ -129,7 +129,7 @@ class WriteHandler:
     def _commit_intact(
         self, group: int, batch: Batch, written: Written, expected: bytearray, session: NodeSession
     ) -> int:
-        """Commit chunks that have the expected checksum. `expected` is an array of u64. Return how many were stored."""
+        """Commit chunks whose checksum is the one that the writer sent (`expected`, u64). Return the number stored."""
         intact = written.checksums == np.frombuffer(expected, "<u8")
         written = Written(*(column[intact] for column in written))
         with self._lock:
