@@ -1,4 +1,4 @@
-"""The two kinds of Ray actors: the directory (an `InProcessMembership`) and the node (a `NodeHandle`)."""
+"""The two kinds of Ray actors: the directory (an `InProcessMembership`) and the node (with a `NodeHandle`)."""
 
 import logging
 import os
@@ -29,9 +29,9 @@ CALL_TIMEOUT_S: Final = 3.0
 WATCH_S: Final = 0.5
 STEP_ASIDE_S: Final = 0.2
 RETRY_ROOM_S: Final = ABANDONED_S / 10
-"""If a node did not fit into memory, its actor tries to remove memory of dead nodes at this interval."""
+"""If a node does not fit into memory, its actor tries at this interval to remove the memory of dead nodes."""
 UNOWNED_S: Final = 5.0
-"""`stop` waits this long for the processes of a dead Ray node. If they still run then, their memory stays."""
+"""If a process still serves a node's memory, `NodeActor.stop` waits up to this time. After that the memory stays."""
 NODE_ID_LENGTH: Final = 16
 """A node's name is the first 16 of the 56 characters of Ray's node id, since the path of a socket must be short."""
 
@@ -46,7 +46,7 @@ def node_name(cluster: str, ray_node_id: str) -> str:
 
 
 def detached(kind: type, name: str, **options: Any) -> Any:
-    """Return the factory of a detached actor. Its method `remote` starts the actor, or returns the running one."""
+    """Return the factory of a detached actor. `remote` of the factory starts the actor, or returns the running one."""
     return ray.remote(kind).options(
         name=name,
         namespace=NAMESPACE,
@@ -103,7 +103,7 @@ class DirectoryActor(InProcessMembership):
         return self._secret.hex()
 
     def stop(self, timeout_s: float) -> None:
-        """Stop all nodes. Remove their memory and the memory of dead Ray nodes. The caller must end this actor."""
+        """Stop all nodes. Remove their memory and the memory of dead Ray nodes. The caller must then end this actor."""
         self._stopping.set()
         self._reconciler.join(timeout_s)
         earlier = {ray_node_id: handle for ray_node_id, handle in node_actors(self._config.name).items() if handle}
@@ -135,7 +135,7 @@ class DirectoryActor(InProcessMembership):
                 scheduling_strategy=NodeAffinitySchedulingStrategy(ray_node_id, soft=False),
             ).remote(self._config, self._secret)
         for ray_node_id in set(self._nodes) - alive:
-            ray.kill(self._nodes.pop(ray_node_id), no_restart=True)  # otherwise Ray waits for the Ray node for ever
+            ray.kill(self._nodes.pop(ray_node_id), no_restart=True)  # otherwise Ray waits for ever for a dead Ray node
 
 
 class RayMembership:
@@ -217,7 +217,7 @@ class NodeActor:
         return {"pid": self._node.pid, "actor_pid": os.getpid(), "starts": self._node.starts, **stats}
 
     def record(self, on: bool) -> list[TracedRequest]:
-        """Call `NodeHandle.record_trace`. Return an empty list if there is no node."""
+        """Return the requests recorded since the last call ([] without a node), and turn recording on or off."""
         return self._node.record_trace(on) if self._node is not None else []
 
     def stop(self, dead: Iterable[str] = ()) -> None:
@@ -239,14 +239,14 @@ class NodeActor:
                 time.sleep(WATCH_S / 10)  # a node's process ends soon after its Ray node
 
     def step_aside(self) -> None:
-        """Stop the node, keep its memory for the next node process, and end this process."""
+        """Stop the node, keep its memory, and end this process. Ray restarts the actor, which starts the node again."""
         self._stopping.set()
         if self._node is not None:
             self._node.stop()
-        threading.Timer(STEP_ASIDE_S, os._exit, (0,)).start()  # Ray answers this call first
+        threading.Timer(STEP_ASIDE_S, os._exit, (0,)).start()  # the delay lets Ray answer this call
 
     def _await_room(self) -> None:
-        """Remove memory of dead nodes from this host, then end this process. Ray restarts it.
+        """Retry until memory of dead nodes was removed from this host. Then end this process; Ray restarts the actor.
 
         After a restart of a Ray node, the memory of its former raykv node counts as used until it is removed.
         """
@@ -261,7 +261,7 @@ class NodeActor:
                 os._exit(1)
 
     def _watch(self) -> None:
-        """End this process when the supervisor has ended. Ray restarts it."""
+        """End this process when the supervisor has ended. Ray restarts the actor, which starts a new supervisor."""
         node = self._node
         assert node is not None
         while not self._stopping.wait(WATCH_S):

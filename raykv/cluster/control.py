@@ -61,7 +61,7 @@ def status(name: str = "default", *, timeout_s: float = CALL_TIMEOUT_S) -> dict[
 
     Returns:
         {"name", "epoch", "directory": {"pid"}, "nodes": {ray node id: {"member": bool, "pid", counters...} or
-        {"error": text}}}.
+        {"error": text}}}. "epoch" is the version of the directory's list of members.
 
     Raises:
         PeerUnavailable: No cluster of that name runs.
@@ -85,7 +85,7 @@ def status(name: str = "default", *, timeout_s: float = CALL_TIMEOUT_S) -> dict[
 
 
 def stop(name: str = "default", *, timeout_s: float = CALL_TIMEOUT_S) -> bool:
-    """Stop all processes of a cluster, and remove its memory on every Ray node. False means that no cluster ran."""
+    """Stop all processes of a cluster, and remove its memory on every Ray node. Return False if no cluster ran."""
     try:
         directory = _directory(name)
     except PeerUnavailable:
@@ -105,9 +105,9 @@ def stop(name: str = "default", *, timeout_s: float = CALL_TIMEOUT_S) -> bool:
 def upgrade(name: str = "default", *, timeout_s: float = 60.0) -> Iterator[dict[str, Any]]:
     """Restart all processes of a cluster with the code that is installed now, one node after the other.
 
-    A node's memory stays, so the new process finds all chunks. If the new version has another memory layout, the node
-    starts empty. During a node's restart, clients on its host can read, and can put while they hold free slots. The
-    next node is restarted when this node is a member again.
+    A node's memory stays, so the new process finds all chunks, unless the new version has another memory layout: then
+    the node starts empty. During a node's restart, clients on its host can read. They can also put, as long as they
+    have unused slots that the node lent before. When the node is a member again, the next node is restarted.
 
     Yields:
         For each node {"node", "pid_before", "pid", "chunks_before", "recovered", "seconds"}. The last item describes
@@ -150,7 +150,8 @@ def record(name: str = "default", *, seconds: float, every_s: float = 1.0) -> It
     """Record the requests of the cluster for `seconds`, or until the caller stops iterating.
 
     Yields:
-        The new requests every `every_s` seconds, in order of time. Requests beyond a node's buffer of 16 MiB are lost.
+        Every `every_s` seconds, the requests since the last item, in order of time. Each node buffers at most 16 MiB of
+        requests between two items, and drops further ones.
 
     Raises:
         PeerUnavailable: No cluster of that name runs.
@@ -168,7 +169,7 @@ def record(name: str = "default", *, seconds: float, every_s: float = 1.0) -> It
 
 
 def _fetch_records(name: str, on: bool) -> list[TracedRequest]:
-    """Fetch the recorded requests of all present nodes, and turn their recording on or off."""
+    """Fetch the requests recorded since the last fetch from all nodes that answer, and turn recording on or off."""
     _directory(name)
     asked = [actor.record.remote(on) for actor in node_actors(name).values() if actor]
     requests: list[TracedRequest] = []
@@ -190,7 +191,7 @@ def _is_directory_back(old_pid: int, found: dict[str, Any]) -> bool:
 
 
 def _wait_until(is_ready: Callable[[dict[str, Any]], bool], name: str, until_s: float) -> dict[str, Any]:
-    """Wait until `is_ready` accepts the status of the cluster, and return that status."""
+    """Return the cluster's status as soon as `is_ready` accepts it. Raises PeerUnavailable at the time `until_s`."""
     problem: object = "no answer"
     while time.monotonic() < until_s:
         try:
