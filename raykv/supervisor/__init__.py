@@ -1,1 +1,1 @@
-"""A supervisor process forks a node and restarts it. `NodeHandle` starts the supervisor."""
+"""A supervisor process forks a node, and restarts the node when it dies. `NodeHandle` starts the supervisor."""

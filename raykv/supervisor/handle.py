@@ -28,14 +28,14 @@ START_S: Final = 60.0
 ANSWER_S: Final = 10.0
 RETRY_S: Final = 0.02
 STOP_S: Final = 20.0
-"""Time for a node to shut down cleanly. After this time the node is killed, and its memory is left unchanged."""
+"""`NodeHandle.stop` gives the node this much time to shut down cleanly. After that it kills the node."""
 PROXY_CONNECTIONS: Final = 64
 
 
 class NodeHandle:
     """Starts one node under a supervisor, reads the node's counters, and stops the node. Thread-safe.
 
-    The supervisor restarts the node whenever it ends. When this process ends, supervisor and node end too.
+    If the node ends by itself, the supervisor restarts it. When this process ends, supervisor and node end too.
 
     Attributes:
         config: The config of the node.
@@ -50,7 +50,7 @@ class NodeHandle:
 
         Raises:
             ConfigError: The node cannot run with this config here; the message says why.
-            PeerUnavailable: The process ended, or did not report within START_S; its stderr says why.
+            PeerUnavailable: The supervisor ended, or the node did not start within START_S; their stderr says why.
         """
         self.config = config
         self.pid = self.starts = 0
@@ -94,12 +94,12 @@ class NodeHandle:
             raise
 
     def stats(self) -> dict[str, Any]:
-        """Return `Node.stats`. Waits while the node restarts. Raises PeerUnavailable if the node does not answer."""
+        """Return the node's stats. Waits during a restart. Raises PeerUnavailable if the node does not answer."""
         found: dict[str, Any] = json.loads(codec.expect(messages.Stats, self._ask(messages.GetStats())).stats)
         return found
 
     def record_trace(self, on: bool) -> list[TracedRequest]:
-        """Fetch the requests recorded so far, and turn recording on or off.
+        """Fetch the requests that the node recorded since the last call, and turn recording on or off.
 
         Raises PeerUnavailable if the node does not answer.
         """
@@ -131,7 +131,7 @@ class NodeHandle:
         try:
             self.supervisor.wait(STOP_S)
         except subprocess.TimeoutExpired:
-            self.supervisor.kill()  # the node ends with it
+            self.supervisor.kill()  # then the kernel kills the node too
             self.supervisor.wait()
         self._listener.join(STOP_S)
         self._proxy.close()
@@ -161,7 +161,7 @@ class NodeHandle:
                 self._reported.notify_all()
 
     def _ask(self, request: messages.Message) -> messages.Answer:
-        """Send a request to the node. While the node restarts, retry until the deadline."""
+        """Send a request to the node, and return its answer. While the node restarts, retry for up to ANSWER_S."""
         deadline_s = time.monotonic() + ANSWER_S
         while True:
             try:

@@ -6,7 +6,7 @@ supervisor also reserves the node's port, so peers reach a restarted node at the
 
 The owner is the process with the `NodeHandle`. It is connected to the supervisor by two pipes:
 
-    stdin   The first line is the `NodeSpec` as JSON. A later byte stops the node. The end of stdin kills it at once.
+    stdin   The first line is the `NodeSpec` as JSON. Any later byte stops the node. The end of stdin kills the node.
     stdout  The supervisor writes one line of JSON, a `NodeReport`, for each start of the node.
 """
 
@@ -41,7 +41,7 @@ _PR_SET_PDEATHSIG: Final = 1
 
 
 class NodeSpec(msgspec.Struct):
-    """The parameters of a node: its config, the secret as hexadecimal text, the `MembershipProxyServer`'s address."""
+    """A node's config, its cluster's secret (hexadecimal), and the address of the `MembershipProxyServer` to use."""
 
     config: dict[str, Any]
     secret: str
@@ -73,10 +73,10 @@ class Supervisor:
         self._signal: signal.Signals | None = None
 
     def run(self) -> int:
-        """Run until the owner stops the node or closes stdin. Return the exit status."""
+        """Run until the owner stops the node or closes stdin, or the config is refused. Return the exit status."""
         self._hold_port()
         gc.collect()
-        gc.freeze()  # otherwise each node's first collection copies all pages shared with the supervisor
+        gc.freeze()  # otherwise each node's first garbage collection copies pages that node and supervisor share
         delay_s = 0.0
         while True:
             began_s, supervisor = time.monotonic(), os.getpid()
@@ -108,7 +108,7 @@ class Supervisor:
     # -- the supervisor's side ---------------------------------------------------------------------------------------
 
     def _watch(self, pid: int) -> int:
-        """Wait until the node has ended, and forward the owner's signals to it. Return the wait status."""
+        """Wait until the node has ended. Send it the signals that `_receive` returns. Return the wait status."""
         ended = os.pidfd_open(pid)
         try:
             while ended not in select.select([ended, 0], [], [])[0]:
@@ -125,7 +125,7 @@ class Supervisor:
         return self._signal is not None
 
     def _receive(self) -> signal.Signals:
-        """Read from stdin. Return the signal for the node: SIGTERM, or SIGKILL if the owner has ended."""
+        """Read from stdin. Return the signal for the node: SIGTERM for a byte, SIGKILL for the end of stdin."""
         self._signal = signal.SIGTERM if os.read(0, 4096) else signal.SIGKILL
         return self._signal
 
@@ -135,7 +135,7 @@ class Supervisor:
         """Run the node in this forked process. Never returns."""
         status = 1
         try:
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # kill it when the supervisor ends
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # kill this node when the supervisor ends
             if os.getppid() == supervisor:
                 os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
                 status = self._serve()
@@ -172,7 +172,7 @@ def main() -> int:
     os.dup2(2, 1)  # printed text goes to stderr, since stdout carries the reports
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # an inherited SIG_IGN would make waitpid fail
     logging.basicConfig(format="%(asctime)s %(process)d %(levelname)s %(name)s: %(message)s", level=logging.WARNING)
-    spec = sys.stdin.buffer.readline()  # the buffer holds only this line: the owner now awaits a report
+    spec = sys.stdin.buffer.readline()  # the buffer reads nothing more: the owner sends nothing before a report
     return Supervisor(msgspec.json.decode(spec, type=NodeSpec), reports).run()
 
 
