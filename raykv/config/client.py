@@ -15,11 +15,13 @@ class ClientConfig(Model):
         address: Address of any node: "unix:/path" for a node on this host, "host:port" for another host.
         secret: The cluster's secret, as hexadecimal text; needed only for "host:port".
         timeout_s: Time limit of `get` and `match`. Chunks that have not arrived by then count as misses.
-        breaker_s: After a peer fails, the client sends it no request for this long.
-        connections_per_peer: The most idle connections to one peer.
-        streams_per_peer: Connections that share a large read from one peer. None lets the number of cores decide.
-        copy_threads: Threads that copy a large batch on this host. None means half the number of cores, at most 4.
-        verify: "remote" verifies the checksums of bytes from the network, "always" those of all bytes, and "never"
+        breaker_s: After a failure of a peer, the client sends this peer no request for this long.
+        connections_per_peer: At most this many idle connections to one peer stay open. Further ones are closed.
+        streams_per_peer: A large read from one peer is divided among this many connections. None means a number that
+            depends on the number of cores.
+        copy_threads: Number of threads that share the copy of a large batch on this host. None means half the
+            number of cores, at most 4.
+        verify: "remote" verifies the checksums of bytes from the network, "always" verifies all checksums, and "never"
             verifies none.
     """
 

@@ -42,7 +42,7 @@ class NodeConfig(Model):
 
     @property
     def local_address(self) -> str:
-        """The node's address for processes of this host: a socket file, or an abstract socket for anonymous memory."""
+        """The node's address for processes of this host: a socket file, or with anonymous memory an abstract socket."""
         if self.file_prefix is None:
             return f"unix:@raykv-{self.cluster}-{self.node_id}-{os.getpid()}"
         return f"unix:{self.file_prefix}.sock"
@@ -54,7 +54,7 @@ class ClusterConfig(Model):
     Attributes:
         name: Name of the cluster.
         storage: Memory and tiers of each node.
-        arena_share: Size of each node's arena as a share of its shm_dir. Replaces storage.arena_nbytes.
+        arena_share: Size of each node's arena as a share of its shm_dir. If set, storage.arena_nbytes has no effect.
         member_timeout_s: A node that sends no heartbeat for this long is removed from the view.
         separate_hosts: If true, Ray nodes on one machine do not read each other's shared memory. This simulates a
             network, for tests and demonstrations.

@@ -43,12 +43,14 @@ class SsdConfig(Model):
         paths: A directory on each drive. The node creates missing directories.
         capacity_nbytes: Space to use on each path.
         segment_nbytes: Space is allocated and reclaimed in segments of this size.
-        depth: Operations in flight on each path.
-        write_nbytes_per_day: The most bytes written per day to all paths together. None means no limit.
+        depth: At most this many operations run at once on each path.
+        write_nbytes_per_day: Daily budget for writes to all paths together. While it is used up, the node copies no
+            chunk to the SSDs. None means no limit.
         io_timeout_s: If an operation takes longer, its drive gets no other operations until this one ends.
         direct: Direct I/O, which bypasses the page cache: "try" uses it if the file system supports it, "never" does
             not use it, and with "require" the node does not start without it.
-        max_chunks: Rows of the index for all paths together, about 100 bytes each. None means one row per 64 KiB.
+        max_chunks: Largest number of chunks in the index of all paths; each takes about 100 bytes of memory. None means
+            one chunk per 64 KiB of capacity.
     """
 
     paths: Annotated[tuple[Path, ...], Field(min_length=1, max_length=64)]
@@ -71,15 +73,17 @@ class FileTierConfig(Model):
 
     Attributes:
         path: The directory. The node creates it if it is missing.
-        capacity_nbytes: The most bytes of all nodes together; all nodes must have the same value. Each node fills one
-            pack (a file of many chunks) at a time, so allow several times `pack_nbytes` for each node.
+        capacity_nbytes: Limit for the files of all nodes together; all nodes must have the same value. Each node fills
+            one pack (a file of many chunks) at a time, so allow several times `pack_nbytes` for each node.
         pack_nbytes: Size of a pack.
         seal_s: A pack is published after this time, even if it is not full. Other nodes see only published packs.
         scan_s: Time between scans for packs of other nodes.
-        depth: Reads in flight.
+        depth: At most this many reads run at once.
         io_timeout_s: If an operation takes longer, the file system gets no other operations until this one ends.
-        write_nbytes_per_day: The most bytes that this node writes per day. None means no limit.
-        max_chunks: Rows of the index, about 100 bytes each. None means one row per 64 KiB, at most 8 Mi.
+        write_nbytes_per_day: Daily budget for writes of this node. While it is used up, the node copies no chunk to
+            this tier. None means no limit.
+        max_chunks: Largest number of chunks in the index; each takes about 100 bytes of memory. None means one chunk
+            per 64 KiB of capacity, at most 8 Mi chunks.
     """
 
     path: Path
@@ -106,23 +110,25 @@ class StorageConfig(Model):
     """Settings of one node's memory and tiers.
 
     Attributes:
-        arena_nbytes: Shared memory for chunks, in shm_dir. The node allocates its pages extent by extent, ahead of
-            writes. While idle it allocates the rest, as long as an eighth of the memory is free.
-        extent_nbytes: The arena is divided into extents, like slabs of memcached: all slots of an extent have the same
-            size. The largest chunk fills one extent.
-        max_chunks: Rows of the chunk table, 89 bytes each. None means one row per 64 KiB of the arena.
+        arena_nbytes: Size of the arena: the shared memory for chunks, in shm_dir. The node allocates the arena's pages
+            extent by extent, before writes need them. While nobody writes, it allocates all further extents, as long as
+            an eighth of the memory stays free.
+        extent_nbytes: The arena is divided into extents of this size, like slabs of memcached: all slots of an extent
+            have the same size. A chunk must fit into one extent.
+        max_chunks: Number of rows of the chunk table, 89 bytes each; a chunk takes one row. None means one row per
+            64 KiB of the arena.
         policy: The eviction policy for namespaces without their own policy.
-        low_water: Eviction starts when less than this share of the arena is free.
-        high_water: Eviction stops when this share is free.
+        low_water: Eviction in the background starts when less than this share of the arena is free.
+        high_water: Eviction in the background stops when this share of the arena is free.
         shm_dir: Directory for arena, table and socket, on tmpfs or hugetlbfs. None means anonymous memory, which is
             freed when the process ends.
         huge_pages: Pages of 2 MiB: "try" uses them if the host has any, "never" does not ask for them. With "require"
-            the node does not start without them, and does not use an extent without them; this needs Linux 6.1 or a
-            hugetlbfs.
-        numa: "auto" divides the arena equally among the host's NUMA nodes.
+            the node does not start if the host has none, and does not use an extent that gets none; this needs Linux
+            6.1 or a hugetlbfs.
+        numa: "auto" divides the arena equally among the host's NUMA nodes. "off" leaves the choice to the kernel.
         ssd: The SSD tier below memory. None means that there is none.
         file: The file tier below the SSD tier, shared with other nodes. None means that there is none.
-        tiers: Maps the name of each tier that another package registered to the tier's options.
+        tiers: Tiers that other packages have registered. Maps the name of each tier to its options.
     """
 
     arena_nbytes: Nbytes = 1 * GIB
@@ -161,14 +167,16 @@ class StorageConfig(Model):
 
 
 class NamespaceConfig(Model):
-    """Settings of one namespace, including all its salts and adapters.
+    """Settings of one namespace. They apply to all its salts and adapters together.
 
     Attributes:
         policy: The eviction policy for the namespace's chunks. None means the node's policy.
-        ttl_s: Chunks expire this long after their store. None means never.
-        tiers: Tiers that may hold the chunks. With "ssd", memory is only a buffer for writes and reads.
-        dram_quota_nbytes: The most bytes that the chunks' slots take in one node's memory. None means no limit.
-        ssd_quota_nbytes: The most bytes that the chunks take on one node's SSDs. None means no limit.
+        ttl_s: Chunks expire this long after they were stored. None means never.
+        tiers: Where chunks are stored. "dram": only in memory. "ssd": in tiers below memory, so that memory is only a
+            buffer for writes and reads. "both": in memory and in the tiers.
+        dram_quota_nbytes: Limit for the slots of the chunks in one node's memory. At the limit, a new chunk replaces
+            chunks of the same namespace. None means no limit.
+        ssd_quota_nbytes: Limit for the bytes of the chunks on one node's SSDs. None means no limit.
         priority: Default priority of chunks, from -100 to 100. Chunks with a higher priority are evicted later.
     """
 
