@@ -1,4 +1,4 @@
-"""The command line. `doctor` and `plan` work without Ray; other commands need a raykv cluster on Ray."""
+"""The command line. `doctor` and `plan` work without Ray, and with a node's address also `why` and `namespace`."""
 
 import argparse
 import json

@@ -22,7 +22,7 @@ ANY = Namespace(model="-")
 
 
 def add_commands(commands: Any) -> list[argparse.ArgumentParser]:
-    """Add the commands to the command line, and return their parsers."""
+    """Add `why` and `namespace` to the command line. Return the parsers of `why` and of each action on namespaces."""
     why = commands.add_parser("why", help="where chunks are, or why they are gone")
     chunks = why.add_mutually_exclusive_group(required=True)
     chunks.add_argument("names", nargs="*", default=[], metavar="NAME", help="names of objects")
@@ -54,7 +54,7 @@ def add_commands(commands: Any) -> list[argparse.ArgumentParser]:
 
 
 def node_address(options: argparse.Namespace) -> str | None:
-    """Return the node's address from --node or RAYKV_ADDRESS. None means that the command needs Ray."""
+    """Return the node's address from --node or RAYKV_ADDRESS. None means that the command must use Ray."""
     if not hasattr(options, "node"):
         return None
     return ClientConfig.from_environment(address=options.node).address
@@ -152,7 +152,7 @@ def _name(namespace: Namespace) -> str:
 
 
 def _choose(client: Client, text: str | None, *, new: bool = False) -> Namespace:
-    """Find a namespace by its fields as JSON or its model's name. None means the only namespace in use.
+    """Find a namespace. `text` is its fields as JSON or its model's name; None means the only namespace in use.
 
     With `new`, the error message also explains how to name a namespace that is not in use yet.
     """

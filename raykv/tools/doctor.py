@@ -1,6 +1,6 @@
 """The command `raykv doctor`: checks this host's limits and settings for raykv, and suggests remedies.
 
-Each check takes the root of the file system, so that tests can simulate another host.
+Each check gets the path of the root directory, so that tests can simulate another host.
 """
 
 import os
@@ -20,7 +20,7 @@ Grade = Literal["ok", "better", "wrong"]
 MIN_SHM_NBYTES: Final = GIB
 MIN_FILES: Final = 4096
 PACED: Final = "bbr"
-"""The name of a TCP congestion control that paces the sender with timers."""
+"""Names of TCP congestion controls that pace the sender with timers begin with this text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +165,7 @@ def system(root: Path) -> Finding:
 
 
 def compiled_loops(root: Path) -> Finding:
-    """Check whether the C extension was built."""
+    """Check whether raykv uses its C extension."""
     says = "built" if native.loops is not None else "not built, or RAYKV_NATIVE=0 is set: lookups are slower"
     remedy = "install a C compiler and Python's headers, then: pip install --force-reinstall --no-deps raykv"
     return better("compiled loops", says, remedy, when=native.loops is None)
