@@ -55,7 +55,7 @@ class Resumption:
         if left[:common] != text[:common] or (choice.get("finish_reason") and len(text) < len(left)):
             raise AnswerDiffers
         self._left[index] = left[common:]
-        if tokens:  # sent only if the client wants them. A token that is a part of a character adds no text yet
+        if tokens:  # sent only on request. A token that is a part of a character adds no text yet
             choice["token_ids"] = tokens[self._tokens_left[index] :]
             self._tokens_left[index] = max(0, self._tokens_left[index] - len(tokens))
         if "delta" in choice:

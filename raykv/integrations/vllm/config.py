@@ -20,8 +20,8 @@ class ConnectorConfig(Model):
         store_timeout_s: Saves of a step wait at most this long for slots. Chunks that get no slot are skipped. A step
             also waits at most this long until the saves of ended or preempted requests begin. If the node is on another
             host, set this to seconds, because saves then cross the network.
-        load_threads: At most this many loads run at once. Further loads wait in a queue; their timeout includes this.
-        revision: Text that identifies the weights. None means a digest of the files, or without files the hub's commit.
+        load_threads: At most this many loads run at once. Others wait in a queue, and their timeout includes this wait.
+        revision: Text that identifies the weights. None means a digest of local files, or the commit of a hub model.
     """
 
     address: str | None = None

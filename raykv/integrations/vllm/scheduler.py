@@ -155,7 +155,7 @@ class SchedulerSide:
         return (first + lookup.count) * self._chunk_tokens - computed if lookup.count else 0
 
     def order_load(self, request: "Request", blocks: "KVCacheBlocks", tokens: int) -> None:
-        """Order a load of `tokens` tokens. `blocks` are all blocks of the request; the first ones are filled."""
+        """Order a load of `tokens` tokens. `blocks`: all blocks of the request. The first ones are already filled."""
         tracked = self._current(request)
         if not tokens:
             return
