@@ -29,8 +29,8 @@ log = logging.getLogger(__name__)
 ANNOUNCED_KEYS: Final = 1 << 16
 """One announcement holds at most this many keys. The announcer sends further keys in further announcements."""
 MAX_RETRIED_KEYS: Final = 1 << 20
-"""If an owner does not answer, the keys go back into the queue, unless it would then hold more than this many keys. In
-that case they are dropped, and readers may miss these chunks."""
+"""If an owner does not answer, the keys of the announcement return to the queue, unless the queue would then hold more
+keys than this. In that case these keys are dropped, and readers may miss the chunks."""
 LOCKED_KEYS: Final = 4096
 """The announcer looks up at most this many keys before it releases the node's lock, because writers wait for it."""
 ANNOUNCE_S: Final = 0.01
@@ -67,7 +67,7 @@ class Announcer:
         self.failures = 0
 
     def wake(self) -> None:
-        """Wake the announcer's thread. Every change of the store or of a tier must be followed by this call."""
+        """Wake the announcer's thread. Call this method after every change of the store or of a tier."""
         if not self._changed.is_set():
             self._changed.set()
 
@@ -99,7 +99,7 @@ class Announcer:
         old, self.view = self.view, view
         # The new view is already set, so chunks that are stored after this line are announced to their new owners.
         keys = np.concatenate([self._store.ready_keys(), self._mover.keys()])
-        if old.members and view.epoch == old.epoch + 1:  # after a missed view, all keys are announced again
+        if old.members and view.epoch == old.epoch + 1:  # otherwise a view was missed: announce all keys
             keys = keys[_owner_changed(old, view, keys)]
         self.announce(keys)
         self._adopting = False

@@ -17,7 +17,7 @@ from raykv.types import NodeId
 
 
 class LocateHandler:
-    """Serves lookups and announcements of keys that this node owns. Reports where chunks are here, or why they left."""
+    """Keeps the holders of keys that this node owns. Also answers where on this node chunks are, or why they left."""
 
     def __init__(
         self, node_id: NodeId, store: Store, lock: threading.Lock, mover: TierMover, location_index: LocationIndex
