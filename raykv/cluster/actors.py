@@ -31,7 +31,7 @@ STEP_ASIDE_S: Final = 0.2
 RETRY_ROOM_S: Final = ABANDONED_S / 10
 """If a node does not fit into memory, its actor tries at this interval to remove the memory of dead nodes."""
 UNOWNED_S: Final = 5.0
-"""If a process still serves a node's memory, `NodeActor.stop` waits up to this time. After that the memory stays."""
+"""`NodeActor.stop` waits at most this long for the end of a node's process. If it still runs, its memory stays."""
 NODE_ID_LENGTH: Final = 16
 """A node's name is the first 16 of the 56 characters of Ray's node id, since the path of a socket must be short."""
 
