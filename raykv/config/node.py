@@ -20,7 +20,7 @@ class NodeConfig(Model):
         host: Identity of the host. Nodes and clients with equal hosts share memory. None means the detected identity.
         heartbeat_s: Time between heartbeats to the directory.
         io_timeout_s: A peer that stalls for this long in the middle of a message is disconnected.
-        max_connections: Connections served at once. Further connections are refused.
+        max_connections: At most this many connections are served at once. Further connections are refused.
         storage: The node's memory and tiers.
     """
 
