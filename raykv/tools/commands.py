@@ -132,7 +132,7 @@ def namespace_lines(found: list[dict[str, Any]]) -> list[str]:
 
 
 def status_lines(nodes: Mapping[str, Any]) -> list[str]:
-    """Format the namespaces in the stats of nodes for people."""
+    """Return readable lines about the namespaces in the stats of nodes."""
     lines = namespace_lines(merge_namespaces(nodes))
     return ["namespaces:", *lines] if lines else []
 
