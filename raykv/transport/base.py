@@ -17,7 +17,8 @@ from raykv.errors import PeerUnavailable
 from raykv.protocol.messages import Answer, Message
 
 MAX_POSTED: Final = 64
-"""The most requests in flight on one link. More answers that wait to be collected could fill the socket buffers."""
+"""At most this many requests are in flight on one link. Answers that nobody has collected yet wait in the socket
+buffers, and answers to more requests could fill these buffers."""
 
 Runs: TypeAlias = Iterable[Sequence[memoryview]]
 """Groups of buffers, called runs. A transport takes the next run from the iterator only after it has filled or sent the
@@ -26,14 +27,14 @@ previous one. So a generator can hash a run while its bytes are in the CPU cache
 
 @dataclass(slots=True)
 class ChunkRun:
-    """Buffers of several chunks, which one call fills in order. Compiled code can hash each chunk as it arrives.
+    """Buffers of several chunks. One call of `Stream.fill` fills them in order. Compiled code may hash them on arrival.
 
     Attributes:
-        chunks: The views of each chunk. Iterating over the run yields all these views.
+        chunks: The buffers of each chunk. Iterating over the run yields the buffers of all chunks.
         sizes: Lengths of the chunks in bytes.
         hashed: Whether to compute checksums.
-        full: Number of chunks that are full, counted from the first. The number is also valid after an error.
-        checksums: Checksums (u64) of all full chunks. If it is empty, the caller must hash the chunks.
+        full: Number of leading chunks whose buffers are completely filled. It is also valid after an error.
+        checksums: Checksums (u64) of the full chunks. If empty, a caller that needs checksums computes them.
     """
 
     chunks: list[list[memoryview]]
@@ -47,7 +48,7 @@ class ChunkRun:
 
 
 Targets: TypeAlias = Iterable[Sequence[memoryview] | ChunkRun]
-"""Buffers that a transport fills in order. It takes the next element only after the previous one is full."""
+"""A transport fills these buffers in order. It takes the next element only after the previous one is full."""
 
 
 @dataclass(slots=True)
@@ -59,8 +60,7 @@ class Reply:
         outgoing: Chunk bytes to send after the answer. This memory must not change until `finish` is called.
         incoming: Buffers for the bytes that the client sends after the answer.
         finish: The transport calls this function exactly once: with True after all bytes were transferred, with False
-        after a
-            failure. If it returns an answer, the transport sends this second answer.
+            after a failure. If the function returns an answer, the transport sends it as a second answer.
     """
 
     answer: Answer
@@ -70,10 +70,10 @@ class Reply:
 
 
 class Session(Protocol):
-    """The server's state for one connection. It owns the connection's leases: lent slots and pins."""
+    """The server's state for one connection. It owns the connection's leases: lent slots, and pins on chunks."""
 
     def close(self) -> None:
-        """End the session's leases. The server calls it when the connection is closed."""
+        """End the session's leases. The server calls this method when the connection is closed."""
         ...
 
 
@@ -82,11 +82,11 @@ class Service(Protocol):
 
     @property
     def epoch(self) -> int:
-        """Epoch of the view, which is the list of the cluster's members. A greater epoch is newer."""
+        """The version of the node's view, which is its list of the cluster's members. A greater epoch is newer."""
         ...
 
     def session(self, *, local: bool) -> Session:
-        """Make the session of a new connection. `local` means that the peer is a process of our user on this host."""
+        """Make the session of a new connection. `local`: whether the client is a process of our user on this host."""
         ...
 
     def answer(self, request: Message, session: Session) -> Reply:

@@ -1,7 +1,7 @@
 """Reads many chunks over a link.
 
-`ReadProgress` is the progress of one `get`. `ReadRun` is the part of a `get` that one node (the holder of the chunks)
-serves. `BulkRead` sends the requests for it and receives the chunks.
+`ReadProgress` is the progress of one `get`. A `ReadRun` is a part of a `get`: chunks that one node (their holder)
+serves. `BulkRead` sends the requests for a `ReadRun` and receives the chunks.
 """
 
 import struct
@@ -22,9 +22,11 @@ from raykv.types import GetResult, KeyArray, NodeId, Path
 
 PART_NBYTES: Final = 8 << 20
 PART_KEYS: Final = 256
-"""Limits of one request in bytes and keys. They are small because the holder pins the chunks until it has sent them."""
+"""One request asks for at most PART_KEYS chunks, and for at most PART_NBYTES bytes if it asks for several. The limits
+are small because the holder pins the chunks until it has sent them."""
 PARTS_AHEAD: Final = 2
-"""The most requests in flight on one link. The holder looks up one part while the network carries the other."""
+"""At most this many requests are in flight on one link. The holder looks up the chunks of one request while the network
+carries the chunks of the other."""
 SCRAP_NBYTES: Final = 1 << 20
 
 
@@ -69,7 +71,7 @@ class ReadProgress:
         return [self.targets[place] for place in places]
 
     def cut(self, places: Sequence[int], *, nbytes: int, keys: int) -> list[list[int]]:
-        """Split indices into parts of at most `keys` chunks and `nbytes` bytes. A larger chunk is its own part."""
+        """Split indices into parts of at most `keys` chunks and `nbytes` bytes. A larger chunk gets its own part."""
         parts: list[list[int]] = []
         room = 0
         for place in places:
@@ -95,11 +97,11 @@ class ReadProgress:
 
 @dataclass(slots=True)
 class ReadRun:
-    """The chunks of one `get` that one holder is asked for, and the outcome. The outcome is also valid after an error.
+    """Chunks of one `get` to read from one holder, and the outcome. The outcome is also valid after an error.
 
     Attributes:
         progress: The progress of the `get`.
-        holder: The node that is asked.
+        holder: The node to read from.
         places: Indices in the `get` of the chunks to read, in rising order.
         locate: Whether the node is asked as the owner of the keys. It then sends the chunks that it has, and names
             holders of the other chunks. Chunks that are neither in `arrived` nor in `named` need a lookup (Locate).
@@ -107,7 +109,7 @@ class ReadRun:
         gone: Indices of the chunks that the holder was expected to have, but does not have.
         corrupt: Indices of the chunks whose bytes did not match the checksum. The holder is asked to check them.
         other_size: Indices of the chunks whose length at the holder differs from the buffer's.
-        named: Other holders of a chunk, by its index, as the owner knows them. An empty tuple: the owner knows none.
+        named: Maps the index of a chunk to the other holders that the owner knows; to an empty tuple if it knows none.
         path: The data path of the current attempt.
     """
 
@@ -144,13 +146,13 @@ class BulkRead:
         """Prepare to read the chunks of `run`. `verify`: whether to compare checksums."""
         self._run, self._verify, self._named_any = run, verify, False
         self._filling: ChunkRun | None = None
-        self._expected: tuple[list[int], bytes] = [], b""  # indices of the chunks being filled, and their checksums
+        self._expected: tuple[list[int], bytes] = [], b""  # indices of the chunks being filled, and expected checksums
 
     def read(self, link: Link, *, deadline_s: float) -> None:
         """Read the chunks that have not arrived yet. After an error the caller may try again with another link.
 
         Raises:
-            RayKVError: The errors of `Link.collect`. The link is closed.
+            RayKVError: An error of `Link.collect`. If a request for chunks fails, this method closes the link.
         """
         run, progress = self._run, self._run.progress
         run.begin("tcp")
@@ -171,7 +173,7 @@ class BulkRead:
             link.close()  # answers to other parts may still arrive on this link
             self._check(whole=False)
             raise
-        if run.corrupt:  # returns after the holder has dropped corrupt chunks
+        if run.corrupt:  # return only after the holder has dropped these corrupt chunks
             link.call(messages.Suspect(progress.raw_keys(run.corrupt)), deadline_s=deadline_s)
 
     def _place(self, part: list[int], answer: messages.Answer) -> Targets:
@@ -196,7 +198,7 @@ class BulkRead:
         yield from self._fill(places, checksums)
 
     def _add_absent(self, places: list[int], reading: messages.Reading) -> None:
-        """Record the chunks that the holder does not have. If it owns the keys, record the holders it names."""
+        """Record the chunks that the node does not have. If it was asked as the owner, record the holders it names."""
         run = self._run
         if not run.locate:
             run.gone += places
@@ -249,7 +251,7 @@ def with_checksums(values: Sequence[Sequence[memoryview]], places: Sequence[int]
 
 
 def drain(nbytes: int) -> list[memoryview]:
-    """Return views for `nbytes` bytes that are to be discarded. All views share the same memory."""
+    """Return buffers for a payload of `nbytes` bytes that is to be discarded. All buffers share the same memory."""
     scrap = memoryview(bytearray(min(nbytes, SCRAP_NBYTES)))
     whole, rest = divmod(nbytes, SCRAP_NBYTES)
     return [scrap] * whole + [scrap[:rest]]

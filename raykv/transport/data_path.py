@@ -15,10 +15,10 @@ from raykv.transport.pool import ConnectionPool
 from raykv.types import NodeId
 
 PROMOTE_NBYTES: Final = 16 << 20
-"""The most bytes that one request asks a node to promote, that is, to copy from an SSD or file to memory. A reader
-copies one part while the node promotes the next."""
+"""One request asks a node to promote chunks of at most this many bytes in total, or one larger chunk. To promote is to
+copy from an SSD or file to memory. A reader copies the chunks of one request while the node promotes the next."""
 PROMOTE_SLACK_S: Final = 0.05
-"""Time before the deadline that is reserved for copying promoted chunks."""
+"""A node may promote chunks until this many seconds before the deadline. The rest is for copying the chunks."""
 
 
 class DataPath(Protocol):
@@ -34,7 +34,7 @@ class DataPath(Protocol):
         ...
 
     def read(self, member: Member, run: ReadRun, *, deadline_s: float) -> None:
-        """Read the chunks of a run, and record the outcome in the run. After the return nothing writes to the buffers.
+        """Read the chunks of a run, and record the outcome in the run. After it returns, nothing writes to the buffers.
 
         Raises:
             RayKVError: The member does not answer, or refuses. The outcome in the run is valid in this case too.
@@ -42,7 +42,7 @@ class DataPath(Protocol):
         ...
 
     def retain(self, members: Collection[Member]) -> None:
-        """Keep resources only for these members, and not for their earlier incarnations. Reads in progress continue."""
+        """Release the resources for other nodes, and for these nodes before a restart. Reads in progress continue."""
         return
 
     def close(self) -> None:
@@ -65,7 +65,7 @@ class DataPaths:
         raise TransientError(f"no data path ({tried}) leads to {member.node_id!r}; its endpoints: {offered}")
 
     def retain(self, members: Collection[Member]) -> None:
-        """Keep resources only for these members; see `DataPath.retain`."""
+        """Release the resources for all other nodes; see `DataPath.retain`."""
         for path in self._paths:
             path.retain(members)
 
@@ -76,7 +76,7 @@ class DataPaths:
 
 
 class PathEnvironment(NamedTuple):
-    """Parameters of a data path, from the reader that opens it.
+    """The parameters that a reader passes to each data path that it opens.
 
     Attributes:
         pool: Links for requests to nodes. The reader closes the pool.
@@ -119,7 +119,7 @@ class ShmPath(DataPath):
         self._pool, self._host, self._threads = environment.pool, environment.host, environment.threads
         self._verify = environment.verify == "always"
         self._readers: dict[tuple[NodeId, int], ShmReader | None] = {}  # None: the memory cannot be mapped
-        self._tiered: set[tuple[NodeId, int]] = set()  # incarnations that have tiers below memory
+        self._tiered: set[tuple[NodeId, int]] = set()  # incarnations of nodes with tiers below memory
 
     def can_reach(self, member: Member, *, deadline_s: float) -> bool:
         return member.host == self._host and self._reader(member, deadline_s) is not None
@@ -138,7 +138,7 @@ class ShmPath(DataPath):
             self._call(member, messages.Suspect(run.progress.raw_keys(sorted(run.corrupt))), deadline_s)
 
     def _copy(self, reader: ShmReader, run: ReadRun, places: list[int]) -> list[int]:
-        """Copy chunks into their buffers. Returns the indices of the chunks that are not in memory."""
+        """Copy the chunks at `places` into their buffers. Returns the indices of the chunks that are not in memory."""
         progress, now_s = run.progress, time.monotonic()
         keys, targets = progress.keys[places], progress.targets_at(places)
         hits, _ = reader.read(keys, targets, verify=self._verify, now_s=now_s, threads=self._threads)
@@ -184,12 +184,12 @@ class ShmPath(DataPath):
         return absent
 
     def _call(self, member: Member, request: messages.Message, deadline_s: float) -> messages.Answer:
-        """Send a request over a pooled link to a node's Unix socket. Writers use links of their own and do not wait."""
+        """Send a request over a pooled link to a node's Unix socket. Requests of writers use other links."""
         address = member.endpoints["unix"]
         return self._pool.ask(address, lambda link: link.call(request, deadline_s=deadline_s), deadline_s=deadline_s)
 
     def _reader(self, member: Member, deadline_s: float) -> ShmReader | None:
-        """Return the mapped memory of a member, or None if mapping fails. The first call per incarnation maps it."""
+        """Return a member's mapped memory, or None if mapping fails. The first call after the node's start maps it."""
         life = member.node_id, member.incarnation
         if life not in self._readers:
             reader = None
@@ -207,7 +207,7 @@ class ShmPath(DataPath):
         return self._readers.get(life)
 
     def retain(self, members: Collection[Member]) -> None:
-        """Drop readers without closing them, since another thread may be copying. Garbage collection unmaps them."""
+        """Drop readers of other nodes but leave them open: a thread may be copying. Garbage collection unmaps them."""
         lives = {(member.node_id, member.incarnation) for member in members}
         self._readers = {life: reader for life, reader in list(self._readers.items()) if life in lives}
         self._tiered &= lives
@@ -225,7 +225,7 @@ _openers: Final[dict[str, Callable[[PathEnvironment], DataPath]]] = {}
 def register_data_path(name: str, opener: Callable[[PathEnvironment], DataPath]) -> None:
     """Make a data path available to readers that are opened later.
 
-    A new name is preferred to all earlier names. If the name is registered already, its opener is replaced.
+    A path with a new name is preferred to all earlier paths. If the name is registered already, its opener is replaced.
     """
     _openers[name] = opener
 

@@ -1,7 +1,7 @@
 """Cleanup in the child of a fork.
 
 Connections belong to the parent. The child closes its descriptors and sends nothing, since a shutdown or a message
-would reach the parent's peer. Objects connect again at their first use in the child.
+would reach the parent's peer. When the child first needs a connection, it makes a new one.
 """
 
 import os

@@ -43,7 +43,7 @@ def greet_server(stream: Stream, secret: bytes, deadline_s: float) -> None:
 
 
 def greet_client(stream: Stream, secret: bytes, admit: Callable[[], None], deadline_s: float) -> None:
-    """Do the server's part of the handshake. `admit` is called for a client with the secret, and may raise to refuse.
+    """Do the server's part of the handshake. If the client knows the secret, call `admit`, which may refuse it.
 
     Raises:
         PeerUnavailable: The client does not answer, or `admit` refused it.
@@ -51,7 +51,7 @@ def greet_client(stream: Stream, secret: bytes, admit: Callable[[], None], deadl
     """
     nonce = secrets.token_bytes(32)
     hello = stream.exactly(GREETING.size, deadline_s)
-    stream.send(greeting(nonce), deadline_s)  # before any check, so that a client of another version learns ours
+    stream.send(greeting(nonce), deadline_s)  # before any check, so that a client of another version learns our version
     theirs = read_greeting(hello)
     stream.send(proof(secret, "answering", theirs, nonce), deadline_s)
     if not hmac.compare_digest(stream.exactly(PROOF_NBYTES, deadline_s), proof(secret, "asking", theirs, nonce)):
@@ -61,12 +61,12 @@ def greet_client(stream: Stream, secret: bytes, admit: Callable[[], None], deadl
 
 
 def greeting(nonce: bytes) -> bytes:
-    """Return the first bytes that each end sends."""
+    """Return the greeting of one end: the first bytes that it sends."""
     return GREETING.pack(GREETING_MAGIC, VERSION, nonce)
 
 
 def read_greeting(raw: bytes) -> bytes:
-    """Return the peer's nonce. Raises ProtocolError if the peer speaks another protocol or version."""
+    """Return the nonce in the peer's greeting. Raises ProtocolError if the peer speaks another protocol or version."""
     magic, version, nonce = GREETING.unpack(raw)
     if magic != GREETING_MAGIC:
         raise ProtocolError(f"the peer does not speak raykv (it begins with {magic!r})")
@@ -76,7 +76,7 @@ def read_greeting(raw: bytes) -> bytes:
 
 
 def proof(secret: bytes, role: str, client_nonce: bytes, server_nonce: bytes) -> bytes:
-    """Return the proof that the sender knows the secret. It is valid for one connection and one role."""
+    """Return the proof that the sender knows the secret. It is valid only for one connection and one direction."""
     return hmac.digest(secret, role.encode() + client_nonce + server_nonce, hashlib.sha256)
 
 

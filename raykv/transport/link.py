@@ -15,7 +15,7 @@ from raykv.transport.handshake import greet_server, require_same_user
 from raykv.transport.stream import Stream
 
 TICK_S: Final = 0.01
-"""A call over a link may end up to this many seconds after its deadline."""
+"""A call over a link may overrun its deadline by this many seconds at most."""
 MAX_REQUEST_ID: Final = 0xFFFFFFFF
 
 
@@ -25,13 +25,13 @@ class Link:
     Deadlines are times of the monotonic clock.
 
     Attributes:
-        epoch: The greatest epoch of a view (list of members) in an answer so far.
+        epoch: The greatest epoch in any answer so far. An epoch is the version of the peer's list of members.
         closed: Whether the link is closed. A closed link cannot be used again.
     """
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
-        self._posted: deque[int] = deque()  # numbers of the requests, the oldest first
+        self._posted: deque[int] = deque()  # requests whose answers are not collected yet, oldest first
         self._next_id = 1
         self.epoch = 0
         self.closed = False
@@ -46,7 +46,7 @@ class Link:
             secret: The cluster's secret; not used over Unix sockets.
 
         Raises:
-            PeerUnavailable: Nothing listens at the address, the deadline has passed, or the secret differs.
+            PeerUnavailable: Nothing listens at the address, the deadline has passed, or the secret or user differs.
             ProtocolError: The peer speaks another protocol or version.
         """
         family, where = parse_address(address)
@@ -64,7 +64,7 @@ class Link:
                 tune(connection)
             stream = Stream(connection, tick_s=TICK_S)
             greet_server(stream, secret, deadline_s)
-        except (OSError, OverflowError, UnicodeError, RayKVError) as error:  # also invalid ports and names
+        except (OSError, OverflowError, UnicodeError, RayKVError) as error:  # Overflow, Unicode: invalid port or name
             connection.close()
             if isinstance(error, RayKVError):
                 raise
@@ -72,15 +72,16 @@ class Link:
         return cls(stream)
 
     def call(self, request: Message, place: Callable[[Answer], Targets] | None = None, *, deadline_s: float) -> Answer:
-        """Post a request and collect its answer. The caller must have collected all earlier answers."""
+        """Post a request and collect its answer; see `collect`. The caller must have collected all earlier answers."""
         assert not self._posted
         self.post(request, deadline_s=deadline_s)
         return self.collect(place, deadline_s=deadline_s)
 
     def push(self, request: Message, pick: Callable[[Answer], Runs], *, deadline_s: float) -> Answer:
-        """Post a Write, send its payload, and return the second answer. `pick` maps the first answer to the payload.
+        """Send a Write, and its payload after the first answer. Returns the second answer.
 
-        Raises the errors of `collect`. The caller must have collected all earlier answers.
+        `pick` computes the payload from the first answer. Raises the errors of `collect`. The caller must have
+        collected all earlier answers.
         """
         request_id = self._next_id
         first = self.call(request, deadline_s=deadline_s)
@@ -112,19 +113,20 @@ class Link:
         except BaseException:
             self.close()
             raise
-        self._next_id = request_id % MAX_REQUEST_ID + 1  # 0 means "no request"
+        self._next_id = request_id % MAX_REQUEST_ID + 1  # never 0, since 0 means "no request"
         self._posted.append(request_id)
 
     def collect(self, place: Callable[[Answer], Targets] | None = None, *, deadline_s: float) -> Answer:
         """Wait for the answer to the oldest posted request that is not collected yet.
 
         Args:
-            place: A function for reads. It takes the answer, and returns buffers for exactly the payload. After an
-                error a buffer may be partly filled. Nothing writes to the buffers after the return.
+            place: For a read, a function that takes the answer and returns the buffers to fill with the payload. Their
+                total length is the payload's. After an error, a buffer may be partly filled. When `collect` has ended,
+                nothing writes to the buffers any more.
 
         Raises:
             PeerUnavailable: No answer arrived by the deadline, or the connection broke. The link is closed.
-            ProtocolError: The peer sent something else than this answer. The link is closed.
+            ProtocolError: The peer sent something other than this answer. The link is closed.
             RayKVError: The node refused the request. The link can still be used.
         """
         self._require_open()
@@ -155,7 +157,7 @@ class Link:
     def wait_ready(self, timeout_s: float) -> bool:
         """Wait until `collect` would not block. Returns False after a time-out, or if no request is posted.
 
-        Returns True for a broken or closed connection: the next `collect` raises the error.
+        Also returns True for a broken or closed connection: the next `collect` raises the error.
         """
         return self.closed or (bool(self._posted) and self._stream.wait_ready(timeout_s))
 

@@ -13,7 +13,7 @@ from raykv.transport.link import Link
 T = TypeVar("T")
 
 FAIR_S: Final = 0.05
-"""A call that misses its deadline trips the breaker only if the call had at least this many seconds."""
+"""A call that misses its deadline trips the breaker only if it began at least this many seconds before its deadline."""
 
 
 class ConnectionPool:
@@ -21,12 +21,12 @@ class ConnectionPool:
 
     Attributes:
         secret: The cluster's secret, for new links.
-        epoch: The greatest epoch of a view (list of members) in an answer so far.
-        failures: Number of requests without an answer. Requests that a tripped breaker held back count too.
+        epoch: The greatest epoch in any answer so far. An epoch is the version of the sender's list of members.
+        failures: Number of requests that tripped a breaker, or that a tripped breaker refused.
     """
 
     def __init__(self, secret: bytes, *, breaker_s: float, max_idle: int) -> None:
-        """`breaker_s`: length of the pause after a failure. `max_idle`: the most idle links to one address."""
+        """`breaker_s`: how long a tripped breaker pauses requests. `max_idle`: limit of idle links to one address."""
         self._breaker_s, self._max_idle = breaker_s, max_idle
         self.secret, self.epoch, self.failures = secret, 0, 0
         self._idle: dict[str, list[Link]] = {}
@@ -44,7 +44,7 @@ class ConnectionPool:
         An idle link may be dead because the node has restarted. In that case `request` runs again on a new link.
 
         Raises:
-            PeerUnavailable: The node does not answer, or its breaker has tripped.
+            PeerUnavailable: The node does not answer in time, or its breaker has tripped.
             RayKVError: `request` raised it.
         """
         if not self.available(address):
@@ -64,7 +64,7 @@ class ConnectionPool:
                 if short and late:
                     raise
                 self.close_idle(address)
-                if late:  # the node hangs: a dead connection fails at once
+                if late:  # the node hangs: on a dead connection, the request would have failed at once
                     self._trip(address)
                     raise
         try:
@@ -105,7 +105,7 @@ class ConnectionPool:
             link.close()
 
     def retain(self, addresses: Container[str]) -> None:
-        """Close the idle links to all addresses that are not in `addresses`: their nodes have left the cluster."""
+        """Close the idle links to all addresses outside `addresses`. The nodes there have left the cluster."""
         for address in {*self._idle, *self._tripped_until_s}:
             if address not in addresses:
                 self.close_idle(address)
@@ -116,5 +116,5 @@ class ConnectionPool:
         self.retain(())
 
     def after_fork(self) -> None:
-        """Forget the idle links. Each link closes itself in the child."""
+        """Start without links in the child. Each inherited link closes itself by its own `after_fork`."""
         self._lock, self._idle = threading.Lock(), {}

@@ -27,14 +27,15 @@ log = logging.getLogger(__name__)
 TICK_S: Final = 0.01
 HANDSHAKE_TIMEOUT_S: Final = 5.0
 MAX_HANDSHAKES: Final = 64
-"""The most concurrent handshakes. A new connection beyond this limit closes the oldest handshake."""
+"""At most this many handshakes run at once. A new connection beyond this limit ends the oldest handshake."""
 MAX_LOG_LINES: Final = 5
 LOG_EVERY_S: Final = 60.0
-"""Limits of `LogLimit`. A peer that repeats a failing request must not fill the log."""
+"""`LogLimit` writes at most MAX_LOG_LINES lines in LOG_EVERY_S seconds. So a peer that repeats a failing request does
+not fill the log."""
 
 
 class LogLimit:
-    """Logs at most MAX_LOG_LINES lines in LOG_EVERY_S. A later line reports how many were left out. Thread-safe."""
+    """Logs at most MAX_LOG_LINES lines in LOG_EVERY_S seconds. A later line counts the lines left out. Thread-safe."""
 
     def __init__(self, log: logging.Logger) -> None:
         self._log, self._lock = log, threading.Lock()
@@ -62,7 +63,7 @@ class LogLimit:
 class SocketServer:
     """Listens on one address, and serves each connection in a thread of its own.
 
-    Connections in the handshake have their own limit, so that strangers cannot use up the connections of members.
+    Connections in the handshake have their own limit, so that strangers cannot use up the cluster's connections.
 
     Attributes:
         address: The address that the server listens on, with the actual port.
@@ -73,11 +74,12 @@ class SocketServer:
     def __init__(
         self, service: Service, address: str, secret: bytes, *, io_timeout_s: float, max_connections: int
     ) -> None:
-        """Listen, or raise ConfigError. Clients that connect before `serve` have to wait.
+        """Start to listen, or raise ConfigError. Clients that connect before `serve` is called have to wait.
 
         Args:
             secret: The cluster's secret; not used over Unix sockets.
             io_timeout_s: A peer that stalls for this long within a message or payload is disconnected.
+            max_connections: Limit of connections after the handshake. Further connections are refused.
         """
         self._service, self._io_timeout_s, self._max_connections = service, io_timeout_s, max_connections
         self._listener, self.address = listen(address)
@@ -109,7 +111,7 @@ class SocketServer:
                 thread.join(HANDSHAKE_TIMEOUT_S)
 
     def after_fork(self) -> None:
-        """Close the child's descriptors without a shutdown. The child serves nothing; the parent's connections stay."""
+        """Close the child's descriptors without a shutdown. The child serves nothing; the parent still serves."""
         self._lock, self._closed = threading.Lock(), threading.Event()
         self._closed.set()
         for each in (self._listener, *self._shaking, *self._connections):
@@ -145,7 +147,7 @@ class SocketServer:
         return True
 
     def _admit(self, connection: socket.socket) -> None:
-        """Move a connection from the handshakes to the members. Raises PeerUnavailable above the limit of members."""
+        """Move a connection from the handshakes to the open ones. Raises PeerUnavailable if too many are open."""
         with self._lock:
             if self._closed.is_set() or len(self._connections) >= self._max_connections:
                 raise PeerUnavailable(f"{self._max_connections} connections already")
@@ -175,7 +177,7 @@ class SocketServer:
             connection.close()
 
     def _shake_hands(self, connection: socket.socket) -> Stream:
-        """Do the handshake. Raises RayKVError if the client is not a member, or there are too many connections."""
+        """Do the handshake. Raises RayKVError if the client is not of the cluster, or too many connections are open."""
         if self._local:
             give_way()
             require_same_user(connection)
@@ -188,7 +190,7 @@ class SocketServer:
         return stream
 
     def _request(self, stream: Stream) -> tuple[Message, int]:
-        """Receive one request and its number. If the request cannot be decoded, the peer gets a Failure."""
+        """Receive one request and its number. If it cannot be decoded, send a Failure and raise ProtocolError."""
         stall_s, request_id = self._io_timeout_s, 0
         try:
             header = stream.header(time.monotonic() + stall_s)

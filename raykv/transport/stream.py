@@ -1,10 +1,10 @@
-"""Messages and runs of bytes on one connected socket, with deadlines.
+"""Sends and receives messages and their payloads on one connected socket, with deadlines.
 
-The socket is blocking. The kernel ends each wait after a tick (SO_RCVTIMEO and SO_SNDTIMEO, set once), so that the
-methods can check the deadline. Python's own time-outs would need a `poll` before each system call.
+The socket is blocking. The kernel ends each wait after a tick (socket options SO_RCVTIMEO and SO_SNDTIMEO), so that
+the methods can check the deadline. Python's own time-outs would need a `poll` before each system call.
 
 A short message is received into a buffer of READ_AHEAD_NBYTES. The same system call may also receive the first bytes of
-the payload, which are copied to their target later. All other bytes are received directly into their target.
+the payload, which are copied to their target later. All other payload bytes go directly into their target.
 """
 
 import math
@@ -25,9 +25,10 @@ from raykv.transport.base import ChunkRun, Runs
 
 READ_AHEAD_NBYTES: Final = 4096
 STEP_NBYTES: Final = 1 << 20
-"""The most bytes of one `sendmsg` of a server. A peer that does not accept them within a time limit is disconnected."""
+"""A server passes at most this many payload bytes to one `sendmsg`. A peer that does not accept them within a time
+limit is disconnected."""
 STEP_PIECES: Final = 1024
-"""The most views of one `sendmsg` or `recvmsg_into`: Linux's IOV_MAX."""
+"""One `sendmsg` or `recvmsg_into` gets at most this many views. Linux refuses more (IOV_MAX)."""
 
 _HEADER_NBYTES: Final = HEADER.size
 _WAITALL: Final = socket.MSG_WAITALL
@@ -53,7 +54,7 @@ class Stream:
         self._start = self._end = 0  # range of the bytes in `_ahead` that are not used yet
 
     def set_tick(self, tick_s: float) -> None:
-        """Set the longest wait of one system call. A method may end this much later than its deadline."""
+        """Let each system call wait for at most `tick_s` seconds. A method may overrun its deadline by this long."""
         tick = struct.pack("ll", int(tick_s), int(tick_s % 1 * 1e6) + 1)
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, tick)
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, tick)
@@ -123,7 +124,7 @@ class Stream:
     def wait_ready(self, timeout_s: float) -> bool:
         """Wait until a message has arrived, or the first READ_AHEAD_NBYTES of a long message.
 
-        Returns False after a time-out. Returns True for a broken connection: the next `message` raises the error.
+        Returns False after a time-out. Also returns True for a broken connection: the next `message` raises the error.
         """
         until_s = time.monotonic() + timeout_s
         try:
@@ -149,7 +150,7 @@ class Stream:
         return len(here) >= min(_HEADER_NBYTES + length, READ_AHEAD_NBYTES)
 
     def _read_ahead(self, flags: int = 0) -> int:
-        """Read bytes into the buffer. Waits for up to a tick, unless `flags` forbid it. Returns the number of bytes."""
+        """Read bytes into the buffer. Waits for up to a tick, unless `flags` is MSG_DONTWAIT. Returns their number."""
         if self._start:
             left = bytes(self._ahead[self._start : self._end])
             self._ahead[: len(left)] = left
@@ -179,7 +180,7 @@ class Stream:
         return bytes(raw)
 
     def fill(self, run: Sequence[memoryview] | ChunkRun, deadline_s: float) -> None:
-        """Fill views in order. Compiled code hashes the chunks of a ChunkRun as they arrive."""
+        """Fill views in order. If possible, compiled code receives and hashes the chunks of a ChunkRun."""
         if not isinstance(run, ChunkRun):
             self._fill_views(run, deadline_s)
         elif native.loops is not None and run.sizes and min(run.sizes) > TINY_NBYTES:
