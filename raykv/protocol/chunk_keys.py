@@ -1,7 +1,7 @@
 """Keys of 128 bits, hashed from tokens or names.
 
 A key depends on its namespace. The chunks of a prompt form a chain: a key also depends on every token before its chunk.
-Keys are keyed BLAKE2b hashes, not xxhash: tokens come from users, and a user who finds a collision could read the KV of
+The hash is keyed BLAKE2b, not xxhash: tokens come from users, and a user who finds a collision could read the KV of
 another user's prompt. Chunk checksums and the ring of owners use xxhash, since an attacker gains nothing from a
 collision there.
 """
@@ -37,13 +37,13 @@ def to_bytes(keys: KeyArray) -> bytes:
 
 
 def unique(keys: KeyArray) -> KeyArray:
-    """Return each key once. `np.unique(keys, axis=0)` would do the same, but block other threads for seconds."""
+    """Return the keys without duplicates. `np.unique(keys, axis=0)` would block other threads for seconds."""
     whole = np.ascontiguousarray(keys).view("V16").ravel()
     return keys[np.unique(whole, return_index=True)[1]]
 
 
 def named(digest: bytes, names: Iterable[bytes | str]) -> KeyArray:
-    """Return the keys of objects with names instead of tokens. `digest`: the namespace's digest. Text becomes UTF-8."""
+    """Return keys of chunks that have names, not tokens. `digest`: the namespace's digest. Text is encoded as UTF-8."""
     raw = (name.encode() if isinstance(name, str) else name for name in names)
     make = partial(hashlib.blake2b, digest_size=KEY_NBYTES, key=digest, person=b"raykv-name")
     return from_bytes(b"".join([make(name).digest() for name in raw]))
@@ -55,9 +55,10 @@ def chain(
     """Return the keys of the full chunks of a prompt. Each key depends on its chunk and all tokens before it.
 
     Args:
+        digest: Digest of the namespace.
         tokens: Token ids, each in 0 .. 2**32 - 1.
         chunk_tokens: Tokens in a chunk. Tokens at the end that do not fill a chunk get no key.
-        parent: Key (16 bytes) of the chunk before `tokens`; empty if `tokens` start the prompt.
+        parent: Key (16 bytes) of the chunk before `tokens`; empty if `tokens` are the start of the prompt.
 
     Raises:
         UsageError: A token id is out of range, `chunk_tokens` is below 1, or `parent` is not a key.

@@ -58,7 +58,7 @@ class Header(NamedTuple):
 
 
 def encode(message: Message, epoch: int, request_id: int) -> bytes:
-    """Encode a message with its header. Numbers beyond 32 bits wrap. Raises UsageError if the message is too long."""
+    """Encode a message. The header has the low 32 bits of each number. Raises UsageError if the body is too long."""
     body = _encoder.encode(message)
     if len(body) > MAX_MESSAGE_NBYTES:
         raise UsageError(f"message of {len(body):,} bytes; at most {MAX_MESSAGE_NBYTES:,}: ask for fewer keys at once")
@@ -66,7 +66,7 @@ def encode(message: Message, epoch: int, request_id: int) -> bytes:
 
 
 def decode_header(header: bytes | bytearray | memoryview) -> Header:
-    """Decode HEADER.size bytes.
+    """Decode the HEADER.size bytes of a header.
 
     Raises:
         ProtocolError: The header is of another protocol or version, or its length is above the limit.
@@ -93,7 +93,7 @@ def decode(body: bytes | bytearray | memoryview) -> Request | Answer:
 
 
 def array(raw: bytes, kind: str, count: int) -> npt.NDArray[Any]:
-    """Decode an array from an answer. Raises ProtocolError if the array does not have `count` entries."""
+    """Decode an array of numpy type `kind` from an answer. Raises ProtocolError if it does not have `count` entries."""
     if len(raw) != count * np.dtype(kind).itemsize:
         raise ProtocolError(f"{len(raw)} bytes where {count} entries of {kind} were due")
     return np.frombuffer(raw, kind)
@@ -107,14 +107,14 @@ def keys_in(raw: bytes) -> KeyArray:
 
 
 def parent_in(raw: bytes) -> KeyArray | None:
-    """Decode a parent's key, shape [1, 2]; None if `raw` is empty. Raises UsageError if the length is wrong."""
+    """Decode the key of a parent chunk, shape [1, 2]; None if `raw` is empty. Raises UsageError for a wrong length."""
     if raw and len(raw) != KEY_NBYTES:
         raise UsageError(f"field 'parent': {len(raw)} bytes; a key has {KEY_NBYTES}, and no parent has none")
     return chunk_keys.from_bytes(raw) if raw else None
 
 
 def numbers_in(raw: bytes, kind: str) -> npt.NDArray[Any]:
-    """Decode an array from a request. Raises UsageError if the last element is incomplete."""
+    """Decode an array of numpy type `kind` from a request. Raises UsageError if the last element is incomplete."""
     if len(raw) % np.dtype(kind).itemsize:
         raise UsageError(f"{len(raw)} bytes are not a whole number of {kind}")
     return np.frombuffer(raw, kind)
@@ -126,7 +126,7 @@ def pack_bits(bits: Bits | None) -> bytes:
 
 
 def unpack_bits(raw: bytes, count: int) -> Bits:
-    """Decode the output of `pack_bits`. Raises ProtocolError if there are not `count` bits."""
+    """Decode `count` bits from the output of `pack_bits`. Raises ProtocolError if the length is wrong."""
     if not raw:
         return np.zeros(count, np.bool_)
     if len(raw) != -(-count // 8):
@@ -146,7 +146,7 @@ def fields(text: bytes) -> dict[str, Any]:
 
 
 def expect(kind: type[T], answer: Answer) -> T:
-    """Return `answer` if it is a `kind`. Raises PeerUnavailable for an `Unavailable`, ProtocolError otherwise."""
+    """Return `answer` if it is a `kind`. Raises PeerUnavailable if it is Unavailable, ProtocolError for other types."""
     if isinstance(answer, Unavailable):
         raise PeerUnavailable(answer.problem)
     if not isinstance(answer, kind):

@@ -3,7 +3,8 @@
 Arrays are raw little-endian bytes. The docstrings give their element types (i32, u64, ...). Keys are 16 bytes each, as
 `chunk_keys.to_bytes` encodes them. A payload of chunk bytes follows some answers.
 
-A lease is a slot lent to a writer, or a pin that keeps a chunk in place for a reader. A lease ends with its connection.
+A slot is the place of one chunk in the node's memory (the arena), and a row number names it. A lease is a slot lent to
+a writer, or a pin that keeps a chunk's bytes in place for a reader. A lease ends with its connection.
 """
 
 import math
@@ -16,9 +17,9 @@ from raykv.protocol.trace_requests import TracedRequest
 from raykv.types import NodeId
 
 MAX_KEYS: Final = 1 << 20
-"""The most keys in one request."""
+"""A request may name at most this many keys. The receiver refuses a longer request."""
 MAX_HOLDERS: Final = 3
-"""The most holders that an answer names for one key."""
+"""An answer names at most this many holders of one key, and leaves out the others."""
 
 ReportedCount: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 48)]
 
@@ -27,7 +28,8 @@ class Message(msgspec.Struct, tag=True, omit_defaults=True, kw_only=True):
     """Base of all messages.
 
     Attributes:
-        group: Digest of a request's quota group; empty for none. The node counts requests and bytes for each group.
+        group: In a request, the digest of a quota group (a namespace without salt and adapter), or empty. The node
+            counts requests and bytes for each group.
     """
 
     group: bytes = b""
@@ -41,7 +43,7 @@ class Attach(Message):
 
 
 class GetView(Message):
-    """Ask for the node's view of the cluster. Answer: ViewIs."""
+    """Ask for the node's view (its list of the cluster's members). Answer: ViewIs."""
 
 
 class GetStats(Message):
@@ -49,17 +51,17 @@ class GetStats(Message):
 
 
 class OpenNamespace(Message):
-    """Give the quota group of a namespace (JSON) a number on this node. Answer: Done."""
+    """Register the quota group of `namespace` (JSON) on this node, so that the group can have chunks. Answer: Done."""
 
     namespace: bytes
 
 
 class Lend(Message):
-    """Lend `count` slots of `nbytes` to this connection. Answer: Lent, with fewer slots when memory is full.
+    """Lend `count` slots of `nbytes` bytes to this connection. Answer: Lent, with fewer slots when memory is full.
 
-    `ahead`: number of additional slots for later writes; the node evicts nothing to get them. `keys`, `parent`: chunks
-    that must not be evicted to make room, because the writer is about to extend them. `until_s`: time of this host's
-    monotonic clock at which the writer gives up. After that time the node lends only the additional slots.
+    `ahead`: number of additional slots for later writes; the node evicts nothing to get them. `keys`, `parent`: the
+    chunks to be written, and the chunk before them. The node must not evict any of them to make room. `until_s`: time
+    of this host's monotonic clock at which the writer gives up. Afterwards the node lends only the additional slots.
     """
 
     nbytes: int
@@ -71,11 +73,11 @@ class Lend(Message):
 
 
 class Run(msgspec.Struct, array_like=True):
-    """Chunks of one size to be committed together. `raykv.types.Batch` describes the other fields.
+    """Chunks of one size to be committed together. See `raykv.types.Batch` for the fields that are not listed here.
 
-    `rows` i32, `checksums` u64: one entry for each lent slot. `positions` i32: index in `keys` of each slot's chunk;
-    empty when the slots hold all keys in order. `ahead`: number of slots of this size to lend for later writes.
-    `ttl_s`, `priority`: 0 means the namespace's default.
+    `rows` i32, `checksums` u64: one entry for each filled slot. `positions` i32: index in `keys` of each slot's chunk;
+    empty when the slots hold one chunk for each key, in order. `ahead`: number of slots of this size to lend for later
+    writes. `ttl_s`, `priority`: 0 means the namespace's default.
     """
 
     keys: bytes
@@ -92,7 +94,7 @@ class Run(msgspec.Struct, array_like=True):
 
 
 class Commit(Message):
-    """Make chunks in lent slots visible to readers. Answer: Committed. Valid runs are committed even if others fail."""
+    """Make chunks in lent slots visible to readers. Answer: Committed. A failed run does not prevent other runs."""
 
     runs: tuple[Run, ...]
 
@@ -104,10 +106,10 @@ class GiveBack(Message):
 
 
 class Write(Message):
-    """Store chunks of equal size from another host.
+    """Store chunks of equal size that a client on another host sends. See `raykv.types.Batch` for the fields.
 
-    Answer: Accepted. Then the writer sends the accepted chunks and their checksums (u64). Second answer: Count of the
-    chunks that the node stored.
+    Answer: Accepted. Then the client sends the accepted chunks and, last, all their checksums (u64). Second answer:
+    Count of the chunks that the node stored.
     """
 
     keys: bytes
@@ -122,7 +124,7 @@ class Write(Message):
 class Read(Message):
     """Ask for the bytes of chunks. Answer: Reading, and the payload.
 
-    `locate`: the node is asked as the owner of the keys. It also names the holders of the chunks that it does not have.
+    `locate`: the node is asked as the owner of the keys. It then also names holders of the chunks that it lacks.
     """
 
     keys: bytes
@@ -142,9 +144,10 @@ class Unpin(Message):
 
 
 class Promote(Message):
-    """Promote chunks from the tiers below memory. Answer: Count of chunks that are promoted or being promoted.
+    """Promote chunks: copy them from the tiers below memory (SSD or file) to memory.
 
-    `timeout_s`: the longest time that the node waits before it answers. Promotion continues after that.
+    `timeout_s`: the node waits at most this long before it answers. Promotion continues after that. Answer: Count of
+    the chunks in all promotions that contain some of these keys, finished or not.
     """
 
     keys: bytes
@@ -152,7 +155,7 @@ class Promote(Message):
 
 
 class Delete(Message):
-    """Drop chunks from memory and from the tiers. Answer: Count of the chunks that this node had."""
+    """Delete chunks. Answer: Count, the larger of the number deleted from memory and the number deleted from tiers."""
 
     keys: bytes
 
@@ -160,14 +163,15 @@ class Delete(Message):
 class Suspect(Message):
     """Report chunks that a reader could not get from this node, or whose bytes were wrong.
 
-    The node checks these chunks, and announces which of them it holds. Answer: Count of the chunks that it dropped.
+    The node checks these chunks, and tells the owners of the keys which chunks it holds. Answer: Count of the corrupt
+    chunks that it dropped.
     """
 
     keys: bytes
 
 
 class Hint(Message):
-    """Change hints, such as expiry and priority; see `Store.hint`. Answer: Count of these chunks in memory."""
+    """Change hints of chunks, such as expiry; see `Store.hint`. Answer: Count of these chunks that are in memory."""
 
     keys: bytes
     ttl_s: float | None = None
@@ -184,7 +188,7 @@ class Locate(Message):
 
 
 class Announce(Message):
-    """Report to the owner of keys that node `node_id` holds `added`, and does not hold `removed`. Answer: Done.
+    """Report to the owner of keys that node `node_id` holds all chunks in `added`, and none in `removed`. Answer: Done.
 
     `nbytes` u32: length of each added chunk. `below_memory`: one bit for each added key, set if the chunk is only in a
     tier below memory; empty when no bit is set.
@@ -198,7 +202,7 @@ class Announce(Message):
 
 
 class Why(Message):
-    """Ask where chunks are on this node, and why they left it. Answer: Histories."""
+    """Ask whether this node has chunks, and why a chunk last left its memory or a tier. Answer: Histories."""
 
     keys: bytes
 
@@ -206,9 +210,9 @@ class Why(Message):
 class Configure(Message):
     """Change a namespace's config, or drop the namespace. Answer: Configured, or Unavailable.
 
-    `namespace` and `fields` (of the config) are JSON. If `fields` is None, the namespace is dropped. The node sets
-    `registry` to its own list of namespaces and forwards the request to the directory. The directory merges that list
-    into its own first, since it may have restarted and lost its list.
+    `namespace` is JSON. `fields` (JSON) are the config's fields to change; None drops the namespace. The node sets
+    `registry` to its list of namespaces and forwards the request to the directory. The directory first merges this list
+    into its own, since the directory may have restarted and lost its list.
     """
 
     namespace: bytes
@@ -217,13 +221,13 @@ class Configure(Message):
 
 
 class Adopt(Message):
-    """Adopt the list of namespaces from a Configured answer. Answer: Count of the chunks dropped from `group`."""
+    """Adopt this list of namespaces. Answer: Count of copies that the last drop of `group` deleted on this node."""
 
     registry: bytes
 
 
 class Report(Message):
-    """Report a client's counts for `group` since its last report: see `ClientMetrics`. Answer: Done."""
+    """Report a client's misses and durations in `group` since its last report: see `ClientMetrics`. Answer: Done."""
 
     misses: dict[Annotated[str, msgspec.Meta(max_length=32)], ReportedCount]
     gets: tuple[ReportedCount, ...] = ()
@@ -237,7 +241,7 @@ class RecordTrace(Message):
 
 
 class FetchTrace(Message):
-    """Fetch the recorded requests; only for our user on this host. `on`: whether to record further. Answer: Trace."""
+    """Fetch recorded requests; only for our user on this host. `on`: whether to record from now on. Answer: Trace."""
 
     on: bool
 
@@ -245,8 +249,8 @@ class FetchTrace(Message):
 class Heartbeat(Message):
     """A node tells the directory that it is alive. Answer: HeartbeatAnswer, or Unavailable.
 
-    `member`: the node. `epoch`: epoch of the node's view. `version`: version of the node's list of namespaces. `view`,
-    `registry`: the view and the encoded list, if the directory asked for them.
+    `member`: the node. `epoch`: version of the node's view (its list of members). `version`: version of the node's list
+    of namespaces. `view`, `registry`: this view and list (encoded), each only if the directory has asked for it.
     """
 
     member: Member
@@ -257,7 +261,7 @@ class Heartbeat(Message):
 
 
 class Leave(Message):
-    """Ask the membership proxy to remove a node that stops for good. Answer: Done, or Unavailable."""
+    """Ask the membership proxy to remove a node from the cluster: it stops for good. Answer: Done, or Unavailable."""
 
     node_id: NodeId
 
@@ -270,7 +274,7 @@ class Done(Message):
 
 
 class Count(Message):
-    """A number. The docstring of each request says what it counts."""
+    """A number. The docstring of the request says what it counts."""
 
     count: int
 
@@ -278,8 +282,8 @@ class Count(Message):
 class Attached(Message):
     """Name of a node, and paths of its shared-memory files (`table` and `arena`).
 
-    `secret`: the cluster's secret, only for processes of the same user on the same host. `tiers`: whether the node has
-    tiers below memory (SSD or file), from which chunks can be promoted.
+    `secret`: the cluster's secret, or empty unless the client is a process of our user on this host. `tiers`: whether
+    the node has tiers below memory (SSD or file), from which chunks can be promoted.
     """
 
     node_id: NodeId
@@ -296,13 +300,13 @@ class Attached(Message):
 
 
 class ViewIs(Message):
-    """The node's view of the cluster."""
+    """The node's view: its list of the cluster's members."""
 
     view: View
 
 
 class Lent(Message):
-    """Lent slots: `rows` i32, `offsets` u64 in the arena. The additional slots for later writes come last."""
+    """Lent slots: `rows` i32, and `offsets` u64 in the arena. Slots that `Lend.ahead` asked for come last."""
 
     rows: bytes = b""
     offsets: bytes = b""
@@ -312,8 +316,8 @@ class CommittedRun(msgspec.Struct, array_like=True):
     """The outcome of one Run.
 
     `unused` i32: indices in the run's `rows` of the slots that stay lent, because their keys were stored already.
-    `rows` i32, `offsets` u64: slots lent for later writes. `problem`: why the run was refused; then all its slots stay
-    lent.
+    `rows` i32, `offsets` u64: slots lent for later writes. `problem`: why the node refused the run, or empty. All slots
+    of a refused run stay lent.
     """
 
     unused: bytes = b""
@@ -329,14 +333,14 @@ class Committed(Message):
 
 
 class Accepted(Message):
-    """`positions` i32: indices of the keys whose chunks the writer must send. `full`: new keys that found no room."""
+    """`positions` i32: indices of keys; the client must send their chunks. `full`: how many new chunks do not fit."""
 
     positions: bytes
     full: int = 0
 
 
 class Held(Message):
-    """Pinned chunks, one entry for each key: rows i32 (-1: not here), offsets u64, nbytes u32, checksums u64."""
+    """Pinned chunks, one entry for each key: rows i32 (-1: no such chunk), offsets u64, nbytes u32, checksums u64."""
 
     rows: bytes
     offsets: bytes
@@ -345,9 +349,9 @@ class Held(Message):
 
 
 class Reading(Message):
-    """One entry for each key: nbytes u32 (0: not here), checksums u64. Payload: the chunks that are here, in order.
+    """For each key: nbytes u32 (0: not found), checksums u64. Payload: the found chunks, in the order of the keys.
 
-    `choices`, `places`: holders of the chunks that are not here, as in Located. Empty unless `Read.locate` was set.
+    `choices`, `places`: holders of the chunks that were not found, as in Located. Empty unless `Read.locate` is True.
     """
 
     nbytes: bytes
@@ -359,7 +363,7 @@ class Reading(Message):
 class Located(Message):
     """The holders of chunks.
 
-    `choices`: the different lists of holders, at most MAX_HOLDERS nodes each. `places` i32: for each key, the index of
+    `choices`: the distinct lists of holders, at most MAX_HOLDERS nodes each. `places` i32: for each key, the index of
     its list in `choices`; -1 if no holder is known. `nbytes` u32: length of each chunk, 0 if unknown; empty when no
     length is known. `below_memory`: one bit for each key, set if all its holders have the chunk only in a tier below
     memory; empty when no bit is set.
@@ -372,11 +376,12 @@ class Located(Message):
 
 
 class Histories(Message):
-    """Where chunks are on this node, and their last departures from it, one entry for each key.
+    """Where this node has chunks, and how each chunk last left its memory or a tier. One entry for each key.
 
-    Presence: `places` u8 (`reasons.Place`), `nbytes` u32. Last departure: `reasons` u8 (`reasons.Reason`), `tiers` u8,
-    `ages_s` f32, `policy` u8 (index in `policies`). `announced` u8: whether this node, as the owner, knows a holder.
-    `remembers_s`: departures that are older than this may be forgotten; None when all departures are recorded.
+    Now: `places` u8 (the fastest `reasons.Place`), `nbytes` u32. Last departure: `reasons` u8 (`reasons.Reason`),
+    `tiers` u8 (the place left), `ages_s` f32 (seconds since then), `policy` u8 (the eviction policy, as an index in
+    `policies`). `announced` u8: 1 if this node, as the owner of the key, knows a holder. `remembers_s`: departures
+    that are older than this number of seconds may be missing; None when no departure is missing.
     """
 
     places: bytes
@@ -405,8 +410,8 @@ class Trace(Message):
 class HeartbeatAnswer(Message):
     """The directory's view and its list of namespaces. Each is None unless it is newer than the node's copy.
 
-    `want_view`, `want_registry`: the node has a newer view, or a list that the directory lacks. The node must send it
-    with another heartbeat at once.
+    `want_view`: the node has a newer view. `want_registry`: the node may have entries that the directory lacks. The
+    node must at once send what the directory wants, with another heartbeat.
     """
 
     view: View | None = None
@@ -416,7 +421,7 @@ class HeartbeatAnswer(Message):
 
 
 class Unavailable(Message):
-    """The directory does not answer, so nothing was changed. `problem` says why."""
+    """The directory did not answer, so nothing was changed. `problem`: the error text."""
 
     problem: str
 
@@ -428,7 +433,7 @@ class Stats(Message):
 
 
 class Failure(Message):
-    """The request failed; `kind` is the name of the error class."""
+    """The request failed. `kind`: name of the error class. `text`: the error text."""
 
     kind: str
     text: str

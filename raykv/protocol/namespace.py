@@ -26,7 +26,7 @@ class Namespace(Model):
         chunk_tokens: Tokens in a chunk.
         tp_rank, tp_size, pp_rank, pp_size: Tensor and pipeline parallelism. A chunk holds the KV of one rank.
         attention_backend: Kernel family, and its instruction set if the layout of the bytes depends on it.
-        hash_algorithm: The engine's token hash, with its seed.
+        hash_algorithm: Name of the engine's hash function for tokens, with its seed.
         lora: Name and path of the LoRA adapter; empty for none.
         salt: The tenant's salt; empty for none.
         extra: Anything else that must match.

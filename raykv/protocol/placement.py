@@ -1,7 +1,7 @@
-"""Maps keys to their owners, the nodes that know where chunks are.
+"""Maps keys to their owners. The owner of a key is the node that knows which nodes have its chunk.
 
-A key falls into one of SLOTS ring slots. Weighted rendezvous hashing gives each slot an owner. Every node and client
-computes the same ring from the same members. When a node joins or leaves, only the slots of this node change owner.
+A ring has SLOTS slots, and a key falls into one of them. Weighted rendezvous hashing gives each slot an owner. Every
+node and client computes the same ring from the same members. When a node joins or leaves, only its slots change owner.
 
 Source: Thaler and Ravishankar, "A Name-Based Mapping Scheme for Rendezvous" (1996); weights after Schindelhauer and
 Schomaker (2005).
@@ -30,7 +30,7 @@ class Member(msgspec.Struct, frozen=True):
         host: Identity of the node's host. Processes with equal hosts share memory.
         endpoints: Addresses by transport: "tcp" has "host:port", "unix" has "unix:..." for clients on the same host.
         weight: The node's share of the ring, relative to other nodes.
-        incarnation: Start time of the node's process. It differs after a restart, which empties the location index.
+        incarnation: Start time of the node's process. A restart changes it, and empties the node's location index.
     """
 
     node_id: NodeId
@@ -58,7 +58,7 @@ class View(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def ring(self) -> "Ring":
-        """The ring that this view's members form."""
+        """The ring of this view's members, which gives each key its owner."""
         return Ring([(member.node_id, member.weight) for member in self.members])
 
     def member(self, node_id: NodeId) -> Member | None:
@@ -90,19 +90,19 @@ class Ring:
 
     def owners(self, keys: KeyArray) -> npt.NDArray[np.int16]:
         """Return the index in `nodes` of each key's owner; -1 when there are no nodes."""
-        slots = keys[:, 0] >> np.uint64(64 - SLOT_BITS)  # not the low half: the index of the table uses it
+        slots = keys[:, 0] >> np.uint64(64 - SLOT_BITS)  # the high half, since the table's index uses the low half
         owners: npt.NDArray[np.int16] = self.owner_of_slot[slots]
         return owners
 
     def shares(self, keys: KeyArray) -> dict[NodeId, list[int]]:
-        """Return the indices of each owner's keys. Nodes that own none of the keys are left out."""
+        """Map each owner to the indices of its keys in `keys`. Nodes that own none of the keys are left out."""
         owners = self.owners(keys)
         some = np.unique(owners[owners >= 0]).tolist()
         return {self.nodes[owner]: np.flatnonzero(owners == owner).tolist() for owner in some}
 
 
 def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Mix bits with the finaliser of SplitMix64. The result is the same on every machine."""
+    """Mix the bits of each number, like SplitMix64 without its first shift. The result is equal on every machine."""
     x = (x + np.uint64(0x9E3779B97F4A7C15)) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))

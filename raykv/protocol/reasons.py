@@ -1,4 +1,4 @@
-"""Reasons why a chunk left a node, and places where a chunk can be. Messages contain their numbers."""
+"""Reasons why a chunk left a tier, and the tiers where a chunk can be. Messages contain the enum values."""
 
 from enum import IntEnum
 
@@ -11,7 +11,7 @@ class _Word(IntEnum):
 
 
 class Reason(_Word):
-    """Why a chunk left a node."""
+    """Why a chunk left memory or a lower tier. NONE: no departure is known. DROPPED: its quota group was dropped."""
 
     NONE = 0
     EVICTED = 1
@@ -23,7 +23,7 @@ class Reason(_Word):
 
 
 class Place(_Word):
-    """The tier that a chunk is in, or that it left."""
+    """The tier that a chunk is in, or that it left. DRAM: the arena. OTHER: a tier of another kind."""
 
     NOWHERE = 0
     DRAM = 1

@@ -29,7 +29,7 @@ class Ticket(Model):
     """The holders of the first chunks of one prompt.
 
     Attributes:
-        group: The namespace without salt and LoRA adapter. An error names the fields in which it differs.
+        group: The namespace without salt and LoRA adapter. An error for another namespace names the fields that differ.
         digest: Digest of the whole namespace, as hexadecimal text.
         runs: The nodes that hold the chunks, in the order of the chunks.
     """
@@ -40,12 +40,12 @@ class Ticket(Model):
 
     @classmethod
     def of(cls, namespace: Namespace, holders: Sequence[NodeId]) -> Self:
-        """Make a ticket. `holders` has one node for each chunk. The ticket covers at most MAX_RUNS runs."""
+        """Make a ticket. `holders` has one node for each chunk. Chunks after the first MAX_RUNS runs are left out."""
         runs = tuple(Run(node_id=name, chunks=len(list(group))) for name, group in groupby(holders))
         return cls(group=namespace.group, digest=namespace.digest.hex(), runs=runs[:MAX_RUNS])
 
     def match(self, namespace: Namespace, wanted: int) -> Match:
-        """Return the leading chunks that the ticket names, at most `wanted`.
+        """Return the leading chunks, at most `wanted`, with the holders that the ticket names.
 
         Raises:
             NamespaceMismatch: The ticket belongs to another namespace. The error names the fields that differ.

@@ -1,7 +1,7 @@
 """Recorded requests of a live cluster, with the chunks of each request.
 
-Reads of shared memory send no message. So while a node records a trace, clients report requests to the node on their
-host. A flag in the chunk table turns recording on. One call of `match` is one request, with the keys of the prompt.
+Clients read shared memory without a message to the node. So while a node records a trace, clients on its host report
+their requests to it. A flag in the chunk table turns recording on. One call of `match` is one request, with its keys.
 """
 
 import json
@@ -20,7 +20,7 @@ class TracedRequest(msgspec.Struct, array_like=True):
     keys: bytes
 
     def line(self) -> str:
-        """Return the JSON line that the planner reads."""
+        """Return the request as one line of JSON, the input format of the planner."""
         names = [self.keys[at : at + KEY_NBYTES].hex() for at in range(0, len(self.keys), KEY_NBYTES)]
         fields = {
             "at_s": round(self.at_s, 6),
