@@ -1,1 +1,1 @@
-"""The members of a cluster, its list of namespaces, and a proxy to both for nodes without Ray."""
+"""The members of a cluster, its list of namespaces, and a proxy through which nodes without Ray use both."""

@@ -1,7 +1,7 @@
 """The directory: the members of a cluster. `raykv.cluster.actors` runs this code in the directory actor.
 
-Reading and storing chunks does not need the directory. If the directory fails, nodes and clients use their last view.
-After a restart the directory is empty, and adopts the view of the first node that calls.
+Reading and storing chunks does not need the directory. If the directory fails, nodes and clients use their last view
+(list of members). After a restart the directory is empty, and adopts the view of the first node that calls it.
 """
 
 import logging
@@ -27,7 +27,7 @@ class MembershipPort(Protocol):
         ...
 
     def configure(self, change: Configure) -> bytes:
-        """Change or drop a quota group. Return the new list of namespaces, encoded by `NamespaceRegistry.encode`.
+        """Configure or drop a quota group. Return the new list of namespaces, encoded by `NamespaceRegistry.encode`.
 
         Raises:
             UsageError: A field of the request is wrong.
@@ -36,7 +36,7 @@ class MembershipPort(Protocol):
         ...
 
     def leave(self, node_id: NodeId) -> None:
-        """Remove a node that stops for good."""
+        """Remove a node from the members, since it stops for good."""
         ...
 
 
@@ -44,7 +44,7 @@ class Membership:
     """The logic of the directory. It has no clock and no lock: callers pass the time and hold a lock.
 
     Attributes:
-        view: The current list of members. Every change increases its epoch, also after a restart of the directory.
+        view: The list of members. Each change increases its epoch, also after a restart of the directory.
         registry: The list of namespaces that were configured or dropped.
     """
 
@@ -52,12 +52,12 @@ class Membership:
         """Start without members. A member that sends no heartbeat for `member_timeout_s` is removed from the view."""
         self._timeout_s = member_timeout_s
         self._seen_s: dict[NodeId, float] = {}
-        self._merged: set[NodeId] = set()  # these nodes' lists of namespaces are merged into `registry`
+        self._merged: set[NodeId] = set()  # nodes whose lists of namespaces are merged into `registry`
         self.view = View()
         self.registry = NamespaceRegistry()
 
     def beat(self, heartbeat: Heartbeat, *, now_s: float) -> HeartbeatAnswer:
-        """Handle a heartbeat. A new member, or a member with a new address or incarnation, causes a new view.
+        """Handle a heartbeat. A new member, a member with a new address, or a restarted member causes a new view.
 
         Raises:
             UsageError: The heartbeat's `registry` is not a list of namespaces.
@@ -84,7 +84,7 @@ class Membership:
         return HeartbeatAnswer(self.view if self.view.epoch > heartbeat.epoch else None)
 
     def configure(self, change: Configure, *, now_ns: int) -> bytes:
-        """Change or drop a quota group; see `MembershipPort.configure`. `now_ns` is the wall clock."""
+        """Configure or drop a quota group; see `MembershipPort.configure`. `now_ns`: wall-clock time."""
         namespace = Namespace.load(codec.fields(change.namespace))
         if change.registry is not None:  # this directory may have restarted and lost its list
             self.registry.merge(NamespaceRegistry.decode(change.registry))
@@ -95,7 +95,7 @@ class Membership:
         return self.registry.encode()
 
     def leave(self, node_id: NodeId) -> None:
-        """Remove a node that stops for good."""
+        """Remove a node from the members, since it stops for good."""
         self._seen_s.pop(node_id, None)
         if self.view.member(node_id) is not None:
             self._publish([known for known in self.view.members if known.node_id != node_id])
@@ -119,7 +119,7 @@ class InProcessMembership:
     """A `MembershipPort` in this process, for `raykv.embedded` and the directory actor. Thread-safe.
 
     Attributes:
-        logic: Members, view and namespaces.
+        logic: The members and the list of namespaces.
     """
 
     def __init__(self, *, member_timeout_s: float) -> None:

@@ -14,8 +14,8 @@ from raykv.errors import CapacityError, UsageError
 from raykv.protocol.namespace import Namespace
 
 MAX_ENTRIES: Final = 1024
-"""The list holds at most this many configs, and at most this many drops. A node that was unreachable reads the drops
-from the list."""
+"""The list has at most this many configured namespaces; one more is refused. It also has at most this many dropped
+namespaces, for nodes that were unreachable; one more replaces the oldest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +24,9 @@ class Entry:
 
     Attributes:
         namespace: The quota group.
-        config: Its config.
-        changed_ns: Time of the last change, in nanoseconds since 1970. The later change wins.
-        dropped_ns: Time of the last drop; 0 means never. Chunks stored before this time are deleted.
+        config: The config of the group.
+        changed_ns: Time of the last change, in nanoseconds since 1970. If two copies differ, the later change wins.
+        dropped_ns: Time of the last drop; 0 means never. A node that learns of a later drop deletes the group's chunks.
     """
 
     namespace: Namespace
@@ -42,11 +42,11 @@ class Entry:
 
 @dataclass(slots=True)
 class NamespaceRegistry:
-    """One copy of the list.
+    """One copy of the list of namespaces.
 
     Attributes:
-        version: Grows with every change of the directory's copy. A node's copy has the version that it received.
-        entries: The entry of each quota group, by the digest of the group.
+        version: Grows with every change of the directory's copy. A node's copy has the version that the node received.
+        entries: Maps the digest of each quota group to its entry.
     """
 
     version: int = 0
@@ -62,7 +62,7 @@ class NamespaceRegistry:
 
         Raises:
             ConfigError: A field is wrong or unknown.
-            CapacityError: There are MAX_ENTRIES namespaces with a config.
+            CapacityError: MAX_ENTRIES other namespaces have a config already.
         """
         group = namespace.group
         config = NamespaceConfig.load({**self.config(group.digest).model_dump(), **fields})
@@ -72,12 +72,12 @@ class NamespaceRegistry:
         self._set(group, config, now_ns)
 
     def drop(self, namespace: Namespace, *, now_ns: int) -> None:
-        """Record that the nodes must delete all chunks of the namespace's quota group, and reset its config."""
+        """Reset the config of the namespace's quota group, and record that nodes must delete the group's chunks."""
         self._set(namespace.group, NamespaceConfig(), now_ns, drop=True)
         self.trim()
 
     def trim(self) -> None:
-        """Keep only the MAX_ENTRIES dropped namespaces that were dropped last."""
+        """Remove the oldest dropped namespaces from the list if there are more than MAX_ENTRIES."""
         dropped = self._dropped()
         if len(dropped) > MAX_ENTRIES:
             old = {digest for _, digest in dropped[:-MAX_ENTRIES]}
@@ -99,7 +99,7 @@ class NamespaceRegistry:
         """Return the entries that this copy must take over from another copy."""
         found = []
         dropped = self._dropped()
-        trimmed = dropped[-MAX_ENTRIES] if len(dropped) >= MAX_ENTRIES else None  # older drops were trimmed here
+        trimmed = dropped[-MAX_ENTRIES] if len(dropped) >= MAX_ENTRIES else None  # `trim` has removed older drops
         for digest, theirs in other.entries.items():
             mine = self.entries.get(digest)
             if mine is None:

@@ -17,7 +17,7 @@ from raykv.types import NodeId
 T = TypeVar("T")
 
 ANSWER_S: Final = 4.0
-"""Time limit for one call to the directory through the proxy."""
+"""A node waits at most this many seconds for one call to the directory through the proxy."""
 
 
 class _NoLeases:
@@ -31,7 +31,7 @@ class MembershipProxyServer:
     """The service that forwards a node's calls to the directory. Thread-safe if the `MembershipPort` is.
 
     Attributes:
-        epoch: Always 0, since the proxy has no view.
+        epoch: Always 0, since the proxy has no list of members.
     """
 
     epoch = 0
