@@ -1,1 +1,1 @@
-"""Shared memory: the arena that holds chunk bytes, the chunk table, and the slots of the arena."""
+"""The shared memory of one node: the chunk table, and the arena, whose slots hold the bytes of chunks."""

@@ -1,4 +1,4 @@
-"""Shared memory: a file in a tmpfs or hugetlbfs, which outlives its process, or anonymous memory."""
+"""Shared memory: a file in a tmpfs or hugetlbfs, which outlives the process that made it, or anonymous memory."""
 
 import ctypes
 import errno
@@ -24,7 +24,7 @@ class SharedMemory:
         view: All bytes of the file.
         address: Address of the first byte in this process, a multiple of the huge page size.
         page_nbytes: Page size of the hugetlbfs, or of the host if the file is not on a hugetlbfs.
-        huge_pages: Whether `populate` asks for huge pages.
+        huge_pages: "try": `populate` asks for huge pages. "require": it fails without them. "never": small pages only.
     """
 
     def __init__(self, fd: int, path: Path, nbytes: int, *, writable: bool, huge_pages: HugePages = "never") -> None:
@@ -64,7 +64,7 @@ class SharedMemory:
 
     @classmethod
     def attach(cls, path: Path, *, writable: bool, huge_pages: HugePages = "never") -> Self:
-        """Map a file that `create` made. Raises LostError: The file does not exist or may not be opened."""
+        """Map a file that `create` made. Raises LostError: It is missing, empty, or cannot be opened or mapped."""
         try:
             fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
         except OSError as error:
@@ -81,10 +81,11 @@ class SharedMemory:
     def populate(self, offset: int, nbytes: int, *, hurry: bool = False) -> bool:
         """Allocate real memory for a part of the file, so that a later access cannot kill this process with SIGBUS.
 
-        Uses huge pages if `huge_pages` allows them and the kernel has some. Other threads run during the call. A second
-        call is cheap, and replaces small pages by huge pages if the kernel has some by then. Other threads may use the
-        part meanwhile. With `hurry` a writer waits: huge pages are tried only if they are required. Returns False if
-        the file system has no room, or if huge pages are required and the kernel has none.
+        Uses huge pages if `huge_pages` allows them and the kernel has some. The kernel works without the GIL; other
+        threads may use the part during the call. A second call for the same part is cheap: it only replaces small pages
+        by huge pages, if the kernel has some by then. `hurry` means that a writer waits for this call: then huge pages
+        are tried only if they are required. Returns False if the file system has no room, or if huge pages are required
+        and the kernel has none.
         """
         mapped = self._mapped  # this reference prevents an unmap during the call
         if mapped is None:
@@ -108,10 +109,13 @@ class SharedMemory:
         return self._huge_blocks.count(1) * pages.huge_nbytes()
 
     def _take_huge_pages(self, offset: int, nbytes: int) -> bool:
-        """Allocate all huge pages inside a part. Return False if the kernel refused one. Raises OSError: No room."""
+        """Allocate all huge pages that lie wholly in a part of the file. Returns False if one was refused or not tried.
+
+        Raises OSError: The file system has no room.
+        """
         found = os.fstatvfs(self._fd)
         if self.huge_pages == "never" or (found.f_blocks and found.f_bavail * found.f_frsize < nbytes):
-            return False  # the room may not suffice; the caller's `posix_fallocate` takes all or nothing
+            return False  # if the room is too small, `posix_fallocate` in the caller fails and takes nothing
         block = pages.huge_nbytes()
         for number in range(-(-offset // block), (offset + nbytes) // block):
             if not self._huge_blocks[number] and not pages.collapse(self.address, self._fd, number * block):
@@ -120,10 +124,10 @@ class SharedMemory:
         return True
 
     def own(self, *, timeout_s: float) -> None:
-        """Become the one process that writes to this file. The ownership ends when the process ends.
+        """Become the one process that writes to this file. The ownership ends with `close` or with the process.
 
-        Waits up to `timeout_s`, because a killed process may take a moment to end. Raises ConfigError: Another process
-        still owns the file after that time.
+        Waits up to `timeout_s` for another owner, since a killed process may take a moment to end. Raises ConfigError:
+        Another process still owns the file after that time.
         """
         until_s = time.monotonic() + timeout_s
         while True:
@@ -176,7 +180,7 @@ def free_nbytes(directory: Path | None) -> int:
 
 
 def sized_by_share(config: StorageConfig, share: float) -> StorageConfig:
-    """Return the config with `arena_nbytes` set to a share of the size of `shm_dir`, rounded down to whole extents.
+    """Return the config with `arena_nbytes` set to a share of `shm_dir`'s file system, rounded down to whole extents.
 
     Raises ConfigError: The share is smaller than an extent, or `shm_dir` is not a directory.
     """

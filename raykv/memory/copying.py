@@ -21,7 +21,7 @@ STREAM_NBYTES: Final = 512 << 10
 TINY_NBYTES: Final = 240
 """Up to this size xxh3 uses another algorithm. Only the xxhash package implements it, not the compiled loops."""
 _WITHOUT_GIL_NBYTES: Final = 64 << 10
-_SHARE_NBYTES: Final = 1 << 20  # waking a thread for less does not pay
+_SHARE_NBYTES: Final = 1 << 20  # bytes per thread of a batch: waking a thread for less does not pay
 
 
 def copy(target: memoryview, source: memoryview) -> None:
@@ -137,7 +137,7 @@ class CopyThreads:
             for _ in range(helpers):
                 pool.submit(native.loops.share, job)
         except RuntimeError:
-            pass  # the process cannot start a thread, or it ends: fewer threads copy
+            pass  # the process ends, or cannot start a thread: then fewer threads copy
 
     def fill(self, targets: list[memoryview], values: list[Sequence[memoryview]]) -> npt.NDArray[np.uint64]:
         """Copy chunks, each from several views, into `targets`. Returns the chunks' checksums.

@@ -1,4 +1,4 @@
-"""The list of free rows of a chunk table. One process holds it, and derives it from the columns at every start."""
+"""The free rows of a chunk table. The writer lists them in its own memory, and finds them again at every start."""
 
 import mmap
 from collections.abc import Iterator
@@ -10,19 +10,19 @@ import numpy.typing as npt
 from raykv.types import Bits, Rows
 
 BLOCK_ROWS: Final = 1 << 16
-"""At a start, rows are read in blocks of this size, so that the arrays of one block stay in the CPU cache."""
+"""When a node starts, rows are read in blocks of this size, so that the arrays of one block stay in the CPU cache."""
 
 
 class FreeRows:
-    """The free rows of a table. Rows that were used before are on a stack, at four bytes each.
+    """The free rows of a table. Free rows before `fresh` are on a stack, at four bytes each.
 
     Attributes:
-        fresh: First row that was never used. Rows from `fresh` up to `limit` are free.
-        limit: Rows from here on must not be used, since they have no real memory yet.
+        fresh: The rows fresh .. limit - 1 are free and not on the stack. This process has not used them.
+        limit: The rows from this one on must not be used, since they have no real memory yet.
     """
 
     def __init__(self, busy: Bits, *, rows: int, limit: int) -> None:
-        """`busy` tells for each row below `limit` whether the row is in use. `rows` is the size of the table."""
+        """`busy` tells for each row below `limit` whether the row is in use. `rows` is the number of all rows."""
         free_at_end = int(busy[::-1].argmax()) if busy.any() else len(busy)
         self.fresh, self.limit = len(busy) - free_at_end, limit
         self._stack: npt.NDArray[np.int32] = lazy_zeros(rows, np.int32)

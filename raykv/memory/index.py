@@ -4,7 +4,8 @@ Only one process writes. Other processes read without a lock. An entry is empty,
 stops at an empty entry and continues past a removed entry. The index exists twice, and one copy is in use:
 `rebuild_index` fills the other copy, then switches to it.
 
-An index without an empty entry is full or damaged. A search in it raises LostError. A restart of the node rebuilds it.
+An index without an empty entry is full or damaged. There, a search for a missing key raises LostError. A restart of the
+node rebuilds the index.
 """
 
 from typing import Final, NoReturn
@@ -18,23 +19,23 @@ from raykv.memory.layout import Cells, Columns
 from raykv.types import KeyArray, Rows
 
 EMPTY: Final = 0
-"""Fresh pages are zero, so a fresh index is empty."""
+"""An entry at which a search ends. It is 0, like the bytes of new pages, so that a new index is empty."""
 REMOVED: Final = 1
 FIRST: Final = 2
-"""The entry of row 0."""
+"""The entry of row 0. Row n has the entry FIRST + n."""
 MOST_REMOVED_SHARE: Final = 4
 """The index is rebuilt when more than 1/MOST_REMOVED_SHARE of its entries are removed entries."""
 
 _MIX: Final = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: the product spreads similar keys
 _LOW_64: Final = (1 << 64) - 1
-_LONG_SEARCH: Final = 256  # steps of a numpy search before it looks for an empty entry
+_LONG_SEARCH: Final = 256  # after this many steps, a numpy search tests if it can end
 
 
 class HashIndex:
     """Lookups for readers, and changes for the one writer.
 
     Attributes:
-        records: The bytes of the array of `layout.RECORD`.
+        records: The records of all rows, as bytes; see `layout.RECORD`.
         removed: Number of removed entries in the copy in use. Correct only in the writer's process.
     """
 
@@ -51,10 +52,10 @@ class HashIndex:
         raise NotImplementedError
 
     def find(self, keys: KeyArray) -> Rows:
-        """Return the row of each key, in any state, or -1.
+        """Return the row of each key, whatever the row's state, or -1 if the key is not in the index.
 
-        A key may be missed while the writer moves its entry. A row may change right after this call, so the caller
-        compares the row's generation before and after use. Raises LostError: The index is full or damaged.
+        A lookup may miss a key while the writer rebuilds the index. A row may change right after this call, so the
+        caller compares the row's generation before and after use. Raises LostError: The index is full or damaged.
         """
         return self._lookup(keys, None)[0]
 
@@ -89,7 +90,7 @@ class HashIndex:
         pending, last_row = np.arange(len(keys)), len(columns.key_lo) - 1
         for step in range(1, self._size + 1):
             entry = index[position[pending]]
-            # Other entries read row 0, which always has real memory. A row after `rows_populated` may have none.
+            # If an entry is no row, row 0 is read instead: it always has real memory. Later rows may have none.
             row = np.where((entry >= FIRST) & (entry <= last_row + FIRST), entry - FIRST, 0)
             found = (entry >= FIRST) & (columns.key_lo[row] == lo[pending]) & (columns.key_hi[row] == hi[pending])
             rows[pending[found]] = row[found]
@@ -103,7 +104,7 @@ class HashIndex:
         return self._raise_damaged()
 
     def _home(self, hi: npt.NDArray[np.uint64], lo: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
-        """Return the entry at which the search for each key begins. It mixes the halves, as a key may not be a hash."""
+        """Return the entry at which the search for each key begins. Mixes the halves, since keys need not be hashes."""
         mixed = (hi ^ lo) * np.uint64(_MIX) >> np.uint64(32)
         return (mixed * np.uint64(self._size) >> np.uint64(32)).astype(np.int64)
 
@@ -121,12 +122,12 @@ class HashIndex:
         return entries
 
     def insert(self, keys: KeyArray, rows: Rows) -> None:
-        """Write keys to the columns of `rows`, then enter the rows. The keys must not be in the index yet."""
+        """Write keys to the columns of `rows`, then put the rows into the index. The keys must not be in it yet."""
         self.columns.key_hi[rows], self.columns.key_lo[rows] = keys[:, 0], keys[:, 1]
         self._enter(self.index, rows)
 
     def remove(self, rows: Rows) -> None:
-        """Take rows out of the index. Skips rows that are not in it. The rows' generations must be odd already."""
+        """Take rows out of the index. Skips rows not in it. Generations of rows without a pin must be odd already."""
         for row in rows.tolist():
             self._remove_one(row)
 
@@ -158,17 +159,20 @@ class HashIndex:
             position = position - 1 if position else size - 1
 
     def rebuild_index(self, rows: Rows) -> None:
-        """Fill the other copy with `rows`, then switch to it. A lookup during the rebuild still finds all rows."""
+        """Fill the other copy with `rows`, then switch to it. A lookup during the rebuild still finds all rows.
+
+        If the other copy gets no memory, the copy in use is filled again. Then lookups may miss rows meanwhile.
+        """
         number = 1 - self.active[0]
         if not self._populate_copy(number):
-            number = self.active[0]  # no memory for the other copy: readers miss rows during the rebuild
+            number = self.active[0]
         self.copies[number][:] = EMPTY
         self._enter(self.copies[number], rows)
         self.active[0] = number
         self.removed = 0
 
     def _enter(self, index: npt.NDArray[np.int32], rows: Rows) -> None:
-        """Put each row at the first free entry at or after its key's home."""
+        """Write each row to the first empty or removed entry at or after the `_home` of its key."""
         if native.loops is not None:
             reused = native.loops.enter(self.records, index, np.ascontiguousarray(rows))
             if reused < 0:

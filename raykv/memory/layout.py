@@ -31,9 +31,9 @@ class RowState(IntEnum):
     READY = 2
     """The row holds a chunk and is in the index."""
     QUARANTINED = 3
-    """The writer's connection broke, and it may still write. The slot is free again after QUARANTINE_S."""
+    """The writer's connection broke, but the writer may still fill the slot. The row is free after QUARANTINE_S."""
     PENDING_DELETE = 4
-    """Deleted while pinned. The row is not in the index, and is free after the last unpin."""
+    """The chunk was removed while pinned. The row is not in the index, and becomes FREE at the last unpin."""
 
 
 HEADER: Final = np.dtype(
@@ -66,7 +66,7 @@ RECORD: Final = np.dtype(
         ("key_lo", "<u8"),
     ]
 )
-"""The fields that lookups and reads need. Two records fill one cache line, so a record costs one cache miss."""
+"""The fields of a row for lookups and reads. Two records fill one cache line, so a record costs one cache miss."""
 COLUMNS: Final[dict[str, str]] = {
     "checksum": "<u8",
     "inserted": "<u4",
@@ -99,13 +99,13 @@ class Columns:
         generation: The row is readable if this is even and not 0. It changes with every new content of the row.
         page: Start of the slot in the arena, in units of SLOT_ALIGNMENT_NBYTES.
         nbytes: Length of the chunk. In a lent row: size of the slot.
-        inserted, accessed, expires: Times in ticks; `expires` 0 means never. Readers write `accessed` and `frequency`
-            without a lock, since a lost update does no harm.
-        frequency: Number of reads.
+        inserted, accessed, expires: Times in ticks; `expires` 0 means never. In a quarantined row, `inserted` is the
+            end of the quarantine. Readers write `accessed` and `frequency` without a lock; a lost update does no harm.
+        frequency: Number of reads since the commit.
         depth: Number of chunks before this chunk in its chain.
         parent, parent_generation: Row of the chunk before this chunk (-1: none), and that row's generation at the
             commit. If that row has another generation now, the parent chunk is gone.
-        children: Number of READY rows whose live parent is this row.
+        children: Number of READY rows whose parent is the chunk in this row.
         group: Number of the quota group in the table's list of namespaces.
         pins: Number of pins, which keep the bytes in place.
         state: See `RowState`.

@@ -43,7 +43,7 @@ def parse_list(text: str) -> set[int]:
 
 @contextmanager
 def preferred(node: int) -> Iterator[bool]:
-    """Let this thread take new pages from one NUMA node, as long as the node has free pages.
+    """In the `with` block, this thread takes new pages from one NUMA node, as long as the node has free pages.
 
     Yields: Whether this is allowed. If the kernel or the container forbids it, pages come from any node.
     """

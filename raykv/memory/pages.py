@@ -2,8 +2,8 @@
 
 The first access to 2 MiB costs a process one page fault with a huge page, and 512 without. Ways to get huge pages:
 
-* MADV_COLLAPSE (Linux 6.1 and later) turns a block with at least one page into a huge page. It needs no privilege and
-  no mount option. `collapse` first allocates one small page, so the kernel has only this page to copy.
+* MADV_COLLAPSE (Linux 6.1 and later) makes one huge page of the small pages in its place, if there is at least one. It
+  needs no privilege and no mount option. `collapse` first allocates one small page, so the kernel copies only this one.
 * If the tmpfs is mounted with huge=within_size or huge=always, the kernel takes huge pages by itself.
 * On hugetlbfs all pages are huge. They come from a pool that the administrator has filled.
 
@@ -89,9 +89,9 @@ def try_collapse() -> bool:
 
 
 def collapse(address: int, fd: int, offset: int) -> bool:
-    """Turn the block at `offset` of a file into a huge page. The file is mapped at `address`. Returns False on failure.
+    """Make a huge page at `offset` of a file that is mapped at `address`. Returns whether the kernel did so.
 
-    Raises OSError: The file system has no room for the block's first page (ENOSPC or ENOMEM).
+    Raises OSError: The file system has no room for the first small page (ENOSPC or ENOMEM).
     """
     os.posix_fallocate(fd, offset, 1)
     return not _libc.madvise(address + offset, huge_nbytes(), MADV_COLLAPSE)

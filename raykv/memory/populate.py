@@ -2,7 +2,7 @@
 
 A page of a shared file takes real memory at the first access. If there is no memory, the access kills the process. So
 each extent is populated before its first use. Usually `Populator.step` does this on a background thread. If a writer
-needs an unpopulated extent, the extent is populated at once, in small pages. `Slots` holds the state of each extent.
+needs an unpopulated extent, it is populated at once, usually in small pages. `Slots` holds the state of each extent.
 """
 
 import logging
@@ -20,7 +20,8 @@ log = logging.getLogger(__name__)
 
 AHEAD_NBYTES: Final = 256 << 20
 AHEAD_SHARE: Final = 8
-"""Free extents of AHEAD_NBYTES are populated in advance, or 1/AHEAD_SHARE of the arena if that is less."""
+"""This many bytes of free extents are populated in advance: AHEAD_NBYTES, or 1/AHEAD_SHARE of the arena if that is
+less."""
 AHEAD_ROWS: Final = 1 << 18
 """This many free rows are populated in advance."""
 
@@ -30,14 +31,14 @@ class Populator:
 
     Attributes:
         on_populated: Hooks, for example to register memory with a NIC or a GPU. Each is called once per extent, with
-            (offset, nbytes), after the extent got memory and before its first use. The caller holds the node's lock. No
-            hook is called for extents that an earlier process populated and that hold chunks; see `Table.extent_slots`.
+            (offset, nbytes), after the extent got memory and before its first use. The node's lock is held. No hook is
+            called for extents that had a slot size when this process took over the table; see `Table.extent_slots`.
     """
 
     def __init__(
         self, arena: SharedMemory, table: Table, slots: Slots, free_rows: FreeRows, *, nodes: Sequence[int] = (0,)
     ) -> None:
-        """Set `slots.populate`. Neighbouring extents take memory from the NUMA nodes in `nodes`, in turn."""
+        """Let `slots` call this object to populate. Neighbouring extents take memory from the NUMA `nodes` in turn."""
         self._arena, self._table, self._slots, self._free_rows = arena, table, slots, free_rows
         self._nodes = nodes
         self._ahead_nbytes = min(AHEAD_NBYTES, arena.nbytes // AHEAD_SHARE)
@@ -54,8 +55,8 @@ class Populator:
 
         `lock` is the node's lock; the caller must not hold it. `quiet` means that nobody writes and the host has memory
         to spare: then populate the whole arena, and try failed extents again. During writes this would take a core and
-        memory bandwidth from the writers. Returns True if the caller should call again at once. If the file system is
-        full, returns False, and the caller should call again later.
+        memory bandwidth from the writers. Returns True if the caller should call again at once, and False if nothing is
+        due or the file system is full: then the caller should call again later.
         """
         with lock:
             extent, rows = self._next_extent(quiet=quiet), self._next_rows()

@@ -68,8 +68,10 @@ class ShmReader:
         """Copy chunks into the caller's buffers.
 
         `into` has an entry per key: a writable, contiguous buffer of the chunk's length, or a list of buffers with that
-        total length. Returns (hits, the number of bytes copied). A hit means that the buffers hold the chunk. Without a
-        hit their content is undefined. Raises UsageError: An entry of `into` is no such buffer.
+        total length. A wrong length is a miss, and with `verify` a wrong checksum too. `threads` help to copy. Returns
+        (whether each key is a hit, the number of bytes in the hits). A hit means that the key's buffers hold the chunk.
+        Without a hit their content is undefined. Raises UsageError: An entry of `into` has a wrong type, is read-only,
+        or is not contiguous.
         """
         table, now = self.table, self.table.ticks(now_s)
         rows, generations = self._find(keys, now)
@@ -95,10 +97,11 @@ class ShmReader:
         return hits, total if hits.all() else int(lengths[hits].sum())
 
     def read_one(self, key: bytes, into: Scattered) -> bool:
-        """Copy the chunk of one 16-byte key into a writable, contiguous buffer of its length.
+        """Copy the chunk of one 16-byte key into a writable, contiguous buffer of the chunk's length.
 
-        Returns whether the buffer now holds the chunk. If not, its content is undefined. Raises ValueError: The key
-        does not have 16 bytes. BufferError, TypeError, ValueError, UsageError: `into` is not such a buffer.
+        Returns whether the buffer now holds the chunk. If not, the buffer's content is undefined; a wrong length is a
+        miss. Raises ValueError: The key does not have 16 bytes. BufferError, TypeError, ValueError, UsageError: `into`
+        is not one buffer, is read-only, or is not contiguous.
         """
         if self._compiled is not None:
             hit: bool = self._compiled.read_one(key, into)

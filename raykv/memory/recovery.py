@@ -20,14 +20,14 @@ from raykv.types import Rows
 
 
 class Recovered(NamedTuple):
-    """What a start found in a table.
+    """What `recover` found in a table.
 
     Attributes:
         ready: Rows that hold a chunk.
         quarantined: Rows with a slot that a writer may still fill.
         slots: The arena's slots. Those of the rows in `ready` and `quarantined` are in use.
         used_nbytes: Bytes in the slots of these rows, by quota group.
-        expiring: Whether any of these rows may expire.
+        expiring: Whether any of these rows has an expiry.
     """
 
     ready: Rows
@@ -133,9 +133,9 @@ def _index_is_exact(table: Table, ready: Rows) -> bool:
 
 
 def _relink(table: Table, ready: Rows, generations: npt.NDArray[np.uint32]) -> None:
-    """Remove a link if the parent is not ready, or if the chunk's depth is not one more. Count children.
+    """Keep a link to a parent if the parent is ready, is the same chunk as at the commit, and is one place before.
 
-    `generations` is 0 for rows that are not ready.
+    Other links are removed. Counts the children of each parent. `generations`: of all rows; 0 for rows not ready.
     """
     columns, rows = table.columns, _range(ready)
     parents = columns.parent[rows]

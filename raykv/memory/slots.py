@@ -1,7 +1,7 @@
 """Slots of the arena. The arena consists of equal extents; an extent has slots of one size, like a slab in memcached.
 
-An extent becomes free again, for any slot size, when its last used slot becomes free. One process holds these lists. At
-a start it derives them from `extent_slots` in the chunk table and from the column `page` of the rows.
+An extent becomes free again, for any slot size, when its last used slot becomes free. The writer lists the free slots
+in its own memory. At a start it finds them by `extent_slots` in the chunk table and the column `page` of the rows.
 """
 
 from collections import deque
@@ -31,7 +31,7 @@ class Places(NamedTuple):
     """The places of slots in the arena.
 
     Attributes:
-        numbers: Number of each slot. An extent's first slot has the number of its first page; the others count up.
+        numbers: Number of each slot: the first page of its extent, plus the slot's position in the extent.
         extents: Extent of each slot.
         starts: First page of that extent.
         steps: Pages per slot; 0 in a free extent. The array has a single entry if all are equal.
@@ -46,7 +46,7 @@ class Places(NamedTuple):
 def slot_places(pages: Pages, extent_slots: npt.NDArray[np.uint32], extent_nbytes: int) -> Places:
     extent_pages = np.uint32(extent_nbytes // SLOT_ALIGNMENT_NBYTES)
     extents = pages // extent_pages
-    starts, extents_at = extents * extent_pages, extents.astype(np.intp)  # numpy indexes fastest with its own type
+    starts, extents_at = extents * extent_pages, extents.astype(np.intp)  # numpy indexes fastest with `intp`
     steps = extent_slots[extents_at] // np.uint32(SLOT_ALIGNMENT_NBYTES)
     if steps.size and (steps == steps[0]).all():
         steps = steps[:1]  # numpy divides faster by a single number
@@ -66,13 +66,13 @@ class Slots:
     """
 
     def __init__(self, extent_slots: npt.NDArray[np.uint32], extent_nbytes: int) -> None:
-        """Use and change `extent_slots`, the array of the chunk table. Call `open_extents` before any use."""
+        """Use and change `extent_slots`, the array of the chunk table. First call `enter`, then `open_extents`."""
         extents = len(extent_slots)
         self._extent_slots, self._extent_nbytes = extent_slots, extent_nbytes
         self.populate: Callable[[int], bool] = lambda extent: False
         self._extent_pages = extent_nbytes // SLOT_ALIGNMENT_NBYTES
         self.free_nbytes = extents * extent_nbytes
-        self._row_at = lazy_zeros(extents * self._extent_pages, np.int32)  # by slot number: row + 1, or 0 if it is free
+        self._row_at = lazy_zeros(extents * self._extent_pages, np.int32)  # by slot number: row + 1; 0: slot is free
         self._used = np.zeros(extents, np.int64)  # by extent: number of used slots
         self._open: dict[int, dict[int, None]] = {}  # by slot size: extents with free slots
         self._free: dict[int, int] = {}  # by slot size: number of free slots in the extents of `_open`
@@ -80,10 +80,10 @@ class Slots:
         self._unpopulated: dict[int, None] = {}
         self._failed: dict[int, None] = {}
 
-    # -- a start -----------------------------------------------------------------------------------------------------
+    # -- at start ---------------------------------------------------------------------------------------------------
 
     def enter(self, rows: Rows, places: Places) -> bool:
-        """Enter rows that have slots already. Returns False if two rows have the same slot."""
+        """Record the slots that rows have already. Returns False if two rows have the same slot."""
         entries = rows + np.int32(1)
         taken = self._row_at[places.numbers].any()
         self._row_at[places.numbers] = entries
@@ -91,7 +91,7 @@ class Slots:
         return not taken and bool((self._row_at[places.numbers] == entries).all())
 
     def open_extents(self) -> None:
-        """List the free slots and extents, after all rows that have slots are entered."""
+        """Find the free slots and the free extents. Call this after `enter` got all rows that have slots."""
         for extent, (size, used) in enumerate(zip(self._extent_slots.tolist(), self._used.tolist(), strict=True)):
             if used:
                 self._serve(extent, size)
@@ -105,7 +105,7 @@ class Slots:
     # -- taking and giving -------------------------------------------------------------------------------------------
 
     def free(self, size: int) -> int:
-        """Number of slots of `size` that `take` can give now."""
+        """Number of slots of `size` that `take` can give now, if unpopulated extents get real memory."""
         return self.free_populated(size) + (self._extent_nbytes // size) * len(self._unpopulated)
 
     def free_populated(self, size: int) -> int:
@@ -115,7 +115,7 @@ class Slots:
     def take(self, rows: Rows, size: int) -> Pages:
         """Give a slot of `size` to each row, or to the first rows if too few slots are free.
 
-        Returns: the first page of each slot.
+        Returns the first page of each slot that was given.
         """
         parts, step, done = [np.empty(0, np.int64)], size // SLOT_ALIGNMENT_NBYTES, 0
         while done < len(rows) and (extent := self._open_extent(size)) >= 0:
@@ -217,7 +217,7 @@ class Slots:
         return _used(self._row_at[start : start + self._extent_pages])
 
     def sample(self, count: int, rng: "np.random.Generator", size: int | None = None) -> Rows:
-        """Return the rows of about `count` slots, in random runs of neighbouring slots."""
+        """Return the rows of used slots in a sample of `count` slots: random runs. With `size`, only of this size."""
         extents = np.flatnonzero((self._used > 0) & (size is None or self._extent_slots == size))
         slots = self._extent_nbytes // self._extent_slots[extents].astype(np.int64)
         ends = np.cumsum(-(-slots // RUN_SLOTS))

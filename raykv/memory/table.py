@@ -37,11 +37,11 @@ from raykv.types import Bits, KeyArray, Rows
 
 
 class Table(HashIndex):
-    """A mapped chunk table. Only the writer may call methods that change it, except `touch`.
+    """A mapped chunk table. Only the writer may call methods that change the table; but any reader may call `touch`.
 
     Attributes:
         header: One element of type HEADER.
-        namespaces: Array of NAMESPACE. The text is the quota group's JSON; an entry with empty text is free.
+        namespaces: The quota groups by number, of type NAMESPACE. `text` is the group as JSON; empty if unused.
         extent_slots: The slot size of each extent of the arena, in bytes. 0 means that the extent is free.
     """
 
@@ -143,9 +143,9 @@ class Table(HashIndex):
 
     @contextmanager
     def changing(self) -> Iterator[bool]:
-        """Set `dirty` during a change. If the change does not finish, `dirty` stays set; recovery repairs the index.
+        """Set the header's `dirty` in a `with` block. If it does not finish, `dirty` stays: recovery repairs the index.
 
-        Yields: whether an earlier change did not finish.
+        Yields: Whether `dirty` was set before, since an earlier change did not finish.
         """
         was_dirty = bool(self.header["dirty"])
         self.header["dirty"] = 1
@@ -161,7 +161,7 @@ class Table(HashIndex):
     def texts(self) -> dict[int, bytes]:
         texts = self.namespaces["text"]
         known = np.flatnonzero(self.known_namespaces).tolist()
-        return {number: text for number in known if (text := bytes(texts[number]))}  # the writer may have cleared one
+        return {number: text for number in known if (text := bytes(texts[number]))}  # the writer may have cleared it
 
     # -- rows -------------------------------------------------------------------------------------------------------
 

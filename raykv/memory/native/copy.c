@@ -124,8 +124,8 @@ void copy_bytes(char *to, const char *from, size_t n, int stream) {
    caller's thread holds the buffers and copies too, since the helper threads may start late or never. */
 typedef struct {
     void (*copy)(const void *batch, Py_ssize_t at);
-    const void *batch; /* belongs to the caller: a thread may use it only after it has begun a chunk */
-    Py_ssize_t count, step, begun, ended; /* numbers of chunks; a thread takes `step` at once */
+    const void *batch; /* belongs to the caller, which waits only for begun chunks: read it only to copy those */
+    Py_ssize_t count, step, begun, ended; /* all in chunks; a thread begins `step` of them at once */
 } job_t;
 
 #define JOB "raykv.job"
@@ -150,8 +150,9 @@ static void end_job(job_t *job) {
 
 static void free_job(PyObject *capsule) { PyMem_Free(PyCapsule_GetPointer(capsule, JOB)); }
 
-/* Copy all chunks of a batch. `call` gets the job, to wake helper threads; None means no helpers. `keep_lock`: hold the
-   GIL. Returns 0 with an exception if `call` or an allocation fails. On return no thread copies for this batch. */
+/* Copy all chunks of a batch. Unless `call` is None, `call(job)` is called first; it hands the job to helper threads.
+   With `keep_lock` this thread keeps the GIL while it copies. Returns 1, or 0 with a Python exception set if `call` or
+   an allocation fails. On return no thread copies for this batch. */
 int run_job(void (*copy)(const void *, Py_ssize_t), const void *batch, Py_ssize_t count, PyObject *call, int keep_lock) {
     job_t alone = {copy, batch, count, count / STEPS_A_JOB + 1, 0, 0}, *job = &alone;
     PyObject *capsule = NULL, *called = NULL;

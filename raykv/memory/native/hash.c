@@ -34,7 +34,7 @@ static const uint8_t secret[192] = {
     0x45, 0xcb, 0x3a, 0x8f, 0x95, 0x16, 0x04, 0x28, 0xaf, 0xd7, 0xfb, 0xca, 0xbb, 0x4b, 0x40, 0x7e,
 };
 
-/* Assumes a little-endian processor, as the chunk table does. */
+/* Load a 64-bit number. The processor must be little-endian, as for the chunk table. */
 static inline uint64_t read64(const uint8_t *at) {
     uint64_t value;
     memcpy(&value, at, sizeof value);
@@ -175,14 +175,14 @@ uint64_t hasher_end(hasher_t *hasher) {
 #define TURN (16 * HASH_BLOCK) /* bytes that are hashed, then copied: they stay in the innermost cache in between */
 
 #if defined(__x86_64__)
-/* Do the work of `store_blocks` with streaming stores. Returns the number of bytes. */
+/* Do the work of `store_blocks` with streaming stores. Returns the number of bytes copied. */
 __attribute__((target("avx2"))) static size_t store_streamed(uint64_t *lanes, char *to, const char *from, size_t blocks,
                                                              int way) {
     size_t done = 0;
     if (way == PAGES) {
         for (; done + GROUP <= blocks * HASH_BLOCK; done += GROUP) {
             stream_group(to + done, from + done);
-            blocks_avx2(lanes, (const uint8_t *)from + done, GROUP / HASH_BLOCK, NULL); /* from the innermost cache */
+            blocks_avx2(lanes, (const uint8_t *)from + done, GROUP / HASH_BLOCK, NULL); /* `from` is cached now */
         }
     }
     blocks_avx2(lanes, (const uint8_t *)from + done, blocks - done / HASH_BLOCK, (uint8_t *)to + done);
@@ -212,8 +212,8 @@ static void store_blocks(uint64_t *lanes, char *to, const char *from, size_t blo
     end_trial(trial);
 }
 
-/* Copy pieces one after another into `to`, and hash them. If a piece begins at a block boundary of the hash, its whole
-   blocks are hashed from the source. Other bytes are hashed in the target, while they are in the CPU cache. */
+/* Copy pieces one after another into `to`. Returns their checksum. If a piece begins at a block boundary of the hash,
+   its whole blocks are hashed from the source. Other bytes are hashed in the target, while the CPU cache has them. */
 static uint64_t store_pieces(char *to, const Py_buffer *pieces, Py_ssize_t count, size_t nbytes, int stream) {
     uint64_t lanes[8];
     hash_begin(lanes);

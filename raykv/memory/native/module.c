@@ -26,8 +26,9 @@ static Py_buffer *hold(chunks_t *chunks, PyObject *object, int flags) {
     return piece;
 }
 
-/* Hold the buffers of a list of chunks. Each chunk is a buffer, or a list or tuple of buffers. Returns 0 with an
-   exception if a chunk has another type, or is shorter than `least`. The caller must call `let_go` in any case. */
+/* Hold the buffers of a list of chunks. Each chunk is a buffer, or a list or tuple of buffers. Returns 1, or 0
+   with a Python exception set if a buffer cannot be used with `flags`, if a chunk is shorter than `least` bytes, or if
+   there is no memory. The caller must call `let_go` in any case. */
 int hold_chunks(chunks_t *chunks, PyObject *list, int flags, size_t least) {
     if (!(chunks->list = PySequence_Fast(list, "chunks: not a sequence")))
         return 0;
@@ -68,22 +69,22 @@ void let_go(chunks_t *chunks) {
 static PyMethodDef methods[] = {
     {"find", find, METH_VARARGS,
      "find(records, index, keys, rows, generations, now) -> bool\n\n"
-     "Write the row of each key (or -1) and its generation. now < 0: rows in any state. False: the index has no empty\n"
-     "entry, and what was written is not to be used."},
+     "Write each key's row (or -1) and the row's generation. If now >= 0, only rows that are ready and not expired at\n"
+     "this tick are found. Returns False if a search met no empty entry: then the results must not be used."},
     {"enter", enter, METH_VARARGS,
      "enter(records, index, rows) -> int\n\n"
-     "Put rows at the first free entries from their keys' homes on. Returns the number of removed entries that were used\n"
-     "again; -1 when one of them is not a row, or the index is full."},
+     "Write each row to the first empty or removed entry at or after its key's home. Returns how many removed entries\n"
+     "were used; -1 if a number in `rows` is outside the table, or if the index is full."},
     {"fill", fill, METH_VARARGS,
      "fill(slots, values, checksums, stream, call)\n\n"
-     "Copy values, each a buffer or a list of buffers, into slots of more than 240 bytes, and write their checksums.\n"
-     "call: called with a job for `share`; None: no other thread helps."},
+     "Copy values, each a buffer or a list of buffers, into slots of more than 240 bytes. Writes their checksums.\n"
+     "call(job), unless None, is called first: it makes helper threads call share(job)."},
     {"receive", receive, METH_VARARGS,
      "receive(fd, ahead, chunks, checksums, deadline_s) -> (int, int)\n\n"
-     "Fill chunks of more than 240 bytes, each a list or tuple of writable buffers: from `ahead` first, then from a\n"
-     "socket. Writes their checksums, unless that is None. Returns 0 (full), 1 (late), 2 (closed by the peer) or the\n"
-     "negative error number; and how many chunks are full."},
-    {"share", share, METH_O, "share(job): copy chunks of a batch until none is left to begin."},
+     "Fill chunks of more than 240 bytes, each a list or tuple of writable buffers: first with the bytes in `ahead`,\n"
+     "then from the socket. Writes the checksum of each full chunk unless `checksums` is None. Returns two numbers: 0\n"
+     "(all are full), 1 (the deadline passed), 2 (the peer closed) or a negative errno; and how many chunks are full."},
+    {"share", share, METH_O, "share(job): copy chunks of the job's batch until all are begun. Helper threads call it."},
     {"avx2", avx2, METH_O, "avx2(wanted) -> bool: use AVX2 from now on, or do not. Returns whether it is in use."},
     {NULL, NULL, 0, NULL},
 };

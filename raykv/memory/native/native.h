@@ -14,10 +14,10 @@
 #include <time.h>
 
 #define PAGE_SHIFT 12
-#define HASH_LEAST 240                /* xxh3 uses another algorithm up to this size; the xxhash package has it */
-#define WITHOUT_GIL_NBYTES (32 << 10) /* a copy of at least this size releases the GIL */
-#define WITHOUT_GIL_ONE_NBYTES (256 << 10)
-#define WITHOUT_GIL_KEYS 4096
+#define HASH_LEAST 240                /* up to this size xxh3 uses an algorithm that is not implemented here */
+#define WITHOUT_GIL_NBYTES (32 << 10) /* a read of at least this size in all releases the GIL */
+#define WITHOUT_GIL_ONE_NBYTES (256 << 10) /* the same, for `read_one` */
+#define WITHOUT_GIL_KEYS 4096 /* a lookup of at least this many keys releases the GIL */
 
 typedef struct {
     uint32_t generation, expires, page, nbytes;
@@ -56,7 +56,7 @@ void let_go(chunks_t *chunks);
 enum { FETCHED, PAGES, PLAIN, WAYS }; /* ways of a large copy; see stream_avx2 */
 
 typedef struct {
-    uint32_t begun, cost[WAYS]; /* number of tries; picoseconds per byte of each way's best try, or 0 */
+    uint32_t begun, cost[WAYS]; /* number of tries; picoseconds per byte in each way's best try; 0: none */
 } choice_t;
 
 typedef struct {

@@ -8,7 +8,7 @@
 #define FIRST 2 /* index entries: 0 empty, 1 removed, row + 2 */
 #define REMOVED 1
 #define APART 8               /* memory is used this many keys after its prefetch */
-#define UNDER_WAY (4 * APART) /* keys of one call whose lookup is in progress */
+#define UNDER_WAY (4 * APART) /* at most this many keys of a call are looked up at once */
 #define BEHIND 3              /* records to prefetch if the first one has another key */
 #define NO_END (-2)           /* result of `probe`: the index has no empty entry */
 
@@ -57,7 +57,8 @@ int32_t probe(const record_t *records, size_t rows, const int32_t *index, size_t
 
 /* Look up many keys. The memory for a key is prefetched in three stages, which overlap with the stages of other keys.
    Stage 1 fetches the home entry in the index. Stage 2 fetches the record of that entry, which is the right one for two
-   keys of three. Stage 3 fetches the next records, for the other keys. Returns 0 when the index has no empty entry. */
+   thirds of the keys. Stage 3 fetches the next records, for the other keys. Returns 1, or 0 if a search met no empty
+   entry. */
 static int find_all(const record_t *records, size_t rows, const int32_t *index, size_t size, const uint64_t *keys,
                     size_t count, int64_t now, int32_t *found, uint32_t *generations) {
     size_t homes[UNDER_WAY], others[UNDER_WAY], waiting = 0, probed = 0;

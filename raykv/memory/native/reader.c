@@ -195,12 +195,13 @@ static PyObject *reader_new(PyTypeObject *type, PyObject *arguments, PyObject *n
 static PyMethodDef reader_methods[] = {
     {"ready", reader_ready, METH_O, "ready(key) -> bool: whether the chunk of a 16-byte key could be read now."},
     {"read_one", (PyCFunction)(void (*)(void))reader_read_one, METH_FASTCALL,
-     "read_one(key, target) -> bool: copy the chunk of a 16-byte key into a writable buffer of its length."},
+     "read_one(key, target) -> bool: copy the chunk of a 16-byte key into a writable buffer of the chunk's length.\n"
+     "Returns whether the buffer holds the chunk now. If not, the buffer's content is undefined."},
     {"read", reader_read, METH_VARARGS,
      "read(rows, generations, targets, hits, tick, stream, call)\n\n"
-     "Copy the chunks of the rows into their targets (each a writable buffer, or a list or tuple of them), and set hits\n"
-     "where the row was the same before and after. Counts the reads. call: called with a job for `share`; None: no\n"
-     "other thread helps."},
+     "Copy the chunks of the rows into their targets (each a writable buffer, or a list or tuple of them). Sets\n"
+     "hits[i] to 1 and counts the read if rows[i] still has generations[i] after the copy. Skips rows of -1.\n"
+     "call(job), unless None, is called first: it makes helper threads call share(job)."},
     {NULL, NULL, 0, NULL},
 };
 

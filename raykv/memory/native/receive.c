@@ -1,11 +1,11 @@
-/* Receives chunks from a socket into their places, and computes their checksums; see transport/stream.py. */
+/* Receives chunks from a socket into their buffers, and computes their checksums; see transport/stream.py. */
 
 #include "native.h"
 #include <errno.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
 
-#define STEP_NBYTES (256 << 10) /* most bytes of one system call, so that they are hashed while in the cache */
+#define STEP_NBYTES (256 << 10) /* one system call receives at most this, so that the cache still has it for the hash */
 #define STEP_PIECES 256
 
 enum { FULL, LATE, CLOSED, FAILED }; /* how a call ends */
@@ -41,7 +41,7 @@ static void advance(filling_t *filling, size_t n) {
     }
 }
 
-/* Set `places` to the places of the next bytes, and return their number. */
+/* Set `places` to the free parts of buffers that the next bytes fill, in order. Returns the number of these parts. */
 static size_t next_places(const filling_t *filling, struct iovec *places) {
     size_t count = 0, nbytes = 0, skip = filling->filled;
     const chunks_t *chunks = filling->chunks;
@@ -71,8 +71,8 @@ static void fill_from(filling_t *filling, const char *from, size_t left) {
     }
 }
 
-/* Fill the remaining chunks from a socket. Each wait ends at the socket's own time limit. Runs without the GIL. Fails
-   with EINTR when Python has to handle a signal. */
+/* Fill the remaining chunks from a socket. A wait for bytes ends at the socket's own time limit; then the deadline is
+   checked. Runs without the GIL. Returns how the call ends: FAILED with EINTR if Python has to handle a signal. */
 static int fill_from_socket(filling_t *filling, int fd, int64_t deadline_ns) {
     struct iovec places[STEP_PIECES];
     while (filling->chunk < filling->chunks->count) {
