@@ -1,1 +1,1 @@
-"""Storage of one node, the only writer of its chunk table: storing, eviction and deletion of chunks."""
+"""The storage of one node: stores, evicts and deletes chunks, and is the only writer of the node's chunk table."""

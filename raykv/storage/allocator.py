@@ -24,8 +24,8 @@ from raykv.storage.batches import Chain
 from raykv.types import KeyArray, Rows
 
 AHEAD_SHARE: Final = 2
-"""Slots lent ahead of need take at most 1 / AHEAD_SHARE of the free bytes above the low-water mark, of the free bytes
-of the group's quota, and of the free rows."""
+"""Slots lent ahead of need take at most 1 / AHEAD_SHARE of each of these: the free bytes above the low-water mark, the
+free bytes of the group's quota, the free rows."""
 AHEAD_BOUND: Final = 8
 """Slots are lent ahead of need only until all lent slots take 1 / AHEAD_BOUND of the arena."""
 NO_ROWS: Final[Rows] = np.empty(0, np.int32)
@@ -52,7 +52,7 @@ class Allocator:
         self._quarantine = self._resume_quarantine(found.quarantined, now_s)
 
     def lend(self, count: int, size: int, group: int) -> tuple[Rows, Pages]:
-        """Move up to `count` rows from FREE to LENT, with slots of `size` bytes. Return rows and slot starts."""
+        """Move up to `count` rows from FREE to LENT, with slots of `size` bytes. Return the rows and slots."""
         taken = self.free_rows.take(count)
         pages = self.slots.take(taken, size)
         rows = taken[: len(pages)]
@@ -81,7 +81,7 @@ class Allocator:
         columns.depth[rows] = chain.depths
         columns.children[rows] = 0
         columns.parent[rows] = parents
-        # A parent in the same commit gets its even generation below.
+        # A parent in the same commit still has an odd generation here. `_even` gives the even one that it gets below.
         columns.parent_generation[rows] = np.where(linked, _even(columns.generation[np.maximum(parents, 0)]), 0)
         with self._table.changing():
             columns.nbytes[rows] = nbytes
@@ -147,7 +147,7 @@ class Allocator:
         self.free_rows.give(rows)
 
     def require_lent(self, rows: Rows, group: int | None = None, size: int = 0) -> None:
-        """Raise UsageError unless all rows are lent. If `group` is given, also check group and slot size."""
+        """Raise UsageError unless all rows are lent and different. If `group` is given, also check it and `size`."""
         columns, count = self._table.columns, self._table.rows_populated
         if not rows.size:
             return
@@ -161,7 +161,7 @@ class Allocator:
             raise UsageError(f"slots of another size than {size:,} bytes: lend slots for chunks of this size")
 
     def most_ahead(self, size: int, group: int) -> int:
-        """Return how many slots may be lent ahead of need. Free slots without physical memory do not count."""
+        """Return how many slots may be lent ahead of need. Free slots without real memory do not count."""
         low_water = int(self._low_water * self.slots.usable_nbytes)
         nbytes = (self.slots.free_nbytes - low_water) // AHEAD_SHARE
         nbytes = min(nbytes, self._arena_nbytes // AHEAD_BOUND - int(self.lent_nbytes.sum()))
@@ -186,9 +186,10 @@ class Allocator:
             counts += sign * np.bincount(groups, sizes, MAX_NAMESPACES).astype(np.int64)
 
     def _resume_quarantine(self, rows: Rows, now_s: float) -> deque[tuple[float, Rows]]:
-        """Continue a quarantine that an earlier process started. Start one for the rows that recovery has quarantined.
+        """Return the quarantined rows, by the time at which their quarantine ends.
 
-        If a quarantine was started, the column `inserted` holds its end. Otherwise `inserted` is not in the future.
+        If an earlier process quarantined a row, and the end in `inserted` is still to come, the row keeps this end. For
+        all other rows, the quarantine starts now.
         """
         table, inserted = self._table, self._table.columns.inserted
         now, latest = table.ticks(now_s), table.ticks(now_s + QUARANTINE_S)

@@ -50,9 +50,10 @@ def require_size(nbytes: int, extent_nbytes: int) -> None:
 def chain_of(table: Table, batch: Batch, existing: Rows, positions: npt.NDArray[np.int32], rows: Rows) -> Chain:
     """Return the parents and depths of `rows`, which get the keys at `positions`.
 
-    A chunk's parent is the chunk before it in the batch, new or existing. Its depth counts from the last chunk before
-    it that is not new: from that chunk's depth if it exists, else from `batch.depth`. `existing`: the row of each key,
-    or -1.
+    `existing`: the row of each key of the batch, or -1 if the key is not in the table. A chunk's parent is the chunk
+    before it in the batch, or `batch.parent` for the first, if that chunk is in the table or in `rows`. A chunk's
+    depth is that of the last chunk before it that is not in `rows`, plus the distance of the two. If this last chunk is
+    not in the table either, its depth follows from `batch.depth`.
     """
     if not batch.chained:
         return Chain(np.full(len(rows), -1, np.int32), np.zeros(len(rows), np.int64))

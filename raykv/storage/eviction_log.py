@@ -10,15 +10,22 @@ from raykv.protocol.reasons import Place
 from raykv.types import KeyArray
 
 EVICTION_LOG_ENTRIES: Final = 1 << 18
-"""Departures in a node's log, at 43 bytes each. New departures replace the oldest. Must be a power of two."""
+"""A node's log holds this many departures, a power of two, at 43 bytes each. New departures replace the oldest."""
 CHAIN_STEPS: Final = 64
-"""A search ends after this many departures of other keys with the same hash. Only an attacker causes so long a list."""
+"""A search gives up after this many departures of other keys with the same hash. Only an attacker causes such lists."""
 
 _MIX: Final = np.uint64(0x9E3779B97F4A7C15)
 
 
 class Departures(NamedTuple):
-    """The last departure of each key: `Reason` (NONE if the log has none), `Place`, time, and name of the policy."""
+    """The last departure of each key, one entry per key.
+
+    Attributes:
+        reasons: Why the chunk left: a `Reason`. NONE: the log has no departure of this key.
+        tiers: The tier that the chunk left: a `Place`.
+        when_s: When it left.
+        policies: Name of the policy that evicted the chunk. Empty if the chunk left for another reason.
+    """
 
     reasons: npt.NDArray[np.uint8]
     tiers: npt.NDArray[np.uint8]
@@ -27,7 +34,7 @@ class Departures(NamedTuple):
 
 
 class EvictionLog:
-    """A ring buffer of departures. Those of keys with equal hash (a bucket) form a linked list, newest first."""
+    """A ring buffer of departures. Departures of keys with equal hash (a bucket) form a linked list, newest first."""
 
     def __init__(self, entries: int = EVICTION_LOG_ENTRIES) -> None:
         self._entries, self._shift = entries, np.uint64(65 - entries.bit_length())
@@ -106,7 +113,7 @@ class EvictionLog:
         return ((keys[:, 0] ^ keys[:, 1]) * _MIX >> self._shift).astype(np.int64)
 
     def _number(self, name: str) -> int:
-        """Return the number of a policy's name. Users may add policies; after 254 names, all other names get 0."""
+        """Return the number of a policy's name. Users may add policies; after 254 names, new ones get 0: no name."""
         if name not in self._names:
             if len(self._names) == np.iinfo(np.uint8).max:
                 return 0

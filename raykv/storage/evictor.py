@@ -1,6 +1,6 @@
 """Eviction by policy, and the removal of chunks for any reason.
 
-In a large table, victims come from a sample. Only for a small quota group all rows are scanned.
+In a large table, victims come from a sample of the rows. There, all rows are scanned only for a small quota group.
 """
 
 import math
@@ -25,13 +25,14 @@ from raykv.storage.row_hints import RowHints
 from raykv.types import Bits, Rows
 
 SAMPLE_ROWS: Final = 1 << 16
-"""If a table has used at most this many rows, all are candidates for eviction. Otherwise a sample of this size is."""
+"""If a table has used at most this many rows, all of them are candidates for eviction. Otherwise
+candidates come from a sample of this many slots."""
 SAMPLE_SHARE: Final = 128
 """At least 1 / SAMPLE_SHARE of a sample is evicted, because a sample costs milliseconds. One step of eviction ahead of
 need evicts no more than that, because other threads wait for the lock."""
 FOREIGN_EXTENTS: Final = 64
-"""An extent (a part of the arena) has slots of one size. To serve another size, this many of the coldest extents are
-checked for one that can be emptied."""
+"""An extent (a part of the arena) has slots of one size. To serve another size, at most this many extents,
+the coldest first, are checked for one that can be emptied."""
 MAX_PINS: Final = (1 << 16) - 1
 
 
@@ -93,7 +94,7 @@ class Evictor:
         self._allocator.remove(rows)
 
     def reset_group(self, group: int) -> None:
-        """Give a group number to a new quota group: remove the old group's policy and its counts."""
+        """Prepare a group number for a new quota group: remove the old group's policy, and set the counts to 0."""
         self.policies.use(group, None, NO_ROWS, 1)
         self.departures[group] = self.reads_of_departed[group] = 0
 
@@ -118,7 +119,7 @@ class Evictor:
         return count
 
     def _make_room_in_quota(self, count: int, size: int, group: int, now: int) -> int:
-        """Evict the group's own chunks until its quota allows `count` more slots. Returns how many it allows."""
+        """Evict the group's own chunks until its quota allows `count` more slots. Returns how many the quota allows."""
         quota = int(self._table.namespaces["capacity"][group])
         count = min(count, quota // size) if quota else count
         while (allowed := self._within_quota(count, size, group)) < count:
@@ -154,8 +155,8 @@ class Evictor:
     def _coldest_foreign_extent(self, size: int, candidates: Rows) -> tuple[Rows, int]:
         """Return the rows of the coldest extent that can be emptied, and the tick of their last access.
 
-        Only extents with slots of other sizes than `size` count. They are ordered by the last access to the candidates
-        in them, which may be a sample.
+        Only extents with slots of other sizes than `size` count. They are ordered by the last access to those of
+        `candidates` that lie in them. Returns no rows if no extent can be emptied.
         """
         columns, slots = self._table.columns, self._allocator.slots
         last = np.full(self._table.extents, np.iinfo(np.int64).max)
@@ -181,7 +182,7 @@ class Evictor:
         return self._lacking(self._config.low_water / 2) > 0
 
     def evict_ahead(self, now: int) -> bool:
-        """Do one step of eviction, for lowered quotas or the high-water mark. Returns whether there is more to do."""
+        """Do one step of eviction, to meet quotas and the high-water mark. Returns whether there is more to do."""
         if self.over_quota:
             self._evict_over_quota(now)
             if self.over_quota:
@@ -195,7 +196,10 @@ class Evictor:
         return self._evicting_ahead
 
     def upcoming(self, share: float, now: int) -> Rows:
-        """Return the rows that would be evicted first to have this share of the arena free. Evicts nothing."""
+        """Return the rows that would be evicted first to have this share of the arena free. Evicts nothing.
+
+        In a large table, returns this share of a sample of the rows.
+        """
         count = self._lacking(share)
         if count <= 0 or not self._allocator.chunks:
             return NO_ROWS
@@ -230,7 +234,7 @@ class Evictor:
         self.policies.use(group, chosen, self._in_order(self._table.ready_rows()), now)
 
     def learn(self, rows: Rows, now: int) -> None:
-        """Report recovered chunks to the default policy. Skips policies without `on_insert`, since sorting is slow."""
+        """Report recovered chunks to the default policy, unless it has no `on_insert`: sorting the rows is slow."""
         if type(self.policies.default).on_insert is not Policy.on_insert:
             self.policies.on_insert(self._in_order(rows), now)
 
@@ -278,7 +282,7 @@ class Evictor:
         return len(rows)
 
     def _victims(self, candidates: Rows, count: int, now: int, *, one_step: bool = False) -> Rows:
-        """Choose `count` rows to evict, but at least 1 / SAMPLE_SHARE of a sample; with `one_step`, just that share."""
+        """Choose `count` rows to evict. Of a sample, at least 1 / SAMPLE_SHARE; with `one_step`, just this share."""
         if not self._is_small() and count > 0:
             count = max(1 if one_step else count, len(candidates) // SAMPLE_SHARE)
         return self.policies.victims(candidates, count, now, None if self._is_small() else self._may_evict)

@@ -26,13 +26,13 @@ def store_files(prefix: Path) -> tuple[Path, Path]:
 
 
 def remove_files(prefix: Path) -> None:
-    """Remove a node's two files. Processes that map them can use them until they unmap them."""
+    """Remove a node's two files. A process that has mapped the files can still use them."""
     for path in store_files(prefix):
         path.unlink(missing_ok=True)
 
 
 def attach_files(config: StorageConfig, prefix: Path, *, now_s: float) -> tuple[Table, SharedMemory]:
-    """Map a node's table and arena as their only writer. Raises LostError if missing, damaged or for other settings."""
+    """Map a node's files as their only writer. Raises LostError: A file is missing, damaged or not for `config`."""
     table_path, arena_path = store_files(prefix)
     memory = SharedMemory.attach(table_path, writable=True, huge_pages="try")
     memory.own(timeout_s=OWN_TIMEOUT_S)
@@ -67,7 +67,7 @@ def create_files(config: StorageConfig, prefix: Path | None, *, now_s: float) ->
 
 
 def remove_orphans(config: NodeConfig, alive: Container[str], *, now_s: float) -> list[str]:
-    """Remove the files of raykv nodes on this host after their Ray nodes have ended. Return their ids.
+    """Remove the files of raykv nodes on this host after their Ray nodes have ended. Return these raykv nodes' ids.
 
     A new Ray node has a new id, so no node would use these files again. Another Ray cluster on this host may have a
     raykv cluster of the same name, so files stay if a process owns them or has used them recently. `alive`: ids of the

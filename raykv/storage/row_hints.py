@@ -48,7 +48,7 @@ class RowHints:
         self._ended[rows] = 0
 
     def update(self, rows: Rows, now: int, ttl_s: float | None, priority: int | None, *, ended: bool | None) -> None:
-        """Change the hints of rows. None: no change. `ttl_s` 0: no expiry. A later read of a row undoes `ended`."""
+        """Change hints of rows. None: keep that hint. `ttl_s` 0: no expiry. A later read of a row undoes `ended`."""
         self.active = True
         if ttl_s is not None:
             self._table.columns.expires[rows] = expiry(now, ttl_s)
@@ -84,7 +84,7 @@ class RowHints:
 
 
 def default_priority(config: NamespaceConfig) -> int:
-    """Return the priority of new chunks. With `tiers` "ssd", memory holds chunks only until the SSD has them."""
+    """Return the priority of new chunks: the lowest for `tiers` "ssd", where memory holds them until the SSD does."""
     return -HIGHEST_PRIORITY if config.tiers == "ssd" else config.priority
 
 

@@ -40,7 +40,7 @@ from raykv.types import Batch, Bits, KeyArray, Rows
 log = logging.getLogger(__name__)
 
 EXPIRE_ROWS: Final = 1 << 16
-"""Rows that one step of `Store.expire` checks."""
+"""One step of `Store.expire` checks at most this many rows."""
 
 
 class LentSlots(NamedTuple):
@@ -89,7 +89,7 @@ class Store:
 
     @classmethod
     def open(cls, config: StorageConfig, prefix: Path | None, *, now_s: float) -> Self:
-        """Map this node's files. Missing or damaged files are replaced by empty ones.
+        """Map this node's files. If they are missing, damaged or not for `config`, make empty ones.
 
         If `prefix` is None, anonymous memory is used, which ends with the process. Raises ConfigError if there is no
         directory or no room for the files, or if the kernel lacks the required huge pages.
@@ -137,7 +137,7 @@ class Store:
         return rows, columns.generation[rows]
 
     def ready_keys(self) -> KeyArray:
-        """Return all keys that can be read. Scans all rows. Without the lock, a few keys may be missing."""
+        """Return the keys of all readable chunks. Scans all rows. Without the lock, a few keys may be missing."""
         return self.table.keys_of(self.table.ready_rows())
 
     @property
@@ -164,7 +164,7 @@ class Store:
     ) -> LentSlots:
         """Lend slots to a writer. A lent slot counts as used. Readers do not see its bytes until `commit`.
 
-        Evicts chunks to get `count` slots, but none of the keys in `protect`. Adds up to `ahead` slots without
+        Evicts chunks to get `count` slots, but no chunk of a key in `protect`. Adds up to `ahead` slots without
         eviction, at the end of the result. Returns fewer slots when the store is full. Raises UsageError if the size is
         0 or larger than an extent.
         """
@@ -174,7 +174,7 @@ class Store:
         lent, missing = [(NO_ROWS, np.empty(0, np.uint32))], count
         if count > 0:
             protected = np.concatenate([NO_ROWS, *map(self.table.find, protect)])
-            for _ in range(2):  # again if an extent could not get real memory: then chunks must be evicted instead
+            for _ in range(2):  # once more if an extent got no real memory: then chunks must be evicted instead
                 room = self.evictor.make_room(missing, size, group, protected, now)
                 lent.append(self.allocator.lend(room, size, group))
                 missing -= len(lent[-1][0])
@@ -271,7 +271,7 @@ class Store:
     # -- removing ----------------------------------------------------------------------------------------------------
 
     def delete(self, keys: KeyArray, *, now_s: float) -> int:
-        """Remove chunks; pinned chunks stay in place until the last `unpin`. Returns how many were here."""
+        """Remove chunks. The bytes of a pinned chunk stay until the last `unpin`. Returns how many were removed."""
         rows = self.table.find(keys)
         rows = np.unique(rows[rows >= 0])
         self.evictor.remove(rows, self.table.ticks(now_s), Reason.DELETED)
@@ -285,7 +285,7 @@ class Store:
         return len(rows)
 
     def drop_corrupt(self, rows: Rows, *, now_s: float) -> int:
-        """Remove chunks that `corrupt` found. The caller still holds their pins. Returns how many were here."""
+        """Remove chunks that `corrupt` found. The caller still holds their pins. Returns how many were removed."""
         rows = rows[self.table.columns.state[rows] == RowState.READY]
         self.evictor.remove(rows, self.table.ticks(now_s), Reason.CORRUPT)
         return len(rows)
@@ -301,7 +301,7 @@ class Store:
             if not rows.size:
                 continue
             with lock:
-                expires = columns.expires[rows]  # again: it may have changed before we held the lock
+                expires = columns.expires[rows]  # again: the expiry may have changed before the lock was held
                 expired = (expires > 0) & (expires <= now) & (columns.state[rows] == RowState.READY)
                 self.evictor.remove(rows[expired], now, Reason.EXPIRED)
                 count += int(expired.sum())
@@ -318,8 +318,8 @@ class Store:
         """Evict by another policy from now on. The policy learns the chunks that are here. Scans all rows.
 
         If `group` is None, set the default policy, which applies to all quota groups without their own policy. If
-        `chosen` is None, use the default policy, or for `group` None the policy of the config. Raises ConfigError if
-        there is no such policy.
+        `chosen` is None, the group uses the default policy again; if both are None, the policy of the config becomes
+        the default policy again. Raises ConfigError if there is no such policy.
         """
         if chosen is None and group is None:
             chosen = self.config.policy
@@ -328,7 +328,7 @@ class Store:
     def configure(self, group: int, config: NamespaceConfig, *, now_s: float) -> None:
         """Apply a config to a quota group. Chunks above the new quota are evicted later, by `evict_ahead`.
 
-        Raises ConfigError if the node does not know the policy. The other settings of the config are applied.
+        Raises ConfigError if the node does not know the policy. Even then the other settings are applied.
         """
         self.table.namespaces["capacity"][group] = config.dram_quota_nbytes or 0
         self.row_hints.configure(group, config)
