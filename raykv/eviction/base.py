@@ -18,14 +18,14 @@ from raykv.types import Bits, Rows
 
 Scores = npt.NDArray[np.generic]
 Ranks = Callable[[Rows, int], npt.NDArray[np.int64]]
-"""A function of rows and the time in ticks. It returns ranks. Rows of lower rank are evicted first at any score."""
+"""A function of rows and the time in ticks. It returns ranks. Rows of lower rank go first, whatever their scores."""
 Queues = npt.NDArray[np.integer[Any]]
 MayGo = Callable[[int], bool]
 Order = Callable[[Rows], Scores]
 """A function of rows. It returns one score per row. The row with the lowest score is evicted first."""
 
 SECOND_CHANCE_ROUNDS: Final = 16
-"""The most rounds of second chances in one choice of victims. After the last round no row gets another chance."""
+"""One choice of victims has at most this many rounds of second chances. After the last round, no row gets another."""
 
 
 class Policy(ABC):
@@ -38,10 +38,9 @@ class Policy(ABC):
     Attributes:
         name: Name in reports.
         leaf_first: Whether to evict a chunk only after all chunks that follow it in its chains. A chunk without its
-        parent can
-            never be matched.
+            parent can never be matched.
         drifts: Whether scores change with time, not only with reads.
-        queues: Number of queues.
+        queues: Number of queues among which `queue` divides the rows.
         capacity: Number of chunks in a full cache; None if unknown.
     """
 
@@ -63,7 +62,7 @@ class Policy(ABC):
         return [count]
 
     def second_chance(self, columns: Columns, rows: Rows, now: int) -> Bits:
-        """Return which of these rows are not evicted now. For them, this call changes the score or the queue."""
+        """Return which of these victims are spared for now. The call gives each of them another score or queue."""
         return np.zeros(len(rows), np.bool_)
 
     def on_insert(self, columns: Columns, rows: Rows, now: int) -> None:  # noqa: B027 - optional
@@ -72,7 +71,7 @@ class Policy(ABC):
     def on_request_done(  # noqa: B027 - optional
         self, columns: Columns, rows: Rows, output_tokens: int, now: int
     ) -> None:
-        """Called when the request that read or stored these rows has ended. Some engines never report this."""
+        """Called when the request that read or stored the chunks of these rows ended. Some engines never report it."""
 
     def on_remove(self, columns: Columns, rows: Rows, now: int, *, evicted: bool) -> None:  # noqa: B027 - optional
         """Called before the chunks of these rows are removed. The columns are still unchanged."""
@@ -103,7 +102,7 @@ def key_numbers(columns: Columns, rows: Rows) -> list[int]:
 def single_order(
     policy: Policy, columns: Columns, candidates: Rows, count: int, now: int, ranks: Ranks | None = None
 ) -> Order:
-    """Combine all queues and ranks into one order. Its first `count` candidates contain the share of each queue."""
+    """Combine all queues and ranks into one order. Within a rank, each queue's share of `count` comes first."""
     ranked = ranks if ranks is not None and ranks(candidates, now).any() else None
     if policy.queues == 1 and ranked is None:
         return lambda rows: policy.score(columns, rows, now)
@@ -155,7 +154,7 @@ def victims(
 def upcoming(
     policy: Policy, columns: Columns, candidates: Rows, count: int, now: int, ranks: Ranks | None = None
 ) -> Rows:
-    """Return the rows that would be evicted first if there were no second chances. Changes nothing."""
+    """Return the first `count` candidates in the order of eviction. Ignores second chances and `leaf_first`."""
     if count <= 0 or not candidates.size:
         return candidates[:0]
     order = single_order(policy, columns, candidates, count, now, ranks)
@@ -175,7 +174,7 @@ def _from_all(columns: Columns, candidates: Rows, count: int, order: Order, *, l
 
 
 def _from_sample(columns: Columns, candidates: Rows, count: int, order: Order, may_go: MayGo) -> Rows:
-    """Choose leaves of the sample in order, and each parent after its last child."""
+    """Choose leaves of the sample in order. A parent comes after its last child, and may be outside the sample."""
     leaves = candidates[columns.children[candidates] == 0]
     leaves = lowest(columns, leaves, order(leaves), min(count, len(leaves)))
 
@@ -214,8 +213,8 @@ def lowest(columns: Columns, candidates: Rows, scores: Scores, count: int) -> Ro
 def _leaves_first(columns: Columns, chosen: Rows) -> Rows:
     """Return `chosen` without the rows that have a descendant outside `chosen`. Each row comes after its descendants.
 
-    Each row gets the latest place of its descendants. The places are passed to ancestors in steps of 1, 2, 4, ...
-    levels, since chains may be very long.
+    For this order, each row takes the last place that one of its descendants has in `chosen`. Places are passed on to
+    ancestors in steps of 1, 2, 4, ... levels, since chains may be very long.
     """
     outside = len(chosen)
     by_row, parents = np.argsort(chosen), live_parents(columns, chosen)

@@ -14,7 +14,7 @@ from raykv.memory.layout import Columns
 from raykv.types import Rows
 
 FEATURES: Final = {"short": 2, "often": 4, "turn": 3, "output": 6, "together": 5, "deep": 4}
-"""The features of a class, and the number of values of each feature. The most predictive feature comes first."""
+"""The features that make up a chunk's class, and how many values each has. The most predictive comes first."""
 LEVEL_OF: Final[dict[str, Callable[[int], int]]] = {
     "short": int,
     "often": int.bit_length,
@@ -22,7 +22,7 @@ LEVEL_OF: Final[dict[str, Callable[[int], int]]] = {
     "together": lambda chunks: chunks.bit_length() - 1 if chunks else 0,
     "deep": lambda depth: (depth + 1).bit_length() // 2,
 }
-"""Functions from a count to a value of the feature. Counts above LEVELS - 1 are treated as LEVELS - 1."""
+"""Functions that turn a count into a value of the feature. Counts above LEVELS - 1 are treated as LEVELS - 1."""
 LEVELS: Final = 64
 GHOSTS_SHARE: Final = 8
 GHOSTS_MOST: Final = 1 << 18
@@ -37,18 +37,18 @@ LEARN_LEAST: Final = 20
 """Scores are computed again when 1/25 of all observations is new, but not before LEARN_LEAST observations are new."""
 MEMORY_SHARE: Final = 8
 MEMORY_LEAST: Final = 1000.0
-"""Because traffic changes, old observations lose half their weight after one read per 8 cached chunks, but not before
-MEMORY_LEAST reads."""
+"""Because traffic changes, old observations fade: the weight of all reads is halved when it exceeds MEMORY_LEAST and
+1/MEMORY_SHARE of the number of cached chunks."""
 INSERT_SHARE: Final = 10
 """Ten inserts count as one observation when the policy decides whether to compute scores again."""
 
 _ROW: Final = np.dtype(
     [
         ("here", "?"),
-        ("kind", "<i4"),  # the class without its digit "often"
+        ("kind", "<i4"),  # class (a number; see `Hazards`) without its digit "often"
         ("turn", "<i4"),
         ("place", "<i4"),  # position within its turn
-        ("earlier", "<u4"),  # reads before it was evicted and stored again
+        ("earlier", "<u4"),  # reads of the chunk before it was evicted and stored again
         ("weight", "<f8"),
         ("last_read", "<u4"),  # `last_read`, `reads` and `observed`: values at the last check
         ("reads", "<u4"),
@@ -61,11 +61,11 @@ _Ghost = tuple[int, int, int, int, float]
 
 
 class HitDensity(Policy):
-    """Learns for each class of chunks when and how likely they are read again. Evicts the lowest hit density first.
+    """Learns for each class of chunks when and how likely they are read again. Evicts chunks of low hit density first.
 
     A class has these features: whether the chunk is shorter than the chunk before it (the end of a prompt); the number
-    of its reads; the turn in which it was stored; the number of tokens that its last request generated, if the engine
-    reports it; the number of chunks stored with it; its depth.
+    of its reads; the turn of the conversation in which it was stored; the number of tokens that its last request
+    generated, if the engine reports it; the number of chunks stored with it; its depth.
 
     The policy also learns from evicted chunks: some are stored again, others are not. Chunks that are stored together
     are usually read together. So each of n such chunks has the weight 1 / n.

@@ -15,7 +15,7 @@ AT_ONCE: Final = 1 << 14
 """Observations are buffered. They are counted when the counts are needed, or after this many observations."""
 LEVEL: Final = 2.0
 BELIEF: Final = 4.0
-"""Weights of the prior, in reads: LEVEL for a class as a whole, BELIEF for one bucket of a class. A class with fewer
+"""Weights of the prior, in reads: LEVEL for a class as a whole, BELIEF for one bucket of a class. A class with few
 reads is assumed to behave like similar classes."""
 
 _EDGES: Final = np.concatenate([[0.0], 2.0 ** (np.arange(AGES) / 2)])
@@ -31,8 +31,8 @@ class Hazards:
     digits are ignored, and so on.
 
     Attributes:
-        seen: Number of reads so far.
-        ages: Number of age buckets in use: those up to the oldest observation, and AHEAD more.
+        seen: Weighted number of reads so far. `fade` halves it.
+        ages: Number of age buckets in use: those up to the highest observed age, and AHEAD more.
     """
 
     def __init__(self, digits: tuple[int, ...]) -> None:
@@ -135,7 +135,7 @@ def density(chance: Floats) -> Floats:
     """
     ages = chance.shape[1]
     until = np.concatenate([np.zeros((len(chance), 1)), np.cumsum(chance * _WIDTHS[:ages], axis=1)], axis=1)
-    expected = -np.expm1(-chance * _WIDTHS[:ages]) / chance  # expected ticks in a bucket before a read or its end
+    expected = -np.expm1(-chance * _WIDTHS[:ages]) / chance  # expected ticks until a read or the bucket's end
     best = np.empty((len(chance), ages + 1))
     for first in range(ages):
         stays = np.exp(until[:, first : first + 1] - until[:, first:])

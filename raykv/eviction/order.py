@@ -11,7 +11,8 @@ from raykv.types import Bits, Rows
 
 RESCORE_SHARE: Final = 256
 RESCORE_LEAST: Final = 16
-"""If scores change with time, all rows are scored again after one victim per 256 rows, but at least 16 victims."""
+"""If scores change with time, all rows are scored again after one victim per RESCORE_SHARE rows, but not before
+RESCORE_LEAST victims."""
 
 
 class EvictionOrder:
@@ -27,7 +28,7 @@ class EvictionOrder:
         self._heaps: list[list[tuple[Any, int, int, int]]] = [[] for _ in range(policy.queues)]
         count = len(columns.accessed)
         self._here = np.zeros(count, np.bool_)
-        self._stamp = [0] * count  # by row: stamp of the only valid entry
+        self._stamp = [0] * count  # by row: the newest stamp; heap entries with an older one are ignored
         self._stamps = 0
         self._scored = np.zeros(count, columns.accessed.dtype)  # by row: `accessed` at the last scoring
         self._queue = [0] * count
@@ -120,7 +121,7 @@ class EvictionOrder:
                 heapq.heappush(self._heaps[self._queue[row]], (score, -depth, row, self._stamps))
 
     def _rescore(self, now: int, count: int) -> None:
-        """Score all evictable rows, and fill the heaps again. A single queue gets only the `count` lowest rows."""
+        """Score all evictable rows, and fill the heaps again. A single heap gets only the `count` lowest rows."""
         rows = np.flatnonzero(self._here).astype(np.int32)
         self._until_rescore = max(RESCORE_LEAST, len(rows) // RESCORE_SHARE)
         if self._policy.leaf_first:

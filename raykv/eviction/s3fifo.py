@@ -13,7 +13,7 @@ from raykv.memory.layout import Columns
 from raykv.types import Bits, Rows
 
 SMALL_SHARE: Final = 10
-"""The small queue has one tenth of all chunks. The key queue is as long as the main queue."""
+"""The small queue gets one tenth of all chunks. The queue of evicted keys is as long as the main queue."""
 READS_TO_STAY: Final = 2
 """After this many reads in the small queue, a chunk moves to the main queue instead of being evicted."""
 MOST_ROUNDS: Final = 3
@@ -21,7 +21,7 @@ MOST_ROUNDS: Final = 3
 
 
 class S3FIFO(Policy):
-    """Queue 0 (small) takes new chunks. Queue 1 (main) takes chunks that were read in queue 0 or stored again.
+    """Queue 0 (small) takes new chunks. Queue 1 (main) takes chunks that were read in queue 0 or evicted before.
 
     Source: S3-FIFO (Yang et al., SOSP 2023), with the parameters given there.
     """
