@@ -94,7 +94,7 @@ class Run(msgspec.Struct, array_like=True):
 
 
 class Commit(Message):
-    """Make chunks in lent slots visible to readers. Answer: Committed. A failed run does not prevent other runs."""
+    """Make chunks in lent slots visible to readers. Answer: Committed. A failed run does not stop the other runs."""
 
     runs: tuple[Run, ...]
 
@@ -333,7 +333,7 @@ class Committed(Message):
 
 
 class Accepted(Message):
-    """`positions` i32: indices of keys; the client must send their chunks. `full`: how many new chunks do not fit."""
+    """The client must send the chunks of the keys at `positions` (i32). `full`: how many new chunks do not fit."""
 
     positions: bytes
     full: int = 0
