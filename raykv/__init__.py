@@ -78,17 +78,18 @@ _ON_FIRST_USE: Final = {
     "Ticket": "raykv.protocol.ticket",
     "Why": "raykv.client.why",
 }
-"""Public names that are imported on first use. A node does not need them, and starts faster without them."""
+"""Module of each public name that is imported at its first use. A node needs none of them, and so starts faster."""
 
 
 def connect(namespace: Namespace, *, address: str | None = None, secret: str | None = None, **config: Any) -> "Client":
-    """Join the cache.
+    """Connect to a cluster, and return a client for one namespace.
 
     Args:
         namespace: Model and settings under which the chunks are computed.
-        address: Address of any node: "unix:/path" on this host, "host:port" elsewhere. None: RAYKV_ADDRESS. If that is
-            not set in a process that has joined Ray: this host's node of the cluster that `raykv up` started.
-        secret: The cluster's secret, needed for "host:port". None: RAYKV_SECRET.
+        address: Address of any node: "unix:/path" on this host, "host:port" elsewhere. None: the environment variable
+            RAYKV_ADDRESS. If that is not set either, the process must have joined Ray. Then the client uses this host's
+            node of the cluster that `raykv up` started.
+        secret: The cluster's secret, needed for "host:port". None: the environment variable RAYKV_SECRET.
         config: Other fields of ClientConfig.
 
     Raises:

@@ -16,16 +16,16 @@ __all__ = ["EmbeddedCluster", "InProcessMembership", "embedded"]
 
 
 class EmbeddedCluster:
-    """Nodes and a directory in this process. They use real sockets.
+    """Nodes and their directory in this process. Clients and nodes talk to nodes through real sockets.
 
     Attributes:
-        membership: The directory.
-        nodes: All nodes by number, including killed ones.
-        secret: For clients that connect by "host:port", as hexadecimal text.
+        membership: The directory: it knows the members.
+        nodes: All nodes, including killed ones. A node's index is its number.
+        secret: The cluster's secret, as hexadecimal text. Clients that connect by "host:port" need it.
     """
 
     def __init__(self, config: NodeConfig, *, separate_hosts: bool, member_timeout_s: float) -> None:
-        """Use `raykv.embedded` instead. Args: config: Config of each node, without name and host."""
+        """Use `raykv.embedded` instead. Args: config: Config of all nodes; `add` sets name and host."""
         self._secret = secrets.token_bytes(32)
         self.secret = self._secret.hex()
         self._config, self._separate_hosts = config, separate_hosts
@@ -44,7 +44,7 @@ class EmbeddedCluster:
         return number
 
     def client(self, namespace: Namespace, *, node: int = 0, **config: Any) -> "Client":
-        """Make a client on the host of a node. `config`: fields of ClientConfig."""
+        """Make a client that connects to a node as a process of that node's host. `config`: fields of ClientConfig."""
         from raykv.client.client import Client
         from raykv.client.router import Router
 
@@ -53,18 +53,18 @@ class EmbeddedCluster:
         return made
 
     def address(self, node: int = 0) -> str:
-        """The address of a node, for processes of this host and user."""
+        """Return the address at which processes of this host and user reach a node."""
         return self.nodes[node].member.local_address
 
     def kill(self, node: int) -> None:
-        """Stop a node as if it crashed: the other nodes are not informed. Its memory is freed."""
+        """Stop a node as if it crashed: the other nodes are not informed. This frees the node's memory."""
         self.nodes[node].stop(leave=False)
 
     def settle(self, *, timeout_s: float = 10.0) -> None:
-        """Wait until all live nodes have the directory's view and have announced all chunks to the owners.
+        """Wait until each live node has the directory's view, and has announced all its chunks to their owners.
 
         Raises:
-            TimeoutError: This takes longer than `timeout_s`.
+            TimeoutError: The nodes are not ready within `timeout_s`.
         """
         until_s = time.monotonic() + timeout_s
         while time.monotonic() < until_s:
@@ -109,8 +109,8 @@ def embedded(
         nodes: Number of nodes.
         arena_nbytes: Memory of each node, in bytes or as text such as "256 MiB".
         name: Name of the cluster.
-        separate_hosts: Treat each node as a separate host, so that chunks travel through sockets.
-        heartbeat_s: Time between heartbeats of a node.
+        separate_hosts: Treat each node as a separate host, so that chunks travel between nodes through sockets.
+        heartbeat_s: Time between two heartbeats of a node.
         member_timeout_s: A node without heartbeats for this long is removed from the view.
         storage: Other fields of StorageConfig.
     """

@@ -7,7 +7,7 @@
     ├── TransientError      refresh the view and try again, or treat the chunk as a miss
     │   ├── PeerUnavailable     the peer is down, or did not answer by the deadline
     │   └── ProtocolError       the peer uses another protocol or another version
-    ├── CapacityError       no room: continue without storing
+    ├── CapacityError       too many namespaces: continue without storing
     └── LostError           stored bytes are gone: recompute the chunk
 
 A miss, a full arena during `put`, and a stale location raise no error. The engine adapters (`raykv.integrations`) catch
@@ -40,11 +40,11 @@ class PeerUnavailable(TransientError):
 
 
 class ProtocolError(TransientError):
-    """Received bytes are not a message of this protocol version."""
+    """The peer sent bytes that are not a message of this protocol version."""
 
 
 class CapacityError(RayKVError):
-    """There is no room. Continue without storing."""
+    """Too many namespaces are in use, or have a config. Continue without storing. A full arena does not raise this."""
 
 
 class LostError(RayKVError):

@@ -1,4 +1,4 @@
-"""Counters per quota group: misses by reason, and durations of calls. Logic only."""
+"""Counters per quota group: misses by reason, and durations of calls. No input or output."""
 
 import math
 import threading
@@ -11,7 +11,7 @@ from typing import Any, Final
 from raykv.transport.forking import drop_after_fork
 
 MAX_ABSENT: Final = 4096
-"""Most missed keys whose reasons are looked up later. Further misses count as "unknown"."""
+"""A report looks up the reasons of at most this many missed keys. Further misses count as "unknown"."""
 REPORT_S: Final = 10.0
 """A client collects misses for this long before it reports them."""
 BUCKETS: Final = 40
@@ -22,7 +22,7 @@ class Histogram:
     """Histogram of durations. Bucket n counts durations from 2**(n-1) to below 2**n microseconds.
 
     Attributes:
-        counts: One entry per bucket.
+        counts: Number of durations in each bucket. The last bucket also counts all longer durations.
     """
 
     __slots__ = ("counts",)
@@ -46,7 +46,7 @@ class Histogram:
         return counts
 
     def summary(self) -> dict[str, float]:
-        """Return the count, and upper bounds of the p50 and p99 in microseconds if the count is not 0."""
+        """Return the number of durations and, if it is not 0, upper bounds of their p50 and p99 in microseconds."""
         sums = list(accumulate(self.counts))
         found = {"count": float(sums[-1])}
         if sums[-1]:
@@ -73,7 +73,7 @@ class ClientMetrics:
         drop_after_fork(self)
 
     def after_fork(self) -> None:
-        """Replace the lock: another thread of the parent may hold it."""
+        """Replace the lock: at the fork, another thread of the parent may have held it."""
         self._lock = threading.Lock()
 
     def add_misses(self, reasons: Mapping[str, int], absent: Iterable[bytes], *, now_s: float) -> bool:
@@ -81,10 +81,10 @@ class ClientMetrics:
 
         Args:
             reasons: Number of misses by known reason.
-            absent: 16-byte keys of the misses whose reason is to be looked up.
+            absent: 16-byte keys of the other misses. The next report looks up their reasons.
 
         Returns:
-            Whether to report now: REPORT_S after the first miss since the last report.
+            Whether the caller must report now: the first miss since the last report is at least REPORT_S ago.
         """
         with self._lock:
             self._misses.update(reasons)
@@ -98,7 +98,7 @@ class ClientMetrics:
             return due
 
     def reset(self) -> tuple[Counter[str], list[bytes], list[int], list[int]]:
-        """Return misses by reason, keys of other misses, and the counts of both histograms. Reset them all."""
+        """Return and reset: misses by known reason, keys of the other misses, and the counts of both histograms."""
         with self._lock:
             misses, self._misses = self._misses, Counter()
             absent, self._absent = self._absent, []
@@ -113,7 +113,7 @@ class NamespaceMetrics:
         self._lock = threading.Lock()
 
     def add_report(self, digest: bytes, misses: Mapping[str, int], gets: Sequence[int], puts: Sequence[int]) -> None:
-        """Add one client's report. The caller checks that the quota group exists."""
+        """Add one client's report for the quota group `digest`. The caller has checked that the group exists."""
         with self._lock:
             ours = self._by_digest.setdefault(digest, (Counter(), Histogram(), Histogram()))
             for reason, count in misses.items():
@@ -123,7 +123,7 @@ class NamespaceMetrics:
             ours[2].add_counts(puts)
 
     def summary(self, digest: bytes) -> dict[str, Any]:
-        """Return misses by reason and the counts of both histograms, ready for JSON."""
+        """Return a quota group's misses by reason, and the counts of both histograms, ready for JSON."""
         with self._lock:
             misses, gets, puts = self._by_digest.get(digest, (Counter[str](), Histogram(), Histogram()))
             return {"misses": dict(misses), "get_counts": [*gets.counts], "put_counts": [*puts.counts]}

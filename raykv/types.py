@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 KeyArray: TypeAlias = npt.NDArray[np.uint64]
-"""Keys of n chunks, shape [n, 2]. Each row is the (high, low) halves of a 128-bit key: `raykv.protocol.chunk_keys`."""
+"""Keys of n chunks, shape [n, 2]. Each row is the (high, low) halves of a 128-bit key (`raykv.protocol.chunk_keys`)."""
 
 Bits: TypeAlias = npt.NDArray[np.bool_]
 Rows: TypeAlias = npt.NDArray[np.int32]
@@ -49,8 +49,8 @@ class Batch:
     Attributes:
         keys: Keys of the chunks, shape [n, 2].
         nbytes: Size of each chunk.
-        parent: Key of the chunk before keys[0], shape [1, 2]. None: there is no such chunk.
-        depth: Position of keys[0] in its chain. Used if the parent is not on the node.
+        parent: Key of the chunk before keys[0] in its chain, shape [1, 2]. None: there is no such chunk.
+        depth: Number of chunks before keys[0] in its chain. The node uses this number if it does not have the parent.
         chained: Whether the keys are consecutive chunks of one chain.
         hints: Expiry and priority.
     """
@@ -70,8 +70,8 @@ class PutResult:
     Attributes:
         stored: Chunks written and visible to all readers on the node's host.
         existed: Chunks that were stored already, and were not written again.
-        skipped: Chunks that were not stored, because the arena is full or the node is down.
-        reason: Why chunks were skipped. Empty if none was.
+        skipped: Chunks that were not stored, for example because the arena is full or the node is down.
+        reason: Why chunks were skipped, or why they are still `posted` although the call waited. Otherwise empty.
         posted: Chunks whose commit was sent but not yet answered. `Client.flush` returns their results.
     """
 
@@ -115,8 +115,8 @@ class GetResult:
 
     Attributes:
         hits: One entry per key. True: the chunk is in the buffer. False: the buffer's content is undefined.
-        nbytes_by_path: Bytes that arrived, by path.
-        chunks_by_source: Chunks that arrived, by (holder, path).
+        nbytes_by_path: Number of bytes that arrived by each path.
+        chunks_by_source: Number of chunks that arrived from each (holder, path).
     """
 
     hits: tuple[bool, ...]
@@ -125,7 +125,7 @@ class GetResult:
 
     @property
     def prefix(self) -> int:
-        """Number of leading chunks that arrived."""
+        """Number of chunks before the first miss."""
         return self.hits.index(False) if False in self.hits else len(self.hits)
 
 
