@@ -87,7 +87,8 @@ class AdminCalls:
         Pinned chunks are dropped when they are unpinned. A later put creates the namespace again.
 
         Returns:
-            The number of chunks that were dropped. A node that is down drops its chunks when it is up again.
+            The number of copies dropped so far; copies in memory and on an SSD count separately. A node that is down
+            drops its copies when it is up again.
 
         Raises:
             PeerUnavailable: The directory does not answer. Nothing was dropped.
@@ -99,18 +100,20 @@ class AdminCalls:
 
         Returns:
             One entry per namespace: {"namespace": Namespace, "config": NamespaceConfig, "chunks", "used_nbytes",
-            "below_nbytes" (by tier), "reads" (by all clients), "requests", "served_nbytes", "departures" (by reason),
-            "misses" (by reason), "get_times", "put_times", "nodes": the same fields per node, "silent": the error of
-            each node that did not answer}. Clients report misses and times every few seconds.
+            "below_nbytes" (on SSD and file, by tier), "reads" (of chunks in memory), "requests", "served_nbytes",
+            "departures" (removed chunks, by reason), "misses" (by reason), "get_times", "put_times", "nodes": the same
+            fields for each node, "silent": the error of each node that did not answer}. Clients report misses and times
+            every few seconds.
         """
         return merge_namespaces(self.stats(timeout_s=timeout_s)["nodes"])
 
     # -- chunks -----------------------------------------------------------------------------------------------------
 
     def delete(self, keys: Keys, *, timeout_s: float | None = None) -> int:
-        """Drop chunks on every node. Returns the number of copies that were dropped.
+        """Drop chunks on every node. A node that does not answer keeps its copies.
 
-        Pinned chunks are dropped when they are unpinned. Copies on nodes that do not answer stay.
+        Pinned chunks are dropped when they are unpinned. Returns a sum over the nodes: for each node the number of
+        copies that were in memory, or of those in lower tiers if that is greater.
         """
         request = messages.Delete(chunk_keys.to_bytes(self._as_keys(keys)), group=self._group.digest)
         return sum(_counts(self.router.ask_all(request, self.router.deadline(timeout_s))))
@@ -129,11 +132,11 @@ class AdminCalls:
         Args:
             ttl_s: The chunks expire after this time. 0: never. None: no change.
             priority: -100 to 100. Higher priorities are evicted later. None: no change.
-            output_tokens: Number of tokens produced by the request that used the chunks, when this request ends. The
-                policy `density` learns from it which chunks are read again. The vLLM connector sends it by itself.
+            output_tokens: The request that used the chunks has ended, and has produced this many tokens. The policy
+                `density` learns from it which chunks are read again. The vLLM connector sends this hint by itself.
 
         Returns:
-            The number of copies on the nodes that answered.
+            The number of copies in memory on the nodes that answered.
         """
         if ttl_s is not None:
             ttl_s = number_in("ttl_s", ttl_s, 0.0, MAX_TTL_S)
@@ -144,16 +147,16 @@ class AdminCalls:
         return self._hint(keys, timeout_s, ttl_s=ttl_s, priority=priority, output_tokens=output_tokens)
 
     def touch(self, keys: Keys, *, timeout_s: float | None = None) -> int:
-        """Make chunks count as read now. Returns the number of copies on the nodes that answered."""
+        """Count one read of each chunk now. Returns the number of copies in memory on the nodes that answered."""
         return self._hint(keys, timeout_s, touch=True)
 
     def session_end(self, keys: Keys, *, timeout_s: float | None = None) -> int:
-        """Make chunks the first ones to be evicted, or demoted to an SSD: their session has ended.
+        """Mark chunks whose session has ended. Nodes that need room evict or demote these before others.
 
-        Nothing is dropped by this call. The next read of a chunk cancels the hint for this chunk.
+        This call itself drops nothing. The next read of a chunk removes its mark.
 
         Returns:
-            The number of copies on the nodes that answered.
+            The number of copies in memory on the nodes that answered.
         """
         return self._hint(keys, timeout_s, ended=True)
 
@@ -163,7 +166,7 @@ class AdminCalls:
         located = router.locate(found, deadline_s, group=self._group.digest)
         shares = by_node((place, node) for place, holders in enumerate(located.holders) for node in holders)
         if router.local_id is not None and len(found):
-            shares[router.local_id] = [*range(len(found))]  # its newest chunks may not be announced yet
+            shares[router.local_id] = [*range(len(found))]  # owners may not know this node's newest chunks
         requests = {
             name: messages.Hint(chunk_keys.to_bytes(found[places]), group=self._group.digest, **fields)
             for name, places in shares.items()
@@ -200,7 +203,7 @@ class AdminCalls:
     # -- about ------------------------------------------------------------------------------------------------------
 
     def stats(self, *, timeout_s: float | None = None) -> dict[str, Any]:
-        """Return the epoch and every member's statistics: {"epoch", "nodes": {node_id: {...} or {"error": ...}}}."""
+        """Return the view's epoch and each node's counters: {"epoch", "nodes": {node_id: {...} or {"error": ...}}}."""
         router, deadline_s = self.router, self.router.deadline(timeout_s)
         report(router, self.namespace, deadline_s)
         view, answers = router.view(deadline_s), router.ask_all(messages.GetStats(), deadline_s)
@@ -243,12 +246,12 @@ def _configure(router: Router, group: Namespace, fields: dict[str, Any] | None, 
 
 
 def _counts(answers: Mapping[NodeId, messages.Answer | RayKVError]) -> list[int]:
-    """Return the numbers of the nodes that answered."""
+    """Return the count in each answer. Errors are left out."""
     return [answer.count for answer in answers.values() if isinstance(answer, messages.Count)]
 
 
 def _derived(keys: KeyArray | Sequence[Any], namespace: Namespace, places: Sequence[int]) -> list[bytes | None]:
-    """See `raykv.client.why.Derive`. An array holds the keys already."""
+    """Return keys at `places`: see `raykv.client.why.Derive`. `keys` is an array of keys, or a list of names."""
     if isinstance(keys, np.ndarray):
         return [*split(keys[places])]
     return [*split(named_keys(namespace.digest, [keys[place] for place in places]))]
@@ -261,7 +264,7 @@ def _plain(value: Any) -> Any:
 
 
 def report(router: Router, namespace: Namespace, deadline_s: float) -> None:
-    """Find the reasons of the latest misses, and report them to one node, preferably this host's. Never raises."""
+    """Ask all members why chunks were missed, and report the counts since the last report to a node. Never raises."""
     group = namespace.group.digest
     misses, absent, gets, puts = router.metrics(group).reset()
     if not (misses or absent or any(gets) or any(puts)):
@@ -286,7 +289,7 @@ def merge_namespaces(nodes: Mapping[NodeId, Mapping[str, Any]]) -> list[dict[str
 
 
 def _merged(text: str, by_node: dict[NodeId, dict[str, Any]]) -> dict[str, Any]:
-    """Merge what the nodes say about one quota group. `text`: its fields as JSON."""
+    """Merge what the nodes say about one quota group. `text`: the group's fields as JSON."""
     configs = [group.pop("config") for group in by_node.values()]
     counters = {name: Counter[str]() for name in ("departures", "below_nbytes", "misses")}
     times = {name: Histogram() for name in ("get", "put")}

@@ -111,14 +111,14 @@ def token_ids(tokens: Any) -> npt.NDArray[np.int64]:
         ids = np.asarray(tokens)
     except (TypeError, ValueError, OverflowError):
         ids = np.empty(0, object)
-    empty = not ids.size and ids.dtype != object  # numpy makes an empty list an array of floats
+    empty = not ids.size and ids.dtype != object  # numpy turns an empty list into an array of floats
     if ids.ndim != 1 or not (empty or ids.dtype.kind in "iu"):
         raise UsageError(f"field 'tokens': {_shown(tokens)} is not a flat list of token ids in 0 .. 2**32 - 1")
     return ids.astype(np.int64, copy=False)
 
 
 def buffers(field: str, many: Any, count: int, *, writable: bool) -> tuple[list[list[memoryview]], list[int]]:
-    """Return for each key the byte views of its entry, and their total length in bytes."""
+    """Check that `many` has one entry per key. Return for each entry its byte views, and their length in bytes."""
     if not isinstance(many, Sequence | np.ndarray) or isinstance(many, str):
         raise UsageError(f"field '{field}': {type(many).__name__}; give a list with one entry a key")
     if len(many) != count:

@@ -1,4 +1,4 @@
-"""The async client."""
+"""The async client: `Client` for code that runs in an event loop."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -18,7 +18,7 @@ def _start(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> "asyncio.
 
 
 async def _finished(call: "asyncio.Future[T]") -> T:
-    """Wait for a call to end, even if the caller is cancelled. Then raise CancelledError."""
+    """Wait until a call ends, and return its result. If the caller is cancelled, raise CancelledError after the end."""
     cancelled = False
     while not call.done():
         try:

@@ -31,15 +31,15 @@ from raykv.transport.bulk_read import ReadProgress
 from raykv.types import Batch, Bits, GetResult, KeyArray, Match, NodeId, PutResult, Scattered
 
 LATE_S: Final = 0.002
-"""A `get` that ends less than this before its deadline counts as timed out: a wait may return slightly early."""
+"""If a `get` ends less than this before its deadline, its misses count as timed out: a wait may end slightly early."""
 _NO_NODE: Final = "no node of the cluster runs on this host"
 
 
 class Client(AdminCalls):
     """One process's access to one namespace. Thread-safe. A forked child can use it, and opens new connections.
 
-    The argument `keys` is an array from `keys` or `chain`, or a list of names. A failure of another node is a miss,
-    never an exception. A wrong argument raises UsageError, which names the argument.
+    The argument `keys` is an array from `keys` or `chain`, or a list of names. If another node fails during a read, its
+    chunks are misses; there is no exception. A wrong argument raises UsageError, which names the argument.
     """
 
     def __init__(self, namespace: Namespace, router: Router) -> None:
@@ -63,12 +63,13 @@ class Client(AdminCalls):
         promote: bool = False,
         record: bool = True,
     ) -> Match:
-        """Find how many leading chunks are stored, and on which nodes. Stored chunks do not change.
+        """Find how many leading chunks are stored, and on which nodes. This does not count as a read of the chunks.
 
         Args:
             ticket: Names holders of chunks that are not on this host. With a ticket this call asks no other node.
             timeout_s: A chunk whose owner does not answer within this time counts as not stored.
-            promote: Ask the holders to load matching chunks from SSD or file into memory, without waiting for it.
+            promote: Ask the holders to load matching chunks from SSD or file into memory. Do not wait until they are
+                loaded. False: this call loads no chunk.
             record: Record this call as one request while `raykv record` runs.
 
         Raises:
@@ -104,7 +105,9 @@ class Client(AdminCalls):
         return Match(count, named, len(low), tuple(nbytes[:count].tolist()) if nbytes[:count].any() else ())
 
     def exists(self, keys: Keys, *, timeout_s: float | None = None) -> Bits:
-        """Return for each chunk whether some node holds it, shape [n]. Stored chunks do not change.
+        """Return for each chunk whether some node holds it, shape [n].
+
+        This does not load chunks into memory, and does not count as a read of the chunks.
 
         Args:
             timeout_s: A chunk whose owner does not answer within this time counts as not stored. With 0 only this
@@ -132,8 +135,9 @@ class Client(AdminCalls):
         Args:
             into: For each key a writable, contiguous buffer, or several buffers that are filled in order. Their total
                 length must equal the chunk's length; otherwise the chunk is a miss.
-            match: A result of `match`. Its holders are asked first, without a lookup.
-            ticket: A hand-off ticket. Its holders are asked first, without a lookup.
+            match: A result of `match` for the same keys. Chunks that are not in this host's memory are first read from
+                its holders, without a lookup.
+            ticket: A hand-off ticket, used like `match`. If `match` is given, `ticket` is ignored.
             timeout_s: Chunks that do not arrive within this time are misses. No thread writes to the buffers after
                 this call has returned.
 
@@ -202,7 +206,7 @@ class Client(AdminCalls):
         return instance("ticket", ticket, Ticket, "read it with Ticket.from_json").match(self.namespace, count)
 
     def exists_one(self, key: bytes, *, timeout_s: float | None = None) -> bool:
-        """Return whether some node holds the chunk of one 16-byte key. Fastest if this host's node holds it."""
+        """Return whether some node holds the chunk of one 16-byte key. Fastest if it is in this host's memory."""
         local = self.router.local
         try:
             if local is not None and local.reader.ready_one(key):
@@ -218,7 +222,7 @@ class Client(AdminCalls):
 
         Args:
             into: As one entry of `into` in `get`.
-            holder: The node to ask if the chunk is not on this host. None: ask the owner of the key.
+            holder: The node to ask first if the chunk is not in this host's memory. None: the owner of the key.
 
         Returns:
             Whether the chunk arrived. If not, the buffer's content is undefined.
@@ -232,7 +236,7 @@ class Client(AdminCalls):
                 if router.local.reader.read_one(key, into):
                     return True
             except (BufferError, TypeError, ValueError):
-                pass  # `get` reads into several buffers, and raises the error for wrong ones
+                pass  # `get` accepts several buffers, and raises an error for wrong ones
         match = None if holder is None else Match(1, (instance("holder", holder, str, "give a node's name"),))
         return self.get(chunk_keys.from_bytes(one_key(key)), [into], match=match, timeout_s=timeout_s).hits[0]
 
@@ -247,20 +251,20 @@ class Client(AdminCalls):
         timeout_s: float | None = None,
         **options: Unpack[PutOptions],
     ) -> PutResult:
-        """Store chunks on this host's node, or on an owner if this host has no node.
+        """Store chunks on this host's node. If this host has no node, store them on an owner of the keys.
 
         Args:
             values: For each key a contiguous buffer, or several buffers that are joined in order.
-            wait: True: wait until all readers on this host see the chunks. Other hosts find a chunk once its owner
-                knows it. False: wait only until the bytes are in the arena. This client can read the chunks at once,
-                and `flush` returns their results. Without a node on this host every put waits.
+            wait: True: wait until all readers on this host see the chunks. Readers on other hosts find a chunk after
+                its owner was informed. False: wait only until the bytes are in the arena. This client can read the
+                chunks at once, and a later `flush` returns the results. Without a node on this host every put waits.
             timeout_s: Chunks for which the node lends no slot within this time are skipped.
             options: `parent`, `depth`, `chained`, `ttl_s`, `priority`: see `Put`. A chunk that is stored already keeps
                 its expiry and priority; `hint` changes them.
 
         Returns:
-            Counts of stored, existing (not written again) and skipped chunks. A full arena or a node that is down
-            raises no exception.
+            Counts of the chunks: stored, existed (not written again), skipped, and posted (without an answer so far). A
+            full arena or a node that is down raises no exception.
 
         Raises:
             UsageError: The length of `values` differs from that of `keys`, a value is empty or larger than an extent,
@@ -269,7 +273,7 @@ class Client(AdminCalls):
         return self.put_many([Put(keys, values, **options)], wait=wait, timeout_s=timeout_s)
 
     def put_many(self, puts: Sequence[Put], *, wait: bool = False, timeout_s: float | None = None) -> PutResult:
-        """Store several `Put`s with one message. Arguments, result and errors as for `put`."""
+        """Store several `Put`s with one message to this host's node. Arguments, result and errors as for `put`."""
         began_s, wait, deadline_s = time.monotonic(), flag("wait", wait), self.router.deadline(timeout_s)
         batches: list[tuple[Batch, Values]] = []
         for put in instance("puts", puts, (list, tuple), "give a list of raykv.Put"):
@@ -296,8 +300,8 @@ class Client(AdminCalls):
         """Store one chunk outside any chain, by its 16-byte key. Arguments and errors as for `put`.
 
         Returns:
-            Whether the chunk is stored, or with `wait=False` whether its commit was sent. False: the arena is full, or
-            no node answers.
+            With `wait=True`: whether the chunk is stored now. With `wait=False`: whether it was stored already, or its
+            commit was sent. False, for example, if the arena is full or no node answers.
         """
         put = Put(chunk_keys.from_bytes(one_key(key)), [value], chained=False, ttl_s=ttl_s, priority=priority)
         done = self.put_many([put], wait=wait, timeout_s=timeout_s)
@@ -307,7 +311,7 @@ class Client(AdminCalls):
         """Wait for all earlier puts with `wait=False` of this client and of the clients made by `using`.
 
         Returns:
-            The results since the last `flush`. `posted` counts the chunks that are still without an answer.
+            The sum of the results since the last `flush`. `posted` counts the chunks that are still without an answer.
         """
         writer, deadline_s = self.router.writer, self.router.deadline(timeout_s)
         return PutResult() if writer is None else writer.flush(deadline_s)
@@ -336,13 +340,13 @@ class Client(AdminCalls):
         chained: bool = True,
         timeout_s: float | None = None,
     ) -> Reservation:
-        """Get slots of this host's arena. The caller writes chunks into them and then commits them.
+        """Get slots of this host's arena. The caller writes chunks into the slots, and then commits the slots.
 
         Arguments as for `put`. `nbytes` is the size of each chunk.
 
         Returns:
             A view for each chunk that is not stored yet. There are fewer views, and a reason, if the arena is full or
-            the node does not answer. A caller that writes for long must check `Reservation.valid` before each piece.
+            the node does not answer. A caller that writes for seconds must check `Reservation.valid` before each piece.
 
         Raises:
             UsageError: The size is 0 or larger than an extent.
@@ -357,7 +361,7 @@ class Client(AdminCalls):
     # -- inside -----------------------------------------------------------------------------------------------------
 
     def _add_misses(self, keys: Sequence[bytes], began_s: float) -> None:
-        """Count the misses of a call that began at `began_s`. Report the counts to a node every REPORT_S."""
+        """Count misses. A read failure since `began_s` gives the reason; a `report` every REPORT_S finds the others."""
         router, now_s = self.router, time.monotonic()
         reasons: Counter[str] = Counter()
         absent = []

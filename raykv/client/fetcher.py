@@ -22,8 +22,9 @@ from raykv.transport.bulk_read import ReadProgress, ReadRun
 from raykv.types import Bits, KeyArray, NodeId, Scattered
 
 STREAM_NBYTES: Final = 8 << 20
-"""A read from one node uses one connection per this many bytes, up to MAX_STREAMS."""
+"""A read from one node uses one connection per this many bytes, at most `ClientConfig.streams_per_peer`."""
 MAX_STREAMS: Final = 4
+"""Largest number of connections if `streams_per_peer` is None."""
 
 
 class Fetcher:
@@ -60,14 +61,15 @@ class Fetcher:
     # -- other nodes ------------------------------------------------------------------------------------------------
 
     def fetch(self, progress: ReadProgress, holders: Mapping[int, NodeId], deadline_s: float) -> None:
-        """Read the missing chunks from their holders (by place), in parallel. Skip chunks without a holder."""
+        """Read missing chunks from their holders, in parallel. `holders`: by chunk index. Skip chunks without one."""
         shares = by_node((place, holders.get(place)) for place in progress.missing())
         self._read(self._runs(progress, shares), deadline_s)
 
     def find(self, progress: ReadProgress, deadline_s: float) -> None:
-        """Read the missing chunks from their owners. Then try the holders that the owners name, one after the other.
+        """Ask the owners of the missing chunks to send them. Then read from the holders that the owners name.
 
-        The first request reads at once, without a lookup: an owner often holds the chunk itself.
+        A request to an owner is both read and lookup, because an owner often holds the chunk itself. If a chunk has
+        several holders, they are tried one after the other.
         """
         named: dict[int, Holders] = {}
         unknown, view = progress.missing(), View()
@@ -87,7 +89,7 @@ class Fetcher:
     def _runs(
         self, progress: ReadProgress, shares: Mapping[NodeId, list[int]], *, locate: bool = False
     ) -> list[ReadRun]:
-        """Make the runs to read from each node. A large share is split into runs for several connections."""
+        """Make runs of each node's share (indices of chunks): one run, or one per connection if the share is large."""
         runs = []
         for node_id, places in shares.items():
             count = max(1, min(self._streams, progress.nbytes(places) // STREAM_NBYTES, len(places)))
@@ -108,12 +110,12 @@ class Fetcher:
                 self._add_failure(map(progress.raw_key, run.corrupt), "corrupt", run.holder)
             if isinstance(outcomes[number], RayKVError):
                 self._add_failure(map(progress.raw_key, run.missing), "no_answer", run.holder)
-            if run.gone:  # the node then reports to the owners what it no longer has
+            if run.gone:  # the holder then announces to the owners which of these it has
                 request = messages.Suspect(progress.raw_keys(sorted(run.gone)), group=self._group)
                 router.parallel.in_background(partial(router.call, run.holder, request, deadline_s))
 
     def _read_run(self, run: ReadRun, deadline_s: float) -> None:
-        """Read the chunks that a node holds. If the node owns the keys, ask it for the holders of the other chunks."""
+        """Read the chunks that a node holds. With `run.locate` the node is the owner: ask it who holds the rest."""
         member = self._router.member(run.holder, deadline_s)
         self._router.paths.choose(member, deadline_s=deadline_s).read(member, run, deadline_s=deadline_s)
         if not run.locate:
@@ -138,7 +140,7 @@ class Fetcher:
         self._router.call_each(requests, deadline_s)
 
     def record_end(self, progress: ReadProgress, *, late: bool) -> None:
-        """Update the read failures at the end of a `get`. `late`: the deadline has passed."""
+        """At the end of a `get`, remove failures of chunks that arrived. `late`: record the others as timed out."""
         failures = self._router.read_failures
         if late:
             failures.add(map(progress.raw_key, progress.missing()), "timed_out", None, now_s=time.monotonic())
@@ -155,5 +157,5 @@ def by_node(pairs: Iterable[tuple[int, NodeId | None]]) -> dict[NodeId, list[int
 
 
 def default_streams() -> int:
-    """Connections for one large read from one node. Each connection uses a core on both hosts."""
+    """Return the default of `streams_per_peer`: a quarter of the cores, since a connection uses a core on each host."""
     return max(1, min(MAX_STREAMS, len(os.sched_getaffinity(0)) // 4))

@@ -1,6 +1,6 @@
 """Leases of a caller: slots that the caller fills itself, and pinned chunks that it views in place.
 
-A lease ends with the connection on which the node granted it.
+The node grants a lease on one connection. The lease ends with this connection.
 """
 
 import time
@@ -20,17 +20,17 @@ from raykv.protocol import messages
 from raykv.types import PutResult
 
 RELEASE_S: Final = 5.0
-"""How long `Pins.release` waits for the node."""
+"""Longest time that `Pins.release` waits for the node's answer."""
 
 
 class Reservation:
-    """Slots of the arena to write chunks into. Readers see the chunks after `commit`.
+    """Leased slots of the arena, into which the caller writes chunks. Readers see the chunks after `commit`.
 
-    The lease ends when the connection breaks. A forked child has no lease. The node reuses the slots QUARANTINE_S after
-    the lease has ended. So a caller that writes for long must check `valid` before each piece.
+    The lease ends when the connection breaks. A forked child has no lease. QUARANTINE_S after the end of the lease, the
+    node may reuse the slots. So a caller that writes for seconds must check `valid` before each piece.
 
     Attributes:
-        index: Position of each view's key in the list of keys.
+        index: Position of each view's key in the keys given to `Client.reserve`.
         views: The bytes to write.
         reason: Why some chunks that are not stored have no view. Empty if every such chunk has one.
     """
@@ -38,7 +38,7 @@ class Reservation:
     def __init__(self, writer: Writer | None, lent: LentBatch) -> None:
         """Use `Client.reserve` instead. `writer` None: there are no views."""
         self._lent = lent
-        self._writer = writer if lent.slots else None  # None after `commit` and `abort` too
+        self._writer = writer if lent.slots else None  # `commit` and `abort` set None too
         self.index: npt.NDArray[np.int32] = np.array(lent.positions, np.int32)
         self.views = lent.views
         self.reason = lent.reason
@@ -46,10 +46,11 @@ class Reservation:
     def valid(self, *, timeout_s: float = 1.0) -> bool:
         """Return whether the caller may write to the views for the next QUARANTINE_S - TRUST_S seconds.
 
-        False: the connection broke, or the node does not answer. The caller must not write any more.
+        False: the caller must not write any more, because the connection broke, or the node does not answer, or
+        `commit` or `abort` was called.
 
         Args:
-            timeout_s: How long to wait for the node. It is asked only if its last answer is old.
+            timeout_s: How long to wait for the node. It is asked only if its last answer is older than TRUST_S.
         """
         deadline_s = deadline_after(timeout_s)
         return self._writer is not None and self._writer.supply.lease_valid(self._lent, deadline_s)
@@ -77,7 +78,7 @@ class Reservation:
 
 
 class Pins:
-    """Pinned chunks, viewed in place. The pins end with this context or with its connection.
+    """Pinned chunks, viewed in place. The pins end at the end of the `with` block, or of the connection to the node.
 
     Attributes:
         views: The read-only bytes of each key's chunk. None: the chunk is not in this host's memory.
@@ -98,7 +99,8 @@ class Pins:
     def valid(self) -> bool:
         """Return whether all views still show the pinned chunks.
 
-        A node that restarts loses the pins, and may reuse the slots. Call this after the last use of the views.
+        A node that restarts loses the pins, and may reuse the slots. So call this after the last use of the views: True
+        proves that all bytes read from them were right.
         """
         held = self._rows >= 0
         columns = self._reader.table.columns

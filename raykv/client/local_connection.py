@@ -18,15 +18,15 @@ from raykv.transport.link import Link
 from raykv.types import KeyArray
 
 CHECK_S: Final = 1.0
-"""Least time between two checks that the mapped files are still the node's."""
+"""Least time between two checks whether the mapped files still belong to the node."""
 
 
 class LocalConnection:
     """The node of this host. Thread-safe.
 
     Attributes:
-        address: Where the node listens.
-        attached: The node's last description of itself.
+        address: Address at which the node listens.
+        attached: The node's last answer to Attach: its name, host, memory files and secret.
         reader: Reads the node's memory.
         pipeline: The connection for requests and pins.
     """
@@ -48,11 +48,11 @@ class LocalConnection:
         drop_after_fork(self)
 
     def after_fork(self) -> None:
-        """Replace the lock. The child keeps using the mapping."""
+        """Replace the lock. The child continues to use the mapped memory."""
         self._lock = threading.Lock()
 
     def open_link(self, deadline_s: float) -> tuple[Link, ShmReader]:
-        """Open a connection to the node. Returns the connection, and the memory of its slots and pins.
+        """Open a connection to the node. Returns the connection, and a reader of the memory of its slots and pins.
 
         Raises:
             TransientError: The node does not answer.
@@ -69,12 +69,15 @@ class LocalConnection:
                     self.reader = ShmReader(*files, writable=True)
                 self.attached = attached
                 return link, self.reader
-        except BaseException:  # after an interrupt too: nobody else would close the link
+        except BaseException:  # also after an interrupt: nobody else would close the link
             link.close()
             raise
 
     def is_current(self) -> bool:
-        """Return whether the mapped memory is still the node's. If not, the next call maps the new memory."""
+        """Return whether the mapped memory is still the node's. If not, the next request maps the new memory.
+
+        This looks at the files at most once per CHECK_S. Between two checks it returns True.
+        """
         now_s = time.monotonic()
         if now_s >= self._check_at_s:
             self._check_at_s = now_s + CHECK_S
@@ -88,22 +91,22 @@ class LocalConnection:
     def call(self, request: messages.Message, deadline_s: float, *, life: int | None = None) -> messages.Answer:
         """Send a request to the node, and return its answer.
 
-        If the connection is broken, this connects again: the node may have been restarted.
+        Without `life`, a broken connection is replaced by a new one, because the node may have been restarted.
 
         Args:
-            life: Number of the connection that has the lease. The request is sent on no other connection.
+            life: Number of the connection that owns the lease. The request is sent on this connection only.
 
         Raises:
-            PeerUnavailable: The node is down, or does not answer by the deadline.
+            PeerUnavailable: The node is down, or does not answer by the deadline, or connection `life` has ended.
             RayKVError: The node refused the request.
         """
         return _answer_of(self._ask(request, deadline_s=deadline_s, life=life))
 
     def pin(self, keys: KeyArray, *, group: bytes, deadline_s: float) -> tuple[messages.Held, int, ShmReader]:
-        """Pin chunks in this host's memory. Returns their places, the number of the connection, and the memory.
+        """Pin chunks in this host's memory. Returns the answer, the connection's number, and a reader of the memory.
 
         Raises:
-            PeerUnavailable: The node does not answer by the deadline. Chunks that it pins later are unpinned.
+            PeerUnavailable: The connection broke, or the deadline passed. Chunks that the node pins later are unpinned.
         """
 
         def unpin(outcome: Outcome) -> None:
@@ -120,10 +123,10 @@ class LocalConnection:
     def _ask(
         self, request: messages.Message, late: Finish | None = None, *, deadline_s: float, life: int | None = None
     ) -> Posted:
-        """Send a request, and wait for its outcome. An answer after the deadline is passed to `late`."""
+        """Send a request, and wait for its outcome. If an answer comes after the deadline, `late` is called with it."""
         pipeline, keys = self.pipeline, len(getattr(request, "keys", b"")) // KEY_NBYTES
         while True:
-            may_be_broken = pipeline.connected and life is None  # then a new connection is tried
+            may_be_broken = pipeline.connected and life is None  # then use a new one
             try:
                 posted = pipeline.post(request, deadline_s=deadline_s, life=life, keys=keys)
             except PeerUnavailable:
@@ -147,5 +150,5 @@ def _answer_of(posted: Posted) -> messages.Answer:
     outcome = posted.outcome
     assert outcome is not None
     if isinstance(outcome, RayKVError):
-        raise type(outcome)(str(outcome))  # a new error, because `posted` refers to the other: that would be a cycle
+        raise type(outcome)(str(outcome))  # a copy: raising the error that `posted` holds makes a reference cycle
     return outcome

@@ -1,4 +1,4 @@
-"""Calls to several nodes at the same time, with one common deadline."""
+"""Runs calls to several nodes at the same time, in worker threads."""
 
 import threading
 from collections import deque
@@ -13,7 +13,7 @@ K = TypeVar("K")
 T = TypeVar("T")
 
 MAX_PARALLEL: Final = 16
-"""Most worker threads of one client."""
+"""Largest number of worker threads of one client. Further tasks wait for a thread."""
 
 
 class Parallel:
@@ -25,7 +25,7 @@ class Parallel:
         drop_after_fork(self)
 
     def after_fork(self) -> None:
-        """Start without threads: the parent's threads do not exist in the child."""
+        """Begin without threads: the parent's threads do not exist in the child."""
         self._lock = threading.Lock()
         self._workers: ThreadPoolExecutor | None = None
 
@@ -33,7 +33,7 @@ class Parallel:
         """Run all tasks, and wait for them. A task's RayKVError becomes its result.
 
         The calling thread runs tasks too. So the work is done even if all worker threads are busy with other calls.
-        Each task must have a deadline of its own.
+        Each task must have a deadline of its own, because this method waits without a time limit.
         """
         waiting = deque(work.items())
         results: dict[K, T | RayKVError] = {}
@@ -51,7 +51,7 @@ class Parallel:
             while len(helpers) < len(work) - 1 and (helper := self._submit(run_waiting)) is not None:
                 helpers.append(helper)
             run_waiting()
-        finally:  # after a bug or an interrupt too: no task may write to the caller's buffers after this call
+        finally:  # also after a bug or an interrupt: no task may write to the caller's buffers after this call
             waiting.clear()
             begun = [helper for helper in helpers if not helper.cancel()]
             wait(begun)
@@ -60,11 +60,11 @@ class Parallel:
         return {name: results[name] for name in work}
 
     def in_background(self, task: Callable[[], object]) -> None:
-        """Run a task without waiting for it. Does nothing after `close`, or if no thread can be started."""
+        """Start a task, and ignore its RayKVError. Does nothing after `close`, or if no thread can be started."""
         self._submit(lambda: _caught(task))
 
     def _submit(self, task: Callable[[], T]) -> "Future[T] | None":
-        """Run a task in a worker thread. None: no thread can be started, or this object is closed."""
+        """Give a task to a worker thread. Returns None if no thread can be started, or this object is closed."""
         with self._lock:
             if self._closed:
                 return None
@@ -76,7 +76,7 @@ class Parallel:
                 return None
 
     def close(self) -> None:
-        """Wait for running tasks, and end the threads."""
+        """Wait for all submitted tasks, and end the threads."""
         self._closed = True
         if self._workers is not None:
             self._workers.shutdown()

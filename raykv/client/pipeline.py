@@ -1,7 +1,7 @@
 """A connection to this host's node. It sends requests before earlier answers have arrived (pipelining).
 
-A call that reaches its deadline ends, but its connection stays open, and a later call collects the answer. So a slow
-node does not cost the leases of the connection.
+A call that reaches its deadline ends, but its connection stays open, and a later call collects the answer. So the
+leases of the connection also survive when the node is slow.
 """
 
 import threading
@@ -21,8 +21,8 @@ from raykv.transport.forking import drop_after_fork
 from raykv.transport.link import Link
 
 MAX_POSTED_KEYS: Final = 2048
-"""Most keys in requests without an answer. Requests and answers of this size fit into the socket's buffers, so neither
-end blocks in a send."""
+"""At most this many keys in all requests without an answer. A larger request is sent alone. Requests and answers with
+this many keys fit into the socket's buffers, so neither end blocks in a send."""
 POST_S: Final = 1.0
 """Time limit to send one request, or to receive an answer of which a part has arrived."""
 SLICE_S: Final = 0.001
@@ -32,8 +32,8 @@ YIELD_S: Final = 50e-6
 Outcome: TypeAlias = messages.Answer | RayKVError
 """The node's answer, the error that the node sent, or the error that ended the connection."""
 Finish: TypeAlias = Callable[[Outcome], None]
-"""Called with the outcome of a request, while the lock of the pipeline is held. It must not call the pipeline, but may
-send one request by `post_locked`."""
+"""A function that the pipeline calls with the outcome of a request, while it holds its lock. The function must not call
+the pipeline, except `post_locked` once."""
 
 
 @dataclass(slots=True, eq=False)
@@ -45,7 +45,7 @@ class Posted:
         life: Number of the connection on which the request was sent.
         keys: Number of keys in the request.
         asked_at_s: When the request was sent.
-        outcome: None until the answer is collected.
+        outcome: None until the answer is collected, or until the connection ends.
     """
 
     finish: Finish | None
@@ -61,8 +61,8 @@ class Pipeline:
     Attributes:
         lock: Guards this object, and the state that `finish` functions change. Callers of `*_locked` methods hold it.
         life: Number of the current connection. Leases of any other connection have ended.
-        reader: The memory that contains the slots and the pinned chunks of the current connection.
-        epoch: The greatest epoch in any answer so far.
+        reader: Reads the memory that contains the slots and the pinned chunks of the current connection.
+        epoch: The greatest epoch of a view in any answer so far.
         trusted_until_s: Until this time the connection's leases are valid: see TRUST_S.
     """
 
@@ -73,7 +73,7 @@ class Pipeline:
 
         Args:
             open_link: Opens a link by a deadline, and maps the node's memory.
-            retry_s: Time without a new attempt after a failed one.
+            retry_s: After a failed attempt to connect, the next attempt is made after this time at the earliest.
         """
         self._open_link, self._retry_s = open_link, retry_s
         self.life = self.epoch = 0
@@ -96,7 +96,7 @@ class Pipeline:
 
     @contextmanager
     def locked(self, deadline_s: float) -> Iterator[None]:
-        """Hold the lock. An interrupt drops the connection: a message may be half sent or half received.
+        """Hold the lock. An interrupt (KeyboardInterrupt) drops the connection: a message may be only half sent.
 
         Raises:
             PeerUnavailable: Other threads hold the lock until the deadline.
@@ -112,12 +112,12 @@ class Pipeline:
             self.lock.release()
 
     def drop_if_interrupted_locked(self, error: BaseException) -> None:
-        """Drop the connection unless `error` is an ordinary exception."""
+        """Drop the connection if `error` is an interrupt, that is, not an `Exception`."""
         if not isinstance(error, Exception):
             self.drop_locked("a call was interrupted")
 
     def connect_locked(self, deadline_s: float) -> None:
-        """Connect, unless there is a connection.
+        """Connect if there is no connection.
 
         Raises:
             PeerUnavailable: The node does not answer, or the last attempt failed less than `retry_s` ago.
@@ -146,10 +146,10 @@ class Pipeline:
         """Send a request as soon as `has_room_locked` permits it.
 
         Args:
-            life: Number of the connection to use. None: the current one, or a new one.
+            life: Number of the connection to use. None: the current one, or a new one if there is none.
 
         Raises:
-            PeerUnavailable: Nothing was sent. The node does not answer, or connection `life` has ended.
+            PeerUnavailable: The node does not answer, or connection `life` has ended. The request was not sent.
         """
         while True:
             with self.locked(deadline_s):
@@ -164,15 +164,15 @@ class Pipeline:
                 raise PeerUnavailable(f"the local node left {len(self._posted)} requests unanswered")
 
     def has_room_locked(self, keys: int) -> bool:
-        """Whether a request of this many keys may be sent now."""
+        """Whether MAX_POSTED and MAX_POSTED_KEYS allow a request of this many keys to be sent now."""
         few = not self._posted or self._posted_keys + keys <= MAX_POSTED_KEYS
         return few and len(self._posted) < MAX_POSTED
 
     def post_locked(self, request: messages.Message, finish: Finish | None = None, *, keys: int = 0) -> Posted:
-        """Send a request on the open connection, without waiting for room.
+        """Send a request on the open connection at once. This does not check `has_room_locked`.
 
         Raises:
-            PeerUnavailable: Nothing was sent: there is no connection, or it broke.
+            PeerUnavailable: There is no connection, or it broke. The request was not sent.
         """
         if self._link is None:
             raise PeerUnavailable("the local node is away")
@@ -180,7 +180,7 @@ class Pipeline:
         try:
             self._link.post(request, deadline_s=posted.asked_at_s + POST_S)
         except RayKVError as error:
-            if self._link.closed:  # an open link means that the request is too long
+            if self._link.closed:  # if the link is still open, only the request is wrong
                 self.drop_locked(str(error))
             raise
         self._posted.append(posted)
@@ -188,14 +188,14 @@ class Pipeline:
         return posted
 
     def wait(self, posted: Posted, deadline_s: float) -> bool:
-        """Wait for an answer. Returns whether it arrived. If it did not, a later call collects it."""
+        """Wait for the outcome of a request. Returns whether there is one. If not, a later call collects the answer."""
         while posted.outcome is None:
             left_s = deadline_s - time.monotonic()
             try:
                 with self.locked(deadline_s):
                     if self._link is None or posted.life != self.life:
                         break
-                    if self._link.wait_ready(SLICE_S if left_s > SLICE_S else 0.0):  # it waits whole milliseconds
+                    if self._link.wait_ready(SLICE_S if left_s > SLICE_S else 0.0):  # it can wait only whole ms
                         self._collect_locked()
                         continue
             except PeerUnavailable:
@@ -206,7 +206,7 @@ class Pipeline:
         return posted.outcome is not None
 
     def wait_all(self, deadline_s: float) -> bool:
-        """Wait until every request sent so far has an outcome. Returns False at the deadline."""
+        """Wait until every request sent so far has an outcome. Returns False if the deadline comes first."""
         with self.lock:
             newest = self._posted[-1] if self._posted else None
         return newest is None or self.wait(newest, deadline_s)
@@ -243,7 +243,7 @@ class Pipeline:
             self.drop_locked(str(error))
 
     def drop_locked(self, reason: str) -> None:
-        """Close the connection. Its leases end, and its open requests end with PeerUnavailable."""
+        """Close the connection. Its leases end. The outcome of each unanswered request is a PeerUnavailable."""
         if self._link is None:
             return
         self._link.close()

@@ -37,9 +37,9 @@ class Put:
         values: For each key a contiguous buffer, or several buffers that are joined in order.
         parent: Key, shape [1, 2], of the chunk before keys[0]. None: keys[0] starts a prompt.
         depth: Number of chunks before keys[0] in its chain.
-        chained: Whether each key follows the one before it. False: independent objects.
+        chained: Whether each chunk follows the one before it in a prompt. False: the chunks are independent objects.
         ttl_s: Seconds until the chunks expire. None: the namespace's config decides.
-        priority: -100 to 100. Higher priorities are evicted later. 0: the config decides.
+        priority: -100 to 100. Higher priorities are evicted later. 0: the namespace's config decides.
     """
 
     keys: Keys
@@ -87,7 +87,7 @@ def put_remote(router: Router, group: Namespace, batch: Batch, values: Values, d
 
 
 class _RemoteWrite:
-    """A Write request that may be sent twice: the connection can break after the node has stored the chunks."""
+    """A Write request, sent again if the connection breaks. Chunks that the first attempt stored count as stored."""
 
     def __init__(self, group: Namespace, batch: Batch, values: Values, deadline_s: float) -> None:
         self._group, self._batch, self._values, self._deadline_s = group, batch, values, deadline_s
@@ -97,7 +97,7 @@ class _RemoteWrite:
     def send(self, link: Link) -> PutResult:
         try:
             return self._send_once(link)
-        except LostError:  # the node does not know the namespace
+        except LostError:  # the node does not know the namespace yet
             fields = self._group.model_dump_json(exclude_defaults=True)
             opening = messages.OpenNamespace(fields.encode(), group=self._group.digest)
             link.call(opening, deadline_s=self._deadline_s)

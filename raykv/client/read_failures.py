@@ -1,4 +1,4 @@
-"""Recent failures of a client's own reads, for `Client.why`. Logic only."""
+"""Recent failures of a client's own reads, for `Client.why`. No input or output."""
 
 import threading
 from collections.abc import Iterable
@@ -8,9 +8,9 @@ from raykv.transport.forking import drop_after_fork
 from raykv.types import NodeId
 
 MAX_FAILURES: Final = 1 << 14
-"""Most keys with a recorded failure. Above this number the oldest failures are dropped."""
+"""At most this many keys have a recorded failure. If there are more, the oldest failures are dropped."""
 FAILURE_S: Final = 600.0
-"""Older failures are ignored."""
+"""Failures that are older than this are ignored."""
 
 Kind: TypeAlias = Literal["timed_out", "corrupt", "no_answer"]
 
@@ -38,7 +38,7 @@ class ReadFailures:
         drop_after_fork(self)
 
     def after_fork(self) -> None:
-        """Replace the lock: another thread of the parent may hold it."""
+        """Replace the lock: at the fork, another thread of the parent may have held it."""
         self._lock = threading.Lock()
 
     def __len__(self) -> int:

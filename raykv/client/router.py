@@ -1,4 +1,4 @@
-"""Connects a client to this host's node and to other nodes. Follows the view, and finds the owners of keys."""
+"""Connects a client to nodes. Updates the view (the list of members), and finds the holders of chunks."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -37,7 +37,7 @@ class Locations(NamedTuple):
     Attributes:
         holders: For each key its holders, those on this host first. Empty: no holder is known.
         nbytes: u32, length of each chunk. 0: unknown.
-        below_memory: Whether the chunk is only on SSD or file at its holders.
+        below_memory: For each key, whether all holders have the chunk only on SSD or file.
     """
 
     holders: list[Holders]
@@ -46,7 +46,7 @@ class Locations(NamedTuple):
 
 
 class Router:
-    """Connections of a client and of the clients made from it. Thread-safe. A forked child opens new connections.
+    """Connections of a client and of the clients made by `using`. Thread-safe. A forked child opens new connections.
 
     Attributes:
         local, writer: Connections to this host's node. None: this host has no node.
@@ -99,7 +99,7 @@ class Router:
         return self.local.attached
 
     def _find_local(self, deadline_s: float) -> None:
-        """Use this host's node also if the client joined through another node by TCP."""
+        """Find a node of this host among the members, for a client that joined through another node by TCP."""
         for member in self._view.members:
             if self.local is None and self.is_near(member):
                 try:
@@ -121,11 +121,11 @@ class Router:
     # -- view -------------------------------------------------------------------------------------------------------
 
     def view(self, deadline_s: float) -> View:
-        """Return the view. It is fetched again after an answer with a greater epoch, or after a node's failure."""
+        """Return the view. Fetch it again if an answer had a greater epoch, or a node did not answer."""
         pool, local = self.pool, self.local
         pipelines = [each.pipeline for each in (local, self.writer) if each is not None]
         if local is not None and local.attached.secret not in (b"", pool.secret):
-            # The node has joined another cluster, whose epochs start again.
+            # The node has joined another cluster. Epochs start again there.
             pool.retain(())
             pool.secret, pool.epoch, self._view = local.attached.secret, 0, View()
             for pipeline in pipelines:
@@ -224,28 +224,28 @@ class Router:
         return [*dict.fromkeys([*([] if self.local_id is None else [self.local_id]), *names])]
 
     def ask_all(self, request: messages.Message, deadline_s: float) -> dict[NodeId, messages.Answer | RayKVError]:
-        """Send a request to all members and this host's node in parallel. Errors are values of the result."""
+        """Send a request to all members and this host's node in parallel. A node's error is its value in the result."""
         return self.call_each(dict.fromkeys(self.node_ids(deadline_s), request), deadline_s)
 
     def call_each(
         self, requests: Mapping[NodeId, messages.Message], deadline_s: float
     ) -> dict[NodeId, messages.Answer | RayKVError]:
-        """Send a request to each of several members in parallel. Errors are values of the result."""
+        """Send each member its request, in parallel. A member's error is its value in the result."""
         work = {name: partial(self.call, name, request, deadline_s) for name, request in requests.items()}
         return self.parallel.run(work)
 
     # -- locations --------------------------------------------------------------------------------------------------
 
     def locate(self, keys: KeyArray, deadline_s: float, *, group: bytes = b"") -> Locations:
-        """Ask the owners for the holders of chunks. The keys of a silent owner have no holders in the result.
+        """Ask the owners for the holders of chunks. Keys whose owner does not answer have no holders in the result.
 
-        After the deadline it asks no owner.
+        After the deadline no owner is asked.
         """
         count = len(keys)
         whole = Locations([()] * count, np.zeros(count, np.uint32), np.zeros(count, np.bool_))
         unknown, view = np.arange(count), View()
         while len(unknown) and time.monotonic() < deadline_s and self.view(deadline_s).epoch > view.epoch:
-            view = self._view  # an answer may show that it was stale: then this loop asks again
+            view = self._view  # an answer may show that this view is stale: then ask again
             shares = {owner: unknown[share] for owner, share in view.ring.shares(keys[unknown]).items()}
             work = {
                 owner: partial(self.ask_owner, owner, keys[share], group, deadline_s) for owner, share in shares.items()
@@ -270,7 +270,7 @@ class Router:
         return Locations(holders, nbytes, unpack_bits(answer.below_memory, count))
 
     def nearest_first(self, holders: Sequence[NodeId]) -> Holders:
-        """Sort holders: those on this host first."""
+        """Sort the holders of a chunk: nodes on this host first."""
         if len(holders) < 2:
             return tuple(holders)
         near = {member.node_id for member in self._view.members if self.is_near(member)}

@@ -1,4 +1,4 @@
-"""Slots that the node lends to a writer before the writer needs them. Logic only."""
+"""Slots that the node lends to a writer before the writer needs them. No input or output."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,10 +13,11 @@ MAX_POOL_NBYTES: Final = 256 << 20
 MAX_POOL_SHARE: Final = 16
 """Limits of one pool: this many slots, this many bytes, and 1/MAX_POOL_SHARE of the arena."""
 POOL_IDLE_S: Final = 5.0
-"""A pool that is unused for this long gives its slots back to the node."""
+"""If no put uses a pool for this long, its slots are given back to the node."""
 TRUST_S: Final = QUARANTINE_S / 4
-"""The writer may write to a lent slot for this long after the node's last answer. If the node died or closed the
-connection right after that answer, the slot is still in quarantine. Later the writer must ask the node first."""
+"""A writer starts to write to a lent slot only within this time after the last request that the node answered. Even if
+the node died right after that answer, the writer then has QUARANTINE_S - TRUST_S before the slot is reused. Later the
+writer must first get another answer."""
 
 Slot = tuple[int, int]
 """Row of a slot, and its offset in the arena."""
@@ -31,7 +32,7 @@ class SlotPool:
         wanted: Target number of slots. It grows with use.
         slots: The free slots.
         coming: Number of slots that are requested but not yet granted.
-        used_at_s: When slots were last removed.
+        used_at_s: When a put last removed slots, or `Client.prepare` last requested some.
     """
 
     def __init__(self, size: int, arena_nbytes: int, *, life: int = 0) -> None:
@@ -42,7 +43,7 @@ class SlotPool:
         self.slots: list[Slot] = []
 
     def pop(self, count: int, now_s: float) -> list[Slot]:
-        """Remove up to `count` slots."""
+        """Remove up to `count` slots from the pool, and return them."""
         self.used_at_s = now_s
         left = max(0, len(self.slots) - count)
         popped = self.slots[left:]
@@ -50,20 +51,20 @@ class SlotPool:
         return popped
 
     def pop_surplus(self, idle_since_s: float) -> list[Slot]:
-        """Remove the slots above `most`. Remove all slots if the pool is unused since `idle_since_s`."""
+        """Remove and return surplus slots: all, if the pool is unused since `idle_since_s`; else those above `most`."""
         if self.used_at_s < idle_since_s and not self.coming:
             self.wanted = 0
             return self.pop(len(self.slots), self.used_at_s)
         return self.pop(max(0, len(self.slots) - self.most), self.used_at_s)
 
     def grow(self, count: int) -> None:
-        """Raise `wanted` after a put that needed `count` slots found too few."""
+        """Raise `wanted` because a put needed `count` slots, and the pool had fewer."""
         self.wanted = min(self.most, max(4 * self.wanted, 2 * count))
 
     def lacking(self) -> int:
-        """Return how many slots to request in advance, and double `wanted`. 0 while the pool is more than half full.
+        """Return how many slots to request in advance. If `slots` and `coming` exceed half of `wanted`, this is 0.
 
-        A pool that is used all the time so needs few requests. An idle pool starts again: see `pop_surplus`.
+        Otherwise `wanted` is doubled first, so a busy pool needs few requests. `pop_surplus` resets it in an idle pool.
         """
         have = len(self.slots) + self.coming
         if 2 * have > self.wanted:
@@ -105,6 +106,6 @@ class LentBatch:
 
     @property
     def result(self) -> PutResult:
-        """What is known before the commit: chunks that were stored already, and chunks without a slot."""
+        """The counts that are known before the commit: chunks that were stored already, and chunks without a slot."""
         skipped = len(self.batch.keys) - self.existed - len(self.slots)
         return PutResult(0, self.existed, skipped, self.reason)

@@ -25,7 +25,7 @@ class SlotSupply:
 
     Attributes:
         pipeline: The connection that owns the leases. Its lock guards the pools.
-        opened: Digests of the quota groups that are open on this connection.
+        opened: Digests of the quota groups that were opened (OpenNamespace) on the current connection.
     """
 
     def __init__(self, local: LocalConnection, *, retry_s: float) -> None:
@@ -38,7 +38,7 @@ class SlotSupply:
         self._idle_check_s = 0.0
 
     def pop(self, lent: LentBatch, count: int, deadline_s: float) -> None:
-        """Move up to `count` slots from their pool into `lent`. If there are fewer, `lent.reason` says why.
+        """Move up to `count` slots from the pool of a batch into `lent`. If there are fewer, `lent.reason` says why.
 
         Waits only if the pool has too few slots, or if the node's last answer is older than TRUST_S.
 
@@ -66,7 +66,7 @@ class SlotSupply:
                 return
             outcome = pending.outcome
             if isinstance(outcome, LostError) and not reopened:
-                self.opened.discard(lent.group.digest)  # the namespace was dropped in the meantime
+                self.opened.discard(lent.group.digest)  # the namespace was dropped: open it again
                 reopened = True
             elif isinstance(outcome, RayKVError):
                 raise type(outcome)(str(outcome))
@@ -74,7 +74,7 @@ class SlotSupply:
             lent.reason = "full" if full else ""
 
     def _pool_locked(self, group: Namespace, nbytes: int, deadline_s: float) -> SlotPool:
-        """Connect, and return the pool of a quota group and a chunk size. Slots of earlier connections are dropped."""
+        """Connect, and return the pool of a quota group and a chunk size. A new connection begins with empty pools."""
         pipeline = self.pipeline
         pipeline.collect_arrived_locked()
         self._give_back_surplus_locked()  # first, because it may find the connection broken
@@ -88,7 +88,7 @@ class SlotSupply:
         return pool
 
     def _move_locked(self, pool: SlotPool, lent: LentBatch, count: int) -> bool:
-        """Move slots to `lent`. Moves fewer than `count` only if `lent.reason` says why. False: no slots were moved."""
+        """Move `count` slots to `lent`, or fewer if `lent.reason` says why. False: none was moved: ask the node."""
         now_s = time.monotonic()
         if pool.life != self.pipeline.life or now_s >= self.pipeline.trusted_until_s:
             return False
@@ -102,7 +102,7 @@ class SlotSupply:
         return True
 
     def _request(self, group: Namespace, batch: Batch, pool: SlotPool, needed: int, deadline_s: float) -> Posted:
-        """Request `needed` slots, for which the node may evict chunks, and free slots to refill the pool."""
+        """Request `needed` slots, for which the node may evict chunks. Also request free slots to refill the pool."""
         pipeline = self.pipeline
         if group.digest not in self.opened:
             self._open(group, pool.life, deadline_s)
@@ -122,7 +122,7 @@ class SlotSupply:
         return posted
 
     def _open(self, group: Namespace, life: int, deadline_s: float) -> None:
-        """Open a quota group on this connection, and wait for the answer: the node may refuse."""
+        """Open a quota group on this connection. Wait for the answer, because the node may refuse."""
         opening = messages.OpenNamespace(group.model_dump_json(exclude_defaults=True).encode(), group=group.digest)
         posted = self.pipeline.post(opening, deadline_s=deadline_s, life=life)
         if not self.pipeline.wait(posted, deadline_s):
@@ -137,13 +137,13 @@ class SlotSupply:
             self.add_locked(pool, outcome.rows, outcome.offsets)
 
     def add_locked(self, pool: SlotPool, rows: bytes, offsets: bytes) -> None:
-        """Add slots that the node has just lent to their pool. `rows` are i32, `offsets` u64."""
+        """Add to `pool` the slots that the node has just lent for it. `rows`: i32 numbers, `offsets`: u64 numbers."""
         if rows:
             starts = array(offsets, "<u8", len(rows) // 4).tolist()
             pool.slots += zip(np.frombuffer(rows, "<i4").tolist(), starts, strict=True)
 
     def put_back_locked(self, lent: LentBatch, slots: Sequence[Slot]) -> None:
-        """Put unused slots back into their pool, if their lease is valid. No slots lent ahead are expected."""
+        """Unless the lease has ended: put unused slots back into their pool, and do not expect `lent.ahead` slots."""
         if lent.pool is not None and lent.life == self.pipeline.life:
             lent.pool.slots += slots
             lent.pool.coming -= lent.ahead
@@ -167,7 +167,7 @@ class SlotSupply:
     def lease_valid(self, lent: LentBatch, deadline_s: float) -> bool:
         """Return whether the caller may write to the slots for the next QUARANTINE_S - TRUST_S seconds.
 
-        If the node's last answer is older than TRUST_S, this asks the node. Returns False without an answer.
+        If the node's last answer is older than TRUST_S, this asks the node, and returns False if it does not answer.
         """
         pipeline, life = self.pipeline, lent.life
         probe = messages.Lend(lent.batch.nbytes, 0, group=lent.group.digest)
@@ -180,7 +180,7 @@ class SlotSupply:
         return life == pipeline.life
 
     def give_back(self, lent: LentBatch, deadline_s: float) -> None:
-        """Return the slots of a batch to the node. If the node is unavailable, put them back into their pool."""
+        """Give the slots of a batch back to the node. If the request cannot be sent, put them back into their pool."""
         try:
             request = messages.GiveBack(rows_of(lent.slots))
             self.pipeline.wait(self.pipeline.post(request, deadline_s=deadline_s, life=lent.life), deadline_s)
@@ -189,7 +189,7 @@ class SlotSupply:
                 self.put_back_locked(lent, lent.slots)
 
     def _give_back_surplus_locked(self) -> None:
-        """Give unused slots back to the node, at most once per POOL_IDLE_S."""
+        """Give the surplus slots of all pools back to the node, at most once per POOL_IDLE_S."""
         now_s = time.monotonic()
         if now_s < self._idle_check_s + POOL_IDLE_S or not self.pipeline.has_room_locked(0):
             return
@@ -197,7 +197,7 @@ class SlotSupply:
         self.give_back_locked([slot for pool in self._pools.values() for slot in pool.pop_surplus(now_s - POOL_IDLE_S)])
 
     def give_back_locked(self, slots: Sequence[Slot]) -> None:
-        """Return slots to the node without waiting. Ignores a broken connection, which ends the leases anyway."""
+        """Give slots back to the node without waiting. If the connection is broken, their leases have ended anyway."""
         try:
             if slots:
                 self.pipeline.post_locked(messages.GiveBack(rows_of(slots)))
@@ -205,7 +205,7 @@ class SlotSupply:
             pass
 
     def close(self, deadline_s: float) -> None:
-        """Return all slots, and close the connection."""
+        """Give all slots back to the node, and close the connection."""
         pipeline = self.pipeline
         pipeline.wait_all(deadline_s)  # an answer may bring more slots
         try:

@@ -20,9 +20,9 @@ from raykv.protocol.reasons import Place, Reason
 from raykv.types import KeyArray, NodeId
 
 PART_KEYS: Final = 1 << 12
-"""Most keys of one request. The deadline is checked between two requests."""
+"""At most this many keys in one request to the members. The deadline is checked between two requests."""
 MAX_OTHER_KEYS: Final = 1 << 18
-"""Most keys that one call derives under other namespaces."""
+"""One call derives at most this many keys under other namespaces. Then it searches no further namespace."""
 
 WhyReason: TypeAlias = Literal[
     "here", "never_stored", "evicted", "expired", "deleted", "dropped", "corrupt", "demoted",
@@ -41,16 +41,16 @@ class Why:
     Attributes:
         reason: "here": a node holds the chunk. "never_stored": no node holds the chunk or remembers its removal.
             "other_namespace": the chunk is or was stored under a namespace that differs in `fields`. "no_answer": a
-            node did not answer. "timed_out", "corrupt" (without a tier): this client's last read failed so.
-            "not_asked_in_time": the deadline passed before the lookup.
+            node did not answer. "timed_out", or "corrupt" with an empty `tier`: why this client's last read failed.
+            "not_asked_in_time": the deadline passed before the lookup. Other reasons: why the chunk left `tier`.
         node: The node that holds or last held the chunk, or that does not answer.
         tier: "dram", "ssd" or "file": where the chunk is, or was last.
         ago_s: Seconds since the chunk was removed, or since the read failed.
         policy: The policy that evicted the chunk.
         fields: Names of the namespace fields that differ.
-        nbytes: Length of the chunk, if the reason is "here".
-        remembers_s: Age in seconds of the oldest removal that every node still remembers. None: all removals since the
-            nodes were started.
+        nbytes: Length of the chunk if a node holds it, otherwise 0.
+        remembers_s: For "never_stored": each node remembers its removals of the last `remembers_s` seconds. None: each
+            node remembers all removals since its start.
         announced: Whether the owner knows a holder. If not, other hosts do not find the chunk.
     """
 
@@ -93,7 +93,7 @@ class Why:
 class PromptKeys:
     """Derives the keys of a prompt's chunks under several namespaces, each key once.
 
-    Under another chunk size, the matching chunk is the first one that covers this chunk's last token.
+    Under another chunk size, it derives the key of the chunk there that contains the last token of the chunk here.
     """
 
     def __init__(self, tokens: npt.NDArray[np.integer[Any]], chunk_tokens: int) -> None:
@@ -116,13 +116,13 @@ class Inquiry:
     def __init__(
         self, router: Router, namespace: Namespace, derive: Derive, *, elsewhere: bool, deadline_s: float
     ) -> None:
-        """`elsewhere`: `derive` knows keys under other namespaces too."""
+        """`elsewhere`: whether to search other namespaces too. Then `derive` must know the keys there."""
         self._router, self._namespace, self._derive, self._deadline_s = router, namespace, derive, deadline_s
         self._others: list[Namespace] | None = None if elsewhere else []
         self._other_keys = MAX_OTHER_KEYS
 
     def run(self, count: int) -> list[Why]:
-        """Return one entry for each of `count` chunks. Chunks after the deadline get "not_asked_in_time"."""
+        """Return one entry for each of `count` chunks: "not_asked_in_time" if it is not looked up by the deadline."""
         found: list[Why] = []
         while len(found) < count and not (found and self._late()):
             found += self._explain(range(len(found), min(len(found) + PART_KEYS, count)))
@@ -179,8 +179,8 @@ def ask_members(
     """Ask all members about chunks, given their 16-byte keys.
 
     Returns:
-        Where each chunk is, or else its last removal (None: no member knows the chunk), the members without a valid
-        answer, and the time in seconds that all the others remember.
+        For each chunk, where it is, or else its last removal; None if no member knows it. The members without a valid
+        answer. The value for `Why.remembers_s`: the shortest time for which a member remembers removals.
     """
     request = messages.Why(b"".join(keys), group=namespace.group.digest)
     outcomes = router.ask_all(request, deadline_s)
@@ -202,9 +202,9 @@ def ask_members(
 
 
 def _histories(node: NodeId, answer: messages.Histories, count: int) -> Iterator[tuple[tuple[int, float], Why | None]]:
-    """Yield what one member knows of each chunk, with a rank. Of several members, the one with the lowest rank counts.
+    """Yield for each chunk a rank, and what one member knows of it. The knowledge of lowest rank is used.
 
-    A chunk in memory is preferred to one in a tier, and any chunk to a removal. The latest removal is preferred.
+    A chunk in memory ranks lowest, then one in a tier, then removals, the latest first, then nothing.
     """
     places, reasons, tiers, policies = (
         array(raw, "u1", count).tolist() for raw in (answer.places, answer.reasons, answer.tiers, answer.policy)
@@ -225,7 +225,7 @@ def _alike(namespace: Namespace, texts: Collection[str]) -> list[Namespace]:
     """List other namespaces under which the same tokens may be stored, the most similar first.
 
     `texts` are the fields of the quota groups in use, as JSON. They contain no salts and no adapters. So this tries the
-    caller's values and empty values.
+    salt and adapter of `namespace`, and empty ones.
     """
     groups = [namespace.group, *map(Namespace.model_validate_json, sorted(texts))]
     made = {
@@ -239,7 +239,7 @@ def _alike(namespace: Namespace, texts: Collection[str]) -> list[Namespace]:
 
 
 def _with_failure(why: Why, failure: ReadFailure | None, now_s: float) -> Why:
-    """Return the failure of this client's last read. Return `why` if there is none, or if the removal is newer."""
+    """Return the read failure as a Why. Return `why` if no read failed, or if its removal is newer than the failure."""
     if failure is None:
         return why
     ago_s = now_s - failure.when_s

@@ -1,8 +1,8 @@
-"""Stores chunks in this host's node: get slots lent, fill the slots, commit.
+"""Stores chunks in this host's node: requests slots, fills them, and commits them.
 
 The writer has a separate connection, so a waiting reader never blocks a writer. The node lends slots before they are
 needed (`raykv.client.slot_pool`). A put copies and hashes in one pass, and sends one Commit. The answer lends the next
-slots. A put that does not wait leaves the answer to a later call.
+slots. If a put does not wait, a later call collects the answer.
 
 A call that reaches its deadline does not lose the connection or its leases: see `raykv.client.pipeline`.
 """
@@ -31,9 +31,9 @@ Values = Sequence[Sequence[memoryview]]
 """Bytes of several chunks: for each chunk a list of views that are joined in order."""
 
 LATE_S: Final = 0.001
-"""Least time that a call may wait to send the commit of filled slots, even after its deadline."""
+"""A call may wait this long to send the commit of filled slots, even if its deadline has passed."""
 CLOSE_S: Final = 0.2
-"""How long `close` waits to give slots back. Slots that are not given back go into quarantine."""
+"""`close` takes at most this long to give slots back. The node puts slots that it does not get into quarantine."""
 _UNAVAILABLE: Final = (TransientError, CapacityError, LostError)
 
 
@@ -45,7 +45,7 @@ class Writer:
 
         Args:
             threads: Threads for large copies.
-            retry_s: Time without a new connection attempt after a failed one.
+            retry_s: After a failed attempt to connect, the next attempt is made after this time at the earliest.
         """
         self._local, self._threads = local, threads
         self.supply = SlotSupply(local, retry_s=retry_s)
@@ -54,7 +54,7 @@ class Writer:
         drop_after_fork(self)
 
     def after_fork(self) -> None:
-        """Drop the posted chunks: they belong to the parent."""
+        """Forget posted commits and their results: they belong to the parent."""
         self._results, self._unanswered = PutResult(), set[PendingCommit]()
 
     def put(
@@ -99,7 +99,7 @@ class Writer:
         return result + self._commit(group, filled, wait=wait, deadline_s=deadline_s) if filled else result
 
     def _missing(self, batch: Batch) -> list[int]:
-        """Return the positions of the keys that are not stored on this host, each key once."""
+        """Return the positions of the keys that this host's node does not have. Each key is listed once."""
         ready = self._local.reader.ready(batch.keys, now_s=time.monotonic()).tolist()
         if False not in ready and not self._local.is_current():
             ready = [False] * len(ready)
@@ -163,7 +163,7 @@ class Writer:
     # -- slots that the caller fills --------------------------------------------------------------------------------
 
     def lend(self, group: Namespace, batch: Batch, *, deadline_s: float) -> LentBatch:
-        """Get slots for the chunks of a batch that are not stored here. If there are too few, `reason` says why.
+        """Get slots for the chunks of a batch that are not stored here. If too few, `LentBatch.reason` says why.
 
         Raises:
             UsageError: The size does not fit an extent.
@@ -197,11 +197,11 @@ class Writer:
     # -- posted chunks ----------------------------------------------------------------------------------------------
 
     def drain(self, deadline_s: float) -> bool:
-        """Wait for the answers to all commits. True: new answers arrived, so the caller should look up again."""
+        """Wait for the outcomes of all commits. True: they have arrived, so a new lookup may find more chunks."""
         return bool(self._unanswered) and self.pipeline.wait_all(deadline_s)
 
     def flush(self, deadline_s: float) -> PutResult:
-        """Wait for the posted chunks. Returns their results since the last call. Never raises.
+        """Wait for the answers to posted chunks. Returns the sum of the results since the last call. Never raises.
 
         `posted` counts the chunks that have no answer by the deadline.
         """
@@ -242,7 +242,7 @@ class PendingCommit:
         return messages.Commit(tuple(map(_run_of, self._filled)), group=self._group.digest)
 
     def finish_locked(self, outcome: Outcome) -> None:
-        """Put unused slots back into their pools, and give refused ones back to the node.
+        """Set `result`. Put unused slots back into their pools, and give refused ones back to the node.
 
         Raises:
             ProtocolError: The answer is wrong. All chunks count as skipped.
@@ -277,9 +277,9 @@ class PendingCommit:
 
 
 def _run_of(lent: LentBatch) -> messages.Run:
-    """Make the part of a Commit for one batch. Keys after the last filled slot are left out.
+    """Make the part of a Commit for one batch. It has the batch's keys up to the last one with a filled slot.
 
-    Keys before it are not left out, even if they have no slot: a key may be the parent of the next one.
+    This includes keys without a slot, because a key may be the parent of the next.
     """
     batch, positions = lent.batch, lent.positions
     count = positions[-1] + 1
