@@ -1,4 +1,4 @@
-"""The capacity planner: replays a trace with any policy and cache size, and compares the hits with Belady's bound.
+"""The capacity planner: replays a trace with any policy and cache size. Belady's policy gives an upper bound of hits.
 
 records = plan(read_trace("trace.jsonl"), sizes=["5%", "64 GiB"], policies=["leaf_lru", "belady"])
 print(as_table(records))

@@ -14,8 +14,8 @@ from raykv.types import Rows
 class Cache:
     """The chunk table of a simulated node.
 
-    A chunk has a number in the trace. Column `key_lo` holds this number. `row_of` maps the number to the chunk's row;
-    -1 means that the chunk is not in the cache.
+    Each chunk of a trace has a number. The column `key_lo` of the chunk's row holds this number. `row_of` maps the
+    number to the row; -1 means that the chunk is not in the cache.
     """
 
     def __init__(self, policy: Policy, capacity: int, chunks: int, ssd: Ssd | None = None) -> None:
@@ -39,7 +39,7 @@ class Cache:
         self._policy.on_request_done(self.columns, rows[rows >= 0], output_tokens, now)
 
     def make_room(self, count: int, now: int, protect: Rows) -> None:
-        """Evict until `count` chunks fit, or no other row may be evicted. Rows in `protect` stay."""
+        """Evict rows until `count` more chunks fit, or no row is left to evict. Rows in `protect` are not evicted."""
         self._protected[protect] = True
         gone: list[int] = []
         while len(self._free) + len(gone) < count and (row := self._order.next(now, self._protected)) >= 0:
@@ -62,9 +62,9 @@ class Cache:
         self.evicted += len(gone)
 
     def store(self, chunks: list[int], nbytes: list[int], now: int, reads: Mapping[int, int]) -> None:
-        """Store the missing chunks of a chain, first to last, until the cache is full.
+        """Store those chunks of a chain that the cache does not have, first to last, until the cache is full.
 
-        `reads` maps a chunk that was read from the SSD to its number of reads.
+        `nbytes` has the size of each chunk. `reads` maps each chunk that was read from the SSD to its number of reads.
         """
         cells, row_of, rows, parent = self.cells, self.row_of.data, [], -1
         for chunk, size in zip(chunks, nbytes, strict=True):
@@ -74,7 +74,7 @@ class Cache:
                     break
                 row = self._free.pop()
                 cells.key_lo[row], cells.nbytes[row], cells.state[row] = chunk, size, RowState.READY
-                cells.generation[row] += 1 + cells.generation[row] % 2  # the next even number means readable
+                cells.generation[row] += 1 + cells.generation[row] % 2  # the next even number: the row is readable
                 cells.inserted[row] = cells.accessed[row] = now
                 cells.frequency[row] = reads.get(chunk, 0)
                 cells.children[row] = 0

@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def plan_command(options: argparse.Namespace) -> str:
     """Run `raykv plan` and return its output.
 
-    Raises UsageError if an option, the trace or a line of it is wrong. The error names the wrong value.
+    Raises UsageError if an option, the trace or a line of the trace is wrong. The error names the wrong value.
     """
     model = ModelShape(
         options.layers, options.kv_heads, options.head_size, options.dtype, options.hidden, options.parameters
@@ -66,7 +66,7 @@ def _nbytes(text: str) -> float:
 
 
 def _save_chart(records: Sequence[Record], path: str) -> None:
-    """Draw prefix hits over the size of the cache, with one line per policy and size of the SSD."""
+    """Save a chart of prefix hits over cache size, with one line for each pair of policy and SSD size."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:

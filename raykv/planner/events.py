@@ -4,8 +4,8 @@ A line is a batch of events, as an object (`{"ts": ..., "events": [...]}`) or as
 event is an object (`{"type": "BlockStored", ...}`) or an array (`["BlockStored", hashes, parent, token_ids, block_size,
 ...]`).
 
-Events name only new blocks. We assume that the same request also read all blocks before them in the chain. A request
-whose blocks were all cached causes no event, so the trace has fewer hits than the engine had.
+Events name only new blocks. We assume that the request that stored them also read all blocks before them in the chain.
+A request whose blocks were all cached causes no event, so the trace has fewer hits than the engine had.
 """
 
 import re
@@ -17,7 +17,7 @@ import msgspec
 from raykv.errors import UsageError
 
 CONTINUES_S: Final = 2.0
-"""Blocks that extend a request's chain within this time belong to the same request, since its prefill still runs."""
+"""Blocks that extend a request's chain within this time belong to that request: its prefill still runs."""
 
 Key = Annotated[int, msgspec.Meta(ge=-(1 << 63))] | Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
@@ -52,9 +52,9 @@ _OTHERS: Final = ("BlockRemoved", "AllBlocksCleared")
 
 
 def requests_of(lines: Iterable[tuple[str, bytes]]) -> list[RequestLine]:
-    """Make requests from pairs (place in the file, line). Raises UsageError, which names the line and the field."""
+    """Make requests from pairs (place of the line, line). Raises UsageError, which names the place and the field."""
     before: dict[int | str, int | str | None] = {}
-    growing: dict[int | str, tuple[RequestLine, float]] = {}  # by last block: the request, and the block's time
+    growing: dict[int | str, tuple[RequestLine, float]] = {}  # by last block: its request, its time
     requests: list[RequestLine] = []
     for where, line in lines:
         for at_s, event in _stored(where, line):
@@ -109,7 +109,7 @@ def _convert(form: type[Found], where: str, prefix: str, found: Any) -> Found:
 
 
 def decode(form: type[Found], where: str, line: bytes) -> Found:
-    """Decode a line of JSON. Raises UsageError, which names the line and the field, if it has another form."""
+    """Decode a line of JSON as a `form`. If the line does not fit, raise UsageError, which names line and field."""
     try:
         return msgspec.json.decode(line, type=form)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -20,7 +20,7 @@ from raykv.tier.admission import DAY_S, Admission
 
 BELADY: Final = "belady"
 SEGMENT_NBYTES: Final = 64 * MIB
-"""Size of a segment of the SSD's log, as in `SsdConfig`."""
+"""Size of a segment of the simulated SSD's log: the default of `SsdConfig.segment_nbytes`."""
 DTYPE_NBYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "int8": 1}
 
 
@@ -46,7 +46,7 @@ class ModelShape:
     def prefill_flops(self, tokens: int, attended: int) -> float:
         """Return the floating-point operations for a prefill.
 
-        `attended` is the sum, over these tokens, of the number of tokens before each.
+        `tokens` is the number of tokens to compute. `attended` adds up the number of tokens before each.
         """
         return 2.0 * self.parameters * tokens + 4.0 * self.layers * self.hidden * (attended + tokens)
 
@@ -56,9 +56,10 @@ class Record:
     """The result for one policy and one size of cache.
 
     `requests`, `chunks` and `tokens` count all reads in the trace. A hit is a prefix hit if all earlier chunks of the
-    request hit too. Only prefix hits are useful to an engine. `tokens_hit`, `saved_flops` and `saved_gib` count prefix
-    hits only. `size_share` is relative to the number of different chunks. The SSD's bytes per day are extrapolated from
-    the trace's duration. Write amplification is all bytes written, divided by the bytes that memory evicted to the SSD.
+    request hit too (with "belady": every hit). Only prefix hits are useful to an engine. `tokens_hit`, `saved_flops`
+    and `saved_gib` count prefix hits only. `size_share` is the size divided by the number of different chunks. The
+    SSD's bytes per day are extrapolated from the trace's duration. `ssd_write_amplification` is the number of chunks
+    written to the SSD, including those moved within it, divided by the number of those from memory.
     """
 
     trace: str
@@ -98,8 +99,8 @@ def plan(
     """Replay a trace with each policy, each size of memory, and each size of an SSD tier below it (0: no SSD).
 
     A size is text such as "64 GiB" or "10%" (of the trace's different chunks), or a number of chunks. A policy is an
-    argument of `raykv.eviction.policy`, or "belady" for the bound, or "all" for all names. `ssd_nbytes_per_day` limits
-    the writes to the SSD. Raises UsageError if a size is not valid, and ConfigError if a policy does not exist.
+    argument of `raykv.eviction.policy`, or "belady" for the upper bound, or "all". `ssd_nbytes_per_day` limits
+    the bytes written to the SSD. Raises UsageError if a size is not valid, and ConfigError if a policy does not exist.
     """
     model = model or ModelShape()
     chunk_nbytes = trace.chunk_tokens * model.token_nbytes

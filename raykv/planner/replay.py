@@ -1,4 +1,4 @@
-"""Replays a trace through a cache of a given size. Counts the hits of a policy, or of Belady's optimal policy."""
+"""Replays a trace through a cache of a given size, with a policy or with Belady's optimal policy. Counts the hits."""
 
 import heapq
 import math
@@ -22,7 +22,8 @@ _NEVER: Final = 1 << 62
 class Outcome:
     """The counts of a replay, in chunks. A hit is a prefix hit if all earlier chunks of the request hit too.
 
-    `attended` is the sum, over the hit tokens, of the number of tokens before each in its request.
+    `tokens_hit` counts the tokens of prefix hits. `attended` adds up, for each of these tokens, the number of tokens
+    before it in its request.
     """
 
     prefix_hits: int = 0
@@ -36,11 +37,11 @@ class Outcome:
 def replay(
     trace: Trace, policy: Policy, capacity: int, *, ssd: Ssd | None = None, decode_s: float = DECODE_S
 ) -> Outcome:
-    """Replay a trace. The caller passes a new policy, and an empty `ssd` or None.
+    """Replay a trace. `policy` must be new. `ssd` must be empty; None means no SSD.
 
     As on a node, a request reads its leading chunks up to the first miss, and stores the missing chunks. A request
-    never evicts its own chunks; chunks that do not fit are not stored. The `ssd` receives evicted chunks. A chunk that
-    is read from the `ssd` is stored in memory again. `decode_s` is the time per generated token.
+    never evicts its own chunks; chunks that do not fit are not stored. Evicted chunks are offered to the `ssd`. A chunk
+    that is read from the `ssd` is stored in memory again. `decode_s` is the time in seconds per generated token.
     """
     cache, outcome, now = Cache(policy, max(1, capacity), trace.chunks, ssd), Outcome(), 0
     running: list[tuple[float, int]] = []
@@ -71,7 +72,7 @@ def replay(
 
 
 def belady(trace: Trace, capacity: int) -> Outcome:
-    """Replay with the policy that evicts the chunk whose next read is latest. No real policy has more hits.
+    """Replay with the policy that evicts the chunk whose next read is farthest away. No real policy has more hits.
 
     Here all hits count as prefix hits, whether earlier chunks of the request hit or not. Source: Belady, 1966.
     """

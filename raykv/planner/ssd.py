@@ -18,8 +18,8 @@ Numbers = npt.NDArray[np.integer[Any]]
 class Ssd:
     """A log of segments, like the SSD tier of a node.
 
-    When the log is full, the oldest segment is reclaimed. Chunks in it that were read since their write are moved to
-    the end of the log, if MOVED_SHARE allows it. The other chunks are dropped. A chunk that is read into memory also
+    When the log is full, the oldest segment is reclaimed. Its chunks that were read since they were written are moved
+    to the end of the log, if MOVED_SHARE allows it. The other chunks are dropped. A chunk that is read into memory also
     stays on the SSD, so that memory can evict the chunk later without another write.
 
     `written` counts chunks from memory, `moved` counts moved chunks, and `tokens` counts the tokens of both.
@@ -31,21 +31,21 @@ class Ssd:
         self._most = max(2, capacity // self._segment)
         self._admission, self._token_nbytes = admission, token_nbytes
         self._segments: deque[list[int]] = deque([[]])
-        self._held: dict[int, tuple[int, int, bool]] = {}  # tokens, reads, whether it was read since its write
-        self._refused: set[int] = set()  # if one of these is offered again, it was stored twice
+        self._held: dict[int, tuple[int, int, bool]] = {}  # tokens, reads, whether read since the write
+        self._refused: set[int] = set()  # a chunk of these that is offered again was stored twice
         self.written = self.moved = self.tokens = 0
 
     def has(self, chunk: int) -> bool:
         return chunk in self._held
 
     def read(self, chunk: int) -> int:
-        """Read a chunk that the SSD holds. Return its number of reads, including this one."""
+        """Count a read of a chunk that the SSD holds. Return the chunk's number of reads, including this one."""
         tokens, reads, _ = self._held[chunk]
         self._held[chunk] = tokens, reads + 1, True
         return reads + 1
 
     def offer(self, chunks: list[int], reads: Numbers, parent_reads: Numbers, tokens: Numbers, now: int) -> None:
-        """Write the evicted chunks that the SSD does not hold and that `Admission.admit` accepts."""
+        """Write those of the evicted `chunks` that the SSD does not hold and that `Admission.admit` accepts."""
         new = np.array([chunk not in self._held for chunk in chunks], np.bool_)
         if not new.any():
             return

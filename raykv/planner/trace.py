@@ -77,7 +77,7 @@ class MooncakeLine(msgspec.Struct):
 def read_trace(path: Path | str, chunk_tokens: int | None = None) -> Trace:
     """Read a trace from a file.
 
-    `chunk_tokens` is used if the trace does not state it; None means MOONCAKE_TOKENS. Raises UsageError if the file
+    `chunk_tokens`: tokens per chunk if the trace does not say; None: MOONCAKE_TOKENS. Raises UsageError if the file
     cannot be read, contains no request, or has a wrong line. The error names the line and the field.
     """
     path = Path(path)
