@@ -1,4 +1,4 @@
-"""Decides which chunks are written to a tier that wears out: chunks that are read again, within a byte budget."""
+"""Decides which chunks are written to a tier that wears out: chunks likely to be read again, within a byte budget."""
 
 from typing import Any, Final
 
@@ -9,7 +9,7 @@ from raykv.types import Bits
 
 DAY_S: Final = 86_400.0
 BURST_S: Final = 3_600.0
-"""Burst limit: at most the budget of this time may be written at once."""
+"""Unused budget is saved, but not more than the budget of this time. So no more than that is written at once."""
 
 Numbers = npt.NDArray[np.integer[Any]]
 
@@ -17,21 +17,21 @@ Numbers = npt.NDArray[np.integer[Any]]
 class Admission:
     """Decides which chunks are written. A node and the planner use the same rule.
 
-    A chunk is admitted if it was read since it was stored, or if its parent was read: the same prefix is likely to be
-    requested again. Callers add one read for a chunk that was stored again. Chunks of a scan, which nobody reads again,
-    are not admitted. Hints override these rules.
+    A chunk is admitted if it was read since it was stored, or if its parent (the chunk before it in its chain) was
+    read: the same prefix is likely to be requested again. Callers add one read for a chunk that was evicted and then
+    stored again. Chunks of a scan, which nobody reads again, are not admitted. Hints override these rules.
 
-    The budget is a token bucket: it grows with time, up to the budget of `burst_s`.
+    The budget is a token bucket: it fills with time, and holds at most the budget of `burst_s` seconds.
     """
 
     def __init__(self, budget_nbytes_per_day: float | None = None, *, burst_s: float = BURST_S, now_s: float) -> None:
-        """Begin with a full budget; None means no limit. All calls must pass `now_s` of the same monotonic clock."""
+        """Begin with a full bucket. A budget of None means no limit. All calls pass `now_s` of one monotonic clock."""
         self._per_s = None if budget_nbytes_per_day is None else budget_nbytes_per_day / DAY_S
         self._most = (self._per_s or 0.0) * burst_s
         self._left, self._filled_s = self._most, now_s
 
     def left_nbytes(self, *, now_s: float) -> float:
-        """Bytes that may be written now; negative if `spend` exceeded the budget."""
+        """Bytes that may be written now; negative if `spend` took more than there was."""
         if self._per_s is None:
             return float("inf")
         self._left = min(self._most, self._left + max(0.0, now_s - self._filled_s) * self._per_s)
@@ -39,7 +39,7 @@ class Admission:
         return self._left
 
     def spend(self, nbytes: float, *, now_s: float) -> None:
-        """Take bytes written without `admit` from the budget. A negative number returns bytes to the budget."""
+        """Subtract bytes from the budget without asking `admit`. A negative number gives bytes back to the budget."""
         if self._per_s is not None:
             self._left = self.left_nbytes(now_s=now_s) - nbytes
 
@@ -54,14 +54,14 @@ class Admission:
     ) -> Bits:
         """Decide which chunks to write, and take their bytes from the budget. Each array has one entry per chunk.
 
-        If the budget is short, chunks with a higher hint are served first, then the rest in order. A chunk that is too
-        large for the remaining budget is skipped; smaller chunks after it may still fit.
+        If the budget is short, chunks with a higher `priority` come first, and chunks of equal priority in the given
+        order. A chunk that is too large for the remaining budget is skipped; smaller chunks after it may still fit.
 
         Args:
             reads: Reads of the chunk since it was stored.
             parent_reads: Reads of the chunk before it in its chain; 0 if there is none.
             nbytes: Space that the chunk takes in the tier.
-            priority: Hints: positive: write if the budget allows; negative: do not write; 0: no hint.
+            priority: Positive: write if the budget allows, even without reads. Negative: do not write. 0: no hint.
         """
         wanted = deserve(reads, parent_reads, priority)
         if self._per_s is None or not wanted.any():

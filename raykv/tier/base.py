@@ -13,14 +13,14 @@ from raykv.types import Bits, KeyArray
 
 
 class Chunk(NamedTuple):
-    """A chunk in the arena, to be written. Its bytes do not change until the tier has called back.
+    """A chunk in the arena that a tier shall write. The node keeps its bytes unchanged until the tier has called back.
 
     Attributes:
         key: 16 bytes, as `chunk_keys.to_bytes` writes them.
-        offset, nbytes: Place in the arena. The chunk begins at a page, and its slot is a whole number of pages.
+        offset, nbytes: First byte in the arena (the begin of a page), and length. The slot is a number of whole pages.
         checksum: xxh3-64 of the bytes.
         group: Number of the quota group on this node.
-        depth: Number of chunks before it in its chain.
+        depth: Number of chunks before it in its chain (the consecutive chunks of a prompt).
         parent: Key of the chunk before it in its chain; b"" if there is none.
         reads: Number of reads so far.
         expires_s: Expiry in seconds since 1970; 0 for never.
@@ -54,18 +54,18 @@ def is_same(found: Found | None, nbytes: int, checksum: int) -> bool:
 
 
 Written = Callable[[Sequence[Chunk], Sequence[bool]], None]
-"""Called once for each `write` that took chunks. Arguments: these chunks; whether the tier now has each of them."""
+"""Callback of a `write` that took chunks, called once. Arguments: these chunks; for each, whether the tier has it."""
 Arrived = Callable[[Sequence[bool]], None]
-"""Called once for each accepted `read`. Argument: whether each chunk is now in the arena, with a right checksum."""
+"""Callback of an accepted `read`; called once. Argument: for each chunk, whether the arena has it now, undamaged."""
 
 
 class GroupNames(Protocol):
-    """Maps numbers of quota groups to names. Files hold names, because numbers differ after a restart. Thread-safe."""
+    """Maps numbers of quota groups to names. A tier's files hold names: a restart may change numbers. Thread-safe."""
 
     def text(self, group: int) -> bytes: ...
 
     def number(self, text: bytes) -> int | None:
-        """Number of the group on this node, assigned if new. None: no number is free, or the text is invalid."""
+        """Number of the group on this node; a new group gets one. None: no number is free, or `text` is invalid."""
         ...
 
 
@@ -83,12 +83,12 @@ class Environment(NamedTuple):
 
 
 class Tier(ABC):
-    """Chunks of one node below its memory. Thread-safe.
+    """Stores chunks of one node, below the node's memory. Thread-safe.
 
     Attributes:
         name: Name in the registry and in `stats`.
         place: Where its chunks lie, as `client.why` reports it.
-        write_nbytes_per_day: Budget of `Admission`; None: no limit.
+        write_nbytes_per_day: The most bytes that the node writes to it in a day, see `Admission`; None: no limit.
     """
 
     name: str
@@ -97,7 +97,7 @@ class Tier(ABC):
 
     @abstractmethod
     def has(self, keys: KeyArray) -> Bits:
-        """Which of the keys the tier has. Does no I/O."""
+        """Return for each key whether the tier has its chunk. Does no I/O."""
 
     @abstractmethod
     def find(self, keys: KeyArray) -> list[Found | None]:
@@ -107,16 +107,16 @@ class Tier(ABC):
     def write(self, chunks: Sequence[Chunk], done: Written) -> int:
         """Queue chunks to be written. A chunk that the tier already has is not written again; `done` gets True for it.
 
-        Returns how many chunks were taken, from the front; `done` is called for these chunks only. Returns 0, and
-        never calls `done`, while the queue is full, the tier is off, or no space can be made.
+        Returns how many chunks the tier took; they are the first ones of `chunks`. `done` is called once, for these
+        only. Returns 0, and never calls `done`, while the queue is full, the tier is off, or no space can be made.
         """
 
     @abstractmethod
     def read(self, keys: KeyArray, found: Sequence[Found | None], offsets: Sequence[int], done: Arrived) -> bool:
         """Queue chunks to be read into slots of the arena. The tier may write to these slots until it calls back.
 
-        `found` is the result of `find`. `done` gets False for a chunk that is missing, has another length or checksum
-        than in `found`, or has wrong bytes; a chunk with wrong bytes is dropped from the tier.
+        `found` is the result of `find`; the slots begin at `offsets`. `done` gets False for a chunk that is missing,
+        has another length or checksum than in `found`, or has wrong bytes; the tier drops a chunk with wrong bytes.
         Returns False, and never calls `done`, while the queue is full or the tier is off.
         """
 
@@ -129,28 +129,32 @@ class Tier(ABC):
         """Delete all chunks of a quota group; they stay deleted after a restart. Returns how many the tier had."""
 
     def set_quota(self, group: int, nbytes: int | None) -> None:  # noqa: B027 - need not be overridden
-        """Limit a quota group (`ssd_quota_nbytes`). The tier removes its oldest chunks beyond that. None: no limit."""
+        """Limit the bytes of a quota group (`ssd_quota_nbytes`) by removing its oldest chunks. None: no limit."""
 
     @abstractmethod
     def keys(self) -> KeyArray:
-        """Keys of all chunks in the tier. If nodes share the tier: keys of chunks that this node wrote."""
+        """Keys of all chunks in the tier. If nodes share the tier, only of the chunks that this node wrote."""
 
     @abstractmethod
     def take_changes(self) -> tuple[KeyArray, KeyArray]:
-        """Keys added (written, or found at the start) and keys removed since the last call. Covers `keys()` only."""
+        """Keys added (written, or found at the start) and keys removed since the last call.
+
+        If nodes share the tier, only of the chunks that this node wrote.
+        """
 
     @abstractmethod
     def used_nbytes(self, group: int | None = None) -> int:
-        """Bytes of the chunks of a quota group in the tier. None: of all quota groups."""
+        """Bytes of a quota group's chunks in the tier. With None, bytes of all chunks."""
 
     @abstractmethod
     def stats(self) -> dict[str, Any]:
-        """Content and counters, as plain values.
+        """State and counters, as plain values.
 
-        state ("starting", "on", "slow", "off"), reason, chunks, used_nbytes, capacity_nbytes, written_nbytes (of chunks
-        that callers wrote), disk_nbytes (all writes), moved_nbytes, read_nbytes, refused, timeouts, errors, corrupt.
+        state ("starting", "on", "slow", "off") and its reason; chunks, used_nbytes and capacity_nbytes. Counted since
+        the start: written_nbytes (of chunks that callers wrote), moved_nbytes (of chunks that the tier itself moved),
+        disk_nbytes (of all writes), read_nbytes; chunks refused and corrupt; timeouts and errors of the disk.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """End the threads. Callbacks of queued chunks get False."""
+        """End the threads. Queued chunks are given up: their callbacks get False."""

@@ -22,31 +22,31 @@ from raykv.tier.segments.format import key_array, raw_keys
 from raykv.types import KeyArray, Rows
 
 AHEAD_SHARE: Final = 0.125
-"""Share of the arena whose chunks are demoted before eviction reaches them. A burst of puts up to this size does not
-depend on the speed of a disk."""
+"""The next chunks to be evicted, up to this share of the arena, are demoted in advance. So a burst of puts up to this
+size does not depend on the speed of a disk."""
 NEW_SHARE: Final = 32
-"""Demotion is due when one chunk in 32 was stored after the last `demote`."""
+"""Demotion is due when more than 1 in 32 of the store's chunks were stored since the last `demote`."""
 STEP_CHUNKS: Final = 1024
-"""Most chunks in one `Tier.write`."""
+"""At most this many chunks are given to one call of `Tier.write`."""
 
 
 class Demotion:
     """Writes chunks of one store to its tiers. Thread-safe.
 
     Attributes:
-        demoted: Number of chunks that the tiers wrote.
+        demoted: Number of chunks that the tiers have reported as stored.
     """
 
     def __init__(
         self, store: Store, lock: threading.Lock, tiers: Sequence[Tier], written: Callable[[KeyArray], None]
     ) -> None:
-        """`written` is called with the keys of finished writes, without the lock."""
+        """`written` is called, without the lock, with the keys of each write that has ended, successful or not."""
         self._store, self._lock, self._tiers, self._on_written = store, lock, tiers, written
         now_s = time.monotonic()
         self._admissions = [Admission(tier.write_nbytes_per_day, now_s=now_s) for tier in tiers]
-        self._writing = 0  # number of chunks
+        self._writing = 0  # number of chunks that tiers are writing
         self._barred: Counter[int | bytes] = Counter()  # quota groups and keys that are being deleted right now
-        self._committed = 0  # by the store, at the last `demote`
+        self._committed = 0  # what `store.counters.committed` was at the last `demote`
         self.demoted = 0
 
     @property
@@ -60,7 +60,7 @@ class Demotion:
         return self._writing > 0
 
     def demote(self) -> None:
-        """Write chunks to the tiers: those that memory would evict next. Call it often, before evictions."""
+        """Write to the tiers the chunks that memory is going to evict next. Call it often, to be ahead of eviction."""
         self._committed = self._store.counters.committed
         for tier, admission in zip(self._tiers, self._admissions, strict=True):
             self._demote_to(tier, admission)
@@ -77,7 +77,7 @@ class Demotion:
             parents = live_parents(columns, rows)
             parent_reads = np.where(parents >= 0, columns.frequency[np.maximum(parents, 0)], 0).astype(np.int64)
             sizes = store.allocator.slot_sizes(rows)
-            # A chunk that was evicted and then stored again was requested twice.
+            # A chunk that was evicted and then stored again was requested twice: that counts as a read.
             evicted_before = store.eviction_log.find(keys).reasons == Reason.EVICTED
             reads = columns.frequency[rows].astype(np.int64) + evicted_before
         missing = ~tier.has(keys)
@@ -92,13 +92,13 @@ class Demotion:
         for first in range(0, len(chosen), STEP_CHUNKS):
             some = chosen[first : first + STEP_CHUNKS]
             chunks, taken = self.write(tier, rows[some], keys[some])
-            if taken < len(chunks):  # the tier's queue is full
+            if taken < len(chunks):  # the tier's queue is full: give the rest back to the budget
                 taken_nbytes = sum(slot_nbytes(chunk.nbytes) for chunk in chunks[:taken])
                 admission.spend(taken_nbytes - int(sizes[chosen[first:]].sum()), now_s=now_s)
                 return
 
     def write(self, tier: Tier, rows: Rows, keys: KeyArray) -> tuple[list[Chunk], int]:
-        """Write those chunks that may still be evicted. Returns these chunks, and how many the tier took."""
+        """Give the tier the chunks that are still evictable. Returns them, and how many of them the tier took."""
         chunks, pinned = self._pin(rows, keys)
         taken = tier.write(chunks, self._written(pinned)) if chunks else 0
         self._unpin(pinned[taken:])
@@ -149,8 +149,8 @@ class Demotion:
     def barring(self, keys: KeyArray | None = None, *, group: int | None = None) -> Iterator[None]:
         """While the context lasts, write none of these keys, and nothing of this quota group, to a tier.
 
-        A delete needs this: it deletes in the tiers first. Demotion could write the chunks again before memory drops
-        them.
+        Deletion needs this: it deletes chunks in the tiers first and in memory second. In between, demotion could write
+        them to the tiers again.
         """
         barred: list[int | bytes] = [] if keys is None or not self._tiers else [*raw_keys(keys)]
         barred += [] if group is None or not self._tiers else [group]

@@ -1,7 +1,7 @@
 """The tiers of one node, and the traffic between them and its memory.
 
-It has no thread: the node's reclaimer calls `demote`, request handlers call `promote`, and the tiers call back from
-their threads. The store is changed under the node's lock. Tiers are called without that lock.
+The mover has no thread: the node's reclaimer calls `demote`, request handlers call `promote`, and the tiers call back
+from their threads. The mover holds the node's lock when it changes the store, but not when it calls a tier.
 """
 
 import threading
@@ -21,21 +21,21 @@ from raykv.tier.promotion import Promotion
 from raykv.types import KeyArray
 
 OUTLIVES_S = 1.0
-"""Expiry times of two copies that differ by less than this count as equal."""
+"""A copy in a tier may expire this much later than the copy in memory. A copy that expires even later is deleted."""
 
 
 class TierMover:
     """Moves chunks between one store and its tiers. Thread-safe.
 
     Attributes:
-        tiers: Fastest first; may be empty.
-        demotion, promotion: Move chunks down and up.
+        tiers: The tiers, fastest first. A node may have none.
+        demotion, promotion: The parts that write chunks to the tiers and read chunks from them.
         demote, barring: See `Demotion`.
         promote, give_up: See `Promotion`.
     """
 
     def __init__(self, store: Store, lock: threading.Lock, tiers: Sequence[Tier], changed: Callable[[], None]) -> None:
-        """Move chunks of `store`, guarded by `lock`. `changed` is called when `take_changes` may return something."""
+        """Move chunks of `store`, which `lock` guards. `changed` is called when `take_changes` may return something."""
         self.tiers, self._store, self._lock = tuple(tiers), store, lock
         self._changed = changed
         self.demotion = Demotion(store, lock, self.tiers, self._on_written)
@@ -53,7 +53,7 @@ class TierMover:
         self._changed()
 
     def find(self, keys: KeyArray) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint32]]:
-        """Return each chunk's fastest tier (`reasons.Place`) and its length; Place.NOWHERE and 0 if there is none."""
+        """Return for each key the fastest tier that has the chunk, and the chunk's length; NOWHERE and 0: none has."""
         places, nbytes = np.full(len(keys), Place.NOWHERE, np.uint8), np.zeros(len(keys), np.uint32)
         for tier in self.tiers:
             absent = np.flatnonzero(places == Place.NOWHERE)
@@ -84,21 +84,22 @@ class TierMover:
     def delete(self, keys: KeyArray) -> int:
         """Delete chunks from the tiers. Returns the number of copies deleted.
 
-        To delete chunks everywhere, a caller enters `barring` and calls this; then, under the node's lock, it deletes
-        them in memory and calls `give_up`.
+        A caller that deletes chunks in memory too does all of this inside `barring`: it calls `delete`; then, under
+        the node's lock, it deletes the chunks in memory and calls `give_up`.
         """
         return self._remove(lambda tier: tier.delete(keys), Reason.DELETED)
 
     def drop(self, group: int) -> int:
-        """Delete a quota group's chunks from the tiers, and cancel their promotions. Returns the number deleted."""
+        """Delete a quota group's chunks from the tiers, and cancel their promotions. Returns how many were deleted."""
         count = self._remove(lambda tier: tier.drop(group), Reason.DROPPED)
         self.promotion.give_up_group(group)
         return count
 
     def drop_outdated(self, keys: KeyArray) -> int:
-        """Delete copies in tiers that would outlive the copy in memory or expire too early. Returns the number deleted.
+        """Delete copies in tiers whose expiry no longer agrees with the copy in memory. Returns the number deleted.
 
-        Callers call it after a put or a new expiry. Else a tier could return a chunk after its new TTL.
+        Such a copy expires later than the copy in memory, or expires although the copy in memory never does. Callers
+        call this after a put or a new expiry: otherwise a tier could return a chunk after its new TTL.
         """
         count, now_s = 0, time.monotonic()
         today_s = time.time() - now_s
@@ -140,7 +141,7 @@ class TierMover:
         }
 
     def close(self) -> None:
-        """Close the tiers. The slots of unfinished promotions are freed."""
+        """Close the tiers. Unfinished promotions are given up, and their slots are freed."""
         for tier in self.tiers:
             tier.close()
 

@@ -1,4 +1,4 @@
-"""Promotion: reads chunks from a tier into reserved slots of the arena, and commits them like a client's put."""
+"""Promotion: reads chunks from a tier into lent slots of the arena, and commits them like a client's put."""
 
 import logging
 import threading
@@ -20,17 +20,19 @@ log = logging.getLogger(__name__)
 
 PROMOTED_SHARE: Final = 8
 RUNS_AT_ONCE: Final = 4
-"""Chunks being promoted take at most an eighth of the arena; one run takes at most a quarter of that."""
+"""Chunks being promoted take at most an eighth of the arena, and one run takes at most a quarter of that. Exception: a
+run of a single chunk may be larger than the quarter."""
 
 
 @dataclass(slots=True, eq=False)
 class _Run:
-    """A run of chunks being promoted. The tier may write to their slots until it calls back.
+    """Chunks that one read of a tier promotes. The tier may write to their slots until it calls back.
 
     Attributes:
-        positions: Positions in `batch` of the chunks to be read.
-        found: Metadata of these chunks, in the same order.
-        unwanted: Keys deleted since the run began.
+        batch: Consecutive chunks of one chain. This run reads those that are neither in memory nor in another run.
+        positions: Indexes in `batch.keys` of the chunks to be read.
+        found: Metadata of the chunks to be read, in the same order.
+        unwanted: Keys of chunks that were deleted since the run began. They are not committed.
     """
 
     batch: Batch
@@ -53,20 +55,21 @@ class Promotion:
 
     Attributes:
         promoted: Number of chunks promoted.
-        late: Number of calls that timed out before their reads ended.
+        late: Number of `promote` calls that stopped waiting before all their reads had ended.
         nbytes: Bytes of the chunks being promoted now.
     """
 
     def __init__(self, store: Store, lock: threading.Lock, tiers: Sequence[Tier], changed: Callable[[], None]) -> None:
         self._store, self._lock, self._tiers, self._changed = store, lock, tiers, changed
-        self._runs: dict[bytes, _Run] = {}  # by key of each chunk
+        self._runs: dict[bytes, _Run] = {}  # unfinished runs, by key of each of their chunks
         self._most_nbytes = store.arena.nbytes // PROMOTED_SHARE
         self.nbytes = self.promoted = self.late = 0
 
     def promote(self, keys: KeyArray, *, until_s: float) -> int:
-        """Promote the chunks that are not in memory, and wait for them until `until_s`; 0: do not wait.
+        """Promote the chunks that are not in memory, and wait for them until `until_s`. With 0 it does not wait.
 
-        A read that takes longer continues in the background. Returns the number of chunks in all runs, ended or not.
+        A read that takes longer continues in the background. Returns the number of chunks in the runs that read these
+        keys, finished or not. Other calls may have begun some of these runs.
         """
         with self._lock:
             wanted = keys[self._store.missing(keys, now_s=time.monotonic())]
@@ -83,7 +86,7 @@ class Promotion:
                 runs.update(others)
                 if run is not None and self._read(tier, run):
                     runs.add(run)
-                elif run is not None:  # the tier refused; a later tier may have the chunks too
+                elif run is not None:  # the tier refused; a slower tier may have the chunks too
                     left[some] = [True] * len(entries)
             wanted = wanted[left]
         for run in runs:
@@ -100,7 +103,10 @@ class Promotion:
                 return
 
     def _begin(self, keys: KeyArray, found: list[Found]) -> tuple[_Run | None, list[_Run]]:
-        """Begin a run, without chunks that other runs already read. Returns the run, or None, and those other runs."""
+        """Begin a run of those chunks that no other run reads.
+
+        Returns the run (None if it has no chunks or gets no slots), and the other runs that read some of the chunks.
+        """
         store, first, now_s, raw = self._store, found[0], time.monotonic(), raw_keys(keys)
         parent = key_array([first.parent]) if first.parent else None
         batch = Batch(
@@ -158,7 +164,7 @@ class Promotion:
         self._changed()
 
     def _restore(self, rows: Rows, found: Sequence[Found], now_s: float) -> None:
-        """Restore the read counts and the expiry of chunks. The expiry is an absolute time."""
+        """Give committed chunks the read counts and expiry times that they have in the tier."""
         store, today_s = self._store, time.time()
         columns, table = store.table.columns, store.table
         columns.frequency[rows] = [each.reads for each in found]
@@ -174,7 +180,7 @@ class Promotion:
             self._runs[key].unwanted.add(key)
 
     def give_up_group(self, group: int) -> None:
-        """Commit no chunk of this dropped quota group when its read ends. Acquires the node's lock."""
+        """Do not commit chunks of this quota group when their reads end: it was dropped. Acquires the node's lock."""
         with self._lock:
             for run in self._runs.values():
                 if run.found[0].group == group:
@@ -182,7 +188,7 @@ class Promotion:
 
 
 def split_into_runs(keys: KeyArray, found: Sequence[Found | None], most_nbytes: int) -> list[slice]:
-    """Cut the chunks that were found into runs, each of which can be stored as one batch.
+    """Divide the chunks that were found into runs, each a slice of `keys`. A run can be stored as one batch.
 
     Chunks of a run have the same size and quota group, and follow each other in one chain. A run of several chunks
     takes at most `most_nbytes`.

@@ -1,4 +1,4 @@
-"""The registry of tiers, by name. `register_tier` adds a tier from outside the package."""
+"""The registry of tiers, by name. `register_tier` adds a tier of another package."""
 
 import importlib
 import threading
@@ -15,7 +15,7 @@ from raykv.tier.base import Environment, Tier
 from raykv.tier.mover import TierMover
 
 Opener = Callable[[Any, Environment], Tier]
-"""Takes (options, environment), returns the open tier. An outside tier gets its options as the dict in the config."""
+"""Takes (options, environment), returns the open tier. A tier of another package gets its options as a dict."""
 
 
 _registered: Final[dict[str, tuple[Opener | str, Place]]] = {}
@@ -69,7 +69,7 @@ def open_tiers(config: NodeConfig, store: Store, lock: threading.Lock, *, change
 
 
 class StoreGroupNames:
-    """A `tier.base.GroupNames` of a store. A name is the group's fields as JSON."""
+    """Implements `tier.base.GroupNames` for one store. The name of a group is its fields as JSON."""
 
     def __init__(self, store: Store, lock: threading.Lock) -> None:
         self._store, self._lock = store, lock

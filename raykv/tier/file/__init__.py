@@ -1,1 +1,1 @@
-"""The file tier: a shared directory of packs."""
+"""The file tier: packs (files of many chunks) in a directory that nodes share."""

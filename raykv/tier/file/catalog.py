@@ -15,18 +15,18 @@ from raykv.tier.segments.index import Changes, Index
 from raykv.types import Bits, KeyArray, Rows
 
 MAX_KEYS: Final = 1 << 20
-"""Most deleted keys in memory. If there are more, the oldest are dropped."""
+"""At most this many deleted keys are in memory. Beyond it, the oldest ones are dropped."""
 
 
 @dataclass(eq=False, slots=True)
 class Pack:
-    """A file that this node knows.
+    """A pack, part or tombstone file that this node knows.
 
     Attributes:
-        number: Identifies the pack in rows of the index.
+        number: Stands for the file in `Index.segment`.
         nbytes: Space that the file takes.
         mine: Whether this node wrote the file.
-        known_s, touched_s: When this node found the file, and last called `Folder.touch`; monotonic.
+        known_s, touched_s: Monotonic times: when this node found the file, and when it last called `Folder.touch`.
     """
 
     name: Name
@@ -39,12 +39,12 @@ class Pack:
 
 
 class Catalog:
-    """Packs and tombstone files, and an index of all chunks.
+    """Packs and tombstone files, and an index of all chunks in the packs.
 
     Attributes:
-        packs, known: The files, by number and by stem of the name.
-        texts, groups: Quota groups as JSON, and their numbers in the index. The node has other numbers, because packs
-            hold groups of other clusters too.
+        packs, known: All files that this node knows: by `Pack.number`, and by `Name.stem`.
+        texts, groups: Quota groups as JSON, and their numbers in the index. These are not the group numbers of the
+            node, because packs hold groups of other clusters too.
     """
 
     def __init__(self, writer: str, *, rows: int) -> None:
@@ -59,11 +59,11 @@ class Catalog:
         self._changes = Changes()
 
     def own(self, rows: Rows) -> Rows:
-        """Rows whose chunks lie in packs that this node wrote."""
+        """Those of `rows` whose chunks lie in packs that this node wrote."""
         return rows[np.isin(self.index.segment[rows], [pack.number for pack in self.packs.values() if pack.mine])]
 
     def take_changes(self) -> tuple[KeyArray, KeyArray]:
-        """See `tier.base.Tier`. Only for packs that this node wrote."""
+        """See `tier.base.Tier`. Only chunks in packs that this node wrote count."""
         keys = self._changes.take()
         rows = self.index.find_all(keys)
         here = (rows >= 0) & np.isin(rows, self.own(rows[rows >= 0]))
@@ -122,7 +122,7 @@ class Catalog:
         return self.groups.get(text, -1)
 
     def _remove_oldest(self, sequence: int) -> bool:
-        """Remove the oldest pack's chunks from the index, if the pack is older than `sequence`. The file stays."""
+        """Remove the oldest pack's chunks from the index. If no pack is older than `sequence`, only return False."""
         index = self.index
         packs = [self.packs[number] for number in np.unique(index.segment[index.ready()]).tolist()]
         oldest = min(packs, key=lambda pack: pack.name.sequence, default=None)
@@ -140,7 +140,7 @@ class Catalog:
         return self.index.rows_of_group(self.groups.get(text, -1))
 
     def apply_tombstones(self, sequence: int, keys: Sequence[bytes], texts: Sequence[bytes]) -> None:
-        """Delete chunks by key and by quota group, in all packs with a lower sequence."""
+        """Add tombstones, and remove the chunks of these keys and groups in all packs with a lower sequence."""
         if not (keys or texts):
             return
         self.tombstones.add(sequence, keys, texts)
@@ -156,9 +156,9 @@ class Tombstones:
     A tombstone covers its key, or all chunks of its group, in the packs with a lower sequence than its own.
 
     Attributes:
-        latest: The highest sequence so far.
+        latest: The highest sequence of a tombstone so far.
         pending_keys, pending_texts: Pending tombstones: keys, and quota groups as JSON.
-        pending_sequence: The lowest sequence that they may be written with.
+        pending_sequence: The lowest sequence that the file of the pending tombstones may have.
     """
 
     def __init__(self) -> None:
@@ -204,7 +204,7 @@ class Tombstones:
         )
 
     def covers(self, key: bytes, text: bytes, sequence: int) -> bool:
-        """Whether a chunk in a pack of this sequence is deleted, counting pending tombstones."""
+        """Whether a tombstone, pending or not, covers the chunk with this key and group in a pack of this sequence."""
         if key in self.pending_keys or text in self.pending_texts:
             return True
         return max(self._keys.get(key, 0), self._texts.get(text, 0)) > sequence

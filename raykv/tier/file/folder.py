@@ -28,18 +28,18 @@ from raykv.tier.segments.volume import encoded, make_directory, transfer, write_
 
 Kind = Literal["part", "pack", "tombs"]
 VANISHED: Final = frozenset({errno.ENOENT, errno.ESTALE})
-"""Error numbers of a file that another node has removed."""
+"""Errors of an access to a file that another node has removed."""
 PROBE_NBYTES: Final = 64 << 10
 WRITE: Final = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
 _NAME: Final = re.compile(r"(\d{19})-(.{1,180})-([0-9a-f]{8})\.(part|pack|tombs)")
 
 
 class Name(NamedTuple):
-    """A file's name.
+    """The name of a file in a pack directory.
 
     Attributes:
-        sequence: Nanoseconds since 1970 when the file was begun. Of two files with the same key, the later one wins.
-        writer, token: The node that wrote the file, and that node's process.
+        sequence: Nanoseconds since 1970 when the file was begun. Of two copies of a chunk, the later one counts.
+        writer, token: Name of the node that wrote the file, and a random token of that node's process.
     """
 
     sequence: int
@@ -57,7 +57,7 @@ class Name(NamedTuple):
 
 
 class Folder:
-    """A pack directory, used by one process of a node. `writer` and `token` identify its own files. Thread-safe."""
+    """A pack directory, used by one process. The process has `writer` and `token` in its file names. Thread-safe."""
 
     def __init__(self, root: Path, writer: str) -> None:
         self.path = root / "raykv"
@@ -145,10 +145,10 @@ class Folder:
         except FileNotFoundError:
             if name.kind != "part":
                 raise
-            return self.read(name._replace(kind="pack"), offset, buffers)  # published since the lookup
+            return self.read(name._replace(kind="pack"), offset, buffers)  # the part has become a pack since the lookup
 
     def record_of(self, name: Name) -> tuple[Record | None, int]:
-        """All intact records of a file joined into one, or None; and the size of its content in bytes."""
+        """All intact records of a file joined into one, or None; and the size of the file's content in bytes."""
         with self._file(self.path / str(name)) as fd:
             nbytes = os.fstat(fd).st_size
             found = _records(fd, nbytes)
@@ -211,7 +211,7 @@ class Folder:
 
 
 def _records(fd: int, nbytes: int) -> tuple[Record, bool] | None:
-    """Call `read_segment` on a file, which may be truncated."""
+    """Call `read_segment` for a file that may have lost its end."""
 
     def read(offset: int, size: int) -> memoryview:
         buffer = memoryview(bytearray(min(size, max(0, nbytes - offset))))
@@ -222,7 +222,7 @@ def _records(fd: int, nbytes: int) -> tuple[Record, bool] | None:
         return None
     found = read_segment(read, segment_blocks=blocks, blocks_there=blocks)
     first = read(0, BLOCK_NBYTES)
-    if found is None and claimed_blocks(first):  # the file may be truncated
+    if found is None and claimed_blocks(first):  # the end of the file may be missing
         once = int(np.frombuffer(first, HEAD, 1)[0]["segment_blocks"])
         found = read_segment(read, segment_blocks=once, blocks_there=blocks) if once > blocks else None
     return found

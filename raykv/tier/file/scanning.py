@@ -60,11 +60,11 @@ class Scanner:
                     folder.remove(name)
             self._remove_obsolete(names)
             self.make_space()
-        except OSError as error:  # reads do not depend on it
+        except OSError as error:  # reads work without this clean-up
             state.count_error("not tidied", error)
 
     def _learn(self, name: Name) -> None:
-        """Enter the content of a file. If the file cannot be read now, the next scan retries it."""
+        """Enter the content of a file into the catalog. If the file cannot be read now, the next scan retries it."""
         catalog = self._state.catalog
         try:
             record, nbytes = self._state.folder.record_of(name)
@@ -88,7 +88,7 @@ class Scanner:
                     self._state.catalog.remove_pack(pack)
 
     def _remove_obsolete(self, names: list[Name]) -> None:
-        """Remove tombstone files older than all packs at two scans in a row. One listing may miss a renamed pack."""
+        """Remove tombstone files that two scans in a row found older than all packs: a scan may miss a renamed pack."""
         oldest = min((name.sequence for name in names if name.kind != "tombs"), default=time.time_ns())
         obsolete = {name for name in names if name.kind == "tombs" and name.sequence < oldest}
         for name in obsolete & self._obsolete:
@@ -96,7 +96,7 @@ class Scanner:
         self._obsolete = obsolete
 
     def make_space(self) -> None:
-        """Remove the least recently used packs, until there is space for the pack that this node fills."""
+        """Remove the least recently used packs until there is space for one more pack of this node."""
         state, folder = self._state, self._state.folder
         with self._making_space:
             own_part = ("part", folder.token)
@@ -111,7 +111,7 @@ class Scanner:
             for used_ns, name in order:
                 found = folder.stat(name)
                 if found is not None and found.st_mtime_ns != used_ns:
-                    continue  # read since the listing
+                    continue  # a node has read this pack since the listing
                 if excess <= 0:
                     return
                 if found is not None:

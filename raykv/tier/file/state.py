@@ -16,7 +16,7 @@ from raykv.tier.segments.requests import Run, WriteQueue
 log = logging.getLogger(__name__)
 
 RETRY_S: Final = 5.0
-"""Time between an error and the next attempt."""
+"""After an error, the directory is tried again this much later."""
 
 
 class State(WriteQueue):
@@ -29,7 +29,7 @@ class State(WriteQueue):
     """
 
     def __init__(self, config: FileTierConfig, environment: Environment) -> None:
-        largest_nbytes = config.pack_nbytes - 4 * BLOCK_NBYTES  # with two records in an empty pack
+        largest_nbytes = config.pack_nbytes - 4 * BLOCK_NBYTES  # 4 blocks are for the record and the summary
         self.catalog = Catalog(environment.node, rows=config.rows)
         super().__init__("raykv-file-callbacks", self.catalog.index, environment, largest_nbytes=largest_nbytes)
         self.config = config

@@ -38,15 +38,15 @@ from raykv.tier.segments.requests import QUEUED_READS, Request, Run, runs_of
 from raykv.types import Bits, KeyArray, Rows
 
 TOUCH_S: Final = 60.0
-"""Shortest time between two updates of a pack's time of last use."""
+"""A node updates a pack's time of last use (its modification time) at most once in this time."""
 SCANNER, WRITER = 0, 1
 """Numbers of the threads that scan and write; the others read."""
 CLOSE_S: Final = 5.0
-"""`close` waits this long for running operations."""
+"""`close` waits at most this long for running operations, and then for callbacks."""
 
 
 class FileTier(Tier):
-    """See the module and `Tier`. A full or read-only file system stops writes; reads continue."""
+    """A tier in a shared directory. If the file system is full or read-only, writes stop and reads continue."""
 
     name, place = "file", Place.FILE
 
@@ -92,7 +92,7 @@ class FileTier(Tier):
         return here
 
     def find(self, keys: KeyArray) -> list[Found | None]:
-        """See `Tier`. Assigns node numbers to quota groups that the node does not know yet."""
+        """See `Tier`. A quota group that the node does not know yet gets a number on this node."""
         with self._state.lock:
             if not self._state.readable:
                 return [None] * len(keys)
@@ -189,7 +189,7 @@ class FileTier(Tier):
                 self._state.folder.touch(pack.name)
 
     def delete(self, keys: KeyArray) -> int:
-        """See `Tier`. Takes effect on other nodes, and across a restart, once the tombstones are written.
+        """See `Tier`. For other nodes, and after a restart, the chunks are deleted once the tombstones are written.
 
         Chunks that are not here get tombstones too: they may be in packs that this node has not scanned yet.
         """
@@ -210,7 +210,7 @@ class FileTier(Tier):
         return len(rows)
 
     def _bury(self, rows: Rows, *, keys: Sequence[bytes] = (), texts: Sequence[bytes] = ()) -> None:
-        """Queue tombstones that cover the packs of these rows and the pack being filled, and apply them here."""
+        """Queue and apply tombstones that cover the packs of these rows and the pack that is being filled."""
         state, catalog = self._state, self._catalog
         packs = [*catalog.sequences(rows).tolist(), 0 if state.filling is None else state.filling.name.sequence]
         sequence = max(time.time_ns(), 1 + max(packs))
@@ -219,7 +219,7 @@ class FileTier(Tier):
         state.lock.notify_all()
 
     def close(self) -> None:
-        """See `Tier`. Publishes the part; waits at most CLOSE_S for that."""
+        """See `Tier`. Publishes the part that is being filled; waits at most CLOSE_S for that."""
         state = self._state
         with state.lock:
             state.closed, state.readable = True, False

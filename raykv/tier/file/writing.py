@@ -26,13 +26,14 @@ BATCH_CHUNKS: Final = 256
 BATCH_NBYTES: Final = 32 << 20
 TOMBSTONES_S: Final = 1.0
 TOMBSTONE_KEYS: Final = 1 << 14
-"""Shortest time between two tombstone files, and the most new keys in one file."""
+"""Pending tombstones are written TOMBSTONES_S after the last tombstone file, or when a new pack begins: at most
+TOMBSTONE_KEYS pending keys to one file."""
 MERGE_FILES: Final = 32
 """A node with this number of tombstone files merges them into one."""
 
 
 class Part:
-    """The pack that a process is filling. Used by one thread. A failed write sets `broken`, which ends writing."""
+    """The pack that a process is filling. Only one thread uses it. A failed write sets `broken`: no more chunks fit."""
 
     def __init__(self, folder: Folder, sequence: int, *, nbytes: int) -> None:
         self.name, self.begun_s, self.broken, self.nbytes = folder.name(sequence, "part"), time.monotonic(), False, 0
@@ -55,7 +56,7 @@ class Part:
         return not self.broken and self._log.fits(counts, blocks=blocks)
 
     def write(self, items: Sequence[Item]) -> Record:
-        """Write a batch that fits. Returns its record."""
+        """Write chunks as one batch, which must fit. Returns the record of the batch."""
         batch = self._log.place(items, None)
         start = batch.start * BLOCK_NBYTES
         with self._folder.operation():
@@ -91,7 +92,7 @@ class Part:
         return self.name._replace(kind="pack")
 
     def close(self) -> None:
-        """Close the file, once: its descriptor may belong to another file soon."""
+        """Close the file. A second call does nothing, because the descriptor may belong to another file by then."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
@@ -107,7 +108,7 @@ class Writer:
         self._tombstones_s = 0.0
 
     def due_s(self) -> float:
-        """Monotonic time of the next `step`. The caller holds the lock."""
+        """Monotonic time at which `step` has work. The caller holds the lock."""
         state = self._state
         if not state.writable:
             return state.retry_s
@@ -157,7 +158,7 @@ class Writer:
             self._begin()
 
     def _next_batch(self) -> list[Item]:
-        """Take the next batch from the queue. If it is empty but the queue is not, the caller must begin a part."""
+        """Take the chunks of the next batch from the queue. Returns [] if the next chunk needs a new part."""
         state, part, tombstones = self._state, self._part, self._state.catalog.tombstones
         items, blocks, texts = list[Item](), 0, frozenset[bytes]()
         while part is not None and (item := state.next_item()) is not None and len(items) < BATCH_CHUNKS:
@@ -192,13 +193,13 @@ class Writer:
                 state.finish(item, is_here)
 
     def _next_sequence(self, above: int = 0) -> int:
-        """The time in ns, raised above `above` and above every sequence that this process has used."""
+        """A new sequence: the time in ns, or more if it must exceed `above` or a sequence that was returned before."""
         with self._state.lock:
             self._sequence = max(time.time_ns(), self._sequence + 1, above + 1)
             return self._sequence
 
     def _begin(self) -> None:
-        """Begin a part with a sequence that no existing tombstone covers."""
+        """Begin a part. Its sequence is higher than those of all tombstones, so none of them covers its chunks."""
         state = self._state
         self._seal()
         if state.catalog.tombstones.pending:
@@ -223,7 +224,7 @@ class Writer:
                 pack.name, pack.nbytes = name, part.nbytes
 
     def _write_tombstones(self) -> None:
-        """Write the pending tombstones. If this node has many tombstone files, merge them into the new one."""
+        """Write pending tombstones to a new file. If this node has many of these files, merge all into it."""
         state, catalog, tombstones = self._state, self._state.catalog, self._state.catalog.tombstones
         with state.lock:
             keys, texts = list(islice(tombstones.pending_keys, TOMBSTONE_KEYS)), list(tombstones.pending_texts)
@@ -245,7 +246,7 @@ class Writer:
             state.folder.remove(pack.name)
 
     def _merged(self, old: list[Pack]) -> tuple[list[bytes], list[bytes]]:
-        """Tombstones of these files: keys, and quota groups. Without chunks and groups that were stored again."""
+        """The tombstones of these files: keys and quota groups. Those that were stored again are left out."""
         catalog = self._state.catalog
         keys, texts = catalog.tombstones.of({pack.name.sequence for pack in old})
         here = catalog.index.find_all(key_array(keys)) >= 0

@@ -1,20 +1,21 @@
-"""The format of segments and packs: files with batches of chunks. Pure.
+"""The format of segments and packs: files with batches of chunks. This module does no I/O.
 
 A segment is a file of fixed size, cut into blocks of BLOCK_NBYTES. It is filled from the front, batch by batch:
 
     [record][chunk][chunk] .. [record][chunk] ..                          .. [summary]
 
 A batch is a record and its chunks. The record lists the content of the batch and the start of the next batch. Each
-chunk begins at a block. Records also hold tombstones: deleted keys and dropped quota groups. A tombstone covers all
-batches before its own, in this segment and in segments with a lower sequence number.
+chunk begins at a block. Records also hold tombstones: deleted keys and dropped quota groups. A tombstone covers the
+chunks of its key or group in all batches before its own, in this segment and in segments with a lower sequence number:
+they count as deleted.
 
 A full segment is sealed by a summary: one record with the content of all records, at the end of the file. A starting
 tier reads only the summary. If the summary is missing or damaged, the tier reads the batches in order, up to the first
 damaged record.
 
 A checksum (xxh3-64) covers each record with its padding. A record with a wrong checksum is ignored. Each entry has the
-checksum of its chunk, which is verified at each read of the chunk. Incarnation and sequence number together are unique,
-so data from an earlier use of the file is never taken for data of the current one.
+checksum of its chunk, which is verified at each read of the chunk. Each use of a file has a new pair of incarnation and
+sequence number, so records from an earlier use of the file are never taken for records of the current one.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +32,7 @@ from raykv.types import KeyArray
 MAGIC: Final = 0x3147_4553_564B_5941  # "AYKVSEG1"
 LAYOUT_VERSION: Final = 1
 BLOCK_NBYTES: Final = SLOT_ALIGNMENT_NBYTES
-"""The unit of direct I/O. Slots of the arena also begin and end at multiples of it."""
+"""The unit of direct I/O. Slots of the arena also begin and end at multiples of a block."""
 TAIL_BLOCKS: Final = 32
 """Blocks in the first read of a summary: enough for 1 700 chunks. A longer summary takes a second read."""
 BATCH, SUMMARY = 0, 1
@@ -56,7 +57,7 @@ HEAD: Final = np.dtype(
         ("digest", "<u8"),
     ]
 )
-"""The first bytes of a record. `number` counts the batches of a segment. `digest` is computed while its field is 0."""
+"""The first bytes of a record; see `Record`. `digest` is the record's checksum, computed with 0 in this field."""
 ENTRY: Final = np.dtype(
     [
         ("key", "<u8", 2),
@@ -72,16 +73,16 @@ ENTRY: Final = np.dtype(
         ("chained", "<u2"),
     ]
 )
-"""A chunk. `block` counts from the segment's beginning. `group` is an index into the record's texts. `chained` is 1 if
-the chunk has a parent, whose key is `parent`."""
+"""A chunk in a record. `block`: its first block in the segment. `batch`: number of its batch. `group`: index into the
+record's texts. `chained`: 1 if the chunk has a parent (the chunk before it in its chain), with the key `parent`."""
 DELETED: Final = np.dtype([("key", "<u8", 2), ("batch", "<u4"), ("reserved", "<u4")])
 DROPPED: Final = np.dtype([("group", "<u4"), ("batch", "<u4")])
 _FOOT: Final = np.dtype([("magic", "<u8"), ("blocks", "<u8")])
-"""The last bytes of a summary. `blocks`, its length, gives its first block."""
+"""The last bytes of a record. `blocks` is its length: a reader needs it to find where a summary begins."""
 
 Array = npt.NDArray[Any]
 Read = Callable[[int, int], memoryview]
-"""Takes (offset, nbytes), returns bytes of a segment, or fewer at the file's end. The next call may overwrite them."""
+"""Takes (offset, nbytes), returns bytes of a segment: fewer at the file's end. The next call may overwrite them."""
 
 
 class Counts(NamedTuple):
@@ -101,13 +102,15 @@ class Counts(NamedTuple):
 
 
 class Record(NamedTuple):
-    """The content of one record; arrays of ENTRY, DELETED and DROPPED.
+    """The content of one record.
 
     Attributes:
         kind: BATCH or SUMMARY.
+        incarnation, sequence: A pair of numbers that no other use of the file has.
         number: Index of the batch in its segment; in a summary, the number of batches.
         next_block: First block of the next batch.
         texts: Quota groups as JSON, without duplicates. `group` of an entry is an index into them.
+        entries, deleted, dropped: Arrays of ENTRY, DELETED and DROPPED.
     """
 
     kind: int
@@ -156,7 +159,7 @@ def encode(record: Record, target: memoryview) -> int:
 
 
 def claimed_blocks(first: memoryview) -> int:
-    """Length in blocks that a record's first block states, unverified; 0 if the block begins no record."""
+    """The record's length in blocks, as its first block states it (unverified). 0 if the block begins no record."""
     if len(first) < BLOCK_NBYTES:
         return 0
     head = np.frombuffer(first, HEAD, 1)[0]
@@ -164,7 +167,7 @@ def claimed_blocks(first: memoryview) -> int:
 
 
 def decode(view: memoryview) -> Record | None:
-    """Decode the record that fills `view`; None if it is damaged. The record is a copy, independent of `view`."""
+    """Decode the record that fills `view`; None if the record is damaged. The result is independent of `view`."""
     raw = bytearray(view)
     if len(raw) < BLOCK_NBYTES or claimed_blocks(memoryview(raw)) * BLOCK_NBYTES != len(raw):
         return None
@@ -186,7 +189,7 @@ def decode(view: memoryview) -> Record | None:
 
 
 def batches(read: Read, *, segment_blocks: int, blocks_there: int) -> Iterator[Record]:
-    """Batches of a segment, in order. Stops at a damaged batch, or one from an earlier use of the file."""
+    """Records of a segment's batches in order, until one is damaged or comes from an earlier use of the file."""
     start, number, life = 0, 0, None
     while start < blocks_there:
         view = read(start * BLOCK_NBYTES, BLOCK_NBYTES)
@@ -220,7 +223,7 @@ def read_summary(read: Read, *, segment_blocks: int) -> Record | None:
 
 
 def read_segment(read: Read, *, segment_blocks: int, blocks_there: int) -> tuple[Record, bool] | None:
-    """The content of a segment as a SUMMARY, and whether the segment is sealed. None: the segment has no batch."""
+    """All content of a segment as one SUMMARY, and whether the segment is sealed. None if the segment has no batch."""
     if blocks_there >= segment_blocks:
         sealed = read_summary(read, segment_blocks=segment_blocks)
         if sealed is not None:
@@ -251,7 +254,7 @@ def joined(records: Sequence[Record]) -> Record:
 
 
 def living(record: Record) -> Array:
-    """Entries of a segment that no later entry of the same key replaces and no later tombstone covers."""
+    """Entries that no later entry of the same key replaces and no later tombstone of the same record covers."""
     entries = record.entries
     if not len(entries):
         return entries
@@ -271,7 +274,7 @@ def living(record: Record) -> Array:
 
 
 def tombstones_of(keys: Sequence[bytes], groups: Sequence[int]) -> tuple[Array, Array]:
-    """Arrays of DELETED and DROPPED. `groups`: index of each dropped group in the record's texts."""
+    """Make the arrays of a record's tombstones. `groups`: index of each dropped group in the record's texts."""
     deleted, dropped = np.zeros(len(keys), DELETED), np.zeros(len(groups), DROPPED)
     deleted["key"], dropped["group"] = key_array(keys), groups
     return deleted, dropped

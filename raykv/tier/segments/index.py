@@ -20,20 +20,21 @@ from raykv.tier.segments.format import BLOCK_NBYTES, Array
 from raykv.types import Bits, KeyArray, Rows
 
 SEGMENTS: Final = 1 << 20
-"""A drive has fewer segments than this. Column `segment` is drive * SEGMENTS + segment."""
+"""A drive has fewer segments than this. `Index.segment` of the SSD tier is drive number * SEGMENTS + segment number."""
 REBUILD_ROWS: Final = 1 << 14
 REBUILD_SHARE: Final = 8
-"""Removing more rows than this at once, and more than one in eight, rebuilds the hash index, which is faster."""
+"""If more than REBUILD_ROWS rows, and more than an eighth of the remaining number, are removed at once, the hash
+index is rebuilt: this is faster than removing each row from it."""
 CHANGES: Final = 1 << 22
-"""Most changed keys in `Changes`. The oldest are dropped first."""
+"""`Changes` keeps at most about this many keys. Beyond it, the oldest keys are dropped."""
 
 
 class Index:
-    """Rows of chunks.
+    """An index with one row for each chunk.
 
     Attributes:
-        segment: Per row: the drive and segment, or the pack, of its chunk.
-        nbytes: Bytes of the chunks of each quota group.
+        segment: For each row: number of the drive and segment (see SEGMENTS), or of the pack, that holds the chunk.
+        nbytes: Bytes of each quota group's chunks, by number of the group.
     """
 
     def __init__(self, rows: int, *, now_s: float) -> None:
@@ -85,7 +86,7 @@ class Index:
         return slice(0, self._free.fresh)
 
     def rows_where(self, bits: Bits) -> Rows:
-        """Rows in use whose bit is set. `bits` is an array over `used()`."""
+        """Rows in use whose bit is set. `bits` has one bit for each row of `used()`."""
         return np.flatnonzero(bits & (self.columns.generation[: len(bits)] == 2)).astype(np.int32)
 
     def rows_of_group(self, group: int) -> Rows:
@@ -114,7 +115,7 @@ class Index:
         return self._free.take(count)
 
     def insert(self, rows: Rows, entries: Array, groups: npt.NDArray[Any], segment: int) -> None:
-        """Enter chunks (`format.ENTRY`) into allocated rows. Their keys must be new. `groups`: number per chunk."""
+        """Enter chunks (`format.ENTRY`) into allocated rows. Their keys must be new. `groups`: each chunk's group."""
         columns = self.columns
         ticks = np.maximum(1, (entries["expires_s"] - self._made_at_s) * TICKS_PER_S)
         columns.expires[rows] = np.where(entries["expires_s"] > 0, np.minimum(ticks, 0xFFFFFFFF), 0)

@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 
 
 class IoThreads:
-    """Threads that run tasks one after another, and how long each current task has run.
+    """Threads, each of which runs tasks one after another. `longest_s` shows whether a task takes too long.
 
     They run with SCHED_BATCH: a thread that wakes up after I/O does not preempt threads that serve reads from memory.
     """
@@ -49,7 +49,7 @@ class IoThreads:
         return sum(since is not None for since in self._since)
 
     def join(self, timeout_s: float) -> bool:
-        """Wait until all threads have ended. Returns False if one has not, because the disk does not answer."""
+        """Wait until all threads have ended. Returns False if a thread still runs, because the disk does not answer."""
         until_s = time.monotonic() + timeout_s
         for thread in self.threads:
             thread.join(max(0.0, until_s - time.monotonic()))
@@ -70,7 +70,7 @@ class IoThreads:
 
 
 class Callbacks:
-    """The thread that calls callbacks. These may acquire locks and be slow, so the I/O threads must not call them."""
+    """The thread that calls callbacks. Callbacks may acquire locks and be slow, so I/O threads must not call them."""
 
     def __init__(self, name: str) -> None:
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -82,7 +82,7 @@ class Callbacks:
         self._queue.put(call)
 
     def close(self, threads: Sequence[threading.Thread], timeout_s: float) -> None:
-        """Call what is queued, then end, after all `threads`. Waits at most `timeout_s` for that."""
+        """End this thread after all `threads` have ended and all callbacks are called. Waits at most `timeout_s`."""
         self._threads = threads
         self._queue.put(None)
         self._thread.join(timeout_s)

@@ -1,12 +1,14 @@
-"""The log of one path: state of its segments, place of the next batch, order of reclaiming. Pure; not thread-safe.
+"""The log of one path: state of its segments, place of the next batch, order of reclaiming. No I/O; not thread-safe.
+
+A segment goes through these states:
 
     absent -> free -> open -> closed -> sealing -> sealed -> reclaiming -> free
 
 Segments are reclaimed in the order of their sequence numbers. So a tombstone outlives everything that it covers. Only
 a segment without live chunks and without tombstones may be reclaimed out of order.
 
-Source: log-structured file systems (Rosenblum and Ousterhout, 1992). Unlike there, the victim is the oldest segment,
-not the emptiest: a cache may drop unread chunks instead of moving them.
+Source: log-structured file systems (Rosenblum and Ousterhout, 1992). They reclaim the emptiest segment first. Here it
+is the oldest one: a cache may drop unread chunks instead of moving them.
 """
 
 from collections import deque
@@ -18,12 +20,12 @@ from raykv.tier.segments.format import BATCH, Counts, Record, blocks_of, joined,
 from raykv.tier.segments.requests import Item, entries_of
 
 SPARE_SEGMENTS: Final = 2
-"""With fewer free segments, one is made or reclaimed. One is for new chunks, and one for moved chunks."""
+"""With fewer free segments, one is made or reclaimed. One free segment is for new chunks, and one for moved chunks."""
 
 
 @dataclass(eq=False)
 class Batch:
-    """A batch being written, at block `start`. `content` belongs to the caller of `Log.place`."""
+    """A batch that begins at block `start` of its segment. `content` is what the caller of `Log.place` passed."""
 
     segment: "Segment"
     start: int
@@ -38,11 +40,11 @@ class Segment:
 
     Attributes:
         sequence: Position in the order in which segments were opened; 0 while free.
-        live_nbytes: Bytes of its chunks in the index.
+        live_nbytes: Bytes of its chunks that are in the index.
         readers: Number of reads queued or running.
-        end, placed: First block and number of the next batch.
+        end, placed: First block of the next batch, and its number.
         records: Records of the written batches; empty once sealed.
-        counts: Content of all batches.
+        counts: Numbers of entries and tombstones in all batches together.
     """
 
     number: int
@@ -105,7 +107,7 @@ class Log:
         return [segment for segment in self.segments.values() if segment.state != "free"]
 
     def open_next(self, *, spare: int = 0) -> Segment | None:
-        """Close the open segment and open a free one. If at most `spare` are free: change nothing, return None."""
+        """Close the open segment and open a free one. If at most `spare` segments are free, only return None."""
         free = self.free()
         if len(free) <= spare:
             return None
@@ -119,7 +121,7 @@ class Log:
         return self.open
 
     def fits(self, counts: Counts, *, blocks: int) -> bool:
-        """Whether a batch whose chunks take `blocks` fits into the open segment, with room for the summary."""
+        """Whether a batch fits into the open segment, with room for the summary. `blocks`: size of its chunks."""
         segment = self.open
         if segment is None:
             return False
@@ -129,7 +131,7 @@ class Log:
     def place(
         self, items: Sequence[Item], content: Any, *, keys: Sequence[bytes] = (), groups: Sequence[bytes] = ()
     ) -> Batch:
-        """Place a batch in the open segment, where it must fit. `keys` and `groups` (as JSON) get tombstones."""
+        """Add a batch at the end of the open segment, where it must fit. `keys` and `groups` (JSON) get tombstones."""
         segment = self.open
         assert segment is not None
         start, number = segment.end, segment.placed
@@ -163,7 +165,7 @@ class Log:
         return batch
 
     def finish(self, batch: Batch) -> list[Batch]:
-        """Mark a batch as written. Returns the batches that recovery can find now: those without a gap before them."""
+        """Mark a batch as written. Returns the batches that recovery can find now: none before them is missing."""
         batch.finished, ready = True, []
         in_flight = batch.segment.in_flight
         while in_flight and in_flight[0].finished:
@@ -172,7 +174,7 @@ class Log:
         return ready
 
     def next_to_seal(self) -> Segment | None:
-        """Take a closed segment whose batches are all written; None if there is none."""
+        """Choose a closed segment whose batches are all written, and mark it "sealing". None if there is none."""
         for segment in self._closed:
             if not segment.in_flight:
                 self._closed.remove(segment)
@@ -190,7 +192,7 @@ class Log:
         return self.reclaiming is None and len(self.free()) < SPARE_SEGMENTS
 
     def choose_victim(self) -> Segment | None:
-        """Take the next segment to be reclaimed. None if none can be, or another one is being reclaimed."""
+        """Choose the next segment, and mark it "reclaiming". None if there is none, or another one is so marked."""
         if self.reclaiming is not None:
             return None
         in_use = self.in_use()

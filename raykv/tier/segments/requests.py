@@ -22,23 +22,23 @@ COUNTS: Final = (
 """Counters of every tier; see `Tier.stats`."""
 QUEUED_CHUNKS: Final = 1 << 14
 QUEUED_NBYTES: Final = 128 << 20
-"""Limits of a tier's write queue. Queued chunks cannot be evicted from memory."""
+"""A write queue of this many chunks or bytes takes no more: queued chunks cannot be evicted from memory."""
 QUEUED_READS: Final = 1 << 14
-"""Most reads in the queues of a tier."""
+"""A tier with this many queued reads (`Run`) refuses further calls of `Tier.read`."""
 READ_NBYTES: Final = 4 << 20
-"""Largest read of adjacent chunks in one call."""
+"""Adjacent chunks are read by one call if they have at most this many bytes together."""
 
 
 class Request:
-    """A call of `write` or `read`. Calls `done` once, when all chunks are finished. Guarded by the tier's lock."""
+    """A call of `Tier.write` or `Tier.read`. Calls `done` when all chunks are finished. Guarded by the tier's lock."""
 
     def __init__(self, callbacks: Callbacks, done: Callable[[list[bool]], None], *, chunks: int = 0) -> None:
         self._callbacks, self._done = callbacks, done
         self._results = [False] * chunks
-        self._left = 1  # counts unfinished chunks, and 1 for the call of `submit`
+        self._left = 1  # number of unfinished chunks, plus 1 until the caller has called `submit`
 
     def add(self, result: bool | None = None) -> int:
-        """Add a chunk and return its position. With result None, `finish` must follow."""
+        """Add a chunk and return its position. If `result` is None, the caller must call `finish` for it later."""
         self._results.append(bool(result))
         self.expect(result is None)
         return len(self._results) - 1
@@ -58,12 +58,12 @@ class Request:
 
 @dataclass(eq=False, slots=True)
 class Item:
-    """A chunk on its way to a disk.
+    """A chunk that is queued to be written, or is being written.
 
     Attributes:
         view: Bytes of the chunk, padded to a whole block.
         text: Quota group as JSON.
-        request, place: The request and the position in it.
+        request, place: The request that the chunk belongs to, and its position there.
         moved_from: Segment that the chunk is moved out of, as in `Index.segment`; -1 for a chunk of a caller.
         cancelled: Whether the chunk was deleted after it was queued.
     """
@@ -78,7 +78,7 @@ class Item:
 
 
 class WriteQueue:
-    """Base of a tier's state: arena, index, callbacks, counters, and chunks to be written. The tier's lock guards it.
+    """Base class of a tier's state: arena, index, callbacks, counters, write queue. The tier's lock guards it.
 
     Attributes:
         largest_nbytes: Size of the largest chunk that the tier takes.
@@ -99,7 +99,7 @@ class WriteQueue:
     def offer(self, chunks: Sequence[Chunk], done: Written, *, on: bool) -> int:
         """Queue chunks, see `Tier.write`. Takes none if the tier is not `on`.
 
-        `done` gets False for a chunk that an earlier call is still writing.
+        `done` gets False for a chunk that is too large, or that an earlier call is still writing.
         """
         request, taken = Request(self.callbacks, lambda results: done(chunks[: len(results)], results)), 0
         here = self.index.find(key_array([chunk.key for chunk in chunks]), now_s=time.time()) >= 0
@@ -124,11 +124,11 @@ class WriteQueue:
         self.coming[item.chunk.key] = item
         self.queue.append(item)
         self.queued_nbytes += item.chunk.nbytes
-        if item.moved_from >= 0:  # first, because its segment is free only after that
+        if item.moved_from >= 0:  # moved chunks go first: their old segment becomes free only after them
             self.queue.rotate(1)
 
     def next_item(self) -> Item | None:
-        """The first chunk of the queue; None if the queue is empty."""
+        """The first chunk of the queue, after removing cancelled chunks before it. None if the queue is empty."""
         while self.queue and self.queue[0].cancelled:
             self.finish(self.dequeue(), False)
         return self.queue[0] if self.queue else None
@@ -153,13 +153,13 @@ class WriteQueue:
         self.cancel([key for key, item in self.coming.items() if item.chunk.group == group])
 
     def refuse_writes(self) -> None:
-        """Fail queued writes. Chunks being written are not called back yet: the disk may still use their bytes."""
+        """Report queued chunks as not written. Chunks being written must wait: the disk may still use their bytes."""
         while self.queue:
             self.finish(self.dequeue(), False)
 
 
 def entries_of(items: Sequence[Item], texts: Sequence[bytes]) -> Array:
-    """Entries (`format.ENTRY`) of chunks, without their places. `texts`: the quota groups of the record."""
+    """Entries (`format.ENTRY`) of chunks, with `block` and `batch` still 0. `texts`: the quota groups of the record."""
     indexes = {text: index for index, text in enumerate(texts)}
     entries = np.zeros(len(items), ENTRY)
     if items:
@@ -173,7 +173,7 @@ def entries_of(items: Sequence[Item], texts: Sequence[bytes]) -> Array:
 
 
 class Piece(NamedTuple):
-    """A chunk to be read to `offset` in the arena. `place`: position in the request. Other fields: from the index."""
+    """A chunk to be read to `offset` in the arena. `place`: position in its request. Other fields: from the index."""
 
     row: int
     segment: int
@@ -193,7 +193,7 @@ class Run:
         return [arena[each.offset : each.offset + blocks_of(each.nbytes) * BLOCK_NBYTES] for each in self.pieces]
 
     def verify(self, views: Sequence[memoryview], got: int) -> Bits:
-        """Which chunks have the right checksum. `got` is the number of bytes read."""
+        """Return for each chunk whether its checksum is right. `got` is the number of bytes read."""
         right, end = np.zeros(len(views), np.bool_), 0
         for number, (piece, view) in enumerate(zip(self.pieces, views, strict=True)):
             whole = end + piece.nbytes <= got
@@ -202,7 +202,7 @@ class Run:
         return right
 
     def enter(self, right: Bits, queue: WriteQueue) -> Rows:
-        """Count bytes and touch rows of the `right` chunks. Returns rows that still hold one of the wrong chunks."""
+        """Count the bytes and reads of the `right` chunks. Returns the rows that still hold one of the other chunks."""
         index, columns = queue.index, queue.index.columns
         rows, segments, blocks, nbytes, checksums = np.array([piece[:5] for piece in self.pieces], np.uint64).T
         rows = rows.astype(np.int32)
@@ -220,7 +220,7 @@ class Run:
 def runs_of(
     index: Index, keys: KeyArray, found: Sequence[Found | None], offsets: Sequence[int], request: Request
 ) -> list[Run]:
-    """Reads of the chunks that are still the same as in `found`. Chunks that are adjacent on the disk share a read."""
+    """Reads of the chunks that are still the same as in `found`. One run reads chunks that are adjacent on the disk."""
     rows, columns = index.find(keys, now_s=time.time()), index.columns
     fields: list[Array] = [index.segment, columns.page, columns.nbytes, columns.checksum]
     values = zip(rows.tolist(), *(field[rows].tolist() for field in fields), offsets, range(len(keys)), strict=True)

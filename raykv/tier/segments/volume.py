@@ -1,6 +1,6 @@
 """I/O on a directory of segment files.
 
-O_DIRECT transfers bytes between the drive and the arena without a copy. One call takes a batch's record and all its
+O_DIRECT transfers bytes between the drive and the arena without a copy. One call writes a batch: a record and all its
 chunks. If a file system refuses O_DIRECT, bytes pass through the page cache and are dropped from it at once.
 
 Each operation opens its file, which costs microseconds. So a removed directory is noticed at once.
@@ -20,11 +20,11 @@ from raykv.errors import ConfigError
 from raykv.tier.segments.format import BLOCK_NBYTES, Record, encode
 
 IOV_MAX: Final = 1024
-"""Most buffers in one call (the limit of Linux)."""
+"""At most this many buffers are in one system call (the limit of Linux)."""
 
 
 class Volume:
-    """The segment files of a directory. `direct`: O_DIRECT is used. Thread-safe; methods wait for the disk."""
+    """The segment files of a directory. `direct`: whether O_DIRECT is used. Thread-safe; methods wait for the disk."""
 
     def __init__(self, path: Path, *, segment_nbytes: int, direct: Literal["try", "require", "never"]) -> None:
         self.path, self.segment_nbytes = path, segment_nbytes
@@ -69,7 +69,7 @@ class Volume:
         }
 
     def make(self, number: int) -> None:
-        """Create a segment file, or extend it to its full length. On an error (ENOSPC), a new file is removed."""
+        """Create a segment file, or extend it to its full length. If this fails, a file that was new is removed."""
         path = self._path(number)
         existed = path.exists()
         with self._file(number, os.O_CREAT) as fd:
@@ -87,7 +87,7 @@ class Volume:
     def write(self, number: int, offset: int, buffers: Sequence[memoryview], *, sync: bool = False) -> int:
         """Write buffers one after another. Offset, addresses and lengths must be multiples of a block.
 
-        `sync` calls fdatasync, so that the whole segment survives a power cut. Returns the number of bytes.
+        `sync` calls fdatasync, so that the whole segment survives a power cut. Returns the number of bytes written.
         """
         with self._file(number) as fd:
             nbytes = write_all(fd, buffers, offset)
@@ -98,7 +98,7 @@ class Volume:
         return nbytes
 
     def read(self, number: int, offset: int, buffers: Sequence[memoryview]) -> int:
-        """Fill buffers, aligned like those of `write`. Returns the number of bytes: fewer at the end of the file."""
+        """Fill buffers, aligned like those of `write`. Returns the number of bytes read: fewer at the file's end."""
         with self._file(number) as fd:
             nbytes = transfer(os.preadv, fd, buffers, offset)
             if not self.direct:

@@ -1,10 +1,10 @@
 """Recovery: finds the chunks on one drive when it starts. See `raykv.tier.ssd.tier`.
 
-First, several threads read the records of all segments. A sealed segment takes one read. In an unsealed segment all
-batches are read, and chunks with a wrong checksum (a torn write) are left out. Then the segments are entered, newest
-first. A key that a newer segment has, or that a newer tombstone covers, is left out.
+First, several threads read the records of all segments. Of a sealed segment, only the summary is read. Of an unsealed
+segment, all batches are read, and chunks with a wrong checksum (a torn write) are left out. Then one thread enters the
+chunks into the index, the newest segment first. A key that a newer segment or a newer tombstone has is left out.
 
-Tasks run on the drive's threads and wait for the disk. An error turns the drive off.
+Each step is a task, which a thread of the drive runs. An error turns the drive off.
 """
 
 import logging
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 class Recovery:
     def __init__(self, shared: Shared, drive: Drive) -> None:
-        """The caller begins with `open` or `list_segments`."""
+        """Read nothing yet. The first task is `list_segments`, or `open` if the directory is not open."""
         self._shared, self._drive = shared, drive
         self._unread = 0
         self._found: list[tuple[int, Record, bool]] = []
@@ -57,7 +57,7 @@ class Recovery:
         if found is None and not whole:
             drive.volume.remove(number)
         elif not whole:
-            with suppress(OSError):  # without space, the file stays short
+            with suppress(OSError):  # if the disk is full, the file stays short
                 drive.volume.make(number)
         with self._shared.lock:
             if epoch != drive.epoch:
@@ -72,7 +72,7 @@ class Recovery:
             self._enter_all(epoch)
 
     def _records(self, number: int, file_nbytes: int) -> tuple[Record, bool] | None:
-        """Like `read_segment`, but without the damaged chunks of an unsealed segment."""
+        """Read a segment with `read_segment`. If it is not sealed, leave out its damaged chunks."""
         shared, drive = self._shared, self._drive
         read, blocks = partial(shared.read_bytes, drive, number), file_nbytes // BLOCK_NBYTES
         found = read_segment(read, segment_blocks=drive.segment_blocks, blocks_there=blocks)
@@ -91,7 +91,7 @@ class Recovery:
         for number, record, sealed in found:
             for text in record.texts:
                 if text not in numbers:
-                    numbers[text] = shared.groups.number(text)  # not under our lock: acquires the node's lock
+                    numbers[text] = shared.groups.number(text)  # acquires the node's lock, so ours is not held
             entries = living(record)
             with shared.lock:
                 if epoch != drive.epoch:
@@ -106,14 +106,14 @@ class Recovery:
     def _enter(
         self, number: int, record: Record, entries: Array, groups: Sequence[int | None], *, sealed: bool
     ) -> None:
-        """Enter a segment's entries that are not in newer segments. `groups`: number of each text of the record."""
+        """Enter a segment's chunks into the index. `groups`: number of each of `record.texts`, or None."""
         shared, drive, index = self._shared, self._drive, self._shared.index
         segment = drive.log.add_found(number, sealed=sealed, record=record)
         dropped = self._dropped | drive.dropped.keys()
         known = [group is not None and text not in dropped for group, text in zip(groups, record.texts, strict=True)]
         keep = np.array(known, np.bool_)[entries["group"]]
         keep &= (entries["expires_s"] == 0) | (entries["expires_s"] > time.time())
-        for deleted in filter(None, (self._deleted, drive.deleted)):  # in newer segments, or by callers
+        for deleted in filter(None, (self._deleted, drive.deleted)):  # by newer tombstones, or by callers
             keep &= np.array([key not in deleted for key in raw_keys(entries["key"])], np.bool_)
         entries = entries[keep]
         existing = index.find_all(np.ascontiguousarray(entries["key"]))

@@ -1,6 +1,7 @@
 """The state of an SSD tier: `Drive` for each path, and `Shared`: index and write queue. One lock guards all of it.
 
-Invariant: the index holds the chunks that recovery would find, except chunks covered by a tombstone, written or queued.
+Invariant: recovery would find the chunks of the index and no others, except deleted chunks with a tombstone that is not
+written yet.
 """
 
 import errno
@@ -29,18 +30,18 @@ from raykv.types import Rows
 log = logging.getLogger(__name__)
 
 PENDING_DELETED: Final = 1 << 20
-"""Most deleted keys remembered for a drive that is off. If there are more, the drive is emptied when it is on again."""
+"""At most this many deleted keys are stored for a drive that is not on. Beyond it, the next start empties the drive."""
 INDEX_ROW_NBYTES: Final = 64 << 10
-"""The index has a row for each 64 KiB of SSD, unless the config has `max_chunks`."""
+"""The index has one row (for one chunk) for each 64 KiB of capacity, unless the config has `max_chunks`."""
 RETRY_S: Final = 30.0
-"""Time between a drive's failure and the next attempt."""
+"""Time between a drive's failure and the next attempt to open it."""
 
 
 @dataclass(eq=False, slots=True)
 class Content:
     """The content of a batch: chunks (`items`), their size in blocks, their quota groups (`texts`), and tombstones.
 
-    `epoch` is the drive's epoch when the batch was begun.
+    Tombstones are for `deleted` keys and `dropped` quota groups. `epoch` is `Drive.epoch` when the batch was begun.
     """
 
     epoch: int
@@ -51,7 +52,7 @@ class Content:
     texts: frozenset[bytes] = frozenset()
 
     def counts(self, item: Item | None = None) -> Counts:
-        """Counts for the batch's record; includes `item` if given."""
+        """How many entries and tombstones the batch's record has. If `item` is given, it is counted too."""
         texts = self.texts.union(self.dropped, [item.text] if item else [])
         return Counts(len(self.items) + (item is not None), len(self.deleted), len(self.dropped), texts)
 
@@ -60,13 +61,13 @@ class Drive:
     """The state of one directory of segments.
 
     Attributes:
-        slow: An operation takes too long. The drive gets no new work.
+        slow: Whether an operation takes too long. If so, the drive gets no new work.
         reason: Why the drive is off or does not grow; empty if nothing is wrong.
         epoch: Number of failures. Results of work begun in an earlier epoch are ignored.
-        deleted, dropped: Tombstones not yet written to the drive: keys, and quota groups as text.
-        drop_everything: There were too many tombstones to remember. All content of the drive is discarded.
-        tasks: Tasks of the upkeep thread.
-        reads: Queue of runs to be read.
+        deleted, dropped: Tombstones that are not in a batch yet: keys, and quota groups as JSON.
+        drop_everything: Whether there were too many tombstones to keep. If so, the next start empties the drive.
+        tasks: Queued tasks of upkeep and recovery.
+        reads: Queued reads, each of a run of adjacent chunks.
         under_way: Number of running reads and writes.
     """
 
@@ -109,7 +110,7 @@ class Drive:
         return any(content.deleted or content.dropped for content in contents) or any(cancelled)
 
     def identity(self, segment: Segment) -> int:
-        """The value of `Index.segment` for a segment."""
+        """The number that stands for a segment of this drive in `Index.segment`."""
         return self.number * SEGMENTS + segment.number
 
     def notify(self) -> None:
@@ -121,7 +122,7 @@ class Drive:
         self.wake.notify()
 
     def remember_deleted(self, keys: Sequence[bytes]) -> None:
-        """Keep tombstones for keys that were deleted while the content of the drive was unknown."""
+        """Keep tombstones for keys that were deleted while the drive is not on: it may have any of these chunks."""
         self.deleted.update(dict.fromkeys(keys))
         if len(self.deleted) > PENDING_DELETED:
             self.drop_everything = True
@@ -140,11 +141,11 @@ class Drive:
 
 
 class Shared(WriteQueue):
-    """What the drives share. `lock` guards it, and the drives too. `ended`: the tier is being closed."""
+    """What all drives share. `lock` guards this object and all drives. `ended`: whether the tier is being closed."""
 
     def __init__(self, config: SsdConfig, environment: Environment) -> None:
         rows = config.max_chunks or max(1024, len(config.paths) * config.capacity_nbytes // INDEX_ROW_NBYTES)
-        largest_nbytes = config.segment_nbytes - 4 * BLOCK_NBYTES  # with two records in an empty segment
+        largest_nbytes = config.segment_nbytes - 4 * BLOCK_NBYTES  # 4 blocks are for the record and the summary
         index = Index(rows, now_s=time.time())
         super().__init__("raykv-ssd-callbacks", index, environment, largest_nbytes=largest_nbytes)
         self.lock = threading.Lock()
@@ -161,12 +162,12 @@ class Shared(WriteQueue):
             self.refuse_writes()
 
     def fail_moves(self) -> None:
-        """Give up queued moves: no segment is free, and the segment of these chunks becomes free only after them."""
+        """Give up the queued moves: no segment is free to move to. When they end, the reclaimed segment is freed."""
         while (item := self.next_item()) is not None and item.moved_from >= 0:
             self.finish(self.dequeue(), False)
 
     def free_rows(self) -> int:
-        """Rows of the index that are left when all batches being written are published."""
+        """Number of index rows that will be free after all batches being written are published."""
         in_flight = [len(batch.content.items) for drive in self.drives for batch in drive.in_flight]
         return self.index.free_rows() - sum(in_flight)
 
@@ -178,7 +179,7 @@ class Shared(WriteQueue):
         return self.index.rows_where(self.index.segment[self.index.used()] == drive.identity(segment))
 
     def insert(self, drive: Drive, segment: Segment, entries: Array, groups: Array) -> int:
-        """Enter chunks of a segment, whose keys must be new. Returns how many: fewer if the index is full."""
+        """Enter chunks of a segment into the index; keys must be new. Returns how many: fewer if the index is full."""
         rows = self.index.allocate(len(entries))
         if len(rows):
             entries = entries[: len(rows)]
@@ -194,7 +195,7 @@ class Shared(WriteQueue):
         return segments, positions
 
     def remove(self, rows: Rows, *, tombstones: bool) -> None:
-        """Remove rows, without duplicates, from the index. `tombstones`: also queue tombstones for the keys."""
+        """Remove rows from the index; no row may occur twice. `tombstones`: also queue tombstones for their keys."""
         if not len(rows):
             return
         if tombstones:
@@ -216,9 +217,9 @@ class Shared(WriteQueue):
         self.remove(index.rows_where(index.expired(index.used(), now_s=time.time())), tombstones=False)
 
     def disown(self, drive: Drive, key: bytes) -> None:
-        """Queue a tombstone for a copy on the drive that is not in the index, so that recovery does not find it.
+        """Queue a tombstone for a copy on the drive that the index does not have, so that recovery does not find it.
 
-        A copy on this drive that is in the index prevents this: the tombstone would cover that copy too.
+        Does nothing if the index has another copy on the same drive: the tombstone would delete that copy too.
         """
         row = int(self.index.find_all(key_array([key]))[0])
         if row < 0 or int(self.index.segment[row]) // SEGMENTS != drive.number:
@@ -231,7 +232,7 @@ class Shared(WriteQueue):
                 self._trim(group, quota)
 
     def _trim(self, group: int, quota: int) -> None:
-        """Remove the oldest chunks of a quota group until it is within its quota."""
+        """Remove the oldest chunks of a quota group until the group is within its quota."""
         index = self.index
         rows = index.rows_of_group(group)
         segments, positions = self._segments_of(rows)
@@ -251,13 +252,13 @@ class Shared(WriteQueue):
         run.finish([*results])
 
     def void(self, drive: Drive, batch: Batch) -> None:
-        """Undo a batch that was not published before its drive failed."""
+        """Report the chunks of a batch as not written: the drive failed before the batch was published."""
         drive.in_flight.discard(batch)
         for item in batch.content.items:
             self.finish(item, False)
 
     def read_bytes(self, drive: Drive, number: int, offset: int, nbytes: int) -> memoryview:
-        """Read bytes of a segment into new memory. Returns fewer at the file's end, and none at a media error (EIO)."""
+        """Read bytes of a segment into new memory: fewer at the file's end, and none after a media error (EIO)."""
         buffer = aligned(nbytes)[:nbytes]
         try:
             return buffer[: drive.volume.read(number, offset, [buffer])]
@@ -268,13 +269,13 @@ class Shared(WriteQueue):
             return buffer[:0]
 
     def read_chunk(self, drive: Drive, number: int, block: int, nbytes: int, checksum: int) -> memoryview | None:
-        """Read a chunk and the padding of its last block into new memory. Returns None if the chunk is damaged."""
+        """Read a chunk and the padding of its last block into new memory. Returns None if its checksum is wrong."""
         view = self.read_bytes(drive, number, block * BLOCK_NBYTES, blocks_of(nbytes) * BLOCK_NBYTES)
         whole = len(view) >= nbytes and xxhash.xxh3_64_intdigest(view[:nbytes]) == checksum
         return view if whole else None
 
     def fail(self, drive: Drive, error: Exception) -> None:
-        """Turn a drive off; `Workers.watch` retries it. No effect if the drive is off."""
+        """Turn a drive off; `Workers.watch` retries it later. No effect if the drive is off already."""
         if drive.state == "off":
             return
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)

@@ -1,15 +1,15 @@
 """The tier of a node's SSDs: a log of segments on each path, and one index in memory for all paths.
 
-Batches of a record and many chunks (`segments.format`) are transferred between the arena and the drives without a copy
-(`segments.volume`). Each path has a log (`segments.log`) and threads (`ssd.workers`). Idle threads take work from the
-queues, so a slower drive gets less work.
+One call writes a batch: a record and many chunks (`segments.format`). Bytes move between the arena and the drives
+without a copy (`segments.volume`). Each path has a log (`segments.log`) and threads (`ssd.workers`). Idle threads take
+chunks from the write queue that all paths share, so a slower drive gets fewer of them.
 
 A chunk is in the tier once recovery would find it; only then does its callback report success. Queued chunks are lost
 if the process is killed.
 
 A path is off after a failure, and slow if an operation takes too long. An off or slow path gets no new work, and its
-queued reads fail; the other paths continue. A running operation is called back only when it ends, because the disk may
-use its buffers until then.
+queued reads fail; the other paths continue. The callback of a running operation waits until the operation ends, because
+the disk may use its buffers until then.
 """
 
 import threading
@@ -32,11 +32,11 @@ from raykv.tier.ssd.workers import Workers
 from raykv.types import Bits, KeyArray
 
 WATCH_S: Final = 0.25
-"""Interval of the checks for slow drives, and for failed drives to retry."""
+"""How often drives are checked: whether one is slow, and whether a failed one should be tried again."""
 TIDY_S: Final = 10.0
-"""Interval at which expired chunks are removed from the index."""
+"""Expired chunks are removed from the index once in this time."""
 CLOSE_S: Final = 10.0
-"""`close` waits this long for running operations."""
+"""`close` waits at most this long for the running operations of each drive, and then for callbacks."""
 
 
 class SsdTier(Tier):
@@ -124,7 +124,7 @@ class SsdTier(Tier):
         return True
 
     def delete(self, keys: KeyArray) -> int:
-        """See `Tier`. Takes effect across a restart once the tombstones are written."""
+        """See `Tier`. The chunks stay deleted after a restart only if their tombstones were written by then."""
         shared = self._shared
         with shared.lock:
             here = int((shared.index.find(keys, now_s=time.time()) >= 0).sum())

@@ -1,7 +1,7 @@
 """Makes, seals, reclaims and wipes the segments of one drive. See `raykv.tier.ssd.tier`.
 
 To reclaim a segment: move its recently read chunks to another segment; wipe its first and last block; remove its chunks
-from the index; mark it free. In this order, the index always holds what recovery would find.
+from the index; mark it free. Because of this order, recovery never finds a chunk that is not in the index.
 """
 
 import errno
@@ -22,17 +22,17 @@ from raykv.tier.ssd.state import Drive, Shared
 MOVED_SHARE: Final = 4
 """At most one byte is moved for every four bytes that callers write. This bounds write amplification."""
 MOVED_AT_ONCE: Final = 0.5
-"""At most this share of a segment is moved, so that reclaiming it frees enough space."""
+"""At most this share of a segment is moved, so that reclaiming the segment frees enough space."""
 FEWEST_SEGMENTS: Final = 2
 """A drive without space for this number of segments is turned off."""
 SPARE_ROWS: Final = 2048
-"""Free rows of the index below which a segment is reclaimed; an eighth of all rows in a small index."""
+"""With fewer free rows in the index, a segment is reclaimed. A small index needs only an eighth of its rows free."""
 GROW_S: Final = 30.0
 """Time between a failure to make a segment and the next attempt."""
 
 
 class Upkeep:
-    """Keeps segments available. `next_task` needs the tier's lock; the tasks wait for the disk without it."""
+    """Keeps segments available. The tier's lock must be held to call `next_task`, but not to run its task."""
 
     def __init__(self, shared: Shared, drive: Drive) -> None:
         self._shared, self._drive = shared, drive
@@ -62,7 +62,7 @@ class Upkeep:
             self._shared.counts["disk_nbytes"] += nbytes
 
     def _make(self, number: int, epoch: int) -> None:
-        """Make one more segment. A full drive stays on if it has FEWEST_SEGMENTS."""
+        """Make one more segment. If that fails, the drive is turned off, unless it is full and has FEWEST_SEGMENTS."""
         drive, problem = self._drive, None
         try:
             drive.volume.make(number)
@@ -94,7 +94,7 @@ class Upkeep:
                 drive.notify()
 
     def _reclaim(self, segment: Segment, epoch: int) -> None:
-        """Write the recently read chunks of a segment again, like chunks of a caller. `_free` follows."""
+        """Queue the recently read chunks of a segment to be written to another one. `_free` follows after that."""
         shared, drive, index = self._shared, self._drive, self._shared.index
         with shared.lock:
             rows = shared.rows_of(drive, segment)
@@ -130,10 +130,10 @@ class Upkeep:
                 drive.notify()
 
     def _free(self, segment: Segment, epoch: int) -> None:
-        """Overwrite the blocks by which recovery finds a segment's chunks, and mark the segment as free.
+        """Overwrite a segment's first and last block, by which recovery finds its chunks. Mark the segment as free.
 
-        Both blocks are synced, because a later segment may hold tombstones for these chunks. If the later segment was
-        wiped on the disk first, a power cut could bring deleted chunks back.
+        Both blocks are synced: a later segment may hold tombstones for these chunks, and is wiped after this one. If
+        its wiping reached the disk first, a power cut could bring deleted chunks back.
         """
         drive, number = self._drive, segment.number
         self._write(number, 0, aligned(BLOCK_NBYTES))
@@ -154,7 +154,7 @@ class Upkeep:
 def second_chance(
     reads: npt.NDArray[np.int64], nbytes: npt.NDArray[np.int64], *, most_nbytes: int
 ) -> npt.NDArray[np.int64]:
-    """Indexes of the chunks to move out of a reclaimed segment: the most read first, up to `most_nbytes`."""
+    """Indexes of the chunks to move out of a segment: those with reads, the most read first, up to `most_nbytes`."""
     order = np.argsort(-reads, kind="stable")
     order = order[reads[order] > 0]
     return order[np.cumsum(nbytes[order]) <= most_nbytes]

@@ -22,21 +22,22 @@ from raykv.types import Rows
 log = logging.getLogger(__name__)
 
 UPKEEP, FIRST_WRITER = 0, 1
-"""Threads with a special role: one for upkeep, and one that prefers writes, so that reads do not starve them."""
+"""Numbers of two special threads: one for upkeep; one that prefers writes, so that reads do not starve writes."""
 EXTRA_THREADS: Final = 3
-"""Threads of a drive beyond its queue depth: for upkeep, and to verify checksums and encode records during I/O."""
+"""Each drive has this many threads in addition to its queue depth: for upkeep, and to verify checksums and encode
+records during I/O."""
 BAD_READS: Final = 3
-"""This number of failed reads in a row turns the drive off. Fewer failures only drop the chunks."""
+"""This many media errors (EIO) in a row turn the drive off. Fewer of them only drop the chunks that were to be read."""
 BATCH_NBYTES: Final = 8 << 20
 BATCH_CHUNKS: Final = IOV_MAX - 1
-"""Most chunks of one batch. The record is one more buffer of the same call."""
+"""A batch has at most BATCH_NBYTES (or one larger chunk), and at most BATCH_CHUNKS: its record is one more buffer."""
 BATCH_DELETED: Final = 1 << 14
-"""Most deleted keys in one record."""
+"""At most this many deleted keys are in one record. The other ones go into the next records."""
 FEW_SEGMENTS: Final = 3
 
 
 class Writer:
-    """Writes batches to one drive. `next_task` needs the tier's lock; the task waits for the disk without it."""
+    """Writes batches to one drive. The tier's lock must be held to call `next_task`, but not to run its task."""
 
     def __init__(self, shared: Shared, drive: Drive) -> None:
         self._shared, self._drive = shared, drive
@@ -59,7 +60,7 @@ class Writer:
         return lambda: self._write(batch)
 
     def _draft(self) -> Content | None:
-        """Choose the next batch, and open a segment that it fits into. None: nothing to write, or no free segment."""
+        """Choose the next batch's content, and open a segment if needed. None: nothing to write, or no free segment."""
         shared, drive = self._shared, self._drive
         for _ in range(2):
             draft = Content(drive.epoch, list(drive.deleted)[:BATCH_DELETED], list(drive.dropped))
@@ -80,10 +81,10 @@ class Writer:
         return None
 
     def _fill(self, draft: Content) -> Item | None:
-        """Add the chunks that fit. Returns the first chunk that does not fit into the segment, or None."""
+        """Move chunks from the write queue to `draft`. Returns the first chunk that does not fit, or None."""
         shared, drive = self._shared, self._drive
-        # If one record cannot hold all tombstones, all are written before any chunk: a tombstone written after a newer
-        # copy would cover that copy too.
+        # If one record cannot hold all tombstones, no chunk is written before the last of them. A tombstone that is
+        # written after a chunk would delete the chunk, which may be newer than the deletion.
         if len(draft.deleted) < len(drive.deleted):
             return None
         free_rows = shared.free_rows()
@@ -130,7 +131,7 @@ class Writer:
         moved = (existing >= 0) & (index.segment[existing] == moved_from)
         expired = (existing >= 0) & index.expired(existing, now_s=time.time())
         shared.remove(np.unique(existing[moved | expired]), tombstones=False)
-        here = (existing >= 0) & ~moved & ~expired  # found on another drive since
+        here = (existing >= 0) & ~moved & ~expired  # recovery of another drive has found it in the meantime
         chosen = np.where(moved_from < 0, ~here, moved) & ~np.array([item.cancelled for item in items], np.bool_)
         groups = np.array([item.chunk.group for item in items], np.uint16)
         count = shared.insert(drive, batch.segment, entries[chosen], groups[chosen])
@@ -170,7 +171,7 @@ class Workers:
                 if thread == UPKEEP:
                     drive.wake_upkeep.wait()
                     continue
-                if shared.queue:  # this thread found no space for the queue: make some
+                if shared.queue:  # chunks are queued, but this thread found no segment for them: make space
                     drive.wake_upkeep.notify()
                 drive.wake.wait()
             return task
@@ -205,7 +206,7 @@ class Workers:
         drive.notify()
 
     def _retry(self) -> None:
-        """Unlock the directory of a drive that is off, so that it can be unmounted. Open it again at `retry_at_s`."""
+        """First unlock the directory of a drive that is off, so that it can be unmounted. Open it at `retry_at_s`."""
         drive = self._drive
         if not drive.closed:
             drive.closed = True
@@ -241,7 +242,7 @@ class Workers:
             drive.notify()
 
     def _handle_wrong(self, wrong: Rows, problem: OSError | None) -> None:
-        """Drop wrong chunks. Turn the drive off after BAD_READS media errors (EIO), or after any other error."""
+        """Drop the `wrong` chunks. BAD_READS media errors (EIO) in a row, or any other error, turn the drive off."""
         shared, drive = self._shared, self._drive
         bad_spot = problem is not None and problem.errno == errno.EIO
         if problem is None or bad_spot:
