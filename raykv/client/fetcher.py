@@ -61,7 +61,7 @@ class Fetcher:
     # -- other nodes ------------------------------------------------------------------------------------------------
 
     def fetch(self, progress: ReadProgress, holders: Mapping[int, NodeId], deadline_s: float) -> None:
-        """Read missing chunks from their holders, in parallel. `holders`: by chunk index. Skip chunks without one."""
+        """Read missing chunks in parallel, each from its holder in `holders` (by chunk index), if it has one there."""
         shares = by_node((place, holders.get(place)) for place in progress.missing())
         self._read(self._runs(progress, shares), deadline_s)
 

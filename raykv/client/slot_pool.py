@@ -11,7 +11,7 @@ from raykv.types import Batch, PutResult
 MAX_POOL_SLOTS: Final = 512
 MAX_POOL_NBYTES: Final = 256 << 20
 MAX_POOL_SHARE: Final = 16
-"""Limits of one pool: this many slots, this many bytes, and 1/MAX_POOL_SHARE of the arena."""
+"""A pool has at most MAX_POOL_SLOTS slots, MAX_POOL_NBYTES bytes, and 1/MAX_POOL_SHARE of the arena's bytes."""
 POOL_IDLE_S: Final = 5.0
 """If no put uses a pool for this long, its slots are given back to the node."""
 TRUST_S: Final = QUARANTINE_S / 4
@@ -30,7 +30,7 @@ class SlotPool:
         life: Number of the connection that the lease belongs to.
         most: Largest number of slots in the pool.
         wanted: Target number of slots. It grows with use.
-        slots: The free slots.
+        slots: The slots in the pool. No batch uses them.
         coming: Number of slots that are requested but not yet granted.
         used_at_s: When a put last removed slots, or `Client.prepare` last requested some.
     """

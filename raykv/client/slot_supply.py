@@ -143,7 +143,7 @@ class SlotSupply:
             pool.slots += zip(np.frombuffer(rows, "<i4").tolist(), starts, strict=True)
 
     def put_back_locked(self, lent: LentBatch, slots: Sequence[Slot]) -> None:
-        """Unless the lease has ended: put unused slots back into their pool, and do not expect `lent.ahead` slots."""
+        """Unless the lease has ended: put unused slots back into their pool, and stop expecting `lent.ahead` slots."""
         if lent.pool is not None and lent.life == self.pipeline.life:
             lent.pool.slots += slots
             lent.pool.coming -= lent.ahead

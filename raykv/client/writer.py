@@ -163,7 +163,7 @@ class Writer:
     # -- slots that the caller fills --------------------------------------------------------------------------------
 
     def lend(self, group: Namespace, batch: Batch, *, deadline_s: float) -> LentBatch:
-        """Get slots for the chunks of a batch that are not stored here. If too few, `LentBatch.reason` says why.
+        """Get slots for the chunks of a batch that are not stored here. `LentBatch.reason` says why some got none.
 
         Raises:
             UsageError: The size does not fit an extent.
