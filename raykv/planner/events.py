@@ -54,7 +54,7 @@ _OTHERS: Final = ("BlockRemoved", "AllBlocksCleared")
 def requests_of(lines: Iterable[tuple[str, bytes]]) -> list[RequestLine]:
     """Make requests from pairs (place of the line, line). Raises UsageError, which names the place and the field."""
     before: dict[int | str, int | str | None] = {}
-    growing: dict[int | str, tuple[RequestLine, float]] = {}  # by last block: its request, its time
+    growing: dict[int | str, tuple[RequestLine, float]] = {}  # by last block: request, block's time
     requests: list[RequestLine] = []
     for where, line in lines:
         for at_s, event in _stored(where, line):

@@ -46,7 +46,7 @@ class ModelShape:
     def prefill_flops(self, tokens: int, attended: int) -> float:
         """Return the floating-point operations for a prefill.
 
-        `tokens` is the number of tokens to compute. `attended` adds up the number of tokens before each.
+        `tokens`: number of tokens to compute. `attended`: for each of them the number of tokens before it, added up.
         """
         return 2.0 * self.parameters * tokens + 4.0 * self.layers * self.hidden * (attended + tokens)
 
