@@ -25,7 +25,7 @@ class RowState(IntEnum):
     """The state of a row. Only the node changes it; docs/storage.md shows all transitions."""
 
     FREE = 0
-    """No slot, no key."""
+    """The row has no slot and no key."""
     LENT = 1
     """A writer fills the slot. The row has no key yet."""
     READY = 2

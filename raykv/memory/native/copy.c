@@ -9,9 +9,9 @@
 
 /* -- the quickest way --------------------------------------------------------------------------------------------- */
 
-/* The quickest way depends on the processor: a way that gains a third on one processor costs a third on another. So the
-   first copies of a process try all ways in turn. Later copies use the way with the lowest cost. Small and large copies
-   choose separately, since part of a small copy's bytes are in a cache. */
+/* The quickest way to copy depends on the processor: a way that saves a third on one processor costs a third on
+   another. So the first copies of a process try all ways in turn. Later copies use the way that was quickest. Small and
+   large copies choose separately, since part of a small copy's bytes are in a cache. */
 #define TRIES (5 * WAYS)
 #define LARGE_NBYTES (128 << 10)
 #define TRIED_NBYTES (16 << 10) /* smaller copies are not timed */

@@ -105,7 +105,7 @@ static uint32_t tick_of(const reader_t *reader) {
     return ticks < 1 ? 1 : (uint32_t)ticks;
 }
 
-/* Return the row of a 16-byte key, -1 if it is not ready, or -2 with an exception if the object is no such key. */
+/* Return the row of a 16-byte key, -1 if it is not ready, or -2 with a Python exception set if `object` is no key. */
 static int32_t row_of(const reader_t *reader, PyObject *object, uint32_t tick, uint32_t *generation) {
     uint64_t key[2];
     if (!PyBytes_Check(object) || PyBytes_GET_SIZE(object) != sizeof key) {
