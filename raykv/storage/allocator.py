@@ -52,7 +52,7 @@ class Allocator:
         self._quarantine = self._resume_quarantine(found.quarantined, now_s)
 
     def lend(self, count: int, size: int, group: int) -> tuple[Rows, Pages]:
-        """Move up to `count` rows from FREE to LENT, with slots of `size` bytes. Return the rows and slots."""
+        """Move up to `count` rows from FREE to LENT, with slots of `size` bytes. Return rows and slot pages."""
         taken = self.free_rows.take(count)
         pages = self.slots.take(taken, size)
         rows = taken[: len(pages)]

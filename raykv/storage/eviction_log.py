@@ -113,7 +113,7 @@ class EvictionLog:
         return ((keys[:, 0] ^ keys[:, 1]) * _MIX >> self._shift).astype(np.int64)
 
     def _number(self, name: str) -> int:
-        """Return the number of a policy's name. Users may add policies; after 254 names, new ones get 0: no name."""
+        """Return the number of a policy's name. Users may add policies; after 254 names, new ones get 0 (no name)."""
         if name not in self._names:
             if len(self._names) == np.iinfo(np.uint8).max:
                 return 0

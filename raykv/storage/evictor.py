@@ -198,7 +198,7 @@ class Evictor:
     def upcoming(self, share: float, now: int) -> Rows:
         """Return the rows that would be evicted first to have this share of the arena free. Evicts nothing.
 
-        In a large table, returns this share of a sample of the rows.
+        In a large table, only a sample of the rows is looked at, and this share of the sample is returned.
         """
         count = self._lacking(share)
         if count <= 0 or not self._allocator.chunks:
@@ -282,7 +282,7 @@ class Evictor:
         return len(rows)
 
     def _victims(self, candidates: Rows, count: int, now: int, *, one_step: bool = False) -> Rows:
-        """Choose `count` rows to evict. Of a sample, at least 1 / SAMPLE_SHARE; with `one_step`, just this share."""
+        """Choose `count` rows to evict; of a sample at least 1 / SAMPLE_SHARE, with `one_step` just this share."""
         if not self._is_small() and count > 0:
             count = max(1 if one_step else count, len(candidates) // SAMPLE_SHARE)
         return self.policies.victims(candidates, count, now, None if self._is_small() else self._may_evict)

@@ -117,7 +117,7 @@ class Store:
         return absent[is_first(keys[absent])].astype(np.int32)
 
     def history(self, keys: KeyArray, *, now_s: float) -> tuple[Bits, npt.NDArray[np.uint32], Departures]:
-        """Return for each key: whether the chunk is here, its length (0 if not here), and its last departure."""
+        """Return for each key: whether the chunk is stored, its length (0 if it is not), and its last departure."""
         columns, now = self.table.columns, self.table.ticks(now_s)
         rows = self.table.find(keys)
         here, rows = rows >= 0, np.maximum(rows, 0)
@@ -291,7 +291,7 @@ class Store:
         return len(rows)
 
     def expire(self, lock: AbstractContextManager[Any], *, now_s: float) -> int:
-        """Remove expired chunks, in steps; each step takes the lock. Returns how many chunks were removed."""
+        """Remove expired chunks, in steps that each take `lock` and release it. Returns how many were removed."""
         if not self.row_hints.active:
             return 0
         count, now, columns = 0, self.table.ticks(now_s), self.table.columns
@@ -315,7 +315,7 @@ class Store:
         return self.evictor.evict_ahead(self.table.ticks(now_s))
 
     def use_policy(self, group: int | None, chosen: str | type[Policy] | Score | None, *, now_s: float) -> None:
-        """Evict by another policy from now on. The policy learns the chunks that are here. Scans all rows.
+        """Evict by another policy from now on. The policy learns which chunks are stored. Scans all rows.
 
         If `group` is None, set the default policy, which applies to all quota groups without their own policy. If
         `chosen` is None, the group uses the default policy again; if both are None, the policy of the config becomes
@@ -347,7 +347,7 @@ class Store:
         output_tokens: int | None = None,
         now_s: float,
     ) -> int:
-        """Change the hints of chunks; see `RowHints.update`. Returns how many of the chunks are here.
+        """Change the hints of chunks; see `RowHints.update`. Returns how many of them are stored.
 
         `touch`: count this as a read. `output_tokens`: the request that read or stored the chunks is done, and
         generated this many tokens. Raises UsageError if a hint is out of range.
