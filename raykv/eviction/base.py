@@ -25,7 +25,7 @@ Order = Callable[[Rows], Scores]
 """A function of rows. It returns one score per row. The row with the lowest score is evicted first."""
 
 SECOND_CHANCE_ROUNDS: Final = 16
-"""One choice of victims has at most this many rounds of second chances. After the last round, no row gets another."""
+"""One choice of victims has at most this many rounds of second chances. After them, no row gets another chance."""
 
 
 class Policy(ABC):

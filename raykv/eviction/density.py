@@ -37,8 +37,8 @@ LEARN_LEAST: Final = 20
 """Scores are computed again when 1/25 of all observations is new, but not before LEARN_LEAST observations are new."""
 MEMORY_SHARE: Final = 8
 MEMORY_LEAST: Final = 1000.0
-"""Because traffic changes, old observations fade: the weight of all reads is halved when it exceeds MEMORY_LEAST and
-1/MEMORY_SHARE of the number of cached chunks."""
+"""Because traffic changes, old observations fade: the weight of all reads is halved when it exceeds both MEMORY_LEAST
+and 1/MEMORY_SHARE of the number of cached chunks."""
 INSERT_SHARE: Final = 10
 """Ten inserts count as one observation when the policy decides whether to compute scores again."""
 
