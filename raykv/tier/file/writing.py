@@ -26,8 +26,8 @@ BATCH_CHUNKS: Final = 256
 BATCH_NBYTES: Final = 32 << 20
 TOMBSTONES_S: Final = 1.0
 TOMBSTONE_KEYS: Final = 1 << 14
-"""Pending tombstones are written TOMBSTONES_S after the last tombstone file, or when a new pack begins: at most
-TOMBSTONE_KEYS pending keys to one file."""
+"""Tombstones that are not in a file yet are written TOMBSTONES_S after the last tombstone file, or when a new pack
+begins. At most TOMBSTONE_KEYS such keys go into one file."""
 MERGE_FILES: Final = 32
 """A node with this number of tombstone files merges them into one."""
 

@@ -165,7 +165,7 @@ class Log:
         return batch
 
     def finish(self, batch: Batch) -> list[Batch]:
-        """Mark a batch as written. Returns the batches that recovery can find now: none before them is missing."""
+        """Mark a batch as written. Returns batches that recovery can find now, as all before them are written."""
         batch.finished, ready = True, []
         in_flight = batch.segment.in_flight
         while in_flight and in_flight[0].finished:
@@ -192,7 +192,7 @@ class Log:
         return self.reclaiming is None and len(self.free()) < SPARE_SEGMENTS
 
     def choose_victim(self) -> Segment | None:
-        """Choose the next segment, and mark it "reclaiming". None if there is none, or another one is so marked."""
+        """Choose the segment to reclaim next, and mark it "reclaiming". None: there is none, or one is marked."""
         if self.reclaiming is not None:
             return None
         in_use = self.in_use()

@@ -91,7 +91,7 @@ class Recovery:
         for number, record, sealed in found:
             for text in record.texts:
                 if text not in numbers:
-                    numbers[text] = shared.groups.number(text)  # acquires the node's lock, so ours is not held
+                    numbers[text] = shared.groups.number(text)  # acquires the node's lock: not under the tier's lock
             entries = living(record)
             with shared.lock:
                 if epoch != drive.epoch:
@@ -106,7 +106,7 @@ class Recovery:
     def _enter(
         self, number: int, record: Record, entries: Array, groups: Sequence[int | None], *, sealed: bool
     ) -> None:
-        """Enter a segment's chunks into the index. `groups`: number of each of `record.texts`, or None."""
+        """Enter a segment's chunks into the index. `groups`: number of each of `record.texts` (None: unknown)."""
         shared, drive, index = self._shared, self._drive, self._shared.index
         segment = drive.log.add_found(number, sealed=sealed, record=record)
         dropped = self._dropped | drive.dropped.keys()

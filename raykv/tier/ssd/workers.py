@@ -206,7 +206,7 @@ class Workers:
         drive.notify()
 
     def _retry(self) -> None:
-        """First unlock the directory of a drive that is off, so that it can be unmounted. Open it at `retry_at_s`."""
+        """First unlock the directory of a drive that is off, so that it can be unmounted. Reopen it at `retry_at_s`."""
         drive = self._drive
         if not drive.closed:
             drive.closed = True
