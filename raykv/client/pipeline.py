@@ -41,7 +41,7 @@ class Posted:
     """A request that was sent.
 
     Attributes:
-        finish: See `Finish`. None: nothing is called.
+        finish: Called with the outcome while the pipeline's lock is held: see `Finish`. None: nothing is called.
         life: Number of the connection on which the request was sent.
         keys: Number of keys in the request.
         asked_at_s: When the request was sent.

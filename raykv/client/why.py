@@ -116,7 +116,7 @@ class Inquiry:
     def __init__(
         self, router: Router, namespace: Namespace, derive: Derive, *, elsewhere: bool, deadline_s: float
     ) -> None:
-        """`elsewhere`: whether to search other namespaces too. Then `derive` must know the keys there."""
+        """If `elsewhere`, the call also searches other namespaces, and asks `derive` for the keys under them."""
         self._router, self._namespace, self._derive, self._deadline_s = router, namespace, derive, deadline_s
         self._others: list[Namespace] | None = None if elsewhere else []
         self._other_keys = MAX_OTHER_KEYS

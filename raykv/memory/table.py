@@ -143,9 +143,12 @@ class Table(HashIndex):
 
     @contextmanager
     def changing(self) -> Iterator[bool]:
-        """Set the header's `dirty` in a `with` block. If it does not finish, `dirty` stays: recovery repairs the index.
+        """Set the header's `dirty` to 1 for the `with` block, and to 0 at its end.
 
-        Yields: Whether `dirty` was set before, since an earlier change did not finish.
+        If the process dies in the block, `dirty` stays 1, and recovery rebuilds the index. After an exception it stays
+        1 until the next change ends.
+
+        Yields: Whether `dirty` was 1 already, because an earlier change did not finish.
         """
         was_dirty = bool(self.header["dirty"])
         self.header["dirty"] = 1

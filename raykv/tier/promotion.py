@@ -68,8 +68,8 @@ class Promotion:
     def promote(self, keys: KeyArray, *, until_s: float) -> int:
         """Promote the chunks that are not in memory, and wait for them until `until_s`. With 0 it does not wait.
 
-        A read that takes longer continues in the background. Returns the number of chunks in the runs that read these
-        keys, finished or not. Other calls may have begun some of these runs.
+        A read that takes longer continues in the background. One read of a tier takes several chunks, and another call
+        may have begun it. Returns the number of chunks in all reads that contain one of these keys, finished or not.
         """
         with self._lock:
             wanted = keys[self._store.missing(keys, now_s=time.monotonic())]

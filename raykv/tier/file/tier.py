@@ -51,7 +51,10 @@ class FileTier(Tier):
     name, place = "file", Place.FILE
 
     def __init__(self, config: FileTierConfig, environment: Environment) -> None:
-        """Start the threads, which scan the directory first. Raises ConfigError if memory is short for the index."""
+        """Start the threads. A chunk is found once a scan has read the summary of its pack.
+
+        Raises ConfigError if memory is short for the index.
+        """
         self._config, self.write_nbytes_per_day = config, config.write_nbytes_per_day
         self._state = state = State(config, environment)
         self._catalog, self._index = state.catalog, state.catalog.index
