@@ -22,7 +22,7 @@ from raykv.types import KeyArray, NodeId
 PART_KEYS: Final = 1 << 12
 """At most this many keys in one request to the members. The deadline is checked between two requests."""
 MAX_OTHER_KEYS: Final = 1 << 18
-"""One call derives at most this many keys under other namespaces. Then it searches no further namespace."""
+"""One call derives at most this many keys under other namespaces. After that it searches no other namespace."""
 
 WhyReason: TypeAlias = Literal[
     "here", "never_stored", "evicted", "expired", "deleted", "dropped", "corrupt", "demoted",

@@ -184,7 +184,7 @@ def _from_sample(columns: Columns, candidates: Rows, count: int, order: Order, m
 
     heap = entries(leaves)
     heapq.heapify(heap)
-    children: dict[int, int] = {}  # by row of a parent: number of its children that are not chosen
+    children: dict[int, int] = {}  # row of a parent -> number of its children that are not chosen yet
     chosen: list[int] = []
     while heap and len(chosen) < count:
         _, _, row, parent = heapq.heappop(heap)

@@ -83,7 +83,11 @@ class RayKVConnector(KVConnectorBase_V1):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """Return False: a dropped save only causes a later miss, so vLLM does not have to recompute."""
+        """Return False: vLLM keeps the output of the running step when it preempts a request.
+
+        With True it would drop this output and compute it again, to protect the hand-off. Here a lost save only causes
+        a later miss.
+        """
         return False
 
     # -- hooks of the scheduler -----------------------------------------------------------------------------------

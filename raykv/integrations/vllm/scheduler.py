@@ -228,7 +228,8 @@ class SchedulerSide:
         """Look up the chunks `first` to `last` - 1. None means that the owners have not answered yet."""
         request = tracked.request
         clients = self._clients(tracked.scope)
-        # A preempted request has decoded more tokens, so its ticket is out of date.
+        # A ticket names only chunks of the prompt. After a preemption, the request may also need chunks with generated
+        # tokens, so the owners are asked.
         tickets = None if tracked.admission else _tickets_of(request)
         if tickets:
             matches = self._redeem(clients, tickets, self._names(request, range(last)), first)

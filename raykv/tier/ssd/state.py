@@ -122,7 +122,10 @@ class Drive:
         self.wake.notify()
 
     def remember_deleted(self, keys: Sequence[bytes]) -> None:
-        """Keep tombstones for keys that were deleted while the drive is not on: it may have any of these chunks."""
+        """Keep tombstones for keys that are deleted while the drive is not on, since it may have these chunks.
+
+        Above PENDING_DELETED keys, the drive drops everything instead.
+        """
         self.deleted.update(dict.fromkeys(keys))
         if len(self.deleted) > PENDING_DELETED:
             self.drop_everything = True
