@@ -105,7 +105,7 @@ class AdminCalls:
             fields for each node, "silent": the error of each node that did not answer}. Clients report misses and times
             every few seconds.
         """
-        return merge_namespaces(self.stats(timeout_s=timeout_s)["nodes"])
+        return merge_namespaces(self._node_stats(self.router.deadline(timeout_s)))
 
     # -- chunks -----------------------------------------------------------------------------------------------------
 
@@ -204,15 +204,18 @@ class AdminCalls:
 
     def stats(self, *, timeout_s: float | None = None) -> dict[str, Any]:
         """Return the view's epoch and each node's counters: {"epoch", "nodes": {node_id: {...} or {"error": ...}}}."""
-        router, deadline_s = self.router, self.router.deadline(timeout_s)
-        report(router, self.namespace, deadline_s)
-        view, answers = router.view(deadline_s), router.ask_all(messages.GetStats(), deadline_s)
-        nodes = {
+        deadline_s = self.router.deadline(timeout_s)
+        nodes, view = self._node_stats(deadline_s), self.router.view(deadline_s)
+        return {"epoch": view.epoch, "nodes": {name: nodes[name] for name in nodes if view.member(name) is not None}}
+
+    def _node_stats(self, deadline_s: float) -> dict[NodeId, dict[str, Any]]:
+        """Return the counters of all members, and of this host's node, which may not be a member yet."""
+        report(self.router, self.namespace, deadline_s)
+        answers = self.router.ask_all(messages.GetStats(), deadline_s)
+        return {
             name: msgspec.json.decode(answer.stats) if isinstance(answer, messages.Stats) else {"error": str(answer)}
             for name, answer in answers.items()
-            if view.member(name) is not None
         }
-        return {"epoch": view.epoch, "nodes": nodes}
 
     def view(self) -> View:
         """Fetch the current view (members and ring) from this host's node, or from another node."""
