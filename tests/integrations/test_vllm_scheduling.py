@@ -41,6 +41,7 @@ from raykv.integrations.vllm import connector as connector_module  # noqa: E402
 from raykv.integrations.vllm import scheduler as scheduler_module  # noqa: E402
 from raykv.integrations.vllm import worker as worker_module  # noqa: E402
 from raykv.integrations.vllm.connector import RayKVConnector  # noqa: E402
+from tests.support.nodes import stop_process  # noqa: E402
 
 pytestmark = pytest.mark.vllm
 
@@ -400,7 +401,7 @@ def test_a_lookup_never_blocks_the_scheduler(model: Path, node: tuple[str, int])
     engine.add("first", first, max_tokens=3, salt="")
     while not engine.outputs["first"]:
         engine.step()
-    os.kill(pid, signal.SIGSTOP)
+    stop_process(pid)
     began_s = time.monotonic()
     engine.add("second", second, max_tokens=3, salt="")
     while "first" in engine.scheduler.requests:
@@ -426,7 +427,7 @@ def test_chunks_in_this_hosts_memory_are_found_at_once(model: Path, node: tuple[
         engine.step()
     wait([future for _, _, future in engine.worker.worker_side.saving])
     engine.scheduler.reset_prefix_cache()
-    os.kill(pid, signal.SIGSTOP)
+    stop_process(pid)
     engine.add("second", prompt, max_tokens=3, salt="")
     engine.step()
     assert engine.scheduler.requests["second"].status == RequestStatus.WAITING_FOR_REMOTE_KVS

@@ -23,7 +23,7 @@ from raykv.integrations.vllm.stats import RayKVStats  # noqa: E402
 from raykv.integrations.vllm.worker import MAX_SAVING_STEPS, WorkerSide  # noqa: E402
 from raykv.protocol.namespace import Namespace  # noqa: E402
 from raykv.types import Match  # noqa: E402
-from tests.support.nodes import wait_until  # noqa: E402
+from tests.support.nodes import stop_process, wait_until  # noqa: E402
 
 pytestmark = pytest.mark.vllm
 
@@ -209,7 +209,7 @@ def test_a_stopped_node_holds_no_step_up_and_is_used_again(node: tuple[str, int]
     steps = 50
     names = [[f"{step} {place}".encode() for place in range(6)] for step in range(2 * steps)]
     saves = [Save("r", Scope(), each, [[n] for n in range(6)], None, 0, cached=False) for each in names]
-    os.kill(pid, signal.SIGSTOP)
+    stop_process(pid)
     began_s, reasons = time.monotonic(), []
     for save in saves[:steps]:
         bench.worker.save([save])
@@ -243,7 +243,7 @@ def test_slots_for_the_saves_of_a_step_are_at_hand_when_it_ends(node: tuple[str,
 
         wait_until(prepared)
         other.stats()  # the slots are lent, and the answer has left by now
-    os.kill(pid, signal.SIGSTOP)
+    stop_process(pid)
     bench.save()
     assert bench.counted("stored_chunks") == {}, "the node has not answered"
     os.kill(pid, signal.SIGCONT)

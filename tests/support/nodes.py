@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -50,6 +51,13 @@ def wait_until(condition: Callable[[], object], timeout_s: float = 20.0) -> None
     while not condition():
         assert time.monotonic() < until_s, "it never became true"
         time.sleep(0.01)
+
+
+def stop_process(pid: int) -> None:
+    """Send SIGSTOP, and wait until every thread of the process has stopped."""
+    os.kill(pid, signal.SIGSTOP)
+    stats = list(Path(f"/proc/{pid}/task").glob("*/stat"))
+    wait_until(lambda: all(each.read_text().rpartition(")")[2].split()[0] == "T" for each in stats))
 
 
 def names(count: int, prefix: str = "chunk") -> list[str]:
