@@ -140,7 +140,7 @@ def deployment(port: int) -> Iterator[None]:
         try:
             start(port, running, address=nodes.address, importing=importing)
             yield
-        except Exception:
+        except Exception:  # whatever failed, the logs say why; `finally` removes them
             save_logs(nodes)
             raise
         finally:

@@ -66,7 +66,7 @@ class LocalRay:
                 self._launch(each)
             for number in range(len(resources)):
                 self._wait_for_node(number)
-        except BaseException:
+        except BaseException:  # also after an interrupt: the caller gets no object to close
             self.close()
             raise
 
