@@ -81,9 +81,9 @@ class SharedMemory:
     def populate(self, offset: int, nbytes: int, *, hurry: bool = False) -> bool:
         """Allocate real memory for a part of the file, so that a later access cannot kill this process with SIGBUS.
 
-        Uses huge pages if `huge_pages` allows them and the kernel has some. The kernel works without the GIL; other
-        threads may use the part during the call. A second call for the same part is cheap: it only replaces small pages
-        by huge pages, if the kernel has some by then. `hurry` means that a writer waits for this call: then huge pages
+        Uses huge pages if `huge_pages` allows them and the kernel has some. The call releases the GIL, and other
+        threads may use the part meanwhile. A second call for the same part is cheap: it only replaces small pages by
+        huge pages, if the kernel has some by then. `hurry` means that a writer waits for this call: then huge pages
         are tried only if they are required. Returns False if the file system has no room, or if huge pages are required
         and the kernel has none.
         """
@@ -153,7 +153,7 @@ class SharedMemory:
             return False
 
     def close(self) -> None:
-        """Give up the ownership, and unmap the file when its last view ends."""
+        """Give up the ownership. The file is unmapped when the last view of it is gone."""
         if self._close_fd.alive:
             fcntl.flock(self._fd, fcntl.LOCK_UN)  # otherwise the ownership would last as long as the mapping
             self._close_fd()

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from concurrent.futures import ThreadPoolExecutor
 
 STREAM_NBYTES: Final = 512 << 10
-"""A copy of at least this size bypasses the CPU cache, since the cache would drop the bytes before their use."""
+"""A batch of at least this size bypasses the CPU cache, since the cache would drop the bytes before their use."""
 TINY_NBYTES: Final = 240
 """Up to this size xxh3 uses another algorithm. Only the xxhash package implements it, not the compiled loops."""
 _WITHOUT_GIL_NBYTES: Final = 64 << 10

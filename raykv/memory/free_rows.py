@@ -18,7 +18,7 @@ class FreeRows:
 
     Attributes:
         fresh: The rows fresh .. limit - 1 are free and not on the stack. This process has not used them.
-        limit: The rows from this one on must not be used, since they have no real memory yet.
+        limit: Rows from this number on must not be used, since they have no real memory yet.
     """
 
     def __init__(self, busy: Bits, *, rows: int, limit: int) -> None:

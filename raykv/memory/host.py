@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 SPARED_SHARE: Final = 8
-"""An idle node populates all of its arena while 1/SPARED_SHARE of the memory is free; see `has_to_spare`."""
+"""An idle node populates its whole arena while at least 1/SPARED_SHARE of memory is free; see `has_to_spare`."""
 UNLIMITED: Final = 1 << 60
 
 
@@ -23,7 +23,7 @@ def give_way() -> None:
 
 
 def has_to_spare(directory: Path | None, root: Path = Path("/")) -> bool:
-    """Whether the host, the container and the file system of `directory` each have 1/SPARED_SHARE of their memory free.
+    """Whether at least 1/SPARED_SHARE of memory is free on the host, in the container and in `directory`'s file system.
 
     False if the host does not report its memory. With `directory` None, the file system is not checked.
     """

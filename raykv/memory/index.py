@@ -4,8 +4,8 @@ Only one process writes. Other processes read without a lock. An entry is empty,
 stops at an empty entry and continues past a removed entry. The index exists twice, and one copy is in use:
 `rebuild_index` fills the other copy, then switches to it.
 
-An index without an empty entry is full or damaged. There, a search for a missing key raises LostError. A restart of the
-node rebuilds the index.
+An index without an empty entry is full or damaged. In such an index, a search for a missing key raises LostError. A
+restart of the node rebuilds the index.
 """
 
 from typing import Final, NoReturn
@@ -28,7 +28,7 @@ MOST_REMOVED_SHARE: Final = 4
 
 _MIX: Final = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: the product spreads similar keys
 _LOW_64: Final = (1 << 64) - 1
-_LONG_SEARCH: Final = 256  # after this many steps, a numpy search tests if it can end
+_LONG_SEARCH: Final = 256  # after this many steps, the numpy loops check whether the index is full
 
 
 class HashIndex:
@@ -90,7 +90,7 @@ class HashIndex:
         pending, last_row = np.arange(len(keys)), len(columns.key_lo) - 1
         for step in range(1, self._size + 1):
             entry = index[position[pending]]
-            # If an entry is no row, row 0 is read instead: it always has real memory. Later rows may have none.
+            # For an entry without a row, read row 0, which always has real memory. Later rows may have none.
             row = np.where((entry >= FIRST) & (entry <= last_row + FIRST), entry - FIRST, 0)
             found = (entry >= FIRST) & (columns.key_lo[row] == lo[pending]) & (columns.key_hi[row] == hi[pending])
             rows[pending[found]] = row[found]
@@ -161,7 +161,7 @@ class HashIndex:
     def rebuild_index(self, rows: Rows) -> None:
         """Fill the other copy with `rows`, then switch to it. A lookup during the rebuild still finds all rows.
 
-        If the other copy gets no memory, the copy in use is filled again. Then lookups may miss rows meanwhile.
+        If the other copy gets no memory, the copy in use is cleared and refilled. Until then lookups may miss rows.
         """
         number = 1 - self.active[0]
         if not self._populate_copy(number):

@@ -18,7 +18,7 @@ TICKS_PER_S: Final = 64
 ROWS_AT_START: Final = 1 << 16
 """Number of rows that get real memory when a table is made. `Table.populate_rows` adds more."""
 QUARANTINE_S: Final = 10.0
-"""After a writer's connection broke, its slots stay out of use this long: the writer may still write to them."""
+"""Slots of a writer whose connection broke stay out of use this long: the writer may still write to them."""
 
 
 class RowState(IntEnum):
@@ -52,8 +52,8 @@ HEADER: Final = np.dtype(
         ("recording", "<u8"),
     ]
 )
-"""`incarnation` counts the processes that have owned the table. `dirty` is 1 during a change. If it is 1 at a start,
-the last owner died during a change. `recording` is 1 if clients must report their lookups (`client.trace_recorder`)."""
+"""`incarnation` counts the processes that have owned the table. `dirty` is 1 during a change. If it is 1 at a start, a
+change by the last owner did not finish. `recording` is 1 if clients must report lookups (`client.trace_recorder`)."""
 NAMESPACE: Final = np.dtype([("capacity", "<u8"), ("text", f"S{NAMESPACE_TEXT_NBYTES}")])
 TEXT_OFFSET: Final = NAMESPACE.itemsize - NAMESPACE_TEXT_NBYTES
 RECORD: Final = np.dtype(
@@ -101,7 +101,7 @@ class Columns:
         nbytes: Length of the chunk. In a lent row: size of the slot.
         inserted, accessed, expires: Times in ticks; `expires` 0 means never. In a quarantined row, `inserted` is the
             end of the quarantine. Readers write `accessed` and `frequency` without a lock; a lost update does no harm.
-        frequency: Number of reads since the commit.
+        frequency: Number of reads since the commit. A chunk promoted from a tier keeps its earlier reads.
         depth: Number of chunks before this chunk in its chain.
         parent, parent_generation: Row of the chunk before this chunk (-1: none), and that row's generation at the
             commit. If that row has another generation now, the parent chunk is gone.
@@ -134,7 +134,7 @@ class Columns:
 
 
 class Cells:
-    """The same columns as memoryviews. Access to a single entry is much faster than with numpy."""
+    """`Columns` as memoryviews. Access to a single entry is much faster than with numpy."""
 
     def __init__(self, columns: Columns) -> None:
         self.__dict__.update({name: memoryview(array) for name, array in vars(columns).items()})

@@ -2,8 +2,8 @@
 
 The first access to 2 MiB costs a process one page fault with a huge page, and 512 without. Ways to get huge pages:
 
-* MADV_COLLAPSE (Linux 6.1 and later) makes one huge page of the small pages in its place, if there is at least one. It
-  needs no privilege and no mount option. `collapse` first allocates one small page, so the kernel copies only this one.
+* MADV_COLLAPSE (Linux 6.1 and later) replaces the small pages of a range by one huge page, with no privilege and no
+  mount option. The range must have at least one small page. `collapse` allocates only one, so the kernel copies little.
 * If the tmpfs is mounted with huge=within_size or huge=always, the kernel takes huge pages by itself.
 * On hugetlbfs all pages are huge. They come from a pool that the administrator has filled.
 
@@ -104,7 +104,7 @@ def hugetlb_page_nbytes(fd: int) -> int:
 
 
 def hugetlb_free_nbytes(page_nbytes: int, *, sys: Path = Path("/sys")) -> int:
-    """Return the bytes in the hugetlb pool of this page size that are free and not reserved."""
+    """Return the number of free and unreserved bytes in the hugetlb pool of this page size."""
     pool = sys / f"kernel/mm/hugepages/hugepages-{page_nbytes >> 10}kB"
     try:
         free, reserved = (int((pool / name).read_text()) for name in ("free_hugepages", "resv_hugepages"))

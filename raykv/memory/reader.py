@@ -68,10 +68,10 @@ class ShmReader:
         """Copy chunks into the caller's buffers.
 
         `into` has an entry per key: a writable, contiguous buffer of the chunk's length, or a list of buffers with that
-        total length. A wrong length is a miss, and with `verify` a wrong checksum too. `threads` help to copy. Returns
-        (whether each key is a hit, the number of bytes in the hits). A hit means that the key's buffers hold the chunk.
-        Without a hit their content is undefined. Raises UsageError: An entry of `into` has a wrong type, is read-only,
-        or is not contiguous.
+        total length. A wrong length is a miss. With `verify`, a wrong checksum is a miss too. `threads` help to copy.
+        Returns (whether each key is a hit, the number of bytes in the hits). A hit means that the key's buffers hold
+        the chunk. Without a hit their content is undefined. Raises UsageError: An entry of `into` has a wrong type, is
+        read-only, or is not contiguous.
         """
         table, now = self.table, self.table.ticks(now_s)
         rows, generations = self._find(keys, now)

@@ -42,8 +42,8 @@ def recover(table: Table) -> Recovered:
 
     A row with an even generation above 0 becomes READY. If it was PENDING_DELETE, it becomes FREE instead, since pins
     end with the connections of the earlier process. A row with an odd generation that was not FREE becomes QUARANTINED,
-    since its writer may still fill the slot. Chunk bytes are not checked. If the table contradicts itself, changes
-    nothing, and raises LostError with the contradiction.
+    since its writer may still fill the slot. Chunk bytes are not checked. If the table contradicts itself, raises
+    LostError with the contradiction, and changes nothing.
     """
     columns, populated = table.columns, slice(0, table.rows_populated)
     generations, state = columns.generation[populated].copy(), columns.state[populated]
@@ -133,9 +133,10 @@ def _index_is_exact(table: Table, ready: Rows) -> bool:
 
 
 def _relink(table: Table, ready: Rows, generations: npt.NDArray[np.uint32]) -> None:
-    """Keep a link to a parent if the parent is ready, is the same chunk as at the commit, and is one place before.
+    """Keep a link to a parent that is ready, is the same chunk as at the commit, and has a depth lower by one.
 
-    Other links are removed. Counts the children of each parent. `generations`: of all rows; 0 for rows not ready.
+    Other links are removed. Counts the children of each parent. `generations` has one entry per row of the table; it is
+    0 if the row is not ready.
     """
     columns, rows = table.columns, _range(ready)
     parents = columns.parent[rows]

@@ -1,7 +1,7 @@
 """Slots of the arena. The arena consists of equal extents; an extent has slots of one size, like a slab in memcached.
 
 An extent becomes free again, for any slot size, when its last used slot becomes free. The writer lists the free slots
-in its own memory. At a start it finds them by `extent_slots` in the chunk table and the column `page` of the rows.
+in its own memory. When a node starts, the list is derived from `extent_slots` and the column `page` in the chunk table.
 """
 
 from collections import deque
@@ -20,7 +20,8 @@ Pages = npt.NDArray[np.uint32]
 Extents = npt.NDArray[np.int64]
 
 RUN_SLOTS = 128
-"""A sample consists of runs of this many neighbouring slots, since a chain's chunks often lie next to each other."""
+"""A sample consists of runs of this many neighbouring slots. Chunks of one chain often lie next to each other, so a
+sample has several chunks of a chain."""
 
 
 def slot_nbytes(nbytes: int) -> int:
@@ -62,7 +63,8 @@ class Slots:
 
     Attributes:
         free_nbytes: Bytes in free slots and free extents, failed extents excluded.
-        populate: Called before the first use of an extent, to take real memory. Returns False if there is none.
+        populate: Called with an unpopulated extent before its first use, to take real memory for the extent. Returns
+            False if there is none.
     """
 
     def __init__(self, extent_slots: npt.NDArray[np.uint32], extent_nbytes: int) -> None:
@@ -217,7 +219,7 @@ class Slots:
         return _used(self._row_at[start : start + self._extent_pages])
 
     def sample(self, count: int, rng: "np.random.Generator", size: int | None = None) -> Rows:
-        """Return the rows of used slots in a sample of `count` slots: random runs. With `size`, only of this size."""
+        """Return the rows of the used slots among `count` random slots or fewer. With `size`, only of this size."""
         extents = np.flatnonzero((self._used > 0) & (size is None or self._extent_slots == size))
         slots = self._extent_nbytes // self._extent_slots[extents].astype(np.int64)
         ends = np.cumsum(-(-slots // RUN_SLOTS))

@@ -37,16 +37,16 @@ from raykv.types import Bits, KeyArray, Rows
 
 
 class Table(HashIndex):
-    """A mapped chunk table. Only the writer may call methods that change the table; but any reader may call `touch`.
+    """A mapped chunk table. Readers may call `touch`. Only the writer may call other methods that change the table.
 
     Attributes:
         header: One element of type HEADER.
-        namespaces: The quota groups by number, of type NAMESPACE. `text` is the group as JSON; empty if unused.
+        namespaces: Array of NAMESPACE, indexed by group number. `text` is the group as JSON; empty if unused.
         extent_slots: The slot size of each extent of the arena, in bytes. 0 means that the extent is free.
     """
 
     def __init__(self, memory: SharedMemory) -> None:
-        """Use a mapped file. Raises LostError: The file is cut short, damaged, or no table of this layout version."""
+        """Use a mapped file. Raises LostError: It is cut short, damaged, or not a table of this layout version."""
         self.memory = memory
         if memory.nbytes < HEADER.itemsize:
             raise LostError(f"{memory.path} is too short to be a chunk table")
@@ -99,7 +99,7 @@ class Table(HashIndex):
         header["rows"], header["index_size"] = rows, layout.index_size
         header["extents"], header["extent_nbytes"] = extents, extent_nbytes
         header["made_at_s"], header["layout_version"] = now_s, LAYOUT_VERSION
-        header["magic"] = MAGIC  # last, so that a half-made file is refused
+        header["magic"] = MAGIC  # written last, so that a half-made file is refused
         table = cls(memory)
         if not table.populate_rows(ROWS_AT_START):
             memory.path.unlink()

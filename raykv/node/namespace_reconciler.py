@@ -109,7 +109,7 @@ class NamespaceReconciler:
         return found
 
     def count_request(self, digest: bytes, nbytes: int) -> None:
-        """Count one request of a quota group, and the `nbytes` that answered it. Concurrent calls may lose a count.
+        """Count one request of a quota group, and the `nbytes` of its answer's payload. Concurrent calls may lose one.
 
         A client that reads shared memory sends no request, so its read is not counted.
         """

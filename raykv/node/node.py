@@ -3,9 +3,10 @@
 The location index maps a key to its holders: the nodes that have the chunk. A hash ring assigns each key to one node,
 its owner, which keeps the key's entry. The view is the list of member nodes; the ring is computed from the view.
 
-Each connection has a thread, which runs the request handlers. There are three background threads: the announcer, the
-heartbeat and the reclaimer. One lock protects all changes of the store. No thread copies chunk bytes while it holds
-the lock. If a bug ends a background thread, `failure` is set, and the node's process exits with an error.
+Each connection has a thread, which runs the request handlers. Three background threads run the announcer, the heartbeat
+and the reclaimer; tiers have threads of their own. One lock protects all changes of the store. No thread copies chunk
+bytes while it holds the lock. If a bug ends a background thread, `failure` is set, and the node's process exits with an
+error.
 """
 
 import logging
@@ -213,7 +214,7 @@ class Node:
 
     @property
     def announced(self) -> bool:
-        """Whether no change of the store waits to be announced to the owners of its keys."""
+        """False while a change of the store waits to be announced to the owners of its keys."""
         return self._announcer.done
 
     def stats(self) -> dict[str, Any]:

@@ -155,7 +155,7 @@ class Promote(Message):
 
 
 class Delete(Message):
-    """Delete chunks. Answer: Count, the larger of the number deleted from memory and the number deleted from tiers."""
+    """Delete chunks. Answer: Count, the larger one of: chunks deleted from memory, copies deleted from tiers."""
 
     keys: bytes
 
@@ -227,7 +227,10 @@ class Adopt(Message):
 
 
 class Report(Message):
-    """Report a client's misses and durations in `group` since its last report: see `ClientMetrics`. Answer: Done."""
+    """Report a client's metrics in `group` since its last report; see `ClientMetrics`. Answer: Done.
+
+    `misses`: number of misses by reason. `gets`, `puts`: durations, as the counts of a `raykv.metrics.Histogram`.
+    """
 
     misses: dict[Annotated[str, msgspec.Meta(max_length=32)], ReportedCount]
     gets: tuple[ReportedCount, ...] = ()
@@ -261,7 +264,7 @@ class Heartbeat(Message):
 
 
 class Leave(Message):
-    """Ask the membership proxy to remove a node from the cluster: it stops for good. Answer: Done, or Unavailable."""
+    """Ask the membership proxy to remove from the cluster a node that stops for good. Answer: Done, or Unavailable."""
 
     node_id: NodeId
 
@@ -282,8 +285,8 @@ class Count(Message):
 class Attached(Message):
     """Name of a node, and paths of its shared-memory files (`table` and `arena`).
 
-    `secret`: the cluster's secret, or empty unless the client is a process of our user on this host. `tiers`: whether
-    the node has tiers below memory (SSD or file), from which chunks can be promoted.
+    `secret`: the cluster's secret if the client is a process of our user on this host, otherwise empty. `tiers`:
+    whether the node has tiers below memory (SSD or file), from which chunks can be promoted.
     """
 
     node_id: NodeId
@@ -381,7 +384,7 @@ class Histories(Message):
     Now: `places` u8 (the fastest `reasons.Place`), `nbytes` u32. Last departure: `reasons` u8 (`reasons.Reason`),
     `tiers` u8 (the place left), `ages_s` f32 (seconds since then), `policy` u8 (the eviction policy, as an index in
     `policies`). `announced` u8: 1 if this node, as the owner of the key, knows a holder. `remembers_s`: departures
-    that are older than this number of seconds may be missing; None when no departure is missing.
+    that are older than this number of seconds are missing; None when the log has all departures since the start.
     """
 
     places: bytes

@@ -90,7 +90,7 @@ class Ring:
 
     def owners(self, keys: KeyArray) -> npt.NDArray[np.int16]:
         """Return the index in `nodes` of each key's owner; -1 when there are no nodes."""
-        slots = keys[:, 0] >> np.uint64(64 - SLOT_BITS)  # the high half, since the table's index uses the low half
+        slots = keys[:, 0] >> np.uint64(64 - SLOT_BITS)  # the highest bits of the key
         owners: npt.NDArray[np.int16] = self.owner_of_slot[slots]
         return owners
 

@@ -13,7 +13,7 @@ from raykv.protocol.chunk_keys import KEY_NBYTES
 
 
 class TracedRequest(msgspec.Struct, array_like=True):
-    """One request: its time in seconds since 1970, and the keys of its chunks in order, 16 bytes each."""
+    """One request: time in seconds since 1970, tokens per chunk, and the keys of its chunks in order, 16 bytes each."""
 
     at_s: Annotated[float, msgspec.Meta(ge=0.0, lt=1e12)]
     chunk_tokens: int

@@ -52,7 +52,7 @@ class Allocator:
         self._quarantine = self._resume_quarantine(found.quarantined, now_s)
 
     def lend(self, count: int, size: int, group: int) -> tuple[Rows, Pages]:
-        """Move up to `count` rows from FREE to LENT, with slots of `size` bytes. Return rows and slot pages."""
+        """Move up to `count` rows from FREE to LENT, with slots of `size` bytes. Return rows and slots' first pages."""
         taken = self.free_rows.take(count)
         pages = self.slots.take(taken, size)
         rows = taken[: len(pages)]
@@ -81,7 +81,7 @@ class Allocator:
         columns.depth[rows] = chain.depths
         columns.children[rows] = 0
         columns.parent[rows] = parents
-        # A parent in the same commit still has an odd generation here. `_even` gives the even one that it gets below.
+        # A parent in the same commit still has an odd generation. `_even` gives the one that the parent gets below.
         columns.parent_generation[rows] = np.where(linked, _even(columns.generation[np.maximum(parents, 0)]), 0)
         with self._table.changing():
             columns.nbytes[rows] = nbytes
@@ -186,9 +186,9 @@ class Allocator:
             counts += sign * np.bincount(groups, sizes, MAX_NAMESPACES).astype(np.int64)
 
     def _resume_quarantine(self, rows: Rows, now_s: float) -> deque[tuple[float, Rows]]:
-        """Return the quarantined rows, by the time at which their quarantine ends.
+        """Return the quarantined rows with the times at which their quarantine ends, earliest first.
 
-        If an earlier process quarantined a row, and the end in `inserted` is still to come, the row keeps this end. For
+        If an earlier process quarantined a row, and the end in `inserted` is in the future, the row keeps this end. For
         all other rows, the quarantine starts now.
         """
         table, inserted = self._table, self._table.columns.inserted

@@ -21,7 +21,7 @@ class Written(NamedTuple):
 
 
 class Chain(NamedTuple):
-    """For each row: the row of the chunk before it in its chain (-1: none), and the number of chunks before it."""
+    """The row of each chunk's parent (-1: none), and the number of chunks before each chunk in its chain."""
 
     parents: Rows
     depths: npt.NDArray[np.int64]
@@ -51,9 +51,9 @@ def chain_of(table: Table, batch: Batch, existing: Rows, positions: npt.NDArray[
     """Return the parents and depths of `rows`, which get the keys at `positions`.
 
     `existing`: the row of each key of the batch, or -1 if the key is not in the table. A chunk's parent is the chunk
-    before it in the batch, or `batch.parent` for the first, if that chunk is in the table or in `rows`. A chunk's
-    depth is that of the last chunk before it that is not in `rows`, plus the distance of the two. If this last chunk is
-    not in the table either, its depth follows from `batch.depth`.
+    before it in the batch, or `batch.parent` for the first, if that chunk is in the table or in `rows`. To get a
+    chunk's depth, take the last chunk before it that is not in `rows`, and add the distance between the two chunks to
+    that chunk's depth in the table. If that chunk is not in the table, its depth is computed from `batch.depth`.
     """
     if not batch.chained:
         return Chain(np.full(len(rows), -1, np.int32), np.zeros(len(rows), np.int64))

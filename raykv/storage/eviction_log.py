@@ -12,7 +12,7 @@ from raykv.types import KeyArray
 EVICTION_LOG_ENTRIES: Final = 1 << 18
 """A node's log holds this many departures, a power of two, at 43 bytes each. New departures replace the oldest."""
 CHAIN_STEPS: Final = 64
-"""A search gives up after this many departures of other keys with the same hash. Only an attacker causes such lists."""
+"""A search gives up after this many departures of other keys with the same hash. Only an attack causes longer lists."""
 
 _MIX: Final = np.uint64(0x9E3779B97F4A7C15)
 
@@ -50,7 +50,7 @@ class EvictionLog:
 
     @property
     def since_s(self) -> float | None:
-        """Time of the oldest departure in the log; None if the log still has all departures."""
+        """Time of the oldest departure in the log; None if no departure has been replaced yet."""
         if self._next <= self._entries:
             return None
         return float(self._when_s[self._next % self._entries])

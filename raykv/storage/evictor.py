@@ -1,6 +1,6 @@
 """Eviction by policy, and the removal of chunks for any reason.
 
-In a large table, victims come from a sample of the rows. There, all rows are scanned only for a small quota group.
+In a large table, victims come from a sample of the rows. All rows are scanned only for a small quota group.
 """
 
 import math
@@ -141,7 +141,7 @@ class Evictor:
         return -(-nbytes // max(1, mean))
 
     def _evict_for_slots(self, missing: int, size: int, now: int) -> bool:
-        """Free slots of one size: evict cold chunks of that size, or a whole extent of another size that is colder.
+        """Evict chunks in slots of one size. If a whole extent of another slot size is colder, empty that instead.
 
         Returns False if nothing could be evicted.
         """
@@ -155,8 +155,8 @@ class Evictor:
     def _coldest_foreign_extent(self, size: int, candidates: Rows) -> tuple[Rows, int]:
         """Return the rows of the coldest extent that can be emptied, and the tick of their last access.
 
-        Only extents with slots of other sizes than `size` count. They are ordered by the last access to those of
-        `candidates` that lie in them. Returns no rows if no extent can be emptied.
+        Only extents with slots of other sizes than `size` count. They are ordered by the last access to the
+        `candidates` in them. Returns no rows if no extent can be emptied.
         """
         columns, slots = self._table.columns, self._allocator.slots
         last = np.full(self._table.extents, np.iinfo(np.int64).max)
@@ -196,9 +196,9 @@ class Evictor:
         return self._evicting_ahead
 
     def upcoming(self, share: float, now: int) -> Rows:
-        """Return the rows that would be evicted first to have this share of the arena free. Evicts nothing.
+        """Return the rows that would be evicted until this share of the arena is free. Evicts nothing.
 
-        In a large table, only a sample of the rows is looked at, and this share of the sample is returned.
+        In a large table, the rows come from a sample, and their number is this share of the sample.
         """
         count = self._lacking(share)
         if count <= 0 or not self._allocator.chunks:
@@ -234,7 +234,7 @@ class Evictor:
         self.policies.use(group, chosen, self._in_order(self._table.ready_rows()), now)
 
     def learn(self, rows: Rows, now: int) -> None:
-        """Report recovered chunks to the default policy, unless it has no `on_insert`: sorting the rows is slow."""
+        """Report recovered chunks to the default policy if it has an `on_insert`. Otherwise skip the slow sorting."""
         if type(self.policies.default).on_insert is not Policy.on_insert:
             self.policies.on_insert(self._in_order(rows), now)
 
@@ -282,7 +282,10 @@ class Evictor:
         return len(rows)
 
     def _victims(self, candidates: Rows, count: int, now: int, *, one_step: bool = False) -> Rows:
-        """Choose `count` rows to evict; of a sample at least 1 / SAMPLE_SHARE, with `one_step` just this share."""
+        """Choose `count` candidates to evict.
+
+        If the candidates are a sample, choose at least 1 / SAMPLE_SHARE of them; with `one_step`, just this share.
+        """
         if not self._is_small() and count > 0:
             count = max(1 if one_step else count, len(candidates) // SAMPLE_SHARE)
         return self.policies.victims(candidates, count, now, None if self._is_small() else self._may_evict)

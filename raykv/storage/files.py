@@ -79,7 +79,7 @@ def remove_orphans(config: NodeConfig, alive: Container[str], *, now_s: float) -
     for table in sorted(directory.glob(f"{start}*.table")) if directory else []:
         node_id = table.name.removeprefix(start).removesuffix(".table")
         if "-" in node_id:
-            continue  # the name of another cluster begins with ours and a dash; a Ray node's id has no dash
+            continue  # a file of a cluster whose name begins with ours and a dash: a Ray node's id has no dash
         if node_id not in alive and _is_abandoned(table, now_s):
             log.info("removing the memory of node %s, which is gone", node_id)
             remove_all_files(table.with_suffix(""))

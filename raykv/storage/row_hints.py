@@ -84,7 +84,7 @@ class RowHints:
 
 
 def default_priority(config: NamespaceConfig) -> int:
-    """Return the priority of new chunks: the lowest for `tiers` "ssd", where memory holds them until the SSD does."""
+    """Return the priority of new chunks: the lowest for `tiers` "ssd", so that memory only buffers them."""
     return -HIGHEST_PRIORITY if config.tiers == "ssd" else config.priority
 
 

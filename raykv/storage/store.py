@@ -1,4 +1,4 @@
-"""One node's storage: lend, commit, pin, remove. The only writer of the node's chunk table.
+"""The storage of one node: lends slots, and commits, pins and removes chunks. The only writer of the chunk table.
 
 The store has no threads, sockets or clock. The node calls it under one lock and passes the time. Readers on this
 host read the table and the arena directly (`raykv.memory.reader`).
@@ -99,7 +99,7 @@ class Store:
             try:
                 return cls(config, *attach_files(config, prefix, now_s=now_s), now_s=now_s)
             except LostError as error:
-                log.info("starting empty: %s", str(error))  # as text, since the exception would keep the mapping alive
+                log.info("starting empty: %s", str(error))  # as text: the traceback would keep the mapping alive
                 remove_files(prefix)
         return cls(config, *create_files(config, prefix, now_s=now_s), now_s=now_s)
 
@@ -117,7 +117,7 @@ class Store:
         return absent[is_first(keys[absent])].astype(np.int32)
 
     def history(self, keys: KeyArray, *, now_s: float) -> tuple[Bits, npt.NDArray[np.uint32], Departures]:
-        """Return for each key: whether the chunk is stored, its length (0 if it is not), and its last departure."""
+        """Return for each key: whether the chunk is stored, its length (0 if not stored), and its last departure."""
         columns, now = self.table.columns, self.table.ticks(now_s)
         rows = self.table.find(keys)
         here, rows = rows >= 0, np.maximum(rows, 0)
@@ -164,9 +164,9 @@ class Store:
     ) -> LentSlots:
         """Lend slots to a writer. A lent slot counts as used. Readers do not see its bytes until `commit`.
 
-        Evicts chunks to get `count` slots, but no chunk of a key in `protect`. Adds up to `ahead` slots without
-        eviction, at the end of the result. Returns fewer slots when the store is full. Raises UsageError if the size is
-        0 or larger than an extent.
+        Evicts chunks to get `count` slots, but no chunk with a key in `protect`. At the end of the result, adds up to
+        `ahead` slots for which nothing is evicted. Returns fewer slots when the store is full. Raises UsageError if the
+        size is 0 or larger than an extent.
         """
         require_size(nbytes, self.config.extent_nbytes)
         now, size = self.table.ticks(now_s), slot_nbytes(nbytes)
@@ -347,7 +347,7 @@ class Store:
         output_tokens: int | None = None,
         now_s: float,
     ) -> int:
-        """Change the hints of chunks; see `RowHints.update`. Returns how many of them are stored.
+        """Change the hints of chunks; see `RowHints.update`. Returns how many of the chunks are stored.
 
         `touch`: count this as a read. `output_tokens`: the request that read or stored the chunks is done, and
         generated this many tokens. Raises UsageError if a hint is out of range.

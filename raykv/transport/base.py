@@ -18,7 +18,7 @@ from raykv.protocol.messages import Answer, Message
 
 MAX_POSTED: Final = 64
 """At most this many requests are in flight on one link. Answers that nobody has collected yet wait in the socket
-buffers, and answers to more requests could fill these buffers."""
+buffers. Answers to more requests could fill these buffers and block the server."""
 
 Runs: TypeAlias = Iterable[Sequence[memoryview]]
 """Groups of buffers, called runs. A transport takes the next run from the iterator only after it has filled or sent the

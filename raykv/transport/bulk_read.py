@@ -104,7 +104,7 @@ class ReadRun:
         holder: The node to read from.
         places: Indices in the `get` of the chunks to read, in rising order.
         locate: Whether the node is asked as the owner of the keys. It then sends the chunks that it has, and names
-            holders of the other chunks. Chunks that are neither in `arrived` nor in `named` need a lookup (Locate).
+            holders of the other chunks. The caller must `Locate` chunks that are neither in `arrived` nor in `named`.
         arrived: Indices of the chunks whose buffers are filled.
         gone: Indices of the chunks that the holder was expected to have, but does not have.
         corrupt: Indices of the chunks whose bytes did not match the checksum. The holder is asked to check them.

@@ -16,7 +16,8 @@ from raykv.types import NodeId
 
 PROMOTE_NBYTES: Final = 16 << 20
 """One request asks a node to promote chunks of at most this many bytes in total, or one larger chunk. To promote is to
-copy from an SSD or file to memory. A reader copies the chunks of one request while the node promotes the next."""
+copy from an SSD or file to memory. A reader copies the chunks of one request while the node promotes those of the
+next."""
 PROMOTE_SLACK_S: Final = 0.05
 """A node may promote chunks until this many seconds before the deadline. The rest is for copying the chunks."""
 
@@ -42,7 +43,7 @@ class DataPath(Protocol):
         ...
 
     def retain(self, members: Collection[Member]) -> None:
-        """Release the resources for other nodes, and for these nodes before a restart. Reads in progress continue."""
+        """Release the resources for other nodes, and for earlier processes of `members`. Reads in progress continue."""
         return
 
     def close(self) -> None:
@@ -189,7 +190,7 @@ class ShmPath(DataPath):
         return self._pool.ask(address, lambda link: link.call(request, deadline_s=deadline_s), deadline_s=deadline_s)
 
     def _reader(self, member: Member, deadline_s: float) -> ShmReader | None:
-        """Return a member's mapped memory, or None if mapping fails. The first call after the node's start maps it."""
+        """Return a member's mapped memory, or None if mapping fails. The first call for an incarnation maps it."""
         life = member.node_id, member.incarnation
         if life not in self._readers:
             reader = None

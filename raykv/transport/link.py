@@ -31,7 +31,7 @@ class Link:
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
-        self._posted: deque[int] = deque()  # requests whose answers are not collected yet, oldest first
+        self._posted: deque[int] = deque()  # numbers of the requests whose answers are not collected yet, oldest first
         self._next_id = 1
         self.epoch = 0
         self.closed = False
@@ -121,8 +121,8 @@ class Link:
 
         Args:
             place: For a read, a function that takes the answer and returns the buffers to fill with the payload. Their
-                total length is the payload's. After an error, a buffer may be partly filled. When `collect` has ended,
-                nothing writes to the buffers any more.
+                total length must be that of the payload. After an error, a buffer may be partly filled. When `collect`
+                has ended, nothing writes to the buffers any more.
 
         Raises:
             PeerUnavailable: No answer arrived by the deadline, or the connection broke. The link is closed.

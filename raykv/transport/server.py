@@ -99,7 +99,7 @@ class SocketServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop listening, end all connections, and wait until no request is being served."""
+        """Stop listening, end all connections, and wait for their threads, at most HANDSHAKE_TIMEOUT_S for each."""
         self._closed.set()
         with self._lock:
             connections = {**self._shaking, **self._connections}
@@ -177,7 +177,7 @@ class SocketServer:
             connection.close()
 
     def _shake_hands(self, connection: socket.socket) -> Stream:
-        """Do the handshake. Raises RayKVError if the client is not of the cluster, or too many connections are open."""
+        """Do the handshake. Raises RayKVError if the client fails it, or if too many connections are open."""
         if self._local:
             give_way()
             require_same_user(connection)

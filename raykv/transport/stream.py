@@ -142,7 +142,7 @@ class Stream:
         return True
 
     def _begun(self) -> bool:
-        """Return whether the buffer holds a whole message, or is full of a long message."""
+        """Return whether the buffer holds a whole message, or is full with the start of a long message."""
         here = self._ahead[self._start : self._end]
         if len(here) < _HEADER_NBYTES:
             return False
@@ -150,7 +150,7 @@ class Stream:
         return len(here) >= min(_HEADER_NBYTES + length, READ_AHEAD_NBYTES)
 
     def _read_ahead(self, flags: int = 0) -> int:
-        """Read bytes into the buffer. Waits for up to a tick, unless `flags` is MSG_DONTWAIT. Returns their number."""
+        """Read bytes into the buffer. Waits for up to a tick, unless `flags` is MSG_DONTWAIT. Returns how many came."""
         if self._start:
             left = bytes(self._ahead[self._start : self._end])
             self._ahead[: len(left)] = left
@@ -174,7 +174,7 @@ class Stream:
     # -- receiving payloads -----------------------------------------------------------------------------------------
 
     def exactly(self, nbytes: int, deadline_s: float) -> bytes:
-        """Receive `nbytes` bytes into a new object."""
+        """Receive exactly `nbytes` bytes."""
         raw = bytearray(nbytes)
         self.fill([memoryview(raw)], deadline_s)
         return bytes(raw)

@@ -9,9 +9,9 @@
 
 /* -- the quickest way --------------------------------------------------------------------------------------------- */
 
-/* The quickest way to copy depends on the processor: a way that saves a third on one processor costs a third on
-   another. So the first copies of a process try all ways in turn. Later copies use the way that was quickest. Small and
-   large copies choose separately, since part of a small copy's bytes are in a cache. */
+/* The quickest way to copy depends on the processor: a way that takes a third less time on one processor takes a third
+   more on another. So the first copies of a process try all ways in turn. Later copies use the way that was quickest.
+   Small and large copies choose separately, since part of a small copy's bytes are in a cache. */
 #define TRIES (5 * WAYS)
 #define LARGE_NBYTES (128 << 10)
 #define TRIED_NBYTES (16 << 10) /* smaller copies are not timed */
@@ -124,7 +124,7 @@ void copy_bytes(char *to, const char *from, size_t n, int stream) {
    caller's thread holds the buffers and copies too, since the helper threads may start late or never. */
 typedef struct {
     void (*copy)(const void *batch, Py_ssize_t at);
-    const void *batch; /* belongs to the caller, which waits only for begun chunks: read it only to copy those */
+    const void *batch; /* the caller frees it when no begun chunk is being copied: read it only to copy a chunk */
     Py_ssize_t count, step, begun, ended; /* all in chunks; a thread begins `step` of them at once */
 } job_t;
 

@@ -221,7 +221,7 @@ static uint64_t store_pieces(char *to, const Py_buffer *pieces, Py_ssize_t count
     for (Py_ssize_t at = 0; at < count; at++) {
         const char *from = pieces[at].buf;
         size_t left = (size_t)pieces[at].len, end = filled + left;
-        if (hashed == filled && left) { /* the last block of all is never whole: it belongs to the tail */
+        if (hashed == filled && left) { /* the last 1 to HASH_BLOCK bytes of all are left to `hash_tail` */
             size_t whole = (end == nbytes ? left - 1 : left) / HASH_BLOCK;
             store_blocks(lanes, to + filled, from, whole, stream);
             from += whole * HASH_BLOCK, left -= whole * HASH_BLOCK;

@@ -15,7 +15,7 @@
 
 #define PAGE_SHIFT 12
 #define HASH_LEAST 240                /* up to this size xxh3 uses an algorithm that is not implemented here */
-#define WITHOUT_GIL_NBYTES (32 << 10) /* a read of at least this size in all releases the GIL */
+#define WITHOUT_GIL_NBYTES (32 << 10) /* a read of at least this size in total releases the GIL */
 #define WITHOUT_GIL_ONE_NBYTES (256 << 10) /* the same, for `read_one` */
 #define WITHOUT_GIL_KEYS 4096 /* a lookup of at least this many keys releases the GIL */
 
@@ -35,7 +35,7 @@ static inline int64_t monotonic_ns(void) {
 /* -- module.c: the buffers of a call ------------------------------------------------------------------------------ */
 
 typedef struct {
-    const char *from;      /* NULL means a miss */
+    const char *from;      /* where a read copies from; NULL means a miss */
     Py_ssize_t first, end; /* range of its pieces in the `pieces` of chunks_t */
     size_t nbytes;
 } chunk_t;

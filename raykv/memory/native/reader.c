@@ -2,7 +2,7 @@
 
 #include "native.h"
 
-#define STREAM_NBYTES (64 << 10) /* the copy of a single chunk of at least this size bypasses the CPU cache */
+#define STREAM_NBYTES (64 << 10) /* a `read_one` of at least this size bypasses the CPU cache */
 
 /* The mapped memory of one node, held between calls, since passing it as arguments costs more than a lookup. */
 enum { RECORDS, INDEX, OTHER_INDEX, ACTIVE, ARENA, ACCESSED, FREQUENCY, BUFFERS };

@@ -71,7 +71,7 @@ static void fill_from(filling_t *filling, const char *from, size_t left) {
     }
 }
 
-/* Fill the remaining chunks from a socket. A wait for bytes ends at the socket's own time limit; then the deadline is
+/* Fill the remaining chunks from a socket. Each wait for bytes lasts at most SO_RCVTIMEO; then the deadline is
    checked. Runs without the GIL. Returns how the call ends: FAILED with EINTR if Python has to handle a signal. */
 static int fill_from_socket(filling_t *filling, int fd, int64_t deadline_ns) {
     struct iovec places[STEP_PIECES];
