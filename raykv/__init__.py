@@ -78,14 +78,14 @@ _ON_FIRST_USE: Final = {
     "Ticket": "raykv.protocol.ticket",
     "Why": "raykv.client.why",
 }
-"""Module of each public name that is imported at its first use. A node needs none of them, and so starts faster."""
+"""Public names that are imported at first use, and their modules. A node starts faster without these modules."""
 
 
 def connect(namespace: Namespace, *, address: str | None = None, secret: str | None = None, **config: Any) -> "Client":
     """Connect to a cluster, and return a client for one namespace.
 
     Args:
-        namespace: Model and settings under which the chunks are computed.
+        namespace: Model and settings that the chunks were computed with.
         address: Address of any node: "unix:/path" on this host, "host:port" elsewhere. None: the environment variable
             RAYKV_ADDRESS. If that is not set either, the process must have joined Ray. Then the client uses this host's
             node of the cluster that `raykv up` started.
@@ -94,7 +94,7 @@ def connect(namespace: Namespace, *, address: str | None = None, secret: str | N
 
     Raises:
         ConfigError: A field is wrong, or no address is found.
-        TransientError: No node answers at the address.
+        TransientError: No node answers at the address, or the cluster has no node on this host.
     """
     from raykv.client.client import Client
     from raykv.client.router import Router

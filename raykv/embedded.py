@@ -25,7 +25,7 @@ class EmbeddedCluster:
     """
 
     def __init__(self, config: NodeConfig, *, separate_hosts: bool, member_timeout_s: float) -> None:
-        """Use `raykv.embedded` instead. Args: config: Config of all nodes; `add` sets name and host."""
+        """Use `raykv.embedded` instead. `config` applies to all nodes; `add` sets `node_id` and `host` of each node."""
         self._secret = secrets.token_bytes(32)
         self.secret = self._secret.hex()
         self._config, self._separate_hosts = config, separate_hosts
@@ -44,7 +44,7 @@ class EmbeddedCluster:
         return number
 
     def client(self, namespace: Namespace, *, node: int = 0, **config: Any) -> "Client":
-        """Make a client that connects to a node as a process of that node's host. `config`: fields of ClientConfig."""
+        """Make a client on the host of node number `node`, connected to this node. `config`: fields of ClientConfig."""
         from raykv.client.client import Client
         from raykv.client.router import Router
 
@@ -57,11 +57,13 @@ class EmbeddedCluster:
         return self.nodes[node].member.local_address
 
     def kill(self, node: int) -> None:
-        """Stop a node as if it crashed: the other nodes are not informed. This frees the node's memory."""
+        """Stop a node as if it crashed: the other nodes are not informed. Anonymous memory is freed, files stay."""
         self.nodes[node].stop(leave=False)
 
     def settle(self, *, timeout_s: float = 10.0) -> None:
         """Wait until each live node has the directory's view, and has announced all its chunks to their owners.
+
+        The view must contain all live nodes and no other node.
 
         Raises:
             TimeoutError: The nodes are not ready within `timeout_s`.

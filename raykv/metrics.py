@@ -19,7 +19,7 @@ MAX_REASONS: Final = 64
 
 
 class Histogram:
-    """Histogram of durations. Bucket n counts durations from 2**(n-1) to below 2**n microseconds.
+    """Histogram of durations. Bucket 0: below 1 microsecond. Bucket n: from 2**(n-1) to below 2**n microseconds.
 
     Attributes:
         counts: Number of durations in each bucket. The last bucket also counts all longer durations.

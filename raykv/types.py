@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 KeyArray: TypeAlias = npt.NDArray[np.uint64]
-"""Keys of n chunks, shape [n, 2]. Each row is the (high, low) halves of a 128-bit key (`raykv.protocol.chunk_keys`)."""
+"""Keys of n chunks, shape [n, 2]. A row is the high and the low half of a 128-bit key (`raykv.protocol.chunk_keys`)."""
 
 Bits: TypeAlias = npt.NDArray[np.bool_]
 Rows: TypeAlias = npt.NDArray[np.int32]
@@ -51,7 +51,7 @@ class Batch:
         nbytes: Size of each chunk.
         parent: Key of the chunk before keys[0] in its chain, shape [1, 2]. None: there is no such chunk.
         depth: Number of chunks before keys[0] in its chain. The node uses this number if it does not have the parent.
-        chained: Whether the keys are consecutive chunks of one chain.
+        chained: Whether the chunks are consecutive in one chain. False: they are independent objects.
         hints: Expiry and priority.
     """
 
@@ -130,7 +130,7 @@ class GetResult:
 
 
 def host_identity() -> str:
-    """Return a name that two processes have in common exactly if they can share memory.
+    """Return a name for this host. Two processes get the same name if and only if they can share memory.
 
     The name contains the kernel's boot id and the device of the /dev/shm mount. So containers that share a kernel, but
     not their /dev/shm, are different hosts.

@@ -112,8 +112,8 @@ class AdminCalls:
     def delete(self, keys: Keys, *, timeout_s: float | None = None) -> int:
         """Drop chunks on every node. A node that does not answer keeps its copies.
 
-        Pinned chunks are dropped when they are unpinned. Returns a sum over the nodes: for each node the number of
-        copies that were in memory, or of those in lower tiers if that is greater.
+        Pinned chunks are dropped when they are unpinned. Each node counts its copies in memory and those in lower
+        tiers, and returns the larger count. The result is the sum over the nodes.
         """
         request = messages.Delete(chunk_keys.to_bytes(self._as_keys(keys)), group=self._group.digest)
         return sum(_counts(self.router.ask_all(request, self.router.deadline(timeout_s))))
@@ -200,7 +200,7 @@ class AdminCalls:
         elsewhere = not isinstance(keys, np.ndarray)
         return Inquiry(self.router, self.namespace, derive, elsewhere=elsewhere, deadline_s=deadline_s).run(count)
 
-    # -- about ------------------------------------------------------------------------------------------------------
+    # -- statistics -------------------------------------------------------------------------------------------------
 
     def stats(self, *, timeout_s: float | None = None) -> dict[str, Any]:
         """Return the view's epoch and each node's counters: {"epoch", "nodes": {node_id: {...} or {"error": ...}}}."""
@@ -267,7 +267,7 @@ def _plain(value: Any) -> Any:
 
 
 def report(router: Router, namespace: Namespace, deadline_s: float) -> None:
-    """Ask all members why chunks were missed, and report the counts since the last report to a node. Never raises."""
+    """Ask all members why chunks were missed. Send the counts since the last report to one node."""
     group = namespace.group.digest
     misses, absent, gets, puts = router.metrics(group).reset()
     if not (misses or absent or any(gets) or any(puts)):

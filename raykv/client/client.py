@@ -1,7 +1,8 @@
 """The client: put, match, get and pin, for batches of chunks.
 
 A client lives in an engine, a script or a notebook. If its host has a node, the client reads and writes that node's
-memory directly. It looks up other chunks at the owners of their keys, and reads them from the holders.
+memory directly. For other chunks, the client asks the owners of the keys. An owner knows which nodes hold a chunk (its
+holders), and the client reads the chunk from a holder.
 """
 
 import math
@@ -31,7 +32,7 @@ from raykv.transport.bulk_read import ReadProgress
 from raykv.types import Batch, Bits, GetResult, KeyArray, Match, NodeId, PutResult, Scattered
 
 LATE_S: Final = 0.002
-"""If a `get` ends less than this before its deadline, its misses count as timed out: a wait may end slightly early."""
+"""If a `get` ends in the last LATE_S before its deadline, its misses count as timed out: a wait may end early."""
 _NO_NODE: Final = "no node of the cluster runs on this host"
 
 
@@ -68,8 +69,8 @@ class Client(AdminCalls):
         Args:
             ticket: Names holders of chunks that are not on this host. With a ticket this call asks no other node.
             timeout_s: A chunk whose owner does not answer within this time counts as not stored.
-            promote: Ask the holders to load matching chunks from SSD or file into memory. Do not wait until they are
-                loaded. False: this call loads no chunk.
+            promote: Whether to ask the holders to load matching chunks from SSD or file into memory. This call does not
+                wait until they are loaded. With a ticket, `promote` has no effect.
             record: Record this call as one request while `raykv record` runs.
 
         Raises:
@@ -136,7 +137,7 @@ class Client(AdminCalls):
             into: For each key a writable, contiguous buffer, or several buffers that are filled in order. Their total
                 length must equal the chunk's length; otherwise the chunk is a miss.
             match: A result of `match` for the same keys. Chunks that are not in this host's memory are first read from
-                its holders, without a lookup.
+                the holders that it names. Only the chunks that are still missing are looked up.
             ticket: A hand-off ticket, used like `match`. If `match` is given, `ticket` is ignored.
             timeout_s: Chunks that do not arrive within this time are misses. No thread writes to the buffers after
                 this call has returned.
@@ -184,7 +185,7 @@ class Client(AdminCalls):
             raise
 
     def pin(self, keys: Keys, *, timeout_s: float | None = None) -> Pins:
-        """View chunks in this host's memory without a copy, until the returned context ends.
+        """Pin chunks in this host's memory, to view them without a copy. Use the result in a `with` statement.
 
         Raises:
             PeerUnavailable: There is no node on this host, or it does not answer.
@@ -221,7 +222,7 @@ class Client(AdminCalls):
         """Read the chunk of one 16-byte key. Much faster than `get` if the chunk is in this host's memory.
 
         Args:
-            into: As one entry of `into` in `get`.
+            into: Like one entry of `into` in `get`.
             holder: The node to ask first if the chunk is not in this host's memory. None: the owner of the key.
 
         Returns:
@@ -346,7 +347,8 @@ class Client(AdminCalls):
 
         Returns:
             A view for each chunk that is not stored yet. There are fewer views, and a reason, if the arena is full or
-            the node does not answer. A caller that writes for seconds must check `Reservation.valid` before each piece.
+            the node does not answer. A caller that takes seconds to write must check `Reservation.valid` before each
+            part.
 
         Raises:
             UsageError: The size is 0 or larger than an extent.
@@ -358,10 +360,10 @@ class Client(AdminCalls):
             return Reservation(None, LentBatch(self._group, batch, reason=_NO_NODE))
         return Reservation(writer, writer.lend(self._group, batch, deadline_s=deadline_s))
 
-    # -- inside -----------------------------------------------------------------------------------------------------
+    # -- internal ---------------------------------------------------------------------------------------------------
 
     def _add_misses(self, keys: Sequence[bytes], began_s: float) -> None:
-        """Count misses. A read failure since `began_s` gives the reason; a `report` every REPORT_S finds the others."""
+        """Count misses. A read failure since `began_s` gives the reason. `report` finds the other reasons."""
         router, now_s = self.router, time.monotonic()
         reasons: Counter[str] = Counter()
         absent = []

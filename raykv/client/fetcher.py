@@ -61,7 +61,7 @@ class Fetcher:
     # -- other nodes ------------------------------------------------------------------------------------------------
 
     def fetch(self, progress: ReadProgress, holders: Mapping[int, NodeId], deadline_s: float) -> None:
-        """Read missing chunks in parallel, each from its holder in `holders` (by chunk index), if it has one there."""
+        """Read missing chunks in parallel. `holders` maps indices of chunks to holders. Other chunks are not read."""
         shares = by_node((place, holders.get(place)) for place in progress.missing())
         self._read(self._runs(progress, shares), deadline_s)
 
@@ -157,5 +157,5 @@ def by_node(pairs: Iterable[tuple[int, NodeId | None]]) -> dict[NodeId, list[int
 
 
 def default_streams() -> int:
-    """Return the default of `streams_per_peer`: a quarter of the cores, since a connection uses a core on each host."""
+    """Return the default of `streams_per_peer`. A quarter of the cores: a connection occupies a core on each host."""
     return max(1, min(MAX_STREAMS, len(os.sched_getaffinity(0)) // 4))

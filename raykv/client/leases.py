@@ -27,7 +27,7 @@ class Reservation:
     """Leased slots of the arena, into which the caller writes chunks. Readers see the chunks after `commit`.
 
     The lease ends when the connection breaks. A forked child has no lease. QUARANTINE_S after the end of the lease, the
-    node may reuse the slots. So a caller that writes for seconds must check `valid` before each piece.
+    node may reuse the slots. So a caller that takes seconds to write must check `valid` before each part.
 
     Attributes:
         index: Position of each view's key in the keys given to `Client.reserve`.
@@ -38,7 +38,7 @@ class Reservation:
     def __init__(self, writer: Writer | None, lent: LentBatch) -> None:
         """Use `Client.reserve` instead. `writer` None: there are no views."""
         self._lent = lent
-        self._writer = writer if lent.slots else None  # `commit` and `abort` set None too
+        self._writer = writer if lent.slots else None  # `commit` and `abort` also set it to None
         self.index: npt.NDArray[np.int32] = np.array(lent.positions, np.int32)
         self.views = lent.views
         self.reason = lent.reason
@@ -78,7 +78,7 @@ class Reservation:
 
 
 class Pins:
-    """Pinned chunks, viewed in place. The pins end at the end of the `with` block, or of the connection to the node.
+    """Pinned chunks, viewed in place. The pins end with the `with` block, or when the connection to the node breaks.
 
     Attributes:
         views: The read-only bytes of each key's chunk. None: the chunk is not in this host's memory.
@@ -99,8 +99,8 @@ class Pins:
     def valid(self) -> bool:
         """Return whether all views still show the pinned chunks.
 
-        A node that restarts loses the pins, and may reuse the slots. So call this after the last use of the views: True
-        proves that all bytes read from them were right.
+        A node that restarts loses the pins, and may reuse the slots. So call this after the last use of the views, but
+        before `release`: True proves that all bytes read from the views were right.
         """
         held = self._rows >= 0
         columns = self._reader.table.columns

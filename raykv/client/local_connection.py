@@ -18,7 +18,7 @@ from raykv.transport.link import Link
 from raykv.types import KeyArray
 
 CHECK_S: Final = 1.0
-"""Least time between two checks whether the mapped files still belong to the node."""
+"""Minimum time between two checks whether the mapped files still belong to the node."""
 
 
 class LocalConnection:
@@ -106,7 +106,8 @@ class LocalConnection:
         """Pin chunks in this host's memory. Returns the answer, the connection's number, and a reader of the memory.
 
         Raises:
-            PeerUnavailable: The connection broke, or the deadline passed. Chunks that the node pins later are unpinned.
+            PeerUnavailable: The connection broke, or the deadline passed. If the node pins the chunks later, they are
+                unpinned at once.
         """
 
         def unpin(outcome: Outcome) -> None:
@@ -126,7 +127,7 @@ class LocalConnection:
         """Send a request, and wait for its outcome. If an answer comes after the deadline, `late` is called with it."""
         pipeline, keys = self.pipeline, len(getattr(request, "keys", b"")) // KEY_NBYTES
         while True:
-            may_be_broken = pipeline.connected and life is None  # then use a new one
+            may_be_broken = pipeline.connected and life is None  # if it is broken, the loop uses a new one
             try:
                 posted = pipeline.post(request, deadline_s=deadline_s, life=life, keys=keys)
             except PeerUnavailable:

@@ -21,8 +21,8 @@ from raykv.transport.forking import drop_after_fork
 from raykv.transport.link import Link
 
 MAX_POSTED_KEYS: Final = 2048
-"""At most this many keys in all requests without an answer. A larger request is sent alone. Requests and answers with
-this many keys fit into the socket's buffers, so neither end blocks in a send."""
+"""All unanswered requests together have at most this many keys. A larger request is sent alone. Requests and answers
+with this many keys fit into the socket's buffers, so neither end blocks in a send."""
 POST_S: Final = 1.0
 """Time limit to send one request, or to receive an answer of which a part has arrived."""
 SLICE_S: Final = 0.001
@@ -32,8 +32,8 @@ YIELD_S: Final = 50e-6
 Outcome: TypeAlias = messages.Answer | RayKVError
 """The node's answer, the error that the node sent, or the error that ended the connection."""
 Finish: TypeAlias = Callable[[Outcome], None]
-"""A function that the pipeline calls with the outcome of a request, while it holds its lock. The function must not call
-the pipeline, except `post_locked` once."""
+"""A function that the pipeline calls with the outcome of a request, while the pipeline's lock is held. The function
+may call no method of the pipeline except `post_locked`, and this at most once."""
 
 
 @dataclass(slots=True, eq=False)
@@ -195,7 +195,7 @@ class Pipeline:
                 with self.locked(deadline_s):
                     if self._link is None or posted.life != self.life:
                         break
-                    if self._link.wait_ready(SLICE_S if left_s > SLICE_S else 0.0):  # it can wait only whole ms
+                    if self._link.wait_ready(SLICE_S if left_s > SLICE_S else 0.0):  # `wait_ready` waits whole ms
                         self._collect_locked()
                         continue
             except PeerUnavailable:

@@ -121,11 +121,11 @@ class Router:
     # -- view -------------------------------------------------------------------------------------------------------
 
     def view(self, deadline_s: float) -> View:
-        """Return the view. Fetch it again if an answer had a greater epoch, or a node did not answer."""
+        """Return the view. Fetch a new view first if an answer had a greater epoch, or if a node did not answer."""
         pool, local = self.pool, self.local
         pipelines = [each.pipeline for each in (local, self.writer) if each is not None]
         if local is not None and local.attached.secret not in (b"", pool.secret):
-            # The node has joined another cluster. Epochs start again there.
+            # The node has joined another cluster, whose epochs cannot be compared with earlier ones.
             pool.retain(())
             pool.secret, pool.epoch, self._view = local.attached.secret, 0, View()
             for pipeline in pipelines:
@@ -133,7 +133,7 @@ class Router:
         stale = max([pool.epoch, *(pipeline.epoch for pipeline in pipelines)]) > self._view.epoch
         failed = pool.failures != self._failures and time.monotonic() >= self._retry_at_s
         if stale or failed or not self._view.members:
-            if failed:  # a node is down for a while: refresh at most once per `breaker_s`
+            if failed:  # the node may stay down, so refresh at most once per `breaker_s`
                 self._retry_at_s = time.monotonic() + self.config.breaker_s
             try:
                 self.refresh(deadline_s)
@@ -219,7 +219,7 @@ class Router:
         return member
 
     def node_ids(self, deadline_s: float) -> list[NodeId]:
-        """Return this host's node, then all other members."""
+        """Return the names of this host's node and of all members. This host's node comes first."""
         names = [member.node_id for member in self.view(deadline_s).members]
         return [*dict.fromkeys([*([] if self.local_id is None else [self.local_id]), *names])]
 

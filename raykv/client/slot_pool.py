@@ -15,9 +15,9 @@ MAX_POOL_SHARE: Final = 16
 POOL_IDLE_S: Final = 5.0
 """If no put uses a pool for this long, its slots are given back to the node."""
 TRUST_S: Final = QUARANTINE_S / 4
-"""A writer starts to write to a lent slot only within this time after the last request that the node answered. Even if
-the node died right after that answer, the writer then has QUARANTINE_S - TRUST_S before the slot is reused. Later the
-writer must first get another answer."""
+"""A writer starts to write to a lent slot only within this time after it sent the last request that the node answered.
+Even if the node died right after its answer, the writer then has at least QUARANTINE_S - TRUST_S before the slot is
+reused. After TRUST_S, the writer must first get another answer."""
 
 Slot = tuple[int, int]
 """Row of a slot, and its offset in the arena."""
@@ -51,7 +51,7 @@ class SlotPool:
         return popped
 
     def pop_surplus(self, idle_since_s: float) -> list[Slot]:
-        """Remove and return surplus slots: all, if the pool is unused since `idle_since_s`; else those above `most`."""
+        """Remove and return surplus slots: all if `used_at_s` < `idle_since_s`, otherwise those above `most`."""
         if self.used_at_s < idle_since_s and not self.coming:
             self.wanted = 0
             return self.pop(len(self.slots), self.used_at_s)
@@ -64,7 +64,8 @@ class SlotPool:
     def lacking(self) -> int:
         """Return how many slots to request in advance. If `slots` and `coming` exceed half of `wanted`, this is 0.
 
-        Otherwise `wanted` is doubled first, so a busy pool needs few requests. `pop_surplus` resets it in an idle pool.
+        Otherwise `wanted` is doubled first, so a busy pool needs few requests. `pop_surplus` sets `wanted` to 0 in an
+        idle pool.
         """
         have = len(self.slots) + self.coming
         if 2 * have > self.wanted:

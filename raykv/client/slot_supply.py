@@ -31,7 +31,7 @@ class SlotSupply:
     def __init__(self, local: LocalConnection, *, retry_s: float) -> None:
         """Connect at first use."""
         self.pipeline = Pipeline(local.open_link, retry_s=retry_s)
-        self._life = 0  # of the connection that lent the slots in `_pools`
+        self._life = 0  # number of the connection that lent the slots in `_pools`
         self._pools: dict[tuple[bytes, int], SlotPool] = {}
         self._requests: dict[SlotPool, Posted] = {}
         self.opened: set[bytes] = set()
@@ -88,7 +88,7 @@ class SlotSupply:
         return pool
 
     def _move_locked(self, pool: SlotPool, lent: LentBatch, count: int) -> bool:
-        """Move `count` slots to `lent`, or fewer if `lent.reason` says why. False: none was moved: ask the node."""
+        """Move `count` slots to `lent`, or fewer if `lent.reason` is set. False: none moved; ask the node first."""
         now_s = time.monotonic()
         if pool.life != self.pipeline.life or now_s >= self.pipeline.trusted_until_s:
             return False

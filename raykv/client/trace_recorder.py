@@ -11,14 +11,14 @@ from raykv.types import KeyArray
 
 SEND_S: Final = 0.2
 SEND_KEYS: Final = 1 << 14
-"""A recorder sends its requests SEND_S after the previous ones, or earlier if they have SEND_KEYS keys."""
+"""`record` sends all collected requests if the last send was SEND_S ago, or if they have SEND_KEYS keys."""
 
 
 class TraceRecorder:
     """Collects requests, and sends several of them at once. Thread-safe."""
 
     def __init__(self, send: Callable[[list[TracedRequest]], None], chunk_tokens: int) -> None:
-        """Args: send: Function that sends requests to the node. It must not raise."""
+        """`send` sends requests to the node. It must not raise."""
         self._send, self._chunk_tokens = send, chunk_tokens
         self._sent_s = -SEND_S
         self.after_fork()

@@ -30,8 +30,8 @@ WhyReason: TypeAlias = Literal[
 ]  # fmt: skip
 
 Derive: TypeAlias = Callable[[Namespace, Sequence[int]], list[bytes | None]]
-"""A function of a namespace and of chunks' positions in the call, in rising order. It returns the 16-byte keys of these
-chunks under the namespace. None: the chunk has no key there."""
+"""A function of a namespace and of positions of chunks in the call of `Client.why`, in rising order. It returns the
+16-byte key of each of these chunks under the namespace. None: the chunk has no key there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,8 @@ class Why:
 class PromptKeys:
     """Derives the keys of a prompt's chunks under several namespaces, each key once.
 
-    Under another chunk size, it derives the key of the chunk there that contains the last token of the chunk here.
+    If a namespace has another chunk size, the key derived for a chunk is that of the namespace's chunk that contains
+    the last token of the given chunk.
     """
 
     def __init__(self, tokens: npt.NDArray[np.integer[Any]], chunk_tokens: int) -> None:
@@ -122,7 +123,7 @@ class Inquiry:
         self._other_keys = MAX_OTHER_KEYS
 
     def run(self, count: int) -> list[Why]:
-        """Return one entry for each of `count` chunks: "not_asked_in_time" if it is not looked up by the deadline."""
+        """Return one entry for each of `count` chunks: "not_asked_in_time" for chunks not looked up by the deadline."""
         found: list[Why] = []
         while len(found) < count and not (found and self._late()):
             found += self._explain(range(len(found), min(len(found) + PART_KEYS, count)))
@@ -202,9 +203,9 @@ def ask_members(
 
 
 def _histories(node: NodeId, answer: messages.Histories, count: int) -> Iterator[tuple[tuple[int, float], Why | None]]:
-    """Yield for each chunk a rank, and what one member knows of it. The knowledge of lowest rank is used.
+    """Yield for each chunk a rank, and what one member knows of it. The caller uses the answer of lowest rank.
 
-    A chunk in memory ranks lowest, then one in a tier, then removals, the latest first, then nothing.
+    From low to high: in memory, in a tier below, removed (a later removal ranks lower), not known.
     """
     places, reasons, tiers, policies = (
         array(raw, "u1", count).tolist() for raw in (answer.places, answer.reasons, answer.tiers, answer.policy)
@@ -239,7 +240,7 @@ def _alike(namespace: Namespace, texts: Collection[str]) -> list[Namespace]:
 
 
 def _with_failure(why: Why, failure: ReadFailure | None, now_s: float) -> Why:
-    """Return the read failure as a Why. Return `why` if no read failed, or if its removal is newer than the failure."""
+    """Return the read failure as a Why. Return `why` if no read failed, or the chunk was removed after the failure."""
     if failure is None:
         return why
     ago_s = now_s - failure.when_s

@@ -33,7 +33,7 @@ Values = Sequence[Sequence[memoryview]]
 LATE_S: Final = 0.001
 """A call may wait this long to send the commit of filled slots, even if its deadline has passed."""
 CLOSE_S: Final = 0.2
-"""`close` takes at most this long to give slots back. The node puts slots that it does not get into quarantine."""
+"""`close` takes at most this long to give slots back. The node puts slots that are not given back into quarantine."""
 _UNAVAILABLE: Final = (TransientError, CapacityError, LostError)
 
 
@@ -54,7 +54,7 @@ class Writer:
         drop_after_fork(self)
 
     def after_fork(self) -> None:
-        """Forget posted commits and their results: they belong to the parent."""
+        """Drop posted commits and their results: they belong to the parent."""
         self._results, self._unanswered = PutResult(), set[PendingCommit]()
 
     def put(
@@ -163,7 +163,7 @@ class Writer:
     # -- slots that the caller fills --------------------------------------------------------------------------------
 
     def lend(self, group: Namespace, batch: Batch, *, deadline_s: float) -> LentBatch:
-        """Get slots for the chunks of a batch that are not stored here. `LentBatch.reason` says why some got none.
+        """Get slots for the chunks of a batch that are not stored here. `LentBatch.reason`: why some have no slot.
 
         Raises:
             UsageError: The size does not fit an extent.
@@ -197,7 +197,7 @@ class Writer:
     # -- posted chunks ----------------------------------------------------------------------------------------------
 
     def drain(self, deadline_s: float) -> bool:
-        """Wait for the outcomes of all commits. True: they have arrived, so a new lookup may find more chunks."""
+        """Wait for the outcomes of all commits. True: outcomes have arrived, so a new lookup may find more chunks."""
         return bool(self._unanswered) and self.pipeline.wait_all(deadline_s)
 
     def flush(self, deadline_s: float) -> PutResult:

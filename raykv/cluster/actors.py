@@ -135,7 +135,7 @@ class DirectoryActor(InProcessMembership):
                 scheduling_strategy=NodeAffinitySchedulingStrategy(ray_node_id, soft=False),
             ).remote(self._config, self._secret)
         for ray_node_id in set(self._nodes) - alive:
-            ray.kill(self._nodes.pop(ray_node_id), no_restart=True)  # otherwise Ray waits for ever for a dead Ray node
+            ray.kill(self._nodes.pop(ray_node_id), no_restart=True)  # otherwise Ray keeps the actor pending for ever
 
 
 class RayMembership:

@@ -105,9 +105,9 @@ def stop(name: str = "default", *, timeout_s: float = CALL_TIMEOUT_S) -> bool:
 def upgrade(name: str = "default", *, timeout_s: float = 60.0) -> Iterator[dict[str, Any]]:
     """Restart all processes of a cluster with the code that is installed now, one node after the other.
 
-    A node's memory stays, so the new process finds all chunks, unless the new version has another memory layout: then
-    the node starts empty. During a node's restart, clients on its host can read. They can also put, as long as they
-    have unused slots that the node lent before. When the node is a member again, the next node is restarted.
+    A node's memory stays, so the new process finds all chunks. If the new version has another memory layout, the node
+    starts empty. During a node's restart, clients on its host can read, but their puts are skipped. When the node is a
+    member again, the next node is restarted.
 
     Yields:
         For each node {"node", "pid_before", "pid", "chunks_before", "recovered", "seconds"}. The last item describes

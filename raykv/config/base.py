@@ -45,7 +45,8 @@ class Model(BaseModel):
         """Check `fields` and make the config.
 
         Raises:
-            ConfigError: A field is wrong or unknown. The message names every such field, and lists the known fields.
+            ConfigError: A field is wrong or unknown. The message names every such field. For an unknown field it also
+                lists the known fields.
         """
         try:
             return cls(**fields)

@@ -14,8 +14,8 @@ class ClientConfig(Model):
     Attributes:
         address: Address of any node: "unix:/path" for a node on this host, "host:port" for another host.
         secret: The cluster's secret, as hexadecimal text; needed only for "host:port".
-        timeout_s: Time limit of `get` and `match`. Chunks that have not arrived by then count as misses.
-        breaker_s: After a failure of a peer, the client sends this peer no request for this long.
+        timeout_s: Time limit of calls that give no `timeout_s`. In a `get`, chunks that arrive later count as misses.
+        breaker_s: If a peer does not answer, the client sends it no further request for this long.
         connections_per_peer: At most this many idle connections to one peer stay open. Further ones are closed.
         streams_per_peer: A large read from one peer is divided among this many connections. None means a number that
             depends on the number of cores.

@@ -15,7 +15,7 @@ class NodeConfig(Model):
 
     Attributes:
         cluster: Name of the cluster. It is part of the names of all files and actors.
-        node_id: The node's name, unique in its cluster. With the same name a restarted node finds its memory.
+        node_id: The node's name, unique in its cluster. A node that restarts with the same name finds its memory.
         bind: Address on which the node listens for peers and clients. Port 0 means any free port.
         host: Identity of the host. Nodes and clients with equal hosts share memory. None means the detected identity.
         heartbeat_s: Time between heartbeats to the directory.
@@ -54,8 +54,9 @@ class ClusterConfig(Model):
     Attributes:
         name: Name of the cluster.
         storage: Memory and tiers of each node.
-        arena_share: Size of each node's arena as a share of its shm_dir. If set, storage.arena_nbytes has no effect.
-        member_timeout_s: A node that sends no heartbeat for this long is removed from the view.
+        arena_share: Size of each node's arena as a share of the file system of storage.shm_dir. If this is set,
+            storage.arena_nbytes has no effect.
+        member_timeout_s: A node that sends no heartbeat for this long is removed from the view (the list of members).
         separate_hosts: If true, Ray nodes on one machine do not read each other's shared memory. This simulates a
             network, for tests and demonstrations.
     """

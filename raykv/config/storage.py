@@ -69,7 +69,7 @@ class SsdConfig(Model):
 
 
 class FileTierConfig(Model):
-    """Settings of the file tier: a directory on a file system that nodes share, also nodes of other clusters.
+    """Settings of the file tier: a directory on a file system that several nodes share, even nodes of other clusters.
 
     Attributes:
         path: The directory. The node creates it if it is missing.
@@ -111,8 +111,8 @@ class StorageConfig(Model):
 
     Attributes:
         arena_nbytes: Size of the arena: the shared memory for chunks, in shm_dir. The node allocates the arena's pages
-            extent by extent, before writes need them. While nobody writes, it allocates all further extents, as long as
-            an eighth of the memory stays free.
+            extent by extent, before writes need them. While nobody writes, it also allocates the remaining extents, as
+            long as an eighth of the host's memory stays free.
         extent_nbytes: The arena is divided into extents of this size, like slabs of memcached: all slots of an extent
             have the same size. A chunk must fit into one extent.
         max_chunks: Number of rows of the chunk table, 89 bytes each; a chunk takes one row. None means one row per
@@ -174,8 +174,8 @@ class NamespaceConfig(Model):
         ttl_s: Chunks expire this long after they were stored. None means never.
         tiers: Where chunks are stored. "dram": only in memory. "ssd": in tiers below memory, so that memory is only a
             buffer for writes and reads. "both": in memory and in the tiers.
-        dram_quota_nbytes: Limit for the slots of the chunks in one node's memory. At the limit, a new chunk replaces
-            chunks of the same namespace. None means no limit.
+        dram_quota_nbytes: Limit for the bytes of the chunks' slots in one node's memory. At the limit, a new chunk
+            replaces chunks of the same namespace. None means no limit.
         ssd_quota_nbytes: Limit for the bytes of the chunks on one node's SSDs. None means no limit.
         priority: Default priority of chunks, from -100 to 100. Chunks with a higher priority are evicted later.
     """

@@ -62,7 +62,7 @@ class Policy(ABC):
         return [count]
 
     def second_chance(self, columns: Columns, rows: Rows, now: int) -> Bits:
-        """Return which of these victims are spared for now. The call gives each of them another score or queue."""
+        """Return which of these victims are spared for now. The call gives each spared row another score or queue."""
         return np.zeros(len(rows), np.bool_)
 
     def on_insert(self, columns: Columns, rows: Rows, now: int) -> None:  # noqa: B027 - optional
@@ -102,7 +102,7 @@ def key_numbers(columns: Columns, rows: Rows) -> list[int]:
 def single_order(
     policy: Policy, columns: Columns, candidates: Rows, count: int, now: int, ranks: Ranks | None = None
 ) -> Order:
-    """Combine all queues and ranks into one order. Within a rank, each queue's share of `count` comes first."""
+    """Combine all queues and ranks into one order. In a rank, the rows of each queue's share of `count` come first."""
     ranked = ranks if ranks is not None and ranks(candidates, now).any() else None
     if policy.queues == 1 and ranked is None:
         return lambda rows: policy.score(columns, rows, now)

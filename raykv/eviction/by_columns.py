@@ -23,7 +23,7 @@ class LRU(Policy):
 
 
 class LeafLRU(LRU):
-    """LRU that never evicts a chunk before the chunks that follow this chunk in a chain.
+    """LRU that evicts a chunk only after all chunks that follow it in its chains.
 
     Source: SGLang's RadixAttention (Zheng et al., 2024) evicts leaves by recency.
     """

@@ -28,7 +28,7 @@ GHOSTS_SHARE: Final = 8
 GHOSTS_MOST: Final = 1 << 18
 """The policy remembers at most GHOSTS_SHARE evicted chunks (ghosts) per chunk in the cache, and at most GHOSTS_MOST."""
 GHOSTS_OBSERVE_SHARE: Final = 4
-"""When a quarter of the ghosts is new, the policy records for all ghosts how long they were not read."""
+"""When a quarter of the ghosts is new, the policy records for all ghosts how long they have not been read."""
 OBSERVE_SHARE: Final = 32
 OBSERVE_LEAST: Final = 256
 """For each new chunk, OBSERVE_SHARE rows are checked for reads. One pass checks at least OBSERVE_LEAST rows."""
@@ -49,10 +49,10 @@ _ROW: Final = np.dtype(
         ("turn", "<i4"),
         ("place", "<i4"),  # position within its turn
         ("earlier", "<u4"),  # reads of the chunk before it was evicted and stored again
-        ("weight", "<f8"),
-        ("last_read", "<u4"),  # `last_read`, `reads` and `observed`: values at the last check
-        ("reads", "<u4"),
-        ("observed", "<u4"),
+        ("weight", "<f8"),  # 1 / number of chunks stored together
+        ("last_read", "<u4"),  # `accessed` at the last check
+        ("reads", "<u4"),  # `frequency` at the last check
+        ("observed", "<u4"),  # time of the last check
     ]
 )
 
@@ -61,7 +61,7 @@ _Ghost = tuple[int, int, int, int, float]
 
 
 class HitDensity(Policy):
-    """Learns for each class of chunks when and how likely they are read again. Evicts chunks of low hit density first.
+    """Learns for each class how likely its chunks are read again, and when. Evicts chunks of low hit density first.
 
     A class has these features: whether the chunk is shorter than the chunk before it (the end of a prompt); the number
     of its reads; the turn of the conversation in which it was stored; the number of tokens that its last request
@@ -164,8 +164,8 @@ class HitDensity(Policy):
     def _place(self, columns: Columns, rows: list[int], parents: list[int]) -> Integers:
         """Set `turn` and `place` of new rows. Returns, for each row, the number of chunks stored together with it.
 
-        A turn is one request of a conversation. A chunk begins a new turn if the chunk before it was read before, which
-        means that a later request continues the chain.
+        A turn is one request of a conversation. A chunk begins a new turn if its parent was stored earlier and has been
+        read: then a later request continues the chain.
         """
         turns, places, earlier = self._rows["turn"], self._rows["place"], self._rows["earlier"]
         new = dict.fromkeys(rows, 0)

@@ -17,7 +17,7 @@ def by_row(held: npt.NDArray[Scalar], columns: Columns) -> npt.NDArray[Scalar]:
 
 
 class Ghosts:
-    """The keys of chunks that were evicted lately. The oldest keys are dropped first."""
+    """The keys of chunks that were evicted recently. The oldest keys are dropped first."""
 
     def __init__(self) -> None:
         self._keys: dict[int, None] = {}

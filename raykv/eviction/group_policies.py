@@ -33,7 +33,7 @@ class GroupPolicies:
         self._own: dict[int, Policy] = {}
 
     def use(self, group: int | None, policy: Policy | None, rows_in_order: Rows, now: int) -> None:
-        """Replace a policy. The new policy starts from the rows that are here; the old policy's state is lost.
+        """Replace a policy. The new policy starts from the rows that hold chunks now; the old policy's state is lost.
 
         Group None: replace the default policy. Policy None: the group uses the default policy from now on.
         `rows_in_order`: all rows with a chunk, parents before children.

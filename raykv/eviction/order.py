@@ -28,7 +28,7 @@ class EvictionOrder:
         self._heaps: list[list[tuple[Any, int, int, int]]] = [[] for _ in range(policy.queues)]
         count = len(columns.accessed)
         self._here = np.zeros(count, np.bool_)
-        self._stamp = [0] * count  # by row: the newest stamp; heap entries with an older one are ignored
+        self._stamp = [0] * count  # by row: the newest stamp; heap entries with an older stamp are ignored
         self._stamps = 0
         self._scored = np.zeros(count, columns.accessed.dtype)  # by row: `accessed` at the last scoring
         self._queue = [0] * count

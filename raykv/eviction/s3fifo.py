@@ -21,7 +21,9 @@ MOST_ROUNDS: Final = 3
 
 
 class S3FIFO(Policy):
-    """Queue 0 (small) takes new chunks. Queue 1 (main) takes chunks that were read in queue 0 or evicted before.
+    """Queue 0 (small) takes new chunks. Queue 1 (main) takes chunks that are likely to be read again.
+
+    These were read READS_TO_STAY times in queue 0, or are stored again after they were evicted from queue 0.
 
     Source: S3-FIFO (Yang et al., SOSP 2023), with the parameters given there.
     """
@@ -34,7 +36,7 @@ class S3FIFO(Policy):
         self._counted = np.zeros(0, np.uint32)  # by row: reads that have already given a second chance
         self._ghosts = Ghosts()
         self._held = 0
-        self._full = False  # after the first eviction, new chunks no longer fill the main queue
+        self._full = False  # set by the first eviction; until then, new chunks may fill the main queue
         self._last = 0
 
     def score(self, columns: Columns, rows: Rows, now: int) -> npt.NDArray[np.int64]:

@@ -53,8 +53,8 @@ _OTHERS: Final = ("BlockRemoved", "AllBlocksCleared")
 
 def requests_of(lines: Iterable[tuple[str, bytes]]) -> list[RequestLine]:
     """Make requests from pairs (place of the line, line). Raises UsageError, which names the place and the field."""
-    before: dict[int | str, int | str | None] = {}
-    growing: dict[int | str, tuple[RequestLine, float]] = {}  # by last block: request, block's time
+    before: dict[int | str, int | str | None] = {}  # block -> the block before it in the chain
+    growing: dict[int | str, tuple[RequestLine, float]] = {}  # last block -> its request, time of the block
     requests: list[RequestLine] = []
     for where, line in lines:
         for at_s, event in _stored(where, line):

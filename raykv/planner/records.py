@@ -46,7 +46,7 @@ class ModelShape:
     def prefill_flops(self, tokens: int, attended: int) -> float:
         """Return the floating-point operations for a prefill.
 
-        `tokens`: number of tokens to compute. `attended`: for each of them the number of tokens before it, added up.
+        `tokens`: number of tokens to compute. `attended`: the sum, over them, of the number of tokens before each.
         """
         return 2.0 * self.parameters * tokens + 4.0 * self.layers * self.hidden * (attended + tokens)
 
@@ -59,7 +59,7 @@ class Record:
     request hit too (with "belady": every hit). Only prefix hits are useful to an engine. `tokens_hit`, `saved_flops`
     and `saved_gib` count prefix hits only. `size_share` is the size divided by the number of different chunks. The
     SSD's bytes per day are extrapolated from the trace's duration. `ssd_write_amplification` is the number of chunks
-    written to the SSD, including those moved within it, divided by the number of those from memory.
+    written to the SSD, divided by the number that came from memory. The other chunks were moved within the SSD.
     """
 
     trace: str

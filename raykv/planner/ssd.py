@@ -31,8 +31,8 @@ class Ssd:
         self._most = max(2, capacity // self._segment)
         self._admission, self._token_nbytes = admission, token_nbytes
         self._segments: deque[list[int]] = deque([[]])
-        self._held: dict[int, tuple[int, int, bool]] = {}  # tokens, reads, whether read since the write
-        self._refused: set[int] = set()  # a chunk of these that is offered again was stored twice
+        self._held: dict[int, tuple[int, int, bool]] = {}  # chunk -> tokens, reads, whether read since the write
+        self._refused: set[int] = set()  # chunks that were not admitted; another offer of one counts as one more read
         self.written = self.moved = self.tokens = 0
 
     def has(self, chunk: int) -> bool:

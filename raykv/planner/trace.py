@@ -30,7 +30,7 @@ MAX_LINE_NBYTES: Final = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request: its arrival, the numbers of its chunks (first to last), and the tokens of prompt and answer."""
+    """One request: its arrival, the numbers of its chunks (first to last), and the lengths of prompt and answer."""
 
     at_s: float
     chunks: list[int]
