@@ -1,1 +1,1 @@
-"""Measurements. Every figure is a ratio to something measured in the same run: these machines are shared."""
+"""Benchmarks. The machines are shared, so figures are compared with others that were measured in the same run."""

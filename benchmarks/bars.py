@@ -1,6 +1,6 @@
-"""The bars for raykv, and whether the runs show that it meets them.
+"""Computes the bars: figures of raykv that must reach a bound, such as a ratio to a limit or to the best peer.
 
-Single objects of 16 KiB are in the tables, without a bar: KV caches have no chunks of that size.
+The tables also show single objects of 16 KiB. They have no bar, because KV caches have no chunks of this size.
 """
 
 import statistics
@@ -27,21 +27,21 @@ from benchmarks.workloads import BATCH, KIB, LOOKUP_BATCH, MIB, Workload, get, p
 
 BAR_SIZES = (64 * KIB, MIB, 4 * MIB)
 SECOND_LIMITS = {DICT: MAPPED_DICT, MEMCPY: MAPPED}
-"""The note shows the ratio to this other limit as well."""
+"""Maps a limit to another one. The note of a bar also shows the ratio to the other limit."""
 NEAR = 0.05
-"""A miss by less than this share is noted, not pursued."""
+"""A bar that is missed by less than this share is shown as such."""
 REMOTE_RAYKV = [RAYKV_MATCHED, RAYKV, RAYKV_GENERAL]
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One line.
+    """A figure of raykv, and the bound (`bar`) that it must reach.
 
     Attributes:
-        value: The figure; None when it could not be measured.
-        at_least: Whether `bar` is a lower bound, else an upper one.
-        unit: Behind the figures: "x" for ratios.
-        note: Against which peer; what is missing.
+        value: The figure; None if it could not be measured.
+        at_least: Whether `bar` is a lower bound. Otherwise it is an upper bound.
+        unit: Text after the figures: "x" for ratios.
+        note: Further text, such as the peer that raykv is compared with, and missing peers.
     """
 
     name: str
@@ -53,21 +53,21 @@ class Bar:
 
     @property
     def met(self) -> bool | None:
-        """None when it could not be measured."""
+        """Whether the figure reaches the bar; None if it could not be measured."""
         if self.value is None:
             return None
         return self.value >= self.bar if self.at_least else self.value <= self.bar
 
     @property
     def near(self) -> bool:
-        """Whether it is met, or missed by less than `NEAR`."""
+        """Whether the bar is met, or missed by less than NEAR."""
         if self.value is None:
             return False
         return self.value >= self.bar * (1 - NEAR) if self.at_least else self.value <= self.bar * (1 + NEAR)
 
 
 class Bars:
-    """All of them, from one run."""
+    """All bars of one run."""
 
     def __init__(self, results: dict[str, Any]) -> None:
         self._results, self._figures = results, Figures(results)
@@ -76,7 +76,7 @@ class Bars:
     def _to_limit(
         self, name: str, phase: PhaseName, rows: list[str], limit: str, workload: Workload, bar: float
     ) -> None:
-        """Ratio of the best of our lines to a limit."""
+        """Add a bar: the ratio of the best of these lines of raykv to a limit."""
         best = self._figures.best(phase, rows, workload)
         value = self._figures.ratio(phase, best[0], limit, workload) if best else None
         notes = [best[0]] if best and best[0] != RAYKV else []
@@ -89,7 +89,10 @@ class Bars:
     def _to_peers(
         self, name: str, phase: PhaseName, rows: list[str], workload: Workload, bar: float, *, crossing: bool = False
     ) -> None:
-        """Ratio of the best of our lines to the best peer."""
+        """Add a bar: the ratio of the best of these lines of raykv to the best peer.
+
+        With `crossing`, only peers whose puts involve another process count.
+        """
         ours = self._figures.best(phase, rows, workload)
         theirs = self._figures.best(phase, self._peers(phase, crossing=crossing), workload)
         value = ours[1] / theirs[1] if ours and theirs else None
@@ -101,7 +104,7 @@ class Bars:
         return [row.label for row in rows if row.kind == "peer" and (row.crosses or not crossing)]
 
     def _against(self, best: tuple[str, float] | None) -> str:
-        """Whom the figure is compared to, and who should have been there as well."""
+        """Return the text that names the best peer and the missing peers."""
         missing = "".join(f"; peer missing: {name}" for name in self._results["missing"])
         return (f"to {best[0]}" if best else "peer missing") + missing
 
@@ -184,13 +187,13 @@ class Bars:
 
 
 def mixed_rates(results: dict[str, Any]) -> dict[int, str]:
-    """The writer's rates, in objects a second, and what to call them."""
+    """Map the writer's rates, in objects per second, to their names in the tables. Rate 0 means full speed."""
     rates = sorted({cell["rate"] for cell in results["mixed"] if "rate" in cell})
     return {rate: f"{rate * 64 * KIB / 1e6:.0f} MB/s of writes" if rate else "writes at full speed" for rate in rates}
 
 
 def median(runs: Sequence[dict[str, Any]]) -> list[Bar]:
-    """Every bar with the median of its values in these runs. A figure counts as the median of three."""
+    """Return every bar with the median of its values in these runs."""
     made = []
     for bars in zip(*map(compute, runs), strict=True):
         values = [bar.value for bar in bars if bar.value is not None]
@@ -201,7 +204,7 @@ def median(runs: Sequence[dict[str, Any]]) -> list[Bar]:
 
 
 def compute(results: dict[str, Any]) -> list[Bar]:
-    """Every bar of one run, in the order of the tables."""
+    """Compute all bars of one run, in the order of the tables."""
     bars = Bars(results)
     bars.local()
     bars.lookups()

@@ -1,4 +1,4 @@
-"""The chart: throughput of batches and latency of single calls, here and from another host.
+"""Draws the chart: throughput of batches and latency of single calls, local and remote.
 
 python -m benchmarks.chart RESULTS.json CHART.png
 """
@@ -26,7 +26,7 @@ COLOURS = {
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
-    """Write the PNG."""
+    """Draw all panels, and write them to a PNG file."""
     figures = Figures(results)
     kinds = (("get", True), ("put", True), ("get", False), ("put", False))
     panels = [
@@ -81,7 +81,7 @@ def _panel(axis: Axes, phase: Phase, group: list[Workload], figures: Figures) ->
 
 
 def _colour(row: Row, phase: Phase) -> str:
-    """The same in every panel."""
+    """Return the colour of a line. It is the same in all panels of a phase."""
     same = [each for each in phase.rows if each.kind == row.kind]
     colours = COLOURS[row.kind]
     return colours[same.index(row) % len(colours)]

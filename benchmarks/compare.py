@@ -1,11 +1,11 @@
-"""raykv and other stores on the same objects, in turn, round after round, with the machine's limits in between.
+"""Compares raykv with other stores and with the machine's limits, on the same objects, in interleaved rounds.
 
     python -m benchmarks.compare [--quick] [--rounds N] [--runs N] [--peers a,b] [--json FILE] [--from FILE ...]
 
-Prints tables, then the bars for raykv, and whether it meets them. A figure counts as the median of three runs:
-`--runs 3`, or `--from` with the files of three runs. All TCP sockets have the system's congestion control.
-benchmarks/README.md describes each line. A peer that cannot be installed or started is named, with the reason, and the
-others go on.
+Prints tables, then the bars for raykv, and whether it meets them. The result is the median of three runs: `--runs 3`,
+or `--from` with the files of three runs. All TCP sockets have the system's congestion control. benchmarks/README.md
+describes each line. If a peer cannot be installed or started, its name and the reason are printed, and the others are
+measured.
 """
 
 import argparse
@@ -39,23 +39,23 @@ from benchmarks.workloads import GIB, KIB, MIB, STORE_NBYTES
 MIXED_STORE_NBYTES: Final = 512 * MIB
 MIXED_FILL_S: Final = 2.0
 MIXED_MARGIN_S: Final = 0.3
-"""The writer begins this much before the reads that count, and ends this much after them."""
+"""The writer begins this long before the counted reads, and ends this long after them."""
 STARTUP_ARENA_NBYTES: Final = 16 * GIB
 LOOKUP_ROWS: Final = 1_000_000
 LOOKUP_MANY_ROWS: Final = 10_000_000
 LOOKUP_FILL_S: Final = 20.0
-"""What a store has not stored by then, it is not asked for."""
+"""A store is filled for at most this long. Only the keys that it has by then are looked up."""
 QUICK_LOOKUP_PEERS: Final = {"redis", "memcached"}
-"""They store a million objects in two seconds."""
+"""The peers of the lookups with `--quick`: they store a million objects in two seconds."""
 QUICK_MIXED_PEERS: Final = {"mooncake", "memcached"}
 LAST: Final = ROOT / ".cache" / "bench" / "last.json"
 
 
 class Run:
-    """One run of everything.
+    """One run of all measurements.
 
     Attributes:
-        results: What goes into the JSON file.
+        results: The content of the JSON file.
     """
 
     def __init__(self, *, rounds: int, peers: set[str], quick: bool, write_rate: int) -> None:
@@ -79,7 +79,7 @@ class Run:
         }
 
     def everything(self) -> None:
-        """Install, measure, and leave the machine as it was."""
+        """Install the peers and measure. Then end all processes and remove all temporary files."""
         specs = [spec for phase in (LOCAL, REMOTE) for spec in phase.only(self._peers).specs]
         self._environments = environments.prepare({spec.environment for spec in specs} | {environments.CHART})
         self._say("environments are ready")
@@ -153,7 +153,7 @@ class Run:
                 del workers[name]
         self._say(f"{phase.name}: {len(workers)} workers are ready")
         rows = [row for row in phase.rows if row.worker in workers]
-        for number in range(self._rounds + 1):  # the first one warms up and is not counted
+        for number in range(self._rounds + 1):  # the first round warms up and is not counted
             for place, workload in enumerate(wanted):
                 shift = (number + place) % len(rows)
                 for row in rows[shift:] + rows[:shift]:
@@ -178,7 +178,7 @@ class Run:
     # -- start-up ---------------------------------------------------------------------------------------------------
 
     def _startup(self) -> None:
-        """How long a node takes: raykv alone."""
+        """Measure how long a raykv node takes to start."""
         worker = self._start(Spec("raykv", "raykv_store", "", {"idle": True}), store_nbytes=0, tag=" special")
         assert worker is not None
         try:
@@ -195,7 +195,7 @@ class Run:
     # -- lookups among very many keys -------------------------------------------------------------------------------
 
     def _lookups(self) -> None:
-        """All stores with as many keys, in turn; then raykv alone with more."""
+        """Measure lookups: all stores in turn, with LOOKUP_ROWS keys; then raykv alone, with LOOKUP_MANY_ROWS keys."""
         peers = self._peers & QUICK_LOOKUP_PEERS if self._quick else self._peers
         workers: dict[str, Worker] = {}
         for label, spec in LOOKUPS:
@@ -204,7 +204,7 @@ class Run:
                 if worker is not None and self._filled(label, worker, LOOKUP_ROWS):
                     workers[label] = worker
         labels = list(workers)
-        for number in range(self._rounds + 1):  # the first one warms up and is not counted
+        for number in range(self._rounds + 1):  # the first round warms up and is not counted
             shift = number % max(1, len(labels))
             for label in labels[shift:] + labels[:shift]:
                 self._look_up(label, workers[label], number)
@@ -238,7 +238,7 @@ class Run:
     # -- the mixed run ----------------------------------------------------------------------------------------------
 
     def _mixed(self) -> None:
-        """One reader and one writer a store, which is full and evicts. The stores take their turns whole."""
+        """Measure a reader and a writer on one full store that evicts, then on the next store."""
         limits = self._start(Spec("limits", "limits"), store_nbytes=0, tag=" mixed")
         assert limits is not None
         limits.ask("store_mixed", face="loader")
@@ -267,7 +267,7 @@ class Run:
             writer.ask("load", face="", seconds=MIXED_FILL_S, rate=0)
         for number in range(rounds + 1):
             alone = limits.ask("mixed", face="mapped dict", seconds=seconds, round=number)
-            reader.ask("store_mixed", face="")  # what the writer drove out in the round before
+            reader.ask("store_mixed", face="")  # restore what the writer evicted in the last round
             quiet = reader.ask("mixed", face="", seconds=seconds, round=number)
             for rate in (0, self._write_rate):
                 reader.ask("store_mixed", face="")
@@ -282,7 +282,7 @@ class Run:
                     cell = {"row": label, "round": number, "rate": rate, "alone": alone, "quiet": quiet}
                     self.results["mixed"].append({**cell, "read": read, "wrote": wrote})
         if spec.module == "raykv_store":
-            reader.ask("store_mixed", face="")  # what the writer drove out
+            reader.ask("store_mixed", face="")  # restore what the writer evicted
             reader.ask("special", name="freeze")
             try:
                 self.results["frozen"] = reader.ask("mixed", face="", seconds=seconds, round=0, put_back=False)
@@ -292,7 +292,7 @@ class Run:
 
 
 def main() -> int:
-    """Measure, print, draw."""
+    """Measure, print the tables and the bars, and draw the chart. Returns 1 if a store gave wrong bytes."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="three rounds, fewer peers and workloads")
     parser.add_argument("--rounds", type=int, help="rounds that count (default 5, with --quick 3)")
@@ -315,7 +315,7 @@ def main() -> int:
     if arguments.sources:
         runs = [json.loads(source.read_text()) for source in arguments.sources]
     else:
-        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))  # so that everything is cleaned up
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))  # runs the clean-up
         chosen = (
             arguments.peers.split(",") if arguments.peers is not None else (QUICK_PEERS if arguments.quick else PEERS)
         )

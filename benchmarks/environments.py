@@ -1,4 +1,4 @@
-"""Each peer in an environment of its own, under .cache/bench; made once, and again when its requirements change."""
+"""Makes an environment for each peer, under .cache/bench. It is made again if the peer's requirements have changed."""
 
 import hashlib
 import os
@@ -18,17 +18,17 @@ CACHE: Final = ROOT / ".cache" / "bench"
 PROGRAMS: Final = CACHE / "debian"
 REQUIREMENTS: Final = Path(__file__).parent / "requirements"
 CHART: Final = "chart"
-"""The environment that charts are drawn in."""
+"""Name of the environment in which charts are drawn."""
 TIMEOUT_S: Final = 600
 
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """Where a system runs.
+    """The environment in which the client of a store runs.
 
     Attributes:
-        python: Its interpreter.
-        problem: Why it cannot run; empty when it can.
+        python: Path of its interpreter.
+        problem: Why the environment cannot be used; empty if it can.
     """
 
     python: Path
@@ -36,9 +36,9 @@ class Environment:
 
 
 def prepare(names: set[str]) -> dict[str, Environment]:
-    """Make what is missing of the environments named, side by side; "" is the one of this process.
+    """Make those of the named environments that are missing, in parallel. "" is the environment of this process.
 
-    A peer that cannot be installed has a `problem`, and the others go on.
+    An environment that cannot be made has a `problem`. The others can still be used.
     """
     made = {"": Environment(Path(sys.executable))}
     with ThreadPoolExecutor() as threads:
@@ -56,7 +56,7 @@ def prepare(names: set[str]) -> dict[str, Environment]:
 
 
 def draw(results: Path, chart: Path) -> str:
-    """Draw a JSON file's figures. Returns why that was not possible; empty when it was."""
+    """Draw the figures of a JSON file. Returns why that was not possible, or an empty text."""
     environment = prepare({CHART})[CHART]
     command = [str(environment.python), "-m", "benchmarks.chart", str(results.resolve()), str(chart.resolve())]
     return environment.problem or _guarded(partial(_run, command, cwd=str(ROOT)))
@@ -75,7 +75,7 @@ def _works(python: Path) -> bool:
 
 
 def _install(name: str) -> None:
-    """A virtual environment with what requirements/NAME.txt pins."""
+    """Make a virtual environment with the packages that requirements/NAME.txt pins."""
     requirements, folder = REQUIREMENTS / f"{name}.txt", CACHE / name
     if _is_current(folder, requirements):
         return
@@ -89,13 +89,13 @@ def _install(name: str) -> None:
 
 
 def _torch_source() -> list[str]:
-    """The Makefile's answer to where PyTorch's CPU wheel comes from."""
+    """Return the options for `uv pip install` that say where PyTorch's CPU wheel is. The Makefile may set them."""
     given = os.environ.get("RAYKV_TORCH_SOURCE", "").split()
     return given or ["--torch-backend", "cpu"]
 
 
 def _unpack() -> None:
-    """Fetch Debian's packages with apt and unpack them. Nothing is installed, so nobody needs to be root."""
+    """Download Debian packages with apt and unpack them. Nothing is installed, so this works without root."""
     requirements = REQUIREMENTS / "debian.txt"
     if _is_current(PROGRAMS, requirements):
         return
@@ -110,7 +110,7 @@ def _unpack() -> None:
         except RuntimeError:
             if os.getuid():
                 raise
-            _run(["apt-get", "update", "-q"])  # a new machine may not have the lists yet
+            _run(["apt-get", "update", "-q"])  # a new machine may have no package lists yet
             _run(command, cwd=folder)
         for package in sorted(Path(folder).glob("*.deb")):
             _run(["dpkg-deb", "-x", str(package), str(PROGRAMS)])

@@ -1,4 +1,4 @@
-"""Medians and ratios of what a run measured."""
+"""Medians and ratios of the measurements of a run."""
 
 import statistics
 from typing import Any
@@ -8,7 +8,7 @@ from benchmarks.workloads import Workload
 
 
 class Figures:
-    """The cells of a run by phase, line and workload."""
+    """The measurements of a run, by phase, line and workload."""
 
     def __init__(self, results: dict[str, Any]) -> None:
         self._rounds: dict[tuple[str, str, str], dict[int, dict[str, Any]]] = {}
@@ -21,21 +21,21 @@ class Figures:
                 self._rounds.setdefault(key, {})[cell["round"]] = cell
 
     def rows(self, phase: str) -> set[str]:
-        """Lines that have any figure."""
+        """Return the lines of a phase that have at least one figure."""
         return {row for known, row, _ in self._rounds if known == phase}
 
     def failed(self, phase: str, row: str, workload: Workload) -> bool:
-        """Whether a measurement broke off."""
+        """Return whether a measurement of this line failed."""
         return (phase, row, workload.name) in self._errors
 
     def value(self, phase: str, row: str, workload: Workload, unit: str | None = None) -> float | None:
-        """Median over the rounds, in the workload's own unit: see `unit_of`."""
+        """Return the median over the rounds; None if there is no figure. `unit` is `unit_of(workload)` by default."""
         rounds = self._rounds.get((phase, row, workload.name))
         unit = unit or unit_of(workload)
         return statistics.median(cell[unit] for cell in rounds.values()) if rounds else None
 
     def ratio(self, phase: str, row: str, to: str, workload: Workload) -> float | None:
-        """Median over the rounds of one line's figure over another's in the same round."""
+        """Divide the figure of line `row` by that of line `to` in each round. Return the median of these ratios."""
         ours = self._rounds.get((phase, row, workload.name), {})
         theirs = self._rounds.get((phase, to, workload.name), {})
         unit = unit_of(workload)
@@ -43,7 +43,7 @@ class Figures:
         return statistics.median(ratios) if ratios else None
 
     def best(self, phase: str, rows: list[str], workload: Workload) -> tuple[str, float] | None:
-        """The best of these lines, and its figure."""
+        """Return the best of these lines and its figure; None if none has a figure."""
         found = [(row, value) for row in rows if (value := self.value(phase, row, workload)) is not None]
         if not found:
             return None
@@ -51,7 +51,7 @@ class Figures:
 
 
 class Lookups:
-    """What was measured among very many keys: medians over the rounds, by line and number of keys."""
+    """The lookups among very many keys, by line and number of keys: medians over the rounds."""
 
     def __init__(self, results: dict[str, Any]) -> None:
         self._cells: dict[tuple[str, int], list[dict[str, Any]]] = {}
@@ -60,17 +60,20 @@ class Lookups:
                 self._cells.setdefault((cell.get("row", RAYKV), cell["rows"]), []).append(cell)
 
     def lines(self) -> list[tuple[str, int]]:
-        """(line, keys that it holds), in the order of the line-up."""
+        """Return (line, number of keys that its store holds) pairs, in the order of `LOOKUPS`."""
         order = [label for label, _ in LOOKUPS]
         return sorted(self._cells, key=lambda line: (order.index(line[0]), line[1]))
 
     def value(self, row: str, rows: int, field: str) -> float | None:
-        """`keys_per_s` in batches, `first_keys_per_s` in those right after a pause, or `single_p50_s`."""
+        """Return the median of a field; None if there is no figure.
+
+        Fields are `keys_per_s` of batches, `first_keys_per_s` of the first batches after a pause, and `single_p50_s`.
+        """
         found = [cell[field] for cell in self._cells.get((row, rows), ()) if field in cell]
         return statistics.median(found) if found else None
 
     def best_peer(self, rows: int) -> tuple[str, float] | None:
-        """The peer that answers most keys a second among so many, and its figure."""
+        """Return the fastest of the peers that hold this number of keys, and its keys per second."""
         rates = [
             (row, rate)
             for row, held in self._cells
@@ -80,12 +83,12 @@ class Lookups:
 
 
 def is_rate(workload: Workload) -> bool:
-    """Whether more is better."""
+    """Return whether the figure is a rate, so that higher is better. Otherwise it is a time."""
     return workload.batch > 1
 
 
 def unit_of(workload: Workload) -> str:
-    """Batches: GB/s, or lookups a second. Single calls: seconds, the median call."""
+    """Return the field of the figure: GB/s or lookups per second for batches, median seconds for single calls."""
     if workload.batch == 1:
         return "p50_s"
     return "gb_per_s" if workload.nbytes else "objects_per_s"

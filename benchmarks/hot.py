@@ -1,10 +1,11 @@
-"""What reads of memory cost while the drive below it has all it can do.
+"""Measures how much slower reads of chunks in memory are while the node's SSD is saturated.
 
 Run by hand: `python -m benchmarks.hot --directory /path/on/the/drive`
 
-A node in a process of its own; this process reads single chunks that stay in memory, alone and then while a second
-process has the node bring chunks up from its SSD without a pause (it copies none of them itself, so that it is the
-drive that is busy and not the processors). With `--writes` it puts and reads chunks too. Rounds of both alternate.
+The node runs in its own process. This process reads single chunks that stay in memory: first alone, then while a second
+process makes the node promote chunks from its SSD without a pause. The second process copies none of these chunks, so
+that the drive is busy and not the CPU. With `--writes` it also puts and reads chunks. Rounds with and without this load
+alternate.
 """
 
 import argparse
@@ -33,7 +34,7 @@ STORED_NBYTES = 3 * GIB
 
 
 def saturate(address: str, go: Any, stop: Any, ready: Any, writes: bool) -> None:
-    """Store more than memory holds, each read once so that it is worth keeping; then have it brought up at random."""
+    """Store more chunks than memory holds, and read each once, so that the SSD admits it. Then promote random ones."""
     client = raykv.connect(SPACE, address=address, copy_threads=1)
     values = [np.frombuffer(np.random.default_rng(number).bytes(COLD_NBYTES), np.uint8) for number in range(BATCH)]
     into = [np.zeros(COLD_NBYTES, np.uint8) for _ in range(BATCH)]
@@ -47,7 +48,7 @@ def saturate(address: str, go: Any, stop: Any, ready: Any, writes: bool) -> None
     while number * COLD_NBYTES < STORED_NBYTES:
         store()
         number += BATCH
-        time.sleep(0.01)  # so that most of it is written down
+        time.sleep(0.01)  # gives the node time to demote most chunks
     ready.set()
     while not stop.is_set():
         if not go.wait(0.05):
@@ -61,7 +62,7 @@ def saturate(address: str, go: Any, stop: Any, ready: Any, writes: bool) -> None
 
 
 def measure(client: raykv.Client, keys: list[bytes], into: memoryview, seconds: float) -> list[float]:
-    """Times of single reads in seconds."""
+    """Read random chunks one by one for `seconds`. Returns the seconds of each read."""
     times, until_s, clock = [], time.perf_counter() + seconds, time.perf_counter
     random = np.random.default_rng(7)
     while clock() < until_s:
@@ -74,7 +75,7 @@ def measure(client: raykv.Client, keys: list[bytes], into: memoryview, seconds: 
 
 
 def main() -> None:
-    """Measure, and print a line a round."""
+    """Measure, and print one line per round."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()), help="on the drive")
     parser.add_argument("--rounds", type=int, default=5)

@@ -1,4 +1,4 @@
-"""Who is measured: the workers to start, and the lines of the tables that they fill."""
+"""Which stores are measured: the worker processes to start, and the table lines that they fill."""
 
 from dataclasses import dataclass
 from typing import Final, Literal
@@ -12,12 +12,12 @@ PhaseName = Literal["local", "remote"]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A line of a table.
+    """A line of the tables.
 
     Attributes:
-        worker: Name of the worker that measures it.
-        face: Which of the worker's ways to call its store.
-        crosses: Whether its puts involve another process.
+        worker: Name of the worker that measures the line (`Spec.name`).
+        face: Name of the `Face`, the way in which the worker calls its store.
+        crosses: Whether a put involves another process.
     """
 
     label: str
@@ -29,21 +29,21 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """Workers that live at the same time, and are measured in turn."""
+    """Workers that run at the same time and are measured in turn, and the lines that they fill."""
 
     name: PhaseName
     specs: tuple[Spec, ...]
     rows: tuple[Row, ...]
 
     def only(self, peers: set[str]) -> "Phase":
-        """The same with these peers alone (and raykv and the limits)."""
+        """Return this phase without the peers that are not in `peers`. raykv and the limits stay."""
         specs = tuple(spec for spec in self.specs if peer_of(spec) in {"", *peers})
         names = {spec.name for spec in specs}
         return Phase(self.name, specs, tuple(row for row in self.rows if row.worker in names))
 
 
 def peer_of(spec: Spec) -> str:
-    """What `--peers` calls it; "" for raykv and the limits."""
+    """Return the name of a peer as in `--peers`; "" for raykv and the limits."""
     return "" if spec.module in ("limits", "raykv_store") else spec.name.partition(" ")[0]
 
 
@@ -125,13 +125,13 @@ LOOKUPS: Final = (
     ("Redis, Unix socket", Spec("redis", "redis", "debian", {"small": True})),
     ("memcached, Unix socket", Spec("memcached", "memcached", "debian", {"small": True})),
 )
-"""Who is asked for keys among a million of them."""
+"""Lines and workers of the lookups among very many keys."""
 PEERS: Final = ("mooncake", "lmcache", "redis", "memcached", "ray")
 QUICK_PEERS: Final = ("mooncake", "lmcache", "redis", "memcached")
 
 
 def workloads(phase: PhaseName, *, quick: bool) -> tuple[Workload, ...]:
-    """What a phase asks."""
+    """Return the workloads that are measured in a phase."""
     if not quick:
         return ALL
     if phase == "local":

@@ -1,4 +1,4 @@
-"""What the figures were measured on."""
+"""Describes the machine on which the figures were measured."""
 
 import os
 import platform
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def facts() -> dict[str, Any]:
-    """Processor, kernel, memory, huge pages, load, and the congestion control of all TCP sockets."""
+    """Return processor, kernel, memory, huge pages, load, and the default congestion control of TCP sockets."""
     cpu = next(
         (line.partition(":")[2].strip() for line in _read("/proc/cpuinfo").splitlines() if "model name" in line), ""
     )

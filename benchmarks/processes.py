@@ -1,4 +1,4 @@
-"""The driver's end of a worker: start it, ask it, end it whatever happens."""
+"""Starts the worker processes, sends them requests, and stops them."""
 
 import json
 import os
@@ -21,9 +21,10 @@ class Spec:
     """A worker to start.
 
     Attributes:
-        name: For logs and errors.
-        module: In benchmarks.systems.
-        environment: Whose interpreter runs it; "" for this one's.
+        name: Name of the worker in `Row.worker`, logs and errors.
+        module: Name of the store's module in benchmarks.systems.
+        environment: Name of the environment in which it runs; "" for the environment of this process.
+        options: Options of the store; see `benchmarks.system.Setting`.
     """
 
     name: str
@@ -33,7 +34,7 @@ class Spec:
 
 
 class WorkerError(Exception):
-    """A worker could not do it. The message says why."""
+    """A worker could not fulfil a request. The message says why."""
 
 
 class Worker:
@@ -50,11 +51,12 @@ class Worker:
         shared: dict[str, Any] | None = None,
         tag: str = "",
     ) -> None:
-        """Start it; it comes up while others do.
+        """Start the process, without waiting for it: several workers may start at once.
 
         Args:
-            scratch, shm: Its directories are made in them.
-            shared: What the worker that has the servers said, for one that only connects.
+            scratch, shm: Directories in which the worker's own directories are made.
+            shared: For a worker that only connects: `System.shared` of the worker that has the servers.
+            tag: Added to the name of the worker's directories, which must be unique.
         """
         self.spec = spec
         name = f"{spec.name}{tag}".replace(" ", "-")
@@ -89,16 +91,17 @@ class Worker:
         self.failure = ""
 
     def ask(self, do: str, **fields: Any) -> dict[str, Any]:
-        """One request and its answer.
+        """Send a request and return the answer.
 
         Raises:
-            WorkerError: It failed, or ended, or takes too long; it is of no use in the last two cases.
+            WorkerError: The request failed, or the worker has ended or takes too long. In the last two cases the worker
+                is stopped.
         """
         self.tell(do, **fields)
         return self.answer()
 
     def tell(self, do: str, **fields: Any) -> None:
-        """A request, whose answer is fetched later."""
+        """Send a request. Call `answer` later to get its answer."""
         if self.failure:
             raise WorkerError(self.failure)
         assert self._process.stdin is not None
@@ -109,10 +112,10 @@ class Worker:
             self._fail("ended")
 
     def answer(self, timeout_s: float = ANSWER_S) -> dict[str, Any]:
-        """The answer to the oldest request that has none yet.
+        """Wait for the answer to the oldest unanswered request, and return it.
 
         Raises:
-            WorkerError: As for `ask`.
+            WorkerError: See `ask`.
         """
         assert self._process.stdout is not None
         until_s = time.monotonic() + timeout_s
@@ -137,7 +140,7 @@ class Worker:
         raise WorkerError(self.failure)
 
     def stop(self) -> None:
-        """Ask it to end its servers and itself; make sure that its whole group is gone."""
+        """Ask the worker to stop its servers and to end. Then kill its process group."""
         if self._process.poll() is None:
             try:
                 assert self._process.stdin is not None
@@ -154,7 +157,7 @@ class Worker:
                 except subprocess.TimeoutExpired:
                     pass
         try:
-            os.killpg(self._process.pid, signal.SIGKILL)  # the group is ours alone: it began with the worker
+            os.killpg(self._process.pid, signal.SIGKILL)  # only the worker and its children are in it
         except ProcessLookupError:
             pass
         self._process.wait()

@@ -1,4 +1,4 @@
-"""The tables, as text."""
+"""Formats the results of a run as text."""
 
 import statistics
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ TITLES = {
 
 
 def text(results: dict[str, Any], bars: Sequence[Bar]) -> str:
-    """Everything."""
+    """Format all tables, the bars, the missing peers, and the lines with wrong bytes."""
     figures = Figures(results)
     parts = [_machine(results)]
     for phase in (LOCAL, REMOTE):
@@ -112,7 +112,7 @@ def _us(cells: Sequence[dict[str, Any]], part: str, field: str) -> str:
 
 
 def bars_text(bars: Sequence[Bar]) -> str:
-    """The bars, and whether they are met."""
+    """Format the bars, and whether each is met."""
     lines = []
     for bar in bars:
         met = {True: "met", False: "missed by less than 5 %" if bar.near else "NOT MET", None: "not measured"}[bar.met]
@@ -125,7 +125,7 @@ def bars_text(bars: Sequence[Bar]) -> str:
 
 
 def aligned(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as they must be; the first and those after a verdict to the left, figures to the right."""
+    """Format a table. The first column and columns without a head are left-aligned, the others right-aligned."""
     rows = [list(heads), *map(list, lines)]
     count = max(map(len, rows))
     rows = [row + [""] * (count - len(row)) for row in rows]

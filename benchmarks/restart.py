@@ -1,10 +1,10 @@
-"""How long a killed node with a large table is away, from the kill to the first hit.
+"""Measures how long a killed node with a large table is unavailable: from the kill to the first hit.
 
 Run by hand: `python -m benchmarks.restart`
 
-A supervised node (`raykv.supervisor.handle`, as Ray's actors run it) is killed with signal 9 again and again. A client,
-which does not map the memory, asks for a chunk until it has its bytes. For comparison, in turn: a new Python process
-that imports what a node needs, and ends. A restart without a supervisor would begin with that.
+A supervised node (`raykv.supervisor.handle`, as Ray's actors run it) is killed with signal 9 again and again. A client
+that does not map the node's memory requests a chunk until its bytes arrive. For comparison, each round also measures a
+new Python process that imports the modules of a node and ends: a restart without a supervisor would begin with this.
 """
 
 import argparse
@@ -41,7 +41,7 @@ SECRET = bytes(32)
 
 
 def main() -> None:
-    """Fill, kill, print."""
+    """Fill the table, kill the node repeatedly, and print the times."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rows", type=int, default=1 << 20)
     parser.add_argument("--kills", type=int, default=20)
@@ -77,7 +77,7 @@ def _run(home: Path, rows: int, kills: int) -> None:
             hit_ns = _until_hit(config, asked[turn % len(asked)], value)
             while node.starts == starts:
                 time.sleep(0.001)
-            if turn:  # the first one warms up
+            if turn:  # the first kill warms up
                 away.append((hit_ns - killed_ns) / 1e6)
             assert node.stats()["recovered"] == recovered
         for what, times in (
@@ -90,7 +90,7 @@ def _run(home: Path, rows: int, kills: int) -> None:
 
 
 def _fill(config: NodeConfig, rows: int, value: bytes) -> list[KeyArray]:
-    """Chunks in chains of STEP, of which the first ones have bytes. Returns the keys of those."""
+    """Store chains of STEP chunks. Only the first chunk of each chain gets bytes. Returns the keys of these chunks."""
     assert config.file_prefix is not None
     store = Store.open(config.storage, config.file_prefix, now_s=time.monotonic())
     group, rng, first = store.groups.open(Namespace(model="m")), np.random.default_rng(1), []
@@ -112,7 +112,7 @@ def _fill(config: NodeConfig, rows: int, value: bytes) -> list[KeyArray]:
 
 
 def _until_hit(config: NodeConfig, key: KeyArray, value: bytes) -> int:
-    """Ask the node's own process until it sends the bytes. When it did, by the monotonic clock in nanoseconds."""
+    """Request a chunk from the node until its bytes arrive. Returns the monotonic time of this, in nanoseconds."""
     target = memoryview(bytearray(NBYTES))
     until_s = time.monotonic() + ASK_S
     while time.monotonic() < until_s:

@@ -1,4 +1,4 @@
-"""What a store looks like to the measurements. Standard library and numpy only: this runs in any environment."""
+"""The interface of a store to the benchmarks. Needs only the standard library and numpy: it runs in any environment."""
 
 import base64
 import ctypes
@@ -23,15 +23,16 @@ STOP_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a worker knows when it starts.
+    """What a worker gets when it starts.
 
     Attributes:
-        options: Of the system: which transport, how many threads.
-        store_nbytes: Memory the store may use.
-        scratch: A directory for sockets and logs, removed afterwards.
-        shm: The same in a tmpfs.
-        programs: Where unpacked system packages lie; empty when there are none.
-        shared: From the worker that started the servers, for a second one that only connects; None in the first.
+        options: Options of the store, such as its transport.
+        store_nbytes: Memory that the store may use.
+        scratch: A directory for sockets and logs. It is removed afterwards.
+        shm: A directory in a tmpfs. It is removed afterwards.
+        programs: The directory of unpacked Debian packages. It may be missing.
+        shared: None in the worker that starts the servers. A second worker, which only connects to them, gets
+            `System.shared` of the first.
     """
 
     options: dict[str, Any]
@@ -42,7 +43,7 @@ class Setting:
     shared: dict[str, Any] | None = None
 
     def program(self, name: str) -> str:
-        """A server's program: the unpacked one, else whatever the machine has by that name."""
+        """Return the path of a server's program if it was unpacked, else its name (the installed program)."""
         for folder in ("usr/bin", "usr/sbin"):
             found = self.programs / folder / name
             if found.exists():
@@ -50,7 +51,7 @@ class Setting:
         return name
 
     def libraries(self) -> dict[str, str]:
-        """An environment in which the unpacked libraries are found."""
+        """Return environment variables with which a program finds the unpacked libraries."""
         folders = [self.programs / folder / "x86_64-linux-gnu" for folder in ("usr/lib", "lib")]
         known = os.environ.get("LD_LIBRARY_PATH")
         return {**os.environ, "LD_LIBRARY_PATH": ":".join([*map(str, folders), *([known] if known else [])])}
@@ -59,35 +60,36 @@ class Setting:
 class Face:
     """One way to call a store: a line of the tables.
 
-    What a call needs is packed beforehand, outside the clock. Every call raises when it finds an object missing.
+    `key`, `keys`, `buffer` and `buffers` prepare the arguments of the other calls, outside the measured time. Each of
+    the other calls raises an exception if an object is missing.
     """
 
     def supports(self, workload: Workload) -> bool:
-        """Whether this line has that figure."""
+        """Return whether this line measures the workload."""
         return True
 
     def key(self, name: str) -> Any:
-        """A name as `get_one`, `put_one` and `exists_one` want it."""
+        """Convert a name to the argument of `get_one`, `put_one` and `exists_one`."""
         return name
 
     def keys(self, names: Sequence[str]) -> Any:
-        """Names as the batch calls want them."""
+        """Convert names to the argument of the batch calls."""
         return [self.key(name) for name in names]
 
     def key_of(self, raw: bytes) -> Any:
-        """A key of 16 bytes as `exists_one` wants it: as text of 22 characters, if it must be text."""
+        """Convert a key of 16 bytes to the argument of `exists_one`. By default it becomes a text of 22 characters."""
         return self.key(base64.urlsafe_b64encode(raw)[:22].decode())
 
     def keys_of(self, keys: Keys) -> Any:
-        """Such keys as `put` and `exists` want them."""
+        """Convert keys of 16 bytes to the argument of `put` and `exists`."""
         return [self.key_of(key.tobytes()) for key in keys]
 
     def buffer(self, array: Bytes) -> Any:
-        """An object's bytes as `get_one` and `put_one` want them."""
+        """Convert an object's memory to the argument of `get_one` and `put_one`."""
         return memoryview(array)
 
     def buffers(self, arrays: Sequence[Bytes]) -> Any:
-        """Objects' bytes as the batch calls want them."""
+        """Convert the memory of objects to the argument of the batch calls."""
         return [self.buffer(array) for array in arrays]
 
     def get_one(self, key: Any, into: Any) -> None:
@@ -95,7 +97,7 @@ class Face:
         raise NotImplementedError
 
     def get(self, keys: Any, into: Any) -> None:
-        """Read a batch."""
+        """Read a batch of objects into memory."""
         raise NotImplementedError
 
     def put_one(self, key: Any, value: Any) -> None:
@@ -103,23 +105,23 @@ class Face:
         raise NotImplementedError
 
     def put(self, keys: Any, values: Any) -> None:
-        """Store a batch."""
+        """Store a batch of objects."""
         raise NotImplementedError
 
     def exists_one(self, key: Any) -> None:
-        """Look a key up."""
+        """Look up a key."""
         raise NotImplementedError
 
     def exists(self, keys: Any) -> None:
-        """Look a batch up."""
+        """Look up a batch of keys."""
         raise NotImplementedError
 
     def delete(self, names: Sequence[str]) -> None:
-        """Make room again, outside the clock."""
+        """Delete objects to free their space, outside the measured time."""
         raise NotImplementedError
 
     def try_get_one(self, key: Any, into: Any) -> bool:
-        """As `get_one`, for the mixed run, where objects get evicted."""
+        """Call `get_one`. Return False if the object is missing: in the mixed run, objects are evicted."""
         try:
             self.get_one(key, into)
         except MissingError:
@@ -127,18 +129,18 @@ class Face:
         return True
 
     def settle(self) -> None:
-        """Wait until all that was put is there for everybody."""
+        """Wait until all clients can read all objects that were put."""
 
 
 class MissingError(Exception):
-    """An object is not there."""
+    """The store does not have an object, or has no space for it."""
 
 
 class System:
-    """A store: its servers and its lines.
+    """A store: its servers, and the ways to call it.
 
     Attributes:
-        shared: What a second worker needs to connect to the same servers.
+        shared: The addresses and secrets with which a second worker connects to the same servers.
     """
 
     def __init__(self, setting: Setting) -> None:
@@ -147,30 +149,30 @@ class System:
         self._servers: list[Server] = []
 
     def start(self) -> None:
-        """Start servers (unless `setting.shared` leads to some), and connect."""
+        """Start the servers, or use those of `setting.shared`, and connect."""
         raise NotImplementedError
 
     def faces(self) -> Mapping[str, Face]:
-        """Its lines by name."""
+        """Return the ways to call the store, by name (`Row.face`)."""
         raise NotImplementedError
 
     def allocate(self, nbytes: int) -> Bytes:
-        """Memory for objects, touched, as the client likes it best."""
+        """Allocate memory for objects, of the kind that the client handles best. All its pages are populated."""
         memory = np.empty(nbytes, np.uint8)
         memory[:] = 0
         return memory
 
     def fill(self, keys: Keys, seconds: float) -> tuple[Face, int]:
-        """Store small objects under these keys, or under the first ones, as many as `seconds` allow for.
+        """Store small objects under these keys, in order, for at most about `seconds`.
 
         Returns:
-            The line to ask, and how many there are.
+            The `Face` for the lookups, and the number of keys stored.
         """
         face, until_s = next(iter(self.faces().values())), time.monotonic() + seconds
         memory = self.allocate(LOOKUP_BATCH * LOOKUP_NBYTES)
         values = face.buffers(np.split(memory, LOOKUP_BATCH))
         filled = 0
-        gc.disable()  # it would look at every object of a store in this process again and again
+        gc.disable()  # each collection would visit all objects of a store in this process
         while filled < len(keys) and time.monotonic() < until_s:
             face.put(face.keys_of(keys[filled : filled + LOOKUP_BATCH]), values)
             filled += LOOKUP_BATCH
@@ -179,11 +181,11 @@ class System:
         return face, filled
 
     def about(self) -> dict[str, Any]:
-        """Versions."""
+        """Return the versions of the store's software, by name."""
         return {}
 
     def special(self, name: str, fields: dict[str, Any]) -> dict[str, Any]:
-        """Measurements that only this system has."""
+        """Run a measurement or an action that only this store has."""
         raise NotImplementedError
 
     def server(self, name: str, command: Sequence[str], **options: Any) -> "Server":
@@ -193,13 +195,13 @@ class System:
         return made
 
     def stop(self) -> None:
-        """End the servers."""
+        """Stop the servers."""
         for each in reversed(self._servers):
             each.stop()
 
 
 class Server:
-    """A process of ours. It dies when we do."""
+    """A server process. The kernel kills it when this process dies."""
 
     def __init__(self, command: Sequence[str], log: Path, **options: Any) -> None:
         self._log = log
@@ -208,10 +210,10 @@ class Server:
             self.process = subprocess.Popen(command, preexec_fn=die_with_parent, **options)
 
     def wait_for(self, ready: Callable[[], bool], timeout_s: float = 30.0) -> None:
-        """Wait until it answers.
+        """Wait until `ready` returns True.
 
         Raises:
-            RuntimeError: It ended, or does not.
+            RuntimeError: The server has ended, or is not ready in time.
         """
         until_s = time.monotonic() + timeout_s
         while not ready():
@@ -220,7 +222,7 @@ class Server:
             time.sleep(0.02)
 
     def stop(self) -> None:
-        """Ask it to end, and see to it."""
+        """Terminate the server. Kill it if it has not ended after STOP_S."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGCONT)
             self.process.terminate()
@@ -236,13 +238,13 @@ def die_with_parent() -> None:
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on now."""
+    """Return a TCP port on which no process listens now."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])
 
 
 def answers(port: int) -> bool:
-    """Whether somebody listens there."""
+    """Return whether a process listens on this TCP port."""
     try:
         socket.create_connection(("127.0.0.1", port), 0.2).close()
     except OSError:

@@ -1,14 +1,16 @@
-"""What an SSD tier achieves, compared with `fio` with O_DIRECT at the same block size and depth.
+"""Compares the speed of an SSD tier with that of `fio` with O_DIRECT, at the same block size and queue depth.
 
 Run by hand: `python -m benchmarks.tiers --directory /path/on/the/drive`
 
-Chunks are written (demoted) one after another, and read back (promoted) in batches, in a random order of batches. The
-rounds of both are interleaved, since a drive's speed changes with time; medians and their ratio are shown. `fio` writes
-a file of its own, and reads the tier's segments: what lies elsewhere on a virtual drive may be slower or faster. It
-reads them in order and at random, and the better of the two counts.
+The tier writes chunks one after another, as in a demotion, and reads them back in batches, as in a promotion. The order
+of the batches is random. Rounds of the tier and of `fio` alternate, since a drive's speed changes with time. Medians
+and their ratio are printed.
 
-The arena has huge pages, as a node's has. `fio` gets them too if the host has free ones set aside (`sysctl
-vm.nr_hugepages=64`): the same terms. Without, it was half as fast on the drive that this was written on.
+`fio` writes its own file, but reads the tier's segments: other places of a virtual drive may be slower or faster. It
+reads them once in order and once at random, and the better result counts.
+
+The arena has huge pages, like the arena of a node. `fio` gets huge pages too if the host has free ones in its pool
+(`sysctl vm.nr_hugepages=64`). Without them, `fio` may be much slower.
 """
 
 import argparse
@@ -32,13 +34,13 @@ from raykv.tier.base import Chunk, Environment
 from raykv.tier.ssd.tier import SsdTier
 
 BATCH = 16
-"""Chunks that one call reads, as a request for a prefix does."""
+"""Number of chunks that one call reads, like a request for a prefix."""
 CALLS = 4
-"""Such calls under way."""
+"""Number of calls that read at the same time."""
 
 
 class OneName:
-    """There is one quota group."""
+    """Implements `tier.base.GroupNames` for a single quota group."""
 
     def text(self, group: int) -> bytes:
         return b'{"model":"bench"}'
@@ -69,7 +71,7 @@ class Bench:
         self.keys = np.empty((0, 2), np.uint64)
 
     def write(self) -> float:
-        """Write the whole set once. Returns bytes a second."""
+        """Write all chunks once, under new keys. Returns bytes per second."""
         self.round += 1
         keys = np.random.default_rng(self.round).integers(0, 1 << 63, (self.count, 2), np.uint64)
         chunks = [
@@ -104,9 +106,9 @@ class Bench:
         return self.count * self.chunk_nbytes / took_s
 
     def read(self) -> float:
-        """Read the whole set once, in batches. Returns bytes a second."""
+        """Read the chunks of the last `write` once, in batches. Returns bytes per second."""
         order = np.random.default_rng(self.round).permutation(self.count // BATCH)
-        places: SimpleQueue[list[int]] = SimpleQueue()  # slots that nothing is being read into
+        places: SimpleQueue[list[int]] = SimpleQueue()  # free groups of slots: each call reads into one
         for call in range(CALLS):
             places.put(self.read_slots[call * BATCH : (call + 1) * BATCH])
         arrived: list[int] = []
@@ -128,7 +130,7 @@ class Bench:
         return len(order) * BATCH * self.chunk_nbytes / took_s
 
     def clear(self) -> None:
-        """Make room for the next round."""
+        """Delete all chunks, to make space for the next round."""
         self.tier.drop(0)
 
     def close(self) -> None:
@@ -136,7 +138,7 @@ class Bench:
 
 
 def fio(files: Sequence[Path], mode: str, *, chunk_nbytes: int, total_nbytes: int, depth: int, engine: str) -> float:
-    """Bytes a second that fio reaches."""
+    """Run fio. Returns bytes per second."""
     words = [
         "fio", "--name=peer", f"--filename={':'.join(map(str, files))}", f"--size={total_nbytes}", f"--rw={mode}",
         f"--bs={chunk_nbytes}", "--direct=1", f"--ioengine={engine}", f"--iodepth={depth}", "--output-format=json",
@@ -145,17 +147,17 @@ def fio(files: Sequence[Path], mode: str, *, chunk_nbytes: int, total_nbytes: in
     if "read" in mode:
         words.append("--readonly")
     if "HugePages_Free:        0" not in Path("/proc/meminfo").read_text():
-        words.append("--iomem=shmhuge")  # as the arena has them; without, both may be slower by half
+        words.append("--iomem=shmhuge")  # huge pages, like the arena
     found = json.loads(subprocess.run(words, capture_output=True, check=True, text=True).stdout)
     return float(found["jobs"][0]["read" if "read" in mode else "write"]["bw_bytes"])
 
 
 def compare(directory: Path, *, chunk_nbytes: int, total_nbytes: int, depth: int, rounds: int, engine: str) -> None:
-    """Measure one chunk size, and print medians."""
+    """Measure the tier and fio with one chunk size, and print medians and their ratio."""
     mine = Bench(directory, chunk_nbytes=chunk_nbytes, total_nbytes=total_nbytes, depth=depth, arena_nbytes=GIB)
     speeds: dict[str, list[float]] = {name: [] for name in ("write", "fio write", "read", "fio read")}
     given = {"chunk_nbytes": chunk_nbytes, "total_nbytes": total_nbytes, "depth": depth, "engine": engine}
-    for _ in range(2):  # takes all of its room: blocks that were never written cost a file system more
+    for _ in range(2):  # fills all segments: the first write of a block costs a file system more
         mine.write()
         mine.clear()
     files = [directory / "fio"]
@@ -165,7 +167,7 @@ def compare(directory: Path, *, chunk_nbytes: int, total_nbytes: int, depth: int
             "write": mine.write,
             "fio write": lambda: fio(files, "write", **given),
         }
-        for name in sorted(turns, reverse=bool(number % 2)):  # who comes after a pause, or after reads, is slower
+        for name in sorted(turns, reverse=bool(number % 2)):  # alternate: after reads, the first is slower
             speeds[name].append(turns[name]())
         segments = sorted(directory.glob("bench/*.segment"))[: total_nbytes // (64 * MIB)]
         speeds["read"].append(mine.read())

@@ -1,10 +1,11 @@
-"""What the vLLM connector costs the engine's thread: time inside its hooks, waits for other processes, a stopped node.
+"""Measures what the vLLM connector costs the engine's thread: time in its hooks, and waits for other processes.
 
 Run by hand: `python -m benchmarks.vllm_hooks`
 
-SmolLM2 on CPU with one thread, in this process; a raykv node in another. Every round prefills one cold prompt in
-steps. Prints for each hook its time in a prefill and the share of the prefill's CPU time, and how often the engine's
-thread waited for another process there. Then the node is stopped with SIGSTOP: the longest store of a step.
+SmolLM2 runs on CPU with one thread, in this process, and a raykv node in another process. Every round prefills one cold
+prompt in several steps. The output has a line for each hook: its time in a prefill, the ratio of this time to the
+prefill's CPU time, and how often the engine's thread waited for another process in it. Then the node is stopped with
+SIGSTOP, and the longest wait in a hook is printed.
 """
 
 import argparse
@@ -37,7 +38,7 @@ os.environ.update(
     VLLM_LOGGING_LEVEL="WARNING",
 )
 
-import torch  # noqa: E402  (it reads the environment)
+import torch  # noqa: E402  (it reads the environment set above)
 
 torch.set_num_threads(int(THREADS))
 
@@ -61,12 +62,13 @@ BAR_STOPPED_S: Final = 0.005
 
 @dataclass
 class Hooks:
-    """What happened inside the hooks since the last `reset`.
+    """Times and waits inside the hooks since the last `reset`.
 
     Attributes:
         wall_s, cpu_s: Seconds on the engine's thread, by hook.
-        longest_s: The longest call, and the longest time in one call without the CPU, by hook.
-        waits: Times that the thread waited for an answer, by hook.
+        longest_s: Seconds of the longest call, and the most seconds in one call without the CPU, by hook.
+        waits: Number of times that the engine's thread waited for an answer, by hook.
+        current: Name of the hook that runs now; empty outside the hooks.
     """
 
     wall_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -80,7 +82,7 @@ class Hooks:
             values.clear()
 
     def watch(self) -> None:
-        """Time every hook of the connector, and count the waits of its links on this thread."""
+        """Measure every hook of the connector, and count the calls of `Link` that wait on this thread."""
         thread = threading.get_ident()
         for name in HOOKS:
             setattr(RayKVConnector, name, self._timed(name, getattr(RayKVConnector, name)))
@@ -99,7 +101,7 @@ class Hooks:
                 count(link)
             return wait_ready(link, timeout_s)
 
-        setattr(Link, "collect", counted_collect)  # noqa: B010 - a checker sees a method here
+        setattr(Link, "collect", counted_collect)  # noqa: B010 - type checkers refuse to assign to a method
         setattr(Link, "wait_ready", counted_wait_ready)  # noqa: B010
 
     def _timed(self, name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
@@ -121,7 +123,7 @@ class Hooks:
 
 @contextmanager
 def node_process(arena: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """A node in another process, and its address."""
+    """Run a node in another process. Yields its address and the process."""
     home = Path(tempfile.mkdtemp(prefix="rkb-", dir="/dev/shm"))
     fields = {"node_id": "n", "cluster": "hooks", "storage": {"arena_nbytes": arena, "shm_dir": str(home)}}
     command = [sys.executable, "-P", str(NODE), json.dumps(fields), secrets.token_hex(32)]
@@ -166,7 +168,7 @@ def make_engine(model: Path, address: str, options: argparse.Namespace) -> LLM:
 
 
 def stored(engine: LLM) -> dict[str, int]:
-    """Chunks so far, by outcome."""
+    """Return the number of chunks offered so far, by outcome (stored, existed, skipped)."""
     metrics = [metric for metric in engine.get_metrics() if metric.name == "vllm:raykv_stored_chunks"]
     return {metric.labels["outcome"]: int(metric.value) for metric in metrics if metric.value}
 
@@ -180,7 +182,7 @@ def prefill(engine: LLM, tokens: int, rng: random.Random) -> float:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure, and print the results."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--stopped-rounds", type=int, default=3, help="prefills while the node is stopped")
@@ -195,7 +197,7 @@ def main() -> None:
     with node_process(options.arena) as (address, node):
         engine = make_engine(options.model or ensure_model(), address, options)
         try:
-            prefill(engine, options.tokens, rng)  # warms up, and lets the pool of slots grow
+            prefill(engine, options.tokens, rng)  # warms up, and lets the client's slot pool grow
             prefills, walls, cpus, waits = [], defaultdict(list), defaultdict(list), defaultdict(int)
             for _ in range(options.rounds):
                 hooks.reset()
@@ -219,7 +221,7 @@ def main() -> None:
 
 
 def show(prefills: list[float], walls: dict[str, list[float]], cpus: dict[str, list[float]], waits: Any) -> None:
-    """Medians over the rounds."""
+    """Print medians over the rounds."""
     prefill_s = statistics.median(prefills)
     print(f"{len(prefills)} cold prefills, CPU time {prefill_s:.2f} s (median)")
     print(f"{'hook':32} {'wall ms':>8} {'CPU ms':>8} {'share':>8} {'waits':>6}")

@@ -1,10 +1,10 @@
-"""A process that measures one store, as its input says line by line.
+"""A process that measures one store, on requests from its standard input.
 
-    python -m benchmarks.worker '{"module": ..., "class": ..., ...}'
+    python -m benchmarks.worker '{"module": ..., "options": ..., ...}'
 
-Reads one JSON object a line from standard input and answers each with one on standard output: `prepare`, `measure`,
-`mixed`, `load`, `fill`, `look_up`, `special`, `stop`. It runs in the store's own environment, so it imports the
-standard library, numpy and that store's module alone.
+Each request is a JSON object on one line, and so is each answer on standard output. The requests are `prepare`,
+`measure`, `store_mixed`, `mixed`, `load`, `fill`, `look_up`, `special` and `stop`. The process runs in the store's own
+environment, so it imports only the standard library, numpy and the store's module.
 """
 
 import gc
@@ -39,21 +39,21 @@ from benchmarks.workloads import (
 )
 
 CELL_S = 1.0
-"""A measurement stops after this long, if it has made a few calls."""
+"""A measurement stops after this long, but not before its second call."""
 MIXED_NBYTES = 64 * KIB
 MIXED_OBJECTS = 1024
-"""What the reader of the mixed run reads; the writer writes others of the same size."""
+"""Size and number of the objects that the mixed run reads. Its writer writes other objects of the same size."""
 
 REFUSED_S = 0.001
-"""A store that has no room gets this long to find some."""
+"""Pause after a store has refused a put for lack of space."""
 
 
 class WrongBytesError(Exception):
-    """A store gave other bytes than it was given."""
+    """A store returned other bytes than were stored."""
 
 
 class Worker:
-    """The store, and the memory that objects come from and go to."""
+    """The store, and the memory from which objects are stored and into which they are read."""
 
     def __init__(self, system: System) -> None:
         self._system = system
@@ -66,7 +66,7 @@ class Worker:
     # -- requests ---------------------------------------------------------------------------------------------------
 
     def prepare(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Store the objects of the given sizes, and say what this is."""
+        """Store the objects of the given sizes. Return versions, `System.shared` and the names of the faces."""
         face = next(iter(self._faces.values()))
         for nbytes in request["sizes"]:
             for start in range(0, OBJECTS[nbytes], BATCH):
@@ -77,7 +77,7 @@ class Worker:
         return {"about": self._system.about(), "shared": self._system.shared, "faces": list(self._faces)}
 
     def measure(self, request: dict[str, Any]) -> dict[str, Any]:
-        """One workload on one line. Seconds a call; None where the store has no such call."""
+        """Measure one workload on one line. Return `summary`, or "unsupported" if the line does not measure it."""
         face, workload = self._faces.get(request["face"]), Workload.parse(request["workload"])
         if face is None or not face.supports(workload):
             return {"unsupported": True}
@@ -93,7 +93,7 @@ class Worker:
         for call, order in enumerate(orders):
             into = [cut(self._into, nbytes, call * batch + place) for place in range(batch)]
             calls.append(self._pack(face, [object_name(nbytes, each) for each in order], into))
-        self._into[:: 4 * KIB] ^= 0xFF  # what is checked below cannot be left from another call
+        self._into[:: 4 * KIB] ^= 0xFF  # changes bytes of earlier calls, which would pass the check below
         times = timed(face.get_one if batch == 1 else face.get, calls)
         last = len(times) - 1
         for place in {0, batch // 2, batch - 1}:
@@ -139,7 +139,7 @@ class Worker:
     # -- the mixed run ----------------------------------------------------------------------------------------------
 
     def store_mixed(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Store what `mixed` reads."""
+        """Store the objects that `mixed` reads."""
         face = self._faces[request["face"]]
         for number in range(MIXED_OBJECTS):
             put_back(face, face.key(f"m-{number}"), face.buffer(cut(self._pool, MIXED_NBYTES, number)))
@@ -147,9 +147,9 @@ class Worker:
         return {"shared": self._system.shared, "about": self._system.about()}
 
     def mixed(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Read single objects for `seconds`, after `warm_s` that do not count.
+        """Read single objects for `seconds`, after a warm-up of `warm_s` that does not count.
 
-        What was evicted is put back outside the clock.
+        Unless `put_back` is false, evicted objects are stored again, outside the measured time.
         """
         face = self._faces[request["face"]]
         keys = [face.key(f"m-{number}") for number in range(MIXED_OBJECTS)]
@@ -182,7 +182,7 @@ class Worker:
         return {**made, "misses": misses, "reads_per_s": len(times) / request["seconds"]}
 
     def load(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Write batches of new objects for `seconds`, `rate` objects a second or, if 0, as fast as it goes."""
+        """Write batches of new objects for `seconds`, at `rate` objects per second; 0 means full speed."""
         face = self._faces[request["face"]]
         start_s = time.perf_counter()
         until_s, written, refused = start_s + request["seconds"], 0, 0
@@ -204,19 +204,19 @@ class Worker:
 
 
 class Lookups:
-    """A store with very many objects, of which nothing is asked but whether they are there."""
+    """A store with very many small objects. It is only asked whether it has them."""
 
     def __init__(self, system: System) -> None:
         self._system = system
 
     def fill(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Store `rows` objects, or as many as `seconds` allow for."""
+        """Store `rows` objects, or as many as possible in `seconds`."""
         self._keys = workloads.lookup_keys(request["rows"])
         self._face, self._rows = self._system.fill(self._keys, request["seconds"])
         return {"rows": self._rows, "about": self._system.about()}
 
     def look_up(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Ask for batches of random keys, and for single ones. All of them are there."""
+        """Look up batches of random keys, and single keys. The store has all of them."""
         face, rng = self._face, np.random.default_rng(request["round"])
         batches = [self._keys[rng.integers(0, self._rows, LOOKUP_BATCH)] for _ in range(MANY_LOOKUP_CALLS)]
         calls = [(face.keys_of(keys),) for keys in batches]
@@ -233,7 +233,7 @@ class Lookups:
 
 
 def put_back(face: Face, key: Any, value: Any) -> None:
-    """Store again what was evicted, if there is room."""
+    """Store an evicted object again. If the store has no space for it, only wait for REFUSED_S."""
     try:
         face.put_one(key, value)
     except MissingError:
@@ -241,7 +241,7 @@ def put_back(face: Face, key: Any, value: Any) -> None:
 
 
 def timed(function: Callable[..., None], calls: list[tuple[Any, ...]]) -> list[float]:
-    """Seconds of each call."""
+    """Make the calls until CELL_S is over. Return the seconds of each call."""
     times: list[float] = []
     clock, until_s = time.perf_counter, time.perf_counter() + CELL_S
     gc.collect()
@@ -260,7 +260,7 @@ def timed(function: Callable[..., None], calls: list[tuple[Any, ...]]) -> list[f
 
 
 def quantiles(times: list[float]) -> dict[str, Any]:
-    """Seconds: median and tail."""
+    """Return the number of times, and their median, tail and mean in seconds."""
     if not times:
         return {"calls": 0, "p50_s": None, "p99_s": None, "p999_s": None, "mean_s": None}
     p50, p99, p999 = np.quantile(times, (0.5, 0.99, 0.999)).tolist()
@@ -268,14 +268,14 @@ def quantiles(times: list[float]) -> dict[str, Any]:
 
 
 def summary(times: list[float], workload: Workload) -> dict[str, Any]:
-    """Quantiles, and the rate that the median call comes to."""
+    """Return the quantiles, and the throughput at the median time of a call."""
     made = quantiles(times)
     per_s = workload.batch / made["p50_s"]
     return {**made, "objects_per_s": per_s, "gb_per_s": per_s * workload.nbytes / 1e9}
 
 
 def serve(system: System, requests: TextIO, answers: TextIO) -> None:
-    """Answer until `stop` or the end of the input."""
+    """Start the store, then answer requests until `stop` or the end of the input."""
     system.start()
     worker: Worker | None = None
     lookups = Lookups(system)
@@ -293,7 +293,7 @@ def serve(system: System, requests: TextIO, answers: TextIO) -> None:
             else:
                 worker = worker or Worker(system)
                 answer = getattr(worker, request["do"])(request)
-        except Exception as error:  # noqa: BLE001  a store that fails is a line in the table, not the end of the run
+        except Exception as error:  # noqa: BLE001  the table shows the failure, and the run goes on
             traceback.print_exc()
             answer = {"error": f"{type(error).__name__}: {error}", "wrong_bytes": isinstance(error, WrongBytesError)}
         answers.write(json.dumps(answer) + "\n")
@@ -301,10 +301,10 @@ def serve(system: System, requests: TextIO, answers: TextIO) -> None:
 
 
 def main() -> int:
-    """Take the setting from the command line, and serve."""
+    """Read the settings from the command line, and serve."""
     fields = json.loads(sys.argv[1])
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever a client library prints is not an answer
+    os.dup2(2, 1)  # output of client libraries goes to stderr: it is not an answer
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))
     setting = Setting(
         options=fields["options"],

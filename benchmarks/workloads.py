@@ -1,4 +1,4 @@
-"""What is asked of every store: the objects, the sizes, the batches. Standard library and numpy only."""
+"""The workloads of all stores: objects, sizes and batches. Needs only the standard library and numpy."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,24 +18,24 @@ SIZES: Final = (16 * KIB, 64 * KIB, MIB, 4 * MIB)
 BATCH: Final = 32
 LOOKUP_BATCH: Final = 1000
 POOL_NBYTES: Final = 256 * MIB
-"""Random bytes from which objects are cut: more than a last-level cache, so that nobody is measured from one."""
+"""Random bytes from which objects are cut. They exceed a last-level cache, so that no store reads from a warm cache."""
 INTO_NBYTES: Final = 128 * MIB
 """Memory that a get writes into; successive calls write to successive parts."""
 STORE_NBYTES: Final = 2 * GIB
-"""Memory each store may use: nothing is evicted outside the mixed run."""
+"""Memory that each store may use, except in the mixed run. It is large enough that nothing is evicted."""
 OBJECTS: Final = {16 * KIB: 4096, 64 * KIB: 2048, MIB: 256, 4 * MIB: 64}
-"""Distinct objects of each size."""
+"""Number of distinct objects of each size."""
 CALLS: Final = {
     1: {16 * KIB: 400, 64 * KIB: 400, MIB: 100, 4 * MIB: 40},
     BATCH: {16 * KIB: 128, 64 * KIB: 64, MIB: 8, 4 * MIB: 3},
 }
-"""Calls of one measurement, by batch and size."""
+"""Number of calls in one measurement, by batch and object size."""
 LOOKUP_CALLS: Final = {1: 1000, LOOKUP_BATCH: 20}
 MANY_LOOKUP_CALLS: Final = 200
 FIRST_LOOKUP_CALLS: Final = 20
-"""The same among very many keys: all batches, and the first ones after a pause, which are also shown apart."""
+"""Number of lookup batches among very many keys, and of the first ones after a pause, which have their own figure."""
 LOOKUP_NBYTES: Final = 16
-"""Size of the objects of the lookups among a million of them."""
+"""Size of each object in the lookups among very many keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class Workload:
 
 
 def size_text(nbytes: int) -> str:
-    """16 KiB, 4 MiB."""
+    """Format a size, such as "16 KiB" or "4 MiB"."""
     return f"{nbytes // MIB} MiB" if nbytes >= MIB else f"{nbytes // KIB} KiB"
 
 
@@ -104,7 +104,7 @@ QUICK: Final = (
 
 
 def fill(pool: Bytes) -> None:
-    """The random bytes, the same in every process."""
+    """Fill the memory with random bytes, which are the same in every process."""
     rng = np.random.default_rng(20_25)
     words = pool.view(np.uint64)
     for start in range(0, len(words), MIB):
@@ -113,23 +113,23 @@ def fill(pool: Bytes) -> None:
 
 
 def cut(memory: Bytes, nbytes: int, place: int) -> Bytes:
-    """Part number `place` of that size, counted round and round."""
+    """Return part number `place` of size `nbytes`. After the last part of the memory comes the first again."""
     start = place % (len(memory) // nbytes) * nbytes
     return memory[start : start + nbytes]
 
 
 def object_name(nbytes: int, number: int) -> str:
-    """Name of an object that is there throughout."""
+    """Return the name of an object that `prepare` stores for the whole phase."""
     return f"g{nbytes}-{number}"
 
 
 def lookup_keys(rows: int) -> Keys:
-    """Keys that are no two the same, in no order; for so many rows always the same ones."""
+    """Return random keys. The same number of rows always gives the same keys."""
     return np.random.default_rng(rows).integers(1, 1 << 64, (rows, 2), np.uint64)
 
 
 def orders(workload: Workload, round_number: int) -> Iterator[list[int]]:
-    """Numbers of the objects of one call after the other: shuffled, the same for every store, another each round."""
+    """Yield the object numbers of each call. The order is random, equal for all stores, and new in each round."""
     nbytes = workload.nbytes or 16 * KIB
     rng = np.random.default_rng([round_number, nbytes, workload.batch])
     numbers: list[int] = []

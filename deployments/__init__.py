@@ -1,1 +1,1 @@
-"""Ways to run raykv: the demo and what it serves."""
+"""Deployments of raykv: a Ray Serve app with prefill and decode workers, and the demo that runs it."""

@@ -72,7 +72,7 @@ def main() -> int:
     """Run the demo.
 
     Returns:
-        0 when every promise is true.
+        0 if every promise is true (see `check`), else 1.
     """
     parser = argparse.ArgumentParser(prog="python -m deployments.demo", description="What a shared KV cache saves.")
     parser.add_argument("--serve", action="store_true", help="leave the deployment running until Ctrl-C")
@@ -80,7 +80,7 @@ def main() -> int:
     options = parser.parse_args()
     started_s = time.monotonic()
     logging.disable(logging.WARNING)
-    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or each child process compiles vLLM again
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # with it, each child process would compile vLLM again
     os.environ.update(DRIVER_SETTINGS)
     ensure_model()
     with deployment(options.port):
@@ -126,10 +126,10 @@ def step(what: str) -> Iterator[None]:
 
 @contextmanager
 def deployment(port: int) -> Iterator[None]:
-    """Run the deployment while the context lasts. Nothing of it stays afterwards, also after an error."""
+    """Run the deployment while the context lasts. It leaves nothing behind, even after an error."""
     os.environ.update(SETTINGS)
     require_token()
-    # To import vLLM takes as long as to start Ray, which mostly waits.
+    # The import of vLLM takes as long as the start of Ray. It runs at the same time, because that start mostly waits.
     importing = threading.Thread(target=importlib.import_module, args=("ray.serve.llm",), daemon=True)
     importing.start()
     with ExitStack() as running:
@@ -140,17 +140,17 @@ def deployment(port: int) -> Iterator[None]:
         try:
             start(port, running, address=nodes.address, importing=importing)
             yield
-        except Exception:  # whatever failed, the logs say why; `finally` removes them
+        except Exception:  # save the logs, which say why, before `finally` removes them
             save_logs(nodes)
             raise
         finally:
             print()
-            with step("Stopping"), redirect_stdout(io.StringIO()):  # Ray prints a false alarm about its own end
+            with step("Stopping"), redirect_stdout(io.StringIO()):  # Ray prints a false alarm when it ends
                 running.close()
 
 
 def start(port: int, running: ExitStack, *, address: str, importing: threading.Thread) -> None:
-    """Start the pool and the app on these Ray nodes, and register in `running` how to end them."""
+    """Start the pool and the app on the Ray cluster at `address`. Register in `running` how to end them."""
     with step("raykv: on each of them, 1 GiB of memory for the pool"):
         import ray
 
@@ -216,7 +216,7 @@ Ready; Ctrl-C ends it. Try, in another terminal:
 
 
 def converse(port: int) -> list[Turn]:
-    """Ask about the document, turn by turn, and in the end the first question once more."""
+    """Ask the questions about the document one after another, then the first question again."""
     from openai import OpenAI
 
     client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none")
@@ -241,7 +241,7 @@ def converse(port: int) -> list[Turn]:
 
 
 def ask(client: Any, messages: Messages) -> Answer:
-    """Send one request and show the answer while it arrives."""
+    """Send one request, and print the answer while it arrives."""
     prompt: list[int] = []
     tokens: list[int] = []
     text, ttft_s = "", 0.0
@@ -267,7 +267,7 @@ def ask(client: Any, messages: Messages) -> Answer:
 
 
 def reference_process() -> subprocess.Popen[str]:
-    """Start the plain engine. It loads while the deployment stops, and answers afterwards."""
+    """Start the plain engine. It loads while the deployment stops, and answers requests after that."""
     command = [sys.executable, "-m", "deployments.reference", "--model", str(MODEL_PATH)]
     return subprocess.Popen(
         [*command, "--answer-tokens", str(ANSWER_TOKENS)],
@@ -279,7 +279,7 @@ def reference_process() -> subprocess.Popen[str]:
 
 
 def answer_without_pool(process: subprocess.Popen[str], requests: Sequence[Messages]) -> list[Answer]:
-    """Have the plain engine answer the same requests, alone on this machine."""
+    """Send the same requests to the plain engine, which then runs alone on this machine."""
     assert process.stdin is not None
     assert process.stdout is not None
     answers = []
@@ -325,7 +325,7 @@ def print_table(turns: Sequence[Turn], without: Sequence[Answer]) -> None:
 
 
 def sources(reuse: Reuse, reader: str) -> str:
-    """The sources of one node's loaded tokens, in words."""
+    """Format from which holder and by which path one node loaded tokens, such as "1920 A tcp"."""
     parts = [
         f"{tokens} {NODES.get(holder, holder)} {path}"
         for (loader, holder, path), tokens in sorted(reuse.tokens.items())

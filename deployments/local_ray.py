@@ -1,4 +1,4 @@
-"""Several Ray nodes on one machine, each on a loopback address of its own: for the demo and the tests."""
+"""Runs several Ray nodes on one machine, each with its own loopback address, for the demo and the tests."""
 
 import ctypes
 import os
@@ -22,31 +22,32 @@ PR_SET_PDEATHSIG = 1
 SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_worker_niceness": "0",
-    "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",  # whatever ran on a node has ended before it
+    "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",  # no wait: the work on a node has ended by then
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
     "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "60",
 }
-"""Ray's environment on a small, busy machine. Also set in this process, because drivers read it."""
+"""Environment variables for Ray on a small, busy machine. Also set in this process, because drivers read them."""
 
 
 class LocalRay:
-    """Ray nodes as child processes. Leaves no process and no file behind.
+    """Ray nodes as child processes. `close` leaves no process and no file of Ray behind.
 
     Attributes:
-        address: For `ray.init` and RAY_ADDRESS.
-        directory: Directory of Ray, with logs; removed at the end.
-        log_directory: Directory of the nodes' output.
+        address: Address of the Ray cluster, for `ray.init` and RAY_ADDRESS.
+        directory: Ray's directory for sockets and logs; `close` removes it.
+        log_directory: Directory for the output of each node.
     """
 
     def __init__(self, resources: Sequence[Mapping[str, float]], *, cpus: int = 4, log_directory: Path | None = None):
-        """Start one node for each entry, the first as head, and wait until all have joined.
+        """Start one node for each entry of `resources`, the first as head, and wait until all have joined.
 
         Args:
-            resources: Custom resources of each node, which place the work.
-            cpus: CPUs that each node claims, independent of the machine.
+            resources: Custom Ray resources of each node. They decide which tasks and actors run on it.
+            cpus: Number of CPUs that each node reports to Ray, independent of the machine.
+            log_directory: Directory for the output of each node. None: `directory`.
 
         Raises:
-            RuntimeError: A node does not start; with the end of its output.
+            RuntimeError: A node does not start. The message contains the end of its output.
         """
         require_token()
         self.directory = Path(tempfile.mkdtemp(prefix="raykv-ray-", dir="/tmp"))  # sockets need a short path
@@ -62,7 +63,7 @@ class LocalRay:
         try:
             for number, each in enumerate(resources):
                 if number == 1:
-                    self._wait_for_head()  # a node that starts before it would retry for a long time
+                    self._wait_for_head()  # a node that starts before the head would retry for long
                 self._launch(each)
             for number in range(len(resources)):
                 self._wait_for_node(number)
@@ -91,7 +92,7 @@ class LocalRay:
             "--resources=" + str(dict(resources)).replace("'", '"'),
         ]
         environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-        environment["TMPDIR"] = str(self.directory)  # engines leave sockets and files in it
+        environment["TMPDIR"] = str(self.directory)  # engines leave sockets and files there
         with self._log(number).open("wb") as output:
             process = subprocess.Popen(
                 command,
@@ -105,7 +106,7 @@ class LocalRay:
         return number
 
     def _wait_for_head(self) -> None:
-        """Wait until the first node's control store listens."""
+        """Wait until the head's control store (GCS) listens."""
         deadline_s = time.monotonic() + START_TIMEOUT_S
         while True:
             self._check(0, deadline_s)
@@ -160,15 +161,15 @@ class LocalRay:
 
 
 def _end_with_parent() -> None:
-    """Have the kernel end this process when its parent dies."""
+    """Make the kernel end this process when its parent dies."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def require_token() -> None:
-    """Have Ray ask for a token, so that other users of this machine cannot join. Call it before `import ray`.
+    """Make Ray require a token, so that other users of this machine cannot join. Call this before `import ray`.
 
     Raises:
-        RuntimeError: Ray is imported already; it reads this setting only then.
+        RuntimeError: Ray is imported already. It reads this setting only at its import.
     """
     if os.environ.get("RAY_AUTH_MODE") != "token":
         if "ray" in sys.modules:

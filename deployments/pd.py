@@ -1,4 +1,4 @@
-"""Prefill and decode workers behind Ray Serve's OpenAI server, sharing KV through raykv.
+"""Prefill and decode workers behind Ray Serve's OpenAI server. They share KV through raykv.
 
     serve run deployments/pd.yaml
 
@@ -15,32 +15,33 @@ from ray.serve import Application
 from raykv.config import Model, Name, Nbytes
 
 CPU_ENVIRONMENT = {
-    # One thread an engine, on any core: by default vLLM would bind all engines of a host to one core.
+    # One thread per engine, on any core. By default vLLM would bind all engines of a host to the same core.
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "RAYLLM_VLLM_ENGINE_CLS": "raykv.integrations.serve.backend.OneProcessEngine",
 }
 HEALTH_CHECK_PERIOD_S = 2
 HEALTH_CHECK_TIMEOUT_S = 60
-"""A worker that computes a long prompt on a busy CPU answers late."""
+"""The timeout is long, because a worker answers late while it computes a long prompt on a busy CPU."""
 
 
 class PDArgs(Model):
-    """The `args` of the app.
+    """The arguments of the Ray Serve app (`args` in pd.yaml).
 
     Attributes:
-        model: Folder with the model, the same on every Ray node, or its name on the hub.
-        model_id: Its name for clients. None: the last part of `model`.
+        model: Path of the model's folder, the same on every Ray node, or the model's name on the hub.
+        model_id: Name of the model for clients. None: the last part of `model`.
         device: Device of the engines.
         dtype: Type of weights and KV: "auto", "bfloat16", "float16", "float32".
-        prefill_replicas, decode_replicas: Workers of each kind.
-        prefill_resources, decode_resources: Custom Ray resources of each worker: they decide where it may run.
-        max_model_len: Most tokens of a prompt and its answer together.
-        block_tokens: Tokens of an engine's block, and of a chunk in the pool.
-        kv_cache_nbytes: Memory for the KV of running requests, in each engine.
-        engine_prefix_caching: Whether each engine also has a prefix cache of its own.
+        prefill_replicas, decode_replicas: Number of workers of each kind.
+        prefill_resources, decode_resources: Custom Ray resources that each worker needs. They decide on which Ray nodes
+            it may run.
+        max_model_len: Maximum number of tokens in a prompt and its answer together.
+        block_tokens: Number of tokens in an engine's block, and in a chunk of the pool.
+        kv_cache_nbytes: Memory for the KV of running requests, in each engine. None: vLLM decides.
+        engine_prefix_caching: Whether each engine also uses its own prefix cache.
         pool: Name of the raykv cluster.
-        pool_nbytes: Start the cluster with this much memory on each Ray node. None: it runs already (`raykv up`).
+        pool_nbytes: Start the raykv cluster with this much memory on each Ray node. None: it runs already (`raykv up`).
         engine: Further arguments of vLLM, such as tensor_parallel_size.
     """
 
@@ -62,10 +63,10 @@ class PDArgs(Model):
 
 
 def build(args: PDArgs) -> Application:
-    """Build the app, in a process that has joined Ray.
+    """Build the app. The calling process must have joined Ray.
 
     Raises:
-        ConfigError: The pool runs already, with another size.
+        ConfigError: The raykv cluster runs already, with another size.
     """
     from ray.serve.llm import build_pd_openai_app  # imports vLLM, which takes seconds
 
@@ -86,7 +87,7 @@ def build(args: PDArgs) -> Application:
 
 
 def llm_config(args: PDArgs, replicas: int, resources: dict[str, float]) -> dict[str, Any]:
-    """One kind of worker, as an LLMConfig of Ray Serve."""
+    """Return the fields of Ray Serve's LLMConfig for one kind of worker."""
     local = Path(args.model).is_dir()
     model = str(Path(args.model).resolve()) if local else args.model
     environment = {"HF_HUB_OFFLINE": "1"} if local else {}
@@ -113,7 +114,7 @@ def llm_config(args: PDArgs, replicas: int, resources: dict[str, float]) -> dict
         },
         "runtime_env": {"env_vars": environment},
         "callback_config": {"callback_class": "raykv.integrations.serve.backend.LocalModel"} if local else {},
-        "experimental_configs": {"stream_batching_interval_ms": 0},  # a token goes out when it is there
+        "experimental_configs": {"stream_batching_interval_ms": 0},  # each token is sent at once
         "engine_kwargs": {
             **{name: value for name, value in engine.items() if value is not None},
             "kv_transfer_config": {
@@ -121,7 +122,7 @@ def llm_config(args: PDArgs, replicas: int, resources: dict[str, float]) -> dict
                 "kv_connector_module_path": "raykv.integrations.vllm",
                 "kv_role": "kv_both",
                 "kv_load_failure_policy": "recompute",
-                # A step on CPU takes seconds, and the node may have to wait for a core.
+                # The node may have to wait for a core. A step on CPU takes seconds, so engines can wait longer too.
                 "kv_connector_extra_config": {"cluster": args.pool, "store_timeout_s": 0.1},
             },
         },

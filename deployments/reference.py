@@ -1,9 +1,9 @@
-"""Answers requests with a plain vLLM engine, without pool and prefix cache: the demo compares with it.
+"""Answers requests with a plain vLLM engine, without raykv and without a prefix cache. The demo compares with it.
 
     python -m deployments.reference --model FOLDER --answer-tokens 40
 
-Prints a line when it is ready. Then it reads requests from stdin, one JSON list of messages a line, and writes one
-`Answer` a line to stdout. It uses one thread, one process and the demo's number format.
+Prints READY when the engine has started. Then it reads one request per line from stdin (a JSON list of messages) and
+writes one `Answer` per line to stdout. It uses one thread, one process and float32, as the demo's engines do.
 """
 
 import argparse
@@ -29,10 +29,10 @@ class Answer(BaseModel):
     """One answered request.
 
     Attributes:
-        prompt: Tokens of the prompt, with the chat template around the messages.
-        tokens: Tokens of the answer.
-        text: The answer.
-        ttft_s: Time to the first token.
+        prompt: Token ids of the prompt, including those of the chat template.
+        tokens: Token ids of the answer.
+        text: Text of the answer.
+        ttft_s: Seconds to the first token.
     """
 
     prompt: list[int]

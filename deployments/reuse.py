@@ -1,4 +1,4 @@
-"""What the engines of a deployment reused, from the metrics that Ray exports on every Ray node."""
+"""Measures how much KV the engines of a deployment reused, from the metrics that Ray exports on every Ray node."""
 
 import re
 import time
@@ -14,12 +14,12 @@ _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 @dataclass
 class Reuse:
-    """What was loaded from the pool instead of computed.
+    """How much was loaded from the pool instead of computed.
 
     Attributes:
-        tokens: Tokens by (address of the loading Ray node, address of the holder, path).
-        nbytes: Bytes by path.
-        answers: Requests that engines finished.
+        tokens: Number of tokens, by (address of the loading Ray node, address of the holder, path).
+        nbytes: Number of bytes, by path.
+        answers: Number of requests that engines finished. The prefill and the decode of a request count separately.
     """
 
     tokens: Counter[tuple[str, str, str]] = field(default_factory=Counter)
@@ -31,10 +31,10 @@ class Reuse:
 
 
 class ReuseMeter:
-    """Reads totals and gives differences."""
+    """Reads the metrics, and returns by how much they have increased since the last call."""
 
     def __init__(self, pool: str) -> None:
-        """Args: pool: Name of the raykv cluster."""
+        """Read the metrics for the first time. `pool` is the name of the raykv cluster."""
         import ray
 
         from raykv.cluster import status
@@ -48,7 +48,7 @@ class ReuseMeter:
         """Wait until engines have finished `answers` more requests, and return what was reused since the last call.
 
         Raises:
-            TimeoutError: Fewer were finished, or their figures are missing.
+            TimeoutError: Fewer requests were finished in time, or Ray has not exported their metrics.
         """
         until_s = time.monotonic() + timeout_s
         while True:

@@ -1,1 +1,1 @@
-"""One module a store: how to start it, and how to call it at its best. Run in that store's own environment."""
+"""One module per store: it starts the store and calls it in the fastest way. It runs in the store's environment."""

@@ -1,4 +1,4 @@
-"""What the machine can do: copies of the same objects by one and two threads, a dict, a bare pair of sockets."""
+"""The limits of the machine: copies of the objects by one and two threads, a dict, and a bare pair of sockets."""
 
 import mmap
 import os
@@ -17,10 +17,11 @@ from benchmarks.workloads import KIB, LOOKUP_BATCH, MIB, OBJECTS, Bytes, Workloa
 
 
 class Memory(Face):
-    """Objects in one block of memory, private or mapped, and one thread that copies them, one after the other.
+    """Objects in one block of memory, private or mapped. One thread copies them one after another.
 
     Attributes:
-        memory: The block. Its first part holds the stored objects, the rest is room for puts.
+        memory: The block. Its first part has the stored objects. The rest is the space for puts.
+        taken: Number of bytes in the first part.
     """
 
     def __init__(self, memory: Bytes) -> None:
@@ -29,7 +30,7 @@ class Memory(Face):
         self._objects: dict[str, Bytes] = {}
 
     def store(self, name: str, value: Bytes) -> None:
-        """Keep a copy."""
+        """Store a copy of an object."""
         self._objects[name] = place = self.memory[self.taken : self.taken + len(value)]
         np.copyto(place, value)
         self.taken += len(value)
@@ -38,7 +39,7 @@ class Memory(Face):
         return workload.operation != "exists"
 
     def key(self, name: str) -> Bytes:
-        """Where the object is, or is to go: all room for puts is used in turn."""
+        """Return the memory of a stored object, or memory for a put. Puts use their space in turn, again and again."""
         if name in self._objects:
             return self._objects[name]
         nbytes, number = (int(word) for word in name[1:].split("-"))
@@ -67,7 +68,7 @@ class Memory(Face):
 
 
 class TwoThreads(Face):
-    """The same copies, each thread half of a batch (a single object: half of its bytes)."""
+    """Copies like `Memory`, by two threads: each copies half of a batch."""
 
     def __init__(self, one: Memory) -> None:
         self._one = one
@@ -110,7 +111,7 @@ class TwoThreads(Face):
 
 
 class Dict(Face):
-    """A dict in this process, and memmove: assigning a slice of a memoryview is the quickest way to one."""
+    """A dict in this process, and memmove. The assignment to a slice of a memoryview is the fastest way to call it."""
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
@@ -144,15 +145,15 @@ class Dict(Face):
 
 
 PLACE = struct.Struct("<QQ")
-"""Of each object in a request: where it begins, how long it is."""
+"""Offset and length of one object in the file. A request is a sequence of them."""
 REQUEST_NBYTES = 4096
-"""A request is small enough to arrive in one piece."""
+"""Maximum length of a request. One `recv` receives a whole request, because it is so small."""
 GATHERED_NBYTES = 256 * KIB
-"""Smaller objects of a batch go in one system call, larger ones in one each: whichever is faster."""
+"""One system call transfers a batch of objects that are smaller than this. Larger objects take one call each."""
 
 
 class Sockets(Face):
-    """A process that sends parts of its mapped memory, and buffers that receive them here."""
+    """The client of `send_parts`: requests parts of that process's mapped memory, and receives them into buffers."""
 
     def __init__(self, port: int, places: dict[str, tuple[int, int]]) -> None:
         self._places = places
@@ -190,7 +191,7 @@ def receive(connection: socket.socket, into: Sequence[memoryview]) -> None:
 
 
 def send_parts(path: str, port: int) -> None:
-    """The other process: answer each request with the bytes it names."""
+    """Run the server process: answer each request with the requested parts of the file at `path`."""
     arena = memoryview(mmap.mmap(os.open(path, os.O_RDWR), 0))
     listener = socket.create_server(("127.0.0.1", port))
     while True:
@@ -211,7 +212,7 @@ def _answer(connection: socket.socket, arena: memoryview) -> None:
 
 
 class Store(System):
-    """All limits; `options["remote"]` chooses the sockets, else the copies."""
+    """All limits: the sockets if `options["remote"]` is set, otherwise the copies."""
 
     def start(self) -> None:
         nbytes = sum(size * count for size, count in OBJECTS.items()) + 512 * MIB
@@ -241,7 +242,7 @@ class Store(System):
         return {"loader": Loader(self), **self._faces}
 
     def keep(self, name: str, value: Bytes) -> None:
-        """Store an object where every line finds it."""
+        """Store an object so that all lines can read it."""
         if self._private is None:
             self._places[name] = (self._mapped.taken, len(value))
         else:
@@ -250,7 +251,7 @@ class Store(System):
 
 
 class Loader(Face):
-    """Stores the objects at the start, for all lines. It is no line itself."""
+    """Stores the objects at the start, for all lines. It is not a line itself."""
 
     def __init__(self, store: Store) -> None:
         self._store = store

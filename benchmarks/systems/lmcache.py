@@ -21,16 +21,16 @@ from benchmarks.system import Face, MissingError, System
 from benchmarks.workloads import MIB, Bytes
 
 COPY_BY_TORCH_NBYTES = 1 * MIB
-"""From here on torch's copy, which uses several threads, is the faster one; below it a plain memmove."""
+"""Objects of this size and more are copied by torch, which uses several threads. For smaller ones memmove is faster."""
 
 EVICTED = 4
-"""Batches that go when there is no room for one."""
+"""Number of batches that are deleted when there is no space for a new one."""
 
 Buffer = tuple[int, int, torch.Tensor]
 
 
 class L1(Face):
-    """Reserve, copy, finish: as its own callers do it."""
+    """Reserves, copies and finishes, as LMCache's own callers do."""
 
     def __init__(self, manager: L1Manager) -> None:
         self._manager = manager
@@ -95,9 +95,9 @@ class L1(Face):
 
 
 class Store(System):
-    """One manager with a pool of DRAM that is taken at the start.
+    """One manager, with a pool of DRAM that is allocated at the start.
 
-    `options["small"]`: with room for very many small objects, which take 4 KiB each otherwise.
+    `options["small"]`: align objects to 64 bytes instead of 4 KiB, so that the pool holds very many small objects.
     """
 
     def start(self) -> None:
@@ -114,9 +114,9 @@ class Store(System):
         return {name: importlib.metadata.version(name) for name in ("lmcache", "torch")}
 
     def special(self, name: str, fields: dict[str, Any]) -> dict[str, Any]:
-        """The writer is a thread here, since no other process can write.
+        """Run the writer of the mixed run on a thread of this process, since no other process can write.
 
-        `write` starts it and returns at once; `wrote` waits for its end and says how much it wrote.
+        `write` starts it and returns at once. `wrote` waits for its end and returns its rate.
         """
         if name == "write":
             self._writer = threading.Thread(target=self._write, args=(fields,), daemon=True)
@@ -126,7 +126,7 @@ class Store(System):
         return {"gb_per_s": self._wrote_gb_per_s}
 
     def _write(self, fields: dict[str, Any]) -> None:
-        """Write batches. The oldest go when the pool is full: LMCache's own eviction is outside the L1 manager."""
+        """Write batches. Delete the oldest ones when the pool is full, because the L1 manager does not evict."""
         nbytes, batch, rate = fields["nbytes"], fields["batch"], fields["rate"]
         values = self._face.buffers([torch.zeros(nbytes, dtype=torch.uint8).numpy()] * batch)
         start_s = time.monotonic()

@@ -1,4 +1,4 @@
-"""memcached, over a Unix socket or TCP, by its meta protocol: values are received straight into the caller's memory."""
+"""memcached, over a Unix socket or TCP. This client uses the meta protocol, and receives into the caller's memory."""
 
 import subprocess
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from benchmarks.workloads import MIB
 
 
 class Memcached(Face):
-    """One connection."""
+    """The client, with one connection."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -52,10 +52,10 @@ class Memcached(Face):
 
 
 class Store(System):
-    """A server with items of up to 8 MiB; `options["tcp"]` chooses the transport.
+    """A server with items of up to 8 MiB. With `options["tcp"]` it listens on TCP.
 
-    `options["small"]`: as is best for very many small objects: huge pages, a hash table that is large from the start
-    and does not grow while it is measured, and nothing else under way.
+    `options["small"]` sets what is fastest for very many small objects: huge pages, a hash table that is large from the
+    start and so does not grow during the measurement, and no LRU threads.
     """
 
     def start(self) -> None:

@@ -1,4 +1,4 @@
-"""Mooncake Store: embedded in the client, in a process of its own with shared memory, or on another host over TCP."""
+"""Mooncake Store: embedded in the client, in its own process with shared memory, or over TCP as on another host."""
 
 import ctypes
 import importlib.metadata
@@ -19,11 +19,11 @@ NO_ROOM = -200
 
 
 class Mooncake(Face):
-    """A client; keys are text, buffers are registered memory by address."""
+    """A client. Keys are text. Buffers are addresses in registered memory."""
 
     def __init__(self, store: Any) -> None:
         self._store = store
-        self._config = mooncake.store.ReplicateConfig()  # one copy, neither soft nor hard pin
+        self._config = mooncake.store.ReplicateConfig()  # one replica, without soft or hard pin
 
     def buffer(self, array: Bytes) -> tuple[int, int]:
         return int(array.ctypes.data), len(array)
@@ -70,7 +70,7 @@ class Mooncake(Face):
 class Store(System):
     """`options["mode"]`: "embedded", "process" (own process, shared memory) or "tcp".
 
-    With "tcp", `options["pool"]` keeps connections. The master, a process of its own in every mode, keeps the metadata.
+    With "tcp", `options["pool"]` keeps connections open. In every mode the master, its own process, has the metadata.
     """
 
     def start(self) -> None:

@@ -1,4 +1,4 @@
-"""Ray's object store: put an array, get a view of it in shared memory, copy it out."""
+"""Ray's object store: a put stores an array; a get returns a view in shared memory, which is copied out."""
 
 import shutil
 import tempfile
@@ -13,7 +13,7 @@ from benchmarks.workloads import Bytes, Workload
 
 
 class Objects(Face):
-    """References by name. What loses its reference is freed."""
+    """Keeps a reference to each object, by name. Ray frees an object when its reference is deleted."""
 
     def __init__(self) -> None:
         self._references: dict[str, Any] = {}
@@ -48,10 +48,10 @@ class Objects(Face):
 
 
 class Store(System):
-    """A Ray of one node with a directory of its own."""
+    """A Ray cluster of one node, with its own temporary directory."""
 
     def start(self) -> None:
-        self._folder = tempfile.mkdtemp(prefix="rb")  # sockets in it must keep their names short
+        self._folder = tempfile.mkdtemp(prefix="rb")  # short, because the paths of its sockets must be
         ray.init(
             address="local",
             num_cpus=1,

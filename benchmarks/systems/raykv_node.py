@@ -1,10 +1,10 @@
-"""A raykv node without Ray, as a process. Says when it began, when its imports were done, and when it was ready."""
+"""Runs a raykv node without Ray. Prints when the process began, had done its imports, and was ready."""
 
 import time
 
 FIRST_S = time.monotonic()
 
-import json  # noqa: E402  (the clock comes first)
+import json  # noqa: E402  (the time is read before the imports)
 import sys  # noqa: E402
 
 from raykv.config import NodeConfig  # noqa: E402
@@ -15,7 +15,7 @@ IMPORTED_S = time.monotonic()
 
 
 def main() -> None:
-    """Serve until the end of the input."""
+    """Serve until standard input ends."""
     config = NodeConfig.load(json.loads(sys.argv[1]))
     node = Node(config, secret=bytes.fromhex(sys.argv[2]), membership=InProcessMembership(member_timeout_s=60.0))
     node.start()

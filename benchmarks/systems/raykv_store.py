@@ -1,4 +1,4 @@
-"""raykv: a node in a process of its own, read and written through shared memory, or over TCP as from another host."""
+"""raykv: a node in its own process. Clients use shared memory, or TCP as if they were on another host."""
 
 import json
 import os
@@ -28,7 +28,7 @@ SETTLE_S = 10.0
 
 
 class Raykv(Face):
-    """One client: batch calls, and the one-key calls for single objects."""
+    """One client. It uses the batch calls for batches, and the one-key calls for single objects."""
 
     def __init__(self, client: raykv.Client) -> None:
         self._client = client
@@ -83,18 +83,18 @@ class Raykv(Face):
             if time.monotonic() > until_s:
                 raise TimeoutError("the node does not come to rest")
             time.sleep(0.01)
-        time.sleep(0.03)  # what was committed last may still be on its way to its owner
+        time.sleep(0.03)  # the last announcements may not have reached the owners of the keys yet
 
 
 class Large(Raykv):
-    """A line for large batches alone."""
+    """A line that measures only batches of large objects."""
 
     def supports(self, workload: Workload) -> bool:
         return workload.nbytes >= MIB and workload.batch > 1
 
 
 class General(Raykv):
-    """Batch calls with one key, where the one-key calls would do."""
+    """Single objects by the batch calls with one key, instead of the one-key calls."""
 
     def supports(self, workload: Workload) -> bool:
         return workload.batch == 1
@@ -152,7 +152,7 @@ class Matched(Raykv):
 
 
 class NodeProcess:
-    """A node, and how to reach it."""
+    """A node in its own process, and its local address."""
 
     def __init__(self, store: System, name: str, storage: dict[str, Any], *, host: str | None = None) -> None:
         setting = store.setting
@@ -166,7 +166,7 @@ class NodeProcess:
         self.local_address = f"unix:{setting.shm}/raykv-bench-{name}.sock"
 
     def wait(self) -> dict[str, Any]:
-        """What it says when it is ready."""
+        """Wait until the node is ready. Return its output: address, path of its table, and times of its start."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
@@ -175,7 +175,7 @@ class NodeProcess:
         return said
 
     def stop(self) -> None:
-        """The end of its input is its sign."""
+        """Stop the node by closing its input."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGCONT)
             assert self.process.stdin is not None
@@ -187,13 +187,13 @@ class NodeProcess:
 
 
 class Store(System):
-    """`options["remote"]`: the node counts as another host's, so its memory is not mapped."""
+    """A node and its clients. With `options["remote"]` they seem to be on different hosts: no memory is mapped."""
 
     def start(self) -> None:
         self._nodes: list[NodeProcess] = []
         self._clients: list[raykv.Client] = []
         remote = bool(self.setting.options.get("remote"))
-        if self.setting.options.get("idle"):  # only for `special`
+        if self.setting.options.get("idle"):  # `special` or `fill` starts a node later
             self._faces: dict[str, Face] = {}
             return
         if self.setting.shared is None:
@@ -228,7 +228,7 @@ class Store(System):
     def about(self) -> dict[str, Any]:
         return {"raykv": raykv.__version__, "raykv compiled part": native.loops is not None}
 
-    # -- what only raykv is asked -----------------------------------------------------------------------------------
+    # -- measurements of raykv only ---------------------------------------------------------------------------------
 
     def special(self, name: str, fields: dict[str, Any]) -> dict[str, Any]:
         if name == "startup":
@@ -238,9 +238,9 @@ class Store(System):
         return {}
 
     def _startup(self, arena_nbytes: int) -> dict[str, Any]:
-        """Seconds from the node's first line of code to the answer to its first request.
+        """Measure a node's start until it answers its first request: from its first line of code, and without imports.
 
-        A new client tries again and again until it has its answer, as an engine that starts with the node would.
+        A new client repeats the request until it gets an answer, as an engine that starts with the node would.
         """
         node = NodeProcess(self, "start", {"arena_nbytes": arena_nbytes})
         path = Path(node.local_address.removeprefix("unix:"))
@@ -266,7 +266,7 @@ class Store(System):
         }
 
     def fill(self, keys: Keys, seconds: float) -> tuple[Face, int]:
-        """A table of as many rows, filled from this process: no row has bytes. The node of an earlier call ends."""
+        """Start a node, and enter the keys into its table from this process. The chunks have no bytes."""
         self._let_go()
         rows = len(keys)
         node = NodeProcess(self, f"rows{rows}", {"arena_nbytes": GIB, "max_chunks": rows})

@@ -1,4 +1,4 @@
-"""Redis, over a Unix socket or TCP, by its own protocol: values are received straight into the caller's memory."""
+"""Redis, over a Unix socket or TCP. This client receives values directly into the caller's memory."""
 
 import subprocess
 from collections.abc import Sequence
@@ -9,11 +9,11 @@ from benchmarks.systems.wire import Connection
 from benchmarks.workloads import GIB, KIB
 
 ONE_BY_ONE_NBYTES = 256 * KIB
-"""From here on a GET each is three times as fast as an MGET, whose answer the server gathers in memory first."""
+"""Objects of this size and more are read by one GET each. MGET is three times slower: it gathers all values first."""
 
 
 class Redis(Face):
-    """One connection."""
+    """The client, with one connection."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -53,7 +53,7 @@ class Redis(Face):
         self._connection.expect(b":1\r\n")
 
     def exists(self, keys: Sequence[bytes]) -> None:
-        # One command, which answers with their number alone: by half faster than one each.
+        # One command for all keys is 1.5 times as fast as one per key. It answers with the number of keys found.
         self._connection.send(command([b"EXISTS", *keys]))
         self._connection.expect(b":%d\r\n" % len(keys))
 
@@ -64,19 +64,19 @@ class Redis(Face):
 
 
 def command(words: Sequence[bytes]) -> bytes:
-    """A request."""
+    """Encode a request."""
     return b"".join([b"*%d\r\n" % len(words), *[b"$%d\r\n%b\r\n" % (len(word), word) for word in words]])
 
 
 def set_command(key: bytes, value: memoryview) -> list[Any]:
-    """A request to store, in parts: the value is not copied."""
+    """Encode a SET request, in parts, so that the value is not copied."""
     return [b"*3\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (len(key), key, len(value)), value, b"\r\n"]
 
 
 class Store(System):
-    """A server that keeps nothing on disk; `options["tcp"]` chooses the transport.
+    """A server without persistence. With `options["tcp"]` the client uses TCP.
 
-    `options["small"]`: as is best for very many small objects: huge pages.
+    `options["small"]` turns on huge pages, which are faster for very many small objects.
     """
 
     def start(self) -> None:

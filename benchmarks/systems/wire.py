@@ -1,4 +1,4 @@
-"""A connection to a server that speaks lines and values, with as few system calls as can be."""
+"""A connection to a server whose protocol has text lines and values, with as few system calls as possible."""
 
 import socket
 import struct
@@ -7,11 +7,11 @@ from typing import Any
 
 TIMEOUT_S = 20
 PARTS = 512
-"""Buffers in one system call; the kernel takes 1024."""
+"""Maximum number of buffers in one system call. The kernel's limit is 1024."""
 
 
 class Connection:
-    """A blocking socket. The server's answers are known beforehand but for misses, so they are compared, not parsed."""
+    """A blocking socket. If no object is missing, answers are known beforehand: they are compared, not parsed."""
 
     def __init__(self, address: str | tuple[str, int], missing: type[Exception]) -> None:
         self._missing = missing
@@ -19,7 +19,7 @@ class Connection:
         self._socket.connect(address)
         if not isinstance(address, str):
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # In the kernel, not in Python: that would make the socket non-blocking.
+        # The kernel gets the timeout, because a timeout in Python would make the socket non-blocking.
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", TIMEOUT_S, 0))
         self._head = memoryview(bytearray(64))
 
@@ -27,7 +27,7 @@ class Connection:
         self._socket.sendall(message)
 
     def send_parts(self, parts: list[Any]) -> None:
-        """Send buffers one after the other."""
+        """Send buffers one after another."""
         for start in range(0, len(parts), PARTS):
             some = parts[start : start + PARTS]
             left = sum(map(len, some)) - self._socket.sendmsg(some)
@@ -35,7 +35,7 @@ class Connection:
                 self._send_rest(some, left)
 
     def _send_rest(self, parts: Sequence[Any], left: int) -> None:
-        """Send the last `left` bytes."""
+        """Send the last `left` bytes of the buffers."""
         skip = sum(map(len, parts)) - left
         for part in parts:
             if skip < len(part):
@@ -45,20 +45,20 @@ class Connection:
                 skip -= len(part)
 
     def expect(self, answer: bytes) -> None:
-        """Read exactly this.
+        """Read an answer that must be equal to `answer`.
 
         Raises:
-            Exception: The answer differs: of the kind given as `missing`.
+            Exception: The answer differs. The type of the exception is `missing`.
         """
         got = bytearray(len(answer))
         if self._socket.recv_into(got, len(got), socket.MSG_WAITALL) != len(got) or got != answer:
             raise self._missing(f"{bytes(got[:60])!r} in place of {answer[:60]!r}")
 
     def receive_value(self, head: bytes, into: memoryview, tail: bytes) -> None:
-        """Read one value, framed as given.
+        """Read `head`, a value that fills `into`, and `tail`.
 
         Raises:
-            Exception: The answer is another: of the kind given as `missing`.
+            Exception: The answer begins differently. The type of the exception is `missing`.
         """
         start, end = self._head[: len(head)], memoryview(bytearray(tail))
         got = self._socket.recvmsg_into([start, into, end])[0]
@@ -75,7 +75,7 @@ class Connection:
             raise ConnectionError("the value was cut short")
 
     def receive_values(self, heads: Sequence[bytes], into: Sequence[memoryview], tail: bytes) -> None:
-        """Read values one after the other, all of which are there."""
+        """Read several values, each between its head and `tail`, with one system call. None may be missing."""
         starts = [bytearray(len(head)) for head in heads]
         end = bytearray(tail)
         parts: list[Any] = []

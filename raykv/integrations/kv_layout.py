@@ -23,7 +23,7 @@ MAX_RUNS_PER_LAYER: Final = 64
 """A layout is refused if it cuts a block of one layer into more runs than this."""
 MAX_STAGED_CHUNKS: Final = 32
 MAX_STAGED_NBYTES: Final = 256 << 20
-"""One batch that passes through pinned host memory has at most this many chunks, and at most this many bytes."""
+"""One batch that passes through pinned host memory has at most this many chunks and bytes, but at least one chunk."""
 
 
 def runs_of(name: str, cache: "torch.Tensor", num_blocks: int) -> "list[torch.Tensor]":
@@ -115,7 +115,7 @@ class Layout:
         return [run.numpy() for run in self._runs]
 
     def fence(self) -> Any:
-        """Mark the end of the kernels that are queued on the current stream. `read` waits for the returned marker."""
+        """Mark the end of the kernels that are queued on the current stream. `read` waits for this marker."""
         return None
 
     def read(self, chunks: Sequence[Sequence[int]], fence: Any = None) -> list[list[memoryview]]:

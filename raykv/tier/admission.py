@@ -9,7 +9,7 @@ from raykv.types import Bits
 
 DAY_S: Final = 86_400.0
 BURST_S: Final = 3_600.0
-"""Unused budget is saved, but not more than the budget of this time. So no more than that is written at once."""
+"""Unused budget is saved, up to the budget of this many seconds. This also limits how much is written at once."""
 
 Numbers = npt.NDArray[np.integer[Any]]
 
@@ -31,7 +31,7 @@ class Admission:
         self._left, self._filled_s = self._most, now_s
 
     def left_nbytes(self, *, now_s: float) -> float:
-        """Bytes that may be written now; negative if `spend` took more than there was."""
+        """Bytes that may be written now; negative if `spend` took more than was left; infinite without a limit."""
         if self._per_s is None:
             return float("inf")
         self._left = min(self._most, self._left + max(0.0, now_s - self._filled_s) * self._per_s)

@@ -17,7 +17,8 @@ class Chunk(NamedTuple):
 
     Attributes:
         key: 16 bytes, as `chunk_keys.to_bytes` writes them.
-        offset, nbytes: First byte in the arena (the begin of a page), and length. The slot is a number of whole pages.
+        offset, nbytes: Offset of the chunk in the arena (a multiple of a page), and its length. The slot that holds
+            the chunk is a number of whole pages.
         checksum: xxh3-64 of the bytes.
         group: Number of the quota group on this node.
         depth: Number of chunks before it in its chain (the consecutive chunks of a prompt).
@@ -60,7 +61,7 @@ Arrived = Callable[[Sequence[bool]], None]
 
 
 class GroupNames(Protocol):
-    """Maps numbers of quota groups to names. A tier's files hold names: a restart may change numbers. Thread-safe."""
+    """Maps quota groups' numbers to names and back. Files hold names: a restart may change numbers. Thread-safe."""
 
     def text(self, group: int) -> bytes: ...
 
@@ -73,8 +74,8 @@ class Environment(NamedTuple):
     """What a tier gets from its node.
 
     Attributes:
-        arena: Writable bytes that begin at a page. `Chunk.offset` is relative to its first byte.
-        node: Name of the node: unique, stable, valid as a file name.
+        arena: The node's arena, writable. It begins at a page. `Chunk.offset` is relative to its first byte.
+        node: Name of the node: unique, the same after a restart, valid as a file name.
     """
 
     arena: memoryview
@@ -88,7 +89,7 @@ class Tier(ABC):
     Attributes:
         name: Name in the registry and in `stats`.
         place: Where its chunks lie, as `client.why` reports it.
-        write_nbytes_per_day: The most bytes that the node writes to it in a day, see `Admission`; None: no limit.
+        write_nbytes_per_day: The most bytes that the node writes to the tier in a day, see `Admission`; None: no limit.
     """
 
     name: str
@@ -133,13 +134,13 @@ class Tier(ABC):
 
     @abstractmethod
     def keys(self) -> KeyArray:
-        """Keys of all chunks in the tier. If nodes share the tier, only of the chunks that this node wrote."""
+        """Keys of all chunks in the tier. If nodes share the tier: only the keys of chunks that this node wrote."""
 
     @abstractmethod
     def take_changes(self) -> tuple[KeyArray, KeyArray]:
         """Keys added (written, or found at the start) and keys removed since the last call.
 
-        If nodes share the tier, only of the chunks that this node wrote.
+        If nodes share the tier: only the keys of chunks that this node wrote.
         """
 
     @abstractmethod

@@ -147,7 +147,7 @@ class Demotion:
 
     @contextmanager
     def barring(self, keys: KeyArray | None = None, *, group: int | None = None) -> Iterator[None]:
-        """While the context lasts, write none of these keys, and nothing of this quota group, to a tier.
+        """While the context lasts, write no chunk of these keys or of this quota group to a tier.
 
         Deletion needs this: it deletes chunks in the tiers first and in memory second. In between, demotion could write
         them to the tiers again.

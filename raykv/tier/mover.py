@@ -53,7 +53,7 @@ class TierMover:
         self._changed()
 
     def find(self, keys: KeyArray) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint32]]:
-        """Return for each key the fastest tier that has the chunk, and the chunk's length; NOWHERE and 0: none has."""
+        """Return for each key the place of the fastest tier with the chunk, and its length; else NOWHERE and 0."""
         places, nbytes = np.full(len(keys), Place.NOWHERE, np.uint8), np.zeros(len(keys), np.uint32)
         for tier in self.tiers:
             absent = np.flatnonzero(places == Place.NOWHERE)
@@ -96,10 +96,10 @@ class TierMover:
         return count
 
     def drop_outdated(self, keys: KeyArray) -> int:
-        """Delete copies in tiers whose expiry no longer agrees with the copy in memory. Returns the number deleted.
+        """Delete copies in tiers that outlive the copy in memory, or that expire although that one never does.
 
-        Such a copy expires later than the copy in memory, or expires although the copy in memory never does. Callers
-        call this after a put or a new expiry: otherwise a tier could return a chunk after its new TTL.
+        Callers call this after a put or a change of expiry. Otherwise a tier could return a chunk after its new TTL.
+        Returns the number of copies deleted.
         """
         count, now_s = 0, time.monotonic()
         today_s = time.time() - now_s
@@ -147,7 +147,7 @@ class TierMover:
 
 
 def _differ(below_s: float, memory_s: float) -> bool:
-    """Whether the copy in a tier outlives the copy in memory, or expires although the copy in memory never does."""
+    """Whether `drop_outdated` deletes the copy in the tier. Both times are in seconds since 1970; 0 means never."""
     if not memory_s:
         return below_s > 0
     return not below_s or below_s > memory_s + OUTLIVES_S

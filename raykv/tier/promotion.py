@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 PROMOTED_SHARE: Final = 8
 RUNS_AT_ONCE: Final = 4
 """Chunks being promoted take at most an eighth of the arena, and one run takes at most a quarter of that. Exception: a
-run of a single chunk may be larger than the quarter."""
+run of a single chunk may take more."""
 
 
 @dataclass(slots=True, eq=False)
@@ -66,10 +66,10 @@ class Promotion:
         self.nbytes = self.promoted = self.late = 0
 
     def promote(self, keys: KeyArray, *, until_s: float) -> int:
-        """Promote the chunks that are not in memory, and wait for them until `until_s`. With 0 it does not wait.
+        """Promote the chunks that are not in memory, and wait until the monotonic time `until_s`. 0: do not wait.
 
-        A read that takes longer continues in the background. One read of a tier takes several chunks, and another call
-        may have begun it. Returns the number of chunks in all reads that contain one of these keys, finished or not.
+        A run (one read of several chunks) that takes longer continues in the background. Another call may have begun
+        it. Returns the number of chunks in all runs that contain one of these keys, finished or not.
         """
         with self._lock:
             wanted = keys[self._store.missing(keys, now_s=time.monotonic())]
@@ -103,7 +103,7 @@ class Promotion:
                 return
 
     def _begin(self, keys: KeyArray, found: list[Found]) -> tuple[_Run | None, list[_Run]]:
-        """Begin a run of those chunks that no other run reads.
+        """Begin a run of those chunks that are neither in memory nor in another run.
 
         Returns the run (None if it has no chunks or gets no slots), and the other runs that read some of the chunks.
         """

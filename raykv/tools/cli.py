@@ -1,4 +1,4 @@
-"""The command line. `doctor` and `plan` work without Ray, and with a node's address also `why` and `namespace`."""
+"""The command line. `doctor` and `plan` work without Ray. So do `why` and `namespace`, if a node's address is given."""
 
 import argparse
 import json

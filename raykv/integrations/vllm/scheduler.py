@@ -37,7 +37,7 @@ IDLE_WAIT_S: Final = 0.001
 """A step without computation waits at most this long for a lookup. Without this wait the engine's thread would spin and
 hold the GIL, which the lookup needs."""
 HAND_OFF_WAIT_S: Final = 0.02
-"""`finish` waits at most this long until the node has committed the last chunks of a prompt."""
+"""For each rank, `finish` waits at most this long until the node has committed the last chunks of a prompt."""
 MAX_REPORTS: Final = 1024
 """At most this many reports of finished requests wait to be sent. Further reports are dropped. Then the eviction
 policies know less, and predict worse which chunks will be read again."""

@@ -234,7 +234,7 @@ class WorkerSide:
         return [*results, client.flush(timeout_s=0.0)]  # `flush` returns late answers to earlier saves
 
     def _run(self, save: Save, deadline_s: float, results: list[PutResult]) -> _Run:
-        """Return the chunks to store. Leave out `cached` chunks that nodes hold, or all if the lookup is too slow."""
+        """Return the chunks to store. Of `cached` chunks, skip those that nodes hold, or all if the lookup is slow."""
         client = self._connection.client(self._namespace, save.scope)
         assert client is not None, "clients of all scopes are made from one"
         above = [] if save.parent is None else [save.parent]

@@ -15,7 +15,7 @@ from raykv.tier.segments.index import Changes, Index
 from raykv.types import Bits, KeyArray, Rows
 
 MAX_KEYS: Final = 1 << 20
-"""At most this many deleted keys are in memory. Beyond it, the oldest ones are dropped."""
+"""At most this many tombstones of keys are in memory. If there are more, the oldest ones are dropped."""
 
 
 @dataclass(eq=False, slots=True)
@@ -23,7 +23,7 @@ class Pack:
     """A pack, part or tombstone file that this node knows.
 
     Attributes:
-        number: Stands for the file in `Index.segment`.
+        number: The file's number in `Index.segment`.
         nbytes: Space that the file takes.
         mine: Whether this node wrote the file.
         known_s, touched_s: Monotonic times: when this node found the file, and when it last called `Folder.touch`.

@@ -38,7 +38,8 @@ class Name(NamedTuple):
     """The name of a file in a pack directory.
 
     Attributes:
-        sequence: Nanoseconds since 1970 when the file was begun. Of two copies of a chunk, the later one counts.
+        sequence: Time when the file was begun, in ns since 1970; a higher number if the order requires it. Of two
+            copies of a chunk, the one in the pack with the higher sequence counts.
         writer, token: Name of the node that wrote the file, and a random token of that node's process.
     """
 
@@ -148,7 +149,7 @@ class Folder:
             return self.read(name._replace(kind="pack"), offset, buffers)  # the part has become a pack since the lookup
 
     def record_of(self, name: Name) -> tuple[Record | None, int]:
-        """All intact records of a file joined into one, or None; and the size of the file's content in bytes."""
+        """All intact records of a file joined into one (None: there is none), and the content's size in bytes."""
         with self._file(self.path / str(name)) as fd:
             nbytes = os.fstat(fd).st_size
             found = _records(fd, nbytes)
@@ -198,13 +199,13 @@ class Folder:
         try:
             os.rename(self.path / str(name), final)
         except FileNotFoundError:
-            if not final.exists():  # else it is already published
+            if not final.exists():  # if it exists, another process has published the part
                 raise
         directory = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(directory)
         except OSError as error:
-            if error.errno != errno.EINVAL:  # the file system cannot sync directories
+            if error.errno != errno.EINVAL:  # EINVAL: the file system cannot sync directories
                 raise
         finally:
             os.close(directory)

@@ -12,7 +12,7 @@ from raykv.tier.file.state import State
 from raykv.tier.segments.format import living, raw_keys
 
 STALE_S: Final = 24 * 3600.0
-"""A part of another process that was not written to for this time is removed."""
+"""A part of another process is removed if nothing was written to it for this time."""
 
 
 class Scanner:
@@ -79,7 +79,7 @@ class Scanner:
                 catalog.insert(pack, record.texts, entries[entries["group"] < len(record.texts)])
 
     def _remove_missing(self, there: set[str], began_s: float) -> None:
-        """Forget files that were removed. `stat` confirms each removal, as a listing may miss a file being renamed."""
+        """Drop removed files from the catalog. `stat` confirms this: a listing may miss a file during its rename."""
         with self._state.lock:
             known = list(self._state.catalog.known.values())
         for pack in known:
@@ -88,7 +88,7 @@ class Scanner:
                     self._state.catalog.remove_pack(pack)
 
     def _remove_obsolete(self, names: list[Name]) -> None:
-        """Remove tombstone files that two scans in a row found older than all packs: a scan may miss a renamed pack."""
+        """Remove tombstone files older than all packs. Two scans must agree: one may miss a pack during its rename."""
         oldest = min((name.sequence for name in names if name.kind != "tombs"), default=time.time_ns())
         obsolete = {name for name in names if name.kind == "tombs" and name.sequence < oldest}
         for name in obsolete & self._obsolete:
@@ -111,7 +111,7 @@ class Scanner:
             for used_ns, name in order:
                 found = folder.stat(name)
                 if found is not None and found.st_mtime_ns != used_ns:
-                    continue  # a node has read this pack since the listing
+                    continue  # a node has read this pack since the first `stat`
                 if excess <= 0:
                     return
                 if found is not None:

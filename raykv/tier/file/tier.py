@@ -194,7 +194,7 @@ class FileTier(Tier):
     def delete(self, keys: KeyArray) -> int:
         """See `Tier`. For other nodes, and after a restart, the chunks are deleted once the tombstones are written.
 
-        Chunks that are not here get tombstones too: they may be in packs that this node has not scanned yet.
+        Keys that are not in the index get tombstones too: they may be in packs that this node has not scanned yet.
         """
         state, names = self._state, raw_keys(keys)
         with state.lock:
@@ -222,7 +222,7 @@ class FileTier(Tier):
         state.lock.notify_all()
 
     def close(self) -> None:
-        """See `Tier`. Publishes the part that is being filled; waits at most CLOSE_S for that."""
+        """See `Tier`. Publishes the part that is being filled, and tombstones. Waits at most CLOSE_S for that."""
         state = self._state
         with state.lock:
             state.closed, state.readable = True, False

@@ -33,7 +33,7 @@ MERGE_FILES: Final = 32
 
 
 class Part:
-    """The pack that a process is filling. Only one thread uses it. A failed write sets `broken`: no more chunks fit."""
+    """The pack that a process is filling. Only one thread uses it. After a failed write (`broken`) nothing fits."""
 
     def __init__(self, folder: Folder, sequence: int, *, nbytes: int) -> None:
         self.name, self.begun_s, self.broken, self.nbytes = folder.name(sequence, "part"), time.monotonic(), False, 0
@@ -62,7 +62,7 @@ class Part:
         with self._folder.operation():
             try:
                 nbytes = write_all(self._fd, [encoded(batch.record), *(item.view for item in items)], start)
-                # Starts writeback now, so that `seal` does not wait long for it.
+                # This call starts the writeback now, so that the sync in `seal` is short.
                 os.posix_fadvise(self._fd, start, nbytes, os.POSIX_FADV_DONTNEED)
             except OSError:
                 self.broken = True
@@ -246,7 +246,7 @@ class Writer:
             state.folder.remove(pack.name)
 
     def _merged(self, old: list[Pack]) -> tuple[list[bytes], list[bytes]]:
-        """The tombstones of these files: keys and quota groups. Those that were stored again are left out."""
+        """Tombstones of these files: keys and quota groups. Keys and groups that were stored again are left out."""
         catalog = self._state.catalog
         keys, texts = catalog.tombstones.of({pack.name.sequence for pack in old})
         here = catalog.index.find_all(key_array(keys)) >= 0

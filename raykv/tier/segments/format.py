@@ -6,8 +6,8 @@ A segment is a file of fixed size, cut into blocks of BLOCK_NBYTES. It is filled
 
 A batch is a record and its chunks. The record lists the content of the batch and the start of the next batch. Each
 chunk begins at a block. Records also hold tombstones: deleted keys and dropped quota groups. A tombstone covers the
-chunks of its key or group in all batches before its own, in this segment and in segments with a lower sequence number:
-they count as deleted.
+chunks of its key or group in all batches before its own, in this segment and in segments with a lower sequence number.
+Covered chunks count as deleted.
 
 A full segment is sealed by a summary: one record with the content of all records, at the end of the file. A starting
 tier reads only the summary. If the summary is missing or damaged, the tier reads the batches in order, up to the first
@@ -34,7 +34,7 @@ LAYOUT_VERSION: Final = 1
 BLOCK_NBYTES: Final = SLOT_ALIGNMENT_NBYTES
 """The unit of direct I/O. Slots of the arena also begin and end at multiples of a block."""
 TAIL_BLOCKS: Final = 32
-"""Blocks in the first read of a summary: enough for 1 700 chunks. A longer summary takes a second read."""
+"""Blocks in the first read of a summary: enough for about 1 800 chunks. A longer summary takes a second read."""
 BATCH, SUMMARY = 0, 1
 
 HEAD: Final = np.dtype(

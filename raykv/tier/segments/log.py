@@ -165,7 +165,7 @@ class Log:
         return batch
 
     def finish(self, batch: Batch) -> list[Batch]:
-        """Mark a batch as written. Returns batches that recovery can find now, as all before them are written."""
+        """Mark a batch as written. Returns batches that recovery finds now: all batches before them are written too."""
         batch.finished, ready = True, []
         in_flight = batch.segment.in_flight
         while in_flight and in_flight[0].finished:
@@ -192,7 +192,7 @@ class Log:
         return self.reclaiming is None and len(self.free()) < SPARE_SEGMENTS
 
     def choose_victim(self) -> Segment | None:
-        """Choose the segment to reclaim next, and mark it "reclaiming". None: there is none, or one is marked."""
+        """Choose the segment to reclaim next, and mark it "reclaiming". None: one is marked, or none is ready."""
         if self.reclaiming is not None:
             return None
         in_use = self.in_use()

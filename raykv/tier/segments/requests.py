@@ -185,6 +185,8 @@ class Piece(NamedTuple):
 
 
 class Run:
+    """One read of chunks that are adjacent on the disk."""
+
     def __init__(self, request: Request, pieces: list[Piece]) -> None:
         self.request, self.pieces = request, pieces
         self.segment, self.block = pieces[0].segment, pieces[0].block
@@ -202,7 +204,7 @@ class Run:
         return right
 
     def enter(self, right: Bits, queue: WriteQueue) -> Rows:
-        """Count the bytes and reads of the `right` chunks. Returns the rows that still hold one of the other chunks."""
+        """Count the bytes and reads of the `right` chunks. Returns the rows that still hold one of the wrong chunks."""
         index, columns = queue.index, queue.index.columns
         rows, segments, blocks, nbytes, checksums = np.array([piece[:5] for piece in self.pieces], np.uint64).T
         rows = rows.astype(np.int32)

@@ -30,7 +30,7 @@ from raykv.types import Rows
 log = logging.getLogger(__name__)
 
 PENDING_DELETED: Final = 1 << 20
-"""At most this many deleted keys are stored for a drive that is not on. Beyond it, the next start empties the drive."""
+"""At most this many deleted keys are kept for a drive that is not on. Above it, the next start empties the drive."""
 INDEX_ROW_NBYTES: Final = 64 << 10
 """The index has one row (for one chunk) for each 64 KiB of capacity, unless the config has `max_chunks`."""
 RETRY_S: Final = 30.0
@@ -144,7 +144,7 @@ class Drive:
 
 
 class Shared(WriteQueue):
-    """What all drives share. `lock` guards this object and all drives. `ended`: whether the tier is being closed."""
+    """State that all drives share. `lock` guards it and all drives. `ended`: whether the tier is being closed."""
 
     def __init__(self, config: SsdConfig, environment: Environment) -> None:
         rows = config.max_chunks or max(1024, len(config.paths) * config.capacity_nbytes // INDEX_ROW_NBYTES)
@@ -165,7 +165,7 @@ class Shared(WriteQueue):
             self.refuse_writes()
 
     def fail_moves(self) -> None:
-        """Give up the queued moves: no segment is free to move to. When they end, the reclaimed segment is freed."""
+        """Give up the queued moves, as no segment is free. When all moves have ended, their old segment is freed."""
         while (item := self.next_item()) is not None and item.moved_from >= 0:
             self.finish(self.dequeue(), False)
 

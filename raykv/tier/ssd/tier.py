@@ -32,9 +32,9 @@ from raykv.tier.ssd.workers import Workers
 from raykv.types import Bits, KeyArray
 
 WATCH_S: Final = 0.25
-"""How often drives are checked: whether one is slow, and whether a failed one should be tried again."""
+"""Drives are checked at least this often: whether one is slow, and whether a failed one should be tried again."""
 TIDY_S: Final = 10.0
-"""Expired chunks are removed from the index once in this time."""
+"""Expired chunks are removed from the index at this interval."""
 CLOSE_S: Final = 10.0
 """`close` waits at most this long for the running operations of each drive, and then for callbacks."""
 
@@ -124,7 +124,7 @@ class SsdTier(Tier):
         return True
 
     def delete(self, keys: KeyArray) -> int:
-        """See `Tier`. The chunks stay deleted after a restart only if their tombstones were written by then."""
+        """See `Tier`. The chunks stay deleted after a restart only if their tombstones were written before it."""
         shared = self._shared
         with shared.lock:
             here = int((shared.index.find(keys, now_s=time.time()) >= 0).sum())

@@ -94,7 +94,7 @@ class Upkeep:
                 drive.notify()
 
     def _reclaim(self, segment: Segment, epoch: int) -> None:
-        """Queue the recently read chunks of a segment to be written to another one. `_free` follows after that."""
+        """Queue the recently read chunks of a segment to be written to another one. After the writes, `_free` runs."""
         shared, drive, index = self._shared, self._drive, self._shared.index
         with shared.lock:
             rows = shared.rows_of(drive, segment)
@@ -133,7 +133,7 @@ class Upkeep:
         """Overwrite a segment's first and last block, by which recovery finds its chunks. Mark the segment as free.
 
         Both blocks are synced: a later segment may hold tombstones for these chunks, and is wiped after this one. If
-        its wiping reached the disk first, a power cut could bring deleted chunks back.
+        the later wiping reached the disk first, a power cut could bring deleted chunks back.
         """
         drive, number = self._drive, segment.number
         self._write(number, 0, aligned(BLOCK_NBYTES))

@@ -30,9 +30,9 @@ BAD_READS: Final = 3
 """This many media errors (EIO) in a row turn the drive off. Fewer of them only drop the chunks that were to be read."""
 BATCH_NBYTES: Final = 8 << 20
 BATCH_CHUNKS: Final = IOV_MAX - 1
-"""A batch has at most BATCH_NBYTES (or one larger chunk), and at most BATCH_CHUNKS: its record is one more buffer."""
+"""A batch has at most BATCH_NBYTES (or one larger chunk) and BATCH_CHUNKS chunks: the record is one more buffer."""
 BATCH_DELETED: Final = 1 << 14
-"""At most this many deleted keys are in one record. The other ones go into the next records."""
+"""At most this many deleted keys are in one record. Further keys go into the next records."""
 FEW_SEGMENTS: Final = 3
 
 
@@ -206,7 +206,7 @@ class Workers:
         drive.notify()
 
     def _retry(self) -> None:
-        """First unlock the directory of a drive that is off, so that it can be unmounted. Reopen it at `retry_at_s`."""
+        """Unlock the directory of a drive that is off, so that it can be unmounted. After `retry_at_s`, reopen it."""
         drive = self._drive
         if not drive.closed:
             drive.closed = True
