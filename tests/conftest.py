@@ -1,4 +1,4 @@
-"""What all tests share: printed seeds, short-lived directories in shared memory, and nothing left behind."""
+"""Fixtures for all tests: printed seeds, temporary directories in shared memory, faults, a check for left threads."""
 
 import os
 import random

@@ -32,7 +32,7 @@ NEVER = {
     "client": {"storage", "eviction", "tier", "node", "supervisor", "membership", "embedded"},
     "supervisor": {"client", "embedded"},
 }
-"""Packages, and those that they must not import. All but the topmost also never import the rooms in TOPMOST."""
+"""For each package, the packages that it must not import. The listed packages must not import TOPMOST either."""
 TOPMOST = {"", "cluster", "integrations", "tools"}
 ENGINES = {"torch", "vllm", "sglang", "transformers", "safetensors"}
 INPUT_OUTPUT = {"os", "socket", "subprocess", "mmap", "threading", "asyncio", "fcntl", "shutil", "tempfile", "time"}
@@ -87,13 +87,13 @@ def imports_of(path: Path) -> frozenset[str]:
 
 
 def raykv_imports_of(path: Path) -> set[str]:
-    """Modules of raykv among them, as `module_of` names them."""
+    """Modules of raykv that a file imports, as `module_of` names them."""
     names = {name for name in imports_of(path) if name.split(".")[0] == "raykv"}
     return {name.removeprefix("raykv").removeprefix(".") for name in names}
 
 
 def edges() -> dict[str, set[str]]:
-    """By module, the modules that it imports. `raykv.connect` looks for a cluster on Ray, inside the call: left out."""
+    """For each module, the modules that it imports. The import of `cluster` inside `raykv.connect` is left out."""
     found = {module_of(path): raykv_imports_of(path) for path in sources()}
     found[""].discard("cluster")
     return found
@@ -166,13 +166,13 @@ def code_lines(node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]) -
 
 
 def parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """How many a caller may give: self and cls are not among them."""
+    """Number of parameters, without self and cls."""
     names = [argument.arg for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
     return len([name for name in names if name not in ("self", "cls")])
 
 
 def size_problems() -> Iterator[tuple[str, Problem]]:
-    """What is too large, under the name by which EXEMPT may allow it."""
+    """Everything that is too large: its key in EXEMPT, and the problem."""
     for path in sorted([*sources(), *ROOT.rglob("*.c"), *ROOT.rglob("*.h")]):
         name, lines = str(path.relative_to(ROOT.parent)), path.read_text().splitlines()
         if len(lines) > MOST_FILE_LINES:
@@ -212,7 +212,7 @@ def word_problems() -> Iterator[Problem]:
 
 
 def words_in(path: Path, text: str) -> list[str]:
-    """A file's lines, of Python code without strings that are neither docstrings nor comments."""
+    """The lines of a file. In Python, strings of one line are left out unless they are docstrings."""
     lines = text.splitlines()
     if path.suffix != ".py":
         return lines

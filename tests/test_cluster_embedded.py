@@ -1,4 +1,4 @@
-"""A whole cluster in one process, also one whose messages are lost on purpose."""
+"""Whole clusters in one process; in some, messages are lost on purpose."""
 
 import asyncio
 import hashlib
@@ -41,7 +41,7 @@ def put(client: raykv.Client, keys: list[str], nbytes: int = NBYTES, **options) 
 
 
 def get(client: raykv.Client, keys: list[str], nbytes: int = NBYTES, **options) -> raykv.GetResult:
-    """Read, and check every byte of what is said to have arrived."""
+    """Read, and check every byte of each hit."""
     into = [bytearray(nbytes) for _ in keys]
     result = client.get(keys, into, **options)
     for key, buffer, hit in zip(keys, into, result.hits, strict=True):
@@ -173,7 +173,7 @@ def test_a_stale_location_is_corrected_by_the_miss():
         running.settle()
         reader = running.client(SPACE, node=1)
         node = running.nodes[0]
-        with node.lock:  # chunks vanish, and nobody is told
+        with node.lock:  # the chunks vanish without an announcement
             node.store.delete(reader.keys(names(50)), now_s=time.monotonic())
             node.store.take_changes()
         assert reader.match(names(50)).count == 50
@@ -287,7 +287,7 @@ def test_wrong_calls_say_what_is_wrong(call, words):
         client = running.client(SPACE)
         with pytest.raises(UsageError, match=words):
             call(client)
-        assert put(client, ["a"]).stored == 1  # and nothing is broken by them
+        assert put(client, ["a"]).stored == 1  # the wrong call broke nothing
         assert not stats_of(running, 0)["errors"].get("bug")
 
 
@@ -513,7 +513,7 @@ def test_a_dead_node_costs_its_own_chunks_and_no_more():
         assert time.monotonic() - began_s < 2.5
         assert not any(hits[:30])
         assert all(hits[60:])
-        running.settle()  # the others took over what it owned
+        running.settle()  # the others take over the keys that it owned
         assert get(reader, wanted).hits == (False,) * 30 + (True,) * 60
         assert reader.match(names(30, "of-0")).count == 0
 
@@ -602,7 +602,7 @@ def test_whoever_asks_for_it_sees_damage_in_shared_memory_too():
 def test_on_a_bad_network_every_get_is_right_or_a_miss(loss, faults, rng):
     with cluster(4, extent_nbytes="256 KiB") as running:
         clients = [running.client(SPACE, node=node, breaker_s=0.01) for node in range(4)]
-        for number in range(0, 12, 2):  # something to be found, however few puts get through later
+        for number in range(0, 12, 2):  # chunks that can be found even if few later puts succeed
             put(rng.choice(clients), [f"{number}/{place}" for place in range(7)])
         running.settle()
         faults.loss, faults.delay_s = loss, 0.0005
@@ -696,7 +696,7 @@ def test_a_namespace_keeps_to_its_capacity_on_every_node_and_leaves_the_others_a
 
 
 def test_what_is_done_in_the_background_leaves_the_others_their_threads(monkeypatch):
-    """It asks several nodes itself, and waits for them."""
+    """A background task itself asks several nodes, and waits for their answers."""
     monkeypatch.setattr(parallel, "MAX_PARALLEL", 2)
     with cluster(2) as running:
         client = running.client(SPACE)
@@ -739,7 +739,7 @@ def test_a_call_does_not_wait_beyond_its_deadline_for_the_threads_of_others(monk
             assert len(ran) == 2, "the calling thread has run them"
             work.clear()
             ran.clear()
-            buffer.append(1)  # no queue refers to it
+            buffer.append(1)  # raises an error if a queue still refers to the buffer
             assert not late
         finally:
             go.set()
@@ -768,7 +768,7 @@ def test_keys_for_an_owner_that_is_away_take_no_room_from_others(faults, monkeyp
 
 
 def test_a_node_that_was_out_for_a_while_announces_all_its_chunks_again(monkeypatch):
-    """The others dropped its locations, and it did not see the view without itself."""
+    """The others have dropped its locations, and it did not see the view without itself."""
     with cluster(3, member_timeout_s=0.3) as running:
         put(running.client(SPACE, node=2), names(60), chained=False)
         running.settle()

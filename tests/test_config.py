@@ -1,4 +1,4 @@
-"""Wrong settings are named."""
+"""Configs: sizes as text, derived values, the environment, and errors that name the wrong field."""
 
 from pathlib import Path
 

@@ -13,7 +13,7 @@ BLOCK = re.compile(r"```python file=(\S+)\n(.*?)```", re.S)
 
 
 def how_tos() -> dict[str, dict[str, str]]:
-    """By folder, the files of each how-to and their text."""
+    """The files of each how-to: folder -> file name -> text."""
     found: dict[str, dict[str, str]] = {}
     for path, text in BLOCK.findall((ROOT / "CONTRIBUTING.md").read_text()):
         folder, _, name = path.partition("/")

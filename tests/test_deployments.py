@@ -1,4 +1,4 @@
-"""What lies in deployments/ is what Ray, Ray Serve and our own command line accept."""
+"""Ray, Ray Serve and our own command line accept the files in deployments/."""
 
 import shlex
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A node killed at random moments, again and again, while it is read, written, evicting and demoting."""
+"""A node is killed at random moments, again and again, while it serves reads and writes, evicts and demotes."""
 
 import os
 import random
@@ -32,7 +32,7 @@ def resident(node: NodeProcess) -> np.ndarray:
 
 
 def check(node: NodeProcess, load: Load, before: np.ndarray) -> int:
-    """Every chunk that was there is there, with its bytes, and nothing unfinished."""
+    """Check that the chunks in `before` are still there, and no unfinished one. Returns the number of these chunks."""
     names = {chunk_keys.to_bytes(chunk_keys.named(SPACE.digest, [name])): name for name in [*load.names, *PINNED]}
     raw = chunk_keys.to_bytes(before)
     there = [raw[at : at + 16] for at in range(0, len(raw), 16)]
@@ -66,13 +66,13 @@ def node(shm_dir: Path, tmp_path: Path) -> Iterator[NodeProcess]:
 
 
 def kill_again_and_again(node: NodeProcess, kills: int, seed: int) -> None:
-    """Nothing committed is lost, and reads never stop."""
+    """Kill the node `kills` times, and check that nothing committed is lost and that reads never stop."""
     print(f"seed {seed}")
     rng = random.Random(seed)
     chunks = below = 0
     with Load(node, seed) as load:
         for _ in range(kills):
-            time.sleep(rng.random() * 0.15)  # the random moment
+            time.sleep(rng.random() * 0.15)  # until the random moment
             node.kill()
             load.pause_writes()
             before = resident(node)

@@ -1,4 +1,4 @@
-"""Counters of namespaces: what was read, missed, and why; and how long it took."""
+"""Counters of namespaces: reads, misses by reason, and how long calls took."""
 
 import time
 

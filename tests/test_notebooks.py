@@ -12,7 +12,7 @@ nbclient = pytest.importorskip("nbclient")
 NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
 TRACE = "../tests/data/mooncake_synthetic_trace.jsonl.gz"
 REQUESTS = 400
-"""A tenth of the trace."""
+"""A tenth of the trace's requests."""
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning:jupyter_client")]
 

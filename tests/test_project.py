@@ -1,4 +1,4 @@
-"""What the project promises around the code: targets, extras, locks, the table of dependencies."""
+"""What the project promises besides its code: make targets, extras, lock files, the table of dependencies."""
 
 import re
 import subprocess

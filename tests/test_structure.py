@@ -1,4 +1,4 @@
-"""Imports point one way; files, classes and functions are small; the core is light; its public names are these."""
+"""Imports point one way; files, classes and functions are small; the core needs no extras; public names are fixed."""
 
 import ast
 import subprocess
@@ -26,7 +26,7 @@ def test_only_config_reads_the_environment():
     readers = {
         module_of(path)
         for path in sources()
-        if "env" in path.read_text()  # spares parsing the others
+        if "env" in path.read_text()  # the other files need not be parsed
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "environb")
     }

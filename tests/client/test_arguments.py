@@ -1,4 +1,4 @@
-"""Wrong calls: each is a UsageError that names the field, and costs the client nothing."""
+"""Calls with wrong arguments raise only UsageError, and cost the client neither its connection nor its leases."""
 
 import math
 from decimal import Decimal
@@ -40,7 +40,7 @@ FLAGS = [None, 1, "yes", [], np.ones(2, bool), object()]
 
 
 def cases() -> list[tuple[str, str, Any]]:
-    """(name of the call, what is wrong with it, the call)."""
+    """Return for each wrong call: the name of the method, the wrong argument, and the call itself."""
     found: list[tuple[str, str, Any]] = []
 
     def add(method: str, field: str, values: list[Any], call: Any) -> None:
@@ -120,7 +120,7 @@ def cases() -> list[tuple[str, str, Any]]:
 
 
 def wrong(client: Any, given: list[tuple[str, str, Any]]) -> list[str]:
-    """The calls that raise something else than UsageError. To work is fine too."""
+    """List the calls that raise anything but a UsageError with a text. A call may also succeed."""
     found = []
     for method, what, call in given:
         try:

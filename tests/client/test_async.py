@@ -1,4 +1,4 @@
-"""The async face of the client: cancelled calls leave nothing running that uses the caller's buffers."""
+"""AsyncClient: a cancelled call ends when its thread does, so nothing writes to the caller's buffers later."""
 
 import asyncio
 import random

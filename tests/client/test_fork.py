@@ -1,4 +1,4 @@
-"""A process that forks after it connected: parent and child each go on over connections of their own."""
+"""A process that forks after it has connected: parent and child then use separate connections."""
 
 import os
 import random

@@ -1,4 +1,4 @@
-"""Puts through slots lent ahead of need, waited for or posted; nodes and clients that die or hang in between."""
+"""Puts into slots lent in advance, waited for or posted, while nodes and clients die or hang."""
 
 import os
 import signal
@@ -65,7 +65,7 @@ def lent_nbytes(node: NodeProcess) -> int:
 
 
 def starts_at_hand(client) -> list[int]:
-    """Where in the arena the slots begin that a client has at hand."""
+    """Arena offsets of the slots in a client's pools."""
     client.flush()
     return [start for pool in client.router.writer.supply._pools.values() for _, start in pool.slots]
 
@@ -76,7 +76,7 @@ def at_hand_nbytes(client) -> int:
 
 def stop(node: NodeProcess) -> None:
     node.process.send_signal(signal.SIGSTOP)
-    os.waitpid(node.process.pid, os.WUNTRACED)  # until it has stopped
+    os.waitpid(node.process.pid, os.WUNTRACED)  # returns when the process has stopped
 
 
 def resume(node: NodeProcess) -> None:
@@ -105,14 +105,14 @@ def test_a_pool_grows_with_use_and_is_filled_when_half_empty():
     assert pool.pop(1, 0.2) == [(4, 40)]
     assert pool.lacking() == 0
     assert pool.pop(1, 0.3) == [(3, 30)]
-    assert pool.lacking() == 6  # half empty: twice as many as before
+    assert pool.lacking() == 6  # half empty: the target is doubled, from 4 to 8
     pool.coming = 6
     assert pool.pop(5, 0.4) == [(1, 10), (2, 20)]
-    assert pool.lacking() == 0  # they are on their way
+    assert pool.lacking() == 0  # the six requested slots count
     pool.coming = 0
     assert pool.lacking() == 16
     assert pool.pop_surplus(1.0) == []
-    assert pool.lacking() == 0  # an idle pool starts again
+    assert pool.lacking() == 0  # `pop_surplus` has reset the target of the idle pool
 
 
 # -- waited for -------------------------------------------------------------------------------------------------------
@@ -122,7 +122,7 @@ def test_in_steady_state_a_put_is_one_call(node):
     with node.client() as client:
         for number in range(60):
             assert client.put_one(client.key(f"chunk-{number}"), content(f"chunk-{number}"))
-            if number % 10 == 9:  # a burst that empties the pool would have to ask for more
+            if number % 10 == 9:  # lets new slots arrive: a burst that empties the pool would send more requests
                 client.flush()
         requests = node.stats()["requests"]
         assert requests["Commit"] == 60
@@ -143,7 +143,7 @@ def test_a_client_that_goes_gives_its_slots_back(node):
         assert lent_nbytes(node) > 0
     wait_until(lambda: lent_nbytes(node) == 0)
     with node.client() as client:
-        assert client.put(names(15, "big"), [bytes(1 << 20)] * 15).stored == 15  # none of them rests
+        assert client.put(names(15, "big"), [bytes(1 << 20)] * 15).stored == 15  # no slot is in quarantine
 
 
 def test_slots_that_no_put_uses_go_back(node, monkeypatch):
@@ -171,7 +171,7 @@ def test_a_full_arena_takes_what_fits_and_says_so(node):
 
 @pytest.mark.slow
 def test_writers_of_the_same_keys_store_each_once(node):
-    """The second writer finds it stored, before or after it has copied; nobody sees a wrong byte."""
+    """A later writer finds the chunk stored, before or after it has copied the bytes; no reader gets a wrong byte."""
     clients = [node.client() for _ in range(3)]
     results: list[PutResult] = []
 
@@ -245,7 +245,7 @@ def test_a_client_reads_what_it_posted(node):
 
 def test_flush_counts_chunks_that_another_writer_stored_first(node):
     with node.client() as client, node.client() as other:
-        put(client, names(4, "first"))  # it has slots now
+        put(client, names(4, "first"))  # now the client has slots
         stop(node)
         assert client.put(names(3), [content(name) for name in names(3)], wait=False).posted == 3
         thread = threading.Thread(target=put, args=(other, names(4)))
@@ -294,7 +294,7 @@ def test_prepared_slots_spare_the_wait(node):
 @pytest.mark.slow
 @pytest.mark.parametrize("stopped_s", [0.3, TRUST_S + 0.5])
 def test_a_stopped_node_costs_its_deadline_and_no_lease(node, stopped_s: float):
-    """As an engine's step sees it: 4 ms for a store. When the node goes on, the same connection works again."""
+    """Each put has 4 ms, as in an engine's step. When the node continues, the same connection works again."""
     with node.client() as client, node.client() as reader:
         put(client, names(30))
         client.flush()
@@ -412,14 +412,14 @@ def test_posted_puts_that_are_lost_are_reported_and_nothing_raises(node):
 
 @pytest.mark.parametrize("wait", [True, False])
 def test_chunks_that_took_too_long_to_write_are_committed_all_the_same(node, monkeypatch, wait: bool):
-    """Else their slots stay lent, and cannot be evicted, for as long as the connection lasts."""
+    """Otherwise their slots would stay lent, and so could not be evicted, until the connection ends."""
     with node.client() as client, node.client() as other:
         put(client, names(4))
         threads, late = client.router.copy_threads, names(12)[4:]
         fill = threads.fill
 
         def slow_fill(*arguments):
-            put(other, late[3:4])  # another writer is first
+            put(other, late[3:4])  # another writer stores this chunk first
             time.sleep(0.3)
             return fill(*arguments)
 
@@ -537,7 +537,7 @@ def test_slots_of_a_killed_client_come_back_after_quarantine(node):
 
 @pytest.mark.slow
 def test_slots_lent_by_a_node_that_died_are_not_written_to_later(node, monkeypatch):
-    """They are in quarantine for a while after its death. A client that was idle longer must not trust them."""
+    """After the node's death they are quarantined only for a while. A client that was idle longer must not use them."""
     with node.client() as idle, node.client() as busy:
         put(idle, names(40))
         old = starts_at_hand(idle)
@@ -607,7 +607,7 @@ def test_no_wrong_byte_however_often_the_node_dies(node, wait):
 
 @pytest.mark.slow
 def test_what_was_reported_as_stored_is_there_however_often_the_node_dies(node, rng):
-    """Puts that return while the node is dead, or dies just then, too."""
+    """Also after puts that return while the node is dead or dying."""
     stopping = threading.Event()
     stored: list[str] = []
 
@@ -682,12 +682,12 @@ def policy_of(task: int) -> int | None:
     try:
         return os.sched_getscheduler(task)
     except ProcessLookupError:
-        return None  # it has just ended
+        return None  # the thread has just ended
 
 
 @pytest.mark.skipif(os.sched_getscheduler(0) != os.SCHED_OTHER, reason="somebody has chosen how these tests run")
 def test_a_nodes_threads_do_not_interrupt_this_hosts_readers_and_writers(node):
-    """Only those that serve other hosts wake as everybody does: somebody waits for them."""
+    """They use SCHED_BATCH. Threads that serve other hosts keep the default policy, since clients wait for them."""
     with node.client() as client, node.client(local=False) as remote:
         put(client, names(2))
         assert remote.stats()
@@ -701,7 +701,7 @@ def test_a_nodes_threads_do_not_interrupt_this_hosts_readers_and_writers(node):
 
 
 def test_slots_of_a_broken_connection_are_not_written_to_over_the_next_one(node, monkeypatch):
-    """The connection breaks, and another thread makes a new one, while a put waits for slots until its deadline."""
+    """While a put waits for slots until its deadline, the connection breaks, and another thread makes a new one."""
     with node.client() as client:
         put(client, names(30))
         assert starts_at_hand(client)

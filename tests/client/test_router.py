@@ -1,4 +1,4 @@
-"""A client's way to the nodes when something is wrong: no descriptors, no threads, hosts that swallow everything."""
+"""The router under faults: no file descriptors, no threads, addresses that never answer, a restarted cluster."""
 
 import resource
 import socket
@@ -43,7 +43,7 @@ def no_descriptors():
 
 @pytest.fixture
 def black_hole():
-    """An address where connections are made, and nobody ever says a word."""
+    """An address that accepts connections and never answers."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
@@ -93,7 +93,7 @@ def test_without_more_threads_the_caller_does_the_work(monkeypatch):
     queued, done = [], []
 
     def refuse(executor, task, *arguments):
-        queued.append(task)  # as ThreadPoolExecutor does
+        queued.append(task)  # ThreadPoolExecutor also queues the task before it starts a thread
         raise RuntimeError("can't start new thread")
 
     parallel = Parallel()
@@ -175,7 +175,7 @@ def test_buffers_of_no_length_and_gets_of_nothing():
 
 
 def test_a_client_joins_a_cluster_that_was_made_again():
-    """Its host's node has another secret now, and epochs begin again."""
+    """Its host's node now has another secret, and epochs start again from 1."""
     with cluster(2) as running:
         put(running.client(SPACE, node=0), ["a"])
         running.settle()

@@ -1,4 +1,4 @@
-"""Why a chunk is not there: every reason, in clusters of several nodes."""
+"""`Client.why`: each reason why a chunk is missing, mostly in clusters of several nodes."""
 
 import time
 from collections import Counter

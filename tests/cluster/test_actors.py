@@ -1,4 +1,4 @@
-"""The node actor without Ray: what it does if a node does not fit, and what its stop removes."""
+"""The node actor without Ray: what it does if its node does not fit into memory, and which files `stop` removes."""
 
 import os
 import signal
@@ -24,7 +24,7 @@ ALIVE, DEAD = "a" * 56, "d" * 56
 
 @pytest.fixture
 def make_actor(monkeypatch: pytest.MonkeyPatch, shm_dir: Path) -> Callable[[], actors.NodeActor]:
-    """An actor on Ray node ALIVE whose own node does not fit."""
+    """Makes an actor on the Ray node ALIVE whose raykv node does not fit into memory."""
 
     def no_room(*_: object, **__: object) -> None:
         raise ConfigError("field 'arena_nbytes': does not fit")
@@ -40,7 +40,7 @@ def make_actor(monkeypatch: pytest.MonkeyPatch, shm_dir: Path) -> Callable[[], a
 
 
 def test_an_actor_that_found_no_room_tries_again_when_memory_of_others_is_gone(monkeypatch, make_actor):
-    """A Ray node that restarts on its host finds its former arena there, which counts as used for a while."""
+    """After a Ray node restarts on its host, its former arena counts as used memory until it is removed."""
     calls, ended = [], threading.Event()
 
     def remove_orphans(config: NodeConfig, alive: set[str], *, now_s: float) -> list[str]:

@@ -1,8 +1,9 @@
-"""The demo, and after its own conversation others, with one process killed by signal 9 in the middle of each.
+"""The demo with more conversations after its own; in the middle of each, one process is killed with signal 9.
 
 `make soak` kills each of five kinds of process, `make test` two of them.
 
-Every request must be answered, with the very tokens that a plain engine computes in full (float32, greedy).
+Each request must get exactly the tokens of an engine without a cache, which computes every prompt in full (float32,
+greedy).
 """
 
 import io
@@ -57,7 +58,7 @@ RESTART_S = 120.0
 
 @dataclass
 class Conversation:
-    """Questions, answers, and the victim."""
+    """The messages of each request, the answers, and the victim's process id before and after its restart."""
 
     messages: list[demo.Messages] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
@@ -80,7 +81,7 @@ def directory_actor() -> int:
 
 
 def replica(kind: str) -> Callable[[], int]:
-    """A worker's process, among those that this process has started."""
+    """Return a function that finds the process id of a worker among this process's children."""
 
     def pid() -> int:
         children = psutil.Process().children(recursive=True)
@@ -90,7 +91,7 @@ def replica(kind: str) -> Callable[[], int]:
 
 
 VICTIMS: dict[str, tuple[Callable[[], int], int]] = {
-    # who, and after how many tokens of the second answer; 0: while it is being prefilled
+    # Whom to kill, and after how many tokens of the second answer. 0: during its prefill.
     "prefill's node actor": (node_actor("127.0.0.2"), 0),
     "decode's node actor": (node_actor("127.0.0.3"), 0),
     "directory actor": (directory_actor, 3),
@@ -159,7 +160,7 @@ def wait_for_another(victim: Callable[[], int], old: int) -> int:
     while time.monotonic() < until_s:
         try:
             pid = victim()
-        except Exception:  # noqa: BLE001 - whatever it is, it is that the victim is not back yet
+        except Exception:  # noqa: BLE001 - any error means that the victim is not back yet
             pid = 0
         if pid not in (0, old):
             return pid
@@ -169,7 +170,7 @@ def wait_for_another(victim: Callable[[], int], old: int) -> int:
 
 @dataclass
 class Outcome:
-    """The demo's exit code and output, each victim's conversation with a plain engine's answers, and what stayed."""
+    """Exit code and output of the demo, each conversation with the answers of an engine without a cache, leftovers."""
 
     code: int
     printed: str
@@ -181,7 +182,7 @@ class Outcome:
     scope="module", params=[pytest.param(SOME, id="some"), pytest.param(ALL, id="all", marks=pytest.mark.soak)]
 )
 def outcome(request: pytest.FixtureRequest) -> Outcome:
-    """Run the demo, and the other conversations in the same deployment: it takes most of a minute to start."""
+    """Run the demo and the other conversations in one deployment, since its start takes most of a minute."""
     talks: dict[str, Conversation] = {}
     plain: list[demo.Answer] = []
     demo_converses, engine_answers = demo.converse, demo.answer_without_pool
@@ -201,7 +202,7 @@ def outcome(request: pytest.FixtureRequest) -> Outcome:
     before = traces()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as printed:
         for name in (*demo.DRIVER_SETTINGS, *SETTINGS):
-            patch.setenv(name, "")  # so that the demo's settings end with it
+            patch.setenv(name, "")  # the demo changes these; `patch` restores them at the end
         patch.setattr(demo, "converse", converse_more)
         patch.setattr(demo, "answer_without_pool", answer_more)
         patch.setattr(logging, "disable", lambda level: None)

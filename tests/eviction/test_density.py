@@ -1,4 +1,4 @@
-"""Hit density: what it learns against brute force, and what it makes of it."""
+"""Hit density: the chances and scores that it learns, against brute force; and its hits, against those of LRU."""
 
 import numpy as np
 import pytest
@@ -70,7 +70,7 @@ def test_density_is_the_best_of_all_horizons(np_rng):
 
 
 def trace_of(requests: list[tuple[list[tuple[int, ...]], int]]) -> Trace:
-    """One request a second: its chunks by name, and the tokens that it makes."""
+    """Make a trace of one request a second. Each request has the names of its chunks and its output tokens."""
     number: dict[tuple[int, ...], int] = {}
     made = [
         Request(float(at), [number.setdefault(name, len(number)) for name in names], 4 * len(names), output)
@@ -80,7 +80,7 @@ def trace_of(requests: list[tuple[list[tuple[int, ...]], int]]) -> Trace:
 
 
 def chats(rng, count: int, scans: float, *, outputs: bool = False) -> Trace:
-    """Chats behind one of three system prompts, each with up to eight turns, and long prompts that come once."""
+    """Chats behind one of three system prompts, each with up to seven turns, and long prompts that come once."""
     open_chats: list[tuple[list[tuple[int, ...]], int]] = []
     requests = []
     for at in range(count):
@@ -113,7 +113,7 @@ def test_on_chats_and_scans_it_is_no_worse_than_lru(scans, share, rng):
 @pytest.mark.parametrize("share", [0.1])
 @pytest.mark.parametrize("kind", ["popular", "popular for a while", "recent", "loop", "scan"])
 def test_on_single_chunks_it_is_no_worse_than_lru(kind, share, rng):
-    """Without chains there is little to learn: it must not do harm."""
+    """Without chains there is little to learn, but the policy must not do harm."""
     trace = trace_of([([name], 0) for name in singles(rng, kind, 4000)])
     size = round(share * trace.chunks)
     ours, lru = (replay(trace, policy(name), size).prefix_hits for name in ("density", "lru"))
@@ -121,7 +121,7 @@ def test_on_single_chunks_it_is_no_worse_than_lru(kind, share, rng):
 
 
 def singles(rng, kind: str, count: int) -> list[tuple[int, ...]]:
-    if kind == "recent":  # the chance of a read falls with the time since the last one: LRU is right
+    if kind == "recent":  # the chance of a read falls with the time since the last one, so LRU is right
         order: list[int] = []
         names: list[tuple[int, ...]] = []
         for at in range(count):
@@ -144,7 +144,7 @@ def singles(rng, kind: str, count: int) -> list[tuple[int, ...]]:
 
 @pytest.mark.slow
 def test_it_learns_from_reported_output_tokens_which_prompts_return(rng):
-    """Prompts alike in all but the length of their answers: those with short ones come again, once, after a while."""
+    """Prompts differ only in the length of their answers. Those with short answers come again, once, after a while."""
     requests: list[tuple[list[tuple[int, ...]], int]] = []
     due: dict[int, list[tuple[int, ...]]] = {}
     for at in range(1500):

@@ -1,4 +1,4 @@
-"""Policies one victim at a time against references in plain Python; and the same policies in batches."""
+"""Policies that evict one chunk at a time, against references in plain Python; and the same policies in batches."""
 
 import random
 from collections import OrderedDict, deque
@@ -100,7 +100,7 @@ def arc(accesses: list[int], size: int) -> int:
 
 
 def s3fifo(accesses: list[int], size: int) -> int:
-    """Yang et al., SOSP 2023, Algorithm 1; until the cache is full, what finds no room in small goes to main."""
+    """Yang et al., SOSP 2023, Algorithm 1. Until the cache is full, chunks go to `main` when `small` is full."""
     small_size, ghost_size = size // 10, size - size // 10
     small, main = deque[int](), deque[int]()
     reads: dict[int, int] = {}
@@ -147,14 +147,14 @@ def table(rows: int) -> Columns:
 
 
 def single(accesses: list[int]) -> Trace:
-    """Each access a request."""
+    """Make a trace in which each access is a request."""
     number: dict[int, int] = {}
     requests = [Request(0.0, [number.setdefault(key, len(number))], 1, 0) for key in accesses]
     return Trace("random", requests, len(number), 1)
 
 
 def skewed(rng: random.Random, count: int) -> list[int]:
-    """Popular keys, loops and scans in turns."""
+    """A random mix of popular keys, loops and scans."""
     accesses: list[int] = []
     while len(accesses) < count:
         start, length = rng.randrange(2000), rng.randrange(1, 300)
@@ -178,7 +178,7 @@ def test_hits_are_those_of_the_reference(name, rng):
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "tolerance"), [("arc", 0.01), ("s3fifo", 0.002)])
 def test_hits_differ_little_from_the_reference(name, tolerance, rng):
-    """Here a remembered chunk has its effect after room was made for it; in the reference before."""
+    """The return of an evicted chunk takes effect after room was made for it; in the reference, before that."""
     for _ in range(8):
         accesses, size = skewed(rng, 4000), rng.randrange(10, 500)
         share = REFERENCES[name](accesses, size) / len(accesses)
@@ -191,7 +191,7 @@ def hits(name: str, accesses: list[int], size: int) -> int:
 
 @pytest.mark.parametrize("name", ["leaf_lru", "lru", "lfu", "fifo"])
 def test_one_by_one_and_in_batches_the_same_go(name, rng):
-    """The order is that of `victims`, over random trees that are read and grow."""
+    """EvictionOrder must evict the same rows as `victims`, in random trees that grow and are read."""
     for _ in range(30):
         count = rng.randrange(2, 60)
         columns = table(count)
@@ -282,7 +282,7 @@ def test_s3fifo_gives_second_chances_in_batches_too():
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
 def test_a_policy_can_start_from_the_columns(name, rng):
-    """After a restart, or when a policy replaces another: it starts from the chunks that are here."""
+    """After a restart, or when it replaces another policy, a policy starts from the chunks in memory."""
     cache = Cache(policy("leaf_lru"), 200, 2000)
     for now in range(1, 60):
         first = rng.randrange(1900)

@@ -34,14 +34,14 @@ class Forest:
         return [row for row in stays if row in candidates and row not in with_children]
 
     def most(self, candidates: set[int]) -> int:
-        """How many can go, leaves first, when as many as possible do."""
+        """The largest number of candidates that can be evicted, leaves first."""
         gone: set[int] = set()
         while leaves := self.evictable_leaves(candidates, gone):
             gone |= set(leaves)
         return len(gone)
 
     def greedy(self, candidates: set[int], count: int) -> list[int]:
-        """Times of access in the order of eviction: of all leaves the least recently read, again and again."""
+        """Evict `count` rows, always the least recently read leaf. Returns the sorted access times of these rows."""
         gone: set[int] = set()
         times = []
         while len(gone) < count and (leaves := self.evictable_leaves(candidates, gone)):
@@ -51,7 +51,7 @@ class Forest:
 
 
 def random_forest(rng: random.Random, *, orderly: bool) -> Forest:
-    """`orderly`: a read of a chunk also reads its ancestors, so none was read after its parent."""
+    """Random trees. If `orderly`, no chunk was read later than its parent, since a read also reads all ancestors."""
     rows = rng.randrange(1, 60)
     parents, accessed = [], []
     for row in range(rows):
@@ -77,7 +77,7 @@ def choose(name: str, forest: Forest, candidates: set[int], count: int) -> list[
 
 
 def some(rng: random.Random, forest: Forest) -> set[int]:
-    """Candidates: all, most, or few of the rows (others are pinned)."""
+    """Random candidates: all, nine tenths or half of the rows. The others are pinned."""
     share = rng.choice([1.0, 1.0, 0.9, 0.5])
     return {row for row in range(len(forest.parents)) if rng.random() < share}
 
@@ -113,7 +113,7 @@ def test_leaf_first_is_the_greedy_choice(rng):
 
 @pytest.mark.timeout(10)
 def test_one_pinned_leaf_holds_a_long_chain_and_costs_no_time():
-    """Every ancestor must stay. That takes a few array passes, not one per generation."""
+    """All its ancestors must stay. Finding them takes a few array passes, not one per ancestor."""
     length = 100_000
     forest = Forest([-1] * (length + 10), [1] * length + [2] * 10)
     forest.columns.parent[1:length] = np.arange(length - 1)
@@ -150,7 +150,7 @@ def test_a_parent_whose_row_holds_another_chunk_is_no_parent(rng):
         for row in victims(policy("leaf_lru"), columns, rows, count, 0, may_go=candidates.__contains__).tolist():
             assert row in forest.evictable_leaves(candidates, gone)
             gone.add(row)
-        policy("density").on_insert(columns, rows, 1)  # no child of another chunk's row
+        policy("density").on_insert(columns, rows, 1)  # accepts children of reused rows
 
 
 def test_every_policy_has_a_name_in_the_config():

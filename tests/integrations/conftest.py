@@ -1,4 +1,4 @@
-"""What the tests of integrations share."""
+"""A fixture for the tests of integrations."""
 
 import json
 import os

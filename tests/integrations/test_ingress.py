@@ -23,7 +23,7 @@ Attempt = list[Any]
 
 
 class Workers:
-    """A deployment handle whose answers are scripted: each attempt a list of responses, an exception ends it."""
+    """A deployment handle with scripted answers. Each attempt is a list of responses; an exception ends it."""
 
     def __init__(self, *attempts: Attempt) -> None:
         self.attempts = list(attempts)

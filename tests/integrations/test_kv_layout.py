@@ -1,4 +1,4 @@
-"""Where a block's bytes lie: against brute force by torch's own indexing, for every order of the axes. No engine."""
+"""The bytes of a block, compared with torch's own indexing for every order of the axes. Needs no engine."""
 
 import itertools
 import subprocess
@@ -14,12 +14,12 @@ from raykv.integrations.kv_layout import DeviceLayout, Layout, layout_of, runs_o
 LAYERS, BLOCKS, HEADS, TOKENS, CONTENT = 3, 7, 2, 4, 10
 AXES = "LBHNC"
 ORDERS = ["".join(order) + "C" for order in itertools.permutations(AXES[:4])]
-"""Of layers, blocks, heads and tokens in memory. vLLM's layouts are some of these; the content is innermost in all."""
+"""Orders of layers, blocks, heads and tokens in memory, among them vLLM's. In all, the content is the last axis."""
 BLOCK_BYTES = LAYERS * HEADS * TOKENS * CONTENT * 2
 
 
 def caches(order: str, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
-    """Layers of a KV cache, each [blocks, heads, tokens, content], in one allocation of that order; random bytes."""
+    """Make the layers of a KV cache, each [blocks, heads, tokens, content], in one allocation with axes in `order`."""
     logical = (LAYERS, BLOCKS, HEADS, TOKENS, CONTENT)
     physical = torch.empty([logical[AXES.index(axis)] for axis in order], dtype=dtype)
     physical.view(torch.uint8).random_(generator=torch.Generator().manual_seed(1))

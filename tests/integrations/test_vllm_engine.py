@@ -19,7 +19,7 @@ from typing import Any, Self
 import pytest
 
 torch = pytest.importorskip("torch")
-# One process, one thread (several spin for each other where cores are busy), and no model hub.
+# One process, one thread (several threads would spin while they wait for each other), and no model hub.
 os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_OMP_THREADS_BIND="nobind", HF_HUB_OFFLINE="1")
 torch.set_num_threads(1)
 pytest.importorskip("vllm")
@@ -82,7 +82,7 @@ def write_model(folder: Path, *, seed: int) -> Path:
 
 
 class Engine:
-    """One vLLM engine, stopped at the end of its block. `address` None: without a cache."""
+    """One vLLM engine, stopped at the end of its `with` block. If `address` is None, it has no cache."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class Engine:
     def answer(
         self, prompts: list[list[int]], *, count: int = 8, params: dict[str, Any] | None = None, salt: str | None = None
     ) -> list[list[int]]:
-        """Greedy tokens for each prompt, all in flight at once. Their saves have ended too."""
+        """Send all prompts at once, and wait for answers and saves. Returns the greedy tokens for each prompt."""
         self.outputs = self.llm.generate(
             [{"prompt_token_ids": prompt, **({"cache_salt": salt} if salt else {})} for prompt in prompts],
             SamplingParams(
@@ -144,14 +144,14 @@ class Engine:
         return [list(output.outputs[0].token_ids) for output in self.outputs]
 
     def logprobs(self) -> list[list[float]]:
-        """Of the tokens answered last: equal only where the KV was, bit for bit."""
+        """Log probabilities of the last answers' tokens. They are equal only if the KV was, bit for bit."""
         return [
             [step[token].logprob for token, step in zip(one.outputs[0].token_ids, one.outputs[0].logprobs, strict=True)]
             for one in self.outputs
         ]
 
     def counted(self, name: str, *labels: str) -> int:
-        """A counter of the connector, summed over the labels not given, as Prometheus has it."""
+        """Value of one of the connector's Prometheus counters, summed over all labels that are not given."""
         return sum(
             metric.value
             for metric in self.llm.get_metrics()
@@ -159,7 +159,7 @@ class Engine:
         )
 
     def reused_tokens(self) -> int:
-        """Prompt tokens that the last answers did not compute: loaded, or in the engine's own cache by then."""
+        """Prompt tokens that were not computed for the last answers, but loaded or found in the engine's own cache."""
         return sum(output.num_cached_tokens or 0 for output in self.outputs)
 
     def close(self) -> None:
@@ -188,7 +188,7 @@ FULL = sum((len(one) - 1) // BLOCK * BLOCK for one in PROMPTS)
 
 @pytest.fixture(autouse=True)
 def no_full_collections(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine of vLLM collects all garbage seven times in its life, which takes two thirds of that life here."""
+    """Skip full garbage collections: each vLLM engine does seven, which take two thirds of the time here."""
     monkeypatch.setattr(gc, "collect", lambda generation=2: 0)
 
 
@@ -199,7 +199,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def answers(model: Path) -> list[list[int]]:
-    """What an engine without a cache says."""
+    """The answers of an engine without a cache."""
     with Engine(model, None) as engine:
         return engine.answer(PROMPTS)
 
@@ -211,7 +211,7 @@ def cluster() -> Iterator[raykv.EmbeddedCluster]:
 
 
 def fill(model: Path, cluster: raykv.EmbeddedCluster, node: int = 0, **arguments: Any) -> None:
-    """Let an engine on that node compute, and store, all prompts."""
+    """Let an engine on that node compute and store all prompts."""
     with Engine(model, cluster.address(node), **arguments) as engine:
         engine.answer(PROMPTS)
         assert engine.counted("stored_chunks", "stored") > 0
@@ -230,7 +230,7 @@ def test_an_engine_on_another_node_reuses_all_and_answers_the_same(
         assert engine.counted("loads", "whole") == engine.counted("loads")
         assert engine.counted("errors") == 0
         assert engine.counted("stored_chunks") == 0
-        assert engine.answer(PROMPTS) == answers  # from its own cache: nothing is loaded, nor stored here
+        assert engine.answer(PROMPTS) == answers  # from its own cache: nothing is loaded or stored
         assert engine.reused_tokens() == FULL
         assert engine.counted("reused_tokens") >= FULL - COMMON
         assert engine.counted("stored_chunks") == 0
@@ -245,7 +245,7 @@ def test_what_was_decoded_is_reused_in_the_next_turn(model: Path, cluster: raykv
         expected = engine.answer([following])
     with Engine(model, cluster.address(1)) as engine:
         assert engine.answer([following]) == expected
-        # The last token said was never an input, so its key and value do not exist.
+        # The last generated token was never an input, so its key and value do not exist.
         assert engine.counted("reused_tokens") == (len(SHARED) + len(said) - 1) // BLOCK * BLOCK
 
 
@@ -281,7 +281,7 @@ def test_chunks_of_several_blocks(
 
 
 def test_preempted_requests_answer_the_same(model: Path, cluster: raykv.EmbeddedCluster):
-    """With blocks for about two of eight requests, they take turns, and come back with what they had stored."""
+    """The blocks suffice for about two of eight requests. Preempted requests load what they had stored."""
     prompts = [prompt(20 + n, 100 + 9 * n, after=SHARED[: 40 * n]) for n in range(8)]
     with Engine(model, None) as engine:
         expected = engine.answer(prompts, count=120)
@@ -344,7 +344,7 @@ def test_an_engine_starts_before_its_node_and_finds_it_later(model: Path, answer
             while not engine.counted("stored_chunks", "stored") and time.monotonic() < until_s:
                 time.sleep(0.2)
                 assert engine.answer(PROMPTS) == answers
-            # What it had computed without a node, it still had in its own cache, and stored it when asked again.
+            # Chunks computed without a node stay in the engine's own cache, and are stored when a prompt comes again.
             assert engine.counted("stored_chunks", "stored") >= FULL // BLOCK - 200 // BLOCK
             engine.close()
 
@@ -388,7 +388,7 @@ def test_a_producer_only_stores_and_a_consumer_only_loads(
 def test_a_hand_off_needs_no_lookup(
     model: Path, cluster: raykv.EmbeddedCluster, answers: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ):
-    """Prefill and decode as Ray Serve runs them: what prefill's request returns is decode's kv_transfer_params."""
+    """As in Ray Serve, the kv_transfer_params that a prefill request returns are given to the decode request."""
     monkeypatch.setattr("raykv.integrations.vllm.scheduler.HAND_OFF_WAIT_S", 5.0)  # patient, on a busy machine
     with Engine(model, cluster.address(0)) as prefill:
         handed = []
@@ -435,7 +435,7 @@ def test_an_unknown_field_is_refused_at_start(model: Path, cluster: raykv.Embedd
 def test_it_works_and_reports_inside_a_multi_connector(
     model: Path, cluster: raykv.EmbeddedCluster, answers: list[list[int]]
 ):
-    """Where vLLM looks the connector up by its name alone, and stops if it does not know it."""
+    """There vLLM looks the connector up by its name alone, and an unknown name stops the engine."""
     child = {
         "kv_connector": "RayKVConnector",
         "kv_connector_module_path": "raykv.integrations.vllm",

@@ -1,4 +1,4 @@
-"""Wrong reuse is impossible by construction: what differs in any way that matters has other keys, or is refused."""
+"""Wrong reuse is impossible by construction: where KV could differ, the keys differ, or the engine is refused."""
 
 import json
 import shutil
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.vllm
 
 
 def write_model(folder: Path, *, seed: int = 0, tensors: int = 4, name: str = "model.safetensors") -> Path:
-    """Weights large enough that the digest does not read them whole."""
+    """Write a model whose weights are so large that the digest reads only samples of them."""
     folder.mkdir(parents=True)
     draw = torch.Generator().manual_seed(seed)
     save_file({f"w.{n}": torch.randn(64, 2048, generator=draw) for n in range(tensors)}, folder / name)
@@ -35,7 +35,7 @@ def write_model(folder: Path, *, seed: int = 0, tensors: int = 4, name: str = "m
 
 
 def engine(model: Path | str, **changes: Any) -> Any:
-    """As much of a VllmConfig as the namespace reads; `changes` name fields as "part__field"."""
+    """The parts of a VllmConfig that the namespace reads. `changes` name fields as "part__field"."""
     parts = {
         "model_config": {
             "model": str(model),
@@ -213,7 +213,7 @@ def test_an_adapter_that_was_trained_further_in_place_is_another(tmp_path: Path)
     after = scopes.of(request(lora=("x", adapter)))
     assert after != before
     assert scopes.of(request(lora=("x", adapter))) == after
-    # Whether this engine has loaded the new files is not known: what it computes is nobody else's.
+    # It is unknown whether this engine has loaded the new files, so no other engine may share its chunks.
     assert after != Scopes().of(request(lora=("x", adapter)))
 
 

@@ -1,9 +1,10 @@
-"""vLLM's own scheduler, both kinds, over a model that is one line long: every slot must hold what its prefix says.
+"""Both of vLLM's schedulers over a toy model: every slot of the KV cache must hold the hash of its prefix.
 
 The slot of a token holds a hash of all tokens up to it, in the key cache of each layer. Before a step computes
-anything, all slots that it attends to are compared with the hashes that they must hold, so a block that was loaded
-wrongly, too late, into the wrong place, or saved before it was full, is seen at once, and by whom. Chance decides what
-comes, how the loads end and when, who is aborted; blocks are so few that requests are preempted all the time.
+anything, all slots that it attends to are compared with the hashes that they must hold. So a block that was loaded
+wrongly, too late or into the wrong place, or that was saved before it was full, is found at once. Chance decides which
+requests come, how and when loads end, and which requests are aborted. Since there are few blocks, requests are
+preempted all the time.
 """
 
 import json
@@ -51,7 +52,7 @@ SPECIES = 12  # prompts begin with one of this many prefixes
 
 
 def slot_values(tokens: list[int], seed: int) -> list[int]:
-    """For each position the hash of everything up to it: what the model would compute."""
+    """For each position, the hash of all tokens up to it: the KV that the toy model computes."""
     values, value = [], seed
     for token in tokens:
         value = (value * 6364136223846793005 + token * 1442695040888963407 + 1) % (1 << 62)
@@ -79,9 +80,9 @@ class Task(Future[Any]):
 
 
 class Slow:
-    """An executor whose tasks run when chance says so, all on one thread: an order of events can be repeated.
+    """An executor that runs its tasks (lookups, loads and saves) at random times.
 
-    Lookups, loads and saves run on it.
+    All of them run on the thread of the test, so a seed repeats the order of events.
     """
 
     def __init__(self, rng: random.Random) -> None:
@@ -110,7 +111,7 @@ class Slow:
 
 
 class Engine:
-    """Scheduler and connector as in vLLM; only the model is ours."""
+    """Scheduler and connector as in vLLM; only the model is a toy."""
 
     def __init__(
         self,
@@ -123,7 +124,7 @@ class Engine:
         threads: bool = False,
         **options: Any,
     ) -> None:
-        """With `threads`, loads and lookups run on the connector's own threads."""
+        """With `threads`, lookups, loads and saves run on the connector's own threads."""
         patient = {"store_timeout_s": 5.0}  # so that a busy machine skips nothing
         config = EngineArgs(
             model=str(model),
@@ -201,7 +202,7 @@ class Engine:
         del self.outputs[name]
 
     def step(self) -> list[Any]:
-        """One turn of the engine's loop; with overlap, results are taken a step late."""
+        """One iteration of the engine's loop. With overlap, the results of a step are processed one step later."""
         step = self.scheduler.schedule()
         self.in_flight.append((step, self.execute(step)))
         done = []
@@ -214,7 +215,7 @@ class Engine:
         return done
 
     def execute(self, step: Any) -> ModelRunnerOutput:
-        """The worker's part of a step, hooks in the order in which vLLM calls them."""
+        """The worker's part of a step. It calls the connector's hooks in the same order as vLLM."""
         orders = step.kv_connector_metadata
         self.worker.handle_preemptions(orders)
         self.update(step)
@@ -255,9 +256,9 @@ class Engine:
                 known.block_ids += new_ids[0]
 
     def compute(self, name: str, count: int) -> list[int]:
-        """Check what is read, write what is computed, sample when all known tokens are."""
+        """Check the slots that are read, write those that are computed, and sample if no known token is left."""
         known, request = self.running[name], self.scheduler.requests[name]
-        # The scheduler has advanced its counter by now.
+        # The scheduler has already added the tokens of this step to its counter.
         start = request.num_computed_tokens - count
         stop = start + count
         assert stop <= len(known.tokens)
@@ -288,7 +289,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def wait_or_run(futures: list[Future[Any]], *limits: Any) -> None:
-    """Instead of a wait for a task that does not run by itself, let chance run some."""
+    """A Task does not run by itself: instead of waiting for it, run some tasks at random."""
     for future in futures:
         if isinstance(future, Task):
             future.slow.run_some()
@@ -317,7 +318,7 @@ def cluster() -> Iterator[raykv.EmbeddedCluster]:
 
 
 def draw_prompt(rng: random.Random) -> list[int]:
-    """Prompts that share prefixes of any length, and end anywhere in a block."""
+    """Draw a prompt. Prompts share prefixes of any length, and end anywhere in a block."""
     base = random.Random(rng.randrange(SPECIES))
     prompt = [base.randrange(VOCABULARY) for _ in range(60)][: rng.randint(1, 60)]
     return prompt + [rng.randrange(VOCABULARY) for _ in range(rng.randint(0, 8))]
@@ -353,7 +354,7 @@ def test_every_slot_holds_its_prefix(
             if waiting and rng.random() < 0.03:
                 aborted += 1
                 engine.abort(rng.choice(waiting))
-            if rng.random() < 0.1:  # something that was found is gone when it is asked for
+            if rng.random() < 0.1:  # a chunk that the lookup found is deleted before its load
                 for request in list(engine.scheduler.requests.values()):
                     if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
                         vandal.delete(vandal.keys(rng.sample(request.block_hashes, k=1)))
@@ -376,7 +377,7 @@ def test_every_slot_holds_its_prefix(
 
 
 def test_finished_requests_are_reported_to_the_nodes(model: Path, cluster: raykv.EmbeddedCluster):
-    """Not those that were aborted or handed over; and with the chunks of the prompt."""
+    """Each report names the chunks of the prompt. Aborted and handed-over requests are not reported."""
     reports: list[tuple[int, int]] = []
     store = cluster.nodes[0].store
     store.evictor.policies.on_request_done = lambda rows, tokens, now: reports.append((len(rows), tokens))
@@ -394,7 +395,7 @@ def test_finished_requests_are_reported_to_the_nodes(model: Path, cluster: raykv
 
 
 def test_a_lookup_never_blocks_the_scheduler(model: Path, node: tuple[str, int]):
-    """While a stopped node owes the answer, other requests are computed; the request itself waits for it."""
+    """While a stopped node does not answer one request's lookup, other requests are computed, and this one waits."""
     address, pid = node
     engine = Engine(model, address, random.Random(1), threads=True, lookup_timeout_s=60.0)
     first, second = list(range(21)), list(range(50, 71))
@@ -418,7 +419,7 @@ def test_a_lookup_never_blocks_the_scheduler(model: Path, node: tuple[str, int])
 
 
 def test_chunks_in_this_hosts_memory_are_found_at_once(model: Path, node: tuple[str, int]):
-    """So their request is scheduled in its first step, although the node is stopped."""
+    """So their load is scheduled in the first step of the request, although the node is stopped."""
     address, pid = node
     engine = Engine(model, address, random.Random(1), threads=True, load_timeout_s=60.0)
     prompt = list(range(21))

@@ -1,4 +1,4 @@
-"""The worker's side without an engine: what becomes of orders when nodes, clocks and clients misbehave."""
+"""The worker's side without an engine: loads and saves when nodes, clocks and clients misbehave."""
 
 import os
 import signal
@@ -62,7 +62,7 @@ class Bench:
         )
 
     def save(self, first: int = 0, last: int = 6, *, cached: bool = False) -> str:
-        """Save chunks of the blocks of the same numbers, and wait for it. Returns why chunks were skipped."""
+        """Save chunks from the blocks with the same numbers, and wait. Returns why chunks were skipped, or ""."""
         return self.save_all([order(first, last, cached=cached)])
 
     def save_all(self, saves: list[Save]) -> str:
@@ -73,7 +73,7 @@ class Bench:
         return reason
 
     def load(self, count: int = 6, *, holder: str = "node-0") -> set[str]:
-        """Load the first chunks into the blocks from 10 on, and wait for it."""
+        """Load the first `count` chunks into the blocks from 10 on, and wait. Returns the finished requests."""
         match = Match(count, (holder,) * count)
         orders = StepOrders([Load("r", Scope(), NAMES[:count], [[10 + n] for n in range(count)], {(0, 0): match})])
         self.worker.start_loads(orders)
@@ -270,7 +270,7 @@ def test_blocks_are_released_when_no_save_reads_them(cluster: raykv.EmbeddedClus
         bench.worker.save([save])
     wait_until(lambda: bench.worker.saving[0][2].running())
     bench.worker.release({"no such request"})
-    bench.worker.release({"4"})  # it does not begin in time: it is skipped
+    bench.worker.release({"4"})  # its save does not begin in time and is skipped
     waiting = threading.Thread(target=bench.worker.release, args=({"0"},))
     waiting.start()
     waiting.join(0.05)
@@ -340,7 +340,7 @@ def test_cached_chunks_are_not_stored_when_nobody_says_in_time_who_holds_them(
 
 
 def recorded_puts(monkeypatch: pytest.MonkeyPatch) -> list[list[Any]]:
-    """The puts of each message from now on."""
+    """From now on, record the puts of each call of `put_many`."""
     calls: list[list[Any]] = []
     put_many = raykv.Client.put_many
 

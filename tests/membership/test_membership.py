@@ -12,7 +12,7 @@ def member(name: str, life: int = 1) -> Member:
 
 
 class Node:
-    """A node as the directory knows it."""
+    """A node that sends heartbeats and keeps the view that it receives."""
 
     def __init__(self, name: str, life: int = 1) -> None:
         self.member, self.view = member(name, life), View()

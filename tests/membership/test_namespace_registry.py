@@ -73,7 +73,7 @@ def test_it_is_bounded():
 
 @pytest.mark.slow
 def test_a_trimmed_entry_does_not_come_back_from_another_copy():
-    """Otherwise the list grows without end: the directory takes from nodes the entries that it has just trimmed."""
+    """Otherwise the list would grow without end: the directory would merge the trimmed entries from nodes again."""
     registry, node = NamespaceRegistry(), NamespaceRegistry()
     for number in range(MAX_ENTRIES + 700):
         registry.drop(Namespace(model=str(number)), now_ns=10_000 + number)
@@ -107,7 +107,7 @@ def test_written_and_read():
 
 
 def test_bytes_that_are_not_a_list_raise_usage_error(rng: random.Random):
-    """A byte that is not UTF-8 in a node's file kept the node from ever starting."""
+    """A node reads the list from a file when it starts, and a damaged file must not stop it."""
     registry = NamespaceRegistry()
     registry.configure(A, {"ttl_s": 60, "policy": "own:policy"}, now_ns=5)
     registry.drop(B, now_ns=6)

@@ -1,4 +1,4 @@
-"""A node that asks its directory by way of another process."""
+"""A node that reaches its directory through another process."""
 
 import threading
 import time
@@ -26,7 +26,7 @@ SPACE = Namespace(model="m", chunk_tokens=16)
 
 
 class Fickle(InProcessMembership):
-    """A directory that may be away."""
+    """A directory that can be made unreachable."""
 
     def __init__(self) -> None:
         super().__init__(member_timeout_s=60.0)

@@ -1,4 +1,4 @@
-"""Files in shared memory: made, found again, refused with words, and never touched without memory behind them."""
+"""Files in shared memory: created, attached, refused with a reason, and populated before they are touched."""
 
 import os
 import subprocess
@@ -20,7 +20,7 @@ MIB = 1 << 20
 
 @pytest.fixture
 def small_tmpfs(shm_dir):
-    """A file system of 5 MiB: a table takes 2 of them."""
+    """A file system of 5 MiB, of which a table takes 2 MiB."""
     place = shm_dir / "small"
     place.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=5m", "tmpfs", place], capture_output=True, text=True)
@@ -147,7 +147,7 @@ def test_memory_is_taken_before_it_is_touched(small_tmpfs):
 
 
 def test_when_the_file_system_fills_up_later_chunks_are_skipped_or_others_evicted(small_tmpfs, np_rng):
-    """Another process fills /dev/shm while we run: no SIGBUS, no error, and what has memory stays in use."""
+    """Another process fills /dev/shm while we run: no SIGBUS, no error, and populated extents stay in use."""
     config = StorageConfig(arena_nbytes="2 MiB", extent_nbytes="256 KiB", max_chunks=64, shm_dir=small_tmpfs)
     store, lock = Store.open(config, small_tmpfs / "n", now_s=0.0), threading.Lock()
     group = store.groups.open(Namespace(model="m"))
@@ -166,14 +166,14 @@ def test_when_the_file_system_fills_up_later_chunks_are_skipped_or_others_evicte
     ballast = small_tmpfs / "ballast"
     with ballast.open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, free_nbytes(small_tmpfs) - (300 << 10))
-    assert fill(4, 256 << 10, 2.0) == 3  # one more extent, and the two that were there
+    assert fill(4, 256 << 10, 2.0) == 3  # one new extent, and the two that were populated before
     assert store.allocator.slots.extents_failed == 5
     assert store.counters.evicted == 2
     assert store.chunks == 3
     assert not store.table.header["dirty"]
     assert fill(70, 4096, 3.0) == 64
     assert store.used_nbytes == 64 * 4096
-    while store.evict_ahead(now_s=4.0):  # its bounds are shares of what there is, not of what was hoped for
+    while store.evict_ahead(now_s=4.0):  # its water marks are shares of the extents that did not fail
         pass
     assert store.chunks > 32
     assert not store.populator.step(lock, quiet=True)

@@ -1,4 +1,4 @@
-"""The compiled checksum against the package's, whose it must be to the last bit."""
+"""The compiled checksum must equal that of the xxhash package."""
 
 import pytest
 import xxhash
@@ -15,7 +15,7 @@ EDGES = [64 * n + d for n in (3, 4, 15, 16, 17, 32, 255, 256, 257) for d in (-1,
 
 @pytest.fixture(params=[True, False])
 def width(request):
-    """With AVX2 and without; skips where the processor or the loops have none."""
+    """Run a test with AVX2 and without. AVX2 is skipped if the processor or the compiled loops lack it."""
     loops = native.loops
     if request.param and (loops is None or not loops.avx2(True)):
         pytest.skip("no AVX2 here")
@@ -29,7 +29,7 @@ def width(request):
 @pytest.mark.usefixtures("width")
 @pytest.mark.parametrize("stream", [False, True])
 def test_every_length_at_the_edges(rng, stream):
-    """Of stripes, blocks and turns, and where another algorithm begins; wherever source and target lie."""
+    """Lengths around stripes, blocks and turns, and around the change of algorithm, for several alignments."""
     for nbytes in sorted({*EDGES, *range(236, 300), 16 << 10, (16 << 10) + 1, 100_000, 1 << 20, (1 << 20) + 77}):
         source, target = bytearray(rng.randbytes(nbytes + 64)), bytearray(nbytes + 64)
         for before in (0, 1, 32):

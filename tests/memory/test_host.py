@@ -1,4 +1,4 @@
-"""How much memory is left to others."""
+"""Whether host, container and file system have memory to spare."""
 
 import os
 import resource

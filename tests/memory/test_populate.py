@@ -1,4 +1,4 @@
-"""Real memory ahead of need: three states of an extent, and never a page that is touched without memory behind it."""
+"""Extents get memory ahead of need: the three states of an extent, and no page is touched before it has memory."""
 
 import os
 import subprocess
@@ -119,7 +119,7 @@ def test_the_lock_is_free_while_memory_is_taken(monkeypatch):
 
 
 def test_an_extent_without_memory_is_out_of_use_until_there_is_some(small_tmpfs):
-    """Another process fills the file system: no SIGBUS, no error, and what has memory stays in use."""
+    """Another process fills the file system: no SIGBUS, no error, and populated extents stay in use."""
     memory = Memory(small_tmpfs / "arena")
     pages = memory.take(2)
     ballast = small_tmpfs / "ballast"

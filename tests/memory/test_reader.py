@@ -1,4 +1,4 @@
-"""Reads that race with the writer, step by step: whatever it did in between, the reader has right bytes or a miss."""
+"""Reads that race with the writer, step by step: after any step of the writer, a read gets right bytes or a miss."""
 
 import hashlib
 import random
@@ -31,7 +31,7 @@ def content(number: int, version: int) -> bytes:
 
 
 class Writer:
-    """A node's table and arena, changed in steps that a reader may see half done."""
+    """A node's table and arena. A reader may run between any two steps of a change."""
 
     def __init__(self) -> None:
         self.table = Table.create(None, rows=ROWS, extents=1, extent_nbytes=ROWS * 2 * PAGE, now_s=0.0)
@@ -40,10 +40,10 @@ class Writer:
         self.reader = ShmReader(str(self.table.memory.path), str(self.arena.path), writable=False)
         self.versions = dict.fromkeys(range(40), 0)
         self.holds: dict[int, int] = {}  # row -> number of the key that is ready there
-        self.indexed: dict[int, int] = {}  # row -> number of the key that it has in the index
+        self.indexed: dict[int, int] = {}  # row -> number of its key in the index
 
     def steps(self, row: int, number: int):
-        """Put key `number` into `row`, in place of what is there: after each yield, readers may look."""
+        """Put key `number` into `row`, and remove the row's chunk before that. At each yield, readers may look."""
         cells = self.table.cells
         if number in self.indexed.values() and self.indexed.get(row) != number:
             return  # a writer enters a key only once
@@ -82,7 +82,7 @@ def writer():
 
 
 def right(writer: Writer, number: int, target: bytes) -> bool:
-    """Whether these bytes were ever the chunk's, whole."""
+    """Whether these bytes are a complete version of the chunk."""
     return any(target == content(number, version) for version in range(1, writer.versions[number] + 1))
 
 
@@ -119,7 +119,7 @@ def test_a_change_between_lookup_and_copy_is_a_miss_or_right(monkeypatch, before
 @HYPOTHESIS
 @given(before=changes, unfinished=changes, asked=st.integers(0, 39))
 def test_a_half_done_change_is_a_miss_or_right(before, unfinished, asked):
-    """Also for reads of one chunk; and when nothing changes meanwhile, what is ready is a hit."""
+    """For reads of one chunk. A chunk that is ready is a hit, since nothing changes during the read."""
     writer = Writer()
     for row, number, _ in before:
         writer.put(row, number)
@@ -238,7 +238,7 @@ def test_an_index_without_an_empty_entry_makes_misses(writer, entry):
 def test_readers_miss_no_chunk_that_is_there_while_the_index_changes(rng: random.Random):
     """A key that was committed is found from then on, while others are added and removed and the index is rebuilt.
 
-    A lookup that lasts from one rebuild to the next may miss. So both readers start again between two rebuilds.
+    A lookup that lasts from one rebuild to the next may miss. So both readers begin new lookups between two rebuilds.
     """
     rows, steps = 512, 4000
     table = Table.create(None, rows=rows, extents=1, extent_nbytes=rows * PAGE, now_s=0.0)
@@ -315,7 +315,7 @@ def test_a_key_has_sixteen_bytes(writer, key):
 
 
 def test_a_damaged_table_does_not_lead_outside(writer, np_rng):
-    """Random rows, places and index entries: misses, or bytes of the arena; the process lives."""
+    """With random pages in the rows, each read is a miss or copies bytes of the arena, and the process survives."""
     for row in range(ROWS):
         writer.put(row, row)
     for _ in range(50):

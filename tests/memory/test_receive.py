@@ -1,4 +1,4 @@
-"""The compiled receive loop; with the loop of Python it is tested in tests/transport/test_stream.py."""
+"""The compiled receive loop. tests/transport/test_stream.py tests it again, together with the loop in Python."""
 
 import socket
 import struct
@@ -27,7 +27,7 @@ def pair():
 
 
 def targets(rng, sizes: list[int]) -> list[list[bytearray]]:
-    """Chunks in one to three pieces."""
+    """Buffers for chunks of these sizes, each in one to three pieces."""
     chunks = []
     for size in sizes:
         cuts = [0, *sorted(rng.randrange(size + 1) for _ in range(rng.randrange(3))), size]

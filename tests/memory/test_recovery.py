@@ -1,4 +1,4 @@
-"""Taking over a table, sound or damaged, against brute force: row by row, with dicts."""
+"""Recovery of sound and damaged tables, compared with brute force: row by row, with dicts."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from raykv.memory.table import Table
 
 ROWS, EXTENTS, EXTENT_PAGES = 300, 6, 64
 STEPS = (1, 2, 3, 7, 64, 0)
-"""Pages of a slot, by extent; the last one is free."""
+"""Pages per slot in each extent. The last extent is free."""
 GROUPS = 3
 TRIALS = 60
 
@@ -33,7 +33,7 @@ def small_table(rows: int = 64) -> Table:
 
 
 def random_table(rng: np.random.Generator) -> Table:
-    """Rows in every state that a killed process may leave, some of them without real memory; and an index of them."""
+    """A table with rows in every state that a killed process may leave, and their index. The last rows lack memory."""
     table = Table.create(None, rows=ROWS, extents=EXTENTS, extent_nbytes=EXTENT_PAGES * PAGE, now_s=0.0)
     table._rows_populated[0] = populated = int(rng.integers(200, ROWS))
     table.extent_slots[:] = np.array(STEPS) * PAGE
@@ -47,7 +47,7 @@ def random_table(rng: np.random.Generator) -> Table:
     ]
     rows = rng.permutation(populated)[: int(rng.integers(1, len(firsts)))].astype(np.int32)
     pages = rng.permutation(firsts)[: len(rows)]
-    columns.generation[:populated] = rng.choice([0, 1, 7], populated)  # never used, and free again
+    columns.generation[:populated] = rng.choice([0, 1, 7], populated)  # 0: never used; odd: free again
     columns.generation[rows] = rng.choice([2, 4, 1 << 31, 3, 0xFFFFFFFF], len(rows))
     odd = columns.generation[rows] & 1 == 1
     columns.state[rows] = np.where(
@@ -89,7 +89,7 @@ def brute_states(table: Table) -> tuple[list[int], list[int]]:
 
 
 def brute_problem(table: Table) -> str:
-    """What is wrong with a table; "" if nothing is."""
+    """The problem that recovery must report: "" if there is none, "any" if it may report one of several."""
     cells, sizes = table.cells, table.extent_slots.tolist()
     if any(size % PAGE or size > EXTENT_PAGES * PAGE for size in sizes):
         return "extents of impossible slot sizes"
@@ -118,7 +118,7 @@ def some(rng: np.random.Generator, table: Table) -> np.ndarray:
 
 
 def noise(rng: np.random.Generator, part: np.ndarray, where: np.ndarray) -> None:
-    """Overwrite some entries: with anything, or with the values just beyond."""
+    """Overwrite the entries at `where` with random bytes, or add -1, 0 or 1 to each."""
     anything = rng.integers(0, 256, len(where) * part.itemsize, np.uint8).view(part.dtype)
     part[where] = anything if rng.random() < 0.5 else part[where] + rng.integers(-1, 2, len(where)).astype(part.dtype)
 
@@ -236,7 +236,7 @@ def test_an_index_that_does_not_name_each_ready_row_once_is_rebuilt(np_rng, how)
         table.index[places[3]] = table.index[places[4]]
     else:
         entries = table.index[places]
-        table.index[[places[entries == 10][0], places[entries == 21][0]]] = [11, 20]  # the same sum and XOR
+        table.index[[places[entries == 10][0], places[entries == 21][0]]] = [11, 20]  # sum and XOR do not change
     assert not table.header["dirty"]
     assert recovery.recover(table).ready.tolist() == rows.tolist()
     assert table.find(keys).tolist() == rows.tolist()
@@ -248,7 +248,7 @@ def test_readers_find_every_chunk_while_the_index_is_rebuilt(monkeypatch):
     rows, keys = np.array([5, 6, 7], np.int32), np.array([[1, 2], [5, 6], [3, 4]], np.uint64)
     table.insert(keys, rows)
     table.columns.generation[rows] = [2, 3, 2]
-    table.columns.state[rows] = RowState.READY  # 6: killed before its generation became even
+    table.columns.state[rows] = RowState.READY  # row 6: the node was killed before its generation became even
     table.header["dirty"] = 1
     rebuild, found = table.rebuild_index, []
 
@@ -263,7 +263,7 @@ def test_readers_find_every_chunk_while_the_index_is_rebuilt(monkeypatch):
 
 
 def test_a_link_whose_depths_do_not_agree_is_dropped():
-    """A chunk may have been stored with another depth than its parent's place says: the chain would lie."""
+    """A chunk may have been stored with a depth that is not its parent's depth plus one: such a link is wrong."""
     table = small_table()
     columns, rows = table.columns, np.arange(4, dtype=np.int32)
     table.insert(np.arange(1, 9, dtype=np.uint64).reshape(4, 2), rows)

@@ -22,7 +22,7 @@ def slots_of(column: np.ndarray, broken: frozenset[int] = frozenset(), rows=(), 
 
 
 class Model:
-    """The owner of every page of the arena, page by page."""
+    """Remembers the owner of every page of the arena."""
 
     def __init__(self, broken: frozenset[int] = frozenset()) -> None:
         self.column = np.zeros(EXTENTS, np.uint32)
@@ -50,7 +50,7 @@ class Model:
             self.size[first] = size
 
     def brute_free(self, size: int, taken: int) -> int:
-        """Slots of `size` that fit, by looking at who owns what before the take."""
+        """How many slots of `size` were free before the take, counted extent by extent."""
         total = 0
         for extent in range(EXTENTS):
             users = [s for first, s in self.size.items() if first // EXTENT_PAGES == extent]
@@ -89,7 +89,7 @@ def test_no_page_ever_has_two_owners(todo, broken):
             mine = sorted(model.row_of[first] for first in model.size if first // EXTENT_PAGES == extent)
             assert sorted(model.slots.rows_in(extent).tolist()) == mine
     model.give(sorted(model.size))
-    for size in SIZES:  # all extents came back, for any size
+    for size in SIZES:  # all extents are free again, for any size
         possible = (EXTENTS - len(broken)) * (EXTENT_NBYTES // size)
         assert len(model.slots.take(np.arange(1000, dtype=np.int32), size)) == possible
         model.slots = slots_of(np.zeros(EXTENTS, np.uint32), broken)

@@ -21,8 +21,8 @@ def table(rows: int = ROWS) -> Table:
 
 
 def keys_of(numbers) -> np.ndarray:
-    """Keys that crowd the index: they share its last three entries, so that they collide, and probing wraps."""
-    inverse = pow(0x9E3779B97F4A7C15, -1, 1 << 64)  # of what the table multiplies by
+    """Keys that collide: their probing begins at the last three entries of the index, and wraps around."""
+    inverse = pow(0x9E3779B97F4A7C15, -1, 1 << 64)  # inverse of the multiplier of the table's hash
     step = (1 << 64) // (2 * ROWS)
     mixed = [((1 << 64) - 1 - n % 3 * step) * inverse % (1 << 64) for n in numbers]
     return np.array([(n, n ^ value) for n, value in zip(numbers, mixed, strict=True)], np.uint64).reshape(-1, 2)
@@ -156,7 +156,7 @@ def test_readers_find_all_keys_while_the_index_is_rebuilt():
 
 
 def fill_index(made: Table, rows: int) -> None:
-    """Overwrite both copies of the index with entries of all rows but row 0: no search finds an empty one."""
+    """Overwrite both copies of the index with entries of all rows but row 0, so that no entry is empty."""
     for copy in made.copies:
         copy[:] = 3 + np.arange(len(copy)) % (rows - 1)
 

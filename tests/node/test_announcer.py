@@ -1,4 +1,4 @@
-"""Announcements between nodes: what owners know after changes, restarts, and owners that do not answer."""
+"""Announcements between nodes: what owners know after changes and restarts, and when an owner does not answer."""
 
 from collections.abc import Iterator
 
@@ -18,7 +18,7 @@ PAGE = 4096
 
 
 class Nodes:
-    """Nodes of one cluster, and a directory."""
+    """Nodes of one cluster, and their directory."""
 
     def __init__(self) -> None:
         self.membership = InProcessMembership(member_timeout_s=0.5)
@@ -144,7 +144,7 @@ def test_keys_of_an_owner_that_does_not_answer_are_bounded_and_delay_nobody(node
 
 
 def test_a_node_that_was_out_of_the_view_announces_everything_again(nodes: Nodes, monkeypatch):
-    """The others dropped what it held, and it did not see the view without itself."""
+    """The others have dropped its locations, and it did not see the view without itself."""
     nodes.start("a", "b", "c")
     nodes.put("c", NAMES)
     nodes.settle()

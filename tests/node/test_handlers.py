@@ -47,7 +47,7 @@ def commit(peer: Peer, *runs: messages.Run) -> list[messages.CommittedRun]:
 
 
 def read(peer: Peer, names, nbytes: int = PAGE) -> list[bool]:
-    """Which chunks come, each with the right bytes."""
+    """Read chunks, and check their bytes and checksums. Returns for each whether it was sent."""
     reply = peer.reply(messages.Read(keys_of(names), group=DIGEST))
     payload = b"".join(reply.outgoing)
     hits = [length > 0 for length in numbers(reply.answer.nbytes, "<u4")]
@@ -163,7 +163,7 @@ def test_a_cut_connection_leaves_its_slots_in_quarantine_and_ends_its_pins(node)
 
 
 def write(peer: Peer, names, *, break_at: int | None = None, damage: tuple[int, ...] = (), **fields):
-    """What a client on another host does. Returns the first and the second answer."""
+    """Write as a client on another host does. Returns the answers before and after the payload."""
     reply = peer.reply(messages.Write(keys_of(names), PAGE, group=DIGEST, **fields))
     accepted = [names[place] for place in numbers(reply.answer.positions)]
     chunks = [content(name, PAGE) for name in accepted]
@@ -353,7 +353,7 @@ def test_the_secret_goes_to_local_processes_only():
 
 
 def test_random_requests_leave_the_node_whole(node, rng: random.Random, caplog):
-    """Fields of every kind at random: each is answered, no lease is lost, nothing is a bug."""
+    """Random fields of every kind: each request is answered, no lease is lost, and nothing is logged as a bug."""
     peer = opened(node)
     kinds = [
         messages.Lend, messages.Commit, messages.GiveBack, messages.Write, messages.Read, messages.Pin, messages.Unpin,

@@ -1,4 +1,4 @@
-"""What owners know, against plain dicts."""
+"""The location index of an owner, compared with plain dicts."""
 
 import random
 
@@ -20,7 +20,7 @@ def add(index: LocationIndex, node: str, numbers, nbytes: int = 4096) -> None:
 
 
 def test_random_announcements(rng: random.Random, monkeypatch):
-    """Holders, lengths and what is below memory, over adds, removals and changes of view."""
+    """Holders, lengths and holders below memory, after random additions, removals and changes of the view."""
     monkeypatch.setattr(module, "MAX_SHARED", 50)
     index = LocationIndex(1000)
     model: dict[int, dict[str, bool]] = {n: {} for n in range(30)}

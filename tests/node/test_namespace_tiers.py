@@ -1,4 +1,4 @@
-"""Where a namespace's config lets chunks lie, and what goes down first."""
+"""The tiers in which a namespace's config lets chunks lie, and which chunks are demoted first."""
 
 import time
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ CHUNKS = [f"chunk-{number}" for number in range(15)]
 
 @pytest.fixture
 def house() -> Iterator[House]:
-    """A store that is full up to one chunk."""
+    """A store with room for one more chunk."""
     made = House(low_water=0.0, high_water=0.01)
     for name in CHUNKS:
         made.put([name], 60_000, chained=False)
@@ -24,7 +24,7 @@ def house() -> Iterator[House]:
 
 
 def demoted(house: House) -> list[str]:
-    """Which chunks are below memory after everything that may go there has gone."""
+    """Demote all chunks that are due. Returns the names of the chunks that are below memory."""
     house.mover.demote()
     house.toy.go_on()
     return [name for name, below in zip(CHUNKS, house.below(CHUNKS), strict=True) if below]

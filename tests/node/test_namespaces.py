@@ -31,7 +31,7 @@ def put(client: raykv.Client, names: list[str], **options) -> raykv.PutResult:
 
 
 def here(client: raykv.Client, names: list[str]) -> int:
-    """How many of these some node holds, each of them with the right bytes."""
+    """Read chunks, and check the bytes of each hit. Returns the number of hits."""
     into = [bytearray(NBYTES) for _ in names]
     result = client.get(names, into)
     for name, got, hit in zip(names, into, result.hits, strict=True):
@@ -45,7 +45,7 @@ def listed(client: raykv.Client, namespace: raykv.Namespace) -> dict:
 
 
 def next_life(node: Node, running, *, start: bool = True) -> Node:
-    """A new process of a node that was stopped."""
+    """A new node with the config of a node that was stopped."""
     made = Node(node.config, secret=bytes.fromhex(running.secret), membership=running.membership)
     if start:
         made.start()
@@ -93,7 +93,7 @@ def test_a_change_right_after_the_directory_was_restarted_keeps_the_fields_befor
         def away(*arguments):
             raise TransientError("the directory is away")
 
-        monkeypatch.setattr(running.membership, "beat", away)  # no node tells it anything before the change comes
+        monkeypatch.setattr(running.membership, "beat", away)  # the directory gets no heartbeat before the change
         running.membership.logic.__init__(member_timeout_s=1.0)
         assert client.configure(priority=3) == 2
         (found,) = client.namespaces()
@@ -391,7 +391,7 @@ def test_an_ssd_is_part_of_it(shm_dir: Path, tmp_path: Path):
         client.flush()
         wait_until(lambda: below(MINE) > 0)
         node.stop(leave=True)
-        for path in shm_dir.iterdir():  # the host is started again
+        for path in shm_dir.iterdir():  # as if the host had restarted
             path.unlink()
         restarted = next_life(node, running)
         wait_until(lambda: restarted.mover.stats()["tiers"]["ssd"]["state"] == "on")

@@ -80,9 +80,9 @@ def test_a_killed_writers_slots_are_quarantined_and_then_free(node):
 def test_a_stopped_node_costs_the_deadline_and_local_reads_nothing(node):
     with node.client(timeout_s=0.5) as client, node.client(local=False, timeout_s=0.5) as remote:
         assert put(client, names(5)).stored == 5
-        wait_until(lambda: all(get(remote, names(5))))  # once its owner has heard of it
+        wait_until(lambda: all(get(remote, names(5))))  # true once their owner knows the chunks
         node.process.send_signal(signal.SIGSTOP)
-        os.waitpid(node.process.pid, os.WUNTRACED)  # until it has stopped
+        os.waitpid(node.process.pid, os.WUNTRACED)  # returns when the process has stopped
         began_s = time.monotonic()
         assert not any(get(remote, names(5)))
         new = names(200, "new")  # together they fit the arena: nothing is evicted for them later
@@ -136,7 +136,7 @@ def test_nodes_killed_under_load_lose_nothing_that_was_committed(node, rng):
         stats = node.stats()
         return stats["used_nbytes"] == stats["chunks"] * 53_248 + stats["lent_nbytes"]  # 13 pages each
 
-    wait_until(only_chunks_use_memory)  # when the slots lent to the killed nodes' writer leave quarantine
+    wait_until(only_chunks_use_memory)  # true once the slots that the killed nodes had lent leave quarantine
 
 
 @pytest.mark.slow
@@ -147,6 +147,6 @@ def test_a_clean_stop_leaves_nothing(node, shm_dir):
         assert all(path.stat().st_mode & 0o077 == 0 for path in shm_dir.iterdir())
         node.process.communicate(timeout=30)
         assert not list(shm_dir.iterdir())
-        assert all(get(client, names(3)))  # a client that has it mapped reads on
+        assert all(get(client, names(3)))  # a client that has mapped the memory can still read
     node.start()
     assert node.stats()["chunks"] == 0

@@ -1,4 +1,4 @@
-"""A node's copy of the list of namespaces: its file, its numbers, and what comes in messages."""
+"""A node's copy of the list of namespaces: its file, the group numbers, and damaged or wrong messages."""
 
 import os
 import random

@@ -1,4 +1,4 @@
-"""A node answers at once, however large it is: what it takes and reads before is small."""
+"""A node of any size answers at once, since it populates and reads little memory before its first answer."""
 
 import os
 import time
@@ -18,12 +18,12 @@ from raykv.transport.link import Link
 
 MIB, GIB = 1 << 20, 1 << 30
 FIRST_ANSWER_NBYTES = 160 * MIB
-"""Of a table of 10 million rows (840 MiB) the index in use, 80 MiB, must be there at once; of the arena, nothing."""
+"""Of a table of 10 million rows (850 MiB), only the index in use (76 MiB) is large. The arena needs no memory yet."""
 
 
 @pytest.mark.parametrize(("rows", "most_nbytes"), [(16 * GIB >> 16, 32 * MIB), (10_000_000, FIRST_ANSWER_NBYTES)])
 def test_little_memory_is_taken_before_the_first_answer(shm_dir, monkeypatch, rows, most_nbytes):
-    monkeypatch.setattr(arena, "free_nbytes", lambda _: 1 << 50)  # whatever this machine has
+    monkeypatch.setattr(arena, "free_nbytes", lambda _: 1 << 50)  # more than this machine may have
     storage = StorageConfig(arena_nbytes=16 * GIB, max_chunks=rows, shm_dir=shm_dir)
     config = NodeConfig(node_id="n", storage=storage)
     node = Node(config, secret=b"s" * 32, membership=InProcessMembership(member_timeout_s=5.0))
@@ -120,5 +120,5 @@ def wait_for_memory(node: Node, nbytes: int) -> None:
 
 
 def taken_nbytes(node: Node) -> int:
-    """Bytes of the arena that have memory."""
+    """Bytes of the arena that are backed by memory."""
     return os.stat(node.store.arena.path).st_blocks * 512

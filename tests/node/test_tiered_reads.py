@@ -18,7 +18,7 @@ NAMES = [f"chunk-{number}" for number in range(100)]
 
 @pytest.fixture
 def node() -> Iterator[Node]:
-    """A node with a toy tier, some of whose chunks are in the tier alone."""
+    """A node with a toy tier. Some chunks are in the tier and no longer in memory."""
     register_tier("toy", ToyTier)
     storage = {"tiers": {"toy": {}}, "arena_nbytes": "4 MiB"}
     made = make_node(storage=storage)
@@ -71,7 +71,7 @@ def test_chunks_below_memory_are_located_read_pinned_and_deleted(node):
 
 
 def test_the_owner_answers_for_a_shared_tier_that_others_wrote(node):
-    """Keys in such a tier are announced by the node that wrote them only, and it may be gone."""
+    """Only the node that wrote a chunk to such a tier announces it, and this node may be gone."""
     peer, below = Peer(node), below_of(node)
     index = node.location_index
     index.remove("n", np.frombuffer(keys_of(NAMES), "<u8").reshape(-1, 2))

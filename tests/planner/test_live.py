@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 TRACE = Path(__file__).parents[1] / "data" / "mooncake_synthetic_trace.jsonl.gz"
 FASTER = 16
-"""The trace has four requests per second; here they are one tick apart."""
+"""The trace has four requests per second. Here they are one tick apart, so there are 64 per second."""
 LATE_S = (0.0, 0.0, 0.0, 0.005, 0.01, 0.03)
 SPACE = raykv.Namespace(model="m")
 NBYTES = 4096
@@ -30,7 +30,7 @@ REQUESTS = pytest.mark.parametrize("requests", [200, pytest.param(None, marks=py
 
 
 def paced(requests: int | None, *, silent: bool = True) -> Trace:
-    """The first requests one tick apart: the columns cannot tell shorter times apart. No output tokens if silent."""
+    """The first requests, one tick apart: the columns have no shorter times. If `silent`, without output tokens."""
     trace = read_trace(TRACE)
     first = [
         replace(each, at_s=place / TICKS_PER_S, output_tokens=0 if silent else each.output_tokens)
@@ -124,7 +124,7 @@ def test_a_node_with_an_ssd_hits_as_often_as_the_planner_says(tmp_path, requests
     ssd = Ssd(below, segment, Admission(None, now_s=0.0), token_nbytes=nbytes // trace.chunk_tokens)
     outcome = replay(trace, policy("leaf_lru"), capacity, ssd=ssd)
     planned = outcome.prefix_hits / trace.accesses
-    segment_nbytes = (segment * 17 + 60) * 4096  # a record for each few chunks, and the summary
+    segment_nbytes = (segment * 17 + 60) * 4096  # 16 pages per chunk, and pages for records and the summary
     drives = {
         "paths": [str(tmp_path)],
         "segment_nbytes": segment_nbytes,

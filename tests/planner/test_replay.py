@@ -12,8 +12,8 @@ from raykv.planner.trace import Request, Trace, read_trace
 
 TRACE = Path(__file__).parents[1] / "data" / "mooncake_synthetic_trace.jsonl.gz"
 SHARES = [0.01, 0.05, 0.1, 0.25, 0.5, 0.75]
-# Hits of libcachesim 0.3.5 (PyPI) with its defaults, among 121,877 accesses: each block of the trace in order as an
-# object of size 1, a cache of round(share * 43,924) objects; for Belady with the place of the next access.
+# Hits of libcachesim 0.3.5 (PyPI) with its defaults, among 121,877 accesses. Each block of the trace, in order, is an
+# object of size 1; the cache holds round(share * 43,924) objects. Belady also gets the place of each next access.
 RECORDED = {
     "fifo": [4400, 18435, 30065, 51058, 67067, 73659],
     "lru": [4184, 18861, 31668, 54044, 71763, 76686],
@@ -31,7 +31,7 @@ def real() -> Trace:
 
 
 def conversations(rng: random.Random, count: int) -> Trace:
-    """Chats that begin alike and go on by turns."""
+    """Chats of several turns, behind one of three system prompts."""
     numbers: dict[object, int] = {}
     open_chats: list[list[int]] = []
     requests = []
@@ -58,7 +58,7 @@ def apart(trace: Trace) -> Trace:
 
 
 def brute_leaf_lru(trace: Trace, size: int) -> int:
-    """Prefix hits: of all leaves the least recently read goes, again and again; the deepest of equals."""
+    """Prefix hits of a cache that evicts the least recently read leaf; among equals, the deepest one."""
     read: dict[int, int] = {}
     above: dict[int, int] = {}
     depth: dict[int, int] = {}
@@ -112,7 +112,7 @@ def test_what_holds_for_every_policy(name, alone, rng):
 
 
 def test_belady_is_the_best_there_is(rng):
-    """Of all ways to choose victims, by exhaustion."""
+    """Compared with the best result of all possible choices of victims."""
     for _ in range(30):
         accesses = [rng.randrange(5) for _ in range(10)]
         number: dict[int, int] = {}
@@ -160,7 +160,7 @@ def compare(trace: Trace, name: str, shares: list[float]) -> None:
         assert found.prefix_hits / trace.accesses == pytest.approx(recorded / trace.accesses, abs=TOLERANCE[name])
 
 
-# Percentage points of hits above LRU that density must have, by size of the cache.
+# By how many percentage points the hits of density must exceed those of LRU, by size of the cache (share of the trace).
 POINTS_ABOVE_LRU = {0.1: 3.0, 0.25: 5.0, 0.4: 5.0}
 
 

@@ -62,7 +62,7 @@ def test_few_chunks_are_moved_per_chunk_written(rng):
 
 
 def test_the_budget_holds_over_the_whole_trace():
-    ssd = ssd_of(1000, budget=DAY_S)  # a chunk a second
+    ssd = ssd_of(1000, budget=DAY_S)  # enough for one chunk per second
     for second in range(100):
         offer(ssd, list(range(10 * second, 10 * second + 10)), now=second * TICKS_PER_S)
     assert ssd.written == 100

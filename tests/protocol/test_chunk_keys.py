@@ -17,7 +17,7 @@ tokens = st.lists(st.integers(0, (1 << 32) - 1), max_size=40)
 
 @given(tokens, st.integers(1, 8))
 def test_a_chain_has_a_key_for_each_full_chunk(prompt, chunk_tokens):
-    """The definition once more, a chunk at a time, with plain bytes."""
+    """Compared with a second implementation: one chunk at a time, on plain bytes."""
     expected, parent = [], b""
     for start in range(0, len(prompt) - chunk_tokens + 1, chunk_tokens):
         raw = b"".join(token.to_bytes(4, "little") for token in prompt[start : start + chunk_tokens])
@@ -74,7 +74,7 @@ def test_names_and_chains_never_meet():
 
 
 def test_these_keys_never_change():
-    """They are written down here: a change of how keys are made would silently empty every cache."""
+    """The expected keys are constants here, since other keys for the same tokens would silently empty every cache."""
     assert chunk_keys.to_bytes(chunk_keys.named(bytes(16), ["a"])).hex() == "62f2bf654ca4131087628dd71b43f2df"
     assert (
         chunk_keys.to_bytes(chunk_keys.chain(bytes(16), [1, 2, 3, 4], 2)).hex()

@@ -1,4 +1,4 @@
-"""What each message says, there and back."""
+"""Each message, encoded and decoded again."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""The ring: even by weight, the same everywhere, and no key moves without need."""
+"""The ring: shares follow the weights, all processes agree on it, and no key moves without need."""
 
 import subprocess
 import sys

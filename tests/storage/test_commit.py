@@ -117,7 +117,7 @@ def test_a_chain_may_branch_and_be_filled_in(bench):
 
 
 def test_depth_follows_a_chunk_of_the_batch_that_is_here_and_not_the_writer(bench):
-    """A writer may have counted from another beginning."""
+    """The writer may have counted depths from another first chunk."""
     bench.put("c", depth=40)
     assert bench.put("abcdef", depth=5) == 5
     assert bench.column("depth", "abcdef") == [5, 6, 40, 41, 42, 43]
@@ -262,7 +262,7 @@ write_steps = st.lists(
 @settings(max_examples=60, deadline=None)
 @given(write_steps)
 def test_lend_and_commit_do_what_a_dict_does(steps):
-    """A model without slots and rows: which keys are here, and how deep in their chains."""
+    """The dict is a model without slots and rows: the depth of each stored key in its chain."""
     bench = Bench.open()
     depths: dict[str, int] = {}
     for what, names, choice, parent in steps:

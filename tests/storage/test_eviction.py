@@ -1,4 +1,4 @@
-"""Who goes when room is needed: policies, quotas, slot sizes, slots lent ahead, eviction ahead of need."""
+"""Which chunks are evicted to make room: policies, quotas, slot sizes, slots lent ahead, eviction ahead of need."""
 
 import pytest
 
@@ -52,7 +52,7 @@ def test_rows_run_out_before_room_does(bench):
 
 def test_a_size_takes_extents_from_another(bench):
     assert bench.put([f"s{number}" for number in range(16)], 64 * KIB) == 16
-    assert bench.put([f"t{number}" for number in range(8)], 32 * KIB) == 8  # four extents, of the coldest
+    assert bench.put([f"t{number}" for number in range(8)], 32 * KIB) == 8  # in the extents of the four oldest
     assert bench.put([f"u{number}" for number in range(3)], 40 * KIB) == 3
     assert bench.put([f"s{number}" for number in range(100, 116)], 64 * KIB) == 16
     assert bench.store.chunks == 16
@@ -95,7 +95,7 @@ def test_lent_slots_count_against_the_quota(bench):
     assert bench.store.counters.refused_full == 4
     assert bench.put("a", 64 * KIB, group=small) == 0
     assert bench.commit("xy", lent, nbytes=64 * KIB, group=small) == [True, True]
-    assert bench.put("a", 64 * KIB, group=small) == 1  # one of the two goes
+    assert bench.put("a", 64 * KIB, group=small) == 1  # evicts x or y
     assert len(bench.here("axy")) == 2
     assert bench.put("b", 64 * KIB) == 1
 
@@ -121,7 +121,7 @@ def test_eviction_runs_ahead_of_need(bench):
     bench.put([f"n{number}" for number in range(16)], 64 * KIB)
     assert bench.store.evictor.needs_eviction
     bench.store.evict_ahead(now_s=bench.now_s)
-    assert bench.store.chunks == 15  # 5 % of 16 extents is one
+    assert bench.store.chunks == 15  # one free extent is more than 5 % of 16 extents
     bench.store.evict_ahead(now_s=bench.now_s)
     assert bench.store.chunks == 15
 
@@ -139,7 +139,7 @@ def test_rows_that_run_short_are_freed_ahead_of_need():
     assert bench.store.chunks < 64
     evicted = bench.store.counters.evicted
     assert bench.put(names[64:66]) == 2
-    assert bench.store.counters.evicted == evicted  # there was room
+    assert bench.store.counters.evicted == evicted  # there were free rows
     assert bench.here(names[62:66]) == "".join(names[62:66]), "the newest stay"
     bench.close()
 
@@ -158,7 +158,7 @@ def test_upcoming_names_the_next_victims_and_changes_nothing(bench):
 
 def test_slots_lent_ahead_evict_nothing_and_leave_room(bench):
     slots = bench.store.allocator.slots
-    assert len(bench.lend(0, PAGE, ahead=1000).rows) == 0  # nothing has real memory yet
+    assert len(bench.lend(0, PAGE, ahead=1000).rows) == 0  # no extent is populated yet
     for extent in range(16):
         assert slots.populate(extent)
         slots.mark_populated(extent)
@@ -240,7 +240,7 @@ def test_a_group_that_cannot_give_its_share_is_helped_out():
         bench.put(name)
     bench.put(LETTERS[16:], group=other)
     bench.store.use_policy(other, "leaf_lru", now_s=bench.now_s)
-    pinned = bench.pin(LETTERS[-1])  # so nothing above it may go
+    pinned = bench.pin(LETTERS[-1])  # so its ancestors must stay too
     assert bench.put("uvwxyz", chained=False) == 6
     assert bench.here(LETTERS) == LETTERS[6:]
     bench.store.unpin(pinned)

@@ -1,4 +1,4 @@
-"""Hints: priorities, sessions that ended, times to live; whatever the policy."""
+"""Hints under every policy: priorities, ended sessions, times to live."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ COUNT = len(LETTERS)
 
 
 class FullBench(Bench):
-    """A chunk in each slot, stored one after the other."""
+    """A bench with a chunk in each slot; the chunks were stored one after the other."""
 
     @classmethod
     def filled(cls, policy: str, *, chained: bool = False) -> "FullBench":
@@ -110,7 +110,7 @@ def test_what_may_go_below_memory(bench):
 @pytest.mark.parametrize("policy", ["leaf_lru", "density", "ttl"])
 def test_a_chain_still_goes_from_its_end(policy):
     bench = FullBench.filled(policy, chained=True)
-    bench.hint(range(COUNT // 2), ended=True)  # the beginning, which others hang on
+    bench.hint(range(COUNT // 2), ended=True)  # the first half of the chain, which has descendants
     bench.put_new(5)
     assert bench.gone() == [*range(COUNT - 5, COUNT)]
     bench.close()

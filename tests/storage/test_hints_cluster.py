@@ -1,4 +1,4 @@
-"""Hints through a whole cluster: by every path, to every copy, and what is refused."""
+"""Hints in a cluster: they reach every copy of a chunk, on every path; wrong ones are refused."""
 
 import time
 

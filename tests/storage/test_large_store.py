@@ -1,4 +1,4 @@
-"""Ten million rows: no list of all rows or slots, and no step that takes long because the table is large."""
+"""Up to ten million rows: no list of all rows or slots, and no step that takes long because the table is large."""
 
 import time
 from pathlib import Path
@@ -14,7 +14,7 @@ from tests.support.stores import SPACE, config_for
 
 
 def private_nbytes() -> int:
-    """Memory of this process that it shares with nobody."""
+    """Bytes of memory that this process does not share with others."""
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(fields["RssAnon"].split()[0]) << 10
 
@@ -44,7 +44,7 @@ def test_a_large_table_costs_what_its_rows_cost(rows, monkeypatch, np_rng):
     assert store.groups.open(SPACE) == 0
     assert time.monotonic() - start_s < 2.0
     assert private_nbytes() - before < 64 << 20
-    monkeypatch.setattr(SharedMemory, "populate", lambda memory, *args, **options: True)  # the test touches no chunk
+    monkeypatch.setattr(SharedMemory, "populate", lambda memory, *args, **options: True)  # no bytes are written
 
     def next_keys(count: int) -> np.ndarray:
         return np.frombuffer(np_rng.bytes(16 * count), "<u8").reshape(-1, 2)
@@ -59,7 +59,7 @@ def test_a_large_table_costs_what_its_rows_cost(rows, monkeypatch, np_rng):
     print(f"{store.chunks:,} chunks, {(private_nbytes() - before) / rows:.1f} private bytes a row")
     assert private_nbytes() - before < 10 * rows + (64 << 20)
     took_s = []
-    for _ in range(200):  # beyond what is free: others go for it, in samples
+    for _ in range(200):  # no slots are free: other chunks are evicted, chosen from samples of the rows
         now_s += 0.01
         keys, start_s = next_keys(2048), time.monotonic()
         assert write(store, keys, now_s) == 2048

@@ -1,4 +1,4 @@
-"""Memory that nobody will come back for is removed, and no other."""
+"""Only the memory of nodes that do not come back is removed."""
 
 import os
 import time
@@ -38,7 +38,7 @@ def test_old_memory_of_nodes_that_are_gone_is_removed(here, tmp_path):
 
 
 def test_memory_that_another_process_owns_stays(here, tmp_path):
-    """It may be of another Ray cluster, with a raykv cluster of the same name."""
+    """It may belong to a raykv cluster of the same name in another Ray cluster."""
     store = leave(tmp_path, "stranger", age_s=2 * ABANDONED_S)
     assert remove_orphans(here, {"me"}, now_s=time.time()) == []
     store.close()

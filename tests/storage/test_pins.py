@@ -1,4 +1,4 @@
-"""Pins, and every way out of the store: delete, drop, damage, expiry."""
+"""Pins, and all ways to remove a chunk: delete, drop, damage, expiry."""
 
 from contextlib import nullcontext
 
@@ -204,7 +204,7 @@ def test_what_expired_is_removed_in_steps(bench):
 
 
 def test_a_chunk_that_comes_back_from_below_memory_keeps_its_expiry(bench):
-    """Its mover commits it with the time that is left: less than the namespace's, and it holds."""
+    """The mover commits it with its remaining time to live, which overrides the namespace's longer one."""
     bench.store.configure(bench.group, NamespaceConfig(ttl_s=100.0), now_s=bench.now_s)
     bench.put("a", hints={"ttl_s": 20.0})
     ends_s = bench.store.table.seconds(bench.column("expires", "a")[0])

@@ -1,4 +1,4 @@
-"""Random operations: after each one, every row is in exactly one of the five states, and all books agree."""
+"""Random operations: after each one, every row is in exactly one of the five states, and all counts agree."""
 
 import random
 from collections import Counter
@@ -24,7 +24,7 @@ ALPHABET = [f"{first}{place}" for first in FIRSTS for place in range(9)]
 
 
 class Recorder(LRU):
-    """LRU that checks what is reported to it."""
+    """LRU that checks the rows that are reported to it."""
 
     def __init__(self) -> None:
         self.rows: set[int] = set()
@@ -42,7 +42,7 @@ class Recorder(LRU):
 
 
 class Operations:
-    """Operations on a store, drawn at random, and the little that a caller must know: what it holds."""
+    """Random operations on a store, and what their caller holds: lent slots, pins, rows to drop."""
 
     def __init__(self, bench: Bench, rng: random.Random, sizes: dict[str, int]) -> None:
         self.bench, self.store, self.rng, self.sizes = bench, bench.store, rng, sizes
@@ -50,7 +50,7 @@ class Operations:
         self.lent: list[tuple[str, LentSlots]] = []
         self.pins: list[np.ndarray] = []
         self.dropped: list[tuple[np.ndarray, np.ndarray]] = []
-        self.quarantined: dict[int, float] = {}  # until when, by row
+        self.quarantined: dict[int, float] = {}  # row -> end of its quarantine
         self.recorder: Recorder | None = None
 
     def step(self) -> None:
@@ -184,7 +184,7 @@ def test_every_row_is_in_exactly_one_state(policy, round_, rng):
 
 
 def tear(prefix: Path, rng: random.Random) -> None:
-    """Leave some rows as a process does that is killed within a change. Recovery must not trust them."""
+    """Change some rows as if the process was killed in the middle of a change. Recovery must not trust them."""
     table = Table(SharedMemory.attach(store_files(prefix)[0], writable=True))
     columns = table.columns
     for row in range(table.rows_populated):
@@ -204,7 +204,7 @@ def tear(prefix: Path, rng: random.Random) -> None:
 
 @pytest.mark.parametrize("round_", [0, *(pytest.param(number, marks=pytest.mark.slow) for number in range(1, 6))])
 def test_states_across_crashes(shm_dir, round_, rng):
-    """Kill the process again and again: what was ready is ready, what was lent is quarantined, all else is free."""
+    """Kill the process again and again: ready rows stay ready, lent and torn rows are quarantined, others are free."""
     bench = Bench.open(shm_dir / "life-0", arena_nbytes=512 * KIB)
     sizes = {first: rng.choice([PAGE, 2 * PAGE, 5 * PAGE, 16 * PAGE]) for first in FIRSTS}
     until_s: dict[int, float] = {}
@@ -230,7 +230,7 @@ def test_states_across_crashes(shm_dir, round_, rng):
         assert not after[RowState.LENT]
         assert not after[RowState.PENDING_DELETE]
         assert again.store.recovered == len(ready)
-        # A quarantine that goes on lasts no longer for it. One that was over looks like a lent row, and begins again.
+        # A crash does not prolong a running quarantine. If it was over, the row looks lent, and is quarantined again.
         going_on = {row: end_s for row, end_s in operations.quarantined.items() if end_s > again.now_s}
         until_s = dict.fromkeys(after[RowState.QUARANTINED], again.now_s + QUARANTINE_S) | going_on
         bench.store.close()

@@ -1,4 +1,4 @@
-"""Nodes in processes of their own that are restarted when they end: killed, stopped, removed, left alone."""
+"""Nodes in processes of their own, restarted when they end. Node, supervisor or owner is killed, stopped or hangs."""
 
 import json
 import os
@@ -48,7 +48,7 @@ from raykv.storage import files
 files.OWN_TIMEOUT_S = 0.2
 runpy.run_module("raykv.supervisor.process", run_name="__main__")
 """
-"""A supervisor whose node does not wait long for a dying one to let go of the memory."""
+"""A supervisor whose node does not wait long until a dying node releases the memory."""
 
 
 class Supervised:
@@ -135,7 +135,7 @@ def test_a_killed_node_is_back_with_its_chunks_under_its_address(made):
 
 @pytest.mark.slow
 def test_it_is_restarted_after_a_crash_too(made):
-    """A signal that is not a kill."""
+    """After a signal other than SIGKILL."""
     os.kill(made.node.pid, signal.SIGSEGV)
     wait_until(lambda: made.node.starts == 2)
     assert made.node.stats()["node_id"] == "n"
@@ -144,7 +144,7 @@ def test_it_is_restarted_after_a_crash_too(made):
 @pytest.mark.slow
 def test_a_node_that_dies_again_and_again_is_restarted_later_and_later(made):
     began_s = time.monotonic()
-    for _ in range(5):  # at once, and after 50, 100, 200 and 400 ms
+    for _ in range(5):  # restarted at once, and then after 50, 100, 200 and 400 ms
         made.kill()
     assert time.monotonic() - began_s >= 0.75
     time.sleep(1.2)

@@ -12,7 +12,7 @@ def free_port() -> int:
 
 
 def traces() -> set[object]:
-    """What a deployment makes on this machine: processes of local Ray nodes, memory files, directories.
+    """Everything that a deployment makes on this machine: processes of local Ray nodes, memory files, directories.
 
     Engines and actors are among these processes: all of them name the directory of their Ray node.
     """

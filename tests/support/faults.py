@@ -32,7 +32,7 @@ class Faults:
         patch.setattr(Link, "_receive", lambda link, *given: self._receive_or_fail(link, *given))
 
     def silence(self, node: Node) -> None:
-        """No message to or from this node arrives."""
+        """From now on, no message to or from this node arrives."""
         self._silent.update(node.member.endpoints.values())
 
     def restore(self, node: Node) -> None:

@@ -1,4 +1,4 @@
-"""A store with a toy tier below it, for tests of what moves between them."""
+"""A store with a toy tier below it, for tests of demotion and promotion."""
 
 import threading
 import time
@@ -13,7 +13,7 @@ from tests.support.toy_tier import ToyTier
 
 
 class House:
-    """See the module. The toy does nothing until `toy.go_on`."""
+    """A store, a toy tier, and their mover. The toy tier does nothing until `toy.go_on` is called."""
 
     def __init__(self, **fields: Any) -> None:
         store = Store.open(config_for(**fields), None, now_s=time.monotonic())
@@ -33,14 +33,14 @@ class House:
         return self.bench.put(names, nbytes, **options)
 
     def fill(self, count: int = 15, nbytes: int = 60_000) -> list[str]:
-        """Fill the arena up to one chunk. Returns the names."""
+        """Store chunks; by default, one less than fit into the arena. Returns their names."""
         names = [f"chunk-{number}" for number in range(count)]
         for name in names:
             self.put([name], nbytes, chained=False)
         return names
 
     def read(self, names: list[str]) -> list[bool]:
-        """Which of them are in memory. Their bytes are right."""
+        """Read chunks in memory, and check their bytes. Returns for each whether it is in memory."""
         pinned = self.store.pin(names_to_keys(names), now_s=time.monotonic())
         for name, row, start, nbytes in zip(names, pinned.rows, pinned.offsets, pinned.nbytes, strict=True):
             if row >= 0:
@@ -49,14 +49,14 @@ class House:
         return (pinned.rows >= 0).tolist()
 
     def below(self, names: list[str]) -> list[bool]:
-        """Which of them the toy has."""
+        """For each chunk, whether the toy tier has it."""
         return self.toy.has(names_to_keys(names)).tolist()
 
     def promote(self, names: list[str], until_s: float = 0.0) -> int:
         return self.mover.promote(names_to_keys(names), until_s=until_s)
 
     def sink(self, names: list[str]) -> None:
-        """Write chunks down, though nothing is due, and remove them from memory."""
+        """Write chunks to the toy tier, although no demotion is due, and remove them from memory."""
         keys = names_to_keys(names)
         chunks, taken = self.mover.demotion.write(self.toy, self.store.table.find(keys), keys)
         assert taken == len(chunks) == len(names)
@@ -67,7 +67,7 @@ class House:
         return int(self.store.table.columns.pins.sum())
 
     def delete(self, names: list[str], between: Callable[[], object] = lambda: None) -> None:
-        """As a node does. `between` runs after the tiers deleted the chunks."""
+        """Delete chunks as a node does. `between` runs after the tiers have deleted them."""
         keys = names_to_keys(names)
         with self.mover.barring(keys):
             self.mover.delete(keys)
@@ -77,7 +77,7 @@ class House:
                 self.mover.give_up(keys)
 
     def drop(self, group: int, between: Callable[[], object] = lambda: None) -> None:
-        """As a node does."""
+        """Drop a quota group as a node does. `between` runs after the tiers have dropped it."""
         with self.mover.barring(group=group):
             with self.lock:
                 rows, generations = self.store.rows_of(group)

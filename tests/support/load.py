@@ -1,4 +1,4 @@
-"""Threads that read and write through clients of their own while a node is killed, and record what they saw."""
+"""Threads that read and write with their own clients while a node is killed, and record misses and wrong bytes."""
 
 import hashlib
 import random
@@ -32,8 +32,8 @@ class Load:
     Attributes:
         problems: Wrong bytes, and exceptions of the threads.
         gaps: Names of PINNED that were missed.
-        reads, hits: Of PINNED, and of other chunks.
-        names: All names that were ever put.
+        reads, hits: Number of reads of PINNED, and number of hits on other chunks.
+        names: Names of all other chunks that were ever put.
         unfinished: Names of reservations that were never committed.
     """
 
@@ -67,7 +67,7 @@ class Load:
             thread.join(60.0)
 
     def pause_writes(self) -> None:
-        """Wait until the writer has finished what it does."""
+        """Stop the writer, and wait until its current operations have ended."""
         self._idle.clear()
         self._writing.clear()
         assert self._idle.wait(30.0), "a writer hangs"
@@ -101,7 +101,7 @@ class Load:
             self._idle.set()
             self._writing.wait()
             return
-        # Even if the reading thread is late, each put finds the pinned chunks just read, and evicts others.
+        # Even if the reading thread is late, the pinned chunks were read just before each put, which evicts others.
         client.get(PINNED, [bytearray(NBYTES) for _ in PINNED])
         fresh = [f"n{len(self.names) + number}" for number in range(4)]
         self.names.update(dict.fromkeys(fresh))

@@ -80,7 +80,7 @@ def get(client: "raykv.Client", keys: list[str], **options: Any) -> tuple[bool, 
 
 
 def make_node(*, secret: bytes = bytes(32), membership: InProcessMembership | None = None, **fields: Any) -> Node:
-    """A node that was not started. `fields` of NodeConfig; `storage` of StorageConfig."""
+    """A node that is not started. `fields` are those of NodeConfig; in `storage`, those of StorageConfig."""
     given = {"arena_nbytes": "4 MiB", "extent_nbytes": "64 KiB", "shm_dir": None, **fields.pop("storage", {})}
     storage = StorageConfig.load(given)
     config = NodeConfig.load({"node_id": "n", "storage": storage, "heartbeat_s": 0.05, **fields})
@@ -90,7 +90,7 @@ def make_node(*, secret: bytes = bytes(32), membership: InProcessMembership | No
 
 @contextmanager
 def running_node(**fields: Any) -> Iterator[Node]:
-    """A node that is started, and stopped in the end."""
+    """A node that is started, and stopped at the end."""
     node = make_node(**fields)
     try:
         node.start()
@@ -111,7 +111,7 @@ class Peer:
         return self
 
     def reply(self, request: messages.Message) -> Reply:
-        """The caller must call `finish` of it."""
+        """Send a request. The caller must call `finish` of the reply."""
         raw = codec.encode(request, 0, 0)
         reply = self.node.answer(codec.decode(raw[codec.HEADER.size :]), self.session)
         if isinstance(reply.answer, messages.Failure):
@@ -119,7 +119,7 @@ class Peer:
         return reply
 
     def ask(self, request: messages.Message) -> Any:
-        """The answer, after `finish`."""
+        """Send a request, and finish its reply. Returns the second answer, or the first if there is only one."""
         reply = self.reply(request)
         second = reply.finish(True)
         if isinstance(second, messages.Failure):
@@ -130,7 +130,7 @@ class Peer:
         return self.ask(messages.Lend(nbytes, count, group=SPACE.group.digest, **fields))
 
     def filled(self, names: Sequence[str], nbytes: int, **fields: Any) -> messages.Run:
-        """Lend slots for these chunks and write them there."""
+        """Get slots for these chunks, and write the chunks there. Returns the run to commit."""
         lent = self.lend(len(names), nbytes)
         checksums = []
         for start, name in zip(np.frombuffer(lent.offsets, "<u8").tolist(), names, strict=False):

@@ -1,4 +1,4 @@
-"""A store with a clock of its own, used by names; and a checker of the row states of docs/storage.md."""
+"""A store with its own clock, whose chunks have names; and a check of the row states of docs/storage.md."""
 
 import hashlib
 from collections import Counter
@@ -23,7 +23,7 @@ SPACE = Namespace(model="m")
 KIB = 1 << 10
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ012345"
 FULL = {"arena_nbytes": 128 * KIB}
-"""An arena that holds as many chunks of a page as there are LETTERS."""
+"""An arena with room for as many one-page chunks as there are LETTERS."""
 
 
 def config_for(path: Path | None = None, **fields: Any) -> StorageConfig:
@@ -42,7 +42,7 @@ def content(name: str, nbytes: int) -> bytes:
 
 
 def batch_of(names: Any, nbytes: int = PAGE, *, parent: str | None = None, hints: Any = (), **fields: Any) -> Batch:
-    """`parent` by name; `hints` as fields of Hints."""
+    """A batch of named chunks. `parent` is a name too; `hints` are fields of Hints."""
     above = None if parent is None else names_to_keys([parent])
     return Batch(names_to_keys(names), nbytes, parent=above, hints=Hints(**dict(hints)), **fields)
 
@@ -62,7 +62,7 @@ class Bench:
         return cls(Store.open(config_for(prefix and prefix.parent, **fields), prefix, now_s=made_at_s), now_s)
 
     def open_group(self, model: str, quota_nbytes: int) -> int:
-        """Another quota group. Quota 0: none."""
+        """Open another quota group. Quota 0 means no quota. Returns the group's number."""
         number = self.store.groups.open(Namespace(model=model))
         self.store.configure(number, NamespaceConfig(dram_quota_nbytes=quota_nbytes or None), now_s=self.now_s)
         return number
@@ -70,7 +70,7 @@ class Bench:
     def lend(
         self, count: int, nbytes: int = PAGE, *, ahead: int = 0, protect: Any = (), group: Any = None
     ) -> LentSlots:
-        """`protect` by name."""
+        """Lend slots. `protect` are names of chunks that must not be evicted for them."""
         self.now_s += 1.0
         number = self.group if group is None else group
         keys = [names_to_keys(protect)] if len(protect) else []
@@ -87,7 +87,7 @@ class Bench:
     def commit(
         self, names: Any, lent: LentSlots, written: Any = None, nbytes: int = PAGE, *, group: Any = None, **fields: Any
     ) -> list[bool]:
-        """Commit a batch of which the chunks at the places `written` are in the slots, in order."""
+        """Write the chunks at the positions `written` into the slots, and commit. Returns which slots were used."""
         positions = np.arange(len(names), dtype=np.int32) if written is None else np.array(written, np.int32)
         checksums = self.fill(lent, [names[place] for place in positions.tolist()], nbytes)
         number = self.group if group is None else group
@@ -98,7 +98,7 @@ class Bench:
     def put(
         self, names: Any, nbytes: int = PAGE, *, group: Any = None, parent: str | None = None, **fields: Any
     ) -> int:
-        """Lend, fill and commit what is not here; give back what is left. Returns how many were stored."""
+        """Store the chunks that are missing, and give unused slots back. Returns how many were stored."""
         self.now_s += 1.0
         missing = self.store.missing(names_to_keys(names), now_s=self.now_s).tolist()
         protect = [*names, *([] if parent is None else [parent])]
@@ -115,7 +115,7 @@ class Bench:
         return self.store.delete(names_to_keys(names), now_s=self.now_s)
 
     def here(self, names: Any) -> str:
-        """Those names that can be read, checked byte by byte."""
+        """The names of the chunks that can be read, joined. Their bytes are checked."""
         rows, _ = self.store.table.find_ready(names_to_keys(names), self.store.table.ticks(self.now_s))
         columns, found = self.store.table.columns, []
         for name, row in zip(names, rows.tolist(), strict=True):
@@ -134,7 +134,7 @@ class Bench:
         return values
 
     def verify(self, names: Any) -> int:
-        """Look for damage as the node does after a complaint. Returns how many chunks were dropped."""
+        """Look for damage as the node does when a reader reports corrupt chunks. Returns how many were dropped."""
         pinned = self.store.pin(names_to_keys(names), now_s=self.now_s)
         count = self.store.drop_corrupt(self.store.corrupt(pinned), now_s=self.now_s)
         self.store.unpin(pinned.rows)
@@ -152,7 +152,7 @@ def states(store: Store) -> dict[RowState, list[int]]:
 
 
 def check(store: Store, pins: "Counter[int] | None" = None) -> None:
-    """What must hold between any two calls, from the columns alone.
+    """Check what must hold between any two calls: row states, index, pins, counts, slots and chains agree.
 
     Args:
         pins: Pins by row, if the test knows them.
@@ -188,7 +188,7 @@ def check(store: Store, pins: "Counter[int] | None" = None) -> None:
 
 
 def check_slots(store: Store, rows: list[int]) -> None:
-    """The slots of these rows do not overlap, and the books of the slots name these rows."""
+    """Check that the slots of these rows do not overlap, and that `Slots` lists exactly these rows."""
     columns, table, slots = store.table.columns, store.table, store.allocator.slots
     sizes = {row: slot_nbytes(int(columns.nbytes[row])) for row in rows}
     extent_sizes, first_pages = table.extent_slots.tolist(), columns.page.tolist()
@@ -212,7 +212,7 @@ def check_slots(store: Store, rows: list[int]) -> None:
 
 
 def check_chains(store: Store, ready: list[int]) -> None:
-    """`children` counts the ready rows whose parent is still the chunk that it was."""
+    """Check that `children` counts the ready children of each row: those whose parent's generation has not changed."""
     columns = store.table.columns
     children: Counter[int] = Counter()
     for row in ready:
@@ -224,7 +224,7 @@ def check_chains(store: Store, ready: list[int]) -> None:
 
 
 def crashed(store: Store, directory: Path, name: str) -> Path:
-    """The files as a process leaves them that is killed at this moment."""
+    """Copy the files in the state in which a kill at this moment leaves them. Returns the prefix of the copies."""
     prefix = directory / name
     for source, target in zip((store.table.memory, store.arena), store_files(prefix), strict=True):
         target.write_bytes(bytes(source.view))
@@ -232,7 +232,7 @@ def crashed(store: Store, directory: Path, name: str) -> Path:
 
 
 def reopen(prefix: Path, now_s: float, **fields: Any) -> Bench:
-    """Another process takes over the files."""
+    """Open the files as the next process does."""
     again = Bench.open(prefix, now_s=now_s, **fields)
     check(again.store)
     return again

@@ -37,7 +37,7 @@ def put(client: raykv.Client, some: list[str], **options: Any) -> int:
 
 
 def get(client: raykv.Client, some: list[str]) -> int:
-    """How many leading chunks were read. Their bytes are right."""
+    """Read chunks, and check the bytes of each hit. Returns the number of hits before the first miss."""
     into = [bytearray(NBYTES) for _ in some]
     got = client.get(some, into)
     assert all(into[n] == content(some[n]) for n, hit in enumerate(got.hits) if hit)
@@ -45,7 +45,7 @@ def get(client: raykv.Client, some: list[str]) -> int:
 
 
 def sink(cluster: EmbeddedCluster, client: raykv.Client, some: list[str]) -> None:
-    """Store and read chunks, and push them out of memory by others, until all are in a tier and none in memory."""
+    """Store and read chunks. Then evict them with other chunks, until all are in a tier and none is in memory."""
     for start in range(0, len(some), 5):
         put(client, some[start : start + 5])
         assert get(client, some[start : start + 5]) == len(some[start : start + 5])
@@ -53,7 +53,7 @@ def sink(cluster: EmbeddedCluster, client: raykv.Client, some: list[str]) -> Non
 
 
 def push_out(cluster: EmbeddedCluster, client: raykv.Client, some: list[str]) -> None:
-    """The same with chunks that are stored already."""
+    """Evict chunks with other chunks, until all are in a tier and none is in memory. Missing ones are stored first."""
     node, keys = cluster.nodes[0], client.keys(some)
     until_s = time.monotonic() + 30.0
     number = 0
@@ -65,7 +65,7 @@ def push_out(cluster: EmbeddedCluster, client: raykv.Client, some: list[str]) ->
             break
         assert time.monotonic() < until_s, (in_memory, below)
         for name in (some[place] for place in range(len(some)) if not (below[place] or in_memory[place])):
-            # Evicted before it was written down, as may happen on a busy machine: it is computed again.
+            # On a busy machine, a chunk may be evicted before it is written to the tier. Then it is stored again.
             put(client, [name], chained=False)
             assert get(client, [name]) == 1
         put(client, names(3, f"filler-{until_s}-{number}"), chained=False)

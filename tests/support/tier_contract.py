@@ -1,4 +1,4 @@
-"""What every tier does, whatever it keeps its chunks in. Subclasses say how to open one, and how to break one."""
+"""Tests that every tier must pass. Subclasses say how to open a tier, how to damage a chunk, and how to hang I/O."""
 
 import random
 import threading
@@ -14,7 +14,7 @@ from raykv.tier.segments.format import key_array
 from tests.support.tiers import Driver, all_keys, content_of, keys_for, wait_for
 
 QUICK_S = 0.5
-"""No call of a tier takes longer, whatever the disk does."""
+"""No call of a tier may take longer, even if the disk hangs."""
 
 
 def within(call: Callable[[], object]) -> object:
@@ -25,10 +25,10 @@ def within(call: Callable[[], object]) -> object:
 
 
 class TierContract:
-    """See the module. Sizes fit all tiers: chunks of up to 100 000 bytes, a few megabytes in all."""
+    """See the module. The sizes fit all tiers: chunks of up to 100 000 bytes, a few megabytes in all."""
 
     def open(self, path: Path) -> Driver:
-        """A tier, started."""
+        """Open and start a tier."""
         raise NotImplementedError
 
     def damage(self, driver: Driver, key: bytes) -> None:
@@ -36,7 +36,7 @@ class TierContract:
         raise NotImplementedError
 
     def hang(self, driver: Driver, monkeypatch: pytest.MonkeyPatch) -> AbstractContextManager[None]:
-        """Meanwhile, reads and writes that the tier does hang."""
+        """Return a context. While it is open, the tier's reads and writes hang."""
         raise NotImplementedError
 
     @pytest.fixture
@@ -220,7 +220,7 @@ class TierContract:
 
 
 class Hanging:
-    """Calls of an `os` function hang meanwhile."""
+    """While this context is open, calls of the named functions of `module` hang."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, module: object, *names: str) -> None:
         self._patch, self._module, self._names = monkeypatch, module, names

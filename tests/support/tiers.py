@@ -1,4 +1,4 @@
-"""For tests of tiers: an arena, names of quota groups, and calls that wait for their callback."""
+"""Support for tests of tiers: an arena, names of quota groups, and calls that wait for their callback."""
 
 import mmap
 import random
@@ -22,7 +22,7 @@ SEGMENT = PACK = 1 << 20
 
 
 class Names:
-    """Quota groups by their texts."""
+    """The texts of four quota groups, by number."""
 
     def __init__(self) -> None:
         self.texts: list[bytes] = [b'{"model":"m%d"}' % number for number in range(4)]
@@ -43,7 +43,7 @@ class Arena:
         self._next, self._lock = 0, threading.Lock()
 
     def slot(self, nbytes: int) -> int:
-        """Offset of a slot; they come round again."""
+        """Offset of the next slot. After the end of the arena, slots are reused from the beginning."""
         size = -(-max(1, nbytes) // BLOCK) * BLOCK
         with self._lock:
             if self._next + size > len(self.view):
@@ -58,7 +58,7 @@ class Arena:
 
 
 def content_of(key: bytes, nbytes: int) -> bytes:
-    """Bytes that follow from the key."""
+    """The content of a chunk: random bytes with the key as seed."""
     return random.Random(key).randbytes(nbytes)
 
 
@@ -88,7 +88,7 @@ class Driver:
         return Chunk(key, self.arena.put(content), nbytes, xxhash.xxh3_64_intdigest(content), **fields)
 
     def write(self, chunks: Sequence[Chunk], timeout_s: float = 20.0) -> list[bool]:
-        """Which were written; waits while the queue is full."""
+        """Write chunks; wait while the queue is full. Returns for each whether it was written."""
         written: list[bool] = []
         while len(written) < len(chunks):
             event, results = threading.Event(), []
@@ -115,7 +115,7 @@ class Driver:
             assert all(self.write([self.chunk(key, nbytes, **fields) for key in keys[first : first + 16]]))
 
     def read(self, keys: Sequence[bytes], nbytes: int, timeout_s: float = 20.0) -> list[bytes | None]:
-        """Bytes of each key that was read, None for the others."""
+        """Read chunks. Returns the bytes of each, or None if it was not read."""
         offsets = [self.arena.slot(nbytes) for _ in keys]
         event, results = threading.Event(), []
 
@@ -149,7 +149,7 @@ class SsdDriver(Driver):
         super().__init__(SsdTier(SsdConfig.load(config), environment(arena)), arena)
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until all tombstones are written. False after the timeout, or if no drive that lacks some is on."""
+        """Wait until all tombstones are written. False after the timeout, or if all drives that lack some are off."""
         shared, until_s = self.tier._shared, time.monotonic() + timeout_s
         while True:
             with shared.lock:
@@ -160,7 +160,7 @@ class SsdDriver(Driver):
 
 
 class FileDriver(Driver):
-    """A file tier of 64 packs, which looks at its directory often."""
+    """A file tier of 64 packs that scans its directory often."""
 
     tier: FileTier
 
@@ -181,9 +181,9 @@ class FileDriver(Driver):
         return sorted(self.folder.glob("*.pack"))
 
     def right(self, keys: list[bytes], nbytes: int) -> list[bool]:
-        """Which of them can be read; their bytes are right."""
+        """Read chunks, and check their bytes. Returns for each whether it was read."""
         right: list[bool] = []
-        step = max(1, (4 << 20) // nbytes)  # the arena's slots are used again and again
+        step = max(1, (4 << 20) // nbytes)  # few enough that the arena does not reuse their slots meanwhile
         for first in range(0, len(keys), step):
             some = keys[first : first + step]
             for key, content in zip(some, self.read(some, nbytes), strict=True):

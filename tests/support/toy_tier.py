@@ -1,4 +1,4 @@
-"""A tier in a dictionary. Its operations wait until the test lets them go on, or a thread does them at once."""
+"""A tier in a dictionary. Reads and writes wait until the test calls `go_on`, or a thread does them at once."""
 
 import threading
 import time
@@ -16,7 +16,7 @@ from raykv.types import Bits, KeyArray
 
 
 class ToyTier(Tier):
-    """See the module. Options: `manual`, `takes` (chunks that it will ever take)."""
+    """See the module. Options: `manual` (no thread), `takes` (how many chunks it takes in all)."""
 
     name = "toy"
 
@@ -68,7 +68,7 @@ class ToyTier(Tier):
         return len(taken)
 
     def _write(self, chunk: Chunk) -> bool:
-        if self.closed or chunk.key not in self.coming:  # it was deleted meanwhile
+        if self.closed or chunk.key not in self.coming:  # deleted meanwhile
             return False
         del self.coming[chunk.key]
         found = Found(chunk.nbytes, chunk.checksum, *chunk[4:])

@@ -24,7 +24,7 @@ def soon(seconds: float = 10.0) -> float:
 
 
 class Warehouse:
-    """A service with one run of bytes, that records what was done to it. Answers wait while `hold` is not set."""
+    """A service that sends and receives one run of bytes, and records it. It answers only while `hold` is set."""
 
     epoch = 7
 
@@ -55,7 +55,7 @@ class Warehouse:
                 return Reply(messages.Failure("UsageError", "not for deletion"))
             case messages.Commit():
                 return Reply(messages.Failure("CapacityError", "full"))
-            case messages.Locate():  # says what it was asked: for tests that tell answers apart
+            case messages.Locate():  # returns its keys, so that tests can tell answers apart
                 return Reply(messages.Stats(request.keys))
             case messages.Why():
                 raise RuntimeError("a bug")
@@ -82,7 +82,7 @@ class WarehouseSession:
 
 
 def raw_socket(address: str) -> socket.socket:
-    """A connection to a server that has sent nothing yet."""
+    """A connection to a server, before the handshake."""
     family, where = parse_address(address)
     connection = socket.socket(family, socket.SOCK_STREAM)
     connection.settimeout(5.0)
@@ -91,7 +91,7 @@ def raw_socket(address: str) -> socket.socket:
 
 
 def member_socket(address: str, secret: bytes = SECRET) -> socket.socket:
-    """A connection past the handshake, to send any bytes over."""
+    """A connection after the handshake, over which a test can send any bytes."""
     connection = raw_socket(address)
     greet_server(stream_on(connection), b"" if address.startswith("unix:") else secret, soon())
     return connection
@@ -102,7 +102,7 @@ def stream_on(connection: socket.socket) -> Stream:
 
 
 def is_closed(connection: socket.socket, after: bytes | None = None) -> bool:
-    """Wait until the other end has closed; `after` is all that we send before."""
+    """Wait until the other end closes the connection. First send `after`, if given, as our last bytes."""
     try:
         if after is not None:
             connection.sendall(after)
@@ -111,7 +111,7 @@ def is_closed(connection: socket.socket, after: bytes | None = None) -> bool:
             pass
     except TimeoutError:
         return False
-    except OSError:  # reset, since it had not read everything
+    except OSError:  # reset: the other end closed before it had read everything
         pass
     return True
 
@@ -149,15 +149,16 @@ class LyingServer:
 
 
 class Holder:
-    """A service that holds chunks, and as an owner knows who holds others. Reads, Suspect and Promote only.
+    """A node that holds chunks, and knows holders of other keys as their owner. It answers Read and Suspect only.
 
     Attributes:
         chunks: Bytes by 16-byte key.
-        sums: Checksums that it announces in place of the right ones, by key.
-        holders: Nodes that hold a key, as it believes.
+        sums: Wrong checksums that it sends, by key.
+        holders: The nodes that it names as holders, by key.
         reads: Keys of each Read.
-        suspects: Keys of each Suspect.
-        cut_after: It sends only this many bytes of each payload, and then nothing until `hold` is set. None: all.
+        groups: Quota groups of all Reads.
+        suspects: Keys of all Suspects.
+        cut_after: It sends only this many bytes of each payload. None: all.
     """
 
     epoch = 3

@@ -1,4 +1,4 @@
-"""Nodes with an SSD below their memory, through their sockets and on a real disk."""
+"""Nodes with an SSD tier on a real disk, used by clients through sockets."""
 
 import shutil
 import time
@@ -90,7 +90,7 @@ def test_a_new_process_finds_what_was_on_the_ssd(tmp_path):
         client = cluster.client(SPACE)
         sink(cluster, client, names(30))
         client.delete(names(5))
-    with cluster_on(tmp_path) as cluster:  # its memory is another one
+    with cluster_on(tmp_path) as cluster:  # with new memory
         client = cluster.client(SPACE)
         wait_until(lambda: ssd_of(cluster)["state"] == "on", "the segments were read")
         wait_until(lambda: client.exists(names(30)).sum() == 25, "their owner was told")

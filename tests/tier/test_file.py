@@ -1,4 +1,4 @@
-"""Packs in a shared directory: every node finds what one wrote, whatever breaks."""
+"""Packs in a shared directory: every node finds the chunks of all nodes, and failures cost only misses."""
 
 import contextlib
 import errno
@@ -37,7 +37,7 @@ def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def used_nbytes(folder: Path) -> int:
-    """What the files of a folder take up, while others change it."""
+    """Bytes on disk of the files of a folder, while other processes may remove files."""
     total = 0
     for path in folder.iterdir():
         with contextlib.suppress(FileNotFoundError):
@@ -107,7 +107,7 @@ def test_what_is_too_large_or_there_already_is_not_written(tmp_path):
         assert one.write([one.chunk(keys[0], PACK), one.chunk(keys[1], 5000)]) == [False, True]
         before = one.tier.stats()["disk_nbytes"]
         assert one.write([one.chunk(keys[1], 5000), one.chunk(keys[1], 5000)]) == [True, True]
-        assert one.tier.stats()["disk_nbytes"] <= before + 2 * BLOCK  # a summary perhaps
+        assert one.tier.stats()["disk_nbytes"] <= before + 2 * BLOCK  # perhaps a summary was written
 
 
 def test_a_start_finds_what_was_written_before_by_anybody(tmp_path):
@@ -184,7 +184,7 @@ def test_what_is_stored_again_after_it_was_deleted_is_there(tmp_path):
             assert one.delete(keys) == 4
             assert one.right(keys, 5000) == [False] * 4
         one.put(keys[:2], 5000)
-        # The other one must have heard of it: it would take what it has still for good enough.
+        # Wait until `other` knows the tombstones. Otherwise it would believe that it still has the chunk.
         wait_for(
             lambda: (
                 not one.tier._catalog.tombstones.pending
@@ -241,7 +241,7 @@ def test_a_chunk_deleted_before_its_pack_was_read_is_not_found(tmp_path, monkeyp
 
 
 def test_a_part_without_chunks_closes_its_file_once(tmp_path, monkeypatch):
-    """The number may be another file's by the time that removing it is tried again."""
+    """When `seal` is tried again, the number of the closed descriptor may already belong to another file."""
     directory = Folder(tmp_path, "a")
     directory.prepare()
     filling, remove = writing.Part(directory, 7, nbytes=PACK), Folder.remove
@@ -266,7 +266,7 @@ def test_tombstones_are_written_though_a_failed_attempt_left_its_part(tmp_path, 
 
     with FileDriver(tmp_path).on() as one:
         one.put(keys, 5000)
-        wait_for(lambda: one.tier._state.filling is None)  # it is sealed
+        wait_for(lambda: one.tier._state.filling is None)  # the part is sealed
         monkeypatch.setattr(folder, "write_all", once)
         monkeypatch.setattr(Folder, "remove", lambda self, name: None)
         assert one.delete(keys[:2]) == 2
@@ -326,7 +326,7 @@ def test_tombstone_files_stay_few_and_are_removed_when_nothing_older_is_left(tmp
 
 @pytest.mark.slow
 def test_the_packs_that_were_used_longest_ago_go_first(tmp_path):
-    keys = [keys_for(16, number) for number in range(8)]  # what a pack holds of this size
+    keys = [keys_for(16, number) for number in range(8)]  # one pack holds 16 chunks of 60 000 bytes
     with FileDriver(tmp_path, capacity_nbytes=6 * PACK, scan_s=60.0).on() as one:
         for number in range(4):
             one.put(keys[number], 60_000)
@@ -455,13 +455,13 @@ def test_several_that_make_room_at_once_do_not_empty_the_directory(tmp_path):
     for process in processes:
         end(process)
     assert full
-    # Each keeps room for the part that it fills, and removes whole packs, at most one too much.
+    # Each process keeps room for the part that it fills, and removes whole packs, at most one too many.
     assert lowest >= capacity - 5 * PACK
     assert highest <= capacity + PACK, "the part that the other one has just begun"
 
 
 def said_done(process: subprocess.Popen) -> bool:
-    """Whether it has written all; reads what it says meanwhile."""
+    """Read the process's output so far. Returns whether the process has written all chunks."""
     if not hasattr(process, "said"):
         assert process.stdout is not None
         os.set_blocking(process.stdout.fileno(), False)
@@ -475,7 +475,7 @@ def said_done(process: subprocess.Popen) -> bool:
 
 
 def hurt(victim: Path, rng: random.Random) -> int:
-    """Cut a file, or flip bits of it. Returns how many were flipped, 0 if it was cut."""
+    """Cut a file, or flip some of its bits. Returns the number of flipped bits, or 0 if the file was cut."""
     size, flips = victim.stat().st_size, rng.choice((0, 1, 1, 100))
     if not flips:
         os.truncate(victim, rng.randrange(size))
@@ -522,7 +522,7 @@ def test_files_damaged_at_many_places_cost_misses_only(tmp_path, rng):
 def test_all_before_a_cut_is_served(tmp_path):
     keys = keys_for(20)
     with FileDriver(tmp_path, seal_s=60.0).on() as one:
-        for key in keys:  # a batch each: 4096 for its record and 8192 for the chunk
+        for key in keys:  # one batch each: 4096 bytes for its record and 8192 for the chunk
             one.put([key], 8000)
     pack = one.packs()[0]
     os.truncate(pack, 10 * 3 * BLOCK + 100)
@@ -638,7 +638,7 @@ def test_a_full_file_system_turns_it_off_for_writing_alone(tmp_path):
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 3 MiB, which only root may make."""
+    """A file system of 3 MiB. Only root may mount it; otherwise the test is skipped."""
     root = tmp_path / "disk"
     root.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "none", str(root)], capture_output=True)
@@ -845,7 +845,7 @@ def test_what_cannot_work_is_said():
 
 
 class Visitor(threading.Thread):
-    """Stores, deletes and reads chunks that nobody else does; knows what must be there."""
+    """Stores, deletes and reads chunks that no other thread uses, so it knows which ones must be there."""
 
     def __init__(self, tier: FileDriver, number: int, seed: float, steps: int) -> None:
         super().__init__()
@@ -876,7 +876,7 @@ class Visitor(threading.Thread):
 
 
 def traffic(path: Path, rng: random.Random, steps: int) -> None:
-    """Three threads on two tiers: each node finds, then and later, what was stored and nothing that was deleted."""
+    """Three threads on two tiers: both tiers, and a later one, have all stored chunks and no deleted ones."""
     with FileDriver(path, arena=Arena(64 << 20)).on() as one, FileDriver(path, "b", arena=Arena(64 << 20)).on() as two:
         visitors = [Visitor(tier, number, rng.random(), steps) for number, tier in enumerate((one, two, one))]
         for visitor in visitors:

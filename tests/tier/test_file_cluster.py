@@ -1,4 +1,4 @@
-"""Clusters on one directory: one reads what another wrote, though they never met."""
+"""Clusters that share one directory: one reads chunks of another, although they are never connected."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""The log of one volume: places of batches, order of reclaiming. No bytes, no clock."""
+"""The log of one path: places of batches, and the order of reclaiming. No files and no clock."""
 
 import random
 from types import SimpleNamespace
@@ -41,7 +41,7 @@ def fill(log: Log, spare: int = 0):
 
 
 def sealed(log: Log, count: int):
-    """Full and sealed segments, and one open."""
+    """Make full, sealed segments, and open another one. Returns the sealed ones."""
     segments = [fill(log) for _ in range(count)]
     log.open_next()
     for segment in segments:

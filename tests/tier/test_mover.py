@@ -1,4 +1,4 @@
-"""Which chunks go down to the tiers before memory needs their room, and which come back up."""
+"""Which chunks are written to the tiers before they are evicted, and which are promoted."""
 
 import random
 import threading
@@ -35,7 +35,7 @@ def test_chunks_that_were_read_are_written_before_their_turn_and_others_are_not(
     house.mover.demote()
     assert house.pins() == 0 or house.toy.queue
     house.toy.go_on()
-    # The oldest two are 1 (never read) and 0 (read): of them only the one that was read is written.
+    # The oldest two chunks are 1 (never read) and 0 (read). Of these two, only chunk 0 is written.
     assert house.below(names) == [True] + [False] * 14
     assert house.mover.stats()["demoted"] == 1
     assert house.pins() == 0
@@ -218,7 +218,7 @@ def test_chunks_of_an_ended_session_are_written_first(house):
 
 
 def expires_in_s(house: House, name: str) -> float:
-    """Time until a chunk in memory expires; 0 for never."""
+    """Seconds until a chunk in memory expires. 0 if it never expires."""
     (row,) = house.store.table.find(names_to_keys([name])).tolist()
     ticks = house.store.table.cells.expires[row]
     return house.store.table.seconds(ticks) - time.monotonic() if ticks else 0.0
@@ -260,7 +260,7 @@ def test_a_group_s_ttl_does_not_prolong_a_chunk_that_comes_up(house):
     ],
 )
 def test_a_copy_below_does_not_outlive_a_chunk_that_is_stored_again(house, first_s, second_s, stays):
-    """0 is never."""
+    """A time to live of 0 means that the chunk never expires."""
     house.put(["a", "other"], PAGE, chained=False, hints={"ttl_s": first_s})
     house.sink(["a", "other"])
     house.put(["a"], PAGE, hints={"ttl_s": second_s})
@@ -349,7 +349,7 @@ def test_random_traffic_keeps_memory_and_tier_in_agreement(rng: random.Random):
 
 
 def chunks_below(house: House) -> list[str]:
-    """Chunks that are in the tier, and not in memory."""
+    """Move two chunks from memory to the tier. Returns their names."""
     names = house.fill()
     house.sink(names[:2])
     return names[:2]

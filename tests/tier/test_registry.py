@@ -22,7 +22,7 @@ from tests.support.toy_tier import ToyTier
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests register tiers of their own."""
+    """Tiers that a test registers are removed at its end."""
     monkeypatch.setattr(registry, "_registered", dict(registry._registered))
 
 

@@ -1,4 +1,4 @@
-"""The format of segments: what is written is read, and nothing else is believed."""
+"""The format of segments: records are read as they were written, and damaged or stale ones are rejected."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""The SSD tier as its callers see it: what was written is there, byte for byte, also after a restart."""
+"""The SSD tier as its callers see it: written chunks are there, byte for byte, also after a restart."""
 
 import fcntl
 import os
@@ -259,7 +259,7 @@ def test_more_and_fewer_segments_than_before(tmp_path: Path):
         wait_for(lambda: driven.tier.stats()["paths"][0]["segments"] <= 4)
         assert len(list(tmp_path.glob("*/*.segment"))) <= 5
         newest = keys_for(1000, 1)[-10:]
-    with SsdDriver(tmp_path, segment_nbytes=2 * SEGMENT).started() as driven:  # of another size: begins empty
+    with SsdDriver(tmp_path, segment_nbytes=2 * SEGMENT).started() as driven:  # starts empty
         assert not all_keys(driven.tier)
         driven.put(newest, 30_000)
         assert driven.read(newest, 30_000) == [content_of(key, 30_000) for key in newest]
@@ -296,7 +296,7 @@ def test_after_closing_nothing_is_taken_and_all_are_called_back(tmp_path: Path):
 
 @pytest.mark.slow
 def test_several_threads_against_a_dictionary(tmp_path: Path, seed: int):
-    """Each thread has keys of its own, and knows what must be there; nobody ever gets wrong bytes."""
+    """Each thread has keys of its own, so it knows which are deleted. No thread ever gets wrong bytes."""
     places = [tmp_path / "a", tmp_path / "b"]
     sizes = [100, 4096, 20_000, 70_000]
     problems: list[str] = []
@@ -344,7 +344,7 @@ def test_several_threads_against_a_dictionary(tmp_path: Path, seed: int):
 
 
 def test_a_stale_copy_on_one_path_does_not_put_out_the_live_one_on_another(tmp_path: Path, monkeypatch):
-    """What tells that a copy is stale is read last."""
+    """The tombstone of the stale copy is read last."""
     stale, live = tmp_path / "a", tmp_path / "b"
     (key,), nbytes = keys_for(1), 60_000
     with SsdDriver(stale).started() as driven:

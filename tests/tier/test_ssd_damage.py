@@ -1,4 +1,4 @@
-"""Files that were cut, or in which bits flipped: never a wrong byte, never a failed start, what is intact is served."""
+"""Files that were cut, or whose bits flipped: no wrong byte, no failed start, and all intact chunks are served."""
 
 import random
 import shutil
@@ -29,7 +29,7 @@ def size_of(key: bytes) -> int:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Places]:
-    """A directory of sealed segments and one that is not; with deleted keys, and deletions."""
+    """A directory with sealed segments and an unsealed one. Every fifth key is deleted, and has a tombstone."""
     path = tmp_path_factory.mktemp("whole")
     keys = keys_for(250)
     with SsdDriver(path, **FIELDS).started() as driven:
@@ -62,7 +62,7 @@ def arena() -> Arena:
 
 
 def check(path: Path, arena: Arena, places: Places, intact: set[bytes], rng: random.Random) -> int:
-    """Start on damaged files. Returns how many chunks are served."""
+    """Start on damaged files, and check all chunks that are served. Returns their number."""
     with SsdDriver(path, arena=arena, **FIELDS).started() as driven:
         assert driven.tier.stats()["state"] == "on"
         served = 0

@@ -1,4 +1,4 @@
-"""Drives that are full, read-only, removed, broken or slow: no call waits, `stats` says so, and others go on."""
+"""Drives that are full, read-only, removed, broken or slow: no call waits, `stats` says why, other drives work on."""
 
 import errno
 import fcntl
@@ -31,7 +31,7 @@ QUICK_S = 0.5
 
 @pytest.fixture(autouse=True)
 def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is tried again is tried again soon."""
+    """Shorten the intervals between retries."""
     monkeypatch.setattr(ssd_state, "RETRY_S", 0.15)
     monkeypatch.setattr(upkeep, "GROW_S", 0.15)
     monkeypatch.setattr(ssd_tier, "TIDY_S", 0.05)
@@ -44,7 +44,7 @@ def run(*words: str) -> bool:
 
 @pytest.fixture
 def mount(tmp_path: Path) -> Iterator[Callable[..., Path]]:
-    """Makes file systems of their own."""
+    """Makes and mounts file systems for a test."""
     mounted: list[Path] = []
 
     def mount_one(kind: str, nbytes: int, options: str = "noatime") -> Path:
@@ -193,7 +193,7 @@ def test_one_of_two_read_only_while_running(mount, tmp_path: Path):
         salts = itertools.count(10)
 
         def seen() -> bool:
-            offer(driven, next(salts))  # only an operation shows it
+            offer(driven, next(salts))  # the error shows only in an operation
             return state(driven) == "off" and "Read-only" in driven.tier.stats()["reason"]
 
         wait_for(seen)
@@ -206,9 +206,9 @@ def test_one_of_two_read_only_while_running(mount, tmp_path: Path):
 def test_a_directory_removed_while_running(tmp_path: Path):
     with SsdDriver(tmp_path / "ssd").started() as driven:
         driven.put(keys_for(20), NBYTES)
-        (tmp_path / "ssd").rename(tmp_path / "removed")  # at once, or the tier makes it again in between
+        (tmp_path / "ssd").rename(tmp_path / "removed")  # in one step; during rmtree, the tier could make it again
         shutil.rmtree(tmp_path / "removed")
-        offer(driven, 2)  # an operation shows it, this one if none before
+        offer(driven, 2)  # the loss shows in an operation: in this one, if in none before
         wait_for(lambda: state(driven) == "off" or not all_keys(driven.tier))
         wait_for(lambda: state(driven) == "on")
         assert not all_keys(driven.tier), "it was made anew, and is empty"
@@ -227,15 +227,15 @@ def test_a_drive_that_breaks_and_comes_back(mount):
         driven.put(keys_for(20), NBYTES)
         driven.delete(keys_for(20)[:5])
         assert driven.flush(10.0)
-        control(path, SHUT_DOWN, struct.pack("I", 0))  # after writing down what is in memory
+        control(path, SHUT_DOWN, struct.pack("I", 0))  # flag 0: the kernel writes its cache to the disk first
         results: list[bool] = []
         wait_for(lambda: offer(driven, 1, results) == 0 or state(driven) == "off")
         wait_for(lambda: state(driven) == "off")
         assert driven.tier.stats()["errors"] > 0
         assert not any(driven.has(keys_for(20)))
-        driven.delete(keys_for(20)[5:10])  # while nobody knows what lies there
+        driven.delete(keys_for(20)[5:10])  # while the tier does not know which chunks are on the drive
         assert not driven.flush(0.1)
-        wait_for(lambda: run("umount", str(path)))  # nobody holds on to it
+        wait_for(lambda: run("umount", str(path)))  # works only if the tier has closed its files
         image = path.with_name("image0")
         assert run("mount", "-o", "loop,noatime", str(image), str(path))
         wait_for(lambda: state(driven) == "on")
@@ -251,7 +251,7 @@ def test_a_drive_that_breaks_and_comes_back(mount):
 
 @pytest.mark.slow
 def test_a_drive_that_hangs(mount):
-    """A frozen file system: what is being written hangs in the kernel until it is thawed."""
+    """On a frozen file system, writes hang in the kernel until it is thawed."""
     path = mount("ext4", 64 * SEGMENT)
     with SsdDriver(path, io_timeout_s=0.4).started() as driven:
         driven.put(keys_for(20), NBYTES)
@@ -275,7 +275,7 @@ def test_a_drive_that_hangs(mount):
             quickly(lambda: driven.delete(keys_for(3)))
             assert quickly(lambda: driven.has(keys_for(4))) == [False] * 3 + [True]
             assert not driven.flush(0.05)
-            # What waited in the queue is called back, what is in the kernel is not: it may still read those bytes.
+            # Queued writes are called back. Writes in the kernel are not, since it may still read their bytes.
             wait_for(lambda: len(results) > 0 or taken <= 4 * 20)
         finally:
             thaw(path)

@@ -20,7 +20,7 @@ from tests.support.tiers import SEGMENT, Arena, SsdDriver, all_keys, content_of,
 
 SIZES = [1000, 9000, 30_000, 100_000]
 SMALL, LARGE = 10, 4000
-"""Segments on each of two paths: with ten it reclaims all the time, with 4 000 never."""
+"""Segments on each of two paths: with 10, the tier reclaims segments all the time; with 4 000, never."""
 
 ZYGOTE = """
 import os, sys
@@ -94,7 +94,7 @@ def child(path: Path, segments: int, seed: int) -> None:
 
 
 class Zygote:
-    """Makes children in no time: all that takes long was imported before."""
+    """A process that forks children. They start quickly, since it has imported all modules before."""
 
     def __init__(self) -> None:
         self.process = subprocess.Popen(
@@ -104,7 +104,7 @@ class Zygote:
         self._out = os.fdopen(os.dup(self.process.stdout.fileno()), "rb", buffering=1 << 20)
 
     def run(self, path: Path, segments: int, seed: int, after_s: float) -> list[str]:
-        """Start a child, and kill it after so long. Returns what it said."""
+        """Start a child, and kill it after `after_s` seconds. Returns the lines that it has written."""
         assert self.process.stdin is not None
         self.process.stdin.write(f"{path} {segments} {seed}\n".encode())
         lines, pid = [], 0
@@ -129,7 +129,7 @@ def kill(pid: int) -> None:
 
 
 class Model:
-    """What must be there, and what must not."""
+    """Which chunks must be there, and which must not."""
 
     def __init__(self) -> None:
         self.state: dict[bytes, str] = {}
@@ -145,7 +145,7 @@ class Model:
             if what == "deleting" and self.state.get(key) == "deleted":
                 continue
             if what == "written" and self.state.get(key) in ("deleting", "deleted"):
-                continue  # reported late: its deletion was on its way
+                continue  # reported late: the deletion had begun
             if what != "started":
                 self.state[key] = what
 
@@ -170,7 +170,7 @@ class Model:
 @pytest.mark.parametrize("rounds", [pytest.param(30, id="quick"), pytest.param(0, id="soak", marks=pytest.mark.soak)])
 @pytest.mark.parametrize("segments", [SMALL, LARGE])
 def test_killed_at_random_moments(tmp_path: Path, rng: random.Random, segments: int, rounds: int):
-    rounds = (rounds or soak("kills", 200)) // 2  # of the two runs together
+    rounds = (rounds or soak("kills", 200)) // 2  # SMALL and LARGE share the rounds
     zygote, model, arena = Zygote(), Model(), Arena(64 << 20)
     deleted = seen = 0
     try:
@@ -187,7 +187,7 @@ def test_killed_at_random_moments(tmp_path: Path, rng: random.Random, segments: 
                 continue  # the next child starts on what this one left
             with driven_at(tmp_path, segments, arena).started() as driven:
                 wait_for(lambda: driven.tier.stats()["state"] == "on")
-                # Those that were written last are there also when the oldest segments are reclaimed all the time.
+                # With SMALL, the oldest segments are reclaimed all the time: only the newest chunks must be there.
                 newest = model.order if segments == LARGE else model.order[-10:]
                 seen += model.check(driven, must_be_there=set(newest))
                 if segments == SMALL:

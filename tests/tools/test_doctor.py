@@ -1,4 +1,4 @@
-"""What `raykv doctor` says of hosts, this one and made-up ones."""
+"""The findings of `raykv doctor`, on this host and on simulated ones."""
 
 import json
 import os
@@ -15,7 +15,7 @@ GIB = 1 << 30
 
 
 class Host:
-    """A made-up /proc and /sys."""
+    """A simulated /proc, /sys and /dev."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -34,7 +34,7 @@ def host(tmp_path: Path) -> Host:
 
 @pytest.fixture
 def shm_size(monkeypatch):
-    """Says how large /dev/shm is."""
+    """Sets the size of /dev/shm that `statvfs` reports."""
 
     def set_size(nbytes: int, free: int) -> None:
         stat = os.statvfs_result((4096, 4096, nbytes // 4096, free // 4096, free // 4096, 0, 0, 0, 0, 255))

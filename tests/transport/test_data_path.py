@@ -1,4 +1,4 @@
-"""Chunks read by a data path: every place of a run is accounted for, and what counts as arrived is right."""
+"""Chunks read by a data path: each place of a run gets one outcome, and chunks that arrived have the right bytes."""
 
 import time
 from itertools import chain
@@ -41,7 +41,7 @@ def holder():
 
 @pytest.fixture
 def reached(holder):
-    """A pool that leads to the holder, and the member that the holder is."""
+    """A connection pool, and the holder as a member of the cluster."""
     server = SocketServer(holder, "127.0.0.1:0", SECRET, io_timeout_s=1.0, max_connections=8)
     server.serve()
     pool = ConnectionPool(SECRET, breaker_s=0.1, max_idle=2)
@@ -126,9 +126,9 @@ def test_an_owner_names_the_holders_of_the_chunks_that_it_lacks(reached, holder,
         del holder.chunks[key(number)]
         holder.holders[key(number)] = ("other", "n", "third") if number == 0 else ("other",)
     run, _ = read(reached, list(range(count)), locate=True)
-    answered = min(count, bulk_read.PARTS_AHEAD * bulk_read.PART_KEYS)  # then the rest is looked up in one call
+    answered = min(count, bulk_read.PARTS_AHEAD * bulk_read.PART_KEYS)  # the caller looks up the rest in one call
     assert run.named == {0: ("other", "third")} | dict.fromkeys(range(1, answered), ("other",))
-    assert run.gone == [0]  # which the owner believed to have itself
+    assert run.gone == [0]  # the owner names itself as a holder of this chunk
     assert run.missing == list(range(count))
     assert len(holder.reads) <= bulk_read.PARTS_AHEAD
 
@@ -171,14 +171,14 @@ def test_a_holder_that_stalls_costs_the_rest_and_not_what_has_arrived(holder, lo
     assert into[0] == content(0)
     assert run.missing == [1, 2, 3]
     del progress, run
-    for buffer in into:  # nobody holds on to the buffers
+    for buffer in into:  # raises an error if anything still refers to the buffer
         buffer.append(1)
     pool.close()
     server.close()
 
 
 def test_a_read_goes_on_over_a_new_link_where_it_was_broken_off(holder, small_parts, monkeypatch):
-    """The idle link dies in the middle: what has arrived is not read again."""
+    """The idle link breaks in the middle of the read: chunks that have arrived are not read again."""
     server = SocketServer(holder, "127.0.0.1:0", SECRET, io_timeout_s=5.0, max_connections=8)
     server.serve()
     pool = ConnectionPool(SECRET, breaker_s=0.1, max_idle=2)
@@ -195,14 +195,14 @@ def test_a_read_goes_on_over_a_new_link_where_it_was_broken_off(holder, small_pa
     holder.answer = break_off
     run, _ = read(reached, list(range(20)))
     assert sorted(run.arrived) == list(range(20))
-    assert holder.reads[3][0] in (key(3), key(6))  # the first two parts had arrived, or one of them
+    assert holder.reads[3][0] in (key(3), key(6))  # one or two parts had arrived
     pool.close()
     server.close()
 
 
 @pytest.mark.slow
 def test_a_holder_that_sends_too_slowly_is_left_at_the_deadline(holder):
-    """Bytes arrive all the time: no single wait is long."""
+    """Bytes keep arriving, so no single wait is long."""
     reply = holder.answer(messages.Read(key(1)), None)
     server = SocketServer(holder, "127.0.0.1:0", SECRET, io_timeout_s=5.0, max_connections=8)
     reply.outgoing = [memoryview(content(1))[at : at + 1] for at in range(NBYTES)]
@@ -236,7 +236,7 @@ def test_a_holder_that_sends_too_slowly_is_left_at_the_deadline(holder):
 
 
 class Toy(DataPath):
-    """A path in ten lines, registered from outside: it writes zeros."""
+    """A small data path from outside the package. It writes zeros."""
 
     name = "toy"
 
@@ -255,7 +255,7 @@ def test_the_first_path_that_leads_to_a_member_is_chosen():
     toy, shm, tcp = Toy(), ShmPath(PathEnvironment(pool, "host")), LinkPath(PathEnvironment(pool, "host"))
     paths = DataPaths([toy, shm, tcp])
     assert paths.choose(member(toy="x", tcp="y:1"), deadline_s=soon()) is toy
-    assert paths.choose(member(tcp="y:1"), deadline_s=soon()) is tcp  # its memory cannot be mapped
+    assert paths.choose(member(tcp="y:1"), deadline_s=soon()) is tcp  # without a Unix socket, shm cannot attach
     with pytest.raises(TransientError, match=r"toy, shm, tcp.*'n'.*carrier-pigeon"):
         paths.choose(member(**{"carrier-pigeon": "z"}), deadline_s=soon())
     progress, _ = progress_of([1, 2])

@@ -1,4 +1,4 @@
-"""Answers belong to their requests: a link that gets another one is closed."""
+"""Answers belong to their requests: an answer to another request closes the link."""
 
 import contextlib
 

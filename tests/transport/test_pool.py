@@ -74,7 +74,7 @@ def test_a_refused_request_costs_no_link_and_a_broken_one_does(pool, served, ser
 
 
 def test_a_node_that_hangs_is_left_alone_for_a_while(pool, served):
-    """Stopped, not dead: its kernel still accepts connections."""
+    """The node is stopped, not dead: its kernel still accepts connections."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
         with pytest.raises(PeerUnavailable):
@@ -125,7 +125,7 @@ def in_child(work) -> int:
     child = os.fork()
     if child:
         return child
-    signal.alarm(60)  # however the test ends, the child does too
+    signal.alarm(60)  # so that the child ends even if the test does not end it
     status = 1
     try:
         work()
@@ -137,7 +137,7 @@ def in_child(work) -> int:
 
 
 def ask_for_keys(pool: ConnectionPool, address: str, name: bytes, count: int) -> None:
-    """Each answer must be for our own key."""
+    """Send requests, and check that each answer is for its own key."""
     for number in range(count):
         key = b"%s-%d" % (name, number)
         answer = pool.ask(

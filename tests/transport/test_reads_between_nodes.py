@@ -41,7 +41,7 @@ def names(count: int) -> list[str]:
 
 
 def stored(running: EmbeddedCluster, count: int, *nodes: int) -> raykv.Client:
-    """Put chunks on some nodes, and give a client of another."""
+    """Put chunks on some nodes. Returns a client of node 2."""
     for node in nodes:
         client = running.client(SPACE, node=node)
         assert client.put(names(count), [content(n) for n in range(count)]).stored == count
@@ -127,7 +127,7 @@ def test_chunks_that_go_between_two_requests_are_misses(running, small_parts, mo
 def test_a_second_holder_is_asked_in_the_same_get(running):
     reader = stored(running, 30, 0, 1)
     for node, gone in ((0, range(0, 30, 2)), (1, range(1, 30, 2))):
-        with running.nodes[node].lock:  # chunks vanish, and nobody is told
+        with running.nodes[node].lock:  # the chunks vanish without an announcement
             running.nodes[node].store.delete(reader.keys([str(n) for n in gone]), now_s=time.monotonic())
             running.nodes[node].store.take_changes()
     into = buffers(30)
@@ -236,7 +236,7 @@ def test_an_owner_that_lost_its_own_chunks_finds_out(running, count):
     put_on(running, 1, some)
     running.settle()
     node, reader = running.nodes[0], running.client(SPACE, node=2)
-    with node.lock:  # chunks vanish, and nobody is told
+    with node.lock:  # the chunks vanish without an announcement
         node.store.delete(reader.keys(some), now_s=time.monotonic())
         node.store.take_changes()
     assert get_named(reader, some).chunks_by_source == {("node-1", "tcp"): count}
@@ -278,7 +278,7 @@ def test_one_chunk(running):
     assert not get("1", bytearray(NBYTES + 1))
     assert not get("nothing", into)
     assert not get("1", into, timeout_s=1e-9)
-    assert get("1", into, raykv.Match(1, ("nobody",)))  # its owner knows better
+    assert get("1", into, raykv.Match(1, ("nobody",)))  # the owner names the real holder
     store = running.nodes[0].store
     row = int(store.table.find(reader.keys(["1"]))[0])
     store.arena.view[int(store.table.columns.page[row]) * 4096 + 9] ^= 1
@@ -309,7 +309,7 @@ def test_a_node_that_is_killed_in_the_middle(shm_dir: Path, monkeypatch):
         assert all(hits[:8])
         assert not all(hits)
         assert all(not hit or into[n] == nodes.content(some[n]) for n, hit in enumerate(hits))
-        for buffer in into:  # nobody holds on to the buffers
+        for buffer in into:  # raises an error if anything still refers to the buffer
             buffer.append(1)
 
 

@@ -1,4 +1,4 @@
-"""Strangers, liars and sleepers on a server's socket: they are disconnected, and everybody else is served."""
+"""Clients that fail the handshake, send wrong bytes or stall are disconnected, and all other clients are served."""
 
 import contextlib
 import logging
@@ -72,7 +72,7 @@ def test_garbage_after_the_handshake(served, rng):
 
 
 def test_random_frames_never_stop_a_server(served, rng, recwarn):
-    """Valid messages with a few bytes changed: an answer or an error, and no exception that nobody expected."""
+    """Valid messages with a few bytes changed: each gets an answer or an error, and causes no unexpected exception."""
     group, keys = b"g" * 16, b"k" * 32
     run = messages.Run(keys, 4096, bytes(8), bytes(16), parent=keys[:16], depth=3, ttl_s=1.5)
     samples = [
@@ -88,7 +88,7 @@ def test_random_frames_never_stop_a_server(served, rng, recwarn):
         body = bytearray(codec.encode(rng.choice(samples), 1, number + 1))
         for _ in range(rng.randrange(1, 5)):
             body[rng.randrange(codec.HEADER.size, len(body))] = rng.choice([0x80, 0xC3, 0xFF, rng.randrange(256)])
-        if rng.random() < 0.2:  # cut or extended within the announced length
+        if rng.random() < 0.2:  # random bytes of the announced length
             body = body[: codec.HEADER.size] + rng.randbytes(len(body) - codec.HEADER.size)
         if connection is None:
             connection = stream_on(member_socket(served.address))
@@ -154,7 +154,7 @@ def test_one_that_stalls_in_a_message_is_disconnected_and_others_are_served(serv
     with member_socket(served.address) as stalled:
         stalled.sendall(header(100) + b"half")
         assert serves(served)
-        assert is_closed(stalled)  # by io_timeout_s
+        assert is_closed(stalled)  # after io_timeout_s
 
 
 def test_one_that_does_not_read_is_disconnected(served, service):
@@ -191,7 +191,7 @@ def test_more_connections_than_allowed(served):
 
 
 def test_strangers_that_dawdle_do_not_use_up_the_connections_of_members(served):
-    strangers = [raw_socket(served.address) for _ in range(20)]  # of 8 connections that are allowed
+    strangers = [raw_socket(served.address) for _ in range(20)]  # 8 connections are allowed
     links = [connect(served) for _ in range(8)]
     for link in links:
         assert link.call(messages.GetView(), deadline_s=soon()) == messages.Stats(b"GetView")
@@ -268,13 +268,13 @@ def test_an_address_in_use(served, service):
 def test_a_wrong_secret(served):
     with pytest.raises(PeerUnavailable, match="another cluster"):
         Link.connect(served.address, b"wrong", deadline_s=soon())
-    with raw_socket(served.address) as stream:  # one that ignores the server's proof
+    with raw_socket(served.address) as stream:  # a client that ignores the server's proof
         stream.sendall(handshake.greeting(b"n" * 32))
         theirs = handshake.read_greeting(stream_on(stream).exactly(handshake.GREETING.size, soon()))
         stream_on(stream).exactly(handshake.PROOF_NBYTES, soon())
         stream.sendall(handshake.proof(b"wrong", "asking", b"n" * 32, theirs))
         assert stream.recv(1) == b""
-    with raw_socket(served.address) as stream:  # one that sends the server's own proof back
+    with raw_socket(served.address) as stream:  # a client that sends the server's own proof back
         stream.sendall(handshake.greeting(b"n" * 32))
         stream_on(stream).exactly(handshake.GREETING.size, soon())
         stream.sendall(stream_on(stream).exactly(handshake.PROOF_NBYTES, soon()))
@@ -307,11 +307,11 @@ def test_something_else_behind_the_port():
         with waiting, stream, pytest.raises(ProtocolError, match="does not speak raykv"):
             handshake.greet_server(stream_on(waiting), SECRET, soon())
         with pytest.raises(PeerUnavailable):
-            Link.connect(address, SECRET, deadline_s=soon(0.2))  # it listens, and says nothing
+            Link.connect(address, SECRET, deadline_s=soon(0.2))  # the listener never answers
 
 
 def test_a_handshake_of_random_bytes(served, rng: random.Random):
-    """Each step of the handshake with wrong bytes: the server goes on."""
+    """Wrong bytes in any step of the handshake do not stop the server."""
     for _ in range(50):
         with raw_socket(served.address) as stream, contextlib.suppress(OSError, RayKVError):
             hello = bytearray(handshake.greeting(rng.randbytes(32)))

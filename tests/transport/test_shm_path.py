@@ -1,4 +1,4 @@
-"""Reads from the shared memory of a node on this host: a real store, and a service that only attaches and promotes."""
+"""Reads from the shared memory of a node on this host: a real store, and a service that answers three requests."""
 
 import time
 
@@ -19,10 +19,10 @@ NBYTES = 4096
 
 
 class Attaching:
-    """A node reduced to its memory. Chunks in `below` are stored when they are promoted with time to wait.
+    """A node that answers Attach, Promote and Suspect. A Promote that waits stores its chunks that are in `below`.
 
     Attributes:
-        asked: Requests by kind, and for Promote how many keys and whether it waits.
+        asked: The requests: kind; for Promote also the number of keys and whether it waits; for Suspect the names.
     """
 
     epoch = 1
@@ -66,7 +66,7 @@ def node(bench):
 
 @pytest.fixture
 def make(node):
-    """Makes paths to the node."""
+    """Makes pairs of a path and the node as a member."""
     address = f"unix:@raykv-test-{time.monotonic_ns()}"
     server = SocketServer(node, address, b"", io_timeout_s=5.0, max_connections=8)
     server.serve()

@@ -96,7 +96,7 @@ def test_requests_with_impossible_fields_are_refused_one_by_one(node):
         with pytest.raises(RayKVError) as caught:
             link.call(request, deadline_s=soon())
         assert "internal error" not in str(caught.value), request
-    for depth in (-1, huge):  # found when the payload is here
+    for depth in (-1, huge):  # refused only after the payload has arrived
         request = messages.Write(b"x" * 16, 4096, depth=depth, group=DIGEST)
         with pytest.raises(RayKVError, match="depth"):
             link.push(request, lambda answer: with_checksums([[memoryview(bytes(4096))]], [0]), deadline_s=soon())

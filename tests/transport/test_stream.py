@@ -1,4 +1,4 @@
-"""Chunks that arrive on a socket: filled and hashed, with any cuts, and never counted before they are complete."""
+"""Chunks that arrive on a socket in any pieces: copied, hashed, and not counted before they are complete."""
 
 import random
 import signal
@@ -33,7 +33,7 @@ def ends():
 
 
 def cut(raw: bytearray, rng) -> list[memoryview]:
-    """Several views of it, some of them empty."""
+    """Cut a buffer into views, some of them empty."""
     edges = sorted(rng.randrange(len(raw) + 1) for _ in range(rng.choice([0, 0, 1, 5])))
     return [memoryview(raw)[start:stop] for start, stop in pairwise([0, *edges, len(raw)])]
 
@@ -65,7 +65,7 @@ def test_chunks_arrive_whole_and_hashed_with_any_cuts(loops, ends, rng, hashed, 
     sizes = SIZES if tiny else [size for size in SIZES if size > 240]
     for _ in range(15):
         values = [rng.randbytes(rng.choice(sizes)) for _ in range(rng.randrange(12))]
-        # A message in front: what is read ahead with it belongs to the chunks. And one behind, which does not.
+        # Bytes that are read ahead with the message in front belong to the chunks. The message behind does not.
         front, behind = encode(messages.Count(1), 3, 8), encode(messages.Count(2), 4, 9)
         sent = front + b"".join(values) + behind
         sender = threading.Thread(target=dribble, args=(there, sent, rng))
@@ -91,7 +91,7 @@ def test_what_breaks_off_counts_only_what_is_full(loops, ends, rng, end, monkeyp
         there.close()
     elif end == "reset":
         stream.socket.send(b"unread")
-        there.close()  # with bytes unread: the other end's next read fails, once it has read what had come
+        there.close()  # with unread bytes: `stream` fails to read after it has read the bytes that had arrived
     targets = [bytearray(5000) for _ in values]
     run = run_of(targets)
     began_s = time.monotonic()
@@ -102,7 +102,7 @@ def test_what_breaks_off_counts_only_what_is_full(loops, ends, rng, end, monkeyp
     assert end == "reset" or run.full == 2
     assert run.checksums == sums_of(values[: run.full]) * (loops == "compiled")
     assert targets[: run.full] == values[: run.full]
-    del run  # nobody holds on to the buffers
+    del run  # now nothing refers to the buffers, so they can grow
     for target in targets:
         target.append(1)
 
