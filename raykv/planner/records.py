@@ -59,7 +59,7 @@ class Record:
     request hit too (with "belady": every hit). Only prefix hits are useful to an engine. `tokens_hit`, `saved_flops`
     and `saved_gib` count prefix hits only. `size_share` is the size divided by the number of different chunks. The
     SSD's bytes per day are extrapolated from the trace's duration. `ssd_write_amplification` is the number of chunks
-    written to the SSD, divided by the number that came from memory. The other chunks were moved within the SSD.
+    written to the SSD, divided by the number moved from memory to the SSD. The other chunks were moved within the SSD.
     """
 
     trace: str

@@ -227,10 +227,7 @@ class Adopt(Message):
 
 
 class Report(Message):
-    """Report a client's metrics in `group` since its last report; see `ClientMetrics`. Answer: Done.
-
-    `misses`: number of misses by reason. `gets`, `puts`: durations, as the counts of a `raykv.metrics.Histogram`.
-    """
+    """Report a client's misses by reason and its durations as histogram counts since the last report. Answer: Done."""
 
     misses: dict[Annotated[str, msgspec.Meta(max_length=32)], ReportedCount]
     gets: tuple[ReportedCount, ...] = ()

@@ -30,7 +30,7 @@ from raykv.types import Rows
 log = logging.getLogger(__name__)
 
 PENDING_DELETED: Final = 1 << 20
-"""At most this many deleted keys are kept for a drive that is not on. Above it, the next start empties the drive."""
+"""At most this many deleted keys are remembered for a drive that is off. Above it, the next start empties the drive."""
 INDEX_ROW_NBYTES: Final = 64 << 10
 """The index has one row (for one chunk) for each 64 KiB of capacity, unless the config has `max_chunks`."""
 RETRY_S: Final = 30.0
