@@ -117,14 +117,14 @@ def test_a_chain_may_branch_and_be_filled_in(bench):
 
 
 def test_depth_follows_a_chunk_of_the_batch_that_is_here_and_not_the_writer(bench):
-    """The writer may have counted depths from another first chunk."""
+    """If a writer and the table disagree on a depth, later chunks continue from the depth in the table."""
     bench.put("c", depth=40)
     assert bench.put("abcdef", depth=5) == 5
     assert bench.column("depth", "abcdef") == [5, 6, 40, 41, 42, 43]
 
 
 def test_a_reused_row_is_no_parent_of_the_old_children(bench):
-    """Links are (row, generation): the child of a deleted chunk has no parent, even when the row is used again."""
+    """A link holds the parent's row and generation, so a later chunk in the same row does not become the parent."""
     bench.put("abc")
     row = bench.row("a")
     assert bench.delete("a") == 1
@@ -262,7 +262,7 @@ write_steps = st.lists(
 @settings(max_examples=60, deadline=None)
 @given(write_steps)
 def test_lend_and_commit_do_what_a_dict_does(steps):
-    """The dict is a model without slots and rows: the depth of each stored key in its chain."""
+    """The model is a dict from the name of each stored chunk to its depth. It has no slots and no rows."""
     bench = Bench.open()
     depths: dict[str, int] = {}
     for what, names, choice, parent in steps:

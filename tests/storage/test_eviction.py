@@ -52,7 +52,7 @@ def test_rows_run_out_before_room_does(bench):
 
 def test_a_size_takes_extents_from_another(bench):
     assert bench.put([f"s{number}" for number in range(16)], 64 * KIB) == 16
-    assert bench.put([f"t{number}" for number in range(8)], 32 * KIB) == 8  # in the extents of the four oldest
+    assert bench.put([f"t{number}" for number in range(8)], 32 * KIB) == 8  # take the extents of the four oldest chunks
     assert bench.put([f"u{number}" for number in range(3)], 40 * KIB) == 3
     assert bench.put([f"s{number}" for number in range(100, 116)], 64 * KIB) == 16
     assert bench.store.chunks == 16

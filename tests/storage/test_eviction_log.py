@@ -1,4 +1,4 @@
-"""The eviction log of departures, against a plain list."""
+"""Compares the eviction log with a plain list of departures."""
 
 import random
 import time

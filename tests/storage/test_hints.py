@@ -110,14 +110,14 @@ def test_what_may_go_below_memory(bench):
 @pytest.mark.parametrize("policy", ["leaf_lru", "density", "ttl"])
 def test_a_chain_still_goes_from_its_end(policy):
     bench = FullBench.filled(policy, chained=True)
-    bench.hint(range(COUNT // 2), ended=True)  # the first half of the chain, which has descendants
+    bench.hint(range(COUNT // 2), ended=True)  # the first half of the chain: each of its chunks has a child
     bench.put_new(5)
     assert bench.gone() == [*range(COUNT - 5, COUNT)]
     bench.close()
 
 
 class Requests(LRU):
-    """LRU that remembers the requests that were reported."""
+    """LRU that records each call of `on_request_done`."""
 
     def __init__(self) -> None:
         self.done: list[tuple[int, int]] = []

@@ -1,4 +1,4 @@
-"""Hints in a cluster: they reach every copy of a chunk, on every path; wrong ones are refused."""
+"""Hints in a cluster: every kind of put sends them, `hint` reaches all copies, wrong hints are refused."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""Up to ten million rows: no list of all rows or slots, and no step that takes long because the table is large."""
+"""A store of up to ten million rows has no list of all rows or slots, and no step is slow because of its size."""
 
 import time
 from pathlib import Path
@@ -20,7 +20,7 @@ def private_nbytes() -> int:
 
 
 def write(store: Store, keys: np.ndarray, now_s: float) -> int:
-    """Lend as many slots as there are keys, and commit them in runs of 512."""
+    """Lend one slot per key, and commit the slots in runs of 512. Returns the number of chunks stored."""
     lent = store.lend(0, PAGE, len(keys), now_s=now_s)
     stored = 0
     for first in range(0, len(lent.rows), 512):
@@ -59,7 +59,7 @@ def test_a_large_table_costs_what_its_rows_cost(rows, monkeypatch, np_rng):
     print(f"{store.chunks:,} chunks, {(private_nbytes() - before) / rows:.1f} private bytes a row")
     assert private_nbytes() - before < 10 * rows + (64 << 20)
     took_s = []
-    for _ in range(200):  # no slots are free: other chunks are evicted, chosen from samples of the rows
+    for _ in range(200):  # the free slots run out; then victims are chosen from samples of the rows
         now_s += 0.01
         keys, start_s = next_keys(2048), time.monotonic()
         assert write(store, keys, now_s) == 2048

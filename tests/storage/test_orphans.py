@@ -17,7 +17,7 @@ def config(directory: Path, node_id: str, cluster: str = "c") -> NodeConfig:
 
 
 def leave(directory: Path, node_id: str, *, age_s: float, cluster: str = "c") -> Store:
-    """Memory of a node, last used some time ago."""
+    """Create the memory of a node that last used it `age_s` seconds ago."""
     made = config(directory, node_id, cluster)
     store = Store.open(made.storage, made.file_prefix, now_s=0.0)
     os.utime(store.table.memory.path, (time.time() - age_s,) * 2)
@@ -45,7 +45,7 @@ def test_memory_that_another_process_owns_stays(here, tmp_path):
 
 
 def test_memory_that_was_used_lately_stays(here, tmp_path):
-    """Its node may have been killed a moment ago, and be on its way back."""
+    """Its node may have been killed a moment ago, and may be about to restart."""
     leave(tmp_path, "killed", age_s=5.0).close()
     assert remove_orphans(here, {"me"}, now_s=time.time()) == []
 

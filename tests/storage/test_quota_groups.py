@@ -1,4 +1,4 @@
-"""Numbers of quota groups: which namespaces share one, how many there are, when one is reused."""
+"""Numbers of quota groups: which namespaces share a number, how many exist, and when a number is reused."""
 
 import numpy as np
 import pytest

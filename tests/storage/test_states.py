@@ -42,7 +42,7 @@ class Recorder(LRU):
 
 
 class Operations:
-    """Random operations on a store, and what their caller holds: lent slots, pins, rows to drop."""
+    """A caller that runs random operations on a store, and holds lent slots, pins and rows to drop."""
 
     def __init__(self, bench: Bench, rng: random.Random, sizes: dict[str, int]) -> None:
         self.bench, self.store, self.rng, self.sizes = bench, bench.store, rng, sizes
@@ -191,11 +191,11 @@ def tear(prefix: Path, rng: random.Random) -> None:
         if rng.random() < 0.7:
             continue
         match columns.state[row]:
-            case RowState.READY:  # killed while it was removed, or before it was entered
+            case RowState.READY:  # as after a kill in `remove`, or in `commit` before its last write
                 columns.generation[row] += 1
-            case RowState.PENDING_DELETE:  # killed while it was freed
+            case RowState.PENDING_DELETE:  # as after a kill in `free_unpinned`
                 columns.generation[row] += 1
-            case RowState.LENT:  # killed in a commit, before its last step
+            case RowState.LENT:  # as after a kill in `commit` before its last write
                 columns.state[row] = RowState.READY
                 columns.key_hi[row], columns.key_lo[row] = rng.getrandbits(64), rng.getrandbits(64)
     table.changing().__enter__()  # a change that never ends
@@ -204,7 +204,7 @@ def tear(prefix: Path, rng: random.Random) -> None:
 
 @pytest.mark.parametrize("round_", [0, *(pytest.param(number, marks=pytest.mark.slow) for number in range(1, 6))])
 def test_states_across_crashes(shm_dir, round_, rng):
-    """Kill the process again and again: ready rows stay ready, lent and torn rows are quarantined, others are free."""
+    """After each kill, ready rows stay ready; lent, torn and quarantined rows are quarantined; others are free."""
     bench = Bench.open(shm_dir / "life-0", arena_nbytes=512 * KIB)
     sizes = {first: rng.choice([PAGE, 2 * PAGE, 5 * PAGE, 16 * PAGE]) for first in FIRSTS}
     until_s: dict[int, float] = {}
@@ -230,7 +230,7 @@ def test_states_across_crashes(shm_dir, round_, rng):
         assert not after[RowState.LENT]
         assert not after[RowState.PENDING_DELETE]
         assert again.store.recovered == len(ready)
-        # A crash does not prolong a running quarantine. If it was over, the row looks lent, and is quarantined again.
+        # A crash does not prolong a running quarantine. A quarantine that was already over starts again.
         going_on = {row: end_s for row, end_s in operations.quarantined.items() if end_s > again.now_s}
         until_s = dict.fromkeys(after[RowState.QUARANTINED], again.now_s + QUARANTINE_S) | going_on
         bench.store.close()

@@ -129,7 +129,7 @@ def change(bench: Bench, how: str) -> None:
 def test_a_crash_at_any_write_of_a_change(shm_dir, how, monkeypatch):
     """Kill the process before each single write of a change: the next process finds a sound table.
 
-    To see each write, the test replaces the arrays of the table and the slots.
+    To see each write, the test wraps the arrays of the table and the array of slot sizes.
     """
     monkeypatch.setattr("raykv.memory.native.loops", None)
     bench = Bench.open(shm_dir / "n")
@@ -157,7 +157,7 @@ def test_a_crash_at_any_write_of_a_change(shm_dir, how, monkeypatch):
     for moment in moments:
         again = reopen(moment, bench.now_s)
         assert again.store.recovered == len(again.here("abcdefghijklmnvwxyz")), "bytes and keys of all that is ready"
-        assert len(again.here("abcdefghijklmn")) >= 14 - 3  # three were evicted for three extents, or were deleted
+        assert len(again.here("abcdefghijklmn")) >= 14 - 3  # a change evicts or deletes at most three
         again.now_s += 2 * QUARANTINE_S
         assert again.put("12345", 32 * KIB) == 5
         assert set(again.here("12345")) == set("12345")
@@ -267,7 +267,7 @@ def test_a_list_of_namespaces_that_is_damaged_starts_empty(shm_dir, on_files, te
 
 
 def test_nothing_is_left_open_when_a_file_is_refused(shm_dir, on_files, caplog):
-    caplog.set_level(logging.INFO)  # pytest keeps the records, as many log handlers do
+    caplog.set_level(logging.INFO)  # pytest holds the log records; a record must not hold a file open
     on_files.put("abc")
     before = len(os.listdir("/proc/self/fd"))
     for number in range(5):

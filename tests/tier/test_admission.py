@@ -1,4 +1,4 @@
-"""Which chunks are admitted, and the budget of bytes, against plain arithmetic."""
+"""Admission to a tier: which chunks are admitted, and how the byte budget fills and limits writes."""
 
 import numpy as np
 import pytest

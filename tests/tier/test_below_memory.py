@@ -90,7 +90,7 @@ def test_a_new_process_finds_what_was_on_the_ssd(tmp_path):
         client = cluster.client(SPACE)
         sink(cluster, client, names(30))
         client.delete(names(5))
-    with cluster_on(tmp_path) as cluster:  # with new memory
+    with cluster_on(tmp_path) as cluster:  # in new memory: only the SSD has the chunks
         client = cluster.client(SPACE)
         wait_until(lambda: ssd_of(cluster)["state"] == "on", "the segments were read")
         wait_until(lambda: client.exists(names(30)).sum() == 25, "their owner was told")

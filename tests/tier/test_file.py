@@ -37,7 +37,7 @@ def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def used_nbytes(folder: Path) -> int:
-    """Bytes on disk of the files of a folder, while other processes may remove files."""
+    """Bytes on disk of all files in a folder. Other processes may remove files meanwhile."""
     total = 0
     for path in folder.iterdir():
         with contextlib.suppress(FileNotFoundError):
@@ -455,7 +455,7 @@ def test_several_that_make_room_at_once_do_not_empty_the_directory(tmp_path):
     for process in processes:
         end(process)
     assert full
-    # Each process keeps room for the part that it fills, and removes whole packs, at most one too many.
+    # Each process leaves space for the part that it fills. It removes whole packs, and perhaps one pack too many.
     assert lowest >= capacity - 5 * PACK
     assert highest <= capacity + PACK, "the part that the other one has just begun"
 
@@ -841,7 +841,7 @@ def test_what_cannot_work_is_said():
             FileTierConfig.load({"path": "/x", "capacity_nbytes": "4 GiB", **fields})
 
 
-# -- all of it at once ----------------------------------------------------------------------------------------------
+# -- random traffic -------------------------------------------------------------------------------------------------
 
 
 class Visitor(threading.Thread):
@@ -876,7 +876,7 @@ class Visitor(threading.Thread):
 
 
 def traffic(path: Path, rng: random.Random, steps: int) -> None:
-    """Three threads on two tiers: both tiers, and a later one, have all stored chunks and no deleted ones."""
+    """Run three threads on two tiers. Afterwards these two and a third tier have exactly the stored chunks."""
     with FileDriver(path, arena=Arena(64 << 20)).on() as one, FileDriver(path, "b", arena=Arena(64 << 20)).on() as two:
         visitors = [Visitor(tier, number, rng.random(), steps) for number, tier in enumerate((one, two, one))]
         for visitor in visitors:

@@ -1,4 +1,4 @@
-"""Clusters that share one directory: one reads chunks of another, although they are never connected."""
+"""Clusters that share a directory: each reads chunks of the other clusters without a connection to them."""
 
 from pathlib import Path
 from typing import Any

@@ -183,7 +183,7 @@ def test_what_a_tier_refuses_is_asked_of_the_next_one(house):
     assert house.mover.stats()["promoting_nbytes"] == 0
 
 
-# -- what namespaces and sessions say ---------------------------------------------------------------------------------
+# -- settings of namespaces, ended sessions ---------------------------------------------------------------------------
 
 CHUNKS = [f"chunk-{number}" for number in range(15)]
 
@@ -345,7 +345,7 @@ def test_random_traffic_keeps_memory_and_tier_in_agreement(rng: random.Random):
     assert house.store.used_nbytes == int(house.store.allocator.slot_sizes(house.store.table.ready_rows()).sum())
 
 
-# -- deleted on the way -----------------------------------------------------------------------------------------------
+# -- deletion during a move -------------------------------------------------------------------------------------------
 
 
 def chunks_below(house: House) -> list[str]:
@@ -369,7 +369,7 @@ def test_a_chunk_deleted_on_its_way_up_does_not_come_back(house, how):
     content = dict(house.toy.chunks)
     house.delete(names) if how == "delete" else house.drop(house.bench.group)
     assert not house.toy.chunks
-    house.toy.chunks = content  # the read had begun, and succeeds
+    house.toy.chunks = content  # the tier began the read before the deletion: the read succeeds
     assert house.toy.go_on()
     house.toy.chunks = {}
     assert is_gone(house, names)
@@ -414,7 +414,7 @@ def test_a_chunk_that_is_being_deleted_is_not_written_again(house, how):
     assert house.toy.chunks, "chunks that are stored later are written again"
 
 
-# -- what others see --------------------------------------------------------------------------------------------------
+# -- reports, no tiers, close -----------------------------------------------------------------------------------------
 
 
 def test_changes_and_reasons_of_a_tier_are_reported(house):

@@ -90,7 +90,7 @@ def test_when_one_tier_cannot_be_opened_the_others_are_closed(tmp_path: Path):
     ssd = {"paths": [str(tmp_path)], "capacity_nbytes": 4 << 20, "segment_nbytes": 1 << 20}
     with pytest.raises(ConfigError):
         opened(ssd=ssd, tiers={"unknown": {}})
-    _, mover = opened(ssd=ssd)  # nobody holds the directory's lock
+    _, mover = opened(ssd=ssd)  # works only if the failed call released the directory's lock
     mover.close()
 
 

@@ -259,7 +259,7 @@ def test_more_and_fewer_segments_than_before(tmp_path: Path):
         wait_for(lambda: driven.tier.stats()["paths"][0]["segments"] <= 4)
         assert len(list(tmp_path.glob("*/*.segment"))) <= 5
         newest = keys_for(1000, 1)[-10:]
-    with SsdDriver(tmp_path, segment_nbytes=2 * SEGMENT).started() as driven:  # starts empty
+    with SsdDriver(tmp_path, segment_nbytes=2 * SEGMENT).started() as driven:  # another segment size: starts empty
         assert not all_keys(driven.tier)
         driven.put(newest, 30_000)
         assert driven.read(newest, 30_000) == [content_of(key, 30_000) for key in newest]
@@ -349,7 +349,7 @@ def test_a_stale_copy_on_one_path_does_not_put_out_the_live_one_on_another(tmp_p
     (key,), nbytes = keys_for(1), 60_000
     with SsdDriver(stale).started() as driven:
         driven.put([key], nbytes)
-        driven.put(keys_for(20, 1), nbytes)  # into the next segment
+        driven.put(keys_for(20, 1), nbytes)  # so that the tombstone is in the next segment
         assert driven.delete([key]) == 1
     with SsdDriver(live).started() as driven:
         driven.put([key], nbytes)
@@ -364,7 +364,7 @@ def test_a_stale_copy_on_one_path_does_not_put_out_the_live_one_on_another(tmp_p
         real(self, number, *arguments)
 
     monkeypatch.setattr(Recovery, "_read", read)
-    for _ in range(2):  # the second start finds the tombstones of the first
+    for _ in range(2):  # the second start finds the tombstones that the first start wrote
         other_on.clear()
         with SsdDriver([stale, live]).started() as driven:
             assert all_keys(driven.tier) == {key, *keys_for(20, 1)}
@@ -435,7 +435,7 @@ def test_a_chunk_deleted_while_a_path_starts_is_found_on_neither_path(tmp_path: 
     (key,), others, nbytes = keys_for(1), keys_for(20, 1), 60_000
     with SsdDriver(first).started() as driven:
         driven.put([key], nbytes, group=1)
-        driven.put(others, nbytes)  # into the next segment
+        driven.put(others, nbytes)  # more chunks than one segment holds
     with SsdDriver(second).started() as driven:
         driven.put([key], nbytes, group=1)
     one_is_on, deleted = threading.Event(), threading.Event()

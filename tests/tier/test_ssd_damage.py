@@ -17,7 +17,7 @@ SIZES = [500, 4096, 9000, 17_000]
 TRIALS = [pytest.param(5, id="quick"), pytest.param(0, id="soak", marks=pytest.mark.soak)]
 
 Places = dict[bytes, tuple[int, int, int]]
-"""Segment, first and last byte of each chunk."""
+"""For each key: number of the segment, and offsets of the chunk's first and last byte in the segment."""
 
 
 contents = {key: content_of(key, SIZES[key[0] % len(SIZES)]) for key in keys_for(250)}

@@ -26,7 +26,7 @@ NBYTES = 60_000
 FREEZE, THAW, SHUT_DOWN = 0xC0045877, 0xC0045878, 0x8004587D
 """FIFREEZE, FITHAW and EXT4_IOC_SHUTDOWN."""
 QUICK_S = 0.5
-"""No call of the tier takes longer than this here, whatever the disk does."""
+"""In these tests, no call of the tier may take longer, whatever the disk does."""
 
 
 @pytest.fixture(autouse=True)
@@ -206,9 +206,9 @@ def test_one_of_two_read_only_while_running(mount, tmp_path: Path):
 def test_a_directory_removed_while_running(tmp_path: Path):
     with SsdDriver(tmp_path / "ssd").started() as driven:
         driven.put(keys_for(20), NBYTES)
-        (tmp_path / "ssd").rename(tmp_path / "removed")  # in one step; during rmtree, the tier could make it again
+        (tmp_path / "ssd").rename(tmp_path / "removed")  # in one step: during rmtree, the tier could create "ssd" again
         shutil.rmtree(tmp_path / "removed")
-        offer(driven, 2)  # the loss shows in an operation: in this one, if in none before
+        offer(driven, 2)  # this operation notices the loss, if no earlier one has
         wait_for(lambda: state(driven) == "off" or not all_keys(driven.tier))
         wait_for(lambda: state(driven) == "on")
         assert not all_keys(driven.tier), "it was made anew, and is empty"
@@ -275,7 +275,7 @@ def test_a_drive_that_hangs(mount):
             quickly(lambda: driven.delete(keys_for(3)))
             assert quickly(lambda: driven.has(keys_for(4))) == [False] * 3 + [True]
             assert not driven.flush(0.05)
-            # Queued writes are called back. Writes in the kernel are not, since it may still read their bytes.
+            # Queued writes are called back. Writes in the kernel are not: the kernel may still read their buffers.
             wait_for(lambda: len(results) > 0 or taken <= 4 * 20)
         finally:
             thaw(path)

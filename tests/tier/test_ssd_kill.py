@@ -1,7 +1,7 @@
-"""Killed at random moments: chunks reported as written are there, chunks reported as deleted are not.
+"""After kills at random moments, chunks reported as written are there, and chunks reported as deleted are not.
 
-A child writes, reads, deletes and drops, and reports each step through a pipe. It is killed, and started again on its
-own files; from time to time the parent looks at every chunk.
+A child writes, reads, deletes and drops chunks, and reports each step through a pipe. The parent kills it, and starts
+the next child on the same files. From time to time, the parent checks all chunks.
 """
 
 import contextlib
@@ -94,7 +94,7 @@ def child(path: Path, segments: int, seed: int) -> None:
 
 
 class Zygote:
-    """A process that forks children. They start quickly, since it has imported all modules before."""
+    """A process that forks children. They start quickly, since this process has imported all modules already."""
 
     def __init__(self) -> None:
         self.process = subprocess.Popen(
@@ -184,7 +184,7 @@ def test_killed_at_random_moments(tmp_path: Path, rng: random.Random, segments: 
             model.take_in(lines)
             deleted += sum(line.startswith("deleted") for line in lines)
             if number % 3 and number != rounds - 1:
-                continue  # the next child starts on what this one left
+                continue  # the next child starts on the files that this child left
             with driven_at(tmp_path, segments, arena).started() as driven:
                 wait_for(lambda: driven.tier.stats()["state"] == "on")
                 # With SMALL, the oldest segments are reclaimed all the time: only the newest chunks must be there.

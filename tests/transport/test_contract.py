@@ -1,4 +1,4 @@
-"""The contract of links and servers: one suite for each kind of address."""
+"""The contract of links and servers: one set of tests, run for each kind of address."""
 
 import os
 import threading
@@ -27,7 +27,7 @@ class LinkContract:
         raise NotImplementedError
 
     def serve(self, service: Warehouse, tmp: str) -> tuple[Callable[[], Link], Callable[[], None]]:
-        """Start a server. Returns how to connect to it and how to stop it."""
+        """Start a server. Returns a function that connects to it, and a function that stops it."""
         server = SocketServer(service, self.address(tmp), SECRET, io_timeout_s=5.0, max_connections=64)
         server.serve()
         return lambda: Link.connect(server.address, SECRET, deadline_s=soon()), server.close

@@ -1,4 +1,4 @@
-"""Chunks read by a data path: each place of a run gets one outcome, and chunks that arrived have the right bytes."""
+"""Reads over data paths: each chunk of a run has one outcome, and chunks that arrived have the right bytes."""
 
 import time
 from itertools import chain
@@ -52,12 +52,12 @@ def reached(holder):
 
 @pytest.fixture
 def small_parts(loops, monkeypatch):
-    """Many requests for few chunks, with the compiled loops and without."""
+    """Limit a request to three keys, so that few chunks need many requests; run with and without compiled loops."""
     monkeypatch.setattr(bulk_read, "PART_KEYS", 3)
 
 
 def progress_of(numbers: list[int], sizes: list[int] | None = None) -> tuple[ReadProgress, list[bytearray]]:
-    """A `get` of these keys, and its buffers."""
+    """The progress of a `get` of these keys, and the buffers of the `get`."""
     keys = np.frombuffer(b"".join(map(key, numbers)), np.uint64).reshape(-1, 2)
     into = [bytearray(size) for size in sizes or [NBYTES] * len(numbers)]
     targets = [[memoryview(each)[: len(each) // 3], memoryview(each)[len(each) // 3 :]] for each in into]
@@ -232,7 +232,7 @@ def test_a_holder_that_sends_too_slowly_is_left_at_the_deadline(holder):
         server.close()
 
 
-# -- which path -------------------------------------------------------------------------------------------------------
+# -- the choice of a path ---------------------------------------------------------------------------------------------
 
 
 class Toy(DataPath):
@@ -278,7 +278,7 @@ def test_a_node_of_this_host_whose_files_cannot_be_mapped_is_read_over_tcp(holde
     there = member(unix=address, tcp="y:1")
     assert not shm.can_reach(there, deadline_s=soon())
     assert not shm.can_reach(there, deadline_s=soon())
-    assert len(answers) == 0  # it was asked once
+    assert len(answers) == 0  # the node was asked only once
     with pytest.raises(RayKVError):
         shm.read(there, ReadRun(progress_of([1])[0], "n", [0]), deadline_s=soon())
     assert not shm.can_reach(Member("n", "other host", {"unix": address}, 1.0, 1), deadline_s=soon())
@@ -286,7 +286,7 @@ def test_a_node_of_this_host_whose_files_cannot_be_mapped_is_read_over_tcp(holde
     server.close()
 
 
-# -- a get ------------------------------------------------------------------------------------------------------------
+# -- progress, parts, payloads ----------------------------------------------------------------------------------------
 
 
 def test_progress_counts_each_chunk_once():

@@ -175,7 +175,7 @@ def test_a_child_that_closes_its_pool_and_server_disturbs_nobody(pool, served, s
 
 
 def test_leases_end_with_the_parents_link_while_the_child_lives(pool, served, service):
-    """The child must not keep a copy of the descriptor: the server would never see the end of the connection."""
+    """The child must close its copies of the links' descriptors, or the server would not see the connections end."""
     stats(pool, served.address)
     held = Link.connect(served.address, SECRET, deadline_s=soon())
     ready, go = os.pipe(), os.pipe()

@@ -32,7 +32,7 @@ def running():
 
 @pytest.fixture
 def small_parts(loops, monkeypatch):
-    """Many requests for few chunks, with the compiled loops and without."""
+    """Limit a request to three keys, so that few chunks need many requests; run with and without compiled loops."""
     monkeypatch.setattr(bulk_read, "PART_KEYS", 3)
 
 
@@ -137,7 +137,7 @@ def test_a_second_holder_is_asked_in_the_same_get(running):
 
 
 def owned_by(running: EmbeddedCluster, node: int, count: int) -> list[str]:
-    """Names of chunks whose keys that node owns."""
+    """Find `count` names whose keys have `node` as owner."""
     client, found, number = running.client(SPACE, node=node), [], 0
     while len(found) < count:
         if [*running.nodes[0].view.ring.shares(client.keys([str(number)]))] == [f"node-{node}"]:

@@ -1,4 +1,4 @@
-"""Reads from the shared memory of a node on this host: a real store, and a service that answers three requests."""
+"""Reads from the shared memory of a node on this host: a real store, and a service for three kinds of requests."""
 
 import time
 
@@ -19,10 +19,10 @@ NBYTES = 4096
 
 
 class Attaching:
-    """A node that answers Attach, Promote and Suspect. A Promote that waits stores its chunks that are in `below`.
+    """A node that answers Attach, Promote and Suspect. For a Promote that waits, it stores the chunks in `below`.
 
     Attributes:
-        asked: The requests: kind; for Promote also the number of keys and whether it waits; for Suspect the names.
+        asked: One tuple per request: (Attach,), (Promote, number of keys, whether it waits), or (Suspect, names).
     """
 
     epoch = 1
@@ -66,7 +66,7 @@ def node(bench):
 
 @pytest.fixture
 def make(node):
-    """Makes pairs of a path and the node as a member."""
+    """A function that opens a path, and returns the path and the node's `Member`."""
     address = f"unix:@raykv-test-{time.monotonic_ns()}"
     server = SocketServer(node, address, b"", io_timeout_s=5.0, max_connections=8)
     server.serve()

@@ -1,4 +1,4 @@
-"""A node on its sockets: it answers when it can, and refuses impossible requests one by one."""
+"""A node on its sockets: clients wait while it starts, and impossible requests are refused one by one."""
 
 import contextlib
 import random
@@ -130,7 +130,7 @@ def test_damaged_frames_never_stop_a_node(node, rng: random.Random, caplog):
         answer, _ = stream.message(soon())
         assert isinstance(answer, messages.Failure), number
         assert "internal error" not in answer.text
-        if answer.kind == "ProtocolError":  # it was no message at all, and the node has closed the connection
+        if answer.kind == "ProtocolError":  # not a valid message: the node has closed the connection
             stream.socket.close()
             stream = stream_on(member_socket(node.member.address))
     stream.socket.close()

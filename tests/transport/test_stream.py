@@ -65,7 +65,7 @@ def test_chunks_arrive_whole_and_hashed_with_any_cuts(loops, ends, rng, hashed, 
     sizes = SIZES if tiny else [size for size in SIZES if size > 240]
     for _ in range(15):
         values = [rng.randbytes(rng.choice(sizes)) for _ in range(rng.randrange(12))]
-        # Bytes that are read ahead with the message in front belong to the chunks. The message behind does not.
+        # The stream may receive chunk bytes with the message in front. No chunk takes bytes of the message behind.
         front, behind = encode(messages.Count(1), 3, 8), encode(messages.Count(2), 4, 9)
         sent = front + b"".join(values) + behind
         sender = threading.Thread(target=dribble, args=(there, sent, rng))
@@ -91,7 +91,7 @@ def test_what_breaks_off_counts_only_what_is_full(loops, ends, rng, end, monkeyp
         there.close()
     elif end == "reset":
         stream.socket.send(b"unread")
-        there.close()  # with unread bytes: `stream` fails to read after it has read the bytes that had arrived
+        there.close()  # the unread bytes make this a reset: `stream` reads what had arrived, then its read fails
     targets = [bytearray(5000) for _ in values]
     run = run_of(targets)
     began_s = time.monotonic()
