@@ -1,1 +1,1 @@
-"""Benchmarks. The machines are shared, so figures are compared with others that were measured in the same run."""
+"""Benchmarks. Other users share the machines, so a figure is compared with other figures of the same run."""

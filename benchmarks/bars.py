@@ -1,4 +1,4 @@
-"""Computes the bars: figures of raykv that must reach a bound, such as a ratio to a limit or to the best peer.
+"""Computes the bars. A bar is a figure of raykv, such as a ratio to the best peer, and the bound that it must reach.
 
 The tables also show single objects of 16 KiB. They have no bar, because KV caches have no chunks of this size.
 """
@@ -29,7 +29,7 @@ BAR_SIZES = (64 * KIB, MIB, 4 * MIB)
 SECOND_LIMITS = {DICT: MAPPED_DICT, MEMCPY: MAPPED}
 """Maps a limit to another one. The note of a bar also shows the ratio to the other limit."""
 NEAR = 0.05
-"""A bar that is missed by less than this share is shown as such."""
+"""If raykv misses a bar by less than this share of the bound, the report says so."""
 REMOTE_RAYKV = [RAYKV_MATCHED, RAYKV, RAYKV_GENERAL]
 
 
@@ -76,7 +76,7 @@ class Bars:
     def _to_limit(
         self, name: str, phase: PhaseName, rows: list[str], limit: str, workload: Workload, bar: float
     ) -> None:
-        """Add a bar: the ratio of the best of these lines of raykv to a limit."""
+        """Add a bar: the ratio of the best raykv line in `rows` to the line in `limit`."""
         best = self._figures.best(phase, rows, workload)
         value = self._figures.ratio(phase, best[0], limit, workload) if best else None
         notes = [best[0]] if best and best[0] != RAYKV else []
@@ -89,9 +89,9 @@ class Bars:
     def _to_peers(
         self, name: str, phase: PhaseName, rows: list[str], workload: Workload, bar: float, *, crossing: bool = False
     ) -> None:
-        """Add a bar: the ratio of the best of these lines of raykv to the best peer.
+        """Add a bar: the ratio of the best raykv line in `rows` to the best peer.
 
-        With `crossing`, only peers whose puts involve another process count.
+        If `crossing` is set, a peer counts only if its puts involve another process.
         """
         ours = self._figures.best(phase, rows, workload)
         theirs = self._figures.best(phase, self._peers(phase, crossing=crossing), workload)
@@ -204,7 +204,7 @@ def median(runs: Sequence[dict[str, Any]]) -> list[Bar]:
 
 
 def compute(results: dict[str, Any]) -> list[Bar]:
-    """Compute all bars of one run, in the order of the tables."""
+    """Compute all bars of one run."""
     bars = Bars(results)
     bars.local()
     bars.lookups()

@@ -2,10 +2,10 @@
 
     python -m benchmarks.compare [--quick] [--rounds N] [--runs N] [--peers a,b] [--json FILE] [--from FILE ...]
 
-Prints tables, then the bars for raykv, and whether it meets them. The result is the median of three runs: `--runs 3`,
-or `--from` with the files of three runs. All TCP sockets have the system's congestion control. benchmarks/README.md
-describes each line. If a peer cannot be installed or started, its name and the reason are printed, and the others are
-measured.
+Prints tables, then the bars (figures that raykv must reach), and whether each is met. Judge raykv by the bars' medians
+of three runs: use `--runs 3`, or `--from` with the files of three runs. All TCP sockets have the system's congestion
+control. benchmarks/README.md describes each line of the tables. If a peer cannot be installed or started, its name and
+the reason are printed, and the other peers are measured.
 """
 
 import argparse
@@ -238,7 +238,7 @@ class Run:
     # -- the mixed run ----------------------------------------------------------------------------------------------
 
     def _mixed(self) -> None:
-        """Measure a reader and a writer on one full store that evicts, then on the next store."""
+        """Measure the stores one after another: a reader and a writer use each store while it is full and evicts."""
         limits = self._start(Spec("limits", "limits"), store_nbytes=0, tag=" mixed")
         assert limits is not None
         limits.ask("store_mixed", face="loader")
@@ -267,7 +267,7 @@ class Run:
             writer.ask("load", face="", seconds=MIXED_FILL_S, rate=0)
         for number in range(rounds + 1):
             alone = limits.ask("mixed", face="mapped dict", seconds=seconds, round=number)
-            reader.ask("store_mixed", face="")  # restore what the writer evicted in the last round
+            reader.ask("store_mixed", face="")  # stores evicted objects again
             quiet = reader.ask("mixed", face="", seconds=seconds, round=number)
             for rate in (0, self._write_rate):
                 reader.ask("store_mixed", face="")
@@ -282,7 +282,7 @@ class Run:
                     cell = {"row": label, "round": number, "rate": rate, "alone": alone, "quiet": quiet}
                     self.results["mixed"].append({**cell, "read": read, "wrote": wrote})
         if spec.module == "raykv_store":
-            reader.ask("store_mixed", face="")  # restore what the writer evicted
+            reader.ask("store_mixed", face="")  # stores evicted objects again
             reader.ask("special", name="freeze")
             try:
                 self.results["frozen"] = reader.ask("mixed", face="", seconds=seconds, round=0, put_back=False)

@@ -36,7 +36,7 @@ class Environment:
 
 
 def prepare(names: set[str]) -> dict[str, Environment]:
-    """Make those of the named environments that are missing, in parallel. "" is the environment of this process.
+    """Return the named environments; make missing ones first, in parallel. "" is the environment of this process.
 
     An environment that cannot be made has a `problem`. The others can still be used.
     """

@@ -43,7 +43,7 @@ class Figures:
         return statistics.median(ratios) if ratios else None
 
     def best(self, phase: str, rows: list[str], workload: Workload) -> tuple[str, float] | None:
-        """Return the best of these lines and its figure; None if none has a figure."""
+        """Return the line in `rows` with the best figure, and this figure; None if no line has a figure."""
         found = [(row, value) for row in rows if (value := self.value(phase, row, workload)) is not None]
         if not found:
             return None

@@ -36,14 +36,14 @@ class Phase:
     rows: tuple[Row, ...]
 
     def only(self, peers: set[str]) -> "Phase":
-        """Return this phase without the peers that are not in `peers`. raykv and the limits stay."""
+        """Return this phase with raykv and the limits, but only with those peers whose names are in `peers`."""
         specs = tuple(spec for spec in self.specs if peer_of(spec) in {"", *peers})
         names = {spec.name for spec in specs}
         return Phase(self.name, specs, tuple(row for row in self.rows if row.worker in names))
 
 
 def peer_of(spec: Spec) -> str:
-    """Return the name of a peer as in `--peers`; "" for raykv and the limits."""
+    """Return the name that `--peers` uses for the peer of this spec; "" for raykv and the limits."""
     return "" if spec.module in ("limits", "raykv_store") else spec.name.partition(" ")[0]
 
 

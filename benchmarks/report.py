@@ -20,7 +20,7 @@ TITLES = {
 
 
 def text(results: dict[str, Any], bars: Sequence[Bar]) -> str:
-    """Format all tables, the bars, the missing peers, and the lines with wrong bytes."""
+    """Format all tables, the bars, the missing peers, and the places where a store returned wrong bytes."""
     figures = Figures(results)
     parts = [_machine(results)]
     for phase in (LOCAL, REMOTE):

@@ -112,7 +112,7 @@ def _fill(config: NodeConfig, rows: int, value: bytes) -> list[KeyArray]:
 
 
 def _until_hit(config: NodeConfig, key: KeyArray, value: bytes) -> int:
-    """Request a chunk from the node until its bytes arrive. Returns the monotonic time of this, in nanoseconds."""
+    """Request a chunk from the node until its bytes arrive. Returns when they arrived, in monotonic nanoseconds."""
     target = memoryview(bytearray(NBYTES))
     until_s = time.monotonic() + ASK_S
     while time.monotonic() < until_s:

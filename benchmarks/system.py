@@ -43,7 +43,7 @@ class Setting:
     shared: dict[str, Any] | None = None
 
     def program(self, name: str) -> str:
-        """Return the path of a server's program if it was unpacked, else its name (the installed program)."""
+        """Return the path of the unpacked program `name`. If there is none, return `name`: an installed program."""
         for folder in ("usr/bin", "usr/sbin"):
             found = self.programs / folder / name
             if found.exists():
@@ -60,8 +60,8 @@ class Setting:
 class Face:
     """One way to call a store: a line of the tables.
 
-    `key`, `keys`, `buffer` and `buffers` prepare the arguments of the other calls, outside the measured time. Each of
-    the other calls raises an exception if an object is missing.
+    The methods from `key` to `buffers` prepare the arguments of the other calls, outside the measured time. A read or a
+    lookup raises an exception if an object is missing; only `try_get_one` returns False instead.
     """
 
     def supports(self, workload: Workload) -> bool:
@@ -157,7 +157,7 @@ class System:
         raise NotImplementedError
 
     def allocate(self, nbytes: int) -> Bytes:
-        """Allocate memory for objects, of the kind that the client handles best. All its pages are populated."""
+        """Allocate memory for objects. It is of the kind that the client handles best, and all pages are populated."""
         memory = np.empty(nbytes, np.uint8)
         memory[:] = 0
         return memory

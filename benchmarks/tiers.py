@@ -34,7 +34,7 @@ from raykv.tier.base import Chunk, Environment
 from raykv.tier.ssd.tier import SsdTier
 
 BATCH = 16
-"""Number of chunks that one call reads, like a request for a prefix."""
+"""Number of chunks in one read call. A request for a prefix also reads many chunks at once."""
 CALLS = 4
 """Number of calls that read at the same time."""
 
@@ -157,7 +157,7 @@ def compare(directory: Path, *, chunk_nbytes: int, total_nbytes: int, depth: int
     mine = Bench(directory, chunk_nbytes=chunk_nbytes, total_nbytes=total_nbytes, depth=depth, arena_nbytes=GIB)
     speeds: dict[str, list[float]] = {name: [] for name in ("write", "fio write", "read", "fio read")}
     given = {"chunk_nbytes": chunk_nbytes, "total_nbytes": total_nbytes, "depth": depth, "engine": engine}
-    for _ in range(2):  # fills all segments: the first write of a block costs a file system more
+    for _ in range(2):  # fills all segments: the first write of a block takes a file system longer
         mine.write()
         mine.clear()
     files = [directory / "fio"]
@@ -167,7 +167,7 @@ def compare(directory: Path, *, chunk_nbytes: int, total_nbytes: int, depth: int
             "write": mine.write,
             "fio write": lambda: fio(files, "write", **given),
         }
-        for name in sorted(turns, reverse=bool(number % 2)):  # alternate: after reads, the first is slower
+        for name in sorted(turns, reverse=bool(number % 2)):  # alternates, since the first write after reads is slower
             speeds[name].append(turns[name]())
         segments = sorted(directory.glob("bench/*.segment"))[: total_nbytes // (64 * MIB)]
         speeds["read"].append(mine.read())

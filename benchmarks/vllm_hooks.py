@@ -4,8 +4,8 @@ Run by hand: `python -m benchmarks.vllm_hooks`
 
 SmolLM2 runs on CPU with one thread, in this process, and a raykv node in another process. Every round prefills one cold
 prompt in several steps. The output has a line for each hook: its time in a prefill, the ratio of this time to the
-prefill's CPU time, and how often the engine's thread waited for another process in it. Then the node is stopped with
-SIGSTOP, and the longest wait in a hook is printed.
+prefill's CPU time, and how often the engine's thread waited for another process in this hook. Then the node is stopped
+with SIGSTOP, and the longest wait in a hook is printed.
 """
 
 import argparse
@@ -66,7 +66,7 @@ class Hooks:
 
     Attributes:
         wall_s, cpu_s: Seconds on the engine's thread, by hook.
-        longest_s: Seconds of the longest call, and the most seconds in one call without the CPU, by hook.
+        longest_s: By hook, the wall seconds of the longest call, and the most seconds that a call was off the CPU.
         waits: Number of times that the engine's thread waited for an answer, by hook.
         current: Name of the hook that runs now; empty outside the hooks.
     """
@@ -82,7 +82,7 @@ class Hooks:
             values.clear()
 
     def watch(self) -> None:
-        """Measure every hook of the connector, and count the calls of `Link` that wait on this thread."""
+        """From now on, time every hook, and count how often this thread waits in a hook for the answer of a `Link`."""
         thread = threading.get_ident()
         for name in HOOKS:
             setattr(RayKVConnector, name, self._timed(name, getattr(RayKVConnector, name)))
@@ -168,7 +168,7 @@ def make_engine(model: Path, address: str, options: argparse.Namespace) -> LLM:
 
 
 def stored(engine: LLM) -> dict[str, int]:
-    """Return the number of chunks offered so far, by outcome (stored, existed, skipped)."""
+    """Return the number of chunks that the engine has tried to store, by outcome (stored, existed, skipped)."""
     metrics = [metric for metric in engine.get_metrics() if metric.name == "vllm:raykv_stored_chunks"]
     return {metric.labels["outcome"]: int(metric.value) for metric in metrics if metric.value}
 

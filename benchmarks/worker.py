@@ -39,7 +39,7 @@ from benchmarks.workloads import (
 )
 
 CELL_S = 1.0
-"""A measurement stops after this long, but not before its second call."""
+"""A measurement stops after this time, but makes at least two calls."""
 MIXED_NBYTES = 64 * KIB
 MIXED_OBJECTS = 1024
 """Size and number of the objects that the mixed run reads. Its writer writes other objects of the same size."""
@@ -66,7 +66,7 @@ class Worker:
     # -- requests ---------------------------------------------------------------------------------------------------
 
     def prepare(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Store the objects of the given sizes. Return versions, `System.shared` and the names of the faces."""
+        """Store the objects of the given sizes. Return `System.about`, `System.shared` and the names of the faces."""
         face = next(iter(self._faces.values()))
         for nbytes in request["sizes"]:
             for start in range(0, OBJECTS[nbytes], BATCH):
@@ -93,7 +93,7 @@ class Worker:
         for call, order in enumerate(orders):
             into = [cut(self._into, nbytes, call * batch + place) for place in range(batch)]
             calls.append(self._pack(face, [object_name(nbytes, each) for each in order], into))
-        self._into[:: 4 * KIB] ^= 0xFF  # changes bytes of earlier calls, which would pass the check below
+        self._into[:: 4 * KIB] ^= 0xFF  # else bytes of earlier measurements could pass the check below
         times = timed(face.get_one if batch == 1 else face.get, calls)
         last = len(times) - 1
         for place in {0, batch // 2, batch - 1}:
@@ -260,7 +260,7 @@ def timed(function: Callable[..., None], calls: list[tuple[Any, ...]]) -> list[f
 
 
 def quantiles(times: list[float]) -> dict[str, Any]:
-    """Return the number of times, and their median, tail and mean in seconds."""
+    """Return the number of calls, and the median, tail and mean of the seconds in `times`."""
     if not times:
         return {"calls": 0, "p50_s": None, "p99_s": None, "p999_s": None, "mean_s": None}
     p50, p99, p999 = np.quantile(times, (0.5, 0.99, 0.999)).tolist()

@@ -18,7 +18,7 @@ SIZES: Final = (16 * KIB, 64 * KIB, MIB, 4 * MIB)
 BATCH: Final = 32
 LOOKUP_BATCH: Final = 1000
 POOL_NBYTES: Final = 256 * MIB
-"""Random bytes from which objects are cut. They exceed a last-level cache, so that no store reads from a warm cache."""
+"""Size of the memory from which objects are cut. It exceeds a last-level cache, so no store reads from a warm cache."""
 INTO_NBYTES: Final = 128 * MIB
 """Memory that a get writes into; successive calls write to successive parts."""
 STORE_NBYTES: Final = 2 * GIB
@@ -33,7 +33,7 @@ CALLS: Final = {
 LOOKUP_CALLS: Final = {1: 1000, LOOKUP_BATCH: 20}
 MANY_LOOKUP_CALLS: Final = 200
 FIRST_LOOKUP_CALLS: Final = 20
-"""Number of lookup batches among very many keys, and of the first ones after a pause, which have their own figure."""
+"""Number of lookup batches among very many keys. The first batches, after a pause, also have their own figure."""
 LOOKUP_NBYTES: Final = 16
 """Size of each object in the lookups among very many keys."""
 
@@ -113,7 +113,7 @@ def fill(pool: Bytes) -> None:
 
 
 def cut(memory: Bytes, nbytes: int, place: int) -> Bytes:
-    """Return part number `place` of size `nbytes`. After the last part of the memory comes the first again."""
+    """Return part number `place` of size `nbytes`. A number past the last part wraps around to the first part."""
     start = place % (len(memory) // nbytes) * nbytes
     return memory[start : start + nbytes]
 

@@ -39,7 +39,7 @@ class Memory(Face):
         return workload.operation != "exists"
 
     def key(self, name: str) -> Bytes:
-        """Return the memory of a stored object, or memory for a put. Puts use their space in turn, again and again."""
+        """Return the memory of a stored object, or else a place for a put. Places for puts are reused in turn."""
         if name in self._objects:
             return self._objects[name]
         nbytes, number = (int(word) for word in name[1:].split("-"))
@@ -111,7 +111,7 @@ class TwoThreads(Face):
 
 
 class Dict(Face):
-    """A dict in this process, and memmove. The assignment to a slice of a memoryview is the fastest way to call it."""
+    """A dict in this process, and memmove: assigning to a slice of a memoryview is the fastest way to call memmove."""
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
@@ -145,7 +145,7 @@ class Dict(Face):
 
 
 PLACE = struct.Struct("<QQ")
-"""Offset and length of one object in the file. A request is a sequence of them."""
+"""Offset and length of one object in the file. A request is a sequence of such pairs."""
 REQUEST_NBYTES = 4096
 """Maximum length of a request. One `recv` receives a whole request, because it is so small."""
 GATHERED_NBYTES = 256 * KIB
@@ -153,7 +153,7 @@ GATHERED_NBYTES = 256 * KIB
 
 
 class Sockets(Face):
-    """The client of `send_parts`: requests parts of that process's mapped memory, and receives them into buffers."""
+    """The client of a process that runs `send_parts`: requests parts of its mapped file, and receives them."""
 
     def __init__(self, port: int, places: dict[str, tuple[int, int]]) -> None:
         self._places = places

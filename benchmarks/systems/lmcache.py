@@ -30,7 +30,7 @@ Buffer = tuple[int, int, torch.Tensor]
 
 
 class L1(Face):
-    """Reserves, copies and finishes, as LMCache's own callers do."""
+    """A get or a put has three steps, as in LMCache itself: reserve the objects, copy them, and finish."""
 
     def __init__(self, manager: L1Manager) -> None:
         self._manager = manager

@@ -1,4 +1,4 @@
-"""memcached, over a Unix socket or TCP. This client uses the meta protocol, and receives into the caller's memory."""
+"""memcached, over a Unix socket or TCP. This client uses the meta protocol, and fills the caller's buffers directly."""
 
 import subprocess
 from collections.abc import Sequence

@@ -70,7 +70,7 @@ class Mooncake(Face):
 class Store(System):
     """`options["mode"]`: "embedded", "process" (own process, shared memory) or "tcp".
 
-    With "tcp", `options["pool"]` keeps connections open. In every mode the master, its own process, has the metadata.
+    With "tcp", `options["pool"]` keeps connections open. In every mode, a separate master process has the metadata.
     """
 
     def start(self) -> None:

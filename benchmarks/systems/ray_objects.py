@@ -51,7 +51,7 @@ class Store(System):
     """A Ray cluster of one node, with its own temporary directory."""
 
     def start(self) -> None:
-        self._folder = tempfile.mkdtemp(prefix="rb")  # short, because the paths of its sockets must be
+        self._folder = tempfile.mkdtemp(prefix="rb")  # short, because socket paths have a maximum length
         ray.init(
             address="local",
             num_cpus=1,

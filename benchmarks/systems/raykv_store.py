@@ -94,7 +94,7 @@ class Large(Raykv):
 
 
 class General(Raykv):
-    """Single objects by the batch calls with one key, instead of the one-key calls."""
+    """Uses the batch calls, with one key each, also for single objects."""
 
     def supports(self, workload: Workload) -> bool:
         return workload.batch == 1
@@ -129,7 +129,7 @@ class Posted(Raykv):
 
 
 class Matched(Raykv):
-    """Gets with known holders, which were looked up outside the clock."""
+    """Gets from known holders. The holders were looked up before, outside the measured time."""
 
     def supports(self, workload: Workload) -> bool:
         return workload.operation == "get"
@@ -238,7 +238,7 @@ class Store(System):
         return {}
 
     def _startup(self, arena_nbytes: int) -> dict[str, Any]:
-        """Measure a node's start until it answers its first request: from its first line of code, and without imports.
+        """Measure how long a new node takes to answer: from its first line of code, and from the end of its imports.
 
         A new client repeats the request until it gets an answer, as an engine that starts with the node would.
         """

@@ -48,7 +48,7 @@ class Connection:
         """Read an answer that must be equal to `answer`.
 
         Raises:
-            Exception: The answer differs. The type of the exception is `missing`.
+            Exception: The answer differs. The type of the exception is `missing` of the constructor.
         """
         got = bytearray(len(answer))
         if self._socket.recv_into(got, len(got), socket.MSG_WAITALL) != len(got) or got != answer:
@@ -58,7 +58,7 @@ class Connection:
         """Read `head`, a value that fills `into`, and `tail`.
 
         Raises:
-            Exception: The answer begins differently. The type of the exception is `missing`.
+            Exception: The answer begins differently. The type of the exception is `missing` of the constructor.
         """
         start, end = self._head[: len(head)], memoryview(bytearray(tail))
         got = self._socket.recvmsg_into([start, into, end])[0]

@@ -65,7 +65,7 @@ def test_an_actor_that_found_no_room_tries_again_when_memory_of_others_is_gone(m
 
 @pytest.mark.slow
 def test_stop_removes_what_nodes_of_dead_ray_nodes_left(make_actor, shm_dir):
-    """Their arenas stayed in /dev/shm when `raykv down` came after the end of their Ray nodes."""
+    """Without this, arenas would stay in /dev/shm if `raykv down` runs after the end of their Ray nodes."""
     dead, other = DEAD[: actors.NODE_ID_LENGTH], "stranger"
     handles = []
     for node_id in (dead, other):

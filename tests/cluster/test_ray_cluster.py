@@ -1,4 +1,4 @@
-"""The cluster on real Ray: two Ray nodes on this machine, treated as two hosts; actors killed with signal 9."""
+"""The cluster on real Ray: two Ray nodes on this machine count as two hosts, and actors are killed with signal 9."""
 
 import json
 import os
@@ -129,7 +129,7 @@ class TestWhileNothingFails:
 
 @pytest.mark.parametrize("which", ["pid", "actor_pid"])
 def test_a_killed_node_comes_back_with_what_was_committed(cluster, which):
-    """Either the node's own process is killed, which the supervisor restarts, or the actor, which Ray restarts."""
+    """Kill the node's own process, which the supervisor restarts, or its actor, which Ray restarts."""
     mine, (here, there) = clients(cluster)
     with here, there:
         assert here.put(["a"], [b"x" * 5000]).stored == 1
@@ -157,7 +157,7 @@ def test_a_killed_node_comes_back_with_what_was_committed(cluster, which):
 
 
 def test_an_upgrade_under_load_keeps_every_chunk_and_reads_never_stop(cluster):
-    """A reader and a writer run while the nodes are replaced one after the other, and the directory too."""
+    """A reader and a writer run while the nodes and the directory are replaced, one after another."""
     mine, (here, there) = clients(cluster)
     names = [f"stored-{number}" for number in range(200)]
     values = {name: name.encode().ljust(5000, b".") for name in names}

@@ -1,4 +1,4 @@
-"""The demo with more conversations after its own; in the middle of each, one process is killed with signal 9.
+"""Runs the demo, then more conversations. In the middle of each of these, one process is killed with signal 9.
 
 `make soak` kills each of five kinds of process, `make test` two of them.
 
@@ -170,7 +170,7 @@ def wait_for_another(victim: Callable[[], int], old: int) -> int:
 
 @dataclass
 class Outcome:
-    """Exit code and output of the demo, each conversation with the answers of an engine without a cache, leftovers."""
+    """Exit code and output of the demo, conversations with the answers of an engine without a cache, and leftovers."""
 
     code: int
     printed: str

@@ -30,7 +30,7 @@ REQUESTS = pytest.mark.parametrize("requests", [200, pytest.param(None, marks=py
 
 
 def paced(requests: int | None, *, silent: bool = True) -> Trace:
-    """The first requests, one tick apart: the columns have no shorter times. If `silent`, without output tokens."""
+    """The first requests, one tick apart: the table's times are in ticks. If `silent`, they have no output tokens."""
     trace = read_trace(TRACE)
     first = [
         replace(each, at_s=place / TICKS_PER_S, output_tokens=0 if silent else each.output_tokens)
@@ -40,7 +40,7 @@ def paced(requests: int | None, *, silent: bool = True) -> Trace:
 
 
 class Clock(NamedTuple):
-    """Time as the replay sees it: `now` and `sleep` in seconds of the trace, `decode_s` per generated token."""
+    """The clock of `drive`. `now` and `sleep` use seconds of the trace; a generated token takes `decode_s` seconds."""
 
     now: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
@@ -97,7 +97,7 @@ def test_a_node_hits_as_often_as_the_planner_says(name, requests):
 
 @REQUESTS
 def test_a_node_with_reported_tokens_hits_as_often_as_the_planner_says(requests):
-    """A request that is late by a tick or two makes density decide otherwise: on this trace, hits vary by a point."""
+    """Density evicts other chunks if a request is a tick or two late: here, hits vary by a percentage point."""
     trace = paced(requests, silent=False)
     late = (jittered(trace, seed) for seed in range(5))
     replays = (replay(each, policy("density"), trace.chunks // 10, decode_s=CLOCK.decode_s) for each in late)

@@ -1,4 +1,4 @@
-"""Replays against brute force, and against another simulator on a real trace."""
+"""Compares replays with brute force, and with another simulator on a real trace."""
 
 import random
 from dataclasses import replace
@@ -12,8 +12,9 @@ from raykv.planner.trace import Request, Trace, read_trace
 
 TRACE = Path(__file__).parents[1] / "data" / "mooncake_synthetic_trace.jsonl.gz"
 SHARES = [0.01, 0.05, 0.1, 0.25, 0.5, 0.75]
-# Hits of libcachesim 0.3.5 (PyPI) with its defaults, among 121,877 accesses. Each block of the trace, in order, is an
-# object of size 1; the cache holds round(share * 43,924) objects. Belady also gets the place of each next access.
+# Hits of libcachesim 0.3.5 (PyPI) with its defaults, among 121,877 accesses: one for each block of each request, in
+# order. A block is an object of size 1; the cache holds round(share * 43,924) objects. For each access, Belady also
+# gets the place of the next access to the same object.
 RECORDED = {
     "fifo": [4400, 18435, 30065, 51058, 67067, 73659],
     "lru": [4184, 18861, 31668, 54044, 71763, 76686],
@@ -160,7 +161,7 @@ def compare(trace: Trace, name: str, shares: list[float]) -> None:
         assert found.prefix_hits / trace.accesses == pytest.approx(recorded / trace.accesses, abs=TOLERANCE[name])
 
 
-# By how many percentage points the hits of density must exceed those of LRU, by size of the cache (share of the trace).
+# By cache size (share of the trace's chunks), the least lead of density's hits over those of LRU, in percentage points.
 POINTS_ABOVE_LRU = {0.1: 3.0, 0.25: 5.0, 0.4: 5.0}
 
 

@@ -1,4 +1,4 @@
-"""Reading traces of each format, and the messages for wrong lines."""
+"""How traces of each format are read, and the messages for wrong lines."""
 
 import gzip
 import json

@@ -14,7 +14,7 @@ def free_port() -> int:
 def traces() -> set[object]:
     """Everything that a deployment makes on this machine: processes of local Ray nodes, memory files, directories.
 
-    Engines and actors are among these processes: all of them name the directory of their Ray node.
+    Engines and actors are found too: their command line or environment has the directory of their Ray node.
     """
     memory = {name for name in os.listdir("/dev/shm") if name.startswith(("raykv-demo", "psm_", "sem."))}
     return ray_processes() | memory | set(Path("/tmp").glob("raykv-ray-*"))

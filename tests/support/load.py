@@ -101,7 +101,7 @@ class Load:
             self._idle.set()
             self._writing.wait()
             return
-        # Even if the reading thread is late, the pinned chunks were read just before each put, which evicts others.
+        # The pinned chunks are read here too, so that the put evicts other chunks even if the reading thread is late.
         client.get(PINNED, [bytearray(NBYTES) for _ in PINNED])
         fresh = [f"n{len(self.names) + number}" for number in range(4)]
         self.names.update(dict.fromkeys(fresh))

@@ -80,7 +80,7 @@ def get(client: "raykv.Client", keys: list[str], **options: Any) -> tuple[bool, 
 
 
 def make_node(*, secret: bytes = bytes(32), membership: InProcessMembership | None = None, **fields: Any) -> Node:
-    """A node that is not started. `fields` are those of NodeConfig; in `storage`, those of StorageConfig."""
+    """A node that is not started. `fields` are fields of NodeConfig; `storage` is a dict of fields of StorageConfig."""
     given = {"arena_nbytes": "4 MiB", "extent_nbytes": "64 KiB", "shm_dir": None, **fields.pop("storage", {})}
     storage = StorageConfig.load(given)
     config = NodeConfig.load({"node_id": "n", "storage": storage, "heartbeat_s": 0.05, **fields})
@@ -100,7 +100,7 @@ def running_node(**fields: Any) -> Iterator[Node]:
 
 
 class Peer:
-    """One connection to a node without a transport: requests go straight to its handlers."""
+    """One connection to a node, but without a transport: requests go straight to the node's handlers."""
 
     def __init__(self, node: Node, *, local: bool = True) -> None:
         self.node = node
@@ -167,7 +167,7 @@ class NodeProcess:
     """A node that can be killed and started again."""
 
     quarantine_s = 1.25 * TRUST_S
-    """Shorter than QUARANTINE_S, and longer than a writer trusts its slots without a call."""
+    """The quarantine: shorter than QUARANTINE_S, so that tests are quick, but longer than TRUST_S, as it must be."""
 
     def __init__(self, shm_dir: Path) -> None:
         storage = {"arena_nbytes": 32 << 20, "extent_nbytes": 1 << 20, "shm_dir": str(shm_dir)}

@@ -1,4 +1,4 @@
-"""A store with its own clock, whose chunks have names; and a check of the row states of docs/storage.md."""
+"""A store with its own clock and with named chunks; and a check of the row states of docs/storage.md."""
 
 import hashlib
 from collections import Counter
@@ -87,7 +87,7 @@ class Bench:
     def commit(
         self, names: Any, lent: LentSlots, written: Any = None, nbytes: int = PAGE, *, group: Any = None, **fields: Any
     ) -> list[bool]:
-        """Write the chunks at the positions `written` into the slots, and commit. Returns which slots were used."""
+        """Fill slots with the chunks at the positions in `written` and commit. Returns for each slot if it was used."""
         positions = np.arange(len(names), dtype=np.int32) if written is None else np.array(written, np.int32)
         checksums = self.fill(lent, [names[place] for place in positions.tolist()], nbytes)
         number = self.group if group is None else group

@@ -1,4 +1,4 @@
-"""Clusters with tiers: chunks by name, and chunks that are in a tier and not in memory."""
+"""Helpers for clusters with tiers: they put and get chunks by name, and move chunks from memory to a tier."""
 
 import hashlib
 import time

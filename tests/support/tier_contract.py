@@ -32,7 +32,7 @@ class TierContract:
         raise NotImplementedError
 
     def damage(self, driver: Driver, key: bytes) -> None:
-        """Change a byte of a chunk where the tier keeps it."""
+        """Change a byte of a chunk in the place where the tier stores the chunk."""
         raise NotImplementedError
 
     def hang(self, driver: Driver, monkeypatch: pytest.MonkeyPatch) -> AbstractContextManager[None]:

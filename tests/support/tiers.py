@@ -149,7 +149,7 @@ class SsdDriver(Driver):
         super().__init__(SsdTier(SsdConfig.load(config), environment(arena)), arena)
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until all tombstones are written. False after the timeout, or if all drives that lack some are off."""
+        """Wait until no tombstone is pending. False after the timeout, or if every drive with pending ones is off."""
         shared, until_s = self.tier._shared, time.monotonic() + timeout_s
         while True:
             with shared.lock:

@@ -1,4 +1,4 @@
-"""A tier in a dictionary. Reads and writes wait until the test calls `go_on`, or a thread does them at once."""
+"""A tier in a dictionary. A thread does reads and writes at once; with `manual`, they wait for a call of `go_on`."""
 
 import threading
 import time

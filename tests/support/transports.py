@@ -24,7 +24,7 @@ def soon(seconds: float = 10.0) -> float:
 
 
 class Warehouse:
-    """A service that sends and receives one run of bytes, and records it. It answers only while `hold` is set."""
+    """A service that sends the bytes in `stock`, and receives bytes into `received`. Its answers wait for `hold`."""
 
     epoch = 7
 
@@ -102,7 +102,7 @@ def stream_on(connection: socket.socket) -> Stream:
 
 
 def is_closed(connection: socket.socket, after: bytes | None = None) -> bool:
-    """Wait until the other end closes the connection. First send `after`, if given, as our last bytes."""
+    """Whether the other end closes the connection. If `after` is given, first send these bytes and end our side."""
     try:
         if after is not None:
             connection.sendall(after)
@@ -149,7 +149,7 @@ class LyingServer:
 
 
 class Holder:
-    """A node that holds chunks, and knows holders of other keys as their owner. It answers Read and Suspect only.
+    """A node that holds chunks, and as an owner knows the holders of other keys. It answers Read and Suspect only.
 
     Attributes:
         chunks: Bytes by 16-byte key.
