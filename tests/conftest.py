@@ -1,4 +1,4 @@
-"""Fixtures for all tests: printed seeds, temporary directories in shared memory, faults, a check for left threads."""
+"""Fixtures for all tests: printed seeds, directories in shared memory, faults, a check that no thread still runs."""
 
 import os
 import random
@@ -55,7 +55,7 @@ def np_rng(seed: int) -> np.random.Generator:
 
 @pytest.fixture
 def shm_dir() -> Iterator[Path]:
-    """A directory of its own in /dev/shm, with a path short enough for sockets."""
+    """A directory in /dev/shm for one test, with a path short enough for sockets."""
     path = Path(tempfile.mkdtemp(prefix="raykv-test-", dir="/dev/shm"))
     yield path
     shutil.rmtree(path)
@@ -63,7 +63,7 @@ def shm_dir() -> Iterator[Path]:
 
 @pytest.fixture(autouse=True)
 def no_thread_stays() -> Iterator[None]:
-    """Every test stops what it started: threads of nodes and clients end with them."""
+    """Check that a test stops what it started: no thread of its nodes and clients still runs."""
     before = set(threading.enumerate())
     yield
     ours = [thread for thread in threading.enumerate() if thread not in before and thread.name.startswith("raykv")]

@@ -18,7 +18,7 @@ MOST_METHODS = 30
 MOST_FUNCTION_LINES = 50
 MOST_PARAMETERS = 7
 EXEMPT: dict[str, str] = {}
-"""What is allowed to be larger, as "path" or "path:name", and why. The file's first lines say so too."""
+"""What may be larger, as "path" or "path:name", and why. The first lines of such a file give the reason too."""
 
 NEVER = {
     "protocol": {"memory", "storage", "eviction", "tier", "transport", "membership", "node", "client", "supervisor"},
@@ -32,7 +32,7 @@ NEVER = {
     "client": {"storage", "eviction", "tier", "node", "supervisor", "membership", "embedded"},
     "supervisor": {"client", "embedded"},
 }
-"""For each package, the packages that it must not import. The listed packages must not import TOPMOST either."""
+"""For each package, the packages that it must not import. No package on the left may import TOPMOST either."""
 TOPMOST = {"", "cluster", "integrations", "tools"}
 ENGINES = {"torch", "vllm", "sglang", "transformers", "safetensors"}
 INPUT_OUTPUT = {"os", "socket", "subprocess", "mmap", "threading", "asyncio", "fcntl", "shutil", "tempfile", "time"}
@@ -154,7 +154,7 @@ def import_problems() -> Iterator[Problem]:
 
 
 def code_lines(node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]) -> int:
-    """Lines of a function that hold code: not its docstring, comments and empty lines."""
+    """Number of lines of code in a function, without its docstring, comments and empty lines."""
     assert node.end_lineno is not None
     skipped: set[int] = set()
     first = node.body[0]

@@ -513,7 +513,7 @@ def test_a_dead_node_costs_its_own_chunks_and_no_more():
         assert time.monotonic() - began_s < 2.5
         assert not any(hits[:30])
         assert all(hits[60:])
-        running.settle()  # the others take over the keys that it owned
+        running.settle()  # the other nodes take over the dead node's keys
         assert get(reader, wanted).hits == (False,) * 30 + (True,) * 60
         assert reader.match(names(30, "of-0")).count == 0
 
@@ -696,7 +696,7 @@ def test_a_namespace_keeps_to_its_capacity_on_every_node_and_leaves_the_others_a
 
 
 def test_what_is_done_in_the_background_leaves_the_others_their_threads(monkeypatch):
-    """A background task itself asks several nodes, and waits for their answers."""
+    """Background tasks also ask several nodes in parallel. They must finish even if they occupy all worker threads."""
     monkeypatch.setattr(parallel, "MAX_PARALLEL", 2)
     with cluster(2) as running:
         client = running.client(SPACE)
@@ -768,7 +768,7 @@ def test_keys_for_an_owner_that_is_away_take_no_room_from_others(faults, monkeyp
 
 
 def test_a_node_that_was_out_for_a_while_announces_all_its_chunks_again(monkeypatch):
-    """The others have dropped its locations, and it did not see the view without itself."""
+    """The other nodes have dropped its locations, and it never got the view in which it was missing."""
     with cluster(3, member_timeout_s=0.3) as running:
         put(running.client(SPACE, node=2), names(60), chained=False)
         running.settle()

@@ -32,7 +32,7 @@ def resident(node: NodeProcess) -> np.ndarray:
 
 
 def check(node: NodeProcess, load: Load, before: np.ndarray) -> int:
-    """Check that the chunks in `before` are still there, and no unfinished one. Returns the number of these chunks."""
+    """Check that all keys in `before` are hits with right bytes, and unfinished chunks are not. Returns len(before)."""
     names = {chunk_keys.to_bytes(chunk_keys.named(SPACE.digest, [name])): name for name in [*load.names, *PINNED]}
     raw = chunk_keys.to_bytes(before)
     there = [raw[at : at + 16] for at in range(0, len(raw), 16)]
@@ -72,7 +72,7 @@ def kill_again_and_again(node: NodeProcess, kills: int, seed: int) -> None:
     chunks = below = 0
     with Load(node, seed) as load:
         for _ in range(kills):
-            time.sleep(rng.random() * 0.15)  # until the random moment
+            time.sleep(rng.random() * 0.15)  # so that the kill is at a random moment
             node.kill()
             load.pause_writes()
             before = resident(node)

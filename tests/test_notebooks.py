@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationW
 
 
 def run(name: str, *, trace: Path | None = None) -> None:
-    """Run a notebook, with `trace` in place of its own if one is given."""
+    """Run a notebook. If `trace` is given, it replaces the trace that the notebook names."""
     notebook = nbformat.read(NOTEBOOKS / name, as_version=4)
     if trace is not None:
         (cell,) = [cell for cell in notebook.cells if TRACE in cell.source]

@@ -1,6 +1,7 @@
 """Readers without locks against a writer that keeps evicting: no wrong byte, ever.
 
-The soak variant takes the number of reads from RAYKV_SOAK; RAYKV_TEST_SEED sets the choice of keys.
+RAYKV_TEST_SEED sets the seed for the choice of keys. RAYKV_SOAK sets the number of reads of the soak variant, and may
+set another seed for it.
 """
 
 import json

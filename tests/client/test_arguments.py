@@ -40,7 +40,7 @@ FLAGS = [None, 1, "yes", [], np.ones(2, bool), object()]
 
 
 def cases() -> list[tuple[str, str, Any]]:
-    """Return for each wrong call: the name of the method, the wrong argument, and the call itself."""
+    """List the wrong calls: for each, the method's name, the wrong argument, and a function that makes the call."""
     found: list[tuple[str, str, Any]] = []
 
     def add(method: str, field: str, values: list[Any], call: Any) -> None:
@@ -120,7 +120,7 @@ def cases() -> list[tuple[str, str, Any]]:
 
 
 def wrong(client: Any, given: list[tuple[str, str, Any]]) -> list[str]:
-    """List the calls that raise anything but a UsageError with a text. A call may also succeed."""
+    """Make all calls in `given`. Returns a line for each exception that is not a UsageError, or that has no text."""
     found = []
     for method, what, call in given:
         try:

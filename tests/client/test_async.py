@@ -1,4 +1,4 @@
-"""AsyncClient: a cancelled call ends when its thread does, so nothing writes to the caller's buffers later."""
+"""AsyncClient: a cancelled call ends only after its thread is done, so nothing writes to the buffers later."""
 
 import asyncio
 import random

@@ -1,4 +1,4 @@
-"""Puts into slots lent in advance, waited for or posted, while nodes and clients die or hang."""
+"""Puts into slots that the node lent in advance, with and without waiting, while nodes and clients die or hang."""
 
 import os
 import signal
@@ -108,21 +108,21 @@ def test_a_pool_grows_with_use_and_is_filled_when_half_empty():
     assert pool.lacking() == 6  # half empty: the target is doubled, from 4 to 8
     pool.coming = 6
     assert pool.pop(5, 0.4) == [(1, 10), (2, 20)]
-    assert pool.lacking() == 0  # the six requested slots count
+    assert pool.lacking() == 0  # 6 slots are requested already: more than half of the target, 8
     pool.coming = 0
     assert pool.lacking() == 16
     assert pool.pop_surplus(1.0) == []
     assert pool.lacking() == 0  # `pop_surplus` has reset the target of the idle pool
 
 
-# -- waited for -------------------------------------------------------------------------------------------------------
+# -- puts that are waited for -----------------------------------------------------------------------------------------
 
 
 def test_in_steady_state_a_put_is_one_call(node):
     with node.client() as client:
         for number in range(60):
             assert client.put_one(client.key(f"chunk-{number}"), content(f"chunk-{number}"))
-            if number % 10 == 9:  # lets new slots arrive: a burst that empties the pool would send more requests
+            if number % 10 == 9:  # wait for new slots: a put that finds the pool empty sends a `Lend`
                 client.flush()
         requests = node.stats()["requests"]
         assert requests["Commit"] == 60
@@ -171,7 +171,7 @@ def test_a_full_arena_takes_what_fits_and_says_so(node):
 
 @pytest.mark.slow
 def test_writers_of_the_same_keys_store_each_once(node):
-    """A later writer finds the chunk stored, before or after it has copied the bytes; no reader gets a wrong byte."""
+    """A writer that is not the first learns this before or after its copy of the bytes. No reader gets a wrong byte."""
     clients = [node.client() for _ in range(3)]
     results: list[PutResult] = []
 
@@ -217,7 +217,7 @@ def test_threads_of_one_client_share_its_connection(node):
         assert all(get(client, [f"w{writer}-{number}" for writer in range(4) for number in range(40)]))
 
 
-# -- posted -----------------------------------------------------------------------------------------------------------
+# -- puts that are posted ---------------------------------------------------------------------------------------------
 
 
 def test_a_client_reads_what_it_posted(node):
@@ -294,7 +294,7 @@ def test_prepared_slots_spare_the_wait(node):
 @pytest.mark.slow
 @pytest.mark.parametrize("stopped_s", [0.3, TRUST_S + 0.5])
 def test_a_stopped_node_costs_its_deadline_and_no_lease(node, stopped_s: float):
-    """Each put has 4 ms, as in an engine's step. When the node continues, the same connection works again."""
+    """Each put has a deadline of 4 ms, about the default of `store_timeout_s`. A stop does not break the connection."""
     with node.client() as client, node.client() as reader:
         put(client, names(30))
         client.flush()
@@ -339,7 +339,7 @@ def test_a_stopped_node_costs_its_deadline_and_no_lease(node, stopped_s: float):
 def test_a_node_that_was_stopped_evicts_nothing_for_a_put_that_has_given_up(node):
     with node.client() as client, node.client() as other:
         assert put(client, ["first"]).stored == 1
-        assert put(other, names(500)).stored == 500  # 25 of 32 MB
+        assert put(other, names(500)).stored == 500  # they take 25 of the arena's 32 MiB
         before = node.stats()
         stop(node)
         assert put(client, names(400, "late"), timeout_s=0.2).stored == 0
@@ -412,7 +412,7 @@ def test_posted_puts_that_are_lost_are_reported_and_nothing_raises(node):
 
 @pytest.mark.parametrize("wait", [True, False])
 def test_chunks_that_took_too_long_to_write_are_committed_all_the_same(node, monkeypatch, wait: bool):
-    """Otherwise their slots would stay lent, and so could not be evicted, until the connection ends."""
+    """Without a commit, the slots would stay lent until the connection ends, and nobody else could use them."""
     with node.client() as client, node.client() as other:
         put(client, names(4))
         threads, late = client.router.copy_threads, names(12)[4:]
@@ -537,7 +537,7 @@ def test_slots_of_a_killed_client_come_back_after_quarantine(node):
 
 @pytest.mark.slow
 def test_slots_lent_by_a_node_that_died_are_not_written_to_later(node, monkeypatch):
-    """After the node's death they are quarantined only for a while. A client that was idle longer must not use them."""
+    """The dead node's slots are in quarantine for a while. A client that was idle longer must not use them."""
     with node.client() as idle, node.client() as busy:
         put(idle, names(40))
         old = starts_at_hand(idle)
@@ -607,7 +607,7 @@ def test_no_wrong_byte_however_often_the_node_dies(node, wait):
 
 @pytest.mark.slow
 def test_what_was_reported_as_stored_is_there_however_often_the_node_dies(node, rng):
-    """Also after puts that return while the node is dead or dying."""
+    """Some puts return while the node is dead or dying. What they report as stored must be there too."""
     stopping = threading.Event()
     stored: list[str] = []
 
@@ -687,7 +687,7 @@ def policy_of(task: int) -> int | None:
 
 @pytest.mark.skipif(os.sched_getscheduler(0) != os.SCHED_OTHER, reason="somebody has chosen how these tests run")
 def test_a_nodes_threads_do_not_interrupt_this_hosts_readers_and_writers(node):
-    """They use SCHED_BATCH. Threads that serve other hosts keep the default policy, since clients wait for them."""
+    """They use SCHED_BATCH, except threads that serve other hosts, since the clients there wait for each answer."""
     with node.client() as client, node.client(local=False) as remote:
         put(client, names(2))
         assert remote.stats()

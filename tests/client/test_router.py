@@ -93,7 +93,7 @@ def test_without_more_threads_the_caller_does_the_work(monkeypatch):
     queued, done = [], []
 
     def refuse(executor, task, *arguments):
-        queued.append(task)  # ThreadPoolExecutor also queues the task before it starts a thread
+        queued.append(task)  # as in ThreadPoolExecutor, which queues the task before it starts a thread
         raise RuntimeError("can't start new thread")
 
     parallel = Parallel()
@@ -175,7 +175,7 @@ def test_buffers_of_no_length_and_gets_of_nothing():
 
 
 def test_a_client_joins_a_cluster_that_was_made_again():
-    """Its host's node now has another secret, and epochs start again from 1."""
+    """The node on the client's host now has another secret, and epochs start again from 1."""
     with cluster(2) as running:
         put(running.client(SPACE, node=0), ["a"])
         running.settle()

@@ -1,4 +1,4 @@
-"""Hit density: the chances and scores that it learns, against brute force; and its hits, against those of LRU."""
+"""Hit density: its learned chances and scores are compared with brute force, and its hits with those of LRU."""
 
 import numpy as np
 import pytest
@@ -70,7 +70,7 @@ def test_density_is_the_best_of_all_horizons(np_rng):
 
 
 def trace_of(requests: list[tuple[list[tuple[int, ...]], int]]) -> Trace:
-    """Make a trace of one request a second. Each request has the names of its chunks and its output tokens."""
+    """Make a trace of one request a second. Each request has its chunks' names and its number of output tokens."""
     number: dict[tuple[int, ...], int] = {}
     made = [
         Request(float(at), [number.setdefault(name, len(number)) for name in names], 4 * len(names), output)
@@ -80,7 +80,7 @@ def trace_of(requests: list[tuple[list[tuple[int, ...]], int]]) -> Trace:
 
 
 def chats(rng, count: int, scans: float, *, outputs: bool = False) -> Trace:
-    """Chats behind one of three system prompts, each with up to seven turns, and long prompts that come once."""
+    """Chats of up to seven turns that begin with one of three system prompts, and long prompts that occur only once."""
     open_chats: list[tuple[list[tuple[int, ...]], int]] = []
     requests = []
     for at in range(count):

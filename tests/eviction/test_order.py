@@ -1,4 +1,4 @@
-"""Policies that evict one chunk at a time, against references in plain Python; and the same policies in batches."""
+"""Policies that evict one chunk at a time, compared with references in plain Python and with eviction in batches."""
 
 import random
 from collections import OrderedDict, deque
@@ -178,7 +178,7 @@ def test_hits_are_those_of_the_reference(name, rng):
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "tolerance"), [("arc", 0.01), ("s3fifo", 0.002)])
 def test_hits_differ_little_from_the_reference(name, tolerance, rng):
-    """The return of an evicted chunk takes effect after room was made for it; in the reference, before that."""
+    """When an evicted chunk returns, the policy learns it after room was made, and the reference learns it before."""
     for _ in range(8):
         accesses, size = skewed(rng, 4000), rng.randrange(10, 500)
         share = REFERENCES[name](accesses, size) / len(accesses)
@@ -263,7 +263,7 @@ def test_arc_takes_from_the_queue_that_is_too_long():
         "nothing returned: chunks read once are evicted first"
     )
     made.on_remove(columns, rows[2:4], 1, evicted=True)
-    made.on_insert(columns, rows[2:4], 1)  # two chunks that were read once return
+    made.on_insert(columns, rows[2:4], 1)  # two chunks return after their eviction from the first queue
     assert made.queue(columns, rows).tolist() == [0, 0, 1, 1, 1, 1, 1, 1]
     assert victims(made, columns, rows, 3, 1).tolist() == [3, 2, 7], "now the first queue may have two"
 
@@ -282,7 +282,7 @@ def test_s3fifo_gives_second_chances_in_batches_too():
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
 def test_a_policy_can_start_from_the_columns(name, rng):
-    """After a restart, or when it replaces another policy, a policy starts from the chunks in memory."""
+    """A policy starts from the chunks in memory after a restart, and when it replaces another policy."""
     cache = Cache(policy("leaf_lru"), 200, 2000)
     for now in range(1, 60):
         first = rng.randrange(1900)

@@ -1,4 +1,4 @@
-"""Policies against brute force in plain Python, on random trees."""
+"""Policies compared with brute force in plain Python, on random trees."""
 
 import random
 
@@ -59,7 +59,7 @@ def random_forest(rng: random.Random, *, orderly: bool) -> Forest:
         parents.append(parent)
         newest = accessed[parent] if orderly and parent >= 0 else rng.choice([8, 1000])
         accessed.append(rng.randint(1, newest))
-    order = rng.sample(range(rows), rows)  # rows in random order
+    order = rng.sample(range(rows), rows)
     place = {row: order.index(row) for row in range(rows)}
     return Forest(
         [place[parents[row]] if parents[row] >= 0 else -1 for row in order],

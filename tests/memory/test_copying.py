@@ -100,7 +100,7 @@ def batch(rng, count: int, nbytes: int):
 
 
 class Helpers:
-    """Called with a job, it starts threads that share the job. Then it raises an error if `fails_after_s` is set."""
+    """A call with a job starts `count` threads that share it, and then raises an error if `fails_after_s` is set."""
 
     def __init__(self, count: int, fails_after_s: float | None = None) -> None:
         self.count, self.fails_after_s = count, fails_after_s
@@ -253,7 +253,7 @@ def test_views_that_cannot_be_used_are_named():
 
 
 def test_every_way_of_a_large_copy_is_tried_and_is_right(rng, loops):
-    """A process tries all ways in turn in its first copies. The new process here makes more copies than that."""
+    """A process tries all ways in turn in its first copies. Here a new process makes enough copies to try each way."""
     if native.loops is None or not native.loops.avx2(True):
         pytest.skip("only one way here")
     subprocess.run([sys.executable, "-c", WAYS, str(rng.randrange(1 << 30))], check=True)

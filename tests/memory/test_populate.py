@@ -1,4 +1,4 @@
-"""Extents get memory ahead of need: the three states of an extent, and no page is touched before it has memory."""
+"""Extents get memory ahead of need, and are out of use if there is none. No page is touched before it has memory."""
 
 import os
 import subprocess

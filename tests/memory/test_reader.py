@@ -43,7 +43,7 @@ class Writer:
         self.indexed: dict[int, int] = {}  # row -> number of its key in the index
 
     def steps(self, row: int, number: int):
-        """Put key `number` into `row`, and remove the row's chunk before that. At each yield, readers may look."""
+        """Remove the chunk in `row`, if any, and then put key `number` there. At each yield, readers may look."""
         cells = self.table.cells
         if number in self.indexed.values() and self.indexed.get(row) != number:
             return  # a writer enters a key only once
@@ -119,7 +119,7 @@ def test_a_change_between_lookup_and_copy_is_a_miss_or_right(monkeypatch, before
 @HYPOTHESIS
 @given(before=changes, unfinished=changes, asked=st.integers(0, 39))
 def test_a_half_done_change_is_a_miss_or_right(before, unfinished, asked):
-    """For reads of one chunk. A chunk that is ready is a hit, since nothing changes during the read."""
+    """Each read is of one chunk. A chunk that is ready is a hit, since nothing changes during the read."""
     writer = Writer()
     for row, number, _ in before:
         writer.put(row, number)

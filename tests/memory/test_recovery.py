@@ -71,7 +71,7 @@ def random_table(rng: np.random.Generator) -> Table:
     table.insert(keys[: len(indexed)], indexed)
     others = np.flatnonzero(columns.generation[:populated] & 1)[:30].astype(np.int32)
     table.insert(keys[len(indexed) : len(indexed) + len(others)], others)
-    table.remove(others)  # leaves removed entries
+    table.remove(others)  # so that the index has entries marked as removed
     return table
 
 
@@ -236,7 +236,7 @@ def test_an_index_that_does_not_name_each_ready_row_once_is_rebuilt(np_rng, how)
         table.index[places[3]] = table.index[places[4]]
     else:
         entries = table.index[places]
-        table.index[[places[entries == 10][0], places[entries == 21][0]]] = [11, 20]  # sum and XOR do not change
+        table.index[[places[entries == 10][0], places[entries == 21][0]]] = [11, 20]  # their sum and XOR stay the same
     assert not table.header["dirty"]
     assert recovery.recover(table).ready.tolist() == rows.tolist()
     assert table.find(keys).tolist() == rows.tolist()
@@ -248,7 +248,7 @@ def test_readers_find_every_chunk_while_the_index_is_rebuilt(monkeypatch):
     rows, keys = np.array([5, 6, 7], np.int32), np.array([[1, 2], [5, 6], [3, 4]], np.uint64)
     table.insert(keys, rows)
     table.columns.generation[rows] = [2, 3, 2]
-    table.columns.state[rows] = RowState.READY  # row 6: the node was killed before its generation became even
+    table.columns.state[rows] = RowState.READY  # the node was killed before row 6's generation became even
     table.header["dirty"] = 1
     rebuild, found = table.rebuild_index, []
 
@@ -263,7 +263,7 @@ def test_readers_find_every_chunk_while_the_index_is_rebuilt(monkeypatch):
 
 
 def test_a_link_whose_depths_do_not_agree_is_dropped():
-    """A chunk may have been stored with a depth that is not its parent's depth plus one: such a link is wrong."""
+    """A chunk's depth as stored may differ from its parent's depth plus one. Its link to the parent is then wrong."""
     table = small_table()
     columns, rows = table.columns, np.arange(4, dtype=np.int32)
     table.insert(np.arange(1, 9, dtype=np.uint64).reshape(4, 2), rows)

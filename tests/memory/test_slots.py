@@ -1,4 +1,4 @@
-"""Slots against a model that remembers who owns which page."""
+"""Slots compared with a model that remembers who owns which page."""
 
 import numpy as np
 import pytest

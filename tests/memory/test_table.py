@@ -1,4 +1,4 @@
-"""The table's index against a dict."""
+"""The table's index compared with a dict."""
 
 import numpy as np
 import pytest
@@ -207,7 +207,7 @@ def test_a_change_that_does_not_finish_leaves_its_mark():
 
 
 def test_a_row_costs_what_the_config_says():
-    """Both copies of the index included."""
+    """The cost includes both copies of the index."""
     assert f"{ROW_NBYTES} bytes" in str(StorageConfig.__doc__)
     assert table_nbytes(1 << 20, 1) / (1 << 20) < ROW_NBYTES + 3  # a fixed part of 2 MB lists the namespaces
 

@@ -144,7 +144,7 @@ def test_keys_of_an_owner_that_does_not_answer_are_bounded_and_delay_nobody(node
 
 
 def test_a_node_that_was_out_of_the_view_announces_everything_again(nodes: Nodes, monkeypatch):
-    """The others have dropped its locations, and it did not see the view without itself."""
+    """The other nodes have dropped its locations, and it never got the view in which it was missing."""
     nodes.start("a", "b", "c")
     nodes.put("c", NAMES)
     nodes.settle()

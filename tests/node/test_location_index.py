@@ -20,7 +20,7 @@ def add(index: LocationIndex, node: str, numbers, nbytes: int = 4096) -> None:
 
 
 def test_random_announcements(rng: random.Random, monkeypatch):
-    """Holders, lengths and holders below memory, after random additions, removals and changes of the view."""
+    """Holders, lengths, and which holders have a chunk only below memory, after random changes of index and view."""
     monkeypatch.setattr(module, "MAX_SHARED", 50)
     index = LocationIndex(1000)
     model: dict[int, dict[str, bool]] = {n: {} for n in range(30)}

@@ -1,4 +1,4 @@
-"""The tiers in which a namespace's config lets chunks lie, and which chunks are demoted first."""
+"""The tiers that a namespace's config allows for its chunks, and which chunks are demoted first."""
 
 import time
 from collections.abc import Iterator

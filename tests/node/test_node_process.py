@@ -80,12 +80,12 @@ def test_a_killed_writers_slots_are_quarantined_and_then_free(node):
 def test_a_stopped_node_costs_the_deadline_and_local_reads_nothing(node):
     with node.client(timeout_s=0.5) as client, node.client(local=False, timeout_s=0.5) as remote:
         assert put(client, names(5)).stored == 5
-        wait_until(lambda: all(get(remote, names(5))))  # true once their owner knows the chunks
+        wait_until(lambda: all(get(remote, names(5))))  # until the owner of the keys knows the chunks
         node.process.send_signal(signal.SIGSTOP)
         os.waitpid(node.process.pid, os.WUNTRACED)  # returns when the process has stopped
         began_s = time.monotonic()
         assert not any(get(remote, names(5)))
-        new = names(200, "new")  # together they fit the arena: nothing is evicted for them later
+        new = names(200, "new")  # all 205 chunks fit the arena, so none is evicted later
         first = put(client, new[:1])
         assert (first.stored, first.posted + first.skipped) == (0, 1), "its commit waits for the node"
         assert put(client, new).skipped > 0
@@ -120,7 +120,7 @@ def test_nodes_killed_under_load_lose_nothing_that_was_committed(node, rng):
         for _ in range(2):
             goal = len(stored) + 20
             wait_until(lambda goal=goal: len(stored) >= min(goal, 400))
-            time.sleep(rng.random() * 0.05)  # at a random point of its work
+            time.sleep(rng.random() * 0.05)  # kill the node at a random moment
             node.kill()
             with_certainty = sorted(stored)
             node.start()
@@ -134,9 +134,9 @@ def test_nodes_killed_under_load_lose_nothing_that_was_committed(node, rng):
 
     def only_chunks_use_memory() -> bool:
         stats = node.stats()
-        return stats["used_nbytes"] == stats["chunks"] * 53_248 + stats["lent_nbytes"]  # 13 pages each
+        return stats["used_nbytes"] == stats["chunks"] * 53_248 + stats["lent_nbytes"]  # 13 pages per chunk
 
-    wait_until(only_chunks_use_memory)  # true once the slots that the killed nodes had lent leave quarantine
+    wait_until(only_chunks_use_memory)  # until the slots that were lent by killed nodes are out of quarantine
 
 
 @pytest.mark.slow

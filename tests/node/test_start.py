@@ -18,7 +18,7 @@ from raykv.transport.link import Link
 
 MIB, GIB = 1 << 20, 1 << 30
 FIRST_ANSWER_NBYTES = 160 * MIB
-"""Of a table of 10 million rows (850 MiB), only the index in use (76 MiB) is large. The arena needs no memory yet."""
+"""Of a new table of 10 million rows (850 MiB), mainly the index in use (76 MiB) takes memory. The arena takes none."""
 
 
 @pytest.mark.parametrize(("rows", "most_nbytes"), [(16 * GIB >> 16, 32 * MIB), (10_000_000, FIRST_ANSWER_NBYTES)])

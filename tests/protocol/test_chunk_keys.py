@@ -1,4 +1,4 @@
-"""Keys commit to their namespace and to every token before them."""
+"""Keys commit to their namespace and to every token up to the end of their chunk."""
 
 import hashlib
 

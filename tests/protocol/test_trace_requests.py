@@ -18,7 +18,7 @@ SPACE = raykv.Namespace(model="m", chunk_tokens=16)
 
 
 def fetched(node, on: bool) -> list[TracedRequest]:
-    """Requests that a node recorded since the last call."""
+    """Requests that a node recorded since the last call. From now on, the node records requests if `on`."""
     found: list[TracedRequest] = Peer(node).ask(messages.FetchTrace(on)).requests
     return found
 

@@ -1,4 +1,4 @@
-"""Nodes in processes of their own, restarted when they end. Node, supervisor or owner is killed, stopped or hangs."""
+"""Supervised nodes restart when they end. Tests kill or stop a node, its supervisor, or the process that owns both."""
 
 import json
 import os
@@ -48,11 +48,11 @@ from raykv.storage import files
 files.OWN_TIMEOUT_S = 0.2
 runpy.run_module("raykv.supervisor.process", run_name="__main__")
 """
-"""A supervisor whose node does not wait long until a dying node releases the memory."""
+"""A supervisor whose node waits only 0.2 s for another process to release the node's memory."""
 
 
 class Supervised:
-    """A supervised node that tests kill."""
+    """A supervised node, which a test can kill."""
 
     def __init__(self, shm_dir: Path, **storage: object) -> None:
         memory = {"arena_nbytes": 32 << 20, "extent_nbytes": 1 << 20, "shm_dir": str(shm_dir), **storage}
