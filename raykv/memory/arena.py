@@ -1,4 +1,4 @@
-"""Shared memory: a file in a tmpfs or hugetlbfs, which outlives the process that made it, or anonymous memory."""
+"""Shared memory: either anonymous memory, or a file in a tmpfs or hugetlbfs. The file outlives its process."""
 
 import ctypes
 import errno
@@ -103,7 +103,7 @@ class SharedMemory:
 
     @property
     def huge_nbytes(self) -> int:
-        """Number of bytes in huge pages. On tmpfs, only pages that `populate` made in this process count."""
+        """Number of bytes in huge pages. On tmpfs, this includes only pages that `populate` made in this process."""
         if self.page_nbytes > mmap.PAGESIZE and self._close_fd.alive:
             return os.fstat(self._fd).st_blocks * 512
         return self._huge_blocks.count(1) * pages.huge_nbytes()
@@ -115,7 +115,7 @@ class SharedMemory:
         """
         found = os.fstatvfs(self._fd)
         if self.huge_pages == "never" or (found.f_blocks and found.f_bavail * found.f_frsize < nbytes):
-            return False  # if the room is too small, `posix_fallocate` in the caller fails and takes nothing
+            return False  # without enough room, `posix_fallocate` in the caller fails and takes nothing
         block = pages.huge_nbytes()
         for number in range(-(-offset // block), (offset + nbytes) // block):
             if not self._huge_blocks[number] and not pages.collapse(self.address, self._fd, number * block):
@@ -126,8 +126,8 @@ class SharedMemory:
     def own(self, *, timeout_s: float) -> None:
         """Become the one process that writes to this file. The ownership ends with `close` or with the process.
 
-        Waits up to `timeout_s` for another owner, since a killed process may take a moment to end. Raises ConfigError:
-        Another process still owns the file after that time.
+        If another process owns the file, waits up to `timeout_s` until that process ends: a killed process may take a
+        moment. Raises ConfigError: Another process still owns the file after that time.
         """
         until_s = time.monotonic() + timeout_s
         while True:
@@ -209,7 +209,7 @@ def require_room(directory: Path | None, nbytes: int, *, field: str) -> None:
 
 
 def require_pages(arena: SharedMemory, extent_nbytes: int) -> None:
-    """Raise ConfigError if extents are not whole pages, or if huge pages are required and the kernel has none."""
+    """Raise ConfigError if an extent does not consist of whole pages, or if the kernel lacks required huge pages."""
     required = arena.huge_pages == "require"
     page = max(arena.page_nbytes, pages.huge_nbytes() if required else 0)
     if extent_nbytes % page:

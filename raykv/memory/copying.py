@@ -21,7 +21,7 @@ STREAM_NBYTES: Final = 512 << 10
 TINY_NBYTES: Final = 240
 """Up to this size xxh3 uses another algorithm. Only the xxhash package implements it, not the compiled loops."""
 _WITHOUT_GIL_NBYTES: Final = 64 << 10
-_SHARE_NBYTES: Final = 1 << 20  # bytes per thread of a batch: waking a thread for less does not pay
+_SHARE_NBYTES: Final = 1 << 20  # least bytes for each thread of a batch: waking a thread for fewer does not pay
 
 
 def copy(target: memoryview, source: memoryview) -> None:

@@ -1,4 +1,4 @@
-"""The free rows of a chunk table. The writer lists them in its own memory, and finds them again at every start."""
+"""The free rows of a chunk table. The node's process lists them in its private memory, and finds them at each start."""
 
 import mmap
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ class FreeRows:
     """The free rows of a table. Free rows before `fresh` are on a stack, at four bytes each.
 
     Attributes:
-        fresh: The rows fresh .. limit - 1 are free and not on the stack. This process has not used them.
+        fresh: First of the rows that this process has not used yet. Rows from `fresh` to `limit` - 1 are free.
         limit: Rows from this number on must not be used, since they have no real memory yet.
     """
 

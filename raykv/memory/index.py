@@ -26,7 +26,7 @@ FIRST: Final = 2
 MOST_REMOVED_SHARE: Final = 4
 """The index is rebuilt when more than 1/MOST_REMOVED_SHARE of its entries are removed entries."""
 
-_MIX: Final = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: the product spreads similar keys
+_MIX: Final = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: multiplying by it spreads similar keys
 _LOW_64: Final = (1 << 64) - 1
 _LONG_SEARCH: Final = 256  # after this many steps, the numpy loops check whether the index is full
 

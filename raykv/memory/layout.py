@@ -1,4 +1,4 @@
-"""The layout of a chunk table in shared memory: a header, one row per chunk, one array per column."""
+"""The layout of a chunk table in shared memory: a header, the index, and arrays with one entry per row."""
 
 from enum import IntEnum
 from typing import TYPE_CHECKING, Final
@@ -52,8 +52,8 @@ HEADER: Final = np.dtype(
         ("recording", "<u8"),
     ]
 )
-"""`incarnation` counts the processes that have owned the table. `dirty` is 1 during a change. If it is 1 at a start, a
-change by the last owner did not finish. `recording` is 1 if clients must report lookups (`client.trace_recorder`)."""
+"""`incarnation` counts the processes that have owned the table. `dirty` is 1 during a change. If a new owner finds a 1,
+the last owner did not finish a change. `recording` is 1 if clients must report lookups (`client.trace_recorder`)."""
 NAMESPACE: Final = np.dtype([("capacity", "<u8"), ("text", f"S{NAMESPACE_TEXT_NBYTES}")])
 TEXT_OFFSET: Final = NAMESPACE.itemsize - NAMESPACE_TEXT_NBYTES
 RECORD: Final = np.dtype(
@@ -91,22 +91,22 @@ ROW_NBYTES: Final = (
 
 
 class Columns:
-    """The columns as numpy arrays over shared memory, one entry per row. Columns of RECORD are strided views.
+    """The columns as numpy arrays over shared memory, one entry per row. The fields of RECORD are strided views.
 
     Attributes:
         key_hi, key_lo: The two halves of the key.
         checksum: xxh3-64 of the chunk's bytes.
-        generation: The row is readable if this is even and not 0. It changes with every new content of the row.
+        generation: The row is readable if this is even and not 0. Each chunk that the row gets has another generation.
         page: Start of the slot in the arena, in units of SLOT_ALIGNMENT_NBYTES.
         nbytes: Length of the chunk. In a lent row: size of the slot.
         inserted, accessed, expires: Times in ticks; `expires` 0 means never. In a quarantined row, `inserted` is the
             end of the quarantine. Readers write `accessed` and `frequency` without a lock; a lost update does no harm.
-        frequency: Number of reads since the commit. A chunk promoted from a tier keeps its earlier reads.
+        frequency: Number of reads of the chunk. Reads before a promotion from a tier are included.
         depth: Number of chunks before this chunk in its chain.
         parent, parent_generation: Row of the chunk before this chunk (-1: none), and that row's generation at the
             commit. If that row has another generation now, the parent chunk is gone.
         children: Number of READY rows whose parent is the chunk in this row.
-        group: Number of the quota group in the table's list of namespaces.
+        group: The quota group, as an index in the table's list of namespaces.
         pins: Number of pins, which keep the bytes in place.
         state: See `RowState`.
     """
@@ -164,7 +164,7 @@ class Layout:
         return start
 
     def parts_of_rows(self, first: int, end: int) -> list[tuple[int, int]]:
-        """Return (offset, nbytes) of each part of the file that holds columns of the rows first .. end - 1."""
+        """Return (offset, nbytes) of each part of the file that holds data of the rows from `first` to `end` - 1."""
         widths = [(self.records, RECORD.itemsize)]
         widths += [(start, np.dtype(COLUMNS[name]).itemsize) for name, start in self.columns.items()]
         return [(start + first * width, (end - first) * width) for start, width in widths]

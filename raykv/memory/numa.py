@@ -1,7 +1,8 @@
 """Takes memory from all NUMA nodes of a host.
 
 Neighbouring extents of an arena come from different NUMA nodes, in turn, so a half-full arena uses all nodes equally.
-The kernel's policy is "preferred", not "bind": a page of a distant node is better than the out-of-memory killer.
+The memory policy is "preferred", not "bind": when a node is full, the kernel takes pages of another node. With "bind",
+it would kill a process instead.
 """
 
 import os
@@ -17,7 +18,7 @@ from raykv.memory.pages import syscall_error
 MPOL_DEFAULT: Final = 0
 MPOL_PREFERRED: Final = 1
 MAX_NODES: Final = 1024
-_SET_MEMPOLICY: Final = {"x86_64": 238, "aarch64": 237}  # system call numbers; libnuma may not be installed
+_SET_MEMPOLICY: Final = {"x86_64": 238, "aarch64": 237}  # system call numbers, since libnuma may not be installed
 
 
 def usable_nodes(root: Path = Path("/")) -> tuple[int, ...]:

@@ -98,7 +98,7 @@ def collapse(address: int, fd: int, offset: int) -> bool:
 
 
 def hugetlb_page_nbytes(fd: int) -> int:
-    """Return the page size of the hugetlbfs of a file or directory. Return 0 for any other file system."""
+    """Return the page size of the hugetlbfs that contains a file or directory. Return 0 for any other file system."""
     result = (ctypes.c_long * 32)()  # struct statfs: type and block size come first
     return int(result[1]) if not _libc.fstatfs(fd, result) and result[0] == _HUGETLBFS_MAGIC else 0
 

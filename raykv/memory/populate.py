@@ -32,13 +32,13 @@ class Populator:
     Attributes:
         on_populated: Hooks, for example to register memory with a NIC or a GPU. Each is called once per extent, with
             (offset, nbytes), after the extent got memory and before its first use. The node's lock is held. No hook is
-            called for extents that had a slot size when this process took over the table; see `Table.extent_slots`.
+            called for an extent whose entry in `Table.extent_slots` was not 0 when this process took over the table.
     """
 
     def __init__(
         self, arena: SharedMemory, table: Table, slots: Slots, free_rows: FreeRows, *, nodes: Sequence[int] = (0,)
     ) -> None:
-        """Let `slots` call this object to populate. Neighbouring extents take memory from the NUMA `nodes` in turn."""
+        """Set `slots.populate`. Neighbouring extents take memory from the NUMA nodes in `nodes`, in turn."""
         self._arena, self._table, self._slots, self._free_rows = arena, table, slots, free_rows
         self._nodes = nodes
         self._ahead_nbytes = min(AHEAD_NBYTES, arena.nbytes // AHEAD_SHARE)

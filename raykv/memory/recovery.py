@@ -43,7 +43,7 @@ def recover(table: Table) -> Recovered:
     A row with an even generation above 0 becomes READY. If it was PENDING_DELETE, it becomes FREE instead, since pins
     end with the connections of the earlier process. A row with an odd generation that was not FREE becomes QUARANTINED,
     since its writer may still fill the slot. Chunk bytes are not checked. If the table contradicts itself, raises
-    LostError with the contradiction, and changes nothing.
+    LostError, which names the contradiction, and changes nothing.
     """
     columns, populated = table.columns, slice(0, table.rows_populated)
     generations, state = columns.generation[populated].copy(), columns.state[populated]
@@ -95,7 +95,7 @@ def _check_rows(table: Table, rows: Rows, slots: Slots, used_nbytes: npt.NDArray
     aligned = (places.numbers - places.starts) * steps == within
     _require(table, aligned.all() and (within + steps).max() <= extent_pages, "chunks off their slots")
     slot_sizes = steps * np.uint32(SLOT_ALIGNMENT_NBYTES)
-    # If a length exceeds the slot's size, the unsigned subtraction gives a number larger than any page.
+    # If a length exceeds the slot's size, the unsigned subtraction wraps around to a very large number.
     fits = slot_sizes - nbytes < SLOT_ALIGNMENT_NBYTES
     _require(table, fits.all(), "chunks that do not fit their slots")
     _require(table, slots.enter(rows, places), "two chunks in one slot")
@@ -120,7 +120,7 @@ def _range(rows: Rows) -> Rows | slice:
 
 
 def _index_is_exact(table: Table, ready: Rows) -> bool:
-    """Whether the index has one entry for each ready row, and no other rows. Sets `table.removed`.
+    """Whether the index has one entry for each ready row, and none for other rows. Sets `table.removed`.
 
     Compares the number of entries, their sum and the sum of their squares. Damage almost always changes one of these.
     """

@@ -1,7 +1,8 @@
 """Slots of the arena. The arena consists of equal extents; an extent has slots of one size, like a slab in memcached.
 
-An extent becomes free again, for any slot size, when its last used slot becomes free. The writer lists the free slots
-in its own memory. When a node starts, the list is derived from `extent_slots` and the column `page` in the chunk table.
+When the last used slot of an extent becomes free, the extent is free too, and can get another slot size. The node's
+process lists the free slots in its private memory. When a node starts, the list is derived from `extent_slots` and the
+column `page` in the chunk table.
 """
 
 from collections import deque
@@ -20,7 +21,7 @@ Pages = npt.NDArray[np.uint32]
 Extents = npt.NDArray[np.int64]
 
 RUN_SLOTS = 128
-"""A sample consists of runs of this many neighbouring slots. Chunks of one chain often lie next to each other, so a
+"""`Slots.sample` takes runs of this many neighbouring slots. Chunks of one chain often lie next to each other, so a
 sample has several chunks of a chain."""
 
 
@@ -59,7 +60,7 @@ class Slots:
     """Records which slots are free, and which row has which slot.
 
     A free extent is populated (it has real memory), unpopulated, or failed: `populate` returned False. A failed extent
-    is out of use until `mark_populated`.
+    is out of use until `mark_populated` is called for it.
 
     Attributes:
         free_nbytes: Bytes in free slots and free extents, failed extents excluded.
@@ -68,7 +69,7 @@ class Slots:
     """
 
     def __init__(self, extent_slots: npt.NDArray[np.uint32], extent_nbytes: int) -> None:
-        """Use and change `extent_slots`, the array of the chunk table. First call `enter`, then `open_extents`."""
+        """`extent_slots`: the array in the chunk table. This object changes it. Call `enter`, then `open_extents`."""
         extents = len(extent_slots)
         self._extent_slots, self._extent_nbytes = extent_slots, extent_nbytes
         self.populate: Callable[[int], bool] = lambda extent: False
@@ -219,7 +220,7 @@ class Slots:
         return _used(self._row_at[start : start + self._extent_pages])
 
     def sample(self, count: int, rng: "np.random.Generator", size: int | None = None) -> Rows:
-        """Return the rows of the used slots among `count` random slots or fewer. With `size`, only of this size."""
+        """Pick up to `count` random slots. Return the rows of the used ones. With `size`, only slots of this size."""
         extents = np.flatnonzero((self._used > 0) & (size is None or self._extent_slots == size))
         slots = self._extent_nbytes // self._extent_slots[extents].astype(np.int64)
         ends = np.cumsum(-(-slots // RUN_SLOTS))

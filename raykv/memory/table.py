@@ -1,4 +1,4 @@
-"""The chunk table in shared memory: one row per chunk, one array per column, and a hash index.
+"""The chunk table in shared memory: one row per chunk, and a hash index that maps keys to rows.
 
 One process writes (`raykv.storage`). Other processes read without a lock. A reader loads a row's `generation`, uses the
 row and its bytes in the arena, and loads `generation` again. If both loads gave the same even number, nothing changed.

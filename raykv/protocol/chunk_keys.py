@@ -1,8 +1,8 @@
 """Keys of 128 bits, hashed from tokens or names.
 
 A key depends on its namespace. The chunks of a prompt form a chain: a key also depends on every token before its chunk.
-The hash is keyed BLAKE2b, not xxhash: tokens come from users, and a user who finds a collision could read the KV of
-another user's prompt. Chunk checksums and the ring of owners use xxhash, since an attacker gains nothing from a
+The hash is BLAKE2b with a key, not xxhash: tokens come from users, and a user who finds a collision could read the KV
+of another user's prompt. Chunk checksums and the ring of owners use xxhash, since an attacker gains nothing from a
 collision there.
 """
 

@@ -5,8 +5,8 @@ A message is a fixed header and a typed struct in MessagePack. No other format i
     header:  magic "RK" | version u8 | 0 u8 | epoch u32 | request u32 | length u32    then `length` bytes of MessagePack
 
 A view is a list of the cluster's members, and `epoch` is the version of the sender's view. With it a receiver detects
-that its own view is old. `request` numbers the requests of one connection. An answer carries the number of its request,
-so that answers cannot be mixed up.
+that its own view is old. `request` is the number of a request on its connection. The answer to the request carries the
+same number, so that answers cannot be mixed up.
 """
 
 import struct
@@ -58,7 +58,7 @@ class Header(NamedTuple):
 
 
 def encode(message: Message, epoch: int, request_id: int) -> bytes:
-    """Encode a message. The header has the low 32 bits of each number. Raises UsageError if the body is too long."""
+    """Encode a message. `epoch` and `request_id` are cut to 32 bits. Raises UsageError if the body is too long."""
     body = _encoder.encode(message)
     if len(body) > MAX_MESSAGE_NBYTES:
         raise UsageError(f"message of {len(body):,} bytes; at most {MAX_MESSAGE_NBYTES:,}: ask for fewer keys at once")

@@ -146,8 +146,8 @@ class Unpin(Message):
 class Promote(Message):
     """Promote chunks: copy them from the tiers below memory (SSD or file) to memory.
 
-    `timeout_s`: the node waits at most this long before it answers. Promotion continues after that. Answer: Count of
-    the chunks in all promotions that contain some of these keys, finished or not.
+    The node answers after `timeout_s` at the latest; promotion continues after that. The node reads chunks in
+    batches. Answer: Count of the chunks in all batches, finished or not, that contain some of these keys.
     """
 
     keys: bytes
@@ -155,7 +155,7 @@ class Promote(Message):
 
 
 class Delete(Message):
-    """Delete chunks. Answer: Count, the larger one of: chunks deleted from memory, copies deleted from tiers."""
+    """Delete chunks. Answer: Count of the chunks deleted from memory or from tiers, whichever is larger."""
 
     keys: bytes
 
@@ -227,7 +227,7 @@ class Adopt(Message):
 
 
 class Report(Message):
-    """Report a client's misses by reason and its durations as histogram counts since the last report. Answer: Done."""
+    """Report a client's misses (by reason) and durations (histograms) since its last report. Answer: Done."""
 
     misses: dict[Annotated[str, msgspec.Meta(max_length=32)], ReportedCount]
     gets: tuple[ReportedCount, ...] = ()
@@ -250,7 +250,7 @@ class Heartbeat(Message):
     """A node tells the directory that it is alive. Answer: HeartbeatAnswer, or Unavailable.
 
     `member`: the node. `epoch`: version of the node's view (its list of members). `version`: version of the node's list
-    of namespaces. `view`, `registry`: this view and list (encoded), each only if the directory has asked for it.
+    of namespaces. `view`, `registry`: the view, and the encoded list, each only if the directory has asked for it.
     """
 
     member: Member
@@ -261,7 +261,7 @@ class Heartbeat(Message):
 
 
 class Leave(Message):
-    """Ask the membership proxy to remove from the cluster a node that stops for good. Answer: Done, or Unavailable."""
+    """Ask the membership proxy to remove a stopping node from the cluster for good. Answer: Done, or Unavailable."""
 
     node_id: NodeId
 
@@ -379,7 +379,7 @@ class Histories(Message):
     """Where this node has chunks, and how each chunk last left its memory or a tier. One entry for each key.
 
     Now: `places` u8 (the fastest `reasons.Place`), `nbytes` u32. Last departure: `reasons` u8 (`reasons.Reason`),
-    `tiers` u8 (the place left), `ages_s` f32 (seconds since then), `policy` u8 (the eviction policy, as an index in
+    `tiers` u8 (the tier that was left), `ages_s` f32 (seconds since then), `policy` u8 (the policy, as an index in
     `policies`). `announced` u8: 1 if this node, as the owner of the key, knows a holder. `remembers_s`: departures
     that are older than this number of seconds are missing; None when the log has all departures since the start.
     """

@@ -29,7 +29,7 @@ class Ticket(Model):
     """The holders of the first chunks of one prompt.
 
     Attributes:
-        group: The namespace without salt and LoRA adapter. `match` compares its fields to name those that differ.
+        group: The namespace without salt and LoRA adapter. The error of `match` names the fields that differ.
         digest: Digest of the whole namespace, as hexadecimal text.
         runs: The nodes that hold the chunks, in the order of the chunks.
     """

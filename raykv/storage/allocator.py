@@ -24,10 +24,10 @@ from raykv.storage.batches import Chain
 from raykv.types import KeyArray, Rows
 
 AHEAD_SHARE: Final = 2
-"""Slots lent ahead of need take at most 1 / AHEAD_SHARE of each of these: the free bytes above the low-water mark, the
-free bytes of the group's quota, the free rows."""
+"""When slots are lent before a writer needs them, they take at most 1 / AHEAD_SHARE of each of these: the free bytes
+above the low-water mark, the free bytes of the group's quota, the free rows."""
 AHEAD_BOUND: Final = 8
-"""Slots are lent ahead of need only until all lent slots take 1 / AHEAD_BOUND of the arena."""
+"""Slots are lent ahead of need only until all lent slots together take 1 / AHEAD_BOUND of the arena."""
 NO_ROWS: Final[Rows] = np.empty(0, np.int32)
 
 
@@ -52,7 +52,7 @@ class Allocator:
         self._quarantine = self._resume_quarantine(found.quarantined, now_s)
 
     def lend(self, count: int, size: int, group: int) -> tuple[Rows, Pages]:
-        """Move up to `count` rows from FREE to LENT, with slots of `size` bytes. Return rows and slots' first pages."""
+        """Move up to `count` rows from FREE to LENT, with slots of `size` bytes. Return these rows and their `page`."""
         taken = self.free_rows.take(count)
         pages = self.slots.take(taken, size)
         rows = taken[: len(pages)]
@@ -81,7 +81,7 @@ class Allocator:
         columns.depth[rows] = chain.depths
         columns.children[rows] = 0
         columns.parent[rows] = parents
-        # A parent in the same commit still has an odd generation. `_even` gives the one that the parent gets below.
+        # A parent in the same commit still has an odd generation. `_even` computes the even one that is set below.
         columns.parent_generation[rows] = np.where(linked, _even(columns.generation[np.maximum(parents, 0)]), 0)
         with self._table.changing():
             columns.nbytes[rows] = nbytes
@@ -147,7 +147,7 @@ class Allocator:
         self.free_rows.give(rows)
 
     def require_lent(self, rows: Rows, group: int | None = None, size: int = 0) -> None:
-        """Raise UsageError unless all rows are lent and different. If `group` is given, also check it and `size`."""
+        """Raise UsageError unless all rows are lent and different. With `group`, also check their group and `size`."""
         columns, count = self._table.columns, self._table.rows_populated
         if not rows.size:
             return

@@ -50,10 +50,10 @@ def require_size(nbytes: int, extent_nbytes: int) -> None:
 def chain_of(table: Table, batch: Batch, existing: Rows, positions: npt.NDArray[np.int32], rows: Rows) -> Chain:
     """Return the parents and depths of `rows`, which get the keys at `positions`.
 
-    `existing`: the row of each key of the batch, or -1 if the key is not in the table. A chunk's parent is the chunk
-    before it in the batch, or `batch.parent` for the first, if that chunk is in the table or in `rows`. To get a
-    chunk's depth, take the last chunk before it that is not in `rows`, and add the distance between the two chunks to
-    that chunk's depth in the table. If that chunk is not in the table, its depth is computed from `batch.depth`.
+    `existing`: the row of each key of the batch, or -1 if the key is not in the table. The parent of a chunk is the
+    chunk before it in the batch; the parent of the first chunk is `batch.parent`. A parent that is neither in the table
+    nor in `rows` gives -1. A depth is counted from the nearest earlier chunk that is not in `rows`: it is the depth of
+    that chunk plus the distance. If the table does not have that chunk, its depth is computed from `batch.depth`.
     """
     if not batch.chained:
         return Chain(np.full(len(rows), -1, np.int32), np.zeros(len(rows), np.int64))

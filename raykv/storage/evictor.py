@@ -1,6 +1,7 @@
 """Eviction by policy, and the removal of chunks for any reason.
 
-In a large table, victims come from a sample of the rows. All rows are scanned only for a small quota group.
+In a small table, all rows are candidates for eviction. In a large table, the candidates come from a sample of the rows.
+If a quota group has too few rows in the sample, all rows of the table are scanned for its rows.
 """
 
 import math
@@ -28,11 +29,11 @@ SAMPLE_ROWS: Final = 1 << 16
 """If a table has used at most this many rows, all of them are candidates for eviction. Otherwise
 candidates come from a sample of this many slots."""
 SAMPLE_SHARE: Final = 128
-"""At least 1 / SAMPLE_SHARE of a sample is evicted, because a sample costs milliseconds. One step of eviction ahead of
-need evicts no more than that, because other threads wait for the lock."""
+"""At least 1 / SAMPLE_SHARE of the rows in a sample are evicted, because a sample costs milliseconds. A step of
+eviction ahead of need evicts just this share, because other threads wait for the lock."""
 FOREIGN_EXTENTS: Final = 64
-"""An extent (a part of the arena) has slots of one size. To serve another size, at most this many extents,
-the coldest first, are checked for one that can be emptied."""
+"""An extent (a part of the arena) has slots of one size, and can get another size if it is emptied. To find an extent
+that can be emptied, at most this many are checked, the coldest first."""
 MAX_PINS: Final = (1 << 16) - 1
 
 
@@ -71,7 +72,7 @@ class Evictor:
     # -- removal -----------------------------------------------------------------------------------------------------
 
     def remove(self, rows: Rows, now: int, reason: Reason) -> None:
-        """Remove ready chunks. Pinned chunks stay in place until the last `unpin`.
+        """Remove ready chunks from the index. The bytes of a pinned chunk stay in place until the last `unpin`.
 
         An evicted chunk that had expired counts as expired.
         """
@@ -141,7 +142,7 @@ class Evictor:
         return -(-nbytes // max(1, mean))
 
     def _evict_for_slots(self, missing: int, size: int, now: int) -> bool:
-        """Evict chunks in slots of one size. If a whole extent of another slot size is colder, empty that instead.
+        """Evict chunks in slots of one size. If an extent of another slot size is colder, empty this extent instead.
 
         Returns False if nothing could be evicted.
         """
@@ -155,8 +156,8 @@ class Evictor:
     def _coldest_foreign_extent(self, size: int, candidates: Rows) -> tuple[Rows, int]:
         """Return the rows of the coldest extent that can be emptied, and the tick of their last access.
 
-        Only extents with slots of other sizes than `size` count. They are ordered by the last access to the
-        `candidates` in them. Returns no rows if no extent can be emptied.
+        Checks only extents whose slot size is not `size`, ordered by the last access to the `candidates` in them.
+        Returns no rows if none of the checked extents can be emptied.
         """
         columns, slots = self._table.columns, self._allocator.slots
         last = np.full(self._table.extents, np.iinfo(np.int64).max)
@@ -196,7 +197,7 @@ class Evictor:
         return self._evicting_ahead
 
     def upcoming(self, share: float, now: int) -> Rows:
-        """Return the rows that would be evicted until this share of the arena is free. Evicts nothing.
+        """Return the rows that eviction would take next, until this share of the arena is free. Evicts nothing.
 
         In a large table, the rows come from a sample, and their number is this share of the sample.
         """
@@ -234,7 +235,7 @@ class Evictor:
         self.policies.use(group, chosen, self._in_order(self._table.ready_rows()), now)
 
     def learn(self, rows: Rows, now: int) -> None:
-        """Report recovered chunks to the default policy if it has an `on_insert`. Otherwise skip the slow sorting."""
+        """Sort recovered chunks by age, and report them to the default policy. Skip this if it has no `on_insert`."""
         if type(self.policies.default).on_insert is not Policy.on_insert:
             self.policies.on_insert(self._in_order(rows), now)
 

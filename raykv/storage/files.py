@@ -26,7 +26,7 @@ def store_files(prefix: Path) -> tuple[Path, Path]:
 
 
 def remove_files(prefix: Path) -> None:
-    """Remove a node's two files. A process that has mapped the files can still use them."""
+    """Remove a node's chunk table and arena. A process that has mapped these files can still use them."""
     for path in store_files(prefix):
         path.unlink(missing_ok=True)
 
@@ -67,7 +67,7 @@ def create_files(config: StorageConfig, prefix: Path | None, *, now_s: float) ->
 
 
 def remove_orphans(config: NodeConfig, alive: Container[str], *, now_s: float) -> list[str]:
-    """Remove the files of raykv nodes on this host after their Ray nodes have ended. Return these raykv nodes' ids.
+    """Remove the files that raykv nodes of ended Ray nodes left on this host. Return the ids of these raykv nodes.
 
     A new Ray node has a new id, so no node would use these files again. Another Ray cluster on this host may have a
     raykv cluster of the same name, so files stay if a process owns them or has used them recently. `alive`: ids of the
@@ -79,7 +79,7 @@ def remove_orphans(config: NodeConfig, alive: Container[str], *, now_s: float) -
     for table in sorted(directory.glob(f"{start}*.table")) if directory else []:
         node_id = table.name.removeprefix(start).removesuffix(".table")
         if "-" in node_id:
-            continue  # a file of a cluster whose name begins with ours and a dash: a Ray node's id has no dash
+            continue  # a Ray node's id has no dash, so the file belongs to another cluster with a longer name
         if node_id not in alive and _is_abandoned(table, now_s):
             log.info("removing the memory of node %s, which is gone", node_id)
             remove_all_files(table.with_suffix(""))
@@ -88,7 +88,7 @@ def remove_orphans(config: NodeConfig, alive: Container[str], *, now_s: float) -
 
 
 def remove_all_files(prefix: Path) -> None:
-    """Remove all files of a node in shared memory; see `NodeConfig.file_prefix`."""
+    """Remove all files that a node has in shared memory; see `NodeConfig.file_prefix`."""
     remove_files(prefix)
     for suffix in (".sock", ".namespaces", ".namespaces.new"):
         prefix.with_name(prefix.name + suffix).unlink(missing_ok=True)

@@ -65,7 +65,7 @@ class QuotaGroups:
         return number
 
     def retire(self, number: int, *, retired: bool = True) -> None:
-        """Mark a quota group as dropped, or as in use again. A new group may get a dropped group's number."""
+        """Mark a quota group as dropped; if not `retired`, as in use. A new group may get a dropped group's number."""
         (self._retired.add if retired else self._retired.discard)(number)
 
     def _reclaim(self) -> int:

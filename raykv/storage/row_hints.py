@@ -84,7 +84,7 @@ class RowHints:
 
 
 def default_priority(config: NamespaceConfig) -> int:
-    """Return the priority of new chunks: the lowest for `tiers` "ssd", so that memory only buffers them."""
+    """Return the priority of new chunks. If `tiers` is "ssd", it is the lowest: memory only buffers these chunks."""
     return -HIGHEST_PRIORITY if config.tiers == "ssd" else config.priority
 
 

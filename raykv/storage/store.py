@@ -99,7 +99,7 @@ class Store:
             try:
                 return cls(config, *attach_files(config, prefix, now_s=now_s), now_s=now_s)
             except LostError as error:
-                log.info("starting empty: %s", str(error))  # as text: the traceback would keep the mapping alive
+                log.info("starting empty: %s", str(error))  # only the text: the traceback would keep the mapping alive
                 remove_files(prefix)
         return cls(config, *create_files(config, prefix, now_s=now_s), now_s=now_s)
 
@@ -137,7 +137,7 @@ class Store:
         return rows, columns.generation[rows]
 
     def ready_keys(self) -> KeyArray:
-        """Return the keys of all readable chunks. Scans all rows. Without the lock, a few keys may be missing."""
+        """Return the keys of all readable chunks. Scans all rows. If the lock is not held, a few may be missing."""
         return self.table.keys_of(self.table.ready_rows())
 
     @property
@@ -154,7 +154,7 @@ class Store:
 
     @property
     def written(self) -> tuple[int, int]:
-        """A value that changes with every write to the store."""
+        """A value that changes with every commit, and with every change in the number of free bytes."""
         return self.counters.committed, self.allocator.slots.free_nbytes
 
     # -- writing -----------------------------------------------------------------------------------------------------
@@ -285,7 +285,7 @@ class Store:
         return len(rows)
 
     def drop_corrupt(self, rows: Rows, *, now_s: float) -> int:
-        """Remove chunks that `corrupt` found. The caller still holds their pins. Returns how many were removed."""
+        """Remove chunks that `corrupt` found. The caller must still hold the pins. Returns how many were removed."""
         rows = rows[self.table.columns.state[rows] == RowState.READY]
         self.evictor.remove(rows, self.table.ticks(now_s), Reason.CORRUPT)
         return len(rows)

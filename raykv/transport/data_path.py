@@ -43,7 +43,7 @@ class DataPath(Protocol):
         ...
 
     def retain(self, members: Collection[Member]) -> None:
-        """Release the resources for other nodes, and for earlier processes of `members`. Reads in progress continue."""
+        """Release all resources, except those for the current processes of `members`. Reads in progress continue."""
         return
 
     def close(self) -> None:
@@ -66,7 +66,7 @@ class DataPaths:
         raise TransientError(f"no data path ({tried}) leads to {member.node_id!r}; its endpoints: {offered}")
 
     def retain(self, members: Collection[Member]) -> None:
-        """Release the resources for all other nodes; see `DataPath.retain`."""
+        """Release all resources, except those for `members`; see `DataPath.retain`."""
         for path in self._paths:
             path.retain(members)
 
@@ -185,12 +185,12 @@ class ShmPath(DataPath):
         return absent
 
     def _call(self, member: Member, request: messages.Message, deadline_s: float) -> messages.Answer:
-        """Send a request over a pooled link to a node's Unix socket. Requests of writers use other links."""
+        """Send a request over a pooled link to a node's Unix socket. Writers use other links, so they do not wait."""
         address = member.endpoints["unix"]
         return self._pool.ask(address, lambda link: link.call(request, deadline_s=deadline_s), deadline_s=deadline_s)
 
     def _reader(self, member: Member, deadline_s: float) -> ShmReader | None:
-        """Return a member's mapped memory, or None if mapping fails. The first call for an incarnation maps it."""
+        """Return a member's mapped memory, or None if mapping fails. Each incarnation is mapped at the first call."""
         life = member.node_id, member.incarnation
         if life not in self._readers:
             reader = None
@@ -208,7 +208,7 @@ class ShmPath(DataPath):
         return self._readers.get(life)
 
     def retain(self, members: Collection[Member]) -> None:
-        """Drop readers of other nodes but leave them open: a thread may be copying. Garbage collection unmaps them."""
+        """Drop the other readers. Do not close them: a thread may be copying. Garbage collection unmaps the memory."""
         lives = {(member.node_id, member.incarnation) for member in members}
         self._readers = {life: reader for life, reader in list(self._readers.items()) if life in lives}
         self._tiered &= lives

@@ -117,7 +117,7 @@ class Link:
         self._posted.append(request_id)
 
     def collect(self, place: Callable[[Answer], Targets] | None = None, *, deadline_s: float) -> Answer:
-        """Wait for the answer to the oldest posted request that is not collected yet.
+        """Wait for the answer to the oldest of the posted requests whose answers are not collected yet.
 
         Args:
             place: For a read, a function that takes the answer and returns the buffers to fill with the payload. Their

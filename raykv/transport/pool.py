@@ -105,7 +105,7 @@ class ConnectionPool:
             link.close()
 
     def retain(self, addresses: Container[str]) -> None:
-        """Close the idle links to all addresses outside `addresses`. The nodes there have left the cluster."""
+        """Close the idle links to every address that is not in `addresses`, and reset the breaker of that address."""
         for address in {*self._idle, *self._tripped_until_s}:
             if address not in addresses:
                 self.close_idle(address)

@@ -35,7 +35,7 @@ not fill the log."""
 
 
 class LogLimit:
-    """Logs at most MAX_LOG_LINES lines in LOG_EVERY_S seconds. A later line counts the lines left out. Thread-safe."""
+    """Logs at most MAX_LOG_LINES lines in LOG_EVERY_S seconds. The next line gives the number left out. Thread-safe."""
 
     def __init__(self, log: logging.Logger) -> None:
         self._log, self._lock = log, threading.Lock()

@@ -70,7 +70,8 @@ __attribute__((target("avx2"))) static inline void stream_128(char *to, const ch
     _mm256_stream_si256((__m256i *)(to + 96), d);
 }
 
-/* Copy four pages at the same time. The processor prefetches within a page, and never beyond its end. */
+/* Copy four pages in turn, 128 bytes of each: the processor prefetches only within a page, so it prefetches in all four
+   at the same time. */
 __attribute__((target("avx2"))) void stream_group(char *to, const char *from) {
     for (size_t at = 0; at < GROUP / 4; at += 128)
         for (size_t page = 0; page < GROUP; page += GROUP / 4)

@@ -118,8 +118,8 @@ static void hash_blocks(uint64_t *lanes, const uint8_t *from, size_t count) {
     blocks_plain(lanes, from, count);
 }
 
-/* Hash the last `left` (1 to HASH_BLOCK) of `nbytes` bytes. Returns the checksum of all bytes. The STRIPE bytes before
-   `tail + left` must be readable. */
+/* Hash the end of a value of `nbytes` bytes: the `left` bytes (1 to HASH_BLOCK) at `tail`. Returns the checksum of the
+   value. The STRIPE bytes before `tail + left` must be readable. */
 static uint64_t hash_tail(uint64_t *lanes, const uint8_t *tail, size_t left, size_t nbytes) {
     stripes_plain(lanes, tail, secret, (left - 1) / STRIPE);
     stripes_plain(lanes, tail + left - STRIPE, secret + 121, 1);
@@ -221,7 +221,7 @@ static uint64_t store_pieces(char *to, const Py_buffer *pieces, Py_ssize_t count
     for (Py_ssize_t at = 0; at < count; at++) {
         const char *from = pieces[at].buf;
         size_t left = (size_t)pieces[at].len, end = filled + left;
-        if (hashed == filled && left) { /* the last 1 to HASH_BLOCK bytes of all are left to `hash_tail` */
+        if (hashed == filled && left) { /* `hash_tail` hashes the last 1 to HASH_BLOCK bytes of the value */
             size_t whole = (end == nbytes ? left - 1 : left) / HASH_BLOCK;
             store_blocks(lanes, to + filled, from, whole, stream);
             from += whole * HASH_BLOCK, left -= whole * HASH_BLOCK;

@@ -36,7 +36,7 @@ static inline int64_t monotonic_ns(void) {
 
 typedef struct {
     const char *from;      /* where a read copies from; NULL means a miss */
-    Py_ssize_t first, end; /* range of its pieces in the `pieces` of chunks_t */
+    Py_ssize_t first, end; /* range of the chunk's buffers in `chunks_t.pieces` */
     size_t nbytes;
 } chunk_t;
 
@@ -56,7 +56,7 @@ void let_go(chunks_t *chunks);
 enum { FETCHED, PAGES, PLAIN, WAYS }; /* ways of a large copy; see stream_avx2 */
 
 typedef struct {
-    uint32_t begun, cost[WAYS]; /* number of tries; picoseconds per byte in each way's best try; 0: none */
+    uint32_t begun, cost[WAYS]; /* number of tries so far; each way's best try in picoseconds per byte, 0: not tried */
 } choice_t;
 
 typedef struct {

@@ -7,9 +7,9 @@
 
 #define FIRST 2 /* index entries: 0 empty, 1 removed, row + 2 */
 #define REMOVED 1
-#define APART 8               /* memory is used this many keys after its prefetch */
+#define APART 8               /* each stage of `find_all` is this many keys behind the stage before it */
 #define UNDER_WAY (4 * APART) /* at most this many keys of a call are looked up at once */
-#define BEHIND 3              /* records to prefetch if the first one has another key */
+#define BEHIND 3              /* number of further records to prefetch if the first one has another key */
 #define NO_END (-2)           /* result of `probe`: the index has no empty entry */
 
 /* The entry at which the search for a key begins; see HashIndex._home. */
@@ -56,8 +56,8 @@ int32_t probe(const record_t *records, size_t rows, const int32_t *index, size_t
 }
 
 /* Look up many keys. The memory for a key is prefetched in three stages, which overlap with the stages of other keys.
-   Stage 1 fetches the home entry in the index. Stage 2 fetches the record of that entry, which is the right one for two
-   thirds of the keys. Stage 3 fetches the next records, for the other keys. Returns 1, or 0 if a search met no empty
+   Stage 1 fetches the home entry in the index. Stage 2 fetches the record of that entry. Two thirds of the keys are
+   there. For the other keys, stage 3 fetches the records of the next entries. Returns 1, or 0 if a search met no empty
    entry. */
 static int find_all(const record_t *records, size_t rows, const int32_t *index, size_t size, const uint64_t *keys,
                     size_t count, int64_t now, int32_t *found, uint32_t *generations) {

@@ -5,7 +5,8 @@
 #include <sys/socket.h>
 #include <sys/uio.h>
 
-#define STEP_NBYTES (256 << 10) /* one system call receives at most this, so that the cache still has it for the hash */
+/* One system call receives at most this many bytes, so that they are still in the CPU cache when they are hashed. */
+#define STEP_NBYTES (256 << 10)
 #define STEP_PIECES 256
 
 enum { FULL, LATE, CLOSED, FAILED }; /* how a call ends */
