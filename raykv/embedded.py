@@ -44,7 +44,7 @@ class EmbeddedCluster:
         return number
 
     def client(self, namespace: Namespace, *, node: int = 0, **config: Any) -> "Client":
-        """Make a client on the host of node number `node`, connected to this node. `config`: fields of ClientConfig."""
+        """Make a client on the host of node `node`, and connect it to this node. `config`: fields of ClientConfig."""
         from raykv.client.client import Client
         from raykv.client.router import Router
 
@@ -53,7 +53,7 @@ class EmbeddedCluster:
         return made
 
     def address(self, node: int = 0) -> str:
-        """Return the address at which processes of this host and user reach a node."""
+        """Return the address at which this user's processes on this host reach a node."""
         return self.nodes[node].member.local_address
 
     def kill(self, node: int) -> None:

@@ -3,7 +3,7 @@
     RayKVError
     ├── UsageError          fix your call or your configuration
     │   ├── ConfigError         a field of a configuration is wrong; the message names it
-    │   └── NamespaceMismatch   the bytes belong to another namespace; the message names the fields that differ
+    │   └── NamespaceMismatch   a hand-off ticket belongs to another namespace; the message names the fields that differ
     ├── TransientError      refresh the view and try again, or treat the chunk as a miss
     │   ├── PeerUnavailable     the peer is down, or did not answer by the deadline
     │   └── ProtocolError       the peer uses another protocol or another version
@@ -28,7 +28,7 @@ class ConfigError(UsageError):
 
 
 class NamespaceMismatch(UsageError):
-    """Bytes made under one namespace were offered to another. The message names the fields that differ."""
+    """A hand-off ticket belongs to another namespace. The message names the fields that differ."""
 
 
 class TransientError(RayKVError):
@@ -44,7 +44,7 @@ class ProtocolError(TransientError):
 
 
 class CapacityError(RayKVError):
-    """Too many namespaces are in use, or have a config. Continue without storing. A full arena does not raise this."""
+    """Too many namespaces are in use, or too many have a config. Continue without storing. A full arena is no error."""
 
 
 class LostError(RayKVError):

@@ -1,4 +1,4 @@
-"""Counters per quota group: misses by reason, and durations of calls. No input or output."""
+"""Counters per quota group: misses by reason, and durations of calls. This module does no I/O."""
 
 import math
 import threading
@@ -84,7 +84,7 @@ class ClientMetrics:
             absent: 16-byte keys of the other misses. The next report looks up their reasons.
 
         Returns:
-            Whether the caller must report now: the first miss since the last report is at least REPORT_S ago.
+            True if the caller must report now, because REPORT_S have passed since the first miss after the last report.
         """
         with self._lock:
             self._misses.update(reasons)

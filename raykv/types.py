@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 KeyArray: TypeAlias = npt.NDArray[np.uint64]
-"""Keys of n chunks, shape [n, 2]. A row is the high and the low half of a 128-bit key (`raykv.protocol.chunk_keys`)."""
+"""Keys of n chunks, shape [n, 2]: the high and the low half of each 128-bit key (`raykv.protocol.chunk_keys`)."""
 
 Bits: TypeAlias = npt.NDArray[np.bool_]
 Rows: TypeAlias = npt.NDArray[np.int32]
@@ -19,10 +19,10 @@ Buffer: TypeAlias = bytes | bytearray | memoryview | npt.NDArray[Any]
 """A C-contiguous object with the buffer protocol."""
 
 Scattered: TypeAlias = Buffer | Sequence[Buffer]
-"""One chunk's bytes: one buffer, or several buffers in order. An engine stores a chunk in many pages."""
+"""One chunk's bytes: one buffer, or several buffers in order, because an engine stores a chunk in many pages."""
 
 Path: TypeAlias = Literal["shm", "tcp"]
-"""How bytes travel: through shared memory on one host, or a TCP socket."""
+"""How bytes travel: through shared memory of one host, or through a TCP socket."""
 
 NodeId: TypeAlias = str
 
@@ -71,7 +71,7 @@ class PutResult:
         stored: Chunks written and visible to all readers on the node's host.
         existed: Chunks that were stored already, and were not written again.
         skipped: Chunks that were not stored, for example because the arena is full or the node is down.
-        reason: Why chunks were skipped, or why they are still `posted` although the call waited. Otherwise empty.
+        reason: Why chunks were skipped; or, if the call waited, why chunks are still `posted`. Otherwise empty.
         posted: Chunks whose commit was sent but not yet answered. `Client.flush` returns their results.
     """
 

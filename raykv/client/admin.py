@@ -66,7 +66,7 @@ class AdminCalls:
     # -- configs ----------------------------------------------------------------------------------------------------
 
     def configure(self, *, timeout_s: float | None = None, **fields: Any) -> int:
-        """Change the config of this namespace, with all its salts and adapters, while the cluster runs.
+        """Change this namespace's config while the cluster runs. All its salts and adapters share the config.
 
         Args:
             fields: Fields of `NamespaceConfig`. Fields that are not given stay unchanged. A new policy takes over the
@@ -96,7 +96,7 @@ class AdminCalls:
         return sum(_configure(self.router, self._group, None, self.router.deadline(timeout_s)))
 
     def namespaces(self, *, timeout_s: float | None = None) -> list[dict[str, Any]]:
-        """List every namespace that a node knows, without salts and adapters.
+        """List the namespaces that the nodes know, without salts and adapters.
 
         Returns:
             One entry per namespace: {"namespace": Namespace, "config": NamespaceConfig, "chunks", "used_nbytes",
@@ -133,7 +133,7 @@ class AdminCalls:
             ttl_s: The chunks expire after this time. 0: never. None: no change.
             priority: -100 to 100. Higher priorities are evicted later. None: no change.
             output_tokens: The request that used the chunks has ended, and has produced this many tokens. The policy
-                `density` learns from it which chunks are read again. The vLLM connector sends this hint by itself.
+                `density` learns from this hint which chunks are read again. The vLLM connector sends it by itself.
 
         Returns:
             The number of copies in memory on the nodes that answered.
@@ -179,9 +179,9 @@ class AdminCalls:
         """Explain for each chunk where it is, or why no node has it. Asks all members.
 
         Args:
-            keys: A list of names, or an array from `keys` or `chain`. An array is searched in this namespace only.
-                Names and tokens are also searched in other namespaces.
-            tokens: A prompt, in place of `keys`. The call explains its full chunks.
+            keys: A list of names, or an array from `keys` or `chain`. The keys in an array belong to this namespace, so
+                no other namespace is searched. For names and tokens, other namespaces are searched too.
+            tokens: A prompt, in place of `keys`. The call explains the full chunks of the prompt.
             timeout_s: Chunks that are not looked up within this time get the reason "not_asked_in_time".
 
         Raises:

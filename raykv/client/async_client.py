@@ -18,7 +18,7 @@ def _start(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> "asyncio.
 
 
 async def _finished(call: "asyncio.Future[T]") -> T:
-    """Wait until a call ends, and return its result. If the caller is cancelled, raise CancelledError after the end."""
+    """Wait until a call ends. Then return its result, or raise CancelledError if the caller was cancelled."""
     cancelled = False
     while not call.done():
         try:
@@ -26,7 +26,7 @@ async def _finished(call: "asyncio.Future[T]") -> T:
         except asyncio.CancelledError:
             cancelled = True
     if cancelled:
-        call.exception()  # reading the exception keeps asyncio from logging it
+        call.exception()  # read the exception; otherwise asyncio logs it
         raise asyncio.CancelledError
     return call.result()
 

@@ -32,7 +32,8 @@ from raykv.transport.bulk_read import ReadProgress
 from raykv.types import Batch, Bits, GetResult, KeyArray, Match, NodeId, PutResult, Scattered
 
 LATE_S: Final = 0.002
-"""If a `get` ends in the last LATE_S before its deadline, its misses count as timed out: a wait may end early."""
+"""A `get` that ends less than LATE_S before its deadline, or later, counts its misses as timed out, because a wait
+for an answer may end one millisecond before the deadline."""
 _NO_NODE: Final = "no node of the cluster runs on this host"
 
 
@@ -67,7 +68,7 @@ class Client(AdminCalls):
         """Find how many leading chunks are stored, and on which nodes. This does not count as a read of the chunks.
 
         Args:
-            ticket: Names holders of chunks that are not on this host. With a ticket this call asks no other node.
+            ticket: A hand-off ticket, which names holders of chunks. With a ticket this call asks no other node.
             timeout_s: A chunk whose owner does not answer within this time counts as not stored.
             promote: Whether to ask the holders to load matching chunks from SSD or file into memory. This call does not
                 wait until they are loaded. With a ticket, `promote` has no effect.
@@ -137,7 +138,7 @@ class Client(AdminCalls):
             into: For each key a writable, contiguous buffer, or several buffers that are filled in order. Their total
                 length must equal the chunk's length; otherwise the chunk is a miss.
             match: A result of `match` for the same keys. Chunks that are not in this host's memory are first read from
-                the holders that it names. Only the chunks that are still missing are looked up.
+                the holders in `match`. Only the chunks that are still missing are looked up.
             ticket: A hand-off ticket, used like `match`. If `match` is given, `ticket` is ignored.
             timeout_s: Chunks that do not arrive within this time are misses. No thread writes to the buffers after
                 this call has returned.
@@ -302,7 +303,7 @@ class Client(AdminCalls):
 
         Returns:
             With `wait=True`: whether the chunk is stored now. With `wait=False`: whether it was stored already, or its
-            commit was sent. False, for example, if the arena is full or no node answers.
+            commit was sent. For example, the result is False if the arena is full or no node answers.
         """
         put = Put(chunk_keys.from_bytes(one_key(key)), [value], chained=False, ttl_s=ttl_s, priority=priority)
         done = self.put_many([put], wait=wait, timeout_s=timeout_s)
@@ -347,8 +348,8 @@ class Client(AdminCalls):
 
         Returns:
             A view for each chunk that is not stored yet. There are fewer views, and a reason, if the arena is full or
-            the node does not answer. A caller that takes seconds to write must check `Reservation.valid` before each
-            part.
+            the node does not answer. A caller that takes seconds to write must check `Reservation.valid` again before
+            it writes each part.
 
         Raises:
             UsageError: The size is 0 or larger than an extent.

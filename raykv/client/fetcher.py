@@ -22,7 +22,7 @@ from raykv.transport.bulk_read import ReadProgress, ReadRun
 from raykv.types import Bits, KeyArray, NodeId, Scattered
 
 STREAM_NBYTES: Final = 8 << 20
-"""A read from one node uses one connection per this many bytes, at most `ClientConfig.streams_per_peer`."""
+"""A read of n bytes from one node uses n // STREAM_NBYTES connections, at least 1, at most `streams_per_peer`."""
 MAX_STREAMS: Final = 4
 """Largest number of connections if `streams_per_peer` is None."""
 
@@ -89,7 +89,7 @@ class Fetcher:
     def _runs(
         self, progress: ReadProgress, shares: Mapping[NodeId, list[int]], *, locate: bool = False
     ) -> list[ReadRun]:
-        """Make runs of each node's share (indices of chunks): one run, or one per connection if the share is large."""
+        """Split each node's share (indices of chunks) into runs: one, or one per connection if the share is large."""
         runs = []
         for node_id, places in shares.items():
             count = max(1, min(self._streams, progress.nbytes(places) // STREAM_NBYTES, len(places)))
@@ -110,7 +110,7 @@ class Fetcher:
                 self._add_failure(map(progress.raw_key, run.corrupt), "corrupt", run.holder)
             if isinstance(outcomes[number], RayKVError):
                 self._add_failure(map(progress.raw_key, run.missing), "no_answer", run.holder)
-            if run.gone:  # the holder then announces to the owners which of these it has
+            if run.gone:  # the holder then tells the owners which of these chunks it still has
                 request = messages.Suspect(progress.raw_keys(sorted(run.gone)), group=self._group)
                 router.parallel.in_background(partial(router.call, run.holder, request, deadline_s))
 
@@ -140,7 +140,7 @@ class Fetcher:
         self._router.call_each(requests, deadline_s)
 
     def record_end(self, progress: ReadProgress, *, late: bool) -> None:
-        """At the end of a `get`, remove failures of chunks that arrived. `late`: record the others as timed out."""
+        """At the end of a `get`, remove failures of chunks that arrived. `late`: record missing chunks as timed out."""
         failures = self._router.read_failures
         if late:
             failures.add(map(progress.raw_key, progress.missing()), "timed_out", None, now_s=time.monotonic())
@@ -157,5 +157,5 @@ def by_node(pairs: Iterable[tuple[int, NodeId | None]]) -> dict[NodeId, list[int
 
 
 def default_streams() -> int:
-    """Return the default of `streams_per_peer`. A quarter of the cores: a connection occupies a core on each host."""
+    """Return the default of `streams_per_peer`: a quarter of the cores, since a connection occupies a whole core."""
     return max(1, min(MAX_STREAMS, len(os.sched_getaffinity(0)) // 4))

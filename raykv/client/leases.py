@@ -26,13 +26,13 @@ RELEASE_S: Final = 5.0
 class Reservation:
     """Leased slots of the arena, into which the caller writes chunks. Readers see the chunks after `commit`.
 
-    The lease ends when the connection breaks. A forked child has no lease. QUARANTINE_S after the end of the lease, the
-    node may reuse the slots. So a caller that takes seconds to write must check `valid` before each part.
+    The lease ends when the connection breaks. A forked child has no lease. The node may reuse the slots QUARANTINE_S
+    after the lease has ended. So a caller that takes seconds to write must check `valid` before it writes each part.
 
     Attributes:
         index: Position of each view's key in the keys given to `Client.reserve`.
         views: The bytes to write.
-        reason: Why some chunks that are not stored have no view. Empty if every such chunk has one.
+        reason: Why there are too few slots, so that some chunks to store have no view. Empty if there are enough slots.
     """
 
     def __init__(self, writer: Writer | None, lent: LentBatch) -> None:

@@ -52,7 +52,7 @@ class LocalConnection:
         self._lock = threading.Lock()
 
     def open_link(self, deadline_s: float) -> tuple[Link, ShmReader]:
-        """Open a connection to the node. Returns the connection, and a reader of the memory of its slots and pins.
+        """Open a connection to the node. Returns the connection, and a reader of the memory that the node uses now.
 
         Raises:
             TransientError: The node does not answer.
@@ -151,5 +151,5 @@ def _answer_of(posted: Posted) -> messages.Answer:
     outcome = posted.outcome
     assert outcome is not None
     if isinstance(outcome, RayKVError):
-        raise type(outcome)(str(outcome))  # a copy: raising the error that `posted` holds makes a reference cycle
+        raise type(outcome)(str(outcome))  # a copy, since raising `outcome` itself makes a reference cycle
     return outcome

@@ -56,7 +56,7 @@ class Parallel:
             begun = [helper for helper in helpers if not helper.cancel()]
             wait(begun)
         for helper in begun:
-            helper.result()  # raises the exception of a bug
+            helper.result()  # a RayKVError is a result by now; any other exception is a bug, and is raised here
         return {name: results[name] for name in work}
 
     def in_background(self, task: Callable[[], object]) -> None:

@@ -33,7 +33,7 @@ Outcome: TypeAlias = messages.Answer | RayKVError
 """The node's answer, the error that the node sent, or the error that ended the connection."""
 Finish: TypeAlias = Callable[[Outcome], None]
 """A function that the pipeline calls with the outcome of a request, while the pipeline's lock is held. The function
-may call no method of the pipeline except `post_locked`, and this at most once."""
+may call the pipeline's `post_locked` once. It must not call other methods of the pipeline."""
 
 
 @dataclass(slots=True, eq=False)
@@ -63,7 +63,7 @@ class Pipeline:
         life: Number of the current connection. Leases of any other connection have ended.
         reader: Reads the memory that contains the slots and the pinned chunks of the current connection.
         epoch: The greatest epoch of a view in any answer so far.
-        trusted_until_s: Until this time the connection's leases are valid: see TRUST_S.
+        trusted_until_s: Until this time a writer may start to write to the connection's slots: see TRUST_S.
     """
 
     reader: ShmReader

@@ -1,4 +1,4 @@
-"""Recent failures of a client's own reads, for `Client.why`. No input or output."""
+"""Recent failures of a client's own reads, for `Client.why`. This module does no I/O."""
 
 import threading
 from collections.abc import Iterable

@@ -125,7 +125,7 @@ class Router:
         pool, local = self.pool, self.local
         pipelines = [each.pipeline for each in (local, self.writer) if each is not None]
         if local is not None and local.attached.secret not in (b"", pool.secret):
-            # The node has joined another cluster, whose epochs cannot be compared with earlier ones.
+            # The node has joined another cluster. Its epochs cannot be compared with those of the earlier cluster.
             pool.retain(())
             pool.secret, pool.epoch, self._view = local.attached.secret, 0, View()
             for pipeline in pipelines:

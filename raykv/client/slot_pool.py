@@ -1,4 +1,4 @@
-"""Slots that the node lends to a writer before the writer needs them. No input or output."""
+"""Slots that the node lends to a writer before the writer needs them. This module does no I/O."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,9 +15,9 @@ MAX_POOL_SHARE: Final = 16
 POOL_IDLE_S: Final = 5.0
 """If no put uses a pool for this long, its slots are given back to the node."""
 TRUST_S: Final = QUARANTINE_S / 4
-"""A writer starts to write to a lent slot only within this time after it sent the last request that the node answered.
-Even if the node died right after its answer, the writer then has at least QUARANTINE_S - TRUST_S before the slot is
-reused. After TRUST_S, the writer must first get another answer."""
+"""A writer may start to write to a lent slot if the node has answered a request that the writer sent less than TRUST_S
+ago. Otherwise the writer must first get another answer. If the node died right after its answer, the slot is reused
+QUARANTINE_S later at the earliest. So the writer has at least QUARANTINE_S - TRUST_S to write."""
 
 Slot = tuple[int, int]
 """Row of a slot, and its offset in the arena."""
@@ -51,7 +51,7 @@ class SlotPool:
         return popped
 
     def pop_surplus(self, idle_since_s: float) -> list[Slot]:
-        """Remove and return surplus slots: all if `used_at_s` < `idle_since_s`, otherwise those above `most`."""
+        """Remove and return the slots above `most`, or all if `used_at_s` < `idle_since_s` and no slots are coming."""
         if self.used_at_s < idle_since_s and not self.coming:
             self.wanted = 0
             return self.pop(len(self.slots), self.used_at_s)

@@ -31,7 +31,7 @@ class SlotSupply:
     def __init__(self, local: LocalConnection, *, retry_s: float) -> None:
         """Connect at first use."""
         self.pipeline = Pipeline(local.open_link, retry_s=retry_s)
-        self._life = 0  # number of the connection that lent the slots in `_pools`
+        self._life = 0  # number of the connection on which the slots in `_pools` were lent
         self._pools: dict[tuple[bytes, int], SlotPool] = {}
         self._requests: dict[SlotPool, Posted] = {}
         self.opened: set[bytes] = set()
@@ -77,7 +77,7 @@ class SlotSupply:
         """Connect, and return the pool of a quota group and a chunk size. A new connection begins with empty pools."""
         pipeline = self.pipeline
         pipeline.collect_arrived_locked()
-        self._give_back_surplus_locked()  # first, because it may find the connection broken
+        self._give_back_surplus_locked()  # before `connect_locked`, because a failed send drops the connection
         pipeline.connect_locked(deadline_s)
         if self._life != pipeline.life:
             self._life, self._pools, self._requests, self.opened = pipeline.life, {}, {}, set()
@@ -88,7 +88,7 @@ class SlotSupply:
         return pool
 
     def _move_locked(self, pool: SlotPool, lent: LentBatch, count: int) -> bool:
-        """Move `count` slots to `lent`, or fewer if `lent.reason` is set. False: none moved; ask the node first."""
+        """Move `count` slots to `lent`, or fewer if `lent.reason` is set. False: the caller must ask the node first."""
         now_s = time.monotonic()
         if pool.life != self.pipeline.life or now_s >= self.pipeline.trusted_until_s:
             return False
@@ -143,7 +143,7 @@ class SlotSupply:
             pool.slots += zip(np.frombuffer(rows, "<i4").tolist(), starts, strict=True)
 
     def put_back_locked(self, lent: LentBatch, slots: Sequence[Slot]) -> None:
-        """Unless the lease has ended: put unused slots back into their pool, and stop expecting `lent.ahead` slots."""
+        """If the lease still exists, put unused slots back into their pool, and subtract `lent.ahead` from `coming`."""
         if lent.pool is not None and lent.life == self.pipeline.life:
             lent.pool.slots += slots
             lent.pool.coming -= lent.ahead

@@ -1,4 +1,4 @@
-"""Explains misses: from what all members know of a chunk, and from the failure of this client's last read of it."""
+"""Explains misses. It uses what all members know of a chunk, and how this client's last read of the chunk failed."""
 
 import time
 from collections import Counter
@@ -30,8 +30,8 @@ WhyReason: TypeAlias = Literal[
 ]  # fmt: skip
 
 Derive: TypeAlias = Callable[[Namespace, Sequence[int]], list[bytes | None]]
-"""A function of a namespace and of positions of chunks in the call of `Client.why`, in rising order. It returns the
-16-byte key of each of these chunks under the namespace. None: the chunk has no key there."""
+"""A function of a namespace and of chunks. The chunks are given by their positions in the call of `Client.why`, in
+rising order. It returns each chunk's 16-byte key under this namespace, or None if the chunk has no such key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,9 @@ class Why:
     Attributes:
         reason: "here": a node holds the chunk. "never_stored": no node holds the chunk or remembers its removal.
             "other_namespace": the chunk is or was stored under a namespace that differs in `fields`. "no_answer": a
-            node did not answer. "timed_out", or "corrupt" with an empty `tier`: why this client's last read failed.
-            "not_asked_in_time": the deadline passed before the lookup. Other reasons: why the chunk left `tier`.
+            node did not answer. "timed_out": this client's last read reached its deadline. "corrupt" with an empty
+            `tier`: the last read got wrong bytes. "not_asked_in_time": the deadline passed before the lookup. Other
+            reasons: why the chunk left `tier`.
         node: The node that holds or last held the chunk, or that does not answer.
         tier: "dram", "ssd" or "file": where the chunk is, or was last.
         ago_s: Seconds since the chunk was removed, or since the read failed.
@@ -93,8 +94,8 @@ class Why:
 class PromptKeys:
     """Derives the keys of a prompt's chunks under several namespaces, each key once.
 
-    If a namespace has another chunk size, the key derived for a chunk is that of the namespace's chunk that contains
-    the last token of the given chunk.
+    A namespace may have another chunk size. For a given chunk with last token t, this derives the key of the
+    namespace's chunk that contains t.
     """
 
     def __init__(self, tokens: npt.NDArray[np.integer[Any]], chunk_tokens: int) -> None:
@@ -205,7 +206,7 @@ def ask_members(
 def _histories(node: NodeId, answer: messages.Histories, count: int) -> Iterator[tuple[tuple[int, float], Why | None]]:
     """Yield for each chunk a rank, and what one member knows of it. The caller uses the answer of lowest rank.
 
-    From low to high: in memory, in a tier below, removed (a later removal ranks lower), not known.
+    The ranks from low to high: in memory, in a tier below, removed (the latest removal is lowest), not known.
     """
     places, reasons, tiers, policies = (
         array(raw, "u1", count).tolist() for raw in (answer.places, answer.reasons, answer.tiers, answer.policy)

@@ -1,8 +1,8 @@
 """Stores chunks in this host's node: requests slots, fills them, and commits them.
 
 The writer has a separate connection, so a waiting reader never blocks a writer. The node lends slots before they are
-needed (`raykv.client.slot_pool`). A put copies and hashes in one pass, and sends one Commit. The answer lends the next
-slots. If a put does not wait, a later call collects the answer.
+needed (`raykv.client.slot_pool`). A put copies and hashes the bytes in one pass, and sends one Commit. The answer to
+the Commit lends the next slots. If a put does not wait, a later call collects the answer.
 
 A call that reaches its deadline does not lose the connection or its leases: see `raykv.client.pipeline`.
 """
@@ -128,7 +128,7 @@ class Writer:
             self._unanswered.add(commit)
             finish = partial(self._finish_locked, commit)
             posted = self.pipeline.post(request, finish, deadline_s=until_s, life=life, keys=commit.keys)
-        except BaseException as error:  # nothing was sent, or an interrupt drops the connection
+        except BaseException as error:  # not sent, or interrupted: then `_undo` drops the connection
             self._unanswered.discard(commit)
             self._undo(filled, error)
             if isinstance(error, _UNAVAILABLE):
@@ -143,7 +143,7 @@ class Writer:
         return PutResult(reason=NO_ANSWER if wait else "", posted=commit.chunks)
 
     def _undo(self, lents: Sequence[LentBatch], error: BaseException) -> None:
-        """Put slots back after a failure before the commit was sent.
+        """Put slots back into their pools, because their commit was not sent.
 
         After an interrupt, drop the connection instead: nobody knows whether the commit was sent.
         """
@@ -217,7 +217,7 @@ class Writer:
 
 
 class PendingCommit:
-    """Filled slots, and the Commit that names them to the node.
+    """The Commit of some filled slots, and its outcome.
 
     Attributes:
         chunks: Number of slots.

@@ -31,7 +31,7 @@ STEP_ASIDE_S: Final = 0.2
 RETRY_ROOM_S: Final = ABANDONED_S / 10
 """If a node does not fit into memory, its actor tries at this interval to remove the memory of dead nodes."""
 UNOWNED_S: Final = 5.0
-"""`NodeActor.stop` waits at most this long for the end of a node's process. If it still runs, its memory stays."""
+"""`NodeActor.stop` waits at most this long for a node's process to end. If the process still runs, its memory stays."""
 NODE_ID_LENGTH: Final = 16
 """A node's name is the first 16 of the 56 characters of Ray's node id, since the path of a socket must be short."""
 
@@ -246,9 +246,9 @@ class NodeActor:
         threading.Timer(STEP_ASIDE_S, os._exit, (0,)).start()  # the delay lets Ray answer this call
 
     def _await_room(self) -> None:
-        """Retry until memory of dead nodes was removed from this host. Then end this process; Ray restarts the actor.
+        """Repeatedly try to remove memory of dead nodes. After a success, end this process; Ray restarts the actor.
 
-        After a restart of a Ray node, the memory of its former raykv node counts as used until it is removed.
+        A Ray node that restarts has a new id, and the memory of its earlier raykv node still takes up room on the host.
         """
         while not self._stopping.wait(RETRY_ROOM_S):
             try:

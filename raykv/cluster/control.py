@@ -18,9 +18,9 @@ POLL_S: Final = 0.05
 
 
 def start(config: ClusterConfig | None = None, *, timeout_s: float = 60.0, **fields: Any) -> dict[str, Any]:
-    """Start a node on every Ray node, and wait until all nodes have the same view. Later Ray nodes get a node too.
+    """Start a node on every Ray node, and wait until all nodes have the same view.
 
-    Safe to call again: a running cluster with the same config does not change.
+    A Ray node that joins later gets a node too. A second call does not change a running cluster with the same config.
 
     Args:
         config: The cluster's config.

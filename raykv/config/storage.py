@@ -123,8 +123,8 @@ class StorageConfig(Model):
         shm_dir: Directory for arena, table and socket, on tmpfs or hugetlbfs. None means anonymous memory, which is
             freed when the process ends.
         huge_pages: Pages of 2 MiB: "try" uses them if the host has any, "never" does not ask for them. With "require"
-            the node does not start if the host has none, and does not use an extent that gets none; this needs Linux
-            6.1 or a hugetlbfs.
+            the node does not start on a host without huge pages, and does not use an extent without them. "require"
+            needs Linux 6.1 or a hugetlbfs.
         numa: "auto" divides the arena equally among the host's NUMA nodes. "off" leaves the choice to the kernel.
         ssd: The SSD tier below memory. None means that there is none.
         file: The file tier below the SSD tier, shared with other nodes. None means that there is none.

@@ -37,8 +37,8 @@ class Policy(ABC):
 
     Attributes:
         name: Name in reports.
-        leaf_first: Whether to evict a chunk only after all chunks that follow it in its chains. A chunk without its
-            parent can never be matched.
+        leaf_first: Whether to evict a chunk only after all chunks that follow it in its chains, because a chunk without
+            its parent can never be matched.
         drifts: Whether scores change with time, not only with reads.
         queues: Number of queues among which `queue` divides the rows.
         capacity: Number of chunks in a full cache; None if unknown.
@@ -102,7 +102,7 @@ def key_numbers(columns: Columns, rows: Rows) -> list[int]:
 def single_order(
     policy: Policy, columns: Columns, candidates: Rows, count: int, now: int, ranks: Ranks | None = None
 ) -> Order:
-    """Combine all queues and ranks into one order. In a rank, the rows of each queue's share of `count` come first."""
+    """Combine all queues and ranks into one order. In a rank, rows that `shares` takes from a queue come first."""
     ranked = ranks if ranks is not None and ranks(candidates, now).any() else None
     if policy.queues == 1 and ranked is None:
         return lambda rows: policy.score(columns, rows, now)
@@ -213,8 +213,8 @@ def lowest(columns: Columns, candidates: Rows, scores: Scores, count: int) -> Ro
 def _leaves_first(columns: Columns, chosen: Rows) -> Rows:
     """Return `chosen` without the rows that have a descendant outside `chosen`. Each row comes after its descendants.
 
-    For this order, each row takes the last place that one of its descendants has in `chosen`. Places are passed on to
-    ancestors in steps of 1, 2, 4, ... levels, since chains may be very long.
+    Each row is sorted by the highest place that the row or one of its descendants has in `chosen`. Each pass hands
+    places to ancestors 1, 2, 4, ... levels above, so a very long chain takes few passes.
     """
     outside = len(chosen)
     by_row, parents = np.argsort(chosen), live_parents(columns, chosen)

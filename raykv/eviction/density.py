@@ -162,10 +162,10 @@ class HitDensity(Policy):
         return digits
 
     def _place(self, columns: Columns, rows: list[int], parents: list[int]) -> Integers:
-        """Set `turn` and `place` of new rows. Returns, for each row, the number of chunks stored together with it.
+        """Set `turn` and `place` of new rows. Returns, for each row, how many chunks were stored together.
 
         A turn is one request of a conversation. A chunk begins a new turn if its parent was stored earlier and has been
-        read: then a later request continues the chain.
+        read: the chunk then belongs to a later request than its parent. The count includes the row's own chunk.
         """
         turns, places, earlier = self._rows["turn"], self._rows["place"], self._rows["earlier"]
         new = dict.fromkeys(rows, 0)

@@ -11,8 +11,8 @@ from raykv.types import Bits, Rows
 
 RESCORE_SHARE: Final = 256
 RESCORE_LEAST: Final = 16
-"""If scores change with time, all rows are scored again after one victim per RESCORE_SHARE rows, but not before
-RESCORE_LEAST victims."""
+"""If scores change with time, all rows are scored again after every n victims. n is the number of rows divided by
+RESCORE_SHARE, but at least RESCORE_LEAST."""
 
 
 class EvictionOrder:
@@ -62,7 +62,7 @@ class EvictionOrder:
         """Remove and return the unprotected row to evict next; -1 if there is none.
 
         The caller reports the row to the policy's `on_remove` while the row's columns are unchanged, and evicts it. The
-        caller also decrements `children` of the parent, and at 0 calls `on_childless(parent)`.
+        caller also decrements `children` of the parent, and calls `on_childless` when it reaches 0.
         """
         if self._policy.drifts and self._until_rescore <= 0:
             self._rescore(now, RESCORE_LEAST + 2 * sum(self._sizes) // RESCORE_SHARE)
@@ -121,7 +121,7 @@ class EvictionOrder:
                 heapq.heappush(self._heaps[self._queue[row]], (score, -depth, row, self._stamps))
 
     def _rescore(self, now: int, count: int) -> None:
-        """Score all evictable rows, and fill the heaps again. A single heap gets only the `count` lowest rows."""
+        """Score all evictable rows, and fill the heaps again. If there is one heap, it gets the `count` lowest rows."""
         rows = np.flatnonzero(self._here).astype(np.int32)
         self._until_rescore = max(RESCORE_LEAST, len(rows) // RESCORE_SHARE)
         if self._policy.leaf_first:

@@ -36,7 +36,7 @@ class MembershipPort(Protocol):
         ...
 
     def leave(self, node_id: NodeId) -> None:
-        """Remove a node from the members, since it stops for good."""
+        """Remove a node from the members, because it stops permanently."""
         ...
 
 
@@ -95,7 +95,7 @@ class Membership:
         return self.registry.encode()
 
     def leave(self, node_id: NodeId) -> None:
-        """Remove a node from the members, since it stops for good."""
+        """Remove a node from the members, because it stops permanently."""
         self._seen_s.pop(node_id, None)
         if self.view.member(node_id) is not None:
             self._publish([known for known in self.view.members if known.node_id != node_id])

@@ -15,7 +15,7 @@ from raykv.protocol.namespace import Namespace
 
 MAX_ENTRIES: Final = 1024
 """The list has at most this many configured namespaces; one more is refused. It also has at most this many dropped
-namespaces, for nodes that were unreachable; one more replaces the oldest."""
+namespaces, so that nodes that were unreachable learn of the drops; one more replaces the oldest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class NamespaceRegistry:
         return NamespaceConfig() if entry is None else entry.config
 
     def configure(self, namespace: Namespace, fields: dict[str, Any], *, now_ns: int) -> None:
-        """Set some `fields` of the config of a namespace's quota group. The other fields stay unchanged.
+        """Set the values in `fields` in the config of a namespace's quota group. Other config fields stay unchanged.
 
         Raises:
             ConfigError: A field is wrong or unknown.
@@ -111,7 +111,7 @@ class NamespaceRegistry:
         return found
 
     def merge(self, other: "NamespaceRegistry") -> None:
-        """Merge a node's copy into this copy. If the node's copy lacks an entry of the result, increase the version."""
+        """Merge a node's copy into this copy. If they still differ, raise the version: then the node gets this copy."""
         for entry in self.newer(other):
             self.entries[entry.namespace.digest] = entry
         self.trim()
@@ -124,7 +124,7 @@ class NamespaceRegistry:
 
     @classmethod
     def decode(cls, text: bytes) -> Self:
-        """Decode the output of `encode`. Raises UsageError if `text` is not such a list, or if the list is too long."""
+        """Decode the output of `encode`. Raises UsageError for any other text, and for a list that is too long."""
         try:
             found = msgspec.json.decode(text, type=_Encoded, dec_hook=_load)
             entries = {entry.namespace.digest: entry for entry in found.entries}

@@ -64,7 +64,8 @@ class Cache:
     def store(self, chunks: list[int], nbytes: list[int], now: int, reads: Mapping[int, int]) -> None:
         """Store those chunks of a chain that the cache does not have, first to last, until the cache is full.
 
-        `nbytes` has the size of each chunk. `reads` maps each chunk that was read from the SSD to its number of reads.
+        `nbytes` has the size of each chunk, in tokens. `reads` maps each chunk that was read from the SSD to its number
+        of reads.
         """
         cells, row_of, rows, parent = self.cells, self.row_of.data, [], -1
         for chunk, size in zip(chunks, nbytes, strict=True):
@@ -74,7 +75,7 @@ class Cache:
                     break
                 row = self._free.pop()
                 cells.key_lo[row], cells.nbytes[row], cells.state[row] = chunk, size, RowState.READY
-                cells.generation[row] += 1 + cells.generation[row] % 2  # the next even number: the row is readable
+                cells.generation[row] += 1 + cells.generation[row] % 2  # the row holds another chunk now
                 cells.inserted[row] = cells.accessed[row] = now
                 cells.frequency[row] = reads.get(chunk, 0)
                 cells.children[row] = 0

@@ -109,7 +109,7 @@ def _convert(form: type[Found], where: str, prefix: str, found: Any) -> Found:
 
 
 def decode(form: type[Found], where: str, line: bytes) -> Found:
-    """Decode a line of JSON as a `form`. If the line does not fit, raise UsageError, which names line and field."""
+    """Decode a line of JSON into the type `form`. If that fails, raise UsageError, which names line and field."""
     try:
         return msgspec.json.decode(line, type=form)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

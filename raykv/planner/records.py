@@ -46,7 +46,7 @@ class ModelShape:
     def prefill_flops(self, tokens: int, attended: int) -> float:
         """Return the floating-point operations for a prefill.
 
-        `tokens`: number of tokens to compute. `attended`: the sum, over them, of the number of tokens before each.
+        `tokens`: number of tokens to compute. `attended`: number of tokens before a token, summed over these tokens.
         """
         return 2.0 * self.parameters * tokens + 4.0 * self.layers * self.hidden * (attended + tokens)
 
@@ -58,8 +58,9 @@ class Record:
     `requests`, `chunks` and `tokens` count all reads in the trace. A hit is a prefix hit if all earlier chunks of the
     request hit too (with "belady": every hit). Only prefix hits are useful to an engine. `tokens_hit`, `saved_flops`
     and `saved_gib` count prefix hits only. `size_share` is the size divided by the number of different chunks. The
-    SSD's bytes per day are extrapolated from the trace's duration. `ssd_write_amplification` is the number of chunks
-    written to the SSD, divided by the number moved from memory to the SSD. The other chunks were moved within the SSD.
+    SSD's bytes per day are extrapolated from the trace's duration. Chunks are written to the SSD when memory evicts
+    them, and again when the SSD moves them. `ssd_write_amplification` is the number of all these writes, divided by the
+    number of writes from memory.
     """
 
     trace: str

@@ -18,9 +18,9 @@ Numbers = npt.NDArray[np.integer[Any]]
 class Ssd:
     """A log of segments, like the SSD tier of a node.
 
-    When the log is full, the oldest segment is reclaimed. Its chunks that were read since they were written are moved
-    to the end of the log, if MOVED_SHARE allows it. The other chunks are dropped. A chunk that is read into memory also
-    stays on the SSD, so that memory can evict the chunk later without another write.
+    When the log is full, the oldest segment is reclaimed. A chunk in this segment is moved to the end of the log if it
+    was read since it was written and MOVED_SHARE allows the move. Otherwise the chunk is dropped. A chunk that is read
+    into memory also stays on the SSD, so that memory can evict the chunk later without another write.
 
     `written` counts chunks from memory, `moved` counts moved chunks, and `tokens` counts the tokens of both.
     """
@@ -32,7 +32,7 @@ class Ssd:
         self._admission, self._token_nbytes = admission, token_nbytes
         self._segments: deque[list[int]] = deque([[]])
         self._held: dict[int, tuple[int, int, bool]] = {}  # chunk -> tokens, reads, whether read since the write
-        self._refused: set[int] = set()  # chunks that were not admitted; another offer of one counts as one more read
+        self._refused: set[int] = set()  # chunks that were not admitted; in `offer`, each of them counts one more read
         self.written = self.moved = self.tokens = 0
 
     def has(self, chunk: int) -> bool:
