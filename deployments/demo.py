@@ -129,7 +129,7 @@ def deployment(port: int) -> Iterator[None]:
     """Run the deployment while the context lasts. It leaves nothing behind, even after an error."""
     os.environ.update(SETTINGS)
     require_token()
-    # The import of vLLM takes as long as the start of Ray. It runs at the same time, because that start mostly waits.
+    # Importing vLLM takes as long as starting Ray. Both run at the same time, because starting Ray is mostly waiting.
     importing = threading.Thread(target=importlib.import_module, args=("ray.serve.llm",), daemon=True)
     importing.start()
     with ExitStack() as running:
@@ -325,7 +325,7 @@ def print_table(turns: Sequence[Turn], without: Sequence[Answer]) -> None:
 
 
 def sources(reuse: Reuse, reader: str) -> str:
-    """Format from which holder and by which path one node loaded tokens, such as "1920 A tcp"."""
+    """Format what one node loaded: number of tokens, holder and path, such as "1920 A tcp"."""
     parts = [
         f"{tokens} {NODES.get(holder, holder)} {path}"
         for (loader, holder, path), tokens in sorted(reuse.tokens.items())

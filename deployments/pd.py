@@ -122,7 +122,7 @@ def llm_config(args: PDArgs, replicas: int, resources: dict[str, float]) -> dict
                 "kv_connector_module_path": "raykv.integrations.vllm",
                 "kv_role": "kv_both",
                 "kv_load_failure_policy": "recompute",
-                # The node may have to wait for a core. A step on CPU takes seconds, so engines can wait longer too.
+                # A node on a busy CPU may answer late. An engine step takes seconds there, so a save may wait longer.
                 "kv_connector_extra_config": {"cluster": args.pool, "store_timeout_s": 0.1},
             },
         },

@@ -1,4 +1,4 @@
-"""Answers requests with a plain vLLM engine, without raykv and without a prefix cache. The demo compares with it.
+"""Answers requests with a plain vLLM engine, without raykv and prefix cache. The demo compares its answers with these.
 
     python -m deployments.reference --model FOLDER --answer-tokens 40
 

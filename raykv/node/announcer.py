@@ -32,7 +32,7 @@ MAX_RETRIED_KEYS: Final = 1 << 20
 """If an owner does not answer, the keys of the announcement return to the queue, unless the queue would then hold more
 keys than this. In that case these keys are dropped, and readers may miss the chunks."""
 LOCKED_KEYS: Final = 4096
-"""The announcer looks up at most this many keys before it releases the node's lock, because writers wait for it."""
+"""The announcer looks up at most this many keys before it releases the node's lock: writers wait for the lock."""
 ANNOUNCE_S: Final = 0.01
 """The announcer waits this long after a change, so that one message can announce several changes."""
 ANNOUNCE_DEADLINE_S: Final = 5.0
@@ -181,7 +181,7 @@ class Announcer:
 
 
 def _owner_changed(old: View, new: View, keys: KeyArray) -> Bits:
-    """Return which keys have a new owner, or an owner that has restarted and so has an empty location index."""
+    """Return for each key whether its owner is another node now, or has restarted with an empty location index."""
     if not new.members:
         return np.zeros(len(keys), np.bool_)
     return np.not_equal(_incarnations(old, keys), _incarnations(new, keys))

@@ -99,7 +99,7 @@ class LocationIndex:
         return list(map(self._locations.get, _split(keys), repeat(UNKNOWN)))
 
     def follow_view(self, *, nodes: frozenset[NodeId], owned: Callable[[KeyArray], Bits]) -> None:
-        """Drop holders that are not in `nodes`, and keys that are not `owned` by this node."""
+        """Drop holders that are not in `nodes`, and keys for which `owned` returns False."""
         with self._lock:
             if not self._locations:
                 return

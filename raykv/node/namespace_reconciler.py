@@ -35,8 +35,8 @@ MAX_FILE_NBYTES: Final = 64 << 20
 class NamespaceReconciler:
     """Holds a node's copy of the list of namespaces, and applies it to the store and the tiers. Thread-safe.
 
-    Files next to the chunks store the copy. After a restart, the node compares the copy with the directory's list, and
-    drops the chunks of namespaces that were dropped while the node was down.
+    The copy is also stored in files, next to the chunks. After a restart, the node compares the stored copy with the
+    directory's list, and drops the chunks of namespaces that were dropped while the node was down.
 
     Attributes:
         registry: The copy. Only `adopt` changes it.
@@ -45,14 +45,14 @@ class NamespaceReconciler:
     def __init__(
         self, store: Store, lock: threading.Lock, mover: TierMover, paths: Sequence[Path], changed: Callable[[], None]
     ) -> None:
-        """Load and apply the list from the files `paths` (see `registry_paths`). Invalid files are ignored.
+        """Load and apply the list from the files in `paths` (see `registry_paths`). Invalid files are ignored.
 
         Each `adopt` calls `changed` at its end, since `adopt` may have dropped chunks or changed quotas.
         """
         self._store, self._lock, self._mover, self._paths, self._changed = store, lock, mover, paths, changed
         self._adopting = threading.Lock()
         self._metrics = NamespaceMetrics()
-        self._served = np.zeros((MAX_NAMESPACES, 2), np.int64)  # requests and bytes sent, by quota group
+        self._served = np.zeros((MAX_NAMESPACES, 2), np.int64)  # by quota group: requests served, bytes sent
         self._dropped: dict[bytes, int] = {}
         self.registry = NamespaceRegistry()
         for path in paths:
@@ -82,7 +82,7 @@ class NamespaceReconciler:
         return self._dropped.get(digest, 0)
 
     def list(self) -> dict[str, dict[str, Any]]:
-        """Map the fields of each quota group (JSON text) to its config and counters. Scans the whole chunk table."""
+        """Return config and counters of each quota group, by its fields as JSON text. Scans the whole chunk table."""
         store, columns = self._store, self._store.table.columns
         evictor = store.evictor
         ready = store.table.ready_rows()
@@ -109,7 +109,7 @@ class NamespaceReconciler:
         return found
 
     def count_request(self, digest: bytes, nbytes: int) -> None:
-        """Count one request of a quota group, and the `nbytes` of its answer's payload. Concurrent calls may lose one.
+        """Count one request of a quota group, and `nbytes` of payload in its answer. Concurrent calls may lose counts.
 
         A client that reads shared memory sends no request, so its read is not counted.
         """

@@ -214,7 +214,7 @@ class Node:
 
     @property
     def announced(self) -> bool:
-        """False while a change of the store waits to be announced to the owners of its keys."""
+        """Whether all changes of the store have been announced to the owners of the changed keys."""
         return self._announcer.done
 
     def stats(self) -> dict[str, Any]:
@@ -272,7 +272,7 @@ class Node:
         except RayKVError as error:
             self._errors[name] += 1
             return Reply(codec.failure(error))
-        except Exception:  # noqa: BLE001 - a bug must not end the connection, with its leases and other requests
+        except Exception:  # noqa: BLE001 - a bug must not end the connection: its leases would end too
             self._errors[name] += 1
             self._bug_log.write(logging.ERROR, "bug while serving %s", name, trace=True)
             return Reply(messages.Failure("ProtocolError", f"internal error while serving {name}; see the node's log"))

@@ -62,7 +62,7 @@ class Reclaimer:
                 self._announcer.wake()
         self._mover.demote()
         with self._lock:
-            # The next victims are pinned while a tier copies them. Eviction waits, since it would take other chunks.
+            # While a tier copies the next victims, they are pinned. So eviction waits: it could take only other chunks.
             wait = self._mover.demotion.writing and not store.evictor.nearly_full
             more = not wait and store.evict_ahead(now_s=time.monotonic())
         all_of_it = quiet and not self._due.is_set() and has_to_spare(store.config.shm_dir)

@@ -40,7 +40,7 @@ class NodeHandle:
     Attributes:
         config: The config of the node.
         pid: Process id of the node. It is 0 before the first start, and each restart changes it.
-        starts: How often the node was started.
+        starts: Number of times the node was started.
         supervisor: The supervisor's process.
         ended: Whether the supervisor has ended. After that, the node is not restarted.
     """
@@ -106,7 +106,7 @@ class NodeHandle:
         return codec.expect(messages.Trace, self._ask(messages.FetchTrace(on))).requests
 
     def stop(self, *, unlink: bool = False) -> None:
-        """Stop the node for good. Safe to call again. With `unlink`, also leave the cluster and remove the memory."""
+        """Stop node and supervisor. Safe to call again. With `unlink`, also leave the cluster and remove the memory."""
         with self._stopping:
             if not self.ended:
                 self._send(b"stop")

@@ -172,7 +172,7 @@ def main() -> int:
     os.dup2(2, 1)  # printed text goes to stderr, since stdout carries the reports
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # an inherited SIG_IGN would make waitpid fail
     logging.basicConfig(format="%(asctime)s %(process)d %(levelname)s %(name)s: %(message)s", level=logging.WARNING)
-    spec = sys.stdin.buffer.readline()  # reads no further byte: the owner sends none before a report
+    spec = sys.stdin.buffer.readline()  # buffers no later byte: until the first report, the owner sends only this line
     return Supervisor(msgspec.json.decode(spec, type=NodeSpec), reports).run()
 
 

@@ -25,7 +25,7 @@ class Admission:
     """
 
     def __init__(self, budget_nbytes_per_day: float | None = None, *, burst_s: float = BURST_S, now_s: float) -> None:
-        """Begin with a full bucket. A budget of None means no limit. All calls pass `now_s` of one monotonic clock."""
+        """Begin with a full bucket. A budget of None means no limit. `now_s` always comes from one monotonic clock."""
         self._per_s = None if budget_nbytes_per_day is None else budget_nbytes_per_day / DAY_S
         self._most = (self._per_s or 0.0) * burst_s
         self._left, self._filled_s = self._most, now_s

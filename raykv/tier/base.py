@@ -17,10 +17,10 @@ class Chunk(NamedTuple):
 
     Attributes:
         key: 16 bytes, as `chunk_keys.to_bytes` writes them.
-        offset, nbytes: Offset of the chunk in the arena (a multiple of a page), and its length. The slot that holds
-            the chunk is a number of whole pages.
+        offset, nbytes: Offset of the chunk in the arena (a multiple of a page), and its length. Its slot takes
+            a whole number of pages.
         checksum: xxh3-64 of the bytes.
-        group: Number of the quota group on this node.
+        group: The number that identifies the quota group on this node.
         depth: Number of chunks before it in its chain (the consecutive chunks of a prompt).
         parent: Key of the chunk before it in its chain; b"" if there is none.
         reads: Number of reads so far.
@@ -55,18 +55,20 @@ def is_same(found: Found | None, nbytes: int, checksum: int) -> bool:
 
 
 Written = Callable[[Sequence[Chunk], Sequence[bool]], None]
-"""Callback of a `write` that took chunks, called once. Arguments: these chunks; for each, whether the tier has it."""
+"""The callback of `Tier.write`: called once, if the tier took chunks. Arguments: the chunks that it took; for each,
+whether the tier has it now."""
 Arrived = Callable[[Sequence[bool]], None]
-"""Callback of an accepted `read`; called once. Argument: for each chunk, whether the arena has it now, undamaged."""
+"""The callback of `Tier.read`: called once, if the tier accepted the call. Argument: for each chunk, whether the arena
+has it now, undamaged."""
 
 
 class GroupNames(Protocol):
-    """Maps quota groups' numbers to names and back. Files hold names: a restart may change numbers. Thread-safe."""
+    """Maps quota groups' numbers to names and back. Files hold names, as a restart may change numbers. Thread-safe."""
 
     def text(self, group: int) -> bytes: ...
 
     def number(self, text: bytes) -> int | None:
-        """Number of the group on this node; a new group gets one. None: no number is free, or `text` is invalid."""
+        """Return the group's number here; a new group gets one. None: no number is free, or `text` is invalid."""
         ...
 
 
@@ -74,7 +76,7 @@ class Environment(NamedTuple):
     """What a tier gets from its node.
 
     Attributes:
-        arena: The node's arena, writable. It begins at a page. `Chunk.offset` is relative to its first byte.
+        arena: The node's arena, writable. It begins at a page boundary. `Chunk.offset` is relative to its first byte.
         node: Name of the node: unique, the same after a restart, valid as a file name.
     """
 
@@ -151,9 +153,10 @@ class Tier(ABC):
     def stats(self) -> dict[str, Any]:
         """State and counters, as plain values.
 
-        state ("starting", "on", "slow", "off") and its reason; chunks, used_nbytes and capacity_nbytes. Counted since
-        the start: written_nbytes (of chunks that callers wrote), moved_nbytes (of chunks that the tier itself moved),
-        disk_nbytes (of all writes), read_nbytes; chunks refused and corrupt; timeouts and errors of the disk.
+        `state` ("starting", "on", "slow", "off") and its `reason`; `chunks`, `used_nbytes` and `capacity_nbytes`.
+        Counters since the start: `written_nbytes` (chunks from callers), `moved_nbytes` (chunks that the tier moved to
+        another of its segments), `disk_nbytes` (everything written to the disk), `read_nbytes`; the numbers of
+        `refused` and `corrupt` chunks; the numbers of `timeouts` and `errors` of the disk.
         """
 
     @abstractmethod

@@ -40,7 +40,7 @@ class Demotion:
     def __init__(
         self, store: Store, lock: threading.Lock, tiers: Sequence[Tier], written: Callable[[KeyArray], None]
     ) -> None:
-        """`written` is called, without the lock, with the keys of each write that has ended, successful or not."""
+        """When a write has ended, successful or not, `written` is called with its keys. The lock is not held then."""
         self._store, self._lock, self._tiers, self._on_written = store, lock, tiers, written
         now_s = time.monotonic()
         self._admissions = [Admission(tier.write_nbytes_per_day, now_s=now_s) for tier in tiers]
@@ -51,7 +51,7 @@ class Demotion:
 
     @property
     def due(self) -> bool:
-        """Whether enough chunks were stored since the last `demote` to call it now. Cheap."""
+        """Whether `demote` should be called now, as enough chunks were stored since its last call. Cheap."""
         store = self._store
         return bool(self._tiers) and store.counters.committed - self._committed > store.chunks // NEW_SHARE
 
@@ -92,7 +92,7 @@ class Demotion:
         for first in range(0, len(chosen), STEP_CHUNKS):
             some = chosen[first : first + STEP_CHUNKS]
             chunks, taken = self.write(tier, rows[some], keys[some])
-            if taken < len(chunks):  # the tier's queue is full: give the rest back to the budget
+            if taken < len(chunks):  # the queue is full: give the bytes of the other chunks back to the budget
                 taken_nbytes = sum(slot_nbytes(chunk.nbytes) for chunk in chunks[:taken])
                 admission.spend(taken_nbytes - int(sizes[chosen[first:]].sum()), now_s=now_s)
                 return

@@ -53,7 +53,7 @@ class TierMover:
         self._changed()
 
     def find(self, keys: KeyArray) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint32]]:
-        """Return for each key the place of the fastest tier with the chunk, and its length; else NOWHERE and 0."""
+        """Return each chunk's place (its fastest tier) and length, in two arrays; NOWHERE and 0 if no tier has it."""
         places, nbytes = np.full(len(keys), Place.NOWHERE, np.uint8), np.zeros(len(keys), np.uint32)
         for tier in self.tiers:
             absent = np.flatnonzero(places == Place.NOWHERE)
@@ -96,7 +96,7 @@ class TierMover:
         return count
 
     def drop_outdated(self, keys: KeyArray) -> int:
-        """Delete copies in tiers that outlive the copy in memory, or that expire although that one never does.
+        """Delete tier copies that expire later than the copy in memory. If that copy never expires, delete all that do.
 
         Callers call this after a put or a change of expiry. Otherwise a tier could return a chunk after its new TTL.
         Returns the number of copies deleted.

@@ -66,10 +66,10 @@ class Promotion:
         self.nbytes = self.promoted = self.late = 0
 
     def promote(self, keys: KeyArray, *, until_s: float) -> int:
-        """Promote the chunks that are not in memory, and wait until the monotonic time `until_s`. 0: do not wait.
+        """Promote chunks that are not in memory. Wait for this until the monotonic time `until_s` (0: do not wait).
 
-        A run (one read of several chunks) that takes longer continues in the background. Another call may have begun
-        it. Returns the number of chunks in all runs that contain one of these keys, finished or not.
+        A run (one read of several chunks) that takes longer continues in the background. If another call has already
+        begun a run with one of these keys, this call waits for it too. Returns the number of chunks in all these runs.
         """
         with self._lock:
             wanted = keys[self._store.missing(keys, now_s=time.monotonic())]
@@ -105,7 +105,7 @@ class Promotion:
     def _begin(self, keys: KeyArray, found: list[Found]) -> tuple[_Run | None, list[_Run]]:
         """Begin a run of those chunks that are neither in memory nor in another run.
 
-        Returns the run (None if it has no chunks or gets no slots), and the other runs that read some of the chunks.
+        Returns the run (None if it has no chunks or no space), and the other runs that read some of the chunks.
         """
         store, first, now_s, raw = self._store, found[0], time.monotonic(), raw_keys(keys)
         parent = key_array([first.parent]) if first.parent else None

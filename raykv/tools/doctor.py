@@ -20,7 +20,7 @@ Grade = Literal["ok", "better", "wrong"]
 MIN_SHM_NBYTES: Final = GIB
 MIN_FILES: Final = 4096
 PACED: Final = "bbr"
-"""Names of TCP congestion controls that pace the sender with timers begin with this text."""
+"""The TCP congestion controls whose names begin with this text use timers to pace the sender."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +172,7 @@ def compiled_loops(root: Path) -> Finding:
 
 
 def tcp(root: Path) -> Finding:
-    """Check the congestion control of TCP: timers that pace the sender take CPU time."""
+    """Check whether TCP's congestion control paces the sender with timers, which take CPU time."""
     chosen = _text(root / "proc/sys/net/ipv4/tcp_congestion_control")
     paced = chosen.startswith(PACED)
     says = f"congestion control is {chosen}" + (": its timers take up to a quarter of a sender's time" if paced else "")

@@ -80,5 +80,5 @@ def _repeatable(body: Any) -> bool:
 
 
 def _failure(message: str) -> str:
-    """Make an event that OpenAI's client raises as an APIError. Otherwise the client would accept a cut answer."""
+    """Make an event that OpenAI's client raises as an APIError. Without it, the client would accept a cut answer."""
     return f"{PREFIX}{json.dumps({'error': {'message': message, 'type': 'WorkerLost', 'code': 503}})}\n\n"

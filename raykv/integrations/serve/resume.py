@@ -55,7 +55,8 @@ class Resumption:
         if left[:common] != text[:common] or (choice.get("finish_reason") and len(text) < len(left)):
             raise AnswerDiffers
         self._left[index] = left[common:]
-        if tokens:  # sent only on request. An event can have token ids but no text: a token may be part of a character
+        # Token ids are sent only on request. An event can have ids but no text: a token may be a part of a character.
+        if tokens:
             choice["token_ids"] = tokens[self._tokens_left[index] :]
             self._tokens_left[index] = max(0, self._tokens_left[index] - len(tokens))
         if "delta" in choice:

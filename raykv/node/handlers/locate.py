@@ -17,7 +17,7 @@ from raykv.types import NodeId
 
 
 class LocateHandler:
-    """Keeps the holders of keys that this node owns. Also answers where on this node chunks are, or why they left."""
+    """Keeps the holders of keys that this node owns. Also finds where this node has a chunk, or why the chunk left."""
 
     def __init__(
         self, node_id: NodeId, store: Store, lock: threading.Lock, mover: TierMover, location_index: LocationIndex

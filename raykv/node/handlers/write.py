@@ -21,7 +21,7 @@ from raykv.types import Batch, Hints, Rows
 
 
 class WriteHandler:
-    """Lends slots to writers, and enters the chunks that they wrote into the store.
+    """Lends slots to writers, and commits the chunks that they write into these slots.
 
     A slot is the place of one chunk in the arena. A lent slot belongs to one connection until its chunk is committed or
     the slot is given back.
@@ -129,7 +129,7 @@ class WriteHandler:
     def _commit_intact(
         self, group: int, batch: Batch, written: Written, expected: bytearray, session: NodeSession
     ) -> int:
-        """Commit chunks whose checksum is the one that the writer sent (`expected`, u64). Return the number stored."""
+        """Commit the chunks whose checksum is as in `expected` (u64, from the writer). Return the number stored."""
         intact = written.checksums == np.frombuffer(expected, "<u8")
         written = Written(*(column[intact] for column in written))
         with self._lock:

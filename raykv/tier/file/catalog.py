@@ -63,7 +63,7 @@ class Catalog:
         return rows[np.isin(self.index.segment[rows], [pack.number for pack in self.packs.values() if pack.mine])]
 
     def take_changes(self) -> tuple[KeyArray, KeyArray]:
-        """See `tier.base.Tier`. Only chunks in packs that this node wrote count."""
+        """See `tier.base.Tier`. Leaves out chunks in packs that other nodes wrote."""
         keys = self._changes.take()
         rows = self.index.find_all(keys)
         here = (rows >= 0) & np.isin(rows, self.own(rows[rows >= 0]))
@@ -210,7 +210,7 @@ class Tombstones:
         return max(self._keys.get(key, 0), self._texts.get(text, 0)) > sequence
 
     def uncovered(self, entries: Array, texts: Sequence[bytes], sequence: int) -> Bits:
-        """Which entries (`format.ENTRY`) of a pack no tombstone covers. An entry's `group` is an index into `texts`."""
+        """For each entry (`format.ENTRY`) of a pack: whether no tombstone covers it. `texts`: the record's groups."""
         alive: Bits = np.array([self._texts.get(text, 0) < sequence for text in texts], np.bool_)[entries["group"]]
         if self._keys:
             alive &= np.array([self._keys.get(key, 0) < sequence for key in raw_keys(entries["key"])], np.bool_)

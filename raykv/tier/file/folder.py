@@ -28,7 +28,7 @@ from raykv.tier.segments.volume import encoded, make_directory, transfer, write_
 
 Kind = Literal["part", "pack", "tombs"]
 VANISHED: Final = frozenset({errno.ENOENT, errno.ESTALE})
-"""Errors of an access to a file that another node has removed."""
+"""If another node has removed a file, an access to the file fails with one of these errors."""
 PROBE_NBYTES: Final = 64 << 10
 WRITE: Final = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
 _NAME: Final = re.compile(r"(\d{19})-(.{1,180})-([0-9a-f]{8})\.(part|pack|tombs)")
@@ -38,8 +38,8 @@ class Name(NamedTuple):
     """The name of a file in a pack directory.
 
     Attributes:
-        sequence: Time when the file was begun, in ns since 1970; a higher number if the order requires it. Of two
-            copies of a chunk, the one in the pack with the higher sequence counts.
+        sequence: Time when the file was begun, in ns since 1970; a higher number if the file must come after another
+            one. Of two copies of a chunk, the one in the pack with the higher sequence wins.
         writer, token: Name of the node that wrote the file, and a random token of that node's process.
     """
 
@@ -58,7 +58,7 @@ class Name(NamedTuple):
 
 
 class Folder:
-    """A pack directory, used by one process. The process has `writer` and `token` in its file names. Thread-safe."""
+    """A pack directory, used by one process. Names of the process's files hold `writer` and `token`. Thread-safe."""
 
     def __init__(self, root: Path, writer: str) -> None:
         self.path = root / "raykv"
@@ -73,7 +73,7 @@ class Folder:
 
     @contextmanager
     def operation(self) -> Iterator[None]:
-        """Measure an operation of the calling thread, for `longest_s`. Operations may be nested."""
+        """Measure an operation of the calling thread, for `longest_s`. An outer one counts until an inner one ends."""
         self._since[threading.get_ident()] = time.monotonic()
         try:
             yield
@@ -81,7 +81,7 @@ class Folder:
             self._since.pop(threading.get_ident(), None)
 
     def prepare(self) -> None:
-        """Create the directory. The root is created only once: if the root vanishes later, it was unmounted."""
+        """Create the directory. Its root is created only the first time: a root that is missing later was unmounted."""
         with self.operation():
             if not self._made:
                 make_directory(self.path)
@@ -149,7 +149,7 @@ class Folder:
             return self.read(name._replace(kind="pack"), offset, buffers)  # the part has become a pack since the lookup
 
     def record_of(self, name: Name) -> tuple[Record | None, int]:
-        """All intact records of a file joined into one (None: there is none), and the content's size in bytes."""
+        """Join all intact records of a file. Returns the result (None: no record) and the content's size in bytes."""
         with self._file(self.path / str(name)) as fd:
             nbytes = os.fstat(fd).st_size
             found = _records(fd, nbytes)
@@ -177,7 +177,8 @@ class Folder:
     def take_over(self, name: Name) -> None:
         """Seal a part that an earlier process of this node left; remove the part if it has no chunks.
 
-        Without file locks, the earlier process may still be running. It then finds its part already published.
+        If the file system has no locks, the earlier process may still be running. When that process then seals the
+        part, it finds the part already published.
         """
         with self._file(self.path / str(name), WRITE) as fd:
             if not lock(fd):
@@ -236,11 +237,11 @@ def write_summary(fd: int, record: Record) -> int:
 
 
 def lock(fd: int) -> bool:
-    """Lock a file for this process. Returns False if another process has the lock; True if there are no file locks."""
+    """Lock a file for this process. Returns False if another process has it; True if there is no support for locks."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError:
-        pass  # no file locks here: two processes may do the same work, which is safe
+        pass  # no support for locks: two processes may do the same work, which is safe
     return True

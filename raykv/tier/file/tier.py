@@ -51,9 +51,9 @@ class FileTier(Tier):
     name, place = "file", Place.FILE
 
     def __init__(self, config: FileTierConfig, environment: Environment) -> None:
-        """Start the threads. A chunk is found once a scan has read the summary of its pack.
+        """Start the threads. A chunk can be found after a scan has read the summary of its pack.
 
-        Raises ConfigError if memory is short for the index.
+        Raises ConfigError if there is not enough memory for the index.
         """
         self._config, self.write_nbytes_per_day = config, config.write_nbytes_per_day
         self._state = state = State(config, environment)
@@ -95,7 +95,7 @@ class FileTier(Tier):
         return here
 
     def find(self, keys: KeyArray) -> list[Found | None]:
-        """See `Tier`. A quota group that the node does not know yet gets a number on this node."""
+        """See `Tier`. A quota group that this node does not know yet gets a number."""
         with self._state.lock:
             if not self._state.readable:
                 return [None] * len(keys)
@@ -123,7 +123,7 @@ class FileTier(Tier):
             return 0 if number is None else int(self._index.nbytes[number])
 
     def stats(self) -> dict[str, Any]:
-        """See `Tier`. Adds packs, pack_nbytes (their space) and packs_removed (by this node, to make space)."""
+        """See `Tier`. Adds `packs`, `pack_nbytes` (their space) and `packs_removed` (by this node, to make space)."""
         state = self._state
         with state.lock:
             packs = [pack for pack in self._catalog.known.values() if pack.name.kind != "tombs"]
@@ -192,7 +192,7 @@ class FileTier(Tier):
                 self._state.folder.touch(pack.name)
 
     def delete(self, keys: KeyArray) -> int:
-        """See `Tier`. For other nodes, and after a restart, the chunks are deleted once the tombstones are written.
+        """See `Tier`. Other nodes, and this node after a restart, find the chunks until the tombstones are written.
 
         Keys that are not in the index get tombstones too: they may be in packs that this node has not scanned yet.
         """

@@ -26,14 +26,14 @@ BATCH_CHUNKS: Final = 256
 BATCH_NBYTES: Final = 32 << 20
 TOMBSTONES_S: Final = 1.0
 TOMBSTONE_KEYS: Final = 1 << 14
-"""Tombstones that are not in a file yet are written TOMBSTONES_S after the last tombstone file, or when a new pack
-begins. At most TOMBSTONE_KEYS such keys go into one file."""
+"""Pending tombstones are written to a file TOMBSTONES_S after the last tombstone file, or earlier if a new pack begins.
+At most TOMBSTONE_KEYS pending keys go into one file."""
 MERGE_FILES: Final = 32
 """A node with this number of tombstone files merges them into one."""
 
 
 class Part:
-    """The pack that a process is filling. Only one thread uses it. After a failed write (`broken`) nothing fits."""
+    """The pack that a process is filling. Only one thread uses it. After a failed write (`broken`), `fits` is False."""
 
     def __init__(self, folder: Folder, sequence: int, *, nbytes: int) -> None:
         self.name, self.begun_s, self.broken, self.nbytes = folder.name(sequence, "part"), time.monotonic(), False, 0
@@ -158,7 +158,7 @@ class Writer:
             self._begin()
 
     def _next_batch(self) -> list[Item]:
-        """Take the chunks of the next batch from the queue. Returns [] if the next chunk needs a new part."""
+        """Take the chunks of the next batch from the queue. Returns [] if there are none, or they need a new part."""
         state, part, tombstones = self._state, self._part, self._state.catalog.tombstones
         items, blocks, texts = list[Item](), 0, frozenset[bytes]()
         while part is not None and (item := state.next_item()) is not None and len(items) < BATCH_CHUNKS:
@@ -193,7 +193,7 @@ class Writer:
                 state.finish(item, is_here)
 
     def _next_sequence(self, above: int = 0) -> int:
-        """A new sequence: the time in ns, or more if it must exceed `above` or a sequence that was returned before."""
+        """Return a new sequence: the time in ns, raised above `above` and all earlier results if needed."""
         with self._state.lock:
             self._sequence = max(time.time_ns(), self._sequence + 1, above + 1)
             return self._sequence
@@ -224,7 +224,7 @@ class Writer:
                 pack.name, pack.nbytes = name, part.nbytes
 
     def _write_tombstones(self) -> None:
-        """Write pending tombstones to a new file. If this node has many of these files, merge all into it."""
+        """Write pending tombstones to a new file. If this node has MERGE_FILES older files, they are merged into it."""
         state, catalog, tombstones = self._state, self._state.catalog, self._state.catalog.tombstones
         with state.lock:
             keys, texts = list(islice(tombstones.pending_keys, TOMBSTONE_KEYS)), list(tombstones.pending_texts)

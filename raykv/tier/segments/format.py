@@ -254,7 +254,7 @@ def joined(records: Sequence[Record]) -> Record:
 
 
 def living(record: Record) -> Array:
-    """Entries that no later entry of the same key replaces and no later tombstone of the same record covers."""
+    """Entries of a record, without those that a later entry of the same key replaces or a later tombstone covers."""
     entries = record.entries
     if not len(entries):
         return entries

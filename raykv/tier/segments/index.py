@@ -23,10 +23,10 @@ SEGMENTS: Final = 1 << 20
 """A drive has fewer segments than this. `Index.segment` of the SSD tier is drive number * SEGMENTS + segment number."""
 REBUILD_ROWS: Final = 1 << 14
 REBUILD_SHARE: Final = 8
-"""If more than REBUILD_ROWS rows, and more than an eighth of the remaining number, are removed at once, the hash
-index is rebuilt: this is faster than removing each row from it."""
+"""If one call removes more than REBUILD_ROWS rows, and these are more than an eighth of the rows that remain, the hash
+index is rebuilt. This is faster than removing each row from it."""
 CHANGES: Final = 1 << 22
-"""`Changes` keeps at most about this many keys. Beyond it, the oldest keys are dropped."""
+"""`Changes` keeps at most about this many keys. If there are more, the oldest keys are dropped."""
 
 
 class Index:
@@ -38,7 +38,7 @@ class Index:
     """
 
     def __init__(self, rows: int, *, now_s: float) -> None:
-        """Begin empty. Raises ConfigError if memory is short for this number of rows."""
+        """Begin empty. Raises ConfigError if there is not enough memory for this number of rows."""
         self._table = Table.create(None, rows=rows, extents=1, extent_nbytes=SLOT_ALIGNMENT_NBYTES, now_s=now_s)
         self.columns = self._table.columns
         populated = self._table.rows_populated
@@ -82,7 +82,7 @@ class Index:
         return self._table.ready_rows()
 
     def used(self) -> slice:
-        """A slice of the first rows that contains all rows in use."""
+        """A slice from row 0 that contains all rows in use."""
         return slice(0, self._free.fresh)
 
     def rows_where(self, bits: Bits) -> Rows:

@@ -49,7 +49,7 @@ class IoThreads:
         return sum(since is not None for since in self._since)
 
     def join(self, timeout_s: float) -> bool:
-        """Wait until all threads have ended. Returns False if a thread still runs, because the disk does not answer."""
+        """Wait at most `timeout_s` for all threads to end. Returns False if one still waits for the disk."""
         until_s = time.monotonic() + timeout_s
         for thread in self.threads:
             thread.join(max(0.0, until_s - time.monotonic()))
@@ -82,7 +82,7 @@ class Callbacks:
         self._queue.put(call)
 
     def close(self, threads: Sequence[threading.Thread], timeout_s: float) -> None:
-        """End this thread after all `threads` have ended and all callbacks are called. Waits at most `timeout_s`."""
+        """End this thread after those in `threads` have ended and all callbacks have run. Waits at most `timeout_s`."""
         self._threads = threads
         self._queue.put(None)
         self._thread.join(timeout_s)

@@ -7,8 +7,8 @@ A segment goes through these states:
 Segments are reclaimed in the order of their sequence numbers. So a tombstone outlives everything that it covers. Only
 a segment without live chunks and without tombstones may be reclaimed out of order.
 
-Source: log-structured file systems (Rosenblum and Ousterhout, 1992). They reclaim the emptiest segment first. Here it
-is the oldest one: a cache may drop unread chunks instead of moving them.
+Source: log-structured file systems (Rosenblum and Ousterhout, 1992). They choose a segment by its free space and age.
+This log takes the oldest one, because a cache may drop unread chunks instead of moving them.
 """
 
 from collections import deque
@@ -20,7 +20,7 @@ from raykv.tier.segments.format import BATCH, Counts, Record, blocks_of, joined,
 from raykv.tier.segments.requests import Item, entries_of
 
 SPARE_SEGMENTS: Final = 2
-"""With fewer free segments, one is made or reclaimed. One free segment is for new chunks, and one for moved chunks."""
+"""If fewer segments than this are free, one is made or reclaimed: new chunks need one, and moved chunks another."""
 
 
 @dataclass(eq=False)
@@ -121,7 +121,7 @@ class Log:
         return self.open
 
     def fits(self, counts: Counts, *, blocks: int) -> bool:
-        """Whether a batch fits into the open segment, with room for the summary. `blocks`: size of its chunks."""
+        """Whether a batch whose chunks take `blocks` blocks fits into the open segment, with room for the summary."""
         segment = self.open
         if segment is None:
             return False
@@ -165,7 +165,7 @@ class Log:
         return batch
 
     def finish(self, batch: Batch) -> list[Batch]:
-        """Mark a batch as written. Returns batches that recovery finds now: all batches before them are written too."""
+        """Mark a batch as written. Returns the batches that recovery can now find: no unwritten batch precedes them."""
         batch.finished, ready = True, []
         in_flight = batch.segment.in_flight
         while in_flight and in_flight[0].finished:
@@ -192,7 +192,7 @@ class Log:
         return self.reclaiming is None and len(self.free()) < SPARE_SEGMENTS
 
     def choose_victim(self) -> Segment | None:
-        """Choose the segment to reclaim next, and mark it "reclaiming". None: one is marked, or none is ready."""
+        """Choose the next segment to reclaim, and mark it "reclaiming". None if one is marked, or none is ready."""
         if self.reclaiming is not None:
             return None
         in_use = self.in_use()

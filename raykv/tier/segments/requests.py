@@ -124,7 +124,7 @@ class WriteQueue:
         self.coming[item.chunk.key] = item
         self.queue.append(item)
         self.queued_nbytes += item.chunk.nbytes
-        if item.moved_from >= 0:  # moved chunks go first: their old segment becomes free only after them
+        if item.moved_from >= 0:  # moved chunks go first: once they are written, their old segment is freed
             self.queue.rotate(1)
 
     def next_item(self) -> Item | None:
@@ -153,7 +153,7 @@ class WriteQueue:
         self.cancel([key for key, item in self.coming.items() if item.chunk.group == group])
 
     def refuse_writes(self) -> None:
-        """Report queued chunks as not written. Chunks being written must wait: the disk may still use their bytes."""
+        """Report queued chunks as not written. Those being written end later: the disk may use their bytes."""
         while self.queue:
             self.finish(self.dequeue(), False)
 
@@ -204,7 +204,7 @@ class Run:
         return right
 
     def enter(self, right: Bits, queue: WriteQueue) -> Rows:
-        """Count the bytes and reads of the `right` chunks. Returns the rows that still hold one of the wrong chunks."""
+        """Count bytes and reads of the right chunks. Returns the rows of the wrong chunks that the index still has."""
         index, columns = queue.index, queue.index.columns
         rows, segments, blocks, nbytes, checksums = np.array([piece[:5] for piece in self.pieces], np.uint64).T
         rows = rows.astype(np.int32)
@@ -222,7 +222,7 @@ class Run:
 def runs_of(
     index: Index, keys: KeyArray, found: Sequence[Found | None], offsets: Sequence[int], request: Request
 ) -> list[Run]:
-    """Reads of the chunks that are still the same as in `found`. One run reads chunks that are adjacent on the disk."""
+    """Make runs for the chunks that are still the same as in `found`. A run reads chunks adjacent on the disk."""
     rows, columns = index.find(keys, now_s=time.time()), index.columns
     fields: list[Array] = [index.segment, columns.page, columns.nbytes, columns.checksum]
     values = zip(rows.tolist(), *(field[rows].tolist() for field in fields), offsets, range(len(keys)), strict=True)

@@ -1,8 +1,8 @@
 """Recovery: finds the chunks on one drive when it starts. See `raykv.tier.ssd.tier`.
 
-First, several threads read the records of all segments. Of a sealed segment, only the summary is read. Of an unsealed
-segment, all batches are read, and chunks with a wrong checksum (a torn write) are left out. Then one thread enters the
-chunks into the index, the newest segment first. A key that is in a newer segment or newer tombstone is left out.
+First, several threads read the records of all segments: the summary of a sealed segment, or all batches of an unsealed
+one. In an unsealed segment, chunks with a wrong checksum (a torn write) are left out. Then one thread enters the chunks
+into the index, the newest segment first. A key that is in a newer segment or newer tombstone is left out.
 
 Each step is a task, which a thread of the drive runs. An error turns the drive off.
 """
@@ -113,7 +113,7 @@ class Recovery:
         known = [group is not None and text not in dropped for group, text in zip(groups, record.texts, strict=True)]
         keep = np.array(known, np.bool_)[entries["group"]]
         keep &= (entries["expires_s"] == 0) | (entries["expires_s"] > time.time())
-        for deleted in filter(None, (self._deleted, drive.deleted)):  # by newer segments' tombstones; by callers
+        for deleted in filter(None, (self._deleted, drive.deleted)):  # deleted by newer segments or by callers
             keep &= np.array([key not in deleted for key in raw_keys(entries["key"])], np.bool_)
         entries = entries[keep]
         existing = index.find_all(np.ascontiguousarray(entries["key"]))

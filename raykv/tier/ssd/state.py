@@ -30,7 +30,7 @@ from raykv.types import Rows
 log = logging.getLogger(__name__)
 
 PENDING_DELETED: Final = 1 << 20
-"""At most this many deleted keys are remembered for a drive that is off. Above it, the next start empties the drive."""
+"""A drive that is off remembers at most this many deleted keys. If there are more, the next start empties the drive."""
 INDEX_ROW_NBYTES: Final = 64 << 10
 """The index has one row (for one chunk) for each 64 KiB of capacity, unless the config has `max_chunks`."""
 RETRY_S: Final = 30.0
@@ -182,7 +182,7 @@ class Shared(WriteQueue):
         return self.index.rows_where(self.index.segment[self.index.used()] == drive.identity(segment))
 
     def insert(self, drive: Drive, segment: Segment, entries: Array, groups: Array) -> int:
-        """Enter chunks of a segment into the index; keys must be new. Returns how many: fewer if the index is full."""
+        """Enter chunks of a segment into the index; keys must be new. Returns how many fit: fewer if it is full."""
         rows = self.index.allocate(len(entries))
         if len(rows):
             entries = entries[: len(rows)]
@@ -192,7 +192,7 @@ class Shared(WriteQueue):
         return len(rows)
 
     def _segments_of(self, rows: Rows) -> tuple[list[Segment], npt.NDArray[np.intp]]:
-        """The segments of some rows, each once, and the position of each row's segment in this list."""
+        """The segments of some rows, without duplicates; and for each row, the position of its segment in this list."""
         identities, positions = np.unique(self.index.segment[rows], return_inverse=True)
         segments = [self.drives[each // SEGMENTS].log.segments[each % SEGMENTS] for each in identities.tolist()]
         return segments, positions
@@ -220,7 +220,7 @@ class Shared(WriteQueue):
         self.remove(index.rows_where(index.expired(index.used(), now_s=time.time())), tombstones=False)
 
     def disown(self, drive: Drive, key: bytes) -> None:
-        """Queue a tombstone for a copy on the drive that the index does not have, so that recovery does not find it.
+        """Queue a tombstone for a copy that is on the drive but not in the index. Recovery would find it otherwise.
 
         Does nothing if the index has another copy on the same drive: the tombstone would delete that copy too.
         """

@@ -4,8 +4,8 @@ One call writes a batch: a record and many chunks (`segments.format`). Bytes mov
 without a copy (`segments.volume`). Each path has a log (`segments.log`) and threads (`ssd.workers`). Idle threads take
 chunks from the write queue that all paths share, so a slower drive gets fewer of them.
 
-A chunk is in the tier once recovery would find it; only then does its callback report success. Queued chunks are lost
-if the process is killed.
+A chunk counts as stored when recovery would find it. Its callback reports success only then. Queued chunks are lost if
+the process is killed.
 
 A path is off after a failure, and slow if an operation takes too long. An off or slow path gets no new work, and its
 queued reads fail; the other paths continue. The callback of a running operation waits until the operation ends, because
@@ -45,8 +45,8 @@ class SsdTier(Tier):
     def __init__(self, config: SsdConfig, environment: Environment) -> None:
         """Lock the directories and start recovery.
 
-        Raises ConfigError if another process uses a directory, O_DIRECT is required and refused, or memory is short
-        for the index.
+        Raises ConfigError if another process uses a directory, O_DIRECT is required and refused, or there is not enough
+        memory for the index.
         """
         self.config, self.write_nbytes_per_day = config, config.write_nbytes_per_day
         self._shared = shared = Shared(config, environment)

@@ -26,7 +26,8 @@ MOVED_AT_ONCE: Final = 0.5
 FEWEST_SEGMENTS: Final = 2
 """A drive without space for this number of segments is turned off."""
 SPARE_ROWS: Final = 2048
-"""With fewer free rows in the index, a segment is reclaimed. A small index needs only an eighth of its rows free."""
+"""If the index has fewer free rows than this, a segment is reclaimed. In a small index the limit is an eighth of all
+rows."""
 GROW_S: Final = 30.0
 """Time between a failure to make a segment and the next attempt."""
 

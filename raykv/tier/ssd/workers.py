@@ -24,13 +24,14 @@ log = logging.getLogger(__name__)
 UPKEEP, FIRST_WRITER = 0, 1
 """Numbers of two special threads: one for upkeep; one that prefers writes, so that reads do not starve writes."""
 EXTRA_THREADS: Final = 3
-"""Each drive has this many threads in addition to its queue depth: for upkeep, and to verify checksums and encode
-records during I/O."""
+"""A drive has this many more threads than its queue depth: one for upkeep; two to verify checksums and encode records
+while other threads do I/O."""
 BAD_READS: Final = 3
-"""This many media errors (EIO) in a row turn the drive off. Fewer of them only drop the chunks that were to be read."""
+"""This many media errors (EIO) in a row turn the drive off. Fewer errors only drop the chunks of the failed reads."""
 BATCH_NBYTES: Final = 8 << 20
 BATCH_CHUNKS: Final = IOV_MAX - 1
-"""A batch has at most BATCH_NBYTES (or one larger chunk) and BATCH_CHUNKS chunks: the record is one more buffer."""
+"""A batch has at most BATCH_NBYTES (or one larger chunk), and at most BATCH_CHUNKS chunks: the record and each chunk
+are one buffer of the system call."""
 BATCH_DELETED: Final = 1 << 14
 """At most this many deleted keys are in one record. Further keys go into the next records."""
 FEW_SEGMENTS: Final = 3
@@ -131,7 +132,7 @@ class Writer:
         moved = (existing >= 0) & (index.segment[existing] == moved_from)
         expired = (existing >= 0) & index.expired(existing, now_s=time.time())
         shared.remove(np.unique(existing[moved | expired]), tombstones=False)
-        here = (existing >= 0) & ~moved & ~expired  # recovery of another drive has found it in the meantime
+        here = (existing >= 0) & ~moved & ~expired  # another drive's recovery has found the chunk
         chosen = np.where(moved_from < 0, ~here, moved) & ~np.array([item.cancelled for item in items], np.bool_)
         groups = np.array([item.chunk.group for item in items], np.uint16)
         count = shared.insert(drive, batch.segment, entries[chosen], groups[chosen])
@@ -242,7 +243,7 @@ class Workers:
             drive.notify()
 
     def _handle_wrong(self, wrong: Rows, problem: OSError | None) -> None:
-        """Drop the `wrong` chunks. BAD_READS media errors (EIO) in a row, or any other error, turn the drive off."""
+        """Drop the chunks of these rows. Turn the drive off after BAD_READS media errors (EIO) or one other error."""
         shared, drive = self._shared, self._drive
         bad_spot = problem is not None and problem.errno == errno.EIO
         if problem is None or bad_spot:
