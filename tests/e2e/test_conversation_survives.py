@@ -170,7 +170,11 @@ def wait_for_another(victim: Callable[[], int], old: int) -> int:
 
 @dataclass
 class Outcome:
-    """Exit code and output of the demo, conversations with the answers of an engine without a cache, and leftovers."""
+    """Exit code and output of the demo.
+
+    `talks`: each conversation, and the answers of an engine without a cache to the same requests. `left`: what `traces`
+    finds after the demo but not before it.
+    """
 
     code: int
     printed: str

@@ -158,7 +158,7 @@ class Tombstones:
     Attributes:
         latest: The highest sequence of a tombstone so far.
         pending_keys, pending_texts: Pending tombstones: keys, and quota groups as JSON.
-        pending_sequence: The lowest sequence that the file of the pending tombstones may have.
+        pending_sequence: The file that is written for the pending tombstones must have at least this sequence.
     """
 
     def __init__(self) -> None:
