@@ -13,6 +13,7 @@ from functools import partial
 from typing import Final, Unpack
 
 import numpy as np
+import numpy.typing as npt
 
 from raykv.client.admin import AdminCalls, report
 from raykv.client.arguments import Keys, buffers, depth_of, flag, instance, integer_in, one_key, parent_key
@@ -85,26 +86,53 @@ class Client(AdminCalls):
         me = router.local_id
         if me is not None and nbytes.all():
             return Match(len(found), (me,) * len(found), 0, tuple(nbytes.tolist()))
-        holders: list[NodeId | None] = [me if length else None for length in nbytes.tolist()]
-        below: Bits = np.zeros(len(found), np.bool_)
-        if ticket is not None:
-            for place, promised in enumerate(self._promised(ticket, len(found)).holders):
-                holders[place] = holders[place] or promised
-        else:
-            unknown = np.array([place for place, holder in enumerate(holders) if holder is None])
-            located = router.locate(found[unknown], deadline_s, group=self._group.digest)
-            for place, known in zip(unknown.tolist(), located.holders, strict=True):
-                holders[place] = known[0] if known else None
-            nbytes[unknown], below[unknown] = located.nbytes, located.below_memory
-            missed = [place for place, holder in enumerate(holders) if holder is None]
-            if missed:
-                self._add_misses(split(found[missed]), math.inf)
-        count = holders.index(None) if None in holders else len(holders)
+        holders, below = self._holders(found, nbytes, ticket, deadline_s)
+        missed = [place for place, holder in enumerate(holders) if holder is None]
+        if missed and ticket is None:
+            self._add_misses(split(found[missed]), math.inf)
+        count = missed[0] if missed else len(holders)
         low = np.flatnonzero(below[:count]).tolist()
         if low and flag("promote", promote):
             self._fetcher.promote(found[low], [holders[place] for place in low], deadline_s)
         named = tuple(holder for holder in holders[:count] if holder is not None)
         return Match(count, named, len(low), tuple(nbytes[:count].tolist()) if nbytes[:count].any() else ())
+
+    def locate(
+        self, keys: Keys, *, ticket: Ticket | None = None, timeout_s: float | None = None, promote: bool = False
+    ) -> list[NodeId | None]:
+        """Return for each chunk a node that holds it; None if no node is known to hold it.
+
+        Unlike `match`, this looks beyond the first missing chunk, and does not count missing chunks as misses. With a
+        `timeout_s` of 0 only this host's memory is read. The arguments are those of `match`.
+        """
+        found, deadline_s = self._as_keys(keys), self.router.deadline(timeout_s)
+        holders, below = self._holders(found, self._fetcher.lengths(found, deadline_s), ticket, deadline_s)
+        low = np.flatnonzero(below).tolist()
+        if low and flag("promote", promote):
+            self._fetcher.promote(found[low], [holders[place] for place in low], deadline_s)
+        return holders
+
+    def _holders(
+        self, keys: KeyArray, nbytes: npt.NDArray[np.uint32], ticket: Ticket | None, deadline_s: float
+    ) -> tuple[list[NodeId | None], Bits]:
+        """Return a holder of each chunk, and whether all holders of the chunk have it only below memory.
+
+        Args:
+            nbytes: Lengths of the chunks in this host's memory. The lengths of other chunks are written into it.
+        """
+        me = self.router.local_id
+        holders: list[NodeId | None] = [me if length else None for length in nbytes.tolist()]
+        below: Bits = np.zeros(len(keys), np.bool_)
+        if ticket is not None:
+            promised = instance("ticket", ticket, Ticket, "read it with Ticket.from_json")
+            pairs = zip(holders, promised.holders(self.namespace, len(keys)), strict=True)
+            return [here or there for here, there in pairs], below
+        unknown = np.flatnonzero(nbytes == 0)
+        located = self.router.locate(keys[unknown], deadline_s, group=self._group.digest)
+        for place, known in zip(unknown.tolist(), located.holders, strict=True):
+            holders[place] = known[0] if known else None
+        nbytes[unknown], below[unknown] = located.nbytes, located.below_memory
+        return holders, below
 
     def exists(self, keys: Keys, *, timeout_s: float | None = None) -> Bits:
         """Return for each chunk whether some node holds it, shape [n].
@@ -155,7 +183,8 @@ class Client(AdminCalls):
         if match is not None:
             instance("match", match, Match, "give what match() returned")
         elif ticket is not None:
-            match = self._promised(ticket, len(found))
+            instance("ticket", ticket, Ticket, "read it with Ticket.from_json")
+            match = ticket.match(self.namespace, len(found))
         if not isinstance(into, list | tuple) or len(into) != len(found):
             buffers("into", into, len(found), writable=True)
         hits, nbytes = self._read_here(found, into, deadline_s)
@@ -203,9 +232,6 @@ class Client(AdminCalls):
         if match is not None:
             instance("match", match, Match, "give what match() returned")
         return Ticket.of(self.namespace, (match or self.match(keys)).holders)
-
-    def _promised(self, ticket: Ticket, count: int) -> Match:
-        return instance("ticket", ticket, Ticket, "read it with Ticket.from_json").match(self.namespace, count)
 
     def exists_one(self, key: bytes, *, timeout_s: float | None = None) -> bool:
         """Return whether some node holds the chunk of one 16-byte key. Fastest if it is in this host's memory."""

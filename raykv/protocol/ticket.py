@@ -5,7 +5,7 @@ ticket cannot name a host outside the cluster, and only causes a miss.
 """
 
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import groupby, takewhile
 from typing import Annotated, Any, Self
 
 from pydantic import Field
@@ -19,14 +19,14 @@ MAX_RUNS = 256
 
 
 class Run(Model):
-    """Consecutive chunks that one node holds."""
+    """Consecutive chunks that one node holds. An empty `node_id` stands for chunks that no node holds."""
 
-    node_id: Annotated[str, Field(min_length=1, max_length=64)]
+    node_id: Annotated[str, Field(max_length=64)]
     chunks: Annotated[int, Field(ge=1, le=1 << 24)]
 
 
 class Ticket(Model):
-    """The holders of the first chunks of one prompt.
+    """The holders of the chunks of one prompt, from the first chunk on.
 
     Attributes:
         group: The namespace without salt and LoRA adapter. The error of `match` names the fields that differ.
@@ -39,13 +39,13 @@ class Ticket(Model):
     runs: Annotated[tuple[Run, ...], Field(max_length=MAX_RUNS)]
 
     @classmethod
-    def of(cls, namespace: Namespace, holders: Sequence[NodeId]) -> Self:
-        """Make a ticket. `holders` has one node for each chunk. Chunks after the first MAX_RUNS runs are left out."""
-        runs = tuple(Run(node_id=name, chunks=len(list(group))) for name, group in groupby(holders))
+    def of(cls, namespace: Namespace, holders: Sequence[NodeId | None]) -> Self:
+        """Make a ticket. `holders` names a node, or None, for each chunk. After MAX_RUNS runs, chunks are left out."""
+        runs = tuple(Run(node_id=name or "", chunks=len(list(group))) for name, group in groupby(holders))
         return cls(group=namespace.group, digest=namespace.digest.hex(), runs=runs[:MAX_RUNS])
 
-    def match(self, namespace: Namespace, wanted: int) -> Match:
-        """Return the leading chunks, at most `wanted`, with the holders that the ticket names.
+    def holders(self, namespace: Namespace, wanted: int) -> list[NodeId | None]:
+        """Return for each of the first `wanted` chunks the node that the ticket names; None if it names no node.
 
         Raises:
             NamespaceMismatch: The ticket belongs to another namespace. The error names the fields that differ.
@@ -58,8 +58,13 @@ class Ticket(Model):
             ]
             fields = ", ".join(differences or ["salt or lora"])
             raise NamespaceMismatch(f"the hand-off ticket belongs to another namespace; fields that differ: {fields}")
-        holders = [run.node_id for run in self.runs for _ in range(min(run.chunks, wanted))][:wanted]
-        return Match(len(holders), tuple(holders))
+        named = [run.node_id or None for run in self.runs for _ in range(min(run.chunks, wanted))][:wanted]
+        return named + [None] * (wanted - len(named))
+
+    def match(self, namespace: Namespace, wanted: int) -> Match:
+        """Return the leading chunks, at most `wanted`, up to the first one without a node. Raises like `holders`."""
+        named = tuple(takewhile(bool, self.holders(namespace, wanted)))
+        return Match(len(named), tuple(name for name in named if name))
 
     def to_json(self) -> dict[str, Any]:
         """Return the ticket as values that JSON can encode."""
