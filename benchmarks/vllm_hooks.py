@@ -52,8 +52,8 @@ from raykv.transport.link import Link  # noqa: E402
 NODE: Final = Path(__file__).parent / "systems" / "raykv_node.py"
 HOOKS: Final = (
     *("on_new_request", "get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta"),
-    *("handle_preemptions", "start_load_kv", "wait_for_save", "get_finished", "get_block_ids_with_load_errors"),
-    *("get_kv_connector_stats", "request_finished"),
+    *("handle_preemptions", "start_load_kv", "wait_for_save", "get_transfer_results", "get_block_ids_with_load_errors"),
+    *("get_kv_connector_stats", "request_finished_all_groups"),
 )
 VOCABULARY: Final = range(1000, 40000)
 BAR_SHARE: Final = 0.002

@@ -202,14 +202,24 @@ class DeviceLayout(Layout):
             torch.cuda.current_stream(self._device).synchronize()
 
 
-def layout_of(caches: Mapping[str, "torch.Tensor"], num_blocks: int, chunk_blocks: int) -> Layout:
+def layout_of(
+    caches: "Mapping[str, torch.Tensor | Sequence[torch.Tensor]]", num_blocks: int, chunk_blocks: int
+) -> Layout:
     """Make the layout for the device of these caches.
+
+    Args:
+        caches: The tensor of each layer, or its tensors (a state-space layer has several).
 
     Raises:
         ConfigError: The layout or the device is not supported.
     """
-    devices = {cache.device.type for cache in caches.values()}
+    tensors = {
+        f"{name}/{number}": tensor
+        for name, cache in caches.items()
+        for number, tensor in enumerate(cache if isinstance(cache, list | tuple) else [cache])
+    }
+    devices = {tensor.device.type for tensor in tensors.values()}
     if devices not in ({"cpu"}, {"cuda"}):
         raise ConfigError(f"a KV cache on {sorted(devices) or 'no device'} is not supported; cpu and cuda are")
     kind = Layout if devices == {"cpu"} else DeviceLayout
-    return kind(caches, num_blocks, chunk_blocks)
+    return kind(tensors, num_blocks, chunk_blocks)

@@ -389,7 +389,7 @@ def test_a_hand_off_needs_no_lookup(
     model: Path, cluster: raykv.EmbeddedCluster, answers: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ):
     """As in Ray Serve, the kv_transfer_params that a prefill request returns are given to the decode request."""
-    monkeypatch.setattr("raykv.integrations.vllm.scheduler.HAND_OFF_WAIT_S", 5.0)  # patient, on a busy machine
+    monkeypatch.setattr("raykv.integrations.vllm.lookups.HAND_OFF_WAIT_S", 5.0)  # patient, on a busy machine
     with Engine(model, cluster.address(0)) as prefill:
         handed = []
         for one in PROMPTS:

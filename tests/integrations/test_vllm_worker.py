@@ -5,7 +5,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,11 +17,11 @@ from raykv.errors import ConfigError, PeerUnavailable, ProtocolError  # noqa: E4
 from raykv.integrations.kv_layout import DeviceLayout, Layout  # noqa: E402
 from raykv.integrations.vllm.config import ConnectorConfig  # noqa: E402
 from raykv.integrations.vllm.connection import Connection  # noqa: E402
-from raykv.integrations.vllm.metadata import Load, Save, Scope, StepOrders  # noqa: E402
+from raykv.integrations.vllm.groups import Group  # noqa: E402
+from raykv.integrations.vllm.metadata import Load, LoadedChunks, Save, Scope, StepOrders  # noqa: E402
 from raykv.integrations.vllm.stats import RayKVStats  # noqa: E402
-from raykv.integrations.vllm.worker import MAX_SAVING_STEPS, WorkerSide  # noqa: E402
+from raykv.integrations.vllm.worker import MAX_SAVING_STEPS, RankCache, WorkerSide  # noqa: E402
 from raykv.protocol.namespace import Namespace  # noqa: E402
-from raykv.types import Match  # noqa: E402
 from tests.support.nodes import stop_process, wait_until  # noqa: E402
 
 pytestmark = pytest.mark.vllm
@@ -30,6 +29,7 @@ pytestmark = pytest.mark.vllm
 NAMES = [f"chunk {number}".encode() for number in range(6)]
 NAMESPACE = Namespace(model="toy", chunk_tokens=4)
 BLOCKS = 20
+GROUP = Group(0, block_tokens=4, chunk_blocks=1, whole=True, handed_over=False, suffix=b"")
 WAIT_S = 20.0
 
 
@@ -54,9 +54,7 @@ class Bench:
         self.worker = WorkerSide(
             ConnectorConfig(**{"store_timeout_s": 5.0, **config}),  # patient, so that a busy machine skips nothing
             self.stats,
-            layout=kind({"layer": self.cache}, BLOCKS, 1),
-            namespace=NAMESPACE,
-            rank=(0, 0),
+            cache=RankCache(NAMESPACE, {0: GROUP}, {0: kind({"layer": self.cache}, BLOCKS, 1)}),
             connection=self.connection,
             clock=self.clock,
         )
@@ -74,13 +72,13 @@ class Bench:
 
     def load(self, count: int = 6, *, holder: str = "node-0") -> set[str]:
         """Load the first `count` chunks into the blocks from 10 on, and wait. Returns the finished requests."""
-        match = Match(count, (holder,) * count)
-        orders = StepOrders([Load("r", Scope(), NAMES[:count], [[10 + n] for n in range(count)], {(0, 0): match})])
-        self.worker.start_loads(orders)
+        part = LoadedChunks(0, NAMES[:count], [[10 + n] for n in range(count)], {(0, 0): [holder] * count})
+        self.worker.start_loads(StepOrders([Load("r", Scope(), [part])]))
         finished: set[str] = set()
         while not finished:
             self.worker.await_load()
-            finished = self.worker.pop_finished()
+            finished, failed = self.worker.pop_finished()
+            assert not failed, "one group: only blocks fail"
         return finished
 
     def arrived(self) -> list[int]:
@@ -93,7 +91,7 @@ class Bench:
 
 def order(first: int = 0, last: int = 6, *, salt: str = "", cached: bool = False) -> Save:
     parent = NAMES[first - 1] if first else None
-    return Save("r", Scope(salt=salt), NAMES[first:last], [[n] for n in range(first, last)], parent, first, cached)
+    return Save(Scope(salt=salt), 0, NAMES[first:last], [[n] for n in range(first, last)], parent, first, cached)
 
 
 @pytest.fixture
@@ -165,7 +163,7 @@ def test_a_load_that_raises_is_reported_once_like_any_other(
     benches.append(bench)
     monkeypatch.setattr(raykv.Client, "get", get)
     assert bench.load() == {"r"}
-    assert bench.worker.pop_finished() == set()
+    assert bench.worker.pop_finished() == (set(), set())
     assert bench.worker.pop_failed_blocks() == set(range(10, 16))
     assert bench.counted("errors") == {f"load|{type(error).__name__}": 1}
 
@@ -208,12 +206,12 @@ def test_a_stopped_node_holds_no_step_up_and_is_used_again(node: tuple[str, int]
     benches.append(bench)
     steps = 50
     names = [[f"{step} {place}".encode() for place in range(6)] for step in range(2 * steps)]
-    saves = [Save("r", Scope(), each, [[n] for n in range(6)], None, 0, cached=False) for each in names]
+    saves = [Save(Scope(), 0, each, [[n] for n in range(6)], None, 0, cached=False) for each in names]
     stop_process(pid)
     began_s, reasons = time.monotonic(), []
     for save in saves[:steps]:
         bench.worker.save([save])
-        bench.worker.release({"r"})
+        bench.worker.release(set(range(6)))
         reasons.append(bench.worker.count_saves())
     took_s = time.monotonic() - began_s
     assert took_s < steps * 0.02 + 5.0, "a step waited for a node that is stopped"
@@ -265,13 +263,12 @@ def test_blocks_are_released_when_no_save_reads_them(cluster: raykv.EmbeddedClus
     bench = Bench(lambda: cluster.client(NAMESPACE), Gated, store_timeout_s=0.5)
     benches.append(bench)
     Gated.gate.clear()
-    first, second, third = (replace(order(n, n + 2), request_id=str(n)) for n in (0, 2, 4))
-    for save in (first, second, third):
-        bench.worker.save([save])
+    for first in (0, 2, 4):
+        bench.worker.save([order(first, first + 2)])
     wait_until(lambda: bench.worker.saving[0][2].running())
-    bench.worker.release({"no such request"})
-    bench.worker.release({"4"})  # its save does not begin in time and is skipped
-    waiting = threading.Thread(target=bench.worker.release, args=({"0"},))
+    bench.worker.release({7, 8})  # no save reads these
+    bench.worker.release({5, 9})  # the save of block 5 does not begin in time and is skipped
+    waiting = threading.Thread(target=bench.worker.release, args=({0},))
     waiting.start()
     waiting.join(0.05)
     assert waiting.is_alive(), "the blocks were released while a save reads them"
@@ -279,7 +276,7 @@ def test_blocks_are_released_when_no_save_reads_them(cluster: raykv.EmbeddedClus
     waiting.join(WAIT_S)
     assert bench.worker.saving[0][2].done()
     wait_until(lambda: bench.worker.saving[1][2].done())
-    assert bench.worker.count_saves() == "the request ended before the save began"
+    assert bench.worker.count_saves() == "the engine reused their blocks before the save began"
     assert bench.counted("stored_chunks") == {"stored": 4, "skipped": 2}
 
 

@@ -2,15 +2,27 @@
 
 from typing import TYPE_CHECKING
 
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
 
 from raykv.errors import ConfigError
+from raykv.integrations.vllm.config import ConnectorConfig
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
-_KNOWN_SPECS = (FullAttentionSpec, MLAAttentionSpec)
+_KNOWN_SPECS = (
+    *(FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, SlidingWindowMLASpec),
+    *(ChunkedLocalAttentionSpec, MambaSpec),
+)
 
 
 def check_engine(vllm_config: "VllmConfig") -> None:
@@ -41,39 +53,42 @@ def check_engine(vllm_config: "VllmConfig") -> None:
             "mm_processor_cache_gb=0 with enable_prefix_caching=False: vLLM then numbers images instead of hashing "
             "them, and different images would share KV; leave one of the two on"
         )
-    if vllm_config.num_lookahead_tokens > 0:
-        raise ConfigError(
-            "speculative_config names a drafter with its own KV cache, which RayKVConnector does not support yet; "
-            "use a drafter without one (ngram), or none"
-        )
 
 
-def check_cache(kv_cache_config: "KVCacheConfig") -> int:
-    """Refuse a KV cache that is not one group of full attention.
-
-    With a sliding window, blocks may be missing. Blocks of other kinds, such as Mamba's, hold a state instead of
-    tokens. With several groups, vLLM cannot recompute from the first block that failed to load.
-
-    Returns:
-        Number of tokens in a block.
+def check_cache(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", config: ConnectorConfig) -> None:
+    """Refuse a KV cache with blocks whose reuse vLLM does not define.
 
     Raises:
-        ConfigError: The cache is not supported. The message names the unsupported parts.
+        ConfigError: The cache is not supported. The message names the unsupported parts and the remedy.
     """
-    specs = [spec for group in kv_cache_config.kv_cache_groups for spec in _specs(group.kv_cache_spec)]
+    groups = kv_cache_config.prefix_cacheable_groups
+    specs = [spec for group in groups for spec in _specs(group.kv_cache_spec)]
     unknown = sorted({type(spec).__name__ for spec in specs if type(spec) not in _KNOWN_SPECS})
-    if unknown:
-        raise ConfigError(f"a KV cache of {', '.join(unknown)} is not supported by RayKVConnector; full attention is")
-    if len(kv_cache_config.kv_cache_groups) != 1:
+    if unknown or not specs:
         raise ConfigError(
-            f"the KV cache has {len(kv_cache_config.kv_cache_groups)} groups and RayKVConnector supports one; "
-            "set disable_hybrid_kv_cache_manager=True"
+            f"a KV cache of {', '.join(unknown) or 'no reusable blocks'} is not supported by RayKVConnector; full and "
+            "sliding-window attention, MLA, chunked local attention and Mamba states are"
+        )
+    if any(isinstance(spec, MambaSpec) and spec.mamba_cache_mode == "none" for spec in specs):
+        raise ConfigError(
+            "mamba_cache_mode='none' stores no state at the end of a block, so no prefix can be reused; set "
+            "enable_prefix_caching=True and mamba_cache_mode='align'"
+        )
+    is_plain = len(groups) == 1 and all(isinstance(spec, FullAttentionSpec) for spec in specs)
+    if not is_plain and not vllm_config.cache_config.enable_prefix_caching:
+        raise ConfigError(
+            "enable_prefix_caching=False: for a model with sliding windows or states, RayKVConnector stores what "
+            "vLLM's prefix cache can reuse; set enable_prefix_caching=True"
+        )
+    if not is_plain and config.chunk_blocks > 1:
+        raise ConfigError(
+            f"field 'chunk_blocks': {config.chunk_blocks}, but a model with sliding windows, states or several KV "
+            "cache groups needs 1; for larger chunks set vLLM's block_size"
         )
     if any(getattr(spec, "non_causal", False) for spec in specs):
         raise ConfigError(
             "this model attends to later tokens, so its KV depends on more than the prefix and cannot be reused"
         )
-    return kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
 
 
 def _specs(spec: "KVCacheSpec") -> list["KVCacheSpec"]:

@@ -3,12 +3,12 @@
 Each hook is timed and calls `SchedulerSide` or `WorkerSide`. A `RayKVError` counts as a miss. Other exceptions are
 defects and are not caught.
 
-vLLM's hybrid memory allocator is not supported. With it, vLLM recomputes a whole request when one block fails to load.
-Without it, vLLM recomputes only that block and the blocks after it.
+If a load fails and the model has one KV cache group, vLLM recomputes only the missing blocks. With several groups it
+recomputes the whole request.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -18,6 +18,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
 )
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.logger import init_logger
@@ -29,18 +31,19 @@ from raykv.integrations.vllm import register
 from raykv.integrations.vllm.checks import check_cache, check_engine
 from raykv.integrations.vllm.config import ConnectorConfig
 from raykv.integrations.vllm.connection import Connection
+from raykv.integrations.vllm.groups import Groups
 from raykv.integrations.vllm.metadata import StepOrders, WorkerNamespace
 from raykv.integrations.vllm.namespace import attention_of, namespace_of
 from raykv.integrations.vllm.scheduler import SchedulerSide
 from raykv.integrations.vllm.stats import RayKVPromMetrics, RayKVStats
-from raykv.integrations.vllm.worker import WorkerSide
+from raykv.integrations.vllm.worker import RankCache, WorkerSide
 from raykv.protocol.namespace import Namespace
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
@@ -53,7 +56,7 @@ LOG_INTERVAL_S: Final = 30.0
 ResultT = TypeVar("ResultT")
 
 
-class RayKVConnector(KVConnectorBase_V1):
+class RayKVConnector(KVConnectorBase_V1, SupportsHMA):
     """Stores the KV that this engine computes, and loads the KV that any engine has stored.
 
     vLLM makes one connector for its scheduler and one for each worker. On each it calls only the hooks of its role.
@@ -75,8 +78,9 @@ class RayKVConnector(KVConnectorBase_V1):
         """
         super().__init__(vllm_config, role, kv_cache_config)
         check_engine(vllm_config)
-        self._block_tokens = check_cache(kv_cache_config)
         self._config = ConnectorConfig.load(self._kv_transfer_config.kv_connector_extra_config)
+        check_cache(vllm_config, kv_cache_config, self._config)
+        self._groups = Groups(kv_cache_config, self._config.chunk_blocks)
         self._stats = RayKVStats()
         self._logged_s: dict[str, float] = {}
         self._close: Callable[[], None] = lambda: None
@@ -95,18 +99,24 @@ class RayKVConnector(KVConnectorBase_V1):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        namespaces = {rank: one.namespace for rank, one in metadata.items() if isinstance(one, WorkerNamespace)}
+        namespaces = {one.rank: one.namespace for one in metadata.values() if isinstance(one, WorkerNamespace)}
         logger.info("raykv connector: %r", self._config)
         self.scheduler_side = SchedulerSide(
             self._config,
             self._stats,
             transfer=self._kv_transfer_config,
-            block_tokens=self._block_tokens,
-            hash_tokens=self._kv_cache_config.hash_block_size or self._block_tokens,
+            groups=self._groups,
             connection=Connection(partial(self._connect, next(iter(namespaces.values())))),
             namespaces=namespaces,
         )
+        if self._kv_cache_manager is not None:
+            self.scheduler_side.bind(self._kv_cache_manager)
         self._close = self.scheduler_side.close
+
+    def bind_kv_cache_manager(self, kv_cache_manager: "KVCacheManager") -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        if hasattr(self, "scheduler_side"):
+            self.scheduler_side.bind(kv_cache_manager)
 
     def on_new_request(self, request: "Request") -> None:
         self.scheduler_side.add(request)
@@ -122,8 +132,21 @@ class RayKVConnector(KVConnectorBase_V1):
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
         return self._run("orders", StepOrders(), self.scheduler_side.orders, scheduler_output)
 
-    def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished_all_groups(
+        self, request: "Request", block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
         return False, self._run("finish", None, self.scheduler_side.finish, request)
+
+    def register_finished_partial_tail(
+        self,
+        request: "Request",
+        block_ids: tuple[list[int], ...],
+        partial_tail_offloads: list[tuple[int, int, int]],
+    ) -> bool:
+        """Save the last states of a request, unless vLLM uses their blocks again before the next step."""
+        side = self.scheduler_side
+        self._run("last_states", None, side.save_last_states, request, block_ids, partial_tail_offloads)
+        return False
 
     def reset_cache(self) -> bool:
         """Return False: other engines share the stored chunks. After new weights, restart with another `revision`."""
@@ -132,21 +155,37 @@ class RayKVConnector(KVConnectorBase_V1):
     # -- hooks of a worker, in the order of a step ----------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        layout = layout_of(kv_caches, self._kv_cache_config.num_blocks, self._config.chunk_blocks)
+        groups, config = self._kv_cache_config.kv_cache_groups, self._kv_cache_config
+        layouts, attention = {}, {}
+        for group in self._groups.each:
+            names = [name for name in groups[group.index].layer_names if name in kv_caches]
+            caches = {name: kv_caches[name] for name in names}
+            layouts[group.index] = layout_of(caches, config.num_blocks, group.chunk_blocks)
+            attention[group.index] = attention_of(self._vllm_config, names)
         rank = (get_pp_group().rank_in_group, get_tp_group().rank_in_group)
+        replicas = config.kv_tp_replicas
         namespace = namespace_of(
             self._vllm_config,
             self._config,
-            rank=rank,
-            block_tokens=self._block_tokens,
-            layout=layout.description,
-            attention=attention_of(self._vllm_config, list(kv_caches)),
+            rank=(rank[0], rank[1] - rank[1] % replicas),
+            groups=self._groups,
+            layout="|".join(layout.description for layout in layouts.values()),
+            attention="|".join(attention.values()),
         )
         logger.info("raykv namespace: %r", namespace)
         self._worker_namespace = WorkerNamespace(namespace)
-        connection = Connection(partial(self._connect_writer, namespace, layout.chunk_nbytes))
+        sizes = {layout.chunk_nbytes for layout in layouts.values()}
         self.worker_side = WorkerSide(
-            self._config, self._stats, layout=layout, namespace=namespace, rank=rank, connection=connection
+            self._config,
+            self._stats,
+            cache=RankCache(
+                namespace,
+                groups={group.index: group for group in self._groups.each},
+                layouts=layouts,
+                replica=(rank[1] % replicas, replicas),
+                counts_tokens=rank == (0, 0),
+            ),
+            connection=Connection(partial(self._connect_writer, namespace, sizes)),
         )
         self._close = self.worker_side.close
 
@@ -154,15 +193,16 @@ class RayKVConnector(KVConnectorBase_V1):
         return self._worker_namespace
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Wait for the saves of released requests. Request slots for the saves of this step, and start its loads.
+        """Wait for saves whose blocks are reused. Request slots for the saves of this step, and start its loads.
 
         vLLM calls this hook first in a step, before any computation.
         """
         assert isinstance(kv_connector_metadata, StepOrders)
-        self._run("release", None, self.worker_side.release, kv_connector_metadata.released)
-        if kv_connector_metadata.saves:
-            self._run("prepare", None, self.worker_side.prepare, kv_connector_metadata.saves)
-        self._run("start_loads", None, self.worker_side.start_loads, kv_connector_metadata)
+        orders, worker = kv_connector_metadata, self.worker_side
+        self._run("release", None, worker.release, orders.reused)
+        if saves := worker.mine(orders.saves):
+            self._run("prepare", None, worker.prepare, saves)
+        self._run("start_loads", None, worker.start_loads, orders)
 
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
         """Do nothing: `handle_preemptions` has started the loads, before the forward pass."""
@@ -178,16 +218,17 @@ class RayKVConnector(KVConnectorBase_V1):
     def wait_for_save(self) -> None:
         orders = self._get_connector_metadata()
         assert isinstance(orders, StepOrders)
-        if orders.saves:
-            self._run("save", None, self.worker_side.save, orders.saves)
+        if saves := self.worker_side.mine(orders.saves):
+            self._run("save", None, self.worker_side.save, saves)
 
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         orders = self._get_connector_metadata()
         assert isinstance(orders, StepOrders)
         if not orders.computes:
             self.worker_side.await_load()  # not timed: the engine has nothing else to do
-        nothing: set[str] = set()
-        return None, self._run("finished", nothing, self.worker_side.pop_finished)
+        nothing: tuple[set[str], set[str]] = (set(), set())
+        finished, failed = self._run("finished", nothing, self.worker_side.pop_finished)
+        return KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self.worker_side.pop_failed_blocks()
@@ -215,9 +256,10 @@ class RayKVConnector(KVConnectorBase_V1):
     def _connect(self, namespace: Namespace) -> raykv.Client:
         return raykv.connect(namespace, address=self._config.address, timeout_s=CONNECT_TIMEOUT_S)
 
-    def _connect_writer(self, namespace: Namespace, chunk_nbytes: int) -> raykv.Client:
+    def _connect_writer(self, namespace: Namespace, sizes: Set[int]) -> raykv.Client:
         client = self._connect(namespace)
-        client.prepare(chunk_nbytes, 1)  # connect now, because this takes longer than a step may wait
+        for chunk_nbytes in sizes:
+            client.prepare(chunk_nbytes, 1)  # connect now, because this takes longer than a step may wait
         return client
 
     def _run(self, hook: str, nothing: ResultT, call: Callable[..., ResultT], *arguments: Any) -> ResultT:

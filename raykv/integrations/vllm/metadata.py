@@ -1,7 +1,7 @@
 """The orders that the scheduler's side sends to the worker's side in each step: one `StepOrders`.
 
-A chunk's name is the engine's hash of its last block. Orders do not contain keys, because a key depends on the rank:
-each worker derives its own keys from the names.
+A chunk's name is the engine's hash of all tokens up to the chunk's end, and the group if there are several. Orders do
+not contain keys, because a key depends on the rank: each worker derives its own keys from the names.
 """
 
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata, KVConnectorMetadata
 
 from raykv.protocol.namespace import Namespace
-from raykv.types import Match
+from raykv.types import NodeId
 
 Rank = tuple[int, int]
 """A worker's (pipeline rank, tensor rank), as in vLLM's handshake."""
@@ -24,41 +24,53 @@ class Scope:
 
 
 @dataclass(frozen=True, slots=True)
+class LoadedChunks:
+    """The chunks of one KV cache group in a `Load`, in order.
+
+    Attributes:
+        group: Index of the group.
+        names: Names of the chunks.
+        blocks: Block ids of each chunk, in order. None stands for a block that the engine already has, or does not
+            need. It must not be written, because other requests may read it.
+        holders: For each rank, the node from which to read each chunk.
+    """
+
+    group: int
+    names: list[bytes]
+    blocks: list[list[int | None]]
+    holders: dict[Rank, list[NodeId]]
+
+
+@dataclass(frozen=True, slots=True)
 class Load:
-    """An order to load consecutive chunks of one request into its blocks.
+    """An order to load chunks of one request into its blocks.
 
     Attributes:
         request_id: The request. The engine does not use the request's blocks until the load is reported as finished.
-        names: Names of the chunks, first to last.
-        blocks: Block ids of each chunk, in order. None stands for a block that the engine already has. It must not be
-            written, because other requests may read it.
-        matches: For each rank the holders of the chunks, from a lookup or from the prefill engine's ticket. The first
-            holder belongs to the first chunk in `names`. There may be more holders than names.
+        parts: The chunks of each group. If there are several groups, the load is of use only if all chunks arrive.
     """
 
     request_id: str
     scope: Scope
-    names: list[bytes]
-    blocks: list[list[int | None]]
-    matches: dict[Rank, Match]
+    parts: list[LoadedChunks]
 
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """An order to store consecutive chunks of one request. The engine has computed them at the end of this step.
+    """An order to store consecutive chunks of one request and group. Their bytes are computed at the end of this step.
 
     Attributes:
-        request_id: The request. Its blocks keep these chunks until the request is in `StepOrders.released`.
+        group: Index of the KV cache group.
         names: Names of the chunks, first to last.
         blocks: Block ids of each chunk, in order.
-        parent: Name of the chunk before the first one; None at the start of a prompt.
+        parent: Name of the chunk before the first one; None at the start of a prompt, and for states.
         depth: Number of chunks before the first one.
         cached: Whether the engine found these chunks in its own cache. Most of them are stored already, so the worker
             looks them up first.
     """
 
-    request_id: str
     scope: Scope
+    group: int
     names: list[bytes]
     blocks: list[list[int]]
     parent: bytes | None
@@ -73,13 +85,13 @@ class StepOrders(KVConnectorMetadata):
     Attributes:
         loads: Loads to start.
         saves: Saves to begin after the step's forward pass.
-        released: Requests that ended or were preempted. This step may overwrite their blocks.
+        reused: Blocks of earlier saves that vLLM has given to another use. This step may overwrite them.
         computes: Whether the step computes anything. The engine runs idle steps while loads are in flight.
     """
 
     loads: list[Load] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
-    released: set[str] = field(default_factory=set)
+    reused: set[int] = field(default_factory=set)
     computes: bool = True
 
 
@@ -88,3 +100,8 @@ class WorkerNamespace(KVConnectorHandshakeMetadata):
     """The handshake of a worker: its namespace, for the scheduler. Only a worker knows its layout and kernel."""
 
     namespace: Namespace
+
+    @property
+    def rank(self) -> Rank:
+        """Pipeline and tensor rank of the namespace. Tensor ranks that hold the same bytes share one namespace."""
+        return self.namespace.pp_rank, self.namespace.tp_rank

@@ -13,6 +13,7 @@ from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
 
 from raykv.errors import ConfigError
 from raykv.integrations.vllm.config import ConnectorConfig
+from raykv.integrations.vllm.groups import Groups
 from raykv.integrations.vllm.metadata import Rank, Scope
 from raykv.integrations.vllm.revision import content_digest, signature
 from raykv.protocol.namespace import Namespace
@@ -26,9 +27,13 @@ _VOLATILE_FIELDS = ("_name_or_path", "transformers_version", "_commit_hash", "to
 
 
 def namespace_of(
-    vllm_config: "VllmConfig", config: ConnectorConfig, *, rank: Rank, block_tokens: int, layout: str, attention: str
+    vllm_config: "VllmConfig", config: ConnectorConfig, *, rank: Rank, groups: Groups, layout: str, attention: str
 ) -> Namespace:
-    """Make the namespace of one worker's chunks. `attention` is the result of `attention_of`.
+    """Make the namespace of one worker's chunks.
+
+    Args:
+        rank: The first of the ranks that hold the same bytes.
+        layout, attention: Descriptions of all groups: `Layout.description` and `attention_of`.
 
     Raises:
         ConfigError: The revision of the weights is unknown, or the engine's block hash is not reproducible.
@@ -41,7 +46,7 @@ def namespace_of(
         revision=revision_of(vllm_config, config),
         dtype=f"{str(model.dtype).removeprefix('torch.')}/{cache.cache_dtype}",
         layout=layout,
-        chunk_tokens=block_tokens * config.chunk_blocks,
+        chunk_tokens=groups.each[0].chunk_tokens,
         pp_rank=rank[0],
         pp_size=parallel.pipeline_parallel_size,
         tp_rank=rank[1],
@@ -50,10 +55,11 @@ def namespace_of(
         hash_algorithm=hash_algorithm(cache.prefix_caching_hash_algo),
         extra={
             "engine": f"vllm {vllm.__version__}",
-            "block_tokens": str(block_tokens),
+            "block_tokens": ",".join(str(group.block_tokens) for group in groups.each),
             "quantization": str(model.quantization),
             "architecture": config_digest(model.hf_config),
             **media_digest(model.multimodal_config),
+            **drafter(vllm_config, config),
         },
     )
 
@@ -64,7 +70,10 @@ def revision_of(vllm_config: "VllmConfig", config: ConnectorConfig) -> str:
     Raises:
         ConfigError: The weights are neither local files nor a commit of the hub. The remedy is to set `revision`.
     """
-    model, load = vllm_config.model_config, vllm_config.load_config
+    return _weights_of(vllm_config.model_config, vllm_config.load_config, config)
+
+
+def _weights_of(model: Any, load: Any, config: ConnectorConfig) -> str:
     prefix = "dummy:" if str(load.load_format) == "dummy" else ""
     if config.revision is not None:
         return f"{prefix}stated:{config.revision}"
@@ -78,6 +87,16 @@ def revision_of(vllm_config: "VllmConfig", config: ConnectorConfig) -> str:
         f"cannot identify the weights of {model.model!r}: they are no local files and have no commit; "
         "set 'revision' in kv_connector_extra_config (any text that changes whenever the weights do)"
     )
+
+
+def drafter(vllm_config: "VllmConfig", config: ConnectorConfig) -> dict[str, str]:
+    """Identify the drafter of speculative decoding, if the KV cache holds its layers too."""
+    speculative = vllm_config.speculative_config
+    if speculative is None or vllm_config.num_lookahead_tokens == 0:
+        return {}
+    model = speculative.draft_model_config
+    weights = _weights_of(model, vllm_config.load_config, config)
+    return {"drafter": f"{speculative.method}/{model.dtype}/{weights}/{config_digest(model.hf_config)}"}
 
 
 def config_digest(hf_config: Any) -> str:

@@ -1,13 +1,12 @@
 """The scheduler's side: decides in each step which chunks the workers load and save. It moves no bytes itself.
 
-A lookup first reads the shared memory of this host. If chunks are missing there, a separate thread asks their owners:
-the nodes that know the holders. Until they answer, vLLM's scheduler skips the request in each step and asks again.
+While a lookup runs on a thread, vLLM's scheduler skips the request in each step and asks again.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from threading import BoundedSemaphore
 from typing import TYPE_CHECKING, Any, Final
 
@@ -15,29 +14,23 @@ from vllm.v1.request import RequestStatus
 
 from raykv.integrations.vllm.config import ConnectorConfig
 from raykv.integrations.vllm.connection import Connection
-from raykv.integrations.vllm.metadata import Load, Rank, Save, Scope, StepOrders
+from raykv.integrations.vllm.groups import Group, Groups
+from raykv.integrations.vllm.lookups import Found, Lookups, Prompt
+from raykv.integrations.vllm.metadata import Load, LoadedChunks, Rank, Save, Scope, StepOrders
 from raykv.integrations.vllm.namespace import Scopes
 from raykv.integrations.vllm.stats import RayKVStats
 from raykv.protocol.namespace import Namespace
-from raykv.protocol.ticket import Ticket
-from raykv.types import Match
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
-    from raykv import Client
-
 LOOKUP_AGE_S: Final = 1.0
 """The result of a lookup is used for this long, because vLLM asks for it in every step while the request waits."""
-LOOKUP_THREADS: Final = 4
-IDLE_WAIT_S: Final = 0.001
-"""A step without computation waits at most this long for a lookup. Without this wait the engine's thread would spin and
-hold the GIL, which the lookup needs."""
-HAND_OFF_WAIT_S: Final = 0.02
-"""For each rank, `finish` waits at most this long until the node has committed the last chunks of a prompt."""
 MAX_REPORTS: Final = 1024
 """At most this many reports of finished requests wait to be sent. Further reports are dropped. Then the eviction
 policies know less, and predict worse which chunks will be read again."""
@@ -47,12 +40,10 @@ _COMPLETED: Final = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENG
 
 @dataclass(slots=True)
 class Lookup:
-    """The result of a lookup when the engine had `computed` tokens: `count` chunks from chunk `first` on are stored."""
+    """The result of a lookup when the engine had `computed` tokens."""
 
     computed: int
-    first: int
-    count: int
-    matches: dict[Rank, Match]
+    found: Found
     at_s: float
 
 
@@ -65,31 +56,30 @@ class Tracked:
         asking: The running lookup: (number of tokens that the engine had computed when it began, future result).
         ordered: Whether a load was ordered. There is no second load, since a failing load could repeat for ever.
         started: Whether the request was scheduled. From then on `cached` and `loaded` are known.
-        cached: Number of leading chunks that the engine found in its own cache.
-        loaded: Range of the chunks that were loaded. They follow the cached chunks.
-        offered: Number of leading chunks that were considered for a save. They need no further save.
+        cached: Number of leading tokens that the engine found in its own cache.
+        loaded: The loaded tokens end before this token.
+        offered: For each group, by index, the number of leading chunks that were considered for a save.
     """
 
     request: "Request"
     scope: Scope
     admission: int = 0
     lookup: Lookup | None = None
-    asking: tuple[int, Future[dict[Rank, Match]]] | None = None
+    asking: tuple[int, Future[Found]] | None = None
     ordered: bool = False
     started: bool = False
     cached: int = 0
-    loaded: range = range(0)
-    offered: int = 0
+    loaded: int = 0
+    offered: dict[int, int] = field(default_factory=dict)
 
     def start(self, computed: int) -> None:
-        """Set `cached` and `loaded` when the request is first scheduled.
+        """Set `cached` and `loaded` when the request is first scheduled with `computed` tokens.
 
-        `computed` is the number of leading chunks that the engine need not compute: cached and loaded chunks together.
         If a load has failed, this number is lower than planned.
         """
         self.started = True
-        self.loaded = range(self.loaded.start, max(self.loaded.start, min(self.loaded.stop, computed)))
-        self.cached = self.loaded.start if self.loaded else computed
+        self.loaded = min(self.loaded, computed)
+        self.cached = min(self.lookup.computed, computed) if self.loaded and self.lookup else computed
 
 
 class SchedulerSide:
@@ -105,29 +95,31 @@ class SchedulerSide:
         stats: RayKVStats,
         *,
         transfer: "KVTransferConfig",
-        block_tokens: int,
-        hash_tokens: int,
+        groups: Groups,
         connection: Connection,
         namespaces: Mapping[Rank, Namespace],
     ) -> None:
-        """Start the threads. The workers have sent `namespaces`. One block hash covers `hash_tokens` tokens."""
-        self._config, self._stats, self._connection = config, stats, connection
-        self._namespaces = dict(sorted(namespaces.items()))
-        self._chunk_blocks = config.chunk_blocks
-        self._chunk_tokens = block_tokens * config.chunk_blocks
-        self._block_tokens = block_tokens
-        self._hashes_per_chunk = self._chunk_tokens // hash_tokens
+        """Start the threads. The workers have sent `namespaces`."""
+        self._config, self._stats, self._connection, self._groups = config, stats, connection, groups
         self._may_load, self._may_store = transfer.is_kv_consumer, transfer.is_kv_producer
+        self._lookups = Lookups(config, groups, connection, namespaces)
         self._scopes = Scopes()
+        self._pool: BlockPool | None = None
+        self._reused: set[int] = set()
         self.requests: dict[str, Tracked] = {}
         self._ordered_loads: list[Load] = []
-        self._threads = ThreadPoolExecutor(LOOKUP_THREADS, thread_name_prefix="raykv-lookup")
+        self._last_saves: list[Save] = []
         self._reporter = ThreadPoolExecutor(1, thread_name_prefix="raykv-report")
         self._report_places = BoundedSemaphore(MAX_REPORTS)
 
+    def bind(self, manager: "KVCacheManager") -> None:
+        """Use vLLM's rules for hits, and learn which blocks it gives to another use."""
+        self._groups.bind(manager.coordinator)
+        self._pool = manager.block_pool
+
     def close(self) -> None:
         """Close the connection. The caller makes no other call during or after this one."""
-        self._threads.shutdown(cancel_futures=True)
+        self._lookups.close()
         self._reporter.shutdown(cancel_futures=True)
         self._connection.close()
 
@@ -142,17 +134,18 @@ class SchedulerSide:
         None means that the owners of the chunks have not answered yet, so the scheduler must ask again. The engine
         always computes the last token, because it samples the next token from the output of the last one.
         """
-        tracked = self._current(request)
-        first, last = computed // self._chunk_tokens, (request.num_tokens - 1) // self._chunk_tokens
-        if not self._may_load or tracked.ordered or request.skip_reading_prefix_cache or last <= first:
+        tracked, limit = self._current(request), request.num_tokens - 1
+        if not self._may_load or tracked.ordered or request.skip_reading_prefix_cache:
+            return 0
+        if not any(self._groups.has_chunk(group, request.block_hashes, computed) for group in self._groups.each):
             return 0
         lookup = tracked.lookup
         if lookup is None or lookup.computed != computed or time.monotonic() - lookup.at_s > LOOKUP_AGE_S:
-            lookup = self._look_up(tracked, computed, first, last)
-            if lookup is None:
+            found = self._look_up(tracked, Prompt(request.block_hashes, computed, limit))
+            if found is None:
                 return None
-            tracked.lookup = lookup
-        return (first + lookup.count) * self._chunk_tokens - computed if lookup.count else 0
+            tracked.lookup = lookup = Lookup(computed, found, time.monotonic())
+        return max(0, lookup.found.hit.tokens - computed)
 
     def order_load(self, request: "Request", blocks: "KVCacheBlocks", tokens: int) -> None:
         """Order a load of `tokens` tokens. `blocks`: all blocks of the request. The first ones are already filled."""
@@ -161,36 +154,49 @@ class SchedulerSide:
             return
         lookup = tracked.lookup
         assert lookup is not None, "the engine loads only what a lookup found"
-        (ids,) = blocks.get_block_ids()
-        present = lookup.computed // self._block_tokens
-        end = (lookup.computed + tokens) // self._block_tokens
-        chunks = range(lookup.first, -(-end // self._chunk_blocks))
-        self._ordered_loads.append(
-            Load(
-                request_id=request.request_id,
-                scope=tracked.scope,
-                names=self._names(request, chunks),
-                blocks=[
-                    [ids[block] if present <= block < end else None for block in self._blocks_of(chunk)]
-                    for chunk in chunks
-                ],
-                matches=lookup.matches,
-            )
+        ids, stop = blocks.get_block_ids(), lookup.computed + tokens
+        parts = [
+            self._loaded(group, ids[group.index], request, lookup, stop)
+            for group in self._groups.each
+            if lookup.found.hit.ends[group.index]
+        ]
+        self._ordered_loads.append(Load(request.request_id, tracked.scope, parts))
+        tracked.ordered, tracked.loaded = True, stop
+
+    def _loaded(self, group: Group, ids: Sequence[int], request: "Request", lookup: Lookup, stop: int) -> LoadedChunks:
+        """Return the chunks to load for one group. `stop`: the token before which the load ends."""
+        size, ends = group.block_tokens, lookup.found.hit.ends[group.index]
+        missing = range(lookup.computed // size, -(-stop // size))
+
+        def target(place: int) -> int | None:
+            return ids[place] if place in missing and ids[place] != self._groups.null_block else None
+
+        return LoadedChunks(
+            group=group.index,
+            names=[self._groups.name(group, request.block_hashes, end) for end in ends],
+            blocks=[[target(place) for place in group.blocks_of(end)] for end in ends],
+            holders={rank: [held[group.index, end] for end in ends] for rank, held in lookup.found.held.items()},
         )
-        tracked.ordered, tracked.loaded = True, chunks
 
     def orders(self, step: "SchedulerOutput") -> StepOrders:
         """Return the orders of the step that vLLM has just scheduled."""
         loads, self._ordered_loads = self._ordered_loads, []
         if not step.total_num_scheduled_tokens:
-            self._await_lookup()
-        saves = []
+            running = [tracked.asking[1] for tracked in self.requests.values() if tracked.asking]
+            if running:
+                self._lookups.await_any(running)
+        saves, self._last_saves = [save for save in self._last_saves if not self._is_reused(save)], []
+        reused, self._reused = self._reused, set()
         if self._may_store:
-            resolve = step.kv_connector_block_state.resolve_block_ids
+            state = step.kv_connector_block_state
             for request_id, tokens in step.num_scheduled_tokens.items():
-                saves += self._saves(self.requests[request_id], tokens, resolve)
-        released = step.finished_req_ids | (step.preempted_req_ids or set())
-        return StepOrders(loads, saves, released, computes=step.total_num_scheduled_tokens > 0)
+                saves += self._saves(self.requests[request_id], tokens, state.resolve_block_ids)
+            for request_id, states in state.boundary_state_offloads.items():
+                if request_id in step.num_scheduled_tokens:
+                    tables = state.resolve_block_ids(request_id)
+                    saves += self._states(self.requests[request_id], states, tables)
+            self._watch(saves)
+        return StepOrders(loads, saves, reused, computes=step.total_num_scheduled_tokens > 0)
 
     def finish(self, request: "Request") -> dict[str, Any] | None:
         """Stop tracking a request.
@@ -207,7 +213,7 @@ class SchedulerSide:
             return None
         handed: dict[str, Any] = {"do_remote_prefill": True}
         if self._may_store:
-            handed["raykv"] = self._tickets(tracked)
+            handed["raykv"] = self._lookups.tickets(tracked.scope, request.block_hashes, request.num_prompt_tokens)
         return handed
 
     # -- lookups --------------------------------------------------------------------------------------------------
@@ -219,89 +225,23 @@ class SchedulerSide:
             self.requests[request.request_id] = tracked
         return tracked
 
-    def _clients(self, scope: Scope) -> dict[Rank, "Client"]:
-        """Return one client per rank; empty while no node is connected."""
-        found = {rank: self._connection.client(namespace, scope) for rank, namespace in self._namespaces.items()}
-        return {rank: client for rank, client in found.items() if client is not None}
-
-    def _look_up(self, tracked: Tracked, computed: int, first: int, last: int) -> Lookup | None:
-        """Look up the chunks `first` to `last` - 1. None means that the owners have not answered yet."""
-        request = tracked.request
-        clients = self._clients(tracked.scope)
+    def _look_up(self, tracked: Tracked, prompt: Prompt) -> Found | None:
+        """Look up chunks. None means that the owners have not answered yet."""
         # A ticket names only chunks of the prompt. After a preemption, the request may also need chunks with generated
         # tokens, so the owners are asked.
-        tickets = None if tracked.admission else _tickets_of(request)
+        tickets = None if tracked.admission else _tickets_of(tracked.request)
         if tickets:
-            matches = self._redeem(clients, tickets, self._names(request, range(last)), first)
+            found = self._lookups.redeem(tracked.scope, prompt, tickets)
         else:
-            if tracked.asking is None or tracked.asking[0] != computed:
-                names = self._names(request, range(first, last))
-                tracked.asking = computed, self._begin(clients, names, record=tracked.lookup is None)
+            if tracked.asking is None or tracked.asking[0] != prompt.computed:
+                asking = self._lookups.begin(tracked.scope, prompt, record=tracked.lookup is None)
+                tracked.asking = prompt.computed, asking
             if not tracked.asking[1].done():
                 return None
             asking, tracked.asking = tracked.asking[1], None
-            matches = asking.result()
-        count = min((match.count for match in matches.values()), default=0)
-        self._stats.count("lookups", 1, ("ticket" if tickets else "hit") if count else "miss")
-        return Lookup(computed, first, count, matches, time.monotonic())
-
-    def _begin(
-        self, clients: Mapping[Rank, "Client"], names: list[bytes], *, record: bool
-    ) -> Future[dict[Rank, Match]]:
-        """Begin a lookup. If all chunks are in this host's memory, the returned future is done already."""
-        if all(client.exists(client.keys(names), timeout_s=0.0).all() for client in clients.values()):
-            done = Future[dict[Rank, Match]]()
-            done.set_result(self._ask(clients, names, record=record))
-            return done
-        return self._threads.submit(self._ask, clients, names, record=record)
-
-    def _await_lookup(self) -> None:
-        """Wait up to IDLE_WAIT_S for the next lookup to end, if any is running."""
-        running = [tracked.asking[1] for tracked in self.requests.values() if tracked.asking]
-        if running:
-            wait(running, IDLE_WAIT_S, FIRST_COMPLETED)
-
-    def _ask(self, clients: Mapping[Rank, "Client"], names: list[bytes], *, record: bool) -> dict[Rank, Match]:
-        """Look up these chunks, rank by rank. Each lookup covers only the prefix found for the previous rank."""
-        matches: dict[Rank, Match] = {}
-        deadline_s = time.monotonic() + self._config.lookup_timeout_s
-        for rank, client in clients.items():
-            left_s = deadline_s - time.monotonic()
-            if not names or left_s <= 0:
-                return {}
-            is_new = record and not matches  # the trace has each request once, for the first rank
-            matches[rank] = client.match(client.keys(names), timeout_s=left_s, promote=True, record=is_new)
-            names = names[: matches[rank].count]
-        return matches
-
-    def _redeem(
-        self, clients: Mapping[Rank, "Client"], tickets: Any, names: list[bytes], first: int
-    ) -> dict[Rank, Match]:
-        """Read the holders of the chunks from the prefill engine's tickets, one per rank. Skip chunks before `first`.
-
-        Args:
-            names: Names of the chunks from the start of the prompt, as in the tickets.
-        """
-        if not isinstance(tickets, list) or len(tickets) != len(clients):
-            return {}
-        matches = {}
-        for (rank, client), fields in zip(clients.items(), tickets, strict=True):
-            found = client.match(client.keys(names), ticket=Ticket.from_json(fields), record=False)
-            matches[rank] = Match(max(0, found.count - first), found.holders[first:])
-        return matches
-
-    def _tickets(self, tracked: Tracked) -> list[dict[str, Any]]:
-        """Make a ticket per rank for all full chunks of the prompt."""
-        names = self._names(tracked.request, range(tracked.request.num_prompt_tokens // self._chunk_tokens))
-        clients = self._clients(tracked.scope)
-        tickets = []
-        for client in clients.values():
-            keys, deadline_s = client.keys(names), time.monotonic() + HAND_OFF_WAIT_S
-            match = client.match(keys, timeout_s=self._config.lookup_timeout_s, record=False)
-            while match.count < len(keys) and time.monotonic() < deadline_s:
-                match = client.match(keys, timeout_s=self._config.lookup_timeout_s, record=False)
-            tickets.append(client.ticket(keys, match=match).to_json())
-        return tickets
+            found = asking.result()
+        self._stats.count("lookups", 1, ("ticket" if tickets else "hit") if found.hit.tokens else "miss")
+        return found
 
     def _report(self, tracked: Tracked) -> None:
         """Report a finished request to the nodes, on a thread. After a hand-off only the decode engine reports.
@@ -309,23 +249,21 @@ class SchedulerSide:
         From the request's number of output tokens, eviction policies predict which chunks will be read again. A failed
         report is dropped.
         """
-        request = tracked.request
-        names = self._names(request, range(request.num_prompt_tokens // self._chunk_tokens))
+        request, groups = tracked.request, self._groups
+        names = [
+            groups.name(group, request.block_hashes, end)
+            for group in groups.each
+            if group.whole
+            for end in groups.ends(group, request.block_hashes, 0, request.num_prompt_tokens)
+        ]
         if names and request.num_output_tokens:
-            for client in self._clients(tracked.scope).values():
+            for client in self._lookups.clients(tracked.scope).values():
                 if self._report_places.acquire(blocking=False):
                     keys, tokens = client.keys(names), request.num_output_tokens
                     report = self._reporter.submit(client.hint, keys, output_tokens=tokens)
                     report.add_done_callback(lambda _: self._report_places.release())
 
-    # -- chunks ---------------------------------------------------------------------------------------------------
-
-    def _names(self, request: "Request", chunks: range) -> list[bytes]:
-        """Return the names of chunks. A name is the engine's hash of all tokens up to the chunk's end."""
-        return [bytes(request.block_hashes[(chunk + 1) * self._hashes_per_chunk - 1]) for chunk in chunks]
-
-    def _blocks_of(self, chunk: int) -> range:
-        return range(chunk * self._chunk_blocks, (chunk + 1) * self._chunk_blocks)
+    # -- saves ----------------------------------------------------------------------------------------------------
 
     def _saves(self, tracked: Tracked, tokens: int, resolve: Callable[[str], Sequence[Sequence[int]]]) -> list[Save]:
         """Order saves of the chunks that the step's `tokens` tokens complete, and that were not considered before.
@@ -336,27 +274,97 @@ class SchedulerSide:
         Args:
             resolve: Returns the block ids of a request, by KV cache group. It is slow, and most steps do not need it.
         """
-        request = tracked.request
+        request, groups = tracked.request, self._groups
         if not tracked.started:
-            tracked.start(request.num_computed_tokens // self._chunk_tokens)
+            tracked.start(request.num_computed_tokens)
         known = min(request.num_computed_tokens + tokens, request.num_tokens)
         if not self._config.store_decode:
             known = min(known, request.num_prompt_tokens)
-        full = min(known // self._chunk_tokens, len(request.block_hashes) // self._hashes_per_chunk)
-        if full <= tracked.offered:
-            return []
-        # The prefill engine has just looked up the chunks of its ticket, so this engine need not save them.
-        cached = range(tracked.offered, 0 if _tickets_of(request) else min(full, tracked.cached))
-        computed = range(max(tracked.offered, tracked.cached, tracked.loaded.stop), full)
-        tracked.offered = full
-        ids = resolve(request.request_id)[0] if cached or computed else ()
-        return [self._save(tracked, chunks, ids, cached=chunks is cached) for chunks in (cached, computed) if chunks]
+        known = min(known, len(request.block_hashes) * groups.hash_tokens)
+        saves: list[Save] = []
+        tables: Sequence[Sequence[int]] = ()
+        for group in groups.each:
+            offered, full = tracked.offered.get(group.index, 0), known // group.chunk_tokens
+            if full <= offered:
+                continue
+            tracked.offered[group.index] = full
+            # The prefill engine has just looked up the chunks of its ticket, so this engine need not save them.
+            cached = range(offered, 0 if _tickets_of(request) else min(full, tracked.cached // group.chunk_tokens))
+            first = max(offered, max(tracked.cached, tracked.loaded) // group.chunk_tokens)
+            computed = range(first, 0 if group.handed_over else full)
+            for chunks in (cached, computed):
+                if chunks:
+                    tables = tables or resolve(request.request_id)
+                    saves += self._runs(tracked, group, chunks, tables[group.index], cached=chunks is cached)
+        return saves
 
-    def _save(self, tracked: Tracked, chunks: range, block_ids: Sequence[int], *, cached: bool) -> Save:
-        names = self._names(tracked.request, range(max(0, chunks.start - 1), chunks.stop))
-        parent = names.pop(0) if chunks.start else None
-        blocks = [[block_ids[block] for block in self._blocks_of(chunk)] for chunk in chunks]
-        return Save(tracked.request.request_id, tracked.scope, names, blocks, parent, chunks.start, cached)
+    def _runs(
+        self, tracked: Tracked, group: Group, chunks: range, ids: Sequence[int], *, cached: bool
+    ) -> Iterable[Save]:
+        """Divide chunks into runs without a gap. Only the other groups' tables have gaps, where no later hit ends."""
+        hashes, size, run = tracked.request.block_hashes, group.chunk_tokens, []
+        for chunk in [*chunks, None]:
+            blocks = [] if chunk is None else [ids[place] for place in group.blocks_of((chunk + 1) * size)]
+            if chunk is not None and all(self._is_storable(group, block) for block in blocks):
+                run.append((chunk, blocks))
+            elif run:
+                names = [self._groups.name(group, hashes, (each + 1) * size) for each, _ in run]
+                depth = run[0][0]
+                parent = self._groups.name(group, hashes, depth * size) if depth and group.whole else None
+                yield Save(tracked.scope, group.index, names, [each for _, each in run], parent, depth, cached)
+                run = []
+
+    def _is_storable(self, group: Group, block: int) -> bool:
+        """Return whether a block holds what a later hit can need. vLLM hashes only such blocks."""
+        if group.whole:
+            return True
+        return block != self._groups.null_block and self._pool is not None and bool(self._pool.blocks[block].block_hash)
+
+    def _states(
+        self, tracked: Tracked, states: Iterable[tuple[int, int, int]], tables: Sequence[Sequence[int]]
+    ) -> list[Save]:
+        """Order saves of states that vLLM hands over, and of the blocks that a hit at the same token needs.
+
+        Args:
+            states: (Index of the group, id of the block, number of tokens that the state covers).
+        """
+        hashes, saves = tracked.request.block_hashes, []
+        for index, block, tokens in states:
+            if tokens > len(hashes) * self._groups.hash_tokens:
+                continue
+            for group in self._groups.each:
+                if group.index == index:
+                    blocks = [block]
+                elif group.whole and tokens % group.block_tokens:
+                    blocks = [tables[group.index][tokens // group.block_tokens]]
+                else:
+                    continue
+                name, depth = self._groups.name(group, hashes, tokens), tokens // group.chunk_tokens
+                saves.append(Save(tracked.scope, group.index, [name], [blocks], None, depth, False))
+        return saves
+
+    def save_last_states(
+        self, request: "Request", tables: Sequence[Sequence[int]], states: Iterable[tuple[int, int, int]]
+    ) -> None:
+        """Order saves of the states at the end of a finished request. The next step begins them."""
+        tracked = self.requests.get(request.request_id)
+        if tracked is not None and self._may_store:
+            saves = self._states(tracked, states, tables)
+            self._watch(saves)
+            self._last_saves += saves
+
+    def _watch(self, saves: Iterable[Save]) -> None:
+        """Have vLLM tell when it gives a block of these saves to another use. This does not hold the blocks."""
+        if self._pool is not None:
+            blocks = [self._pool.blocks[block] for save in saves for chunk in save.blocks for block in chunk]
+            self._pool.touch(blocks)
+            self._pool.unpin_blocks(blocks, self._add_reused)
+
+    def _add_reused(self, block: "KVCacheBlock") -> None:
+        self._reused.add(block.block_id)
+
+    def _is_reused(self, save: Save) -> bool:
+        return any(block in self._reused for blocks in save.blocks for block in blocks)
 
 
 def _tickets_of(request: "Request") -> Any:

@@ -1,8 +1,8 @@
 """The worker's side: copies chunks between the KV cache and raykv, as ordered by the scheduler's side.
 
 Saves run on one separate thread after a step's forward pass. Full blocks do not change, so the next steps do not wait.
-The exception is a request that ended or was preempted: vLLM may give its blocks to another request. The next step then
-waits for the saves of that request, and cancels saves that do not begin within `store_timeout_s`.
+The exception is a block that vLLM has given to another use. The next step then waits for the saves that read this
+block, and cancels saves that do not begin within `store_timeout_s`.
 
 Loads run on separate threads. The engine does not touch the blocks of a loading request, even after an abort, until the
 load is reported as finished. Therefore every load, also a failed one, must be reported exactly once.
@@ -10,7 +10,7 @@ load is reported as finished. Therefore every load, also a failed one, must be r
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from itertools import groupby, islice
@@ -24,7 +24,8 @@ from raykv.errors import RayKVError
 from raykv.integrations.kv_layout import Layout
 from raykv.integrations.vllm.config import ConnectorConfig
 from raykv.integrations.vllm.connection import Connection
-from raykv.integrations.vllm.metadata import Load, Rank, Save, Scope, StepOrders
+from raykv.integrations.vllm.groups import Group
+from raykv.integrations.vllm.metadata import Load, LoadedChunks, Rank, Save, Scope, StepOrders
 from raykv.integrations.vllm.stats import RayKVStats
 from raykv.protocol.namespace import Namespace
 from raykv.types import KeyArray, Match, NodeId, Path, PutResult
@@ -42,7 +43,7 @@ MAX_SAVING_STEPS: Final = 16
 
 
 class _Run(NamedTuple):
-    """Consecutive chunks to store. `depth` chunks come before them; the last of those has the key `parent`."""
+    """Consecutive chunks of one group to store. `depth` chunks precede them; `parent` is the last one's key."""
 
     keys: KeyArray
     blocks: Sequence[Sequence[int]]
@@ -56,11 +57,42 @@ class _Run(NamedTuple):
 
 @dataclass(slots=True)
 class _LoadResult:
-    """The result of a load: the first `chunks` chunks arrived. `sources` counts arrived chunks by holder and path."""
+    """The result of a load.
+
+    Attributes:
+        chunks: Number of chunks that arrived before the first missing chunk, over all parts of the load.
+        sources: Number of arrived chunks by holder and path, in the part with the most chunks.
+        nbytes: Number of arrived bytes by path, in all parts.
+    """
 
     chunks: int = 0
     sources: Counter[tuple[NodeId, Path]] = field(default_factory=Counter)
+    nbytes: Counter[Path] = field(default_factory=Counter)
     seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class RankCache:
+    """The KV cache of one worker.
+
+    Attributes:
+        namespace: Of the first rank that holds the same bytes.
+        groups: The groups whose chunks are stored, by index.
+        layouts: The layout of each group, by index.
+        replica: (Number of this rank, number of ranks) among the tensor ranks that hold the same bytes. Each of these
+            ranks stores a share of the chunks.
+        counts_tokens: Whether this rank counts the loaded tokens. All ranks load the same tokens.
+    """
+
+    namespace: Namespace
+    groups: Mapping[int, Group]
+    layouts: Mapping[int, Layout]
+    replica: tuple[int, int] = (0, 1)
+    counts_tokens: bool = True
+
+    @property
+    def rank(self) -> Rank:
+        return self.namespace.pp_rank, self.namespace.tp_rank
 
 
 class WorkerSide:
@@ -68,7 +100,7 @@ class WorkerSide:
 
     Attributes:
         loading: Loads in flight, by request id.
-        saving: One entry per step with saves in flight: its requests, its number of chunks, and the result.
+        saving: One entry per step with saves in flight: the blocks they read, their number of chunks, and the result.
     """
 
     def __init__(
@@ -76,28 +108,26 @@ class WorkerSide:
         config: ConnectorConfig,
         stats: RayKVStats,
         *,
-        layout: Layout,
-        namespace: Namespace,
-        rank: Rank,
+        cache: RankCache,
         connection: Connection,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Start the threads. Only the engine's thread writes `stats`."""
         self._config, self._stats, self._clock = config, stats, clock
-        self._layout, self._namespace, self._rank, self._connection = layout, namespace, rank, connection
-        self._counts_tokens = rank == (0, 0)  # all ranks load the same tokens, so only one counts them
+        self._cache, self._layouts, self._connection = cache, cache.layouts, connection
         self._threads = ThreadPoolExecutor(config.load_threads, thread_name_prefix="raykv-load")
         self.loading: dict[str, tuple[Load, Future[_LoadResult]]] = {}
         self._failed_blocks: set[int] = set()
+        self._failed_requests: set[str] = set()
         self._saver = ThreadPoolExecutor(1, thread_name_prefix="raykv-save")
-        self.saving: deque[tuple[set[str], int, Future[list[PutResult]]]] = deque()
+        self.saving: deque[tuple[set[int], int, Future[list[PutResult]]]] = deque()
 
     # -- loads ----------------------------------------------------------------------------------------------------
 
     def start_loads(self, orders: StepOrders) -> None:
         """Start the ordered loads in the background."""
         for load in orders.loads:
-            client = self._connection.client(self._namespace, load.scope)
+            client = self._connection.client(self._cache.namespace, load.scope)
             future = self._threads.submit(self._load, client, load, self._clock())
             self.loading[load.request_id] = (load, future)
 
@@ -106,12 +136,16 @@ class WorkerSide:
         if self.loading:
             wait([future for _, future in self.loading.values()], IDLE_WAIT_S, FIRST_COMPLETED)
 
-    def pop_finished(self) -> set[str]:
-        """Return the requests whose load has ended or failed since the last call. See also `pop_failed_blocks`."""
+    def pop_finished(self) -> tuple[set[str], set[str]]:
+        """Return the requests whose load has ended since the last call, and those of them that must be recomputed.
+
+        If the engine has only one group, it recomputes single blocks instead: see `pop_failed_blocks`.
+        """
         finished = {request_id for request_id, (_, future) in self.loading.items() if future.done()}
         for request_id in finished:
             self._count_load(*self.loading.pop(request_id))
-        return finished
+        failed, self._failed_requests = self._failed_requests, set()
+        return finished, failed
 
     def pop_failed_blocks(self) -> set[int]:
         """Return the blocks that loads failed to fill since the last call. The engine recomputes them."""
@@ -121,23 +155,31 @@ class WorkerSide:
     def _count_load(self, load: Load, future: Future[_LoadResult]) -> None:
         count, error = self._stats.count, future.exception()
         result = _LoadResult() if error else future.result()
-        lost = {block for blocks in load.blocks[result.chunks :] for block in blocks if block is not None}
-        self._failed_blocks |= lost
-        whole = result.chunks == len(load.names)
+        whole = result.chunks == sum(len(part.names) for part in load.parts)
+        if not whole:
+            self._add_failure(load, result.chunks)
         count("loads", 1, "whole" if whole else "partial" if result.chunks else "lost")
         count("load_seconds", result.seconds)
         if error:
             self._count_error("load", error)
-        for (_, path), chunks in result.sources.items():
-            count("loaded_bytes", chunks * self._layout.chunk_nbytes, path)
-        if self._counts_tokens:
-            chunk_tokens = self._namespace.chunk_tokens
-            block_tokens = chunk_tokens // self._config.chunk_blocks
-            written = sum(block is not None for blocks in load.blocks[: result.chunks] for block in blocks)
-            count("reused_tokens", written * block_tokens)
-            count("lost_tokens", len(lost) * block_tokens)
+        for path, nbytes in result.nbytes.items():
+            count("loaded_bytes", nbytes, path)
+        if self._cache.counts_tokens:
+            part = _longest(load)
+            group, usable = self._cache.groups[part.group], result.chunks if whole or len(self._layouts) == 1 else 0
+            blocks = [[block is not None for block in chunk] for chunk in part.blocks]
+            count("reused_tokens", sum(map(sum, blocks[:usable])) * group.block_tokens)
+            count("lost_tokens", sum(map(sum, blocks[usable:])) * group.block_tokens)
             for source, chunks in result.sources.items():
-                count("loaded_tokens", chunks * chunk_tokens, *source)
+                count("loaded_tokens", chunks * group.chunk_tokens, *source)
+
+    def _add_failure(self, load: Load, chunks: int) -> None:
+        """Have the engine recompute what is missing after the first `chunks` chunks of a load."""
+        if len(self._layouts) > 1:
+            self._failed_requests.add(load.request_id)
+            return
+        for part in load.parts:
+            self._failed_blocks |= {block for blocks in part.blocks[chunks:] for block in blocks if block is not None}
 
     def _count_error(self, hook: str, error: BaseException) -> None:
         """Count an error of a load or a save. After a failed load, the engine recomputes. A failed save is ignored."""
@@ -147,46 +189,64 @@ class WorkerSide:
 
     def _load(self, client: "Client | None", load: Load, ordered_s: float) -> _LoadResult:
         """Load one request's chunks in batches, up to the first missing chunk."""
-        result, size = _LoadResult(), self._layout.batch_chunks
-        for start in range(0, len(load.names), size):
-            left_s = ordered_s + self._config.load_timeout_s - self._clock()
-            if client is None or left_s <= 0:
-                break
-            if not self._load_batch(client, load, slice(start, start + size), left_s, result):
-                break
+        result = _LoadResult()
+        for part in load.parts:
+            size = self._layouts[part.group].batch_chunks
+            for start in range(0, len(part.names), size):
+                left_s = ordered_s + self._config.load_timeout_s - self._clock()
+                is_whole = client is not None and left_s > 0
+                if (
+                    client is None
+                    or not is_whole
+                    or not self._load_batch(
+                        client, part, slice(start, start + size), left_s, result, counts=part is _longest(load)
+                    )
+                ):
+                    result.seconds = self._clock() - ordered_s
+                    return result
         result.seconds = self._clock() - ordered_s
         return result
 
-    def _load_batch(self, client: "Client", load: Load, part: slice, timeout_s: float, result: _LoadResult) -> bool:
+    def _load_batch(
+        self, client: "Client", part: LoadedChunks, batch: slice, timeout_s: float, result: _LoadResult, *, counts: bool
+    ) -> bool:
         """Load one batch, add it to `result`, and return whether all its chunks arrived."""
-        blocks, holders = load.blocks[part], load.matches[self._rank].holders[part]
-        targets = [self._layout.targets(each) for each in blocks]
-        keys, match = client.keys(load.names[part]), Match(len(holders), holders)
+        layout, blocks, holders = self._layouts[part.group], part.blocks[batch], part.holders[self._cache.rank][batch]
+        targets = [layout.targets(each) for each in blocks]
+        keys, match = client.keys(part.names[batch]), Match(len(holders), tuple(holders))
         got = client.get(keys, targets, match=match, timeout_s=timeout_s)
-        self._layout.load(list(zip(blocks, targets, strict=True))[: got.prefix])
+        layout.load(list(zip(blocks, targets, strict=True))[: got.prefix])
         result.chunks += got.prefix
-        result.sources.update(got.chunks_by_source)
+        result.nbytes.update(got.nbytes_by_path)
+        if counts:
+            result.sources.update(got.chunks_by_source)
         return got.prefix == len(blocks)
 
     # -- saves ----------------------------------------------------------------------------------------------------
 
+    def mine(self, saves: Sequence[Save]) -> list[Save]:
+        """Return the saves of this rank. Ranks that hold the same bytes share the work by the names of the chunks."""
+        number, ranks = self._cache.replica
+        return [save for save in saves if save.names[0][0] % ranks == number]
+
     def prepare(self, saves: Sequence[Save]) -> None:
         """Request slots for these saves, unless the client has enough. The answer arrives while the step computes."""
-        self._saver.submit(self._prepare, _chunks_of(saves))
+        self._saver.submit(self._prepare, Counter(save.group for save in saves for _ in save.names))
 
     def save(self, saves: Sequence[Save]) -> None:
         """Begin to store computed chunks. The kernels that compute them have ended or are queued."""
         if len(self.saving) < MAX_SAVING_STEPS:
-            future = self._saver.submit(self._save, saves, self._layout.fence())
-            self.saving.append(({save.request_id for save in saves}, _chunks_of(saves), future))
+            fence = next(iter(self._layouts.values())).fence()
+            blocks = {block for save in saves for chunk in save.blocks for block in chunk}
+            self.saving.append((blocks, _chunks_of(saves), self._saver.submit(self._save, saves, fence)))
         else:
             self._count_saved(_skipped(_chunks_of(saves), ""))
 
-    def release(self, request_ids: Set[str]) -> None:
-        """Wait until no save reads these requests' blocks. Cancel saves that do not begin within `store_timeout_s`."""
+    def release(self, blocks: Set[int]) -> None:
+        """Wait until no save reads these blocks. Cancel saves that do not begin within `store_timeout_s`."""
         until_s = self._clock() + self._config.store_timeout_s
-        for saved_ids, _, future in self.saving:
-            if not saved_ids.isdisjoint(request_ids):
+        for saved, _, future in self.saving:
+            if not saved.isdisjoint(blocks):
                 wait([future], max(0.0, until_s - self._clock()))
                 if not future.cancel():
                     wait([future])
@@ -201,7 +261,7 @@ class WorkerSide:
         while self.saving and self.saving[0][2].done():
             _, chunks, future = self.saving.popleft()
             if future.cancelled():
-                reason = self._count_saved(_skipped(chunks, "the request ended before the save began"))
+                reason = self._count_saved(_skipped(chunks, "the engine reused their blocks before the save began"))
             elif error := future.exception():
                 self._count_error("save", error)
                 reason = str(error)
@@ -210,11 +270,12 @@ class WorkerSide:
                     reason = self._count_saved(part) or reason
         return reason
 
-    def _prepare(self, chunks: int) -> None:
-        client = self._connection.client(self._namespace, Scope())
-        if client is not None:
-            # Nobody reads the result of this call. If it fails, `_save` fails too, and reports the error.
-            client.prepare(self._layout.chunk_nbytes, chunks, timeout_s=self._config.store_timeout_s)
+    def _prepare(self, chunks: Mapping[int, int]) -> None:
+        client = self._connection.client(self._cache.namespace, Scope())
+        for group, count in chunks.items():
+            if client is not None:
+                # Nobody reads the result of this call. If it fails, `_save` fails too, and reports the error.
+                client.prepare(self._layouts[group].chunk_nbytes, count, timeout_s=self._config.store_timeout_s)
 
     def _save(self, saves: Sequence[Save], fence: Any) -> list[PutResult]:
         """Copy chunks in batches into the node's memory. Commit each batch with one message.
@@ -222,20 +283,21 @@ class WorkerSide:
         Waits at most `store_timeout_s` for slots, and not at all if the client has enough.
         """
         deadline_s = self._clock() + self._config.store_timeout_s
-        client = self._connection.client(self._namespace, Scope())
+        client = self._connection.client(self._cache.namespace, Scope())
         if client is None:
             return [_skipped(_chunks_of(saves), "the node is not there yet")]
         results: list[PutResult] = []
-        runs = [self._run(save, deadline_s, results) for save in saves]
-        for batch in self._batches(runs):
-            values = iter(self._layout.read([blocks for run in batch for blocks in run.blocks], fence))
-            puts = [Put(run.keys, list(islice(values, len(run.blocks))), run.parent, run.depth) for run in batch]
-            results.append(client.put_many(puts, wait=True, timeout_s=max(0.0, deadline_s - self._clock())))
+        for index, layout in self._layouts.items():
+            runs = [self._run(save, deadline_s, results) for save in saves if save.group == index]
+            for batch in _batches(runs, layout.batch_chunks):
+                values = iter(layout.read([blocks for run in batch for blocks in run.blocks], fence))
+                puts = [Put(run.keys, list(islice(values, len(run.blocks))), run.parent, run.depth) for run in batch]
+                results.append(client.put_many(puts, wait=True, timeout_s=max(0.0, deadline_s - self._clock())))
         return [*results, client.flush(timeout_s=0.0)]  # `flush` returns late answers to earlier saves
 
     def _run(self, save: Save, deadline_s: float, results: list[PutResult]) -> _Run:
         """Return the chunks to store. Of `cached` chunks, skip those that nodes hold, or all if the lookup is slow."""
-        client = self._connection.client(self._namespace, save.scope)
+        client = self._connection.client(self._cache.namespace, save.scope)
         assert client is not None, "clients of all scopes are made from one"
         above = [] if save.parent is None else [save.parent]
         keys, start = client.keys([*above, *save.names]), len(above)
@@ -247,17 +309,6 @@ class WorkerSide:
             results.append(_skipped(len(run.keys), ""))  # no answer in time
             held = len(run.keys)
         return run.part(held, len(run.keys))
-
-    def _batches(self, runs: Sequence[_Run]) -> Iterator[list[_Run]]:
-        """Split the chunks into batches of at most `Layout.batch_chunks`."""
-        size = self._layout.batch_chunks
-        chunks = [(number, place) for number, run in enumerate(runs) for place in range(len(run.blocks))]
-        for start in range(0, len(chunks), size):
-            batch = []
-            for number, group in groupby(chunks[start : start + size], itemgetter(0)):
-                places = [place for _, place in group]
-                batch.append(runs[number].part(places[0], places[-1] + 1))
-            yield batch
 
     def _count_saved(self, result: PutResult) -> str:
         """Add a result to the statistics. Return its reason for skipped chunks."""
@@ -271,6 +322,22 @@ class WorkerSide:
         self._threads.shutdown(wait=True, cancel_futures=True)
         self._saver.shutdown(wait=True)
         self._connection.close()
+
+
+def _batches(runs: Sequence[_Run], size: int) -> Iterator[list[_Run]]:
+    """Split the chunks into batches of at most `size` chunks."""
+    chunks = [(number, place) for number, run in enumerate(runs) for place in range(len(run.blocks))]
+    for start in range(0, len(chunks), size):
+        batch = []
+        for number, group in groupby(chunks[start : start + size], itemgetter(0)):
+            places = [place for _, place in group]
+            batch.append(runs[number].part(places[0], places[-1] + 1))
+        yield batch
+
+
+def _longest(load: Load) -> LoadedChunks:
+    """Return the part with the most chunks. Its tokens are those that the load saves the engine from computing."""
+    return max(load.parts, key=lambda part: len(part.names))
 
 
 def _chunks_of(saves: Sequence[Save]) -> int:

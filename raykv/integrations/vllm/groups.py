@@ -1,0 +1,208 @@
+"""The KV cache groups of an engine: which chunks they store, and the longest hit on which all of them agree.
+
+vLLM divides the layers of a hybrid model into groups with a block table each. A hit of T tokens needs all blocks before
+T of a full-attention group, only the last blocks of a sliding-window group, and the one state at T of a state-space
+group. raykv does not repeat these rules: it asks vLLM's own coordinator, whose block pool is replaced by the set of
+stored chunks.
+"""
+
+import copy
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinatorNoPrefixCache
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, UniformTypeKVCacheSpecs
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+
+Hashes = Sequence[bytes]
+"""The engine's hashes of one request. Entry n covers all tokens before token (n + 1) * `Groups.hash_tokens`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """One KV cache group.
+
+    Attributes:
+        index: Its place in vLLM's block tables.
+        block_tokens: Number of tokens in a block.
+        chunk_blocks: Number of blocks in a chunk.
+        whole: Whether a hit needs all chunks before its end. False: only the last ones.
+        handed_over: Whether vLLM names the blocks to store, because a request's block table does not show them.
+        suffix: The end of the names of this group's chunks.
+    """
+
+    index: int
+    block_tokens: int
+    chunk_blocks: int
+    whole: bool
+    handed_over: bool
+    suffix: bytes
+
+    @property
+    def chunk_tokens(self) -> int:
+        return self.block_tokens * self.chunk_blocks
+
+    def blocks_of(self, end: int) -> range:
+        """Return the places in the block table of the blocks of the chunk that ends at token `end`."""
+        last = -(-end // self.block_tokens)
+        return range(last - self.chunk_blocks, last)
+
+
+class Hit(NamedTuple):
+    """The longest prefix that can be loaded.
+
+    Attributes:
+        tokens: Length of the prefix, with the tokens that the engine has already.
+        ends: For each group, by index, the ends of the chunks to load, in order.
+    """
+
+    tokens: int
+    ends: dict[int, list[int]]
+
+
+NO_HIT: Final = Hit(0, {})
+
+
+class Groups:
+    """All groups whose chunks are stored.
+
+    Attributes:
+        each: The groups.
+        hash_tokens: Number of tokens that one of the engine's hashes covers.
+        null_block: Id of the block that stands for no block in vLLM's block tables.
+    """
+
+    def __init__(self, config: "KVCacheConfig", chunk_blocks: int) -> None:
+        indexes = config.prefix_cacheable_group_ids
+        self.each = tuple(
+            self._group(index, config.kv_cache_groups[index].kv_cache_spec, chunk_blocks, len(indexes) == 1)
+            for index in indexes
+        )
+        self.hash_tokens = config.hash_block_size or self.each[0].block_tokens
+        self.null_block = 0
+        self._coordinator: KVCacheCoordinator | None = None
+
+    @staticmethod
+    def _group(index: int, spec: "KVCacheSpec", chunk_blocks: int, alone: bool) -> Group:
+        layer = spec_of(spec)
+        return Group(
+            index=index,
+            block_tokens=spec.block_size,
+            chunk_blocks=chunk_blocks,
+            whole=isinstance(layer, FullAttentionSpec),
+            handed_over=isinstance(layer, MambaSpec) and layer.mamba_cache_mode == "align",
+            suffix=b"" if alone else b"/%d" % index,
+        )
+
+    def bind(self, coordinator: "KVCacheCoordinator") -> None:
+        """Take over the rules of vLLM's coordinator. No hit is found before this call."""
+        self._coordinator = coordinator
+        self.null_block = coordinator.block_pool.null_block.block_id
+
+    @property
+    def has_fine_hits(self) -> bool:
+        """Whether a hit may end inside a block."""
+        return self._coordinator is not None and self._coordinator.enable_partial_hash_hits
+
+    def has_chunk(self, group: Group, hashes: Hashes, computed: int) -> bool:
+        """Return whether some chunk of the group ends after token `computed`."""
+        size = self.hash_tokens if self.has_fine_hits else group.chunk_tokens
+        return len(hashes) * self.hash_tokens >= (computed // size + 1) * size
+
+    def name(self, group: Group, hashes: Hashes, end: int) -> bytes:
+        """Return the name of the chunk of `group` that ends at token `end`."""
+        return bytes(hashes[end // self.hash_tokens - 1]) + group.suffix
+
+    def ends(self, group: Group, hashes: Hashes, start: int, stop: int) -> list[int]:
+        """Return the ends of the chunks whose last token lies between `start` and `stop` - 1 and is hashed."""
+        stop = min(stop, len(hashes) * self.hash_tokens)
+        first = start // group.chunk_tokens + 1
+        return [number * group.chunk_tokens for number in range(first, stop // group.chunk_tokens + 1)]
+
+    def fine_ends(self, hashes: Hashes, start: int, stop: int) -> list[int]:
+        """Return the ends of all hashes after token `start`, up to token `stop`."""
+        size = self.hash_tokens
+        return [number * size for number in range(start // size + 1, min(stop // size, len(hashes)) + 1)]
+
+    def longest(self, hashes: Hashes, computed: int, limit: int, stored: Mapping[int, Container[int]]) -> Hit:
+        """Find the longest prefix that vLLM's rules allow.
+
+        Args:
+            computed: Number of tokens that the engine has already, a multiple of the size of a block.
+            limit: The prefix has at most this many tokens.
+            stored: For each group, by index, the ends of the chunks that are stored.
+        """
+        cached = {group.index: self._hashes_of(group, hashes, computed, stored[group.index]) for group in self.each}
+        blocks, tokens = self._find(hashes, limit, _StoredBlocks(self.hash_tokens, cached))
+        if tokens <= computed:
+            return NO_HIT
+        ends = {}
+        for group in self.each:
+            needed = [
+                place
+                for place, block in enumerate(blocks[group.index])
+                if not block.is_null and place >= computed // group.block_tokens
+            ]
+            chunks = dict.fromkeys(place // group.chunk_blocks for place in needed)
+            ends[group.index] = [self._end(group, chunk, tokens) for chunk in chunks]
+        return Hit(tokens, ends)
+
+    def _end(self, group: Group, chunk: int, tokens: int) -> int:
+        """Return the end of a chunk, by its number. With fine hits, the last chunk of a hit may end inside a block."""
+        end = (chunk + 1) * group.chunk_tokens
+        return min(end, tokens) if self.has_fine_hits else end
+
+    def _hashes_of(self, group: Group, hashes: Hashes, computed: int, ends: Container[int]) -> set[bytes]:
+        """Return the hashes of the blocks that the engine has or that are stored."""
+        found = set()
+        for end in self.fine_ends(hashes, 0, len(hashes) * self.hash_tokens) if self.has_fine_hits else ():
+            if end in ends:
+                found.add(bytes(hashes[end // self.hash_tokens - 1]))
+        for end in range(group.block_tokens, len(hashes) * self.hash_tokens + 1, group.block_tokens):
+            chunk_end = -(-end // group.chunk_tokens) * group.chunk_tokens
+            if end <= computed or chunk_end in ends:
+                found.add(bytes(hashes[end // self.hash_tokens - 1]))
+        return found
+
+    def _find(self, hashes: Hashes, limit: int, pool: "_StoredBlocks") -> tuple[Any, int]:
+        coordinator = self._coordinator
+        if coordinator is None:
+            return (), 0
+        if isinstance(coordinator, KVCacheCoordinatorNoPrefixCache):  # it would find nothing
+            (group,) = self.each
+            block_hashes = hashes[group.block_tokens // self.hash_tokens - 1 :: group.block_tokens // self.hash_tokens]
+            found = list(takewhile(lambda each: pool.get_cached_block(each, [group.index]), block_hashes))
+            count = min(len(found), limit // group.block_tokens)
+            return {group.index: [pool.stored_block] * count}, count * group.block_tokens
+        finder = copy.copy(coordinator)
+        finder.block_pool = pool  # type: ignore[assignment]
+        finder.single_type_managers = tuple(map(copy.copy, coordinator.single_type_managers))
+        for manager in finder.single_type_managers:
+            manager.block_pool = pool  # type: ignore[assignment]
+        blocks, tokens, _ = finder.find_longest_cache_hit(hashes, limit)  # type: ignore[arg-type]
+        return blocks, tokens
+
+
+class _StoredBlocks:
+    """Stands in for vLLM's block pool in a search for a hit: a block is in the cache if raykv stores it."""
+
+    def __init__(self, hash_tokens: int, cached: Mapping[int, set[bytes]]) -> None:
+        self.hash_block_size = hash_tokens
+        self.null_block, self.stored_block = KVCacheBlock(0), KVCacheBlock(1)
+        self.null_block.is_null = True
+        self._cached = cached
+
+    def get_cached_block(self, block_hash: bytes, kv_cache_group_ids: list[int]) -> list[KVCacheBlock] | None:
+        found = all(bytes(block_hash) in self._cached[index] for index in kv_cache_group_ids)
+        return [self.stored_block] * len(kv_cache_group_ids) if found else None
+
+
+def spec_of(spec: "KVCacheSpec") -> "KVCacheSpec":
+    """Return the kind of the layers of a group. All layers of a group are of one kind."""
+    return next(iter(spec.kv_cache_specs.values())) if isinstance(spec, UniformTypeKVCacheSpecs) else spec

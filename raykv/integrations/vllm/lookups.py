@@ -1,0 +1,233 @@
+"""Lookups: which chunks of a request are stored, and on which nodes.
+
+A lookup first reads the shared memory of this host. If chunks are missing there, a thread asks their owners: the nodes
+that know the holders. A hand-off ticket names the holders, so no owner is asked.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+
+from raykv.integrations.vllm.config import ConnectorConfig
+from raykv.integrations.vllm.connection import Connection
+from raykv.integrations.vllm.groups import NO_HIT, Group, Groups, Hashes, Hit
+from raykv.integrations.vllm.metadata import Rank, Scope
+from raykv.protocol.namespace import Namespace
+from raykv.protocol.ticket import Ticket
+from raykv.types import NodeId
+
+if TYPE_CHECKING:
+    from raykv import Client
+
+LOOKUP_THREADS: Final = 4
+IDLE_WAIT_S: Final = 0.001
+"""A step without computation waits at most this long for a lookup. Without this wait the engine's thread would spin and
+hold the GIL, which the lookup needs."""
+HAND_OFF_WAIT_S: Final = 0.02
+"""`tickets` waits at most this long until the nodes have committed the last chunks of a prompt."""
+
+Place: TypeAlias = tuple[Group, int]
+"""A chunk of a request: its group, and the token before which it ends."""
+Held: TypeAlias = dict[tuple[int, int], NodeId]
+"""The holders of a request's chunks for one rank, by index of the group and end of the chunk."""
+
+
+class Prompt(NamedTuple):
+    """The tokens to look up.
+
+    Attributes:
+        hashes: The engine's hashes of the tokens.
+        computed: Number of leading tokens that the engine has already.
+        limit: A hit has at most this many tokens.
+    """
+
+    hashes: Hashes
+    computed: int
+    limit: int
+
+
+class Found(NamedTuple):
+    """The result of a lookup: the longest hit, and for each rank the holders of chunks."""
+
+    hit: Hit
+    held: dict[Rank, Held]
+
+
+NOTHING: Final = Found(NO_HIT, {})
+
+
+class _Everything:
+    def __contains__(self, end: object) -> bool:
+        return True
+
+
+class Lookups:
+    """Looks up chunks for the scheduler's side of one engine."""
+
+    def __init__(
+        self, config: ConnectorConfig, groups: Groups, connection: Connection, namespaces: Mapping[Rank, Namespace]
+    ) -> None:
+        """Start the threads. `namespaces` has one entry for each set of ranks that store the same bytes."""
+        self._config, self._groups, self._connection = config, groups, connection
+        self._namespaces = dict(sorted(namespaces.items()))
+        self._threads = ThreadPoolExecutor(LOOKUP_THREADS, thread_name_prefix="raykv-lookup")
+
+    def close(self) -> None:
+        self._threads.shutdown(cancel_futures=True)
+
+    def clients(self, scope: Scope) -> dict[Rank, "Client"]:
+        """Return one client for each entry of the namespaces; empty while no node is connected."""
+        found = {rank: self._connection.client(namespace, scope) for rank, namespace in self._namespaces.items()}
+        return {rank: client for rank, client in found.items() if client is not None}
+
+    def begin(self, scope: Scope, prompt: Prompt, *, record: bool) -> Future[Found]:
+        """Begin a lookup. If this host's memory has the longest possible hit, the returned future is done already.
+
+        Args:
+            record: Add the request to the trace while `raykv record` runs.
+        """
+        clients = self.clients(scope)
+        here = self._search(clients, prompt, lambda client, names, _: client.locate(names, timeout_s=0.0))
+        if not clients or here.hit.tokens == self._most(prompt):
+            if record and clients:
+                self._record(clients, prompt)
+            done = Future[Found]()
+            done.set_result(here)
+            return done
+        return self._threads.submit(self._ask, clients, prompt, record=record)
+
+    def await_any(self, lookups: Sequence[Future[Found]]) -> None:
+        """Wait up to IDLE_WAIT_S for the next of these lookups to end."""
+        wait(lookups, IDLE_WAIT_S, FIRST_COMPLETED)
+
+    def redeem(self, scope: Scope, prompt: Prompt, tickets: Any) -> Found:
+        """Read the holders of the chunks from the prefill engine's tickets, one for each namespace.
+
+        Args:
+            tickets: Unchecked input from an HTTP request.
+
+        Raises:
+            RayKVError: A ticket is not valid, or belongs to another namespace.
+        """
+        clients = self.clients(scope)
+        if not isinstance(tickets, list) or len(tickets) != len(clients):
+            return NOTHING
+        places = self._places(prompt.hashes, 0, prompt.limit + 1)
+        held = {}
+        for (rank, client), fields in zip(clients.items(), tickets, strict=True):
+            names = [self._groups.name(group, prompt.hashes, end) for group, end in places]
+            held[rank] = _held(places, client.locate(names, ticket=Ticket.from_json(fields)))
+        return self._found(prompt, held)
+
+    def tickets(self, scope: Scope, hashes: Hashes, tokens: int) -> list[dict[str, Any]]:
+        """Make the tickets for a prompt of this many tokens, one for each namespace."""
+        clients, prompt = self.clients(scope), Prompt(hashes, 0, tokens - 1)
+        most, deadline_s = self._most(prompt), time.monotonic() + HAND_OFF_WAIT_S
+        places = self._places(hashes, 0, tokens)
+        names = [self._groups.name(group, hashes, end) for group, end in places]
+        while True:
+            timeout_s = self._config.lookup_timeout_s
+            holders = {rank: client.locate(names, timeout_s=timeout_s) for rank, client in clients.items()}
+            found = self._found(prompt, {rank: _held(places, each) for rank, each in holders.items()})
+            if found.hit.tokens == most or time.monotonic() >= deadline_s:
+                return [Ticket.of(clients[rank].namespace, each).to_json() for rank, each in holders.items()]
+
+    # -- inside -----------------------------------------------------------------------------------------------------
+
+    def _most(self, prompt: Prompt) -> int:
+        """Return the length of the hit if all chunks were stored."""
+        everything = {group.index: _Everything() for group in self._groups.each}
+        return self._groups.longest(prompt.hashes, prompt.computed, prompt.limit, everything).tokens
+
+    def _record(self, clients: Mapping[Rank, "Client"], prompt: Prompt) -> None:
+        """Add a request that needs no lookup to the trace."""
+        client = next(iter(clients.values()))
+        group = self._groups.each[0]
+        ends = self._groups.ends(group, prompt.hashes, prompt.computed, prompt.limit)
+        client.match([self._groups.name(group, prompt.hashes, end) for end in ends], timeout_s=0.0)
+
+    def _ask(self, clients: Mapping[Rank, "Client"], prompt: Prompt, *, record: bool) -> Found:
+        """Look up chunks on all nodes within `lookup_timeout_s`."""
+        deadline_s = time.monotonic() + self._config.lookup_timeout_s
+        first = next(iter(clients.values()))
+        recorded = not record
+
+        def ask(client: "Client", names: list[bytes], whole: bool) -> Sequence[NodeId | None]:
+            nonlocal recorded
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                return [None] * len(names)
+            if not whole:
+                return client.locate(names, timeout_s=left_s, promote=True)
+            is_new = not recorded and client is first  # the trace has each request once, for the first rank
+            recorded = recorded or is_new
+            holders = client.match(names, timeout_s=left_s, promote=True, record=is_new).holders
+            return [*holders, *[None] * (len(names) - len(holders))]
+
+        return self._search(clients, prompt, ask)
+
+    def _search(
+        self,
+        clients: Mapping[Rank, "Client"],
+        prompt: Prompt,
+        ask: "Callable[[Client, list[bytes], bool], Sequence[NodeId | None]]",
+    ) -> Found:
+        """Look up the chunks of groups that need whole prefixes, then those of the other groups within that prefix.
+
+        Args:
+            ask: Returns the holders of chunks by name. The last argument tells whether only leading chunks count.
+        """
+        groups, hashes = self._groups, prompt.hashes
+        held: dict[Rank, Held] = {rank: {} for rank in clients}
+        reach = len(hashes) * groups.hash_tokens
+        for group in groups.each:
+            if not group.whole:
+                continue
+            ends = groups.ends(group, hashes, prompt.computed, reach)
+            for rank, client in clients.items():
+                holders = ask(client, [groups.name(group, hashes, end) for end in ends], True) if ends else ()
+                named = list(takewhile(bool, holders))
+                held[rank].update(_held([(group, end) for end in ends], named))
+                ends = ends[: len(named)]
+            reach = ends[-1] if ends else prompt.computed
+        places = self._places(hashes, prompt.computed, reach, is_rest=True)
+        if places:
+            names = [groups.name(group, hashes, end) for group, end in places]
+            for rank, client in clients.items():
+                held[rank].update(_held(places, ask(client, names, False)))
+        return self._found(prompt, held)
+
+    def _places(self, hashes: Hashes, start: int, stop: int, *, is_rest: bool = False) -> list[Place]:
+        """Return the chunks that may be stored between these tokens.
+
+        Args:
+            is_rest: Leave out the whole chunks of groups that need whole prefixes. A hit may still end in the block
+                after them.
+        """
+        groups, places = self._groups, []
+        for group in groups.each:
+            after = stop + group.chunk_tokens if is_rest else stop
+            if groups.has_fine_hits:
+                ends = groups.fine_ends(hashes, stop if is_rest and group.whole else start, after)
+            elif is_rest and group.whole:
+                continue
+            else:
+                ends = groups.ends(group, hashes, start, after)
+            places += [(group, end) for end in ends]
+        return places
+
+    def _found(self, prompt: Prompt, held: dict[Rank, Held]) -> Found:
+        """Find the longest hit among the chunks that are held for every rank."""
+        if not held:
+            return NOTHING
+        stored: dict[int, set[int]] = {group.index: set() for group in self._groups.each}
+        for index, end in set.intersection(*(set(each) for each in held.values())):
+            stored[index].add(end)
+        return Found(self._groups.longest(prompt.hashes, prompt.computed, prompt.limit, stored), held)
+
+
+def _held(places: Sequence[Place], holders: Sequence[NodeId | None]) -> Held:
+    pairs = zip(places, holders, strict=False)
+    return {(group.index, end): holder for (group, end), holder in pairs if holder is not None}
