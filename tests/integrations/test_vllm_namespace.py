@@ -12,12 +12,20 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
 from safetensors.torch import save_file  # noqa: E402
-from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec  # noqa: E402
+from vllm.v1.kv_cache_interface import (  # noqa: E402
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    RSWASpec,
+    SlidingWindowSpec,
+)
 
 import raykv  # noqa: E402
 from raykv.errors import ConfigError  # noqa: E402
 from raykv.integrations.vllm.checks import check_cache, check_engine  # noqa: E402
 from raykv.integrations.vllm.config import ConnectorConfig  # noqa: E402
+from raykv.integrations.vllm.groups import Groups  # noqa: E402
 from raykv.integrations.vllm.namespace import Scopes, namespace_of  # noqa: E402
 from raykv.integrations.vllm.revision import content_digest  # noqa: E402
 from raykv.protocol.namespace import Namespace  # noqa: E402
@@ -64,7 +72,9 @@ def engine(model: Path | str, **changes: Any) -> Any:
         assert field in parts[part]
         parts[part][field] = value
     return SimpleNamespace(
-        **{part: SimpleNamespace(**fields) for part, fields in parts.items()}, num_lookahead_tokens=0
+        **{part: SimpleNamespace(**fields) for part, fields in parts.items()},
+        num_lookahead_tokens=0,
+        speculative_config=None,
     )
 
 
@@ -73,8 +83,33 @@ def media(**fields: Any) -> Any:
     return SimpleNamespace(**{"mm_processor_cache_gb": 4, "mm_processor_kwargs": None, **fields})
 
 
+def attention(kind: type = FullAttentionSpec, **fields: Any) -> Any:
+    return kind(**{"block_size": 32, "num_kv_heads": 2, "head_size": 32, "dtype": torch.bfloat16, **fields})
+
+
+def window() -> Any:
+    return attention(SlidingWindowSpec, sliding_window=64)
+
+
+def state(mode: str) -> Any:
+    return MambaSpec(block_size=32, shapes=((4, 4),), dtypes=(torch.bfloat16,), mamba_cache_mode=mode)
+
+
+def cache(specs: list[Any]) -> KVCacheConfig:
+    return KVCacheConfig(
+        num_blocks=8,
+        kv_cache_tensors=[],
+        kv_cache_groups=[KVCacheGroupSpec([f"layer.{place}"], spec) for place, spec in enumerate(specs)],
+    )
+
+
 def namespace(vllm_config: Any, *, config: ConnectorConfig | None = None, **changes: Any) -> Namespace:
-    known = {"rank": (0, 0), "block_tokens": 32, "layout": "2x[2, 32, 64]/123/bfloat16", "attention": "CPU_ATTN/amx"}
+    known = {
+        "rank": (0, 0),
+        "groups": Groups(cache([attention()]), 1),
+        "layout": "2x[2, 32, 64]/123/bfloat16",
+        "attention": "CPU_ATTN/amx",
+    }
     return namespace_of(vllm_config, config or ConnectorConfig(), **{**known, **changes})
 
 
@@ -152,8 +187,9 @@ def test_every_condition_of_the_engine_counts(model: Path, field: str, changes: 
         (["pp_rank"], {"rank": (1, 0)}),
         (["layout"], {"layout": "2x[2, 32, 64]/213/bfloat16"}),
         (["attention_backend"], {"attention": "CPU_ATTN/vec"}),
-        (["chunk_tokens", "extra"], {"block_tokens": 64}),
-        (["chunk_tokens"], {"config": ConnectorConfig(chunk_blocks=2)}),
+        (["chunk_tokens", "extra"], {"groups": Groups(cache([attention(block_size=64)]), 1)}),
+        (["chunk_tokens"], {"groups": Groups(cache([attention()]), 2)}),
+        (["extra"], {"groups": Groups(cache([attention(), window()]), 1)}),
     ],
 )
 def test_every_condition_of_the_worker_counts(model: Path, fields: list[str], changes: dict[str, Any]):
@@ -288,25 +324,41 @@ def test_an_engine_that_could_fail_a_request_or_be_wrong_is_refused(changes: dic
         check_engine(engine("any", **changes))
 
 
-def attention(kind: type = FullAttentionSpec, **fields: Any) -> Any:
-    return kind(block_size=32, num_kv_heads=2, head_size=32, dtype=torch.bfloat16, **fields)
-
-
 @pytest.mark.parametrize(
-    ("specs", "says"),
+    ("specs", "changes", "says"),
     [
-        ([attention(SlidingWindowSpec, sliding_window=64)], "SlidingWindowSpec"),
-        ([attention(), attention()], "2 groups.*disable_hybrid_kv_cache_manager"),
-        ([attention(non_causal=True)], "later tokens"),
+        ([attention(), attention(RSWASpec, rswa_window=64)], {}, "KV cache of RSWASpec is not supported"),
+        ([attention(), window()], {"enable_prefix_caching": False}, "set enable_prefix_caching=True"),
+        ([attention(), window()], {"chunk_blocks": 2}, "field 'chunk_blocks': 2.*block_size"),
+        ([window()], {"chunk_blocks": 2}, "field 'chunk_blocks'"),
+        ([attention(), state("none")], {}, "mamba_cache_mode='align'"),
+        ([attention(non_causal=True)], {}, "later tokens"),
     ],
 )
-def test_a_cache_whose_blocks_are_not_a_prefix_is_refused(specs: list[Any], says: str):
-    def cache(specs: list[Any]) -> Any:
-        return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in specs])
-
-    assert check_cache(cache([attention()])) == 32
+def test_a_cache_whose_blocks_cannot_be_reused_is_refused(specs: list[Any], changes: dict[str, Any], says: str):
+    fields = {"enable_prefix_caching": True, "chunk_blocks": 1, **changes}
+    config = ConnectorConfig(chunk_blocks=fields["chunk_blocks"])
+    vllm_config = engine("any", cache_config__enable_prefix_caching=fields["enable_prefix_caching"])
     with pytest.raises(ConfigError, match=says):
-        check_cache(cache(specs))
+        check_cache(vllm_config, cache(specs), config)
+
+
+@pytest.mark.parametrize("specs", [[attention()], [window()], [attention(), window(), state("align")]])
+def test_a_cache_of_known_groups_is_accepted(specs: list[Any]):
+    check_cache(engine("any", cache_config__enable_prefix_caching=True), cache(specs), ConnectorConfig())
+
+
+def test_a_drafter_with_kv_is_part_of_the_namespace(model: Path, tmp_path: Path):
+    def drafting(path: Path, *, tokens: int) -> Any:
+        made = engine(model)
+        made.num_lookahead_tokens = tokens
+        made.speculative_config = SimpleNamespace(method="draft_model", draft_model_config=engine(path).model_config)
+        return made
+
+    first, second = (write_model(tmp_path / name / "draft", seed=seed) for name, seed in (("a", 5), ("b", 6)))
+    assert namespace(drafting(first, tokens=3)).differences(namespace(drafting(second, tokens=3))) == ["extra"]
+    assert namespace(drafting(first, tokens=3)).differences(namespace(engine(model))) == ["extra"]
+    assert namespace(drafting(first, tokens=0)).digest == namespace(engine(model)).digest
 
 
 def test_an_unknown_field_is_refused_by_name():

@@ -60,7 +60,7 @@ class Bench:
         )
 
     def save(self, first: int = 0, last: int = 6, *, cached: bool = False) -> str:
-        """Save chunks from the blocks with the same numbers, and wait. Returns why chunks were skipped, or ""."""
+        """Save chunks `first` to `last` - 1, chunk n from block n, and wait. Returns why chunks were skipped, or ""."""
         return self.save_all([order(first, last, cached=cached)])
 
     def save_all(self, saves: list[Save]) -> str:
