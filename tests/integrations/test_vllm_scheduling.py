@@ -32,13 +32,21 @@ from vllm.utils.hashing import get_hash_fn_by_name  # noqa: E402
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash  # noqa: E402
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler  # noqa: E402
 from vllm.v1.core.sched.scheduler import Scheduler  # noqa: E402
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor  # noqa: E402
+from vllm.v1.kv_cache_interface import (  # noqa: E402
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput  # noqa: E402
 from vllm.v1.request import Request, RequestStatus  # noqa: E402
 from vllm.v1.structured_output import StructuredOutputManager  # noqa: E402
 
 import raykv  # noqa: E402
 from raykv.integrations.vllm import connector as connector_module  # noqa: E402
+from raykv.integrations.vllm import lookups as lookups_module  # noqa: E402
 from raykv.integrations.vllm import scheduler as scheduler_module  # noqa: E402
 from raykv.integrations.vllm import worker as worker_module  # noqa: E402
 from raykv.integrations.vllm.connector import RayKVConnector  # noqa: E402
@@ -47,6 +55,7 @@ from tests.support.nodes import stop_process  # noqa: E402
 pytestmark = pytest.mark.vllm
 
 BLOCK_TOKENS, BLOCKS, LAYERS = 4, 40, 2
+WINDOW = 7  # tokens: the last 1 or 2 whole blocks, and the token itself
 VOCABULARY = 100
 SPECIES = 12  # prompts begin with one of this many prefixes
 
@@ -66,11 +75,32 @@ def next_token(tokens: list[int]) -> int:
 
 @dataclass
 class Running:
-    """A request as the model runner keeps it."""
+    """A request as the model runner holds it: its block table has one list for each group."""
 
     tokens: list[int]
     salt: str
-    block_ids: list[int] = field(default_factory=list)
+    tables: list[list[int]] = field(default_factory=list)
+
+
+def groups_of(kinds: str, tokens: int) -> list[KVCacheGroupSpec]:
+    """Make one group for each letter: f (full attention), w (sliding window), s (a state at the end of a block)."""
+    attention = {"num_kv_heads": 1, "head_size": tokens // BLOCK_TOKENS, "dtype": torch.int64}
+    full = FullAttentionSpec(block_size=tokens, **{**attention, "head_size": 1})
+    specs: dict[str, Any] = {
+        "f": full,
+        "w": SlidingWindowSpec(block_size=tokens, sliding_window=WINDOW, **{**attention, "head_size": 1}),
+        "s": MambaSpec(
+            block_size=tokens,
+            shapes=((2,),),
+            dtypes=(torch.int64,),
+            mamba_cache_mode="align",
+            page_size_padded=full.page_size_bytes,
+        ),
+    }
+    return [
+        KVCacheGroupSpec([f"group.{place}.layer.{layer}" for layer in range(LAYERS)], specs[kind])
+        for place, kind in enumerate(kinds)
+    ]
 
 
 class Task(Future[Any]):
@@ -122,15 +152,21 @@ class Engine:
         overlap: bool = False,
         chunk_blocks: int = 1,
         threads: bool = False,
+        kinds: str = "f",
+        block_tokens: int = BLOCK_TOKENS,
         **options: Any,
     ) -> None:
-        """With `threads`, lookups, loads and saves run on the connector's own threads."""
+        """Make an engine with one group of layers for each letter in `kinds`: see `groups_of`.
+
+        With `threads`, lookups, loads and saves run on the connector's own threads.
+        """
         patient = {"store_timeout_s": 5.0}  # so that a busy machine skips nothing
         config = EngineArgs(
             model=str(model),
             skip_tokenizer_init=True,
             dtype="float32",
-            block_size=BLOCK_TOKENS,
+            block_size=block_tokens,
+            enable_prefix_caching=True,
             max_model_len=128,
             max_num_batched_tokens=24,
             max_num_seqs=8,
@@ -145,35 +181,46 @@ class Engine:
             },
         ).create_engine_config()
         config.scheduler_config.async_scheduling = overlap
-        config.cache_config.num_gpu_blocks = BLOCKS
-        spec = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=1, dtype=torch.int64)
-        page = BLOCK_TOKENS * 2 * 8
-        names = [f"layer.{number}" for number in range(LAYERS)]
+        if "s" in kinds:
+            config.cache_config.mamba_cache_mode = "align"
+        self.kinds, self.block_tokens = kinds, block_tokens
+        self.blocks = BLOCKS * (len(kinds) + 1) // 2
+        config.cache_config.num_gpu_blocks = self.blocks
+        page = block_tokens * 2 * 8
+        groups = groups_of(kinds, block_tokens)
         cache = KVCacheConfig(
-            num_blocks=BLOCKS,
+            num_blocks=self.blocks,
             kv_cache_tensors=[
-                KVCacheTensor(LAYERS * BLOCKS * page, names, layer_stride=BLOCKS * page, block_stride=page)
+                KVCacheTensor(self.blocks * page, [group.layer_names[layer] for group in groups], 0, page)
+                for layer in range(LAYERS)
             ],
-            kv_cache_groups=[KVCacheGroupSpec(names, spec)],
+            kv_cache_groups=groups,
             hash_block_size=BLOCK_TOKENS,
         )
-        self.slots = torch.full((LAYERS, BLOCKS, 1, BLOCK_TOKENS, 2), -1, dtype=torch.int64)
+        # Layer n of every group lies in the same memory. The groups take their blocks from one pool.
+        self.slots = torch.full((LAYERS, self.blocks, 1, block_tokens, 2), -1, dtype=torch.int64)
         self.calls = Slow(rng)
         with pytest.MonkeyPatch.context() as patch:
             if not threads:
                 patch.setattr(worker_module, "ThreadPoolExecutor", lambda *_, **__: self.calls)
                 patch.setattr(scheduler_module, "ThreadPoolExecutor", lambda *_, **__: self.calls)
+                patch.setattr(lookups_module, "ThreadPoolExecutor", lambda *_, **__: self.calls)
             self.scheduler = (AsyncScheduler if overlap else Scheduler)(
                 vllm_config=config,
                 kv_cache_config=cache,
                 structured_output_manager=StructuredOutputManager(config),
-                block_size=BLOCK_TOKENS,
+                block_size=block_tokens,
                 hash_block_size=BLOCK_TOKENS,
                 log_stats=True,
             )
             self.worker = RayKVConnector(config, KVConnectorRole.WORKER, cache)
-            self.worker.register_kv_caches(dict(zip(names, self.slots, strict=True)))
-        self.scheduler.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): self.worker.get_handshake_metadata()})
+            caches = {}
+            for kind, group in zip(kinds, groups, strict=True):
+                for name, slots in zip(group.layer_names, self.slots, strict=True):
+                    caches[name] = [slots.view(self.blocks, -1)[:, :2]] if kind == "s" else slots
+            self.worker.register_kv_caches(caches)
+            handshake = {(0, 0): self.worker.get_handshake_metadata()}
+            self.scheduler.connector.set_xfer_handshake_metadata_pp_aware(handshake)
         self.hasher = get_request_block_hasher(BLOCK_TOKENS, get_hash_fn_by_name("sha256"))
         self.rng, self.overlap = rng, overlap
         self.running: dict[str, Running] = {}
@@ -225,7 +272,8 @@ class Engine:
         self.worker.wait_for_save()
         self.calls.run_some()
         output = KVConnectorOutput()
-        output.finished_recving = self.worker.get_transfer_results(step.finished_req_ids).finished_recving
+        results = self.worker.get_transfer_results(step.finished_req_ids)
+        output.finished_recving, output.failed_recving = results.finished_recving, results.failed_recving
         output.invalid_block_ids = self.worker.get_block_ids_with_load_errors()
         output.kv_connector_stats = self.worker.get_kv_connector_stats()
         if output.kv_connector_stats is not None:
@@ -245,15 +293,18 @@ class Engine:
         for new in step.scheduled_new_reqs:
             request = self.scheduler.requests[new.req_id]
             self.running[new.req_id] = Running(
-                list(new.prompt_token_ids), request.cache_salt or "", list(new.block_ids[0])
+                list(new.prompt_token_ids), request.cache_salt or "", [list(ids) for ids in new.block_ids]
             )
         cached = step.scheduled_cached_reqs
         for name, new_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
             known = self.running[name]
             if name in cached.resumed_req_ids:
-                known.block_ids = list(new_ids[0])
+                known.tables = [list(ids) for ids in new_ids]
             elif new_ids is not None:
-                known.block_ids += new_ids[0]
+                for table, ids in zip(known.tables, new_ids, strict=True):
+                    table += ids
+        for source, target in step.kv_cache_block_copies or ():
+            self.slots[:, target] = self.slots[:, source]
 
     def compute(self, name: str, count: int) -> list[int]:
         """Check the slots that are read, write those that are computed, and sample if no known token is left."""
@@ -263,16 +314,30 @@ class Engine:
         stop = start + count
         assert stop <= len(known.tokens)
         values = slot_values(known.tokens[:stop], len(known.salt))
-        for layer in range(LAYERS):
-            slots = self.slots[layer, :, 0, :, 0]
-            held = [int(slots[known.block_ids[p // BLOCK_TOKENS], p % BLOCK_TOKENS]) for p in range(start)]
-            assert held == [value + layer for value in values[:start]], f"{name}: a slot does not hold its prefix"
-            for p in range(start, stop):
-                slots[known.block_ids[p // BLOCK_TOKENS], p % BLOCK_TOKENS] = values[p] + layer
+        for place, kind in enumerate(self.kinds):
+            for layer in range(LAYERS):
+                check = self.compute_state if kind == "s" else self.compute_slots
+                first = max(0, start - WINDOW + 1) if kind == "w" else 0
+                check(name, layer, known.tables[place], [value + 10 * place + layer for value in values], first, start)
         if stop < len(known.tokens):
             return []
         known.tokens.append(next_token(known.tokens))
         return known.tokens[-1:]
+
+    def compute_slots(self, name: str, layer: int, table: list[int], values: list[int], first: int, start: int) -> None:
+        slots, size = self.slots[layer, :, 0, :, 0], self.block_tokens
+        held = [int(slots[table[p // size], p % size]) for p in range(first, start)]
+        assert held == values[first:start], f"{name}: a slot does not hold its prefix"
+        for p in range(start, len(values)):
+            slots[table[p // size], p % size] = values[p]
+
+    def compute_state(self, name: str, layer: int, table: list[int], values: list[int], first: int, start: int) -> None:
+        """Check and replace a state: the value of the last token, in the block of that token."""
+        states = self.slots[layer].view(self.blocks, -1)[:, :2]
+        if start:
+            state = int(states[table[(start - 1) // self.block_tokens], 0])
+            assert state == values[start - 1], f"{name}: a block does not hold the state of its prefix"
+        states[table[(len(values) - 1) // self.block_tokens]] = values[-1]
 
     def close(self) -> None:
         self.worker.shutdown()
@@ -300,7 +365,7 @@ def wait_or_run(futures: list[Future[Any]], *limits: Any) -> None:
 @pytest.fixture(autouse=True)
 def waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_module, "wait", wait_or_run)
-    monkeypatch.setattr(scheduler_module, "wait", wait_or_run)
+    monkeypatch.setattr(lookups_module, "wait", wait_or_run)
 
 
 @pytest.fixture(autouse=True)
@@ -331,16 +396,26 @@ def expected(prompt: list[int], count: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-@pytest.mark.parametrize("chunk_blocks", [1, 3])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {},
+        {"chunk_blocks": 3},
+        {"kinds": "w"},
+        {"kinds": "fww"},
+        {"kinds": "fs"},
+        {"kinds": "sfws"},
+        {"kinds": "fs", "block_tokens": 2 * BLOCK_TOKENS},  # hits may end inside a block
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("overlap", [False, True], ids=["in step", "overlapped"])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_every_slot_holds_its_prefix(
-    model: Path, cluster: raykv.EmbeddedCluster, seed: int, overlap: bool, chunk_blocks: int
+    model: Path, cluster: raykv.EmbeddedCluster, seed: int, overlap: bool, shape: dict[str, Any]
 ):
-    rng = random.Random(f"{seed} {overlap} {chunk_blocks}")
-    engines = [
-        Engine(model, cluster.address(node), rng, overlap=overlap, chunk_blocks=chunk_blocks) for node in range(2)
-    ]
+    rng = random.Random(f"{seed} {overlap} {shape}")
+    engines = [Engine(model, cluster.address(node), rng, overlap=overlap, **shape) for node in range(2)]
     prompts: dict[str, tuple[list[int], int]] = {}
     vandal = cluster.client(engines[0].worker.get_handshake_metadata().namespace)
     aborted = 0
@@ -369,7 +444,7 @@ def test_every_slot_holds_its_prefix(
         assert engine.loaded_tokens > 0
         for name, tokens in engine.outputs.items():
             assert tokens == expected(*prompts[name]), name
-        assert engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == BLOCKS - 1
+        assert engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == engine.blocks - 1
         assert not engine.scheduler.connector.scheduler_side.requests
         assert not engine.worker.worker_side.loading
         engine.close()

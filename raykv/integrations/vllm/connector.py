@@ -3,8 +3,8 @@
 Each hook is timed and calls `SchedulerSide` or `WorkerSide`. A `RayKVError` counts as a miss. Other exceptions are
 defects and are not caught.
 
-If a load fails and the model has one KV cache group, vLLM recomputes only the missing blocks. With several groups it
-recomputes the whole request.
+If a load fails and the model has one KV cache group of full attention, vLLM recomputes only the missing blocks. With
+other groups it recomputes the whole request.
 """
 
 import time

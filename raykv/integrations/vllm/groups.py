@@ -150,13 +150,18 @@ class Groups:
                 if not block.is_null and place >= computed // group.block_tokens
             ]
             chunks = dict.fromkeys(place // group.chunk_blocks for place in needed)
-            ends[group.index] = [self._end(group, chunk, tokens) for chunk in chunks]
+            last = stored[group.index] if group.whole else ()
+            ends[group.index] = [self._end(group, chunk, tokens, last) for chunk in chunks]
         return Hit(tokens, ends)
 
-    def _end(self, group: Group, chunk: int, tokens: int) -> int:
-        """Return the end of a chunk, by its number. With fine hits, the last chunk of a hit may end inside a block."""
+    def _end(self, group: Group, chunk: int, tokens: int, stored: Container[int]) -> int:
+        """Return the end of the chunk to load, by its number.
+
+        A fine hit may end inside the last block. Then the chunk of the whole block is loaded if it is in `stored`, else
+        the chunk that ends where the hit ends.
+        """
         end = (chunk + 1) * group.chunk_tokens
-        return min(end, tokens) if self.has_fine_hits else end
+        return end if end <= tokens or not self.has_fine_hits or end in stored else tokens
 
     def _hashes_of(self, group: Group, hashes: Hashes, computed: int, ends: Container[int]) -> set[bytes]:
         """Return the hashes of the blocks that the engine has or that are stored."""

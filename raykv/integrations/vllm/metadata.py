@@ -47,7 +47,8 @@ class Load:
 
     Attributes:
         request_id: The request. The engine does not use the request's blocks until the load is reported as finished.
-        parts: The chunks of each group. If there are several groups, the load is of use only if all chunks arrive.
+        parts: The chunks of each group. Except for one group of full attention, the load is of use only if all chunks
+            arrive.
     """
 
     request_id: str

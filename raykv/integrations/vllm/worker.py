@@ -91,6 +91,11 @@ class RankCache:
     counts_tokens: bool = True
 
     @property
+    def is_prefix(self) -> bool:
+        """Whether leading chunks are of use without the others. Then vLLM recomputes only the others."""
+        return len(self.groups) == 1 and all(group.whole for group in self.groups.values())
+
+    @property
     def rank(self) -> Rank:
         return self.namespace.pp_rank, self.namespace.tp_rank
 
@@ -139,7 +144,7 @@ class WorkerSide:
     def pop_finished(self) -> tuple[set[str], set[str]]:
         """Return the requests whose load has ended since the last call, and those of them that must be recomputed.
 
-        If the engine has only one group, it recomputes single blocks instead: see `pop_failed_blocks`.
+        If the engine has one group of full attention, it recomputes single blocks instead: see `pop_failed_blocks`.
         """
         finished = {request_id for request_id, (_, future) in self.loading.items() if future.done()}
         for request_id in finished:
@@ -166,7 +171,7 @@ class WorkerSide:
             count("loaded_bytes", nbytes, path)
         if self._cache.counts_tokens:
             part = _longest(load)
-            group, usable = self._cache.groups[part.group], result.chunks if whole or len(self._layouts) == 1 else 0
+            group, usable = self._cache.groups[part.group], result.chunks if whole or self._cache.is_prefix else 0
             blocks = [[block is not None for block in chunk] for chunk in part.blocks]
             count("reused_tokens", sum(map(sum, blocks[:usable])) * group.block_tokens)
             count("lost_tokens", sum(map(sum, blocks[usable:])) * group.block_tokens)
@@ -175,7 +180,7 @@ class WorkerSide:
 
     def _add_failure(self, load: Load, chunks: int) -> None:
         """Have the engine recompute what is missing after the first `chunks` chunks of a load."""
-        if len(self._layouts) > 1:
+        if not self._cache.is_prefix:
             self._failed_requests.add(load.request_id)
             return
         for part in load.parts:
