@@ -348,6 +348,13 @@ def test_a_cache_of_known_groups_is_accepted(specs: list[Any]):
     check_cache(engine("any", cache_config__enable_prefix_caching=True), cache(specs), ConnectorConfig())
 
 
+def test_ranks_with_the_same_bytes_share_a_namespace_of_a_smaller_engine(model: Path):
+    """For example latents (MLA) with two tensor ranks: what an engine with one rank stores."""
+    both = engine(model, parallel_config__tensor_parallel_size=2)
+    assert namespace(both, replicas=2).digest == namespace(engine(model)).digest
+    assert namespace(both).differences(namespace(engine(model))) == ["tp_size"]
+
+
 def test_a_drafter_with_kv_is_part_of_the_namespace(model: Path, tmp_path: Path):
     def drafting(path: Path, *, tokens: int) -> Any:
         made = engine(model)

@@ -167,7 +167,8 @@ class RayKVConnector(KVConnectorBase_V1, SupportsHMA):
         namespace = namespace_of(
             self._vllm_config,
             self._config,
-            rank=(rank[0], rank[1] - rank[1] % replicas),
+            rank=(rank[0], rank[1] // replicas),
+            replicas=replicas,
             groups=self._groups,
             layout="|".join(layout.description for layout in layouts.values()),
             attention="|".join(attention.values()),

@@ -27,12 +27,21 @@ _VOLATILE_FIELDS = ("_name_or_path", "transformers_version", "_commit_hash", "to
 
 
 def namespace_of(
-    vllm_config: "VllmConfig", config: ConnectorConfig, *, rank: Rank, groups: Groups, layout: str, attention: str
+    vllm_config: "VllmConfig",
+    config: ConnectorConfig,
+    *,
+    rank: Rank,
+    replicas: int = 1,
+    groups: Groups,
+    layout: str,
+    attention: str,
 ) -> Namespace:
     """Make the namespace of one worker's chunks.
 
     Args:
-        rank: The first of the ranks that hold the same bytes.
+        rank: Pipeline rank, and the number of the set of tensor ranks that hold the same bytes.
+        replicas: Number of tensor ranks in such a set. So engines of another tensor parallel size, but with the same
+            division of the KV heads, share chunks.
         layout, attention: Descriptions of all groups: `Layout.description` and `attention_of`.
 
     Raises:
@@ -50,7 +59,7 @@ def namespace_of(
         pp_rank=rank[0],
         pp_size=parallel.pipeline_parallel_size,
         tp_rank=rank[1],
-        tp_size=parallel.tensor_parallel_size,
+        tp_size=parallel.tensor_parallel_size // replicas,
         attention_backend=attention,
         hash_algorithm=hash_algorithm(cache.prefix_caching_hash_algo),
         extra={
