@@ -160,7 +160,7 @@ class Engine:
 
         With `threads`, lookups, loads and saves run on the connector's own threads.
         """
-        patient = {"store_timeout_s": 5.0}  # so that a busy machine skips nothing
+        patient = {"store_timeout_s": 5.0, "load_policy": "always"}  # so that a busy machine skips nothing
         config = EngineArgs(
             model=str(model),
             skip_tokenizer_init=True,

@@ -171,7 +171,8 @@ class Engine:
         extra: dict[str, Any] | None = None,
         **arguments: Any,
     ) -> None:
-        patient = {"lookup_timeout_s": 5.0, "store_timeout_s": 5.0}  # so that a busy machine skips nothing
+        # A busy machine must skip nothing, and these models compute a prompt sooner than any load ends.
+        patient = {"lookup_timeout_s": 5.0, "store_timeout_s": 5.0, "load_policy": "always"}
         connector = {
             "kv_connector": "RayKVConnector",
             "kv_connector_module_path": "raykv.integrations.vllm",

@@ -1,6 +1,6 @@
 """The connector's settings."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -16,6 +16,8 @@ class ConnectorConfig(Model):
         chunk_blocks: Number of the engine's blocks in one chunk.
         store_decode: Also store chunks that fill up while decoding, not only those of prompts.
         lookup_timeout_s: A lookup that takes longer counts as a miss. Only the request waits, not the engine.
+        load_policy: "sooner": load a stored prefix if this is expected to end sooner than its computation, by the
+            measured rates of the engine and of the path to the holder. "always": load every prefix that is stored.
         load_timeout_s: Chunks that arrive later than this are recomputed. Only the request waits, not the engine.
         store_timeout_s: Saves of a step wait at most this long for slots. Chunks that get no slot are skipped. A step
             also waits at most this long until the saves of ended or preempted requests begin. If the node is on another
@@ -28,6 +30,7 @@ class ConnectorConfig(Model):
     chunk_blocks: Annotated[int, Field(ge=1, le=1024)] = 1
     store_decode: bool = True
     lookup_timeout_s: Annotated[float, Field(gt=0)] = 0.2
+    load_policy: Literal["sooner", "always"] = "sooner"
     load_timeout_s: Annotated[float, Field(gt=0)] = 5.0
     store_timeout_s: Annotated[float, Field(gt=0)] = 0.003
     load_threads: Annotated[int, Field(ge=1, le=64)] = 4

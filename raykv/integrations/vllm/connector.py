@@ -32,7 +32,7 @@ from raykv.integrations.vllm.checks import check_cache, check_engine
 from raykv.integrations.vllm.config import ConnectorConfig
 from raykv.integrations.vllm.connection import Connection
 from raykv.integrations.vllm.groups import Groups
-from raykv.integrations.vllm.metadata import StepOrders, WorkerNamespace
+from raykv.integrations.vllm.metadata import StepOrders, WorkerNamespace, WorkerReport
 from raykv.integrations.vllm.namespace import attention_of, namespace_of
 from raykv.integrations.vllm.scheduler import SchedulerSide
 from raykv.integrations.vllm.stats import RayKVPromMetrics, RayKVStats
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
 logger = init_logger("vllm.raykv.connector")
@@ -99,7 +100,8 @@ class RayKVConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        namespaces = {one.rank: one.namespace for one in metadata.values() if isinstance(one, WorkerNamespace)}
+        workers = [one for one in metadata.values() if isinstance(one, WorkerNamespace)]
+        namespaces = {one.rank: one.namespace for one in workers}
         logger.info("raykv connector: %r", self._config)
         self.scheduler_side = SchedulerSide(
             self._config,
@@ -108,6 +110,7 @@ class RayKVConnector(KVConnectorBase_V1, SupportsHMA):
             groups=self._groups,
             connection=Connection(partial(self._connect, next(iter(namespaces.values())))),
             namespaces=namespaces,
+            chunk_nbytes=workers[0].chunk_nbytes,
         )
         if self._kv_cache_manager is not None:
             self.scheduler_side.bind(self._kv_cache_manager)
@@ -136,6 +139,11 @@ class RayKVConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: "Request", block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         return False, self._run("finish", None, self.scheduler_side.finish, request)
+
+    def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
+        report = connector_output.kv_connector_worker_meta
+        if isinstance(report, WorkerReport):
+            self._run("report", None, self.scheduler_side.add_report, report)
 
     def register_finished_partial_tail(
         self,
@@ -174,8 +182,8 @@ class RayKVConnector(KVConnectorBase_V1, SupportsHMA):
             attention="|".join(attention.values()),
         )
         logger.info("raykv namespace: %r", namespace)
-        self._worker_namespace = WorkerNamespace(namespace)
-        sizes = {layout.chunk_nbytes for layout in layouts.values()}
+        sizes = {index: layout.chunk_nbytes for index, layout in layouts.items()}
+        self._worker_namespace = WorkerNamespace(namespace, sizes)
         self.worker_side = WorkerSide(
             self._config,
             self._stats,
@@ -186,7 +194,7 @@ class RayKVConnector(KVConnectorBase_V1, SupportsHMA):
                 replica=(rank[1] % replicas, replicas),
                 counts_tokens=rank == (0, 0),
             ),
-            connection=Connection(partial(self._connect_writer, namespace, sizes)),
+            connection=Connection(partial(self._connect_writer, namespace, set(sizes.values()))),
         )
         self._close = self.worker_side.close
 
@@ -233,6 +241,9 @@ class RayKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self.worker_side.pop_failed_blocks()
+
+    def build_connector_worker_meta(self) -> WorkerReport | None:
+        return self.worker_side.pop_report()
 
     # -- hooks of both roles --------------------------------------------------------------------------------------
 

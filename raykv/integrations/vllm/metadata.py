@@ -6,7 +6,11 @@ not contain keys, because a key depends on the rank: each worker derives its own
 
 from dataclasses import dataclass, field
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata, KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
 
 from raykv.protocol.namespace import Namespace
 from raykv.types import NodeId
@@ -98,11 +102,39 @@ class StepOrders(KVConnectorMetadata):
 
 @dataclass(frozen=True, slots=True)
 class WorkerNamespace(KVConnectorHandshakeMetadata):
-    """The handshake of a worker: its namespace, for the scheduler. Only a worker knows its layout and kernel."""
+    """The handshake of a worker, for the scheduler. Only a worker knows its layout and kernel.
+
+    Attributes:
+        chunk_nbytes: Size of the chunks of each group, by index.
+    """
 
     namespace: Namespace
+    chunk_nbytes: dict[int, int]
 
     @property
     def rank(self) -> Rank:
         """Pipeline and tensor rank of the namespace. Tensor ranks that hold the same bytes share one namespace."""
         return self.namespace.pp_rank, self.namespace.tp_rank
+
+
+@dataclass(slots=True)
+class WorkerReport(KVConnectorWorkerMetadata):
+    """What a worker tells the scheduler after a step.
+
+    Attributes:
+        now_s: Time of the report by the worker's clock.
+        loads: By request, when its load began and ended, by the same clock.
+    """
+
+    now_s: float
+    loads: dict[str, tuple[float, float]]
+
+    def aggregate(self, other: "KVConnectorWorkerMetadata") -> "WorkerReport":
+        """Combine the reports of two workers. Of each load, the longer time counts."""
+        assert isinstance(other, WorkerReport)
+        lag_s = self.now_s - other.now_s
+        for request_id, (began_s, ended_s) in other.loads.items():
+            mine = self.loads.get(request_id)
+            if mine is None or mine[1] - mine[0] < ended_s - began_s:
+                self.loads[request_id] = began_s + lag_s, ended_s + lag_s
+        return self

@@ -4,6 +4,7 @@ While a lookup runs on a thread, vLLM's scheduler skips the request in each step
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -14,12 +15,14 @@ from vllm.v1.request import RequestStatus
 
 from raykv.integrations.vllm.config import ConnectorConfig
 from raykv.integrations.vllm.connection import Connection
+from raykv.integrations.vllm.costs import Costs
 from raykv.integrations.vllm.groups import Group, Groups
 from raykv.integrations.vllm.lookups import Found, Lookups, Prompt
-from raykv.integrations.vllm.metadata import Load, LoadedChunks, Rank, Save, Scope, StepOrders
+from raykv.integrations.vllm.metadata import Load, LoadedChunks, Rank, Save, Scope, StepOrders, WorkerReport
 from raykv.integrations.vllm.namespace import Scopes
 from raykv.integrations.vllm.stats import RayKVStats
 from raykv.protocol.namespace import Namespace
+from raykv.types import NodeId
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig
@@ -54,7 +57,8 @@ class Tracked:
     Attributes:
         admission: Number of preemptions so far. A preemption resets all fields except the scope.
         asking: The running lookup: (number of tokens that the engine had computed when it began, future result).
-        ordered: Whether a load was ordered. There is no second load, since a failing load could repeat for ever.
+        ordered: Whether a load was ordered or declined. There is no second load, since a failing load could repeat for
+            ever.
         started: Whether the request was scheduled. From then on `cached` and `loaded` are known.
         cached: Number of leading tokens that the engine found in its own cache.
         loaded: The loaded tokens end before this token.
@@ -98,11 +102,13 @@ class SchedulerSide:
         groups: Groups,
         connection: Connection,
         namespaces: Mapping[Rank, Namespace],
+        chunk_nbytes: Mapping[int, int],
     ) -> None:
-        """Start the threads. The workers have sent `namespaces`."""
+        """Start the threads. The workers have sent `namespaces`, and the size of the chunks of each group."""
         self._config, self._stats, self._connection, self._groups = config, stats, connection, groups
         self._may_load, self._may_store = transfer.is_kv_consumer, transfer.is_kv_producer
         self._lookups = Lookups(config, groups, connection, namespaces)
+        self._costs, self._chunk_nbytes = Costs(), chunk_nbytes
         self._scopes = Scopes()
         self._pool: BlockPool | None = None
         self._reused: set[int] = set()
@@ -145,7 +151,35 @@ class SchedulerSide:
             if found is None:
                 return None
             tracked.lookup = lookup = Lookup(computed, found, time.monotonic())
+            if found.hit.tokens > computed and not self._is_worth_loading(tracked, lookup):
+                tracked.ordered = True
+                self._stats.count("lookups", 1, "declined")
+                return 0
         return max(0, lookup.found.hit.tokens - computed)
+
+    def _is_worth_loading(self, tracked: Tracked, lookup: Lookup) -> bool:
+        """Return whether the load is expected to end before the engine could compute the same tokens."""
+        holder, nbytes = self._source(lookup.found)
+        queued_tokens = 0
+        for other in self.requests.values():
+            if other is tracked:
+                break
+            if other.started or not other.loaded:
+                queued_tokens += other.request.num_tokens - other.request.num_computed_tokens
+        return self._config.load_policy == "always" or self._costs.is_load_sooner(
+            holder,
+            nbytes,
+            lookup.found.hit.tokens - lookup.computed,
+            queued_tokens=queued_tokens,
+            now_s=time.monotonic(),
+        )
+
+    def _source(self, found: Found) -> tuple[NodeId, int]:
+        """Return the node that holds most of the chunks to load, and the size of the load of one rank."""
+        held = next(iter(found.held.values()))
+        chunks = [(index, end) for index, ends in found.hit.ends.items() for end in ends]
+        ((holder, _),) = Counter(held[chunk] for chunk in chunks).most_common(1)
+        return holder, sum(self._chunk_nbytes[index] for index, _ in chunks)
 
     def order_load(self, request: "Request", blocks: "KVCacheBlocks", tokens: int) -> None:
         """Order a load of `tokens` tokens. `blocks`: all blocks of the request. The first ones are already filled."""
@@ -162,6 +196,13 @@ class SchedulerSide:
         ]
         self._ordered_loads.append(Load(request.request_id, tracked.scope, parts))
         tracked.ordered, tracked.loaded = True, stop
+        self._costs.begin_load(request.request_id, *self._source(lookup.found))
+
+    def add_report(self, report: WorkerReport) -> None:
+        """Learn how long loads took."""
+        lag_s = time.monotonic() - report.now_s  # the worker may run on another host
+        for request_id, (began_s, ended_s) in report.loads.items():
+            self._costs.end_load(request_id, began_s + lag_s, ended_s + lag_s)
 
     def _loaded(self, group: Group, ids: Sequence[int], request: "Request", lookup: Lookup, stop: int) -> LoadedChunks:
         """Return the chunks to load for one group. `stop`: the token before which the load ends."""
@@ -181,6 +222,7 @@ class SchedulerSide:
     def orders(self, step: "SchedulerOutput") -> StepOrders:
         """Return the orders of the step that vLLM has just scheduled."""
         loads, self._ordered_loads = self._ordered_loads, []
+        self._costs.add_step(step.total_num_scheduled_tokens, time.monotonic())
         if not step.total_num_scheduled_tokens:
             running = [tracked.asking[1] for tracked in self.requests.values() if tracked.asking]
             if running:

@@ -25,7 +25,7 @@ from raykv.integrations.kv_layout import Layout
 from raykv.integrations.vllm.config import ConnectorConfig
 from raykv.integrations.vllm.connection import Connection
 from raykv.integrations.vllm.groups import Group
-from raykv.integrations.vllm.metadata import Load, LoadedChunks, Rank, Save, Scope, StepOrders
+from raykv.integrations.vllm.metadata import Load, LoadedChunks, Rank, Save, Scope, StepOrders, WorkerReport
 from raykv.integrations.vllm.stats import RayKVStats
 from raykv.protocol.namespace import Namespace
 from raykv.types import KeyArray, Match, NodeId, Path, PutResult
@@ -63,12 +63,14 @@ class _LoadResult:
         chunks: Number of chunks that arrived before the first missing chunk, over all parts of the load.
         sources: Number of arrived chunks by holder and path, in the part with the most chunks.
         nbytes: Number of arrived bytes by path, in all parts.
+        began_s, ended_s: When a thread began the load, and when it ended.
     """
 
     chunks: int = 0
     sources: Counter[tuple[NodeId, Path]] = field(default_factory=Counter)
     nbytes: Counter[Path] = field(default_factory=Counter)
-    seconds: float = 0.0
+    began_s: float = 0.0
+    ended_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +126,7 @@ class WorkerSide:
         self.loading: dict[str, tuple[Load, Future[_LoadResult]]] = {}
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
+        self._ended: dict[str, tuple[float, float]] = {}
         self._saver = ThreadPoolExecutor(1, thread_name_prefix="raykv-save")
         self.saving: deque[tuple[set[int], int, Future[list[PutResult]]]] = deque()
 
@@ -152,6 +155,11 @@ class WorkerSide:
         failed, self._failed_requests = self._failed_requests, set()
         return finished, failed
 
+    def pop_report(self) -> WorkerReport | None:
+        """Return the loads that ended since the last call; None if there are none."""
+        ended, self._ended = self._ended, {}
+        return WorkerReport(self._clock(), ended) if ended else None
+
     def pop_failed_blocks(self) -> set[int]:
         """Return the blocks that loads failed to fill since the last call. The engine recomputes them."""
         failed, self._failed_blocks = self._failed_blocks, set()
@@ -164,7 +172,8 @@ class WorkerSide:
         if not whole:
             self._add_failure(load, result.chunks)
         count("loads", 1, "whole" if whole else "partial" if result.chunks else "lost")
-        count("load_seconds", result.seconds)
+        count("load_seconds", result.ended_s - result.began_s)
+        self._ended[load.request_id] = result.began_s, result.ended_s
         if error:
             self._count_error("load", error)
         for path, nbytes in result.nbytes.items():
@@ -194,22 +203,19 @@ class WorkerSide:
 
     def _load(self, client: "Client | None", load: Load, ordered_s: float) -> _LoadResult:
         """Load one request's chunks in batches, up to the first missing chunk."""
-        result = _LoadResult()
-        for part in load.parts:
-            size = self._layouts[part.group].batch_chunks
-            for start in range(0, len(part.names), size):
-                left_s = ordered_s + self._config.load_timeout_s - self._clock()
-                is_whole = client is not None and left_s > 0
-                if (
-                    client is None
-                    or not is_whole
-                    or not self._load_batch(
-                        client, part, slice(start, start + size), left_s, result, counts=part is _longest(load)
-                    )
-                ):
-                    result.seconds = self._clock() - ordered_s
-                    return result
-        result.seconds = self._clock() - ordered_s
+        result, longest = _LoadResult(began_s=self._clock()), _longest(load)
+        batches = [
+            (part, slice(start, start + self._layouts[part.group].batch_chunks))
+            for part in load.parts
+            for start in range(0, len(part.names), self._layouts[part.group].batch_chunks)
+        ]
+        for part, batch in batches:
+            left_s = ordered_s + self._config.load_timeout_s - self._clock()
+            if client is None or left_s <= 0:
+                break
+            if not self._load_batch(client, part, batch, left_s, result, counts=part is longest):
+                break
+        result.ended_s = self._clock()
         return result
 
     def _load_batch(
