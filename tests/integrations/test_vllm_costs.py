@@ -15,7 +15,7 @@ def measured(*, nbytes_per_s: float, seconds_per_token: float = SECONDS_PER_TOKE
     costs = Costs()
     costs.add_step(500, 0.0)
     costs.add_step(0, 500 * seconds_per_token)
-    costs.begin_load("first", "n", 1 << 20)
+    costs.begin_load("first", "n", 1 << 20, 1.0)
     costs.end_load("first", 1.0, 1.0 + (1 << 20) / nbytes_per_s)
     return costs
 
@@ -36,10 +36,12 @@ def test_the_sooner_one_is_chosen(nbytes_per_s: float, queued: int, expected: bo
 def test_a_load_waits_for_those_before_it():
     costs = measured(nbytes_per_s=100e6)
     begun = 0
-    while costs.is_load_sooner("n", 23_040_000, 1000, queued_tokens=0, now_s=10.0) and begun < 100:
-        costs.begin_load(str(begun), "n", 23_040_000)
+    costs.is_load_sooner("n", 1 << 40, 1000, queued_tokens=0, now_s=10.0)  # the trial
+    while costs.is_load_sooner("n", 46_080_000, 1000, queued_tokens=0, now_s=10.0) and begun < 100:
+        costs.begin_load(str(begun), "n", 46_080_000, 10.0)
         begun += 1
-    assert begun == 4, "0.23 s each; the fifth would end after 1.15 s"
+    # They end after 0.46, 0.92, 1.38 s, and a computation after 1 s. It would delay the first two by 0.54 and 0.08 s.
+    assert begun == 3
     assert costs.is_load_sooner("another holder", 23_040_000, 1000, queued_tokens=0, now_s=10.0)
 
 
@@ -48,7 +50,7 @@ def test_parallel_loads_count_the_time_of_the_link_once():
     costs.add_step(500, 0.0)
     costs.add_step(0, 0.5)
     for number in range(4):
-        costs.begin_load(str(number), "n", 25_000_000)
+        costs.begin_load(str(number), "n", 25_000_000, 1.0)
     for number in range(4):
         costs.end_load(str(number), 1.0, 2.0 + number / 100)  # 100 MB in 1.03 s
     assert costs.is_load_sooner("n", 90_000_000, 1000, queued_tokens=0, now_s=3.0)
@@ -62,13 +64,13 @@ def test_a_slow_path_is_tried_again_less_and_less_often_and_used_when_it_is_fast
         now_s = 10.0 + tenth / 10
         if costs.is_load_sooner("n", 23_040_000, 1000, queued_tokens=0, now_s=now_s):
             trials.append(now_s)
-            costs.begin_load(str(tenth), "n", 23_040_000)
+            costs.begin_load(str(tenth), "n", 23_040_000, now_s)
             costs.end_load(str(tenth), now_s, now_s + 23.04)
     gaps = [later - sooner for sooner, later in pairwise(trials)]
     assert gaps[0] == pytest.approx(FIRST_TRIAL_S, abs=0.2)
     assert all(later >= 1.9 * sooner for sooner, later in pairwise(gaps[:5]))
     for number in range(12):
-        costs.begin_load(f"fast {number}", "n", 23_040_000)
+        costs.begin_load(f"fast {number}", "n", 23_040_000, 2000.0 + number)
         costs.end_load(f"fast {number}", 2000.0 + number, 2000.1 + number)
     assert all(costs.is_load_sooner("n", 23_040_000, 1000, queued_tokens=0, now_s=2100.0) for _ in range(5))
 

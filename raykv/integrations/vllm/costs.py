@@ -8,6 +8,8 @@ the requests before it. So a slow link gets as many loads as it can carry, and t
 from dataclasses import dataclass
 from typing import Final
 
+from raykv.types import NodeId
+
 OLDER: Final = 0.8
 """Weight of the older measurements of the engine's steps."""
 WINDOW_S: Final = 4.0
@@ -65,8 +67,8 @@ class Costs:
 
     def __init__(self) -> None:
         self.seconds_per_token = 0.0
-        self._paths: dict[str, Path] = {}
-        self._loads: dict[str, tuple[str, int]] = {}
+        self._paths: dict[NodeId, Path] = {}
+        self._loads: dict[str, tuple[NodeId, int, float]] = {}
         self._step: tuple[int, float] | None = None
 
     def add_step(self, tokens: int, now_s: float) -> None:
@@ -80,9 +82,10 @@ class Costs:
                 )
         self._step = (tokens, now_s) if tokens else None
 
-    def is_load_sooner(self, holder: str, nbytes: int, tokens: int, *, queued_tokens: int, now_s: float) -> bool:
+    def is_load_sooner(self, holder: NodeId, nbytes: int, tokens: int, *, queued_tokens: int, now_s: float) -> bool:
         """Return whether a load is expected to end sooner than the computation of the same tokens.
 
+        The delay that a computation means for requests that are loaded at the same time counts as its time, too.
         Without measurements, and from time to time, the answer is True, so that a path that has become fast is found.
 
         Args:
@@ -91,7 +94,11 @@ class Costs:
             queued_tokens: Number of tokens that the engine computes before this request.
         """
         path = self._paths.setdefault(holder, Path())
-        if path.seconds(nbytes) <= (queued_tokens + tokens) * self.seconds_per_token:
+        begins_s = now_s + queued_tokens * self.seconds_per_token
+        ends_s = begins_s + tokens * self.seconds_per_token
+        # Requests that are loaded meanwhile wait for the engine until the computation has ended.
+        delays_s = sum(max(0.0, ends_s - max(loaded_s, begins_s)) for _, _, loaded_s in self._loads.values())
+        if now_s + path.seconds(nbytes) <= ends_s + delays_s:
             path.trial_s = FIRST_TRIAL_S
             return True
         if not self.seconds_per_token:
@@ -102,13 +109,18 @@ class Costs:
         path.trial_s = min(2 * path.trial_s, LAST_TRIAL_S)
         return True
 
-    def begin_load(self, request_id: str, holder: str, nbytes: int) -> None:
-        self._paths.setdefault(holder, Path()).waiting_nbytes += nbytes
-        self._loads[request_id] = holder, nbytes
+    @property
+    def loads_in_flight(self) -> int:
+        return len(self._loads)
+
+    def begin_load(self, request_id: str, holder: NodeId, nbytes: int, now_s: float) -> None:
+        path = self._paths.setdefault(holder, Path())
+        self._loads[request_id] = holder, nbytes, now_s + path.seconds(nbytes)
+        path.waiting_nbytes += nbytes
 
     def end_load(self, request_id: str, began_s: float, ended_s: float) -> None:
         """Record a load that has ended. Loads that were not begun here are ignored."""
-        holder, nbytes = self._loads.pop(request_id, ("", 0))
+        holder, nbytes, _ = self._loads.pop(request_id, ("", 0, 0.0))
         if nbytes:
             path = self._paths[holder]
             path.waiting_nbytes -= nbytes

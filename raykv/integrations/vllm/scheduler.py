@@ -196,7 +196,7 @@ class SchedulerSide:
         ]
         self._ordered_loads.append(Load(request.request_id, tracked.scope, parts))
         tracked.ordered, tracked.loaded = True, stop
-        self._costs.begin_load(request.request_id, *self._source(lookup.found))
+        self._costs.begin_load(request.request_id, *self._source(lookup.found), time.monotonic())
 
     def add_report(self, report: WorkerReport) -> None:
         """Learn how long loads took."""
