@@ -145,6 +145,14 @@ def node_process(arena: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
 
 
 def make_engine(model: Path, address: str, options: argparse.Namespace) -> LLM:
+    """Make an engine. An empty address stands for no connector."""
+    connector = {
+        "kv_connector": "RayKVConnector",
+        "kv_connector_module_path": "raykv.integrations.vllm",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"address": address},
+    }
     return LLM(
         str(model),
         skip_tokenizer_init=True,
@@ -157,13 +165,7 @@ def make_engine(model: Path, address: str, options: argparse.Namespace) -> LLM:
         kv_cache_memory_bytes=256 << 20,
         distributed_executor_backend="uni",
         disable_log_stats=False,
-        kv_transfer_config={
-            "kv_connector": "RayKVConnector",
-            "kv_connector_module_path": "raykv.integrations.vllm",
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"address": address},
-        },
+        kv_transfer_config=connector if address else None,
     )
 
 
