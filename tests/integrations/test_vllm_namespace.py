@@ -25,7 +25,6 @@ import raykv  # noqa: E402
 from raykv.errors import ConfigError  # noqa: E402
 from raykv.integrations.vllm.checks import check_cache, check_engine  # noqa: E402
 from raykv.integrations.vllm.config import ConnectorConfig  # noqa: E402
-from raykv.integrations.vllm.groups import Groups  # noqa: E402
 from raykv.integrations.vllm.namespace import Scopes, namespace_of  # noqa: E402
 from raykv.integrations.vllm.revision import content_digest  # noqa: E402
 from raykv.protocol.namespace import Namespace  # noqa: E402
@@ -106,7 +105,7 @@ def cache(specs: list[Any]) -> KVCacheConfig:
 def namespace(vllm_config: Any, *, config: ConnectorConfig | None = None, **changes: Any) -> Namespace:
     known = {
         "rank": (0, 0),
-        "groups": Groups(cache([attention()]), 1),
+        "block_tokens": [32],
         "layout": "2x[2, 32, 64]/123/bfloat16",
         "attention": "CPU_ATTN/amx",
     }
@@ -187,9 +186,9 @@ def test_every_condition_of_the_engine_counts(model: Path, field: str, changes: 
         (["pp_rank"], {"rank": (1, 0)}),
         (["layout"], {"layout": "2x[2, 32, 64]/213/bfloat16"}),
         (["attention_backend"], {"attention": "CPU_ATTN/vec"}),
-        (["chunk_tokens", "extra"], {"groups": Groups(cache([attention(block_size=64)]), 1)}),
-        (["chunk_tokens"], {"groups": Groups(cache([attention()]), 2)}),
-        (["extra"], {"groups": Groups(cache([attention(), window()]), 1)}),
+        (["chunk_tokens", "extra"], {"block_tokens": [64]}),
+        (["chunk_tokens"], {"config": ConnectorConfig(chunk_blocks=2)}),
+        (["extra"], {"block_tokens": [32, 32]}),
     ],
 )
 def test_every_condition_of_the_worker_counts(model: Path, fields: list[str], changes: dict[str, Any]):

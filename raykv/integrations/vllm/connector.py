@@ -177,7 +177,7 @@ class RayKVConnector(KVConnectorBase_V1, SupportsHMA):
             self._config,
             rank=(rank[0], rank[1] // replicas),
             replicas=replicas,
-            groups=self._groups,
+            block_tokens=[group.block_tokens for group in self._groups.each],
             layout="|".join(layout.description for layout in layouts.values()),
             attention="|".join(attention.values()),
         )

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import secrets
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,6 @@ from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
 
 from raykv.errors import ConfigError
 from raykv.integrations.vllm.config import ConnectorConfig
-from raykv.integrations.vllm.groups import Groups
 from raykv.integrations.vllm.metadata import Rank, Scope
 from raykv.integrations.vllm.revision import content_digest, signature
 from raykv.protocol.namespace import Namespace
@@ -32,7 +32,7 @@ def namespace_of(
     *,
     rank: Rank,
     replicas: int = 1,
-    groups: Groups,
+    block_tokens: Sequence[int],
     layout: str,
     attention: str,
 ) -> Namespace:
@@ -42,6 +42,7 @@ def namespace_of(
         rank: Pipeline rank, and the number of the set of tensor ranks that hold the same bytes.
         replicas: Number of tensor ranks in such a set. So engines of another tensor parallel size, but with the same
             division of the KV heads, share chunks.
+        block_tokens: Number of tokens in a block of each group.
         layout, attention: Descriptions of all groups: `Layout.description` and `attention_of`.
 
     Raises:
@@ -55,7 +56,7 @@ def namespace_of(
         revision=revision_of(vllm_config, config),
         dtype=f"{str(model.dtype).removeprefix('torch.')}/{cache.cache_dtype}",
         layout=layout,
-        chunk_tokens=groups.each[0].chunk_tokens,
+        chunk_tokens=block_tokens[0] * config.chunk_blocks,
         pp_rank=rank[0],
         pp_size=parallel.pipeline_parallel_size,
         tp_rank=rank[1],
@@ -64,7 +65,7 @@ def namespace_of(
         hash_algorithm=hash_algorithm(cache.prefix_caching_hash_algo),
         extra={
             "engine": f"vllm {vllm.__version__}",
-            "block_tokens": ",".join(str(group.block_tokens) for group in groups.each),
+            "block_tokens": ",".join(map(str, block_tokens)),
             "quantization": str(model.quantization),
             "architecture": config_digest(model.hf_config),
             **media_digest(model.multimodal_config),
@@ -111,7 +112,7 @@ def drafter(vllm_config: "VllmConfig", config: ConnectorConfig) -> dict[str, str
 def config_digest(hf_config: Any) -> str:
     """Digest a model's configuration with its overrides. An override, such as another rope scaling, changes the KV."""
     fields = {key: value for key, value in hf_config.to_dict().items() if key not in _VOLATILE_FIELDS}
-    return _digest(fields)
+    return digest_of(fields)
 
 
 def media_digest(config: Any) -> dict[str, str]:
@@ -119,10 +120,10 @@ def media_digest(config: Any) -> dict[str, str]:
     if config is None:  # the model takes only text
         return {}
     names = ("mm_processor_kwargs", "mm_device_do_normalize", "media_io_kwargs")
-    return {"media": _digest({name: getattr(config, name, None) for name in names})}
+    return {"media": digest_of({name: getattr(config, name, None) for name in names})}
 
 
-def _digest(fields: dict[str, Any]) -> str:
+def digest_of(fields: dict[str, Any]) -> str:
     text = json.dumps(fields, sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
