@@ -55,6 +55,20 @@ def check_engine(vllm_config: "VllmConfig") -> None:
         )
 
 
+def check_offloading(vllm_config: "VllmConfig") -> None:
+    """Refuse an engine that `RayKVTier` does not support.
+
+    Raises:
+        ConfigError: The engine is not supported. The message names vLLM's field and a value that works.
+    """
+    check_engine(vllm_config)
+    if vllm_config.lora_config is not None:
+        raise ConfigError(
+            "enable_lora=True: a tier learns only the names of adapters, so RayKVTier cannot tell two versions of an "
+            "adapter apart; use RayKVConnector, or set enable_lora=False"
+        )
+
+
 def check_cache(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", config: ConnectorConfig) -> None:
     """Refuse a KV cache with blocks whose reuse vLLM does not define.
 

@@ -35,3 +35,24 @@ class ConnectorConfig(Model):
     store_timeout_s: Annotated[float, Field(gt=0)] = 0.003
     load_threads: Annotated[int, Field(ge=1, le=64)] = 4
     revision: Annotated[str, Field(min_length=1)] | None = None
+
+
+class TierConfig(Model):
+    """The fields of raykv's entry in `secondary_tiers`, besides those that vLLM reads itself.
+
+    Attributes:
+        address: As in `ConnectorConfig`.
+        lookup_timeout_s: A lookup that takes longer counts as a miss. Only the request waits, not the engine.
+        load_timeout_s: Chunks that arrive later than this are recomputed. Only the request waits, not the engine.
+        store_timeout_s: Chunks that are not stored within this time are skipped. Until then, vLLM's host memory holds
+            them and cannot evict them.
+        load_threads: At most this many loads run at once. Others wait in a queue, and their timeout includes this wait.
+        revision: As in `ConnectorConfig`.
+    """
+
+    address: str | None = None
+    lookup_timeout_s: Annotated[float, Field(gt=0)] = 0.2
+    load_timeout_s: Annotated[float, Field(gt=0)] = 5.0
+    store_timeout_s: Annotated[float, Field(gt=0)] = 1.0
+    load_threads: Annotated[int, Field(ge=1, le=64)] = 4
+    revision: Annotated[str, Field(min_length=1)] | None = None
