@@ -3,8 +3,8 @@
 Run by hand: `python -m benchmarks.zero_reuse`
 
 Two engines with SmolLM2 run in processes of their own, one with the connector and a raykv node, one without. They
-prefill new prompts in turns, so that a change of the machine's speed meets both. The output is the ratio of the times of
-two turns: the median over all pairs, and the quartiles.
+prefill new prompts in turns, so that a change of the machine's speed meets both. The output is the ratio of the times
+of two turns: the median over all pairs, and the quartiles.
 """
 
 import argparse

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinatorNoPrefixCache
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, UniformTypeKVCacheSpecs
 
@@ -138,6 +137,8 @@ class Groups:
             limit: The prefix has at most this many tokens.
             stored: For each group, by index, the ends of the chunks that are stored.
         """
+        if self.is_plain:
+            return self._longest_plain(hashes, computed, limit, stored[self.each[0].index])
         cached = {group.index: self._hashes_of(group, hashes, computed, stored[group.index]) for group in self.each}
         blocks, tokens = self._find(hashes, limit, _StoredBlocks(self.hash_tokens, cached))
         if tokens <= computed:
@@ -153,6 +154,23 @@ class Groups:
             last = stored[group.index] if group.whole else ()
             ends[group.index] = [self._end(group, chunk, tokens, last) for chunk in chunks]
         return Hit(tokens, ends)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether there is one group of full attention. Then a hit is a prefix without a gap."""
+        return len(self.each) == 1 and self.each[0].whole
+
+    def _longest_plain(self, hashes: Hashes, computed: int, limit: int, stored: Container[int]) -> Hit:
+        (group,) = self.each
+        ends = list(
+            takewhile(lambda end: end in stored, self.ends(group, hashes, computed, limit + group.chunk_tokens))
+        )
+        tokens = min(ends[-1], limit) // group.block_tokens * group.block_tokens if ends else 0
+        if self._coordinator is not None and group.index in self._coordinator.eagle_group_ids:
+            tokens -= group.block_tokens  # EAGLE computes the last block again, as vLLM's coordinator decides
+        if tokens <= computed:
+            return NO_HIT
+        return Hit(tokens, {group.index: ends[: -(-tokens // group.chunk_tokens) - computed // group.chunk_tokens]})
 
     def _end(self, group: Group, chunk: int, tokens: int, stored: Container[int]) -> int:
         """Return the end of the chunk to load, by its number.
@@ -179,12 +197,6 @@ class Groups:
         coordinator = self._coordinator
         if coordinator is None:
             return (), 0
-        if isinstance(coordinator, KVCacheCoordinatorNoPrefixCache):  # it would find nothing
-            (group,) = self.each
-            block_hashes = hashes[group.block_tokens // self.hash_tokens - 1 :: group.block_tokens // self.hash_tokens]
-            found = list(takewhile(lambda each: pool.get_cached_block(each, [group.index]), block_hashes))
-            count = min(len(found), limit // group.block_tokens)
-            return {group.index: [pool.stored_block] * count}, count * group.block_tokens
         finder = copy.copy(coordinator)
         finder.block_pool = pool  # type: ignore[assignment]
         finder.single_type_managers = tuple(map(copy.copy, coordinator.single_type_managers))
