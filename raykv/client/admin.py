@@ -22,7 +22,7 @@ from raykv.client.arguments import (
 from raykv.client.fetcher import by_node
 from raykv.client.router import Router
 from raykv.client.why import Derive, Inquiry, PromptKeys, Why, reasons_of, split
-from raykv.config import NamespaceConfig
+from raykv.config import HIGHEST_PRIORITY, NamespaceConfig
 from raykv.errors import RayKVError, UsageError
 from raykv.metrics import Histogram
 from raykv.protocol import chunk_keys, messages
@@ -149,6 +149,26 @@ class AdminCalls:
     def touch(self, keys: Keys, *, timeout_s: float | None = None) -> int:
         """Count one read of each chunk now. Returns the number of copies in memory on the nodes that answered."""
         return self._hint(keys, timeout_s, touch=True)
+
+    def retain(
+        self, keys: Keys, *, ttl_s: float, priority: int = HIGHEST_PRIORITY, timeout_s: float | None = None
+    ) -> int:
+        """Keep stored chunks for `ttl_s` seconds: they do not expire, and have at least this priority.
+
+        Nothing is shortened or lowered, so this is safe for chunks that others use. Afterwards the chunks have their
+        earlier priority. If no chunk of a lower priority is left, memory evicts retained ones too.
+
+        Args:
+            ttl_s: More than 0, at most a year.
+            priority: -100 to 100.
+
+        Returns:
+            The number of copies in memory on the nodes that answered.
+        """
+        seconds = number_in("ttl_s", ttl_s, 0.0, MAX_TTL_S)
+        if not seconds:
+            raise UsageError("field 'ttl_s': 0 would end at once; give the seconds for which to keep the chunks")
+        return self._hint(keys, timeout_s, retain=(seconds, priority_of(priority)))
 
     def session_end(self, keys: Keys, *, timeout_s: float | None = None) -> int:
         """Mark chunks whose session has ended. Nodes that need room evict or demote these before others.

@@ -57,6 +57,7 @@ class AsyncClient:
     get = _in_thread(Client.get)
     put = _in_thread(Client.put)
     hint = _in_thread(Client.hint)
+    retain = _in_thread(Client.retain)
     session_end = _in_thread(Client.session_end)
     why = _in_thread(Client.why)
     delete = _in_thread(Client.delete)

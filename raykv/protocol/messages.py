@@ -163,15 +163,14 @@ class Delete(Message):
 class Suspect(Message):
     """Report chunks that a reader could not get from this node, or whose bytes were wrong.
 
-    The node checks these chunks, and tells the owners of the keys which chunks it holds. Answer: Count of the corrupt
-    chunks that it dropped.
+    The node checks these chunks, and tells the owners which of them it holds. Answer: Count of corrupt chunks dropped.
     """
 
     keys: bytes
 
 
 class Hint(Message):
-    """Change hints of chunks, such as expiry; see `Store.hint`. Answer: Count of these chunks that are in memory."""
+    """Change hints: see `Store.hint`, or `RowHints.retain` if `retain` is given. Answer: Count of chunks in memory."""
 
     keys: bytes
     ttl_s: float | None = None
@@ -179,6 +178,7 @@ class Hint(Message):
     ended: bool = False
     touch: bool = False
     output_tokens: int | None = None
+    retain: tuple[float, int] | None = None
 
 
 class Locate(Message):

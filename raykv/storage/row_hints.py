@@ -1,4 +1,4 @@
-"""Hints for rows: eviction priority, ended session, expiry.
+"""Hints for rows: eviction priority, ended session, expiry, retention.
 
 The table holds the expiry. The other hints are lost with the process: after a restart all rows have equal priority.
 """
@@ -12,7 +12,8 @@ from raykv.config import HIGHEST_PRIORITY, NamespaceConfig
 from raykv.memory.free_rows import lazy_zeros
 from raykv.memory.layout import TICKS_PER_S
 from raykv.memory.table import Table
-from raykv.types import Bits, Hints, Rows
+from raykv.protocol.hints import require_hints
+from raykv.types import Bits, Hints, KeyArray, Rows
 
 ENDED: Final = -HIGHEST_PRIORITY - 1
 """Rank of a chunk whose session has ended."""
@@ -31,6 +32,8 @@ class RowHints:
         self._table, self.active = table, active
         self._priority = lazy_zeros(table.rows, np.int8)
         self._ended = lazy_zeros(table.rows, np.uint32)  # tick at which the session ended; 0: not ended
+        self._retained = lazy_zeros(table.rows, np.int8)  # least priority until `_retained_until`
+        self._retained_until = lazy_zeros(table.rows, np.uint32)  # tick; 0: not retained
         self._configs: dict[int, NamespaceConfig] = {}
 
     def configure(self, group: int, config: NamespaceConfig) -> None:
@@ -46,6 +49,7 @@ class RowHints:
         self._table.columns.expires[rows] = expiry(now, hints.ttl_s or config.ttl_s)
         self._priority[rows] = hints.priority or default_priority(config)
         self._ended[rows] = 0
+        self._retained_until[rows] = 0
 
     def update(self, rows: Rows, now: int, ttl_s: float | None, priority: int | None, *, ended: bool | None) -> None:
         """Change hints of rows. None: keep that hint. `ttl_s` 0: no expiry. A later read of a row undoes `ended`."""
@@ -57,12 +61,35 @@ class RowHints:
         if ended is not None:
             self._ended[rows] = now if ended else 0
 
+    def retain(self, keys: KeyArray, ttl_s: float, priority: int, *, now_s: float) -> int:
+        """Give chunks at least this priority for `ttl_s` seconds, and let none expire before. Undoes `ended`.
+
+        Nothing is shortened or lowered. Of two retentions the one with the higher priority counts. After the retention
+        a chunk has its earlier priority again. Returns how many of the chunks are stored. Raises UsageError if a value
+        is out of range.
+        """
+        require_hints(ttl_s, priority)
+        now = self._table.ticks(now_s)
+        rows, _ = self._table.find_ready(keys, now)
+        rows = rows[rows >= 0]
+        self.active, until = True, expiry(now, ttl_s)
+        expires, ends = self._table.columns.expires, self._retained_until[rows]
+        expires[rows] = np.where(expires[rows] > 0, np.maximum(expires[rows], until), 0)
+        higher = (ends <= now) | (self._retained[rows] < priority)
+        longer = ~higher & (self._retained[rows] == priority) & (ends < until)
+        self._retained[rows[higher]] = priority
+        self._retained_until[rows[higher | longer]] = until
+        self._ended[rows] = 0
+        return len(rows)
+
     def ranks(self, rows: Rows, now: int) -> npt.NDArray[np.int64]:
         """Return one rank per row. Rows of lower rank are evicted first, whatever their scores."""
         if not self.active:
             return np.zeros(len(rows), np.int64)
         columns = self._table.columns
         ranks: npt.NDArray[np.int64] = self._priority[rows].astype(np.int64)
+        retained = self._retained_until[rows] > now
+        ranks[retained] = np.maximum(ranks[retained], self._retained[rows[retained]])
         ended = self._ended[rows]
         ranks[(ended > 0) & (columns.accessed[rows] <= ended)] = ENDED
         expires = columns.expires[rows]

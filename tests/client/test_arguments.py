@@ -59,6 +59,10 @@ def cases() -> list[tuple[str, str, Any]]:
     for method in ("flush", "stats", "namespaces", "drop_namespace"):
         add(method, "timeout_s", TIMEOUTS, lambda c, v, m=method: getattr(c, m)(timeout_s=v))
     add("configure", "timeout_s", TIMEOUTS, lambda c, v: c.configure(ttl_s=5.0, timeout_s=v))
+    add("retain", "keys", BAD_KEYS, lambda c, v: c.retain(v, ttl_s=5.0))
+    add("retain", "ttl_s", [0, -1, None, math.nan, 1e12, "5"], lambda c, v: c.retain(["a"], ttl_s=v))
+    add("retain", "priority", [101, -101, 1.5, None, "5"], lambda c, v: c.retain(["a"], ttl_s=5.0, priority=v))
+    add("retain", "timeout_s", TIMEOUTS, lambda c, v: c.retain(["a"], ttl_s=5.0, timeout_s=v))
     add("get", "timeout_s", TIMEOUTS, lambda c, v: c.get(["a"], into, timeout_s=v))
     add("get_one", "timeout_s", TIMEOUTS, lambda c, v: c.get_one(c.key("no"), into[0], timeout_s=v))
     add("exists_one", "timeout_s", TIMEOUTS, lambda c, v: c.exists_one(c.key("no"), timeout_s=v))

@@ -131,6 +131,8 @@ def test_a_place_that_cannot_be_written_does_no_harm(shm_dir: Path, caplog):
         messages.Adopt(b"\xff"),
         messages.Hint(b"k" * 16, ttl_s=float("nan")),
         messages.Hint(b"k" * 16, priority=1000),
+        messages.Hint(b"k" * 16, retain=(-1.0, 5)),
+        messages.Hint(b"k" * 16, retain=(1.0, 1000)),
         messages.Hint(b"k" * 15),
         messages.Why(b"k" * 15),
         messages.Announce("n", added=b"k" * 16),

@@ -30,6 +30,10 @@ class FullBench(Bench):
     def hint(self, places, **fields) -> int:
         return self.store.hint(names_to_keys([LETTERS[place] for place in places]), now_s=self.now_s, **fields)
 
+    def retain(self, places, ttl_s: float, priority: int) -> int:
+        keys = names_to_keys([LETTERS[place] for place in places])
+        return self.store.row_hints.retain(keys, ttl_s, priority, now_s=self.now_s)
+
     def gone(self) -> list[int]:
         return np.flatnonzero(self.store.table.find(names_to_keys(LETTERS)) < 0).tolist()
 
@@ -52,6 +56,40 @@ def test_low_goes_before_all_and_high_after_all(bench):
     assert bench.gone() == [5, 11, 30]
     bench.put_new(25, "y")
     assert not {0, 1, 2, 3} & set(bench.gone())
+
+
+def test_retained_chunks_outlive_others_for_a_time(bench):
+    assert bench.retain([0, 1, 2], 50.0, 100) == 3
+    assert bench.retain([3], 50.0, -5) == 1, "this is below the priority that it has"
+    bench.put_new(COUNT - 3)
+    assert not {0, 1, 2} & set(bench.gone()), "any other chunk goes first"
+    assert bench.put_new(1, "y") == 1
+    bench.now_s += 51.0
+    rows, now = bench.store.table.find(names_to_keys(LETTERS[:3])), bench.store.table.ticks(bench.now_s)
+    assert not bench.store.row_hints.ranks(rows, now).any(), "afterwards they are as others"
+
+
+def test_retention_never_shortens_nor_lowers(bench):
+    bench.hint([0], ttl_s=10.0)
+    bench.hint([1], ttl_s=1000.0, priority=50)
+    bench.hint([2], ended=True)
+    expires = bench.column("expires", LETTERS[:2])
+    bench.retain([0, 1, 2, 3], 100.0, 20)
+    assert bench.column("expires", LETTERS[:4]) == [expires[0] + 90 * 64, expires[1], 0, 0]
+    rows, columns = bench.store.table.find(names_to_keys(LETTERS[:4])), bench.store.row_hints
+
+    def ranks(after_s: float) -> list[int]:
+        return columns.ranks(rows, bench.store.table.ticks(bench.now_s + after_s)).tolist()
+
+    assert ranks(0.0) == [20, 50, 20, 20]
+    bench.retain([0, 3], 10.0, 20)
+    bench.retain([2], 10.0, 30)
+    bench.retain([3], 200.0, 20)
+    bench.retain([2], 1000.0, 1)
+    assert ranks(99.0)[1:] == [50, 0, 20]
+    assert ranks(0.0) == [20, 50, 30, 20]
+    assert ranks(199.0)[3] == 20
+    assert ranks(201.0)[1:] == [50, 0, 0]
 
 
 def test_an_ended_session_goes_first_unless_somebody_reads_it(bench):
@@ -77,6 +115,7 @@ def test_what_has_expired_goes_before_everything(bench):
 
 
 def test_a_row_that_is_used_again_has_no_hints_of_the_chunk_before(bench):
+    bench.retain(range(COUNT), 50.0, 9)
     bench.hint(range(COUNT), ttl_s=50.0, priority=-5, ended=True)
     bench.put("wxyz", chained=False)
     rows = bench.store.table.find(names_to_keys("wxyz"))

@@ -51,6 +51,19 @@ def test_a_client_hints_at_what_others_hold():
             time.sleep(0.01)
 
 
+def test_a_client_keeps_what_others_hold():
+    with cluster(3) as running:
+        writer, client = running.client(SPACE), running.client(SPACE, node=2)
+        put(writer, names(4), ttl_s=100.0)
+        running.settle()
+        assert client.retain(names(2), ttl_s=500.0) == 2
+        assert client.retain(["nowhere"], ttl_s=500.0) == 0
+        store = running.nodes[0].store
+        rows, now = store.table.find(client.keys(names(4))), store.table.ticks(time.monotonic())
+        assert store.row_hints.ranks(rows, now).tolist() == [100, 100, 0, 0]
+        assert (store.table.columns.expires[rows] > now + 200 * 64).tolist() == [True, True, False, False]
+
+
 def test_puts_with_hints_through_every_path():
     with cluster(2) as running:
         client = running.client(SPACE)

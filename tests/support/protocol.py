@@ -36,7 +36,7 @@ EXAMPLES = [
     messages.Promote(b"keys", 1.5),
     messages.Delete(b"keys"),
     messages.Suspect(b"keys"),
-    messages.Hint(b"keys", 60.0, -3, True, True, 512),
+    messages.Hint(b"keys", 60.0, -3, True, True, 512, (60.0, 100)),
     messages.Locate(b"keys"),
     messages.Announce("a", b"added", b"removed", b"lengths", b"bits"),
     messages.Why(b"keys"),

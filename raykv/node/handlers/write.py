@@ -156,6 +156,10 @@ class WriteHandler:
 
     def _hint(self, request: messages.Hint, session: NodeSession) -> Reply:
         keys = keys_in(request.keys)
+        if request.retain is not None:
+            with self._lock:
+                count = self._store.row_hints.retain(keys, *request.retain, now_s=time.monotonic())
+            return Reply(messages.Count(count))
         with self._lock:
             count = self._store.hint(
                 keys,
