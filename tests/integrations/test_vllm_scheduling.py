@@ -229,8 +229,9 @@ class Engine:
         self.loaded_tokens = 0
 
     def add(
-        self, name: str, prompt: list[int], *, max_tokens: int, salt: str, params: dict[str, Any] | None = None
+        self, name: str, prompt: list[int], *, max_tokens: int, salt: str, params: Any = None, **options: Any
     ) -> None:
+        """Add a request. `options`: fields of vLLM's Request."""
         request = Request(
             request_id=name,
             prompt_token_ids=prompt,
@@ -240,6 +241,7 @@ class Engine:
             pooling_params=None,
             cache_salt=salt or None,
             block_hasher=self.hasher,
+            **options,
         )
         self.outputs[name] = []
         self.scheduler.add_request(request)

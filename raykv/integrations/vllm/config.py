@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from raykv.config import Model
+from raykv.protocol.hints import MAX_TTL_S
 
 
 class ConnectorConfig(Model):
@@ -24,6 +25,7 @@ class ConnectorConfig(Model):
             host, set this to seconds, because saves then cross the network.
         load_threads: At most this many loads run at once. Others wait in a queue, and their timeout includes this wait.
         revision: Text that identifies the weights. None means a digest of local files, or the commit of a hub model.
+        max_hint_s: Hints of requests last at most this long; longer times are reduced. 0: hints are not read.
     """
 
     address: str | None = None
@@ -34,6 +36,7 @@ class ConnectorConfig(Model):
     load_timeout_s: Annotated[float, Field(gt=0)] = 5.0
     store_timeout_s: Annotated[float, Field(gt=0)] = 0.003
     load_threads: Annotated[int, Field(ge=1, le=64)] = 4
+    max_hint_s: Annotated[float, Field(ge=0, le=MAX_TTL_S)] = 86_400.0
     revision: Annotated[str, Field(min_length=1)] | None = None
 
 

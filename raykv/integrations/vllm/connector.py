@@ -122,7 +122,7 @@ class RayKVConnector(KVConnectorBase_V1, SupportsHMA):
             self.scheduler_side.bind(kv_cache_manager)
 
     def on_new_request(self, request: "Request") -> None:
-        self.scheduler_side.add(request)
+        self._log_rarely("hints", self.scheduler_side.add(request))
 
     def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
         miss: int | None = 0

@@ -121,7 +121,7 @@ class Lookups:
         clients = self.clients(scope)
         if not isinstance(tickets, list) or len(tickets) != len(clients):
             return NOTHING
-        places = self._places(prompt.hashes, 0, prompt.limit + 1)
+        places = self.places(prompt.hashes, 0, prompt.limit + 1)
         held = {}
         for (rank, client), fields in zip(clients.items(), tickets, strict=True):
             names = [self._groups.name(group, prompt.hashes, end) for group, end in places]
@@ -132,7 +132,7 @@ class Lookups:
         """Make the tickets for a prompt of this many tokens, one for each namespace."""
         clients, prompt = self.clients(scope), Prompt(hashes, 0, tokens - 1)
         most, deadline_s = self._most(prompt), time.monotonic() + HAND_OFF_WAIT_S
-        places = self._places(hashes, 0, tokens)
+        places = self.places(hashes, 0, tokens)
         names = [self._groups.name(group, hashes, end) for group, end in places]
         while True:
             timeout_s = self._config.lookup_timeout_s
@@ -140,6 +140,30 @@ class Lookups:
             found = self._found(prompt, {rank: _held(places, each) for rank, each in holders.items()})
             if found.hit.tokens == most or time.monotonic() >= deadline_s:
                 return [Ticket.of(clients[rank].namespace, each).to_json() for rank, each in holders.items()]
+
+    def names(self, hashes: Hashes) -> list[bytes]:
+        """Return the names of all chunks that may be stored of a request."""
+        places = self.places(hashes, 0, len(hashes) * self._groups.hash_tokens)
+        return [self._groups.name(group, hashes, end) for group, end in places]
+
+    def places(self, hashes: Hashes, start: int, stop: int, *, is_rest: bool = False) -> list[Place]:
+        """Return the chunks that may be stored between these tokens.
+
+        Args:
+            is_rest: Leave out the whole chunks of groups that need whole prefixes. A hit may still end in the block
+                after them.
+        """
+        groups, places = self._groups, []
+        for group in groups.each:
+            after = stop + group.chunk_tokens if is_rest else stop
+            if groups.has_fine_hits:
+                ends = groups.fine_ends(hashes, stop if is_rest and group.whole else start, after)
+            elif is_rest and group.whole:
+                continue
+            else:
+                ends = groups.ends(group, hashes, start, after)
+            places += [(group, end) for end in ends]
+        return places
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
@@ -199,31 +223,12 @@ class Lookups:
                 held[rank].update(_held([(group, end) for end in ends], named))
                 ends = ends[: len(named)]
             reach = ends[-1] if ends else prompt.computed
-        places = self._places(hashes, prompt.computed, reach, is_rest=True)
+        places = self.places(hashes, prompt.computed, reach, is_rest=True)
         if places:
             names = [groups.name(group, hashes, end) for group, end in places]
             for rank, client in clients.items():
                 held[rank].update(_held(places, ask(client, names, False)))
         return self._found(prompt, held)
-
-    def _places(self, hashes: Hashes, start: int, stop: int, *, is_rest: bool = False) -> list[Place]:
-        """Return the chunks that may be stored between these tokens.
-
-        Args:
-            is_rest: Leave out the whole chunks of groups that need whole prefixes. A hit may still end in the block
-                after them.
-        """
-        groups, places = self._groups, []
-        for group in groups.each:
-            after = stop + group.chunk_tokens if is_rest else stop
-            if groups.has_fine_hits:
-                ends = groups.fine_ends(hashes, stop if is_rest and group.whole else start, after)
-            elif is_rest and group.whole:
-                continue
-            else:
-                ends = groups.ends(group, hashes, start, after)
-            places += [(group, end) for end in ends]
-        return places
 
     def _found(self, prompt: Prompt, held: dict[Rank, Held]) -> Found:
         """Find the longest hit among the chunks that are held for every rank."""

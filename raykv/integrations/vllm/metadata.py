@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from raykv.protocol.namespace import Namespace
-from raykv.types import NodeId
+from raykv.types import Hints, NodeId
 
 Rank = tuple[int, int]
 """A worker's (pipeline rank, tensor rank), as in vLLM's handshake."""
@@ -72,6 +72,7 @@ class Save:
         depth: Number of chunks before the first one.
         cached: Whether the engine found these chunks in its own cache. Most of them are stored already, so the worker
             looks them up first.
+        hints: Expiry and priority; None if the namespace's config decides.
     """
 
     scope: Scope
@@ -81,6 +82,7 @@ class Save:
     parent: bytes | None
     depth: int
     cached: bool
+    hints: Hints | None = None
 
 
 @dataclass(slots=True)

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from threading import BoundedSemaphore
 from typing import TYPE_CHECKING, Any, Final
 
@@ -17,6 +18,7 @@ from raykv.integrations.vllm.config import ConnectorConfig
 from raykv.integrations.vllm.connection import Connection
 from raykv.integrations.vllm.costs import Costs
 from raykv.integrations.vllm.groups import Group, Groups
+from raykv.integrations.vllm.hints import NO_HINTS, PARAMETER, HintSender, RequestHints, parse
 from raykv.integrations.vllm.lookups import Found, Lookups, Prompt
 from raykv.integrations.vllm.metadata import Load, LoadedChunks, Rank, Save, Scope, StepOrders, WorkerReport
 from raykv.integrations.vllm.namespace import Scopes
@@ -55,7 +57,7 @@ class Tracked:
     """The state of a request since its start or its last preemption.
 
     Attributes:
-        admission: Number of preemptions so far. A preemption resets all fields except the scope.
+        admission: Number of preemptions so far. A preemption resets all fields except the scope and the hints.
         asking: The running lookup: (number of tokens that the engine had computed when it began, future result).
         ordered: Whether a load was ordered or declined. There is no second load, since a failing load could repeat for
             ever.
@@ -63,6 +65,7 @@ class Tracked:
         cached: Number of leading tokens that the engine found in its own cache.
         loaded: The loaded tokens end before this token.
         offered: For each group, by index, the number of leading chunks that were considered for a save.
+        hints: How long to keep the request's chunks.
     """
 
     request: "Request"
@@ -75,6 +78,7 @@ class Tracked:
     cached: int = 0
     loaded: int = 0
     offered: dict[int, int] = field(default_factory=dict)
+    hints: RequestHints = NO_HINTS
 
     def start(self, computed: int) -> None:
         """Set `cached` and `loaded` when the request is first scheduled with `computed` tokens.
@@ -117,6 +121,7 @@ class SchedulerSide:
         self._last_saves: list[Save] = []
         self._reporter = ThreadPoolExecutor(1, thread_name_prefix="raykv-report")
         self._report_places = BoundedSemaphore(MAX_REPORTS)
+        self._hint_sender = HintSender(self._lookups.names)
 
     def bind(self, manager: "KVCacheManager") -> None:
         """Use vLLM's rules for hits, and learn which blocks it gives to another use."""
@@ -131,8 +136,14 @@ class SchedulerSide:
 
     # -- a request's life, in vLLM's order ------------------------------------------------------------------------
 
-    def add(self, request: "Request") -> None:
-        self.requests[request.request_id] = Tracked(request, self._scopes.of(request))
+    def add(self, request: "Request") -> str:
+        """Begin to track a request. Return why some of its hints are ignored, or ""."""
+        parsed = parse(request, self._config.max_hint_s)
+        for outcome, hints in (("used", parsed.used), ("ignored", len(parsed.ignored))):
+            if hints:
+                self._stats.count("hints", hints, outcome)
+        self.requests[request.request_id] = Tracked(request, self._scopes.of(request), hints=parsed.hints)
+        return parsed.ignored[0] if parsed.ignored else ""
 
     def match(self, request: "Request", computed: int) -> int | None:
         """Return how many tokens beyond `computed` can be loaded. vLLM may call this again for the same request.
@@ -247,13 +258,20 @@ class SchedulerSide:
             If a decode engine continues the request: the parameters for that engine, with a ticket for each rank.
             Otherwise None.
         """
-        tracked = self.requests.pop(request.request_id, None)
-        if tracked is None or request.status not in _COMPLETED:
+        tracked, params = self.requests.pop(request.request_id, None), request.kv_transfer_params or {}
+        if tracked is None:
             return None
-        if not (request.kv_transfer_params or {}).get("do_remote_decode"):
+        is_completed, hands_over = request.status in _COMPLETED, bool(params.get("do_remote_decode"))
+        if not (is_completed and hands_over):
+            self._send_hints(tracked)
+        if not is_completed:
+            return None
+        if not hands_over:
             self._report(tracked)
             return None
         handed: dict[str, Any] = {"do_remote_prefill": True}
+        if PARAMETER in params:
+            handed[PARAMETER] = params[PARAMETER]
         if self._may_store:
             handed["raykv"] = self._lookups.tickets(tracked.scope, request.block_hashes, request.num_prompt_tokens)
         return handed
@@ -263,7 +281,7 @@ class SchedulerSide:
     def _current(self, request: "Request") -> Tracked:
         tracked = self.requests[request.request_id]
         if tracked.admission != request.num_preemptions:
-            tracked = Tracked(request, tracked.scope, admission=request.num_preemptions)
+            tracked = Tracked(request, tracked.scope, admission=request.num_preemptions, hints=tracked.hints)
             self.requests[request.request_id] = tracked
         return tracked
 
@@ -304,6 +322,13 @@ class SchedulerSide:
                     keys, tokens = client.keys(names), request.num_output_tokens
                     report = self._reporter.submit(client.hint, keys, output_tokens=tokens)
                     report.add_done_callback(lambda _: self._report_places.release())
+
+    def _send_hints(self, tracked: Tracked) -> None:
+        """Send the hints of an ended request to the nodes, on a thread. Hints that cannot be sent are dropped."""
+        if tracked.hints.after_end and self._report_places.acquire(blocking=False):
+            clients, hashes = self._lookups.clients(tracked.scope), tracked.request.block_hashes
+            send = partial(self._hint_sender.send, clients.values(), tracked.hints, tracked.scope, hashes)
+            self._reporter.submit(send).add_done_callback(lambda _: self._report_places.release())
 
     # -- saves ----------------------------------------------------------------------------------------------------
 
@@ -353,7 +378,8 @@ class SchedulerSide:
                 names = [self._groups.name(group, hashes, (each + 1) * size) for each, _ in run]
                 depth = run[0][0]
                 parent = self._groups.name(group, hashes, depth * size) if depth and group.whole else None
-                yield Save(tracked.scope, group.index, names, [each for _, each in run], parent, depth, cached)
+                tables, hints = [each for _, each in run], tracked.hints.of_stored
+                yield Save(tracked.scope, group.index, names, tables, parent, depth, cached, hints)
                 run = []
 
     def _is_storable(self, group: Group, block: int) -> bool:
@@ -382,7 +408,8 @@ class SchedulerSide:
                 else:
                     continue
                 name, depth = self._groups.name(group, hashes, tokens), tokens // group.chunk_tokens
-                saves.append(Save(tracked.scope, group.index, [name], [blocks], None, depth, False))
+                hints = tracked.hints.of_stored
+                saves.append(Save(tracked.scope, group.index, [name], [blocks], None, depth, False, hints))
         return saves
 
     def save_last_states(

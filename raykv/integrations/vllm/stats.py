@@ -16,6 +16,7 @@ METRICS: dict[str, tuple[str, tuple[str, ...]]] = {
     "loaded_bytes": ("Bytes that arrived, by path.", ("path",)),
     "load_seconds": ("Seconds from the order of a load to its end; its request waits.", ()),
     "stored_chunks": ("Chunks offered, by outcome: stored, existed or skipped.", ("outcome",)),
+    "hints": ("Hints of requests, by outcome: used or ignored.", ("outcome",)),
     "hook_seconds": ("Seconds that the engine spent inside the connector.", ("hook",)),
     "errors": ("Errors that became misses, by hook and error.", ("hook", "error")),
 }

@@ -28,7 +28,7 @@ from raykv.integrations.vllm.groups import Group
 from raykv.integrations.vllm.metadata import Load, LoadedChunks, Rank, Save, Scope, StepOrders, WorkerReport
 from raykv.integrations.vllm.stats import RayKVStats
 from raykv.protocol.namespace import Namespace
-from raykv.types import KeyArray, Match, NodeId, Path, PutResult
+from raykv.types import NO_HINTS, Hints, KeyArray, Match, NodeId, Path, PutResult, Scattered
 
 if TYPE_CHECKING:
     from raykv import Client
@@ -49,10 +49,15 @@ class _Run(NamedTuple):
     blocks: Sequence[Sequence[int]]
     parent: KeyArray | None
     depth: int
+    hints: Hints
 
     def part(self, start: int, stop: int) -> "_Run":
         parent = self.keys[start - 1 : start] if start else self.parent
-        return _Run(self.keys[start:stop], self.blocks[start:stop], parent, self.depth + start)
+        return _Run(self.keys[start:stop], self.blocks[start:stop], parent, self.depth + start, self.hints)
+
+    def put(self, values: Sequence[Scattered]) -> Put:
+        ttl_s, priority = self.hints
+        return Put(self.keys, values, self.parent, self.depth, ttl_s=ttl_s or None, priority=priority)
 
 
 @dataclass(slots=True)
@@ -302,7 +307,7 @@ class WorkerSide:
             runs = [self._run(save, deadline_s, results) for save in saves if save.group == index]
             for batch in _batches(runs, layout.batch_chunks):
                 values = iter(layout.read([blocks for run in batch for blocks in run.blocks], fence))
-                puts = [Put(run.keys, list(islice(values, len(run.blocks))), run.parent, run.depth) for run in batch]
+                puts = [run.put(list(islice(values, len(run.blocks)))) for run in batch]
                 results.append(client.put_many(puts, wait=True, timeout_s=max(0.0, deadline_s - self._clock())))
         return [*results, client.flush(timeout_s=0.0)]  # `flush` returns late answers to earlier saves
 
@@ -312,7 +317,7 @@ class WorkerSide:
         assert client is not None, "clients of all scopes are made from one"
         above = [] if save.parent is None else [save.parent]
         keys, start = client.keys([*above, *save.names]), len(above)
-        run = _Run(keys[start:], save.blocks, keys[:start] if above else None, save.depth)
+        run = _Run(keys[start:], save.blocks, keys[:start] if above else None, save.depth, save.hints or NO_HINTS)
         if not save.cached:
             return run
         held = client.match(run.keys, timeout_s=max(0.0, deadline_s - self._clock()), record=False).count
