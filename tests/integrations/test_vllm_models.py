@@ -26,7 +26,7 @@ import raykv
 from tests.support.engines import Engine, prompt, write_gemma, write_mla, write_model, write_next
 from tests.support.nodes import NODE, SECRET, run
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
 SEED = 7
 TOKENS = 8

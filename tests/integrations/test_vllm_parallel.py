@@ -12,7 +12,7 @@ import raykv
 from tests.support.engines import BLOCK, Engine, prompt, write_mla, write_model
 from tests.support.nodes import wait_until
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(400)]
 
 TOKENS = 500
 TWO_RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
