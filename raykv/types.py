@@ -101,12 +101,26 @@ class Match:
         holders: For each of these chunks, the node from which to read it.
         below_memory: Number of these chunks that are only on SSD or file. Reading them takes longer.
         nbytes: Length of each of these chunks, 0 if unknown. Empty if no length is known.
+        low: Indices of the chunks that `below_memory` counts.
     """
 
     count: int
     holders: tuple[NodeId, ...] = ()
     below_memory: int = 0
     nbytes: tuple[int, ...] = ()
+    low: tuple[int, ...] = ()
+
+
+class Holder(NamedTuple):
+    """A node that holds a chunk.
+
+    Attributes:
+        node_id: The node from which to read the chunk.
+        below_memory: Whether all holders of the chunk have it only on SSD or file.
+    """
+
+    node_id: NodeId
+    below_memory: bool = False
 
 
 @dataclass(frozen=True, slots=True)

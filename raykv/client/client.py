@@ -30,7 +30,7 @@ from raykv.protocol import chunk_keys
 from raykv.protocol.namespace import Namespace
 from raykv.protocol.ticket import Ticket
 from raykv.transport.bulk_read import ReadProgress
-from raykv.types import Batch, Bits, GetResult, KeyArray, Match, NodeId, PutResult, Scattered
+from raykv.types import Batch, Bits, GetResult, Holder, KeyArray, Match, NodeId, PutResult, Scattered
 
 LATE_S: Final = 0.002
 """A `get` that ends less than LATE_S before its deadline, or later, counts its misses as timed out, because a wait
@@ -95,11 +95,12 @@ class Client(AdminCalls):
         if low and flag("promote", promote):
             self._fetcher.promote(found[low], [holders[place] for place in low], deadline_s)
         named = tuple(holder for holder in holders[:count] if holder is not None)
-        return Match(count, named, len(low), tuple(nbytes[:count].tolist()) if nbytes[:count].any() else ())
+        lengths = tuple(nbytes[:count].tolist()) if nbytes[:count].any() else ()
+        return Match(count, named, len(low), lengths, tuple(low))
 
     def locate(
         self, keys: Keys, *, ticket: Ticket | None = None, timeout_s: float | None = None, promote: bool = False
-    ) -> list[NodeId | None]:
+    ) -> list[Holder | None]:
         """Return for each chunk a node that holds it; None if no node is known to hold it.
 
         Unlike `match`, this looks beyond the first missing chunk, and does not count missing chunks as misses. With a
@@ -110,7 +111,12 @@ class Client(AdminCalls):
         low = np.flatnonzero(below).tolist()
         if low and flag("promote", promote):
             self._fetcher.promote(found[low], [holders[place] for place in low], deadline_s)
-        return holders
+        pairs = zip(holders, below.tolist(), strict=True)
+        return [None if name is None else Holder(name, is_below) for name, is_below in pairs]
+
+    def nodes_on_this_host(self) -> frozenset[NodeId]:
+        """Return the names of the nodes on this host, according to the last view. This call asks no node."""
+        return self.router.near_ids()
 
     def _holders(
         self, keys: KeyArray, nbytes: npt.NDArray[np.uint32], ticket: Ticket | None, deadline_s: float

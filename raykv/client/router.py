@@ -273,8 +273,13 @@ class Router:
         """Sort the holders of a chunk: nodes on this host first."""
         if len(holders) < 2:
             return tuple(holders)
-        near = {member.node_id for member in self._view.members if self.is_near(member)}
+        near = self.near_ids()
         return tuple(sorted(holders, key=lambda name: name not in near))
+
+    def near_ids(self) -> frozenset[NodeId]:
+        """Return the names of the nodes on this host, according to the last view."""
+        local = () if self.local_id is None else (self.local_id,)
+        return frozenset((*local, *(member.node_id for member in self._view.members if self.is_near(member))))
 
     # -- metrics ----------------------------------------------------------------------------------------------------
 

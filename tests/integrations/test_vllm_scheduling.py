@@ -12,7 +12,7 @@ import os
 import random
 import signal
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
@@ -26,6 +26,8 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
 from vllm import SamplingParams  # noqa: E402
+from vllm.config import KVEventsConfig  # noqa: E402
+from vllm.distributed.kv_events import BlockStored  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole  # noqa: E402
 from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 from vllm.utils.hashing import get_hash_fn_by_name  # noqa: E402
@@ -154,11 +156,13 @@ class Engine:
         threads: bool = False,
         kinds: str = "f",
         block_tokens: int = BLOCK_TOKENS,
+        publishes: bool = False,
         **options: Any,
     ) -> None:
         """Make an engine with one group of layers for each letter in `kinds`: see `groups_of`.
 
-        With `threads`, lookups, loads and saves run on the connector's own threads.
+        With `threads`, lookups, loads and saves run on the connector's own threads. With `publishes`, the connector's
+        KV events are appended to `events`.
         """
         patient = {"store_timeout_s": 5.0, "load_policy": "always"}  # so that a busy machine skips nothing
         config = EngineArgs(
@@ -172,6 +176,7 @@ class Engine:
             max_num_seqs=8,
             distributed_executor_backend="uni",
             load_format="dummy",
+            kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null") if publishes else None,
             kv_transfer_config={
                 "kv_connector": "RayKVConnector",
                 "kv_connector_module_path": "raykv.integrations.vllm",
@@ -183,7 +188,7 @@ class Engine:
         config.scheduler_config.async_scheduling = overlap
         if "s" in kinds:
             config.cache_config.mamba_cache_mode = "align"
-        self.kinds, self.block_tokens = kinds, block_tokens
+        self.kinds, self.block_tokens, self.chunk_blocks = kinds, block_tokens, chunk_blocks
         self.blocks = BLOCKS * (len(kinds) + 1) // 2
         config.cache_config.num_gpu_blocks = self.blocks
         page = block_tokens * 2 * 8
@@ -221,12 +226,38 @@ class Engine:
             self.worker.register_kv_caches(caches)
             handshake = {(0, 0): self.worker.get_handshake_metadata()}
             self.scheduler.connector.set_xfer_handshake_metadata_pp_aware(handshake)
+        self.events: list[BlockStored] = []
+        self.sources: list[tuple[int, dict[str, int]]] = []
+        self.counted: Counter[str] = Counter()
+        self._record(self.scheduler.connector)
         self.hasher = get_request_block_hasher(BLOCK_TOKENS, get_hash_fn_by_name("sha256"))
         self.rng, self.overlap = rng, overlap
         self.running: dict[str, Running] = {}
         self.in_flight: deque[tuple[Any, ModelRunnerOutput]] = deque()
         self.outputs: dict[str, list[int]] = {}
         self.loaded_tokens = 0
+
+    def _record(self, connector: RayKVConnector) -> None:
+        """Record the connector's KV events, and the sources of each hit."""
+        take, sources_of = connector.take_events, connector.get_external_cache_hit_sources
+
+        def take_events() -> list[BlockStored]:
+            taken = list(take())
+            self.events += taken
+            return taken
+
+        def get_external_cache_hit_sources(request: Request, tokens: int) -> dict[Any, int]:
+            sources = sources_of(request, tokens)
+            self.sources.append((tokens, {source.value: count for source, count in sources.items()}))
+            return sources
+
+        connector.take_events = take_events
+        connector.get_external_cache_hit_sources = get_external_cache_hit_sources
+
+    def run(self) -> None:
+        """Make steps until the engine is idle."""
+        while self.scheduler.has_requests() or self.in_flight:
+            self.step()
 
     def add(
         self, name: str, prompt: list[int], *, max_tokens: int, salt: str, params: Any = None, **options: Any
@@ -278,7 +309,9 @@ class Engine:
         output.finished_recving, output.failed_recving = results.finished_recving, results.failed_recving
         output.invalid_block_ids = self.worker.get_block_ids_with_load_errors()
         output.kv_connector_stats = self.worker.get_kv_connector_stats()
+        output.kv_connector_worker_meta = self.worker.build_connector_worker_meta()
         if output.kv_connector_stats is not None:
+            self.counted.update(output.kv_connector_stats.data)
             self.loaded_tokens += output.kv_connector_stats.data.get("reused_tokens", 0)
         self.worker.clear_connector_metadata()
         names = list(step.num_scheduled_tokens)
@@ -398,19 +431,19 @@ def expected(prompt: list[int], count: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [
-        {},
-        {"chunk_blocks": 3},
-        {"kinds": "w"},
-        {"kinds": "fww"},
-        {"kinds": "fs"},
-        {"kinds": "sfws"},
-        {"kinds": "fs", "block_tokens": 2 * BLOCK_TOKENS},  # hits may end inside a block
-    ],
-    ids=str,
-)
+SPEC_KINDS = {"f": "full_attention", "w": "sliding_window", "s": "mamba"}
+SHAPES: list[dict[str, Any]] = [
+    {},
+    {"chunk_blocks": 3},
+    {"kinds": "w"},
+    {"kinds": "fww"},
+    {"kinds": "fs"},
+    {"kinds": "sfws"},
+    {"kinds": "fs", "block_tokens": 2 * BLOCK_TOKENS},  # hits may end inside a block
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("overlap", [False, True], ids=["in step", "overlapped"])
 @pytest.mark.parametrize("seed", range(2))
 def test_every_slot_holds_its_prefix(
@@ -514,3 +547,129 @@ def test_chunks_in_this_hosts_memory_are_found_at_once(model: Path, node: tuple[
         engine.step()
     engine.close()
     assert engine.outputs["second"] == expected(prompt, 3)
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["in step", "overlapped"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_an_event_goes_out_for_each_stored_chunk(
+    model: Path, cluster: raykv.EmbeddedCluster, overlap: bool, shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+):
+    """Each event names chunks that another engine finds. Its tokens follow the tokens of its parent."""
+    monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "0")
+    rng = random.Random(f"{overlap} {shape}")
+    options = {"overlap": overlap, "publishes": True, **shape}
+    engines = [Engine(model, cluster.address(node), rng, **options) for node in range(2)]
+    requests: list[Request] = []
+    for turn in range(300):
+        for engine in engines:
+            if turn < 250 and rng.random() < 0.25:
+                engine.add(f"r{turn}", draw_prompt(rng), max_tokens=rng.randint(1, 20), salt="")
+                requests.append(engine.scheduler.requests[f"r{turn}"])
+            engine.step()
+    for engine in engines:
+        engine.run()
+    hashes = {  # all tokens that a hash covers
+        block_hash: list(request.all_token_ids[: (place + 1) * BLOCK_TOKENS])
+        for request in requests
+        for place, block_hash in enumerate(request.block_hashes)
+    }
+    client = cluster.client(engines[1].worker.get_handshake_metadata().namespace)
+    for engine in engines:
+        assert not engine.scheduler.connector.scheduler_side.events._pending
+        groups = engine.scheduler.connector.scheduler_side._groups.each
+        suffixes = {group.index: group.suffix for group in groups}
+        chunks = 0
+        for event in engine.events:
+            size = event.block_size
+            assert (event.medium, event.locality) == ("CPU", "LOCAL")
+            before = hashes[event.parent_block_hash] if event.parent_block_hash else []
+            for block_hash in event.block_hashes:
+                assert hashes[block_hash][: len(before)] == before
+                before = hashes[block_hash]
+            assert before[-len(event.token_ids) :] == event.token_ids
+            assert len(event.token_ids) == size * len(event.block_hashes)
+            names = event.block_hashes[engine.chunk_blocks - 1 :: engine.chunk_blocks]
+            assert client.exists([name + suffixes[event.group_idx] for name in names]).all()
+            chunks += len(names)
+            assert event.kv_cache_spec_kind == SPEC_KINDS[engine.kinds[event.group_idx]]
+        assert chunks == engine.counted["stored_chunks|stored"] + engine.counted["stored_chunks|existed"] > 0
+        engine.close()
+
+
+@pytest.mark.parametrize("shape", [{}, {"chunk_blocks": 3}, {"kinds": "fww"}], ids=str)
+def test_parents_go_out_before_their_children(
+    model: Path, cluster: raykv.EmbeddedCluster, shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "0")
+    engine = Engine(model, cluster.address(0), random.Random(1), threads=True, publishes=True, **shape)
+    prompt = list(range(60))
+    for number, tokens in enumerate((30, 60)):
+        engine.add(f"r{number}", prompt[:tokens], max_tokens=20, salt="")
+        engine.run()
+    whole = [event for event in engine.events if event.kv_cache_spec_kind == "full_attention"]
+    published: list[bytes] = []
+    for event in whole:
+        assert event.parent_block_hash is None or event.parent_block_hash in published
+        published += event.block_hashes
+    assert [event.parent_block_hash for event in whole].count(None) == 1
+    assert len(published) > 60 // BLOCK_TOKENS
+    # Two chunks of several blocks may begin with the same block.
+    assert len(published) == len(set(published)) or engine.chunk_blocks > 1
+    engine.close()
+
+
+def test_no_event_goes_out_for_a_skipped_chunk(
+    model: Path, cluster: raykv.EmbeddedCluster, monkeypatch: pytest.MonkeyPatch
+):
+    engine = Engine(model, cluster.address(0), random.Random(1), threads=True, publishes=True)
+    engine.add("first", list(range(21)), max_tokens=1, salt="")
+    engine.run()
+    monkeypatch.setattr(worker_module, "MAX_SAVING_STEPS", 0)
+    engine.add("second", list(range(50, 71)), max_tokens=1, salt="")
+    engine.run()
+    engine.close()
+    assert engine.counted["stored_chunks|skipped"] == 21 // BLOCK_TOKENS
+    assert [token for event in engine.events for token in event.token_ids] == list(range(20))
+
+
+def test_events_go_out_when_a_stopped_node_answers(model: Path, node: tuple[str, int]):
+    """Until then an idle engine makes steps, but not for ever."""
+    address, pid = node
+    engine = Engine(model, address, random.Random(1), threads=True, publishes=True, store_timeout_s=0.003)
+    engine.add("first", list(range(21)), max_tokens=3, salt="")
+    engine.run()
+    before = len(engine.events)
+    stop_process(pid)
+    engine.add("second", [50 + token % 40 for token in range(100)], max_tokens=3, salt="")
+    began_s = time.monotonic()
+    engine.run()
+    assert time.monotonic() - began_s < 20.0, "the engine is never idle"
+    assert len(engine.events) == before
+    os.kill(pid, signal.SIGCONT)
+    engine.add("third", list(range(30, 33)), max_tokens=20, salt="")
+    engine.run()
+    engine.close()
+    assert len(engine.events) > before
+    assert sum(len(event.block_hashes) for event in engine.events) == engine.counted["stored_chunks|stored"]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_sources_of_a_hit_are_named(model: Path, cluster: raykv.EmbeddedCluster, shape: dict[str, Any]):
+    prompt = list(range(60))
+
+    def load(node: int, tokens: int) -> dict[str, int]:
+        engine = Engine(model, cluster.address(node), random.Random(1), threads=True, **shape)
+        engine.add("r", prompt[:tokens], max_tokens=1, salt="")
+        engine.run()
+        engine.close()
+        cluster.settle()
+        ((hit, sources),) = engine.sources or [(0, {})]
+        assert sum(sources.values()) == hit
+        return sources
+
+    assert load(0, 49) == {}
+    assert load(0, 49) == {"host": 48}
+    assert load(1, 49) == {"p2p": 48}
+    assert load(1, 60) == {"p2p": 48}
+    if shape.get("kinds", "f") == "f":  # the last 3 blocks were stored on the second node
+        assert load(1, 60) == {"p2p": 48, "host": 59 // BLOCK_TOKENS * BLOCK_TOKENS - 48} or shape

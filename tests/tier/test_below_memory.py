@@ -10,6 +10,7 @@ import pytest
 
 import raykv
 from raykv.embedded import EmbeddedCluster
+from raykv.types import Holder
 from tests.support.tier_clusters import (
     MIB,
     NBYTES,
@@ -80,8 +81,10 @@ def test_a_match_may_have_it_brought_up(cluster):
     client = cluster.client(SPACE)
     sink(cluster, client, names(10))
     wait_until(lambda: client.match(names(10)).below_memory == 10, "its owner knows that they are below memory")
-    assert client.match(names(10), promote=True).below_memory == 10
+    assert client.locate([*names(10), "missing"]) == [*[Holder("node-0", below_memory=True)] * 10, None]
+    assert client.match(names(10), promote=True).low == tuple(range(10))
     wait_until(lambda: client.match(names(10)).below_memory == 0, "it is in memory")
+    assert client.locate(names(10)) == [Holder("node-0")] * 10
     assert get(client, names(10)) == 10
 
 

@@ -8,7 +8,7 @@ other groups it recomputes the whole request.
 """
 
 import time
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterable, Set
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -23,6 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.logger import init_logger
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 import raykv
 from raykv.errors import RayKVError
@@ -31,6 +32,7 @@ from raykv.integrations.vllm import register
 from raykv.integrations.vllm.checks import check_cache, check_engine
 from raykv.integrations.vllm.config import ConnectorConfig
 from raykv.integrations.vllm.connection import Connection
+from raykv.integrations.vllm.events import Reporter, StoredEvents, publishes_events
 from raykv.integrations.vllm.groups import Groups
 from raykv.integrations.vllm.metadata import StepOrders, WorkerNamespace, WorkerReport
 from raykv.integrations.vllm.namespace import attention_of, namespace_of
@@ -41,6 +43,7 @@ from raykv.protocol.namespace import Namespace
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -57,7 +60,32 @@ LOG_INTERVAL_S: Final = 30.0
 ResultT = TypeVar("ResultT")
 
 
-class RayKVConnector(KVConnectorBase_V1, SupportsHMA):
+class _TimedHooks:
+    """Calls hooks, measures their time, and turns a `RayKVError` into the answer of an empty cache."""
+
+    _stats: RayKVStats
+    _logged_s: dict[str, float]
+
+    def _run(self, hook: str, nothing: ResultT, call: Callable[..., ResultT], *arguments: Any) -> ResultT:
+        """Make one timed call for a hook. Return `nothing` on a `RayKVError`: a cache never fails a request."""
+        start_s = time.perf_counter()
+        try:
+            return call(*arguments)
+        except RayKVError as error:
+            self._stats.count("errors", 1, hook, type(error).__name__)
+            self._log_rarely(hook, str(error))
+            return nothing
+        finally:
+            self._stats.count("hook_seconds", time.perf_counter() - start_s, hook)
+
+    def _log_rarely(self, hook: str, reason: str) -> None:
+        now_s = time.monotonic()
+        if reason and now_s - self._logged_s.get(hook, -LOG_INTERVAL_S) >= LOG_INTERVAL_S:
+            self._logged_s[hook] = now_s
+            logger.warning("raykv, %s: %s; the engine goes on without", hook, reason)
+
+
+class RayKVConnector(KVConnectorBase_V1, SupportsHMA, _TimedHooks):
     """Stores the KV that this engine computes, and loads the KV that any engine has stored.
 
     vLLM makes one connector for its scheduler and one for each worker. On each it calls only the hooks of its role.
@@ -78,12 +106,11 @@ class RayKVConnector(KVConnectorBase_V1, SupportsHMA):
             ConfigError: The engine is not supported. The message names the field and the remedy.
         """
         super().__init__(vllm_config, role, kv_cache_config)
+        self._stats, self._logged_s = RayKVStats(), {}
         check_engine(vllm_config)
         self._config = ConnectorConfig.load(self._kv_transfer_config.kv_connector_extra_config)
         check_cache(vllm_config, kv_cache_config, self._config)
         self._groups = Groups(kv_cache_config, self._config.chunk_blocks)
-        self._stats = RayKVStats()
-        self._logged_s: dict[str, float] = {}
         self._close: Callable[[], None] = lambda: None
 
     @property
@@ -108,10 +135,12 @@ class RayKVConnector(KVConnectorBase_V1, SupportsHMA):
             self._stats,
             transfer=self._kv_transfer_config,
             groups=self._groups,
-            connection=Connection(partial(self._connect, next(iter(namespaces.values())))),
+            connection=Connection(partial(_connect, self._config, next(iter(namespaces.values())))),
             namespaces=namespaces,
             chunk_nbytes=workers[0].chunk_nbytes,
         )
+        if publishes_events(self._vllm_config):
+            self.scheduler_side.events = StoredEvents(self._kv_cache_config, self._groups, ranks=len(namespaces))
         if self._kv_cache_manager is not None:
             self.scheduler_side.bind(self._kv_cache_manager)
         self._close = self.scheduler_side.close
@@ -131,6 +160,10 @@ class RayKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
         self._run("order_load", None, self.scheduler_side.order_load, request, blocks, num_external_tokens)
+
+    def get_external_cache_hit_sources(self, request: "Request", num_external_tokens: int) -> dict[CacheHitSource, int]:
+        unknown = {CacheHitSource.EXTERNAL_UNSPECIFIED: num_external_tokens}
+        return self._run("hit_sources", unknown, self.scheduler_side.sources, request, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
         return self._run("orders", StepOrders(), self.scheduler_side.orders, scheduler_output)
@@ -159,6 +192,14 @@ class RayKVConnector(KVConnectorBase_V1, SupportsHMA):
     def reset_cache(self) -> bool:
         """Return False: other engines share the stored chunks. After new weights, restart with another `revision`."""
         return False
+
+    def take_events(self) -> "Iterable[KVCacheEvent]":
+        return self.scheduler_side.take_events()
+
+    def has_pending_push_work(self) -> bool:
+        """Return whether an idle engine must make steps, because the workers report stored chunks only in a step."""
+        events = self.scheduler_side.events
+        return events is not None and events.is_waiting
 
     # -- hooks of a worker, in the order of a step ----------------------------------------------------------------
 
@@ -194,7 +235,8 @@ class RayKVConnector(KVConnectorBase_V1, SupportsHMA):
                 replica=(rank[1] % replicas, replicas),
                 counts_tokens=rank == (0, 0),
             ),
-            connection=Connection(partial(self._connect_writer, namespace, set(sizes.values()))),
+            connection=Connection(partial(_connect_writer, self._config, namespace, set(sizes.values()))),
+            reporter=Reporter() if publishes_events(self._vllm_config) else None,
         )
         self._close = self.worker_side.close
 
@@ -234,7 +276,7 @@ class RayKVConnector(KVConnectorBase_V1, SupportsHMA):
         orders = self._get_connector_metadata()
         assert isinstance(orders, StepOrders)
         if not orders.computes:
-            self.worker_side.await_load()  # not timed: the engine has nothing else to do
+            self.worker_side.await_work()  # not timed: the engine has nothing else to do
         nothing: tuple[set[str], set[str]] = (set(), set())
         finished, failed = self._run("finished", nothing, self.worker_side.pop_finished)
         return KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)
@@ -243,7 +285,7 @@ class RayKVConnector(KVConnectorBase_V1, SupportsHMA):
         return self.worker_side.pop_failed_blocks()
 
     def build_connector_worker_meta(self) -> WorkerReport | None:
-        return self.worker_side.pop_report()
+        return self._run("reports", None, self.worker_side.pop_report)
 
     # -- hooks of both roles --------------------------------------------------------------------------------------
 
@@ -265,29 +307,13 @@ class RayKVConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> RayKVPromMetrics:
         return RayKVPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
-    def _connect(self, namespace: Namespace) -> raykv.Client:
-        return raykv.connect(namespace, address=self._config.address, timeout_s=CONNECT_TIMEOUT_S)
 
-    def _connect_writer(self, namespace: Namespace, sizes: Set[int]) -> raykv.Client:
-        client = self._connect(namespace)
-        for chunk_nbytes in sizes:
-            client.prepare(chunk_nbytes, 1)  # connect now, because this takes longer than a step may wait
-        return client
+def _connect(config: ConnectorConfig, namespace: Namespace) -> raykv.Client:
+    return raykv.connect(namespace, address=config.address, timeout_s=CONNECT_TIMEOUT_S)
 
-    def _run(self, hook: str, nothing: ResultT, call: Callable[..., ResultT], *arguments: Any) -> ResultT:
-        """Make one timed call for a hook. Return `nothing` on a `RayKVError`: a cache never fails a request."""
-        start_s = time.perf_counter()
-        try:
-            return call(*arguments)
-        except RayKVError as error:
-            self._stats.count("errors", 1, hook, type(error).__name__)
-            self._log_rarely(hook, str(error))
-            return nothing
-        finally:
-            self._stats.count("hook_seconds", time.perf_counter() - start_s, hook)
 
-    def _log_rarely(self, hook: str, reason: str) -> None:
-        now_s = time.monotonic()
-        if reason and now_s - self._logged_s.get(hook, -LOG_INTERVAL_S) >= LOG_INTERVAL_S:
-            self._logged_s[hook] = now_s
-            logger.warning("raykv, %s: %s; the engine goes on without", hook, reason)
+def _connect_writer(config: ConnectorConfig, namespace: Namespace, sizes: Set[int]) -> raykv.Client:
+    client = _connect(config, namespace)
+    for chunk_nbytes in sizes:
+        client.prepare(chunk_nbytes, 1)  # connect now, because this takes longer than a step may wait
+    return client

@@ -16,7 +16,7 @@ from raykv.integrations.vllm.groups import NO_HIT, Group, Groups, Hashes, Hit
 from raykv.integrations.vllm.metadata import Rank, Scope
 from raykv.protocol.namespace import Namespace
 from raykv.protocol.ticket import Ticket
-from raykv.types import NodeId
+from raykv.types import Holder
 
 if TYPE_CHECKING:
     from raykv import Client
@@ -32,7 +32,7 @@ HAND_OFF_WAIT_S: Final = 0.02
 
 Place: TypeAlias = tuple[Group, int]
 """A chunk of a request: its group, and the token before which it ends."""
-Held: TypeAlias = dict[tuple[int, int], NodeId]
+Held: TypeAlias = dict[tuple[int, int], Holder]
 """The holders of a request's chunks for one rank, by index of the group and end of the chunk."""
 
 
@@ -139,7 +139,10 @@ class Lookups:
             holders = {rank: client.locate(names, timeout_s=timeout_s) for rank, client in clients.items()}
             found = self._found(prompt, {rank: _held(places, each) for rank, each in holders.items()})
             if found.hit.tokens == most or time.monotonic() >= deadline_s:
-                return [Ticket.of(clients[rank].namespace, each).to_json() for rank, each in holders.items()]
+                return [
+                    Ticket.of(clients[rank].namespace, [holder and holder.node_id for holder in each]).to_json()
+                    for rank, each in holders.items()
+                ]
 
     def names(self, hashes: Hashes) -> list[bytes]:
         """Return the names of all chunks that may be stored of a request."""
@@ -185,7 +188,7 @@ class Lookups:
         first = next(iter(clients.values()))
         recorded = not record
 
-        def ask(client: "Client", names: list[bytes], whole: bool) -> Sequence[NodeId | None]:
+        def ask(client: "Client", names: list[bytes], whole: bool) -> Sequence[Holder | None]:
             nonlocal recorded
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
@@ -194,8 +197,9 @@ class Lookups:
                 return client.locate(names, timeout_s=left_s, promote=True)
             is_new = not recorded and client is first  # the trace has each request once, for the first rank
             recorded = recorded or is_new
-            holders = client.match(names, timeout_s=left_s, promote=True, record=is_new).holders
-            return [*holders, *[None] * (len(names) - len(holders))]
+            found = client.match(names, timeout_s=left_s, promote=True, record=is_new)
+            low = set(found.low)
+            return [Holder(node_id, place in low) for place, node_id in enumerate(found.holders)]
 
         return self._search(clients, prompt, ask)
 
@@ -203,12 +207,13 @@ class Lookups:
         self,
         clients: Mapping[Rank, "Client"],
         prompt: Prompt,
-        ask: "Callable[[Client, list[bytes], bool], Sequence[NodeId | None]]",
+        ask: "Callable[[Client, list[bytes], bool], Sequence[Holder | None]]",
     ) -> Found:
         """Look up the chunks of groups that need whole prefixes, then those of the other groups within that prefix.
 
         Args:
-            ask: Returns the holders of chunks by name. The last argument tells whether only leading chunks count.
+            ask: Returns the holders of chunks by name. The last argument tells whether only leading chunks count. Then
+                the result may end before the first missing chunk.
         """
         groups, hashes = self._groups, prompt.hashes
         held: dict[Rank, Held] = {rank: {} for rank in clients}
@@ -240,6 +245,6 @@ class Lookups:
         return Found(self._groups.longest(prompt.hashes, prompt.computed, prompt.limit, stored), held)
 
 
-def _held(places: Sequence[Place], holders: Sequence[NodeId | None]) -> Held:
+def _held(places: Sequence[Place], holders: Sequence[Holder | None]) -> Held:
     pairs = zip(places, holders, strict=False)
     return {(group.index, end): holder for (group, end), holder in pairs if holder is not None}

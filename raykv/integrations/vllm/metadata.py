@@ -73,6 +73,7 @@ class Save:
         cached: Whether the engine found these chunks in its own cache. Most of them are stored already, so the worker
             looks them up first.
         hints: Expiry and priority; None if the namespace's config decides.
+        number: Identifies the save in the workers' reports (`raykv.integrations.vllm.events`). 0: no report is needed.
     """
 
     scope: Scope
@@ -83,6 +84,7 @@ class Save:
     depth: int
     cached: bool
     hints: Hints | None = None
+    number: int = 0
 
 
 @dataclass(slots=True)
@@ -126,10 +128,12 @@ class WorkerReport(KVConnectorWorkerMetadata):
     Attributes:
         now_s: Time of the report by the worker's clock.
         loads: By request, when its load began and ended, by the same clock.
+        stored: For each ended save, by number, the stored chunks, as in `Save.depth`: one set for each rank.
     """
 
     now_s: float
     loads: dict[str, tuple[float, float]]
+    stored: dict[int, list[frozenset[int]]] = field(default_factory=dict)
 
     def aggregate(self, other: "KVConnectorWorkerMetadata") -> "WorkerReport":
         """Combine the reports of two workers. Of each load, the longer time counts."""
@@ -139,4 +143,6 @@ class WorkerReport(KVConnectorWorkerMetadata):
             mine = self.loads.get(request_id)
             if mine is None or mine[1] - mine[0] < ended_s - began_s:
                 self.loads[request_id] = began_s + lag_s, ended_s + lag_s
+        for number, chunks in other.stored.items():
+            self.stored.setdefault(number, []).extend(chunks)
         return self

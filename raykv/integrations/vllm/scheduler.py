@@ -6,23 +6,27 @@ While a lookup runs on a thread, vLLM's scheduler skips the request in each step
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from threading import BoundedSemaphore
 from typing import TYPE_CHECKING, Any, Final
 
+from vllm.distributed.kv_events import BlockStored
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
 from raykv.integrations.vllm.config import ConnectorConfig
 from raykv.integrations.vllm.connection import Connection
 from raykv.integrations.vllm.costs import Costs
+from raykv.integrations.vllm.events import StoredEvents
 from raykv.integrations.vllm.groups import Group, Groups
-from raykv.integrations.vllm.hints import NO_HINTS, PARAMETER, HintSender, RequestHints, parse
+from raykv.integrations.vllm.hints import PARAMETER, HintSender, parse
+from raykv.integrations.vllm.hit_sources import hit_sources
 from raykv.integrations.vllm.lookups import Found, Lookups, Prompt
 from raykv.integrations.vllm.metadata import Load, LoadedChunks, Rank, Save, Scope, StepOrders, WorkerReport
 from raykv.integrations.vllm.namespace import Scopes
 from raykv.integrations.vllm.stats import RayKVStats
+from raykv.integrations.vllm.tracked import Lookup, Tracked
 from raykv.protocol.namespace import Namespace
 from raykv.types import NodeId
 
@@ -43,58 +47,12 @@ policies know less, and predict worse which chunks will be read again."""
 _COMPLETED: Final = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 
 
-@dataclass(slots=True)
-class Lookup:
-    """The result of a lookup when the engine had `computed` tokens."""
-
-    computed: int
-    found: Found
-    at_s: float
-
-
-@dataclass(slots=True)
-class Tracked:
-    """The state of a request since its start or its last preemption.
-
-    Attributes:
-        admission: Number of preemptions so far. A preemption resets all fields except the scope and the hints.
-        asking: The running lookup: (number of tokens that the engine had computed when it began, future result).
-        ordered: Whether a load was ordered or declined. There is no second load, since a failing load could repeat for
-            ever.
-        started: Whether the request was scheduled. From then on `cached` and `loaded` are known.
-        cached: Number of leading tokens that the engine found in its own cache.
-        loaded: The loaded tokens end before this token.
-        offered: For each group, by index, the number of leading chunks that were considered for a save.
-        hints: How long to keep the request's chunks.
-    """
-
-    request: "Request"
-    scope: Scope
-    admission: int = 0
-    lookup: Lookup | None = None
-    asking: tuple[int, Future[Found]] | None = None
-    ordered: bool = False
-    started: bool = False
-    cached: int = 0
-    loaded: int = 0
-    offered: dict[int, int] = field(default_factory=dict)
-    hints: RequestHints = NO_HINTS
-
-    def start(self, computed: int) -> None:
-        """Set `cached` and `loaded` when the request is first scheduled with `computed` tokens.
-
-        If a load has failed, this number is lower than planned.
-        """
-        self.started = True
-        self.loaded = min(self.loaded, computed)
-        self.cached = min(self.lookup.computed, computed) if self.loaded and self.lookup else computed
-
-
 class SchedulerSide:
     """Decides what one engine loads and saves.
 
     Attributes:
         requests: Every request between `add` and `finish`, by its id.
+        events: The KV events of the saves. None: the engine publishes no KV events.
     """
 
     def __init__(
@@ -117,6 +75,7 @@ class SchedulerSide:
         self._pool: BlockPool | None = None
         self._reused: set[int] = set()
         self.requests: dict[str, Tracked] = {}
+        self.events: StoredEvents | None = None
         self._ordered_loads: list[Load] = []
         self._last_saves: list[Save] = []
         self._reporter = ThreadPoolExecutor(1, thread_name_prefix="raykv-report")
@@ -189,7 +148,7 @@ class SchedulerSide:
         """Return the node that holds most of the chunks to load, and the size of the load of one rank."""
         held = next(iter(found.held.values()))
         chunks = [(index, end) for index, ends in found.hit.ends.items() for end in ends]
-        ((holder, _),) = Counter(held[chunk] for chunk in chunks).most_common(1)
+        ((holder, _),) = Counter(held[chunk].node_id for chunk in chunks).most_common(1)
         return holder, sum(self._chunk_nbytes[index] for index, _ in chunks)
 
     def order_load(self, request: "Request", blocks: "KVCacheBlocks", tokens: int) -> None:
@@ -210,10 +169,12 @@ class SchedulerSide:
         self._costs.begin_load(request.request_id, *self._source(lookup.found), time.monotonic())
 
     def add_report(self, report: WorkerReport) -> None:
-        """Learn how long loads took."""
+        """Learn how long loads took, and which chunks are stored."""
         lag_s = time.monotonic() - report.now_s  # the worker may run on another host
         for request_id, (began_s, ended_s) in report.loads.items():
             self._costs.end_load(request_id, began_s + lag_s, ended_s + lag_s)
+        if self.events is not None:
+            self.events.receive(report.stored)
 
     def _loaded(self, group: Group, ids: Sequence[int], request: "Request", lookup: Lookup, stop: int) -> LoadedChunks:
         """Return the chunks to load for one group. `stop`: the token before which the load ends."""
@@ -227,8 +188,19 @@ class SchedulerSide:
             group=group.index,
             names=[self._groups.name(group, request.block_hashes, end) for end in ends],
             blocks=[[target(place) for place in group.blocks_of(end)] for end in ends],
-            holders={rank: [held[group.index, end] for end in ends] for rank, held in lookup.found.held.items()},
+            holders={
+                rank: [held[group.index, each].node_id for each in ends] for rank, held in lookup.found.held.items()
+            },
         )
+
+    def sources(self, request: "Request", tokens: int) -> dict[CacheHitSource, int]:
+        """Count the `tokens` tokens of an ordered load by source."""
+        tracked = self.requests[request.request_id]
+        clients, lookup = self._lookups.clients(tracked.scope), tracked.lookup
+        if lookup is None or not clients:
+            return {CacheHitSource.EXTERNAL_UNSPECIFIED: tokens}
+        near = next(iter(clients.values())).nodes_on_this_host()
+        return hit_sources(lookup.found, range(lookup.computed, lookup.computed + tokens), near)
 
     def orders(self, step: "SchedulerOutput") -> StepOrders:
         """Return the orders of the step that vLLM has just scheduled."""
@@ -238,7 +210,10 @@ class SchedulerSide:
             running = [tracked.asking[1] for tracked in self.requests.values() if tracked.asking]
             if running:
                 self._lookups.await_any(running)
-        saves, self._last_saves = [save for save in self._last_saves if not self._is_reused(save)], []
+        lost = [save for save in self._last_saves if self._is_reused(save)]
+        saves, self._last_saves = [save for save in self._last_saves if save not in lost], []
+        if self.events is not None:
+            self.events.drop(lost)
         reused, self._reused = self._reused, set()
         if self._may_store:
             state = step.kv_connector_block_state
@@ -275,6 +250,13 @@ class SchedulerSide:
         if self._may_store:
             handed["raykv"] = self._lookups.tickets(tracked.scope, request.block_hashes, request.num_prompt_tokens)
         return handed
+
+    def take_events(self) -> list[BlockStored]:
+        """Return the events of the chunks that were stored since the last call."""
+        if self.events is None:
+            return []
+        clients = self._lookups.clients(Scope())
+        return list(self.events.take(is_local=any(client.router.local_id for client in clients.values())))
 
     # -- lookups --------------------------------------------------------------------------------------------------
 
@@ -379,8 +361,13 @@ class SchedulerSide:
                 depth = run[0][0]
                 parent = self._groups.name(group, hashes, depth * size) if depth and group.whole else None
                 tables, hints = [each for _, each in run], tracked.hints.of_stored
-                yield Save(tracked.scope, group.index, names, tables, parent, depth, cached, hints)
+                save = Save(tracked.scope, group.index, names, tables, parent, depth, cached, hints)
+                yield self._announced(tracked, save, (depth + len(run)) * size)
                 run = []
+
+    def _announced(self, tracked: Tracked, save: Save, end: int) -> Save:
+        """Make the KV event of a save whose last chunk ends at token `end`, if the engine publishes KV events."""
+        return save if self.events is None else self.events.add(tracked.request, save, end)
 
     def _is_storable(self, group: Group, block: int) -> bool:
         """Return whether a block holds what a later hit can need. vLLM hashes only such blocks."""
@@ -409,7 +396,8 @@ class SchedulerSide:
                     continue
                 name, depth = self._groups.name(group, hashes, tokens), tokens // group.chunk_tokens
                 hints = tracked.hints.of_stored
-                saves.append(Save(tracked.scope, group.index, [name], [blocks], None, depth, False, hints))
+                save = Save(tracked.scope, group.index, [name], [blocks], None, depth, False, hints)
+                saves.append(self._announced(tracked, save, tokens))
         return saves
 
     def save_last_states(

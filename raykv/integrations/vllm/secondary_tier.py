@@ -141,7 +141,7 @@ class _Lookups(AsyncLookupManager):
         return [holder is not None for holder in holders]
 
     def _ask(self, client: "Client", keys: list[OffloadKey]) -> list[NodeId | None]:
-        return client.locate(keys, timeout_s=self._timeout_s, promote=True)
+        return [each and each.node_id for each in client.locate(keys, timeout_s=self._timeout_s, promote=True)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from raykv.errors import RayKVError
 from raykv.integrations.kv_layout import Layout
 from raykv.integrations.vllm.config import ConnectorConfig
 from raykv.integrations.vllm.connection import Connection
+from raykv.integrations.vllm.events import Reporter
 from raykv.integrations.vllm.groups import Group
 from raykv.integrations.vllm.metadata import Load, LoadedChunks, Rank, Save, Scope, StepOrders, WorkerReport
 from raykv.integrations.vllm.stats import RayKVStats
@@ -43,17 +44,19 @@ MAX_SAVING_STEPS: Final = 16
 
 
 class _Run(NamedTuple):
-    """Consecutive chunks of one group to store. `depth` chunks precede them; `parent` is the last one's key."""
+    """Consecutive chunks of save `number` to store. `depth` chunks precede them; `parent` is the last one's key."""
 
     keys: KeyArray
     blocks: Sequence[Sequence[int]]
     parent: KeyArray | None
     depth: int
     hints: Hints
+    number: int
 
     def part(self, start: int, stop: int) -> "_Run":
         parent = self.keys[start - 1 : start] if start else self.parent
-        return _Run(self.keys[start:stop], self.blocks[start:stop], parent, self.depth + start, self.hints)
+        part = self._replace(keys=self.keys[start:stop], blocks=self.blocks[start:stop])
+        return part._replace(parent=parent, depth=self.depth + start)
 
     def put(self, values: Sequence[Scattered]) -> Put:
         ttl_s, priority = self.hints
@@ -113,6 +116,7 @@ class WorkerSide:
     Attributes:
         loading: Loads in flight, by request id.
         saving: One entry per step with saves in flight: the blocks they read, their number of chunks, and the result.
+        reporter: Reports which chunks are stored. None: the engine publishes no KV events.
     """
 
     def __init__(
@@ -122,6 +126,7 @@ class WorkerSide:
         *,
         cache: RankCache,
         connection: Connection,
+        reporter: Reporter | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Start the threads. Only the engine's thread writes `stats`."""
@@ -134,6 +139,7 @@ class WorkerSide:
         self._ended: dict[str, tuple[float, float]] = {}
         self._saver = ThreadPoolExecutor(1, thread_name_prefix="raykv-save")
         self.saving: deque[tuple[set[int], int, Future[list[PutResult]]]] = deque()
+        self.reporter = reporter
 
     # -- loads ----------------------------------------------------------------------------------------------------
 
@@ -144,10 +150,13 @@ class WorkerSide:
             future = self._threads.submit(self._load, client, load, self._clock())
             self.loading[load.request_id] = (load, future)
 
-    def await_load(self) -> None:
-        """Wait up to IDLE_WAIT_S for the next load to end, if any is in flight."""
-        if self.loading:
-            wait([future for _, future in self.loading.values()], IDLE_WAIT_S, FIRST_COMPLETED)
+    def await_work(self) -> None:
+        """Wait up to IDLE_WAIT_S for the end of a load, or of a save that must be reported, if any is in flight."""
+        running: list[Future[Any]] = [future for _, future in self.loading.values()]
+        if self.reporter is not None and self.saving:
+            running.append(self.saving[0][2])
+        if running:
+            wait(running, IDLE_WAIT_S, FIRST_COMPLETED)
 
     def pop_finished(self) -> tuple[set[str], set[str]]:
         """Return the requests whose load has ended since the last call, and those of them that must be recomputed.
@@ -161,9 +170,15 @@ class WorkerSide:
         return finished, failed
 
     def pop_report(self) -> WorkerReport | None:
-        """Return the loads that ended since the last call; None if there are none."""
+        """Return the loads and saves that ended since the last call; None if there are none.
+
+        If the node has not answered for all saved chunks, collect its answers on the thread that saves.
+        """
         ended, self._ended = self._ended, {}
-        return WorkerReport(self._clock(), ended) if ended else None
+        stored = {} if self.reporter is None else self.reporter.pop()
+        if self.reporter is not None and self.reporter.is_waiting and not self.saving:
+            self.save([])
+        return WorkerReport(self._clock(), ended, stored) if ended or stored else None
 
     def pop_failed_blocks(self) -> set[int]:
         """Return the blocks that loads failed to fill since the last call. The engine recomputes them."""
@@ -254,9 +269,14 @@ class WorkerSide:
         if len(self.saving) < MAX_SAVING_STEPS:
             fence = next(iter(self._layouts.values())).fence()
             blocks = {block for save in saves for chunk in save.blocks for block in chunk}
-            self.saving.append((blocks, _chunks_of(saves), self._saver.submit(self._save, saves, fence)))
+            future = self._saver.submit(self._save, saves, fence)
+            self.saving.append((blocks, _chunks_of(saves), future))
+            if self.reporter is not None:
+                self.reporter.watch(saves, future)
         else:
             self._count_saved(_skipped(_chunks_of(saves), ""))
+            if self.reporter is not None:
+                self.reporter.skip(saves)
 
     def release(self, blocks: Set[int]) -> None:
         """Wait until no save reads these blocks. Cancel saves that do not begin within `store_timeout_s`."""
@@ -294,22 +314,41 @@ class WorkerSide:
                 client.prepare(self._layouts[group].chunk_nbytes, count, timeout_s=self._config.store_timeout_s)
 
     def _save(self, saves: Sequence[Save], fence: Any) -> list[PutResult]:
-        """Copy chunks in batches into the node's memory. Commit each batch with one message.
+        """Store chunks, and collect late answers to earlier saves. Without saves, wait a short time for these answers.
 
         Waits at most `store_timeout_s` for slots, and not at all if the client has enough.
         """
         deadline_s = self._clock() + self._config.store_timeout_s
         client = self._connection.client(self._cache.namespace, Scope())
         if client is None:
+            if self.reporter is not None:
+                self.reporter.skip(saves)
             return [_skipped(_chunks_of(saves), "the node is not there yet")]
+        is_answered = False
+        try:
+            results = self._put(client, saves, fence, deadline_s)
+            late = client.flush(timeout_s=0.0 if saves else self._config.store_timeout_s)
+            is_answered = not late.posted
+        finally:
+            if self.reporter is not None:
+                self.reporter.settle(client, saves, is_answered=is_answered)
+        return [*results, late]
+
+    def _put(self, client: "Client", saves: Sequence[Save], fence: Any, deadline_s: float) -> list[PutResult]:
+        """Copy chunks in batches into the node's memory. Commit each batch with one message."""
         results: list[PutResult] = []
         for index, layout in self._layouts.items():
             runs = [self._run(save, deadline_s, results) for save in saves if save.group == index]
             for batch in _batches(runs, layout.batch_chunks):
                 values = iter(layout.read([blocks for run in batch for blocks in run.blocks], fence))
                 puts = [run.put(list(islice(values, len(run.blocks)))) for run in batch]
-                results.append(client.put_many(puts, wait=True, timeout_s=max(0.0, deadline_s - self._clock())))
-        return [*results, client.flush(timeout_s=0.0)]  # `flush` returns late answers to earlier saves
+                result = client.put_many(puts, wait=True, timeout_s=max(0.0, deadline_s - self._clock()))
+                results.append(result)
+                if self.reporter is not None:
+                    is_stored = not result.skipped and not result.posted
+                    for run in batch:
+                        self.reporter.add(run.number, run.keys, run.depth, is_stored=is_stored)
+        return results
 
     def _run(self, save: Save, deadline_s: float, results: list[PutResult]) -> _Run:
         """Return the chunks to store. Of `cached` chunks, skip those that nodes hold, or all if the lookup is slow."""
@@ -317,7 +356,8 @@ class WorkerSide:
         assert client is not None, "clients of all scopes are made from one"
         above = [] if save.parent is None else [save.parent]
         keys, start = client.keys([*above, *save.names]), len(above)
-        run = _Run(keys[start:], save.blocks, keys[:start] if above else None, save.depth, save.hints or NO_HINTS)
+        above_key, hints = keys[:start] if above else None, save.hints or NO_HINTS
+        run = _Run(keys[start:], save.blocks, above_key, save.depth, hints, save.number)
         if not save.cached:
             return run
         held = client.match(run.keys, timeout_s=max(0.0, deadline_s - self._clock()), record=False).count
