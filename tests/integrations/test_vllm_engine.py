@@ -275,22 +275,31 @@ def test_an_unknown_field_is_refused_at_start(model: Path, cluster: raykv.Embedd
         Engine(model, cluster.address(0), extra={"adress": "x"})
 
 
-def test_it_works_and_reports_inside_a_multi_connector(
-    model: Path, cluster: raykv.EmbeddedCluster, answers: list[list[int]]
-):
-    """There vLLM looks the connector up by its name alone, and an unknown name stops the engine."""
+def multi_connector(address: str) -> dict[str, Any]:
     child = {
         "kv_connector": "RayKVConnector",
         "kv_connector_module_path": "raykv.integrations.vllm",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"address": cluster.address(0)},
+        "kv_connector_extra_config": {"address": address},
     }
     outer = {"kv_connector": "MultiConnector", "kv_connector_module_path": None}
+    return {**outer, "kv_connector_extra_config": {"connectors": [child]}}
+
+
+def test_the_failure_policy_of_a_multi_connector_counts(model: Path, cluster: raykv.EmbeddedCluster):
+    """The connector is given a policy of its own, but vLLM obeys the outer one."""
+    outer = {**multi_connector(cluster.address(0)), "kv_load_failure_policy": "fail"}
+    with pytest.raises(raykv.ConfigError, match=r"kv_load_failure_policy is 'fail'.*MultiConnector"):
+        Engine(model, cluster.address(0), transfer=outer)
+
+
+def test_it_works_and_reports_inside_a_multi_connector(
+    model: Path, cluster: raykv.EmbeddedCluster, answers: list[list[int]]
+):
+    """There vLLM looks the connector up by its name alone, and an unknown name stops the engine."""
     fill(model, cluster)
-    with Engine(
-        model, cluster.address(0), transfer={**outer, "kv_connector_extra_config": {"connectors": [child]}}
-    ) as engine:
+    with Engine(model, cluster.address(0), transfer=multi_connector(cluster.address(0))) as engine:
         assert engine.answer(PROMPTS) == answers
         assert engine.reused_tokens() == FULL
         assert engine.counted("reused_tokens") >= FULL - COMMON

@@ -504,6 +504,19 @@ def test_finished_requests_are_reported_to_the_nodes(model: Path, cluster: raykv
     assert reports == [(len(prompt) // BLOCK_TOKENS, 9)]
 
 
+def test_orders_of_a_step_whose_block_tables_vllm_has_dropped_save_nothing(model: Path, cluster: raykv.EmbeddedCluster):
+    """VLLM drops the block tables of a step once the connector has built its orders."""
+    engine = Engine(model, cluster.address(0), random.Random(1))
+    engine.add("one", list(range(23)), max_tokens=3, salt="")
+    step = engine.scheduler.schedule()
+    while not step.num_scheduled_tokens:  # the lookup runs
+        engine.calls.run_some()
+        step = engine.scheduler.schedule()
+    assert step.kv_connector_metadata.saves
+    assert not engine.scheduler.connector.build_connector_meta(step).saves
+    engine.close()
+
+
 def test_a_lookup_never_blocks_the_scheduler(model: Path, node: tuple[str, int]):
     """While a stopped node does not answer one request's lookup, other requests are computed, and this one waits."""
     address, pid = node

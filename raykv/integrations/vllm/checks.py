@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from vllm.config import get_current_vllm_config_or_none
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -31,12 +32,16 @@ def check_engine(vllm_config: "VllmConfig") -> None:
     Raises:
         ConfigError: The engine is not supported. The message names vLLM's field and a value that works.
     """
-    transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
-    if transfer.kv_load_failure_policy != "recompute":
-        raise ConfigError(
-            f"kv_transfer_config.kv_load_failure_policy is {transfer.kv_load_failure_policy!r}: vLLM would fail a "
-            "request whose KV could not be loaded; set it to 'recompute'"
-        )
+    parallel = vllm_config.parallel_config
+    # MultiConnector gives each connector a configuration of its own, but vLLM obeys the policy of the outer one. While
+    # vLLM makes a worker's connector, the current configuration is the outer one.
+    for config in (vllm_config, get_current_vllm_config_or_none() or vllm_config):
+        transfer = config.kv_transfer_config
+        if transfer is not None and transfer.kv_load_failure_policy != "recompute":
+            raise ConfigError(
+                f"kv_transfer_config.kv_load_failure_policy is {transfer.kv_load_failure_policy!r}: vLLM would fail a "
+                "request whose KV could not be loaded; set it to 'recompute', within a MultiConnector on both levels"
+            )
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         raise ConfigError(
             "decode_context_parallel_size and prefill_context_parallel_size above 1 spread a block's tokens over "

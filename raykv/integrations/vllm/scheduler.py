@@ -215,8 +215,8 @@ class SchedulerSide:
         if self.events is not None:
             self.events.drop(lost)
         reused, self._reused = self._reused, set()
-        if self._may_store:
-            state = step.kv_connector_block_state
+        state = step.kv_connector_block_state
+        if self._may_store and state is not None:
             for request_id, tokens in step.num_scheduled_tokens.items():
                 saves += self._saves(self.requests[request_id], tokens, state.resolve_block_ids)
             for request_id, states in state.boundary_state_offloads.items():
