@@ -25,8 +25,10 @@ import raykv  # noqa: E402
 from raykv.errors import ConfigError  # noqa: E402
 from raykv.integrations.vllm.checks import check_cache, check_engine  # noqa: E402
 from raykv.integrations.vllm.config import ConnectorConfig  # noqa: E402
+from raykv.integrations.vllm.groups import Groups  # noqa: E402
 from raykv.integrations.vllm.namespace import Scopes, namespace_of  # noqa: E402
 from raykv.integrations.vllm.revision import content_digest  # noqa: E402
+from raykv.protocol.chunk_keys import named  # noqa: E402
 from raykv.protocol.namespace import Namespace  # noqa: E402
 
 pytestmark = pytest.mark.vllm
@@ -193,6 +195,60 @@ def test_every_condition_of_the_engine_counts(model: Path, field: str, changes: 
 )
 def test_every_condition_of_the_worker_counts(model: Path, fields: list[str], changes: dict[str, Any]):
     assert namespace(engine(model)).differences(namespace(engine(model), **changes)) == fields
+
+
+def test_the_name_of_a_model_counts():
+    models = [namespace(engine(name), config=ConnectorConfig(revision="1")) for name in ("org/first", "org/second")]
+    assert models[0].differences(models[1]) == ["model"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"address": "unix:/dev/shm/raykv-default-other.sock"},
+        {"address": "first.host:7000"},
+        {"address": "first.host:7001"},
+        {"address": "second.host:7000"},
+        {"lookup_timeout_s": 1.0, "load_timeout_s": 1.0, "store_timeout_s": 1.0},
+        {"load_threads": 1},
+        {"store_decode": False},
+        {"load_policy": "always"},
+    ],
+    ids=str,
+)
+def test_what_leaves_the_bytes_as_they_are_does_not_count(model: Path, fields: dict[str, Any]):
+    """Engines on other hosts, at other nodes and with other timeouts share chunks."""
+    assert namespace(engine(model), config=ConnectorConfig(**fields)).digest == namespace(engine(model)).digest
+
+
+def test_conditions_and_scopes_never_share_a_key(model: Path, tmp_path: Path):
+    """Every pair of them differs, not only each from the plain one."""
+    plain = namespace(engine(model))
+    adapter = write_model(tmp_path / "adapter", name="adapter_model.safetensors")
+    scopes = [Scopes().of(each) for each in (request(), request(salt="x"), request(lora=("x", adapter)))]
+    conditions = [
+        plain,
+        namespace(engine(write_model(tmp_path / "retrained" / "toy", seed=1))),
+        namespace(engine(model), config=ConnectorConfig(revision="1")),
+        namespace(engine(model, model_config__dtype=torch.float16)),
+        namespace(engine(model, cache_config__cache_dtype="fp8")),
+        namespace(engine(model, cache_config__prefix_caching_hash_algo="sha256_cbor")),
+        *(namespace(engine(model, parallel_config__tensor_parallel_size=2), rank=(0, rank)) for rank in range(2)),
+        *(namespace(engine(model, parallel_config__pipeline_parallel_size=2), rank=(rank, 0)) for rank in range(2)),
+        namespace(engine(model), block_tokens=[64]),
+        namespace(engine(model), config=ConnectorConfig(chunk_blocks=2)),
+        namespace(engine(model), block_tokens=[32, 32]),
+    ]
+    digests = [each.with_fields(lora=one.lora, salt=one.salt).digest for each in conditions for one in scopes]
+    keys = {named(digest, [b"one hash"]).tobytes() for digest in digests}
+    assert len(keys) == len(conditions) * len(scopes)
+
+
+def test_groups_never_share_the_name_of_a_chunk():
+    groups = Groups(cache([attention(), window(), state("align")]), 1)
+    hashes = [bytes([number]) * 32 for number in range(4)]
+    names = {groups.name(group, hashes, end) for group in groups.each for end in (32, 64, 96, 128)}
+    assert len(names) == 3 * 4
 
 
 def test_a_hash_that_starts_at_random_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch):
