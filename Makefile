@@ -3,7 +3,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-core model demo serve test quick soak bench bench-quick lint format typecheck notebooks lock clean
+.PHONY: help setup setup-core model demo serve test test-vllm quick soak bench bench-quick lint format typecheck notebooks lock clean
 
 PYTHON ?= python3.11
 ARGS ?=
@@ -48,6 +48,9 @@ test: lint typecheck setup-core ## All that CI runs: at most 12 minutes on two c
 	.ci/sanitize $(core)/bin/python
 	$(venv)/bin/python -m pytest $(full_tests) $(two) --dist loadfile -m "not soak" $(ARGS)
 
+test-vllm: setup ## vLLM's own tests of KV connectors, with RayKVConnector in their place: 3 minutes, needs the registry
+	@$(venv)/bin/python -m tests.vllm_conformance.run $(ARGS)
+
 quick: setup-core ## The tests that need only the core: under a minute
 	@$(core)/bin/python -m pytest $(core_tests) $(two) -q -m "not slow and not soak" $(ARGS)
 
@@ -59,7 +62,10 @@ soak: setup setup-core ## The long variants: SOAK="seed=7 kills=200 seconds=600"
 bench: setup ## Measure raykv and other stores side by side, and the machine's own limits: 20 minutes
 	@RAYKV_TORCH_SOURCE="$(torch_source)" $(venv)/bin/python -m benchmarks.compare $(ARGS)
 
-bench-quick: setup-core ## The same with fewer rounds, stores and sizes: 5 minutes with its set-up
+bench-test-vllm: setup ## vLLM's own tests of KV connectors, with RayKVConnector in their place: 3 minutes, needs the registry
+	@$(venv)/bin/python -m tests.vllm_conformance.run $(ARGS)
+
+quick: setup-core ## The same with fewer rounds, stores and sizes: 5 minutes with its set-up
 	@RAYKV_TORCH_SOURCE="$(torch_source)" $(core)/bin/python -m benchmarks.compare --quick $(ARGS)
 
 lint: setup ## Check style
