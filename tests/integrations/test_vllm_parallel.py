@@ -8,6 +8,9 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from vllm.config import KVEventsConfig
+from vllm.distributed.kv_events import KVEventBatch
+
 import raykv
 from tests.support.engines import BLOCK, Engine, prompt, write_mla, write_model
 from tests.support.nodes import wait_until
@@ -37,10 +40,20 @@ def test_two_ranks_reuse_what_they_stored(
         def stored() -> int:
             return int(cluster.client(raykv.Namespace(model="any")).stats()["nodes"]["node-0"]["chunks"])
 
-        with Engine(model, cluster.address(0), **TWO_RANKS, **arguments) as engine:
+        publishing = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+        with Engine(model, cluster.address(0), **TWO_RANKS, **arguments, kv_events_config=publishing) as engine:
+            scheduler = engine.llm.llm_engine.engine_core.engine_core.scheduler
+            batches: list[KVEventBatch] = []
+            scheduler.kv_event_publisher.publish = batches.append
             expected = engine.answer([document])
+            while scheduler.has_requests():
+                engine.llm.llm_engine.step()
             wait_until(lambda: stored() >= chunks)
             assert stored() == chunks
+            events = [event for batch in batches for event in batch.events if event.medium == "CPU"]
+            tokens = [token for event in events for token in event.token_ids]
+            size = arguments.get("block_size", BLOCK)
+            assert tokens == document[: TOKENS // size * size], "each block goes out once, when both ranks have it"
         with Engine(model, cluster.address(0), **TWO_RANKS, **arguments) as engine:
             assert engine.answer([document]) == expected
             assert engine.reused_tokens() >= TOKENS // BLOCK * BLOCK
