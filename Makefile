@@ -62,10 +62,7 @@ soak: setup setup-core ## The long variants: SOAK="seed=7 kills=200 seconds=600"
 bench: setup ## Measure raykv and other stores side by side, and the machine's own limits: 20 minutes
 	@RAYKV_TORCH_SOURCE="$(torch_source)" $(venv)/bin/python -m benchmarks.compare $(ARGS)
 
-bench-test-vllm: setup ## vLLM's own tests of KV connectors, with RayKVConnector in their place: 3 minutes, needs the registry
-	@$(venv)/bin/python -m tests.vllm_conformance.run $(ARGS)
-
-quick: setup-core ## The same with fewer rounds, stores and sizes: 5 minutes with its set-up
+bench-quick: setup-core ## The same with fewer rounds, stores and sizes: 5 minutes with its set-up
 	@RAYKV_TORCH_SOURCE="$(torch_source)" $(core)/bin/python -m benchmarks.compare --quick $(ARGS)
 
 lint: setup ## Check style
