@@ -418,9 +418,11 @@ def test_a_drafter_with_kv_is_part_of_the_namespace(model: Path, tmp_path: Path)
         return made
 
     first, second = (write_model(tmp_path / name / "draft", seed=seed) for name, seed in (("a", 5), ("b", 6)))
-    assert namespace(drafting(first, tokens=3)).differences(namespace(drafting(second, tokens=3))) == ["extra"]
-    assert namespace(drafting(first, tokens=3)).differences(namespace(engine(model))) == ["extra"]
+    assert namespace(drafting(first, tokens=3)).differences(namespace(drafting(second, tokens=3))) == ["revision"]
+    assert namespace(drafting(first, tokens=3)).differences(namespace(engine(model))) == ["revision", "extra"]
     assert namespace(drafting(first, tokens=0)).digest == namespace(engine(model)).digest
+    stated = [namespace(drafting(each, tokens=3), config=ConnectorConfig(revision="7")) for each in (first, second)]
+    assert {each.revision for each in stated} == {"stated:7"}  # it stands for both models
 
 
 def test_an_unknown_field_is_refused_by_name():

@@ -48,10 +48,13 @@ from vllm.v1.structured_output import StructuredOutputManager  # noqa: E402
 
 import raykv  # noqa: E402
 from raykv.integrations.vllm import connector as connector_module  # noqa: E402
+from raykv.integrations.vllm import epochs as epochs_module  # noqa: E402
 from raykv.integrations.vllm import lookups as lookups_module  # noqa: E402
 from raykv.integrations.vllm import scheduler as scheduler_module  # noqa: E402
 from raykv.integrations.vllm import worker as worker_module  # noqa: E402
 from raykv.integrations.vllm.connector import RayKVConnector  # noqa: E402
+from raykv.integrations.vllm.epochs import Statement  # noqa: E402
+from raykv.integrations.vllm.metadata import Load  # noqa: E402
 from tests.support.nodes import stop_process  # noqa: E402
 
 pytestmark = pytest.mark.vllm
@@ -77,11 +80,15 @@ def next_token(tokens: list[int]) -> int:
 
 @dataclass
 class Running:
-    """A request as the model runner holds it: its block table has one list for each group."""
+    """A request as the model runner holds it: its block table has one list for each group.
+
+    A mixed request attends to KV of old weights, so everything that it computes is wrong.
+    """
 
     tokens: list[int]
     salt: str
     tables: list[list[int]] = field(default_factory=list)
+    mixed: bool = False
 
 
 def groups_of(kinds: str, tokens: int) -> list[KVCacheGroupSpec]:
@@ -210,6 +217,7 @@ class Engine:
                 patch.setattr(worker_module, "ThreadPoolExecutor", lambda *_, **__: self.calls)
                 patch.setattr(scheduler_module, "ThreadPoolExecutor", lambda *_, **__: self.calls)
                 patch.setattr(lookups_module, "ThreadPoolExecutor", lambda *_, **__: self.calls)
+                patch.setattr(epochs_module, "ThreadPoolExecutor", lambda *_, **__: self.calls)
             self.scheduler = (AsyncScheduler if overlap else Scheduler)(
                 vllm_config=config,
                 kv_cache_config=cache,
@@ -236,6 +244,8 @@ class Engine:
         self.in_flight: deque[tuple[Any, ModelRunnerOutput]] = deque()
         self.outputs: dict[str, list[int]] = {}
         self.loaded_tokens = 0
+        self.loads: dict[str, Load] = {}
+        self.weights, self.has_old_blocks = 0, False
 
     def _record(self, connector: RayKVConnector) -> None:
         """Record the connector's KV events, and the sources of each hit."""
@@ -281,12 +291,37 @@ class Engine:
         self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
         del self.outputs[name]
 
+    def reset(self, weights: int, *, preempt: bool) -> bool:
+        """Reset the caches and change the weights. Return False if vLLM refuses, because loads are in flight.
+
+        Without `preempt`, running requests go on with KV of the old weights, and vLLM does not clear its own cache.
+        """
+        if preempt and self.rng.random() < 0.9:
+            self.process()  # as vLLM does when it pauses
+        running = [request.request_id for request in self.scheduler.running] if preempt else []
+        try:
+            cleared = self.scheduler.reset_prefix_cache(preempt, reset_connector=True)
+        except RuntimeError:
+            return False
+        finally:
+            for name in running:  # vLLM drops the output of the last step
+                self.running[name].tokens = list(self.scheduler.requests[name].all_token_ids)
+        self.weights, self.has_old_blocks = weights, not cleared
+        return True
+
+    def state(self, revision: str) -> None:
+        self.worker.worker_side.stated = [Statement.now(revision)]
+
     def step(self) -> list[Any]:
         """One iteration of the engine's loop. With overlap, the results of a step are processed one step later."""
         step = self.scheduler.schedule()
         self.in_flight.append((step, self.execute(step)))
+        return self.process(keep=1 if self.overlap and step.total_num_scheduled_tokens else 0)
+
+    def process(self, *, keep: int = 0) -> list[Any]:
+        """Process the results of all steps but the last `keep`. Return the outputs of finished requests."""
         done = []
-        while len(self.in_flight) > (1 if self.overlap and step.total_num_scheduled_tokens else 0):
+        while len(self.in_flight) > keep:
             for outputs in self.scheduler.update_from_output(*self.in_flight.popleft()).values():
                 done += [output for output in outputs.outputs if output.finish_reason is not None]
                 for output in outputs.outputs:
@@ -308,6 +343,11 @@ class Engine:
         results = self.worker.get_transfer_results(step.finished_req_ids)
         output.finished_recving, output.failed_recving = results.finished_recving, results.failed_recving
         output.invalid_block_ids = self.worker.get_block_ids_with_load_errors()
+        self.loads |= {load.request_id: load for load in orders.loads}
+        for name in results.finished_recving:
+            load = self.loads.pop(name)
+            if name not in results.failed_recving and name in self.scheduler.connector.scheduler_side.requests:
+                self.check_load(load, output.invalid_block_ids)
         output.kv_connector_stats = self.worker.get_kv_connector_stats()
         output.kv_connector_worker_meta = self.worker.build_connector_worker_meta()
         if output.kv_connector_stats is not None:
@@ -334,7 +374,7 @@ class Engine:
         for name, new_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
             known = self.running[name]
             if name in cached.resumed_req_ids:
-                known.tables = [list(ids) for ids in new_ids]
+                known.tables, known.mixed = [list(ids) for ids in new_ids], False
             elif new_ids is not None:
                 for table, ids in zip(known.tables, new_ids, strict=True):
                     table += ids
@@ -348,31 +388,53 @@ class Engine:
         start = request.num_computed_tokens - count
         stop = start + count
         assert stop <= len(known.tokens)
-        values = slot_values(known.tokens[:stop], len(known.salt))
+        values = self.values(known.tokens[:stop], known.salt)
         for place, kind in enumerate(self.kinds):
             for layer in range(LAYERS):
                 check = self.compute_state if kind == "s" else self.compute_slots
                 first = max(0, start - WINDOW + 1) if kind == "w" else 0
-                check(name, layer, known.tables[place], [value + 10 * place + layer for value in values], first, start)
+                here = [value + 10 * place + layer for value in values]
+                known.mixed |= not check(layer, known.tables[place], here, first, start)
+                assert not known.mixed or self.has_old_blocks, f"{name}: a slot does not hold its prefix"
+                if known.mixed:  # overwrite what was computed
+                    check(layer, known.tables[place], [-1 - value for value in here], first, start)
         if stop < len(known.tokens):
             return []
         known.tokens.append(next_token(known.tokens))
         return known.tokens[-1:]
 
-    def compute_slots(self, name: str, layer: int, table: list[int], values: list[int], first: int, start: int) -> None:
+    def values(self, tokens: list[int], salt: str) -> list[int]:
+        return slot_values(tokens, len(salt) + 1000 * self.weights)
+
+    def check_load(self, load: Load, invalid: set[int]) -> None:
+        """All blocks that arrived hold what the present weights compute."""
+        request, size = self.scheduler.requests[load.request_id], self.block_tokens
+        loaded = self.scheduler.connector.scheduler_side.requests[load.request_id].loaded
+        values = self.values(list(request.all_token_ids), request.cache_salt or "")[:loaded]
+        tables = self.scheduler.kv_cache_manager.get_block_ids(load.request_id)
+        for part in load.parts:
+            if self.kinds[part.group] == "s":
+                continue
+            for block in {block for chunk in part.blocks for block in chunk if block is not None} - invalid:
+                start = tables[part.group].index(block) * size
+                wanted = [value + 10 * part.group for value in values[start : start + size]]
+                held = self.slots[0, block, 0, : len(wanted), 0].tolist()
+                assert held == wanted, f"{load.request_id}: a load brought KV of other tokens or weights"
+
+    def compute_slots(self, layer: int, table: list[int], values: list[int], first: int, start: int) -> bool:
+        """Compute the slots from `start` on. Return whether those before, from `first` on, hold their prefix."""
         slots, size = self.slots[layer, :, 0, :, 0], self.block_tokens
         held = [int(slots[table[p // size], p % size]) for p in range(first, start)]
-        assert held == values[first:start], f"{name}: a slot does not hold its prefix"
         for p in range(start, len(values)):
             slots[table[p // size], p % size] = values[p]
+        return held == values[first:start]
 
-    def compute_state(self, name: str, layer: int, table: list[int], values: list[int], first: int, start: int) -> None:
-        """Check and replace a state: the value of the last token, in the block of that token."""
+    def compute_state(self, layer: int, table: list[int], values: list[int], first: int, start: int) -> bool:
+        """Replace a state by the value of the last token, in the block of that token. Return whether it was right."""
         states = self.slots[layer].view(self.blocks, -1)[:, :2]
-        if start:
-            state = int(states[table[(start - 1) // self.block_tokens], 0])
-            assert state == values[start - 1], f"{name}: a block does not hold the state of its prefix"
+        state = int(states[table[(start - 1) // self.block_tokens], 0]) if start else None
         states[table[(len(values) - 1) // self.block_tokens]] = values[-1]
+        return state is None or state == values[start - 1]
 
     def close(self) -> None:
         self.worker.shutdown()
@@ -484,6 +546,41 @@ def test_every_slot_holds_its_prefix(
         assert not engine.worker.worker_side.loading
         engine.close()
     assert aborted
+
+
+@pytest.mark.parametrize("shape", [{}, {"chunk_blocks": 3}, {"kinds": "fww"}, {"kinds": "fs"}], ids=str)
+@pytest.mark.parametrize("overlap", [False, True], ids=["in step", "overlapped"])
+@pytest.mark.parametrize("seed", range(2))
+def test_no_slot_holds_kv_of_other_weights(
+    model: Path, cluster: raykv.EmbeddedCluster, seed: int, overlap: bool, shape: dict[str, Any]
+):
+    """Two engines change their weights at random times, each with a reset, and state some of the revisions."""
+    rng = random.Random(f"{seed} {overlap} {shape}")
+    engines = [Engine(model, cluster.address(node), rng, overlap=overlap, **shape) for node in range(2)]
+    prompts: dict[str, tuple[list[int], int]] = {}
+    resets, stated_loads = Counter[bool](), 0
+    for _ in range(600):
+        for engine in engines:
+            if rng.random() < 0.2:
+                name, prompt, count = f"r{len(prompts)}", draw_prompt(rng), rng.randint(1, 20)
+                prompts[name] = (prompt, count)
+                engine.add(name, prompt, max_tokens=count, salt=rng.choice(["", "", "s"]))
+            if rng.random() < 0.02 and engine.reset(rng.randrange(1, 3), preempt=rng.random() < 0.7):
+                resets[engine.has_old_blocks] += 1
+                if rng.random() < 0.8:
+                    engine.state(f"r{engine.weights}")
+            before = engine.loaded_tokens
+            engine.step()
+            is_stated = engine.scheduler.connector.scheduler_side.requests.epochs.current.startswith("stated:")
+            stated_loads += is_stated and engine.loaded_tokens > before
+    while any(engine.scheduler.requests or engine.in_flight for engine in engines):
+        for engine in engines:
+            engine.step()
+    assert min(resets[True], resets[False], stated_loads) > 0
+    for engine in engines:
+        for name, tokens in engine.outputs.items():
+            assert tokens == expected(*prompts[name]), name
+        engine.close()
 
 
 def test_finished_requests_are_reported_to_the_nodes(model: Path, cluster: raykv.EmbeddedCluster):

@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -140,6 +141,35 @@ def test_a_load_is_done_batch_by_batch_up_to_the_first_that_is_missing(
     assert bench.counted("loads") == {"partial": 1}
     assert bench.counted("reused_tokens") == {"": 12}
     assert bench.counted("lost_tokens") == {"": 12}
+
+
+def test_a_private_epoch_is_dropped_after_its_last_save(cluster: raykv.EmbeddedCluster, benches: list[Bench]):
+    bench = Bench(lambda: cluster.client(NAMESPACE))
+    benches.append(bench)
+    private = Scope(epoch="private:1")
+
+    def stored(epoch: str) -> int:
+        with cluster.client(NAMESPACE) as client:
+            return sum(each["chunks"] for each in client.namespaces() if each["namespace"].revision == epoch)
+
+    bench.save()
+    bench.worker.enter(private.epoch)
+    bench.save_all([replace(order(), scope=private)])
+    assert (stored(""), stored(private.epoch)) == (6, 6)
+    bench.worker.save([replace(order(), scope=replace(private, salt="s"))])
+    bench.worker.enter("stated:1")
+    wait_until(lambda: stored(private.epoch) == 0)
+    assert stored("") == 6
+
+
+def test_a_load_that_ends_in_another_epoch_is_lost(cluster: raykv.EmbeddedCluster, benches: list[Bench]):
+    bench = Bench(lambda: cluster.client(NAMESPACE))
+    benches.append(bench)
+    bench.save()
+    bench.worker.enter("private:1")
+    assert bench.load() == {"r"}
+    assert bench.worker.pop_failed_blocks() == set(range(10, 16))
+    assert bench.counted("loads") == {"lost": 1}
 
 
 def test_a_load_that_waited_too_long_in_line_is_lost(cluster: raykv.EmbeddedCluster, benches: list[Bench]):

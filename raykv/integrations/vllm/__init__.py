@@ -32,7 +32,7 @@ def register() -> None:
 
 
 def __getattr__(name: str) -> Any:
-    """Import `RayKVConnector` at first use. An earlier import would need vLLM, and would be circular."""
-    if name == CONNECTOR:
+    """Import `RayKVConnector` or `state_revision` at first use. An earlier import would need vLLM, and be circular."""
+    if name in (CONNECTOR, "state_revision"):
         return getattr(importlib.import_module(_MODULE), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -25,7 +25,7 @@ salt needs a client, and users choose the salts."""
 
 
 class Connection:
-    """Opens one client, and derives from it a client for each `Scope` (a request's adapter and salt)."""
+    """Opens one client, and derives from it a client for each `Scope` (adapter, salt and epoch)."""
 
     def __init__(self, open_client: Callable[[], "Client"]) -> None:
         """Open the client. If the node is unreachable, start to retry in the background.
@@ -54,7 +54,8 @@ class Connection:
         key = (namespace.digest, scope)
         found = self._scoped.get(key)
         if found is None:
-            found = self._client.using(namespace.with_fields(lora=scope.lora, salt=scope.salt))
+            revision = scope.epoch or namespace.revision
+            found = self._client.using(namespace.with_fields(revision=revision, lora=scope.lora, salt=scope.salt))
             self._scoped[key] = found
             if len(self._scoped) > MAX_SCOPED_CLIENTS:
                 self._scoped.popitem(last=False)

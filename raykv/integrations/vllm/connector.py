@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import torch
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -26,12 +27,13 @@ from vllm.logger import init_logger
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 import raykv
-from raykv.errors import RayKVError
+from raykv.errors import RayKVError, UsageError
 from raykv.integrations.kv_layout import layout_of
 from raykv.integrations.vllm import register
 from raykv.integrations.vllm.checks import check_cache, check_engine
 from raykv.integrations.vllm.config import ConnectorConfig
 from raykv.integrations.vllm.connection import Connection
+from raykv.integrations.vllm.epochs import Statement
 from raykv.integrations.vllm.events import Reporter, StoredEvents, publishes_events
 from raykv.integrations.vllm.groups import Groups
 from raykv.integrations.vllm.metadata import StepOrders, WorkerNamespace, WorkerReport
@@ -190,8 +192,9 @@ class RayKVConnector(KVConnectorBase_V1, SupportsHMA, _TimedHooks):
         return False
 
     def reset_cache(self) -> bool:
-        """Return False: other engines share the stored chunks. After new weights, restart with another `revision`."""
-        return False
+        """Begin a private epoch: see `epochs`. Return True: this engine never again loads what was stored before."""
+        self.scheduler_side.reset()
+        return True
 
     def take_events(self) -> "Iterable[KVCacheEvent]":
         return self.scheduler_side.take_events()
@@ -250,6 +253,8 @@ class RayKVConnector(KVConnectorBase_V1, SupportsHMA, _TimedHooks):
         """
         assert isinstance(kv_connector_metadata, StepOrders)
         orders, worker = kv_connector_metadata, self.worker_side
+        if orders.epoch is not None:
+            worker.enter(orders.epoch)
         self._run("release", None, worker.release, orders.reused)
         if saves := worker.mine(orders.saves):
             self._run("prepare", None, worker.prepare, saves)
@@ -317,3 +322,25 @@ def _connect_writer(config: ConnectorConfig, namespace: Namespace, sizes: Set[in
     for chunk_nbytes in sizes:
         client.prepare(chunk_nbytes, 1)  # connect now, because this takes longer than a step may wait
     return client
+
+
+def state_revision(worker: Any, revision: str) -> None:
+    """Say which revision the weights have since the last reset, for example `llm.collective_rpc(state_revision, ...)`.
+
+    From one of the next steps on, the engine shares chunks with all engines that have stated this revision, at run time
+    or as `revision` in kv_connector_extra_config. Without a reset before it, the call has no effect.
+
+    Args:
+        worker: The worker in which vLLM makes this call.
+        revision: Any text that changes whenever the weights do.
+
+    Raises:
+        UsageError: The revision is not a text or is empty, or the engine has no RayKVConnector.
+    """
+    statement = Statement.now(revision)
+    group = get_kv_transfer_group() if has_kv_transfer_group() else None
+    found = [each for each in getattr(group, "_connectors", [group]) if isinstance(each, RayKVConnector)]
+    if not found:
+        raise UsageError("this engine has no RayKVConnector; set kv_transfer_config")
+    for connector in found:
+        connector.worker_side.stated = [statement]

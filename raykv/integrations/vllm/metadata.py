@@ -12,6 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from raykv.integrations.vllm.epochs import Statement
 from raykv.protocol.namespace import Namespace
 from raykv.types import Hints, NodeId
 
@@ -21,10 +22,17 @@ Rank = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """The part of a namespace that varies by request: the adapter (name and content) and the tenant's salt."""
+    """The part of a namespace that varies while an engine runs.
+
+    Attributes:
+        lora: The request's adapter: name and content.
+        salt: The tenant's salt.
+        epoch: Takes the place of the revision, unless it is empty: see `epochs`.
+    """
 
     lora: str = ""
     salt: str = field(default="", repr=False)  # never logged
+    epoch: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +104,14 @@ class StepOrders(KVConnectorMetadata):
         saves: Saves to begin after the step's forward pass.
         reused: Blocks of earlier saves that vLLM has given to another use. This step may overwrite them.
         computes: Whether the step computes anything. The engine runs idle steps while loads are in flight.
+        epoch: The epoch of these and all later orders. None: unknown, because the orders of this step were lost.
     """
 
     loads: list[Load] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
     reused: set[int] = field(default_factory=set)
     computes: bool = True
+    epoch: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,15 +139,18 @@ class WorkerReport(KVConnectorWorkerMetadata):
         now_s: Time of the report by the worker's clock.
         loads: By request, when its load began and ended, by the same clock.
         stored: For each ended save, by number, the stored chunks, as in `Save.depth`: one set for each rank.
+        stated: Statements of the revision of the weights.
     """
 
     now_s: float
     loads: dict[str, tuple[float, float]]
     stored: dict[int, list[frozenset[int]]] = field(default_factory=dict)
+    stated: list[Statement] = field(default_factory=list)
 
     def aggregate(self, other: "KVConnectorWorkerMetadata") -> "WorkerReport":
         """Combine the reports of two workers. Of each load, the longer time counts."""
         assert isinstance(other, WorkerReport)
+        self.stated += other.stated
         lag_s = self.now_s - other.now_s
         for request_id, (began_s, ended_s) in other.loads.items():
             mine = self.loads.get(request_id)

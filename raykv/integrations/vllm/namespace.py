@@ -14,6 +14,7 @@ from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
 
 from raykv.errors import ConfigError
 from raykv.integrations.vllm.config import ConnectorConfig
+from raykv.integrations.vllm.epochs import stated
 from raykv.integrations.vllm.metadata import Rank, Scope
 from raykv.integrations.vllm.revision import content_digest, signature
 from raykv.protocol.namespace import Namespace
@@ -69,24 +70,28 @@ def namespace_of(
             "quantization": str(model.quantization),
             "architecture": config_digest(model.hf_config),
             **media_digest(model.multimodal_config),
-            **drafter(vllm_config, config),
+            **drafter(vllm_config),
         },
     )
 
 
 def revision_of(vllm_config: "VllmConfig", config: ConnectorConfig) -> str:
-    """Identify the weights that an engine has loaded.
+    """Identify the weights that an engine has loaded, with those of its drafter. A stated revision stands for both.
 
     Raises:
         ConfigError: The weights are neither local files nor a commit of the hub. The remedy is to set `revision`.
     """
-    return _weights_of(vllm_config.model_config, vllm_config.load_config, config)
+    target = _weights_of(vllm_config.model_config, vllm_config.load_config, config)
+    if config.revision is not None or not _has_drafter(vllm_config):
+        return target
+    draft = vllm_config.speculative_config.draft_model_config
+    return f"{target}+{_weights_of(draft, vllm_config.load_config, config)}"
 
 
 def _weights_of(model: Any, load: Any, config: ConnectorConfig) -> str:
     prefix = "dummy:" if str(load.load_format) == "dummy" else ""
     if config.revision is not None:
-        return f"{prefix}stated:{config.revision}"
+        return prefix + stated(config.revision)
     path = Path(model.model)
     if path.exists():
         return f"{prefix}content:{content_digest(path)}"
@@ -99,14 +104,18 @@ def _weights_of(model: Any, load: Any, config: ConnectorConfig) -> str:
     )
 
 
-def drafter(vllm_config: "VllmConfig", config: ConnectorConfig) -> dict[str, str]:
-    """Identify the drafter of speculative decoding, if the KV cache holds its layers too."""
-    speculative = vllm_config.speculative_config
-    if speculative is None or vllm_config.num_lookahead_tokens == 0:
+def _has_drafter(vllm_config: "VllmConfig") -> bool:
+    """Return whether the KV cache holds the layers of a drafter too."""
+    return vllm_config.speculative_config is not None and vllm_config.num_lookahead_tokens > 0
+
+
+def drafter(vllm_config: "VllmConfig") -> dict[str, str]:
+    """Describe the drafter of speculative decoding, if the KV cache holds its layers too."""
+    if not _has_drafter(vllm_config):
         return {}
+    speculative = vllm_config.speculative_config
     model = speculative.draft_model_config
-    weights = _weights_of(model, vllm_config.load_config, config)
-    return {"drafter": f"{speculative.method}/{model.dtype}/{weights}/{config_digest(model.hf_config)}"}
+    return {"drafter": f"{speculative.method}/{model.dtype}/{config_digest(model.hf_config)}"}
 
 
 def config_digest(hf_config: Any) -> str:

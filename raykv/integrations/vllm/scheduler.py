@@ -26,7 +26,7 @@ from raykv.integrations.vllm.lookups import Found, Lookups, Prompt
 from raykv.integrations.vllm.metadata import Load, LoadedChunks, Rank, Save, Scope, StepOrders, WorkerReport
 from raykv.integrations.vllm.namespace import Scopes
 from raykv.integrations.vllm.stats import RayKVStats
-from raykv.integrations.vllm.tracked import Lookup, Tracked
+from raykv.integrations.vllm.tracked import Lookup, Tracked, TrackedRequests
 from raykv.protocol.namespace import Namespace
 from raykv.types import NodeId
 
@@ -72,9 +72,10 @@ class SchedulerSide:
         self._lookups = Lookups(config, groups, connection, namespaces)
         self._costs, self._chunk_nbytes = Costs(), chunk_nbytes
         self._scopes = Scopes()
+        self._has_old_blocks = False
         self._pool: BlockPool | None = None
         self._reused: set[int] = set()
-        self.requests: dict[str, Tracked] = {}
+        self.requests = TrackedRequests()
         self.events: StoredEvents | None = None
         self._ordered_loads: list[Load] = []
         self._last_saves: list[Save] = []
@@ -101,7 +102,7 @@ class SchedulerSide:
         for outcome, hints in (("used", parsed.used), ("ignored", len(parsed.ignored))):
             if hints:
                 self._stats.count("hints", hints, outcome)
-        self.requests[request.request_id] = Tracked(request, self._scopes.of(request), hints=parsed.hints)
+        self.requests.add(request, self._scopes.of(request), parsed.hints)
         return parsed.ignored[0] if parsed.ignored else ""
 
     def match(self, request: "Request", computed: int) -> int | None:
@@ -110,8 +111,9 @@ class SchedulerSide:
         None means that the owners of the chunks have not answered yet, so the scheduler must ask again. The engine
         always computes the last token, because it samples the next token from the output of the last one.
         """
-        tracked, limit = self._current(request), request.num_tokens - 1
-        if not self._may_load or tracked.ordered or request.skip_reading_prefix_cache:
+        tracked, limit = self.requests.current(request), request.num_tokens - 1
+        tracked.mixed |= self._has_old_blocks and computed > 0
+        if not self._may_load or tracked.mixed or tracked.ordered or request.skip_reading_prefix_cache:
             return 0
         if not any(self._groups.has_chunk(group, request.block_hashes, computed) for group in self._groups.each):
             return 0
@@ -153,7 +155,7 @@ class SchedulerSide:
 
     def order_load(self, request: "Request", blocks: "KVCacheBlocks", tokens: int) -> None:
         """Order a load of `tokens` tokens. `blocks`: all blocks of the request. The first ones are already filled."""
-        tracked = self._current(request)
+        tracked = self.requests.current(request)
         if not tokens:
             return
         lookup = tracked.lookup
@@ -169,12 +171,14 @@ class SchedulerSide:
         self._costs.begin_load(request.request_id, *self._source(lookup.found), time.monotonic())
 
     def add_report(self, report: WorkerReport) -> None:
-        """Learn how long loads took, and which chunks are stored."""
+        """Learn how long loads took, which chunks are stored, and which revision the weights have."""
         lag_s = time.monotonic() - report.now_s  # the worker may run on another host
         for request_id, (began_s, ended_s) in report.loads.items():
             self._costs.end_load(request_id, began_s + lag_s, ended_s + lag_s)
         if self.events is not None:
             self.events.receive(report.stored)
+        if report.stated and self.requests.accept(report.stated):
+            self._drop_last_saves()
 
     def _loaded(self, group: Group, ids: Sequence[int], request: "Request", lookup: Lookup, stop: int) -> LoadedChunks:
         """Return the chunks to load for one group. `stop`: the token before which the load ends."""
@@ -224,7 +228,8 @@ class SchedulerSide:
                     tables = state.resolve_block_ids(request_id)
                     saves += self._states(self.requests[request_id], states, tables)
             self._watch(saves)
-        return StepOrders(loads, saves, reused, computes=step.total_num_scheduled_tokens > 0)
+        computes = step.total_num_scheduled_tokens > 0
+        return StepOrders(loads, saves, reused, computes=computes, epoch=self.requests.epochs.current)
 
     def finish(self, request: "Request") -> dict[str, Any] | None:
         """Stop tracking a request.
@@ -247,7 +252,7 @@ class SchedulerSide:
         handed: dict[str, Any] = {"do_remote_prefill": True}
         if PARAMETER in params:
             handed[PARAMETER] = params[PARAMETER]
-        if self._may_store:
+        if self._may_store and not tracked.mixed:
             handed["raykv"] = self._lookups.tickets(tracked.scope, request.block_hashes, request.num_prompt_tokens)
         return handed
 
@@ -258,14 +263,26 @@ class SchedulerSide:
         clients = self._lookups.clients(Scope())
         return list(self.events.take(is_local=any(client.router.local_id for client in clients.values())))
 
-    # -- lookups --------------------------------------------------------------------------------------------------
+    # -- epochs ---------------------------------------------------------------------------------------------------
 
-    def _current(self, request: "Request") -> Tracked:
-        tracked = self.requests[request.request_id]
-        if tracked.admission != request.num_preemptions:
-            tracked = Tracked(request, tracked.scope, admission=request.num_preemptions, hints=tracked.hints)
-            self.requests[request.request_id] = tracked
-        return tracked
+    def reset(self) -> None:
+        """Begin a private epoch: nothing stored before is loaded, and no other engine loads what is stored from now on.
+
+        vLLM resets its own cache first. If that failed, this cache still has old blocks, and running requests go on
+        with old KV. Until the next reset, requests that use such blocks neither load nor store.
+        """
+        pool = self._pool  # its null block is never free
+        self._has_old_blocks = pool is None or pool.get_num_free_blocks() < pool.num_gpu_blocks - 1
+        self._drop_last_saves()
+        self.requests.reset()
+
+    def _drop_last_saves(self) -> None:
+        """Drop what the last epoch has left to save: all saves of a step are of one epoch."""
+        if self.events is not None:
+            self.events.drop(self._last_saves)
+        self._last_saves = []
+
+    # -- lookups --------------------------------------------------------------------------------------------------
 
     def _look_up(self, tracked: Tracked, prompt: Prompt) -> Found | None:
         """Look up chunks. None means that the owners have not answered yet."""
@@ -298,7 +315,7 @@ class SchedulerSide:
             if group.whole
             for end in groups.ends(group, request.block_hashes, 0, request.num_prompt_tokens)
         ]
-        if names and request.num_output_tokens:
+        if names and request.num_output_tokens and not tracked.mixed:
             for client in self._lookups.clients(tracked.scope).values():
                 if self._report_places.acquire(blocking=False):
                     keys, tokens = client.keys(names), request.num_output_tokens
@@ -326,6 +343,9 @@ class SchedulerSide:
         request, groups = tracked.request, self._groups
         if not tracked.started:
             tracked.start(request.num_computed_tokens)
+            tracked.mixed |= self._has_old_blocks and tracked.cached > 0
+        if tracked.mixed:
+            return []
         known = min(request.num_computed_tokens + tokens, request.num_tokens)
         if not self._config.store_decode:
             known = min(known, request.num_prompt_tokens)
@@ -384,7 +404,7 @@ class SchedulerSide:
             states: (Index of the group, id of the block, number of tokens that the state covers).
         """
         hashes, saves = tracked.request.block_hashes, []
-        for index, block, tokens in states:
+        for index, block, tokens in () if tracked.mixed else states:
             if tokens > len(hashes) * self._groups.hash_tokens:
                 continue
             for group in self._groups.each:

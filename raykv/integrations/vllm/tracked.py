@@ -1,9 +1,11 @@
-"""What the scheduler's side knows of a request."""
+"""What the scheduler's side knows of the requests."""
 
+from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from raykv.integrations.vllm.epochs import Epochs, Statement
 from raykv.integrations.vllm.hints import NO_HINTS, RequestHints
 from raykv.integrations.vllm.lookups import Found
 from raykv.integrations.vllm.metadata import Scope
@@ -35,6 +37,7 @@ class Tracked:
         loaded: The loaded tokens end before this token.
         offered: For each group, by index, the number of leading chunks that were considered for a save.
         hints: How long to keep the request's chunks.
+        mixed: Whether its KV may be of weights before the last reset. Then nothing is loaded or stored for it.
     """
 
     request: "Request"
@@ -48,6 +51,12 @@ class Tracked:
     loaded: int = 0
     offered: dict[int, int] = field(default_factory=dict)
     hints: RequestHints = NO_HINTS
+    mixed: bool = False
+
+    @property
+    def has_kv(self) -> bool:
+        """Whether the request has KV, or a load of KV was ordered."""
+        return self.loaded > 0 or self.request.num_computed_tokens > 0
 
     def start(self, computed: int) -> None:
         """Set `cached` and `loaded` when the request is first scheduled with `computed` tokens.
@@ -57,3 +66,52 @@ class Tracked:
         self.started = True
         self.loaded = min(self.loaded, computed)
         self.cached = min(self.lookup.computed, computed) if self.loaded and self.lookup else computed
+
+
+class TrackedRequests(dict[str, Tracked]):
+    """Every request between `SchedulerSide.add` and `finish`, by its id.
+
+    Attributes:
+        epochs: The epoch of all new orders.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.epochs = Epochs()
+
+    def add(self, request: "Request", scope: Scope, hints: RequestHints) -> Tracked:
+        """Track a request from now on, in the present epoch."""
+        scope = replace(scope, epoch=self.epochs.current)
+        tracked = self[request.request_id] = Tracked(request, scope, request.num_preemptions, hints=hints)
+        return tracked
+
+    def current(self, request: "Request") -> Tracked:
+        """Return the state of a request. After a preemption this is a new one."""
+        tracked = self[request.request_id]
+        if tracked.admission == request.num_preemptions:
+            return tracked
+        return self.add(request, tracked.scope, tracked.hints)
+
+    def reset(self) -> None:
+        """Begin a private epoch. Requests that have KV are mixed until they are preempted."""
+        self.epochs.reset()
+        for tracked in self._enter_epoch():
+            tracked.mixed = True
+
+    def accept(self, statements: Sequence[Statement]) -> bool:
+        """End the private epoch, if the statements allow it. KV since the last reset is stored again as shareable."""
+        if not self.epochs.accept(statements):
+            return False
+        for tracked in self._enter_epoch():
+            tracked.scope, tracked.offered = replace(tracked.scope, epoch=self.epochs.current), {}
+            if tracked.started:
+                tracked.cached, tracked.loaded = max(tracked.cached, tracked.loaded), 0
+        return True
+
+    def _enter_epoch(self) -> list[Tracked]:
+        """Restart the requests that have no KV. Return the others, which the caller changes."""
+        current = [self.current(tracked.request) for tracked in list(self.values())]
+        for tracked in current:
+            if not tracked.has_kv:
+                self.add(tracked.request, tracked.scope, tracked.hints)
+        return [tracked for tracked in current if tracked.has_kv]

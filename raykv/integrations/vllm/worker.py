@@ -24,6 +24,7 @@ from raykv.errors import RayKVError
 from raykv.integrations.kv_layout import Layout
 from raykv.integrations.vllm.config import ConnectorConfig
 from raykv.integrations.vllm.connection import Connection
+from raykv.integrations.vllm.epochs import EpochDropper, Statement, is_private
 from raykv.integrations.vllm.events import Reporter
 from raykv.integrations.vllm.groups import Group
 from raykv.integrations.vllm.metadata import Load, LoadedChunks, Rank, Save, Scope, StepOrders, WorkerReport
@@ -115,6 +116,7 @@ class WorkerSide:
 
     Attributes:
         loading: Loads in flight, by request id.
+        stated: The last statement of the revision of the weights, until the next report.
         saving: One entry per step with saves in flight: the blocks they read, their number of chunks, and the result.
         reporter: Reports which chunks are stored. None: the engine publishes no KV events.
     """
@@ -140,6 +142,22 @@ class WorkerSide:
         self._saver = ThreadPoolExecutor(1, thread_name_prefix="raykv-save")
         self.saving: deque[tuple[set[int], int, Future[list[PutResult]]]] = deque()
         self.reporter = reporter
+        self._epoch, self._dropper = "", EpochDropper()
+        self.stated: list[Statement] = []
+
+    def enter(self, epoch: str) -> None:
+        """Enter the epoch of this step. Loads of other epochs count as lost. A private epoch that has ended is dropped.
+
+        It is dropped after the saves of earlier steps, which may store chunks in it.
+        """
+        if epoch != self._epoch:
+            ended, self._epoch = self._epoch, epoch
+            self._saver.submit(self._drop, ended)
+
+    def _drop(self, epoch: str) -> None:
+        client = self._connection.client(self._cache.namespace, Scope(epoch=epoch))
+        if is_private(epoch) and client is not None:
+            self._dropper.drop(client)
 
     # -- loads ----------------------------------------------------------------------------------------------------
 
@@ -170,15 +188,15 @@ class WorkerSide:
         return finished, failed
 
     def pop_report(self) -> WorkerReport | None:
-        """Return the loads and saves that ended since the last call; None if there are none.
+        """Return the loads and saves that ended, and statements, since the last call; None if there are none.
 
         If the node has not answered for all saved chunks, collect its answers on the thread that saves.
         """
-        ended, self._ended = self._ended, {}
+        (ended, self._ended), (stated, self.stated) = (self._ended, {}), (self.stated, [])
         stored = {} if self.reporter is None else self.reporter.pop()
         if self.reporter is not None and self.reporter.is_waiting and not self.saving:
             self.save([])
-        return WorkerReport(self._clock(), ended, stored) if ended or stored else None
+        return WorkerReport(self._clock(), ended, stored, stated) if ended or stored or stated else None
 
     def pop_failed_blocks(self) -> set[int]:
         """Return the blocks that loads failed to fill since the last call. The engine recomputes them."""
@@ -188,6 +206,8 @@ class WorkerSide:
     def _count_load(self, load: Load, future: Future[_LoadResult]) -> None:
         count, error = self._stats.count, future.exception()
         result = _LoadResult() if error else future.result()
+        if load.scope.epoch != self._epoch:
+            result = _LoadResult(began_s=result.began_s, ended_s=result.ended_s)
         whole = result.chunks == sum(len(part.names) for part in load.parts)
         if not whole:
             self._add_failure(load, result.chunks)
@@ -262,7 +282,8 @@ class WorkerSide:
 
     def prepare(self, saves: Sequence[Save]) -> None:
         """Request slots for these saves, unless the client has enough. The answer arrives while the step computes."""
-        self._saver.submit(self._prepare, Counter(save.group for save in saves for _ in save.names))
+        chunks = Counter(save.group for save in saves for _ in save.names)
+        self._saver.submit(self._prepare, chunks, Scope(epoch=saves[0].scope.epoch))
 
     def save(self, saves: Sequence[Save]) -> None:
         """Begin to store computed chunks. The kernels that compute them have ended or are queued."""
@@ -306,8 +327,8 @@ class WorkerSide:
                     reason = self._count_saved(part) or reason
         return reason
 
-    def _prepare(self, chunks: Mapping[int, int]) -> None:
-        client = self._connection.client(self._cache.namespace, Scope())
+    def _prepare(self, chunks: Mapping[int, int], scope: Scope) -> None:
+        client = self._connection.client(self._cache.namespace, scope)
         for group, count in chunks.items():
             if client is not None:
                 # Nobody reads the result of this call. If it fails, `_save` fails too, and reports the error.
@@ -319,7 +340,9 @@ class WorkerSide:
         Waits at most `store_timeout_s` for slots, and not at all if the client has enough.
         """
         deadline_s = self._clock() + self._config.store_timeout_s
-        client = self._connection.client(self._cache.namespace, Scope())
+        # All saves of a step are of one epoch, and so of one quota group.
+        scope = Scope(epoch=saves[0].scope.epoch if saves else "")
+        client = self._connection.client(self._cache.namespace, scope)
         if client is None:
             if self.reporter is not None:
                 self.reporter.skip(saves)
@@ -374,9 +397,14 @@ class WorkerSide:
         return result.reason
 
     def close(self) -> None:
-        """Cancel queued loads, wait for running loads and all saves, since they use the KV cache. Disconnect."""
+        """Cancel queued loads, wait for running loads and all saves, since they use the KV cache. Disconnect.
+
+        A private epoch ends with its engine.
+        """
         self._threads.shutdown(wait=True, cancel_futures=True)
+        self.enter("")
         self._saver.shutdown(wait=True)
+        self._dropper.close()
         self._connection.close()
 
 

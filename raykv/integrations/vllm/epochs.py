@@ -1,0 +1,141 @@
+"""Weight epochs: KV of weights that an engine no longer has is never reused.
+
+An epoch is a text that takes the place of the revision in the namespace of every rank. It travels in the `Scope` of
+each load and save. At the start it is empty, and the namespaces keep the revision of the start.
+
+1. `reset_cache` begins a private epoch with a random text. The engine finds nothing that was stored before, and no
+   other engine finds what it stores.
+2. `state_revision` ends a private epoch. Engines that state the same revision share chunks again.
+3. When a private epoch has ended, each worker drops the chunks that it stored in it.
+"""
+
+import secrets
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from vllm.logger import init_logger
+
+from raykv.errors import RayKVError, UsageError
+from raykv.types import host_identity
+
+if TYPE_CHECKING:
+    from raykv import Client
+
+logger = init_logger("vllm.raykv.epochs")
+
+DROP_TIMEOUT_S: Final = 1.0
+"""An attempt to drop an epoch waits at most this long for earlier commits, and then for the nodes."""
+RETRY_S: Final = 10.0
+MAX_PENDING_DROPS: Final = 64
+"""At most this many epochs wait to be dropped while no node answers. Beyond that, the oldest is left to eviction."""
+_PRIVATE: Final = "private:"
+
+
+def is_private(epoch: str) -> bool:
+    """Return whether only one engine uses this epoch."""
+    return epoch.startswith(_PRIVATE)
+
+
+def stated(revision: str) -> str:
+    """Return the revision of a namespace whose weights the user has named."""
+    return f"stated:{revision}"
+
+
+@dataclass(frozen=True, slots=True)
+class Statement:
+    """A call of `state_revision` in one worker.
+
+    Attributes:
+        host: The worker's host. Clocks of different hosts cannot be compared.
+        at_ns: Time of the call on the monotonic clock of this host.
+    """
+
+    revision: str
+    host: str
+    at_ns: int
+
+    @classmethod
+    def now(cls, revision: object) -> "Statement":
+        """Raises UsageError if the revision is not a text, or empty."""
+        if not isinstance(revision, str) or not revision:
+            raise UsageError(f"field 'revision': {revision!r} is not a text that identifies the weights")
+        return cls(revision, host_identity(), time.monotonic_ns())
+
+
+class Epochs:
+    """The epochs of one engine, on the scheduler's side.
+
+    Attributes:
+        current: The epoch of all new orders. Empty: the revision that the engine was started with.
+    """
+
+    def __init__(self) -> None:
+        self.current = ""
+        self._host, self._reset_ns = host_identity(), 0
+
+    def reset(self) -> None:
+        """Begin a private epoch."""
+        self.current, self._reset_ns = _PRIVATE + secrets.token_hex(16), time.monotonic_ns()
+        logger.info("raykv: a reset began a private epoch; state_revision() makes new KV shareable again")
+
+    def accept(self, statements: Sequence[Statement]) -> bool:
+        """End the private epoch if a statement is newer than the last reset. Return whether the epoch has changed.
+
+        A statement reaches this side only with the next step. An older one is about weights before the reset.
+        """
+        here = [each for each in statements if each.host == self._host]
+        if statements and not here:
+            logger.warning("raykv: state_revision() has no effect: no worker runs on the scheduler's host")
+        latest = max(here, key=lambda each: each.at_ns, default=None)
+        if latest is None or stated(latest.revision) == self.current:
+            return False
+        if latest.at_ns <= self._reset_ns:
+            logger.warning("raykv: revision %r was stated before the last reset, and is ignored", latest.revision)
+            return False
+        if not is_private(self.current):
+            logger.warning("raykv: revision %r is ignored: reset the caches before you state it", latest.revision)
+            return False
+        self.current = stated(latest.revision)
+        logger.info("raykv: the weights have revision %r", latest.revision)
+        return True
+
+
+class EpochDropper:
+    """Drops the chunks of ended private epochs on a thread, for one worker."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="raykv-drop")
+        self._closed = threading.Event()
+        self._pending: dict[str, Client] = {}
+
+    def drop(self, client: "Client") -> None:
+        """Drop the chunks of this client's namespace, with all salts and adapters. Nothing is stored there any more.
+
+        Returns at once. Without an answer, it is tried again every RETRY_S seconds.
+        """
+        self._pending[client.namespace.revision] = client
+        if len(self._pending) > MAX_PENDING_DROPS:
+            self._pending.pop(next(iter(self._pending)), None)
+        self._thread.submit(self._drop_pending)
+
+    def _drop_pending(self) -> None:
+        while self._pending:
+            epoch, client = next(iter(self._pending.items()))
+            try:
+                if (writer := client.router.writer) is not None:
+                    writer.drain(time.monotonic() + DROP_TIMEOUT_S)  # a later commit would store chunks again
+                client.drop_namespace(timeout_s=DROP_TIMEOUT_S)
+                self._pending.pop(epoch, None)
+            except RayKVError as error:
+                logger.warning("raykv: KV of old weights is not freed yet (%s)", error)
+                if self._closed.wait(RETRY_S):
+                    self._pending.clear()
+
+    def close(self) -> None:
+        """Try once more to drop what is left. If the node does not answer, eviction frees it."""
+        self._closed.set()
+        self._thread.shutdown()
