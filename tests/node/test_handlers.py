@@ -367,8 +367,6 @@ def test_random_requests_leave_the_node_whole(node, rng: random.Random, caplog):
             return tuple(messages.Run(**fields) for _ in range(rng.randrange(3)))
         if name == "requests":
             return [TracedRequest(rng.random(), 16, rng.randbytes(rng.randrange(40))) for _ in range(rng.randrange(3))]
-        if kind.startswith("tuple[float, int]"):
-            return rng.choice([None, (value(name, "float"), value(name, "int"))])
         if "bytes" in kind:
             some = [b"", rng.randbytes(rng.randrange(40)), keys_of(["a"]), keys_of(["a", "b"])]
             some += [np.array([rng.randrange(-2, 70)], "<i4").tobytes(), bytes(8), b'{"model": "x"}']
@@ -387,6 +385,8 @@ def test_random_requests_leave_the_node_whole(node, rng: random.Random, caplog):
     for _ in range(3000):
         kind = rng.choice(kinds)
         fields = {name: value(name, text) for name, text in annotations(kind)}
+        retentions = [None, (value("", "float"), value("", "int"))]
+        fields = {name: rng.choice(retentions) if name == "retain" else each for name, each in fields.items()}
         if kind is messages.Promote:
             fields["timeout_s"] = 0.0
         if kind is messages.Lend:
