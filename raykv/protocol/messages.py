@@ -75,9 +75,9 @@ class Lend(Message):
 class Run(msgspec.Struct, array_like=True):
     """Chunks of one size to be committed together. See `raykv.types.Batch` for the fields that are not listed here.
 
-    `rows` i32, `checksums` u64: one entry for each filled slot. `positions` i32: index in `keys` of each slot's chunk;
-    empty when the slots hold one chunk for each key, in order. `ahead`: number of slots of this size to lend for later
-    writes. `ttl_s`, `priority`: 0 means the namespace's default.
+    `rows` i32, `checksums` u64: one entry for each filled slot. `positions` i32: for each slot, which key its chunk
+    has, as an index in `keys`; empty: one slot for each key, in order. `ahead`: number of slots of this size to lend
+    for later writes. `ttl_s`, `priority`: 0 means the namespace's default.
     """
 
     keys: bytes
@@ -241,7 +241,7 @@ class RecordTrace(Message):
 
 
 class FetchTrace(Message):
-    """Fetch recorded requests; only for our user on this host. `on`: whether to record from now on. Answer: Trace."""
+    """Fetch recorded requests; refused to other users and hosts. `on`: whether to record from now on. Answer: Trace."""
 
     on: bool
 

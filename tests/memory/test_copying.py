@@ -1,4 +1,4 @@
-"""Copies between whole chunks and pieces, their checksums, and the threads that share a large copy."""
+"""Copies of chunks in one or several pieces, the checksums of copies, and threads that share a large copy."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Extents get memory ahead of need, and are out of use if there is none. No page is touched before it has memory."""
+"""Extents get memory ahead of need. An extent without memory is not used, and no page is touched before it has any."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Joins a repeated answer to a broken stream: the client gets only the part that it does not have. No I/O."""
+"""Resumes a broken stream: the request is sent again, and the client gets only the rest of the answer. No I/O."""
 
 import json
 from collections.abc import Iterable
