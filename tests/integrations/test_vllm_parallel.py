@@ -1,6 +1,6 @@
 """Two tensor ranks on one host: each in a process of its own, with the vLLM engine's scheduler in this process."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,16 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(400)]
 
 TOKENS = 500
 TWO_RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+
+
+@pytest.fixture(autouse=True)
+def no_file_of_vllm_stays() -> Iterator[None]:
+    """VLLM leaves the shared memory through which its ranks exchange tensors."""
+    folder = Path("/dev/shm")
+    before = set(folder.glob("vllm_dist_*"))
+    yield
+    for path in set(folder.glob("vllm_dist_*")) - before:
+        path.unlink(missing_ok=True)
 
 
 @pytest.mark.parametrize(
