@@ -5,10 +5,14 @@ Run by hand, as root: `python -m benchmarks.load_or_compute`
 SmolLM2 runs on CPU with one thread. The prefixes lie on a raykv node in a network namespace of its own, and traffic
 control limits the rate of the link to it. For each rate, length of the prompts and number of requests at once, the
 output has the mean time to the first token under four rules: compute always; load always; the published fixed rule (at
-least 1 024 tokens, at most 8 loads at once); and raykv's estimate, which learns from one round before.
+least 1 024 tokens, at most 8 loads at once); and raykv's estimate.
+
+The rules take turns, so that changes of the machine's speed concern all of them. raykv's rule learns the rate of the
+link from its own rounds only. After each change of the rate it has as many rounds as it needs to probe the link.
 """
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -21,9 +25,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final
+from unittest.mock import patch
 
 os.environ.update(
     VLLM_ENABLE_V1_MULTIPROCESSING="0",
@@ -42,6 +47,7 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group  # noqa: E402
 
 from benchmarks.system import die_with_parent  # noqa: E402
 from deployments.model import ensure_model  # noqa: E402
+from raykv.integrations.vllm import costs  # noqa: E402
 from raykv.integrations.vllm.costs import Costs  # noqa: E402
 
 NODE: Final = Path(__file__).parent / "systems" / "raykv_node.py"
@@ -52,8 +58,8 @@ FIXED_TOKENS, FIXED_LOADS = 1024, 8
 Decide = Callable[..., bool]
 
 
-def fixed(costs: Costs, _holder: str, _nbytes: int, tokens: int, **_: Any) -> bool:
-    return tokens >= FIXED_TOKENS and costs.loads_in_flight < FIXED_LOADS
+def fixed(known: Costs, _holder: str, _nbytes: int, tokens: int, **_: Any) -> bool:
+    return tokens >= FIXED_TOKENS and known.loads_in_flight < FIXED_LOADS
 
 
 RULES: Final[dict[str, Decide]] = {
@@ -62,6 +68,17 @@ RULES: Final[dict[str, Decide]] = {
     "fixed rule": fixed,
     "raykv": Costs.is_load_sooner,
 }
+
+
+@contextmanager
+def rule_of(name: str) -> Iterator[None]:
+    """Decide by one of the `RULES`. Only raykv's rule measures and probes the path."""
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(Costs, "is_load_sooner", RULES[name]))
+        if name != "raykv":
+            stack.enter_context(patch.object(costs.Path, "add", lambda *_: None))
+            stack.enter_context(patch.object(Costs, "is_probe_due", lambda *_: False))
+        yield
 
 
 def run(*command: str) -> None:
@@ -170,6 +187,24 @@ class Measured:
             times += [time.monotonic() - began_s] * len(ended)
         return statistics.mean(times)
 
+    def learn(self, prefixes: list[list[int]]) -> None:
+        """Send rounds under raykv's rule until a path that was too slow is probed again, and one more."""
+        until_s = time.monotonic() + costs.PROBE_S
+        with rule_of("raykv"):
+            while time.monotonic() < until_s:
+                self.round(prefixes)
+            for _ in range(2):
+                self.round(prefixes)
+
+    def compare(self, prefixes: list[list[int]], rounds: int) -> dict[str, float]:
+        """Return the median time of the rounds under each rule."""
+        times: dict[str, list[float]] = {name: [] for name in RULES}
+        for _ in range(rounds):
+            for name, measured in times.items():
+                with rule_of(name):
+                    measured.append(self.round(prefixes))
+        return {name: statistics.median(measured) for name, measured in times.items()}
+
     def _wait_for_saves(self) -> None:
         for _, _, future in get_kv_transfer_group().worker_side.saving:
             future.result()
@@ -181,7 +216,7 @@ def main() -> None:
     parser.add_argument("--rates", type=int, nargs="+", default=[50, 200, 1000, 10000], help="Mbit/s")
     parser.add_argument("--tokens", type=int, nargs="+", default=[512, 1024, 2048])
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4])
-    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     rng, secret = random.Random(0), secrets.token_hex(32)
     os.environ["RAYKV_SECRET"] = secret
@@ -192,26 +227,20 @@ def main() -> None:
         engine = make_engine(ensure_model(), address, max(options.tokens))
         try:
             measured, rows = Measured(engine), []
-            Costs.is_load_sooner = RULES["compute"]  # type: ignore[method-assign]
-            for each in prefixes.values():
-                measured.round(each)  # stores the prefixes
+            with rule_of("compute"):
+                for each in prefixes.values():
+                    measured.round(each)  # stores the prefixes
             print(
                 f"{'Mbit/s':>7} {'tokens':>7} {'at once':>8} " + " ".join(f"{name:>11}" for name in RULES), flush=True
             )
             for rate in options.rates:
                 link.limit(rate)
-                for tokens in options.tokens:
-                    for count in options.concurrency:
-                        times = {}
-                        for name, rule in RULES.items():
-                            Costs.is_load_sooner = rule  # type: ignore[method-assign]
-                            if name == "raykv":
-                                measured.round(prefixes[tokens][:count])
-                            rounds = [measured.round(prefixes[tokens][:count]) for _ in range(options.rounds)]
-                            times[name] = statistics.median(rounds)
-                        rows.append(times)
-                        figures = " ".join(f"{times[name]:9.3f} s" for name in RULES)
-                        print(f"{rate:7} {tokens:7} {count:8} {figures}", flush=True)
+                measured.learn(prefixes[options.tokens[0]][:1])
+                for tokens, count in itertools.product(options.tokens, options.concurrency):
+                    times = measured.compare(prefixes[tokens][:count], options.rounds)
+                    rows.append(times)
+                    figures = " ".join(f"{times[name]:9.3f} s" for name in RULES)
+                    print(f"{rate:7} {tokens:7} {count:8} {figures}", flush=True)
             show(rows)
         finally:
             engine.llm_engine.engine_core.shutdown()

@@ -1,12 +1,11 @@
 """Loading or computing a prefix: which one the estimates choose, and what they learn from."""
 
-from itertools import pairwise
-
 import pytest
 
 pytest.importorskip("vllm")
 
-from raykv.integrations.vllm.costs import FIRST_TRIAL_S, LEAST_TOKENS, Costs
+from raykv.integrations.vllm.costs import LEAST_TOKENS, PROBE_S, Costs
+from raykv.integrations.vllm.metadata import LoadTimes
 
 SECONDS_PER_TOKEN = 1e-3
 
@@ -16,7 +15,7 @@ def measured(*, nbytes_per_s: float, seconds_per_token: float = SECONDS_PER_TOKE
     costs.add_step(500, 0.0)
     costs.add_step(0, 500 * seconds_per_token)
     costs.begin_load("first", "n", 1 << 20, 1.0)
-    costs.end_load("first", 1.0, 1.0 + (1 << 20) / nbytes_per_s)
+    costs.end_load("first", LoadTimes(1.0, 1.0 + (1 << 20) / nbytes_per_s, 1 << 20))
     return costs
 
 
@@ -28,15 +27,12 @@ def test_without_measurements_a_prefix_is_loaded():
 def test_the_sooner_one_is_chosen(nbytes_per_s: float, queued: int, expected: bool):
     """1 000 tokens are computed in 1 s, behind the queued tokens. Their 23 MB are loaded in 0.8 or 1.2 s."""
     costs = measured(nbytes_per_s=nbytes_per_s)
-    if not expected:
-        assert costs.is_load_sooner("n", 23_040_000, 1000, queued_tokens=queued, now_s=10.0), "the first is a trial"
     assert costs.is_load_sooner("n", 23_040_000, 1000, queued_tokens=queued, now_s=10.1) is expected
 
 
 def test_a_load_waits_for_those_before_it():
     costs = measured(nbytes_per_s=100e6)
     begun = 0
-    costs.is_load_sooner("n", 1 << 40, 1000, queued_tokens=0, now_s=10.0)  # the trial
     while costs.is_load_sooner("n", 46_080_000, 1000, queued_tokens=0, now_s=10.0) and begun < 100:
         costs.begin_load(str(begun), "n", 46_080_000, 10.0)
         begun += 1
@@ -52,27 +48,33 @@ def test_parallel_loads_count_the_time_of_the_link_once():
     for number in range(4):
         costs.begin_load(str(number), "n", 25_000_000, 1.0)
     for number in range(4):
-        costs.end_load(str(number), 1.0, 2.0 + number / 100)  # 100 MB in 1.03 s
+        costs.end_load(str(number), LoadTimes(1.0, 2.0 + number / 100, 25_000_000))  # 100 MB in 1.03 s
     assert costs.is_load_sooner("n", 90_000_000, 1000, queued_tokens=0, now_s=3.0)
-    assert costs.is_load_sooner("n", 110_000_000, 1000, queued_tokens=0, now_s=3.0), "a trial"
     assert not costs.is_load_sooner("n", 110_000_000, 1000, queued_tokens=0, now_s=3.1)
 
 
-def test_a_slow_path_is_tried_again_less_and_less_often_and_used_when_it_is_fast():
-    costs, trials = measured(nbytes_per_s=1e6), []
-    for tenth in range(10_000):
-        now_s = 10.0 + tenth / 10
-        if costs.is_load_sooner("n", 23_040_000, 1000, queued_tokens=0, now_s=now_s):
-            trials.append(now_s)
-            costs.begin_load(str(tenth), "n", 23_040_000, now_s)
-            costs.end_load(str(tenth), now_s, now_s + 23.04)
-    gaps = [later - sooner for sooner, later in pairwise(trials)]
-    assert gaps[0] == pytest.approx(FIRST_TRIAL_S, abs=0.2)
-    assert all(later >= 1.9 * sooner for sooner, later in pairwise(gaps[:5]))
-    for number in range(12):
-        costs.begin_load(f"fast {number}", "n", 23_040_000, 2000.0 + number)
-        costs.end_load(f"fast {number}", 2000.0 + number, 2000.1 + number)
-    assert all(costs.is_load_sooner("n", 23_040_000, 1000, queued_tokens=0, now_s=2100.0) for _ in range(5))
+def test_a_slow_path_is_probed_from_time_to_time_and_used_when_it_is_fast():
+    costs, probes = measured(nbytes_per_s=1e6), []
+    for now_s in range(10, 200):
+        assert not costs.is_load_sooner("n", 23_040_000, 1000, queued_tokens=0, now_s=now_s)
+        if costs.is_probe_due("n", now_s):
+            probes.append(now_s)
+            costs.begin_load("probe", "n", 1 << 20, now_s)
+            assert not costs.is_probe_due("n", now_s + PROBE_S), "the first one has not ended"
+            costs.end_load("probe", LoadTimes(now_s, now_s + 1.0, 1 << 20))
+    assert len(probes) == pytest.approx(190 / (PROBE_S + 1.0), abs=1)
+    costs.begin_load("probe", "n", 1 << 20, 200.0)
+    costs.end_load("probe", LoadTimes(200.0, 200.01, 1 << 20))
+    assert costs.is_load_sooner("n", 23_040_000, 1000, queued_tokens=0, now_s=201.0)
+
+
+def test_loads_that_fail_make_a_path_slow_however_quickly_they_fail():
+    costs = measured(nbytes_per_s=30e6)
+    assert costs.is_load_sooner("n", 23_040_000, 1000, queued_tokens=0, now_s=10.0)
+    for number in range(10):
+        costs.begin_load("lost", "n", 23_040_000, 10.0 + number)
+        costs.end_load("lost", LoadTimes(10.0 + number, 10.01 + number, 0))
+    assert not costs.is_load_sooner("n", 23_040_000, 1000, queued_tokens=0, now_s=20.0)
 
 
 def test_short_steps_and_pauses_are_no_measure_of_the_engine():

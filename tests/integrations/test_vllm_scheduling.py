@@ -48,11 +48,13 @@ from vllm.v1.structured_output import StructuredOutputManager  # noqa: E402
 
 import raykv  # noqa: E402
 from raykv.integrations.vllm import connector as connector_module  # noqa: E402
+from raykv.integrations.vllm import costs as costs_module  # noqa: E402
 from raykv.integrations.vllm import epochs as epochs_module  # noqa: E402
 from raykv.integrations.vllm import lookups as lookups_module  # noqa: E402
 from raykv.integrations.vllm import scheduler as scheduler_module  # noqa: E402
 from raykv.integrations.vllm import worker as worker_module  # noqa: E402
 from raykv.integrations.vllm.connector import RayKVConnector  # noqa: E402
+from raykv.integrations.vllm.decision import LoadDecision  # noqa: E402
 from raykv.integrations.vllm.epochs import Statement  # noqa: E402
 from raykv.integrations.vllm.metadata import Load  # noqa: E402
 from tests.support.nodes import stop_process  # noqa: E402
@@ -245,6 +247,7 @@ class Engine:
         self.outputs: dict[str, list[int]] = {}
         self.loaded_tokens = 0
         self.loads: dict[str, Load] = {}
+        self.probes = 0
         self.weights, self.has_old_blocks = 0, False
 
     def _record(self, connector: RayKVConnector) -> None:
@@ -344,6 +347,7 @@ class Engine:
         output.finished_recving, output.failed_recving = results.finished_recving, results.failed_recving
         output.invalid_block_ids = self.worker.get_block_ids_with_load_errors()
         self.loads |= {load.request_id: load for load in orders.loads}
+        self.probes += sum(load.is_probe for load in orders.loads)
         for name in results.finished_recving:
             load = self.loads.pop(name)
             if name not in results.failed_recving and name in self.scheduler.connector.scheduler_side.requests:
@@ -509,9 +513,16 @@ SHAPES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("overlap", [False, True], ids=["in step", "overlapped"])
 @pytest.mark.parametrize("seed", range(2))
 def test_every_slot_holds_its_prefix(
-    model: Path, cluster: raykv.EmbeddedCluster, seed: int, overlap: bool, shape: dict[str, Any]
+    model: Path,
+    cluster: raykv.EmbeddedCluster,
+    seed: int,
+    overlap: bool,
+    shape: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
 ):
     rng = random.Random(f"{seed} {overlap} {shape}")
+    monkeypatch.setattr(LoadDecision, "is_load_sooner", lambda *_: rng.random() < 0.7)
+    monkeypatch.setattr(costs_module, "PROBE_S", float("-inf"))
     engines = [Engine(model, cluster.address(node), rng, overlap=overlap, **shape) for node in range(2)]
     prompts: dict[str, tuple[list[int], int]] = {}
     vandal = cluster.client(engines[0].worker.get_handshake_metadata().namespace)
@@ -543,9 +554,10 @@ def test_every_slot_holds_its_prefix(
             assert tokens == expected(*prompts[name]), name
         assert engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == engine.blocks - 1
         assert not engine.scheduler.connector.scheduler_side.requests
-        assert not engine.worker.worker_side.loading
+        assert all(load.is_probe for load, _ in engine.worker.worker_side.loading.values())
         engine.close()
     assert aborted
+    assert any(engine.probes for engine in engines)
 
 
 @pytest.mark.parametrize("shape", [{}, {"chunk_blocks": 3}, {"kinds": "fww"}, {"kinds": "fs"}], ids=str)

@@ -182,6 +182,24 @@ def test_a_load_that_waited_too_long_in_line_is_lost(cluster: raykv.EmbeddedClus
     assert bench.counted("loads") == {"lost": 1}
 
 
+def test_a_probe_is_measured_and_touches_no_block(cluster: raykv.EmbeddedCluster, benches: list[Bench]):
+    bench = Bench(lambda: cluster.client(NAMESPACE))
+    benches.append(bench)
+    bench.save()
+    before = bench.cache.clone()
+    parts = {name: LoadedChunks(0, [name], [[None]], {(0, 0): ["node-0"]}) for name in (NAMES[0], b"lost")}
+    probes = [Load(f"probe {name!r}", Scope(), [part], is_probe=True) for name, part in parts.items()]
+    bench.worker.start_loads(StepOrders(probes))
+    wait_until(lambda: all(future.done() for _, future in bench.worker.loading.values()))
+    assert bench.worker.pop_finished() == (set(), set()), "no request waits for a probe"
+    assert bench.worker.pop_failed_blocks() == set()
+    report = bench.worker.pop_report()
+    assert report is not None
+    assert [report.loads[probe.request_id].nbytes for probe in probes] == [4096, 0]
+    assert not bench.counted("loads")
+    assert torch.equal(bench.cache, before)
+
+
 @pytest.mark.parametrize("error", [ProtocolError("odd"), ZeroDivisionError("a defect")])
 def test_a_load_that_raises_is_reported_once_like_any_other(
     cluster: raykv.EmbeddedCluster, benches: list[Bench], monkeypatch: pytest.MonkeyPatch, error: Exception

@@ -5,6 +5,7 @@ not contain keys, because a key depends on the rank: each worker derives its own
 """
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
@@ -61,11 +62,14 @@ class Load:
         request_id: The request. The engine does not use the request's blocks until the load is reported as finished.
         parts: The chunks of each group. Except for one group of full attention, the load is of use only if all chunks
             arrive.
+        is_probe: Whether the load only measures the path. Then it has no blocks, and `request_id` names no request of
+            vLLM.
     """
 
     request_id: str
     scope: Scope
     parts: list[LoadedChunks]
+    is_probe: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,19 +135,31 @@ class WorkerNamespace(KVConnectorHandshakeMetadata):
         return self.namespace.pp_rank, self.namespace.tp_rank
 
 
+class LoadTimes(NamedTuple):
+    """When a load began and ended, and the number of bytes that arrived."""
+
+    began_s: float
+    ended_s: float
+    nbytes: int
+
+    def shifted(self, seconds: float) -> "LoadTimes":
+        """Return the same load with later times, for another clock."""
+        return LoadTimes(self.began_s + seconds, self.ended_s + seconds, self.nbytes)
+
+
 @dataclass(slots=True)
 class WorkerReport(KVConnectorWorkerMetadata):
     """What a worker tells the scheduler after a step.
 
     Attributes:
         now_s: Time of the report by the worker's clock.
-        loads: By request, when its load began and ended, by the same clock.
+        loads: The loads and probes that have ended, by request id. Times are those of the same clock.
         stored: For each ended save, by number, the stored chunks, as in `Save.depth`: one set for each rank.
         stated: Statements of the revision of the weights.
     """
 
     now_s: float
-    loads: dict[str, tuple[float, float]]
+    loads: dict[str, LoadTimes]
     stored: dict[int, list[frozenset[int]]] = field(default_factory=dict)
     stated: list[Statement] = field(default_factory=list)
 
@@ -152,10 +168,10 @@ class WorkerReport(KVConnectorWorkerMetadata):
         assert isinstance(other, WorkerReport)
         self.stated += other.stated
         lag_s = self.now_s - other.now_s
-        for request_id, (began_s, ended_s) in other.loads.items():
+        for request_id, theirs in other.loads.items():
             mine = self.loads.get(request_id)
-            if mine is None or mine[1] - mine[0] < ended_s - began_s:
-                self.loads[request_id] = began_s + lag_s, ended_s + lag_s
+            if mine is None or mine.ended_s - mine.began_s < theirs.ended_s - theirs.began_s:
+                self.loads[request_id] = theirs.shifted(lag_s)
         for number, chunks in other.stored.items():
             self.stored.setdefault(number, []).extend(chunks)
         return self

@@ -4,7 +4,6 @@ While a lookup runs on a thread, vLLM's scheduler skips the request in each step
 """
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -17,7 +16,7 @@ from vllm.v1.request import RequestStatus
 
 from raykv.integrations.vllm.config import ConnectorConfig
 from raykv.integrations.vllm.connection import Connection
-from raykv.integrations.vllm.costs import Costs
+from raykv.integrations.vllm.decision import LoadDecision
 from raykv.integrations.vllm.events import StoredEvents
 from raykv.integrations.vllm.groups import Group, Groups
 from raykv.integrations.vllm.hints import PARAMETER, HintSender, parse
@@ -28,7 +27,6 @@ from raykv.integrations.vllm.namespace import Scopes
 from raykv.integrations.vllm.stats import RayKVStats
 from raykv.integrations.vllm.tracked import Lookup, Tracked, TrackedRequests
 from raykv.protocol.namespace import Namespace
-from raykv.types import NodeId
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig
@@ -70,7 +68,7 @@ class SchedulerSide:
         self._config, self._stats, self._connection, self._groups = config, stats, connection, groups
         self._may_load, self._may_store = transfer.is_kv_consumer, transfer.is_kv_producer
         self._lookups = Lookups(config, groups, connection, namespaces)
-        self._costs, self._chunk_nbytes = Costs(), chunk_nbytes
+        self._decision = LoadDecision(config.load_policy, groups, chunk_nbytes)
         self._scopes = Scopes()
         self._has_old_blocks = False
         self._pool: BlockPool | None = None
@@ -123,35 +121,13 @@ class SchedulerSide:
             if found is None:
                 return None
             tracked.lookup = lookup = Lookup(computed, found, time.monotonic())
-            if found.hit.tokens > computed and not self._is_worth_loading(tracked, lookup):
+            queued_tokens = self.requests.tokens_before(tracked)
+            if found.hit.tokens > computed and not self._decision.is_load_sooner(lookup, queued_tokens):
                 tracked.ordered = True
+                self._ordered_loads += self._decision.probe(tracked, lookup)
                 self._stats.count("lookups", 1, "declined")
                 return 0
         return max(0, lookup.found.hit.tokens - computed)
-
-    def _is_worth_loading(self, tracked: Tracked, lookup: Lookup) -> bool:
-        """Return whether the load is expected to end before the engine could compute the same tokens."""
-        holder, nbytes = self._source(lookup.found)
-        queued_tokens = 0
-        for other in self.requests.values():
-            if other is tracked:
-                break
-            if other.started or not other.loaded:
-                queued_tokens += other.request.num_tokens - other.request.num_computed_tokens
-        return self._config.load_policy == "always" or self._costs.is_load_sooner(
-            holder,
-            nbytes,
-            lookup.found.hit.tokens - lookup.computed,
-            queued_tokens=queued_tokens,
-            now_s=time.monotonic(),
-        )
-
-    def _source(self, found: Found) -> tuple[NodeId, int]:
-        """Return the node that holds most of the chunks to load, and the size of the load of one rank."""
-        held = next(iter(found.held.values()))
-        chunks = [(index, end) for index, ends in found.hit.ends.items() for end in ends]
-        ((holder, _),) = Counter(held[chunk].node_id for chunk in chunks).most_common(1)
-        return holder, sum(self._chunk_nbytes[index] for index, _ in chunks)
 
     def order_load(self, request: "Request", blocks: "KVCacheBlocks", tokens: int) -> None:
         """Order a load of `tokens` tokens. `blocks`: all blocks of the request. The first ones are already filled."""
@@ -166,15 +142,14 @@ class SchedulerSide:
             for group in self._groups.each
             if lookup.found.hit.ends[group.index]
         ]
-        self._ordered_loads.append(Load(request.request_id, tracked.scope, parts))
+        load = Load(request.request_id, tracked.scope, parts)
+        self._ordered_loads.append(load)
+        self._decision.begin(load, lookup)
         tracked.ordered, tracked.loaded = True, stop
-        self._costs.begin_load(request.request_id, *self._source(lookup.found), time.monotonic())
 
     def add_report(self, report: WorkerReport) -> None:
         """Learn how long loads took, which chunks are stored, and which revision the weights have."""
-        lag_s = time.monotonic() - report.now_s  # the worker may run on another host
-        for request_id, (began_s, ended_s) in report.loads.items():
-            self._costs.end_load(request_id, began_s + lag_s, ended_s + lag_s)
+        self._decision.add_report(report)
         if self.events is not None:
             self.events.receive(report.stored)
         if report.stated and self.requests.accept(report.stated):
@@ -209,7 +184,7 @@ class SchedulerSide:
     def orders(self, step: "SchedulerOutput") -> StepOrders:
         """Return the orders of the step that vLLM has just scheduled."""
         loads, self._ordered_loads = self._ordered_loads, []
-        self._costs.add_step(step.total_num_scheduled_tokens, time.monotonic())
+        self._decision.add_step(step.total_num_scheduled_tokens)
         if not step.total_num_scheduled_tokens:
             running = [tracked.asking[1] for tracked in self.requests.values() if tracked.asking]
             if running:

@@ -92,6 +92,16 @@ class TrackedRequests(dict[str, Tracked]):
             return tracked
         return self.add(request, tracked.scope, tracked.hints)
 
+    def tokens_before(self, tracked: Tracked) -> int:
+        """Return how many tokens the engine has to compute for the requests before this one."""
+        queued = 0
+        for other in self.values():
+            if other is tracked:
+                break
+            if other.started or not other.loaded:
+                queued += other.request.num_tokens - other.request.num_computed_tokens
+        return queued
+
     def reset(self) -> None:
         """Begin a private epoch. Requests that have KV are mixed until they are preempted."""
         self.epochs.reset()

@@ -27,7 +27,7 @@ from raykv.integrations.vllm.connection import Connection
 from raykv.integrations.vllm.epochs import EpochDropper, Statement, is_private
 from raykv.integrations.vllm.events import Reporter
 from raykv.integrations.vllm.groups import Group
-from raykv.integrations.vllm.metadata import Load, LoadedChunks, Rank, Save, Scope, StepOrders, WorkerReport
+from raykv.integrations.vllm.metadata import Load, LoadedChunks, LoadTimes, Rank, Save, Scope, StepOrders, WorkerReport
 from raykv.integrations.vllm.stats import RayKVStats
 from raykv.protocol.namespace import Namespace
 from raykv.types import NO_HINTS, Hints, KeyArray, Match, NodeId, Path, PutResult, Scattered
@@ -138,7 +138,7 @@ class WorkerSide:
         self.loading: dict[str, tuple[Load, Future[_LoadResult]]] = {}
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
-        self._ended: dict[str, tuple[float, float]] = {}
+        self._ended: dict[str, LoadTimes] = {}
         self._saver = ThreadPoolExecutor(1, thread_name_prefix="raykv-save")
         self.saving: deque[tuple[set[int], int, Future[list[PutResult]]]] = deque()
         self.reporter = reporter
@@ -181,9 +181,10 @@ class WorkerSide:
 
         If the engine has one group of full attention, it recomputes single blocks instead: see `pop_failed_blocks`.
         """
-        finished = {request_id for request_id, (_, future) in self.loading.items() if future.done()}
-        for request_id in finished:
-            self._count_load(*self.loading.pop(request_id))
+        ended = [load for load, future in self.loading.values() if future.done()]
+        for load in ended:
+            self._count_load(*self.loading.pop(load.request_id))
+        finished = {load.request_id for load in ended if not load.is_probe}
         failed, self._failed_requests = self._failed_requests, set()
         return finished, failed
 
@@ -206,6 +207,9 @@ class WorkerSide:
     def _count_load(self, load: Load, future: Future[_LoadResult]) -> None:
         count, error = self._stats.count, future.exception()
         result = _LoadResult() if error else future.result()
+        self._ended[load.request_id] = LoadTimes(result.began_s, result.ended_s, result.nbytes.total())
+        if load.is_probe:
+            return
         if load.scope.epoch != self._epoch:
             result = _LoadResult(began_s=result.began_s, ended_s=result.ended_s)
         whole = result.chunks == sum(len(part.names) for part in load.parts)
@@ -213,7 +217,6 @@ class WorkerSide:
             self._add_failure(load, result.chunks)
         count("loads", 1, "whole" if whole else "partial" if result.chunks else "lost")
         count("load_seconds", result.ended_s - result.began_s)
-        self._ended[load.request_id] = result.began_s, result.ended_s
         if error:
             self._count_error("load", error)
         for path, nbytes in result.nbytes.items():

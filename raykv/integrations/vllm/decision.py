@@ -1,0 +1,77 @@
+"""Decides for each request whether its hit is loaded or computed, and orders probes of paths that were too slow."""
+
+import time
+from collections import Counter
+from collections.abc import Mapping
+
+from raykv.integrations.vllm.costs import Costs
+from raykv.integrations.vllm.groups import Groups
+from raykv.integrations.vllm.lookups import Found
+from raykv.integrations.vllm.metadata import Load, LoadedChunks, WorkerReport
+from raykv.integrations.vllm.tracked import Lookup, Tracked
+from raykv.types import NodeId
+
+
+class LoadDecision:
+    """Decides for one engine, from the costs that it has measured."""
+
+    def __init__(self, load_policy: str, groups: Groups, chunk_nbytes: Mapping[int, int]) -> None:
+        """Use `load_policy` of `ConnectorConfig`, and `chunk_nbytes`, the size of the chunks of each group by index."""
+        self._always = load_policy == "always"
+        self._groups, self._chunk_nbytes = groups, chunk_nbytes
+        self._costs = Costs()
+
+    def is_load_sooner(self, lookup: Lookup, queued_tokens: int) -> bool:
+        """Return whether the load of a hit is expected to end before the engine could compute the same tokens.
+
+        Args:
+            queued_tokens: Number of tokens that the engine computes before this request.
+        """
+        holder, nbytes = self._source(lookup.found)
+        tokens = lookup.found.hit.tokens - lookup.computed
+        return self._always or self._costs.is_load_sooner(
+            holder, nbytes, tokens, queued_tokens=queued_tokens, now_s=time.monotonic()
+        )
+
+    def probe(self, tracked: Tracked, lookup: Lookup) -> list[Load]:
+        """Return the order of a probe if the path to the holder of a declined hit should be probed, else no order."""
+        held, now_s = lookup.found.held, time.monotonic()
+        holder, _ = self._source(lookup.found)
+        if not self._costs.is_probe_due(holder, now_s):
+            return []
+        group, end = next(
+            (group, end)
+            for group in self._groups.each
+            for end in lookup.found.hit.ends[group.index]
+            if next(iter(held.values()))[group.index, end].node_id == holder
+        )
+        part = LoadedChunks(
+            group=group.index,
+            names=[self._groups.name(group, tracked.request.block_hashes, end)],
+            blocks=[[None] * group.chunk_blocks],
+            holders={rank: [each[group.index, end].node_id] for rank, each in held.items()},
+        )
+        load = Load(f"raykv-probe/{holder}", tracked.scope, [part], is_probe=True)
+        self._costs.begin_load(load.request_id, holder, self._chunk_nbytes[group.index], now_s)
+        return [load]
+
+    def begin(self, load: Load, lookup: Lookup) -> None:
+        """Record the order of a load."""
+        self._costs.begin_load(load.request_id, *self._source(lookup.found), time.monotonic())
+
+    def add_step(self, tokens: int) -> None:
+        """Record that a step with this number of tokens begins now."""
+        self._costs.add_step(tokens, time.monotonic())
+
+    def add_report(self, report: WorkerReport) -> None:
+        """Record the loads and probes that have ended. The worker may run on another host, with another clock."""
+        lag_s = time.monotonic() - report.now_s
+        for request_id, ended in report.loads.items():
+            self._costs.end_load(request_id, ended.shifted(lag_s))
+
+    def _source(self, found: Found) -> tuple[NodeId, int]:
+        """Return the node that holds most of the chunks to load, and the size of the load of one rank."""
+        held = next(iter(found.held.values()))
+        chunks = [(index, end) for index, ends in found.hit.ends.items() for end in ends]
+        ((holder, _),) = Counter(held[chunk].node_id for chunk in chunks).most_common(1)
+        return holder, sum(self._chunk_nbytes[index] for index, _ in chunks)
