@@ -20,11 +20,11 @@ from tests.support.faults import Faults
 
 ROOT = Path(__file__).parents[1]
 
-require_token()  # Ray reads its authentication mode once, when the first test module imports it
+require_token()  # Ray reads its authentication mode only once: when the first test module imports Ray
 
 
 class RayTogether(LoadFileScheduling):
-    """Gives each file to one of pytest-xdist's processes, and all files that start Ray to the same one."""
+    """Gives all tests of a file to one worker of pytest-xdist, and all files that start Ray to the same worker."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
@@ -37,7 +37,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> RayTogether 
 
 @pytest.fixture
 def seed(request: pytest.FixtureRequest) -> int:
-    """RAYKV_TEST_SEED, or a number that depends on the test's name alone; shown when the test fails."""
+    """Return RAYKV_TEST_SEED, or else a number derived from the test's name. The seed is shown if the test fails."""
     chosen = int(os.environ.get("RAYKV_TEST_SEED", zlib.crc32(request.node.nodeid.encode())))
     print(f"seed: RAYKV_TEST_SEED={chosen}")
     return chosen
@@ -55,7 +55,7 @@ def np_rng(seed: int) -> np.random.Generator:
 
 @pytest.fixture
 def shm_dir() -> Iterator[Path]:
-    """A directory in /dev/shm for one test, with a path short enough for sockets."""
+    """A directory in /dev/shm for one test. Its path is short enough for Unix sockets."""
     path = Path(tempfile.mkdtemp(prefix="raykv-test-", dir="/dev/shm"))
     yield path
     shutil.rmtree(path)
@@ -63,7 +63,7 @@ def shm_dir() -> Iterator[Path]:
 
 @pytest.fixture(autouse=True)
 def no_thread_stays() -> Iterator[None]:
-    """Check that a test stops what it started: no thread of its nodes and clients still runs."""
+    """Check that no thread of a test's nodes and clients still runs when the test has ended."""
     before = set(threading.enumerate())
     yield
     ours = [thread for thread in threading.enumerate() if thread not in before and thread.name.startswith("raykv")]
@@ -74,7 +74,7 @@ def no_thread_stays() -> Iterator[None]:
 
 @pytest.fixture
 def faults(rng: random.Random) -> Iterator[Faults]:
-    """Lost messages, delays and silent nodes, as the test sets them. None in the beginning."""
+    """Faults that a test can cause: lost messages, delays, and silent nodes. At first there are none."""
     with pytest.MonkeyPatch.context() as patch:
         yield Faults(patch, rng)
 
@@ -83,7 +83,7 @@ def faults(rng: random.Random) -> Iterator[Faults]:
     params=["compiled", pytest.param("plain", marks=[pytest.mark.slow] if native.loops is not None else [])],
 )
 def loops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Run a test with the compiled loops and without: both must do the same."""
+    """Run a test with the compiled loops, and again without them."""
     if request.param == "plain":
         monkeypatch.setattr(native, "loops", None)
     elif native.loops is None:

@@ -1,6 +1,6 @@
-"""Checks the structure of the code, and prints what breaks a rule: `python -m tests.structure`.
+"""Check the structure of the code, and print what breaks a rule: `python -m tests.structure`.
 
-Packages import one way only; files, classes and functions stay small. `tests/test_structure.py` runs it.
+Packages import one way only. Files, classes and functions stay small. `tests/test_structure.py` runs the same checks.
 """
 
 import ast
@@ -18,7 +18,8 @@ MOST_METHODS = 30
 MOST_FUNCTION_LINES = 50
 MOST_PARAMETERS = 7
 EXEMPT: dict[str, str] = {}
-"""What may be larger, as "path" or "path:name", and why. The first lines of such a file give the reason too."""
+"""What may be larger than the limits: "path" or "path:name" -> reason. The first lines of such a file also give the
+reason."""
 
 NEVER = {
     "protocol": {"memory", "storage", "eviction", "tier", "transport", "membership", "node", "client", "supervisor"},
@@ -43,7 +44,7 @@ OLD_WORDS = {
     "troubles", "tally", "tape", "told", "came", "went", "forerunner", "pulse", "bare", "backed", "resting", "spoilt",
     "doomed", "spent", "supplied", "whoever", "anew", "beside", "account", "accounts",
 }  # fmt: skip
-"""Words that the code no longer uses, in names, comments and docstrings: each has a plainer one."""
+"""Words that the code no longer uses in names, comments and docstrings, because each has a plainer one."""
 OLD_PHRASES = ("as far as", "but for", "so many")
 
 Problem = str
@@ -59,7 +60,7 @@ def sources() -> list[Path]:
 
 
 def module_of(path: Path) -> str:
-    """Name within raykv, such as "memory.table"; "" for raykv itself."""
+    """Return a file's module name within raykv, such as "memory.table". raykv itself is ""."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -73,7 +74,7 @@ def package_of(module: str) -> str:
 
 @cache
 def imports_of(path: Path) -> frozenset[str]:
-    """Everything that a file imports anywhere, also within functions and for type checks, by its full name."""
+    """Return the full names of all that a file imports, also within functions and for type checks."""
     found = set()
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
@@ -87,20 +88,20 @@ def imports_of(path: Path) -> frozenset[str]:
 
 
 def raykv_imports_of(path: Path) -> set[str]:
-    """Modules of raykv that a file imports, as `module_of` names them."""
+    """Return the modules of raykv that a file imports, with names as in `module_of`."""
     names = {name for name in imports_of(path) if name.split(".")[0] == "raykv"}
     return {name.removeprefix("raykv").removeprefix(".") for name in names}
 
 
 def edges() -> dict[str, set[str]]:
-    """For each module, the modules that it imports. The import of `cluster` inside `raykv.connect` is left out."""
+    """Return the modules that each module imports. The import of `cluster` inside `raykv.connect` is left out."""
     found = {module_of(path): raykv_imports_of(path) for path in sources()}
     found[""].discard("cluster")
     return found
 
 
 def circles(graph: dict[str, set[str]]) -> list[list[str]]:
-    """Groups of names that reach each other (strongly connected components of two or more)."""
+    """Return groups of names that reach each other: strongly connected components of two or more names."""
     numbers: dict[str, int] = {}
     lowest: dict[str, int] = {}
     stack: list[str] = []
@@ -154,7 +155,7 @@ def import_problems() -> Iterator[Problem]:
 
 
 def code_lines(node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]) -> int:
-    """Number of lines of code in a function, without its docstring, comments and empty lines."""
+    """Count the lines of code in a function, without its docstring, comments and empty lines."""
     assert node.end_lineno is not None
     skipped: set[int] = set()
     first = node.body[0]
@@ -166,13 +167,13 @@ def code_lines(node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]) -
 
 
 def parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """Number of parameters, without self and cls."""
+    """Count the parameters of a function, without self and cls."""
     names = [argument.arg for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
     return len([name for name in names if name not in ("self", "cls")])
 
 
 def size_problems() -> Iterator[tuple[str, Problem]]:
-    """Everything that is too large: its key in EXEMPT, and the problem."""
+    """Yield everything that is too large, as (key for EXEMPT, problem)."""
     for path in sorted([*sources(), *ROOT.rglob("*.c"), *ROOT.rglob("*.h")]):
         name, lines = str(path.relative_to(ROOT.parent)), path.read_text().splitlines()
         if len(lines) > MOST_FILE_LINES:
@@ -212,7 +213,7 @@ def word_problems() -> Iterator[Problem]:
 
 
 def words_in(path: Path, text: str) -> list[str]:
-    """The lines of a file. In Python, strings of one line are left out unless they are docstrings."""
+    """Return the lines of a file. In Python, strings within one line are left out unless they are docstrings."""
     lines = text.splitlines()
     if path.suffix != ".py":
         return lines

@@ -1,4 +1,4 @@
-"""Whole clusters in one process; in some, messages are lost on purpose."""
+"""Whole clusters in one process. Some tests lose messages on purpose."""
 
 import asyncio
 import hashlib
@@ -41,7 +41,7 @@ def put(client: raykv.Client, keys: list[str], nbytes: int = NBYTES, **options) 
 
 
 def get(client: raykv.Client, keys: list[str], nbytes: int = NBYTES, **options) -> raykv.GetResult:
-    """Read, and check every byte of each hit."""
+    """Read chunks, and check the bytes of each hit."""
     into = [bytearray(nbytes) for _ in keys]
     result = client.get(keys, into, **options)
     for key, buffer, hit in zip(keys, into, result.hits, strict=True):
@@ -228,7 +228,7 @@ def test_the_async_face():
         assert asyncio.run(use()) == [True] * 8
 
 
-# -- clients from elsewhere -------------------------------------------------------------------------------------------
+# -- clients on a host without a node ---------------------------------------------------------------------------------
 
 
 def test_a_client_without_a_node_on_its_host_stores_on_the_owner():
@@ -287,7 +287,7 @@ def test_wrong_calls_say_what_is_wrong(call, words):
         client = running.client(SPACE)
         with pytest.raises(UsageError, match=words):
             call(client)
-        assert put(client, ["a"]).stored == 1  # the wrong call broke nothing
+        assert put(client, ["a"]).stored == 1  # the wrong call has broken nothing
         assert not stats_of(running, 0)["errors"].get("bug")
 
 
@@ -303,7 +303,7 @@ def test_a_buffer_of_another_length_is_a_miss_and_does_no_harm_to_others():
         assert stats_of(running, 0)["corrupt"] == 0
 
 
-# -- full -------------------------------------------------------------------------------------------------------------
+# -- a full arena -----------------------------------------------------------------------------------------------------
 
 
 def test_a_full_arena_is_a_result():
@@ -473,7 +473,7 @@ def test_a_lease_is_not_taken_to_another_connection(faults):
         assert put(client, ["b"]).stored == 1
 
 
-# -- change and death -------------------------------------------------------------------------------------------------
+# -- members join and die ---------------------------------------------------------------------------------------------
 
 
 def wait_until(condition, timeout_s: float = 10.0) -> None:
@@ -491,7 +491,7 @@ def test_a_new_node_learns_what_it_owns():
         assert stale.view().members[-1].node_id == "node-1"
         running.add()
         running.settle()
-        assert stats_of(running, 2)["located"] > 30  # a third of the keys, more or less
+        assert stats_of(running, 2)["located"] > 30  # about a third of the keys
         assert sum(stats_of(running, node)["located"] for node in range(3)) == 200
         assert get(stale, names(200)).prefix == 200
         assert get(running.client(SPACE, node=2), names(200)).prefix == 200
@@ -594,7 +594,7 @@ def test_whoever_asks_for_it_sees_damage_in_shared_memory_too():
         assert get(client, ["a"]).hits == (False,)
 
 
-# -- chance -----------------------------------------------------------------------------------------------------------
+# -- random faults ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -602,7 +602,7 @@ def test_whoever_asks_for_it_sees_damage_in_shared_memory_too():
 def test_on_a_bad_network_every_get_is_right_or_a_miss(loss, faults, rng):
     with cluster(4, extent_nbytes="256 KiB") as running:
         clients = [running.client(SPACE, node=node, breaker_s=0.01) for node in range(4)]
-        for number in range(0, 12, 2):  # chunks that can be found even if few later puts succeed
+        for number in range(0, 12, 2):  # these chunks can be hits even if few later puts succeed
             put(rng.choice(clients), [f"{number}/{place}" for place in range(7)])
         running.settle()
         faults.loss, faults.delay_s = loss, 0.0005
@@ -622,7 +622,7 @@ def test_on_a_bad_network_every_get_is_right_or_a_miss(loss, faults, rng):
         print(f"{hits} of {asked} chunks arrived")
         assert 0 < hits < asked
         faults.loss = 0.0
-        running.settle(timeout_s=30.0)  # an announcement that was lost just now is given up after ANNOUNCE_DEADLINE_S
+        running.settle(timeout_s=30.0)  # longer than ANNOUNCE_DEADLINE_S, after which lost announcements are sent again
         for node in running.nodes[:3]:
             assert node.failure is None
             assert not {
@@ -665,7 +665,7 @@ def test_links_are_closed_with_the_cluster():
     ],
 )
 def test_a_member_that_answers_nonsense_costs_a_miss(kind, answer):
-    """A peer that knows the secret may still be broken, or of another build."""
+    """A peer that knows the secret may still be broken, or of another version."""
     with cluster(2) as running:
         put(running.client(SPACE, node=0), names(3))
         running.settle()
@@ -768,7 +768,7 @@ def test_keys_for_an_owner_that_is_away_take_no_room_from_others(faults, monkeyp
 
 
 def test_a_node_that_was_out_for_a_while_announces_all_its_chunks_again(monkeypatch):
-    """The other nodes have dropped its locations, and it never got the view in which it was missing."""
+    """The other nodes drop the node's locations. The node itself never gets the view in which it is missing."""
     with cluster(3, member_timeout_s=0.3) as running:
         put(running.client(SPACE, node=2), names(60), chained=False)
         running.settle()

@@ -1,4 +1,4 @@
-"""The how-tos of CONTRIBUTING.md do what they say: their files are written into an empty folder and run."""
+"""The how-tos of CONTRIBUTING.md work: their files are written into an empty folder, and run."""
 
 import os
 import re
@@ -13,7 +13,7 @@ BLOCK = re.compile(r"```python file=(\S+)\n(.*?)```", re.S)
 
 
 def how_tos() -> dict[str, dict[str, str]]:
-    """The files of each how-to: folder -> file name -> text."""
+    """Return the files of each how-to: folder -> file name -> text."""
     found: dict[str, dict[str, str]] = {}
     for path, text in BLOCK.findall((ROOT / "CONTRIBUTING.md").read_text()):
         folder, _, name = path.partition("/")

@@ -1,4 +1,4 @@
-"""Ray, Ray Serve and our own command line accept the files in deployments/."""
+"""Ray, Ray Serve and raykv's command line accept the files in deployments/."""
 
 import shlex
 from pathlib import Path
@@ -18,7 +18,7 @@ DEPLOYMENTS = Path(__file__).parents[1] / "deployments"
 
 
 def read(name: str) -> dict[str, Any]:
-    import yaml  # comes with Ray
+    import yaml  # PyYAML is installed with Ray
 
     return yaml.safe_load((DEPLOYMENTS / name).read_text())
 

@@ -1,4 +1,4 @@
-"""A node is killed at random moments, again and again, while it serves reads and writes, evicts and demotes."""
+"""A node is killed at random moments, again and again. Meanwhile it serves reads and writes, evicts and demotes."""
 
 import os
 import random
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def resident(node: NodeProcess) -> np.ndarray:
-    """Keys that can be read in the dead node's memory."""
+    """Return the keys of all readable chunks in the dead node's memory."""
     prefix = node.local_address.removeprefix("unix:").removesuffix(".sock")
     reader = ShmReader(prefix + ".table", prefix + ".arena", writable=False)
     rows = reader.table.ready_rows()
@@ -32,7 +32,11 @@ def resident(node: NodeProcess) -> np.ndarray:
 
 
 def check(node: NodeProcess, load: Load, before: np.ndarray) -> int:
-    """Check that all keys in `before` are hits with right bytes, and unfinished chunks are not. Returns len(before)."""
+    """Check that all keys in `before` are hits with right bytes, and all unfinished chunks are misses.
+
+    Returns:
+        The number of keys in `before`.
+    """
     names = {chunk_keys.to_bytes(chunk_keys.named(SPACE.digest, [name])): name for name in [*load.names, *PINNED]}
     raw = chunk_keys.to_bytes(before)
     there = [raw[at : at + 16] for at in range(0, len(raw), 16)]
@@ -66,13 +70,13 @@ def node(shm_dir: Path, tmp_path: Path) -> Iterator[NodeProcess]:
 
 
 def kill_again_and_again(node: NodeProcess, kills: int, seed: int) -> None:
-    """Kill the node `kills` times, and check that nothing committed is lost and that reads never stop."""
+    """Kill the node `kills` times. Check that nothing committed is lost, and that reads never stop."""
     print(f"seed {seed}")
     rng = random.Random(seed)
     chunks = below = 0
     with Load(node, seed) as load:
         for _ in range(kills):
-            time.sleep(rng.random() * 0.15)  # so that the kill is at a random moment
+            time.sleep(rng.random() * 0.15)  # the next kill is at a random moment
             node.kill()
             load.pause_writes()
             before = resident(node)

@@ -1,4 +1,4 @@
-"""Counters of namespaces: reads, misses by reason, and how long calls took."""
+"""Counters of namespaces: reads, misses by reason, and the duration of calls."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""What the project promises besides its code: make targets, extras, lock files, the table of dependencies."""
+"""Promises of the project besides its code: make targets, extras, lock files, the table of dependencies."""
 
 import re
 import subprocess

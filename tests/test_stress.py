@@ -1,7 +1,7 @@
-"""Readers without locks against a writer that keeps evicting: no wrong byte, ever.
+"""Readers without locks, and a writer that causes evictions all the time. No reader ever gets a wrong byte.
 
 RAYKV_TEST_SEED sets the seed for the choice of keys. RAYKV_SOAK sets the number of reads of the soak variant, and may
-set another seed for it.
+set another seed.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Calls with wrong arguments raise only UsageError, and cost the client neither its connection nor its leases."""
+"""A call with wrong arguments raises UsageError. The client keeps its connection and its leases."""
 
 import math
 from decimal import Decimal
@@ -40,7 +40,7 @@ FLAGS = [None, 1, "yes", [], np.ones(2, bool), object()]
 
 
 def cases() -> list[tuple[str, str, Any]]:
-    """List the wrong calls: for each, the method's name, the wrong argument, and a function that makes the call."""
+    """List the wrong calls as (name of the method, wrong argument, function that makes the call with a client)."""
     found: list[tuple[str, str, Any]] = []
 
     def add(method: str, field: str, values: list[Any], call: Any) -> None:
@@ -124,7 +124,7 @@ def cases() -> list[tuple[str, str, Any]]:
 
 
 def wrong(client: Any, given: list[tuple[str, str, Any]]) -> list[str]:
-    """Make all calls in `given`. Returns a line for each exception that is not a UsageError, or that has no text."""
+    """Make the calls in `given`, which should raise UsageError with a text. Returns a line for each other exception."""
     found = []
     for method, what, call in given:
         try:

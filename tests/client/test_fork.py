@@ -1,4 +1,4 @@
-"""A process that forks after it has connected: parent and child then use separate connections."""
+"""After a connected process forks, parent and child use separate connections."""
 
 import os
 import random

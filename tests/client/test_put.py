@@ -1,4 +1,4 @@
-"""Puts into slots that the node lent in advance, with and without waiting, while nodes and clients die or hang."""
+"""Puts into slots that the node lent in advance, with and without waiting. Nodes and clients die or hang meanwhile."""
 
 import os
 import signal
@@ -83,7 +83,7 @@ def resume(node: NodeProcess) -> None:
     node.process.send_signal(signal.SIGCONT)
 
 
-# -- the pool alone ---------------------------------------------------------------------------------------------------
+# -- the slot pool without a node -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [4096, 1 << 20, 64 << 20])
@@ -105,24 +105,24 @@ def test_a_pool_grows_with_use_and_is_filled_when_half_empty():
     assert pool.pop(1, 0.2) == [(4, 40)]
     assert pool.lacking() == 0
     assert pool.pop(1, 0.3) == [(3, 30)]
-    assert pool.lacking() == 6  # half empty: the target is doubled, from 4 to 8
+    assert pool.lacking() == 6  # the pool is half empty, so the target is doubled from 4 to 8
     pool.coming = 6
     assert pool.pop(5, 0.4) == [(1, 10), (2, 20)]
-    assert pool.lacking() == 0  # 6 slots are requested already: more than half of the target, 8
+    assert pool.lacking() == 0  # the 6 slots that were requested are more than half of the target, 8
     pool.coming = 0
     assert pool.lacking() == 16
     assert pool.pop_surplus(1.0) == []
-    assert pool.lacking() == 0  # `pop_surplus` has reset the target of the idle pool
+    assert pool.lacking() == 0  # `pop_surplus` has set the target of the idle pool to 0
 
 
-# -- puts that are waited for -----------------------------------------------------------------------------------------
+# -- puts that wait for their commit ----------------------------------------------------------------------------------
 
 
 def test_in_steady_state_a_put_is_one_call(node):
     with node.client() as client:
         for number in range(60):
             assert client.put_one(client.key(f"chunk-{number}"), content(f"chunk-{number}"))
-            if number % 10 == 9:  # wait for new slots: a put that finds the pool empty sends a `Lend`
+            if number % 10 == 9:  # wait for new slots, because a put sends a `Lend` if it finds the pool empty
                 client.flush()
         requests = node.stats()["requests"]
         assert requests["Commit"] == 60
@@ -143,7 +143,7 @@ def test_a_client_that_goes_gives_its_slots_back(node):
         assert lent_nbytes(node) > 0
     wait_until(lambda: lent_nbytes(node) == 0)
     with node.client() as client:
-        assert client.put(names(15, "big"), [bytes(1 << 20)] * 15).stored == 15  # no slot is in quarantine
+        assert client.put(names(15, "big"), [bytes(1 << 20)] * 15).stored == 15  # there is room for larger chunks
 
 
 def test_slots_that_no_put_uses_go_back(node, monkeypatch):
@@ -171,7 +171,7 @@ def test_a_full_arena_takes_what_fits_and_says_so(node):
 
 @pytest.mark.slow
 def test_writers_of_the_same_keys_store_each_once(node):
-    """A writer that is not the first learns this before or after its copy of the bytes. No reader gets a wrong byte."""
+    """Three clients write the same chunks. A client may learn only after its copy that a chunk is stored already."""
     clients = [node.client() for _ in range(3)]
     results: list[PutResult] = []
 
@@ -217,7 +217,7 @@ def test_threads_of_one_client_share_its_connection(node):
         assert all(get(client, [f"w{writer}-{number}" for writer in range(4) for number in range(40)]))
 
 
-# -- puts that are posted ---------------------------------------------------------------------------------------------
+# -- puts that do not wait --------------------------------------------------------------------------------------------
 
 
 def test_a_client_reads_what_it_posted(node):
@@ -294,7 +294,7 @@ def test_prepared_slots_spare_the_wait(node):
 @pytest.mark.slow
 @pytest.mark.parametrize("stopped_s", [0.3, TRUST_S + 0.5])
 def test_a_stopped_node_costs_its_deadline_and_no_lease(node, stopped_s: float):
-    """Each put has a deadline of 4 ms, about the default of `store_timeout_s`. A stop does not break the connection."""
+    """Each put returns soon after its deadline of 4 ms. The connection does not break, so no lease is lost."""
     with node.client() as client, node.client() as reader:
         put(client, names(30))
         client.flush()
@@ -339,7 +339,7 @@ def test_a_stopped_node_costs_its_deadline_and_no_lease(node, stopped_s: float):
 def test_a_node_that_was_stopped_evicts_nothing_for_a_put_that_has_given_up(node):
     with node.client() as client, node.client() as other:
         assert put(client, ["first"]).stored == 1
-        assert put(other, names(500)).stored == 500  # they take 25 of the arena's 32 MiB
+        assert put(other, names(500)).stored == 500  # 500 chunks take 25 of the arena's 32 MiB
         before = node.stats()
         stop(node)
         assert put(client, names(400, "late"), timeout_s=0.2).stored == 0
@@ -407,19 +407,19 @@ def test_posted_puts_that_are_lost_are_reported_and_nothing_raises(node):
         get(client, [f"late-{number}" for number in range(40)])
 
 
-# -- late calls -------------------------------------------------------------------------------------------------------
+# -- slow and interrupted puts ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("wait", [True, False])
 def test_chunks_that_took_too_long_to_write_are_committed_all_the_same(node, monkeypatch, wait: bool):
-    """Without a commit, the slots would stay lent until the connection ends, and nobody else could use them."""
+    """Without a commit, the slots would stay lent until the connection ends, and no other put could use them."""
     with node.client() as client, node.client() as other:
         put(client, names(4))
         threads, late = client.router.copy_threads, names(12)[4:]
         fill = threads.fill
 
         def slow_fill(*arguments):
-            put(other, late[3:4])  # another writer stores this chunk first
+            put(other, late[3:4])  # another client stores this chunk first
             time.sleep(0.3)
             return fill(*arguments)
 
@@ -499,7 +499,7 @@ embedded.close()
 
 @pytest.mark.slow
 def test_a_put_that_is_interrupted_harms_neither_bytes_nor_the_client():
-    """Control-C in a notebook, while the node is busy."""
+    """As with Control-C in a notebook while the node is busy."""
     done = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "interrupted" in done.stdout
@@ -537,7 +537,7 @@ def test_slots_of_a_killed_client_come_back_after_quarantine(node):
 
 @pytest.mark.slow
 def test_slots_lent_by_a_node_that_died_are_not_written_to_later(node, monkeypatch):
-    """The dead node's slots are in quarantine for a while. A client that was idle longer must not use them."""
+    """The next process quarantines these slots for a limited time. A client that was idle longer must not use them."""
     with node.client() as idle, node.client() as busy:
         put(idle, names(40))
         old = starts_at_hand(idle)
@@ -607,7 +607,7 @@ def test_no_wrong_byte_however_often_the_node_dies(node, wait):
 
 @pytest.mark.slow
 def test_what_was_reported_as_stored_is_there_however_often_the_node_dies(node, rng):
-    """Some puts return while the node is dead or dying. What they report as stored must be there too."""
+    """Some puts return while the node is dead or dying. All chunks that they report as stored must be there."""
     stopping = threading.Event()
     stored: list[str] = []
 
@@ -687,7 +687,7 @@ def policy_of(task: int) -> int | None:
 
 @pytest.mark.skipif(os.sched_getscheduler(0) != os.SCHED_OTHER, reason="somebody has chosen how these tests run")
 def test_a_nodes_threads_do_not_interrupt_this_hosts_readers_and_writers(node):
-    """They use SCHED_BATCH, except threads that serve other hosts, since the clients there wait for each answer."""
+    """Threads use SCHED_BATCH, except those that serve other hosts, because clients there wait for each answer."""
     with node.client() as client, node.client(local=False) as remote:
         put(client, names(2))
         assert remote.stats()
@@ -701,7 +701,7 @@ def test_a_nodes_threads_do_not_interrupt_this_hosts_readers_and_writers(node):
 
 
 def test_slots_of_a_broken_connection_are_not_written_to_over_the_next_one(node, monkeypatch):
-    """While a put waits for slots until its deadline, the connection breaks, and another thread makes a new one."""
+    """While a put waits for slots, the connection breaks, and another thread makes a new one."""
     with node.client() as client:
         put(client, names(30))
         assert starts_at_hand(client)

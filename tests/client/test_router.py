@@ -1,4 +1,4 @@
-"""The router under faults: no file descriptors, no threads, addresses that never answer, a restarted cluster."""
+"""The router under faults: no file descriptors, no threads, addresses that never answer, a cluster made again."""
 
 import resource
 import socket
@@ -24,7 +24,7 @@ def put(client: raykv.Client, keys: list[str]) -> raykv.PutResult:
 
 
 def get(client: raykv.Client, keys: list[str]) -> raykv.GetResult:
-    """Read, and compare every byte of what arrived."""
+    """Read chunks, and compare every byte of the hits."""
     into = [bytearray(NBYTES) for _ in keys]
     result = client.get(keys, into)
     assert all(not hit or into[place] == content(keys[place]) for place, hit in enumerate(result.hits))
@@ -102,7 +102,7 @@ def test_without_more_threads_the_caller_does_the_work(monkeypatch):
     assert parallel.run(work) == {0: 0, 1: 1, 2: 2}
     parallel.in_background(lambda: None)
     for task in queued:
-        task()  # a thread that starts late finds nothing to do
+        task()  # a thread that starts late finds no work
     assert done == [0, 1, 2]
     parallel.close()
     assert parallel.run(work) == {0: 0, 1: 1, 2: 2}
@@ -114,13 +114,13 @@ def test_an_address_that_swallows_everything_costs_little_where_others_answer(bl
         router._address = black_hole
         times = []
         for _ in range(20):
-            router.pool.failures += 1 if not times else 0  # a node did not answer, once
+            router.pool.failures += 1 if not times else 0  # in the first round, a node has failed to answer
             began_s = time.monotonic()
             router.view(began_s + 1.0)
             times.append(time.monotonic() - began_s)
             time.sleep(0.02)
         assert max(times) < 0.5
-        router._view = View()  # now there is no other address
+        router._view = View()  # now `black_hole` is the only address
         with pytest.raises(PeerUnavailable):
             router.refresh(time.monotonic() + 0.2)
 
@@ -175,7 +175,7 @@ def test_buffers_of_no_length_and_gets_of_nothing():
 
 
 def test_a_client_joins_a_cluster_that_was_made_again():
-    """The node on the client's host now has another secret, and epochs start again from 1."""
+    """The new cluster has another secret, and its epochs start again from 1."""
     with cluster(2) as running:
         put(running.client(SPACE, node=0), ["a"])
         running.settle()

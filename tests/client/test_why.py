@@ -1,4 +1,4 @@
-"""`Client.why`: each reason why a chunk is missing, mostly in clusters of several nodes."""
+"""`Client.why` reports each reason why a chunk is missing. Most clusters here have several nodes."""
 
 import time
 from collections import Counter

@@ -24,7 +24,7 @@ ALIVE, DEAD = "a" * 56, "d" * 56
 
 @pytest.fixture
 def make_actor(monkeypatch: pytest.MonkeyPatch, shm_dir: Path) -> Callable[[], actors.NodeActor]:
-    """Makes an actor on the Ray node ALIVE whose raykv node does not fit into memory."""
+    """Return a function that makes an actor on the Ray node ALIVE. The actor's raykv node does not fit into memory."""
 
     def no_room(*_: object, **__: object) -> None:
         raise ConfigError("field 'arena_nbytes': does not fit")
@@ -40,7 +40,7 @@ def make_actor(monkeypatch: pytest.MonkeyPatch, shm_dir: Path) -> Callable[[], a
 
 
 def test_an_actor_that_found_no_room_tries_again_when_memory_of_others_is_gone(monkeypatch, make_actor):
-    """After a Ray node restarts on its host, its former arena counts as used memory until it is removed."""
+    """When a Ray node restarts, its former arena takes up memory until the actor removes it."""
     calls, ended = [], threading.Event()
 
     def remove_orphans(config: NodeConfig, alive: set[str], *, now_s: float) -> list[str]:
@@ -51,7 +51,7 @@ def test_an_actor_that_found_no_room_tries_again_when_memory_of_others_is_gone(m
 
     def end(code: int) -> None:
         assert code
-        actor.stop()  # so that its thread ends with this test
+        actor.stop()  # ends the actor's thread, too
         ended.set()
 
     monkeypatch.setattr(actors, "remove_orphans", remove_orphans)
@@ -65,7 +65,7 @@ def test_an_actor_that_found_no_room_tries_again_when_memory_of_others_is_gone(m
 
 @pytest.mark.slow
 def test_stop_removes_what_nodes_of_dead_ray_nodes_left(make_actor, shm_dir):
-    """Without this, arenas would stay in /dev/shm if `raykv down` runs after the end of their Ray nodes."""
+    """`raykv down` may run after some Ray nodes have ended. It must remove their arenas, too."""
     dead, other = DEAD[: actors.NODE_ID_LENGTH], "stranger"
     handles = []
     for node_id in (dead, other):
@@ -73,7 +73,7 @@ def test_stop_removes_what_nodes_of_dead_ray_nodes_left(make_actor, shm_dir):
         config = NodeConfig(cluster="test", node_id=node_id, storage=storage)
         handles.append(NodeHandle(config, secret=b"s", membership=InProcessMembership(member_timeout_s=60.0)))
     try:
-        os.kill(handles[0].supervisor.pid, signal.SIGKILL)  # as at the end of its Ray node
+        os.kill(handles[0].supervisor.pid, signal.SIGKILL)  # as when its Ray node ends
         wait_until(lambda: handles[0].ended)
         assert list(shm_dir.glob(f"raykv-test-{dead}.*"))
         make_actor().stop([dead, other])

@@ -1,4 +1,4 @@
-"""The cluster on real Ray: two Ray nodes on this machine count as two hosts, and actors are killed with signal 9."""
+"""The cluster on real Ray. Two Ray nodes on this machine count as two hosts. Actors are killed with SIGKILL."""
 
 import json
 import os
@@ -56,7 +56,7 @@ def local_ray() -> Iterator[LocalRay]:
 
 @contextmanager
 def running() -> Iterator[dict[str, Any]]:
-    """A running cluster in which every node knows every other."""
+    """Start a cluster in which every node knows every other. Stop it at the end."""
     started = raykv.cluster.start(name="test", storage=STORAGE, separate_hosts=True)
     try:
         assert {node["epoch"] for node in started["nodes"].values()} == {started["epoch"]}
@@ -76,7 +76,7 @@ def cluster(local_ray: LocalRay) -> Iterator[dict[str, Any]]:
 
 
 def clients(cluster: dict[str, Any]) -> tuple[str, list[raykv.Client]]:
-    """Return the id of this process's Ray node, and one client per node, the client of our own node first."""
+    """Return the id of this process's Ray node, and one client per node. The client of our own node comes first."""
     mine = ray.get_runtime_context().get_node_id()
     order = sorted(cluster["nodes"], key=lambda ray_node_id: ray_node_id != mine)
     addresses = [cluster["nodes"][each]["local_address"] for each in order]
@@ -129,7 +129,7 @@ class TestWhileNothingFails:
 
 @pytest.mark.parametrize("which", ["pid", "actor_pid"])
 def test_a_killed_node_comes_back_with_what_was_committed(cluster, which):
-    """Kill the node's own process, which the supervisor restarts, or its actor, which Ray restarts."""
+    """Kill the node's own process or its actor. The supervisor restarts the process, and Ray restarts the actor."""
     mine, (here, there) = clients(cluster)
     with here, there:
         assert here.put(["a"], [b"x" * 5000]).stored == 1
@@ -157,7 +157,7 @@ def test_a_killed_node_comes_back_with_what_was_committed(cluster, which):
 
 
 def test_an_upgrade_under_load_keeps_every_chunk_and_reads_never_stop(cluster):
-    """A reader and a writer run while the nodes and the directory are replaced, one after another."""
+    """A reader and a writer run while the nodes and the directory are replaced one by one."""
     mine, (here, there) = clients(cluster)
     names = [f"stored-{number}" for number in range(200)]
     values = {name: name.encode().ljust(5000, b".") for name in names}
@@ -289,13 +289,13 @@ def test_a_ray_node_that_joins_later_gets_a_node_and_one_that_dies_leaves_the_vi
 
 
 def command(*arguments: str) -> str:
-    """Run a command in this process, which has joined Ray. Returns what the command prints."""
+    """Run a command in this process, which has joined Ray. Returns the command's output."""
     options = parser().parse_args(arguments)
     return str(options.run(options))
 
 
 def raykv_command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a command in a process of its own, as a user does."""
+    """Run a command in a new process, as a user does."""
     whole = [sys.executable, "-m", "raykv.tools.cli", *arguments]
     return subprocess.run(whole, capture_output=True, text=True, timeout=120)
 

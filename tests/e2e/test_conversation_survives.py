@@ -1,4 +1,4 @@
-"""Runs the demo, then more conversations. In the middle of each of these, one process is killed with signal 9.
+"""Run the demo, and then more conversations. During each of these conversations, one process is killed with SIGKILL.
 
 `make soak` kills each of five kinds of process, `make test` two of them.
 
@@ -58,7 +58,7 @@ RESTART_S = 120.0
 
 @dataclass
 class Conversation:
-    """The messages of each request, the answers, and the victim's process id before and after its restart."""
+    """The messages of each request, the answers, and the killed process's id before and after its restart."""
 
     messages: list[demo.Messages] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
@@ -81,7 +81,7 @@ def directory_actor() -> int:
 
 
 def replica(kind: str) -> Callable[[], int]:
-    """Return a function that finds the process id of a worker among this process's children."""
+    """Return a function that finds the process id of a replica among this process's descendants."""
 
     def pid() -> int:
         children = psutil.Process().children(recursive=True)
@@ -91,7 +91,7 @@ def replica(kind: str) -> Callable[[], int]:
 
 
 VICTIMS: dict[str, tuple[Callable[[], int], int]] = {
-    # Whom to kill, and after how many tokens of the second answer. 0: during its prefill.
+    # Process to kill, and number of tokens of the second answer after which it is killed. 0: during the prefill.
     "prefill's node actor": (node_actor("127.0.0.2"), 0),
     "decode's node actor": (node_actor("127.0.0.3"), 0),
     "directory actor": (directory_actor, 3),
@@ -102,7 +102,7 @@ VICTIMS: dict[str, tuple[Callable[[], int], int]] = {
 
 ALL = tuple(VICTIMS)
 SOME = ("prefill's node actor", "decode replica")
-"""A process that keeps chunks, and one that is in the middle of an answer."""
+"""Victims in `make test`: a process that holds chunks, and one that is in the middle of an answer."""
 
 
 def document(seed: int) -> str:
@@ -113,7 +113,7 @@ def document(seed: int) -> str:
 
 
 def ask(client: Any, messages: demo.Messages, on_token: Callable[[int], None]) -> tuple[str, list[int], str]:
-    """Text, tokens and finish reason of one streamed answer."""
+    """Return the text, the tokens and the finish reason of one streamed answer."""
     text, tokens, finish = "", [], ""
     on_token(0)
     for event in client.chat.completions.create(
@@ -170,10 +170,12 @@ def wait_for_another(victim: Callable[[], int], old: int) -> int:
 
 @dataclass
 class Outcome:
-    """Exit code and output of the demo.
+    """What the demo and the conversations did.
 
-    `talks`: each conversation, and the answers of an engine without a cache to the same requests. `left`: what `traces`
-    finds after the demo but not before it.
+    Attributes:
+        code, printed: Exit code and output of the demo.
+        talks: By victim: the conversation, and the answers of an engine without a cache to the same requests.
+        left: What `traces` finds after the demo but not before it.
     """
 
     code: int
@@ -186,7 +188,7 @@ class Outcome:
     scope="module", params=[pytest.param(SOME, id="some"), pytest.param(ALL, id="all", marks=pytest.mark.soak)]
 )
 def outcome(request: pytest.FixtureRequest) -> Outcome:
-    """Run the demo and the other conversations in one deployment, since its start takes most of a minute."""
+    """Run the demo and the other conversations in one deployment, because its start takes most of a minute."""
     talks: dict[str, Conversation] = {}
     plain: list[demo.Answer] = []
     demo_converses, engine_answers = demo.converse, demo.answer_without_pool

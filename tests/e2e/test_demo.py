@@ -1,4 +1,4 @@
-"""The demo, as a user runs it. `make test` runs its parts in `test_conversation_survives`."""
+"""The demo, as a user runs it. This is a soak test: in `make test`, `test_conversation_survives` runs the demo."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Hit density: its learned chances and scores are compared with brute force, and its hits with those of LRU."""
+"""The density policy: its learned chances and scores compared with brute force, and its hits with those of LRU."""
 
 import numpy as np
 import pytest
@@ -70,7 +70,7 @@ def test_density_is_the_best_of_all_horizons(np_rng):
 
 
 def trace_of(requests: list[tuple[list[tuple[int, ...]], int]]) -> Trace:
-    """Make a trace of one request a second. Each request has its chunks' names and its number of output tokens."""
+    """Make a trace with one request a second. Each request is (names of its chunks, number of its output tokens)."""
     number: dict[tuple[int, ...], int] = {}
     made = [
         Request(float(at), [number.setdefault(name, len(number)) for name in names], 4 * len(names), output)
@@ -80,7 +80,14 @@ def trace_of(requests: list[tuple[list[tuple[int, ...]], int]]) -> Trace:
 
 
 def chats(rng, count: int, scans: float, *, outputs: bool = False) -> Trace:
-    """Chats of up to seven turns that begin with one of three system prompts, and long prompts that occur only once."""
+    """Chats of up to seven turns behind one of three system prompts, and long prompts that occur only once.
+
+    Args:
+        rng: Chooses the requests.
+        count: Number of requests.
+        scans: Share of long prompts among the requests.
+        outputs: Whether requests have output tokens: 10 in a chat, 300 for a long prompt.
+    """
     open_chats: list[tuple[list[tuple[int, ...]], int]] = []
     requests = []
     for at in range(count):
@@ -113,7 +120,7 @@ def test_on_chats_and_scans_it_is_no_worse_than_lru(scans, share, rng):
 @pytest.mark.parametrize("share", [0.1])
 @pytest.mark.parametrize("kind", ["popular", "popular for a while", "recent", "loop", "scan"])
 def test_on_single_chunks_it_is_no_worse_than_lru(kind, share, rng):
-    """Without chains there is little to learn, but the policy must not do harm."""
+    """Without chains there is little to learn. Hits must still be about as many as with LRU."""
     trace = trace_of([([name], 0) for name in singles(rng, kind, 4000)])
     size = round(share * trace.chunks)
     ours, lru = (replay(trace, policy(name), size).prefix_hits for name in ("density", "lru"))
@@ -121,7 +128,7 @@ def test_on_single_chunks_it_is_no_worse_than_lru(kind, share, rng):
 
 
 def singles(rng, kind: str, count: int) -> list[tuple[int, ...]]:
-    if kind == "recent":  # the chance of a read falls with the time since the last one, so LRU is right
+    if kind == "recent":  # a chunk read recently is likely to be read again, so LRU is the best policy
         order: list[int] = []
         names: list[tuple[int, ...]] = []
         for at in range(count):
@@ -144,7 +151,7 @@ def singles(rng, kind: str, count: int) -> list[tuple[int, ...]]:
 
 @pytest.mark.slow
 def test_it_learns_from_reported_output_tokens_which_prompts_return(rng):
-    """Prompts differ only in the length of their answers. Those with short answers come again, once, after a while."""
+    """Prompts with short answers come again once, after a while. Otherwise, prompts are alike."""
     requests: list[tuple[list[tuple[int, ...]], int]] = []
     due: dict[int, list[tuple[int, ...]]] = {}
     for at in range(1500):

@@ -58,7 +58,7 @@ def lfu(accesses: list[int], size: int) -> int:
 
 
 def arc(accesses: list[int], size: int) -> int:
-    """Figure 4 of Megiddo and Modha, FAST 2003."""
+    """Count the hits of ARC: figure 4 of Megiddo and Modha, FAST 2003."""
     t1, t2, b1, b2 = (OrderedDict[int, None]() for _ in range(4))
     target, hits = 0.0, 0
 
@@ -100,7 +100,10 @@ def arc(accesses: list[int], size: int) -> int:
 
 
 def s3fifo(accesses: list[int], size: int) -> int:
-    """Yang et al., SOSP 2023, Algorithm 1. Until the cache is full, chunks go to `main` when `small` is full."""
+    """Count the hits of S3-FIFO: algorithm 1 of Yang et al., SOSP 2023.
+
+    Until the cache is full for the first time, a new chunk goes to `main` if `small` is full.
+    """
     small_size, ghost_size = size // 10, size - size // 10
     small, main = deque[int](), deque[int]()
     reads: dict[int, int] = {}
@@ -147,7 +150,7 @@ def table(rows: int) -> Columns:
 
 
 def single(accesses: list[int]) -> Trace:
-    """Make a trace in which each access is a request."""
+    """Make a trace in which each access is a request of its own."""
     number: dict[int, int] = {}
     requests = [Request(0.0, [number.setdefault(key, len(number))], 1, 0) for key in accesses]
     return Trace("random", requests, len(number), 1)
@@ -178,7 +181,7 @@ def test_hits_are_those_of_the_reference(name, rng):
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "tolerance"), [("arc", 0.01), ("s3fifo", 0.002)])
 def test_hits_differ_little_from_the_reference(name, tolerance, rng):
-    """When an evicted chunk returns, the policy learns it after room was made, and the reference learns it before."""
+    """When an evicted chunk returns, the reference knows it before making room, and the policy only afterwards."""
     for _ in range(8):
         accesses, size = skewed(rng, 4000), rng.randrange(10, 500)
         share = REFERENCES[name](accesses, size) / len(accesses)
@@ -191,7 +194,7 @@ def hits(name: str, accesses: list[int], size: int) -> int:
 
 @pytest.mark.parametrize("name", ["leaf_lru", "lru", "lfu", "fifo"])
 def test_one_by_one_and_in_batches_the_same_go(name, rng):
-    """EvictionOrder must evict the same rows as `victims`, in random trees that grow and are read."""
+    """In random trees that grow and are read, EvictionOrder must evict the same rows as `victims`."""
     for _ in range(30):
         count = rng.randrange(2, 60)
         columns = table(count)
@@ -263,7 +266,7 @@ def test_arc_takes_from_the_queue_that_is_too_long():
         "nothing returned: chunks read once are evicted first"
     )
     made.on_remove(columns, rows[2:4], 1, evicted=True)
-    made.on_insert(columns, rows[2:4], 1)  # two chunks return after their eviction from the first queue
+    made.on_insert(columns, rows[2:4], 1)  # two chunks that were evicted from the first queue return
     assert made.queue(columns, rows).tolist() == [0, 0, 1, 1, 1, 1, 1, 1]
     assert victims(made, columns, rows, 3, 1).tolist() == [3, 2, 7], "now the first queue may have two"
 
@@ -282,7 +285,7 @@ def test_s3fifo_gives_second_chances_in_batches_too():
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
 def test_a_policy_can_start_from_the_columns(name, rng):
-    """A policy starts from the chunks in memory after a restart, and when it replaces another policy."""
+    """A policy starts from the chunks in memory after a restart, or when it replaces another policy."""
     cache = Cache(policy("leaf_lru"), 200, 2000)
     for now in range(1, 60):
         first = rng.randrange(1900)

@@ -1,4 +1,4 @@
-"""A policy from outside the package, as docs/policies.md describes it: a module in a folder, named in the config."""
+"""A policy from outside the package, as in docs/policies.md: a module in a folder, named in the config."""
 
 import re
 import sys
@@ -20,7 +20,7 @@ MODULE = re.search(r"```python file=my_policy.py\n(.*?)```", PAGE.read_text(), r
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder from which modules can be imported; they are unloaded at the end."""
+    """A folder from which modules can be imported. At the end, these modules are unloaded."""
     monkeypatch.syspath_prepend(str(tmp_path))
     yield tmp_path
     for name in [name for name, module in sys.modules.items() if getattr(module, "__file__", None)]:

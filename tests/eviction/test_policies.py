@@ -34,7 +34,7 @@ class Forest:
         return [row for row in stays if row in candidates and row not in with_children]
 
     def most(self, candidates: set[int]) -> int:
-        """The largest number of candidates that can be evicted, leaves first."""
+        """Count the candidates that can be evicted, leaves first."""
         gone: set[int] = set()
         while leaves := self.evictable_leaves(candidates, gone):
             gone |= set(leaves)
@@ -51,7 +51,7 @@ class Forest:
 
 
 def random_forest(rng: random.Random, *, orderly: bool) -> Forest:
-    """Random trees. If `orderly`, no chunk was read later than its parent, since a read also reads all ancestors."""
+    """Make random trees. If `orderly`, no chunk was read later than its parent: a read also reads all ancestors."""
     rows = rng.randrange(1, 60)
     parents, accessed = [], []
     for row in range(rows):
@@ -113,7 +113,7 @@ def test_leaf_first_is_the_greedy_choice(rng):
 
 @pytest.mark.timeout(10)
 def test_one_pinned_leaf_holds_a_long_chain_and_costs_no_time():
-    """All its ancestors must stay. Finding them takes a few array passes, not one per ancestor."""
+    """All ancestors of the pinned leaf must stay. A policy finds them in a few array passes, however long the chain."""
     length = 100_000
     forest = Forest([-1] * (length + 10), [1] * length + [2] * 10)
     forest.columns.parent[1:length] = np.arange(length - 1)
@@ -127,13 +127,13 @@ def test_one_pinned_leaf_holds_a_long_chain_and_costs_no_time():
 
 def test_a_chain_read_backwards_is_still_taken_from_its_end():
     length = 1000
-    forest = Forest([-1, *range(length - 1)], list(range(1, length + 1)))  # the root was read first
+    forest = Forest([-1, *range(length - 1)], list(range(1, length + 1)))  # the root was read first, and the leaf last
     assert choose("leaf_lru", forest, set(range(length)), 3) == [length - 1, length - 2, length - 3]
 
 
 @pytest.mark.slow
 def test_a_parent_whose_row_holds_another_chunk_is_no_parent(rng):
-    """A chunk may be deleted before its children. Its row is used again, with another generation."""
+    """A chunk may be deleted before its children. Its row may then hold another chunk, with another generation."""
     for _ in range(300):
         forest = random_forest(rng, orderly=False)
         columns, reused = forest.columns, {row for row in range(len(forest.parents)) if rng.random() < 0.3}
@@ -150,7 +150,7 @@ def test_a_parent_whose_row_holds_another_chunk_is_no_parent(rng):
         for row in victims(policy("leaf_lru"), columns, rows, count, 0, may_go=candidates.__contains__).tolist():
             assert row in forest.evictable_leaves(candidates, gone)
             gone.add(row)
-        policy("density").on_insert(columns, rows, 1)  # accepts children of reused rows
+        policy("density").on_insert(columns, rows, 1)  # must accept children of reused rows
 
 
 def test_every_policy_has_a_name_in_the_config():
@@ -175,7 +175,7 @@ def test_from_a_sample_leaves_are_evicted_and_then_their_parents(rng):
         assert len(chosen) == len(set(chosen)) <= count
         assert not set(chosen) & held
         gone: set[int] = set()
-        for row in chosen:  # in this order, no chunk ever loses its parent
+        for row in chosen:  # each row is a leaf when its turn comes
             assert row in forest.evictable_leaves(everybody - held, gone)
             gone.add(row)
         if sample == everybody - held:

@@ -73,12 +73,12 @@ def test_it_is_bounded():
 
 @pytest.mark.slow
 def test_a_trimmed_entry_does_not_come_back_from_another_copy():
-    """Otherwise the list would grow without end: the directory would merge the trimmed entries from nodes again."""
+    """The directory must not take trimmed entries back from a node, because then the list would grow without end."""
     registry, node = NamespaceRegistry(), NamespaceRegistry()
     for number in range(MAX_ENTRIES + 700):
         registry.drop(Namespace(model=str(number)), now_ns=10_000 + number)
         if number % 100 == 99:
-            for entry in node.newer(registry):  # as a node does
+            for entry in node.newer(registry):  # a node takes over entries in this way
                 node.entries = {**node.entries, entry.namespace.digest: entry}
             node.trim()
             node.version = registry.version
@@ -107,7 +107,7 @@ def test_written_and_read():
 
 
 def test_bytes_that_are_not_a_list_raise_usage_error(rng: random.Random):
-    """A node reads the list from a file when it starts, and a damaged file must not stop it."""
+    """A node reads the list from a file when it starts. A damaged file must not stop it."""
     registry = NamespaceRegistry()
     registry.configure(A, {"ttl_s": 60, "policy": "own:policy"}, now_ns=5)
     registry.drop(B, now_ns=6)

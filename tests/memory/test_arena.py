@@ -147,7 +147,7 @@ def test_memory_is_taken_before_it_is_touched(small_tmpfs):
 
 
 def test_when_the_file_system_fills_up_later_chunks_are_skipped_or_others_evicted(small_tmpfs, np_rng):
-    """Another process fills /dev/shm while we run: no SIGBUS, no error, and populated extents stay in use."""
+    """Another process fills the file system. There is no SIGBUS and no error, and populated extents stay in use."""
     config = StorageConfig(arena_nbytes="2 MiB", extent_nbytes="256 KiB", max_chunks=64, shm_dir=small_tmpfs)
     store, lock = Store.open(config, small_tmpfs / "n", now_s=0.0), threading.Lock()
     group = store.groups.open(Namespace(model="m"))
@@ -166,14 +166,14 @@ def test_when_the_file_system_fills_up_later_chunks_are_skipped_or_others_evicte
     ballast = small_tmpfs / "ballast"
     with ballast.open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, free_nbytes(small_tmpfs) - (300 << 10))
-    assert fill(4, 256 << 10, 2.0) == 3  # one new extent, and the two that were populated before
+    assert fill(4, 256 << 10, 2.0) == 3  # one new extent has memory, and two were populated before
     assert store.allocator.slots.extents_failed == 5
     assert store.counters.evicted == 2
     assert store.chunks == 3
     assert not store.table.header["dirty"]
     assert fill(70, 4096, 3.0) == 64
     assert store.used_nbytes == 64 * 4096
-    while store.evict_ahead(now_s=4.0):  # its water marks are shares of the extents that did not fail
+    while store.evict_ahead(now_s=4.0):  # the water marks are shares of the usable extents
         pass
     assert store.chunks > 32
     assert not store.populator.step(lock, quiet=True)

@@ -62,7 +62,7 @@ def test_large_and_small_copies(nbytes, rng):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_gather_hashed_copies_and_hashes(rng, stream):
-    """For any alignment and length; the bytes around the target do not change."""
+    """The copy and its checksum are right for any alignment and length. The bytes around the target do not change."""
     for _ in range(30):
         nbytes = rng.choice([0, 1, 63, 4095, 4096, 4097, 70_000, (256 << 10) + 1, STREAM_NBYTES + 333])
         source = bytearray(rng.randbytes(nbytes + 64))
@@ -100,7 +100,7 @@ def batch(rng, count: int, nbytes: int):
 
 
 class Helpers:
-    """A call with a job starts `count` threads that share it, and then raises an error if `fails_after_s` is set."""
+    """A callable that starts `count` threads to share a copy job. With `fails_after_s`, it then raises KeyError."""
 
     def __init__(self, count: int, fails_after_s: float | None = None) -> None:
         self.count, self.fails_after_s = count, fails_after_s
@@ -131,7 +131,7 @@ def test_a_helper_takes_each_chunk_once_or_comes_too_late(rng, loops):
         memory = [slot.obj for slot in slots]
         for slot, value in zip(slots, values, strict=True):
             slot[:] = bytes(len(slot))
-            slot.release()  # from here on, the slot may be reused
+            slot.release()  # after this, the slot may be reused
             value[0].release()
         native.loops.share(helpers.job)
         helpers.join()
@@ -194,7 +194,7 @@ def test_a_process_that_may_have_no_more_threads_copies_alone(monkeypatch, rng):
 
 @pytest.mark.parametrize("loops", ["compiled"], indirect=True)
 def test_a_child_by_fork_has_threads_of_its_own(rng, loops):
-    """The child is forked while a lock of the parent's executor is held, so it must not use that executor."""
+    """The child is forked while a lock of the parent's executor is held. So it must not use that executor."""
     threads = CopyThreads(2)
     slots, values, _ = batch(rng, 4, 1 << 20)
     expected = [checksum_of(value) for value in values]
@@ -253,7 +253,7 @@ def test_views_that_cannot_be_used_are_named():
 
 
 def test_every_way_of_a_large_copy_is_tried_and_is_right(rng, loops):
-    """A process tries all ways in turn in its first copies. Here a new process makes enough copies to try each way."""
+    """The first large copies of a process try all ways in turn. So a new process makes these copies."""
     if native.loops is None or not native.loops.avx2(True):
         pytest.skip("only one way here")
     subprocess.run([sys.executable, "-c", WAYS, str(rng.randrange(1 << 30))], check=True)

@@ -29,7 +29,7 @@ def width(request):
 @pytest.mark.usefixtures("width")
 @pytest.mark.parametrize("stream", [False, True])
 def test_every_length_at_the_edges(rng, stream):
-    """Lengths near a stripe, a block and a TURN of hash.c, and near 240 bytes, where XXH3 uses another algorithm."""
+    """Lengths near the size of a stripe, block and TURN of hash.c, and near 240, where XXH3 changes its algorithm."""
     for nbytes in sorted({*EDGES, *range(236, 300), 16 << 10, (16 << 10) + 1, 100_000, 1 << 20, (1 << 20) + 77}):
         source, target = bytearray(rng.randbytes(nbytes + 64)), bytearray(nbytes + 64)
         for before in (0, 1, 32):

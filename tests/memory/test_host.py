@@ -1,4 +1,4 @@
-"""Whether host, container and file system have memory to spare."""
+"""Whether the host, the container and the file system have memory to spare."""
 
 import os
 import resource

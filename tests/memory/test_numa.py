@@ -20,8 +20,8 @@ def test_lists_as_the_kernel_writes_them(text, numbers):
     ("has_memory", "allowed", "nodes"),
     [
         ("0-3", "0-3", (0, 1, 2, 3)),
-        ("0,2", "0-7", (0, 2)),  # the other nodes have cores, but no memory
-        ("0-3", "1-2", (1, 2)),  # a container that is limited to some nodes
+        ("0,2", "0-7", (0, 2)),  # nodes 1 and 3 have cores but no memory
+        ("0-3", "1-2", (1, 2)),  # the container may use only nodes 1 and 2
         ("0-1", "4", (0,)),
         (None, "0", (0,)),
     ],
@@ -36,7 +36,7 @@ def test_nodes_that_may_be_used(tmp_path, has_memory, allowed, nodes):
 
 
 def policy() -> tuple[int, set[int]]:
-    """This thread's memory policy and the policy's nodes, from get_mempolicy."""
+    """Return this thread's memory policy and the nodes of the policy, from get_mempolicy."""
     mode, mask = ctypes.c_int(), np.zeros(numa.MAX_NODES // 64, np.uint64)
     number = {"x86_64": 239, "aarch64": 236}[os.uname().machine]
     assert pages.syscall_error(number, ctypes.addressof(mode), mask.ctypes.data, numa.MAX_NODES, 0, 0) == 0

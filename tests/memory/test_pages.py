@@ -1,4 +1,4 @@
-"""Huge pages: used if the kernel gives them, small pages otherwise; a lack of huge pages never causes a crash."""
+"""Huge pages are used if the kernel gives them. Otherwise small pages are used, and nothing crashes."""
 
 import os
 import subprocess
@@ -23,7 +23,7 @@ needs_collapse = pytest.mark.skipif(not pages.try_collapse(), reason="this kerne
 
 @pytest.fixture
 def mount(shm_dir):
-    """Mounts file systems for a test."""
+    """Return a function that mounts a file system. All are unmounted at the end of the test."""
     mounted = []
 
     def mount(kind: str, options: str) -> Path:
@@ -41,7 +41,7 @@ def mount(shm_dir):
 
 
 def mapped_huge(memory: SharedMemory) -> int:
-    """Bytes of this mapping that are in huge pages, as the kernel counts them in smaps."""
+    """Bytes of this mapping that are in huge pages, by the kernel's count in smaps."""
     found, inside = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         first, _, rest = line.partition(" ")
@@ -90,7 +90,7 @@ def test_a_mapping_ends_with_its_last_user(shm_dir):
 @pytest.mark.parametrize("named", [True, False])
 def test_memory_comes_in_huge_pages_without_any_setting(shm_dir, named):
     made = SharedMemory.create(shm_dir / "file" if named else None, 4 * HUGE)
-    assert made.populate(HUGE // 2, 3 * HUGE)  # half of a huge page, two whole ones, half of one
+    assert made.populate(HUGE // 2, 3 * HUGE)  # half of a huge page, two whole pages, half of a page
     assert blocks(made) in range(3 * HUGE, 3 * HUGE + 8192)
     assert made.huge_nbytes == mapped_huge(made) == 2 * HUGE
     made.view[HUGE // 2 : 3 * HUGE] = b"x" * (HUGE * 5 // 2)
@@ -197,7 +197,7 @@ def test_an_extent_without_huge_pages_is_out_of_use_where_they_are_required(shm_
     require_pages(memory, HUGE)
     assert memory.populate(0, 2 * HUGE)
     monkeypatch.setattr(pages, "collapse", lambda *_: False)
-    assert memory.populate(0, 2 * HUGE)  # these already have huge pages
+    assert memory.populate(0, 2 * HUGE)  # these bytes already have huge pages
     assert not memory.populate(2 * HUGE, HUGE)
     memory.close()
 

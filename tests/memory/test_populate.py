@@ -1,4 +1,4 @@
-"""Extents get memory ahead of need. An extent without memory is not used, and no page is touched before it has any."""
+"""Extents get memory ahead of need. Until an extent has memory, it is not used, and its pages are not touched."""
 
 import os
 import subprocess
@@ -24,7 +24,7 @@ LOCK = threading.Lock()
 
 
 class Memory:
-    """An arena with its slots and rows, as a node has them."""
+    """The arena, slots and rows of a node."""
 
     def __init__(self, path: Path | None = None, rows: int = 64) -> None:
         size = {"extents": EXTENTS, "extent_nbytes": EXTENT_NBYTES}
@@ -119,7 +119,7 @@ def test_the_lock_is_free_while_memory_is_taken(monkeypatch):
 
 
 def test_an_extent_without_memory_is_out_of_use_until_there_is_some(small_tmpfs):
-    """Another process fills the file system: no SIGBUS, no error, and populated extents stay in use."""
+    """Another process fills the file system. There is no SIGBUS and no error, and populated extents stay in use."""
     memory = Memory(small_tmpfs / "arena")
     pages = memory.take(2)
     ballast = small_tmpfs / "ballast"

@@ -1,4 +1,4 @@
-"""Reads that race with the writer, step by step: after any step of the writer, a read gets right bytes or a miss."""
+"""Reads that race with the writer, step by step. After any step of the writer, a read gets right bytes or a miss."""
 
 import hashlib
 import random
@@ -31,7 +31,7 @@ def content(number: int, version: int) -> bytes:
 
 
 class Writer:
-    """A node's table and arena. A reader may run between any two steps of a change."""
+    """The table and arena of a node. Each change consists of steps, and a reader may run between any two steps."""
 
     def __init__(self) -> None:
         self.table = Table.create(None, rows=ROWS, extents=1, extent_nbytes=ROWS * 2 * PAGE, now_s=0.0)
@@ -39,11 +39,11 @@ class Writer:
         self.arena.populate(0, self.arena.nbytes)
         self.reader = ShmReader(str(self.table.memory.path), str(self.arena.path), writable=False)
         self.versions = dict.fromkeys(range(40), 0)
-        self.holds: dict[int, int] = {}  # row -> number of the key that is ready there
-        self.indexed: dict[int, int] = {}  # row -> number of its key in the index
+        self.holds: dict[int, int] = {}  # row -> number of the ready chunk in it
+        self.indexed: dict[int, int] = {}  # row -> number of the key that the index maps to it
 
     def steps(self, row: int, number: int):
-        """Remove the chunk in `row`, if any, and then put key `number` there. At each yield, readers may look."""
+        """Remove the chunk in `row`, if any, and then store chunk `number` there. Readers may run at each yield."""
         cells = self.table.cells
         if number in self.indexed.values() and self.indexed.get(row) != number:
             return  # a writer enters a key only once
@@ -119,7 +119,7 @@ def test_a_change_between_lookup_and_copy_is_a_miss_or_right(monkeypatch, before
 @HYPOTHESIS
 @given(before=changes, unfinished=changes, asked=st.integers(0, 39))
 def test_a_half_done_change_is_a_miss_or_right(before, unfinished, asked):
-    """Each read is of one chunk. A chunk that is ready is a hit, since nothing changes during the read."""
+    """A ready chunk must be a hit. In the middle of a change, a read is a miss or gets right bytes."""
     writer = Writer()
     for row, number, _ in before:
         writer.put(row, number)
@@ -139,7 +139,7 @@ def test_a_half_done_change_is_a_miss_or_right(before, unfinished, asked):
 @pytest.mark.parametrize("loops", ["plain"], indirect=True)
 @pytest.mark.parametrize("torn_at", range(8))
 def test_a_change_in_the_middle_of_the_copy_is_a_miss(writer, monkeypatch, torn_at):
-    """The plain loop can be stopped in the middle of a chunk; tests/test_stress.py tests the compiled one."""
+    """The plain loop can be stopped in the middle of a chunk. tests/test_stress.py tests the compiled loop."""
     writer.put(3, 7)
     change = writer.steps(3, 11)
     copied = reader.scatter
@@ -185,7 +185,7 @@ def test_chunks_lie_in_many_pieces(writer, np_rng):
         into.append(tuple(pieces) if number % 2 else pieces)
         joined.append(whole)
     hits, nbytes = writer.reader.read(KEYS[:ROWS], into, verify=True, now_s=1.0, threads=CopyThreads(1))
-    assert not hits.any()  # verify compares checksums, and this writer writes none
+    assert not hits.any()  # with `verify`, checksums are compared, and this writer writes none
     hits, nbytes = writer.reader.read(KEYS[:ROWS], into, verify=False, now_s=1.0)
     assert hits.all()
     assert nbytes == sum(map(len, joined))
@@ -236,9 +236,9 @@ def test_an_index_without_an_empty_entry_makes_misses(writer, entry):
 
 @pytest.mark.slow
 def test_readers_miss_no_chunk_that_is_there_while_the_index_changes(rng: random.Random):
-    """A key that was committed is found from then on, while others are added and removed and the index is rebuilt.
+    """Readers find every committed key while other keys come and go and the index is rebuilt.
 
-    A lookup that lasts from one rebuild to the next may miss. So both readers begin new lookups between two rebuilds.
+    A lookup that is under way during two rebuilds may miss. So both readers begin new lookups between two rebuilds.
     """
     rows, steps = 512, 4000
     table = Table.create(None, rows=rows, extents=1, extent_nbytes=rows * PAGE, now_s=0.0)
@@ -315,7 +315,7 @@ def test_a_key_has_sixteen_bytes(writer, key):
 
 
 def test_a_damaged_table_does_not_lead_outside(writer, np_rng):
-    """With random pages in the rows, each read is a miss or copies bytes of the arena, and the process survives."""
+    """Rows have random pages. Each read is a miss or copies bytes of the arena, and the process survives."""
     for row in range(ROWS):
         writer.put(row, row)
     for _ in range(50):

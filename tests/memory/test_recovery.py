@@ -21,7 +21,7 @@ TRIALS = 60
 
 
 def small_table(rows: int = 64) -> Table:
-    """One extent of one-page slots, in which row n has slot n."""
+    """A table with one extent of one-page slots. Row n has slot n."""
     table = Table.create(None, rows=rows, extents=1, extent_nbytes=rows * PAGE, now_s=0.0)
     table.populate_rows(rows)
     table.extent_slots[0] = PAGE
@@ -33,7 +33,7 @@ def small_table(rows: int = 64) -> Table:
 
 
 def random_table(rng: np.random.Generator) -> Table:
-    """A table with rows in every state that a killed process may leave, and their index. The last rows lack memory."""
+    """A table and its index, with rows in every state that a killed process may leave. The last rows lack memory."""
     table = Table.create(None, rows=ROWS, extents=EXTENTS, extent_nbytes=EXTENT_PAGES * PAGE, now_s=0.0)
     table._rows_populated[0] = populated = int(rng.integers(200, ROWS))
     table.extent_slots[:] = np.array(STEPS) * PAGE
@@ -47,7 +47,7 @@ def random_table(rng: np.random.Generator) -> Table:
     ]
     rows = rng.permutation(populated)[: int(rng.integers(1, len(firsts)))].astype(np.int32)
     pages = rng.permutation(firsts)[: len(rows)]
-    columns.generation[:populated] = rng.choice([0, 1, 7], populated)  # 0: never used; odd: free again
+    columns.generation[:populated] = rng.choice([0, 1, 7], populated)  # 0: never used; odd: used and freed
     columns.generation[rows] = rng.choice([2, 4, 1 << 31, 3, 0xFFFFFFFF], len(rows))
     odd = columns.generation[rows] & 1 == 1
     columns.state[rows] = np.where(
@@ -76,7 +76,7 @@ def random_table(rng: np.random.Generator) -> Table:
 
 
 def brute_states(table: Table) -> tuple[list[int], list[int]]:
-    """Rows that are ready after a start, and those that are quarantined."""
+    """List the rows that are ready after a start, and those that are quarantined."""
     cells, ready, quarantined = table.cells, [], []
     for row in range(table.rows_populated):
         generation, state = cells.generation[row], cells.state[row]
@@ -89,7 +89,7 @@ def brute_states(table: Table) -> tuple[list[int], list[int]]:
 
 
 def brute_problem(table: Table) -> str:
-    """The problem that recovery must report: "" if there is none, "any" if it may report one of several."""
+    """Return the problem that recovery must report. "": there is none; "any": recovery may report one of several."""
     cells, sizes = table.cells, table.extent_slots.tolist()
     if any(size % PAGE or size > EXTENT_PAGES * PAGE for size in sizes):
         return "extents of impossible slot sizes"
@@ -118,7 +118,7 @@ def some(rng: np.random.Generator, table: Table) -> np.ndarray:
 
 
 def noise(rng: np.random.Generator, part: np.ndarray, where: np.ndarray) -> None:
-    """Overwrite the entries at `where` with random bytes, or add -1, 0 or 1 to each."""
+    """Overwrite the entries of `part` at `where` with random bytes, or add -1, 0 or 1 to each."""
     anything = rng.integers(0, 256, len(where) * part.itemsize, np.uint8).view(part.dtype)
     part[where] = anything if rng.random() < 0.5 else part[where] + rng.integers(-1, 2, len(where)).astype(part.dtype)
 
@@ -178,7 +178,7 @@ def test_what_was_committed_stays_and_everything_else_goes(np_rng, dirty):
         columns = table.columns
         ready, quarantined = brute_states(table)
         table.header["dirty"] = dirty
-        if dirty:  # the index is torn
+        if dirty:  # the kill has left a half-changed index
             noise(np_rng, table.index, np_rng.integers(0, len(table.index), 5))
         keys = np.stack([columns.key_hi, columns.key_lo], axis=1)[ready]
         before = {name: part.copy() for name, part in vars(columns).items()}
@@ -236,14 +236,14 @@ def test_an_index_that_does_not_name_each_ready_row_once_is_rebuilt(np_rng, how)
         table.index[places[3]] = table.index[places[4]]
     else:
         entries = table.index[places]
-        table.index[[places[entries == 10][0], places[entries == 21][0]]] = [11, 20]  # their sum and XOR stay the same
+        table.index[[places[entries == 10][0], places[entries == 21][0]]] = [11, 20]  # their sum and XOR do not change
     assert not table.header["dirty"]
     assert recovery.recover(table).ready.tolist() == rows.tolist()
     assert table.find(keys).tolist() == rows.tolist()
 
 
 def test_readers_find_every_chunk_while_the_index_is_rebuilt(monkeypatch):
-    """The node was killed in the middle of a change."""
+    """The index is rebuilt because the node was killed in the middle of a change."""
     table = small_table()
     rows, keys = np.array([5, 6, 7], np.int32), np.array([[1, 2], [5, 6], [3, 4]], np.uint64)
     table.insert(keys, rows)
@@ -263,7 +263,7 @@ def test_readers_find_every_chunk_while_the_index_is_rebuilt(monkeypatch):
 
 
 def test_a_link_whose_depths_do_not_agree_is_dropped():
-    """A chunk's depth as stored may differ from its parent's depth plus one. Its link to the parent is then wrong."""
+    """A chunk's stored depth should be its parent's depth plus one. Otherwise its link to the parent is wrong."""
     table = small_table()
     columns, rows = table.columns, np.arange(4, dtype=np.int32)
     table.insert(np.arange(1, 9, dtype=np.uint64).reshape(4, 2), rows)

@@ -1,4 +1,4 @@
-"""Slots compared with a model that remembers who owns which page."""
+"""Slots compared with a model that knows the slot of every page."""
 
 import numpy as np
 import pytest
@@ -22,12 +22,12 @@ def slots_of(column: np.ndarray, broken: frozenset[int] = frozenset(), rows=(), 
 
 
 class Model:
-    """Remembers the owner of every page of the arena."""
+    """Remembers which slot each page of the arena belongs to."""
 
     def __init__(self, broken: frozenset[int] = frozenset()) -> None:
         self.column = np.zeros(EXTENTS, np.uint32)
         self.broken = broken
-        self.owner: dict[int, int] = {}  # page -> first page of the slot it belongs to
+        self.owner: dict[int, int] = {}  # page -> first page of its slot
         self.size: dict[int, int] = {}  # first page -> slot size
         self.rows, self.row_of = 0, dict[int, int]()  # first page -> row
         self.slots = slots_of(self.column, broken)
@@ -50,7 +50,7 @@ class Model:
             self.size[first] = size
 
     def brute_free(self, size: int, taken: int) -> int:
-        """How many slots of `size` were free before the take, counted extent by extent."""
+        """Count the slots of `size` that were free before the model adds the new slots, extent by extent."""
         total = 0
         for extent in range(EXTENTS):
             users = [s for first, s in self.size.items() if first // EXTENT_PAGES == extent]
@@ -89,7 +89,7 @@ def test_no_page_ever_has_two_owners(todo, broken):
             mine = sorted(model.row_of[first] for first in model.size if first // EXTENT_PAGES == extent)
             assert sorted(model.slots.rows_in(extent).tolist()) == mine
     model.give(sorted(model.size))
-    for size in SIZES:  # all extents are free again, for any size
+    for size in SIZES:  # all extents are free again, and can serve any size
         possible = (EXTENTS - len(broken)) * (EXTENT_NBYTES // size)
         assert len(model.slots.take(np.arange(1000, dtype=np.int32), size)) == possible
         model.slots = slots_of(np.zeros(EXTENTS, np.uint32), broken)

@@ -21,7 +21,7 @@ def table(rows: int = ROWS) -> Table:
 
 
 def keys_of(numbers) -> np.ndarray:
-    """Keys that collide: their probing begins at the last three entries of the index, and wraps around."""
+    """Return keys that collide. Their probing starts at the last three entries of the index, and wraps around."""
     inverse = pow(0x9E3779B97F4A7C15, -1, 1 << 64)  # inverse of the multiplier of the table's hash
     step = (1 << 64) // (2 * ROWS)
     mixed = [((1 << 64) - 1 - n % 3 * step) * inverse % (1 << 64) for n in numbers]
@@ -140,9 +140,9 @@ def test_a_row_that_got_another_owner_is_seen_as_changed():
     made.insert(keys_of([1]), np.array([0], np.int32))
     made.columns.generation[0] = 2
     rows, generations = made.find_ready(keys_of([1]), 1)
-    made.columns.generation[0] += 1  # evicted
+    made.columns.generation[0] += 1  # the chunk is evicted
     assert not unchanged(made, rows, generations)[0]
-    made.columns.generation[0] += 1  # and written again
+    made.columns.generation[0] += 1  # another chunk is written
     assert not unchanged(made, rows, generations)[0]
 
 
@@ -207,9 +207,9 @@ def test_a_change_that_does_not_finish_leaves_its_mark():
 
 
 def test_a_row_costs_what_the_config_says():
-    """The cost includes both copies of the index."""
+    """The cost of a row includes both copies of the index."""
     assert f"{ROW_NBYTES} bytes" in str(StorageConfig.__doc__)
-    assert table_nbytes(1 << 20, 1) / (1 << 20) < ROW_NBYTES + 3  # a fixed part of 2 MB lists the namespaces
+    assert table_nbytes(1 << 20, 1) / (1 << 20) < ROW_NBYTES + 3  # the list of namespaces takes another 2 MB
 
 
 @pytest.mark.parametrize(

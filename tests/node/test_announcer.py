@@ -34,7 +34,7 @@ class Nodes:
         self.by_name.pop(name).stop(leave=leave, unlink=True)
 
     def settle(self) -> None:
-        """Wait until all have the newest view and have announced everything."""
+        """Wait until every node has the newest view and has announced all its chunks."""
         wait_until(
             lambda: (
                 {node.view.epoch for node in self.by_name.values()} == {self.membership.logic.view.epoch}
@@ -144,7 +144,7 @@ def test_keys_of_an_owner_that_does_not_answer_are_bounded_and_delay_nobody(node
 
 
 def test_a_node_that_was_out_of_the_view_announces_everything_again(nodes: Nodes, monkeypatch):
-    """The other nodes have dropped its locations, and it never got the view in which it was missing."""
+    """The other nodes drop the node's locations. The node itself never gets the view in which it is missing."""
     nodes.start("a", "b", "c")
     nodes.put("c", NAMES)
     nodes.settle()

@@ -1,4 +1,4 @@
-"""Requests to a node, straight to its handlers: the write protocol, reads, leases, errors."""
+"""Requests go straight to a node's handlers: the write protocol, reads, leases, errors."""
 
 import random
 
@@ -47,7 +47,7 @@ def commit(peer: Peer, *runs: messages.Run) -> list[messages.CommittedRun]:
 
 
 def read(peer: Peer, names, nbytes: int = PAGE) -> list[bool]:
-    """Read chunks, and check their bytes and checksums. Returns for each whether it was sent."""
+    """Read chunks, and check their bytes and checksums. Returns for each chunk whether it was sent."""
     reply = peer.reply(messages.Read(keys_of(names), group=DIGEST))
     payload = b"".join(reply.outgoing)
     hits = [length > 0 for length in numbers(reply.answer.nbytes, "<u4")]
@@ -163,7 +163,11 @@ def test_a_cut_connection_leaves_its_slots_in_quarantine_and_ends_its_pins(node)
 
 
 def write(peer: Peer, names, *, break_at: int | None = None, damage: tuple[int, ...] = (), **fields):
-    """Write as a client on another host does. Returns the answers before and after the payload."""
+    """Write as a client on another host does. Returns the answers before and after the payload.
+
+    The connection breaks after `break_at` bytes of the payload. Accepted chunks at the places in `damage` are sent
+    damaged.
+    """
     reply = peer.reply(messages.Write(keys_of(names), PAGE, group=DIGEST, **fields))
     accepted = [names[place] for place in numbers(reply.answer.positions)]
     chunks = [content(name, PAGE) for name in accepted]
@@ -353,7 +357,7 @@ def test_the_secret_goes_to_local_processes_only():
 
 
 def test_random_requests_leave_the_node_whole(node, rng: random.Random, caplog):
-    """Random fields of every kind: each request is answered, no lease is lost, and nothing is logged as a bug."""
+    """Send random requests of every kind. Each is answered, no lease is lost, and no bug is logged."""
     peer = opened(node)
     kinds = [
         messages.Lend, messages.Commit, messages.GiveBack, messages.Write, messages.Read, messages.Pin, messages.Unpin,

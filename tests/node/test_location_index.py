@@ -20,7 +20,7 @@ def add(index: LocationIndex, node: str, numbers, nbytes: int = 4096) -> None:
 
 
 def test_random_announcements(rng: random.Random, monkeypatch):
-    """Holders, lengths, and which holders have a chunk only below memory, after random changes of index and view."""
+    """Random announcements and views. Each chunk's holders, length and below-memory bits must equal the model's."""
     monkeypatch.setattr(module, "MAX_SHARED", 50)
     index = LocationIndex(1000)
     model: dict[int, dict[str, bool]] = {n: {} for n in range(30)}
@@ -93,7 +93,7 @@ def test_beyond_the_bound_the_oldest_go():
 
 
 def test_a_full_index_stays_quick(np_rng):
-    """Dropping the oldest does not walk over all entries that were dropped before."""
+    """To drop the oldest entries, the index does not walk over all entries that it dropped before."""
     import time
 
     index, lengths = LocationIndex(100_000), np.full(100_000, 4096, np.uint32)

@@ -1,4 +1,4 @@
-"""Namespaces at run time: configured, listed and dropped, on all nodes, over restarts, under writers."""
+"""Namespaces at run time: configured, listed and dropped on all nodes, also over restarts and while clients write."""
 
 import subprocess
 import sys
@@ -45,7 +45,7 @@ def listed(client: raykv.Client, namespace: raykv.Namespace) -> dict:
 
 
 def next_life(node: Node, running, *, start: bool = True) -> Node:
-    """A new node with the config of a node that was stopped."""
+    """Make a node with the config of a node that was stopped."""
     made = Node(node.config, secret=bytes.fromhex(running.secret), membership=running.membership)
     if start:
         made.start()

@@ -1,4 +1,4 @@
-"""Nodes and clients as processes of their own, killed without warning."""
+"""Nodes and clients, each in a process of its own, killed without warning."""
 
 import os
 import signal
@@ -59,7 +59,7 @@ def test_a_killed_node_is_read_on_and_comes_back_with_everything(node):
 
 @pytest.mark.slow
 def test_a_killed_writers_slots_are_quarantined_and_then_free(node):
-    """The node cannot know whether a writer that was cut off is dead, or still writes."""
+    """The node cannot know whether a writer that was cut off is dead or still writes."""
     writer = run(WRITER, node.local_address)
     assert writer.stdout is not None
     assert writer.stdout.readline() == "5\n"
@@ -108,7 +108,7 @@ def test_nodes_killed_under_load_lose_nothing_that_was_committed(node, rng):
         with node.client() as client:
             while not stop.is_set():
                 step += 1
-                keys = names(4, f"load-{step % 100}")  # 400 chunks: they all fit
+                keys = names(4, f"load-{step % 100}")  # at most 400 chunks, which all fit into the arena
                 result = put(client, keys)
                 skipped += result.skipped
                 if not result.skipped:
@@ -134,7 +134,7 @@ def test_nodes_killed_under_load_lose_nothing_that_was_committed(node, rng):
 
     def only_chunks_use_memory() -> bool:
         stats = node.stats()
-        return stats["used_nbytes"] == stats["chunks"] * 53_248 + stats["lent_nbytes"]  # 13 pages per chunk
+        return stats["used_nbytes"] == stats["chunks"] * 53_248 + stats["lent_nbytes"]  # a chunk takes 13 pages
 
     wait_until(only_chunks_use_memory)  # until the slots that were lent by killed nodes are out of quarantine
 

@@ -33,7 +33,7 @@ GOOD = registry(ttl_s=500.0, policy="fifo")
 
 
 def damaged(rng: random.Random) -> bytes:
-    """Random bytes, or a good list with a few bytes replaced, left out, or repeated."""
+    """Random bytes, or a good list in which a few bytes are replaced, missing or repeated."""
     if rng.random() < 0.3:
         return rng.randbytes(rng.randrange(200))
     raw = bytearray(GOOD)

@@ -1,4 +1,4 @@
-"""A node of any size answers at once, since it populates and reads little memory before its first answer."""
+"""A node of any size answers at once, because it populates and reads little memory before its first answer."""
 
 import os
 import time
@@ -18,12 +18,13 @@ from raykv.transport.link import Link
 
 MIB, GIB = 1 << 20, 1 << 30
 FIRST_ANSWER_NBYTES = 160 * MIB
-"""Of a new table of 10 million rows (850 MiB), mainly the index in use (76 MiB) takes memory. The arena takes none."""
+"""Most memory that a node with a table of 10 million rows may take before its first answer. Of the table's 850 MiB,
+mainly the index in use has memory by then (76 MiB). The arena has none."""
 
 
 @pytest.mark.parametrize(("rows", "most_nbytes"), [(16 * GIB >> 16, 32 * MIB), (10_000_000, FIRST_ANSWER_NBYTES)])
 def test_little_memory_is_taken_before_the_first_answer(shm_dir, monkeypatch, rows, most_nbytes):
-    monkeypatch.setattr(arena, "free_nbytes", lambda _: 1 << 50)  # more than this machine may have
+    monkeypatch.setattr(arena, "free_nbytes", lambda _: 1 << 50)  # pretend that the host has enough free memory
     storage = StorageConfig(arena_nbytes=16 * GIB, max_chunks=rows, shm_dir=shm_dir)
     config = NodeConfig(node_id="n", storage=storage)
     node = Node(config, secret=b"s" * 32, membership=InProcessMembership(member_timeout_s=5.0))

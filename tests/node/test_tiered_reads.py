@@ -1,4 +1,4 @@
-"""Requests for chunks that lie in a tier below memory."""
+"""Requests for chunks that are only in a tier below memory."""
 
 from collections.abc import Iterator
 
@@ -18,13 +18,13 @@ NAMES = [f"chunk-{number}" for number in range(100)]
 
 @pytest.fixture
 def node() -> Iterator[Node]:
-    """A node with a toy tier. Some chunks are in the tier and no longer in memory."""
+    """A node with a toy tier. Some of its chunks are only in the tier."""
     register_tier("toy", ToyTier)
     storage = {"tiers": {"toy": {}}, "arena_nbytes": "4 MiB"}
     made = make_node(storage=storage)
     made.start()
     peer = Peer(made).open()
-    for name in NAMES:  # read each before it is evicted, so that the tier takes it
+    for name in NAMES:  # read each chunk before it is evicted, because the tier takes only chunks that were read
         peer.commit(peer.filled([name], NBYTES, chained=False))
         peer.ask(messages.Read(keys_of([name])))
         wait_until(lambda: not made.mover.demotion.due and not made.mover.demotion.writing)
@@ -71,7 +71,7 @@ def test_chunks_below_memory_are_located_read_pinned_and_deleted(node):
 
 
 def test_the_owner_answers_for_a_shared_tier_that_others_wrote(node):
-    """Only the node that wrote a chunk to a shared tier announces the chunk, and that writer may be gone."""
+    """Only the node that wrote a chunk to a shared tier announces it, and that node may be gone."""
     peer, below = Peer(node), below_of(node)
     index = node.location_index
     index.remove("n", np.frombuffer(keys_of(NAMES), "<u8").reshape(-1, 2))

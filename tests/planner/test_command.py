@@ -36,7 +36,7 @@ def test_records_say_what_is_saved():
     assert record.prefix_hit_ratio == 20 / 27
     assert record.tokens_hit == 20 * 512
     assert record.saved_gib == 20 * 512 * 64 / GIB
-    each = [512, 512, *[1536] * 6]  # number of hit tokens, for each request with hits
+    each = [512, 512, *[1536] * 6]  # hit tokens of each request with hits
     attention = sum(4 * 2 * 16 * tokens * (tokens + 1) / 2 for tokens in each)
     assert record.saved_flops == 2 * 1000 * 20 * 512 + attention
 

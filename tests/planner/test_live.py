@@ -1,4 +1,4 @@
-"""The planner against a real node: the same trace, through sockets, an arena, and background threads."""
+"""The planner compared with a real node: the same trace, through sockets, an arena and background threads."""
 
 import heapq
 import time
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 TRACE = Path(__file__).parents[1] / "data" / "mooncake_synthetic_trace.jsonl.gz"
 FASTER = 16
-"""The trace has four requests per second. Here they are one tick apart, so there are 64 per second."""
+"""Factor by which `paced` speeds up the trace, from four requests per second to one per tick (64 per second)."""
 LATE_S = (0.0, 0.0, 0.0, 0.005, 0.01, 0.03)
 SPACE = raykv.Namespace(model="m")
 NBYTES = 4096
@@ -30,7 +30,7 @@ REQUESTS = pytest.mark.parametrize("requests", [200, pytest.param(None, marks=py
 
 
 def paced(requests: int | None, *, silent: bool = True) -> Trace:
-    """The first requests, one tick apart: the table's times are in ticks. If `silent`, they have no output tokens."""
+    """The first requests of the trace, one per tick of the table's clock. If `silent`, they have no output tokens."""
     trace = read_trace(TRACE)
     first = [
         replace(each, at_s=place / TICKS_PER_S, output_tokens=0 if silent else each.output_tokens)
@@ -40,7 +40,7 @@ def paced(requests: int | None, *, silent: bool = True) -> Trace:
 
 
 class Clock(NamedTuple):
-    """The clock of `drive`. `now` and `sleep` use seconds of the trace; a generated token takes `decode_s` seconds."""
+    """The clock of `drive`, in seconds of the trace. To generate a token takes `decode_s` seconds."""
 
     now: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
@@ -51,7 +51,7 @@ CLOCK = Clock()
 
 
 def drive(trace: Trace, client: raykv.Client, nbytes: int, clock: Clock) -> int:
-    """Read each request's chunks and store the missing ones; when it ends, report its tokens. Returns the hits."""
+    """Read each request's chunks, store the missing ones, and report its output tokens at its end. Returns the hits."""
     keys = client.keys([f"{number}" for number in range(trace.chunks)])
     stamps = np.arange(trace.chunks, dtype="<u8").view(np.uint8).reshape(-1, 8)
     into = np.zeros((max(len(each.chunks) for each in trace.requests), nbytes), np.uint8)
@@ -79,7 +79,7 @@ def drive(trace: Trace, client: raykv.Client, nbytes: int, clock: Clock) -> int:
 
 
 def jittered(trace: Trace, seed: int) -> Trace:
-    """The same requests, some of them a little late, as with a real client. Seed 0: unchanged."""
+    """The same requests, but some are a little late, as with a real client. With seed 0, none is late."""
     random, requests, now_s = np.random.default_rng(seed), [], 0.0
     for request in trace.requests:
         now_s = max(now_s, request.at_s + (random.choice(LATE_S) if seed else 0.0))
@@ -97,7 +97,7 @@ def test_a_node_hits_as_often_as_the_planner_says(name, requests):
 
 @REQUESTS
 def test_a_node_with_reported_tokens_hits_as_often_as_the_planner_says(requests):
-    """Density evicts other chunks if a request is a tick or two late: here, hits vary by a percentage point."""
+    """If a request is a tick or two late, density evicts other chunks. So hits vary by about a percentage point."""
     trace = paced(requests, silent=False)
     late = (jittered(trace, seed) for seed in range(5))
     replays = (replay(each, policy("density"), trace.chunks // 10, decode_s=CLOCK.decode_s) for each in late)
@@ -124,7 +124,7 @@ def test_a_node_with_an_ssd_hits_as_often_as_the_planner_says(tmp_path, requests
     ssd = Ssd(below, segment, Admission(None, now_s=0.0), token_nbytes=nbytes // trace.chunk_tokens)
     outcome = replay(trace, policy("leaf_lru"), capacity, ssd=ssd)
     planned = outcome.prefix_hits / trace.accesses
-    segment_nbytes = (segment * 17 + 60) * 4096  # 16 pages per chunk, and pages for records and the summary
+    segment_nbytes = (segment * 17 + 60) * 4096  # 16 pages per chunk, and more pages for records and the summary
     drives = {
         "paths": [str(tmp_path)],
         "segment_nbytes": segment_nbytes,

@@ -1,4 +1,4 @@
-"""Compares replays with brute force, and with another simulator on a real trace."""
+"""Replays compared with brute force, and with another simulator on a real trace."""
 
 import random
 from dataclasses import replace
@@ -12,9 +12,9 @@ from raykv.planner.trace import Request, Trace, read_trace
 
 TRACE = Path(__file__).parents[1] / "data" / "mooncake_synthetic_trace.jsonl.gz"
 SHARES = [0.01, 0.05, 0.1, 0.25, 0.5, 0.75]
-# Hits of libcachesim 0.3.5 (PyPI) with its defaults, among 121,877 accesses: one for each block of each request, in
-# order. A block is an object of size 1; the cache holds round(share * 43,924) objects. For each access, Belady also
-# gets the place of the next access to the same object.
+# Hits of libcachesim 0.3.5 (PyPI) with its defaults. The trace has 121,877 accesses: one for each block of each
+# request, in order. A block is an object of size 1, and the cache holds round(share * 43,924) objects. Belady's policy
+# gets for each access the place of the next access to the same object.
 RECORDED = {
     "fifo": [4400, 18435, 30065, 51058, 67067, 73659],
     "lru": [4184, 18861, 31668, 54044, 71763, 76686],
@@ -32,7 +32,7 @@ def real() -> Trace:
 
 
 def conversations(rng: random.Random, count: int) -> Trace:
-    """Chats of several turns, behind one of three system prompts."""
+    """Chats of several turns. Each begins with one of three system prompts."""
     numbers: dict[object, int] = {}
     open_chats: list[list[int]] = []
     requests = []
@@ -49,7 +49,7 @@ def conversations(rng: random.Random, count: int) -> Trace:
 
 
 def apart(trace: Trace) -> Trace:
-    """Each read of a chunk as a request of its own, as other simulators read a trace."""
+    """Make each read of a chunk a request of its own, because other simulators read a trace in this way."""
     requests = [
         Request(0.0, [chunk], tokens, 0)
         for request in trace.requests
@@ -113,7 +113,7 @@ def test_what_holds_for_every_policy(name, alone, rng):
 
 
 def test_belady_is_the_best_there_is(rng):
-    """Compared with the best result of all possible choices of victims."""
+    """No other choice of victims has more hits: all choices are tried."""
     for _ in range(30):
         accesses = [rng.randrange(5) for _ in range(10)]
         number: dict[int, int] = {}
@@ -161,7 +161,7 @@ def compare(trace: Trace, name: str, shares: list[float]) -> None:
         assert found.prefix_hits / trace.accesses == pytest.approx(recorded / trace.accesses, abs=TOLERANCE[name])
 
 
-# By cache size (share of the trace's chunks), the least lead of density's hits over those of LRU, in percentage points.
+# Cache size, as a share of the trace's chunks -> least lead of density over LRU, in percentage points of hits.
 POINTS_ABOVE_LRU = {0.1: 3.0, 0.25: 5.0, 0.4: 5.0}
 
 

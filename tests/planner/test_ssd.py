@@ -1,4 +1,4 @@
-"""The second tier of a replay: admission, the cost of a reclaimed segment, and what holds for every size."""
+"""The second tier of a replay: admission, segments that are reclaimed, the budget of writes, and bounds on hits."""
 
 import numpy as np
 import pytest
@@ -69,7 +69,7 @@ def test_the_budget_holds_over_the_whole_trace():
 
 
 def made(rng, count: int = 500) -> Trace:
-    """Chats that leave memory between two requests, and prompts that come once. All begin with one system prompt."""
+    """Chats that are evicted between two requests, and prompts that occur once. All begin with one system prompt."""
     chats = [[(chat, place) for place in range(rng.randrange(2, 9))] for chat in range(60)]
     number: dict[tuple[int, ...], int] = {}
     requests = []

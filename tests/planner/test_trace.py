@@ -1,4 +1,4 @@
-"""How traces of each format are read, and the messages for wrong lines."""
+"""Traces of each format are read, and wrong lines are reported."""
 
 import gzip
 import json
@@ -51,9 +51,9 @@ def test_events_become_requests(array):
     trace = parse_trace(
         [
             batch(1.0, stored(["a", "b"], None), stored([7], None)),
-            batch(1.5, stored(["c"], "b")),  # the same request goes on
-            batch(9.0, stored(["d"], "c"), cleared),  # a later request, which read a, b and c
-            batch(9.1, stored(["e"], "b"), stored(["y"], "x")),  # b is no longer the last of a request; x is unknown
+            batch(1.5, stored(["c"], "b")),  # continues the same request
+            batch(9.0, stored(["d"], "c"), cleared),  # another request, which read a, b and c
+            batch(9.1, stored(["e"], "b"), stored(["y"], "x")),  # b is no longer the end of a request, and x is unknown
             batch(20.0, {"type": "BlockRemoved", "block_hashes": ["a"], "medium": None}),
         ]
     )

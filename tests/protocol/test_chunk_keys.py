@@ -74,7 +74,7 @@ def test_names_and_chains_never_meet():
 
 
 def test_these_keys_never_change():
-    """The expected keys are constants here, since other keys for the same tokens would silently empty every cache."""
+    """These keys must not change, because other keys for the same tokens would silently empty every cache."""
     assert chunk_keys.to_bytes(chunk_keys.named(bytes(16), ["a"])).hex() == "62f2bf654ca4131087628dd71b43f2df"
     assert (
         chunk_keys.to_bytes(chunk_keys.chain(bytes(16), [1, 2, 3, 4], 2)).hex()

@@ -1,4 +1,4 @@
-"""Headers, bits, fields and failures as bytes."""
+"""Headers, bits, fields and failures are encoded and decoded. Wrong bytes are refused."""
 
 import numpy as np
 import pytest

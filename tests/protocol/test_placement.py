@@ -1,4 +1,4 @@
-"""The ring: shares follow the weights, all processes agree on it, and no key moves without need."""
+"""The ring: shares follow the weights, all processes compute the same ring, and no key moves without need."""
 
 import subprocess
 import sys
@@ -15,12 +15,12 @@ def nodes(count: int, weight: float = 1.0) -> list[tuple[str, float]]:
 
 
 def owners(ring: Ring) -> np.ndarray:
-    """Name of the owner of each slot."""
+    """Return the name of each slot's owner."""
     return np.array(ring.nodes)[ring.owner_of_slot]
 
 
 def test_the_definition_slot_by_slot():
-    """Weighted rendezvous hashing in plain Python."""
+    """Compare each slot with weighted rendezvous hashing in plain Python."""
     mask = (1 << 64) - 1
 
     def mix(x: int) -> int:

@@ -1,4 +1,4 @@
-"""Tickets: what they promise, and what a forged one can do."""
+"""Tickets: what they contain, and what a forged ticket can do."""
 
 import json
 

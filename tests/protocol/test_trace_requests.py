@@ -1,4 +1,4 @@
-"""A trace of a live cluster, and the planner that reads it."""
+"""A trace recorded on a live cluster, and the planner that reads it."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ SPACE = raykv.Namespace(model="m", chunk_tokens=16)
 
 
 def fetched(node, on: bool) -> list[TracedRequest]:
-    """Requests that a node recorded since the last call. From now on, the node records requests if `on`."""
+    """Return the requests that a node recorded since the last call. From now on, the node records requests if `on`."""
     found: list[TracedRequest] = Peer(node).ask(messages.FetchTrace(on)).requests
     return found
 

@@ -218,7 +218,7 @@ def test_slots_of_a_writer_that_was_cut_off_are_of_no_use_for_a_while(bench):
     lent = bench.lend(16, 64 * KIB)
     bench.store.quarantine(lent.rows[:15], now_s=bench.now_s)
     assert (bench.store.lent_nbytes, bench.store.used_nbytes) == (64 * KIB, 16 * 64 * KIB)
-    assert bench.put("q", 64 * KIB) == 0  # the writer may still be writing to them
+    assert bench.put("q", 64 * KIB) == 0  # the writer may still be writing to its slots
     check(bench.store)
     bench.now_s += QUARANTINE_S
     assert bench.put("abc", 64 * KIB) == 3
@@ -262,7 +262,7 @@ write_steps = st.lists(
 @settings(max_examples=60, deadline=None)
 @given(write_steps)
 def test_lend_and_commit_do_what_a_dict_does(steps):
-    """The model is a dict from the name of each stored chunk to its depth. It has no slots and no rows."""
+    """The model is a dict: name of each stored chunk -> depth. It has no slots and no rows."""
     bench = Bench.open()
     depths: dict[str, int] = {}
     for what, names, choice, parent in steps:

@@ -17,7 +17,7 @@ def bench():
     made.close()
 
 
-# -- room -------------------------------------------------------------------------------------------------------------
+# -- making room ------------------------------------------------------------------------------------------------------
 
 
 def test_the_coldest_go_first_and_the_head_of_what_is_written_stays(bench):
@@ -52,7 +52,7 @@ def test_rows_run_out_before_room_does(bench):
 
 def test_a_size_takes_extents_from_another(bench):
     assert bench.put([f"s{number}" for number in range(16)], 64 * KIB) == 16
-    assert bench.put([f"t{number}" for number in range(8)], 32 * KIB) == 8  # take the extents of the four oldest chunks
+    assert bench.put([f"t{number}" for number in range(8)], 32 * KIB) == 8  # takes the extents of the 4 oldest chunks
     assert bench.put([f"u{number}" for number in range(3)], 40 * KIB) == 3
     assert bench.put([f"s{number}" for number in range(100, 116)], 64 * KIB) == 16
     assert bench.store.chunks == 16
@@ -95,7 +95,7 @@ def test_lent_slots_count_against_the_quota(bench):
     assert bench.store.counters.refused_full == 4
     assert bench.put("a", 64 * KIB, group=small) == 0
     assert bench.commit("xy", lent, nbytes=64 * KIB, group=small) == [True, True]
-    assert bench.put("a", 64 * KIB, group=small) == 1  # evicts x or y
+    assert bench.put("a", 64 * KIB, group=small) == 1  # x or y is evicted
     assert len(bench.here("axy")) == 2
     assert bench.put("b", 64 * KIB) == 1
 
@@ -127,7 +127,7 @@ def test_eviction_runs_ahead_of_need(bench):
 
 
 def test_rows_that_run_short_are_freed_ahead_of_need():
-    """Small chunks use up the rows long before the bytes."""
+    """Small chunks use up the rows long before the bytes. Eviction ahead of need must free rows, too."""
     bench = Bench.open(arena_nbytes=16 << 20, extent_nbytes=1 << 20)
     names = [f"{number}" for number in range(70)]
     for name in names[:64]:
@@ -139,7 +139,7 @@ def test_rows_that_run_short_are_freed_ahead_of_need():
     assert bench.store.chunks < 64
     evicted = bench.store.counters.evicted
     assert bench.put(names[64:66]) == 2
-    assert bench.store.counters.evicted == evicted  # there were free rows
+    assert bench.store.counters.evicted == evicted  # there were free rows, so nothing was evicted
     assert bench.here(names[62:66]) == "".join(names[62:66]), "the newest stay"
     bench.close()
 
@@ -240,7 +240,7 @@ def test_a_group_that_cannot_give_its_share_is_helped_out():
         bench.put(name)
     bench.put(LETTERS[16:], group=other)
     bench.store.use_policy(other, "leaf_lru", now_s=bench.now_s)
-    pinned = bench.pin(LETTERS[-1])  # so its ancestors must stay too
+    pinned = bench.pin(LETTERS[-1])  # the end of the chain, so all its ancestors must stay, too
     assert bench.put("uvwxyz", chained=False) == 6
     assert bench.here(LETTERS) == LETTERS[6:]
     bench.store.unpin(pinned)

@@ -1,4 +1,4 @@
-"""Compares the eviction log with a plain list of departures."""
+"""The eviction log compared with a plain list of departures."""
 
 import random
 import time
@@ -11,7 +11,7 @@ from raykv.storage.eviction_log import CHAIN_STEPS, EvictionLog
 
 
 def keys_of(numbers) -> np.ndarray:
-    """Keys that are no hashes: the log must work with any keys."""
+    """Keys that are not hashes. The log must work with any keys."""
     return np.array([[number * 7, number] for number in numbers], np.uint64).reshape(-1, 2)
 
 
@@ -61,7 +61,7 @@ def test_random_departures(round_, rng: random.Random):
 
 def test_keys_made_to_collide_cost_a_bounded_search():
     eviction_log = EvictionLog(1 << 10)
-    bad = np.array([[number, number] for number in range(500)], np.uint64)  # the XOR of the two halves is always 0
+    bad = np.array([[number, number] for number in range(500)], np.uint64)  # the XOR of a key's halves is always 0
     eviction_log.add(bad, Reason.EVICTED, now_s=1.0)
     assert np.flatnonzero(eviction_log.find(bad).reasons).tolist() == list(range(500 - CHAIN_STEPS, 500))
 

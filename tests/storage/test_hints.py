@@ -14,7 +14,7 @@ COUNT = len(LETTERS)
 
 
 class FullBench(Bench):
-    """A bench with a chunk in each slot; the chunks were stored one after the other."""
+    """A bench with a chunk in each slot. The chunks were stored one after the other."""
 
     @classmethod
     def filled(cls, policy: str, *, chained: bool = False) -> "FullBench":

@@ -1,4 +1,4 @@
-"""A store of up to ten million rows has no list of all rows or slots, and no step is slow because of its size."""
+"""A store of up to ten million rows has no list of all rows or slots, and no step slows down with the size."""
 
 import time
 from pathlib import Path
@@ -44,7 +44,7 @@ def test_a_large_table_costs_what_its_rows_cost(rows, monkeypatch, np_rng):
     assert store.groups.open(SPACE) == 0
     assert time.monotonic() - start_s < 2.0
     assert private_nbytes() - before < 64 << 20
-    monkeypatch.setattr(SharedMemory, "populate", lambda memory, *args, **options: True)  # no bytes are written
+    monkeypatch.setattr(SharedMemory, "populate", lambda memory, *args, **options: True)  # the test writes no bytes
 
     def next_keys(count: int) -> np.ndarray:
         return np.frombuffer(np_rng.bytes(16 * count), "<u8").reshape(-1, 2)

@@ -38,14 +38,14 @@ def test_old_memory_of_nodes_that_are_gone_is_removed(here, tmp_path):
 
 
 def test_memory_that_another_process_owns_stays(here, tmp_path):
-    """It may belong to a raykv cluster of the same name in another Ray cluster."""
+    """The other process may belong to a raykv cluster of the same name in another Ray cluster."""
     store = leave(tmp_path, "stranger", age_s=2 * ABANDONED_S)
     assert remove_orphans(here, {"me"}, now_s=time.time()) == []
     store.close()
 
 
 def test_memory_that_was_used_lately_stays(here, tmp_path):
-    """Its node may have been killed a moment ago, and may be about to restart."""
+    """A node that was killed a moment ago may be about to restart."""
     leave(tmp_path, "killed", age_s=5.0).close()
     assert remove_orphans(here, {"me"}, now_s=time.time()) == []
 

@@ -204,7 +204,7 @@ def test_what_expired_is_removed_in_steps(bench):
 
 
 def test_a_chunk_that_comes_back_from_below_memory_keeps_its_expiry(bench):
-    """The time to live of the commit, here the remaining time, overrides the longer one of the namespace."""
+    """The chunk comes back with its remaining time to live, which overrides the default of its namespace."""
     bench.store.configure(bench.group, NamespaceConfig(ttl_s=100.0), now_s=bench.now_s)
     bench.put("a", hints={"ttl_s": 20.0})
     ends_s = bench.store.table.seconds(bench.column("expires", "a")[0])

@@ -1,4 +1,4 @@
-"""Random operations: after each one, every row is in exactly one of the five states, and all counts agree."""
+"""Random operations. After each one, every row is in exactly one of the five states, and all counts agree."""
 
 import random
 from collections import Counter
@@ -42,7 +42,7 @@ class Recorder(LRU):
 
 
 class Operations:
-    """A caller that runs random operations on a store, and holds lent slots, pins and rows to drop."""
+    """Runs random operations on a store. It holds lent slots, pins, and rows that are to be dropped."""
 
     def __init__(self, bench: Bench, rng: random.Random, sizes: dict[str, int]) -> None:
         self.bench, self.store, self.rng, self.sizes = bench, bench.store, rng, sizes
@@ -184,7 +184,7 @@ def test_every_row_is_in_exactly_one_state(policy, round_, rng):
 
 
 def tear(prefix: Path, rng: random.Random) -> None:
-    """Change some rows as if the process was killed in the middle of a change. Recovery must not trust them."""
+    """Change some rows as a kill in the middle of a change would. Recovery must not trust these rows."""
     table = Table(SharedMemory.attach(store_files(prefix)[0], writable=True))
     columns = table.columns
     for row in range(table.rows_populated):
@@ -198,7 +198,7 @@ def tear(prefix: Path, rng: random.Random) -> None:
             case RowState.LENT:  # as after a kill in `commit` before its last write
                 columns.state[row] = RowState.READY
                 columns.key_hi[row], columns.key_lo[row] = rng.getrandbits(64), rng.getrandbits(64)
-    table.changing().__enter__()  # a change that never ends
+    table.changing().__enter__()  # this change never ends, so the table stays dirty
     table.memory.close()
 
 
@@ -230,7 +230,7 @@ def test_states_across_crashes(shm_dir, round_, rng):
         assert not after[RowState.LENT]
         assert not after[RowState.PENDING_DELETE]
         assert again.store.recovered == len(ready)
-        # A crash does not prolong a running quarantine. A quarantine that was already over starts again.
+        # A running quarantine ends at its time in spite of the crash. All other quarantines begin with the restart.
         going_on = {row: end_s for row, end_s in operations.quarantined.items() if end_s > again.now_s}
         until_s = dict.fromkeys(after[RowState.QUARANTINED], again.now_s + QUARANTINE_S) | going_on
         bench.store.close()

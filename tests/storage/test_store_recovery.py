@@ -61,9 +61,9 @@ def test_lent_slots_are_quarantined_after_a_crash(on_files, shm_dir):
     on_files.delete("b")
     lent = on_files.lend(15, 64 * KIB)  # one of these rows had a key before
     prefix = crashed(on_files.store, shm_dir, "again")
-    for life in range(2):  # the quarantine also outlasts a second crash
+    for life in range(2):  # the quarantine outlasts a second crash, too
         again = reopen(prefix, on_files.now_s)
-        assert again.here("ab") == ("" if life else "a")  # "a" was evicted for "1"
+        assert again.here("ab") == ("" if life else "a")  # in the first round, the put of "1" evicts "a"
         assert again.store.lent_nbytes == 0
         assert again.put("12", 64 * KIB, chained=False) == 1
         assert again.column("page", "1")[0] * PAGE not in set(lent.offsets.tolist())
@@ -76,7 +76,7 @@ def test_lent_slots_are_quarantined_after_a_crash(on_files, shm_dir):
 
 
 def test_processes_that_die_one_after_the_other_do_not_keep_slots_in_quarantine_for_ever(shm_dir, on_files):
-    """A quarantine continues in the next process, and ends when it would have ended without the crash."""
+    """A quarantine continues in the next process. It ends when it would have ended without the crash."""
     bench, opened = on_files, []
     lent = bench.lend(4, 64 * KIB)
     for life in range(3):
@@ -96,7 +96,7 @@ def test_processes_that_die_one_after_the_other_do_not_keep_slots_in_quarantine_
 
 
 class WatchedCells:
-    """A memoryview that calls the function `before` ahead of each write."""
+    """A memoryview that calls `before` ahead of each write."""
 
     def __init__(self, cells: memoryview, before) -> None:
         self._cells, self._before = cells, before
@@ -127,7 +127,7 @@ def change(bench: Bench, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["lend and commit", "delete", "delete pinned", "quarantine"])
 def test_a_crash_at_any_write_of_a_change(shm_dir, how, monkeypatch):
-    """Kill the process before each single write of a change: the next process finds a sound table.
+    """Kill the process before each single write of a change. The next process must find a sound table.
 
     To see each write, the test wraps the arrays of the table and the array of slot sizes.
     """
@@ -157,7 +157,7 @@ def test_a_crash_at_any_write_of_a_change(shm_dir, how, monkeypatch):
     for moment in moments:
         again = reopen(moment, bench.now_s)
         assert again.store.recovered == len(again.here("abcdefghijklmnvwxyz")), "bytes and keys of all that is ready"
-        assert len(again.here("abcdefghijklmn")) >= 14 - 3  # a change evicts or deletes at most three
+        assert len(again.here("abcdefghijklmn")) >= 14 - 3  # a change evicts or deletes at most three chunks
         again.now_s += 2 * QUARANTINE_S
         assert again.put("12345", 32 * KIB) == 5
         assert set(again.here("12345")) == set("12345")
@@ -214,7 +214,7 @@ def damage(path: Path, how: str, rng: random.Random) -> None:
     "how",
     [
         *("empty", "short", "zeros", "random", "random behind the header", "missing"),
-        pytest.param("a hole", marks=pytest.mark.slow),  # 30 attempts, each at another place
+        pytest.param("a hole", marks=pytest.mark.slow),  # slow, because it tries 30 places
     ],
 )
 @pytest.mark.parametrize("which", [0, 1])
@@ -242,7 +242,7 @@ def test_damaged_files_start_empty_or_lose_chunks_and_never_crash(shm_dir, on_fi
 
 
 def test_damaged_columns_one_by_one(shm_dir, on_files, np_rng):
-    """Fill each column, the slot sizes of the extents, and the index with noise, one at a time."""
+    """Overwrite one part at a time with noise: each column, the slot sizes of the extents, and the index."""
     on_files.put("abcdefgh")
     table = on_files.store.table
     parts = {**vars(table.columns), "extents": table.extent_slots, "index": table.index}
@@ -267,7 +267,7 @@ def test_a_list_of_namespaces_that_is_damaged_starts_empty(shm_dir, on_files, te
 
 
 def test_nothing_is_left_open_when_a_file_is_refused(shm_dir, on_files, caplog):
-    caplog.set_level(logging.INFO)  # pytest holds the log records; a record must not hold a file open
+    caplog.set_level(logging.INFO)  # pytest keeps the log records, and they must not hold a file open
     on_files.put("abc")
     before = len(os.listdir("/proc/self/fd"))
     for number in range(5):

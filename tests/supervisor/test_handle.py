@@ -1,4 +1,4 @@
-"""Supervised nodes restart when they end. Tests kill or stop a node, its supervisor, or the process that owns both."""
+"""Supervised nodes are restarted. Tests kill or stop a node, its supervisor, or the process that owns both."""
 
 import json
 import os
@@ -67,7 +67,7 @@ class Supervised:
         return raykv.Client(SPACE, Router(ClientConfig.load(fields)))
 
     def kill(self) -> int:
-        """Kill the node, and wait for the next. Returns the pid of the dead one."""
+        """Kill the node, and wait until the next process runs. Returns the pid of the killed process."""
         pid, starts = self.node.pid, self.node.starts
         os.kill(pid, signal.SIGKILL)
         wait_until(lambda: self.node.starts > starts)
@@ -135,7 +135,7 @@ def test_a_killed_node_is_back_with_its_chunks_under_its_address(made):
 
 @pytest.mark.slow
 def test_it_is_restarted_after_a_crash_too(made):
-    """After a signal other than SIGKILL."""
+    """Here the node ends by SIGSEGV. Other tests use SIGKILL."""
     os.kill(made.node.pid, signal.SIGSEGV)
     wait_until(lambda: made.node.starts == 2)
     assert made.node.stats()["node_id"] == "n"
@@ -161,7 +161,7 @@ def test_stopping_while_no_node_runs(shm_dir, unlink):
         client.flush()
     for _ in range(4):
         one.kill()
-    os.kill(one.node.pid, signal.SIGKILL)  # the next one starts in 400 ms
+    os.kill(one.node.pid, signal.SIGKILL)  # the next process starts in 400 ms
     wait_until(lambda: not is_there(one.node.pid))
     one.node.stop(unlink=unlink)
     left = {path.suffix for path in shm_dir.iterdir()}

@@ -9,7 +9,7 @@ from raykv.memory.copying import TINY_NBYTES, CopyThreads
 
 
 def gather_hashed(target: memoryview, pieces: Sequence[memoryview], *, stream: bool = False) -> int:
-    """Do what `CopyThreads.fill` does for one chunk. With `stream`, compiled loops may bypass the CPU cache."""
+    """Copy and hash one chunk, as `CopyThreads.fill` does. With `stream`, compiled loops may bypass the CPU cache."""
     if native.loops is None or len(target) <= TINY_NBYTES:
         return int(CopyThreads(1).fill([target], [pieces])[0])
     checksum = np.empty(1, np.uint64)

@@ -1,4 +1,4 @@
-"""What the end-to-end tests share: a port, and what a deployment must not leave behind."""
+"""What the end-to-end tests share: free ports, and the traces that a deployment must not leave behind."""
 
 import os
 import socket
@@ -12,9 +12,10 @@ def free_port() -> int:
 
 
 def traces() -> set[object]:
-    """Everything that a deployment makes on this machine: processes of local Ray nodes, memory files, directories.
+    """Return everything that a deployment made on this machine: processes of Ray nodes, memory files, directories.
 
-    Engines and actors are found too: their command line or environment has the directory of their Ray node.
+    Processes of engines and actors are included, because their command line or environment names the directory of their
+    Ray node.
     """
     memory = {name for name in os.listdir("/dev/shm") if name.startswith(("raykv-demo", "psm_", "sem."))}
     return ray_processes() | memory | set(Path("/tmp").glob("raykv-ray-*"))

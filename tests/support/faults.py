@@ -1,4 +1,4 @@
-"""Faults of connections that tests cause on purpose: lost messages, delays, and nodes that do not answer."""
+"""Faults of connections that tests cause: lost messages, delays, and nodes that do not answer."""
 
 import random
 import time

@@ -33,7 +33,7 @@ class House:
         return self.bench.put(names, nbytes, **options)
 
     def fill(self, count: int = 15, nbytes: int = 60_000) -> list[str]:
-        """Store chunks; by default, one less than fit into the arena. Returns their names."""
+        """Store chunks. The default number is one less than fit into the arena. Returns their names."""
         names = [f"chunk-{number}" for number in range(count)]
         for name in names:
             self.put([name], nbytes, chained=False)
@@ -49,14 +49,14 @@ class House:
         return (pinned.rows >= 0).tolist()
 
     def below(self, names: list[str]) -> list[bool]:
-        """For each chunk, whether the toy tier has it."""
+        """Return for each chunk whether the toy tier has it."""
         return self.toy.has(names_to_keys(names)).tolist()
 
     def promote(self, names: list[str], until_s: float = 0.0) -> int:
         return self.mover.promote(names_to_keys(names), until_s=until_s)
 
     def sink(self, names: list[str]) -> None:
-        """Write chunks to the toy tier, although no demotion is due, and remove them from memory."""
+        """Write chunks to the toy tier, even if no demotion is due, and remove them from memory."""
         keys = names_to_keys(names)
         chunks, taken = self.mover.demotion.write(self.toy, self.store.table.find(keys), keys)
         assert taken == len(chunks) == len(names)

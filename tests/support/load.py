@@ -1,4 +1,4 @@
-"""Threads that read and write with their own clients while a node is killed, and record misses and wrong bytes."""
+"""Threads that read and write while a node is killed. They record misses and wrong bytes."""
 
 import hashlib
 import random
@@ -12,11 +12,11 @@ import raykv
 
 NBYTES = 20_000
 PINNED = [f"pinned-{number}" for number in range(20)]
-"""Chunks that are read all the time, so that no policy evicts them."""
+"""Chunks that are read all the time, so no policy evicts them."""
 
 
 class Killable(Protocol):
-    """A node that may be killed."""
+    """A node that a test may kill."""
 
     def client(self, **config: object) -> raykv.Client: ...
 
@@ -31,10 +31,11 @@ class Load:
 
     Attributes:
         problems: Wrong bytes, and exceptions of the threads.
-        gaps: Names of PINNED that were missed.
-        reads, hits: Number of reads of PINNED, and number of hits on other chunks.
+        gaps: Names of chunks of PINNED that were missed.
+        reads: Number of reads of chunks of PINNED.
+        hits: Number of hits on other chunks.
         names: Names of all other chunks that were ever put.
-        unfinished: Names of reservations that were never committed.
+        unfinished: Names of chunks that were reserved but never committed.
     """
 
     def __init__(self, node: Killable, seed: int) -> None:
@@ -96,12 +97,12 @@ class Load:
         time.sleep(0.001)
 
     def _write(self, client: raykv.Client) -> None:
-        """Put new chunks, read old ones so that they are worth keeping, and leave some reservations unfinished."""
+        """Put new chunks, read old ones so that policies value them, and leave some reservations unfinished."""
         if not self._writing.is_set():
             self._idle.set()
             self._writing.wait()
             return
-        # The pinned chunks are read here too, so that the put evicts other chunks even if the reading thread is late.
+        # Read the pinned chunks here, too, so that the put evicts other chunks even if the reading thread is late.
         client.get(PINNED, [bytearray(NBYTES) for _ in PINNED])
         fresh = [f"n{len(self.names) + number}" for number in range(4)]
         self.names.update(dict.fromkeys(fresh))

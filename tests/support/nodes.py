@@ -1,4 +1,4 @@
-"""Nodes for tests: embedded ones, and one as a process that can be killed."""
+"""Nodes for tests: embedded nodes, and a node process that can be killed."""
 
 import hashlib
 import json
@@ -90,7 +90,7 @@ def make_node(*, secret: bytes = bytes(32), membership: InProcessMembership | No
 
 @contextmanager
 def running_node(**fields: Any) -> Iterator[Node]:
-    """A node that is started, and stopped at the end."""
+    """A running node. It is stopped at the end."""
     node = make_node(**fields)
     try:
         node.start()
@@ -100,7 +100,7 @@ def running_node(**fields: Any) -> Iterator[Node]:
 
 
 class Peer:
-    """One connection to a node, but without a transport: requests go straight to the node's handlers."""
+    """A connection to a node, but without a transport. Requests go straight to the node's handlers."""
 
     def __init__(self, node: Node, *, local: bool = True) -> None:
         self.node = node
@@ -111,7 +111,7 @@ class Peer:
         return self
 
     def reply(self, request: messages.Message) -> Reply:
-        """Send a request. The caller must call `finish` of the reply."""
+        """Send a request. The caller must call `finish` of the returned reply."""
         raw = codec.encode(request, 0, 0)
         reply = self.node.answer(codec.decode(raw[codec.HEADER.size :]), self.session)
         if isinstance(reply.answer, messages.Failure):
@@ -130,7 +130,7 @@ class Peer:
         return self.ask(messages.Lend(nbytes, count, group=SPACE.group.digest, **fields))
 
     def filled(self, names: Sequence[str], nbytes: int, **fields: Any) -> messages.Run:
-        """Get slots for these chunks, and write the chunks there. Returns the run to commit."""
+        """Get slots for these chunks, and write the chunks into the slots. Returns the run to commit."""
         lent = self.lend(len(names), nbytes)
         checksums = []
         for start, name in zip(np.frombuffer(lent.offsets, "<u8").tolist(), names, strict=False):
@@ -167,7 +167,7 @@ class NodeProcess:
     """A node that can be killed and started again."""
 
     quarantine_s = 1.25 * TRUST_S
-    """The quarantine: shorter than QUARANTINE_S, so that tests are quick, but longer than TRUST_S, as it must be."""
+    """The quarantine. It is shorter than QUARANTINE_S, so that tests are quick, but it must be longer than TRUST_S."""
 
     def __init__(self, shm_dir: Path) -> None:
         storage = {"arena_nbytes": 32 << 20, "extent_nbytes": 1 << 20, "shm_dir": str(shm_dir)}
@@ -198,11 +198,11 @@ class NodeProcess:
 
 @contextmanager
 def node_process(shm_dir: Path) -> Iterator[NodeProcess]:
-    """A node in a process of its own, with files in `shm_dir`. It must stop cleanly."""
+    """A node in a process of its own, with files in `shm_dir`. At the end, the node must stop cleanly."""
     made = NodeProcess(shm_dir)
     yield made
     if made.process.poll() is None:
         made.process.send_signal(signal.SIGCONT)
-        made.process.communicate(timeout=30)  # the node stops when its input ends
+        made.process.communicate(timeout=30)  # the node stops when its standard input ends
         assert made.process.returncode == 0
         assert not list(shm_dir.iterdir()), "files stay behind"

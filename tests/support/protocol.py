@@ -14,7 +14,7 @@ def member(name: str = "a", *, host: str = "h", weight: float = 1.0, incarnation
 
 
 def change(namespace: Namespace, fields: dict[str, Any] | None, registry: bytes | None = None) -> messages.Configure:
-    """The request to change a namespace's config, or, if `fields` is None, to drop the namespace."""
+    """Return the request to change a namespace's config. If `fields` is None, the request drops the namespace."""
     text = None if fields is None else json.dumps(fields).encode()
     return messages.Configure(namespace.model_dump_json().encode(), text, registry)
 

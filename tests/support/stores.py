@@ -1,4 +1,4 @@
-"""A store with its own clock and with named chunks; and a check of the row states of docs/storage.md."""
+"""A store with its own clock and named chunks, and a check of the row states in docs/storage.md."""
 
 import hashlib
 from collections import Counter
@@ -27,7 +27,7 @@ FULL = {"arena_nbytes": 128 * KIB}
 
 
 def config_for(path: Path | None = None, **fields: Any) -> StorageConfig:
-    """16 extents of 64 KiB."""
+    """A config with an arena of 16 extents of 64 KiB. `fields` replace its fields."""
     made = {"arena_nbytes": 1 << 20, "extent_nbytes": 64 * KIB, "max_chunks": 64, "shm_dir": path, **fields}
     return StorageConfig.load(made)
 
@@ -42,7 +42,7 @@ def content(name: str, nbytes: int) -> bytes:
 
 
 def batch_of(names: Any, nbytes: int = PAGE, *, parent: str | None = None, hints: Any = (), **fields: Any) -> Batch:
-    """A batch of named chunks. `parent` is a name too; `hints` are fields of Hints."""
+    """Make a batch of named chunks. `parent` is a name, too. `hints` are fields of Hints."""
     above = None if parent is None else names_to_keys([parent])
     return Batch(names_to_keys(names), nbytes, parent=above, hints=Hints(**dict(hints)), **fields)
 
@@ -57,7 +57,7 @@ class Bench:
 
     @classmethod
     def open(cls, prefix: Path | None = None, *, now_s: float = 1.0, **fields: Any) -> "Bench":
-        """A store on files, or in anonymous memory."""
+        """Open a store on files. If `prefix` is None, the store is in anonymous memory."""
         made_at_s = 0.0 if now_s == 1.0 else now_s
         return cls(Store.open(config_for(prefix and prefix.parent, **fields), prefix, now_s=made_at_s), now_s)
 
@@ -70,7 +70,7 @@ class Bench:
     def lend(
         self, count: int, nbytes: int = PAGE, *, ahead: int = 0, protect: Any = (), group: Any = None
     ) -> LentSlots:
-        """Lend slots. `protect` are names of chunks that must not be evicted for them."""
+        """Lend slots. Chunks with the names in `protect` are not evicted to make room."""
         self.now_s += 1.0
         number = self.group if group is None else group
         keys = [names_to_keys(protect)] if len(protect) else []
@@ -87,7 +87,7 @@ class Bench:
     def commit(
         self, names: Any, lent: LentSlots, written: Any = None, nbytes: int = PAGE, *, group: Any = None, **fields: Any
     ) -> list[bool]:
-        """Fill slots with the chunks at the positions in `written` and commit. Returns for each slot if it was used."""
+        """Fill slots with the chunks at the positions in `written`, and commit. Returns whether each slot was used."""
         positions = np.arange(len(names), dtype=np.int32) if written is None else np.array(written, np.int32)
         checksums = self.fill(lent, [names[place] for place in positions.tolist()], nbytes)
         number = self.group if group is None else group
@@ -115,7 +115,7 @@ class Bench:
         return self.store.delete(names_to_keys(names), now_s=self.now_s)
 
     def here(self, names: Any) -> str:
-        """The names of the chunks that can be read, joined. Their bytes are checked."""
+        """Check the bytes of all chunks that can be read. Returns their names, joined."""
         rows, _ = self.store.table.find_ready(names_to_keys(names), self.store.table.ticks(self.now_s))
         columns, found = self.store.table.columns, []
         for name, row in zip(names, rows.tolist(), strict=True):
@@ -129,12 +129,12 @@ class Bench:
         return int(self.store.table.find(names_to_keys([name]))[0])
 
     def column(self, column: str, names: Any) -> list[int]:
-        """One column of the rows of these names."""
+        """Return the values of one column for these chunks."""
         values: list[int] = getattr(self.store.table.columns, column)[[self.row(name) for name in names]].tolist()
         return values
 
     def verify(self, names: Any) -> int:
-        """Look for damage as the node does when a reader reports corrupt chunks. Returns how many were dropped."""
+        """Look for damage as the node does after a reader's report. Returns the number of dropped chunks."""
         pinned = self.store.pin(names_to_keys(names), now_s=self.now_s)
         count = self.store.drop_corrupt(self.store.corrupt(pinned), now_s=self.now_s)
         self.store.unpin(pinned.rows)
@@ -146,7 +146,7 @@ class Bench:
 
 
 def states(store: Store) -> dict[RowState, list[int]]:
-    """Rows by state."""
+    """Return the rows of each state."""
     state = store.table.columns.state[: store.table.rows_populated]
     return {each: np.flatnonzero(state == each).tolist() for each in RowState}
 
@@ -155,7 +155,7 @@ def check(store: Store, pins: "Counter[int] | None" = None) -> None:
     """Check what must hold between any two calls: row states, index, pins, counts, slots and chains agree.
 
     Args:
-        pins: Pins by row, if the test knows them.
+        pins: Number of pins by row. None: the test does not know them.
     """
     columns, table, allocator = store.table.columns, store.table, store.allocator
     assert not table.header["dirty"]
@@ -212,7 +212,7 @@ def check_slots(store: Store, rows: list[int]) -> None:
 
 
 def check_chains(store: Store, ready: list[int]) -> None:
-    """Check that `children` counts the ready children of each row: those whose parent's generation has not changed."""
+    """Check that `children` counts the ready children of each row. A stale link to a parent does not count."""
     columns = store.table.columns
     children: Counter[int] = Counter()
     for row in ready:
@@ -224,7 +224,7 @@ def check_chains(store: Store, ready: list[int]) -> None:
 
 
 def crashed(store: Store, directory: Path, name: str) -> Path:
-    """Copy the files in the state in which a kill at this moment leaves them. Returns the prefix of the copies."""
+    """Copy the files as a kill at this moment would leave them. Returns the prefix of the copies."""
     prefix = directory / name
     for source, target in zip((store.table.memory, store.arena), store_files(prefix), strict=True):
         target.write_bytes(bytes(source.view))
@@ -232,7 +232,7 @@ def crashed(store: Store, directory: Path, name: str) -> Path:
 
 
 def reopen(prefix: Path, now_s: float, **fields: Any) -> Bench:
-    """Open the files as the next process does."""
+    """Open the files as the next process would."""
     again = Bench.open(prefix, now_s=now_s, **fields)
     check(again.store)
     return again

@@ -11,7 +11,7 @@ def event(**fields: Any) -> str:
 
 
 def chat(words: list[str], name: str = "first", *, index: int = 0) -> list[str]:
-    """A stream of chat events, one word each."""
+    """A stream of chat events with one word each."""
     choices: list[dict[str, Any]] = [{"index": index, "delta": {"role": "assistant", "content": ""}}]
     choices += [{"index": index, "delta": {"content": word}} for word in words]
     choices[-1]["finish_reason"] = "stop"

@@ -45,7 +45,7 @@ def get(client: raykv.Client, some: list[str]) -> int:
 
 
 def sink(cluster: EmbeddedCluster, client: raykv.Client, some: list[str]) -> None:
-    """Store and read chunks. Then evict them with other chunks, until all are in a tier and none is in memory."""
+    """Store and read the chunks `some`. Then put other chunks until `some` are in a tier and not in memory."""
     for start in range(0, len(some), 5):
         put(client, some[start : start + 5])
         assert get(client, some[start : start + 5]) == len(some[start : start + 5])
@@ -53,7 +53,7 @@ def sink(cluster: EmbeddedCluster, client: raykv.Client, some: list[str]) -> Non
 
 
 def push_out(cluster: EmbeddedCluster, client: raykv.Client, some: list[str]) -> None:
-    """Evict chunks with other chunks, until all are in a tier and none is in memory. Missing ones are stored first."""
+    """Put other chunks until `some` are in a tier and not in memory. Missing chunks of `some` are stored again."""
     node, keys = cluster.nodes[0], client.keys(some)
     until_s = time.monotonic() + 30.0
     number = 0
@@ -65,7 +65,7 @@ def push_out(cluster: EmbeddedCluster, client: raykv.Client, some: list[str]) ->
             break
         assert time.monotonic() < until_s, (in_memory, below)
         for name in (some[place] for place in range(len(some)) if not (below[place] or in_memory[place])):
-            # On a busy machine, a chunk may be evicted before it is written to the tier. Then it is stored again.
+            # On a busy machine, a chunk may be evicted before it is written to the tier. So it is stored again.
             put(client, [name], chained=False)
             assert get(client, [name]) == 1
         put(client, names(3, f"filler-{until_s}-{number}"), chained=False)

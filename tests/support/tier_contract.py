@@ -1,4 +1,4 @@
-"""Tests that every tier must pass. Subclasses say how to open a tier, how to damage a chunk, and how to hang I/O."""
+"""Tests that every tier must pass. Subclasses open the tier, damage a chunk of it, and make its I/O hang."""
 
 import random
 import threading
@@ -14,7 +14,7 @@ from raykv.tier.segments.format import key_array
 from tests.support.tiers import Driver, all_keys, content_of, keys_for, wait_for
 
 QUICK_S = 0.5
-"""No call of a tier may take longer, even if the disk hangs."""
+"""A call of a tier may take at most this long, even if the disk hangs."""
 
 
 def within(call: Callable[[], object]) -> object:
@@ -25,14 +25,14 @@ def within(call: Callable[[], object]) -> object:
 
 
 class TierContract:
-    """See the module. The sizes fit all tiers: chunks of up to 100 000 bytes, a few megabytes in all."""
+    """The contract. Chunks have at most 100 000 bytes, a few megabytes in all. Every tier has room for them."""
 
     def open(self, path: Path) -> Driver:
         """Open and start a tier."""
         raise NotImplementedError
 
     def damage(self, driver: Driver, key: bytes) -> None:
-        """Change a byte of a chunk in the place where the tier stores the chunk."""
+        """Change a byte of the chunk where the tier stores it."""
         raise NotImplementedError
 
     def hang(self, driver: Driver, monkeypatch: pytest.MonkeyPatch) -> AbstractContextManager[None]:

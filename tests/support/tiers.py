@@ -22,7 +22,7 @@ SEGMENT = PACK = 1 << 20
 
 
 class Names:
-    """The texts of four quota groups, by number."""
+    """Four quota groups. `texts` has each group's namespace as JSON, by number."""
 
     def __init__(self) -> None:
         self.texts: list[bytes] = [b'{"model":"m%d"}' % number for number in range(4)]
@@ -63,7 +63,7 @@ def content_of(key: bytes, nbytes: int) -> bytes:
 
 
 class Driver:
-    """A tier, with calls that wait for their callback. Checks that each callback comes once."""
+    """A tier, with calls that wait for their callback. Each callback must come exactly once."""
 
     def __init__(self, tier: Tier, arena: Arena) -> None:
         self.tier, self.arena = tier, arena
@@ -88,7 +88,7 @@ class Driver:
         return Chunk(key, self.arena.put(content), nbytes, xxhash.xxh3_64_intdigest(content), **fields)
 
     def write(self, chunks: Sequence[Chunk], timeout_s: float = 20.0) -> list[bool]:
-        """Write chunks; wait while the queue is full. Returns for each whether it was written."""
+        """Write chunks. While the queue is full, wait. Returns for each chunk whether it was written."""
         written: list[bool] = []
         while len(written) < len(chunks):
             event, results = threading.Event(), []
@@ -115,7 +115,7 @@ class Driver:
             assert all(self.write([self.chunk(key, nbytes, **fields) for key in keys[first : first + 16]]))
 
     def read(self, keys: Sequence[bytes], nbytes: int, timeout_s: float = 20.0) -> list[bytes | None]:
-        """Read chunks. Returns the bytes of each, or None if it was not read."""
+        """Read chunks. Returns the bytes of each chunk, or None if it was not read."""
         offsets = [self.arena.slot(nbytes) for _ in keys]
         event, results = threading.Event(), []
 
@@ -149,7 +149,7 @@ class SsdDriver(Driver):
         super().__init__(SsdTier(SsdConfig.load(config), environment(arena)), arena)
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until no tombstone is pending. False after the timeout, or if every drive with pending ones is off."""
+        """Wait until no tombstone is pending. False: time is over, or all drives with pending tombstones are off."""
         shared, until_s = self.tier._shared, time.monotonic() + timeout_s
         while True:
             with shared.lock:
@@ -181,9 +181,9 @@ class FileDriver(Driver):
         return sorted(self.folder.glob("*.pack"))
 
     def right(self, keys: list[bytes], nbytes: int) -> list[bool]:
-        """Read chunks, and check their bytes. Returns for each whether it was read."""
+        """Read chunks, and check their bytes. Returns for each chunk whether it was read."""
         right: list[bool] = []
-        step = max(1, (4 << 20) // nbytes)  # few enough that the arena does not reuse their slots meanwhile
+        step = max(1, (4 << 20) // nbytes)  # few enough that all fit into the arena
         for first in range(0, len(keys), step):
             some = keys[first : first + step]
             for key, content in zip(some, self.read(some, nbytes), strict=True):

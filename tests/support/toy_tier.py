@@ -1,4 +1,4 @@
-"""A tier in a dictionary. A thread does reads and writes at once; with `manual`, they wait for a call of `go_on`."""
+"""A tier in a dictionary. A thread runs reads and writes at once. With `manual`, they wait for a call of `go_on`."""
 
 import threading
 import time
@@ -16,7 +16,7 @@ from raykv.types import Bits, KeyArray
 
 
 class ToyTier(Tier):
-    """See the module. Options: `manual` (no thread), `takes` (how many chunks it takes in all)."""
+    """A toy tier. Options: `manual` (no thread), `takes` (how many chunks the tier accepts in all)."""
 
     name = "toy"
 
@@ -32,7 +32,7 @@ class ToyTier(Tier):
         self._thread = None if options.get("manual") else Callbacks("raykv-toy")
 
     def go_on(self) -> int:
-        """Do what is queued, and call back. Returns how many operations there were."""
+        """Run all queued operations, and call back. Returns their number."""
         with self._lock:
             work, self.queue = self.queue, []
             calls = [each() for each in work]
@@ -68,7 +68,7 @@ class ToyTier(Tier):
         return len(taken)
 
     def _write(self, chunk: Chunk) -> bool:
-        if self.closed or chunk.key not in self.coming:  # deleted meanwhile
+        if self.closed or chunk.key not in self.coming:  # the tier was closed or the chunk deleted meanwhile
             return False
         del self.coming[chunk.key]
         found = Found(chunk.nbytes, chunk.checksum, *chunk[4:])

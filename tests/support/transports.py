@@ -1,4 +1,4 @@
-"""Services to test transports with, and peers that speak the protocol badly."""
+"""Services for tests of transports, and peers that break the protocol."""
 
 import contextlib
 import socket
@@ -24,7 +24,7 @@ def soon(seconds: float = 10.0) -> float:
 
 
 class Warehouse:
-    """A service that sends the bytes in `stock`, and receives bytes into `received`. Its answers wait for `hold`."""
+    """Sends the bytes in `stock`, and receives bytes into `received`. Answers wait until `hold` is set."""
 
     epoch = 7
 
@@ -55,7 +55,7 @@ class Warehouse:
                 return Reply(messages.Failure("UsageError", "not for deletion"))
             case messages.Commit():
                 return Reply(messages.Failure("CapacityError", "full"))
-            case messages.Locate():  # returns its keys, so that tests can tell answers apart
+            case messages.Locate():  # answers with the request's keys, so that tests can tell answers apart
                 return Reply(messages.Stats(request.keys))
             case messages.Why():
                 raise RuntimeError("a bug")
@@ -102,7 +102,7 @@ def stream_on(connection: socket.socket) -> Stream:
 
 
 def is_closed(connection: socket.socket, after: bytes | None = None) -> bool:
-    """Whether the other end closes the connection. If `after` is given, first send these bytes and end our side."""
+    """Whether the other end closes the connection. If `after` is given, first send `after` and end our side."""
     try:
         if after is not None:
             connection.sendall(after)
@@ -111,20 +111,20 @@ def is_closed(connection: socket.socket, after: bytes | None = None) -> bool:
             pass
     except TimeoutError:
         return False
-    except OSError:  # reset: the other end closed before it had read everything
+    except OSError:  # reset, because the other end closed before it had read everything
         pass
     return True
 
 
 class LyingServer:
-    """Accepts one connection, and sends answers that the test chose.
+    """A server that accepts one connection and sends the answers that the test chose.
 
     Attributes:
-        address: Where it listens.
+        address: Address on which the server listens.
     """
 
     def __init__(self, sends: list[tuple[messages.Answer, int]], *, after: int) -> None:
-        """Send these answers, with these request ids, when `after` requests have arrived."""
+        """Send these (answer, request id) pairs when `after` requests have arrived."""
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = "{}:{}".format(*self._listener.getsockname())
         self._sends, self._after = sends, after
@@ -138,7 +138,7 @@ class LyingServer:
             greet_client(stream, SECRET, lambda: None, soon())
             for _ in range(self._after):
                 stream.message(soon())
-            with contextlib.suppress(PeerUnavailable):  # the link may be closed already
+            with contextlib.suppress(PeerUnavailable):  # the client may have closed the link already
                 for answer, request_id in self._sends:
                     stream.send(encode(answer, 0, request_id), soon())
             is_closed(connection)
@@ -149,16 +149,16 @@ class LyingServer:
 
 
 class Holder:
-    """A node that holds chunks, and as an owner knows the holders of other keys. It answers Read and Suspect only.
+    """A node that holds chunks. As an owner, it also knows the holders of other keys. It answers Read and Suspect only.
 
     Attributes:
         chunks: Bytes by 16-byte key.
-        sums: Wrong checksums that it sends, by key.
-        holders: The nodes that it names as holders, by key.
+        sums: By key, a wrong checksum to send.
+        holders: By key, the nodes to name as holders.
         reads: Keys of each Read.
         groups: Quota groups of all Reads.
         suspects: Keys of all Suspects.
-        cut_after: It sends only this many bytes of each payload. None: all.
+        cut_after: Only this many bytes of each payload are sent. None: all bytes.
     """
 
     epoch = 3

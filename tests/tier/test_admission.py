@@ -1,4 +1,4 @@
-"""Admission to a tier: which chunks are admitted, and how the byte budget fills and limits writes."""
+"""Admission to a tier: which chunks are admitted, and how the byte budget limits writes."""
 
 import numpy as np
 import pytest
@@ -36,7 +36,7 @@ def test_without_a_budget_all_that_deserve_it_are_let_in():
 
 
 def test_the_budget_fills_as_time_passes_up_to_a_burst():
-    admission = Admission(DAY_S * 10, burst_s=100.0, now_s=50.0)  # 10 bytes a second, 1000 at once
+    admission = Admission(DAY_S * 10, burst_s=100.0, now_s=50.0)  # 10 bytes a second, and at most 1000 at once
     read, none = numbers(1, 1, 1), numbers(0, 0, 0)
     assert admission.admit(read, none, numbers(600, 500, 400), now_s=50.0).tolist() == [True, False, True]
     assert not admission.admit(read, none, numbers(1, 1, 1), now_s=50.0).any()

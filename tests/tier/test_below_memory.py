@@ -1,4 +1,4 @@
-"""Nodes with an SSD tier on a real disk, used by clients through sockets."""
+"""Nodes with an SSD tier on a real disk. Clients reach them through sockets."""
 
 import shutil
 import time
@@ -93,7 +93,7 @@ def test_a_new_process_finds_what_was_on_the_ssd(tmp_path):
         client = cluster.client(SPACE)
         sink(cluster, client, names(30))
         client.delete(names(5))
-    with cluster_on(tmp_path) as cluster:  # in new memory: only the SSD has the chunks
+    with cluster_on(tmp_path) as cluster:  # the nodes start with new memory, so only the SSD has the chunks
         client = cluster.client(SPACE)
         wait_until(lambda: ssd_of(cluster)["state"] == "on", "the segments were read")
         wait_until(lambda: client.exists(names(30)).sum() == 25, "their owner was told")

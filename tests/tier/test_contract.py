@@ -1,4 +1,4 @@
-"""The contract of tiers, for the two tiers of the package and a toy tier."""
+"""The contract of tiers, run for the SSD tier, the file tier and a toy tier."""
 
 import os
 from pathlib import Path
@@ -12,7 +12,7 @@ from tests.support.toy_tier import ToyTier
 
 
 def overwrite(folder: Path, key: bytes) -> None:
-    """Change the first byte of a chunk in every file that has it. A chunk begins at a multiple of BLOCK_NBYTES."""
+    """Change the first byte of a chunk in every file that has it. Chunks begin at multiples of BLOCK_NBYTES."""
     beginning = content_of(key, 5000)[:64]
     for path in folder.rglob("*"):
         raw = path.read_bytes() if path.is_file() else b""

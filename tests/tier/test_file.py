@@ -1,4 +1,4 @@
-"""Packs in a shared directory: every node finds the chunks of all nodes, and failures cost only misses."""
+"""Packs in a shared directory. Every node finds the chunks of all nodes, and failures cost only misses."""
 
 import contextlib
 import errno
@@ -37,7 +37,7 @@ def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def used_nbytes(folder: Path) -> int:
-    """Bytes on disk of all files in a folder. Other processes may remove files meanwhile."""
+    """Return the bytes on disk of all files in a folder. Other processes may remove files meanwhile."""
     total = 0
     for path in folder.iterdir():
         with contextlib.suppress(FileNotFoundError):
@@ -107,7 +107,7 @@ def test_what_is_too_large_or_there_already_is_not_written(tmp_path):
         assert one.write([one.chunk(keys[0], PACK), one.chunk(keys[1], 5000)]) == [False, True]
         before = one.tier.stats()["disk_nbytes"]
         assert one.write([one.chunk(keys[1], 5000), one.chunk(keys[1], 5000)]) == [True, True]
-        assert one.tier.stats()["disk_nbytes"] <= before + 2 * BLOCK  # perhaps a summary was written
+        assert one.tier.stats()["disk_nbytes"] <= before + 2 * BLOCK  # a summary may have been written
 
 
 def test_a_start_finds_what_was_written_before_by_anybody(tmp_path):
@@ -184,7 +184,8 @@ def test_what_is_stored_again_after_it_was_deleted_is_there(tmp_path):
             assert one.delete(keys) == 4
             assert one.right(keys, 5000) == [False] * 4
         one.put(keys[:2], 5000)
-        # Wait until `other` knows the tombstones. Otherwise it would believe that it still has the chunk.
+        # Wait until `other` knows the tombstones. Before that, `other` believes that it has the chunk, and writes
+        # nothing.
         wait_for(
             lambda: (
                 not one.tier._catalog.tombstones.pending
@@ -266,7 +267,7 @@ def test_tombstones_are_written_though_a_failed_attempt_left_its_part(tmp_path, 
 
     with FileDriver(tmp_path).on() as one:
         one.put(keys, 5000)
-        wait_for(lambda: one.tier._state.filling is None)  # the part is sealed
+        wait_for(lambda: one.tier._state.filling is None)  # until the part is sealed
         monkeypatch.setattr(folder, "write_all", once)
         monkeypatch.setattr(Folder, "remove", lambda self, name: None)
         assert one.delete(keys[:2]) == 2
@@ -321,7 +322,7 @@ def test_tombstone_files_stay_few_and_are_removed_when_nothing_older_is_left(tmp
         wait_for(lambda: not one.tier._catalog.tombstones._keys)
 
 
-# -- room -----------------------------------------------------------------------------------------------------------
+# -- making room ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -379,7 +380,7 @@ with tiers.FileDriver(path, writer, capacity_nbytes=capacity, seal_s=0.2).on() a
 
 
 def child(path: Path, writer: str, salt: int, count: int, size: int, capacity: int = 64 * PACK) -> subprocess.Popen:
-    """A process that writes chunks, and then stays until its input ends."""
+    """Start a process that writes chunks, and then waits until its input ends."""
     program = PROGRAM.format(root=str(Path(raykv.__file__).parents[1]))
     arguments = [str(path), writer, *map(str, (salt, count, size, capacity))]
     return subprocess.Popen(
@@ -455,13 +456,13 @@ def test_several_that_make_room_at_once_do_not_empty_the_directory(tmp_path):
     for process in processes:
         end(process)
     assert full
-    # Each process leaves space for the part that it fills. It removes whole packs, and perhaps one pack too many.
+    # A process leaves space for the part that it fills. It removes whole packs, and perhaps one pack too many.
     assert lowest >= capacity - 5 * PACK
     assert highest <= capacity + PACK, "the part that the other one has just begun"
 
 
 def said_done(process: subprocess.Popen) -> bool:
-    """Read the process's output so far. Returns whether the process has written all chunks."""
+    """Read the output so far. Returns whether the process has written all chunks."""
     if not hasattr(process, "said"):
         assert process.stdout is not None
         os.set_blocking(process.stdout.fileno(), False)
@@ -522,7 +523,7 @@ def test_files_damaged_at_many_places_cost_misses_only(tmp_path, rng):
 def test_all_before_a_cut_is_served(tmp_path):
     keys = keys_for(20)
     with FileDriver(tmp_path, seal_s=60.0).on() as one:
-        for key in keys:  # one batch each: 4096 bytes for its record and 8192 for the chunk
+        for key in keys:  # one batch per chunk: 4096 bytes for the record, and 8192 for the chunk
             one.put([key], 8000)
     pack = one.packs()[0]
     os.truncate(pack, 10 * 3 * BLOCK + 100)
@@ -638,7 +639,7 @@ def test_a_full_file_system_turns_it_off_for_writing_alone(tmp_path):
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 3 MiB. Only root may mount it; otherwise the test is skipped."""
+    """A file system of 3 MiB. The test is skipped if it cannot be mounted."""
     root = tmp_path / "disk"
     root.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "none", str(root)], capture_output=True)
@@ -845,7 +846,7 @@ def test_what_cannot_work_is_said():
 
 
 class Visitor(threading.Thread):
-    """Stores, deletes and reads chunks that no other thread uses, so it knows which ones must be there."""
+    """A thread that stores, deletes and reads chunks. It alone uses these chunks, so it knows which must be there."""
 
     def __init__(self, tier: FileDriver, number: int, seed: float, steps: int) -> None:
         super().__init__()
@@ -876,7 +877,7 @@ class Visitor(threading.Thread):
 
 
 def traffic(path: Path, rng: random.Random, steps: int) -> None:
-    """Run three threads on two tiers. Afterwards these two and a third tier have exactly the stored chunks."""
+    """Run three threads on two tiers. Afterwards these tiers, and a third one, must have exactly the stored chunks."""
     with FileDriver(path, arena=Arena(64 << 20)).on() as one, FileDriver(path, "b", arena=Arena(64 << 20)).on() as two:
         visitors = [Visitor(tier, number, rng.random(), steps) for number, tier in enumerate((one, two, one))]
         for visitor in visitors:

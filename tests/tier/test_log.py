@@ -1,4 +1,4 @@
-"""The log of one SSD path, without files or a clock: places of batches, and the order of reclaiming segments."""
+"""The log of one SSD path, without files or a clock: places of batches, and the order of reclaimed segments."""
 
 import random
 from types import SimpleNamespace
@@ -31,7 +31,7 @@ def fits(log: Log, blocks: int, entries: int = 1) -> bool:
 
 
 def fill(log: Log, spare: int = 0):
-    """Open a segment, fill it, and return it."""
+    """Open a segment and fill it. Returns the segment."""
     segment = log.open_next(spare=spare)
     assert segment is not None
     while fits(log, 10):
@@ -41,7 +41,7 @@ def fill(log: Log, spare: int = 0):
 
 
 def sealed(log: Log, count: int):
-    """Fill and seal `count` segments, and open another segment. Returns the sealed segments."""
+    """Fill and seal `count` segments, and open one more. Returns the sealed segments."""
     segments = [fill(log) for _ in range(count)]
     log.open_next()
     for segment in segments:

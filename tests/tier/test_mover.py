@@ -1,4 +1,4 @@
-"""Which chunks are written to the tiers before they are evicted, and which are promoted."""
+"""Which chunks are written to a tier before they are evicted, and which chunks are promoted."""
 
 import random
 import threading
@@ -35,7 +35,7 @@ def test_chunks_that_were_read_are_written_before_their_turn_and_others_are_not(
     house.mover.demote()
     assert house.pins() == 0 or house.toy.queue
     house.toy.go_on()
-    # The oldest two chunks are 1 (never read) and 0 (read). Of these two, only chunk 0 is written.
+    # The two coldest chunks are 1 (never read) and 0 (read). Of these two, only chunk 0 is written.
     assert house.below(names) == [True] + [False] * 14
     assert house.mover.stats()["demoted"] == 1
     assert house.pins() == 0
@@ -183,7 +183,7 @@ def test_what_a_tier_refuses_is_asked_of_the_next_one(house):
     assert house.mover.stats()["promoting_nbytes"] == 0
 
 
-# -- settings of namespaces, ended sessions ---------------------------------------------------------------------------
+# -- configs of namespaces, ended sessions ----------------------------------------------------------------------------
 
 CHUNKS = [f"chunk-{number}" for number in range(15)]
 
@@ -218,7 +218,7 @@ def test_chunks_of_an_ended_session_are_written_first(house):
 
 
 def expires_in_s(house: House, name: str) -> float:
-    """Seconds until a chunk in memory expires. 0 if it never expires."""
+    """Return the seconds until a chunk in memory expires. 0: the chunk never expires."""
     (row,) = house.store.table.find(names_to_keys([name])).tolist()
     ticks = house.store.table.cells.expires[row]
     return house.store.table.seconds(ticks) - time.monotonic() if ticks else 0.0
@@ -260,7 +260,7 @@ def test_a_group_s_ttl_does_not_prolong_a_chunk_that_comes_up(house):
     ],
 )
 def test_a_copy_below_does_not_outlive_a_chunk_that_is_stored_again(house, first_s, second_s, stays):
-    """A time to live of 0 means that the chunk never expires."""
+    """The chunk is stored with a time to live of `first_s`, and again with `second_s`. 0: it never expires."""
     house.put(["a", "other"], PAGE, chained=False, hints={"ttl_s": first_s})
     house.sink(["a", "other"])
     house.put(["a"], PAGE, hints={"ttl_s": second_s})
@@ -369,7 +369,7 @@ def test_a_chunk_deleted_on_its_way_up_does_not_come_back(house, how):
     content = dict(house.toy.chunks)
     house.delete(names) if how == "delete" else house.drop(house.bench.group)
     assert not house.toy.chunks
-    house.toy.chunks = content  # the tier began the read before the deletion: the read succeeds
+    house.toy.chunks = content  # as if the tier had begun the read before the deletion, so that the read succeeds
     assert house.toy.go_on()
     house.toy.chunks = {}
     assert is_gone(house, names)

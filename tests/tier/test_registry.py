@@ -1,4 +1,4 @@
-"""Tiers by name: those of the package, and one from outside it."""
+"""Tiers by name: those of the package, and tiers from outside it."""
 
 import stat
 import threading
@@ -22,7 +22,7 @@ from tests.support.toy_tier import ToyTier
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiers that a test registers are removed at its end."""
+    """At the end of a test, remove the tiers that it registered."""
     monkeypatch.setattr(registry, "_registered", dict(registry._registered))
 
 
@@ -90,7 +90,7 @@ def test_when_one_tier_cannot_be_opened_the_others_are_closed(tmp_path: Path):
     ssd = {"paths": [str(tmp_path)], "capacity_nbytes": 4 << 20, "segment_nbytes": 1 << 20}
     with pytest.raises(ConfigError):
         opened(ssd=ssd, tiers={"unknown": {}})
-    _, mover = opened(ssd=ssd)  # works only if the failed call released the directory's lock
+    _, mover = opened(ssd=ssd)  # works only if the failed call has released the lock of the directory
     mover.close()
 
 

@@ -1,4 +1,4 @@
-"""The format of segments: records are read as they were written, and damaged or stale ones are rejected."""
+"""The format of segments: records are read as they were written. Damaged and stale records are rejected."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""The SSD tier as its callers see it: written chunks are there, byte for byte, also after a restart."""
+"""The SSD tier as its callers see it. Written chunks are there, byte for byte, also after a restart."""
 
 import fcntl
 import os
@@ -168,7 +168,7 @@ def test_reclaiming_keeps_chunks_that_are_read_and_drops_the_others(tmp_path: Pa
         assert here >= set(cold[-100:])
         assert not here & set(cold[:1000])
     here = all_keys(driven.tier)
-    with SsdDriver(tmp_path, capacity_nbytes=20 * SEGMENT).started() as driven:  # so that it reclaims nothing
+    with SsdDriver(tmp_path, capacity_nbytes=20 * SEGMENT).started() as driven:  # so large that nothing is reclaimed
         assert all_keys(driven.tier) == here
         assert driven.read(hot, nbytes) == [content_of(key, nbytes) for key in hot]
 
@@ -259,7 +259,7 @@ def test_more_and_fewer_segments_than_before(tmp_path: Path):
         wait_for(lambda: driven.tier.stats()["paths"][0]["segments"] <= 4)
         assert len(list(tmp_path.glob("*/*.segment"))) <= 5
         newest = keys_for(1000, 1)[-10:]
-    with SsdDriver(tmp_path, segment_nbytes=2 * SEGMENT).started() as driven:  # another segment size: starts empty
+    with SsdDriver(tmp_path, segment_nbytes=2 * SEGMENT).started() as driven:  # a new segment size, so it starts empty
         assert not all_keys(driven.tier)
         driven.put(newest, 30_000)
         assert driven.read(newest, 30_000) == [content_of(key, 30_000) for key in newest]
@@ -296,7 +296,7 @@ def test_after_closing_nothing_is_taken_and_all_are_called_back(tmp_path: Path):
 
 @pytest.mark.slow
 def test_several_threads_against_a_dictionary(tmp_path: Path, seed: int):
-    """Each thread has keys of its own, so it knows which are deleted. No thread ever gets wrong bytes."""
+    """Each thread has its own keys, so it knows which are deleted. No thread ever gets wrong bytes."""
     places = [tmp_path / "a", tmp_path / "b"]
     sizes = [100, 4096, 20_000, 70_000]
     problems: list[str] = []
@@ -336,7 +336,7 @@ def test_several_threads_against_a_dictionary(tmp_path: Path, seed: int):
     here = all_keys(driven.tier)
     with SsdDriver(
         places, arena=arena, capacity_nbytes=20 * SEGMENT
-    ).started() as driven:  # so that it reclaims nothing
+    ).started() as driven:  # so large that nothing is reclaimed
         assert all_keys(driven.tier) == here
         for key in here:
             nbytes = sizes[key[0] % len(sizes)]
@@ -349,7 +349,7 @@ def test_a_stale_copy_on_one_path_does_not_put_out_the_live_one_on_another(tmp_p
     (key,), nbytes = keys_for(1), 60_000
     with SsdDriver(stale).started() as driven:
         driven.put([key], nbytes)
-        driven.put(keys_for(20, 1), nbytes)  # so that the tombstone is in the next segment
+        driven.put(keys_for(20, 1), nbytes)  # fill the segment, so that the tombstone is in the next one
         assert driven.delete([key]) == 1
     with SsdDriver(live).started() as driven:
         driven.put([key], nbytes)
@@ -357,14 +357,14 @@ def test_a_stale_copy_on_one_path_does_not_put_out_the_live_one_on_another(tmp_p
     real = Recovery._read
 
     def read(self: Recovery, number: int, *arguments) -> None:
-        """The path with the stale copy reads its tombstone after the other path is on."""
+        """Let the path with the stale copy read its tombstone only when the other path is on."""
         if self._drive.number == 0 and number > 0:
             wait_for(lambda: self._shared.drives[1].state == "on")
             other_on.set()
         real(self, number, *arguments)
 
     monkeypatch.setattr(Recovery, "_read", read)
-    for _ in range(2):  # the second start finds the tombstones that the first start wrote
+    for _ in range(2):  # the second start finds tombstones written by the first start
         other_on.clear()
         with SsdDriver([stale, live]).started() as driven:
             assert all_keys(driven.tier) == {key, *keys_for(20, 1)}

@@ -1,4 +1,4 @@
-"""Files that were cut, or whose bits flipped: no wrong byte, no failed start, and all intact chunks are served."""
+"""Files that were cut or have flipped bits. A start succeeds, all intact chunks are served, and no byte is wrong."""
 
 import random
 import shutil
@@ -17,7 +17,7 @@ SIZES = [500, 4096, 9000, 17_000]
 TRIALS = [pytest.param(5, id="quick"), pytest.param(0, id="soak", marks=pytest.mark.soak)]
 
 Places = dict[bytes, tuple[int, int, int]]
-"""For each key: number of the segment, and offsets of the chunk's first and last byte in the segment."""
+"""For each key: number of its segment, and offsets of the chunk's first and last byte in the segment."""
 
 
 contents = {key: content_of(key, SIZES[key[0] % len(SIZES)]) for key in keys_for(250)}
@@ -29,7 +29,7 @@ def size_of(key: bytes) -> int:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Places]:
-    """A directory with sealed segments and an unsealed one. Every fifth key is deleted, and has a tombstone."""
+    """Make a directory with sealed segments and an unsealed one. Every fifth key is deleted, and has a tombstone."""
     path = tmp_path_factory.mktemp("whole")
     keys = keys_for(250)
     with SsdDriver(path, **FIELDS).started() as driven:
@@ -62,7 +62,7 @@ def arena() -> Arena:
 
 
 def check(path: Path, arena: Arena, places: Places, intact: set[bytes], rng: random.Random) -> int:
-    """Start on damaged files, and check all chunks that are served. Returns their number."""
+    """Start on damaged files, and check all chunks that are served. Returns how many of `places` are served."""
     with SsdDriver(path, arena=arena, **FIELDS).started() as driven:
         assert driven.tier.stats()["state"] == "on"
         served = 0

@@ -1,4 +1,4 @@
-"""Drives that are full, read-only, removed, broken or slow: no call waits, `stats` says why, other drives work on."""
+"""Drives that are full, read-only, removed, broken or slow. No call waits, `stats` says why, other drives work on."""
 
 import errno
 import fcntl
@@ -26,7 +26,7 @@ NBYTES = 60_000
 FREEZE, THAW, SHUT_DOWN = 0xC0045877, 0xC0045878, 0x8004587D
 """FIFREEZE, FITHAW and EXT4_IOC_SHUTDOWN."""
 QUICK_S = 0.5
-"""In these tests, no call of the tier may take longer, whatever the disk does."""
+"""In these tests, a call of the tier may take at most this long, whatever the disk does."""
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +44,7 @@ def run(*words: str) -> bool:
 
 @pytest.fixture
 def mount(tmp_path: Path) -> Iterator[Callable[..., Path]]:
-    """Makes and mounts file systems for a test."""
+    """Return a function that makes and mounts a file system. All are unmounted at the end of the test."""
     mounted: list[Path] = []
 
     def mount_one(kind: str, nbytes: int, options: str = "noatime") -> Path:
@@ -82,7 +82,7 @@ def thaw(path: Path) -> None:
     try:
         control(path, THAW)
     except OSError:
-        pass  # it is not frozen
+        pass  # the file system is not frozen
 
 
 def state(driven: SsdDriver, number: int = 0) -> str:
@@ -97,7 +97,7 @@ def quickly(call: Callable[[], object]) -> object:
 
 
 def offer(driven: SsdDriver, salt: int, results: list[bool] | None = None) -> int:
-    """Offer chunks without waiting. Returns how many were taken."""
+    """Offer chunks without waiting. Returns how many the tier took."""
     chunks = [driven.chunk(key, NBYTES) for key in keys_for(20, salt)]
 
     def done(_: object, good: object) -> None:
@@ -193,7 +193,7 @@ def test_one_of_two_read_only_while_running(mount, tmp_path: Path):
         salts = itertools.count(10)
 
         def seen() -> bool:
-            offer(driven, next(salts))  # the error shows only in an operation
+            offer(driven, next(salts))  # only an operation shows the error
             return state(driven) == "off" and "Read-only" in driven.tier.stats()["reason"]
 
         wait_for(seen)
@@ -206,9 +206,9 @@ def test_one_of_two_read_only_while_running(mount, tmp_path: Path):
 def test_a_directory_removed_while_running(tmp_path: Path):
     with SsdDriver(tmp_path / "ssd").started() as driven:
         driven.put(keys_for(20), NBYTES)
-        (tmp_path / "ssd").rename(tmp_path / "removed")  # in one step: during rmtree, the tier could create "ssd" again
+        (tmp_path / "ssd").rename(tmp_path / "removed")  # in one step; during rmtree, the tier could make "ssd" again
         shutil.rmtree(tmp_path / "removed")
-        offer(driven, 2)  # this operation notices the loss, if no earlier one has
+        offer(driven, 2)  # notices the loss, if no earlier operation has
         wait_for(lambda: state(driven) == "off" or not all_keys(driven.tier))
         wait_for(lambda: state(driven) == "on")
         assert not all_keys(driven.tier), "it was made anew, and is empty"
@@ -227,13 +227,13 @@ def test_a_drive_that_breaks_and_comes_back(mount):
         driven.put(keys_for(20), NBYTES)
         driven.delete(keys_for(20)[:5])
         assert driven.flush(10.0)
-        control(path, SHUT_DOWN, struct.pack("I", 0))  # flag 0: the kernel writes its cache to the disk first
+        control(path, SHUT_DOWN, struct.pack("I", 0))  # flag 0: the kernel first writes its cache to the disk
         results: list[bool] = []
         wait_for(lambda: offer(driven, 1, results) == 0 or state(driven) == "off")
         wait_for(lambda: state(driven) == "off")
         assert driven.tier.stats()["errors"] > 0
         assert not any(driven.has(keys_for(20)))
-        driven.delete(keys_for(20)[5:10])  # while the tier does not know which chunks are on the drive
+        driven.delete(keys_for(20)[5:10])  # the drive is off, so the tier does not know its chunks
         assert not driven.flush(0.1)
         wait_for(lambda: run("umount", str(path)))  # works only if the tier has closed its files
         image = path.with_name("image0")

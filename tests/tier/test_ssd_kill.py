@@ -20,7 +20,7 @@ from tests.support.tiers import SEGMENT, Arena, SsdDriver, all_keys, content_of,
 
 SIZES = [1000, 9000, 30_000, 100_000]
 SMALL, LARGE = 10, 4000
-"""Segments on each of two paths: with 10, the tier reclaims segments all the time; with 4 000, never."""
+"""Number of segments on each of two paths. With SMALL, segments are reclaimed all the time; with LARGE, never."""
 
 ZYGOTE = """
 import os, sys
@@ -48,7 +48,7 @@ def driven_at(path: Path, segments: int, arena: Arena | None = None) -> SsdDrive
 
 
 def child(path: Path, segments: int, seed: int) -> None:
-    """Work until killed."""
+    """Write, read, delete and drop chunks until killed."""
     rng = random.Random(seed)
     say = lambda what, keys: os.write(1, b"".join(b"%s %s\n" % (what, key.hex().encode()) for key in keys))  # noqa: E731
     driven = driven_at(path, segments).started()
@@ -94,7 +94,7 @@ def child(path: Path, segments: int, seed: int) -> None:
 
 
 class Zygote:
-    """A process that forks children. They start quickly, since this process has imported all modules already."""
+    """A process that forks children. They start quickly, because this process has already imported all modules."""
 
     def __init__(self) -> None:
         self.process = subprocess.Popen(
@@ -129,7 +129,7 @@ def kill(pid: int) -> None:
 
 
 class Model:
-    """Which chunks must be there, and which must not."""
+    """Knows which chunks must be there, and which must not."""
 
     def __init__(self) -> None:
         self.state: dict[bytes, str] = {}
@@ -145,7 +145,7 @@ class Model:
             if what == "deleting" and self.state.get(key) == "deleted":
                 continue
             if what == "written" and self.state.get(key) in ("deleting", "deleted"):
-                continue  # reported late: the deletion had begun
+                continue  # a late report: the deletion had already begun
             if what != "started":
                 self.state[key] = what
 
@@ -160,7 +160,7 @@ class Model:
             for first in range(0, len(keys), 50):
                 some = keys[first : first + 50]
                 for key, got in zip(some, driven.read(some, size), strict=True):
-                    assert got == content_of(key, size) or (got is None and not driven.has([key])[0])  # reclaimed
+                    assert got == content_of(key, size) or (got is None and not driven.has([key])[0])  # was reclaimed
         assert driven.tier.stats()["errors"] == driven.tier.stats()["corrupt"] == 0
         return len(here)
 
@@ -187,11 +187,11 @@ def test_killed_at_random_moments(tmp_path: Path, rng: random.Random, segments: 
                 continue  # the next child starts on the files that this child left
             with driven_at(tmp_path, segments, arena).started() as driven:
                 wait_for(lambda: driven.tier.stats()["state"] == "on")
-                # With SMALL, the oldest segments are reclaimed all the time: only the newest chunks must be there.
+                # With SMALL, the oldest segments are reclaimed all the time. So only the newest chunks must be there.
                 newest = model.order if segments == LARGE else model.order[-10:]
                 seen += model.check(driven, must_be_there=set(newest))
                 if segments == SMALL:
-                    model.order = []  # the parent's own tier does not report what it reclaims
+                    model.order = []  # the parent's tier may reclaim chunks, and does not report which
     finally:
         zygote.close()
     print(f"{seen} chunks seen, {deleted} deletions told, {len(model.state)} keys")

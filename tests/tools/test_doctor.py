@@ -34,7 +34,7 @@ def host(tmp_path: Path) -> Host:
 
 @pytest.fixture
 def shm_size(monkeypatch):
-    """Sets the size of /dev/shm that `statvfs` reports."""
+    """Return a function that sets the size of /dev/shm that `statvfs` reports."""
 
     def set_size(nbytes: int, free: int) -> None:
         stat = os.statvfs_result((4096, 4096, nbytes // 4096, free // 4096, free // 4096, 0, 0, 0, 0, 255))

@@ -1,4 +1,4 @@
-"""The contract of links and servers: one set of tests, run for each kind of address."""
+"""The contract of links and servers: one set of tests for each kind of address."""
 
 import os
 import threading
@@ -18,7 +18,7 @@ from tests.support.transports import SECRET, Warehouse, soon
 
 
 class LinkContract:
-    """Subclasses give the address of the server."""
+    """The tests. Subclasses give the address of the server."""
 
     local: bool
     stock = bytes(range(256)) * 9001  # 2.3 MB: more than any socket buffer
@@ -205,7 +205,7 @@ class LinkContract:
         with pytest.raises(ProtocolError):
             link.call(messages.Read(b""), refuse, deadline_s=soon())
         assert service.sessions[0].closed.wait(5.0)
-        assert len(service.finished) == 1  # [False], or [True] if the server had already sent all bytes
+        assert len(service.finished) == 1  # [False], but [True] if the server had already sent all bytes
         with pytest.raises(PeerUnavailable):
             link.call(messages.GetStats(), deadline_s=soon())
 

@@ -1,4 +1,4 @@
-"""Reads over data paths: each chunk of a run has one outcome, and chunks that arrived have the right bytes."""
+"""Reads over data paths. Each chunk of a run has one outcome, and chunks that arrived have the right bytes."""
 
 import time
 from itertools import chain
@@ -41,7 +41,7 @@ def holder():
 
 @pytest.fixture
 def reached(holder):
-    """A connection pool, and the holder as a member of the cluster."""
+    """Return a connection pool, and the holder as a member of the cluster."""
     server = SocketServer(holder, "127.0.0.1:0", SECRET, io_timeout_s=1.0, max_connections=8)
     server.serve()
     pool = ConnectionPool(SECRET, breaker_s=0.1, max_idle=2)
@@ -52,12 +52,12 @@ def reached(holder):
 
 @pytest.fixture
 def small_parts(loops, monkeypatch):
-    """Limit a request to three keys, so that few chunks need many requests; run with and without compiled loops."""
+    """Limit a request to three keys, so few chunks need many requests. Tests run with and without compiled loops."""
     monkeypatch.setattr(bulk_read, "PART_KEYS", 3)
 
 
 def progress_of(numbers: list[int], sizes: list[int] | None = None) -> tuple[ReadProgress, list[bytearray]]:
-    """The progress of a `get` of these keys, and the buffers of the `get`."""
+    """Return the progress of a `get` of these keys, and the buffers of the `get`."""
     keys = np.frombuffer(b"".join(map(key, numbers)), np.uint64).reshape(-1, 2)
     into = [bytearray(size) for size in sizes or [NBYTES] * len(numbers)]
     targets = [[memoryview(each)[: len(each) // 3], memoryview(each)[len(each) // 3 :]] for each in into]
@@ -126,9 +126,9 @@ def test_an_owner_names_the_holders_of_the_chunks_that_it_lacks(reached, holder,
         del holder.chunks[key(number)]
         holder.holders[key(number)] = ("other", "n", "third") if number == 0 else ("other",)
     run, _ = read(reached, list(range(count)), locate=True)
-    answered = min(count, bulk_read.PARTS_AHEAD * bulk_read.PART_KEYS)  # the caller looks up the rest in one call
+    answered = min(count, bulk_read.PARTS_AHEAD * bulk_read.PART_KEYS)  # the caller looks up the other keys
     assert run.named == {0: ("other", "third")} | dict.fromkeys(range(1, answered), ("other",))
-    assert run.gone == [0]  # the owner names itself as a holder of this chunk
+    assert run.gone == [0]  # because the owner names itself as a holder of this chunk
     assert run.missing == list(range(count))
     assert len(holder.reads) <= bulk_read.PARTS_AHEAD
 
@@ -178,7 +178,7 @@ def test_a_holder_that_stalls_costs_the_rest_and_not_what_has_arrived(holder, lo
 
 
 def test_a_read_goes_on_over_a_new_link_where_it_was_broken_off(holder, small_parts, monkeypatch):
-    """The idle link breaks in the middle of the read: chunks that have arrived are not read again."""
+    """The idle link breaks in the middle of the read. Chunks that have arrived are not read again."""
     server = SocketServer(holder, "127.0.0.1:0", SECRET, io_timeout_s=5.0, max_connections=8)
     server.serve()
     pool = ConnectionPool(SECRET, breaker_s=0.1, max_idle=2)
@@ -236,7 +236,7 @@ def test_a_holder_that_sends_too_slowly_is_left_at_the_deadline(holder):
 
 
 class Toy(DataPath):
-    """A small data path from outside the package. It writes zeros."""
+    """A small data path from outside the package. It reads each chunk as zeros."""
 
     name = "toy"
 
@@ -278,7 +278,7 @@ def test_a_node_of_this_host_whose_files_cannot_be_mapped_is_read_over_tcp(holde
     there = member(unix=address, tcp="y:1")
     assert not shm.can_reach(there, deadline_s=soon())
     assert not shm.can_reach(there, deadline_s=soon())
-    assert len(answers) == 0  # the node was asked only once
+    assert len(answers) == 0  # the node was asked once
     with pytest.raises(RayKVError):
         shm.read(there, ReadRun(progress_of([1])[0], "n", [0]), deadline_s=soon())
     assert not shm.can_reach(Member("n", "other host", {"unix": address}, 1.0, 1), deadline_s=soon())

@@ -1,4 +1,4 @@
-"""Answers belong to their requests: an answer to another request closes the link."""
+"""Each answer belongs to a request. An answer to another request closes the link."""
 
 import contextlib
 

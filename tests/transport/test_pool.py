@@ -1,4 +1,4 @@
-"""Links are reused, nodes that hang are left alone for a while, and forked processes share nothing."""
+"""Links are reused, nodes that hang are left alone for a while, and forked processes share no links."""
 
 import os
 import signal
@@ -74,7 +74,7 @@ def test_a_refused_request_costs_no_link_and_a_broken_one_does(pool, served, ser
 
 
 def test_a_node_that_hangs_is_left_alone_for_a_while(pool, served):
-    """The node is stopped, not dead: its kernel still accepts connections."""
+    """The listener acts like a stopped node: its kernel accepts connections, but nobody answers."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
         with pytest.raises(PeerUnavailable):
@@ -100,7 +100,7 @@ def test_an_idle_link_that_hangs_trips_the_breaker_too(pool, served, service):
 def test_a_call_with_little_time_left_does_not_trip_the_breaker(pool, served, service):
     stats(pool, served.address)
     service.hold.clear()
-    for _ in range(2):  # over the idle link, and over a new one
+    for _ in range(2):  # first over the idle link, then over a new one
         with pytest.raises(PeerUnavailable):
             stats(pool, served.address, 0.01)
         assert pool.available(served.address)
@@ -121,11 +121,11 @@ def test_a_restarted_node_is_asked_at_once_over_a_new_link(pool, service):
 
 
 def in_child(work) -> int:
-    """Run `work` in a forked child. Returns the child's pid; its exit status is 0 when `work` returned."""
+    """Run `work` in a forked child. Returns the child's pid. The exit status is 0 if `work` returned."""
     child = os.fork()
     if child:
         return child
-    signal.alarm(60)  # so that the child ends even if the test does not end it
+    signal.alarm(60)  # ends the child even if the test does not
     status = 1
     try:
         work()
@@ -175,7 +175,7 @@ def test_a_child_that_closes_its_pool_and_server_disturbs_nobody(pool, served, s
 
 
 def test_leases_end_with_the_parents_link_while_the_child_lives(pool, served, service):
-    """The child must close its copies of the links' descriptors, or the server would not see the connections end."""
+    """The child must close its copies of the descriptors. Otherwise the server would not see the connections end."""
     stats(pool, served.address)
     held = Link.connect(served.address, SECRET, deadline_s=soon())
     ready, go = os.pipe(), os.pipe()

@@ -1,4 +1,4 @@
-"""Clients that fail the handshake, send wrong bytes or stall are disconnected, and all other clients are served."""
+"""Clients that fail the handshake, send wrong bytes or stall are disconnected. All other clients are served."""
 
 import contextlib
 import logging
@@ -72,7 +72,7 @@ def test_garbage_after_the_handshake(served, rng):
 
 
 def test_random_frames_never_stop_a_server(served, rng, recwarn):
-    """Valid messages with a few bytes changed: each gets an answer or an error, and causes no unexpected exception."""
+    """Valid messages with a few changed bytes. Each gets an answer or an error, and causes no unexpected exception."""
     group, keys = b"g" * 16, b"k" * 32
     run = messages.Run(keys, 4096, bytes(8), bytes(16), parent=keys[:16], depth=3, ttl_s=1.5)
     samples = [
@@ -88,7 +88,7 @@ def test_random_frames_never_stop_a_server(served, rng, recwarn):
         body = bytearray(codec.encode(rng.choice(samples), 1, number + 1))
         for _ in range(rng.randrange(1, 5)):
             body[rng.randrange(codec.HEADER.size, len(body))] = rng.choice([0x80, 0xC3, 0xFF, rng.randrange(256)])
-        if rng.random() < 0.2:  # a body of random bytes, as long as the header says
+        if rng.random() < 0.2:  # a body of random bytes; its length is right
             body = body[: codec.HEADER.size] + rng.randbytes(len(body) - codec.HEADER.size)
         if connection is None:
             connection = stream_on(member_socket(served.address))
@@ -154,7 +154,7 @@ def test_one_that_stalls_in_a_message_is_disconnected_and_others_are_served(serv
     with member_socket(served.address) as stalled:
         stalled.sendall(header(100) + b"half")
         assert serves(served)
-        assert is_closed(stalled)  # after io_timeout_s
+        assert is_closed(stalled)  # disconnected after io_timeout_s
 
 
 def test_one_that_does_not_read_is_disconnected(served, service):
@@ -191,7 +191,7 @@ def test_more_connections_than_allowed(served):
 
 
 def test_strangers_that_dawdle_do_not_use_up_the_connections_of_members(served):
-    strangers = [raw_socket(served.address) for _ in range(20)]  # 8 connections are allowed
+    strangers = [raw_socket(served.address) for _ in range(20)]  # more than the 8 connections that are allowed
     links = [connect(served) for _ in range(8)]
     for link in links:
         assert link.call(messages.GetView(), deadline_s=soon()) == messages.Stats(b"GetView")

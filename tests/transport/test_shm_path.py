@@ -1,4 +1,4 @@
-"""Reads from the shared memory of a node on this host: a real store, and a service for three kinds of requests."""
+"""Reads from the shared memory of a node on this host. The store is real. The node answers three kinds of requests."""
 
 import time
 
@@ -19,7 +19,7 @@ NBYTES = 4096
 
 
 class Attaching:
-    """A node that answers Attach, Promote and Suspect. For a Promote that waits, it stores the chunks in `below`.
+    """A node that answers Attach, Promote and Suspect. If a Promote waits, the node stores the chunks in `below` first.
 
     Attributes:
         asked: One tuple per request: (Attach,), (Promote, number of keys, whether it waits), or (Suspect, names).
@@ -66,7 +66,7 @@ def node(bench):
 
 @pytest.fixture
 def make(node):
-    """A function that opens a path, and returns the path and the node's `Member`."""
+    """Return a function that opens a path and returns the path and the node's `Member`."""
     address = f"unix:@raykv-test-{time.monotonic_ns()}"
     server = SocketServer(node, address, b"", io_timeout_s=5.0, max_connections=8)
     server.serve()

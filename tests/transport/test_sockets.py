@@ -1,4 +1,4 @@
-"""A node on its sockets: clients wait while it starts, and impossible requests are refused one by one."""
+"""A node on its sockets. Clients wait while it starts, and impossible requests are refused one by one."""
 
 import contextlib
 import random
@@ -96,7 +96,7 @@ def test_requests_with_impossible_fields_are_refused_one_by_one(node):
         with pytest.raises(RayKVError) as caught:
             link.call(request, deadline_s=soon())
         assert "internal error" not in str(caught.value), request
-    for depth in (-1, huge):  # refused only after the payload has arrived
+    for depth in (-1, huge):  # a wrong depth is refused only after the payload has arrived
         request = messages.Write(b"x" * 16, 4096, depth=depth, group=DIGEST)
         with pytest.raises(RayKVError, match="depth"):
             link.push(request, lambda answer: with_checksums([[memoryview(bytes(4096))]], [0]), deadline_s=soon())
@@ -130,7 +130,7 @@ def test_damaged_frames_never_stop_a_node(node, rng: random.Random, caplog):
         answer, _ = stream.message(soon())
         assert isinstance(answer, messages.Failure), number
         assert "internal error" not in answer.text
-        if answer.kind == "ProtocolError":  # not a valid message: the node has closed the connection
+        if answer.kind == "ProtocolError":  # the message was not valid, so the node has closed the connection
             stream.socket.close()
             stream = stream_on(member_socket(node.member.address))
     stream.socket.close()

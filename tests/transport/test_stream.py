@@ -1,4 +1,4 @@
-"""Chunks that arrive on a socket in any pieces: copied, hashed, and not counted before they are complete."""
+"""Chunks that arrive on a socket in any pieces. They are copied and hashed, and count only when they are complete."""
 
 import random
 import signal
@@ -48,7 +48,7 @@ def sums_of(values: list[bytes]) -> bytes:
 
 
 def dribble(there: socket.socket, raw: bytes, rng) -> None:
-    """Send in parts, with pauses between some."""
+    """Send in parts, with pauses between some of them."""
     place = 0
     while place < len(raw):
         step = rng.choice([1, 7, 64, 1000, 5000, 64 << 10, 1 << 20])
@@ -65,7 +65,8 @@ def test_chunks_arrive_whole_and_hashed_with_any_cuts(loops, ends, rng, hashed, 
     sizes = SIZES if tiny else [size for size in SIZES if size > 240]
     for _ in range(15):
         values = [rng.randbytes(rng.choice(sizes)) for _ in range(rng.randrange(12))]
-        # The stream may receive chunk bytes with the message in front. No chunk takes bytes of the message behind.
+        # The stream may receive chunk bytes together with the message before them. Bytes of the next message stay out
+        # of the chunks.
         front, behind = encode(messages.Count(1), 3, 8), encode(messages.Count(2), 4, 9)
         sent = front + b"".join(values) + behind
         sender = threading.Thread(target=dribble, args=(there, sent, rng))
@@ -91,7 +92,7 @@ def test_what_breaks_off_counts_only_what_is_full(loops, ends, rng, end, monkeyp
         there.close()
     elif end == "reset":
         stream.socket.send(b"unread")
-        there.close()  # the unread bytes make this a reset: `stream` reads what had arrived, then its read fails
+        there.close()  # the unread bytes make this a reset: `stream` gets what had arrived, and then an error
     targets = [bytearray(5000) for _ in values]
     run = run_of(targets)
     began_s = time.monotonic()
@@ -102,7 +103,7 @@ def test_what_breaks_off_counts_only_what_is_full(loops, ends, rng, end, monkeyp
     assert end == "reset" or run.full == 2
     assert run.checksums == sums_of(values[: run.full]) * (loops == "compiled")
     assert targets[: run.full] == values[: run.full]
-    del run  # now nothing refers to the buffers, so they can grow
+    del run  # nothing refers to the buffers any more, so they can grow
     for target in targets:
         target.append(1)
 
