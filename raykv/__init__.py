@@ -86,15 +86,15 @@ def connect(namespace: Namespace, *, address: str | None = None, secret: str | N
 
     Args:
         namespace: Model and settings that the chunks were computed with.
-        address: Address of any node: "unix:/path" on this host, "host:port" elsewhere. None: the environment variable
-            RAYKV_ADDRESS. If that is not set either, the process must have joined Ray. Then the client uses this host's
-            node of the cluster that `raykv up` started.
+        address: Address of any node: "unix:/path" on this host, "host:port" elsewhere. None: the value of the
+            environment variable RAYKV_ADDRESS. Without that variable, the process must have joined Ray, and the client
+            connects to the raykv node of its Ray node.
         secret: The cluster's secret, needed for "host:port". None: the environment variable RAYKV_SECRET.
         config: Other fields of ClientConfig.
 
     Raises:
         ConfigError: A field is wrong, or no address is found.
-        TransientError: No node answers at the address, or the cluster has no node on this host.
+        TransientError: No node answers at the address. Without an address: this Ray node has no raykv node.
     """
     from raykv.client.client import Client
     from raykv.client.router import Router

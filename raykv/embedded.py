@@ -16,11 +16,11 @@ __all__ = ["EmbeddedCluster", "InProcessMembership", "embedded"]
 
 
 class EmbeddedCluster:
-    """Nodes and their directory in this process. Clients and nodes talk to nodes through real sockets.
+    """Nodes and their directory in this process. Requests to nodes go through real sockets.
 
     Attributes:
-        membership: The directory: it knows the members.
-        nodes: All nodes, including killed ones. A node's index is its number.
+        membership: The directory, which keeps the list of members.
+        nodes: All nodes, including killed nodes. A node's number is its index in this list.
         secret: The cluster's secret, as hexadecimal text. Clients that connect by "host:port" need it.
     """
 
@@ -44,7 +44,7 @@ class EmbeddedCluster:
         return number
 
     def client(self, namespace: Namespace, *, node: int = 0, **config: Any) -> "Client":
-        """Make a client on the host of node `node`, and connect it to this node. `config`: fields of ClientConfig."""
+        """Make a client that connects to node `node`, on the same host. `config`: fields of ClientConfig."""
         from raykv.client.client import Client
         from raykv.client.router import Router
 
@@ -53,17 +53,17 @@ class EmbeddedCluster:
         return made
 
     def address(self, node: int = 0) -> str:
-        """Return the address at which this user's processes on this host reach a node."""
+        """Return the Unix socket address of a node, for processes of the same user on this machine."""
         return self.nodes[node].member.local_address
 
     def kill(self, node: int) -> None:
-        """Stop a node as if it crashed: the other nodes are not informed. Anonymous memory is freed, files stay."""
+        """Stop a node without informing the directory, as in a crash. Anonymous memory is freed; memory files stay."""
         self.nodes[node].stop(leave=False)
 
     def settle(self, *, timeout_s: float = 10.0) -> None:
-        """Wait until each live node has the directory's view, and has announced all its chunks to their owners.
+        """Wait until all live nodes have the directory's view, and have announced all chunks to the keys' owners.
 
-        The view must contain all live nodes and no other node.
+        This also waits until the view contains all live nodes and no other node.
 
         Raises:
             TimeoutError: The nodes are not ready within `timeout_s`.

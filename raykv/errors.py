@@ -44,7 +44,7 @@ class ProtocolError(TransientError):
 
 
 class CapacityError(RayKVError):
-    """Too many namespaces are in use, or too many have a config. Continue without storing. A full arena is no error."""
+    """Too many namespaces are in use, or too many have a config. Continue without storing."""
 
 
 class LostError(RayKVError):

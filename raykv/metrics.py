@@ -11,7 +11,7 @@ from typing import Any, Final
 from raykv.transport.forking import drop_after_fork
 
 MAX_ABSENT: Final = 4096
-"""A report looks up the reasons of at most this many missed keys. Further misses count as "unknown"."""
+"""One report looks up why at most this many keys were missed. Further misses count as "unknown"."""
 REPORT_S: Final = 10.0
 """A client collects misses for this long before it reports them."""
 BUCKETS: Final = 40
@@ -80,11 +80,11 @@ class ClientMetrics:
         """Count chunks that did not arrive.
 
         Args:
-            reasons: Number of misses by known reason.
-            absent: 16-byte keys of the other misses. The next report looks up their reasons.
+            reasons: Number of misses for each known reason.
+            absent: 16-byte keys that were missed for an unknown reason. The next report looks up the reasons.
 
         Returns:
-            True if the caller must report now, because REPORT_S have passed since the first miss after the last report.
+            Whether the caller must report now, because the first unreported miss was counted REPORT_S ago or earlier.
         """
         with self._lock:
             self._misses.update(reasons)
@@ -98,7 +98,12 @@ class ClientMetrics:
             return due
 
     def reset(self) -> tuple[Counter[str], list[bytes], list[int], list[int]]:
-        """Return and reset: misses by known reason, keys of the other misses, and the counts of both histograms."""
+        """Return all counts, and start again from zero.
+
+        Returns:
+            Misses by known reason; 16-byte keys that were missed for an unknown reason; counts of `gets`; counts of
+            `puts`.
+        """
         with self._lock:
             misses, self._misses = self._misses, Counter()
             absent, self._absent = self._absent, []
@@ -113,7 +118,12 @@ class NamespaceMetrics:
         self._lock = threading.Lock()
 
     def add_report(self, digest: bytes, misses: Mapping[str, int], gets: Sequence[int], puts: Sequence[int]) -> None:
-        """Add one client's report for the quota group `digest`. The caller has checked that the group exists."""
+        """Add one client's report for the quota group with this digest. The caller checks that the group exists.
+
+        Args:
+            misses: Number of misses for each reason. A group has at most MAX_REASONS reasons; further ones are ignored.
+            gets, puts: Counts of the client's histograms.
+        """
         with self._lock:
             ours = self._by_digest.setdefault(digest, (Counter(), Histogram(), Histogram()))
             for reason, count in misses.items():
@@ -123,7 +133,7 @@ class NamespaceMetrics:
             ours[2].add_counts(puts)
 
     def summary(self, digest: bytes) -> dict[str, Any]:
-        """Return a quota group's misses by reason, and the counts of both histograms, ready for JSON."""
+        """Return a quota group's misses by reason, and the counts of both histograms, as values for JSON."""
         with self._lock:
             misses, gets, puts = self._by_digest.get(digest, (Counter[str](), Histogram(), Histogram()))
             return {"misses": dict(misses), "get_counts": [*gets.counts], "put_counts": [*puts.counts]}

@@ -19,7 +19,7 @@ Buffer: TypeAlias = bytes | bytearray | memoryview | npt.NDArray[Any]
 """A C-contiguous object with the buffer protocol."""
 
 Scattered: TypeAlias = Buffer | Sequence[Buffer]
-"""One chunk's bytes: one buffer, or several buffers in order, because an engine stores a chunk in many pages."""
+"""One chunk's bytes: one buffer, or several buffers in order. An engine may store one chunk in many pages."""
 
 Path: TypeAlias = Literal["shm", "tcp"]
 """How bytes travel: through shared memory of one host, or through a TCP socket."""
@@ -71,7 +71,7 @@ class PutResult:
         stored: Chunks written and visible to all readers on the node's host.
         existed: Chunks that were stored already, and were not written again.
         skipped: Chunks that were not stored, for example because the arena is full or the node is down.
-        reason: Why chunks were skipped; or, if the call waited, why chunks are still `posted`. Otherwise empty.
+        reason: Why chunks were skipped. If the call waited, also why chunks are still `posted`. Otherwise empty.
         posted: Chunks whose commit was sent but not yet answered. `Client.flush` returns their results.
     """
 
@@ -82,7 +82,7 @@ class PutResult:
     posted: int = 0
 
     def __add__(self, other: "PutResult") -> "PutResult":
-        """Add the counts. The first reason that is not empty is used."""
+        """Add the counts. The sum has the first reason that is not empty."""
         return PutResult(
             self.stored + other.stored,
             self.existed + other.existed,
@@ -97,11 +97,11 @@ class Match:
     """The longest stored prefix of a list of keys.
 
     Attributes:
-        count: Number of leading chunks that some node holds.
-        holders: For each of these chunks, the node from which to read it.
-        below_memory: Number of these chunks that are only on SSD or file. Reading them takes longer.
-        nbytes: Length of each of these chunks, 0 if unknown. Empty if no length is known.
-        low: Indices of the chunks that `below_memory` counts.
+        count: Number of chunks in the stored prefix.
+        holders: For each chunk of the prefix, the node from which to read it.
+        below_memory: Number of chunks of the prefix that are only on SSD or file. Reading these takes longer.
+        nbytes: Length of each chunk of the prefix, 0 if unknown. Empty if no length is known.
+        low: Indices of the chunks that are only on SSD or file.
     """
 
     count: int
@@ -116,7 +116,7 @@ class Holder(NamedTuple):
 
     Attributes:
         node_id: The node from which to read the chunk.
-        below_memory: Whether all holders of the chunk have it only on SSD or file.
+        below_memory: True: the chunk is only on SSD or file, on all its holders.
     """
 
     node_id: NodeId
@@ -146,8 +146,8 @@ class GetResult:
 def host_identity() -> str:
     """Return a name for this host. Two processes get the same name if and only if they can share memory.
 
-    The name contains the kernel's boot id and the device of the /dev/shm mount. So containers that share a kernel, but
-    not their /dev/shm, are different hosts.
+    The name contains the kernel's boot id and the device of the /dev/shm mount. So two containers on one machine with
+    separate /dev/shm mounts are different hosts.
     """
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
         boot = file.read().strip()
