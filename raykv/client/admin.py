@@ -66,7 +66,7 @@ class AdminCalls:
     # -- configs ----------------------------------------------------------------------------------------------------
 
     def configure(self, *, timeout_s: float | None = None, **fields: Any) -> int:
-        """Change this namespace's config while the cluster runs. All its salts and adapters share the config.
+        """Change this namespace's config while the cluster runs. The config applies to all salts and adapters.
 
         Args:
             fields: Fields of `NamespaceConfig`. Fields that are not given stay unchanged. A new policy takes over the
@@ -82,12 +82,12 @@ class AdminCalls:
         return len(_configure(self.router, self._group, fields, self.router.deadline(timeout_s)))
 
     def drop_namespace(self, *, timeout_s: float | None = None) -> int:
-        """Drop this namespace, with all its salts and adapters: its config, and its chunks on every node and tier.
+        """Delete this namespace's config, and its chunks on every node and tier, with all salts and adapters.
 
         Pinned chunks are dropped when they are unpinned. A later put creates the namespace again.
 
         Returns:
-            The number of copies dropped so far; copies in memory and on an SSD count separately. A node that is down
+            The number of copies dropped so far. Copies in memory and on an SSD count separately. A node that is down
             drops its copies when it is up again.
 
         Raises:
@@ -99,11 +99,17 @@ class AdminCalls:
         """List the namespaces that the nodes know, without salts and adapters.
 
         Returns:
-            One entry per namespace: {"namespace": Namespace, "config": NamespaceConfig, "chunks", "used_nbytes",
-            "below_nbytes" (on SSD and file, by tier), "reads" (of chunks in memory), "requests", "served_nbytes",
-            "departures" (removed chunks, by reason), "misses" (by reason), "get_times", "put_times", "nodes": the same
-            fields for each node, "silent": the error of each node that did not answer}. Clients report misses and times
-            every few seconds.
+            One dict per namespace, with these fields:
+
+            * "namespace": the Namespace; "config": its NamespaceConfig.
+            * "chunks", "used_nbytes": number and bytes of the chunks in memory.
+            * "below_nbytes": bytes on SSD and file, by tier.
+            * "reads": number of reads of chunks in memory.
+            * "requests", "served_nbytes": number of requests, and bytes in the answers.
+            * "departures": number of removed chunks, by reason.
+            * "misses" (by reason), "get_times", "put_times": what clients report every few seconds.
+            * "nodes": the counters of each node.
+            * "silent": the error of each node that did not answer.
         """
         return merge_namespaces(self._node_stats(self.router.deadline(timeout_s)))
 
@@ -112,8 +118,11 @@ class AdminCalls:
     def delete(self, keys: Keys, *, timeout_s: float | None = None) -> int:
         """Drop chunks on every node. A node that does not answer keeps its copies.
 
-        Pinned chunks are dropped when they are unpinned. Each node counts its copies in memory and those in lower
-        tiers, and returns the larger count. The result is the sum over the nodes.
+        Pinned chunks are dropped when they are unpinned.
+
+        Returns:
+            The sum of the nodes' counts. A node counts its copies in memory and its copies below memory, and uses the
+            larger count.
         """
         request = messages.Delete(chunk_keys.to_bytes(self._as_keys(keys)), group=self._group.digest)
         return sum(_counts(self.router.ask_all(request, self.router.deadline(timeout_s))))
@@ -132,8 +141,8 @@ class AdminCalls:
         Args:
             ttl_s: The chunks expire after this time. 0: never. None: no change.
             priority: -100 to 100. Higher priorities are evicted later. None: no change.
-            output_tokens: The request that used the chunks has ended, and has produced this many tokens. The policy
-                `density` learns from this hint which chunks are read again. The vLLM connector sends it by itself.
+            output_tokens: Number of tokens that the request with these chunks produced until it ended. The policy
+                `density` learns from this hint which chunks are read again. The vLLM connector sends this hint.
 
         Returns:
             The number of copies in memory on the nodes that answered.
@@ -155,8 +164,9 @@ class AdminCalls:
     ) -> int:
         """Keep stored chunks for `ttl_s` seconds: they do not expire, and have at least this priority.
 
-        Nothing is shortened or lowered, so this is safe for chunks that others use. Afterwards the chunks have their
-        earlier priority. If no chunk of a lower priority is left, memory evicts retained ones too.
+        A later expiry and a higher priority stay unchanged, so this call does no harm to chunks that other requests
+        use. After `ttl_s`, the chunks have their earlier priority again. A node that needs room evicts retained chunks
+        if no chunk of a lower priority is left.
 
         Args:
             ttl_s: More than 0, at most a year.
@@ -171,7 +181,7 @@ class AdminCalls:
         return self._hint(keys, timeout_s, retain=(seconds, priority_of(priority)))
 
     def session_end(self, keys: Keys, *, timeout_s: float | None = None) -> int:
-        """Mark chunks whose session has ended. Nodes that need room evict or demote these before others.
+        """Mark the chunks of a session that has ended. A node that needs room evicts or demotes marked chunks first.
 
         This call itself drops nothing. The next read of a chunk removes its mark.
 
@@ -199,9 +209,10 @@ class AdminCalls:
         """Explain for each chunk where it is, or why no node has it. Asks all members.
 
         Args:
-            keys: A list of names, or an array from `keys` or `chain`. The keys in an array belong to this namespace, so
-                no other namespace is searched. For names and tokens, other namespaces are searched too.
-            tokens: A prompt, in place of `keys`. The call explains the full chunks of the prompt.
+            keys: A list of names, or an array that the method `keys` or `chain` returned. For an array, only this
+                namespace is searched. For names, other namespaces are searched too.
+            tokens: A prompt, in place of `keys`. The call explains the full chunks of the prompt, and searches other
+                namespaces too.
             timeout_s: Chunks that are not looked up within this time get the reason "not_asked_in_time".
 
         Raises:
@@ -274,7 +285,7 @@ def _counts(answers: Mapping[NodeId, messages.Answer | RayKVError]) -> list[int]
 
 
 def _derived(keys: KeyArray | Sequence[Any], namespace: Namespace, places: Sequence[int]) -> list[bytes | None]:
-    """Return keys at `places`: see `raykv.client.why.Derive`. `keys` is an array of keys, or a list of names."""
+    """Return the keys of the chunks at `places`: see `Derive`. `keys` is an array of keys, or a list of names."""
     if isinstance(keys, np.ndarray):
         return [*split(keys[places])]
     return [*split(named_keys(namespace.digest, [keys[place] for place in places]))]
@@ -287,7 +298,7 @@ def _plain(value: Any) -> Any:
 
 
 def report(router: Router, namespace: Namespace, deadline_s: float) -> None:
-    """Ask all members why chunks were missed. Send the counts since the last report to one node."""
+    """Send this client's counts since the last report to one node. Ask all members first why chunks were missed."""
     group = namespace.group.digest
     misses, absent, gets, puts = router.metrics(group).reset()
     if not (misses or absent or any(gets) or any(puts)):
@@ -312,7 +323,7 @@ def merge_namespaces(nodes: Mapping[NodeId, Mapping[str, Any]]) -> list[dict[str
 
 
 def _merged(text: str, by_node: dict[NodeId, dict[str, Any]]) -> dict[str, Any]:
-    """Merge what the nodes say about one quota group. `text`: the group's fields as JSON."""
+    """Merge the nodes' statistics of one quota group. `text`: the group's fields as JSON."""
     configs = [group.pop("config") for group in by_node.values()]
     counters = {name: Counter[str]() for name in ("departures", "below_nbytes", "misses")}
     times = {name: Histogram() for name in ("get", "put")}

@@ -63,7 +63,7 @@ def deadline_after(timeout_s: Any) -> float:
 
 
 def list_of_names(names: Any) -> Sequence[Any]:
-    """Turn an iterable of names into a list or tuple. `named_keys` checks the names themselves."""
+    """Turn an iterable of names into a list or tuple. This function does not check the names."""
     if isinstance(names, list | tuple):
         return names
     if isinstance(names, str | bytes | bytearray | memoryview) or not isinstance(names, Iterable):
@@ -118,7 +118,7 @@ def token_ids(tokens: Any) -> npt.NDArray[np.int64]:
 
 
 def buffers(field: str, many: Any, count: int, *, writable: bool) -> tuple[list[list[memoryview]], list[int]]:
-    """Check that `many` has one entry per key. Return for each entry its byte views, and their length in bytes."""
+    """Check that `many` has one entry per key. Return for each entry its byte views and their total length in bytes."""
     if not isinstance(many, Sequence | np.ndarray) or isinstance(many, str):
         raise UsageError(f"field '{field}': {type(many).__name__}; give a list with one entry a key")
     if len(many) != count:

@@ -18,7 +18,7 @@ def _start(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> "asyncio.
 
 
 async def _finished(call: "asyncio.Future[T]") -> T:
-    """Wait until a call ends. Then return its result, or raise CancelledError if the caller was cancelled."""
+    """Wait until a call ends, and return its result. If the caller was cancelled meanwhile, raise CancelledError."""
     cancelled = False
     while not call.done():
         try:
@@ -46,8 +46,9 @@ def _in_thread(
 class AsyncClient:
     """A client for async code. Each call runs in a worker thread, so it never blocks the event loop.
 
-    A cancelled call raises CancelledError only after its thread is done, at the latest at the call's deadline. So no
-    thread uses the caller's buffers afterwards. The buffers of a cancelled `get` have undefined content.
+    A cancelled call raises CancelledError only after its thread has finished the call, at the latest at the call's
+    deadline. So no thread uses the caller's buffers afterwards. The buffers of a cancelled `get` have undefined
+    content.
     """
 
     def __init__(self, client: Client) -> None:

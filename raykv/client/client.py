@@ -33,7 +33,7 @@ from raykv.transport.bulk_read import ReadProgress
 from raykv.types import Batch, Bits, GetResult, Holder, KeyArray, Match, NodeId, PutResult, Scattered
 
 LATE_S: Final = 0.002
-"""A `get` that ends less than LATE_S before its deadline, or later, counts its misses as timed out, because a wait
+"""If a `get` ends after its deadline minus LATE_S, its misses count as timed out. The margin is needed because a wait
 for an answer may end one millisecond before the deadline."""
 _NO_NODE: Final = "no node of the cluster runs on this host"
 
@@ -41,8 +41,9 @@ _NO_NODE: Final = "no node of the cluster runs on this host"
 class Client(AdminCalls):
     """One process's access to one namespace. Thread-safe. A forked child can use it, and opens new connections.
 
-    The argument `keys` is an array from `keys` or `chain`, or a list of names. If another node fails during a read, its
-    chunks are misses; there is no exception. A wrong argument raises UsageError, which names the argument.
+    The argument `keys` is a list of names, or an array that the method `keys` or `chain` returned. If another node
+    fails during a read, its chunks are misses, and no exception is raised. A wrong argument raises UsageError, which
+    names the argument.
     """
 
     def __init__(self, namespace: Namespace, router: Router) -> None:
@@ -103,8 +104,8 @@ class Client(AdminCalls):
     ) -> list[Holder | None]:
         """Return for each chunk a node that holds it; None if no node is known to hold it.
 
-        Unlike `match`, this looks beyond the first missing chunk, and does not count missing chunks as misses. With a
-        `timeout_s` of 0 only this host's memory is read. The arguments are those of `match`.
+        Unlike `match`, this call looks beyond the first missing chunk, and does not count missing chunks as misses. The
+        arguments are those of `match`. With a `timeout_s` of 0, this call searches only this host's memory.
         """
         found, deadline_s = self._as_keys(keys), self.router.deadline(timeout_s)
         holders, below = self._holders(found, self._fetcher.lengths(found, deadline_s), ticket, deadline_s)
@@ -121,10 +122,11 @@ class Client(AdminCalls):
     def _holders(
         self, keys: KeyArray, nbytes: npt.NDArray[np.uint32], ticket: Ticket | None, deadline_s: float
     ) -> tuple[list[NodeId | None], Bits]:
-        """Return a holder of each chunk, and whether all holders of the chunk have it only below memory.
+        """Return for each chunk a holder, and whether the chunk is only on SSD or file on all its holders.
 
         Args:
-            nbytes: Lengths of the chunks in this host's memory. The lengths of other chunks are written into it.
+            nbytes: Length of each chunk in this host's memory, 0 for other chunks. This method replaces each 0 by the
+                chunk's length on other nodes, if known.
         """
         me = self.router.local_id
         holders: list[NodeId | None] = [me if length else None for length in nbytes.tolist()]
@@ -143,11 +145,11 @@ class Client(AdminCalls):
     def exists(self, keys: Keys, *, timeout_s: float | None = None) -> Bits:
         """Return for each chunk whether some node holds it, shape [n].
 
-        This does not load chunks into memory, and does not count as a read of the chunks.
+        This call does not load chunks into memory, and does not count as a read of the chunks.
 
         Args:
-            timeout_s: A chunk whose owner does not answer within this time counts as not stored. With 0 only this
-                host's memory is read.
+            timeout_s: A chunk whose owner does not answer within this time counts as not stored. With 0, this call
+                searches only this host's memory.
         """
         found, deadline_s = self._as_keys(keys), self.router.deadline(timeout_s)
         here: Bits = self._fetcher.lengths(found, deadline_s) > 0
@@ -166,16 +168,15 @@ class Client(AdminCalls):
         ticket: Ticket | None = None,
         timeout_s: float | None = None,
     ) -> GetResult:
-        """Read chunks into the caller's buffers.
+        """Read chunks into the caller's buffers. After this call has returned, no thread writes to the buffers.
 
         Args:
             into: For each key a writable, contiguous buffer, or several buffers that are filled in order. Their total
                 length must equal the chunk's length; otherwise the chunk is a miss.
             match: A result of `match` for the same keys. Chunks that are not in this host's memory are first read from
-                the holders in `match`. Only the chunks that are still missing are looked up.
-            ticket: A hand-off ticket, used like `match`. If `match` is given, `ticket` is ignored.
-            timeout_s: Chunks that do not arrive within this time are misses. No thread writes to the buffers after
-                this call has returned.
+                the holders in `match`. This call asks the owners only about chunks that are still missing then.
+            ticket: A hand-off ticket. It names holders, like `match`. If `match` is given, `ticket` is ignored.
+            timeout_s: Chunks that do not arrive within this time are misses.
 
         Returns:
             Which chunks arrived. The buffers of a miss have undefined content.
@@ -234,19 +235,19 @@ class Client(AdminCalls):
         return Pins(local, *local.pin(found, group=self._group.digest, deadline_s=deadline_s))
 
     def ticket(self, keys: Keys, *, match: Match | None = None) -> Ticket:
-        """Make a hand-off ticket for the leading chunks that are stored now. With `match`: for those in `match`."""
+        """Make a hand-off ticket for the chunks that `match` found. Without `match`, this calls `match(keys)` first."""
         if match is not None:
             instance("match", match, Match, "give what match() returned")
         return Ticket.of(self.namespace, (match or self.match(keys)).holders)
 
     def exists_one(self, key: bytes, *, timeout_s: float | None = None) -> bool:
-        """Return whether some node holds the chunk of one 16-byte key. Fastest if it is in this host's memory."""
+        """Return whether some node holds the chunk of one 16-byte key. Fastest for chunks in this host's memory."""
         local = self.router.local
         try:
             if local is not None and local.reader.ready_one(key):
                 return True
         except (TypeError, ValueError):
-            pass  # `one_key` raises the UsageError
+            pass  # the key is wrong, so `one_key` below raises a UsageError
         return bool(self.exists(chunk_keys.from_bytes(one_key(key)), timeout_s=timeout_s)[0])
 
     def get_one(
@@ -270,7 +271,7 @@ class Client(AdminCalls):
                 if router.local.reader.read_one(key, into):
                     return True
             except (BufferError, TypeError, ValueError):
-                pass  # `get` accepts several buffers, and raises an error for wrong ones
+                pass  # `get` accepts several buffers, and raises an error for a wrong argument
         match = None if holder is None else Match(1, (instance("holder", holder, str, "give a node's name"),))
         return self.get(chunk_keys.from_bytes(one_key(key)), [into], match=match, timeout_s=timeout_s).hits[0]
 
@@ -285,20 +286,21 @@ class Client(AdminCalls):
         timeout_s: float | None = None,
         **options: Unpack[PutOptions],
     ) -> PutResult:
-        """Store chunks on this host's node. If this host has no node, store them on an owner of the keys.
+        """Store chunks on this host's node. If this host has no node, store the chunks on other nodes.
 
         Args:
             values: For each key a contiguous buffer, or several buffers that are joined in order.
-            wait: True: wait until all readers on this host see the chunks. Readers on other hosts find a chunk after
-                its owner was informed. False: wait only until the bytes are in the arena. This client can read the
-                chunks at once, and a later `flush` returns the results. Without a node on this host every put waits.
+            wait: True: wait until all readers on this host see the chunks. Readers on other hosts find a chunk shortly
+                afterwards, when its owner is informed. False: wait only until the bytes are in the arena. This client
+                can read the chunks at once, and a later `flush` returns the results. Without a node on this host, every
+                put waits.
             timeout_s: Chunks for which the node lends no slot within this time are skipped.
-            options: `parent`, `depth`, `chained`, `ttl_s`, `priority`: see `Put`. A chunk that is stored already keeps
-                its expiry and priority; `hint` changes them.
+            options: `parent`, `depth`, `chained`, `ttl_s`, `priority`: see `Put`. If a chunk is stored already, its
+                expiry and priority stay unchanged; use `hint` to change them.
 
         Returns:
-            Counts of the chunks: stored, existed (not written again), skipped, and posted (without an answer so far). A
-            full arena or a node that is down raises no exception.
+            The number of chunks that are stored, existed already, are skipped, or are posted (sent without an answer so
+            far). A full arena or a node that is down raises no exception.
 
         Raises:
             UsageError: The length of `values` differs from that of `keys`, a value is empty or larger than an extent,
@@ -331,7 +333,7 @@ class Client(AdminCalls):
         priority: int = 0,
         timeout_s: float | None = None,
     ) -> bool:
-        """Store one chunk outside any chain, by its 16-byte key. Arguments and errors as for `put`.
+        """Store one chunk under a 16-byte key. The chunk belongs to no chain. Arguments and errors as for `put`.
 
         Returns:
             With `wait=True`: whether the chunk is stored now. With `wait=False`: whether it was stored already, or its
@@ -342,7 +344,7 @@ class Client(AdminCalls):
         return not done.skipped and not (wait and done.posted)
 
     def flush(self, *, timeout_s: float | None = None) -> PutResult:
-        """Wait for all earlier puts with `wait=False` of this client and of the clients made by `using`.
+        """Wait for the answers to all earlier puts with `wait=False`. This includes puts of clients made by `using`.
 
         Returns:
             The sum of the results since the last `flush`. `posted` counts the chunks that are still without an answer.
@@ -379,9 +381,9 @@ class Client(AdminCalls):
         Arguments as for `put`. `nbytes` is the size of each chunk.
 
         Returns:
-            A view for each chunk that is not stored yet. There are fewer views, and a reason, if the arena is full or
-            the node does not answer. A caller that takes seconds to write must check `Reservation.valid` again before
-            it writes each part.
+            A reservation with a view for each chunk that is not stored yet. If the arena is full or the node does not
+            answer, some chunks have no view, and `reason` says why. A caller that writes for seconds must check
+            `Reservation.valid` before it writes each part.
 
         Raises:
             UsageError: The size is 0 or larger than an extent.
@@ -396,7 +398,7 @@ class Client(AdminCalls):
     # -- internal ---------------------------------------------------------------------------------------------------
 
     def _add_misses(self, keys: Sequence[bytes], began_s: float) -> None:
-        """Count misses. A read failure since `began_s` gives the reason. `report` finds the other reasons."""
+        """Count misses. A failed read of the key after `began_s` gives the reason. `report` looks up other reasons."""
         router, now_s = self.router, time.monotonic()
         reasons: Counter[str] = Counter()
         absent = []

@@ -1,6 +1,6 @@
 """Reads chunks from this host's memory, from known holders, and through the owners of the keys.
 
-A data path (`raykv.transport.data_path`) moves the bytes. A failure of another node is a miss.
+A data path (`raykv.transport.data_path`) moves the bytes. If another node fails, its chunks are misses.
 """
 
 import os
@@ -37,7 +37,7 @@ class Fetcher:
     # -- this host --------------------------------------------------------------------------------------------------
 
     def lengths(self, keys: KeyArray, deadline_s: float) -> npt.NDArray[np.uint32]:
-        """Return the length of each chunk in this host's memory; 0 for a chunk that is not there."""
+        """Return the length in bytes of each chunk in this host's memory, 0 for a chunk that is not there."""
         local, writer = self._router.local, self._router.writer
         if local is None or writer is None:
             return np.zeros(len(keys), np.uint32)
@@ -68,12 +68,12 @@ class Fetcher:
     def find(self, progress: ReadProgress, deadline_s: float) -> None:
         """Ask the owners of the missing chunks to send them. Then read from the holders that the owners name.
 
-        A request to an owner is both read and lookup, because an owner often holds the chunk itself. If a chunk has
-        several holders, they are tried one after the other.
+        An owner often holds the chunks itself. So one request asks the owner for the chunks, and for the holders of the
+        chunks that the owner lacks. If a chunk has several holders, they are tried one after the other.
         """
         named: dict[int, Holders] = {}
         unknown, view = progress.missing(), View()
-        # An answer may show that the view was stale. Then the new owners are asked about the chunks still unknown.
+        # If an answer has a greater epoch, the loop asks the owners of the newer view about the remaining chunks.
         while unknown and (newest := self._router.view(deadline_s)).epoch > view.epoch:
             view = newest
             shares = view.ring.shares(progress.keys[unknown])
@@ -89,7 +89,12 @@ class Fetcher:
     def _runs(
         self, progress: ReadProgress, shares: Mapping[NodeId, list[int]], *, locate: bool = False
     ) -> list[ReadRun]:
-        """Split each node's share (indices of chunks) into runs: one, or one per connection if the share is large."""
+        """Split each node's chunks into runs: one run, or several if the chunks are large.
+
+        Args:
+            shares: For each node, the indices of the chunks to read from this node.
+            locate: Whether the nodes are asked as owners: see `ReadRun`.
+        """
         runs = []
         for node_id, places in shares.items():
             count = max(1, min(self._streams, progress.nbytes(places) // STREAM_NBYTES, len(places)))
@@ -98,7 +103,7 @@ class Fetcher:
         return runs
 
     def _read(self, runs: Sequence[ReadRun], deadline_s: float) -> None:
-        """Read all runs in parallel. Record the chunks that arrived, also those of a run that failed."""
+        """Read all runs in parallel. Record the chunks that arrived, even if their run failed later."""
         router = self._router
         outcomes = router.parallel.run(
             {number: partial(self._read_run, run, deadline_s) for number, run in enumerate(runs)}
@@ -110,12 +115,12 @@ class Fetcher:
                 self._add_failure(map(progress.raw_key, run.corrupt), "corrupt", run.holder)
             if isinstance(outcomes[number], RayKVError):
                 self._add_failure(map(progress.raw_key, run.missing), "no_answer", run.holder)
-            if run.gone:  # the holder then tells the owners which of these chunks it still has
+            if run.gone:  # ask the holder to tell the owners which of these chunks it still has
                 request = messages.Suspect(progress.raw_keys(sorted(run.gone)), group=self._group)
                 router.parallel.in_background(partial(router.call, run.holder, request, deadline_s))
 
     def _read_run(self, run: ReadRun, deadline_s: float) -> None:
-        """Read the chunks that a node holds. With `run.locate` the node is the owner: ask it who holds the rest."""
+        """Read the chunks of a run from one node. If `run.locate`, also ask this node who holds the missing chunks."""
         member = self._router.member(run.holder, deadline_s)
         self._router.paths.choose(member, deadline_s=deadline_s).read(member, run, deadline_s=deadline_s)
         if not run.locate:
@@ -140,7 +145,7 @@ class Fetcher:
         self._router.call_each(requests, deadline_s)
 
     def record_end(self, progress: ReadProgress, *, late: bool) -> None:
-        """At the end of a `get`, remove failures of chunks that arrived. `late`: record missing chunks as timed out."""
+        """End a `get`: drop the failures of chunks that arrived. If `late`, record missing chunks as timed out."""
         failures = self._router.read_failures
         if late:
             failures.add(map(progress.raw_key, progress.missing()), "timed_out", None, now_s=time.monotonic())
@@ -157,5 +162,8 @@ def by_node(pairs: Iterable[tuple[int, NodeId | None]]) -> dict[NodeId, list[int
 
 
 def default_streams() -> int:
-    """Return the default of `streams_per_peer`: a quarter of the cores, since a connection occupies a whole core."""
+    """Return the default of `streams_per_peer`: a quarter of the cores, because each connection can occupy a core.
+
+    The result is from 1 to MAX_STREAMS.
+    """
     return max(1, min(MAX_STREAMS, len(os.sched_getaffinity(0)) // 4))

@@ -1,6 +1,6 @@
-"""Leases of a caller: slots that the caller fills itself, and pinned chunks that it views in place.
+"""Leases of a caller: slots that the caller fills itself, and pinned chunks that the caller reads in place.
 
-The node grants a lease on one connection. The lease ends with this connection.
+A lease belongs to one connection to the node, and ends with this connection.
 """
 
 import time
@@ -27,18 +27,18 @@ class Reservation:
     """Leased slots of the arena, into which the caller writes chunks. Readers see the chunks after `commit`.
 
     The lease ends when the connection breaks. A forked child has no lease. The node may reuse the slots QUARANTINE_S
-    after the lease has ended. So a caller that takes seconds to write must check `valid` before it writes each part.
+    after the lease has ended. So a caller that writes for seconds must check `valid` before it writes each part.
 
     Attributes:
-        index: Position of each view's key in the keys given to `Client.reserve`.
-        views: The bytes to write.
-        reason: Why there are too few slots, so that some chunks to store have no view. Empty if there are enough slots.
+        index: For each view, the position of its key in the keys given to `Client.reserve`.
+        views: For each reserved chunk, the memory to write to.
+        reason: Why some chunks that must be stored have no view. Empty if all of them have a view.
     """
 
     def __init__(self, writer: Writer | None, lent: LentBatch) -> None:
         """Use `Client.reserve` instead. `writer` None: there are no views."""
         self._lent = lent
-        self._writer = writer if lent.slots else None  # `commit` and `abort` also set it to None
+        self._writer = writer if lent.slots else None  # None after `commit` or `abort`, too
         self.index: npt.NDArray[np.int32] = np.array(lent.positions, np.int32)
         self.views = lent.views
         self.reason = lent.reason
@@ -46,11 +46,11 @@ class Reservation:
     def valid(self, *, timeout_s: float = 1.0) -> bool:
         """Return whether the caller may write to the views for the next QUARANTINE_S - TRUST_S seconds.
 
-        False: the caller must not write any more, because the connection broke, or the node does not answer, or
-        `commit` or `abort` was called.
+        False: the caller must not write any more. The connection broke, the node does not answer, or `commit` or
+        `abort` was called.
 
         Args:
-            timeout_s: How long to wait for the node. It is asked only if its last answer is older than TRUST_S.
+            timeout_s: How long to wait for the node. The node is asked only if its last answer is older than TRUST_S.
         """
         deadline_s = deadline_after(timeout_s)
         return self._writer is not None and self._writer.supply.lease_valid(self._lent, deadline_s)
@@ -59,7 +59,8 @@ class Reservation:
         """Make the chunks visible. The caller must have filled all views, and must not write to them afterwards.
 
         Args:
-            timeout_s: How long to wait for the node. Without an answer the chunks are `posted`: see `Client.flush`.
+            timeout_s: How long to wait for the node's answer. Without an answer, the chunks count as `posted`, and
+                `Client.flush` returns their result.
         """
         deadline_s, result = deadline_after(timeout_s), self._lent.result
         writer, self._writer = self._writer, None
@@ -69,7 +70,7 @@ class Reservation:
         """Give the slots back to the node without storing anything.
 
         Args:
-            timeout_s: How long to wait for the node. Without an answer the slots are given back later.
+            timeout_s: How long to wait for the node's answer.
         """
         deadline_s = deadline_after(timeout_s)
         writer, self._writer = self._writer, None
@@ -78,10 +79,10 @@ class Reservation:
 
 
 class Pins:
-    """Pinned chunks, viewed in place. The pins end with the `with` block, or when the connection to the node breaks.
+    """Pinned chunks, read in place. The pins end with the `with` block, or when the connection to the node breaks.
 
     Attributes:
-        views: The read-only bytes of each key's chunk. None: the chunk is not in this host's memory.
+        views: For each key, the read-only bytes of its chunk. None: the chunk is not in this host's memory.
     """
 
     def __init__(self, local: LocalConnection, held: messages.Held, life: int, reader: ShmReader) -> None:
@@ -99,8 +100,8 @@ class Pins:
     def valid(self) -> bool:
         """Return whether all views still show the pinned chunks.
 
-        A node that restarts loses the pins, and may reuse the slots. So call this after the last use of the views, but
-        before `release`: True proves that all bytes read from the views were right.
+        A node that restarts loses the pins, and may reuse the slots. So call this method after the last use of the
+        views, but before `release`. True proves that all bytes read from the views were right.
         """
         held = self._rows >= 0
         columns = self._reader.table.columns

@@ -1,6 +1,7 @@
 """This host's node: its mapped memory, and a connection for requests and pins.
 
-Reads need only the mapping, so they work while the node is down. `raykv.client.writer` has a separate connection.
+Reads need only the mapped memory, so reads work while the node is down. Puts use a separate connection: see
+`raykv.client.writer`.
 """
 
 import threading
@@ -18,7 +19,7 @@ from raykv.transport.link import Link
 from raykv.types import KeyArray
 
 CHECK_S: Final = 1.0
-"""Minimum time between two checks whether the mapped files still belong to the node."""
+"""Minimum time between two checks whether the node still uses the mapped files."""
 
 
 class LocalConnection:
@@ -26,7 +27,7 @@ class LocalConnection:
 
     Attributes:
         address: Address at which the node listens.
-        attached: The node's last answer to Attach: its name, host, memory files and secret.
+        attached: The last answer to Attach, with the node's name, host, memory files and secret.
         reader: Reads the node's memory.
         pipeline: The connection for requests and pins.
     """
@@ -69,14 +70,14 @@ class LocalConnection:
                     self.reader = ShmReader(*files, writable=True)
                 self.attached = attached
                 return link, self.reader
-        except BaseException:  # also after an interrupt: nobody else would close the link
+        except BaseException:  # after an interrupt too, because no other code closes the link
             link.close()
             raise
 
     def is_current(self) -> bool:
-        """Return whether the mapped memory is still the node's. If not, the next request maps the new memory.
+        """Return whether the node still uses the mapped memory. If not, the next request maps the node's new memory.
 
-        This looks at the files at most once per CHECK_S. Between two checks it returns True.
+        This method checks the files at most once per CHECK_S. Between two checks it returns True.
         """
         now_s = time.monotonic()
         if now_s >= self._check_at_s:
@@ -89,12 +90,14 @@ class LocalConnection:
         return True
 
     def call(self, request: messages.Message, deadline_s: float, *, life: int | None = None) -> messages.Answer:
-        """Send a request to the node, and return its answer.
+        """Send a request to the node, and return the node's answer.
 
-        Without `life`, a broken connection is replaced by a new one, because the node may have been restarted.
+        If the connection is broken and `life` is None, the request is sent again on a new connection, because the node
+        may have been restarted.
 
         Args:
-            life: Number of the connection that owns the lease. The request is sent on this connection only.
+            life: For a request about a lease, the number of the connection that owns the lease. The request is sent on
+                no other connection.
 
         Raises:
             PeerUnavailable: The node is down, or does not answer by the deadline, or connection `life` has ended.
@@ -106,8 +109,8 @@ class LocalConnection:
         """Pin chunks in this host's memory. Returns the answer, the connection's number, and a reader of the memory.
 
         Raises:
-            PeerUnavailable: The connection broke, or the deadline passed. If the node pins the chunks later, they are
-                unpinned at once.
+            PeerUnavailable: The connection broke, or the deadline passed. If the node's answer arrives after the
+                deadline, the chunks are unpinned at once.
         """
 
         def unpin(outcome: Outcome) -> None:
@@ -124,10 +127,10 @@ class LocalConnection:
     def _ask(
         self, request: messages.Message, late: Finish | None = None, *, deadline_s: float, life: int | None = None
     ) -> Posted:
-        """Send a request, and wait for its outcome. If an answer comes after the deadline, `late` is called with it."""
+        """Send a request, and wait for its outcome. An outcome that comes after the deadline is passed to `late`."""
         pipeline, keys = self.pipeline, len(getattr(request, "keys", b"")) // KEY_NBYTES
         while True:
-            may_be_broken = pipeline.connected and life is None  # if it is broken, the loop uses a new one
+            may_be_broken = pipeline.connected and life is None  # True: the loop may retry on a new connection
             try:
                 posted = pipeline.post(request, deadline_s=deadline_s, life=life, keys=keys)
             except PeerUnavailable:
@@ -151,5 +154,5 @@ def _answer_of(posted: Posted) -> messages.Answer:
     outcome = posted.outcome
     assert outcome is not None
     if isinstance(outcome, RayKVError):
-        raise type(outcome)(str(outcome))  # a copy, since raising `outcome` itself makes a reference cycle
+        raise type(outcome)(str(outcome))  # a copy, because raising `outcome` itself would make a reference cycle
     return outcome

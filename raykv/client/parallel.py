@@ -17,7 +17,7 @@ MAX_PARALLEL: Final = 16
 
 
 class Parallel:
-    """Worker threads of one client, started at first use. A forked child starts its own."""
+    """Worker threads of one client, started at first use. A forked child starts its own threads."""
 
     def __init__(self) -> None:
         self._closed = False
@@ -25,15 +25,15 @@ class Parallel:
         drop_after_fork(self)
 
     def after_fork(self) -> None:
-        """Begin without threads: the parent's threads do not exist in the child."""
+        """Begin without threads, because the parent's threads do not exist in the child."""
         self._lock = threading.Lock()
         self._workers: ThreadPoolExecutor | None = None
 
     def run(self, work: Mapping[K, Callable[[], T]]) -> dict[K, T | RayKVError]:
-        """Run all tasks, and wait for them. A task's RayKVError becomes its result.
+        """Run all tasks, and wait for them. If a task raises a RayKVError, the error is the task's result.
 
         The calling thread runs tasks too. So the work is done even if all worker threads are busy with other calls.
-        Each task must have a deadline of its own, because this method waits without a time limit.
+        Each task must have its own deadline, because this method waits without a time limit.
         """
         waiting = deque(work.items())
         results: dict[K, T | RayKVError] = {}
@@ -51,12 +51,12 @@ class Parallel:
             while len(helpers) < len(work) - 1 and (helper := self._submit(run_waiting)) is not None:
                 helpers.append(helper)
             run_waiting()
-        finally:  # also after a bug or an interrupt: no task may write to the caller's buffers after this call
+        finally:  # even after a bug or an interrupt, no task may write to the caller's buffers after this call
             waiting.clear()
             begun = [helper for helper in helpers if not helper.cancel()]
             wait(begun)
         for helper in begun:
-            helper.result()  # a RayKVError is a result by now; any other exception is a bug, and is raised here
+            helper.result()  # raises the exception of a bug; a RayKVError is in `results` instead
         return {name: results[name] for name in work}
 
     def in_background(self, task: Callable[[], object]) -> None:

@@ -1,7 +1,7 @@
-"""A connection to this host's node. It sends requests before earlier answers have arrived (pipelining).
+"""A connection to this host's node, with pipelining: requests are sent before earlier answers have arrived.
 
-A call that reaches its deadline ends, but its connection stays open, and a later call collects the answer. So the
-leases of the connection also survive when the node is slow.
+A call that reaches its deadline ends, but its connection stays open, and a later call collects the answer. So a slow
+node does not end the leases of the connection.
 """
 
 import threading
@@ -21,12 +21,13 @@ from raykv.transport.forking import drop_after_fork
 from raykv.transport.link import Link
 
 MAX_POSTED_KEYS: Final = 2048
-"""All unanswered requests together have at most this many keys. A larger request is sent alone. Requests and answers
-with this many keys fit into the socket's buffers, so neither end blocks in a send."""
+"""All unanswered requests together have at most this many keys. A larger request waits until no other is unanswered.
+Requests and answers with this many keys fit into the socket's buffers, so neither end blocks in a send."""
 POST_S: Final = 1.0
 """Time limit to send one request, or to receive an answer of which a part has arrived."""
 SLICE_S: Final = 0.001
-"""Longest wait for an answer with the lock held. Between two waits other threads can use the connection."""
+"""A thread waits at most this long for an answer while it holds the lock. Then it lets other threads use the
+connection."""
 YIELD_S: Final = 50e-6
 
 Outcome: TypeAlias = messages.Answer | RayKVError
@@ -96,7 +97,7 @@ class Pipeline:
 
     @contextmanager
     def locked(self, deadline_s: float) -> Iterator[None]:
-        """Hold the lock. An interrupt (KeyboardInterrupt) drops the connection: a message may be only half sent.
+        """Hold the lock. A KeyboardInterrupt drops the connection, because a message may be half sent.
 
         Raises:
             PeerUnavailable: Other threads hold the lock until the deadline.
@@ -105,7 +106,7 @@ class Pipeline:
             raise PeerUnavailable("the connection to the local node is busy with other calls")
         try:
             yield
-        except BaseException as error:  # KeyboardInterrupt, for example
+        except BaseException as error:
             self.drop_if_interrupted_locked(error)
             raise
         finally:
@@ -164,7 +165,7 @@ class Pipeline:
                 raise PeerUnavailable(f"the local node left {len(self._posted)} requests unanswered")
 
     def has_room_locked(self, keys: int) -> bool:
-        """Whether MAX_POSTED and MAX_POSTED_KEYS allow a request of this many keys to be sent now."""
+        """Return whether MAX_POSTED and MAX_POSTED_KEYS allow a request with this many keys to be sent now."""
         few = not self._posted or self._posted_keys + keys <= MAX_POSTED_KEYS
         return few and len(self._posted) < MAX_POSTED
 
@@ -180,7 +181,7 @@ class Pipeline:
         try:
             self._link.post(request, deadline_s=posted.asked_at_s + POST_S)
         except RayKVError as error:
-            if self._link.closed:  # if the link is still open, only the request is wrong
+            if self._link.closed:  # an open link means that only the request is wrong
                 self.drop_locked(str(error))
             raise
         self._posted.append(posted)
@@ -188,7 +189,7 @@ class Pipeline:
         return posted
 
     def wait(self, posted: Posted, deadline_s: float) -> bool:
-        """Wait for the outcome of a request. Returns whether there is one. If not, a later call collects the answer."""
+        """Wait for the outcome of a request. False: there is no outcome by the deadline; a later call collects it."""
         while posted.outcome is None:
             left_s = deadline_s - time.monotonic()
             try:
@@ -243,7 +244,7 @@ class Pipeline:
             self.drop_locked(str(error))
 
     def drop_locked(self, reason: str) -> None:
-        """Close the connection. Its leases end. The outcome of each unanswered request is a PeerUnavailable."""
+        """Close the connection, which ends its leases. Each unanswered request gets a PeerUnavailable as outcome."""
         if self._link is None:
             return
         self._link.close()

@@ -52,7 +52,7 @@ class Put:
 
 
 def batches_of(put: Put, keys: KeyArray) -> Iterator[tuple[Batch, Values]]:
-    """Split a put into batches of consecutive chunks of one size, each batch with its bytes.
+    """Split a put into batches of consecutive chunks of equal size. Yield each batch with its bytes.
 
     Raises:
         UsageError: A field is wrong. The message names the field.
@@ -70,7 +70,7 @@ def batches_of(put: Put, keys: KeyArray) -> Iterator[tuple[Batch, Values]]:
 
 
 def put_remote(router: Router, group: Namespace, batch: Batch, values: Values, deadline_s: float) -> PutResult:
-    """Store a batch on the owner of its first key. So all chunks of the batch are on one node.
+    """Store a batch on the owner of its first key, so that all chunks of the batch are on one node.
 
     Raises:
         UsageError: The node refuses the size or another field.
@@ -87,7 +87,10 @@ def put_remote(router: Router, group: Namespace, batch: Batch, values: Values, d
 
 
 class _RemoteWrite:
-    """A Write request, sent again if the connection breaks. Chunks that the first attempt stored count as stored."""
+    """A Write request. If the connection breaks, the caller sends the request again with the same object.
+
+    Chunks that an earlier attempt has stored count as stored, although they exist already at the next attempt.
+    """
 
     def __init__(self, group: Namespace, batch: Batch, values: Values, deadline_s: float) -> None:
         self._group, self._batch, self._values, self._deadline_s = group, batch, values, deadline_s

@@ -8,7 +8,7 @@ from raykv.transport.forking import drop_after_fork
 from raykv.types import NodeId
 
 MAX_FAILURES: Final = 1 << 14
-"""At most this many keys have a recorded failure. If there are more, the oldest failures are dropped."""
+"""Failures of at most this many keys are recorded. Beyond that, the oldest failures are dropped."""
 FAILURE_S: Final = 600.0
 """Failures that are older than this are ignored."""
 

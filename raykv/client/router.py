@@ -46,7 +46,7 @@ class Locations(NamedTuple):
 
 
 class Router:
-    """Connections of a client and of the clients made by `using`. Thread-safe. A forked child opens new connections.
+    """Connections that several clients share: see `Client.using`. Thread-safe. A forked child opens new connections.
 
     Attributes:
         local, writer: Connections to this host's node. None: this host has no node.
@@ -99,13 +99,13 @@ class Router:
         return self.local.attached
 
     def _find_local(self, deadline_s: float) -> None:
-        """Find a node of this host among the members, for a client that joined through another node by TCP."""
+        """Connect to a node of this host if there is one. This client has joined through another node, by TCP."""
         for member in self._view.members:
             if self.local is None and self.is_near(member):
                 try:
                     self._use_local(member.local_address, deadline_s)
                 except TransientError:
-                    continue  # down, or another user's node: this client treats it like a remote node
+                    continue  # the node is down or belongs to another user: treat it as a remote node
 
     def is_near(self, member: Member) -> bool:
         return member.host == self._host
@@ -125,7 +125,7 @@ class Router:
         pool, local = self.pool, self.local
         pipelines = [each.pipeline for each in (local, self.writer) if each is not None]
         if local is not None and local.attached.secret not in (b"", pool.secret):
-            # The node has joined another cluster. Its epochs cannot be compared with those of the earlier cluster.
+            # The node has joined another cluster. Epochs of two clusters cannot be compared, so all epochs are reset.
             pool.retain(())
             pool.secret, pool.epoch, self._view = local.attached.secret, 0, View()
             for pipeline in pipelines:
@@ -164,7 +164,7 @@ class Router:
             UsageError: A node refuses the request.
             PeerUnavailable: No node answers.
         """
-        # The configured address is last: its node may have left long ago.
+        # The configured address is tried last, because the node at this address may have left long ago.
         given = [] if self._address.startswith("unix:") else [self._address]
         addresses = dict.fromkeys([*(member.address for member in self._view.members), *given])
         calls = [partial(self.ask, address, request) for address in addresses]
@@ -224,13 +224,13 @@ class Router:
         return [*dict.fromkeys([*([] if self.local_id is None else [self.local_id]), *names])]
 
     def ask_all(self, request: messages.Message, deadline_s: float) -> dict[NodeId, messages.Answer | RayKVError]:
-        """Send a request to all members and this host's node in parallel. A node's error is its value in the result."""
+        """Send a request to all members and this host's node, in parallel. Return each node's answer or error."""
         return self.call_each(dict.fromkeys(self.node_ids(deadline_s), request), deadline_s)
 
     def call_each(
         self, requests: Mapping[NodeId, messages.Message], deadline_s: float
     ) -> dict[NodeId, messages.Answer | RayKVError]:
-        """Send each member its request, in parallel. A member's error is its value in the result."""
+        """Send each member its request, in parallel. Return each member's answer or error."""
         work = {name: partial(self.call, name, request, deadline_s) for name, request in requests.items()}
         return self.parallel.run(work)
 
@@ -245,7 +245,7 @@ class Router:
         whole = Locations([()] * count, np.zeros(count, np.uint32), np.zeros(count, np.bool_))
         unknown, view = np.arange(count), View()
         while len(unknown) and time.monotonic() < deadline_s and self.view(deadline_s).epoch > view.epoch:
-            view = self._view  # an answer may show that this view is stale: then ask again
+            view = self._view  # if an answer has a greater epoch, the loop asks the owners of the newer view
             shares = {owner: unknown[share] for owner, share in view.ring.shares(keys[unknown]).items()}
             work = {
                 owner: partial(self.ask_owner, owner, keys[share], group, deadline_s) for owner, share in shares.items()

@@ -13,26 +13,26 @@ MAX_POOL_NBYTES: Final = 256 << 20
 MAX_POOL_SHARE: Final = 16
 """A pool has at most MAX_POOL_SLOTS slots, MAX_POOL_NBYTES bytes, and 1/MAX_POOL_SHARE of the arena's bytes."""
 POOL_IDLE_S: Final = 5.0
-"""If no put uses a pool for this long, its slots are given back to the node."""
+"""If no put uses a pool for this long, the pool's slots are given back to the node."""
 TRUST_S: Final = QUARANTINE_S / 4
 """A writer may start to write to a lent slot if the node has answered a request that the writer sent less than TRUST_S
-ago. Otherwise the writer must first get another answer. If the node died right after its answer, the slot is reused
-QUARANTINE_S later at the earliest. So the writer has at least QUARANTINE_S - TRUST_S to write."""
+ago. Otherwise the writer must first get another answer. If the node dies right after an answer, no slot is reused for
+QUARANTINE_S. So a writer that starts in time has at least QUARANTINE_S - TRUST_S to write."""
 
 Slot = tuple[int, int]
-"""Row of a slot, and its offset in the arena."""
+"""Row number of a slot in the chunk table, and the slot's byte offset in the arena."""
 
 
 class SlotPool:
     """Slots of one size, lent to one writer for one quota group.
 
     Attributes:
-        life: Number of the connection that the lease belongs to.
+        life: Number of the connection on which the slots were lent.
         most: Largest number of slots in the pool.
         wanted: Target number of slots. It grows with use.
         slots: The slots in the pool. No batch uses them.
-        coming: Number of slots that are requested but not yet granted.
-        used_at_s: When a put last removed slots, or `Client.prepare` last requested some.
+        coming: Number of slots that were requested and are not lent yet.
+        used_at_s: When a put last took slots, or `Client.prepare` last requested slots.
     """
 
     def __init__(self, size: int, arena_nbytes: int, *, life: int = 0) -> None:
@@ -51,7 +51,11 @@ class SlotPool:
         return popped
 
     def pop_surplus(self, idle_since_s: float) -> list[Slot]:
-        """Remove and return the slots above `most`, or all if `used_at_s` < `idle_since_s` and no slots are coming."""
+        """Remove the slots that the pool does not need, and return them.
+
+        If the pool was not used since `idle_since_s` and no slots are coming, these are all slots. Otherwise they are
+        the slots above `most`.
+        """
         if self.used_at_s < idle_since_s and not self.coming:
             self.wanted = 0
             return self.pop(len(self.slots), self.used_at_s)
@@ -62,10 +66,10 @@ class SlotPool:
         self.wanted = min(self.most, max(4 * self.wanted, 2 * count))
 
     def lacking(self) -> int:
-        """Return how many slots to request in advance. If `slots` and `coming` exceed half of `wanted`, this is 0.
+        """Return how many slots to request in advance.
 
-        Otherwise `wanted` is doubled first, so a busy pool needs few requests. `pop_surplus` sets `wanted` to 0 in an
-        idle pool.
+        If the pool has more than half of the `wanted` slots, the result is 0. Slots in `coming` count too. Otherwise
+        this method doubles `wanted`, so that a busy pool needs few requests, and returns how many slots are lacking.
         """
         have = len(self.slots) + self.coming
         if 2 * have > self.wanted:
@@ -80,12 +84,14 @@ class LentBatch:
 
     Attributes:
         group: The quota group.
-        positions: For each slot, the position of its key in the batch.
-        slots, views: One entry per position. `views` are the bytes to fill.
-        checksums: Checksum (u64) of each slot's bytes, after they are written.
+        batch: The chunks to store.
+        positions: For each slot, the position of its chunk in the batch.
+        slots: The lent slots.
+        views: For each slot, the bytes to fill.
+        checksums: For each slot, the u64 checksum of the bytes. Empty until the slots are filled.
         pool: The pool from which the slots were taken. None: there are no slots.
         existed: Number of chunks of the batch that were stored already.
-        reason: Why there are too few slots. Empty if there are enough.
+        reason: Why there are too few slots. Empty if there are enough slots.
         ahead: Number of slots that the commit requests in advance for later puts.
     """
 
@@ -102,7 +108,7 @@ class LentBatch:
 
     @property
     def life(self) -> int:
-        """Number of the connection that the lease belongs to."""
+        """Number of the connection on which the slots were lent. -1: there are no slots."""
         return -1 if self.pool is None else self.pool.life
 
     @property

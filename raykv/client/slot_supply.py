@@ -38,9 +38,10 @@ class SlotSupply:
         self._idle_check_s = 0.0
 
     def pop(self, lent: LentBatch, count: int, deadline_s: float) -> None:
-        """Move up to `count` slots from the pool of a batch into `lent`. If there are fewer, `lent.reason` says why.
+        """Move up to `count` slots from the pool for `lent.batch` to `lent`.
 
-        Waits only if the pool has too few slots, or if the node's last answer is older than TRUST_S.
+        If there are fewer slots, `lent.reason` says why. This method waits only if the pool has too few slots, or if
+        the node's last answer is older than TRUST_S.
 
         Raises:
             PeerUnavailable: The node does not answer.
@@ -74,7 +75,7 @@ class SlotSupply:
             lent.reason = "full" if full else ""
 
     def _pool_locked(self, group: Namespace, nbytes: int, deadline_s: float) -> SlotPool:
-        """Connect, and return the pool of a quota group and a chunk size. A new connection begins with empty pools."""
+        """Connect, and return the pool for a quota group and a chunk size. A new connection begins without slots."""
         pipeline = self.pipeline
         pipeline.collect_arrived_locked()
         self._give_back_surplus_locked()  # before `connect_locked`, because a failed send drops the connection
@@ -88,7 +89,11 @@ class SlotSupply:
         return pool
 
     def _move_locked(self, pool: SlotPool, lent: LentBatch, count: int) -> bool:
-        """Move `count` slots to `lent`, or fewer if `lent.reason` is set. False: the caller must ask the node first."""
+        """Move `count` slots to `lent`. If `lent.reason` is set already, fewer slots are enough.
+
+        Returns:
+            False: no slot was moved, and the caller must ask the node first.
+        """
         now_s = time.monotonic()
         if pool.life != self.pipeline.life or now_s >= self.pipeline.trusted_until_s:
             return False
@@ -102,7 +107,7 @@ class SlotSupply:
         return True
 
     def _request(self, group: Namespace, batch: Batch, pool: SlotPool, needed: int, deadline_s: float) -> Posted:
-        """Request `needed` slots, for which the node may evict chunks. Also request free slots to refill the pool."""
+        """Request `needed` slots, and free slots to refill the pool. The node evicts chunks only for `needed` slots."""
         pipeline = self.pipeline
         if group.digest not in self.opened:
             self._open(group, pool.life, deadline_s)
@@ -115,7 +120,7 @@ class SlotSupply:
         finish = partial(self._lent, pool, needed + ahead)
         try:
             posted = pipeline.post(request, finish, deadline_s=deadline_s, life=pool.life, keys=len(batch.keys))
-        except BaseException:  # nothing was sent; after an interrupt the pool is dropped
+        except BaseException:  # the request was not sent, or an interrupt has dropped the connection and this pool
             pool.coming -= needed + ahead
             raise
         self._requests[pool] = posted
@@ -137,13 +142,16 @@ class SlotSupply:
             self.add_locked(pool, outcome.rows, outcome.offsets)
 
     def add_locked(self, pool: SlotPool, rows: bytes, offsets: bytes) -> None:
-        """Add to `pool` the slots that the node has just lent for it. `rows`: i32 numbers, `offsets`: u64 numbers."""
+        """Add newly lent slots to `pool`. `rows`: their row numbers (i32). `offsets`: their offsets in bytes (u64)."""
         if rows:
             starts = array(offsets, "<u8", len(rows) // 4).tolist()
             pool.slots += zip(np.frombuffer(rows, "<i4").tolist(), starts, strict=True)
 
     def put_back_locked(self, lent: LentBatch, slots: Sequence[Slot]) -> None:
-        """If the lease still exists, put unused slots back into their pool, and subtract `lent.ahead` from `coming`."""
+        """Put unused slots back into their pool, unless their lease has ended.
+
+        The commit's request for `lent.ahead` slots is answered or was never sent, so these slots are no longer coming.
+        """
         if lent.pool is not None and lent.life == self.pipeline.life:
             lent.pool.slots += slots
             lent.pool.coming -= lent.ahead
@@ -167,7 +175,7 @@ class SlotSupply:
     def lease_valid(self, lent: LentBatch, deadline_s: float) -> bool:
         """Return whether the caller may write to the slots for the next QUARANTINE_S - TRUST_S seconds.
 
-        If the node's last answer is older than TRUST_S, this asks the node, and returns False if it does not answer.
+        If the node's last answer is older than TRUST_S, the node is asked. Without an answer the result is False.
         """
         pipeline, life = self.pipeline, lent.life
         probe = messages.Lend(lent.batch.nbytes, 0, group=lent.group.digest)
@@ -180,7 +188,7 @@ class SlotSupply:
         return life == pipeline.life
 
     def give_back(self, lent: LentBatch, deadline_s: float) -> None:
-        """Give the slots of a batch back to the node. If the request cannot be sent, put them back into their pool."""
+        """Give a batch's slots back to the node. If the request cannot be sent, put the slots back into their pool."""
         try:
             request = messages.GiveBack(rows_of(lent.slots))
             self.pipeline.wait(self.pipeline.post(request, deadline_s=deadline_s, life=lent.life), deadline_s)
@@ -197,7 +205,7 @@ class SlotSupply:
         self.give_back_locked([slot for pool in self._pools.values() for slot in pool.pop_surplus(now_s - POOL_IDLE_S)])
 
     def give_back_locked(self, slots: Sequence[Slot]) -> None:
-        """Give slots back to the node without waiting. If the connection is broken, their leases have ended anyway."""
+        """Give slots back to the node without waiting. On a broken connection, do nothing: the leases have ended."""
         try:
             if slots:
                 self.pipeline.post_locked(messages.GiveBack(rows_of(slots)))
@@ -214,11 +222,11 @@ class SlotSupply:
                     self.give_back_locked([slot for pool in self._pools.values() for slot in pool.slots])
                     self._pools = {}
         except PeerUnavailable:
-            pass  # the node puts the slots into quarantine
+            pass  # the node quarantines the slots when the connection ends
         pipeline.wait_all(deadline_s)
         pipeline.close()
 
 
 def rows_of(slots: Sequence[Slot]) -> bytes:
-    """Encode the rows of slots as i32."""
+    """Encode the row numbers of slots as i32."""
     return np.array([row for row, _ in slots], np.int32).tobytes()

@@ -11,7 +11,7 @@ from raykv.types import KeyArray
 
 SEND_S: Final = 0.2
 SEND_KEYS: Final = 1 << 14
-"""`record` sends all collected requests if the last send was SEND_S ago, or if they have SEND_KEYS keys."""
+"""`record` sends all collected requests if SEND_S have passed since the last send, or if they have SEND_KEYS keys."""
 
 
 class TraceRecorder:
@@ -25,7 +25,7 @@ class TraceRecorder:
         drop_after_fork(self)
 
     def after_fork(self) -> None:
-        """Start empty: the parent sends the requests collected so far."""
+        """Start empty, because the parent sends the requests collected so far."""
         self._lock = threading.Lock()
         self._waiting: list[TracedRequest] = []
         self._keys = 0

@@ -1,4 +1,4 @@
-"""Explains misses. It uses what all members know of a chunk, and how this client's last read of the chunk failed."""
+"""Explains why a chunk was missed, from the answers of all members and from this client's own failed reads."""
 
 import time
 from collections import Counter
@@ -20,9 +20,9 @@ from raykv.protocol.reasons import Place, Reason
 from raykv.types import KeyArray, NodeId
 
 PART_KEYS: Final = 1 << 12
-"""At most this many keys in one request to the members. The deadline is checked between two requests."""
+"""One request asks the members about at most this many keys. The deadline is checked between two requests."""
 MAX_OTHER_KEYS: Final = 1 << 18
-"""One call derives at most this many keys under other namespaces. After that it searches no other namespace."""
+"""One call of `Client.why` derives at most this many keys under other namespaces."""
 
 WhyReason: TypeAlias = Literal[
     "here", "never_stored", "evicted", "expired", "deleted", "dropped", "corrupt", "demoted",
@@ -30,8 +30,9 @@ WhyReason: TypeAlias = Literal[
 ]  # fmt: skip
 
 Derive: TypeAlias = Callable[[Namespace, Sequence[int]], list[bytes | None]]
-"""A function of a namespace and of chunks. The chunks are given by their positions in the call of `Client.why`, in
-rising order. It returns each chunk's 16-byte key under this namespace, or None if the chunk has no such key."""
+"""A function that derives keys of chunks under a namespace. Its arguments are the namespace, and the positions of the
+chunks in the call of `Client.why`, in rising order. It returns a 16-byte key for each position; None: the chunk has no
+key under the namespace."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +40,14 @@ class Why:
     """Where one chunk is, or why no node has it.
 
     Attributes:
-        reason: "here": a node holds the chunk. "never_stored": no node holds the chunk or remembers its removal.
-            "other_namespace": the chunk is or was stored under a namespace that differs in `fields`. "no_answer": a
-            node did not answer. "timed_out": this client's last read reached its deadline. "corrupt" with an empty
-            `tier`: the last read got wrong bytes. "not_asked_in_time": the deadline passed before the lookup. Other
-            reasons: why the chunk left `tier`.
+        reason: "here": a node holds the chunk.
+            "never_stored": no node holds the chunk or remembers its removal.
+            "other_namespace": the chunk is or was stored under a namespace that differs in `fields`.
+            "no_answer": a node did not answer.
+            "timed_out": this client's last read of the chunk reached its deadline.
+            "corrupt" with an empty `tier`: this client's last read of the chunk got wrong bytes.
+            "not_asked_in_time": the deadline of `why` passed before the chunk was looked up.
+            All other reasons say why the chunk was removed from `tier`.
         node: The node that holds or last held the chunk, or that does not answer.
         tier: "dram", "ssd" or "file": where the chunk is, or was last.
         ago_s: Seconds since the chunk was removed, or since the read failed.
@@ -52,7 +56,7 @@ class Why:
         nbytes: Length of the chunk if a node holds it, otherwise 0.
         remembers_s: For "never_stored": each node remembers its removals of the last `remembers_s` seconds. None: each
             node remembers all removals since its start.
-        announced: Whether the owner knows a holder. If not, other hosts do not find the chunk.
+        announced: Whether the key's owner knows a holder. If not, other hosts do not find the chunk.
     """
 
     reason: WhyReason
@@ -92,10 +96,10 @@ class Why:
 
 
 class PromptKeys:
-    """Derives the keys of a prompt's chunks under several namespaces, each key once.
+    """Derives the keys of a prompt's chunks under several namespaces. Each key is derived only once.
 
-    A namespace may have another chunk size. For a given chunk with last token t, this derives the key of the
-    namespace's chunk that contains t.
+    Another namespace may cut the prompt into chunks of another size. Then this class takes the last token of the given
+    chunk, and derives the key of the other namespace's chunk with this token.
     """
 
     def __init__(self, tokens: npt.NDArray[np.integer[Any]], chunk_tokens: int) -> None:
@@ -118,13 +122,13 @@ class Inquiry:
     def __init__(
         self, router: Router, namespace: Namespace, derive: Derive, *, elsewhere: bool, deadline_s: float
     ) -> None:
-        """If `elsewhere`, the call also searches other namespaces, and asks `derive` for the keys under them."""
+        """Prepare the call. If `elsewhere`, also search other namespaces, for the keys that `derive` returns."""
         self._router, self._namespace, self._derive, self._deadline_s = router, namespace, derive, deadline_s
         self._others: list[Namespace] | None = None if elsewhere else []
         self._other_keys = MAX_OTHER_KEYS
 
     def run(self, count: int) -> list[Why]:
-        """Return one entry for each of `count` chunks: "not_asked_in_time" for chunks not looked up by the deadline."""
+        """Explain `count` chunks. A chunk that is not looked up by the deadline gets "not_asked_in_time"."""
         found: list[Why] = []
         while len(found) < count and not (found and self._late()):
             found += self._explain(range(len(found), min(len(found) + PART_KEYS, count)))
@@ -168,7 +172,7 @@ class Inquiry:
 
 
 def reasons_of(router: Router, namespace: Namespace, keys: Sequence[bytes], deadline_s: float) -> Counter[str]:
-    """Count the reasons why chunks were missed, given their 16-byte keys. "arrived": the chunk is stored now."""
+    """Count the reasons why chunks were missed. `keys` are their 16-byte keys. "arrived": the chunk is stored now."""
     found, silent, _ = ask_members(router, namespace, keys, deadline_s)
     absent = "no_answer" if silent else "never_stored"
     words = (absent if why is None else why.reason for why in found)
@@ -178,11 +182,12 @@ def reasons_of(router: Router, namespace: Namespace, keys: Sequence[bytes], dead
 def ask_members(
     router: Router, namespace: Namespace, keys: Sequence[bytes], deadline_s: float
 ) -> tuple[list[Why | None], set[NodeId], float | None]:
-    """Ask all members about chunks, given their 16-byte keys.
+    """Ask all members about chunks. `keys` are their 16-byte keys.
 
     Returns:
-        For each chunk, where it is, or else its last removal; None if no member knows it. The members without a valid
-        answer. The value for `Why.remembers_s`: the shortest time for which a member remembers removals.
+        For each chunk, where it is or how it was removed last; None if no member knows the chunk.
+        The names of the members without a valid answer.
+        The value for `Why.remembers_s`: the shortest time for which a member remembers removals.
     """
     request = messages.Why(b"".join(keys), group=namespace.group.digest)
     outcomes = router.ask_all(request, deadline_s)
@@ -204,9 +209,9 @@ def ask_members(
 
 
 def _histories(node: NodeId, answer: messages.Histories, count: int) -> Iterator[tuple[tuple[int, float], Why | None]]:
-    """Yield for each chunk a rank, and what one member knows of it. The caller uses the answer of lowest rank.
+    """Yield for each chunk what one member knows of the chunk, with a rank. The caller uses the lowest rank.
 
-    The ranks from low to high: in memory, in a tier below, removed (the latest removal is lowest), not known.
+    The ranks from low to high: in memory, in a tier below memory, removed (a later removal is lower), not known.
     """
     places, reasons, tiers, policies = (
         array(raw, "u1", count).tolist() for raw in (answer.places, answer.reasons, answer.tiers, answer.policy)
@@ -226,8 +231,8 @@ def _histories(node: NodeId, answer: messages.Histories, count: int) -> Iterator
 def _alike(namespace: Namespace, texts: Collection[str]) -> list[Namespace]:
     """List other namespaces under which the same tokens may be stored, the most similar first.
 
-    `texts` are the fields of the quota groups in use, as JSON. They contain no salts and no adapters. So this tries the
-    salt and adapter of `namespace`, and empty ones.
+    `texts` are the fields of the quota groups in use, as JSON. A quota group has no salt and no adapter. So each group
+    is tried with the salt and adapter of `namespace`, and without them.
     """
     groups = [namespace.group, *map(Namespace.model_validate_json, sorted(texts))]
     made = {
@@ -241,7 +246,7 @@ def _alike(namespace: Namespace, texts: Collection[str]) -> list[Namespace]:
 
 
 def _with_failure(why: Why, failure: ReadFailure | None, now_s: float) -> Why:
-    """Return the read failure as a Why. Return `why` if no read failed, or the chunk was removed after the failure."""
+    """Return the read failure as a Why. If there is none, or the chunk was removed after it, return `why`."""
     if failure is None:
         return why
     ago_s = now_s - failure.when_s
@@ -251,7 +256,7 @@ def _with_failure(why: Why, failure: ReadFailure | None, now_s: float) -> Why:
 
 
 def _word(kind: type[Reason] | type[Place], value: int) -> str:
-    """The word for an enum value. A node of another version may send values that are unknown here."""
+    """Return the word for an enum value. A node of another version may send a value that is unknown here."""
     try:
         return kind(value).word
     except ValueError:

@@ -31,9 +31,9 @@ Values = Sequence[Sequence[memoryview]]
 """Bytes of several chunks: for each chunk a list of views that are joined in order."""
 
 LATE_S: Final = 0.001
-"""A call may wait this long to send the commit of filled slots, even if its deadline has passed."""
+"""A put may spend this long on sending the commit of filled slots, even if the put's deadline has passed."""
 CLOSE_S: Final = 0.2
-"""`close` takes at most this long to give slots back. The node puts slots that are not given back into quarantine."""
+"""`close` takes at most this long to give slots back. After that, the node quarantines the remaining slots."""
 _UNAVAILABLE: Final = (TransientError, CapacityError, LostError)
 
 
@@ -91,7 +91,7 @@ class Writer:
                 if lent.slots:
                     chosen = [values[position] for position in lent.positions]
                     lent.checksums = self._threads.fill(lent.views, chosen).tobytes()
-        except BaseException as error:  # a size that does not fit, or an interrupt: the slots were not used
+        except BaseException as error:  # for example, a chunk that is too large, or an interrupt
             self._undo(lents, error)
             raise
         result = sum((lent.result for lent in lents), PutResult())
@@ -99,7 +99,7 @@ class Writer:
         return result + self._commit(group, filled, wait=wait, deadline_s=deadline_s) if filled else result
 
     def _missing(self, batch: Batch) -> list[int]:
-        """Return the positions of the keys that this host's node does not have. Each key is listed once."""
+        """Return the positions of the keys that this host's node lacks. For equal keys, return the first position."""
         ready = self._local.reader.ready(batch.keys, now_s=time.monotonic()).tolist()
         if False not in ready and not self._local.is_current():
             ready = [False] * len(ready)
@@ -128,7 +128,7 @@ class Writer:
             self._unanswered.add(commit)
             finish = partial(self._finish_locked, commit)
             posted = self.pipeline.post(request, finish, deadline_s=until_s, life=life, keys=commit.keys)
-        except BaseException as error:  # not sent, or interrupted: then `_undo` drops the connection
+        except BaseException as error:  # the commit was not sent, or there was an interrupt: see `_undo`
             self._unanswered.discard(commit)
             self._undo(filled, error)
             if isinstance(error, _UNAVAILABLE):
@@ -145,7 +145,7 @@ class Writer:
     def _undo(self, lents: Sequence[LentBatch], error: BaseException) -> None:
         """Put slots back into their pools, because their commit was not sent.
 
-        After an interrupt, drop the connection instead: nobody knows whether the commit was sent.
+        After an interrupt, drop the connection instead, because it is unknown whether the commit was sent.
         """
         with self.pipeline.lock:
             self.pipeline.drop_if_interrupted_locked(error)
@@ -163,7 +163,7 @@ class Writer:
     # -- slots that the caller fills --------------------------------------------------------------------------------
 
     def lend(self, group: Namespace, batch: Batch, *, deadline_s: float) -> LentBatch:
-        """Get slots for the chunks of a batch that are not stored here. `LentBatch.reason`: why some have no slot.
+        """Get slots for the chunks of a batch that are not stored here. If slots are lacking, `reason` says why.
 
         Raises:
             UsageError: The size does not fit an extent.
@@ -197,13 +197,18 @@ class Writer:
     # -- posted chunks ----------------------------------------------------------------------------------------------
 
     def drain(self, deadline_s: float) -> bool:
-        """Wait for the outcomes of all commits. True: outcomes have arrived, so a new lookup may find more chunks."""
+        """Wait for the outcomes of all sent commits.
+
+        Returns:
+            True: outcomes have arrived, so a new lookup may find more chunks. False: no commit was unanswered, or
+            outcomes are still lacking at the deadline.
+        """
         return bool(self._unanswered) and self.pipeline.wait_all(deadline_s)
 
     def flush(self, deadline_s: float) -> PutResult:
-        """Wait for the answers to posted chunks. Returns the sum of the results since the last call. Never raises.
+        """Wait for the answers to posted chunks. Return the sum of the results since the last call. Never raises.
 
-        `posted` counts the chunks that have no answer by the deadline.
+        In the result, `posted` counts the chunks that have no answer by the deadline.
         """
         self.drain(deadline_s)
         with self.pipeline.lock:
@@ -217,13 +222,13 @@ class Writer:
 
 
 class PendingCommit:
-    """The Commit of some filled slots, and its outcome.
+    """A Commit message for filled slots, and its result.
 
     Attributes:
         chunks: Number of slots.
         keys: Number of keys in the message.
-        result: None until there is an outcome.
-        posted: Whether `Writer.flush` returns the result, because no call waits for it.
+        result: The counts of the chunks. None: there is no answer and no error yet.
+        posted: Whether `Writer.flush` returns the result, because no put waits for the answer.
     """
 
     def __init__(self, supply: SlotSupply, group: Namespace, filled: Sequence[LentBatch]) -> None:
@@ -234,7 +239,7 @@ class PendingCommit:
         self.posted = False
 
     def request_locked(self) -> messages.Commit:
-        """Make the message. It also requests the slots that the pools lack."""
+        """Make the message. The message also requests slots in advance for pools that lack slots."""
         for lent in self._filled:
             assert lent.pool is not None
             lent.ahead = lent.pool.lacking()
@@ -242,7 +247,7 @@ class PendingCommit:
         return messages.Commit(tuple(map(_run_of, self._filled)), group=self._group.digest)
 
     def finish_locked(self, outcome: Outcome) -> None:
-        """Set `result`. Put unused slots back into their pools, and give refused ones back to the node.
+        """Set `result`. Put unused slots back into their pools. If the node refused a run, give its slots back.
 
         Raises:
             ProtocolError: The answer is wrong. All chunks count as skipped.
@@ -277,9 +282,10 @@ class PendingCommit:
 
 
 def _run_of(lent: LentBatch) -> messages.Run:
-    """Make the part of a Commit for one batch. It has the batch's keys up to the last one with a filled slot.
+    """Make the part of a Commit for one batch.
 
-    This includes keys without a slot, because a key may be the parent of the next.
+    This part has all keys of the batch up to the last filled slot. Keys without a slot are included, because each key
+    of a chain is the parent of the next key.
     """
     batch, positions = lent.batch, lent.positions
     count = positions[-1] + 1
