@@ -1,4 +1,6 @@
-"""The capacity planner: replays a trace with any policy and cache size. Belady's policy gives an upper bound of hits.
+"""The capacity planner: replays a trace with any eviction policy and any size of cache.
+
+Belady's optimal policy gives an upper bound of the hits.
 
 records = plan(read_trace("trace.jsonl"), sizes=["5%", "64 GiB"], policies=["leaf_lru", "belady"])
 print(as_table(records))

@@ -12,10 +12,12 @@ from raykv.types import Rows
 
 
 class Cache:
-    """The chunk table of a simulated node.
+    """The chunk table of a simulated node. Each chunk of a trace has a number.
 
-    Each chunk of a trace has a number. The column `key_lo` of the chunk's row holds this number. `row_of` maps the
-    number to the row; -1 means that the chunk is not in the cache.
+    Attributes:
+        columns, cells: The chunk table. The column `key_lo` holds the number of the chunk in each row.
+        row_of: Maps the number of a chunk to its row; -1 means that the chunk is not in the cache.
+        stored, evicted: How many chunks were stored and evicted so far.
     """
 
     def __init__(self, policy: Policy, capacity: int, chunks: int, ssd: Ssd | None = None) -> None:
@@ -62,10 +64,10 @@ class Cache:
         self.evicted += len(gone)
 
     def store(self, chunks: list[int], nbytes: list[int], now: int, reads: Mapping[int, int]) -> None:
-        """Store those chunks of a chain that the cache does not have, first to last, until the cache is full.
+        """Store the missing chunks of a chain, first to last, until the cache is full.
 
-        `nbytes` has the size of each chunk, in tokens. `reads` maps each chunk that was read from the SSD to its number
-        of reads.
+        `nbytes` is the size of each chunk, measured in tokens. `reads` maps each chunk that was read from the SSD to
+        its number of reads.
         """
         cells, row_of, rows, parent = self.cells, self.row_of.data, [], -1
         for chunk, size in zip(chunks, nbytes, strict=True):
@@ -75,7 +77,7 @@ class Cache:
                     break
                 row = self._free.pop()
                 cells.key_lo[row], cells.nbytes[row], cells.state[row] = chunk, size, RowState.READY
-                cells.generation[row] += 1 + cells.generation[row] % 2  # the row holds another chunk now
+                cells.generation[row] += 1 + cells.generation[row] % 2  # new, because the row holds another chunk
                 cells.inserted[row] = cells.accessed[row] = now
                 cells.frequency[row] = reads.get(chunk, 0)
                 cells.children[row] = 0

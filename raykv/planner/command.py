@@ -36,7 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def plan_command(options: argparse.Namespace) -> str:
     """Run `raykv plan` and return its output.
 
-    Raises UsageError if an option, the trace or a line of the trace is wrong. The error names the wrong value.
+    Raises:
+        UsageError: An option or a line of the trace is wrong, or the trace cannot be read. The message says which.
     """
     model = ModelShape(
         options.layers, options.kv_heads, options.head_size, options.dtype, options.hidden, options.parameters

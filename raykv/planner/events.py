@@ -1,11 +1,17 @@
 """Converts vLLM's KV events into requests.
 
-A line is a batch of events, as an object (`{"ts": ..., "events": [...]}`) or as vLLM sends it (`[ts, [...], rank]`). An
-event is an object (`{"type": "BlockStored", ...}`) or an array (`["BlockStored", hashes, parent, token_ids, block_size,
-...]`).
+Each line is a batch of events, in one of two forms:
 
-Events name only new blocks. We assume that the request that stored them also read all blocks before them in the chain.
-A request whose blocks were all cached causes no event, so the trace has fewer hits than the engine had.
+    {"ts": ..., "events": [...]}
+    [ts, [...], rank]                   as vLLM sends it
+
+An event has two forms, too:
+
+    {"type": "BlockStored", ...}
+    ["BlockStored", hashes, parent, token_ids, block_size, ...]
+
+Events name only new blocks. We assume that the request that stored them also read all earlier blocks of the chain. A
+request whose blocks were all cached causes no event, so the trace has fewer hits than the engine had.
 """
 
 import re
@@ -17,7 +23,8 @@ import msgspec
 from raykv.errors import UsageError
 
 CONTINUES_S: Final = 2.0
-"""Blocks that extend a request's chain within this time belong to that request: its prefill still runs."""
+"""Blocks that extend a request's chain within this time belong to the same request, because its prefill may still
+run."""
 
 Key = Annotated[int, msgspec.Meta(ge=-(1 << 63))] | Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
@@ -52,9 +59,16 @@ _OTHERS: Final = ("BlockRemoved", "AllBlocksCleared")
 
 
 def requests_of(lines: Iterable[tuple[str, bytes]]) -> list[RequestLine]:
-    """Make requests from pairs (place of the line, line). Raises UsageError, which names the place and the field."""
-    before: dict[int | str, int | str | None] = {}  # block -> the block before it in the chain
-    growing: dict[int | str, tuple[RequestLine, float]] = {}  # last block -> its request, time of the block
+    """Convert lines of events to requests.
+
+    Args:
+        lines: For each line, its place in the file (for error messages), and its text.
+
+    Raises:
+        UsageError: A line is wrong. The message names its place and the field.
+    """
+    before: dict[int | str, int | str | None] = {}  # maps a block to the block before it in the chain
+    growing: dict[int | str, tuple[RequestLine, float]] = {}  # maps a request's last block to the request and a time
     requests: list[RequestLine] = []
     for where, line in lines:
         for at_s, event in _stored(where, line):
@@ -109,7 +123,7 @@ def _convert(form: type[Found], where: str, prefix: str, found: Any) -> Found:
 
 
 def decode(form: type[Found], where: str, line: bytes) -> Found:
-    """Decode a line of JSON into the type `form`. If that fails, raise UsageError, which names line and field."""
+    """Decode a line of JSON into the type `form`. A wrong line raises UsageError, which names line and field."""
     try:
         return msgspec.json.decode(line, type=form)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

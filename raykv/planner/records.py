@@ -28,8 +28,11 @@ DTYPE_NBYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "int
 class ModelShape:
     """The shape of a decoder model. The defaults describe Llama 3.1 8B.
 
-    `kv_heads`, `head_size` and `dtype` describe keys and values. `hidden` is query heads times head size. `parameters`
-    counts the parameters that are active for each token.
+    Attributes:
+        layers: Number of layers.
+        kv_heads, head_size, dtype: Shape and type of keys and values.
+        hidden: Number of query heads, times head_size.
+        parameters: Number of parameters that are active for each token.
     """
 
     layers: int = 32
@@ -44,9 +47,11 @@ class ModelShape:
         return 2 * self.layers * self.kv_heads * self.head_size * DTYPE_NBYTES[self.dtype]
 
     def prefill_flops(self, tokens: int, attended: int) -> float:
-        """Return the floating-point operations for a prefill.
+        """Return the number of floating-point operations of a prefill.
 
-        `tokens`: number of tokens to compute. `attended`: number of tokens before a token, summed over these tokens.
+        Args:
+            tokens: Number of tokens to compute.
+            attended: Sum over these tokens of the number of tokens before each.
         """
         return 2.0 * self.parameters * tokens + 4.0 * self.layers * self.hidden * (attended + tokens)
 
@@ -55,12 +60,25 @@ class ModelShape:
 class Record:
     """The result for one policy and one size of cache.
 
-    `requests`, `chunks` and `tokens` count all reads in the trace. A hit is a prefix hit if all earlier chunks of the
-    request hit too (with "belady": every hit). Only prefix hits are useful to an engine. `tokens_hit`, `saved_flops`
-    and `saved_gib` count prefix hits only. `size_share` is the size divided by the number of different chunks. The
-    SSD's bytes per day are extrapolated from the trace's duration. Chunks are written to the SSD when memory evicts
-    them, and again when the SSD moves them. `ssd_write_amplification` is the number of all these writes, divided by the
-    number of writes from memory.
+    A hit is a prefix hit if all earlier chunks of the request hit too. An engine can use only prefix hits. With
+    "belady", every hit counts as a prefix hit.
+
+    Attributes:
+        trace, policy: Names of the trace and the policy.
+        size_chunks, size_nbytes: Size of the cache in memory.
+        size_share: `size_chunks` divided by the number of different chunks in the trace.
+        requests: Number of requests in the trace.
+        chunks, tokens: Number of chunks and tokens in the prompts of all requests.
+        prefix_hits, prefix_hit_ratio: Number of chunks with a prefix hit; the same divided by `chunks`.
+        tokens_hit, token_hit_ratio: Number of tokens in these chunks; the same divided by `tokens`.
+        saved_flops, saved_gib: Floating-point operations, and size of keys and values, that prefix hits save.
+        stored, evicted: Number of chunks stored in memory, and evicted from memory.
+        ssd_chunks, ssd_nbytes: Size of the SSD tier. 0: no SSD.
+        ssd_hits: Number of chunks with a prefix hit that were read from the SSD.
+        ssd_written_nbytes: Bytes written to the SSD, when memory evicts chunks and when the SSD moves chunks.
+        ssd_written_nbytes_per_day: The same, extrapolated from the duration of the trace to a day.
+        ssd_write_amplification: Number of chunks written to the SSD, divided by the number that memory wrote.
+        took_s: Duration of the simulation.
     """
 
     trace: str
@@ -97,11 +115,20 @@ def plan(
     ssd_sizes: Sequence[str | int] = (0,),
     ssd_nbytes_per_day: float | None = None,
 ) -> list[Record]:
-    """Replay a trace with each policy, each size of memory, and each size of an SSD tier below it (0: no SSD).
+    """Replay a trace with each combination of a policy, a size of memory, and a size of the SSD tier.
 
-    A size is text such as "64 GiB" or "10%" (of the trace's different chunks), or a number of chunks. A policy is an
-    argument of `raykv.eviction.policy`, or "belady" for the upper bound, or "all". `ssd_nbytes_per_day` limits
-    the bytes written to the SSD. Raises UsageError if a size is not valid, and ConfigError if a policy does not exist.
+    Args:
+        trace: The requests to replay.
+        sizes: Sizes of memory. Each is a number of chunks, or text such as "64 GiB", or a percentage of the trace's
+            different chunks such as "10%".
+        policies: Arguments of `raykv.eviction.policy`; "belady" for the upper bound; "all" for all these.
+        model: The model that determines the bytes of a chunk. None means Llama 3.1 8B.
+        ssd_sizes: Sizes of the SSD tier below memory, in the form of `sizes`. 0 means no SSD.
+        ssd_nbytes_per_day: Limit of the bytes written to the SSD in a day. None means no limit.
+
+    Raises:
+        UsageError: A size is not valid.
+        ConfigError: A policy does not exist.
     """
     model = model or ModelShape()
     chunk_nbytes = trace.chunk_tokens * model.token_nbytes

@@ -1,4 +1,4 @@
-"""Replays a trace through a cache of a given size, with a policy or with Belady's optimal policy. Counts the hits."""
+"""Replays a trace through a cache of a given size, with any policy or Belady's optimal policy. Counts the hits."""
 
 import heapq
 import math
@@ -14,16 +14,20 @@ from raykv.planner.ssd import Ssd
 from raykv.planner.trace import Trace
 
 DECODE_S: Final = 0.03
-"""Assumed seconds per generated token. A replay uses this time to compute when a request ends."""
+"""Assumed time per generated token. A replay uses this time to compute when a request ends."""
 _NEVER: Final = 1 << 62
 
 
 @dataclass(slots=True)
 class Outcome:
-    """The counts of a replay, in chunks. A hit is a prefix hit if all earlier chunks of the request hit too.
+    """The counts of a replay. A hit is a prefix hit if all earlier chunks of the request hit too.
 
-    `tokens_hit` counts the tokens of prefix hits. `attended` adds up, for each of these tokens, the number of tokens
-    before it in its request.
+    Attributes:
+        prefix_hits: Number of chunks with a prefix hit.
+        tokens_hit: Number of tokens in these chunks.
+        attended: Sum over these tokens of the number of earlier tokens in the request.
+        stored, evicted: Number of chunks stored in memory, and evicted from memory.
+        ssd_hits: Number of chunks with a prefix hit that were read from the SSD.
     """
 
     prefix_hits: int = 0
@@ -37,11 +41,18 @@ class Outcome:
 def replay(
     trace: Trace, policy: Policy, capacity: int, *, ssd: Ssd | None = None, decode_s: float = DECODE_S
 ) -> Outcome:
-    """Replay a trace. `policy` must be new. `ssd` must be empty; None means no SSD.
+    """Replay a trace.
 
     As on a node, a request reads its leading chunks up to the first miss, and stores the missing chunks. A request
-    never evicts its own chunks; chunks that do not fit are not stored. Evicted chunks are offered to the `ssd`. A chunk
-    that is read from the `ssd` is stored in memory again. `decode_s` is the time in seconds per generated token.
+    never evicts its own chunks; chunks that do not fit are not stored. Evicted chunks are offered to the SSD. A chunk
+    that is read from the SSD is stored in memory again.
+
+    Args:
+        trace: The requests to replay.
+        policy: A policy that was not used before.
+        capacity: Size of memory in chunks.
+        ssd: An empty SSD. None means no SSD.
+        decode_s: Seconds per generated token.
     """
     cache, outcome, now = Cache(policy, max(1, capacity), trace.chunks, ssd), Outcome(), 0
     running: list[tuple[float, int]] = []
@@ -74,14 +85,14 @@ def replay(
 def belady(trace: Trace, capacity: int) -> Outcome:
     """Replay with the policy that evicts the chunk whose next read is farthest away. No real policy has more hits.
 
-    Here all hits count as prefix hits, whether earlier chunks of the request hit or not. Source: Belady, 1966.
+    Here every hit counts as a prefix hit, even if an earlier chunk of the request was missed. Source: Belady, 1966.
     """
     accesses = [chunk for request in trace.requests for chunk in request.chunks]
     following, last = [_NEVER] * len(accesses), [_NEVER] * trace.chunks
     for at in range(len(accesses) - 1, -1, -1):
         following[at], last[accesses[at]] = last[accesses[at]], at
     outcome, at = Outcome(), 0
-    next_read = [-1] * trace.chunks  # -1 for chunks that are not in the cache
+    next_read = [-1] * trace.chunks  # -1: the chunk is not in the cache
     heap: list[tuple[int, int]] = []
     for request in trace.requests:
         for place, (chunk, tokens) in enumerate(zip(request.chunks, trace.tokens_of(request), strict=True)):

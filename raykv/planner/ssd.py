@@ -10,7 +10,7 @@ from raykv.memory.layout import TICKS_PER_S
 from raykv.tier.admission import Admission
 
 MOVED_SHARE: Final = 4
-"""For each MOVED_SHARE chunks that memory evicts to the SSD, at most one chunk is moved within the SSD."""
+"""At most one chunk is moved within the SSD for every MOVED_SHARE chunks that memory writes to the SSD."""
 
 Numbers = npt.NDArray[np.integer[Any]]
 
@@ -18,11 +18,14 @@ Numbers = npt.NDArray[np.integer[Any]]
 class Ssd:
     """A log of segments, like the SSD tier of a node.
 
-    When the log is full, the oldest segment is reclaimed. A chunk in this segment is moved to the end of the log if it
-    was read since it was written and MOVED_SHARE allows the move. Otherwise the chunk is dropped. A chunk that is read
-    into memory also stays on the SSD, so that memory can evict the chunk later without another write.
+    When the log is full, the oldest segment is reclaimed. A chunk of this segment moves to the end of the log if the
+    chunk was read since its last write, and MOVED_SHARE allows the move. Otherwise the chunk is dropped. A chunk that
+    is read into memory also stays on the SSD, so that memory can evict the chunk later without another write.
 
-    `written` counts chunks from memory, `moved` counts moved chunks, and `tokens` counts the tokens of both.
+    Attributes:
+        written: Number of chunks written from memory.
+        moved: Number of chunks moved within the SSD.
+        tokens: Number of tokens in the written and the moved chunks.
     """
 
     def __init__(self, capacity: int, segment: int, admission: Admission, token_nbytes: int) -> None:
@@ -31,8 +34,8 @@ class Ssd:
         self._most = max(2, capacity // self._segment)
         self._admission, self._token_nbytes = admission, token_nbytes
         self._segments: deque[list[int]] = deque([[]])
-        self._held: dict[int, tuple[int, int, bool]] = {}  # chunk -> tokens, reads, whether read since the write
-        self._refused: set[int] = set()  # chunks that were not admitted; in `offer`, each of them counts one more read
+        self._held: dict[int, tuple[int, int, bool]] = {}  # by chunk: tokens, reads, whether read since its last write
+        self._refused: set[int] = set()  # chunks that were not admitted; `offer` adds one to their number of reads
         self.written = self.moved = self.tokens = 0
 
     def has(self, chunk: int) -> bool:
@@ -45,7 +48,11 @@ class Ssd:
         return reads + 1
 
     def offer(self, chunks: list[int], reads: Numbers, parent_reads: Numbers, tokens: Numbers, now: int) -> None:
-        """Write those of the evicted `chunks` that the SSD does not hold and that `Admission.admit` accepts."""
+        """Write chunks that memory has evicted, if the SSD lacks them and `Admission.admit` accepts them.
+
+        `reads`, `parent_reads` and `tokens` give for each chunk its number of reads, the number of reads of its parent,
+        and its number of tokens.
+        """
         new = np.array([chunk not in self._held for chunk in chunks], np.bool_)
         if not new.any():
             return

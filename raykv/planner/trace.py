@@ -30,7 +30,14 @@ MAX_LINE_NBYTES: Final = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request: its arrival, the numbers of its chunks (first to last), and the lengths of prompt and answer."""
+    """One request of a trace.
+
+    Attributes:
+        at_s: Time of arrival.
+        chunks: Numbers of the prompt's chunks, first to last.
+        tokens: Length of the prompt.
+        output_tokens: Length of the answer.
+    """
 
     at_s: float
     chunks: list[int]
@@ -40,7 +47,14 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Requests in order of time. `chunks` is the number of different chunks, which are numbered from 0."""
+    """A trace.
+
+    Attributes:
+        name: Name of the trace's file.
+        requests: The requests, in order of time.
+        chunks: Number of different chunks. They are numbered from 0.
+        chunk_tokens: Number of tokens in a full chunk.
+    """
 
     name: str
     requests: list[Request]
@@ -77,8 +91,13 @@ class MooncakeLine(msgspec.Struct):
 def read_trace(path: Path | str, chunk_tokens: int | None = None) -> Trace:
     """Read a trace from a file.
 
-    `chunk_tokens`: tokens per chunk if the trace does not say; None: MOONCAKE_TOKENS. Raises UsageError if the file
-    cannot be read, contains no request, or has a wrong line. The error names the line and the field.
+    Args:
+        path: The file.
+        chunk_tokens: Number of tokens per chunk, for a trace that does not give this number. None: MOONCAKE_TOKENS.
+
+    Raises:
+        UsageError: The file cannot be read, contains no request, or has a wrong line. The message names the line and
+            the field.
     """
     path = Path(path)
     try:
@@ -141,7 +160,7 @@ def _placed(lines: Iterable[bytes | str], name: str) -> Iterator[tuple[str, byte
 
 
 def _form(where: str, line: bytes) -> type[MooncakeLine] | type[RequestLine] | None:
-    """Detect the format of a trace by its first line. None means vLLM's KV events."""
+    """Detect the format of a trace from its first line. None means vLLM's KV events."""
     found = decode(Any, where, line)
     if isinstance(found, list) or (isinstance(found, dict) and "events" in found):
         return None
