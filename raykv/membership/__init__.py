@@ -1,1 +1,1 @@
-"""The members of a cluster, its list of namespaces, and a proxy through which nodes without Ray use both."""
+"""The directory: a cluster's members and its list of namespaces. A proxy lets nodes call the directory without Ray."""

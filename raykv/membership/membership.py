@@ -1,7 +1,8 @@
 """The directory: the members of a cluster. `raykv.cluster.actors` runs this code in the directory actor.
 
-Reading and storing chunks does not need the directory. If the directory fails, nodes and clients use their last view
-(list of members). After a restart the directory is empty, and adopts the view of the first node that calls it.
+The view is the list of members. Reading and storing chunks does not need the directory. If the directory fails, nodes
+and clients use their last view. After a restart the directory is empty, and adopts the view of the first node that
+calls it.
 """
 
 import logging
@@ -36,7 +37,7 @@ class MembershipPort(Protocol):
         ...
 
     def leave(self, node_id: NodeId) -> None:
-        """Remove a node from the members, because it stops permanently."""
+        """Remove a node that stops permanently from the members."""
         ...
 
 
@@ -44,7 +45,7 @@ class Membership:
     """The logic of the directory. It has no clock and no lock: callers pass the time and hold a lock.
 
     Attributes:
-        view: The list of members. Each change increases its epoch, also after a restart of the directory.
+        view: The list of members. Each change increases the view's epoch, also after a restart of the directory.
         registry: The list of namespaces that were configured or dropped.
     """
 
@@ -95,7 +96,7 @@ class Membership:
         return self.registry.encode()
 
     def leave(self, node_id: NodeId) -> None:
-        """Remove a node from the members, because it stops permanently."""
+        """Remove a node that stops permanently from the members."""
         self._seen_s.pop(node_id, None)
         if self.view.member(node_id) is not None:
             self._publish([known for known in self.view.members if known.node_id != node_id])

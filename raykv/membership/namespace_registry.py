@@ -1,7 +1,7 @@
 """The list of namespaces that were configured or dropped. The directory holds it, and every node has a copy.
 
-The list is a last-writer-wins map with a version. Copies may differ after a node or the directory was unreachable or
-lost its copy. A merge makes them equal again.
+The list is a last-writer-wins map with a version. Copies may differ if a node or the directory was unreachable, or lost
+its copy. A merge makes the copies equal again.
 """
 
 from dataclasses import dataclass, field, replace
@@ -14,8 +14,8 @@ from raykv.errors import CapacityError, UsageError
 from raykv.protocol.namespace import Namespace
 
 MAX_ENTRIES: Final = 1024
-"""The list has at most this many configured namespaces; one more is refused. It also has at most this many dropped
-namespaces, so that nodes that were unreachable learn of the drops; one more replaces the oldest."""
+"""The list has at most this many configured namespaces, and refuses further ones. It also has at most this many dropped
+namespaces, so that nodes that were unreachable learn of the drops. A further drop replaces the oldest one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ class NamespaceRegistry:
         """Return the entries that this copy must take over from another copy."""
         found = []
         dropped = self._dropped()
-        trimmed = dropped[-MAX_ENTRIES] if len(dropped) >= MAX_ENTRIES else None  # `trim` has removed older drops
+        trimmed = dropped[-MAX_ENTRIES] if len(dropped) >= MAX_ENTRIES else None  # `trim` removes all older drops
         for digest, theirs in other.entries.items():
             mine = self.entries.get(digest)
             if mine is None:
@@ -111,7 +111,7 @@ class NamespaceRegistry:
         return found
 
     def merge(self, other: "NamespaceRegistry") -> None:
-        """Merge a node's copy into this copy. If they still differ, raise the version: then the node gets this copy."""
+        """Merge a node's copy into this copy. If they still differ, raise the version: the node needs this copy."""
         for entry in self.newer(other):
             self.entries[entry.namespace.digest] = entry
         self.trim()

@@ -21,7 +21,7 @@ ANSWER_S: Final = 4.0
 
 
 class _NoLeases:
-    """The session of a connection to the proxy server. It has nothing to release."""
+    """The session of a connection to the proxy server. Such a connection has no leases."""
 
     def close(self) -> None:
         pass
@@ -31,7 +31,7 @@ class MembershipProxyServer:
     """The service that forwards a node's calls to the directory. Thread-safe if the `MembershipPort` is.
 
     Attributes:
-        epoch: Always 0, since the proxy has no list of members.
+        epoch: Epoch of the view. It is always 0, because the proxy has no view.
     """
 
     epoch = 0
@@ -65,7 +65,7 @@ class MembershipProxyServer:
 
 
 class MembershipProxy:
-    """The node's end of the proxy, a `MembershipPort`. Thread-safe, because each call makes its own connection."""
+    """The node's end of the proxy: a `MembershipPort`. Thread-safe, because each call makes its own connection."""
 
     def __init__(self, address: str, secret: bytes) -> None:
         """Use the proxy server at `address` ("host:port")."""
