@@ -31,9 +31,9 @@ STEP_ASIDE_S: Final = 0.2
 RETRY_ROOM_S: Final = ABANDONED_S / 10
 """If a node does not fit into memory, its actor tries at this interval to remove the memory of dead nodes."""
 UNOWNED_S: Final = 5.0
-"""`NodeActor.stop` waits at most this long for a node's process to end. If the process still runs, its memory stays."""
+"""`NodeActor.stop` waits at most this long for a node's process to end. A process that still runs keeps its memory."""
 NODE_ID_LENGTH: Final = 16
-"""A node's name is the first 16 of the 56 characters of Ray's node id, since the path of a socket must be short."""
+"""A node's name is the first 16 of the 56 characters of Ray's node id, because the path of a socket must be short."""
 
 
 def directory_name(cluster: str) -> str:
@@ -46,7 +46,7 @@ def node_name(cluster: str, ray_node_id: str) -> str:
 
 
 def detached(kind: type, name: str, **options: Any) -> Any:
-    """Return the factory of a detached actor. `remote` of the factory starts the actor, or returns the running one."""
+    """Return the factory of a detached actor. The factory's `remote` starts the actor, or returns the running actor."""
     return ray.remote(kind).options(
         name=name,
         namespace=NAMESPACE,
@@ -59,7 +59,7 @@ def detached(kind: type, name: str, **options: Any) -> Any:
 
 
 def node_actors(cluster: str) -> dict[str, Any]:
-    """Map the id of each live Ray node to its node actor, or to None if it has no actor yet."""
+    """Map the id of each live Ray node to its node actor, or to None if the Ray node has no node actor yet."""
     found: dict[str, Any] = dict.fromkeys(sorted(ray_nodes()))
     for ray_node_id in found:
         try:
@@ -82,8 +82,8 @@ def _names(ray_node_ids: Iterable[str]) -> set[str]:
 class DirectoryActor(InProcessMembership):
     """The directory of the cluster's members, and a loop that starts a node actor on every Ray node.
 
-    After a crash Ray restarts this actor with the same secret and config. The actor then finds the node actors by their
-    names. It gets the newest list of members (the view) from the nodes' heartbeats.
+    After a crash, Ray restarts this actor with the same secret and config. The actor then finds the node actors by
+    their names. It gets the newest view, which is the list of members, from the nodes' heartbeats.
     """
 
     def __init__(self, config: ClusterConfig, secret: bytes) -> None:
@@ -95,7 +95,7 @@ class DirectoryActor(InProcessMembership):
         self._reconciler.start()
 
     def describe(self) -> dict[str, Any]:
-        """Return config, process id and view."""
+        """Return the cluster's config and view, and this actor's process id."""
         return {"config": self._config, "pid": os.getpid(), "view": self.logic.view}
 
     def secret(self) -> str:
@@ -103,7 +103,7 @@ class DirectoryActor(InProcessMembership):
         return self._secret.hex()
 
     def stop(self, timeout_s: float) -> None:
-        """Stop all nodes. Remove their memory and the memory of dead Ray nodes. The caller must then end this actor."""
+        """Stop all nodes, and remove the memory of live and dead nodes. Afterwards, the caller must end this actor."""
         self._stopping.set()
         self._reconciler.join(timeout_s)
         earlier = {ray_node_id: handle for ray_node_id, handle in node_actors(self._config.name).items() if handle}
@@ -135,7 +135,7 @@ class DirectoryActor(InProcessMembership):
                 scheduling_strategy=NodeAffinitySchedulingStrategy(ray_node_id, soft=False),
             ).remote(self._config, self._secret)
         for ray_node_id in set(self._nodes) - alive:
-            ray.kill(self._nodes.pop(ray_node_id), no_restart=True)  # otherwise Ray keeps the actor pending for ever
+            ray.kill(self._nodes.pop(ray_node_id), no_restart=True)  # otherwise Ray would keep the actor pending
 
 
 class RayMembership:
@@ -172,8 +172,9 @@ class RayMembership:
 class NodeActor:
     """Runs the raykv node of one Ray node in a child process; see `raykv.supervisor.handle`.
 
-    If the node cannot run with its config here (for example, too little memory), the actor runs without a node and
-    `describe` says why. The actor tries again after memory of dead nodes was removed from this host.
+    If the node cannot run with its config on this host, for example because of too little memory, the actor runs
+    without a node, and `describe` returns the reason. When memory of dead nodes is removed from the host, the actor
+    restarts and tries again.
     """
 
     def __init__(self, cluster: ClusterConfig, secret: bytes) -> None:
@@ -217,7 +218,7 @@ class NodeActor:
         return {"pid": self._node.pid, "actor_pid": os.getpid(), "starts": self._node.starts, **stats}
 
     def record(self, on: bool) -> list[TracedRequest]:
-        """Return the requests recorded since the last call ([] without a node), and turn recording on or off."""
+        """Return the requests recorded since the last call, and turn recording on or off. Without a node, return []."""
         return self._node.record_trace(on) if self._node is not None else []
 
     def stop(self, dead: Iterable[str] = ()) -> None:
@@ -246,9 +247,10 @@ class NodeActor:
         threading.Timer(STEP_ASIDE_S, os._exit, (0,)).start()  # the delay lets Ray answer this call
 
     def _await_room(self) -> None:
-        """Repeatedly try to remove memory of dead nodes. After a success, end this process; Ray restarts the actor.
+        """Repeatedly try to remove memory of dead nodes. After a success, end this process, so Ray restarts the actor.
 
-        A Ray node that restarts has a new id, and the memory of its earlier raykv node still takes up room on the host.
+        A Ray node that restarts gets a new id. Until the removal, the memory of its earlier raykv node still occupies
+        the host.
         """
         while not self._stopping.wait(RETRY_ROOM_S):
             try:

@@ -20,7 +20,7 @@ POLL_S: Final = 0.05
 def start(config: ClusterConfig | None = None, *, timeout_s: float = 60.0, **fields: Any) -> dict[str, Any]:
     """Start a node on every Ray node, and wait until all nodes have the same view.
 
-    A Ray node that joins later gets a node too. A second call does not change a running cluster with the same config.
+    A Ray node that joins later gets a node too. If the cluster runs already with the same config, this call only waits.
 
     Args:
         config: The cluster's config.
@@ -31,9 +31,9 @@ def start(config: ClusterConfig | None = None, *, timeout_s: float = 60.0, **fie
         The result of `status`.
 
     Raises:
-        ConfigError: A field is wrong, a cluster of this name runs with another config, or a node cannot run with this
-            config (for example, too little memory). In the last case call `stop` before the next `start`.
-        PeerUnavailable: Some nodes did not start in time. The message names them, and the reason if Ray knows it.
+        ConfigError: A field is wrong, or a cluster of this name runs with another config. Or a node cannot run with
+            this config, for example because of too little memory; then call `stop` before the next `start`.
+        PeerUnavailable: Some nodes did not start in time. The message names these nodes, and the reason if known.
     """
     wanted = ClusterConfig.load({**(config.model_dump(exclude_unset=True) if config else {}), **fields})
     made = detached(DirectoryActor, directory_name(wanted.name), max_concurrency=32)
@@ -60,8 +60,12 @@ def status(name: str = "default", *, timeout_s: float = CALL_TIMEOUT_S) -> dict[
     """Return the processes of a cluster, and the counters of the nodes.
 
     Returns:
-        {"name", "epoch", "directory": {"pid"}, "nodes": {ray node id: {"member": bool, "pid", counters...} or
-        {"error": text}}}. "epoch" is the version of the directory's list of members.
+        A dict with these fields:
+
+        * "name": Name of the cluster.
+        * "epoch": Version of the directory's list of members.
+        * "directory": {"pid": process id}.
+        * "nodes": For each Ray node id, {"member": bool, "pid": process id, counters...} or {"error": text}.
 
     Raises:
         PeerUnavailable: No cluster of that name runs.
@@ -105,13 +109,13 @@ def stop(name: str = "default", *, timeout_s: float = CALL_TIMEOUT_S) -> bool:
 def upgrade(name: str = "default", *, timeout_s: float = 60.0) -> Iterator[dict[str, Any]]:
     """Restart all processes of a cluster with the code that is installed now, one node after the other.
 
-    A node's memory stays, so the new process finds all chunks. If the new version has another memory layout, the node
-    starts empty. During a node's restart, clients on its host can read, but their puts are skipped. When the node is a
-    member again, the next node is restarted.
+    A node's memory stays, so the new process finds all chunks. Only if the new version has another memory layout, the
+    node starts empty. While a node restarts, clients on its host can read, but their puts are skipped. The next node is
+    restarted when this node is a member again.
 
     Yields:
-        For each node {"node", "pid_before", "pid", "chunks_before", "recovered", "seconds"}. The last item describes
-        the directory, without the counts of chunks.
+        For each node {"node", "pid_before", "pid", "chunks_before", "recovered", "seconds"}. "recovered" is the number
+        of chunks that the new process found. The last item is for the directory, and has no numbers of chunks.
 
     Raises:
         PeerUnavailable: No cluster of that name runs, or a node did not return in time. No further node is restarted.
@@ -150,8 +154,8 @@ def record(name: str = "default", *, seconds: float, every_s: float = 1.0) -> It
     """Record the requests of the cluster for `seconds`, or until the caller stops iterating.
 
     Yields:
-        Every `every_s` seconds, the requests since the last item, in order of time. Each node buffers at most 16 MiB of
-        requests between two items, and drops further ones.
+        Every `every_s` seconds, the requests since the last item, in order of time. Between two items, each node
+        collects at most 16 MiB of requests, and drops further requests.
 
     Raises:
         PeerUnavailable: No cluster of that name runs.
@@ -177,7 +181,7 @@ def _fetch_records(name: str, on: bool) -> list[TracedRequest]:
         try:
             requests += ray.get(answer, timeout=CALL_TIMEOUT_S)
         except ray.exceptions.RayError:
-            continue  # the node is being restarted: the trace has a gap
+            continue  # the node is being restarted, so the trace lacks its requests
     return sorted(requests, key=lambda each: each.at_s)
 
 
@@ -191,7 +195,10 @@ def _is_directory_back(old_pid: int, found: dict[str, Any]) -> bool:
 
 
 def _wait_until(is_ready: Callable[[dict[str, Any]], bool], name: str, until_s: float) -> dict[str, Any]:
-    """Return the cluster's status as soon as `is_ready` accepts it. Raises PeerUnavailable at the time `until_s`."""
+    """Return the cluster's status as soon as `is_ready` is true for the status. After `until_s`, raise PeerUnavailable.
+
+    `until_s` is a time of the monotonic clock.
+    """
     problem: object = "no answer"
     while time.monotonic() < until_s:
         try:
