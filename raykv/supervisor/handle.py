@@ -28,7 +28,7 @@ START_S: Final = 60.0
 ANSWER_S: Final = 10.0
 RETRY_S: Final = 0.02
 STOP_S: Final = 20.0
-"""`NodeHandle.stop` gives the node this much time to shut down cleanly. After that it kills the node."""
+"""`NodeHandle.stop` gives the node this much time to shut down cleanly. After that, the node is killed."""
 PROXY_CONNECTIONS: Final = 64
 
 
@@ -39,7 +39,7 @@ class NodeHandle:
 
     Attributes:
         config: The config of the node.
-        pid: Process id of the node. It is 0 before the first start, and each restart changes it.
+        pid: Process id of the node; 0 before the first start. Each restart changes it.
         starts: Number of times the node was started.
         supervisor: The supervisor's process.
         ended: Whether the supervisor has ended. After that, the node is not restarted.
@@ -49,8 +49,9 @@ class NodeHandle:
         """Start the node, and wait until it serves. The node reaches the directory through a proxy in this process.
 
         Raises:
-            ConfigError: The node cannot run with this config here; the message says why.
-            PeerUnavailable: The supervisor ended, or the node did not start within START_S; their stderr says why.
+            ConfigError: The node cannot run with this config on this host. The message says why.
+            PeerUnavailable: The supervisor ended, or the node did not start within START_S. The processes' stderr says
+                why.
         """
         self.config = config
         self.pid = self.starts = 0
@@ -106,7 +107,10 @@ class NodeHandle:
         return codec.expect(messages.Trace, self._ask(messages.FetchTrace(on))).requests
 
     def stop(self, *, unlink: bool = False) -> None:
-        """Stop node and supervisor. Safe to call again. With `unlink`, also leave the cluster and remove the memory."""
+        """Stop the node and the supervisor. With `unlink`, also leave the cluster and remove the node's memory.
+
+        Further calls are allowed.
+        """
         with self._stopping:
             if not self.ended:
                 self._send(b"stop")

@@ -1,7 +1,7 @@
 """The supervisor: a process that runs one node and restarts it. `raykv.supervisor.handle` starts this module.
 
-Each node is a fork of the supervisor, which has imported all modules already. A restart therefore takes little more
-than the time to map the node's memory. Forking is safe, since the supervisor has no threads and no shared memory. The
+Each node is a fork of the supervisor, which has imported all modules already. So a restart takes little more than the
+time to map the node's memory. Forking is safe, because the supervisor has no threads and maps no shared memory. The
 supervisor also reserves the node's port, so peers reach a restarted node at the same address.
 
 The owner is the process with the `NodeHandle`. It is connected to the supervisor by two pipes:
@@ -28,12 +28,14 @@ from raykv.errors import ConfigError
 from raykv.membership.proxy import MembershipProxy
 from raykv.node.node import Node
 
-log = logging.getLogger("raykv.supervisor.process")  # here __name__ is "__main__"
+log = logging.getLogger("raykv.supervisor.process")  # not __name__, which is "__main__" in this process
 
 CONFIG_STATUS: Final = 78
-"""Exit status of a node and its supervisor if the node cannot run with this config here (EX_CONFIG)."""
+"""Exit status of a node and its supervisor if the node cannot run with its config on this host. The value of EX_CONFIG
+in sysexits.h."""
 STEADY_S: Final = 1.0
-"""A node that ran for this long is restarted at once. A node that ended earlier is restarted after a growing delay."""
+"""A node that ran for at least this long is restarted at once. After a shorter run, the restart is delayed. The delay
+grows with each short run."""
 MIN_DELAY_S: Final = 0.05
 MAX_DELAY_S: Final = 5.0
 CHECK_S: Final = 0.5
@@ -54,7 +56,7 @@ class NodeReport(msgspec.Struct, omit_defaults=True):
     Attributes:
         pid: Process id of the node.
         address: The node's address for processes of this host.
-        problem: Why the node cannot run with this config here; empty if the node runs.
+        problem: Why the node cannot run with its config on this host; empty if the node runs.
     """
 
     pid: int
@@ -73,14 +75,14 @@ class Supervisor:
         self._signal: signal.Signals | None = None
 
     def run(self) -> int:
-        """Run until the owner stops the node or closes stdin, or the config is refused. Return the exit status."""
+        """Run until the owner stops the node or closes stdin, or a node refuses its config. Return the exit status."""
         self._hold_port()
         gc.collect()
-        gc.freeze()  # otherwise each node's first garbage collection copies pages that node and supervisor share
+        gc.freeze()  # otherwise garbage collection in a node would copy the pages that it shares with the supervisor
         delay_s = 0.0
         while True:
             began_s, supervisor = time.monotonic(), os.getpid()
-            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # the node receives it in `_serve`
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # the node waits for SIGTERM in `_serve`
             pid = os.fork()
             if not pid:
                 self._become_node(supervisor)
@@ -108,13 +110,13 @@ class Supervisor:
     # -- the supervisor's side ---------------------------------------------------------------------------------------
 
     def _watch(self, pid: int) -> int:
-        """Wait until the node has ended. Send it the signals that `_receive` returns. Return the wait status."""
+        """Wait until the node has ended, and send the node the signals from `_receive`. Return the wait status."""
         ended = os.pidfd_open(pid)
         try:
             while ended not in select.select([ended, 0], [], [])[0]:
                 os.kill(pid, self._receive())
                 if self._signal == signal.SIGKILL:
-                    break  # stdin has ended, so `select` would always return at once
+                    break  # stdin has ended, so `select` would not wait any more
             return os.waitpid(pid, 0)[1]
         finally:
             os.close(ended)
@@ -169,10 +171,10 @@ def _report(reports: int, report: NodeReport) -> None:
 
 def main() -> int:
     reports = os.dup(1)
-    os.dup2(2, 1)  # printed text goes to stderr, since stdout carries the reports
+    os.dup2(2, 1)  # printed text goes to stderr, because stdout is for the reports
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # an inherited SIG_IGN would make waitpid fail
     logging.basicConfig(format="%(asctime)s %(process)d %(levelname)s %(name)s: %(message)s", level=logging.WARNING)
-    spec = sys.stdin.buffer.readline()  # buffers no later byte: until the first report, the owner sends only this line
+    spec = sys.stdin.buffer.readline()  # reads no byte too many: the owner sends more only after the first report
     return Supervisor(msgspec.json.decode(spec, type=NodeSpec), reports).run()
 
 
