@@ -1,7 +1,8 @@
 """All settings of raykv.
 
-Configs are frozen and refuse unknown fields. Names of sizes end in `_nbytes`; sizes also accept text such as "4 GiB".
-Names of times end in `_s`. Only `raykv.config.environment` reads environment variables.
+Configs are frozen and refuse unknown fields. A field whose name ends in `_nbytes` is a number of bytes; it also accepts
+text such as "4 GiB". A field whose name ends in `_s` is a number of seconds. Only `raykv.config.environment` reads
+environment variables.
 """
 
 from raykv.config.base import GIB, KIB, MIB, SLOT_ALIGNMENT_NBYTES, HugePages, Model, Name, Nbytes, parse_nbytes

@@ -10,7 +10,7 @@ from raykv.errors import ConfigError
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 SLOT_ALIGNMENT_NBYTES = 4096
-"""Slots start at multiples of this page size, so that direct I/O and memory registration need no copy."""
+"""Each slot starts at a multiple of this page size, so that direct I/O and memory registration need no copy."""
 
 _UNITS = {"": 1, "b": 1, "kib": KIB, "mib": MIB, "gib": GIB, "tib": 1 << 40}
 
@@ -36,7 +36,7 @@ HugePages = Literal["try", "require", "never"]
 
 
 class Model(BaseModel):
-    """Base class of all configs. They are frozen and refuse unknown fields."""
+    """Base class of all configs. A config is frozen and refuses unknown fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

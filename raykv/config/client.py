@@ -15,8 +15,8 @@ class ClientConfig(Model):
         address: Address of any node: "unix:/path" for a node on this host, "host:port" for another host.
         secret: The cluster's secret, as hexadecimal text; needed only for "host:port".
         timeout_s: Time limit of calls that give no `timeout_s`. In a `get`, chunks that arrive later count as misses.
-        breaker_s: If a peer does not answer, the client sends it no further request for this long.
-        connections_per_peer: At most this many idle connections to one peer stay open. Further ones are closed.
+        breaker_s: If a peer does not answer, the client sends no further request to this peer for this long.
+        connections_per_peer: At most this many idle connections to one peer stay open. Further connections are closed.
         streams_per_peer: A large read from one peer is divided among this many connections. None means a number that
             depends on the number of cores.
         copy_threads: Number of threads that share the copy of a large batch on this host. None means half the

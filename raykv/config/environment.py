@@ -13,7 +13,8 @@ def client_fields() -> dict[str, str]:
 def environment_of_child() -> dict[str, str]:
     """Return the environment variables for a child process that runs Python.
 
-    The child finds the same modules as this process. Its BLAS library starts no threads, so the child can fork.
+    The child finds the same modules as this process. The BLAS library starts no threads in the child, so that the child
+    can fork.
     """
     found = os.pathsep.join(path or os.getcwd() for path in sys.path)
     return {**os.environ, "PYTHONPATH": found, "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}

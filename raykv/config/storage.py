@@ -44,13 +44,13 @@ class SsdConfig(Model):
         capacity_nbytes: Space to use on each path.
         segment_nbytes: Space is allocated and reclaimed in segments of this size.
         depth: At most this many operations run at once on each path.
-        write_nbytes_per_day: Daily budget for writes to all paths together. While it is used up, the node copies no
-            chunk to the SSDs. None means no limit.
-        io_timeout_s: If an operation takes longer, its drive gets no other operations until this one ends.
-        direct: Direct I/O, which bypasses the page cache: "try" uses it if the file system supports it, "never" does
-            not use it, and with "require" the node does not start without it.
-        max_chunks: Largest number of chunks in the index of all paths; each takes about 100 bytes of memory. None means
-            one chunk per 64 KiB of capacity.
+        write_nbytes_per_day: Daily budget for writes to all paths together. While the budget is used up, the node
+            copies no chunk to the SSDs. None means no limit.
+        io_timeout_s: If an operation takes longer, its drive gets no other operations until the slow one ends.
+        direct: Whether to use direct I/O, which bypasses the page cache. "try": if the file system supports it.
+            "never": no. "require": yes, and the node does not start if the file system does not support it.
+        max_chunks: Largest number of chunks in the index of all paths. Each chunk takes about 100 bytes of memory. None
+            means one chunk per 64 KiB of capacity.
     """
 
     paths: Annotated[tuple[Path, ...], Field(min_length=1, max_length=64)]
@@ -71,19 +71,21 @@ class SsdConfig(Model):
 class FileTierConfig(Model):
     """Settings of the file tier: a directory on a file system that several nodes share, even nodes of other clusters.
 
+    Chunks are stored in packs. A pack is a file of many chunks.
+
     Attributes:
-        path: The directory. The node creates it if it is missing.
-        capacity_nbytes: Limit for the files of all nodes together; all nodes must have the same value. Each node fills
-            one pack (a file of many chunks) at a time, so allow several times `pack_nbytes` for each node.
+        path: The directory. The node creates a missing directory.
+        capacity_nbytes: Limit for the files of all nodes together. All nodes must have the same value. Each node fills
+            one pack at a time, so allow several times `pack_nbytes` for each node.
         pack_nbytes: Size of a pack.
         seal_s: A pack is published after this time, even if it is not full. Other nodes see only published packs.
         scan_s: Time between scans for packs of other nodes.
         depth: At most this many reads run at once.
-        io_timeout_s: If an operation takes longer, the file system gets no other operations until this one ends.
-        write_nbytes_per_day: Daily budget for writes of this node. While it is used up, the node copies no chunk to
-            this tier. None means no limit.
-        max_chunks: Largest number of chunks in the index; each takes about 100 bytes of memory. None means one chunk
-            per 64 KiB of capacity, at most 8 Mi chunks.
+        io_timeout_s: If an operation takes longer, the file system gets no other operations until the slow one ends.
+        write_nbytes_per_day: Daily budget for writes of this node. While the budget is used up, the node copies no
+            chunk to this tier. None means no limit.
+        max_chunks: Largest number of chunks in the index. Each chunk takes about 100 bytes of memory. None means one
+            chunk per 64 KiB of capacity, at most 8 Mi chunks.
     """
 
     path: Path
@@ -113,18 +115,18 @@ class StorageConfig(Model):
         arena_nbytes: Size of the arena: the shared memory for chunks, in shm_dir. The node allocates the arena's pages
             extent by extent, before writes need them. While nobody writes, it also allocates the remaining extents, as
             long as an eighth of the host's memory stays free.
-        extent_nbytes: The arena is divided into extents of this size, like slabs of memcached: all slots of an extent
+        extent_nbytes: The arena is divided into extents of this size. As in a slab of memcached, all slots of an extent
             have the same size. A chunk must fit into one extent.
-        max_chunks: Number of rows of the chunk table, 89 bytes each; a chunk takes one row. None means one row per
+        max_chunks: Number of rows of the chunk table. A chunk takes one row, which has 89 bytes. None means one row per
             64 KiB of the arena.
         policy: The eviction policy for namespaces without their own policy.
         low_water: Eviction in the background starts when less than this share of the arena is free.
         high_water: Eviction in the background stops when this share of the arena is free.
         shm_dir: Directory for arena, table and socket, on tmpfs or hugetlbfs. None means anonymous memory, which is
             freed when the process ends.
-        huge_pages: Pages of 2 MiB: "try" uses them if the host has any, "never" does not ask for them. With "require"
-            the node does not start on a host without huge pages, and does not use an extent without them. "require"
-            needs Linux 6.1 or a hugetlbfs.
+        huge_pages: Whether to use pages of 2 MiB. "try": if the host has any. "never": no. "require": only; the node
+            does not start on a host without huge pages, and does not use an extent that gets none. "require" needs
+            Linux 6.1 or a hugetlbfs.
         numa: "auto" divides the arena equally among the host's NUMA nodes. "off" leaves the choice to the kernel.
         ssd: The SSD tier below memory. None means that there is none.
         file: The file tier below the SSD tier, shared with other nodes. None means that there is none.
@@ -167,13 +169,13 @@ class StorageConfig(Model):
 
 
 class NamespaceConfig(Model):
-    """Settings of one namespace. They apply to all its salts and adapters together.
+    """Settings of one namespace. One config applies to all salts and adapters of the namespace together.
 
     Attributes:
         policy: The eviction policy for the namespace's chunks. None means the node's policy.
         ttl_s: Chunks expire this long after they were stored. None means never.
-        tiers: Where chunks are stored. "dram": only in memory. "ssd": in tiers below memory, so that memory is only a
-            buffer for writes and reads. "both": in memory and in the tiers.
+        tiers: Where chunks are stored. "dram": only in memory. "ssd": in tiers below memory; memory is only a buffer
+            for writes and reads. "both": in memory and in tiers below memory.
         dram_quota_nbytes: Limit for the bytes of the chunks' slots in one node's memory. At the limit, a new chunk
             replaces chunks of the same namespace. None means no limit.
         ssd_quota_nbytes: Limit for the bytes of the chunks on one node's SSDs. None means no limit.
