@@ -18,7 +18,7 @@ from raykv.protocol.chunk_keys import KEY_NBYTES, from_bytes
 from raykv.protocol.namespace import Namespace
 
 ANY = Namespace(model="-")
-"""A placeholder without chunks: every client needs a namespace, even if the command does not use it."""
+"""A placeholder, because every client needs a namespace. No chunks are stored under this namespace."""
 
 
 def add_commands(commands: Any) -> list[argparse.ArgumentParser]:
@@ -152,7 +152,7 @@ def _name(namespace: Namespace) -> str:
 
 
 def _choose(client: Client, text: str | None, *, new: bool = False) -> Namespace:
-    """Find a namespace. `text` is its fields as JSON or its model's name; None means the only namespace in use.
+    """Find a namespace. `text` is the namespace's fields as JSON, or its model's name. None: the only one in use.
 
     With `new`, the error message also explains how to name a namespace that is not in use yet.
     """

@@ -29,9 +29,9 @@ class Finding:
 
     Attributes:
         name: What was checked.
-        grade: "ok"; "better" if raykv works but the remedy would help; "wrong" if raykv cannot work well.
+        grade: "ok"; "better": raykv works, but the remedy would help; "wrong": raykv cannot work well.
         says: The result, for people.
-        remedy: A command or a step that helps. It is empty if nothing must be done.
+        remedy: A command or a step that helps. Empty if nothing needs to be done.
     """
 
     name: str
@@ -85,7 +85,7 @@ def shared_memory(root: Path) -> Finding:
 
 
 def memory_limit(root: Path) -> Finding:
-    """Check the container's memory limit, which includes shared memory."""
+    """Check the container's memory limit. Shared memory counts towards this limit."""
     name, (limit, used) = "memory limit", cgroup_memory(root)
     if limit is None:
         return Finding(name, "ok", "no limit of a container")
@@ -109,7 +109,7 @@ def huge_pages(root: Path) -> Finding:
 
 
 def hugetlb_pools(root: Path) -> Finding:
-    """Check whether hugetlb pools are mounted. A host needs no pool if the check `huge_pages` is ok."""
+    """Check whether the host's hugetlb pools are mounted. A host needs no pool if the check `huge_pages` is ok."""
     pools = []
     for pool in sorted((root / "sys/kernel/mm/hugepages").glob("hugepages-*kB")):
         page = int(pool.name.removeprefix("hugepages-").removesuffix("kB")) * KIB
