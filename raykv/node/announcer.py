@@ -1,4 +1,4 @@
-"""Announcements: this node tells the owner of each key whether this node holds the chunk.
+"""Announces chunks: tells the owner of each key whether this node holds the key's chunk.
 
 The owner of a key keeps the list of the key's holders. The view is the list of the cluster's members. The hash ring of
 the view assigns each key to its owner.
@@ -27,19 +27,19 @@ from raykv.types import Bits, KeyArray
 log = logging.getLogger(__name__)
 
 ANNOUNCED_KEYS: Final = 1 << 16
-"""One announcement holds at most this many keys. The announcer sends further keys in further announcements."""
+"""Largest number of keys in one announcement. Further keys are sent in further announcements."""
 MAX_RETRIED_KEYS: Final = 1 << 20
-"""If an owner does not answer, the keys of the announcement return to the queue, unless the queue would then hold more
-keys than this. In that case these keys are dropped, and readers may miss the chunks."""
+"""If an owner does not answer, the keys of the announcement return to the queue. If the queue would have more keys than
+this limit, the keys are dropped instead, and readers may miss the chunks."""
 LOCKED_KEYS: Final = 4096
-"""The announcer looks up at most this many keys before it releases the node's lock: writers wait for the lock."""
+"""The announcer looks up at most this many keys at a time under the node's lock, because writers wait for the lock."""
 ANNOUNCE_S: Final = 0.01
 """The announcer waits this long after a change, so that one message can announce several changes."""
 ANNOUNCE_DEADLINE_S: Final = 5.0
 
 
 class Announcer:
-    """Announces changes of the store and of the tiers in batches, on a thread of its own.
+    """Announces changes of the store and of the tiers in batches, on its own thread.
 
     An announcement describes the state at the time of sending. So the order of changes does not matter, and
     announcements are idempotent.
@@ -72,19 +72,19 @@ class Announcer:
             self._changed.set()
 
     def announce(self, keys: KeyArray) -> None:
-        """Put these keys into the queue for the next announcement, even if nothing changed for them."""
+        """Put keys into the queue for the next announcement, even if their chunks have not changed."""
         with self._lock:
             self._queue.append(keys)
         self._changed.set()
 
     @property
     def waiting_keys(self) -> int:
-        """Number of keys in the queue. Changes that the announcer has not yet taken from the store are not counted."""
+        """Number of keys in the queue. Changes that are still in the store or in the tiers are not counted."""
         return sum(map(len, self._queue))
 
     @property
     def done(self) -> bool:
-        """Whether the queue is empty, all changes of the store are taken, and no announcement is being sent."""
+        """Whether the store has no changes to announce, the queue is empty, and no announcement is being sent."""
         with self._lock:
             return not (self._sending or self._adopting or self._queue or self._store.has_changes)
 
@@ -99,7 +99,7 @@ class Announcer:
         old, self.view = self.view, view
         # The new view is already set, so chunks that are stored after this line are announced to their new owners.
         keys = np.concatenate([self._store.ready_keys(), self._mover.keys()])
-        if old.members and view.epoch == old.epoch + 1:  # otherwise a view was missed: announce all keys
+        if old.members and view.epoch == old.epoch + 1:  # otherwise a view was missed, so announce all keys
             keys = keys[_owner_changed(old, view, keys)]
         self.announce(keys)
         self._adopting = False
@@ -153,7 +153,7 @@ class Announcer:
             self._pool.ask(owner.address, lambda link: link.call(message, deadline_s=deadline_s), deadline_s=deadline_s)
         except RayKVError as error:
             self.failures += 1
-            if not isinstance(error, TransientError):  # the owner would refuse a second try too
+            if not isinstance(error, TransientError):  # no retry, because the owner would refuse again
                 log.warning("%s refuses an announcement: %s", owner.node_id, error)
                 return
             with self._lock:
@@ -161,9 +161,9 @@ class Announcer:
                     self._queue.append(keys)
 
     def _look_up(self, keys: KeyArray) -> tuple[npt.NDArray[np.uint32], Bits]:
-        """Return each chunk's length (0 if this node lacks the chunk), and whether it is only in a tier below memory.
+        """Return for each chunk its length, and whether it is only in a tier below memory. Length 0: it is not here.
 
-        The lookup in the table holds the node's lock. Without the lock it could miss a key.
+        The lookup in the chunk table holds the node's lock, because a lookup without the lock could miss a key.
         """
         nbytes = np.zeros(len(keys), np.uint32)
         for start in range(0, len(keys), LOCKED_KEYS):
@@ -181,13 +181,13 @@ class Announcer:
 
 
 def _owner_changed(old: View, new: View, keys: KeyArray) -> Bits:
-    """Return for each key whether its owner is another node now, or has restarted with an empty location index."""
+    """Return for each key whether it has another owner now, or its owner has restarted with an empty location index."""
     if not new.members:
         return np.zeros(len(keys), np.bool_)
     return np.not_equal(_incarnations(old, keys), _incarnations(new, keys))
 
 
 def _incarnations(view: View, keys: KeyArray) -> npt.NDArray[np.int64]:
-    """Return the incarnation of each key's owner: the time in nanoseconds when the owner started. It is unique."""
+    """Return the incarnation of each key's owner: its start time in nanoseconds, which differs for all processes."""
     incarnations = {member.node_id: member.incarnation for member in view.members}
     return np.array([incarnations[name] for name in view.ring.nodes], np.int64)[view.ring.owners(keys)]

@@ -1,6 +1,6 @@
 """The location index of one node. It maps each key that this node owns to the holders: the nodes that have the chunk.
 
-If an entry is wrong, one reader has a miss. Then the entry is corrected.
+A wrong entry makes one reader miss the chunk. After that, the entry is corrected.
 """
 
 import threading
@@ -18,7 +18,7 @@ from raykv.protocol.messages import MAX_HOLDERS, Located
 from raykv.types import Bits, KeyArray, NodeId
 
 MAX_SHARED: Final = 1 << 16
-"""`LocationIndex` clears its table of shared `Location` objects when the table has more entries than this."""
+"""`LocationIndex` clears the table through which keys share `Location` objects when it has more entries than this."""
 
 
 class Location(NamedTuple):
@@ -26,7 +26,7 @@ class Location(NamedTuple):
 
     Attributes:
         holders: Nodes that announced the chunk, in the order in which they were added.
-        below: The holders that have the chunk only in a tier below memory.
+        below: Those holders that have the chunk only in a tier below memory.
         nbytes: Length of the chunk; 0 if unknown.
     """
 
@@ -35,7 +35,7 @@ class Location(NamedTuple):
     nbytes: int = 0
 
     def added(self, node_id: NodeId, nbytes: int, below: bool) -> "Location":
-        """Return a copy with this holder and length. `below`: this holder has the chunk only in a tier below memory."""
+        """Return a copy with this holder and length. `below`: the holder has the chunk only in a tier below memory."""
         holders = self.holders if node_id in self.holders else (*self.holders, node_id)
         others = tuple(holder for holder in self.below if holder != node_id)
         return Location(holders, (*others, node_id) if below else others, nbytes)
@@ -52,7 +52,7 @@ UNKNOWN: Final = Location()
 class LocationIndex:
     """Locations of the keys that one node owns. Thread-safe.
 
-    Keys with equal locations share one `Location`, so a key costs only its 16 bytes and a dict entry.
+    Keys with equal locations share one `Location` object. So each key costs only its 16 bytes and a dict entry.
     """
 
     def __init__(self, max_keys: int = 1 << 22) -> None:
@@ -80,7 +80,7 @@ class LocationIndex:
                     after = shared[change] = before.added(node_id, length, is_below)
                 locations[key] = after
             excess = len(locations) - self._max_keys
-            if excess > 0:  # drop many at once: finding a dict's first entry is slow after deletions
+            if excess > 0:  # drop many keys at once, because finding a dict's first entry is slow after deletions
                 for key in list(islice(locations, excess + self._max_keys // 16)):
                     del locations[key]
 

@@ -28,7 +28,7 @@ from raykv.tier.mover import TierMover
 log = logging.getLogger(__name__)
 
 DROPPED_AT_ONCE: Final = 8192
-"""A drop removes at most this many chunks before it releases the node's lock, because writers wait for the lock."""
+"""A drop removes at most this many chunks at a time under the node's lock, because writers wait for the lock."""
 MAX_FILE_NBYTES: Final = 64 << 20
 
 
@@ -45,19 +45,21 @@ class NamespaceReconciler:
     def __init__(
         self, store: Store, lock: threading.Lock, mover: TierMover, paths: Sequence[Path], changed: Callable[[], None]
     ) -> None:
-        """Load and apply the list from the files in `paths` (see `registry_paths`). Invalid files are ignored.
+        """Load the list from the files and apply it. Invalid files are ignored.
 
-        Each `adopt` calls `changed` at its end, since `adopt` may have dropped chunks or changed quotas.
+        Args:
+            paths: The files: see `registry_paths`.
+            changed: Called at the end of each `adopt`, which may have dropped chunks or changed quotas.
         """
         self._store, self._lock, self._mover, self._paths, self._changed = store, lock, mover, paths, changed
         self._adopting = threading.Lock()
         self._metrics = NamespaceMetrics()
-        self._served = np.zeros((MAX_NAMESPACES, 2), np.int64)  # by quota group: requests served, bytes sent
+        self._served = np.zeros((MAX_NAMESPACES, 2), np.int64)  # for each quota group: requests served, bytes sent
         self._dropped: dict[bytes, int] = {}
         self.registry = NamespaceRegistry()
         for path in paths:
             self._load(path)
-        self.registry.version = min(self.registry.version, 1)  # with a low version, the directory sends its list
+        self.registry.version = min(self.registry.version, 1)  # so low that the directory sends its list
         for entry in self.registry.entries.values():
             self._configure(entry)
 
@@ -74,15 +76,18 @@ class NamespaceReconciler:
                 self.registry.entries = {**self.registry.entries, digest: entry}
             self.registry.trim()
             self.registry.version = max(self.registry.version, theirs.version)
-            self._save()  # a node that dies before this line drops the chunks again after its restart
+            self._save()  # last, so that a node that dies before this line repeats the drops after its restart
         self._changed()
 
     def dropped_chunks(self, digest: bytes) -> int:
-        """Return how many copies of chunks this node removed, in memory and tiers, when it last dropped the group."""
+        """Return how many copies of chunks the last drop of this quota group removed, in memory and tiers."""
         return self._dropped.get(digest, 0)
 
     def list(self) -> dict[str, dict[str, Any]]:
-        """Return config and counters of each quota group, by its fields as JSON text. Scans the whole chunk table."""
+        """Return the config and the counters of each quota group. This scans the whole chunk table.
+
+        The keys of the result are the quota groups' fields, as JSON text.
+        """
         store, columns = self._store, self._store.table.columns
         evictor = store.evictor
         ready = store.table.ready_rows()
@@ -109,9 +114,9 @@ class NamespaceReconciler:
         return found
 
     def count_request(self, digest: bytes, nbytes: int) -> None:
-        """Count one request of a quota group, and `nbytes` of payload in its answer. Concurrent calls may lose counts.
+        """Count one request of a quota group, and `nbytes` bytes of chunks in the answer.
 
-        A client that reads shared memory sends no request, so its read is not counted.
+        Concurrent calls may lose counts. A client that reads shared memory sends no request, so no read is counted.
         """
         number = self._store.groups.find(digest)
         if number is not None:
@@ -163,10 +168,10 @@ class NamespaceReconciler:
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
             with os.fdopen(descriptor, "rb") as file:
-                if not stat.S_ISREG(os.fstat(descriptor).st_mode):  # other users may be able to create files here
+                if not stat.S_ISREG(os.fstat(descriptor).st_mode):  # for example, a pipe that another user has made
                     raise OSError("not a regular file")
                 registry = NamespaceRegistry.decode(file.read(MAX_FILE_NBYTES))
-            registry.encode()  # a list that cannot be encoded must fail here, not in the next heartbeat
+            registry.encode()  # a list that cannot be encoded fails here; otherwise the next heartbeat would fail
             self.registry.merge(registry)
         except FileNotFoundError:
             pass
@@ -191,7 +196,7 @@ class NamespaceReconciler:
 
 
 def registry_paths(config: NodeConfig) -> list[Path]:
-    """Return the files for a node's list of namespaces: next to the files of its memory, and on its first SSD path."""
+    """Return the files for a node's list of namespaces: next to the node's memory files, and on its first SSD path."""
     prefix, ssd = config.file_prefix, config.storage.ssd
     paths = [] if prefix is None else [prefix.with_name(prefix.name + ".namespaces")]
     if ssd is not None:

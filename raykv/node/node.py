@@ -4,7 +4,7 @@ The location index maps a key to its holders: the nodes that have the chunk. A h
 its owner, which keeps the key's entry. The view is the list of member nodes; the ring is computed from the view.
 
 Each connection has a thread, which runs the request handlers. Three background threads run the announcer, the heartbeat
-and the reclaimer; tiers have threads of their own. One lock protects all changes of the store. No thread copies chunk
+and the reclaimer. Each tier has its own threads. One lock protects all changes of the store. No thread copies chunk
 bytes while it holds the lock. If a bug ends a background thread, `failure` is set, and the node's process exits with an
 error.
 """
@@ -172,10 +172,10 @@ class Node:
     def _beat_until_stopped(self) -> None:
         while not self._stopping.wait(self.config.heartbeat_s):
             self._beat()
-            self.store.table.memory.touch()  # `remove_orphans` removes files that were not touched lately
+            self.store.table.memory.touch()  # because `remove_orphans` removes files that were not touched lately
 
     def _beat(self) -> None:
-        """Send a heartbeat to the directory. Apply the view and the list of namespaces if the answer has newer ones."""
+        """Send a heartbeat to the directory. If the answer has a newer view or list of namespaces, apply these."""
         view, registry = self.view, self.reconciler.registry
         heartbeat = messages.Heartbeat(self.member, view.epoch, version=registry.version)
         try:
@@ -192,7 +192,7 @@ class Node:
         if answer.registry is not None:
             try:
                 self.reconciler.adopt(answer.registry)
-            except RayKVError as error:  # a restart would not help, so the node goes on
+            except RayKVError as error:  # the node continues, because a restart would not help
                 self._errors["registry"] += 1
                 log.error("this node cannot follow the list of namespaces: %s", error)
 

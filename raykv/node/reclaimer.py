@@ -15,7 +15,7 @@ QUIET_S: Final = 0.1
 
 
 class Reclaimer:
-    """Demotes, evicts and expires chunks, and populates memory, on a thread of its own.
+    """Demotes, evicts and expires chunks, and populates memory, on its own thread.
 
     Demoting copies a chunk to a tier below memory. Populating makes the kernel allocate pages before their first use.
     """
@@ -62,7 +62,8 @@ class Reclaimer:
                 self._announcer.wake()
         self._mover.demote()
         with self._lock:
-            # While a tier copies the next victims, they are pinned. So eviction waits: it could take only other chunks.
+            # The chunks to evict next are pinned while a tier copies them. Eviction waits until the copy is done,
+            # because otherwise it would evict other chunks.
             wait = self._mover.demotion.writing and not store.evictor.nearly_full
             more = not wait and store.evict_ahead(now_s=time.monotonic())
         all_of_it = quiet and not self._due.is_set() and has_to_spare(store.config.shm_dir)

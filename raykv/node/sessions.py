@@ -19,12 +19,12 @@ HandlerTable: TypeAlias = dict[type[Message], Callable[[Any, "NodeSession"], Rep
 
 
 class NodeSession:
-    """The leases of one connection: lent slots and pins. A caller that changes them must hold the node's lock.
+    """The leases of one connection: lent slots and pins. A caller that changes leases must hold the node's lock.
 
     Attributes:
         local: Whether the peer is a process of the same user on this host.
         lent: Rows of the slots lent to the connection.
-        pins: Maps a row to the number of pins that the connection has on it.
+        pins: Maps a row to the number of pins of this connection on the row.
     """
 
     def __init__(self, store: Store, lock: threading.Lock, stopping: threading.Event, *, local: bool) -> None:
@@ -42,12 +42,12 @@ class NodeSession:
             )
 
     def require_pinned(self, rows: Counter[int]) -> None:
-        """Raise UsageError if `rows` counts more pins of a row than this connection has."""
+        """Raise UsageError if this connection has fewer pins on a row than `rows` counts."""
         if rows - self.pins:
             raise UsageError("rows that are not pinned by this connection")
 
     def close(self) -> None:
-        """End all leases. Lent slots are quarantined: nobody gets them for a while, since the peer may still write."""
+        """End all leases. Lent slots are not reused for QUARANTINE_S, because the peer may still write to them."""
         if self._stopping.is_set():
             return  # the memory is about to be closed; the node's next process quarantines the lent slots
         with self._lock:

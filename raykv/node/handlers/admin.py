@@ -17,8 +17,8 @@ from raykv.transport.base import Reply
 REQUEST_NBYTES: Final = 32
 """Largest size of one recorded request in a message, without its keys."""
 MAX_TRACE_NBYTES: Final = 16 << 20
-"""Between two fetches a node keeps at most this many bytes of recorded requests, because one message must hold them.
-It drops further requests."""
+"""Between two fetches, a node collects at most this many bytes of recorded requests, because all must fit into one
+message. The node drops further requests."""
 
 
 class AdminHandler:
@@ -48,7 +48,7 @@ class AdminHandler:
     def _configure(self, request: messages.Configure, session: NodeSession) -> Reply:
         fields = {} if request.fields is None else codec.fields(request.fields)
         if isinstance(fields.get("policy"), str):
-            policy(fields["policy"])  # raises ConfigError if this node lacks it; the directory checks the other fields
+            policy(fields["policy"])  # ConfigError if this node lacks the policy; the directory checks other fields
         request.registry = self._reconciler.registry.encode()
         try:
             registry = self._membership.configure(request)

@@ -17,7 +17,7 @@ from raykv.types import NodeId
 
 
 class LocateHandler:
-    """Keeps the holders of keys that this node owns. Also finds where this node has a chunk, or why the chunk left."""
+    """Answers which nodes hold a key that this node owns, and where this node has a chunk or why it was removed."""
 
     def __init__(
         self, node_id: NodeId, store: Store, lock: threading.Lock, mover: TierMover, location_index: LocationIndex
@@ -35,7 +35,8 @@ class LocateHandler:
         locations = self._location_index.locate(keys)
         unknown = [position for position, each in enumerate(locations) if each is UNKNOWN] if self._mover else []
         if unknown:
-            # Only the writer of a chunk in a shared tier announces the chunk, so the owner also searches the tier.
+            # Only the node that wrote a chunk to a shared tier announces the chunk. If that node has left, or belongs
+            # to another cluster, the owner finds the chunk only by a search of the tier.
             places, nbytes = self._mover.find(keys[unknown])
             here = (self._node_id,)
             for position, place, length in zip(unknown, places.tolist(), nbytes.tolist(), strict=True):

@@ -18,14 +18,15 @@ from raykv.transport.base import Reply
 from raykv.types import KeyArray, Rows
 
 PROMOTE_TIMEOUT_S: Final = 4.0
-"""One request waits at most this long for promotion: the copy of chunks from a tier below memory into memory."""
+"""One request waits at most this long for the promotion of chunks. Promotion copies a chunk from a tier below memory
+into memory."""
 PROMOTED_KEYS: Final = 64
-"""A request promotes at most this many chunks at a time, and then pins them. Otherwise the promotion of further chunks
-could evict them before they are read."""
+"""A request promotes at most this many chunks at a time, and then pins these. The pins are needed because the promotion
+of further chunks could evict the chunks before they are read."""
 
 
 class ReadHandler:
-    """Serves reads. It pins the chunks, sends their bytes from the arena, and then unpins the chunks."""
+    """Serves reads. A read pins the chunks, sends their bytes from the arena, and unpins the chunks."""
 
     def __init__(
         self, store: Store, lock: threading.Lock, mover: TierMover, location_index: LocationIndex, announcer: Announcer
@@ -81,7 +82,7 @@ class ReadHandler:
         with self._lock:
             pinned = self._store.pin(keys, now_s=time.monotonic(), touch=False)
         try:
-            corrupt = self._store.corrupt(pinned)  # hashes every byte, so the lock is not held
+            corrupt = self._store.corrupt(pinned)  # without the lock, because this hashes all bytes
             with self._lock:
                 count = self._store.drop_corrupt(corrupt, now_s=time.monotonic())
         finally:

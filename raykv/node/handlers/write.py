@@ -21,7 +21,7 @@ from raykv.types import Batch, Hints, Rows
 
 
 class WriteHandler:
-    """Lends slots to writers, and commits the chunks that they write into these slots.
+    """Lends slots to writers, and commits the chunks that the writers have put into the slots.
 
     A slot is the place of one chunk in the arena. A lent slot belongs to one connection until its chunk is committed or
     the slot is given back.
@@ -98,7 +98,7 @@ class WriteHandler:
         return Reply(messages.Done())
 
     def _write(self, request: messages.Write, session: NodeSession) -> Reply:
-        """Lend slots to the session, receive chunks into them, commit the intact chunks, and free the other slots."""
+        """Lend slots, receive chunks into the slots, commit the intact chunks, and take the other slots back."""
         batch, now_s = _batch_in(request), time.monotonic()
         protect = [batch.keys, *(() if batch.parent is None else (batch.parent,))]
         with self._lock:
@@ -129,7 +129,10 @@ class WriteHandler:
     def _commit_intact(
         self, group: int, batch: Batch, written: Written, expected: bytearray, session: NodeSession
     ) -> int:
-        """Commit the chunks whose checksum is as in `expected` (u64, from the writer). Return the number stored."""
+        """Commit the chunks whose checksums equal the writer's. Return the number of stored chunks.
+
+        `written` has the checksums of the received bytes. `expected` has the writer's checksums, as u64.
+        """
         intact = written.checksums == np.frombuffer(expected, "<u8")
         written = Written(*(column[intact] for column in written))
         with self._lock:
