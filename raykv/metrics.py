@@ -46,7 +46,7 @@ class Histogram:
         return counts
 
     def summary(self) -> dict[str, float]:
-        """Return the number of durations and, if it is not 0, upper bounds of their p50 and p99 in microseconds."""
+        """Return the number of durations, and upper bounds of p50 and p99 in microseconds. 0 durations: no bounds."""
         sums = list(accumulate(self.counts))
         found = {"count": float(sums[-1])}
         if sums[-1]:
@@ -73,7 +73,7 @@ class ClientMetrics:
         drop_after_fork(self)
 
     def after_fork(self) -> None:
-        """Replace the lock: at the fork, another thread of the parent may have held it."""
+        """Replace the lock, because another thread of the parent may have held the lock at the fork."""
         self._lock = threading.Lock()
 
     def add_misses(self, reasons: Mapping[str, int], absent: Iterable[bytes], *, now_s: float) -> bool:
