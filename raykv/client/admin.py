@@ -82,7 +82,7 @@ class AdminCalls:
         return len(_configure(self.router, self._group, fields, self.router.deadline(timeout_s)))
 
     def drop_namespace(self, *, timeout_s: float | None = None) -> int:
-        """Delete this namespace's config, and its chunks on every node and tier, with all salts and adapters.
+        """Delete this namespace's config, and its chunks on every node and tier, for all salts and adapters.
 
         Pinned chunks are dropped when they are unpinned. A later put creates the namespace again.
 

@@ -1,8 +1,8 @@
 """The client: put, match, get and pin, for batches of chunks.
 
 A client lives in an engine, a script or a notebook. If its host has a node, the client reads and writes that node's
-memory directly. For other chunks, the client asks the owners of the keys. An owner knows which nodes hold a chunk (its
-holders), and the client reads the chunk from a holder.
+memory directly. For other chunks, the client asks the owners of the keys. An owner knows the holders of a chunk: the
+nodes that have the chunk. The client reads the chunk from a holder.
 """
 
 import math
@@ -225,7 +225,7 @@ class Client(AdminCalls):
         """Pin chunks in this host's memory, to view them without a copy. Use the result in a `with` statement.
 
         Raises:
-            PeerUnavailable: There is no node on this host, or it does not answer.
+            PeerUnavailable: This host has no node, or the node does not answer.
         """
         found, deadline_s = self._as_keys(keys), self.router.deadline(timeout_s)
         local, writer = self.router.local, self.router.writer
@@ -247,7 +247,7 @@ class Client(AdminCalls):
             if local is not None and local.reader.ready_one(key):
                 return True
         except (TypeError, ValueError):
-            pass  # the key is wrong, so `one_key` below raises a UsageError
+            pass  # `one_key` below checks the key, and raises a UsageError for a wrong one
         return bool(self.exists(chunk_keys.from_bytes(one_key(key)), timeout_s=timeout_s)[0])
 
     def get_one(

@@ -83,7 +83,7 @@ class Pipeline:
         drop_after_fork(self)
 
     def after_fork(self) -> None:
-        """Drop the connection, its leases and its answers: they belong to the parent."""
+        """Drop the connection, its leases and its answers, because these belong to the parent."""
         self.lock = threading.Lock()
         self.life += 1
         self._link: Link | None = None
@@ -189,7 +189,7 @@ class Pipeline:
         return posted
 
     def wait(self, posted: Posted, deadline_s: float) -> bool:
-        """Wait for the outcome of a request. False: there is no outcome by the deadline; a later call collects it."""
+        """Wait for the outcome of a request. Return False if the deadline comes first; a later call gets the answer."""
         while posted.outcome is None:
             left_s = deadline_s - time.monotonic()
             try:

@@ -38,7 +38,7 @@ class ReadFailures:
         drop_after_fork(self)
 
     def after_fork(self) -> None:
-        """Replace the lock: at the fork, another thread of the parent may have held it."""
+        """Replace the lock, because another thread of the parent may have held the lock at the fork."""
         self._lock = threading.Lock()
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""Connects a client to nodes. Updates the view (the list of members), and finds the holders of chunks."""
+"""Connects a client to nodes. Keeps the view, which is the list of members. Finds the holders of chunks."""
 
 import time
 from collections.abc import Mapping, Sequence

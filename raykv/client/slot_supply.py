@@ -25,7 +25,7 @@ class SlotSupply:
 
     Attributes:
         pipeline: The connection that owns the leases. Its lock guards the pools.
-        opened: Digests of the quota groups that were opened (OpenNamespace) on the current connection.
+        opened: Digests of the quota groups that an OpenNamespace has opened on the current connection.
     """
 
     def __init__(self, local: LocalConnection, *, retry_s: float) -> None:
@@ -107,7 +107,7 @@ class SlotSupply:
         return True
 
     def _request(self, group: Namespace, batch: Batch, pool: SlotPool, needed: int, deadline_s: float) -> Posted:
-        """Request `needed` slots, and free slots to refill the pool. The node evicts chunks only for `needed` slots."""
+        """Request `needed` slots, for which the node evicts chunks. Also request slots that are free, for the pool."""
         pipeline = self.pipeline
         if group.digest not in self.opened:
             self._open(group, pool.life, deadline_s)

@@ -185,9 +185,11 @@ def ask_members(
     """Ask all members about chunks. `keys` are their 16-byte keys.
 
     Returns:
-        For each chunk, where it is or how it was removed last; None if no member knows the chunk.
-        The names of the members without a valid answer.
-        The value for `Why.remembers_s`: the shortest time for which a member remembers removals.
+        Three values:
+
+        * For each chunk, where it is or how it was removed last; None if no member knows the chunk.
+        * The names of the members without a valid answer.
+        * The value for `Why.remembers_s`: the shortest time for which a member remembers removals.
     """
     request = messages.Why(b"".join(keys), group=namespace.group.digest)
     outcomes = router.ask_all(request, deadline_s)

@@ -54,7 +54,7 @@ class Writer:
         drop_after_fork(self)
 
     def after_fork(self) -> None:
-        """Drop posted commits and their results: they belong to the parent."""
+        """Drop posted commits and their results, because these belong to the parent."""
         self._results, self._unanswered = PutResult(), set[PendingCommit]()
 
     def put(
