@@ -68,7 +68,7 @@ def requests_of(lines: Iterable[tuple[str, bytes]]) -> list[RequestLine]:
         UsageError: A line is wrong. The message names its place and the field.
     """
     before: dict[int | str, int | str | None] = {}  # maps a block to the block before it in the chain
-    growing: dict[int | str, tuple[RequestLine, float]] = {}  # maps a request's last block to the request and a time
+    growing: dict[int | str, tuple[RequestLine, float]] = {}  # by a request's last block: request, time of the block
     requests: list[RequestLine] = []
     for where, line in lines:
         for at_s, event in _stored(where, line):

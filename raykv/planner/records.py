@@ -51,7 +51,7 @@ class ModelShape:
 
         Args:
             tokens: Number of tokens to compute.
-            attended: Sum over these tokens of the number of tokens before each.
+            attended: Sum, over these tokens, of the number of earlier tokens in the prompt.
         """
         return 2.0 * self.parameters * tokens + 4.0 * self.layers * self.hidden * (attended + tokens)
 
@@ -77,7 +77,7 @@ class Record:
         ssd_hits: Number of chunks with a prefix hit that were read from the SSD.
         ssd_written_nbytes: Bytes written to the SSD, when memory evicts chunks and when the SSD moves chunks.
         ssd_written_nbytes_per_day: The same, extrapolated from the duration of the trace to a day.
-        ssd_write_amplification: Number of chunks written to the SSD, divided by the number that memory wrote.
+        ssd_write_amplification: Number of all chunks written to the SSD, divided by the number written from memory.
         took_s: Duration of the simulation.
     """
 

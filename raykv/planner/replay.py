@@ -25,7 +25,7 @@ class Outcome:
     Attributes:
         prefix_hits: Number of chunks with a prefix hit.
         tokens_hit: Number of tokens in these chunks.
-        attended: Sum over these tokens of the number of earlier tokens in the request.
+        attended: Sum, over these tokens, of the number of earlier tokens in the prompt.
         stored, evicted: Number of chunks stored in memory, and evicted from memory.
         ssd_hits: Number of chunks with a prefix hit that were read from the SSD.
     """
