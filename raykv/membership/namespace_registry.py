@@ -111,7 +111,10 @@ class NamespaceRegistry:
         return found
 
     def merge(self, other: "NamespaceRegistry") -> None:
-        """Merge a node's copy into this copy. If they still differ, raise the version: the node needs this copy."""
+        """Merge a node's copy into this copy.
+
+        If the two copies still differ, this raises the version. Then the directory sends this copy to the node.
+        """
         for entry in self.newer(other):
             self.entries[entry.namespace.digest] = entry
         self.trim()
