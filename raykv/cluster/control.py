@@ -109,8 +109,8 @@ def stop(name: str = "default", *, timeout_s: float = CALL_TIMEOUT_S) -> bool:
 def upgrade(name: str = "default", *, timeout_s: float = 60.0) -> Iterator[dict[str, Any]]:
     """Restart all processes of a cluster with the code that is installed now, one node after the other.
 
-    A node's memory stays, so the new process finds all chunks. Only if the new version has another memory layout, the
-    node starts empty. While a node restarts, clients on its host can read, but their puts are skipped. The next node is
+    A node's memory stays, so the new process finds all chunks. A node starts empty only if the new version has another
+    memory layout. While a node restarts, clients on its host can read, but their puts are skipped. The next node is
     restarted when this node is a member again.
 
     Yields:
