@@ -43,7 +43,13 @@ _PR_SET_PDEATHSIG: Final = 1
 
 
 class NodeSpec(msgspec.Struct):
-    """A node's config, its cluster's secret (hexadecimal), and the address of the `MembershipProxyServer` to use."""
+    """What the supervisor needs to run a node.
+
+    Attributes:
+        config: Fields of the node's NodeConfig.
+        secret: The cluster's secret, as hexadecimal text.
+        membership: Address of the `MembershipProxyServer`.
+    """
 
     config: dict[str, Any]
     secret: str
