@@ -19,7 +19,7 @@ def parse_nbytes(value: object) -> object:
     """Convert text such as "512 MiB" to a number of bytes. Values of other types are returned unchanged.
 
     Raises:
-        ValueError: The text is not a size, or has a decimal unit such as GB, which many people use for GiB.
+        ValueError: The text is not a size, or has a decimal unit. GB is refused because many people mean GiB.
     """
     if not isinstance(value, str):
         return value

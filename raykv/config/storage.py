@@ -124,8 +124,8 @@ class StorageConfig(Model):
         high_water: Eviction in the background stops when this share of the arena is free.
         shm_dir: Directory for arena, table and socket, on tmpfs or hugetlbfs. None means anonymous memory, which is
             freed when the process ends.
-        huge_pages: Whether to use pages of 2 MiB. "try": if the host has any. "never": no. "require": only; the node
-            does not start on a host without huge pages, and does not use an extent that gets none. "require" needs
+        huge_pages: Whether to use pages of 2 MiB. "try": if the host has any. "never": no. "require": yes, and the node
+            does not start on a host without huge pages, and does not use an extent without them. "require" needs
             Linux 6.1 or a hugetlbfs.
         numa: "auto" divides the arena equally among the host's NUMA nodes. "off" leaves the choice to the kernel.
         ssd: The SSD tier below memory. None means that there is none.
