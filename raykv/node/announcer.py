@@ -161,9 +161,10 @@ class Announcer:
                     self._queue.append(keys)
 
     def _look_up(self, keys: KeyArray) -> tuple[npt.NDArray[np.uint32], Bits]:
-        """Return for each chunk its length, and whether it is only in a tier below memory. Length 0: it is not here.
+        """Return the length of each chunk on this node, and whether the chunk is only in a tier below memory.
 
-        The lookup in the chunk table holds the node's lock, because a lookup without the lock could miss a key.
+        A length of 0 means that this node lacks the chunk. The lookup in the chunk table holds the node's lock, because
+        a lookup without the lock could miss a key.
         """
         nbytes = np.zeros(len(keys), np.uint32)
         for start in range(0, len(keys), LOCKED_KEYS):
@@ -188,6 +189,6 @@ def _owner_changed(old: View, new: View, keys: KeyArray) -> Bits:
 
 
 def _incarnations(view: View, keys: KeyArray) -> npt.NDArray[np.int64]:
-    """Return the incarnation of each key's owner: its start time in nanoseconds, which differs for all processes."""
+    """Return the incarnation of each key's owner: the start time of the owner's process, in nanoseconds."""
     incarnations = {member.node_id: member.incarnation for member in view.members}
     return np.array([incarnations[name] for name in view.ring.nodes], np.int64)[view.ring.owners(keys)]

@@ -18,7 +18,7 @@ from raykv.protocol.messages import MAX_HOLDERS, Located
 from raykv.types import Bits, KeyArray, NodeId
 
 MAX_SHARED: Final = 1 << 16
-"""`LocationIndex` clears the table through which keys share `Location` objects when it has more entries than this."""
+"""Largest size of the table through which keys share `Location` objects. `LocationIndex` clears a larger table."""
 
 
 class Location(NamedTuple):

@@ -64,7 +64,7 @@ class NamespaceReconciler:
             self._configure(entry)
 
     def adopt(self, text: bytes) -> None:
-        """Apply the newer entries of `text`, an encoded list of namespaces. Raises UsageError if it is not valid."""
+        """Apply the newer entries of an encoded list of namespaces. Raises UsageError if `text` is not such a list."""
         theirs = NamespaceRegistry.decode(text)
         with self._adopting:
             for entry in self.registry.newer(theirs):
